@@ -1,0 +1,60 @@
+# One entry for everything. `make` lists the targets.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+ARGS ?=
+# Where pip finds torch. Empty: the default index (on Linux that is the CUDA build, several GB).
+TORCH_INDEX ?=
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup native serve demo test check sim e2e bench proto clean
+
+help: ## List the targets
+	@grep -hE '^[a-z0-9-]+:.*?## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: $(VENV)/.complete native ## Create .venv, install what is needed, build the native code. CPU-only torch: make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu
+
+$(VENV)/.complete: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$$($(PYTHON) --version) found, Python 3.11 or later needed. Name one: make setup PYTHON=python3.12"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@echo "Installing torch $(if $(TORCH_INDEX),from $(TORCH_INDEX),from the default index; for the small CPU build: make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu)"
+	$(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+native: $(VENV)/.complete
+	@if [ -n "$$CXX" ] || command -v g++ clang++ c++ >/dev/null; then $(BIN)/python p2p/build.py >/dev/null; else echo "No C++ compiler: running without native code, correct but slow."; fi
+
+serve: setup ## Serve the built-in model at http://127.0.0.1:8000. Options: make serve ARGS="--port 8001 --experts 4"
+	@exec $(BIN)/eaas serve $(ARGS)
+
+demo: setup ## Kill an expert server in mid-stream and show that nothing changes
+	@$(BIN)/eaas demo $(ARGS)
+
+test: setup ## Run every test. One file: make test ARGS=tests/p2p/test_frame.py
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: setup ## Lint, types, layers and tidiness; under a minute
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/pyright
+	@$(BIN)/lint-imports
+	@$(BIN)/python -m pytest tests/test_tidy.py
+
+sim: setup ## Simulate the cluster by seed
+	@$(BIN)/python -m pytest tests/sim $(ARGS)
+
+e2e: setup ## Real processes, real sockets, real clients
+	@$(BIN)/python -m pytest tests/e2e $(ARGS)
+
+bench: setup ## Decode speed beside transformers. Options: make bench ARGS="--shape S --batch 1,8"
+	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[bench]'
+	@$(BIN)/python -m benchmarks.decode $(ARGS)
+
+proto: setup ## Generate the gRPC code again
+	@$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. router/proto/router.proto experts/proto/experts.proto
+
+clean: ## Remove what was built, .venv included
+	rm -rf $(VENV) build dist *.egg-info */_*.so */native/build
