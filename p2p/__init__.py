@@ -1,0 +1,50 @@
+"""One-sided messages between processes: windows, slots, frames, signals.
+
+It knows nothing of what the bytes mean. README.md holds the promises and an example; native code uses the
+headers under native/. The simulator is `p2p.sim`.
+"""
+
+from p2p.descriptor import Descriptor, Transport, decode
+from p2p.endpoint import (
+    ConnectRefused,
+    DescriptorInvalid,
+    Endpoint,
+    EndpointClosed,
+    P2PError,
+    Peer,
+    PeerGone,
+    Status,
+    Window,
+)
+from p2p.frame import Frame, FrameInvalid, Header, Reason, load_signal, open_frame, seal_frame, store_signal
+from p2p.native import NativeMissing
+from p2p.shm import ShmEndpoint, ShmPeer, ShmWindow
+from p2p.window import WindowLayout
+
+__all__ = [
+    "ConnectRefused",
+    "Descriptor",
+    "DescriptorInvalid",
+    "Endpoint",
+    "EndpointClosed",
+    "Frame",
+    "FrameInvalid",
+    "Header",
+    "NativeMissing",
+    "P2PError",
+    "Peer",
+    "PeerGone",
+    "Reason",
+    "ShmEndpoint",
+    "ShmPeer",
+    "ShmWindow",
+    "Status",
+    "Transport",
+    "Window",
+    "WindowLayout",
+    "decode",
+    "load_signal",
+    "open_frame",
+    "seal_frame",
+    "store_signal",
+]

@@ -1,0 +1,164 @@
+"""Compiles the native libraries: one plain shared object per package, bound by ctypes.
+
+Each package keeps its C++ under `native/`. A file named `*.isa.cpp` is compiled once per instruction set, in a
+namespace of its own, and the best one that the machine has is chosen at run time; so one build serves every host.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+COMMON = (
+    "-std=c++20",
+    "-O3",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-Wall",
+    "-Wextra",
+    "-ffp-contract=off",
+    "-pthread",
+)
+ISA_FLAGS: dict[str, tuple[str, ...]] = {
+    "portable": (),
+    "avx2": ("-mavx2", "-mfma", "-mf16c"),
+    "avx512": (
+        "-mavx512f",
+        "-mavx512bw",
+        "-mavx512vl",
+        "-mavx512dq",
+        "-mavx512bf16",
+        "-mavx2",
+        "-mfma",
+        "-mf16c",
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Library:
+    """One shared object: `package`/_`package`.so, linked against the libraries of lower layers."""
+
+    package: str
+    links: tuple[str, ...] = ()
+
+    @property
+    def path(self) -> Path:
+        return ROOT / self.package / f"_{self.package}.so"
+
+
+LIBRARIES = (
+    Library(package="p2p"),
+    Library(package="experts", links=("p2p",)),
+    Library(package="eaas", links=("p2p", "experts")),
+)
+
+
+class BuildFailed(RuntimeError):
+    """The compiler is missing or refused a file; the text holds its own words."""
+
+
+def compiler() -> str | None:
+    """The C++ compiler to use: $CXX, else the first of g++, clang++, c++ on the PATH; None where there is none."""
+    named = os.environ.get("CXX")
+    return named or next((found for name in ("g++", "clang++", "c++") if (found := shutil.which(name))), None)
+
+
+def build(extra: Sequence[str] = (), only: Sequence[str] = ()) -> list[Path]:
+    """Build every library whose sources changed.
+
+    Args:
+        extra: More compiler and linker flags, such as `-fsanitize=address`.
+        only: Packages to build; all where empty.
+
+    Returns:
+        Paths of the libraries, built or already current.
+
+    Raises:
+        BuildFailed: no compiler, or it refused a file.
+    """
+    cxx = compiler()
+    if cxx is None:
+        raise BuildFailed(
+            "No C++ compiler found ($CXX, g++, clang++ or c++). Install g++ 12 or later, then run `make setup`."
+        )
+    isas = tuple(ISA_FLAGS) if _targets_x86(cxx) else ("portable",)
+    built = []
+    for library in LIBRARIES:
+        if not only or library.package in only:
+            built.append(_build_library(cxx, library, isas, tuple(extra)))
+    return built
+
+
+def _targets_x86(cxx: str) -> bool:
+    return (
+        "x86_64" in subprocess.run([cxx, "-dumpmachine"], capture_output=True, text=True, check=True).stdout
+    )
+
+
+def _build_library(cxx: str, library: Library, isas: tuple[str, ...], extra: tuple[str, ...]) -> Path:
+    native = ROOT / library.package / "native"
+    sources = sorted(native.glob("*.cpp"))
+    objects = native / "build"
+    objects.mkdir(exist_ok=True)
+    headers = [
+        path
+        for package in (*library.links, library.package)
+        for path in sorted((ROOT / package / "native").glob("*.h"))
+    ]
+    commands: list[tuple[Path, list[str]]] = []
+    for source in sources:
+        for isa in isas if source.name.endswith(".isa.cpp") else ("",):
+            flags = [*COMMON, *extra, "-I", str(ROOT)]
+            flags += [f"-DEAAS_HAVE_{name.upper()}=1" for name in isas]
+            if isa:
+                flags += [*ISA_FLAGS[isa], f"-DEAAS_ISA_{isa.upper()}=1", f"-DEAAS_ISA_NS=isa_{isa}"]
+            target = objects / f"{source.name}{'.' + isa if isa else ''}.o"
+            commands.append((target, [cxx, *flags, "-c", str(source), "-o", str(target)]))
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        fresh = list(pool.map(lambda item: _compile(*item, headers), commands))
+    # Mapped by absolute build directory at link time, found beside each other by rpath at run time.
+    link = [cxx, "-shared", "-pthread", *extra, *(str(target) for target, _ in commands)]
+    link += [str(ROOT / lower / f"_{lower}.so") for lower in library.links]
+    link += [f"-Wl,-rpath,$ORIGIN/../{lower}" for lower in library.links]
+    link += [f"-Wl,-soname,_{library.package}.so", "-Wl,-z,defs", "-o"]
+    if any(fresh) or not library.path.exists():
+        # Linked beside and renamed over: a process that maps the old library keeps it whole.
+        partial = library.path.with_suffix(f".{os.getpid()}.partial")
+        _run([*link, str(partial)])
+        partial.replace(library.path)
+    return library.path
+
+
+def _compile(target: Path, command: list[str], headers: list[Path]) -> bool:
+    """Compile one object unless a stamp says that its sources and flags are unchanged; True when compiled."""
+    digest = hashlib.sha256(repr(command).encode())
+    for path in (Path(command[-3]), *headers):
+        digest.update(path.read_bytes())
+    stamp = target.with_suffix(".stamp")
+    if target.exists() and stamp.exists() and stamp.read_text() == digest.hexdigest():
+        return False
+    _run(command)
+    stamp.write_text(digest.hexdigest())
+    return True
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise BuildFailed(f"{' '.join(command)}\nended with {done.returncode}:\n{done.stderr[-4000:]}")
+    if done.stderr:
+        print(done.stderr, file=sys.stderr)
+
+
+if __name__ == "__main__":
+    for library_path in build(only=sys.argv[1:]):
+        print(library_path.relative_to(ROOT))

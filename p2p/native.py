@@ -1,0 +1,68 @@
+"""The native library of this package, bound by ctypes. Its headers under native/ are the reference."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, c_int, c_int32, c_uint32, c_uint64, c_void_p
+from functools import cache
+from pathlib import Path
+
+LIBRARY = Path(__file__).resolve().parent / "_p2p.so"
+
+LANE_FUNCTION = ctypes.CFUNCTYPE(None, c_void_p, c_uint32)
+
+
+class NativeMissing(RuntimeError):
+    """The native library is not there; the text says how to build it."""
+
+
+_FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "p2p_checksum": (c_uint64, (c_void_p, c_void_p, c_uint64)),
+    "p2p_frame_seal": (None, (c_void_p, c_void_p)),
+    "p2p_frame_open": (c_int, (c_void_p, c_uint64, c_uint64, c_uint64, c_uint64, c_void_p, c_void_p)),
+    "p2p_signal_store": (None, (c_void_p, c_uint64)),
+    "p2p_signal_load": (c_uint64, (c_void_p,)),
+    "p2p_signals_load": (None, (c_void_p, c_uint64, c_uint64, c_void_p)),
+    "p2p_window_bytes": (c_uint64, (c_uint32, c_uint64)),
+    "p2p_window_init": (c_int, (c_void_p, c_uint64, c_uint64, c_uint32, c_uint64)),
+    "p2p_window_check": (c_int, (c_void_p, c_uint64, c_uint64, c_uint32, c_uint64)),
+    "p2p_window_beat": (None, (c_void_p,)),
+    "p2p_window_heartbeat": (c_uint64, (c_void_p,)),
+    "p2p_window_set_state": (None, (c_void_p, c_uint32)),
+    "p2p_window_state": (c_uint32, (c_void_p,)),
+    "p2p_bell_init": (c_int, (c_void_p, c_uint64, c_uint32)),
+    "p2p_bell_check": (c_int, (c_void_p, c_uint64)),
+    "p2p_bell_beat": (None, (c_void_p,)),
+    "p2p_bell_heartbeat": (c_uint64, (c_void_p,)),
+    "p2p_bell_ring": (None, (c_void_p, c_uint32)),
+    "p2p_bell_read": (c_uint32, (c_void_p, c_uint32)),
+    "p2p_bell_wait": (c_int, (c_void_p, c_uint32, c_uint32, c_uint64)),
+    "p2p_bell_prepare": (c_uint32, (c_void_p, c_uint32)),
+    "p2p_bell_sleep": (c_int, (c_void_p, c_uint32, c_uint32, c_uint64)),
+    "p2p_bell_cancel": (None, (c_void_p, c_uint32)),
+    "p2p_lanes_new": (c_void_p, (c_uint32, POINTER(c_int32))),
+    "p2p_lanes_free": (None, (c_void_p,)),
+    "p2p_lanes_count": (c_uint32, (c_void_p,)),
+    "p2p_lanes_run": (c_int, (c_void_p, LANE_FUNCTION, c_void_p)),
+    "p2p_lanes_barrier": (None, (c_void_p, c_uint32)),
+}
+
+
+@cache
+def load() -> ctypes.CDLL:
+    """Load _p2p.so once and declare its functions. Calls release the GIL and keep errno for ctypes.get_errno.
+
+    Raises:
+        NativeMissing: it has not been built, does not load, or is older than this file.
+    """
+    if not LIBRARY.exists():
+        raise NativeMissing(f"{LIBRARY} is missing. Run `make setup`, or `python -m p2p.build`.")
+    try:
+        library = ctypes.CDLL(str(LIBRARY), use_errno=True)
+        for name, (result, arguments) in _FUNCTIONS.items():
+            function = getattr(library, name)
+            function.restype = result
+            function.argtypes = arguments
+    except (OSError, AttributeError) as error:
+        raise NativeMissing(f"{LIBRARY} does not load: {error}. Run `python -m p2p.build`.") from error
+    return library

@@ -1,0 +1,34 @@
+// Lanes: a pool of worker threads, one per core, that run one function together (SPMD) and meet at barriers.
+//
+// Waiting is a short spin and then a futex. The spin adapts: it is used only where the pool's lanes fit the
+// cores that the process may use, and shrinks to nothing while it does not pay, as when another process keeps
+// a core busy.
+#pragma once
+#include <cstdint>
+
+#include "p2p/native/api.h"
+
+struct LanePool;
+
+constexpr uint32_t P2P_LANES_LIMIT = 256;
+
+enum {
+    P2P_E_LANES_BUSY = -30,    // another run of this pool has not returned
+    P2P_E_LANES_PINNED = -31,  // the caller may not run on the core of lane 0
+};
+
+// cores: one for each lane, -1 leaves that lane unpinned; null leaves all unpinned. Starts count - 1 threads.
+// Null, with errno set, where count is not in 1..P2P_LANES_LIMIT, a core may not be used, or threads run out.
+P2P_API LanePool* p2p_lanes_new(uint32_t count, const int32_t* cores);
+// Stops and joins the threads; gives the caller's affinity back where run had pinned it. Null is fine.
+P2P_API void p2p_lanes_free(LanePool* pool);
+P2P_API uint32_t p2p_lanes_count(const LanePool* pool);
+
+// fn(arg, lane) on every lane; the caller becomes lane 0 (and stays pinned to its core). Returns 0 when all
+// lanes are done, with all that they wrote visible, or P2P_E_LANES_*. fn must not throw, nor run the same
+// pool.
+P2P_API int p2p_lanes_run(LanePool* pool, void (*fn)(void* arg, uint32_t lane), void* arg);
+
+// Called by every lane within run: returns when all have come, with all that they wrote before visible to
+// each.
+P2P_API void p2p_lanes_barrier(LanePool* pool, uint32_t lane);

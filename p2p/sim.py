@@ -1,0 +1,498 @@
+"""The sim transport: the same windows in one process, carried by an adversary with a seed and its own clock.
+
+Bytes for a peer are written to an image; `forward` hands ranges of it to the network, which takes a snapshot
+and applies it to the owner's window in pieces, late, out of order, twice or never. Signals travel likewise.
+Endpoints freeze (what they have under way stops between two pieces and lands after they thaw), die, and
+return as new incarnations.
+
+Nothing happens by itself: `advance` moves the clock and applies what is due. One seed, one run: `trace_hash`
+shows it. Native protocol code runs on it unchanged: it writes frames at `SimPeer.address`, `forward_slots`
+carries them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import random
+import struct
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from p2p.descriptor import TOKEN_BYTES, WINDOW_LIMIT_BYTES, Descriptor, Transport, decode
+from p2p.endpoint import ConnectRefused, DescriptorInvalid, EndpointClosed, PeerGone, Status
+from p2p.frame import PAYLOAD_OFFSET, SIGNAL_BYTES, check_words, load_signals
+from p2p.window import WindowLayout
+
+_WORD: Final = struct.Struct("<Q")
+_LENGTH: Final = struct.Struct("<I")
+_LENGTH_OFFSET: Final = SIGNAL_BYTES + 28
+_TRACE: Final = struct.Struct("<QQQII")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adversary:
+    """How badly the network behaves. Rates are probabilities, times are (shortest, longest).
+
+    Args:
+        delay_ns: Journey of a piece.
+        pieces: A put is torn into at most so many, at any byte.
+        late_rate: Of a put whose sender stalls in the middle: the rest comes `late_ns` later.
+        late_ns: How late that is.
+        repeat_rate: Of a piece or signal applied a second time, `late_ns` after the first.
+        loss_rate: Of a piece or signal that never arrives.
+        overtake_rate: Of a signal that does not wait for the puts before it, as it ought to.
+        notice_ns: From a death until `status` shows it; by then nothing of the dead is under way any more.
+
+    Raises:
+        ValueError: a rate is outside 0 to 1, or a time or number of pieces makes no sense.
+    """
+
+    delay_ns: tuple[int, int] = (1_000, 20_000)
+    pieces: int = 3
+    late_rate: float = 0.0
+    late_ns: tuple[int, int] = (1_000_000, 50_000_000)
+    repeat_rate: float = 0.0
+    loss_rate: float = 0.0
+    overtake_rate: float = 0.0
+    notice_ns: int = 1_000_000
+
+    def __post_init__(self) -> None:
+        rates = (self.overtake_rate, self.late_rate, self.repeat_rate, self.loss_rate)
+        times = (self.delay_ns, self.late_ns, (0, self.notice_ns))
+        if not all(0 <= rate <= 1 for rate in rates) or self.pieces < 1:
+            raise ValueError(f"{self}: rates from 0 to 1 and at least one piece needed.")
+        if any(not 0 <= shortest <= longest for shortest, longest in times):
+            raise ValueError(f"{self}: times are (shortest, longest), from 0.")
+
+
+@dataclass(kw_only=True)
+class Counts:
+    """What the network has done so far, in pieces and signals."""
+
+    applied: int = 0
+    late: int = 0
+    repeated: int = 0
+    lost: int = 0
+    overtook: int = 0
+
+
+@dataclass(order=True)
+class _Event:
+    at_ns: int
+    number: int
+    peer: SimPeer = field(compare=False)
+    offset: int = field(compare=False)
+    data: bytes = field(compare=False)
+
+
+class SimNetwork:
+    """Endpoints in one process and one virtual clock.
+
+    Args:
+        seed: Of everything that the adversary decides.
+        adversary: Its habits; where not given, small delays and torn puts only.
+    """
+
+    def __init__(self, seed: int, adversary: Adversary | None = None) -> None:
+        self.seed = seed
+        self.adversary = adversary or Adversary()
+        self.counts = Counts()
+        self.random = random.Random(seed)
+        self._now_ns = 0
+        self._numbers = 0
+        self._links = 0
+        self._events: list[_Event] = []
+        self._offers: dict[bytes, SimWindow] = {}
+        self._trace = hashlib.blake2b(digest_size=16)
+
+    def now(self) -> int:
+        """The virtual clock in ns; it starts at 0."""
+        return self._now_ns
+
+    @property
+    def trace_hash(self) -> str:
+        """Of every byte applied so far, with its time and place."""
+        return self._trace.hexdigest()
+
+    def endpoint(self, name: str, incarnation: int) -> SimEndpoint:
+        """A new endpoint."""
+        return SimEndpoint(self, name, incarnation)
+
+    def restart(self, endpoint: SimEndpoint, incarnation: int) -> SimEndpoint:
+        """Kill an endpoint; its successor has the same name and another incarnation.
+
+        Raises:
+            ValueError: the incarnation is the old one.
+        """
+        if incarnation == endpoint.incarnation:
+            raise ValueError(f"{endpoint.name} lived as {incarnation} before; choose another.")
+        endpoint.kill()
+        return self.endpoint(endpoint.name, incarnation)
+
+    def next_ns(self) -> int | None:
+        """When something is due next; None where nothing is under way."""
+        return self._events[0].at_ns if self._events else None
+
+    def advance(self, ns: int) -> None:
+        """Move the clock by `ns`, applying in order everything that falls due meanwhile.
+
+        Raises:
+            ValueError: ns is negative.
+        """
+        if ns < 0:
+            raise ValueError(f"advance by {ns} ns asked for; time only moves forward.")
+        until_ns = self._now_ns + ns
+        while self._events and self._events[0].at_ns <= until_ns:
+            event = heapq.heappop(self._events)
+            self._now_ns = max(self._now_ns, event.at_ns)
+            self._deliver(event)
+        self._now_ns = until_ns
+
+    def settle(self) -> None:
+        """Advance until nothing is under way; what frozen endpoints hold back stays with them."""
+        while (at_ns := self.next_ns()) is not None:
+            self.advance(max(0, at_ns - self._now_ns))
+
+    def _deliver(self, event: _Event) -> None:
+        peer = event.peer
+        if peer._closed or event.at_ns > peer._endpoint._cut_ns:
+            self.counts.lost += 1
+            return
+        if peer._endpoint.frozen:
+            # A frozen process keeps its mapping: the rest of its write comes when it thaws.
+            peer._endpoint._held.append(event)
+            return
+        self.counts.applied += 1
+        what = len(event.data), zlib.crc32(event.data)
+        self._trace.update(_TRACE.pack(self._now_ns, peer._number, event.offset, *what))
+        place = slice(event.offset, event.offset + len(event.data))
+        peer._window._memory[place] = np.frombuffer(event.data, np.uint8)
+
+    def _push(self, at_ns: int, peer: SimPeer, offset: int, data: bytes) -> None:
+        self._numbers += 1
+        heapq.heappush(self._events, _Event(at_ns, self._numbers, peer, offset, data))
+
+    def _send(self, peer: SimPeer, offset: int, data: bytes, late_ns: int) -> int:
+        """Send one piece; when it is due, or 0 where it was lost."""
+        at_ns = self._now_ns + self.random.randint(*self.adversary.delay_ns) + late_ns
+        if self._chance(self.adversary.repeat_rate):
+            self.counts.repeated += 1
+            self._push(at_ns + self.random.randint(*self.adversary.late_ns), peer, offset, data)
+        if self._chance(self.adversary.loss_rate):
+            self.counts.lost += 1
+            return 0
+        self._push(at_ns, peer, offset, data)
+        return at_ns
+
+    def _put(self, peer: SimPeer, offset: int, data: bytes) -> None:
+        count = self.random.randrange(self.adversary.pieces)
+        cuts = sorted(self.random.randrange(len(data)) for _ in range(count))
+        pieces = [(a, b) for a, b in zip([0, *cuts], [*cuts, len(data)], strict=True) if a < b]
+        stalls = self._chance(self.adversary.late_rate)
+        first_late = self.random.randrange(len(pieces)) if stalls else len(pieces)
+        late_ns = self.random.randint(*self.adversary.late_ns) if stalls else 0
+        self.counts.late += len(pieces) - first_late
+        for i, (a, b) in enumerate(pieces):
+            at_ns = self._send(peer, offset + a, data[a:b], late_ns if i >= first_late else 0)
+            peer._settled_ns = max(peer._settled_ns, at_ns)
+
+    def _signal(self, peer: SimPeer, offset: int, value: int) -> None:
+        overtakes = self._chance(self.adversary.overtake_rate)
+        self.counts.overtook += overtakes
+        wait_ns = 0 if overtakes else max(0, peer._settled_ns - self._now_ns)
+        at_ns = self._send(peer, offset, _WORD.pack(value), wait_ns)
+        peer._settled_ns = max(peer._settled_ns, 0 if overtakes else at_ns)
+
+    def _chance(self, rate: float) -> bool:
+        return rate > 0 and self.random.random() < rate
+
+    def _token(self) -> bytes:
+        return self.random.randbytes(TOKEN_BYTES)
+
+
+class SimWindow:
+    """Memory that one peer writes through the network. Made by `SimEndpoint.export_window`."""
+
+    liveness_fd: Final = -1
+
+    def __init__(self, endpoint: SimEndpoint, offer: Descriptor) -> None:
+        self._endpoint = endpoint
+        self._offer = offer
+        # Kept for as long as anything may still be applied to it: closed windows are retired.
+        self._memory: NDArray[np.uint8] = np.zeros(offer.nbytes + 64, dtype=np.uint8)
+        skip = -self._memory.ctypes.data % 64
+        self._memory = self._memory[skip : skip + offer.nbytes]
+        self._peer: SimPeer | None = None
+        self._closed = False
+
+    @property
+    def address(self) -> int:
+        return int(self.memory.ctypes.data)
+
+    @property
+    def nbytes(self) -> int:
+        return self._offer.nbytes
+
+    @property
+    def incarnation(self) -> int:
+        return self._offer.incarnation
+
+    @property
+    def peer_incarnation(self) -> int:
+        return self._peer._endpoint.incarnation if self._peer else 0
+
+    @property
+    def descriptor(self) -> bytes:
+        return self._offer.encode()
+
+    @property
+    def memory(self) -> NDArray[np.uint8]:
+        if self._closed:
+            raise EndpointClosed("this window was closed; export a new one.")
+        return self._memory
+
+    def poll(self, offset: int, count: int, stride_bytes: int = 8) -> NDArray[np.uint64]:
+        """Read `count` signal words, the first at `offset`: u64[count].
+
+        Raises:
+            ValueError: a word would lie outside the window or off 8 bytes.
+        """
+        return load_signals(self.memory, offset, count, stride_bytes)
+
+    def close(self) -> None:
+        """Withdraw the window; idempotent. What is under way still lands in its own memory."""
+        self._closed = True
+        self._endpoint.network._offers.pop(self._offer.token, None)
+
+
+class SimPeer:
+    """Another endpoint's window, as an image of it: what is written there travels only by `forward`."""
+
+    liveness_fd: Final = -1
+    page_address: Final = 0
+
+    def __init__(self, endpoint: SimEndpoint, window: SimWindow, number: int) -> None:
+        self._endpoint = endpoint
+        self._window = window
+        self._number = number
+        # A one-sided read at connect time, so that header pages look the same from here.
+        self._image = window._memory.copy()
+        self._carried: dict[int, int] = {}
+        self._settled_ns = 0
+        self._closed = False
+
+    @property
+    def name(self) -> str:
+        return self._window._endpoint.name
+
+    @property
+    def address(self) -> int:
+        return int(self.image.ctypes.data)
+
+    @property
+    def nbytes(self) -> int:
+        return self._window.nbytes
+
+    @property
+    def incarnation(self) -> int:
+        return self._window.incarnation
+
+    @property
+    def image(self) -> NDArray[np.uint8]:
+        """What native code writes at `address`: u8[nbytes]."""
+        if self._closed:
+            raise EndpointClosed(f"this side disconnected from {self.name}; connect with a new descriptor.")
+        return self._image
+
+
+class SimEndpoint:
+    """One simulated process's end. Made by `SimNetwork.endpoint`."""
+
+    page_address: Final = 0
+
+    def __init__(self, network: SimNetwork, name: str, incarnation: int) -> None:
+        self.network = network
+        self.name = name
+        self.incarnation = incarnation
+        self.frozen = False
+        self._held: list[_Event] = []
+        self._windows: list[SimWindow] = []
+        self._peers: list[SimPeer] = []
+        self._died_ns: int | None = None
+        self._cut_ns: float = float("inf")  # nothing of a dead endpoint is applied after this
+
+    @property
+    def dead(self) -> bool:
+        return self._died_ns is not None
+
+    def freeze(self) -> None:
+        """Stop as by SIGSTOP: writes under way stop between two pieces. Do not run its code meanwhile."""
+        self.frozen = True
+
+    def thaw(self) -> None:
+        """Go on: what was held back is due at once, in its order."""
+        self.frozen = False
+        for event in self._held:
+            self.network._push(self.network.now(), event.peer, event.offset, event.data)
+        self._held.clear()
+
+    def kill(self) -> None:
+        """Die as by SIGKILL: only writes due before some instant, at the latest the notice, still land."""
+        if not self.dead:
+            now_ns = self.network.now()
+            self._died_ns = now_ns
+            self._cut_ns = now_ns + self.network.random.randint(0, self.network.adversary.notice_ns)
+            self.frozen = False
+            self._held.clear()
+            for window in self._windows:
+                window.close()
+
+    def export_window(self, nbytes: int, incarnation: int | None = None) -> SimWindow:
+        """Offer `nbytes` of zeroed memory to one peer; `incarnation` is the endpoint's own unless given.
+
+        Raises:
+            ValueError: nbytes is out of bounds.
+        """
+        self._require_open()
+        if not 1 <= nbytes <= WINDOW_LIMIT_BYTES:
+            raise ValueError(f"a window of {nbytes} bytes asked for; 1 to {WINDOW_LIMIT_BYTES} needed.")
+        offer = Descriptor(
+            transport=Transport.SIM,
+            incarnation=self.incarnation if incarnation is None else incarnation,
+            nbytes=nbytes,
+            address=b"sim",
+            name=self.name,
+            token=self.network._token(),
+        )
+        window = SimWindow(self, offer)
+        self.network._offers[offer.token] = window
+        self._windows.append(window)
+        return window
+
+    def connect(self, descriptor: bytes) -> SimPeer:
+        """Take up an offer made on the same network.
+
+        Raises:
+            DescriptorInvalid: these bytes are no descriptor, or of another transport.
+            ConnectRefused: it was withdrawn or taken.
+        """
+        self._require_open()
+        offer = decode(descriptor)
+        if offer.transport is not Transport.SIM:
+            raise DescriptorInvalid(f"a {offer.transport.name} descriptor; this endpoint speaks SIM.")
+        window = self.network._offers.pop(offer.token, None)
+        if window is None:
+            raise ConnectRefused(f"{offer.name} refuses: this descriptor was withdrawn or taken.")
+        self.network._links += 1
+        peer = SimPeer(self, window, self.network._links)
+        window._peer = peer
+        self._peers.append(peer)
+        return peer
+
+    def put(
+        self, peer: SimPeer, offset: int, source: bytes | bytearray | memoryview | NDArray[np.uint8]
+    ) -> None:
+        """Write bytes into the image and send them.
+
+        Raises:
+            ValueError: they would not fit.
+        """
+        data = np.frombuffer(source, dtype=np.uint8)
+        self._check_range(peer, offset, len(data))
+        peer.image[offset : offset + len(data)] = data
+        self.forward(peer, [(offset, len(data))])
+
+    def signal(self, peer: SimPeer, offset: int, value: int) -> None:
+        """Send a signal word: it arrives after every earlier put, unless the adversary lets it overtake.
+
+        Raises:
+            PeerGone: the owner's death has been noticed.
+        """
+        self.forward(peer, [], (offset, value))
+
+    def forward(
+        self, peer: SimPeer, ranges: Iterable[tuple[int, int]], signal: tuple[int, int] | None = None
+    ) -> None:
+        """Send (offset, length) ranges of the image as they are now, then a signal (offset, value).
+
+        Raises:
+            ValueError: a range or the signal does not lie in the window.
+            PeerGone: there is a signal, and the owner's death has been noticed.
+        """
+        self._require_open()
+        image = peer.image
+        if signal and self.status(peer) is Status.GONE:
+            raise PeerGone(f"{peer.name} has ended or withdrew the window; use another.")
+        for offset, length in ranges:
+            self._check_range(peer, offset, length)
+            if length:
+                self.network._put(peer, offset, image[offset : offset + length].tobytes())
+        if signal:
+            offset, value = signal
+            check_words(peer.nbytes, offset)
+            image[offset : offset + 8] = np.frombuffer(_WORD.pack(value), np.uint8)
+            self.network._signal(peer, offset, value)
+
+    def forward_slots(self, peer: SimPeer, layout: WindowLayout) -> int:
+        """Send every frame of the image whose signal changed since the last call; returns how many.
+
+        Raises:
+            ValueError: the layout does not fit into the window.
+            PeerGone: a frame is to be sent and the owner's death has been noticed.
+        """
+        self._check_range(peer, 0, layout.nbytes)
+        words = load_signals(peer.image, layout.slot_offset(0), layout.slots, layout.stride_bytes)
+        sent = 0
+        for i, value in enumerate(int(word) for word in words):
+            at = layout.slot_offset(i)
+            if value == peer._carried.get(at, 0):
+                continue
+            peer._carried[at] = value
+            (length,) = _LENGTH.unpack_from(peer.image.data, at + _LENGTH_OFFSET)
+            end = PAYLOAD_OFFSET + min(length, layout.payload_bytes)
+            self.forward(peer, [(at + SIGNAL_BYTES, end - SIGNAL_BYTES)], (at, value))
+            sent += 1
+        return sent
+
+    def progress(self) -> None:
+        """Nothing to do: the network's clock does it all."""
+
+    def status(self, link: SimWindow | SimPeer) -> Status:
+        """GONE once this side or the other has closed the link, or the other's death has been noticed."""
+        if isinstance(link, SimPeer):
+            owner = link._window._endpoint
+            gone = link._closed or (link._window._closed and not owner.dead) or owner._noticed()
+        else:
+            peer = link._peer
+            gone = link._closed or (peer is not None and (peer._closed or peer._endpoint._noticed()))
+        return Status.GONE if gone else Status.ALIVE
+
+    def disconnect(self, peer: SimPeer) -> None:
+        """Give up a peer; idempotent. What is under way to it is dropped."""
+        peer._closed = True
+
+    def close(self) -> None:
+        """Disconnect every peer and withdraw every window; idempotent."""
+        for peer in self._peers:
+            peer._closed = True
+        for window in self._windows:
+            window.close()
+        self.kill()
+
+    def _noticed(self) -> bool:
+        notice_ns = self.network.adversary.notice_ns
+        return self._died_ns is not None and self.network.now() >= self._died_ns + notice_ns
+
+    def _require_open(self) -> None:
+        if self.dead:
+            raise EndpointClosed(f"endpoint {self.name} has ended; make a new one under a new incarnation.")
+
+    def _check_range(self, peer: SimPeer, offset: int, length: int) -> None:
+        if offset < 0 or length < 0 or offset + length > peer.nbytes:
+            raise ValueError(f"{length} bytes at {offset} do not lie in a window of {peer.nbytes}.")

@@ -1,0 +1,106 @@
+"""The other process of the shm tests: `python peer_process.py ROLE`, lines over stdin and stdout."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import time
+
+import numpy as np
+
+from p2p import ShmEndpoint, ShmPeer, Status, WindowLayout, native, open_frame
+
+LAYOUT = WindowLayout(slots=2, payload_bytes=256 * 1024)
+PARENT, CHILD = 101, 202
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def hear() -> str:
+    return sys.stdin.readline().strip()
+
+
+def connect(endpoint: ShmEndpoint) -> ShmPeer:
+    return endpoint.connect(bytes.fromhex(hear()))
+
+
+def echo() -> None:
+    """Export a window, connect to the parent's, and send every frame back with its payload reversed."""
+    with ShmEndpoint("child", CHILD) as endpoint:
+        window = endpoint.export_window(LAYOUT.nbytes)
+        say(window.descriptor.hex())
+        peer = connect(endpoint)
+        slot = window.memory[LAYOUT.slot_offset(1) :]
+        library, sequence = native.load(), 1
+        while endpoint.status(window) is Status.ALIVE:
+            seen = library.p2p_bell_read(endpoint.page_address, 0)
+            if window.poll(LAYOUT.slot_offset(1), 1)[0] != sequence:
+                library.p2p_bell_wait(endpoint.page_address, 0, seen, 5_000_000)
+                continue
+            frame = open_frame(slot.data, LAYOUT.payload_bytes, CHILD, PARENT, sequence)
+            send(peer, 1, sequence, frame.payload[::-1])
+            sequence += 1
+
+
+def send(peer: ShmPeer, index: int, sequence: int, payload: bytes, attempt: int = 0) -> None:
+    """One frame by native code: payload, header, signal, doorbell."""
+    library, at = native.load(), peer.address + LAYOUT.slot_offset(index)
+    ctypes.memmove(at + 128, payload, len(payload))
+    fields = np.zeros(8, np.uint64)
+    fields[1], fields[2], fields[5] = peer.incarnation, sequence, CHILD if peer.incarnation == PARENT else PARENT
+    fields[3] = attempt | len(payload) << 32
+    library.p2p_frame_seal(at, fields.ctypes.data)
+    library.p2p_signal_store(at, sequence)
+    library.p2p_bell_ring(peer.page_address, 0)
+
+
+def hold() -> None:
+    """Connect and live on."""
+    endpoint = ShmEndpoint("child", CHILD)
+    connect(endpoint)
+    say("connected")
+    time.sleep(60)
+
+
+def leave() -> None:
+    """Connect, then disconnect when told."""
+    endpoint = ShmEndpoint("child", CHILD)
+    peer = connect(endpoint)
+    say("connected")
+    hear()
+    endpoint.disconnect(peer)
+    say("disconnected")
+    hear()
+
+
+def tear() -> None:
+    """Overwrite slot 0 for ever, without waiting for anyone: one sequence, another content each time."""
+    endpoint = ShmEndpoint("child", CHILD)
+    peer = connect(endpoint)
+    payloads = [np.full(LAYOUT.payload_bytes // 8, 0x0101010101010101 * i, np.uint64).tobytes() for i in range(200)]
+    say("writing")
+    for turn in range(10**9):
+        attempt = turn % len(payloads)
+        send(peer, 0, 1, payloads[attempt], attempt)
+
+
+def wake() -> None:
+    """Wait on the own doorbell for signal 1, 2, 3...; say how long after the ring each wait ended, in ns."""
+    with ShmEndpoint("child", CHILD, lanes=3) as endpoint:
+        window = endpoint.export_window(4096)
+        say(window.descriptor.hex())
+        library, sequence = native.load(), 1
+        while hear():
+            rang = 0
+            seen = library.p2p_bell_read(endpoint.page_address, 2)
+            while window.poll(0, 1)[0] != sequence:
+                rang = library.p2p_bell_wait(endpoint.page_address, 2, seen, 5_000_000)
+                seen = library.p2p_bell_read(endpoint.page_address, 2)
+            say(f"{rang} {time.monotonic_ns() - int(window.poll(8, 1)[0])}")
+            sequence += 1
+
+
+if __name__ == "__main__":
+    {role.__name__: role for role in (echo, hold, leave, tear, wake)}[sys.argv[1]]()

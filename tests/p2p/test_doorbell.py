@@ -1,0 +1,135 @@
+"""Doorbells: no ring between a look and a sleep is lost, nobody sleeps long, and bad pages and lanes do no harm."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from p2p import doorbell, native
+
+PAGE = 4096
+LANE = 3
+
+
+@pytest.fixture
+def page() -> np.ndarray:
+    memory = np.zeros(PAGE + 64, np.uint8)
+    skip = -memory.ctypes.data % 64
+    memory = memory[skip : skip + PAGE]
+    assert native.load().p2p_bell_init(memory.ctypes.data, 7, 63) == 0
+    return memory
+
+
+def native_wait(address: int, lane: int, seen: int, timeout_ns: int) -> bool:
+    return bool(native.load().p2p_bell_wait(address, lane, seen, timeout_ns))
+
+
+def native_ring(address: int, lane: int) -> None:
+    native.load().p2p_bell_ring(address, lane)
+
+
+def sleeping(page: np.ndarray, lane: int) -> int:
+    return int(page.view("<u4")[16 * (1 + lane) + 1])
+
+
+WAITS = pytest.mark.parametrize("wait", [native_wait, doorbell.wait], ids=["native", "python"])
+RINGS = pytest.mark.parametrize("ring", [native_ring, doorbell.ring], ids=["native", "python"])
+
+
+@WAITS
+def test_a_ring_after_the_look_and_before_the_wait_is_not_slept_through(page: np.ndarray, wait: Callable) -> None:
+    address = page.ctypes.data
+    seen = native.load().p2p_bell_read(address, LANE)
+    native_ring(address, LANE)
+    started_s = time.monotonic()
+    assert wait(address, LANE, seen, 5_000_000)
+    assert time.monotonic() - started_s < 0.004
+    assert sleeping(page, LANE) == 0
+
+
+@WAITS
+@RINGS
+def test_a_ring_ends_the_wait(page: np.ndarray, wait: Callable, ring: Callable) -> None:
+    address = page.ctypes.data
+    stopping = threading.Event()
+
+    def ringer() -> None:
+        while not stopping.wait(0.0005):
+            ring(address, LANE)
+
+    thread = threading.Thread(target=ringer)
+    thread.start()
+    rang = 0
+    for _ in range(100):
+        rang += wait(address, LANE, doorbell.read(address, LANE), 5_000_000)
+    stopping.set()
+    thread.join()
+    assert rang >= 80, f"{rang} of 100 waits ended by a ring"
+
+
+@WAITS
+def test_no_wait_is_longer_than_5_ms(page: np.ndarray, wait: Callable) -> None:
+    address = page.ctypes.data
+    waits_s = []
+    for _ in range(5):
+        started_s = time.monotonic()
+        assert not wait(address, LANE, doorbell.read(address, LANE), 10**10)
+        waits_s.append(time.monotonic() - started_s)
+    assert 0.004 < min(waits_s) < 0.02, waits_s
+
+
+def test_the_first_ring_finds_the_sleeper_and_later_ones_need_not_wake(page: np.ndarray) -> None:
+    library, address = native.load(), page.ctypes.data
+    seen = library.p2p_bell_prepare(address, LANE)
+    assert sleeping(page, LANE) == 1
+    library.p2p_bell_ring(address, LANE)
+    assert sleeping(page, LANE) == 0, "whoever clears the flag pays for the wake"
+    assert library.p2p_bell_sleep(address, LANE, seen, 5_000_000) == 1
+    library.p2p_bell_prepare(address, LANE)
+    library.p2p_bell_cancel(address, LANE)
+    assert sleeping(page, LANE) == 0
+
+
+def test_lanes_have_bells_of_their_own(page: np.ndarray) -> None:
+    library, address = native.load(), page.ctypes.data
+    for lane in range(63):
+        before = [library.p2p_bell_read(address, other) for other in range(63)]
+        library.p2p_bell_ring(address, lane)
+        after = [library.p2p_bell_read(address, other) for other in range(63)]
+        assert after == [count + (other == lane) for other, count in enumerate(before)]
+
+
+@WAITS
+@RINGS
+def test_a_null_page_and_a_lane_out_of_range_do_no_harm(page: np.ndarray, wait: Callable, ring: Callable) -> None:
+    before = page.tobytes()
+    for address, lane in ((0, 0), (page.ctypes.data, 63), (page.ctypes.data, 2**32 - 1)):
+        ring(address, lane)
+        started_s = time.monotonic()
+        assert not wait(address, lane, 0, 10**10)
+        assert time.monotonic() - started_s < 0.05
+        assert native.load().p2p_bell_read(address, lane) == doorbell.read(address, lane) == 0
+    assert page.tobytes() == before
+
+
+def test_a_page_belongs_to_one_incarnation(page: np.ndarray) -> None:
+    library, address = native.load(), page.ctypes.data
+    assert library.p2p_bell_check(address, 7) == 0
+    assert library.p2p_bell_check(address, 8) == -1
+    assert library.p2p_bell_init(address, 7, 0) == library.p2p_bell_init(address, 7, 64) == -1
+    assert page[:32].tobytes() == doorbell.page_header(7, 63)
+    page[0] ^= 1
+    assert library.p2p_bell_check(address, 7) == -1
+
+
+def test_the_heartbeat_rises(page: np.ndarray) -> None:
+    library, address = native.load(), page.ctypes.data
+    library.p2p_bell_beat(address)
+    library.p2p_bell_beat(address)
+    assert library.p2p_bell_heartbeat(address) == 2
+    library.p2p_bell_beat(None)
+    assert library.p2p_bell_heartbeat(None) == 0
