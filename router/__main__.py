@@ -1,0 +1,92 @@
+"""The router's process: python -m router --journal FILE --experts 4 --attention 1 --replicas 2"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ctypes
+import json
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+from router.journal import Journal, JournalUnusable
+from router.service import CannotListen, serve
+from router.state import Config, ConfigInvalid
+
+log = logging.getLogger("router")
+
+_PR_SET_PDEATHSIG = 1
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m router",
+        description="Keep membership and placement of a cluster. Listens on 127.0.0.1.",
+        epilog="Exit codes: 0 stopped by a signal, 1 could not start (the message says why), 2 bad usage. "
+        "Example: python -m router --port 7000 --journal router.db --experts 4 --replicas 2",
+    )
+    parser.add_argument("--port", type=int, default=0, help="port on 127.0.0.1; 0 = any (default)")
+    parser.add_argument("--journal", type=Path, required=True, help="SQLite file; created if missing")
+    parser.add_argument("--experts", type=int, default=1, help="wanted expert servers (default 1)")
+    parser.add_argument("--attention", type=int, default=1, help="wanted attention workers (default 1)")
+    parser.add_argument("--replicas", type=int, default=1, help="copies of every expert, at most --experts")
+    parser.add_argument(
+        "--lease-s", type=float, default=2.0, help="silence that ends a membership (default 2)"
+    )
+    parser.add_argument("--ready-fd", type=int, default=-1, help="write one JSON line here when usable")
+    parser.add_argument("--die-with-parent", action="store_true", help="stop when the parent process ends")
+    return parser.parse_args(arguments)
+
+
+def tell(ready_fd: int, message: dict[str, object]) -> None:
+    """Write the one line that the parent waits for."""
+    if ready_fd >= 0:
+        with os.fdopen(ready_fd, "w") as parent:
+            parent.write(json.dumps(message) + "\n")
+
+
+async def run(arguments: argparse.Namespace) -> None:
+    """Serve until SIGTERM or SIGINT."""
+    config = Config(
+        experts_wanted=arguments.experts,
+        attention_wanted=arguments.attention,
+        replicas=arguments.replicas,
+        lease_s=arguments.lease_s,
+    )
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+
+    def ready(address: str) -> None:
+        log.info("ready address=%s", address)
+        tell(arguments.ready_fd, {"name": "router/0", "address": address, "pid": os.getpid()})
+
+    journal = Journal(arguments.journal)
+    try:
+        await serve(config, journal, arguments.port, stop, ready)
+    finally:
+        journal.close()
+
+
+def main() -> int:
+    arguments = parse(sys.argv[1:])
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s"
+    )
+    if arguments.die_with_parent:
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    try:
+        asyncio.run(run(arguments))
+    except (ConfigInvalid, JournalUnusable, CannotListen) as error:
+        log.error("cannot_start reason=%s", error)
+        tell(arguments.ready_fd, {"error": f"router: {error}"})
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,35 @@
+"""Sets of (layer, expert) pairs as bitmaps. Pure.
+
+Bit = layer * experts + expert. Inside the router a bitmap is an int (set operations on whole placements are
+then one instruction stream); on the wire it is bytes, least significant bit of byte 0 first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+
+def to_bytes(bits: int, layers: int, experts: int) -> bytes:
+    """Wire form of a bitmap: ceil(layers * experts / 8) bytes."""
+    return bits.to_bytes((layers * experts + 7) // 8, "little")
+
+
+def from_bytes(bitmap: bytes) -> int:
+    """The bitmap that `to_bytes` wrote; missing trailing bytes are zeros."""
+    return int.from_bytes(bitmap, "little")
+
+
+def of_pairs(pairs: Iterable[tuple[int, int]], experts: int) -> int:
+    """Bitmap of (layer, expert) pairs."""
+    bits = 0
+    for layer, expert in pairs:
+        bits |= 1 << (layer * experts + expert)
+    return bits
+
+
+def pairs(bits: int, experts: int) -> Iterator[tuple[int, int]]:
+    """The (layer, expert) pairs of a bitmap, by layer, then expert."""
+    while bits:
+        lowest = bits & -bits
+        yield divmod(lowest.bit_length() - 1, experts)
+        bits ^= lowest

@@ -1,0 +1,478 @@
+"""Synchronous client of the router, for members, launchers and the command line.
+
+    client = RouterClient("127.0.0.1:7000")
+    client.join(pool="expert", address="127.0.0.1:7101", model_hash=..., numerics_class=..., layers=8,
+    experts=32) client.start(on_view=apply, load=lambda: {"busy": 0.4}, on_fenced=stop)
+
+Two threads keep the lease and watch the View. A router that is away, frozen or restarting changes nothing:
+the last View stays, both threads try again, and the member goes on under the same name and incarnation. Only
+being told that it is fenced ends a membership; `join` then makes the process a new member, under a new name.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from router.host import boot_s, host_id
+from router.proto import router_pb2 as pb
+from router.proto import router_pb2_grpc as rpc
+from router.view import Member, View
+
+log = logging.getLogger(__name__)
+
+_AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
+_CHANNEL = (
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 500),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.enable_http_proxy", 0),
+)
+_RETRY_FIRST_S = 0.05
+_RETRY_MOST_S = 0.5
+
+
+class RouterUnavailable(Exception):
+    """The router cannot be reached, or cannot write its journal."""
+
+
+class JoinRefused(Exception):
+    """The router will not have this member: another model, shape or numerics class."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """What the router calls this process. Neither the name nor the incarnation is ever used again."""
+
+    name: str
+    incarnation: int
+    term: int
+    lease_s: float
+    renew_s: float
+
+
+@dataclass(frozen=True)
+class StartProcess:
+    """The pool needs one more process on this host."""
+
+    pool: str
+
+
+@dataclass(frozen=True)
+class StopProcess:
+    """This member is fenced and its process may still be there: end it."""
+
+    name: str
+    pid: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class GoneMember:
+    """A member that went, and why."""
+
+    name: str
+    incarnation: int
+    pid: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """Everything the router knows; problem is empty when it is healthy; gone holds the latest, oldest
+    first.
+    """
+
+    view: View
+    wanted: Mapping[str, int]
+    problem: str
+    gone: tuple[GoneMember, ...]
+
+
+def view_of(message: pb.View) -> View:
+    """The View in a message."""
+    members = tuple(
+        Member(
+            name=m.name,
+            pool=m.pool,
+            state=m.state,
+            incarnation=m.incarnation,
+            address=m.address,
+            pid=m.pid,
+            host=m.host,
+            core=m.core,
+            numerics_class=m.numerics_class,
+            target=m.target,
+            serving=m.serving,
+            load=dict(m.load),
+        )
+        for m in message.members
+    )
+    return View(
+        term=message.term,
+        epoch=message.epoch,
+        replicas_wanted=message.replicas_wanted,
+        layers=message.layers,
+        experts=message.experts,
+        model_hash=message.model_hash,
+        members=members,
+    )
+
+
+class RouterClient:
+    """One process's connection to the router. Every method may be called from any thread."""
+
+    def __init__(self, address: str) -> None:
+        """Args: address: "host:port". Nothing is sent yet."""
+        self.address = address
+        self._channel = grpc.insecure_channel(address, options=_CHANNEL)
+        self._stub = rpc.RouterStub(self._channel)
+        self._wake = threading.Event()
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+        self._identity: Identity | None = None
+        self._fenced = False
+        self._view: View | None = None
+        self._acked = 0
+        self._loaded: tuple[bytes, int] | None = None
+        self._spoke_s = boot_s()
+        self._threads: list[threading.Thread] = []
+        self._streams: set[grpc.Call] = set()
+        self._on_view: Callable[[View], None] | None = None
+        self._on_fenced: Callable[[str], None] | None = None
+        self._load: Callable[[], Mapping[str, float]] | None = None
+
+    @property
+    def identity(self) -> Identity | None:
+        """Name and incarnation, or None before `join`."""
+        return self._identity
+
+    @property
+    def view(self) -> View | None:
+        """The newest View seen, or None before the first."""
+        return self._view
+
+    @property
+    def fenced(self) -> bool:
+        """True once the router has said that this member is no more; `join` again clears it."""
+        return self._fenced
+
+    def lease_held(self) -> bool:
+        """False when this process itself was silent for a whole lease (frozen, swapped out): it must not
+        answer until the router has told whether it is still a member. A router that does not answer never
+        ends a lease."""
+        identity = self._identity
+        return identity is not None and not self._fenced and boot_s() - self._spoke_s < identity.lease_s
+
+    def join(
+        self,
+        *,
+        pool: str,
+        address: str,
+        model_hash: str = "",
+        numerics_class: str = "",
+        layers: int = 0,
+        experts: int = 0,
+        capacity: int = 0,
+        core: int = -1,
+        pid: int | None = None,
+        host: str | None = None,
+        timeout_s: float = 30.0,
+    ) -> Identity:
+        """Become a member, under a new name.
+
+        Args:
+            pool: "expert", "attention" or "gateway".
+            address: Where peers reach this member; opaque to the router.
+            model_hash: Fingerprint of the checkpoint; that of every other member. Empty: not checked.
+            numerics_class: Must equal that of the pool. Empty: not checked.
+            layers, experts: Shape of the placement (MoE layers, logical experts a layer); 0 = not checked.
+            capacity: (layer, expert) pairs that this server can hold; 0 = all.
+            core: First core of its lanes, -1 if unpinned.
+            pid, host: Of the member's process; this one unless given.
+            timeout_s: How long to wait for a router that is not there yet.
+
+        Raises:
+            JoinRefused: another model, shape or numerics class; the message says which was found and needed.
+            RouterUnavailable: no router answered in time, or it cannot write its journal.
+        """
+        request = pb.JoinRequest(
+            pool=pool,
+            address=address,
+            pid=os.getpid() if pid is None else pid,
+            host=host_id() if host is None else host,
+            model_hash=model_hash,
+            numerics_class=numerics_class,
+            layers=layers,
+            experts=experts,
+            capacity=capacity,
+            core=core,
+        )
+        sent_s = boot_s()
+        try:
+            reply = self._stub.Join(request, timeout=timeout_s, wait_for_ready=True)
+        except grpc.RpcError as error:
+            if error.code() in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT):
+                raise JoinRefused(error.details()) from None
+            raise self._unavailable(error, "join") from error
+        with self._lock:
+            self._acked = 0
+            self._loaded = None
+            self._view = None
+            self._fenced = False
+            self._spoke_s = sent_s
+            self._identity = Identity(
+                name=reply.name,
+                incarnation=reply.incarnation,
+                term=reply.term,
+                lease_s=reply.lease_s,
+                renew_s=reply.renew_s,
+            )
+        self._wake.set()
+        return self._identity
+
+    def start(
+        self,
+        on_view: Callable[[View], None] | None = None,
+        load: Callable[[], Mapping[str, float]] | None = None,
+        on_fenced: Callable[[str], None] | None = None,
+    ) -> None:
+        """Start the threads: watch the View, and keep the lease if this process has joined (now or later).
+
+        Args:
+            on_view: Called on the watch thread with each newer View; Views between may be skipped. After each
+                View whose target differs, an expert server must bring what it holds to its target (drop what
+                is absent, load what is new) and call `loaded`.
+            load: Called on the lease thread before each renewal.
+            on_fenced: Called once on the lease thread, with the reason, when this member is no more.
+        """
+        if self._threads:
+            raise RuntimeError("start was called twice; one RouterClient serves one process, once")
+        self._on_view, self._load, self._on_fenced = on_view, load, on_fenced
+        self._threads = [
+            threading.Thread(target=self._keep_lease, name="router-lease", daemon=True),
+            threading.Thread(target=self._watch, name="router-watch", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def ack(self, epoch: int) -> None:
+        """Say that the routes of `epoch` are in use and that no call in flight uses older ones. Does not
+        block."""
+        with self._lock:
+            if epoch <= self._acked:
+                return
+            self._acked = epoch
+        self._wake.set()
+
+    def loaded(self, held: bytes, epoch: int) -> None:
+        """Say which experts are held, verified. Does not block; sent until the router has it, the newest
+        only.
+
+        Args:
+            held: Bitmap of the (layer, expert) pairs held, as in `Member.target`.
+            epoch: Of the newest View whose target had been applied (what it no longer names, no longer
+                served).
+        """
+        with self._lock:
+            self._loaded = (held, epoch)
+        self._wake.set()
+
+    def suspect(self, name: str, incarnation: int, reason: str, timeout_s: float = 1.0) -> None:
+        """Tell the router that a member misbehaves. Raises RouterUnavailable."""
+        by = self._identity.name if self._identity else ""
+        request = pb.SuspectRequest(by=by, name=name, incarnation=incarnation, reason=reason)
+        self._call(self._stub.Suspect, request, timeout_s)
+
+    def leave(self, drain: bool = False, timeout_s: float = 1.0) -> None:
+        """Stop being a member: at once, or (drain) once its experts are served elsewhere, which ends in
+        `on_fenced`.
+
+        Raises RouterUnavailable; the lease then ends by itself.
+        """
+        identity = self._identity
+        if identity is None or self._fenced:
+            return
+        request = pb.LeaveRequest(name=identity.name, incarnation=identity.incarnation, drain=drain)
+        if not drain:
+            self._fenced = True
+        self._call(self._stub.Leave, request, timeout_s)
+
+    def report_exit(self, host: str, pid: int, pool: str = "", timeout_s: float = 5.0) -> str:
+        """Say that a process has ended. Returns the name of the member that it was, or "". Raises
+        RouterUnavailable.
+
+        Args:
+            host: `host_id()` of the machine.
+            pool: What it was started for: if it never joined, that start has failed.
+        """
+        return self._call(
+            self._stub.ReportExit, pb.ReportExitRequest(host=host, pid=pid, pool=pool), timeout_s
+        ).name
+
+    def launches(
+        self, host: str, starting: Callable[[], Mapping[str, int]] = dict
+    ) -> Iterator[StartProcess | StopProcess]:
+        """Attach as the launcher of a host; yields what to start and stop until `close`.
+
+        Args:
+            host: `host_id()` of the machine.
+            starting: Processes by pool that were started here and have not joined; asked at each
+                (re)connection.
+        """
+        for command in self._stream(
+            lambda: self._stub.Launches(pb.LaunchesRequest(host=host, starting=dict(starting())))
+        ):
+            if command.WhichOneof("command") == "start":
+                yield StartProcess(command.start)
+            else:
+                yield StopProcess(command.stop.name, command.stop.pid)
+
+    def status(self, timeout_s: float = 5.0) -> Status:
+        """Everything the router knows. Raises RouterUnavailable."""
+        reply = self._call(self._stub.Status, pb.StatusRequest(), timeout_s)
+        gone = tuple(
+            GoneMember(name=g.name, incarnation=g.incarnation, pid=g.pid, reason=g.reason) for g in reply.gone
+        )
+        return Status(view=view_of(reply.view), wanted=dict(reply.wanted), problem=reply.problem, gone=gone)
+
+    def close(self) -> None:
+        """Stop the threads and the connection, without leaving. Idempotent."""
+        self._closed.set()
+        self._wake.set()
+        with self._lock:
+            streams = list(self._streams)
+        for stream in streams:
+            stream.cancel()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(timeout=1.0)
+        self._channel.close()
+
+    def _unavailable(self, error: grpc.RpcError, what: str) -> RouterUnavailable:
+        return RouterUnavailable(
+            f"{what}: the router at {self.address} did not answer ({error.code().name}: {error.details()}); "
+            f"see that it runs and that the address is right"
+        )
+
+    def _call(self, method: Callable[..., Any], request: Any, timeout_s: float) -> Any:
+        try:
+            return method(request, timeout=timeout_s, wait_for_ready=True)
+        except grpc.RpcError as error:
+            raise self._unavailable(error, type(request).__name__.removesuffix("Request")) from error
+
+    def _keep_lease(self) -> None:
+        while not self._closed.is_set():
+            identity = self._identity
+            if identity is None or self._fenced:
+                self._wake.wait()
+                self._wake.clear()
+                continue
+            self._wake.clear()
+            began_s = boot_s()
+            try:
+                # The lease first: a router that cannot write its journal refuses the report, not the renewal.
+                self._renew(identity)
+                self._report_loaded(identity)
+                wait_s = identity.renew_s
+            except grpc.RpcError as error:
+                if self._closed.is_set():
+                    return
+                if error.code() not in _AWAY:
+                    log.warning(
+                        "renew_failed name=%s code=%s detail=%s", identity.name, error.code(), error.details()
+                    )
+                wait_s = min(identity.renew_s, _RETRY_MOST_S)
+            # A refused or unanswered attempt counts too: only this process's own silence ends its lease.
+            self._spoke_s = boot_s()
+            if not self._fenced:
+                self._wake.wait(max(0.0, wait_s - (self._spoke_s - began_s)))
+
+    def _renew(self, identity: Identity) -> None:
+        request = pb.RenewRequest(
+            name=identity.name, incarnation=identity.incarnation, load=self._present_load(), acked=self._acked
+        )
+        reply = self._stub.Renew(request, timeout=identity.lease_s / 2)
+        if reply.fenced:
+            self._fence(identity)
+
+    def _present_load(self) -> dict[str, float]:
+        try:
+            return dict(self._load()) if self._load else {}
+        except Exception:
+            # A caller's fault must not cost its membership.
+            log.exception("load_failed")
+            return {}
+
+    def _report_loaded(self, identity: Identity) -> None:
+        with self._lock:
+            loaded = self._loaded
+        if loaded is None:
+            return
+        held, epoch = loaded
+        request = pb.LoadedRequest(
+            name=identity.name, incarnation=identity.incarnation, bitmap=held, epoch=epoch
+        )
+        reply = self._stub.Loaded(request, timeout=identity.lease_s / 2)
+        if reply.stale:
+            log.info("loaded_report_stale name=%s epoch=%d", identity.name, epoch)
+        with self._lock:
+            if self._loaded is loaded:
+                self._loaded = None
+
+    def _fence(self, identity: Identity) -> None:
+        with self._lock:
+            if self._fenced or self._identity is not identity:
+                return
+            self._fenced = True
+        log.warning("fenced name=%s incarnation=%d", identity.name, identity.incarnation)
+        if self._on_fenced:
+            self._on_fenced(f"{identity.name} is fenced: its lease ended or its process was reported dead")
+
+    def _watch(self) -> None:
+        for message in self._stream(lambda: self._stub.Watch(self._watch_request())):
+            view = view_of(message)
+            # A restarted router may for a moment know less than the one before it published.
+            if self._view is not None and view.epoch < self._view.epoch:
+                log.warning("view_ignored epoch=%d newest=%d", view.epoch, self._view.epoch)
+                continue
+            self._view = view
+            if self._on_view:
+                try:
+                    self._on_view(view)
+                except Exception:
+                    log.exception("on_view_failed epoch=%d", view.epoch)
+
+    def _watch_request(self) -> pb.WatchRequest:
+        identity = self._identity
+        return pb.WatchRequest(
+            name=identity.name if identity else "", incarnation=identity.incarnation if identity else 0
+        )
+
+    def _stream(self, call: Callable[[], Any]) -> Iterator[Any]:
+        retry_s = _RETRY_FIRST_S
+        while not self._closed.is_set():
+            stream = call()
+            with self._lock:
+                self._streams.add(stream)
+            try:
+                for message in stream:
+                    retry_s = _RETRY_FIRST_S
+                    yield message
+            except grpc.RpcError as error:
+                if not self._closed.is_set() and error.code() not in _AWAY:
+                    log.warning("stream_failed code=%s detail=%s", error.code(), error.details())
+            finally:
+                with self._lock:
+                    self._streams.discard(stream)
+                stream.cancel()
+            self._closed.wait(retry_s)
+            retry_s = min(2 * retry_s, _RETRY_MOST_S)

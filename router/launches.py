@@ -1,0 +1,98 @@
+"""Which processes to order when a pool is under its wanted size. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from router.records import is_late, pool
+from router.state import (
+    LAUNCHED_POOLS,
+    Command,
+    Config,
+    Failures,
+    Launch,
+    LauncherAttached,
+    Start,
+    State,
+)
+
+
+def order(config: Config, state: State, commands: list[Command]) -> State:
+    """Order a process for each place that neither a live member nor an ordered start fills."""
+    for start in state.starts:
+        if state.now_s >= start.until_s:
+            state = replace(state, starts=_without(state.starts, start))
+            state = failed(config, state, start.pool)
+    if not state.launchers:
+        return state
+    for name in LAUNCHED_POOLS:
+        live = sum(1 for r in pool(state, name) if not r.draining and not is_late(config, state, r.name))
+        ordered = sum(1 for start in state.starts if start.pool == name)
+        if state.now_s < state.failures.get(name, Failures()).next_s:
+            continue
+        for _ in range(config.wanted(name) - live - ordered):
+            host = min(state.launchers, key=lambda h: (_burden(state, h), h))
+            start = Start(host=host, pool=name, until_s=state.now_s + config.start_s)
+            state = replace(state, starts=(*state.starts, start))
+            commands.append(Launch(host=host, pool=name))
+    return state
+
+
+def attach(config: Config, state: State, event: LauncherAttached) -> State:
+    """A launcher appears, or appears again: what it says is starting replaces what was known of its host."""
+    state = detach(state, event.host)
+    until_s = state.now_s + config.start_s
+    starts = tuple(
+        Start(host=event.host, pool=name, until_s=until_s)
+        for name in LAUNCHED_POOLS
+        for _ in range(event.starting.get(name, 0))
+    )
+    return replace(state, launchers=(*state.launchers, event.host), starts=state.starts + starts)
+
+
+def detach(state: State, host: str) -> State:
+    """A launcher is gone, and with it every order that it had."""
+    return replace(
+        state,
+        launchers=tuple(known for known in state.launchers if known != host),
+        starts=tuple(start for start in state.starts if start.host != host),
+    )
+
+
+def joined(state: State, host: str, name: str) -> State:
+    """A process of that host and pool became a member: the oldest order is filled."""
+    for start in state.starts:
+        if (start.host, start.pool) == (host, name):
+            return replace(state, starts=_without(state.starts, start))
+    return state
+
+
+def never_joined(config: Config, state: State, host: str, name: str) -> State:
+    """A process started for a pool ended before it joined."""
+    return failed(config, joined(state, host, name), name)
+
+
+def failed(config: Config, state: State, name: str) -> State:
+    """One more failed start of that pool: the next one waits."""
+    count = state.failures.get(name, Failures()).count + 1
+    wait_s = min(config.backoff_s * 2.0 ** min(count - 1, 30), config.backoff_most_s)
+    failures = Failures(count=count, next_s=state.now_s + wait_s)
+    return replace(state, failures={**state.failures, name: failures})
+
+
+def succeeded(state: State, name: str) -> State:
+    """A member of that pool became ready: earlier failures are forgiven."""
+    if name not in state.failures:
+        return state
+    return replace(state, failures={n: f for n, f in state.failures.items() if n != name})
+
+
+def _without(starts: tuple[Start, ...], one: Start) -> tuple[Start, ...]:
+    at = starts.index(one)
+    return starts[:at] + starts[at + 1 :]
+
+
+def _burden(state: State, host: str) -> int:
+    return sum(1 for r in state.members.values() if r.host == host) + sum(
+        1 for s in state.starts if s.host == host
+    )

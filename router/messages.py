@@ -1,0 +1,87 @@
+"""Between the router's own words and those of router.proto."""
+
+from __future__ import annotations
+
+from router import bitmap
+from router.proto import router_pb2 as pb
+from router.state import LAUNCHED_POOLS, Config, Exited, Join, Launch, Loaded, State, Stop
+from router.view import View
+
+
+def view_message(view: View) -> pb.View:
+    """Wire form of a View."""
+    return pb.View(
+        term=view.term,
+        epoch=view.epoch,
+        replicas_wanted=view.replicas_wanted,
+        layers=view.layers,
+        experts=view.experts,
+        model_hash=view.model_hash,
+        members=[
+            pb.Member(
+                name=m.name,
+                pool=m.pool,
+                state=m.state,
+                incarnation=m.incarnation,
+                address=m.address,
+                pid=m.pid,
+                host=m.host,
+                core=m.core,
+                numerics_class=m.numerics_class,
+                target=m.target,
+                serving=m.serving,
+                load=m.load,
+            )
+            for m in view.members
+        ],
+    )
+
+
+def status_message(config: Config, state: State, view: View, problem: str) -> pb.StatusReply:
+    """Wire form of everything that the router knows."""
+    return pb.StatusReply(
+        view=view_message(view),
+        wanted={pool: config.wanted(pool) for pool in LAUNCHED_POOLS},
+        problem=problem,
+        gone=[
+            pb.Gone(name=g.name, incarnation=g.incarnation, pid=g.pid, reason=g.reason) for g in state.gone
+        ],
+    )
+
+
+def launch_message(command: Launch | Stop) -> pb.LaunchCommand:
+    """Wire form of an order to a launcher."""
+    if isinstance(command, Launch):
+        return pb.LaunchCommand(start=command.pool)
+    return pb.LaunchCommand(stop=pb.Stop(name=command.name, pid=command.pid))
+
+
+def join_event(request: pb.JoinRequest) -> Join:
+    """The event in a request."""
+    return Join(
+        pool=request.pool,
+        address=request.address,
+        pid=request.pid,
+        host=request.host,
+        core=request.core,
+        model_hash=request.model_hash,
+        numerics_class=request.numerics_class,
+        layers=request.layers,
+        experts=request.experts,
+        capacity=request.capacity,
+    )
+
+
+def loaded_event(request: pb.LoadedRequest) -> Loaded:
+    """The event in a request."""
+    return Loaded(
+        name=request.name,
+        incarnation=request.incarnation,
+        held=bitmap.from_bytes(request.bitmap),
+        epoch=request.epoch,
+    )
+
+
+def exit_event(request: pb.ReportExitRequest) -> Exited:
+    """The event in a request."""
+    return Exited(host=request.host, pid=request.pid, pool=request.pool)

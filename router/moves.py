@@ -1,0 +1,165 @@
+"""How members get from what they hold to what the placement wants: make before break. Pure.
+
+For each (layer, expert), the servers whose share holds it must load and serve it before any other server
+stops:
+
+    share -> target (load it) -> loaded (verified) -> serving (published)
+    not in share, made elsewhere -> retiring (published without it) -> all attention members acked -> out of
+    target
+
+All experts of all layers move at once: each line below is one set operation on a bitmap of the whole model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from router import launches
+from router.placement import place_what_fits
+from router.records import acked_by_all, fence, is_late, pool, with_record
+from router.state import Command, Config, MemberRecord, State
+from router.view import EXPERT
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What a placement was made for: servers with their capacity, those in doubt, and the shape."""
+
+    capacity: tuple[tuple[str, int], ...]
+    doubtful: frozenset[str]
+    layers: int
+    experts: int
+    replicas: int
+
+
+def follow(config: Config, state: State, commands: list[Command]) -> State:
+    """Place anew if the servers changed, and let every move go as far as it may."""
+    state = _place(config, state)
+    records = pool(state, EXPERT)
+    made, full = _made(state, records), _full(config, records)
+    acked = acked_by_all(state)
+    for record in records:
+        advanced = _advance(state, record, made, full, acked)
+        if advanced is not record:
+            state = with_record(state, advanced)
+        if advanced.ready and not record.ready:
+            state = launches.succeeded(state, EXPERT)
+        if advanced.draining and not advanced.target:
+            state = fence(state, record.name, "drained", commands)
+    return state
+
+
+def _place(config: Config, state: State) -> State:
+    placeable = [record for record in pool(state, EXPERT) if not record.draining]
+    state = _form(config, state, placeable)
+    if state.forming_s is not None:
+        return state
+    plan = Plan(
+        capacity=tuple((r.name, r.capacity) for r in placeable),
+        doubtful=frozenset(
+            r.name for r in placeable if state.pulses[r.name].suspect or is_late(config, state, r.name)
+        ),
+        layers=state.model.layers,
+        experts=state.model.experts,
+        replicas=config.replicas,
+    )
+    if plan == state.plan:
+        return state
+    shares: dict[str, int] = {}
+    if placeable:
+        shares = place_what_fits(
+            layers=plan.layers,
+            experts=plan.experts,
+            replicas=plan.replicas,
+            capacity=dict(plan.capacity),
+            current={r.name: r.share for r in placeable},
+            doubtful=plan.doubtful,
+        )
+    members = {name: _with_share(record, shares.get(name, 0)) for name, record in state.members.items()}
+    return replace(state, members=members, plan=plan)
+
+
+def _with_share(record: MemberRecord, share: int) -> MemberRecord:
+    return record if record.share == share else replace(record, share=share)
+
+
+def _form(config: Config, state: State, placeable: list[MemberRecord]) -> State:
+    """The first placement waits for the wanted servers, but not for long."""
+    since_s = state.now_s if state.forming_s is None else state.forming_s
+    placed = any(record.share for record in placeable)
+    waits = placeable and not placed and len(placeable) < config.experts_wanted
+    if waits and state.now_s - since_s < config.form_s:
+        return replace(state, forming_s=since_s)
+    return state if state.forming_s is None else replace(state, forming_s=None)
+
+
+def _made(state: State, records: list[MemberRecord]) -> int:
+    """The experts that every server of the placement holds, one of which is beyond doubt."""
+    covered = unmade = 0
+    for record in records:
+        held = record.share & record.target & record.loaded
+        unmade |= record.share & ~held
+        if not state.pulses[record.name].suspect:
+            covered |= held
+    return covered & ~unmade
+
+
+def _full(config: Config, records: list[MemberRecord]) -> int:
+    """The experts for which the placement found as many servers as wanted."""
+    at_least = [-1] + [0] * config.replicas
+    for record in records:
+        for count in range(config.replicas, 0, -1):
+            at_least[count] |= at_least[count - 1] & record.share
+    return at_least[-1]
+
+
+def _advance(state: State, record: MemberRecord, made: int, full: int, acked: int) -> MemberRecord:
+    held = record.loaded & record.target
+    spare = record.target & ~record.share & made
+    if not record.draining and not _is_crowded(record):
+        # A copy too many is better than one too few, while there is room for it.
+        spare &= full | ~held
+    serving = held & ~spare
+    withdrawn = record.serving & held & spare
+    retiring = (record.retiring & held & spare) | withdrawn
+    next_epoch = state.epoch + 1
+    retiring_epoch = next_epoch if withdrawn else record.retiring_epoch
+    # What never served, or served no client since they all acked, nobody can ask for.
+    dropped = spare & ~retiring
+    if retiring_epoch <= acked:
+        dropped |= retiring
+    target = record.target & ~dropped
+    wanted = record.share & ~target
+    if record.capacity:
+        room = record.capacity - target.bit_count()
+        if room < wanted.bit_count():
+            unwanted = target & ~record.share & ~held
+            dropped |= unwanted
+            target &= ~unwanted
+            wanted = _first(wanted, record.capacity - target.bit_count())
+    target |= wanted
+    advanced = replace(
+        record,
+        target=target,
+        loaded=held & ~dropped,
+        serving=serving & ~dropped,
+        retiring=retiring & ~dropped,
+        retiring_epoch=retiring_epoch,
+        dropped_epoch=next_epoch if dropped else record.dropped_epoch,
+        ready=record.ready or bool(serving) or (state.forming_s is None and not record.share),
+    )
+    return record if advanced == record else advanced
+
+
+def _is_crowded(record: MemberRecord) -> bool:
+    return bool(record.capacity) and (record.target | record.share).bit_count() > record.capacity
+
+
+def _first(bits: int, count: int) -> int:
+    """The lowest `count` bits."""
+    chosen = 0
+    for _ in range(min(count, bits.bit_count())):
+        lowest = bits & -bits
+        chosen |= lowest
+        bits ^= lowest
+    return chosen

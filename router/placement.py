@@ -1,0 +1,269 @@
+"""Which server holds which experts. Pure.
+
+Goals, in this order: every expert on as many distinct servers as wanted; what is in place stays; in each
+layer all servers hold equally many experts (one more or less); a server shares its replicas with few others
+(copysets), so that two losses at once rarely meet. From nothing, experts lie on a ring: slice i of every
+layer on servers i .. i + replicas - 1. Later joins and losses move only what evenness asks for, thinnest
+pairs of servers first, which keeps the pairs few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
+
+from router import bitmap
+
+
+class PlacementInfeasible(ValueError):
+    """The live servers cannot hold every expert as often as asked."""
+
+
+def place(
+    *,
+    layers: int,
+    experts: int,
+    replicas: int,
+    capacity: Mapping[str, int],
+    current: Mapping[str, int] | None = None,
+) -> dict[str, int]:
+    """Place every expert on `replicas` distinct servers, moving as little as evenness allows.
+
+    Args:
+        layers, experts: Shape: MoE layers, logical experts in each.
+        replicas: Copies wanted of every expert.
+        capacity: (layer, expert) pairs that fit on each live server, by name, in ring order; 0 = all.
+        current: Bitmaps (see router.bitmap) of what is in place, by name. Servers not in `capacity` are lost.
+
+    Returns:
+        A bitmap for each live server.
+
+    Raises:
+        PlacementInfeasible: fewer servers than replicas, or too little room.
+    """
+    if replicas > len(capacity):
+        raise PlacementInfeasible(
+            f"{replicas} replicas of each expert need {replicas} servers; {len(capacity)} are live. "
+            f"Add {replicas - len(capacity)} servers, or ask for {len(capacity)} replicas."
+        )
+    pairs = layers * experts
+    room = sum(min(places or pairs, pairs) for places in capacity.values())
+    needed = pairs * replicas
+    if room < needed:
+        raise PlacementInfeasible(
+            f"{pairs} experts in {layers} layers, {replicas} replicas each, need {needed} places; "
+            f"{len(capacity)} live servers have {room}. Add {needed - room} places."
+        )
+    placed = place_what_fits(
+        layers=layers, experts=experts, replicas=replicas, capacity=capacity, current=current or {}
+    )
+    found = sum(bits.bit_count() for bits in placed.values())
+    if found < needed:
+        raise PlacementInfeasible(
+            f"{needed} places needed, {found} found: the room is in layers that have enough. "
+            f"Give every server places for a multiple of {layers} experts."
+        )
+    return placed
+
+
+def place_what_fits(
+    *,
+    layers: int,
+    experts: int,
+    replicas: int,
+    capacity: Mapping[str, int],
+    current: Mapping[str, int],
+    doubtful: Set[str] = frozenset(),
+) -> dict[str, int]:
+    """As `place`, but with as many copies as fit: first one of every expert, then a second, and so on.
+
+    Args:
+        doubtful: Servers that may be dead: they keep what they have and get nothing, and an expert that only
+            they hold gets one more copy elsewhere.
+    """
+    names = list(capacity)
+    pairs = layers * experts
+    places = [min(capacity[name] or pairs, pairs) for name in names]
+    healthy = sum(1 << i for i, name in enumerate(names) if name not in doubtful)
+    copies = min(replicas, len(names))
+    fresh = not any(current.get(name, 0) for name in names)
+    ring_places = -(-experts * copies // len(names)) * layers if names else 0
+    if fresh and not doubtful and names and min(places) >= ring_places:
+        return _ring(names, layers, experts, copies)
+    shared = [[0] * len(names) for _ in names]
+    totals = [0] * len(names)
+    grid: list[_Layer] = []
+    mask = (1 << experts) - 1
+    for number in range(layers):
+        held = [current.get(name, 0) >> (number * experts) & mask for name in names]
+        room = [places[i] // layers + (number < places[i] % layers) for i in range(len(names))]
+        layer = _Layer(
+            experts=experts, copies=copies, room=room, healthy=healthy, shared=shared, totals=totals
+        )
+        layer.take(held)
+        grid.append(layer)
+    result = [0] * len(names)
+    for number, layer in enumerate(grid):
+        layer.trim()
+        layer.fill()
+        layer.even()
+        for expert, holders in enumerate(layer.holders):
+            for server in _indexes(holders):
+                result[server] |= 1 << (number * experts + expert)
+    return dict(zip(names, result, strict=True))
+
+
+def _ring(names: Sequence[str], layers: int, experts: int, copies: int) -> dict[str, int]:
+    count = len(names)
+    placed = dict.fromkeys(names, 0)
+    for layer in range(layers):
+        for slice_ in range(count):
+            # The phase hands the longer slices round, layer by layer.
+            phase = layer % count
+            first, end = (slice_ * experts + phase) // count, ((slice_ + 1) * experts + phase) // count
+            bits = bitmap.of_pairs(((layer, expert) for expert in range(first, end)), experts)
+            for step in range(copies):
+                placed[names[(slice_ + step) % count]] |= bits
+    return placed
+
+
+def _indexes(mask: int) -> list[int]:
+    found: list[int] = []
+    while mask:
+        lowest = mask & -mask
+        found.append(lowest.bit_length() - 1)
+        mask ^= lowest
+    return found
+
+
+@dataclass
+class _Layer:
+    """One layer while it is being placed. holders: for each expert, a mask of server indexes.
+
+    shared and totals belong to all layers: how many experts each two servers share, and how many each holds.
+    """
+
+    experts: int
+    copies: int
+    room: list[int]
+    healthy: int
+    shared: list[list[int]]
+    totals: list[int]
+    holders: list[int] = field(default_factory=list[int])
+    load: list[int] = field(default_factory=list[int])
+
+    def take(self, held: Sequence[int]) -> None:
+        """Start from what is in place, up to each server's room."""
+        self.holders = [0] * self.experts
+        self.load = [0] * len(held)
+        for server, bits in enumerate(held):
+            for expert in _indexes(bits)[: self.room[server]]:
+                self._add(expert, server)
+
+    def trim(self) -> None:
+        """Drop copies beyond those wanted, never the last healthy one."""
+        for expert in range(self.experts):
+            while self.holders[expert].bit_count() > self.copies:
+                spare = _indexes(self.holders[expert] & self.healthy)
+                if len(spare) < 2:
+                    break
+                self._remove(expert, max(spare, key=lambda s: (self.load[s], self.totals[s], s)))
+
+    def fill(self) -> None:
+        """Add missing copies, first for the experts with fewest."""
+        for copy in range(1, self.copies + 1):
+            for expert in range(self.experts):
+                holders = self.holders[expert]
+                if holders.bit_count() < copy or (copy == 1 and not holders & self.healthy):
+                    self._add_copy(expert, copy)
+
+    def even(self) -> None:
+        """Move copies from the fullest to the emptiest server until they differ by one at most."""
+        servers = _indexes(self.healthy)
+        groups: dict[int, list[int]] = {}
+        for expert, holders in enumerate(self.holders):
+            groups.setdefault(holders, []).append(expert)
+        while True:
+            open_ = [s for s in servers if self.load[s] < self.room[s]]
+            if not open_:
+                return
+            least = min(self.load[s] for s in open_)
+            to = min((s for s in open_ if self.load[s] == least), key=lambda s: (self.totals[s], s))
+            most = max(self.load[s] for s in servers)
+            if most - least < 2:
+                return
+            moves = [
+                (self._strangeness(holders, out, to), out, holders)
+                for out in servers
+                if self.load[out] == most
+                for holders, members in groups.items()
+                if members and holders >> out & 1 and not holders >> to & 1
+            ]
+            _, out, holders = min(moves)
+            expert = groups[holders].pop()
+            self._remove(expert, out)
+            self._add(expert, to)
+            groups.setdefault(self.holders[expert], []).append(expert)
+
+    def _strangeness(self, holders: int, out: int, to: int) -> tuple[int, int, int]:
+        """How bad a move is: pairs of servers that it newly joins; how thick the pairs are that it thins."""
+        others = _indexes(holders & ~(1 << out))
+        new = sum(1 for other in others if not self.shared[to][other])
+        thick = sum(self.shared[out][other] for other in others)
+        return new, thick, -self.totals[out]
+
+    def _add_copy(self, expert: int, copy: int) -> None:
+        absent = _indexes(self.healthy & ~self.holders[expert])
+        others = _indexes(self.holders[expert])
+        open_ = [s for s in absent if self.load[s] < self.room[s]]
+        if open_:
+
+            def key(server: int) -> tuple[int, int, int, int]:
+                known = sum(self.shared[server][other] for other in others)
+                return self.load[server], self.totals[server], -known, server
+
+            self._add(expert, min(open_, key=key))
+            return
+        tried: set[int] = set()
+        for server in absent:
+            if self._make_room(server, copy, tried):
+                self._add(expert, server)
+                return
+
+    def _make_room(self, server: int, copy: int, tried: set[int]) -> bool:
+        """Free one place, by a chain of moves or by dropping a copy of an expert that has more than
+        `copy`.
+        """
+        if server in tried:
+            return False
+        tried.add(server)
+        if self.load[server] < self.room[server]:
+            return True
+        mine = [e for e in range(self.experts) if self.holders[e] >> server & 1]
+        for expert in mine:
+            if (self.holders[expert] & self.healthy).bit_count() > copy:
+                self._remove(expert, server)
+                return True
+        for expert in mine:
+            for other in _indexes(self.healthy & ~self.holders[expert]):
+                if self._make_room(other, copy, tried):
+                    self._remove(expert, server)
+                    self._add(expert, other)
+                    return True
+        return False
+
+    def _add(self, expert: int, server: int) -> None:
+        for other in _indexes(self.holders[expert]):
+            self.shared[server][other] += 1
+            self.shared[other][server] += 1
+        self.holders[expert] |= 1 << server
+        self.load[server] += 1
+        self.totals[server] += 1
+
+    def _remove(self, expert: int, server: int) -> None:
+        self.holders[expert] &= ~(1 << server)
+        self.load[server] -= 1
+        self.totals[server] -= 1
+        for other in _indexes(self.holders[expert]):
+            self.shared[server][other] -= 1
+            self.shared[other][server] -= 1

@@ -1,0 +1,267 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class JoinRequest(_message.Message):
+    __slots__ = ("pool", "address", "pid", "host", "model_hash", "numerics_class", "layers", "experts", "capacity", "core")
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    MODEL_HASH_FIELD_NUMBER: _ClassVar[int]
+    NUMERICS_CLASS_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_FIELD_NUMBER: _ClassVar[int]
+    CORE_FIELD_NUMBER: _ClassVar[int]
+    pool: str
+    address: str
+    pid: int
+    host: str
+    model_hash: str
+    numerics_class: str
+    layers: int
+    experts: int
+    capacity: int
+    core: int
+    def __init__(self, pool: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., model_hash: _Optional[str] = ..., numerics_class: _Optional[str] = ..., layers: _Optional[int] = ..., experts: _Optional[int] = ..., capacity: _Optional[int] = ..., core: _Optional[int] = ...) -> None: ...
+
+class JoinReply(_message.Message):
+    __slots__ = ("name", "incarnation", "term", "lease_s", "renew_s")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    RENEW_S_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    incarnation: int
+    term: int
+    lease_s: float
+    renew_s: float
+    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., term: _Optional[int] = ..., lease_s: _Optional[float] = ..., renew_s: _Optional[float] = ...) -> None: ...
+
+class RenewRequest(_message.Message):
+    __slots__ = ("name", "incarnation", "load", "acked")
+    class LoadEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    ACKED_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    incarnation: int
+    load: _containers.ScalarMap[str, float]
+    acked: int
+    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., load: _Optional[_Mapping[str, float]] = ..., acked: _Optional[int] = ...) -> None: ...
+
+class RenewReply(_message.Message):
+    __slots__ = ("fenced", "term", "epoch")
+    FENCED_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    fenced: bool
+    term: int
+    epoch: int
+    def __init__(self, fenced: _Optional[bool] = ..., term: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class WatchRequest(_message.Message):
+    __slots__ = ("name", "incarnation")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    incarnation: int
+    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
+
+class View(_message.Message):
+    __slots__ = ("term", "epoch", "replicas_wanted", "layers", "experts", "model_hash", "members")
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_WANTED_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_HASH_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    term: int
+    epoch: int
+    replicas_wanted: int
+    layers: int
+    experts: int
+    model_hash: str
+    members: _containers.RepeatedCompositeFieldContainer[Member]
+    def __init__(self, term: _Optional[int] = ..., epoch: _Optional[int] = ..., replicas_wanted: _Optional[int] = ..., layers: _Optional[int] = ..., experts: _Optional[int] = ..., model_hash: _Optional[str] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ...) -> None: ...
+
+class Member(_message.Message):
+    __slots__ = ("name", "pool", "state", "incarnation", "address", "pid", "host", "core", "numerics_class", "target", "serving", "load")
+    class LoadEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    CORE_FIELD_NUMBER: _ClassVar[int]
+    NUMERICS_CLASS_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    SERVING_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    pool: str
+    state: str
+    incarnation: int
+    address: str
+    pid: int
+    host: str
+    core: int
+    numerics_class: str
+    target: bytes
+    serving: bytes
+    load: _containers.ScalarMap[str, float]
+    def __init__(self, name: _Optional[str] = ..., pool: _Optional[str] = ..., state: _Optional[str] = ..., incarnation: _Optional[int] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., core: _Optional[int] = ..., numerics_class: _Optional[str] = ..., target: _Optional[bytes] = ..., serving: _Optional[bytes] = ..., load: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
+class LoadedRequest(_message.Message):
+    __slots__ = ("name", "incarnation", "bitmap", "epoch")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    BITMAP_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    incarnation: int
+    bitmap: bytes
+    epoch: int
+    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., bitmap: _Optional[bytes] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class LoadedReply(_message.Message):
+    __slots__ = ("fenced", "stale")
+    FENCED_FIELD_NUMBER: _ClassVar[int]
+    STALE_FIELD_NUMBER: _ClassVar[int]
+    fenced: bool
+    stale: bool
+    def __init__(self, fenced: _Optional[bool] = ..., stale: _Optional[bool] = ...) -> None: ...
+
+class SuspectRequest(_message.Message):
+    __slots__ = ("by", "name", "incarnation", "reason")
+    BY_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    by: str
+    name: str
+    incarnation: int
+    reason: str
+    def __init__(self, by: _Optional[str] = ..., name: _Optional[str] = ..., incarnation: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class SuspectReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class LeaveRequest(_message.Message):
+    __slots__ = ("name", "incarnation", "drain")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    incarnation: int
+    drain: bool
+    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., drain: _Optional[bool] = ...) -> None: ...
+
+class LeaveReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ReportExitRequest(_message.Message):
+    __slots__ = ("host", "pid", "pool")
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    host: str
+    pid: int
+    pool: str
+    def __init__(self, host: _Optional[str] = ..., pid: _Optional[int] = ..., pool: _Optional[str] = ...) -> None: ...
+
+class ReportExitReply(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class LaunchesRequest(_message.Message):
+    __slots__ = ("host", "starting")
+    class StartingEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    STARTING_FIELD_NUMBER: _ClassVar[int]
+    host: str
+    starting: _containers.ScalarMap[str, int]
+    def __init__(self, host: _Optional[str] = ..., starting: _Optional[_Mapping[str, int]] = ...) -> None: ...
+
+class LaunchCommand(_message.Message):
+    __slots__ = ("start", "stop")
+    START_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    start: str
+    stop: Stop
+    def __init__(self, start: _Optional[str] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ...) -> None: ...
+
+class Stop(_message.Message):
+    __slots__ = ("name", "pid")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    pid: int
+    def __init__(self, name: _Optional[str] = ..., pid: _Optional[int] = ...) -> None: ...
+
+class StatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StatusReply(_message.Message):
+    __slots__ = ("view", "wanted", "problem", "gone")
+    class WantedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    VIEW_FIELD_NUMBER: _ClassVar[int]
+    WANTED_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    GONE_FIELD_NUMBER: _ClassVar[int]
+    view: View
+    wanted: _containers.ScalarMap[str, int]
+    problem: str
+    gone: _containers.RepeatedCompositeFieldContainer[Gone]
+    def __init__(self, view: _Optional[_Union[View, _Mapping]] = ..., wanted: _Optional[_Mapping[str, int]] = ..., problem: _Optional[str] = ..., gone: _Optional[_Iterable[_Union[Gone, _Mapping]]] = ...) -> None: ...
+
+class Gone(_message.Message):
+    __slots__ = ("name", "incarnation", "pid", "reason")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    incarnation: int
+    pid: int
+    reason: str
+    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., pid: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...

@@ -1,0 +1,314 @@
+"""The shell around the router's core: gRPC in, journal, gRPC out. One thread, one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, NoReturn
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+from grpc_reflection.v1alpha import reflection
+
+from router.core import step
+from router.exits import ExitWatch
+from router.host import boot_s, host_id
+from router.journal import Journal, JournalUnusable
+from router.messages import (
+    exit_event,
+    join_event,
+    launch_message,
+    loaded_event,
+    status_message,
+    view_message,
+)
+from router.proto import router_pb2 as pb
+from router.proto import router_pb2_grpc as rpc
+from router.records import view_of
+from router.state import (
+    Acked,
+    Command,
+    Config,
+    Event,
+    Exited,
+    Fenced,
+    Joined,
+    Launch,
+    LauncherAttached,
+    LauncherDetached,
+    Left,
+    Publish,
+    Refused,
+    Renewed,
+    Stale,
+    Started,
+    Stop,
+    Stranger,
+    Suspected,
+    Tick,
+)
+
+log = logging.getLogger(__name__)
+
+SERVICE = "router.v1.Router"
+_MOST_STREAMS = 4096
+_GRACE_S = 0.2
+
+Context = grpc.aio.ServicerContext
+
+
+class CannotListen(Exception):
+    """The address cannot be bound."""
+
+
+class RouterService(rpc.RouterServicer):
+    """Carries events to the core and its commands out, each commit before its consequences."""
+
+    def __init__(self, config: Config, journal: Journal, clock: Callable[[], float] = boot_s) -> None:
+        """Must be made on the event loop that will serve.
+
+        Raises:
+            JournalUnusable: the new term cannot be committed.
+        """
+        self.health = HealthServicer()
+        self._config = config
+        self._journal = journal
+        self._clock = clock
+        self._host = host_id()
+        self._exits = ExitWatch(self._ended)
+        self._state = journal.load()
+        self._problem = ""
+        self._view = pb.View()
+        self._changed = asyncio.Event()
+        self._launchers: dict[str, asyncio.Queue[Launch | Stop | None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._apply(Started(salt=secrets.randbelow(1 << 20)))
+        for record in self._state.members.values():
+            self._watch_exit(record.host, record.pid)
+        log.info(
+            "term_started term=%d epoch=%d members=%d",
+            self._state.term,
+            self._state.epoch,
+            len(self._state.members),
+        )
+
+    async def run(self) -> None:
+        """Tick until cancelled."""
+        await self._tell_health()
+        while True:
+            await asyncio.sleep(self._config.tick_s)
+            try:
+                if self._problem:
+                    self._journal.prove(self._state)
+                    self._set_problem("")
+                self._apply(Tick())
+            except JournalUnusable as error:
+                self._set_problem(str(error))
+
+    def close(self) -> None:
+        """Stop watching processes and end the launchers' streams."""
+        self._exits.close()
+        for queue in self._launchers.values():
+            queue.put_nowait(None)
+
+    async def Join(self, request: pb.JoinRequest, context: Context) -> pb.JoinReply:
+        for command in await self._answer(join_event(request), context):
+            if isinstance(command, Refused):
+                log.warning(
+                    "join_refused pool=%s address=%s reason=%s",
+                    request.pool,
+                    request.address,
+                    command.message,
+                )
+                await context.abort(grpc.StatusCode.FAILED_PRECONDITION, command.message)
+            if isinstance(command, Joined):
+                log.info("joined name=%s address=%s pid=%d", command.name, request.address, request.pid)
+                self._watch_exit(request.host, request.pid)
+                return pb.JoinReply(
+                    name=command.name,
+                    incarnation=command.incarnation,
+                    term=self._state.term,
+                    lease_s=self._config.lease_s,
+                    renew_s=self._config.renew_s,
+                )
+        raise RuntimeError("the core answered a Join with neither Joined nor Refused")
+
+    async def Renew(self, request: pb.RenewRequest, context: Context) -> pb.RenewReply:
+        renewed = Renewed(name=request.name, incarnation=request.incarnation, load=dict(request.load))
+        fenced = any(isinstance(c, Stranger) for c in await self._answer(renewed, context))
+        if not fenced:
+            acked = Acked(name=request.name, incarnation=request.incarnation, epoch=request.acked)
+            await self._answer(acked, context)
+        return pb.RenewReply(fenced=fenced, term=self._state.term, epoch=self._state.epoch)
+
+    async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.View]:
+        del request, context
+        while True:
+            # Only the newest: a watcher that is slow to read skips what is already past.
+            changed = self._changed
+            yield self._view
+            await changed.wait()
+
+    async def Loaded(self, request: pb.LoadedRequest, context: Context) -> pb.LoadedReply:
+        commands = await self._answer(loaded_event(request), context)
+        return pb.LoadedReply(
+            fenced=any(isinstance(c, Stranger) for c in commands),
+            stale=any(isinstance(c, Stale) for c in commands),
+        )
+
+    async def Suspect(self, request: pb.SuspectRequest, context: Context) -> pb.SuspectReply:
+        log.warning("suspected name=%s by=%s reason=%s", request.name, request.by, request.reason)
+        await self._answer(
+            Suspected(
+                name=request.name, incarnation=request.incarnation, by=request.by, reason=request.reason
+            ),
+            context,
+        )
+        return pb.SuspectReply()
+
+    async def Leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveReply:
+        await self._answer(
+            Left(name=request.name, incarnation=request.incarnation, drain=request.drain), context
+        )
+        return pb.LeaveReply()
+
+    async def ReportExit(self, request: pb.ReportExitRequest, context: Context) -> pb.ReportExitReply:
+        fenced = [c.name for c in await self._answer(exit_event(request), context) if isinstance(c, Fenced)]
+        return pb.ReportExitReply(name=fenced[0] if fenced else "")
+
+    async def Launches(
+        self, request: pb.LaunchesRequest, context: Context
+    ) -> AsyncIterator[pb.LaunchCommand]:
+        queue: asyncio.Queue[Launch | Stop | None] = asyncio.Queue()
+        replaced = self._launchers.get(request.host)
+        self._launchers[request.host] = queue
+        if replaced is not None:
+            replaced.put_nowait(None)
+        try:
+            await self._answer(LauncherAttached(host=request.host, starting=dict(request.starting)), context)
+            while (command := await queue.get()) is not None:
+                yield launch_message(command)
+        finally:
+            if self._launchers.get(request.host) is queue:
+                del self._launchers[request.host]
+                self._apply(LauncherDetached(host=request.host))
+
+    async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusReply:
+        del request, context
+        return status_message(self._config, self._state, view_of(self._config, self._state), self._problem)
+
+    async def _answer(self, event: Event, context: Context) -> list[Command]:
+        try:
+            return self._apply(event)
+        except JournalUnusable as error:
+            self._set_problem(str(error))
+            await _abort(context, str(error))
+
+    def _apply(self, event: Event) -> list[Command]:
+        """Raises JournalUnusable: then nothing has happened."""
+        state, commands = step(self._config, self._state, event, self._clock())
+        if self._problem and any(isinstance(c, Publish) for c in commands):
+            raise JournalUnusable(self._problem)
+        self._journal.save(self._state, state)
+        self._state = state
+        for command in commands:
+            self._carry_out(command)
+        return commands
+
+    def _carry_out(self, command: Command) -> None:
+        match command:
+            case Publish():
+                self._view = view_message(view_of(self._config, self._state))
+                self._changed.set()
+                self._changed = asyncio.Event()
+            case Launch() | Stop():
+                log.info("ordered %s", command)
+                self._launchers[command.host].put_nowait(command)
+            case Fenced():
+                log.warning("fenced name=%s reason=%s", command.name, command.reason)
+            case Stranger() | Stale():
+                log.info("ignored %s", command)
+            case Joined() | Refused():
+                pass
+
+    def _watch_exit(self, host: str, pid: int) -> None:
+        if host == self._host:
+            self._exits.watch(pid)
+
+    def _ended(self, pid: int) -> None:
+        log.info("exit_seen pid=%d", pid)
+        try:
+            self._apply(Exited(host=self._host, pid=pid))
+        except JournalUnusable as error:
+            self._set_problem(str(error))
+            # The proof must not be lost: it is given again until it can be written down.
+            asyncio.get_running_loop().call_later(self._config.tick_s, self._ended, pid)
+
+    def _set_problem(self, problem: str) -> None:
+        if problem == self._problem:
+            return
+        if problem:
+            log.error("journal_unusable reason=%s", problem)
+        else:
+            log.info("journal_usable")
+        self._problem = problem
+        self._spawn(self._tell_health())
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _tell_health(self) -> None:
+        status = health_pb2.HealthCheckResponse
+        for name in ("", SERVICE):
+            await self.health.set(name, status.NOT_SERVING if self._problem else status.SERVING)
+
+
+async def _abort(context: Context, message: str) -> NoReturn:
+    await context.abort(grpc.StatusCode.UNAVAILABLE, message)
+    raise RuntimeError("abort returned")
+
+
+async def serve(
+    config: Config, journal: Journal, port: int, stop: asyncio.Event, ready: Callable[[str], None]
+) -> None:
+    """Serve on 127.0.0.1 until `stop` is set.
+
+    Args:
+        port: 0 = any. ready: called with the address once the router is usable.
+
+    Raises:
+        CannotListen: the port is taken. JournalUnusable: the journal cannot be read or written.
+    """
+    server = grpc.aio.server(
+        options=(("grpc.so_reuseport", 0), ("grpc.max_concurrent_streams", _MOST_STREAMS)),
+    )
+    try:
+        bound = server.add_insecure_port(f"127.0.0.1:{port}")
+    except RuntimeError as error:
+        raise CannotListen(
+            f"port {port} of 127.0.0.1 cannot be used ({error}): "
+            f"stop what listens there or give another --port"
+        ) from error
+    service = RouterService(config, journal)
+    rpc.add_RouterServicer_to_server(service, server)
+    health_pb2_grpc.add_HealthServicer_to_server(service.health, server)
+    reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    await server.start()
+    ticking = asyncio.get_running_loop().create_task(service.run())
+    stopping = asyncio.get_running_loop().create_task(stop.wait())
+    try:
+        ready(f"127.0.0.1:{bound}")
+        await asyncio.wait((ticking, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if ticking.done():
+            # The ticks never end by themselves: this raises what ended them.
+            ticking.result()
+    finally:
+        ticking.cancel()
+        stopping.cancel()
+        service.close()
+        await server.stop(_GRACE_S)

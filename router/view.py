@@ -1,0 +1,88 @@
+"""What the router tells everyone: who is a member, and which experts may be asked of whom. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from router import bitmap
+
+EXPERT = "expert"
+ATTENTION = "attention"
+GATEWAY = "gateway"
+POOLS = (EXPERT, ATTENTION, GATEWAY)
+
+JOINING = "joining"
+WARMING = "warming"
+SERVING = "serving"
+SUSPECT = "suspect"
+DRAINING = "draining"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Member:
+    """One process of the cluster, as a View shows it.
+
+    target: bitmap of the experts that it must hold. serving: bitmap of those that may be asked of it.
+    state: "joining", "warming", "serving", "suspect" or "draining"; a member that has gone is in no View.
+    core: first core of its lanes, -1 if unpinned. load: whatever it last reported.
+    """
+
+    name: str
+    pool: str
+    state: str
+    incarnation: int
+    address: str
+    pid: int
+    host: str
+    core: int = -1
+    numerics_class: str = ""
+    target: bytes = b""
+    serving: bytes = b""
+    load: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def serving_count(self) -> int:
+        """Number of (layer, expert) pairs that may be asked of this member."""
+        return bitmap.from_bytes(self.serving).bit_count()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class View:
+    """The cluster at one epoch. Views are ordered by epoch; a later one replaces an earlier one whole."""
+
+    term: int
+    epoch: int
+    replicas_wanted: int
+    layers: int
+    experts: int
+    model_hash: str = ""
+    members: tuple[Member, ...] = ()
+
+    def pool(self, name: str) -> tuple[Member, ...]:
+        """Members of one pool, in the order in which they joined."""
+        return tuple(member for member in self.members if member.pool == name)
+
+    def member(self, name: str) -> Member | None:
+        """The member of that name, or None if it has gone."""
+        return next((member for member in self.members if member.name == name), None)
+
+    def replicas(self, layer: int, expert: int) -> tuple[Member, ...]:
+        """Members that may be asked for one expert of one layer."""
+        bit = layer * self.experts + expert
+        byte, mask = bit >> 3, 1 << (bit & 7)
+        return tuple(m for m in self.members if byte < len(m.serving) and m.serving[byte] & mask)
+
+    def target_pairs(self, name: str) -> tuple[tuple[int, int], ...]:
+        """The (layer, expert) pairs that a member must hold; empty if it is none."""
+        member = self.member(name)
+        return tuple(bitmap.pairs(bitmap.from_bytes(member.target), self.experts)) if member else ()
+
+    def serving_pairs(self, name: str) -> tuple[tuple[int, int], ...]:
+        """The (layer, expert) pairs that may be asked of a member; empty if it is none."""
+        member = self.member(name)
+        return tuple(bitmap.pairs(bitmap.from_bytes(member.serving), self.experts)) if member else ()
+
+    def bitmap(self, pairs: tuple[tuple[int, int], ...] | list[tuple[int, int]]) -> bytes:
+        """Wire form of a set of (layer, expert) pairs, as `RouterClient.loaded` takes it."""
+        return bitmap.to_bytes(bitmap.of_pairs(pairs, self.experts), self.layers, self.experts)

@@ -1,0 +1,174 @@
+"""Placement: every expert where it should be, evenly, with few moves and few partners."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.placement import PlacementInfeasible, place, place_what_fits
+
+shapes = st.tuples(st.integers(1, 4), st.integers(1, 24), st.integers(1, 9), st.integers(1, 3))
+
+
+def names(count: int, first: int = 1) -> list[str]:
+    return [f"expert/{first + i}" for i in range(count)]
+
+
+def loads(placed: dict[str, int], layer: int, experts: int) -> list[int]:
+    mask = (1 << experts) - 1
+    return [(bits >> (layer * experts) & mask).bit_count() for bits in placed.values()]
+
+
+def replicas(placed: dict[str, int], pair: int) -> int:
+    return sum(bits >> pair & 1 for bits in placed.values())
+
+
+def partners(placed: dict[str, int], name: str) -> int:
+    return sum(1 for other, bits in placed.items() if other != name and bits & placed[name])
+
+
+def moved(before: dict[str, int], after: dict[str, int]) -> int:
+    return sum((bits & ~before.get(name, 0)).bit_count() for name, bits in after.items())
+
+
+def assert_good(placed: dict[str, int], layers: int, experts: int, copies: int) -> None:
+    for pair in range(layers * experts):
+        assert replicas(placed, pair) == copies, f"pair {pair}"
+    for layer in range(layers):
+        found = loads(placed, layer, experts)
+        assert max(found) - min(found) <= 1, f"layer {layer}: {found}"
+
+
+@settings(max_examples=150, deadline=None)
+@given(shape=shapes)
+def test_from_nothing_every_expert_has_its_replicas_evenly(shape: tuple[int, int, int, int]) -> None:
+    layers, experts, servers, copies = shape
+    copies = min(copies, servers)
+    placed = place(layers=layers, experts=experts, replicas=copies, capacity=dict.fromkeys(names(servers), 0))
+    assert_good(placed, layers, experts, copies)
+    totals = [bits.bit_count() for bits in placed.values()]
+    assert max(totals) - min(totals) <= layers
+
+
+@settings(max_examples=150, deadline=None)
+@given(shape=shapes, changes=st.lists(st.integers(0, 99), min_size=1, max_size=6))
+def test_joins_and_losses_keep_replicas_and_evenness_and_move_little(
+    shape: tuple[int, int, int, int], changes: list[int]
+) -> None:
+    layers, experts, servers, copies = shape
+    capacity = dict.fromkeys(names(servers), 0)
+    placed = place(layers=layers, experts=experts, replicas=min(copies, servers), capacity=capacity)
+    newest = servers
+    for change in changes:
+        lost = 0
+        if change % 2 and len(capacity) > 1:
+            gone = list(capacity)[change % len(capacity)]
+            lost = placed[gone].bit_count()
+            capacity.pop(gone)
+        else:
+            newest += 1
+            capacity[f"expert/{newest}"] = 0
+        was = sum(bits.bit_count() for bits in placed.values())
+        now = min(copies, len(capacity))
+        after = place(layers=layers, experts=experts, replicas=now, capacity=capacity, current=placed)
+        assert_good(after, layers, experts, now)
+        added = max(0, layers * experts * now - was)
+        share = -(-experts * now // len(capacity)) * layers
+        # A loss moves what was lost, a join one share; evenness may ask for a few more in each layer.
+        bound = max(lost, share) + added + layers * len(capacity)
+        assert moved(placed, after) <= bound, f"{moved(placed, after)} moved, {bound} allowed"
+        placed = after
+
+
+@settings(max_examples=100, deadline=None)
+@given(shape=shapes)
+def test_a_placement_that_is_good_stays(shape: tuple[int, int, int, int]) -> None:
+    layers, experts, servers, copies = shape
+    capacity = dict.fromkeys(names(servers), 0)
+    placed = place(layers=layers, experts=experts, replicas=min(copies, servers), capacity=capacity)
+    again = place(
+        layers=layers, experts=experts, replicas=min(copies, servers), capacity=capacity, current=placed
+    )
+    assert again == placed
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    layers=st.integers(1, 3),
+    experts=st.integers(1, 8),
+    copies=st.integers(1, 3),
+    room=st.lists(st.integers(1, 9), min_size=1, max_size=6),
+)
+def test_capacity_is_respected_and_used_to_the_last_place(
+    layers: int, experts: int, copies: int, room: list[int]
+) -> None:
+    capacity = {name: layers * places for name, places in zip(names(len(room)), room, strict=True)}
+    copies = min(copies, len(room))
+    usable = sum(min(places, experts) for places in room)
+    placed = place_what_fits(layers=layers, experts=experts, replicas=copies, capacity=capacity, current={})
+    for name, bits in placed.items():
+        assert bits.bit_count() <= capacity[name]
+    for layer in range(layers):
+        counts = [replicas(placed, layer * experts + expert) for expert in range(experts)]
+        assert sum(counts) == min(usable, experts * copies), counts
+        assert min(counts) >= min(copies, usable // experts), counts
+    if usable >= experts * copies:
+        assert place(layers=layers, experts=experts, replicas=copies, capacity=capacity) == placed
+
+
+@settings(max_examples=100, deadline=None)
+@given(shape=shapes, doubtful=st.sets(st.integers(0, 8), max_size=4))
+def test_experts_held_only_by_servers_in_doubt_get_a_copy_elsewhere(
+    shape: tuple[int, int, int, int], doubtful: set[int]
+) -> None:
+    layers, experts, servers, copies = shape
+    capacity = dict.fromkeys(names(servers), 0)
+    before = place(layers=layers, experts=experts, replicas=min(copies, servers), capacity=capacity)
+    doubted = {name for i, name in enumerate(capacity) if i in doubtful}
+    arguments = {"layers": layers, "experts": experts, "replicas": copies, "capacity": capacity}
+    after = place_what_fits(**arguments, current=before, doubtful=doubted)
+    for name in doubted:
+        assert after[name] == before[name], "a server in doubt keeps what it has and gets nothing"
+    if len(doubted) < servers:
+        sound = 0
+        for name, bits in after.items():
+            sound |= 0 if name in doubted else bits
+        assert sound == (1 << (layers * experts)) - 1
+    assert place_what_fits(**arguments, current=after, doubtful=doubted) == after, "it must come to rest"
+
+
+@pytest.mark.parametrize("servers", [4, 8, 16, 32])
+def test_a_server_shares_its_replicas_with_two_neighbours(servers: int) -> None:
+    placed = place(layers=3, experts=64, replicas=2, capacity=dict.fromkeys(names(servers), 0))
+    assert {partners(placed, name) for name in placed} == {2}
+
+
+@pytest.mark.parametrize("servers", [4, 8, 16, 32])
+def test_a_replacement_restores_the_neighbourhood(servers: int) -> None:
+    """A loss spreads over all survivors; the replacement takes just that back."""
+    capacity = dict.fromkeys(names(servers), 0)
+    placed = place(layers=2, experts=64, replicas=2, capacity=capacity)
+    lost = placed["expert/2"].bit_count()
+    capacity.pop("expert/2")
+    repaired = place(layers=2, experts=64, replicas=2, capacity=capacity, current=placed)
+    assert moved(placed, repaired) <= lost + 2 * servers
+    capacity["expert/99"] = 0
+    replaced = place(layers=2, experts=64, replicas=2, capacity=capacity, current=repaired)
+    assert moved(repaired, replaced) == lost
+    shared = [partners(replaced, name) for name in replaced]
+    assert sum(shared) <= 3.5 * servers, shared
+    assert max(shared) <= 6, shared
+
+
+def test_what_cannot_be_placed_is_refused_with_the_arithmetic() -> None:
+    with pytest.raises(
+        PlacementInfeasible, match="3 replicas of each expert need 3 servers; 2 are live. Add 1 ser"
+    ):
+        place(layers=1, experts=4, replicas=3, capacity={"a": 0, "b": 0})
+    with pytest.raises(
+        PlacementInfeasible, match="8 experts in 2 layers, 2 replicas each, need 16 places; 2 live"
+    ):
+        place(layers=2, experts=4, replicas=2, capacity={"a": 6, "b": 6})
+    with pytest.raises(PlacementInfeasible, match="have 12. Add 4 places."):
+        place(layers=2, experts=4, replicas=2, capacity={"a": 6, "b": 6})

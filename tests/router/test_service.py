@@ -1,0 +1,359 @@
+"""The router as its members meet it: a real process, real sockets, the real client."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from router.client import JoinRefused, RouterClient, RouterUnavailable, StartProcess, StopProcess
+from router.host import host_id
+from router.view import View
+
+HOST = "a-host-of-this-test"
+SHAPE = {"layers": 2, "experts": 6, "model_hash": "m"}
+
+
+class RouterProcess:
+    """`python -m router`, started, killed and started again on one port and journal."""
+
+    def __init__(self, folder: Path, *flags: str) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.address = f"127.0.0.1:{self.port}"
+        self.journal = folder / "journal"
+        self.flags = flags
+        self.process: subprocess.Popen[str] | None = None
+        self.start()
+
+    def start(self) -> None:
+        ready, told = os.pipe()
+        command = [sys.executable, "-m", "router", "--port", str(self.port), "--journal", str(self.journal)]
+        self.process = subprocess.Popen(
+            [*command, "--ready-fd", str(told), "--die-with-parent", *self.flags], pass_fds=[told], text=True
+        )
+        os.close(told)
+        with os.fdopen(ready) as line:
+            said = json.loads(line.readline())
+        assert said == {"name": "router/0", "address": self.address, "pid": self.process.pid}
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        assert self.process is not None
+        self.process.send_signal(number)
+        return self.process.wait(timeout=5)
+
+
+class Server:
+    """An expert server, or attention worker, without experts or attention."""
+
+    def __init__(self, router: RouterProcess, pool: str = "expert", *, loads: bool = True) -> None:
+        self.loads = loads
+        self.views: list[View] = []
+        self.fenced: list[str] = []
+        self.client = RouterClient(router.address)
+        self.pool = pool
+        self.pid = 1_000_000 + id(self) % 1_000_000
+        self.name = self.client.join(pool=pool, address="nowhere", pid=self.pid, host=HOST, **SHAPE).name
+        self.client.start(on_view=self.see, load=lambda: {"busy": 0.25}, on_fenced=self.fenced.append)
+
+    def see(self, view: View) -> None:
+        self.views.append(view)
+        member = view.member(self.name)
+        if member is None or not self.loads:
+            return
+        if self.pool == "expert":
+            self.client.loaded(member.target, view.epoch)
+        else:
+            self.client.ack(view.epoch)
+
+    def die(self) -> None:
+        self.client.close()
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Callable[..., RouterProcess]]:
+    routers: list[RouterProcess] = []
+
+    def start(*flags: str) -> RouterProcess:
+        routers.append(RouterProcess(tmp_path, *flags))
+        return routers[-1]
+
+    yield start
+    for router in routers:
+        if router.process is not None and router.process.poll() is None:
+            router.process.kill()
+            router.process.wait()
+
+
+def until(what: Callable[[], object], seconds: float = 10.0) -> None:
+    deadline_s = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline_s, f"not within {seconds} s"
+        time.sleep(0.01)
+
+
+def complete(client: RouterClient, servers: int, replicas: int) -> bool:
+    view = client.view
+    if view is None or [m.state for m in view.pool("expert")] != ["serving"] * servers:
+        return False
+    return all(
+        len(view.replicas(layer, expert)) == replicas for layer in range(2) for expert in range(6)
+    ) and all(m.target == m.serving for m in view.pool("expert"))
+
+
+def test_a_lost_server_is_replaced_and_every_expert_keeps_a_replica(
+    started: Callable[..., RouterProcess],
+) -> None:
+    router = started("--experts", "3", "--replicas", "2", "--lease-s", "1")
+    attention = Server(router, "attention")
+    servers = [Server(router) for _ in range(3)]
+    until(lambda: complete(attention.client, 3, 2))
+
+    launcher = RouterClient(router.address)
+    ordered: list[object] = []
+    threading.Thread(target=lambda: [ordered.append(c) for c in launcher.launches(HOST)], daemon=True).start()
+    time.sleep(0.2)
+    lost = servers.pop(0)
+    lost.die()
+    assert launcher.report_exit(HOST, lost.pid) == lost.name
+    until(lambda: ordered == [StartProcess("expert")])
+    until(lambda: complete(attention.client, 2, 2))
+    servers.append(Server(router))
+    until(lambda: complete(attention.client, 3, 2))
+    assert servers[-1].name == "expert/4", "a name is never given twice"
+
+    for view in attention.views[-20:]:
+        if view.epoch > 12:
+            assert all(view.replicas(layer, expert) for layer in range(2) for expert in range(6))
+    epochs = [view.epoch for view in attention.views]
+    assert epochs == sorted(set(epochs))
+    status = launcher.status()
+    assert status.problem == ""
+    assert status.wanted == {"expert": 3, "attention": 1}
+    assert [(g.name, g.reason) for g in status.gone] == [(lost.name, "its process ended")]
+    for each in (*servers, attention):
+        each.die()
+    launcher.close()
+
+
+def test_silence_fences_and_orders_the_process_ended(started: Callable[..., RouterProcess]) -> None:
+    router = started("--experts", "2", "--replicas", "2", "--lease-s", "0.6", "--attention", "0")
+    kept, others = Server(router), [Server(router, "gateway") for _ in range(3)]
+    frozen = Server(router)
+    until(lambda: complete(kept.client, 2, 2))
+    launcher = RouterClient(router.address)
+    ordered: list[object] = []
+    threading.Thread(target=lambda: [ordered.append(c) for c in launcher.launches(HOST)], daemon=True).start()
+    time.sleep(0.2)
+    frozen.die()
+    until(lambda: StopProcess(frozen.name, frozen.pid) in ordered)
+    until(lambda: StartProcess("expert") in ordered)
+    with pytest.raises(StopIteration):
+        next(m for m in launcher.status().view.members if m.name == frozen.name)
+    for each in (kept, *others):
+        each.die()
+    launcher.close()
+
+
+def test_a_process_of_this_host_is_fenced_when_it_exits(started: Callable[..., RouterProcess]) -> None:
+    router = started("--lease-s", "60")
+    process = subprocess.Popen(["sleep", "60"])
+    client = RouterClient(router.address)
+    fenced: list[str] = []
+    name = client.join(pool="expert", address="a", pid=process.pid, host=host_id(), **SHAPE).name
+    client.start(on_fenced=fenced.append)
+    process.kill()
+    process.wait()
+    until(lambda: any(g.name == name for g in client.status().gone), 2)
+    client.close()
+
+
+def test_a_fenced_member_is_told_and_may_join_as_another(started: Callable[..., RouterProcess]) -> None:
+    router = started("--lease-s", "1")
+    server = Server(router)
+    assert server.client.lease_held()
+    server.client.report_exit(HOST, server.pid)
+    until(lambda: server.fenced)
+    assert server.client.fenced
+    assert not server.client.lease_held()
+    first = server.client.identity
+    again = server.client.join(pool="expert", address="b", pid=server.pid, host=HOST, **SHAPE)
+    assert first is not None
+    assert (again.name, again.incarnation != first.incarnation) == ("expert/2", True)
+    server.name = again.name
+    until(lambda: complete(server.client, 1, 1))
+    assert server.client.lease_held()
+    server.die()
+
+
+def test_a_drained_server_goes_only_when_others_serve_its_experts(
+    started: Callable[..., RouterProcess],
+) -> None:
+    router = started("--experts", "2", "--lease-s", "1")
+    attention, first, second = Server(router, "attention"), Server(router), Server(router)
+    until(lambda: complete(attention.client, 2, 1))
+    known = len(attention.views)
+    first.client.leave(drain=True)
+    until(lambda: first.fenced)
+    until(lambda: complete(attention.client, 1, 1))
+    for view in attention.views[known:]:
+        assert all(view.replicas(layer, expert) for layer in range(2) for expert in range(6))
+    for each in (attention, first, second):
+        each.die()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_restarted_router_is_not_noticed(started: Callable[..., RouterProcess], number: int) -> None:
+    router = started("--experts", "2", "--replicas", "2", "--lease-s", "1")
+    attention, servers = Server(router, "attention"), [Server(router) for _ in range(2)]
+    until(lambda: complete(attention.client, 2, 2))
+    before = attention.views[-1]
+    router.stop(number)
+    time.sleep(1.5)
+    for server in servers:
+        assert server.client.lease_held(), "a router that is away ends no lease"
+    router.start()
+    until(lambda: attention.views[-1].term == before.term + 1)
+    time.sleep(1.5)
+    after = attention.views[-1]
+    assert after.epoch > before.epoch
+    identities = [(m.name, m.incarnation, m.serving) for m in before.members]
+    assert [(m.name, m.incarnation, m.serving) for m in after.members] == identities
+    assert not any(each.fenced for each in (attention, *servers))
+    servers.append(Server(router))
+    assert servers[-1].name == "expert/3"
+    until(lambda: complete(attention.client, 3, 2))
+    for each in (attention, *servers):
+        each.die()
+
+
+def test_a_router_that_cannot_write_publishes_nothing_and_says_so(
+    started: Callable[..., RouterProcess],
+) -> None:
+    router = started("--lease-s", "0.6")
+    server = Server(router)
+    until(lambda: complete(server.client, 1, 1))
+    assert router.process is not None
+    epoch = server.client.status().view.epoch
+    limit = resource.prlimit(router.process.pid, resource.RLIMIT_FSIZE)
+    # No file of the router may grow: what a full disk does.
+    resource.prlimit(router.process.pid, resource.RLIMIT_FSIZE, (1, limit[1]))
+    other = RouterClient(router.address)
+    with pytest.raises(RouterUnavailable, match="journal .* cannot be written"):
+        other.join(pool="expert", address="a", pid=1, host=HOST, **SHAPE)
+    channel = grpc.insecure_channel(router.address)
+    health = health_pb2_grpc.HealthStub(channel)
+
+    def condition() -> int:
+        return health.Check(health_pb2.HealthCheckRequest(service="router.v1.Router")).status
+
+    until(lambda: condition() == health_pb2.HealthCheckResponse.NOT_SERVING)
+    time.sleep(1.0)
+    assert "cannot be written" in other.status().problem
+    assert other.status().view.epoch == epoch
+    assert server.views[-1].epoch == epoch
+    resource.prlimit(router.process.pid, resource.RLIMIT_FSIZE, limit)
+    until(lambda: condition() == health_pb2.HealthCheckResponse.SERVING)
+    assert other.status().problem == ""
+    assert other.join(pool="expert", address="a", pid=1, host=HOST, **SHAPE).name == "expert/2"
+    assert not server.fenced, "renewals go on while the journal does not"
+    channel.close()
+    other.close()
+    server.die()
+
+
+def test_who_does_not_fit_is_told_why(started: Callable[..., RouterProcess]) -> None:
+    router = started()
+    server, other = Server(router), RouterClient(router.address)
+    with pytest.raises(JoinRefused, match="5 experts in each layer found, 6 needed"):
+        other.join(pool="expert", address="a", pid=1, host=HOST, layers=2, experts=5, model_hash="m")
+    with pytest.raises(JoinRefused, match="model x found, m needed"):
+        other.join(pool="attention", address="a", pid=1, host=HOST, model_hash="x")
+    other.close()
+    server.die()
+
+
+def test_no_router_is_a_clear_error() -> None:
+    client = RouterClient("127.0.0.1:1")
+    with pytest.raises(RouterUnavailable, match=r"the router at 127\.0\.0\.1:1 did not answer"):
+        client.join(pool="expert", address="a", timeout_s=0.3, **SHAPE)
+    with pytest.raises(RouterUnavailable):
+        client.status(timeout_s=0.3)
+    client.close()
+
+
+def test_the_service_describes_itself(started: Callable[..., RouterProcess]) -> None:
+    router = started()
+    with grpc.insecure_channel(router.address) as channel:
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+        (reply,) = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([request]))
+    names = {service.name for service in reply.list_services_response.service}
+    assert {"router.v1.Router", "grpc.health.v1.Health"} <= names
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--experts", "2", "--replicas", "3"], "3 replicas of every expert need 3 expert servers"),
+        (["--journal", "/no/such/folder/journal"], "See that its folder exists"),
+        (["--lease-s", "-1"], "lease_s is -1.0"),
+    ],
+)
+def test_a_start_that_fails_says_why(tmp_path: Path, flags: list[str], message: str) -> None:
+    said, status = failing(tmp_path, flags)
+    assert message in said
+    assert status == 1
+
+
+def test_a_port_in_use_is_named(started: Callable[..., RouterProcess], tmp_path: Path) -> None:
+    router = started()
+    said, status = failing(tmp_path, ["--port", str(router.port), "--journal", str(tmp_path / "another")])
+    assert f"port {router.port} of 127.0.0.1 cannot be used" in said
+    assert status == 1
+
+
+def test_a_second_router_on_one_journal_is_refused(
+    started: Callable[..., RouterProcess], tmp_path: Path
+) -> None:
+    router = started()
+    said, _ = failing(tmp_path, ["--journal", str(router.journal)])
+    assert "is used by another router" in said
+
+
+def failing(folder: Path, flags: list[str]) -> tuple[str, int]:
+    """The error that a router which must not start writes to its parent, and its exit status."""
+    ready, told = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "router", "--journal", str(folder / "own"), "--ready-fd", str(told), *flags],
+        pass_fds=[told],
+    )
+    os.close(told)
+    with os.fdopen(ready) as line:
+        said = json.loads(line.readline())
+    return said["error"], process.wait(timeout=5)
+
+
+def test_signals_stop_the_router_within_a_second(started: Callable[..., RouterProcess]) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        router = started()
+        server = Server(router)
+        until(lambda server=server: server.views)
+        began_s = time.monotonic()
+        assert router.stop(number) == 0
+        assert time.monotonic() - began_s < 1.0
+        server.die()
+        router.journal.unlink()

@@ -1,0 +1,124 @@
+"""The router's core under every fault, by seed; and proof that these tests notice when the core is wrong."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from router.core import step
+from tests.router.scenarios import STORIES
+from tests.router.world import Step, run
+
+SEEDS = 300
+EVENTS = 200
+CORE = ("placement", "records", "launches", "leases", "moves", "core")
+
+
+def test_every_promise_holds_after_every_event_and_all_comes_back_when_faults_stop() -> None:
+    for seed in range(SEEDS):
+        run(step, seed, EVENTS)
+
+
+# module, what it says, what the mutant says instead
+MUTANTS = {
+    "unloads before the acks": ("moves", "if retiring_epoch <= acked:", "if retiring_epoch:"),
+    "counts acks of the epoch before": (
+        "moves",
+        "if retiring_epoch <= acked:",
+        "if retiring_epoch - 1 <= acked:",
+    ),
+    "breaks before it makes": ("moves", "return covered & ~unmade", "return covered | unmade"),
+    "breaks when one of two is made": ("moves", "return covered & ~unmade", "return covered"),
+    "serves what is not loaded": (
+        "moves",
+        "    held = record.loaded & record.target\n",
+        "    held = record.target\n",
+    ),
+    "forgets when the target shrank": (
+        "moves",
+        "dropped_epoch=next_epoch if dropped else record.dropped_epoch",
+        "dropped_epoch=record.dropped_epoch",
+    ),
+    "believes stale reports": ("core", "if event.epoch < record.dropped_epoch:", "if event.epoch < 0:"),
+    "believes acks of the future": (
+        "core",
+        "pulse.acked < event.epoch <= state.epoch",
+        "pulse.acked < event.epoch",
+    ),
+    "uses names again": ("core", "state.named.get(event.pool, 0) + 1", "len(state.members) + 1"),
+    "uses incarnations again": ("core", "joined = state.joined + 1", "joined = len(state.members) + 1"),
+    "listens to strangers": ("records", "record.incarnation == incarnation", "record.incarnation != -1"),
+    "trusts a joiner ahead of time": ("core", "acked=state.epoch)", "acked=state.epoch + 9)"),
+    "keeps the epoch at a new term": ("core", "isinstance(event, Started) or _public", "_public"),
+    "fences last replicas": ("leases", "if _is_last_replica(config, state, name):", "if not name:"),
+    "never doubts itself": ("leases", "if late >= 2 and 4 * late", "if late >= 99 and 4 * late"),
+    "doubts for one lease": ("leases", "config.doubt_leases * config.lease_s", "config.lease_s"),
+    "counts its own stall as silence": ("leases", "if gap_s <= config.stall_s:", "if gap_s <= 1e9:"),
+    "fences at half a lease": ("records", "renewed_s > config.lease_s", "renewed_s > config.lease_s / 2"),
+    "never fences for silence": ("records", "renewed_s > config.lease_s", "renewed_s > config.lease_s * 1e9"),
+    "never clears a suspect": ("leases", "suspect = silent or", "suspect = pulse.suspect or silent or"),
+    "orders twice": ("launches", "- live - ordered", "- live"),
+    "forgets to order": ("launches", "config.wanted(name) - live - ordered", "0"),
+    "places one copy too few": ("placement", "range(1, self.copies + 1)", "range(1, self.copies)"),
+    "leaves the newcomer idle": ("placement", "if most - least < 2:", "if most - least < 99:"),
+    "keeps surplus copies": ("placement", "bit_count() > self.copies:", "bit_count() > 99:"),
+    "exceeds capacity": ("moves", "        if room < wanted.bit_count():", "        if room < -99:"),
+    "keeps who has exited": (
+        "core",
+        'state = fence(state, record.name, "its process ended", commands)',
+        "pass",
+    ),
+    "retries without waiting": ("launches", "* 2.0 **", "* 0.0 **"),
+    "drops drained servers at once": (
+        "moves",
+        "if advanced.draining and not advanced.target",
+        "if advanced.draining",
+    ),
+}
+
+
+def mutant(module: str, says: str, instead: str) -> Step:
+    """The core's step with one line changed, in modules of its own."""
+    names = [f"router.{name}" for name in CORE]
+    package = sys.modules["router"]
+    kept = {name: importlib.import_module(name) for name in names}
+    for name in CORE:
+        del sys.modules[f"router.{name}"]
+        delattr(package, name)
+    try:
+        for name in CORE:
+            if name == module:
+                original = kept[f"router.{name}"]
+                path = str(original.__file__)
+                source = Path(path).read_text()
+                assert source.count(says) == 1, f"{module} has {source.count(says)} times: {says}"
+                changed = ModuleType(f"router.{name}")
+                sys.modules[changed.__name__] = changed
+                setattr(package, name, changed)
+                exec(compile(source.replace(says, instead), path, "exec"), changed.__dict__)
+            else:
+                importlib.import_module(f"router.{name}")
+        return sys.modules["router.core"].step
+    finally:
+        for name in names:
+            sys.modules.pop(name, None)
+        sys.modules.update(kept)
+        for name, original in kept.items():
+            setattr(package, name.partition(".")[2], original)
+
+
+@pytest.mark.parametrize("fault", MUTANTS)
+def test_a_core_that_is_wrong_is_noticed(fault: str) -> None:
+    wrong = mutant(*MUTANTS[fault])
+    try:
+        for story in STORIES:
+            story(wrong)
+        for seed in range(100):
+            run(wrong, seed, EVENTS)
+    except (AssertionError, KeyError, StopIteration):
+        return
+    pytest.fail(f"a core that {fault} passes 100 seeds")
