@@ -1,0 +1,264 @@
+"""The expert server's process: python -m experts --router 127.0.0.1:7000 --model DIR --cores 0"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from types import FrameType
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from experts.checkpoint import Checkpoint, CheckpointInvalid
+from experts.kernels import KernelsBroken, numerics_class, self_test
+from experts.loading import Loader
+from experts.model import ConfigInvalid, Dtype, ExpertShape
+from experts.native import IsaUnavailable, NativeMissing
+from experts.pack import PackedExperts, PackUnavailable
+from experts.proto import experts_pb2, experts_pb2_grpc
+from experts.server import MOST_SLOTS, ExpertServer, ExpertsService
+from p2p import ShmEndpoint
+from router.client import JoinRefused, RouterClient, RouterUnavailable
+from router.view import EXPERT
+
+log = logging.getLogger("experts")
+
+_PR_SET_PDEATHSIG = 1
+_TICK_S = 0.05
+_LEAVE_S = 0.3
+_START_ERRORS = (
+    CheckpointInvalid, ConfigInvalid, IsaUnavailable, JoinRefused, KernelsBroken, NativeMissing, OSError,
+    PackUnavailable, RouterUnavailable, ValueError,
+)  # fmt: skip
+
+
+class StartFailed(Exception):
+    """The server cannot start; the text says why."""
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m experts",
+        description="Serve experts of one model, as the router places them. Listens on 127.0.0.1.",
+        epilog="Exit codes: 0 stopped by a signal, 1 cannot start or fenced (it says why), 2 bad usage."
+        " Example: python -m experts --router 127.0.0.1:7000 --model ./model --cores 0,1",
+    )
+    parser.add_argument("--router", required=True, help="HOST:PORT of the router")
+    parser.add_argument("--model", required=True, help="directory with config.json and *.safetensors")
+    parser.add_argument("--dtype", default="auto", help="bfloat16, float32 or auto (default)")
+    parser.add_argument(
+        "--cores", default="", help="one lane on each of these, as 0,1 (default: one lane, unpinned)"
+    )
+    parser.add_argument(
+        "--slots",
+        type=int,
+        default=MOST_SLOTS,
+        help=f"most requests in flight of one client, 1 to {MOST_SLOTS} (the default)",
+    )
+    parser.add_argument("--port", type=int, default=0, help="control port on 127.0.0.1; 0 = any (default)")
+    parser.add_argument("--ready-fd", type=int, default=-1, help="write one JSON line here when usable")
+    parser.add_argument("--die-with-parent", action="store_true", help="stop when the parent process ends")
+    return parser.parse_args(arguments)
+
+
+def cores_of(text: str) -> tuple[int, ...]:
+    """Cores of the lanes: "0,1" gives (0, 1), nothing one unpinned lane.
+
+    Raises:
+        StartFailed: it is no list of numbers.
+    """
+    try:
+        return tuple(int(core) for core in text.split(",")) if text else (-1,)
+    except ValueError:
+        raise StartFailed(
+            f"--cores {text}: core numbers separated by commas are needed, such as 0,1."
+        ) from None
+
+
+def tell(ready_fd: int, message: Mapping[str, object]) -> None:
+    """Write the one line that the parent waits for."""
+    if ready_fd >= 0:
+        with os.fdopen(ready_fd, "w") as parent:
+            parent.write(json.dumps(message) + "\n")
+
+
+def listen(port: int, service: ExpertsService, closing: ExitStack) -> tuple[str, health.HealthServicer]:
+    """Start the control service. Returns its address and the health servicer.
+
+    Raises:
+        StartFailed: the port is taken.
+    """
+    control = grpc.server(ThreadPoolExecutor(max_workers=8), options=(("grpc.so_reuseport", 0),))
+    healthy = health.HealthServicer()
+    experts_pb2_grpc.add_ExpertsServicer_to_server(service, control)
+    health_pb2_grpc.add_HealthServicer_to_server(healthy, control)
+    try:
+        bound = control.add_insecure_port(f"127.0.0.1:{port}")
+    except RuntimeError as error:
+        raise StartFailed(
+            f"port {port} on 127.0.0.1 cannot be used ({error}). Choose another, or 0 for any."
+        ) from error
+    control.start()
+    closing.callback(control.stop, 0)
+    return f"127.0.0.1:{bound}", healthy
+
+
+class Load:
+    """The load report that goes with each lease renewal."""
+
+    def __init__(self, server: ExpertServer) -> None:
+        self._server = server
+        self._at_s = time.monotonic()
+        self._before = server.counters()
+
+    def __call__(self) -> dict[str, float]:
+        """busy (0 to 1), rows_per_s, pairs_per_s, clients; since the last report."""
+        now_s, counters = time.monotonic(), self._server.counters()
+        elapsed_s = max(now_s - self._at_s, 1e-3)
+        change = {name: (value - self._before[name]) / elapsed_s for name, value in counters.items()}
+        self._at_s, self._before = now_s, counters
+        return {
+            "busy": change["busy_ns"] / 1e9,
+            "rows_per_s": change["rows"],
+            "pairs_per_s": change["pairs"],
+            "clients": float(len(self._server.clients)),
+        }
+
+
+class Ending:
+    """Why the process ends: a signal, or a fault that makes the exit code 1."""
+
+    def __init__(self) -> None:
+        self.wanted = threading.Event()
+        self.fault = ""
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Signal handler."""
+        self.wanted.set()
+
+    def fail(self, why: str) -> None:
+        """End with exit code 1."""
+        self.fault = self.fault or why
+        self.wanted.set()
+
+
+def serve(options: argparse.Namespace, ending: Ending) -> None:
+    """Join, load, serve until told to end. Raises _START_ERRORS or StartFailed."""
+    cores = cores_of(options.cores)
+    if not 1 <= options.slots <= MOST_SLOTS:
+        raise StartFailed(f"--slots {options.slots}: 1 to {MOST_SLOTS} is needed.")
+    checkpoint = Checkpoint.open(options.model)
+    shape = ExpertShape.from_config(checkpoint.config)
+    dtype = Dtype.resolve(options.dtype, checkpoint.config)
+    self_test(dtype)
+
+    def packed(rebuild: bool) -> PackedExperts:
+        return PackedExperts.open(checkpoint, shape, dtype, rebuild=rebuild, progress=_log_progress)
+
+    packed(False)
+    with ExitStack() as closing:
+        service = ExpertsService()
+        address, healthy = listen(options.port, service, closing)
+        router = RouterClient(options.router)
+        closing.callback(router.close)
+        identity = router.join(
+            pool=EXPERT,
+            address=address,
+            model_hash=checkpoint.fingerprint,
+            numerics_class=numerics_class(dtype),
+            layers=shape.layers,
+            experts=shape.experts,
+            core=cores[0],
+        )
+        closing.callback(_leave, router)
+        endpoint = ShmEndpoint(identity.name, identity.incarnation, len(cores))
+        closing.callback(endpoint.close)
+        server = ExpertServer(
+            endpoint=endpoint,
+            shape=shape,
+            dtype=dtype,
+            model_hash=checkpoint.fingerprint,
+            cores=cores,
+            slots=options.slots,
+        )
+        closing.callback(server.close)
+        loader = Loader(
+            name=identity.name, server=server, packed=packed, report=router.loaded, failed=ending.fail
+        )
+        closing.callback(loader.close)
+
+        def fenced(reason: str) -> None:
+            server.set_lease(0)
+            ending.fail(reason)
+
+        server.set_lease(_lease_end_ns(identity.lease_s))
+        service.server = server
+        server.start()
+        loader.start()
+        router.start(on_view=loader.apply, load=Load(server), on_fenced=fenced)
+        healthy.set(
+            experts_pb2.DESCRIPTOR.services_by_name["Experts"].full_name,
+            health_pb2.HealthCheckResponse.SERVING,
+        )
+        healthy.set("", health_pb2.HealthCheckResponse.SERVING)
+        log.info("ready name=%s address=%s isa=%s", identity.name, address, numerics_class(dtype))
+        tell(options.ready_fd, {"name": identity.name, "address": address, "pid": os.getpid()})
+        while not ending.wanted.wait(_TICK_S):
+            # Half a lease: native code stops by itself when this process slept, whoever wakes first.
+            if router.lease_held():
+                server.set_lease(_lease_end_ns(identity.lease_s / 2))
+            server.reap()
+        healthy.enter_graceful_shutdown()
+
+
+def _lease_end_ns(lease_s: float) -> int:
+    return time.clock_gettime_ns(time.CLOCK_BOOTTIME) + int(lease_s * 1e9)
+
+
+def _log_progress(done: int, total: int) -> None:
+    if done == total or done % max(1, total // 20) == 0:
+        log.info("packing done=%d total=%d", done, total)
+
+
+def _leave(router: RouterClient) -> None:
+    try:
+        router.leave(timeout_s=_LEAVE_S)
+    except RouterUnavailable as error:
+        log.info("left_without_word reason=%s", error)
+
+
+def main() -> int:
+    options = parse(sys.argv[1:])
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s"
+    )
+    ending = Ending()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, ending.on_signal)
+    if options.die_with_parent:
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    try:
+        serve(options, ending)
+    except (*_START_ERRORS, StartFailed) as error:
+        log.error("cannot_start reason=%s", error)
+        tell(options.ready_fd, {"error": f"expert server: {error}"})
+        return 1
+    if ending.fault:
+        log.error("ended reason=%s", ending.fault)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,280 @@
+"""Reads a model directory: config.json and safetensors, mapped and checked before use.
+
+A safetensors file is an 8-byte little-endian header length, a JSON header, then the tensors' bytes:
+    {"name": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [begin, end]}, ..., "__metadata__": {...}}
+Offsets count from the end of the header. Files may come from anywhere, so every number is checked first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import mmap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+HEADER_LIMIT_BYTES = 64 << 20  # 18,867 tensors (48 layers of 128 experts) need 2.5 MB
+JSON_LIMIT_BYTES = 64 << 20
+FINGERPRINT_SAMPLE_BYTES = 64
+
+# numpy has no bfloat16 or float8: their bits are served as unsigned integers.
+_NUMPY: Mapping[str, np.dtype[Any]] = {
+    "F64": np.dtype("<f8"),
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype("<u2"),
+    "I64": np.dtype("<i8"),
+    "I32": np.dtype("<i4"),
+    "I16": np.dtype("<i2"),
+    "I8": np.dtype("i1"),
+    "U64": np.dtype("<u8"),
+    "U32": np.dtype("<u4"),
+    "U16": np.dtype("<u2"),
+    "U8": np.dtype("u1"),
+    "BOOL": np.dtype("?"),
+    "F8_E4M3": np.dtype("u1"),
+    "F8_E5M2": np.dtype("u1"),
+}
+
+
+class CheckpointInvalid(ValueError):
+    """A file of the model directory is missing, truncated or malformed; the text names it and the fault."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorEntry:
+    """One tensor of one file."""
+
+    dtype: str  # as safetensors spells it
+    shape: tuple[int, ...]
+    begin: int  # bytes from the end of the header
+    end: int
+
+
+class SafetensorsFile:
+    """One mapped safetensors file, its header already checked.
+
+    Raises:
+        CheckpointInvalid: the file is missing or not a well-formed safetensors file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                size = file.seek(0, 2)
+                file.seek(0)
+                if size < 8:
+                    raise CheckpointInvalid(f"{path}: {size} bytes; a safetensors file has at least 8.")
+                length = int.from_bytes(file.read(8), "little")
+                # Before the header is read: its length is the file's own claim.
+                if length > HEADER_LIMIT_BYTES:
+                    raise CheckpointInvalid(
+                        f"{path}: claims a header of {length} bytes; the limit is {HEADER_LIMIT_BYTES}."
+                    )
+                if 8 + length > size:
+                    raise CheckpointInvalid(
+                        f"{path}: the header ends at {8 + length}, the file at {size}. Download it again."
+                    )
+                self.header = file.read(length)
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise CheckpointInvalid(f"{path}: cannot be read: {error.strerror or error}.") from error
+        self._data = np.frombuffer(self._map, np.uint8)[8 + length :]
+        self.entries = _entries(path, self.header, self._data.size)
+
+    def tensor(self, name: str) -> np.ndarray:
+        """View of one tensor, read-only, in its own shape."""
+        entry = self.entries[name]
+        view = self._data[entry.begin : entry.end].view(_NUMPY[entry.dtype]).reshape(entry.shape)
+        # Native code reads whole elements; the format does not promise that they are aligned.
+        aligned = view if view.flags.aligned else view.copy()
+        aligned.flags.writeable = False
+        return aligned
+
+    def sample(self, name: str, nbytes: int) -> bytes:
+        """The first `nbytes` bytes of one tensor, or all where it is shorter."""
+        entry = self.entries[name]
+        return self._data[entry.begin : min(entry.end, entry.begin + nbytes)].tobytes()
+
+
+def _entries(path: Path, header: bytes, data_bytes: int) -> dict[str, TensorEntry]:
+    parsed = _json_object(path, "header", header)
+    parsed.pop("__metadata__", None)
+    entries = {name: _entry(path, name, fields, data_bytes) for name, fields in parsed.items()}
+    place = 0
+    previous = "the header"
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if entry.begin != place:
+            fault = "overlaps" if entry.begin < place else f"leaves {entry.begin - place} unused bytes after"
+            raise CheckpointInvalid(f"{path}: {name} begins at {entry.begin} and {fault} {previous}.")
+        place, previous = entry.end, name
+    if place != data_bytes:
+        raise CheckpointInvalid(f"{path}: its tensors fill {place} bytes, the file holds {data_bytes}.")
+    return entries
+
+
+def _entry(path: Path, name: str, fields: Any, data_bytes: int) -> TensorEntry:
+    if not isinstance(fields, dict) or not {"dtype", "shape", "data_offsets"} <= fields.keys():
+        raise CheckpointInvalid(f"{path}: {name} lacks dtype, shape or data_offsets.")
+    dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in _NUMPY:
+        raise CheckpointInvalid(f"{path}: {name} has dtype {dtype!r}; known are {', '.join(_NUMPY)}.")
+    if not _sizes(shape) or not _sizes(offsets) or len(offsets) != 2:
+        raise CheckpointInvalid(f"{path}: {name} has shape {shape!r} and data_offsets {offsets!r}.")
+    begin, end = offsets
+    if not begin <= end <= data_bytes:
+        raise CheckpointInvalid(
+            f"{path}: {name} lies at bytes {begin} to {end}, the file holds {data_bytes}. Download it again."
+        )
+    needed = math.prod(shape) * _NUMPY[dtype].itemsize
+    if needed != end - begin:
+        raise CheckpointInvalid(
+            f"{path}: {name}, {dtype} {shape}, needs {needed} bytes and has {end - begin}."
+        )
+    return TensorEntry(dtype=dtype, shape=tuple(shape), begin=begin, end=end)
+
+
+def _sizes(value: Any) -> bool:
+    # At most 8 axes, each below 2**48: the product stays small enough to be cheap to compare.
+    return (
+        isinstance(value, list)
+        and len(value) <= 8
+        and all(type(size) is int and 0 <= size < 1 << 48 for size in value)
+    )
+
+
+def _json_object(path: Path, what: str, text: bytes) -> dict[str, Any]:
+    try:
+        parsed = json.loads(text, object_pairs_hook=_without_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointInvalid(f"{path}: its {what} is not JSON: {error}.") from error
+    if not isinstance(parsed, dict):
+        raise CheckpointInvalid(f"{path}: its {what} is JSON, but not an object.")
+    return parsed
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key stands twice")
+    return found
+
+
+def _read_json(path: Path) -> tuple[bytes, dict[str, Any]]:
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            if size > JSON_LIMIT_BYTES:
+                raise CheckpointInvalid(f"{path}: {size} bytes; the limit is {JSON_LIMIT_BYTES}.")
+            file.seek(0)
+            text = file.read(size)
+    except OSError as error:
+        raise CheckpointInvalid(f"{path}: cannot be read: {error.strerror or error}.") from error
+    return text, _json_object(path, "text", text)
+
+
+class Checkpoint:
+    """A model directory: `config` and every tensor by name. Tensors are views of mapped files.
+
+    The files must not shrink while they are mapped: the system answers a read past their end with SIGBUS.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        config_text: bytes,
+        config: dict[str, Any],
+        files: Mapping[str, SafetensorsFile],
+    ) -> None:
+        self.directory = directory
+        self.config = config
+        self._config_text = config_text
+        self._file_of = files
+
+    @classmethod
+    def open(cls, directory: str | Path) -> Checkpoint:
+        """Open a model directory: config.json beside model.safetensors or model.safetensors.index.json.
+
+        Raises:
+            CheckpointInvalid: a file is missing, truncated or malformed.
+        """
+        root = Path(directory)
+        if not root.is_dir():
+            raise CheckpointInvalid(
+                f"{root}: no such directory. A model directory holds config.json and *.safetensors."
+            )
+        config_text, config = _read_json(root / "config.json")
+        whole, index = root / "model.safetensors", root / "model.safetensors.index.json"
+        if whole.exists():
+            file = SafetensorsFile(whole)
+            return cls(root, config_text, config, dict.fromkeys(file.entries, file))
+        if index.exists():
+            return cls(root, config_text, config, _shards(index))
+        raise CheckpointInvalid(f"{root}: holds neither {whole.name} nor {index.name}.")
+
+    def names(self) -> tuple[str, ...]:
+        """Names of all tensors, sorted."""
+        return tuple(sorted(self._file_of))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def tensor(self, name: str) -> np.ndarray:
+        """One tensor, read-only, in its own shape; bfloat16 as uint16, float8 as uint8.
+
+        Raises:
+            CheckpointInvalid: no such tensor.
+        """
+        return self._file(name).tensor(name)
+
+    def dtype(self, name: str) -> str:
+        """Element type as safetensors spells it: "BF16", "F32", "F16", ..."""
+        return self._file(name).entries[name].dtype
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of one tensor."""
+        return self._file(name).entries[name].shape
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 (hex) over config.json, every file's header, and the first 64 bytes of every tensor.
+
+        Where the shards are split counts, through their headers; what the files are called does not.
+        """
+        digest = hashlib.sha256()
+        files = {file.path.name: file for file in self._file_of.values()}
+        parts = [self._config_text, *(files[name].header for name in sorted(files))]
+        for part in parts:
+            digest.update(len(part).to_bytes(8, "little") + part)
+        for name in self.names():
+            digest.update(name.encode() + b"\0" + self._file_of[name].sample(name, FINGERPRINT_SAMPLE_BYTES))
+        return digest.hexdigest()
+
+    def _file(self, name: str) -> SafetensorsFile:
+        file = self._file_of.get(name)
+        if file is None:
+            raise CheckpointInvalid(f"{self.directory}: no tensor {name} among {len(self._file_of)}.")
+        return file
+
+
+def _shards(index: Path) -> dict[str, SafetensorsFile]:
+    weight_map = _read_json(index)[1].get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise CheckpointInvalid(f"{index}: weight_map, from tensor names to file names, is missing.")
+    files: dict[str, SafetensorsFile] = {}
+    for name in sorted(set(weight_map.values())):
+        # A shard lies beside its index: a path could lead anywhere.
+        if Path(name).name != name or name in ("", ".", ".."):
+            raise CheckpointInvalid(f"{index}: {name!r} is not a plain file name.")
+        files[name] = SafetensorsFile(index.parent / name)
+    for tensor, name in weight_map.items():
+        if tensor not in files[name].entries:
+            raise CheckpointInvalid(f"{index}: {tensor} should be in {name}, which does not hold it.")
+    return {tensor: files[name] for tensor, name in weight_map.items()}

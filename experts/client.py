@@ -1,0 +1,467 @@
+"""The client's Python half: attaches to servers as the View names them, and publishes routes to native code.
+
+client = ExpertClient(endpoint=endpoint, shape=shape, dtype=dtype, model_hash=checkpoint.fingerprint,
+                      incarnation=identity.incarnation, lanes=len(cores), cores=cores)
+router.start(on_view=lambda view: (client.apply_view(view), router.ack(client.adopted_epoch)))
+rows = client.exchange(layer, rows, ids, weights)      # or native code calls expert_call(client.handle, ...)
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import grpc
+import numpy as np
+from numpy.typing import NDArray
+
+from experts import native
+from experts.model import Dtype, ExpertShape
+from experts.proto import experts_pb2 as pb
+from experts.proto import experts_pb2_grpc as rpc
+from experts.wire import MAX_ROWS, WireShape, model_hash_of
+from p2p import native as p2p_native
+from p2p.endpoint import Endpoint, P2PError, Peer, Window
+from p2p.window import WindowLayout
+from router.view import Member, View
+
+log = logging.getLogger(__name__)
+
+MOST_REPLICAS = 8  # EXPERTS_MAX_REPLICAS
+NO_SERVER = 255
+CHUNK_BYTES = 512 << 10
+ATTACH_S = 2.0
+RETRY_S = 0.25
+
+_OK, _LOST = 0, -1
+_GONE = 2
+_CHANNEL = (("grpc.enable_http_proxy", 0),)
+
+
+class ExpertsLost(Exception):
+    """No live replica of some expert answered before the deadline. The client is usable again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerReport:
+    """What this client saw of one server. Latencies in microseconds, ring to accepted reply."""
+
+    name: str
+    rows: int
+    pairs: int
+    calls: int
+    latency_us: float
+    latency_max_us: float
+    service_us: float
+    hedges: int
+    redispatches: int
+    lost: int
+    corrupt: int
+    late_slots: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Link:
+    """One attached server."""
+
+    member: Member
+    index: int
+    window: Window
+    peer: Peer
+
+
+class ExpertClient:
+    """Dispatches rows to expert servers and combines what comes back. For use from any thread."""
+
+    def __init__(
+        self,
+        *,
+        endpoint: Endpoint,
+        shape: ExpertShape,
+        dtype: Dtype,
+        model_hash: str,
+        incarnation: int,
+        lanes: int = 1,
+        deadline_s: float = 30.0,
+        cores: Sequence[int] = (),
+        max_tokens: int = 4096,
+        slots: int = 4,
+        on_adopted: Callable[[int], None] | None = None,
+    ) -> None:
+        """
+        Args:
+            endpoint: Where windows and doorbells come from; it must have as many doorbell lanes as `lanes`.
+            model_hash: The checkpoint's fingerprint (hex).
+            incarnation: Of this member.
+            lanes: That will make calls together.
+            deadline_s: Of `exchange`, unless it names its own.
+            cores: One for each lane, -1 unpinned; a server on one of them gets that lane. Empty: none.
+            max_tokens: Most rows of one call.
+            slots: Requests in flight to one server, 1 to 16.
+            on_adopted: Called with each newly adopted epoch, from whichever thread saw it, to acknowledge it.
+
+        Raises:
+            NativeMissing: the native library is not there.
+            ValueError: a size is out of range, or one token does not fit in a slot.
+        """
+        self.shape, self.dtype, self.model_hash, self.incarnation = shape, dtype, model_hash, incarnation
+        self.deadline_s = deadline_s
+        self._endpoint, self._on_adopted = endpoint, on_adopted
+        self._cores = tuple(cores) or (-1,) * lanes
+        if len(self._cores) != lanes:
+            raise ValueError(
+                f"{lanes} lanes and cores {list(cores)} were given; name one core for each lane."
+            )
+        self._library = native.load()
+        wire = WireShape(shape=shape, dtype=dtype, model_hash=model_hash_of(model_hash))
+        most = max(
+            wire.reply_bytes(max_tokens * shape.top_k),
+            wire.request_bytes(max_tokens, max_tokens * shape.top_k),
+        )
+        self._layout = WindowLayout(slots=slots, payload_bytes=min(CHUNK_BYTES, most))
+        one_token = max(wire.reply_bytes(shape.top_k), wire.request_bytes(1, shape.top_k))
+        if one_token > self._layout.payload_bytes or not 1 <= max_tokens <= MAX_ROWS:
+            raise ValueError(
+                f"One token takes {one_token} bytes and a slot holds {self._layout.payload_bytes};"
+                f" max_tokens is {max_tokens}, of 1 to {MAX_ROWS}. Fewer or smaller tokens are needed."
+            )
+        self._handle = self._library.expert_client_new(
+            shape.layers,
+            shape.experts,
+            shape.hidden,
+            shape.top_k,
+            dtype,
+            wire.model_hash,
+            incarnation,
+            len(self._cores),
+            endpoint.page_address or None,
+            max_tokens,
+        )
+        if not self._handle:
+            raise ValueError(
+                f"No expert client for {shape}, {len(self._cores)} lanes, {max_tokens} tokens a call."
+            )
+        self._lock = threading.RLock()  # guards all below; never held while native code calls
+        self._links: dict[str, _Link] = {}
+        self._leaving: list[_Link] = []
+        self._channels: dict[str, grpc.Channel] = {}
+        self._view: View | None = None
+        self._table = self._empty_table()
+        self._complete_epoch = 0
+        self._acked_epoch = 0
+        self._closed = threading.Event()
+        self._calls = threading.Lock()
+        self._channel_lock = threading.Lock()
+        self._lane_lock = threading.Lock()
+        self._next_lane = -1
+        self._upkeep = threading.Thread(target=self._keep_up, name="expert-links", daemon=True)
+        self._upkeep.start()
+
+    @property
+    def handle(self) -> int:
+        """Address of the native client, for expert_call."""
+        return self._handle
+
+    @property
+    def adopted_epoch(self) -> int:
+        """Newest epoch whose routes are in use; no call in flight uses older ones."""
+        return int(self._library.expert_client_adopted_epoch(self._handle)) if self._handle else 0
+
+    @property
+    def attached(self) -> tuple[str, ...]:
+        """Names of the servers that this client can write to."""
+        return tuple(self._links)
+
+    @property
+    def covers(self) -> bool:
+        """Whether every expert of every layer has an attached server."""
+        return bool((self._table[:, :, 0] != NO_SERVER).all())
+
+    def apply_view(self, view: View) -> None:
+        """Attach new servers, publish the routes, let go of servers that are no longer named.
+
+        A server that cannot be reached is tried again until a View drops it. Until then the epoch is not
+        adopted: an expert that only it would serve stays with the servers that had it.
+        """
+        with self._lock:
+            # Views may still come while this process ends.
+            if self._closed.is_set() or (self._view is not None and view.epoch < self._view.epoch):
+                return
+            self._view = view
+            self._reconcile(view)
+
+    def _reconcile(self, view: View) -> None:
+        wanted = {m.name: m for m in view.pool("expert") if m.serving_count}
+        unwanted = []
+        for name, link in list(self._links.items()):
+            member = wanted.get(name)
+            if member is None or member.incarnation != link.member.incarnation or self._is_gone(link):
+                unwanted.append(self._links.pop(name))
+        missing = [member for name, member in wanted.items() if name not in self._links]
+        if missing:
+            # What can be reached already must not wait for what cannot.
+            self._publish(view, complete=False)
+            with ThreadPoolExecutor(max_workers=min(8, len(missing))) as pool:
+                for member, link in zip(missing, pool.map(self._attach, missing), strict=True):
+                    if link:
+                        self._links[member.name] = link
+        self._publish(view, complete=all(name in self._links for name in wanted))
+        # After the routes: none of them names these any more.
+        for link in unwanted:
+            self._library.expert_client_remove_server(self._handle, link.index)
+        self._leaving += unwanted
+        self._release_idle()
+
+    def _empty_table(self) -> NDArray[np.uint8]:
+        return np.full((self.shape.layers, self.shape.experts, MOST_REPLICAS), NO_SERVER, np.uint8)
+
+    def _publish(self, view: View, *, complete: bool) -> None:
+        table = self._empty_table()
+        depth = np.zeros((self.shape.layers, self.shape.experts), np.intp)
+        pairs = self.shape.layers * self.shape.experts
+        for member in view.pool("expert"):
+            link = self._links.get(member.name)
+            if link is None:
+                continue
+            bits = np.unpackbits(np.frombuffer(member.serving, np.uint8), bitorder="little")[:pairs]
+            held = np.zeros(pairs, bool)
+            held[: len(bits)] = bits.astype(bool)
+            layers, experts = np.nonzero(held.reshape(depth.shape) & (depth < MOST_REPLICAS))
+            table[layers, experts, depth[layers, experts]] = link.index
+            depth[layers, experts] += 1
+        if not complete:
+            # Not adopted yet, so whoever served these experts before still holds them.
+            usable = np.isin(self._table, [link.index for link in self._links.values()])
+            empty = depth == 0
+            kept = np.where(usable, self._table, np.uint8(NO_SERVER))
+            table[empty] = kept[empty]
+        else:
+            self._complete_epoch = view.epoch
+        self._table = table
+        self._library.expert_client_publish_routes(self._handle, self._complete_epoch, table.ctypes.data)
+        self._tell_adopted()
+
+    def _tell_adopted(self) -> None:
+        epoch = self.adopted_epoch
+        if epoch > self._acked_epoch:
+            self._acked_epoch = epoch
+            if self._on_adopted:
+                self._on_adopted(epoch)
+
+    def _attach(self, member: Member) -> _Link | None:
+        window = self._endpoint.export_window(self._layout.nbytes, self.incarnation)
+        try:
+            p2p_native.load().p2p_window_init(
+                window.address,
+                window.nbytes,
+                window.incarnation,
+                self._layout.slots,
+                self._layout.payload_bytes,
+            )
+            reply = self._stub(member.address).Attach(
+                pb.AttachRequest(
+                    name=self._endpoint.name,
+                    incarnation=self.incarnation,
+                    server_incarnation=member.incarnation,
+                    model_hash=self.model_hash,
+                    layers=self.shape.layers,
+                    experts=self.shape.experts,
+                    hidden=self.shape.hidden,
+                    top_k=self.shape.top_k,
+                    dtype=self.dtype,
+                    reply_descriptor=window.descriptor,
+                    lanes=len(self._cores),
+                    slots=self._layout.slots,
+                    slot_bytes=self._layout.payload_bytes,
+                ),
+                timeout=ATTACH_S,
+            )
+            peer = self._endpoint.connect(reply.request_descriptor)
+        except (grpc.RpcError, P2PError, OSError) as error:
+            log.warning(
+                "attach_failed server=%s address=%s error=%s", member.name, member.address, _brief(error)
+            )
+            window.close()
+            return None
+        link = native.ServerLink(
+            tx=peer.address,
+            tx_bytes=peer.nbytes,
+            rx=window.address,
+            rx_bytes=window.nbytes,
+            bell_page=peer.page_address or None,
+            server_incarnation=member.incarnation,
+            liveness_fd=peer.liveness_fd,
+            slots=self._layout.slots,
+            slot_bytes=self._layout.payload_bytes,
+            lane=self._lane_for(list(reply.cores)),
+            server_lane=0,
+        )
+        index = self._library.expert_client_add_server(self._handle, ctypes.byref(link))
+        if index < 0:
+            log.error("attach_refused server=%s code=%d", member.name, index)
+            self._endpoint.disconnect(peer)
+            window.close()
+            return None
+        log.info(
+            "server_attached server=%s incarnation=%d index=%d lane=%d",
+            member.name,
+            member.incarnation,
+            index,
+            link.lane,
+        )
+        return _Link(member=member, index=index, window=window, peer=peer)
+
+    def _lane_for(self, cores: list[int]) -> int:
+        # Wake on the core that the waker is about to leave; elsewhere a wake costs several times as much.
+        if cores and cores[0] >= 0 and cores[0] in self._cores:
+            return self._cores.index(cores[0])
+        with self._lane_lock:
+            self._next_lane += 1
+            return self._next_lane % len(self._cores)
+
+    def _stub(self, address: str) -> rpc.ExpertsStub:
+        with self._channel_lock:
+            if address not in self._channels:
+                self._channels[address] = grpc.insecure_channel(address, options=_CHANNEL)
+            return rpc.ExpertsStub(self._channels[address])
+
+    def _is_gone(self, link: _Link) -> bool:
+        return self._stats(link).state == _GONE
+
+    def _stats(self, link: _Link) -> native.ServerStats:
+        stats = native.ServerStats()
+        self._library.expert_client_stats(self._handle, link.index, ctypes.byref(stats))
+        return stats
+
+    def _release_idle(self) -> None:
+        """Unmap what native code no longer touches; the server frees its side when it sees the hang-up."""
+        for link in list(self._leaving):
+            if not self._library.expert_client_server_idle(self._handle, link.index):
+                continue
+            self._leaving.remove(link)
+            self._endpoint.disconnect(link.peer)
+            link.window.close()
+            with self._channel_lock:
+                channel = self._channels.pop(link.member.address, None)
+            if channel:
+                channel.close()
+            log.info("server_detached server=%s incarnation=%d", link.member.name, link.member.incarnation)
+
+    def _keep_up(self) -> None:
+        while not self._closed.wait(RETRY_S):
+            with self._lock:
+                if self._closed.is_set() or self._view is None:
+                    continue
+                self._release_idle()
+                lost = any(self._is_gone(link) for link in self._links.values())
+                if lost or self._complete_epoch < self._view.epoch:
+                    self._reconcile(self._view)
+                self._tell_adopted()
+
+    def exchange(
+        self,
+        layer: int,
+        rows: NDArray[np.float32] | NDArray[np.uint16],
+        ids: NDArray[np.uint16],
+        weights: NDArray[np.float32],
+        out: NDArray[np.float32] | None = None,
+        deadline_s: float | None = None,
+    ) -> NDArray[np.float32]:
+        """One expert call, from a thread without lanes.
+
+        Args:
+            layer: Counted over MoE layers.
+            rows: [n, hidden] float32, or bfloat16 as uint16, as the client's dtype says.
+            ids: [n, top_k] experts.
+            weights: [n, top_k] gate weights.
+            out: [n, hidden] to add to; zeros unless given.
+
+        Returns:
+            out + sum over k of weights[:, k] * expert rows, in k order.
+
+        Raises:
+            ExpertsLost: no live replica answered before the deadline; `out` is untouched.
+            ValueError: a shape, dtype, layer or expert id is wrong.
+        """
+        count = len(rows)
+        element = np.dtype(np.float32 if self.dtype is Dtype.FLOAT32 else np.uint16)
+        result = np.zeros((count, self.shape.hidden), np.float32) if out is None else out
+        for name, array, dtype, width in (
+            ("rows", rows, element, self.shape.hidden),
+            ("ids", ids, np.dtype(np.uint16), self.shape.top_k),
+            ("weights", weights, np.dtype(np.float32), self.shape.top_k),
+            ("out", result, np.dtype(np.float32), self.shape.hidden),
+        ):
+            if array.dtype != dtype or array.shape != (count, width) or not array.flags.c_contiguous:
+                raise ValueError(
+                    f"{name} is {array.dtype} {array.shape}; contiguous {dtype} ({count}, {width}) is needed"
+                )
+        patience_s = self.deadline_s if deadline_s is None else deadline_s
+        deadline_ns = time.clock_gettime_ns(time.CLOCK_MONOTONIC) + int(patience_s * 1e9)
+        with self._calls:
+            status = self._library.expert_exchange(
+                self._handle,
+                layer,
+                rows.ctypes.data,
+                count,
+                ids.ctypes.data,
+                weights.ctypes.data,
+                result.ctypes.data,
+                deadline_ns,
+            )
+        if status == _LOST:
+            raise ExpertsLost(
+                f"No live replica of every expert of layer {layer} answered within {patience_s} s;"
+                f" attached: {', '.join(self._links) or 'none'}. Retry, or add replicas."
+            )
+        if status != _OK:
+            raise ValueError(f"layer {layer}, {count} rows or an expert id is out of range (code {status})")
+        return result
+
+    def stats(self) -> tuple[ServerReport, ...]:
+        """What was seen of each attached server."""
+        # Without the lock: an attach that waits for a frozen server must not hold up the caller.
+        return tuple(_report(name, self._stats(link)) for name, link in list(self._links.items()))
+
+    def close(self) -> None:
+        """Detach from all servers; the endpoint stays. No call may be running, nor come. Idempotent."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self._upkeep.join()
+        with self._lock:
+            self._leaving += self._links.values()
+            self._links = {}
+            for link in self._leaving:
+                self._library.expert_client_remove_server(self._handle, link.index)
+            self._release_idle()
+            handle, self._handle = self._handle, 0
+            self._library.expert_client_free(handle)
+
+
+def _report(name: str, stats: native.ServerStats) -> ServerReport:
+    return ServerReport(
+        name=name,
+        rows=stats.rows,
+        pairs=stats.pairs,
+        calls=stats.calls,
+        latency_us=stats.latency_ns / 1e3,
+        latency_max_us=stats.latency_max_ns / 1e3,
+        service_us=stats.service_ns / 1e3,
+        hedges=stats.hedges,
+        redispatches=stats.redispatches,
+        lost=stats.lost,
+        corrupt=stats.corrupt,
+        late_slots=stats.late_slots,
+    )
+
+
+def _brief(error: Exception) -> str:
+    if isinstance(error, grpc.RpcError) and isinstance(error, grpc.Call):
+        return f"{error.code().name}: {error.details()}"
+    return str(error)

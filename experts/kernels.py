@@ -1,0 +1,340 @@
+"""Packed matrix products and the expert's FFN on numpy arrays: native where the library is built, else numpy.
+
+Definition, for activations x [m, hidden] and one expert's weights:
+    act = round(silu(x @ gate.T) * (x @ up.T))   [m, intermediate], in the dtype
+    out = act @ down.T                           [m, hidden], float32
+Cost: 6 * m * hidden * intermediate flops; 3 * hidden * intermediate elements of weights are read whatever m
+is, so up to about four rows the floor is their bytes over the memory's bandwidth.
+
+The numpy path is the fallback where no library exists. It computes row by row and in double, so its rows do
+not depend on the batch either, but its bits are a numerics class of their own.
+"""
+
+from __future__ import annotations
+
+import logging
+from ctypes import CDLL
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from experts import native
+from experts.model import Dtype
+
+TILE_ROWS = 64
+GATE_UP_COLUMNS = 32  # of the activation, that one 64-row tile of gate_up holds
+
+_log = logging.getLogger(__name__)
+
+
+class KernelsBroken(RuntimeError):
+    """The native kernels computed something else than the reference on this machine."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PackedMatrix:
+    """W [rows, k] in the packed layout of kernels.h, for out = x @ W.T."""
+
+    dtype: Dtype
+    rows: int
+    k: int
+    data: np.ndarray  # uint8, contiguous, aligned to 64 bytes
+
+    @property
+    def tiles(self) -> int:
+        """Number of 64-row tiles."""
+        return -(-self.rows // TILE_ROWS)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PackedExpert:
+    """One expert: gate and up interleaved by 16 rows, and down."""
+
+    dtype: Dtype
+    hidden: int
+    intermediate: int
+    gate_up: np.ndarray  # uint8, contiguous, aligned to 64 bytes
+    down: np.ndarray
+
+    @property
+    def gate_up_tiles(self) -> int:
+        """Number of 64-row tiles of gate_up, each 32 columns of the activation."""
+        return -(-self.intermediate // GATE_UP_COLUMNS)
+
+    @property
+    def down_matrix(self) -> PackedMatrix:
+        """The down projection, [hidden, intermediate]."""
+        return PackedMatrix(dtype=self.dtype, rows=self.hidden, k=self.intermediate, data=self.down)
+
+
+@cache
+def _library() -> CDLL | None:
+    try:
+        return native.load()
+    except native.NativeMissing as missing:
+        _log.warning("kernels fallback=numpy reason=%s Products are slow until it is built.", missing)
+        return None
+
+
+def numerics_class(dtype: Dtype) -> str:
+    """Name of the arithmetic: two processes with equal names compute equal bits. "cpu-bf16-fma-1", ..."""
+    library = _library()
+    if library is None:
+        return f"cpu-{'f32' if dtype is Dtype.FLOAT32 else 'bf16'}-numpy-1"
+    return library.experts_numerics_class(dtype).decode()
+
+
+def isa_name() -> str:
+    """Instruction set in use: "portable", "avx2", "avx512", or "numpy" without the native library."""
+    library = _library()
+    return "numpy" if library is None else library.experts_isa_name().decode()
+
+
+def aligned_bytes(nbytes: int, alignment: int = 4096) -> np.ndarray:
+    """Zeroed uint8 array that begins at a multiple of `alignment`."""
+    whole = np.zeros(nbytes + alignment, np.uint8)
+    start = -whole.ctypes.data % alignment
+    return whole[start : start + nbytes]
+
+
+def to_dtype(x: np.ndarray, dtype: Dtype) -> np.ndarray:
+    """float32 array to `dtype`: bfloat16 by round to nearest even, its bits as uint16."""
+    x = np.ascontiguousarray(x, np.float32)
+    if dtype is Dtype.FLOAT32:
+        return x
+    library = _library()
+    if library is None:
+        return to_bfloat16_reference(x)
+    out = np.empty(x.shape, np.uint16)
+    library.experts_to_dtype(dtype, x.ctypes.data, out.ctypes.data, x.size)
+    return out
+
+
+def from_dtype(x: np.ndarray) -> np.ndarray:
+    """Inverse of `to_dtype`, exact: bfloat16 bits (uint16) or float32 to float32."""
+    return (x.astype(np.uint32) << 16).view(np.float32) if x.dtype == np.uint16 else x
+
+
+def to_bfloat16_reference(x: np.ndarray) -> np.ndarray:
+    """float32 to bfloat16 bits (uint16), nearest, ties to even; NaN stays NaN."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32).astype(np.uint64)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(x), (bits >> 16) | 0x40, rounded).astype(np.uint16)
+
+
+def pack_matrix(w: np.ndarray, dtype: Dtype) -> PackedMatrix:
+    """Pack W [rows, k], float32 or bfloat16 bits (uint16).
+
+    Raises:
+        ValueError: another shape or element type.
+    """
+    w = _weights(w)
+    rows, k = w.shape
+    library = _library()
+    if library is None:
+        data = _pack_reference(w, dtype)
+    else:
+        data = aligned_bytes(library.experts_pack_bytes(dtype, rows, k))
+        library.experts_pack_matrix(dtype, w.ctypes.data, _dtype_of(w), rows, k, data.ctypes.data)
+    return PackedMatrix(dtype=dtype, rows=rows, k=k, data=data)
+
+
+def pack_expert(gate: np.ndarray, up: np.ndarray, down: np.ndarray, dtype: Dtype) -> PackedExpert:
+    """Pack one expert: gate and up [intermediate, hidden], down [hidden, intermediate].
+
+    Raises:
+        ValueError: shapes do not fit each other, or another element type.
+    """
+    gate, up, down = _weights(gate), _weights(up), _weights(down)
+    if not gate.shape == up.shape == down.shape[::-1]:
+        raise ValueError(f"gate {gate.shape}, up {up.shape}, down {down.shape}: need [I, H], [I, H], [H, I].")
+    if gate.dtype != up.dtype:
+        gate, up = from_dtype(gate), from_dtype(up)
+    inter, hidden = gate.shape
+    library = _library()
+    if library is None:
+        gate_up = _pack_reference(_interleave(gate, up), dtype)
+    else:
+        gate_up = aligned_bytes(library.experts_gate_up_bytes(dtype, inter, hidden))
+        library.experts_pack_gate_up(
+            dtype, gate.ctypes.data, up.ctypes.data, _dtype_of(gate), inter, hidden, gate_up.ctypes.data
+        )
+    packed_down = pack_matrix(down, dtype).data
+    return PackedExpert(dtype=dtype, hidden=hidden, intermediate=inter, gate_up=gate_up, down=packed_down)
+
+
+def linear(packed: PackedMatrix, x: np.ndarray, tiles: range | None = None) -> np.ndarray:
+    """x @ W.T in float32, [m, rows]; columns outside `tiles` (default: all) are zero.
+
+    Args:
+        packed: The weights.
+        x: [m, k] in the packed dtype (bfloat16 as uint16), contiguous along k.
+        tiles: Contiguous range of 64-row tiles.
+
+    Raises:
+        ValueError: x has another type or width, or there are no such tiles.
+    """
+    x = _activations(x, packed.dtype, packed.k)
+    tiles = _tiles(tiles, packed.tiles)
+    out = np.zeros((len(x), packed.rows), np.float32)
+    library = _library()
+    if library is None:
+        for tile in tiles:
+            columns = slice(tile * TILE_ROWS, min((tile + 1) * TILE_ROWS, packed.rows))
+            out[:, columns] = _tile_reference(packed.data, packed.dtype, packed.k, tile, x)[
+                :, : out[:, columns].shape[1]
+            ]
+        return out
+    library.experts_linear(
+        packed.dtype, packed.data.ctypes.data, packed.rows, packed.k, x.ctypes.data, _stride(x), len(x),
+        out.ctypes.data, packed.rows, tiles.start, tiles.stop,
+    )  # fmt: skip
+    return out
+
+
+def ffn_gate_up(expert: PackedExpert, x: np.ndarray, tiles: range | None = None) -> np.ndarray:
+    """silu(gate) * up, rounded to the dtype, [m, intermediate]; columns outside `tiles` are zero.
+
+    Arguments and errors as for `linear`; a tile is 32 columns.
+    """
+    x = _activations(x, expert.dtype, expert.hidden)
+    tiles = _tiles(tiles, expert.gate_up_tiles)
+    act = np.zeros((len(x), expert.intermediate), _element(expert.dtype))
+    library = _library()
+    if library is None:
+        for tile in tiles:
+            columns = slice(tile * GATE_UP_COLUMNS, min((tile + 1) * GATE_UP_COLUMNS, expert.intermediate))
+            both = _tile_reference(expert.gate_up, expert.dtype, expert.hidden, tile, x).reshape(-1, 2, 2, 16)
+            product = (silu_reference(both[:, :, 0]) * both[:, :, 1]).reshape(-1, GATE_UP_COLUMNS)
+            rounded = to_dtype(product.astype(np.float32), expert.dtype)
+            act[:, columns] = rounded[:, : columns.stop - columns.start]
+        return act
+    library.experts_ffn_gate_up(
+        expert.dtype, expert.gate_up.ctypes.data, expert.hidden, expert.intermediate, x.ctypes.data,
+        _stride(x), len(x), act.ctypes.data, expert.intermediate, tiles.start, tiles.stop,
+    )  # fmt: skip
+    return act
+
+
+def ffn(expert: PackedExpert, x: np.ndarray) -> np.ndarray:
+    """The whole expert on x [m, hidden] in its dtype: float32 [m, hidden].
+
+    Raises:
+        ValueError: x has another type or width.
+    """
+    return linear(expert.down_matrix, ffn_gate_up(expert, x))
+
+
+def silu_reference(x: np.ndarray) -> np.ndarray:
+    """x / (1 + e**-x), in the type of x."""
+    with np.errstate(over="ignore"):
+        return x / (1 + np.exp(-x))
+
+
+def ffn_reference(
+    gate: np.ndarray, up: np.ndarray, down: np.ndarray, x: np.ndarray, dtype: Dtype
+) -> np.ndarray:
+    """The expert's definition in double, rounding where the kernels round: weights, x and act to `dtype`.
+
+    All arrays float32 (gate, up [I, H]; down [H, I]; x [m, H]); returns float64 [m, H].
+    """
+    wide_gate, wide_up, wide_down, wide_x = (
+        from_dtype(to_dtype(a, dtype)).astype(np.float64) for a in (gate, up, down, x)
+    )
+    act = silu_reference(wide_x @ wide_gate.T) * (wide_x @ wide_up.T)
+    return from_dtype(to_dtype(act.astype(np.float32), dtype)).astype(np.float64) @ wide_down.T
+
+
+def self_test(dtype: Dtype) -> None:
+    """Run a small expert through the kernels and compare with the definition.
+
+    Raises:
+        KernelsBroken: the results differ by more than rounding explains.
+    """
+    generator = np.random.default_rng(20250917)
+    inter, hidden, m = 80, 97, 7
+    gate, up = generator.standard_normal((2, inter, hidden), np.float32) / np.float32(8)
+    down = generator.standard_normal((hidden, inter), np.float32) / np.float32(8)
+    x = generator.standard_normal((m, hidden), np.float32)
+    found = ffn(pack_expert(gate, up, down, dtype), to_dtype(x, dtype))
+    wanted = ffn_reference(gate, up, down, x, dtype)
+    # One unit of act's rounding, over a row of about 80 terms of size 0.1, plus float32 accumulation.
+    error, bound = float(np.abs(found - wanted).max()), 2e-2 if dtype is Dtype.BFLOAT16 else 1e-4
+    if not error < bound:
+        raise KernelsBroken(
+            f"{isa_name()} kernels differ from the definition by {error:.3g} in {dtype.label}; up to {bound}"
+            " is rounding. Set EAAS_ISA=portable, and report this machine's CPU."
+        )
+
+
+def _weights(w: np.ndarray) -> np.ndarray:
+    if w.ndim != 2 or w.dtype not in (np.float32, np.uint16):
+        raise ValueError(
+            f"weights are {w.dtype} {w.shape}; a matrix of float32 or bfloat16 bits (uint16) is needed."
+        )
+    return np.ascontiguousarray(w)
+
+
+def _activations(x: np.ndarray, dtype: Dtype, k: int) -> np.ndarray:
+    if x.ndim != 2 or x.shape[1] != k or x.dtype != _element(dtype):
+        raise ValueError(
+            f"activations are {x.dtype} {x.shape}; {_element(dtype).__name__} [m, {k}] is needed."
+        )
+    rows_apart = x.strides[0] % x.itemsize == 0 and x.strides[0] >= k * x.itemsize
+    return x if x.strides[1] == x.itemsize and rows_apart else np.ascontiguousarray(x)
+
+
+def _tiles(tiles: range | None, count: int) -> range:
+    if tiles is None:
+        return range(count)
+    if tiles.step != 1 or not 0 <= tiles.start <= tiles.stop <= count:
+        raise ValueError(f"tiles {tiles} of {count}; a contiguous range within them is needed.")
+    return tiles
+
+
+def _stride(x: np.ndarray) -> int:
+    return x.strides[0] // x.itemsize
+
+
+def _element(dtype: Dtype) -> type[np.generic]:
+    return np.float32 if dtype is Dtype.FLOAT32 else np.uint16
+
+
+def _dtype_of(w: np.ndarray) -> Dtype:
+    return Dtype.FLOAT32 if w.dtype == np.float32 else Dtype.BFLOAT16
+
+
+def _interleave(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    inter, hidden = gate.shape
+    padded = -(-inter // GATE_UP_COLUMNS) * GATE_UP_COLUMNS
+    both = np.zeros((padded // 16, 2, 16, hidden), gate.dtype)
+    for index, matrix in enumerate((gate, up)):
+        both[:, index] = np.pad(matrix, ((0, padded - inter), (0, 0))).reshape(-1, 16, hidden)
+    return both.reshape(-1, hidden)
+
+
+def _pack_reference(w: np.ndarray, dtype: Dtype) -> np.ndarray:
+    rows, k = w.shape
+    converted = to_dtype(from_dtype(w), dtype)
+    padded = np.pad(converted, ((0, -rows % TILE_ROWS), (0, k % 2)))
+    per_step = 2 if dtype is Dtype.BFLOAT16 else 1
+    steps = padded.reshape(-1, TILE_ROWS, padded.shape[1] // per_step, per_step).transpose(0, 2, 1, 3)
+    data = aligned_bytes(padded.nbytes)
+    data[:] = np.ascontiguousarray(steps).reshape(-1).view(np.uint8)
+    return data
+
+
+def _tile_reference(data: np.ndarray, dtype: Dtype, k: int, tile: int, x: np.ndarray) -> np.ndarray:
+    """x times one tile, row by row in double, rounded once: float32 [m, 64]."""
+    per_step = 2 if dtype is Dtype.BFLOAT16 else 1
+    tile_bytes = TILE_ROWS * (k + k % 2) * dtype.nbytes
+    steps = (
+        data[tile * tile_bytes : (tile + 1) * tile_bytes]
+        .view(_element(dtype))
+        .reshape(-1, TILE_ROWS, per_step)
+    )
+    w = from_dtype(steps.transpose(1, 0, 2).reshape(TILE_ROWS, -1)[:, :k]).astype(np.float64)
+    # Sums along the last axis, not BLAS: numpy's order of addition depends on k alone.
+    rows = [(w * row).sum(axis=1) for row in from_dtype(x).astype(np.float64)]
+    return np.array(rows, np.float32).reshape(len(x), TILE_ROWS)

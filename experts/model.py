@@ -1,0 +1,189 @@
+"""What a MoE checkpoint's configuration says about its experts: counts, sizes, tensor names. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from typing import Any
+
+
+class ConfigInvalid(ValueError):
+    """config.json lacks a field, or holds a value that cannot be served; the text names it."""
+
+
+class UnknownArchitecture(ConfigInvalid):
+    """config.json names an architecture that is not served; the text lists those that are."""
+
+
+class Dtype(IntEnum):
+    """Element type of weights and activations, as the native libraries number it (kernels.h)."""
+
+    FLOAT32 = 0
+    BFLOAT16 = 1
+
+    @property
+    def label(self) -> str:
+        """Its name on command lines and in config.json: "float32" or "bfloat16"."""
+        return self.name.lower()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes per element."""
+        return 4 if self is Dtype.FLOAT32 else 2
+
+    @classmethod
+    def resolve(cls, wanted: str, config: Mapping[str, Any]) -> Dtype:
+        """The type to serve in.
+
+        Args:
+            wanted: "float32", "bfloat16", or "auto": bfloat16 where the checkpoint is stored so, else
+                float32, which holds every float16 value exactly.
+            config: The checkpoint's config.json.
+
+        Raises:
+            ConfigInvalid: any other word.
+        """
+        if wanted == "auto":
+            stored = config.get("dtype", config.get("torch_dtype"))
+            return cls.BFLOAT16 if stored == "bfloat16" else cls.FLOAT32
+        for dtype in cls:
+            if wanted == dtype.label:
+                return dtype
+        raise ConfigInvalid(f"dtype {wanted!r} is not served. Use auto, bfloat16 or float32.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertFamily:
+    """How one architecture spells its experts."""
+
+    experts_field: str
+    intermediate_field: str
+    prefix: str  # of one expert's tensors; {layer} and {expert} are filled in
+    gate: str
+    up: str
+    down: str
+    dense_layers: bool = False  # honours decoder_sparse_step and mlp_only_layers
+
+
+_QWEN = ExpertFamily(
+    experts_field="num_experts",
+    intermediate_field="moe_intermediate_size",
+    prefix="model.layers.{layer}.mlp.experts.{expert}.",
+    gate="gate_proj.weight",
+    up="up_proj.weight",
+    down="down_proj.weight",
+    dense_layers=True,
+)
+
+FAMILIES: Mapping[str, ExpertFamily] = {
+    "Qwen3MoeForCausalLM": _QWEN,
+    "Qwen2MoeForCausalLM": _QWEN,
+    "OlmoeForCausalLM": replace(_QWEN, intermediate_field="intermediate_size", dense_layers=False),
+    "MixtralForCausalLM": ExpertFamily(
+        experts_field="num_local_experts",
+        intermediate_field="intermediate_size",
+        prefix="model.layers.{layer}.block_sparse_moe.experts.{expert}.",
+        gate="w1.weight",
+        up="w3.weight",
+        down="w2.weight",
+    ),
+}
+
+
+def architecture_of(config: Mapping[str, Any]) -> str:
+    """The first served architecture that config.json names.
+
+    Raises:
+        UnknownArchitecture: none of them is served.
+    """
+    named = config.get("architectures")
+    names = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
+    for name in names:
+        if name in FAMILIES:
+            return name
+    found = ", ".join(names) or "no architecture"
+    raise UnknownArchitecture(f"config.json names {found}. Served are {', '.join(sorted(FAMILIES))}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertShape:
+    """The experts of one checkpoint. A `layer` counts MoE layers from 0, as placement and the wire do."""
+
+    architecture: str
+    layer_ids: tuple[int, ...]  # decoder layer of each MoE layer
+    experts: int
+    hidden: int
+    intermediate: int
+    top_k: int
+
+    @property
+    def layers(self) -> int:
+        """Number of MoE layers."""
+        return len(self.layer_ids)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> ExpertShape:
+        """Read the shape from config.json.
+
+        Raises:
+            UnknownArchitecture: the architecture is not served.
+            ConfigInvalid: a field is missing or makes no sense.
+        """
+        architecture = architecture_of(config)
+        family = FAMILIES[architecture]
+        activation = config.get("hidden_act", "silu")
+        if activation != "silu":
+            raise ConfigInvalid(f"hidden_act is {activation!r}; the expert kernels compute 'silu' only.")
+        depth = _count(config, "num_hidden_layers")
+        layer_ids = tuple(range(depth))
+        if family.dense_layers:
+            step = _count(config, "decoder_sparse_step") if "decoder_sparse_step" in config else 1
+            dense = _dense_layers(config)
+            layer_ids = tuple(layer for layer in layer_ids if layer not in dense and (layer + 1) % step == 0)
+        if not layer_ids:
+            raise ConfigInvalid(
+                f"None of the {depth} layers has experts: a dense model has nothing to serve here."
+            )
+        shape = cls(
+            architecture=architecture,
+            layer_ids=layer_ids,
+            experts=_count(config, family.experts_field),
+            hidden=_count(config, "hidden_size"),
+            intermediate=_count(config, family.intermediate_field),
+            top_k=_count(config, "num_experts_per_tok"),
+        )
+        if shape.top_k > shape.experts:
+            raise ConfigInvalid(
+                f"num_experts_per_tok is {shape.top_k}, but there are {shape.experts} experts."
+            )
+        return shape
+
+    def names(self, layer: int, expert: int) -> tuple[str, str, str]:
+        """Tensor names of (gate, up, down): [intermediate, hidden] twice, then [hidden, intermediate].
+
+        Raises:
+            IndexError: no such MoE layer or expert.
+        """
+        if not (0 <= layer < self.layers and 0 <= expert < self.experts):
+            raise IndexError(
+                f"expert {expert} of MoE layer {layer} does not exist; there are {self.layers} layers"
+                f" of {self.experts} experts"
+            )
+        family = FAMILIES[self.architecture]
+        prefix = family.prefix.format(layer=self.layer_ids[layer], expert=expert)
+        return prefix + family.gate, prefix + family.up, prefix + family.down
+
+
+def _count(config: Mapping[str, Any], field: str) -> int:
+    value = config.get(field)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 1 << 31:
+        raise ConfigInvalid(f"config.json: {field} is {value!r}; a whole number from 1 is needed.")
+    return value
+
+
+def _dense_layers(config: Mapping[str, Any]) -> frozenset[int]:
+    value = config.get("mlp_only_layers") or []
+    if not isinstance(value, list) or not all(isinstance(layer, int) for layer in value):
+        raise ConfigInvalid(f"config.json: mlp_only_layers is {value!r}; a list of layer numbers is needed.")
+    return frozenset(value)

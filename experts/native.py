@@ -1,0 +1,212 @@
+"""The native library of this package, bound by ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from ctypes import POINTER, Structure, c_char_p, c_int, c_int32, c_uint32, c_uint64, c_void_p
+from functools import cache
+from pathlib import Path
+
+LIBRARY = Path(__file__).resolve().parent / "_experts.so"
+
+
+class ServerLink(Structure):
+    """One attached server (client.h)."""
+
+    _fields_ = (
+        ("tx", c_void_p),
+        ("tx_bytes", c_uint64),
+        ("rx", c_void_p),
+        ("rx_bytes", c_uint64),
+        ("bell_page", c_void_p),
+        ("server_incarnation", c_uint64),
+        ("liveness_fd", c_int32),
+        ("slots", c_uint32),
+        ("slot_bytes", c_uint64),
+        ("lane", c_uint32),
+        ("server_lane", c_uint32),
+    )
+
+
+class ServerStats(Structure):
+    """What the client counted of one server (client.h)."""
+
+    _fields_ = (
+        ("rows", c_uint64),
+        ("pairs", c_uint64),
+        ("calls", c_uint64),
+        ("latency_ns", c_uint64),
+        ("latency_max_ns", c_uint64),
+        ("service_ns", c_uint64),
+        ("hedges", c_uint64),
+        ("redispatches", c_uint64),
+        ("lost", c_uint64),
+        ("corrupt", c_uint64),
+        ("late_slots", c_uint32),
+        ("state", c_uint32),
+    )
+
+
+class ClientLink(Structure):
+    """One attached client (server.h)."""
+
+    _fields_ = (
+        ("rx", c_void_p),
+        ("rx_bytes", c_uint64),
+        ("tx", c_void_p),
+        ("tx_bytes", c_uint64),
+        ("bell_page", c_void_p),
+        ("client_incarnation", c_uint64),
+        ("client_lanes", c_uint32),
+        ("slots", c_uint32),
+        ("slot_bytes", c_uint64),
+    )
+
+
+class ServerCounters(Structure):
+    """What the server counted (server.h)."""
+
+    _fields_ = (
+        ("batches", c_uint64),
+        ("requests", c_uint64),
+        ("rows", c_uint64),
+        ("pairs", c_uint64),
+        ("experts", c_uint64),
+        ("busy_ns", c_uint64),
+        ("not_held", c_uint64),
+        ("invalid", c_uint64),
+    )
+
+
+class NativeMissing(RuntimeError):
+    """The native library is not there; the text says how to build it."""
+
+
+class IsaUnavailable(RuntimeError):
+    """EAAS_ISA names an instruction set that is unknown, or that this CPU or build lacks."""
+
+
+@cache
+def load() -> ctypes.CDLL:
+    """Load _experts.so once, declare its functions, and apply EAAS_ISA.
+
+    Raises:
+        NativeMissing: it has not been built, or does not load.
+        IsaUnavailable: EAAS_ISA asks for what this machine cannot run.
+    """
+    if not LIBRARY.exists():
+        raise NativeMissing(f"{LIBRARY} is missing. Run `make setup`, or `python -m p2p.build`.")
+    try:
+        library = ctypes.CDLL(str(LIBRARY))
+    except OSError as error:
+        raise NativeMissing(f"{LIBRARY} does not load: {error}. Run `python -m p2p.build`.") from error
+    _declare_kernels(library)
+    _declare_client(library)
+    _declare_server(library)
+    _apply_isa(library)
+    return library
+
+
+def _declare_kernels(library: ctypes.CDLL) -> None:
+    library.experts_isa_select.argtypes = [c_char_p]
+    library.experts_isa_select.restype = c_int
+    library.experts_isa_available.argtypes = [c_char_p]
+    library.experts_isa_available.restype = c_int
+    library.experts_isa_name.argtypes = []
+    library.experts_isa_name.restype = c_char_p
+    library.experts_numerics_class.argtypes = [c_int]
+    library.experts_numerics_class.restype = c_char_p
+    library.experts_pack_bytes.argtypes = [c_int, c_uint32, c_uint32]
+    library.experts_pack_bytes.restype = c_uint64
+    library.experts_gate_up_bytes.argtypes = [c_int, c_uint32, c_uint32]
+    library.experts_gate_up_bytes.restype = c_uint64
+    matrix = [c_uint32, c_uint32, c_void_p]
+    library.experts_pack_matrix.argtypes = [c_int, c_void_p, c_int, *matrix]
+    library.experts_pack_matrix.restype = None
+    library.experts_pack_gate_up.argtypes = [c_int, c_void_p, c_void_p, c_int, *matrix]
+    library.experts_pack_gate_up.restype = None
+    product = [c_int, c_void_p, c_uint32, c_uint32, c_void_p, c_uint64, c_uint32]
+    tiles = [c_uint64, c_uint32, c_uint32]
+    for name in ("experts_linear", "experts_ffn_down", "experts_ffn_gate_up"):
+        function = getattr(library, name)
+        # Arrays are passed by address: experts.kernels checks shapes and strides first.
+        function.argtypes = [*product, c_void_p, *tiles]
+        function.restype = None
+    library.experts_to_dtype.argtypes = [c_int, c_void_p, c_void_p, c_uint64]
+    library.experts_to_dtype.restype = None
+
+
+def _declare_client(library: ctypes.CDLL) -> None:
+    library.expert_client_new.argtypes = [
+        *[c_uint32] * 4,
+        c_int32,
+        c_uint64,
+        c_uint64,
+        c_uint32,
+        c_void_p,
+        c_uint32,
+    ]
+    library.expert_client_new.restype = c_void_p
+    library.expert_client_free.argtypes = [c_void_p]
+    library.expert_client_free.restype = None
+    library.expert_client_add_server.argtypes = [c_void_p, POINTER(ServerLink)]
+    library.expert_client_add_server.restype = c_int32
+    library.expert_client_remove_server.argtypes = [c_void_p, c_uint32]
+    library.expert_client_remove_server.restype = None
+    library.expert_client_server_idle.argtypes = [c_void_p, c_uint32]
+    library.expert_client_server_idle.restype = c_int32
+    library.expert_client_publish_routes.argtypes = [c_void_p, c_uint64, c_void_p]
+    library.expert_client_publish_routes.restype = None
+    library.expert_client_adopted_epoch.argtypes = [c_void_p]
+    library.expert_client_adopted_epoch.restype = c_uint64
+    library.expert_client_stats.argtypes = [c_void_p, c_uint32, POINTER(ServerStats)]
+    library.expert_client_stats.restype = c_int32
+    call = [c_void_p, c_uint32, c_void_p, c_uint32, c_void_p, c_void_p, c_void_p]
+    library.expert_exchange.argtypes = [*call, c_uint64]
+    library.expert_exchange.restype = c_int32
+    library.expert_client_begin.argtypes = [*call, c_uint64, c_uint64]
+    library.expert_client_begin.restype = c_int32
+    library.expert_client_step.argtypes = [c_void_p, c_uint64]
+    library.expert_client_step.restype = c_int32
+
+
+def _declare_server(library: ctypes.CDLL) -> None:
+    library.expert_server_new.argtypes = [
+        *[c_uint32] * 5,
+        c_int32,
+        c_uint64,
+        c_uint64,
+        c_uint32,
+        c_void_p,
+        c_void_p,
+        c_uint64,
+    ]
+    library.expert_server_new.restype = c_void_p
+    library.expert_server_add_client.argtypes = [c_void_p, POINTER(ClientLink)]
+    library.expert_server_add_client.restype = c_int32
+    library.expert_server_set_expert.argtypes = [c_void_p, c_uint32, c_uint32, c_void_p, c_void_p]
+    library.expert_server_set_expert.restype = c_int32
+    library.expert_server_run.argtypes = [c_void_p, c_uint64]
+    library.expert_server_run.restype = c_int32
+    library.expert_server_step.argtypes = [c_void_p, c_uint64]
+    library.expert_server_step.restype = c_int32
+    for name, more in (
+        ("free", []),
+        ("stop", []),
+        ("remove_client", [c_uint32]),
+        ("clear_expert", [c_uint32, c_uint32]),
+        ("set_lease", [c_uint64]),
+        ("counters", [POINTER(ServerCounters)]),
+    ):
+        function = getattr(library, f"expert_server_{name}")
+        function.argtypes = [c_void_p, *more]
+        function.restype = None
+
+
+def _apply_isa(library: ctypes.CDLL) -> None:
+    if library.experts_isa_select(None) == 0:
+        return
+    wanted = os.environ.get("EAAS_ISA", "")
+    names = [name for name in ("portable", "avx2", "avx512") if library.experts_isa_available(name.encode())]
+    raise IsaUnavailable(f"EAAS_ISA is {wanted!r}; this machine can run {', '.join(names)}.")

@@ -1,0 +1,277 @@
+// Requests out, replies in: what a lane does for its own servers. Nothing here waits.
+#include <poll.h>
+
+#include <algorithm>
+#include <bit>
+
+#include "experts/native/client_state.h"
+#include "p2p/native/doorbell.h"
+#include "p2p/native/frame.h"
+#include "p2p/native/window.h"
+
+namespace experts {
+namespace {
+
+template <class Visit>
+void each_server(ExpertClient* client, uint32_t lane, Visit visit) {
+    for (uint64_t left = client->used.load(std::memory_order_acquire); left; left &= left - 1) {
+        Server& server = client->servers[std::countr_zero(left)];
+        if (server.link.lane == lane && server.state.load(std::memory_order_acquire) == SERVER_LIVE) visit(server);
+    }
+}
+
+// Copies the rows that the chunk needs and lists its pairs by expert; replies come back in that order.
+uint64_t write_request(ExpertClient* client, LaneScratch& scratch, Chunk& chunk, uint8_t* payload) {
+    Call& call = client->call;
+    const WireShape& shape = client->shape;
+    uint32_t* order = call.order.data() + chunk.first;
+    uint64_t row_bytes = shape.row_bytes();
+    uint64_t source_bytes = uint64_t(shape.hidden) * (shape.dtype == 0 ? 4 : 2);
+    uint8_t* rows = payload + sizeof(WireHeader) + routing_bytes(chunk.pairs);
+    uint32_t row = 0, token = 0;
+    scratch.keys.clear();
+    for (uint32_t i = 0; i < chunk.pairs; i++) {
+        uint32_t pair = order[i];
+        if (i == 0 || pair / shape.top_k != token) {
+            token = pair / shape.top_k;
+            uint8_t* to = rows + row * row_bytes;
+            std::memcpy(to, call.rows + token * source_bytes, source_bytes);
+            std::memset(to + source_bytes, 0, row_bytes - source_bytes);
+            row++;
+        }
+        scratch.keys.push_back(uint64_t(call.ids[pair]) << 48 | uint64_t(row - 1) << 32 | pair);
+    }
+    std::sort(scratch.keys.begin(), scratch.keys.end());
+    scratch.pairs.resize(chunk.pairs);
+    for (uint32_t i = 0; i < chunk.pairs; i++) {
+        uint64_t key = scratch.keys[i];
+        uint32_t pair = uint32_t(key);
+        order[i] = pair;
+        scratch.pairs[i] = {uint16_t(key >> 32), uint16_t(key >> 48), uint16_t(pair % shape.top_k), 0};
+    }
+    uint64_t listed = chunk.pairs * sizeof(WirePair);
+    std::memcpy(payload + sizeof(WireHeader), scratch.pairs.data(), listed);
+    std::memset(payload + sizeof(WireHeader) + listed, 0, routing_bytes(chunk.pairs) - listed);
+    chunk.routing = routing_hash(scratch.pairs.data(), chunk.pairs);
+    WireHeader header{};
+    header.magic = WIRE_MAGIC;
+    header.version = WIRE_VERSION;
+    header.kind = WIRE_REQUEST;
+    header.model_hash = shape.model_hash;
+    header.routing_hash = chunk.routing;
+    header.layer = call.layer;
+    header.rows = chunk.rows;
+    header.pairs = chunk.pairs;
+    header.hidden = shape.hidden;
+    header.dtype = uint16_t(shape.dtype);
+    header.reply_lane = uint16_t(client->servers[chunk.server].link.lane);
+    std::memcpy(payload, &header, sizeof header);
+    return request_bytes(shape, chunk.rows, chunk.pairs);
+}
+
+void send(ExpertClient* client, Server& server, uint32_t lane, uint32_t slot_index, uint32_t chunk_index, uint64_t now_ns) {
+    Call& call = client->call;
+    Chunk& chunk = call.chunks[chunk_index];
+    Slot& slot = server.slots[slot_index];
+    void* memory = p2p_slot(server.link.tx, slot_index, server.link.slot_bytes);
+    P2pHeader fields{};
+    fields.incarnation = server.link.server_incarnation;
+    fields.sequence = ++server.sequence;
+    fields.attempt = chunk.attempt;
+    fields.length = uint32_t(write_request(client, client->scratch[lane], chunk, static_cast<uint8_t*>(p2p_payload(memory))));
+    fields.remaining_ns = call.deadline_ns > now_ns ? call.deadline_ns - now_ns : 0;
+    fields.sender = client->incarnation;
+    p2p_frame_seal(memory, &fields);
+    // Signal last: the server may read the payload as soon as it changes.
+    p2p_signal_store(memory, fields.sequence);
+    p2p_bell_ring(server.link.bell_page, server.link.server_lane);
+    server.busy++;
+    server.units += chunk.pairs;
+    double expected_ns = server.peak_ns_per_unit * (server.units + UNIT_BASE);
+    uint64_t patience = server.peak_ns_per_unit == 0 ? OVERDUE_UNKNOWN_NS
+                                                     : std::max(OVERDUE_FLOOR_NS, uint64_t(4 * expected_ns));
+    slot = {SLOT_BUSY, chunk_index, chunk.pairs, server.units, call.id, fields.sequence, now_ns, now_ns + patience};
+    chunk.state = CHUNK_SENT;
+    add(server.stats.rows, chunk.rows);
+    add(server.stats.pairs, chunk.pairs);
+    add(server.stats.calls, 1);
+}
+
+void post(ExpertClient* client, Server& server, uint32_t lane, uint64_t now_ns) {
+    for (uint32_t i = 0; i < server.link.slots && server.queue_head < server.queue.size(); i++)
+        if (server.slots[i].state == SLOT_FREE) send(client, server, lane, i, server.queue[server.queue_head++], now_ns);
+}
+
+void release(ExpertClient* client, Server& server, Slot& slot) {
+    if (slot.state == SLOT_BUSY) {
+        server.busy--;
+        server.units -= slot.pairs;
+    } else {
+        server.late--;
+        std::atomic_ref(server.stats.late_slots).store(server.late, std::memory_order_relaxed);
+        // A server that catches up may take what no other replica could.
+        if (server.late == 0 && client->call.in_doubt.load(std::memory_order_relaxed)) client->call.replan.store(1);
+    }
+    slot.state = SLOT_FREE;
+}
+
+void learn(Server& server, const Slot& slot, uint64_t now_ns, uint64_t service_ns) {
+    uint64_t patience = slot.due_ns - slot.posted_ns;
+    uint64_t latency = now_ns > slot.posted_ns ? now_ns - slot.posted_ns : 0;
+    double sample = double(std::min(latency, patience)) / (slot.units + UNIT_BASE);
+    server.peak_ns_per_unit = std::max(sample, server.peak_ns_per_unit * (63.0 / 64));
+    if (slot.state == SLOT_BUSY) server.probe_wait_ns = PROBE_FIRST_NS;
+    ServerStats& stats = server.stats;
+    auto average = [](uint64_t old, uint64_t value) { return old ? old - old / 16 + value / 16 : value; };
+    set(stats.latency_ns, average(stats.latency_ns, latency));
+    set(stats.latency_max_ns, std::max(latency, stats.latency_max_ns - stats.latency_max_ns / 64));
+    set(stats.service_ns, average(stats.service_ns, service_ns));
+}
+
+// True once the slot's reply was read and judged; a reply that does not validate is as one that has not come.
+bool accept(ExpertClient* client, Server& server, Slot& slot, const void* memory, uint64_t now_ns) {
+    Call& call = client->call;
+    Chunk& chunk = call.chunks[slot.chunk];
+    const WireShape& shape = client->shape;
+    P2pHeader frame;
+    int length = p2p_frame_open(memory, reply_bytes(shape, chunk.pairs), client->incarnation,
+                                server.link.server_incarnation, slot.sequence, &frame, chunk.reply);
+    uint16_t status = STATUS_INVALID;
+    bool valid = length >= 0 && reply_valid(shape, chunk.reply, uint64_t(length), call.layer, chunk.rows, chunk.pairs,
+                                            chunk.routing, &status);
+    if (!valid || (status != STATUS_INVALID && frame.attempt != chunk.attempt)) {
+        add(server.stats.corrupt, 1);
+        return false;
+    }
+    WireHeader header;
+    std::memcpy(&header, chunk.reply, sizeof header);
+    learn(server, slot, now_ns, header.service_ns);
+    call.outstanding[server.link.lane].value--;
+    if (status != STATUS_OK) {
+        chunk.state = CHUNK_FAILED;
+        chunk.refused = true;
+        add(server.stats.redispatches, chunk.pairs);
+        call.replan.store(1);
+        return true;
+    }
+    chunk.state = CHUNK_DONE;
+    const auto* row = reinterpret_cast<const float*>(chunk.reply + sizeof(WireHeader));
+    uint32_t fresh = 0;
+    for (uint32_t i = 0; i < chunk.pairs; i++, row += shape.hidden) {
+        uint32_t pair = call.order[chunk.first + i];
+        uint64_t bit = 1ull << (pair % 64);
+        if (call.filled[pair / 64].fetch_or(bit, std::memory_order_relaxed) & bit) continue;
+        call.row[pair] = row;
+        fresh++;
+    }
+    call.missing.fetch_sub(fresh);
+    return true;
+}
+
+void scan(ExpertClient* client, Server& server, uint64_t now_ns) {
+    Call& call = client->call;
+    for (uint32_t i = 0; i < server.link.slots; i++) {
+        Slot& slot = server.slots[i];
+        if (slot.state == SLOT_FREE) continue;
+        const void* memory = p2p_slot(server.link.rx, i, server.link.slot_bytes);
+        bool current = slot.call == call.id;
+        if (p2p_signal_load(memory) == slot.sequence && (!current || accept(client, server, slot, memory, now_ns))) {
+            release(client, server, slot);
+        } else if (slot.state == SLOT_BUSY && now_ns >= slot.due_ns) {
+            server.busy--;
+            server.units -= slot.pairs;
+            server.late++;
+            slot.state = SLOT_LATE;
+            std::atomic_ref(server.stats.late_slots).store(server.late, std::memory_order_relaxed);
+            server.probe_at_ns = now_ns + server.probe_wait_ns;
+            server.probe_wait_ns = std::min(PROBE_LAST_NS, server.probe_wait_ns * 2);
+            if (!current) continue;
+            call.chunks[slot.chunk].state = CHUNK_LATE;
+            call.in_doubt.store(true, std::memory_order_relaxed);
+            call.replan.store(1);
+        }
+    }
+}
+
+// The peer's exit is proved: nothing more will come, its slots need no guard any longer.
+void bury(ExpertClient* client, Server& server) {
+    Call& call = client->call;
+    auto fail = [&](uint32_t index) {
+        Chunk& chunk = call.chunks[index];
+        chunk.state = CHUNK_FAILED;
+        call.outstanding[server.link.lane].value--;
+        add(server.stats.redispatches, chunk.pairs);
+    };
+    for (Slot& slot : server.slots) {
+        if (slot.state != SLOT_FREE && slot.call == call.id) fail(slot.chunk);
+        slot.state = SLOT_FREE;
+    }
+    for (; server.queue_head < server.queue.size(); server.queue_head++) fail(server.queue[server.queue_head]);
+    server.busy = server.late = server.units = 0;
+    std::atomic_ref(server.stats.late_slots).store(0u, std::memory_order_relaxed);
+    server.state.store(SERVER_GONE);
+    call.replan.store(1);
+}
+
+}  // namespace
+
+void post_chunks(ExpertClient* client, uint32_t lane, uint64_t now_ns) {
+    each_server(client, lane, [&](Server& server) { post(client, server, lane, now_ns); });
+}
+
+void progress(ExpertClient* client, uint32_t lane, uint64_t now_ns) {
+    each_server(client, lane, [&](Server& server) {
+        if (server.drained()) return;
+        scan(client, server, now_ns);
+        post(client, server, lane, now_ns);
+    });
+}
+
+void check_liveness(ExpertClient* client, uint32_t lane, uint64_t now_ns, bool idle_too) {
+    each_server(client, lane, [&](Server& server) {
+        bool idle = server.drained() && server.queue_head == server.queue.size();
+        if (server.link.liveness_fd < 0 || (idle && !idle_too)) return;
+        pollfd probe{server.link.liveness_fd, POLLRDHUP, 0};
+        if (poll(&probe, 1, 0) <= 0 || !(probe.revents & (POLLRDHUP | POLLHUP | POLLERR | POLLNVAL))) return;
+        // What it wrote before it died still counts.
+        scan(client, server, now_ns);
+        bury(client, server);
+    });
+}
+
+bool lane_finished(ExpertClient* client, uint32_t lane, uint64_t now_ns) {
+    Call& call = client->call;
+    if (call.missing.load() == 0 || call.replan.load() || now_ns >= call.deadline_ns) return true;
+    bool in_doubt = call.in_doubt.load(std::memory_order_relaxed);
+    if (in_doubt && client->routes_pending.load()) return true;
+    // With pairs in doubt, lane 0 stays awake for new routes.
+    return call.outstanding[lane].value == 0 && !(lane == 0 && in_doubt);
+}
+
+void combine(ExpertClient* client, uint32_t lane, uint32_t lanes) {
+    constexpr uint32_t BLOCK = 256;
+    Call& call = client->call;
+    const uint32_t hidden = client->shape.hidden, top_k = client->shape.top_k;
+    // Few rows are split by columns, many by rows; a sum's order never depends on it.
+    bool by_rows = call.n >= 2 * lanes;
+    uint32_t blocks = (hidden + 15) / 16;
+    uint32_t t0 = by_rows ? uint64_t(call.n) * lane / lanes : 0;
+    uint32_t t1 = by_rows ? uint64_t(call.n) * (lane + 1) / lanes : call.n;
+    uint32_t j0 = by_rows ? 0 : uint64_t(blocks) * lane / lanes * 16;
+    uint32_t j1 = by_rows ? hidden : std::min<uint32_t>(hidden, uint64_t(blocks) * (lane + 1) / lanes * 16);
+    float sum[BLOCK];
+    for (uint32_t t = t0; t < t1; t++) {
+        const float* const* row = call.row.data() + uint64_t(t) * top_k;
+        const float* weight = call.weights + uint64_t(t) * top_k;
+        float* out = call.out + uint64_t(t) * hidden;
+        for (uint32_t j = j0; j < j1; j += BLOCK) {
+            uint32_t width = std::min(BLOCK, j1 - j);
+            for (uint32_t i = 0; i < width; i++) sum[i] = weight[0] * row[0][j + i];
+            for (uint32_t k = 1; k < top_k; k++)
+                for (uint32_t i = 0; i < width; i++) sum[i] += weight[k] * row[k][j + i];
+            for (uint32_t i = 0; i < width; i++) out[j + i] += sum[i];
+        }
+    }
+}
+
+}  // namespace experts

@@ -1,0 +1,220 @@
+// Which server computes which pair: rarest replica first, then the least loaded server; then cut into chunks.
+#include <algorithm>
+#include <bit>
+
+#include "experts/native/client_state.h"
+
+namespace experts {
+namespace {
+
+// An activated expert costs its weights' read plus a part for each row; about five rows weigh as much as the read.
+constexpr uint32_t EXPERT_COST = 5;
+enum PairState : uint8_t { PAIR_OPEN, PAIR_PLACED, PAIR_FILLED };
+
+struct Masks {
+    uint64_t healthy = 0;  // takes rows
+    uint64_t late = 0;     // alive, but owes a reply past its time: only where no other replica exists
+};
+
+Masks server_masks(ExpertClient* client, uint64_t now_ns) {
+    Masks masks;
+    for (uint64_t left = client->used.load(std::memory_order_acquire); left; left &= left - 1) {
+        uint32_t i = uint32_t(std::countr_zero(left));
+        Server& server = client->servers[i];
+        if (server.state.load(std::memory_order_acquire) != SERVER_LIVE || server.leaving.load()) continue;
+        bool probe = now_ns >= server.probe_at_ns && server.busy + server.late < server.link.slots;
+        (server.late == 0 || probe ? masks.healthy : masks.late) |= 1ull << i;
+    }
+    return masks;
+}
+
+uint64_t replicas(const ExpertClient* client, uint32_t expert) {
+    uint64_t row = uint64_t(client->call.layer) * client->shape.experts + expert;
+    const uint8_t* table = client->routes.table.data() + row * EXPERTS_MAX_REPLICAS;
+    uint64_t mask = 0;
+    for (uint32_t i = 0; i < EXPERTS_MAX_REPLICAS; i++)
+        if (table[i] < EXPERTS_MAX_SERVERS) mask |= 1ull << table[i];
+    return mask;
+}
+
+// Fills plan.server_of for every touched expert.
+void choose_servers(ExpertClient* client, const Masks& masks) {
+    Plan& plan = client->plan;
+    std::vector<Want>& wants = plan.wants;
+    wants.clear();
+    for (uint32_t expert : plan.touched) {
+        uint64_t able = replicas(client, expert) & ~plan.refused[expert];
+        uint64_t servers = able & masks.healthy ? able & masks.healthy : able & masks.late;
+        wants.push_back({expert, plan.count[expert], servers});
+    }
+    std::sort(wants.begin(), wants.end(), [](const Want& a, const Want& b) {
+        int rarity_a = std::popcount(a.servers), rarity_b = std::popcount(b.servers);
+        if (rarity_a != rarity_b) return rarity_a < rarity_b;
+        return a.count != b.count ? a.count > b.count : a.expert < b.expert;
+    });
+    uint32_t load[EXPERTS_MAX_SERVERS] = {};
+    for (const Want& want : wants) {
+        uint32_t best = EXPERTS_NO_SERVER;
+        for (uint64_t left = want.servers; left; left &= left - 1) {
+            uint32_t i = uint32_t(std::countr_zero(left));
+            if (best == EXPERTS_NO_SERVER || load[i] < load[best]) best = i;
+        }
+        plan.server_of[want.expert] = uint8_t(best);
+        if (best != EXPERTS_NO_SERVER) load[best] += EXPERT_COST + want.count;
+    }
+}
+
+void cut_chunks(ExpertClient* client, uint32_t index) {
+    Call& call = client->call;
+    Server& server = client->servers[index];
+    const WireShape& shape = client->shape;
+    std::vector<uint32_t>& list = client->plan.list[index];
+    uint64_t limit = std::min<uint64_t>(CHUNK_BYTES, server.link.slot_bytes);
+    if (server.queue_head == server.queue.size()) {
+        server.queue.clear();
+        server.queue_head = 0;
+    }
+    size_t at = 0;
+    while (at < list.size()) {
+        uint32_t rows = 0;
+        size_t end = at;
+        while (end < list.size()) {
+            // All pairs of a token go together: a row travels to a server once.
+            uint32_t token = list[end] / shape.top_k;
+            size_t next = end + 1;
+            while (next < list.size() && list[next] / shape.top_k == token) next++;
+            bool fits = reply_bytes(shape, next - at) <= limit && request_bytes(shape, rows + 1, next - at) <= limit;
+            if (!fits && end > at) break;
+            rows++;
+            end = next;
+        }
+        Chunk chunk{index, uint32_t(call.order.size()), uint32_t(end - at), rows, call.attempt, CHUNK_PLANNED, false, 0, nullptr};
+        chunk.reply = client->arena.take(reply_bytes(shape, chunk.pairs));
+        call.order.insert(call.order.end(), list.begin() + at, list.begin() + end);
+        server.queue.push_back(uint32_t(call.chunks.size()));
+        call.chunks.push_back(chunk);
+        call.outstanding[server.link.lane].value++;
+        at = end;
+    }
+    list.clear();
+}
+
+void cut_all(ExpertClient* client, uint64_t servers) {
+    for (; servers; servers &= servers - 1) cut_chunks(client, uint32_t(std::countr_zero(servers)));
+}
+
+void count_pair(Plan& plan, uint32_t expert) {
+    if (plan.count[expert]++ == 0) plan.touched.push_back(expert);
+}
+
+void clear_counts(Plan& plan) {
+    for (uint32_t expert : plan.touched) plan.count[expert] = 0;
+    plan.touched.clear();
+}
+
+bool pair_filled(const Call& call, uint32_t pair) {
+    return call.filled[pair / 64].load(std::memory_order_relaxed) >> (pair % 64) & 1;
+}
+
+// Chunks that will not bring their pairs, or not soon, free them for another server.
+void survey(ExpertClient* client, const Masks& masks, bool adopted) {
+    Call& call = client->call;
+    Plan& plan = client->plan;
+    uint32_t total = call.n * client->shape.top_k;
+    plan.pair_state.assign(total, PAIR_OPEN);
+    plan.pair_late.assign(total, 0);
+    for (LaneWord& word : call.outstanding) word.value = 0;
+    for (Chunk& chunk : call.chunks) {
+        Server& server = client->servers[chunk.server];
+        uint64_t bit = 1ull << chunk.server;
+        // Not sent yet to a server that became late: another replica may take it.
+        if (chunk.state == CHUNK_PLANNED && !(masks.healthy & bit)) chunk.state = CHUNK_FAILED;
+        for (uint32_t i = 0; i < chunk.pairs; i++) {
+            uint32_t pair = call.order[chunk.first + i];
+            if (chunk.state == CHUNK_PLANNED || chunk.state == CHUNK_SENT) plan.pair_state[pair] = PAIR_PLACED;
+            if (chunk.state == CHUNK_LATE) plan.pair_late[pair] |= bit;
+            if (chunk.refused) plan.refused[call.ids[pair]] |= bit;
+        }
+        plan.any_refused |= chunk.refused;
+        chunk.refused = false;
+        if (chunk.state != CHUNK_DONE && chunk.state != CHUNK_FAILED) call.outstanding[server.link.lane].value++;
+    }
+    // New routes answer old refusals.
+    if (adopted && plan.any_refused) {
+        std::fill(plan.refused.begin(), plan.refused.end(), 0);
+        plan.any_refused = false;
+    }
+    for (uint32_t pair = 0; pair < total; pair++)
+        if (pair_filled(call, pair)) plan.pair_state[pair] = PAIR_FILLED;
+    for (Server& server : client->servers) {
+        auto kept = [&](uint32_t chunk) { return call.chunks[chunk].state == CHUNK_PLANNED; };
+        std::vector<uint32_t> queue;
+        std::copy_if(server.queue.begin() + server.queue_head, server.queue.end(), std::back_inserter(queue), kept);
+        server.queue = std::move(queue);
+        server.queue_head = 0;
+    }
+}
+
+}  // namespace
+
+void plan_first(ExpertClient* client, uint64_t now_ns) {
+    Call& call = client->call;
+    Plan& plan = client->plan;
+    uint32_t total = call.n * client->shape.top_k;
+    if (plan.any_refused) std::fill(plan.refused.begin(), plan.refused.end(), 0);
+    plan.any_refused = false;
+    for (uint32_t pair = 0; pair < total; pair++) count_pair(plan, call.ids[pair]);
+    choose_servers(client, server_masks(client, now_ns));
+    uint64_t servers = 0;
+    for (uint32_t pair = 0; pair < total; pair++) {
+        uint32_t server = plan.server_of[call.ids[pair]];
+        if (server == EXPERTS_NO_SERVER) {
+            call.in_doubt.store(true, std::memory_order_relaxed);
+            continue;
+        }
+        plan.list[server].push_back(pair);
+        servers |= 1ull << server;
+    }
+    clear_counts(plan);
+    cut_all(client, servers);
+}
+
+void plan_again(ExpertClient* client, uint64_t now_ns) {
+    Call& call = client->call;
+    Plan& plan = client->plan;
+    uint32_t total = call.n * client->shape.top_k;
+    bool adopted = false;
+    if (client->routes_pending.load()) {
+        std::lock_guard lock(client->mutex);
+        adopt_locked(client);
+        adopted = true;
+    }
+    for (uint32_t lane = 0; lane < client->lanes; lane++) check_liveness(client, lane, now_ns, true);
+    Masks masks = server_masks(client, now_ns);
+    survey(client, masks, adopted);
+    call.attempt++;
+    call.replan.store(0);
+    for (uint32_t pair = 0; pair < total; pair++)
+        if (plan.pair_state[pair] == PAIR_OPEN) count_pair(plan, call.ids[pair]);
+    choose_servers(client, masks);
+    uint64_t servers = 0;
+    bool in_doubt = false;
+    for (uint32_t pair = 0; pair < total; pair++) {
+        in_doubt |= plan.pair_late[pair] != 0;
+        if (plan.pair_state[pair] != PAIR_OPEN) continue;
+        uint32_t server = plan.server_of[call.ids[pair]];
+        // A late server gets a row again only where it does not already hold it.
+        bool waits = server == EXPERTS_NO_SERVER || (!(masks.healthy >> server & 1) && plan.pair_late[pair]);
+        in_doubt |= waits;
+        if (waits) continue;
+        for (uint64_t left = plan.pair_late[pair]; left; left &= left - 1)
+            add(client->servers[std::countr_zero(left)].stats.hedges, 1);
+        plan.list[server].push_back(pair);
+        servers |= 1ull << server;
+    }
+    clear_counts(plan);
+    call.in_doubt.store(in_doubt, std::memory_order_relaxed);
+    cut_all(client, servers);
+}
+
+}  // namespace experts

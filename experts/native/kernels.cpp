@@ -1,0 +1,110 @@
+// Chooses the instruction set at run time and forwards the C ABI to its kernels.
+#include "experts/native/kernels.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include <atomic>
+
+#include "experts/native/kernel_table.h"
+
+namespace {
+
+bool cpu_has_avx2() {
+#if EAAS_HAVE_AVX2
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#else
+    return false;
+#endif
+}
+
+bool cpu_has_avx512() {
+#if EAAS_HAVE_AVX512
+    return cpu_has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512bf16");
+#else
+    return false;
+#endif
+}
+
+bool known(const char* name) {
+    return !strcmp(name, "portable") || !strcmp(name, "avx2") || !strcmp(name, "avx512");
+}
+
+const KernelTable* find(const char* name) {
+    if (!strcmp(name, "portable")) return &isa_portable::kernel_table;
+#if EAAS_HAVE_AVX2
+    if (!strcmp(name, "avx2") && cpu_has_avx2()) return &isa_avx2::kernel_table;
+#endif
+#if EAAS_HAVE_AVX512
+    if (!strcmp(name, "avx512") && cpu_has_avx512()) return &isa_avx512::kernel_table;
+#endif
+    return nullptr;
+}
+
+const KernelTable* best() {
+    for (const char* name : {"avx512", "avx2"})
+        if (const KernelTable* table = find(name)) return table;
+    return &isa_portable::kernel_table;
+}
+
+std::atomic<const KernelTable*> chosen{nullptr};
+
+const KernelTable& table() {
+    const KernelTable* now = chosen.load(std::memory_order_acquire);
+    if (now == nullptr) {
+        now = best();
+        chosen.store(now, std::memory_order_release);
+    }
+    return *now;
+}
+
+}  // namespace
+
+P2P_API int experts_isa_select(const char* name) {
+    if (name == nullptr || !*name) name = getenv("EAAS_ISA");
+    if (name == nullptr || !*name) {
+        chosen.store(best(), std::memory_order_release);
+        return 0;
+    }
+    if (!known(name)) return EXPERTS_E_ISA_UNKNOWN;
+    const KernelTable* found = find(name);
+    if (found == nullptr) return EXPERTS_E_ISA_ABSENT;
+    chosen.store(found, std::memory_order_release);
+    return 0;
+}
+
+P2P_API const char* experts_isa_name(void) { return table().name; }
+
+P2P_API int experts_isa_available(const char* name) { return find(name) != nullptr; }
+
+P2P_API const char* experts_numerics_class(int dtype) {
+    return dtype == EAAS_F32 ? "cpu-f32-fma-1" : table().bf16_class;
+}
+
+P2P_API void experts_linear(int dtype, const void* packed, uint32_t rows, uint32_t k, const void* x,
+                            uint64_t x_stride, uint32_t m, float* out, uint64_t out_stride, uint32_t tile0,
+                            uint32_t tile1) {
+    table().linear(dtype, packed, rows, k, x, x_stride, m, out, out_stride, tile0, tile1);
+}
+
+P2P_API void experts_ffn_gate_up(int dtype, const void* packed, uint32_t hidden, uint32_t inter,
+                                 const void* x, uint64_t x_stride, uint32_t m, void* act,
+                                 uint64_t act_stride, uint32_t tile0, uint32_t tile1) {
+    table().gate_up(dtype, packed, hidden, inter, x, x_stride, m, act, act_stride, tile0, tile1);
+}
+
+P2P_API void experts_ffn_down(int dtype, const void* packed, uint32_t hidden, uint32_t inter,
+                              const void* act, uint64_t act_stride, uint32_t m, float* out,
+                              uint64_t out_stride, uint32_t tile0, uint32_t tile1) {
+    table().linear(dtype, packed, hidden, inter, act, act_stride, m, out, out_stride, tile0, tile1);
+}
+
+P2P_API void experts_to_dtype(int dtype, const float* x, void* out, uint64_t n) {
+    if (dtype == EAAS_F32) {
+        memcpy(out, x, n * sizeof(float));
+    } else {
+        table().to_bf16(x, static_cast<uint16_t*>(out), n);
+    }
+}

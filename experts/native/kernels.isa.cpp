@@ -1,0 +1,255 @@
+// The tile kernel, once for every instruction set (compiled three times; see simd.h).
+//
+// One tile is 64 output columns. Its packed weights are a stream of steps of 256 bytes: one k of float32, or
+// one pair of k of bf16, for all 64. A chunk of 64 or 128 steps stays in the nearest caches while every group
+// of at most six activation rows passes over it; between chunks the accumulators wait in memory, which keeps
+// their bits. So weights come from memory once, in order, and the fma chain of an output never depends on the
+// rows beside it.
+#include "experts/native/simd.h"
+
+#include "experts/native/kernel_table.h"
+#include "experts/native/kernels.h"
+
+// Accumulators live in registers only where every index is a constant.
+#define EAAS_UNROLL _Pragma("GCC unroll 8")
+
+namespace EAAS_ISA_NS {
+namespace {
+
+constexpr uint32_t kTile = EXPERTS_TILE_ROWS;
+constexpr uint32_t kStepBytes = 256;
+constexpr uint32_t kBlockBytes = 64;
+constexpr uint32_t kStagedRow = 128;  // words: the activations of one row for one chunk
+constexpr uint32_t kPanelRows = 24;   // rows staged at once: 12 KB, and 6 KB of accumulators
+
+// One k of float32 weights.
+struct StepF32 {
+    typedef float Element;
+    static constexpr uint32_t kElements = 1, kStaged = 1;  // k in a step; words they are staged in
+    static constexpr uint32_t kGroupRows = 6;              // rows that the registers hold
+    static constexpr uint32_t kPairRows = 3;               // the same, for two blocks of columns at once
+    static constexpr uint32_t kChunk = 128;                // steps
+    template <int M, int B>
+    EAAS_INLINE void run(const uint8_t* w, const float* x, f32x16 (&acc)[M][B]) {
+        EAAS_UNROLL
+        for (int b = 0; b < B; ++b) {
+            const f32x16 weight = load(reinterpret_cast<const float*>(w + b * kBlockBytes));
+            EAAS_UNROLL
+            for (int i = 0; i < M; ++i) acc[i][b] = fma(splat(x[i * kStagedRow]), weight, acc[i][b]);
+        }
+    }
+    EAAS_INLINE void stage(const float* x, uint32_t count, float* staged) {
+        __builtin_memcpy(staged, x, count * sizeof(float));
+    }
+};
+
+#if defined(EAAS_ISA_AVX512)
+// One pair of k of bf16 weights by VDPBF16PS.
+struct StepBf16 {
+    typedef uint16_t Element;
+    static constexpr uint32_t kElements = 2, kStaged = 1;
+    static constexpr uint32_t kGroupRows = 6, kPairRows = 1, kChunk = 64;
+    template <int M, int B>
+    EAAS_INLINE void run(const uint8_t* w, const float* x, f32x16 (&acc)[M][B]) {
+        EAAS_UNROLL
+        for (int b = 0; b < B; ++b) {
+            const __m512bh weight = (__m512bh)_mm512_loadu_si512(w + b * kBlockBytes);
+            EAAS_UNROLL
+            for (int i = 0; i < M; ++i) {
+                int32_t pair;
+                __builtin_memcpy(&pair, x + i * kStagedRow, sizeof pair);
+                acc[i][b].a = _mm512_dpbf16_ps(acc[i][b].a, weight, (__m512bh)_mm512_set1_epi32(pair));
+            }
+        }
+    }
+    EAAS_INLINE void stage(const uint16_t* x, uint32_t count, float* staged) {
+        staged[count / 2] = 0.0f;  // an odd count leaves half a pair
+        __builtin_memcpy(staged, x, count * sizeof(uint16_t));
+    }
+};
+constexpr const char* kBf16Class = "cpu-bf16-vdpbf16-1";
+#else
+// One pair of k of bf16 weights, widened by shifts: even k, then odd k.
+struct StepBf16 {
+    typedef uint16_t Element;
+    static constexpr uint32_t kElements = 2, kStaged = 2;
+    static constexpr uint32_t kGroupRows = 5, kPairRows = 1, kChunk = 64;
+    template <int M, int B>
+    EAAS_INLINE void run(const uint8_t* w, const float* x, f32x16 (&acc)[M][B]) {
+        const uint16_t* pairs = reinterpret_cast<const uint16_t*>(w);
+        EAAS_UNROLL
+        for (int b = 0; b < B; ++b) {
+            const f32x16 even = load_bf16_even(pairs + b * 32);
+            EAAS_UNROLL
+            for (int i = 0; i < M; ++i) acc[i][b] = fma(splat(x[i * kStagedRow]), even, acc[i][b]);
+        }
+        // The pairs are read again rather than kept: accumulators need the registers.
+        if constexpr (M > 2) asm volatile("" : : : "memory");
+        EAAS_UNROLL
+        for (int b = 0; b < B; ++b) {
+            const f32x16 odd = load_bf16_odd(pairs + b * 32);
+            EAAS_UNROLL
+            for (int i = 0; i < M; ++i) acc[i][b] = fma(splat(x[i * kStagedRow + 1]), odd, acc[i][b]);
+        }
+    }
+    EAAS_INLINE void stage(const uint16_t* x, uint32_t count, float* staged) {
+        uint32_t i = 0;
+        for (; i + 16 <= count; i += 16) store(staged + i, load_bf16(x + i));
+        for (; i < count; ++i) staged[i] = from_bf16(x[i]);
+        if (count % 2) staged[count] = 0.0f;
+    }
+};
+constexpr const char* kBf16Class = "cpu-bf16-fma-1";
+#endif
+
+// Adds `steps` steps of M rows to blocks [block, block + B) of acc[M][64]. x: staged rows. next: what to
+// fetch meanwhile, in order; a pass that takes every fourth line is no stream that the hardware would follow.
+template <class Step, int M, int B>
+__attribute__((noinline)) void group(const uint8_t* w, const float* x, uint32_t steps, uint32_t block,
+                                     const uint8_t* next, float* acc) {
+    f32x16 sums[M][B];
+    float* const corner = acc + block * 16;
+    EAAS_UNROLL
+    for (int i = 0; i < M; ++i)
+        EAAS_UNROLL
+        for (int b = 0; b < B; ++b) sums[i][b] = load(corner + i * kTile + b * 16);
+    const uint8_t* from = w + block * kBlockBytes;
+    for (uint32_t s = 0; s < steps; ++s, from += kStepBytes, x += Step::kStaged) {
+        if constexpr (B == 1) __builtin_prefetch(next + s * kBlockBytes);
+        Step::template run<M, B>(from, x, sums);
+    }
+    EAAS_UNROLL
+    for (int i = 0; i < M; ++i)
+        EAAS_UNROLL
+        for (int b = 0; b < B; ++b) store(corner + i * kTile + b * 16, sums[i][b]);
+}
+
+// group() with M = m, for 1 <= m <= M.
+template <class Step, int M, int B>
+void group_of(uint32_t m, const uint8_t* w, const float* x, uint32_t steps, uint32_t block,
+              const uint8_t* next, float* acc) {
+    if (m == M) return group<Step, M, B>(w, x, steps, block, next, acc);
+    if constexpr (M > 1) group_of<Step, M - 1, B>(m, w, x, steps, block, next, acc);
+}
+
+// Adds one chunk to acc[m][64], B blocks of columns and at most M rows at a time.
+template <class Step, int M, int B>
+void chunk(const uint8_t* w, const float* staged, uint32_t steps, uint32_t m, float* acc) {
+    const uint32_t groups = (m + M - 1) / M;
+    for (uint32_t block = 0; block < 4; block += B) {
+        const uint8_t* quarter = w + block * Step::kChunk * kBlockBytes;
+        for (uint32_t g = 0; g < groups; ++g) {
+            // Groups of nearly equal height: 7 rows go as 4 + 3, not as 6 + 1.
+            const uint32_t row0 = m * g / groups, row1 = m * (g + 1) / groups;
+            const uint8_t* next = quarter + (g == 0 ? Step::kChunk * kStepBytes : 0);
+            group_of<Step, M, B>(row1 - row0, w, staged + row0 * kStagedRow, steps, block, next,
+                                 acc + row0 * kTile);
+        }
+    }
+}
+
+// acc[m][64] = x[m] . the tile, m <= kPanelRows.
+template <class Step>
+void panel(const uint8_t* tile, uint32_t k, const typename Step::Element* x, uint64_t x_stride, uint32_t m,
+           float* acc) {
+    alignas(64) float staged[kPanelRows * kStagedRow];
+    for (uint32_t i = 0; i < m * kTile; ++i) acc[i] = 0.0f;
+    const uint32_t steps = (k + Step::kElements - 1) / Step::kElements;
+    for (uint32_t first = 0; first < steps; first += Step::kChunk) {
+        const uint32_t now = steps - first < Step::kChunk ? steps - first : Step::kChunk;
+        const uint32_t k0 = first * Step::kElements;
+        const uint32_t count = k - k0 < now * Step::kElements ? k - k0 : now * Step::kElements;
+        for (uint32_t i = 0; i < m; ++i) Step::stage(x + i * x_stride + k0, count, staged + i * kStagedRow);
+        const uint8_t* w = tile + static_cast<uint64_t>(first) * kStepBytes;
+        if constexpr (kPartLanes == 16) {
+            chunk<Step, Step::kGroupRows, 4>(w, staged, now, m, acc);
+        } else if (m == 1) {
+            chunk<Step, 1, 4>(w, staged, now, m, acc);
+        } else if (m <= Step::kPairRows) {
+            chunk<Step, Step::kPairRows, 2>(w, staged, now, m, acc);
+        } else {
+            chunk<Step, Step::kGroupRows, 1>(w, staged, now, m, acc);
+        }
+    }
+}
+
+template <class Step, class Finish>
+void tiles(const void* packed, uint32_t k, const void* x, uint64_t x_stride, uint32_t m, uint32_t tile0,
+           uint32_t tile1, Finish finish) {
+    const uint64_t tile_bytes = (uint64_t{k} + 1) / 2 * 2 / Step::kElements * kStepBytes;
+    const auto* rows = static_cast<const typename Step::Element*>(x);
+    alignas(64) float acc[kPanelRows * kTile];
+    for (uint32_t tile = tile0; tile < tile1; ++tile) {
+        const uint8_t* from = static_cast<const uint8_t*>(packed) + tile * tile_bytes;
+        for (uint32_t row = 0; row < m; row += kPanelRows) {
+            const uint32_t now = m - row < kPanelRows ? m - row : kPanelRows;
+            panel<Step>(from, k, rows + row * x_stride, x_stride, now, acc);
+            for (uint32_t i = 0; i < now; ++i) finish(tile, row + i, acc + i * kTile);
+        }
+    }
+}
+
+void linear(int dtype, const void* packed, uint32_t rows, uint32_t k, const void* x, uint64_t x_stride,
+            uint32_t m, float* out, uint64_t out_stride, uint32_t tile0, uint32_t tile1) {
+    const auto finish = [=](uint32_t tile, uint32_t row, const float* acc) {
+        const uint32_t column = tile * kTile;
+        const uint32_t count = rows - column < kTile ? rows - column : kTile;
+        __builtin_memcpy(out + row * out_stride + column, acc, count * sizeof(float));
+    };
+    if (dtype == EAAS_F32) {
+        tiles<StepF32>(packed, k, x, x_stride, m, tile0, tile1, finish);
+    } else {
+        tiles<StepBf16>(packed, k, x, x_stride, m, tile0, tile1, finish);
+    }
+}
+
+void store_act(float* to, f32x16 x, uint32_t count) {
+    count == 16 ? store(to, x) : store_part(to, x, count);
+}
+void store_act(uint16_t* to, f32x16 x, uint32_t count) {
+    count == 16 ? store_bf16(to, x) : store_bf16_part(to, x, count);
+}
+
+template <class Step>
+void gate_up_of(const void* packed, uint32_t hidden, uint32_t inter, const void* x, uint64_t x_stride,
+                uint32_t m, void* act, uint64_t act_stride, uint32_t tile0, uint32_t tile1) {
+    auto* const to = static_cast<typename Step::Element*>(act);
+    const auto finish = [=](uint32_t tile, uint32_t row, const float* acc) {
+        for (uint32_t half = 0; half < 2; ++half) {
+            const uint32_t column = tile * EXPERTS_GATE_UP_COLUMNS + half * 16;
+            if (column >= inter) return;
+            const f32x16 product = silu(load(acc + half * 32)) * load(acc + half * 32 + 16);
+            store_act(to + row * act_stride + column, product, inter - column < 16 ? inter - column : 16);
+        }
+    };
+    tiles<Step>(packed, hidden, x, x_stride, m, tile0, tile1, finish);
+}
+
+void gate_up(int dtype, const void* packed, uint32_t hidden, uint32_t inter, const void* x, uint64_t x_stride,
+             uint32_t m, void* act, uint64_t act_stride, uint32_t tile0, uint32_t tile1) {
+    if (dtype == EAAS_F32) {
+        gate_up_of<StepF32>(packed, hidden, inter, x, x_stride, m, act, act_stride, tile0, tile1);
+    } else {
+        gate_up_of<StepBf16>(packed, hidden, inter, x, x_stride, m, act, act_stride, tile0, tile1);
+    }
+}
+
+void rows_to_bf16(const float* x, uint16_t* out, uint64_t n) {
+    uint64_t i = 0;
+    for (; i + 16 <= n; i += 16) store_bf16(out + i, load(x + i));
+    for (; i < n; ++i) out[i] = to_bf16(x[i]);
+}
+
+#if defined(EAAS_ISA_AVX512)
+constexpr const char* kName = "avx512";
+#elif defined(EAAS_ISA_AVX2)
+constexpr const char* kName = "avx2";
+#else
+constexpr const char* kName = "portable";
+#endif
+
+}  // namespace
+
+extern const KernelTable kernel_table = {kName, kBf16Class, linear, gate_up, rows_to_bf16};
+
+}  // namespace EAAS_ISA_NS

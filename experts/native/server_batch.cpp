@@ -1,0 +1,229 @@
+// From signals to replies: collect, group by layer and expert across clients, compute over the lanes, answer.
+#include <time.h>
+
+#include <algorithm>
+
+#include "experts/native/kernels.h"
+#include "experts/native/server_state.h"
+#include "p2p/native/doorbell.h"
+#include "p2p/native/frame.h"
+#include "p2p/native/window.h"
+
+namespace experts {
+namespace {
+
+uint32_t tiles(uint32_t rows, uint32_t tile) { return (rows + tile - 1) / tile; }
+
+// Looks for the client's oldest request that was not answered yet.
+bool take(ExpertServer* server, uint32_t index, uint64_t now_ns) {
+    Client& client = server->clients[index];
+    uint32_t oldest = client.link.slots;
+    uint64_t sequence = 0;
+    for (uint32_t i = 0; i < client.link.slots; i++) {
+        uint64_t seen = p2p_signal_load(p2p_slot(client.link.rx, i, client.link.slot_bytes));
+        if (seen == client.done[i] || seen == client.rejected[i]) continue;
+        if (oldest == client.link.slots || seen < sequence) {
+            oldest = i;
+            sequence = seen;
+        }
+    }
+    if (oldest == client.link.slots) return false;
+    Job& job = server->jobs[server->job_count];
+    uint8_t* payload = job.payload.need(client.link.slot_bytes);
+    P2pHeader frame;
+    int length = p2p_frame_open(p2p_slot(client.link.rx, oldest, client.link.slot_bytes), client.link.slot_bytes,
+                                server->incarnation, client.link.client_incarnation, sequence, &frame, payload);
+    bool opened = length >= 0 && sequence > client.done[oldest];
+    bool valid = opened && request_valid(server->shape, payload, uint64_t(length), client.link.slot_bytes);
+    if (valid) std::memcpy(&job.header, payload, sizeof job.header);
+    valid = valid && job.header.reply_lane < client.link.client_lanes;
+    if (!valid) job.header = WireHeader{};
+    job.client = index;
+    job.slot = oldest;
+    job.sequence = sequence;
+    job.attempt = opened ? frame.attempt : 0;
+    job.picked_ns = now_ns;
+    job.status = valid ? STATUS_OK : STATUS_INVALID;
+    // A frame that cannot be read has no trusted sequence: only that very signal is put aside.
+    (opened ? client.done : client.rejected)[oldest] = sequence;
+    server->job_count++;
+    return true;
+}
+
+void add_items(ExpertServer* server, uint32_t job_index) {
+    Job& job = server->jobs[job_index];
+    const WirePair* pairs = job.pairs();
+    const Expert* held = server->experts.data() + uint64_t(job.header.layer) * server->shape.experts;
+    for (uint32_t i = 0; i < job.header.pairs; i++) {
+        if (held[pairs[i].expert].gate_up) continue;
+        job.status = STATUS_NOT_HELD;
+        return;
+    }
+    for (uint32_t i = 0; i < job.header.pairs; i++)
+        server->items.push_back({uint64_t(job.header.layer) << 32 | uint64_t(pairs[i].expert) << 16 | job_index, i});
+}
+
+float* reply_rows(ExpertServer* server, const Job& job) {
+    const ClientLink& link = server->clients[job.client].link;
+    uint8_t* payload = static_cast<uint8_t*>(p2p_payload(p2p_slot(link.tx, job.slot, link.slot_bytes)));
+    return reinterpret_cast<float*>(payload + sizeof(WireHeader));
+}
+
+void group(ExpertServer* server) {
+    const WireShape& shape = server->shape;
+    std::vector<Item>& items = server->items;
+    auto before = [](const Item& a, const Item& b) { return a.key != b.key ? a.key < b.key : a.pair < b.pair; };
+    // One client lists its pairs by expert already.
+    if (!std::is_sorted(items.begin(), items.end(), before)) std::sort(items.begin(), items.end(), before);
+    uint64_t row_bytes = shape.row_bytes();
+    uint8_t* x = server->x.need(items.size() * row_bytes);
+    server->act.need(items.size() * ((uint64_t(server->intermediate) + 63) / 64 * 64) * 4);
+    float* out = reinterpret_cast<float*>(server->out.need(items.size() * shape.reply_row_bytes()));
+    for (size_t first = 0; first < items.size();) {
+        size_t end = first;
+        bool direct = true;
+        for (; end < items.size() && items[end].key >> 16 == items[first].key >> 16; end++) {
+            direct &= items[end].key == items[first].key && items[end].pair == items[first].pair + (end - first);
+            const Job& job = server->jobs[items[end].key & 0xFFFF];
+            std::memcpy(x + end * row_bytes, job.rows() + job.pairs()[items[end].pair].row * row_bytes, row_bytes);
+        }
+        const Job& job = server->jobs[items[first].key & 0xFFFF];
+        uint64_t place = uint64_t(job.header.layer) * shape.experts + (items[first].key >> 16 & 0xFFFF);
+        float* rows = direct ? reply_rows(server, job) + uint64_t(items[first].pair) * shape.hidden : out + first * shape.hidden;
+        server->groups.push_back({&server->experts[place], uint32_t(first), uint32_t(end - first), rows, direct});
+        first = end;
+    }
+}
+
+void answer(ExpertServer* server, uint32_t job_index) {
+    Job& job = server->jobs[job_index];
+    const WireShape& shape = server->shape;
+    const ClientLink& link = server->clients[job.client].link;
+    void* memory = p2p_slot(link.tx, job.slot, link.slot_bytes);
+    bool ok = job.status == STATUS_OK;
+    if (ok) {
+        float* rows = reply_rows(server, job);
+        for (const Group& from : server->groups) {
+            if (from.direct) continue;
+            for (uint32_t i = 0; i < from.count; i++) {
+                const Item& item = server->items[from.first + i];
+                if ((item.key & 0xFFFF) != job_index) continue;
+                std::memcpy(rows + uint64_t(item.pair) * shape.hidden, from.out + uint64_t(i) * shape.hidden,
+                            shape.reply_row_bytes());
+            }
+        }
+    }
+    WireHeader header = job.header;
+    header.magic = WIRE_MAGIC;
+    header.version = WIRE_VERSION;
+    header.kind = WIRE_REPLY;
+    header.status = job.status;
+    header.service_ns = monotonic_ns() - job.picked_ns;
+    std::memcpy(p2p_payload(memory), &header, sizeof header);
+    P2pHeader fields{};
+    fields.incarnation = link.client_incarnation;
+    fields.sequence = job.sequence;
+    fields.attempt = job.attempt;
+    fields.length = uint32_t(ok ? reply_bytes(shape, header.pairs) : sizeof(WireHeader));
+    fields.sender = server->incarnation;
+    p2p_frame_seal(memory, &fields);
+    // Signal last: the client may read the reply as soon as it changes.
+    p2p_signal_store(memory, job.sequence);
+    // A request that could not be read does not say which lane waits.
+    if (job.header.magic)
+        p2p_bell_ring(link.bell_page, job.header.reply_lane);
+    else
+        for (uint32_t lane = 0; lane < link.client_lanes; lane++) p2p_bell_ring(link.bell_page, lane);
+}
+
+void count_batch(ExpertServer* server) {
+    ServerCounters& counters = server->counters;
+    auto add = [](uint64_t& field, uint64_t amount) {
+        std::atomic_ref ref(field);
+        ref.store(ref.load(std::memory_order_relaxed) + amount, std::memory_order_relaxed);
+    };
+    add(counters.batches, 1);
+    add(counters.pairs, server->items.size());
+    add(counters.experts, server->groups.size());
+    add(counters.busy_ns, monotonic_ns() - server->jobs[0].picked_ns);
+    for (uint32_t i = 0; i < server->job_count; i++) {
+        const Job& job = server->jobs[i];
+        add(job.status == STATUS_OK ? counters.requests : job.status == STATUS_NOT_HELD ? counters.not_held : counters.invalid, 1);
+        if (job.status == STATUS_OK) add(counters.rows, job.header.rows);
+    }
+}
+
+}  // namespace
+
+uint64_t monotonic_ns() {
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return uint64_t(now.tv_sec) * 1'000'000'000 + uint64_t(now.tv_nsec);
+}
+
+bool collect(ExpertServer* server, uint64_t now_ns) {
+    server->job_count = 0;
+    server->items.clear();
+    server->groups.clear();
+    uint32_t pairs = 0, served = 0;
+    uint32_t start = server->next_client;
+    // One request of each client in turn; a second round only where a single client is busy, so that no client's
+    // chunks delay another's by more than one.
+    for (uint32_t round = 0; round < SERVER_MAX_SLOTS; round++) {
+        uint32_t before = server->job_count;
+        for (uint32_t i = 0; i < EXPERT_SERVER_MAX_CLIENTS; i++) {
+            if (server->job_count == BATCH_JOBS || pairs >= BATCH_PAIRS) break;
+            uint32_t index = (start + i) % EXPERT_SERVER_MAX_CLIENTS;
+            if (!server->clients[index].attached || !take(server, index, now_ns)) continue;
+            Job& job = server->jobs[server->job_count - 1];
+            pairs += job.header.pairs;
+            if (round == 0) served++;
+            server->next_client = (index + 1) % EXPERT_SERVER_MAX_CLIENTS;
+        }
+        if (server->job_count == before || served != 1) break;
+    }
+    if (server->job_count == 0) return false;
+    for (uint32_t i = 0; i < server->job_count; i++)
+        if (server->jobs[i].status == STATUS_OK) add_items(server, i);
+    group(server);
+    return true;
+}
+
+void serve_batch(ExpertServer* server, uint32_t lane) {
+    const WireShape& shape = server->shape;
+    const uint32_t lanes = server->lanes;
+    const uint64_t row_bytes = shape.row_bytes();
+    const uint32_t element = shape.dtype == EAAS_F32 ? 4 : 2;
+    const uint64_t x_stride = row_bytes / element;
+    const uint64_t act_stride = (uint64_t(server->intermediate) + 63) / 64 * 64;
+    const uint32_t up_tiles = tiles(server->intermediate, EXPERTS_GATE_UP_COLUMNS);
+    const uint32_t down_tiles = tiles(shape.hidden, EXPERTS_TILE_ROWS);
+    auto share = [&](uint32_t total, uint32_t of) { return uint32_t(uint64_t(total) * of / lanes); };
+    auto up = [&](const Group& g) {
+        experts_ffn_gate_up(int(shape.dtype), g.expert->gate_up, shape.hidden, server->intermediate,
+                            server->x.data() + g.first * row_bytes, x_stride, g.count,
+                            server->act.data() + g.first * act_stride * element, act_stride, share(up_tiles, lane),
+                            share(up_tiles, lane + 1));
+    };
+    auto down = [&](const Group& g) {
+        experts_ffn_down(int(shape.dtype), g.expert->down, shape.hidden, server->intermediate,
+                         server->act.data() + g.first * act_stride * element, act_stride, g.count, g.out, shape.hidden,
+                         share(down_tiles, lane), share(down_tiles, lane + 1));
+    };
+    if (lanes == 1) {
+        for (const Group& g : server->groups) up(g), down(g);
+        for (uint32_t i = 0; i < server->job_count; i++) answer(server, i);
+        count_batch(server);
+        return;
+    }
+    for (const Group& g : server->groups) up(g);
+    p2p_lanes_barrier(server->pool, lane);
+    for (const Group& g : server->groups) down(g);
+    p2p_lanes_barrier(server->pool, lane);
+    for (uint32_t i = lane; i < server->job_count; i += lanes) answer(server, i);
+    if (lane == 0) count_batch(server);
+    // The next batch reuses all of this.
+    p2p_lanes_barrier(server->pool, lane);
+}
+
+}  // namespace experts

@@ -1,0 +1,327 @@
+// Sixteen float lanes, one type for three instruction sets, so that every kernel is written once.
+//
+// Included by `*.isa.cpp` files only: each of those is compiled once per instruction set, and everything here
+// lives in a namespace of its own (EAAS_ISA_NS), so that the linker never merges an AVX-512 body into a
+// portable caller. For the same reason no C++ library header is included.
+//
+// Bits: every operation gives the same bits under portable, avx2 and avx512 (NaN payloads aside). fma()
+// rounds once everywhere, reductions follow one tree, and conversions to bf16 round to nearest even without
+// flushing subnormals (VCVTNEPS2BF16 would flush them).
+#pragma once
+
+#include <stdint.h>
+
+#if defined(EAAS_ISA_AVX2) || defined(EAAS_ISA_AVX512)
+#include <immintrin.h>
+#endif
+
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the packed layouts are little-endian");
+
+#ifndef EAAS_ISA_NS
+#error "simd.h belongs in *.isa.cpp files, which are compiled with -DEAAS_ISA_NS=isa_<name>"
+#endif
+
+#define EAAS_INLINE static inline __attribute__((always_inline, unused))
+
+namespace EAAS_ISA_NS {
+
+// A part is one machine register; the f32x16 is as many parts as sixteen lanes need, in lane order.
+#if defined(EAAS_ISA_AVX512)
+constexpr int kPartLanes = 16;
+#elif defined(EAAS_ISA_AVX2)
+constexpr int kPartLanes = 8;
+#else
+constexpr int kPartLanes = 4;
+#endif
+typedef float part __attribute__((vector_size(4 * kPartLanes)));
+typedef int32_t ipart __attribute__((vector_size(4 * kPartLanes)));
+typedef uint32_t upart __attribute__((vector_size(4 * kPartLanes)));
+typedef uint16_t hpart __attribute__((vector_size(2 * kPartLanes)));
+
+template <class P>
+struct Lanes16;
+#if defined(EAAS_ISA_AVX512)
+template <class P>
+struct Lanes16 {
+    P a;
+};
+#define EAAS_EACH(expr) {expr(a, 0)}
+#elif defined(EAAS_ISA_AVX2)
+template <class P>
+struct Lanes16 {
+    P a, b;
+};
+#define EAAS_EACH(expr) {expr(a, 0), expr(b, 1)}
+#else
+template <class P>
+struct Lanes16 {
+    P a, b, c, d;
+};
+#define EAAS_EACH(expr) {expr(a, 0), expr(b, 1), expr(c, 2), expr(d, 3)}
+#endif
+typedef Lanes16<part> f32x16;
+
+// ---- parts: what differs between instruction sets
+
+#if defined(EAAS_ISA_AVX512)
+EAAS_INLINE part part_fma(part x, part y, part z) { return _mm512_fmadd_ps(x, y, z); }
+// The maskz forms are the same instructions; the plain ones warn of uninitialized reads in g++ 12's own
+// header.
+EAAS_INLINE part part_max(part x, part y) { return _mm512_maskz_max_ps(0xffff, x, y); }
+EAAS_INLINE part part_min(part x, part y) { return _mm512_maskz_min_ps(0xffff, x, y); }
+EAAS_INLINE part part_sqrt(part x) { return _mm512_maskz_sqrt_ps(0xffff, x); }
+#elif defined(EAAS_ISA_AVX2)
+EAAS_INLINE part part_fma(part x, part y, part z) { return _mm256_fmadd_ps(x, y, z); }
+EAAS_INLINE part part_max(part x, part y) { return _mm256_max_ps(x, y); }
+EAAS_INLINE part part_min(part x, part y) { return _mm256_min_ps(x, y); }
+EAAS_INLINE part part_sqrt(part x) { return _mm256_sqrt_ps(x); }
+#else
+#if defined(__FP_FAST_FMAF)
+EAAS_INLINE part part_fma(part x, part y, part z) {
+    part r;
+    for (int i = 0; i < kPartLanes; ++i) r[i] = __builtin_fmaf(x[i], y[i], z[i]);
+    return r;
+}
+#else
+typedef float pair_f32 __attribute__((vector_size(8)));
+typedef double pair_f64 __attribute__((vector_size(16)));
+typedef int64_t pair_i64 __attribute__((vector_size(16)));
+
+// Without the instruction: the product is exact in double; the sum is rounded to odd there, so that the last
+// rounding, to float, is the only one that counts (53 >= 24 + 2 bits).
+EAAS_INLINE pair_f32 pair_fma(pair_f32 x, pair_f32 y, pair_f32 z) {
+    const pair_f64 product = __builtin_convertvector(x, pair_f64) * __builtin_convertvector(y, pair_f64);
+    const pair_f64 addend = __builtin_convertvector(z, pair_f64);
+    const pair_f64 total = product + addend;
+    const pair_f64 shadow = total - product;
+    const pair_f64 error = (product - (total - shadow)) + (addend - shadow);
+    const pair_i64 above = error > 0.0, below = error < 0.0;
+    const pair_i64 even = ((pair_i64)total & 1) - 1;
+    const pair_i64 outward = (~(above ^ (total > 0.0)) & 2) - 1;
+    // A NaN error (infinite operands) is neither above nor below, and leaves the sum alone.
+    const pair_i64 odd = (pair_i64)total + (outward & even & (above | below));
+    return __builtin_convertvector((pair_f64)odd, pair_f32);
+}
+EAAS_INLINE part part_fma(part x, part y, part z) {
+    const pair_f32 low = pair_fma(__builtin_shufflevector(x, x, 0, 1), __builtin_shufflevector(y, y, 0, 1),
+                                  __builtin_shufflevector(z, z, 0, 1));
+    const pair_f32 high = pair_fma(__builtin_shufflevector(x, x, 2, 3), __builtin_shufflevector(y, y, 2, 3),
+                                   __builtin_shufflevector(z, z, 2, 3));
+    return __builtin_shufflevector(low, high, 0, 1, 2, 3);
+}
+#endif
+EAAS_INLINE part part_max(part x, part y) { return x > y ? x : y; }
+EAAS_INLINE part part_min(part x, part y) { return x < y ? x : y; }
+EAAS_INLINE part part_sqrt(part x) {
+    part r;
+    for (int i = 0; i < kPartLanes; ++i) r[i] = __builtin_sqrtf(x[i]);
+    return r;
+}
+#endif
+
+// Memory is read and written part by part: copying the whole struct would send it through the stack.
+template <class P, class T>
+EAAS_INLINE P part_load(const T* from, int index) {
+    P p;
+    __builtin_memcpy(&p, from + index * kPartLanes, sizeof p);
+    return p;
+}
+template <class P, class T>
+EAAS_INLINE int part_store(T* to, P p, int index) {
+    __builtin_memcpy(to + index * kPartLanes, &p, sizeof p);
+    return 0;
+}
+
+EAAS_INLINE hpart part_to_bf16(part x) {
+    const upart bits = (upart)x;
+    const upart rounded = bits + 0x7fff + ((bits >> 16) & 1);
+    const upart chosen = (ipart)(bits & 0x7fffffff) > 0x7f800000 ? bits | 0x400000 : rounded;
+    return __builtin_convertvector(chosen >> 16, hpart);
+}
+
+EAAS_INLINE part part_from_bf16(hpart x) { return (part)(__builtin_convertvector(x, upart) << 16); }
+
+// x * 2**n, where `shifted` is 12582912.0f + n; by two factors, so that subnormal results round once.
+EAAS_INLINE part part_scale(part x, part shifted) {
+    const ipart n = (ipart)shifted - 0x4b400000;
+    const ipart half = n >> 1;
+    const part low = (part)((half + 127) << 23), high = (part)((n - half + 127) << 23);
+    return x * low * high;
+}
+
+// ---- sixteen lanes: load, store
+
+EAAS_INLINE f32x16 splat(float x) {
+    // Minus zero is the identity that keeps -0.
+#define EAAS_PART(m, i) x - part{}
+    return EAAS_EACH(EAAS_PART);
+#undef EAAS_PART
+}
+EAAS_INLINE f32x16 zero() { return splat(0.0f); }
+
+EAAS_INLINE f32x16 load(const float* from) {
+#define EAAS_PART(m, i) part_load<part>(from, i)
+    return EAAS_EACH(EAAS_PART);
+#undef EAAS_PART
+}
+EAAS_INLINE void store(float* to, f32x16 x) {
+#define EAAS_PART(m, i) part_store(to, x.m, i)
+    [[maybe_unused]] const int stored[] = EAAS_EACH(EAAS_PART);
+#undef EAAS_PART
+}
+
+// The first `count` (0 to 16) lanes; the others read as zero, and are not written.
+EAAS_INLINE f32x16 load_part(const float* from, unsigned count) {
+    float lanes[16] = {};
+    for (unsigned i = 0; i < count; ++i) lanes[i] = from[i];
+    return load(lanes);
+}
+EAAS_INLINE void store_part(float* to, f32x16 x, unsigned count) {
+    float lanes[16];
+    store(lanes, x);
+    for (unsigned i = 0; i < count; ++i) to[i] = lanes[i];
+}
+
+// ---- sixteen lanes: arithmetic
+
+EAAS_INLINE f32x16 operator+(f32x16 x, f32x16 y) {
+#define EAAS_PART(m, i) x.m + y.m
+    return EAAS_EACH(EAAS_PART);
+#undef EAAS_PART
+}
+EAAS_INLINE f32x16 operator-(f32x16 x, f32x16 y) {
+#define EAAS_PART(m, i) x.m - y.m
+    return EAAS_EACH(EAAS_PART);
+#undef EAAS_PART
+}
+EAAS_INLINE f32x16 operator*(f32x16 x, f32x16 y) {
+#define EAAS_PART(m, i) x.m * y.m
+    return EAAS_EACH(EAAS_PART);
+#undef EAAS_PART
+}
+EAAS_INLINE f32x16 operator/(f32x16 x, f32x16 y) {
+#define EAAS_PART(m, i) x.m / y.m
+    return EAAS_EACH(EAAS_PART);
+#undef EAAS_PART
+}
+EAAS_INLINE f32x16 operator-(f32x16 x) {
+#define EAAS_PART(m, i) -x.m
+    return EAAS_EACH(EAAS_PART);
+#undef EAAS_PART
+}
+
+// x * y + z, rounded once.
+EAAS_INLINE f32x16 fma(f32x16 x, f32x16 y, f32x16 z) {
+#define EAAS_PART(m, i) part_fma(x.m, y.m, z.m)
+    return EAAS_EACH(EAAS_PART);
+#undef EAAS_PART
+}
+// x > y ? x : y, lane by lane: where either is NaN, the second.
+EAAS_INLINE f32x16 max(f32x16 x, f32x16 y) {
+#define EAAS_PART(m, i) part_max(x.m, y.m)
+    return EAAS_EACH(EAAS_PART);
+#undef EAAS_PART
+}
+// x < y ? x : y, lane by lane: where either is NaN, the second.
+EAAS_INLINE f32x16 min(f32x16 x, f32x16 y) {
+#define EAAS_PART(m, i) part_min(x.m, y.m)
+    return EAAS_EACH(EAAS_PART);
+#undef EAAS_PART
+}
+EAAS_INLINE f32x16 sqrt(f32x16 x) {
+#define EAAS_PART(m, i) part_sqrt(x.m)
+    return EAAS_EACH(EAAS_PART);
+#undef EAAS_PART
+}
+
+// e**x within 1 ulp; 0 below the smallest subnormal, infinity above the largest float, NaN for NaN.
+// x = n ln 2 + r with |r| <= ln 2 / 2; the polynomial is (e**r - 1 - r) / r**2 (Cephes, expf).
+EAAS_INLINE f32x16 exp(f32x16 x) {
+    // The bound goes first: max and min return the second operand where one is NaN.
+    const f32x16 bounded = min(splat(89.0f), max(splat(-104.0f), x));
+    const f32x16 magic = splat(12582912.0f);
+    const f32x16 shifted = fma(bounded, splat(1.44269504088896341f), magic);
+    const f32x16 n = shifted - magic;
+    const f32x16 r = fma(n, splat(2.12194440e-4f), fma(n, splat(-0.693359375f), bounded));
+    f32x16 p = splat(1.9875691500e-4f);
+    p = fma(p, r, splat(1.3981999507e-3f));
+    p = fma(p, r, splat(8.3334519073e-3f));
+    p = fma(p, r, splat(4.1665795894e-2f));
+    p = fma(p, r, splat(1.6666665459e-1f));
+    p = fma(p, r, splat(5.0000001201e-1f));
+    p = fma(p, r * r, r) + splat(1.0f);
+#define EAAS_PART(m, i) part_scale(p.m, shifted.m)
+    return EAAS_EACH(EAAS_PART);
+#undef EAAS_PART
+}
+
+// x / (1 + e**-x): -0 at very negative x, x itself at large x.
+EAAS_INLINE f32x16 silu(f32x16 x) { return x / (splat(1.0f) + exp(-x)); }
+
+// ---- sixteen lanes: reductions, always by the tree i + (i + 8), + 4, + 2, + 1
+
+EAAS_INLINE float sum(f32x16 x) {
+    float lanes[16];
+    store(lanes, x);
+    for (int width = 8; width; width >>= 1)
+        for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
+    return lanes[0];
+}
+EAAS_INLINE float max_of(f32x16 x) {
+    float lanes[16];
+    store(lanes, x);
+    for (int width = 8; width; width >>= 1)
+        for (int i = 0; i < width; ++i) lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
+    return lanes[0];
+}
+
+// ---- bf16: the upper half of a float
+
+EAAS_INLINE float from_bf16(uint16_t x) {
+    const uint32_t bits = static_cast<uint32_t>(x) << 16;
+    float r;
+    __builtin_memcpy(&r, &bits, sizeof r);
+    return r;
+}
+// Nearest, ties to even; NaN stays NaN (made quiet).
+EAAS_INLINE uint16_t to_bf16(float x) {
+    uint32_t bits;
+    __builtin_memcpy(&bits, &x, sizeof bits);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((bits | 0x400000u) >> 16);
+    return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+EAAS_INLINE f32x16 load_bf16(const uint16_t* from) {
+#define EAAS_PART(m, i) part_from_bf16(part_load<hpart>(from, i))
+    return EAAS_EACH(EAAS_PART);
+#undef EAAS_PART
+}
+EAAS_INLINE void store_bf16(uint16_t* to, f32x16 x) {
+#define EAAS_PART(m, i) part_store(to, part_to_bf16(x.m), i)
+    [[maybe_unused]] const int stored[] = EAAS_EACH(EAAS_PART);
+#undef EAAS_PART
+}
+EAAS_INLINE f32x16 load_bf16_part(const uint16_t* from, unsigned count) {
+    uint16_t lanes[16] = {};
+    for (unsigned i = 0; i < count; ++i) lanes[i] = from[i];
+    return load_bf16(lanes);
+}
+EAAS_INLINE void store_bf16_part(uint16_t* to, f32x16 x, unsigned count) {
+    uint16_t lanes[16];
+    store_bf16(lanes, x);
+    for (unsigned i = 0; i < count; ++i) to[i] = lanes[i];
+}
+
+// Sixteen interleaved pairs (even, odd), as packed weights and keys hold them.
+EAAS_INLINE f32x16 load_bf16_even(const uint16_t* pairs) {
+#define EAAS_PART(m, i) (part)(part_load<upart>(pairs, 2 * (i)) << 16)
+    return EAAS_EACH(EAAS_PART);
+#undef EAAS_PART
+}
+EAAS_INLINE f32x16 load_bf16_odd(const uint16_t* pairs) {
+#define EAAS_PART(m, i) (part)(part_load<upart>(pairs, 2 * (i)) & 0xffff0000u)
+    return EAAS_EACH(EAAS_PART);
+#undef EAAS_PART
+}
+
+}  // namespace EAAS_ISA_NS

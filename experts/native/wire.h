@@ -1,0 +1,141 @@
+// What travels in a p2p frame between a client and an expert server. All fields little-endian.
+//
+//   offset size  field
+//        0    4  magic "EXPT"
+//        4    2  version (1)
+//        6    2  kind: 1 request, 2 reply
+//        8    8  model hash: first 8 bytes of the checkpoint's fingerprint
+//       16    8  routing hash: of the routing list; a reply repeats the request's
+//       24    4  layer, counted over MoE layers
+//       28    4  rows
+//       32    4  pairs
+//       36    4  hidden
+//       40    2  dtype of the request's rows: 0 float32, 1 bfloat16 (a reply's rows are float32)
+//       42    2  status: 0 OK, 1 NOT_HELD, 2 INVALID; a request says 0
+//       44    2  reply lane: the client's doorbell to ring
+//       46    2  zero
+//       48    8  service time in ns (reply), 0 in a request
+//       56    8  zero
+//   request: routing list of pairs x {row u16, expert u16, k_slot u16, zero u16}, padded to 64; then rows of hidden
+//            elements, each padded to 64 bytes
+//   reply:   pairs x hidden float32 in the order of the routing list; nothing where the status is not OK
+#pragma once
+#include <bit>
+#include <cstdint>
+#include <cstring>
+
+namespace experts {
+
+static_assert(std::endian::native == std::endian::little, "the wire format is little-endian");
+
+constexpr uint32_t WIRE_MAGIC = 0x54505845;
+constexpr uint16_t WIRE_VERSION = 1;
+constexpr uint16_t WIRE_REQUEST = 1;
+constexpr uint16_t WIRE_REPLY = 2;
+constexpr uint16_t STATUS_OK = 0;
+constexpr uint16_t STATUS_NOT_HELD = 1;
+constexpr uint16_t STATUS_INVALID = 2;
+constexpr uint32_t MAX_ROWS = 65535;
+
+struct WireHeader {
+    uint32_t magic;
+    uint16_t version;
+    uint16_t kind;
+    uint64_t model_hash;
+    uint64_t routing_hash;
+    uint32_t layer;
+    uint32_t rows;
+    uint32_t pairs;
+    uint32_t hidden;
+    uint16_t dtype;
+    uint16_t status;
+    uint16_t reply_lane;
+    uint16_t zero0;
+    uint64_t service_ns;
+    uint64_t zero1;
+};
+static_assert(sizeof(WireHeader) == 64);
+
+struct WirePair {
+    uint16_t row;
+    uint16_t expert;
+    uint16_t k_slot;
+    uint16_t zero;
+};
+static_assert(sizeof(WirePair) == 8);
+
+// What both ends agree on before the first request.
+struct WireShape {
+    uint32_t layers;
+    uint32_t experts;
+    uint32_t hidden;
+    uint32_t top_k;
+    uint32_t dtype;  // 0 float32, 1 bfloat16
+    uint64_t model_hash;
+
+    uint64_t row_bytes() const { return (uint64_t(hidden) * (dtype == 0 ? 4 : 2) + 63) / 64 * 64; }
+    uint64_t reply_row_bytes() const { return uint64_t(hidden) * 4; }
+};
+
+inline uint64_t routing_bytes(uint64_t pairs) { return (pairs * sizeof(WirePair) + 63) / 64 * 64; }
+inline uint64_t request_bytes(const WireShape& shape, uint64_t rows, uint64_t pairs) {
+    return sizeof(WireHeader) + routing_bytes(pairs) + rows * shape.row_bytes();
+}
+inline uint64_t reply_bytes(const WireShape& shape, uint64_t pairs) {
+    return sizeof(WireHeader) + pairs * shape.reply_row_bytes();
+}
+
+// Order matters to the hash, each entry is mixed on its own so that numpy can compute it too.
+inline uint64_t routing_hash(const WirePair* pairs, uint32_t count) {
+    uint64_t sum = count;
+    for (uint32_t i = 0; i < count; i++) {
+        uint64_t word;
+        std::memcpy(&word, &pairs[i], sizeof word);
+        uint64_t mixed = (word + (i + 1ull) * 0x9E3779B97F4A7C15ull) * 0xD6E8FEB86659FD93ull;
+        mixed ^= mixed >> 32;
+        sum += mixed * 0xD6E8FEB86659FD93ull;
+    }
+    return sum;
+}
+
+// Whether a request of `length` bytes, already in private memory at `payload`, may be served. Every later access is
+// covered by what is checked here.
+inline bool request_valid(const WireShape& shape, const uint8_t* payload, uint64_t length, uint64_t reply_capacity) {
+    if (length < sizeof(WireHeader)) return false;
+    WireHeader header;
+    std::memcpy(&header, payload, sizeof header);
+    if (header.magic != WIRE_MAGIC || header.version != WIRE_VERSION || header.kind != WIRE_REQUEST) return false;
+    if (header.model_hash != shape.model_hash || header.layer >= shape.layers) return false;
+    if (header.hidden != shape.hidden || header.dtype != shape.dtype) return false;
+    if (header.status != STATUS_OK || header.zero0 || header.zero1 || header.service_ns) return false;
+    if (header.rows == 0 || header.rows > MAX_ROWS) return false;
+    if (header.pairs == 0 || header.pairs > uint64_t(header.rows) * shape.top_k) return false;
+    if (length != request_bytes(shape, header.rows, header.pairs)) return false;
+    if (reply_bytes(shape, header.pairs) > reply_capacity) return false;
+    const WirePair* pairs = reinterpret_cast<const WirePair*>(payload + sizeof(WireHeader));
+    for (uint32_t i = 0; i < header.pairs; i++) {
+        const WirePair& pair = pairs[i];
+        if (pair.row >= header.rows || pair.expert >= shape.experts || pair.k_slot >= shape.top_k || pair.zero) return false;
+    }
+    return header.routing_hash == routing_hash(pairs, header.pairs);
+}
+
+// Whether a reply, already in private memory, answers that request; `status` receives its verdict.
+inline bool reply_valid(const WireShape& shape, const uint8_t* payload, uint64_t length, uint32_t layer, uint32_t rows,
+                        uint32_t pairs, uint64_t routing, uint16_t* status) {
+    if (length < sizeof(WireHeader)) return false;
+    WireHeader header;
+    std::memcpy(&header, payload, sizeof header);
+    if (header.magic != WIRE_MAGIC || header.version != WIRE_VERSION || header.kind != WIRE_REPLY) return false;
+    if (header.zero0 || header.zero1) return false;
+    *status = header.status;
+    // A request that the server could not read comes back without its particulars.
+    if (header.status == STATUS_INVALID) return length == sizeof(WireHeader);
+    if (header.model_hash != shape.model_hash || header.layer != layer || header.rows != rows) return false;
+    if (header.pairs != pairs || header.hidden != shape.hidden || header.dtype != shape.dtype) return false;
+    if (header.routing_hash != routing) return false;
+    if (header.status == STATUS_NOT_HELD) return length == sizeof(WireHeader);
+    return header.status == STATUS_OK && length == reply_bytes(shape, pairs);
+}
+
+}  // namespace experts

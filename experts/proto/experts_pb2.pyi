@@ -1,0 +1,47 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable
+from typing import ClassVar as _ClassVar, Optional as _Optional
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class AttachRequest(_message.Message):
+    __slots__ = ("name", "incarnation", "server_incarnation", "model_hash", "layers", "experts", "hidden", "top_k", "dtype", "reply_descriptor", "lanes", "slots", "slot_bytes")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    SERVER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    MODEL_HASH_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    REPLY_DESCRIPTOR_FIELD_NUMBER: _ClassVar[int]
+    LANES_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    incarnation: int
+    server_incarnation: int
+    model_hash: str
+    layers: int
+    experts: int
+    hidden: int
+    top_k: int
+    dtype: int
+    reply_descriptor: bytes
+    lanes: int
+    slots: int
+    slot_bytes: int
+    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., server_incarnation: _Optional[int] = ..., model_hash: _Optional[str] = ..., layers: _Optional[int] = ..., experts: _Optional[int] = ..., hidden: _Optional[int] = ..., top_k: _Optional[int] = ..., dtype: _Optional[int] = ..., reply_descriptor: _Optional[bytes] = ..., lanes: _Optional[int] = ..., slots: _Optional[int] = ..., slot_bytes: _Optional[int] = ...) -> None: ...
+
+class AttachReply(_message.Message):
+    __slots__ = ("request_descriptor", "server_incarnation", "cores")
+    REQUEST_DESCRIPTOR_FIELD_NUMBER: _ClassVar[int]
+    SERVER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    CORES_FIELD_NUMBER: _ClassVar[int]
+    request_descriptor: bytes
+    server_incarnation: int
+    cores: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request_descriptor: _Optional[bytes] = ..., server_incarnation: _Optional[int] = ..., cores: _Optional[_Iterable[int]] = ...) -> None: ...

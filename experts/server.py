@@ -1,0 +1,274 @@
+"""An expert server's Python half: who is attached, what is held, when to stop. Rows stay in native code."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import grpc
+
+from experts import native
+from experts.model import Dtype, ExpertShape
+from experts.proto import experts_pb2 as pb
+from experts.proto import experts_pb2_grpc as rpc
+from experts.wire import model_hash_of
+from p2p import native as p2p_native
+from p2p.endpoint import Endpoint, P2PError, Peer, Status, Window
+from p2p.window import WindowLayout
+
+log = logging.getLogger(__name__)
+
+MOST_SLOTS = 16
+MOST_SLOT_BYTES = 1 << 20
+RUN_NS = 1_000_000_000
+
+
+class AttachRefused(Exception):
+    """A client that this server cannot serve; the text says why, `code` is the gRPC status."""
+
+    def __init__(self, code: grpc.StatusCode, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Attached:
+    """One client's memory."""
+
+    index: int
+    incarnation: int
+    window: Window
+    peer: Peer
+
+
+class ExpertServer:
+    """Serves packed experts to clients over the windows of one endpoint. For use from any thread."""
+
+    def __init__(
+        self,
+        *,
+        endpoint: Endpoint,
+        shape: ExpertShape,
+        dtype: Dtype,
+        model_hash: str,
+        cores: Sequence[int] = (-1,),
+        slots: int = MOST_SLOTS,
+    ) -> None:
+        """
+        Args:
+            endpoint: Its name and incarnation are the server's.
+            model_hash: The checkpoint's fingerprint (hex).
+            cores: One for each lane, -1 unpinned.
+            slots: Most requests in flight of one client.
+
+        Raises:
+            NativeMissing: the native library is not there.
+            ValueError: the lanes cannot be started, or a size is out of range.
+        """
+        self.shape, self.dtype, self.model_hash = shape, dtype, model_hash
+        self.cores = tuple(cores)
+        self._most_slots = slots
+        self._endpoint = endpoint
+        self._library = native.load()
+        core_array = (ctypes.c_int32 * len(self.cores))(*self.cores)
+        self._handle = self._library.expert_server_new(
+            shape.layers,
+            shape.experts,
+            shape.hidden,
+            shape.intermediate,
+            shape.top_k,
+            dtype,
+            model_hash_of(model_hash),
+            endpoint.incarnation,
+            len(self.cores),
+            core_array,
+            endpoint.page_address or None,
+            MOST_SLOT_BYTES,
+        )
+        if not self._handle:
+            raise ValueError(
+                f"lanes on cores {list(self.cores)} could not start for {shape}. Name cores that may be used."
+            )
+        self._lock = threading.Lock()
+        self._clients: dict[str, _Attached] = {}
+        self._thread: threading.Thread | None = None
+
+    @property
+    def incarnation(self) -> int:
+        """Of this server."""
+        return self._endpoint.incarnation
+
+    @property
+    def clients(self) -> tuple[str, ...]:
+        """Names of those attached."""
+        return tuple(self._clients)
+
+    def set_expert(self, layer: int, expert: int, gate_up: int, down: int) -> None:
+        """Serve an expert from packed weights at two addresses, mapped until `clear_expert` returns."""
+        if self._library.expert_server_set_expert(self._handle, layer, expert, gate_up, down) != 0:
+            raise ValueError(
+                f"expert {expert} of layer {layer} is outside {self.shape}, or its address is null"
+            )
+
+    def clear_expert(self, layer: int, expert: int) -> None:
+        """Stop serving an expert; on return its weights are no longer read."""
+        self._library.expert_server_clear_expert(self._handle, layer, expert)
+
+    def set_lease(self, boottime_ns: int) -> None:
+        """Answer only before this CLOCK_BOOTTIME instant; 0 fences the server for good."""
+        self._library.expert_server_set_lease(self._handle, boottime_ns)
+
+    def start(self) -> None:
+        """Serve, in a thread of its own."""
+        self._thread = threading.Thread(target=self._run, name="expert-lane-0", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._library.expert_server_run(self._handle, RUN_NS):
+            pass
+
+    def attach(self, request: pb.AttachRequest) -> pb.AttachReply:
+        """Exchange windows with a client; one that attaches again is given new ones.
+
+        Raises:
+            AttachRefused: it is no client for this server, or there is no place left.
+        """
+        self._check(request)
+        try:
+            layout = WindowLayout(slots=request.slots, payload_bytes=request.slot_bytes)
+            peer = self._endpoint.connect(request.reply_descriptor)
+        except (P2PError, ValueError) as error:
+            raise AttachRefused(grpc.StatusCode.INVALID_ARGUMENT, f"{request.name}: {error}") from error
+        if peer.incarnation != request.incarnation or peer.nbytes < layout.nbytes:
+            self._endpoint.disconnect(peer)
+            raise AttachRefused(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"{request.name}: its window is of incarnation {peer.incarnation} with {peer.nbytes} bytes;"
+                f" {request.incarnation} and {layout.nbytes} are needed.",
+            )
+        window = self._endpoint.export_window(layout.nbytes)
+        p2p_native.load().p2p_window_init(
+            window.address, window.nbytes, window.incarnation, layout.slots, layout.payload_bytes
+        )
+        link = native.ClientLink(
+            rx=window.address,
+            rx_bytes=window.nbytes,
+            tx=peer.address,
+            tx_bytes=peer.nbytes,
+            bell_page=peer.page_address or None,
+            client_incarnation=request.incarnation,
+            client_lanes=request.lanes,
+            slots=layout.slots,
+            slot_bytes=layout.payload_bytes,
+        )
+        with self._lock:
+            self._drop(request.name)
+            index = self._library.expert_server_add_client(self._handle, ctypes.byref(link))
+            if index >= 0:
+                self._clients[request.name] = _Attached(
+                    index=index, incarnation=request.incarnation, window=window, peer=peer
+                )
+        if index < 0:
+            self._endpoint.disconnect(peer)
+            window.close()
+            raise AttachRefused(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"{request.name}: no place beside {len(self._clients)} clients, or a wrong window layout.",
+            )
+        log.info(
+            "client_attached name=%s incarnation=%d slots=%d",
+            request.name,
+            request.incarnation,
+            request.slots,
+        )
+        return pb.AttachReply(
+            request_descriptor=window.descriptor, server_incarnation=self.incarnation, cores=self.cores
+        )
+
+    def _check(self, request: pb.AttachRequest) -> None:
+        ours = (self.incarnation, self.model_hash, self.shape.layers, self.shape.experts, self.shape.hidden)
+        ours = (*ours, self.shape.top_k, int(self.dtype))
+        theirs = (
+            request.server_incarnation,
+            request.model_hash,
+            request.layers,
+            request.experts,
+            request.hidden,
+        )
+        theirs = (*theirs, request.top_k, request.dtype)
+        words = ("incarnation", "model", "layers", "experts", "hidden", "top_k", "dtype")
+        wrong = [
+            f"{word} {found} (here {needed})"
+            for word, found, needed in zip(words, theirs, ours, strict=True)
+            if found != needed
+        ]
+        if wrong:
+            raise AttachRefused(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"{request.name} asks for {', '.join(wrong)}. Serve one model.",
+            )
+        if not 1 <= request.slots <= self._most_slots or not 1 <= request.slot_bytes <= MOST_SLOT_BYTES:
+            raise AttachRefused(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"{request.name} asks for {request.slots} slots of {request.slot_bytes} bytes;"
+                f" at most {self._most_slots} of {MOST_SLOT_BYTES} are given.",
+            )
+
+    def reap(self) -> None:
+        """Free the windows of clients that are gone; to be called a few times a second."""
+        with self._lock:
+            self._endpoint.progress()
+            for name, attached in list(self._clients.items()):
+                if self._endpoint.status(attached.peer) is Status.GONE:
+                    self._drop(name)
+
+    def _drop(self, name: str) -> None:
+        attached = self._clients.pop(name, None)
+        if attached is None:
+            return
+        self._library.expert_server_remove_client(self._handle, attached.index)
+        self._endpoint.disconnect(attached.peer)
+        attached.window.close()
+        log.info("client_detached name=%s incarnation=%d", name, attached.incarnation)
+
+    def counters(self) -> dict[str, int]:
+        """What was served so far, by the names in server.h."""
+        counters = native.ServerCounters()
+        self._library.expert_server_counters(self._handle, ctypes.byref(counters))
+        return {str(name): int(getattr(counters, str(name))) for name, *_ in native.ServerCounters._fields_}
+
+    def close(self) -> None:
+        """Stop serving and free everything but the endpoint. Idempotent."""
+        if not self._handle:
+            return
+        self._library.expert_server_stop(self._handle)
+        if self._thread:
+            self._thread.join()
+        with self._lock:
+            for name in list(self._clients):
+                self._drop(name)
+        self._library.expert_server_free(self._handle)
+        self._handle = None
+
+
+class ExpertsService(rpc.ExpertsServicer):
+    """gRPC shell of one server; `server` is None until it is a member."""
+
+    def __init__(self) -> None:
+        self.server: ExpertServer | None = None
+
+    def Attach(self, request: pb.AttachRequest, context: grpc.ServicerContext) -> pb.AttachReply:
+        try:
+            if self.server is None:
+                raise AttachRefused(
+                    grpc.StatusCode.UNAVAILABLE, "This process is not a member yet; try again."
+                )
+            return self.server.attach(request)
+        except AttachRefused as refused:
+            log.warning("attach_refused name=%s reason=%s", request.name, refused)
+            context.set_code(refused.code)
+            context.set_details(str(refused))
+            return pb.AttachReply()

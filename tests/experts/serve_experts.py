@@ -1,0 +1,71 @@
+"""An expert server process of the tests: random experts by seed, an explicit list of them, no router.
+
+    python -m tests.experts.serve_experts '{"seed": 1, "incarnation": 7, "held": [[0, 1]], ...}'
+
+Prints its address as one line, then obeys lines on stdin: "hold L E", "drop L E", "clients"; ends with stdin.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+
+from experts.model import Dtype
+from experts.proto import experts_pb2_grpc as rpc
+from experts.server import ExpertServer, ExpertsService
+from p2p import ShmEndpoint
+from tests.experts.steps import Weights, shape_of
+
+
+def main(order: dict) -> None:
+    shape = shape_of(**order["shape"])
+    dtype = Dtype(order["dtype"])
+    lanes = order.get("lanes", 1)
+    weights = Weights(shape, dtype, order["seed"])
+    endpoint = ShmEndpoint(f"expert/{order['incarnation']}", order["incarnation"], lanes)
+    server = ExpertServer(
+        endpoint=endpoint, shape=shape, dtype=dtype, model_hash=order["fingerprint"], cores=(-1,) * lanes
+    )
+
+    def hold(layer: int, expert: int) -> None:
+        key = (layer, expert)
+        server.set_expert(layer, expert, weights.gate_up[key].ctypes.data, weights.down[key].ctypes.data)
+
+    for layer, expert in order["held"]:
+        hold(layer, expert)
+    service = ExpertsService()
+    service.server = server
+    control = grpc.server(ThreadPoolExecutor(4))
+    rpc.add_ExpertsServicer_to_server(service, control)
+    port = control.add_insecure_port("127.0.0.1:0")
+    control.start()
+    server.start()
+    ended = threading.Event()
+
+    def reap() -> None:
+        while not ended.wait(0.05):
+            server.reap()
+
+    reaper = threading.Thread(target=reap)
+    reaper.start()
+    print(f"127.0.0.1:{port}", flush=True)
+    for line in sys.stdin:
+        word, *numbers = line.split()
+        if word == "hold":
+            hold(*map(int, numbers))
+        elif word == "drop":
+            server.clear_expert(*map(int, numbers))
+        print(len(server.clients), flush=True)
+    ended.set()
+    reaper.join()
+    control.stop(0)
+    server.close()
+    endpoint.close()
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

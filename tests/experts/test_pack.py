@@ -1,0 +1,242 @@
+"""The packed expert cache is whole or absent, is built once, and knows when its bytes changed."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from experts import pack
+from experts.checkpoint import Checkpoint, CheckpointInvalid
+from experts.kernels import ffn, ffn_reference, from_dtype, pack_expert, to_dtype
+from experts.model import Dtype, ExpertShape
+from experts.pack import PackCorrupt, PackedExperts, PackLayout, PackUnavailable
+from tests.experts.checkpoint_files import QWEN3, expert_tensors, safetensors_bytes, write_model
+
+SHAPE = ExpertShape.from_config(QWEN3)
+DTYPE = Dtype.BFLOAT16
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Checkpoint:
+    return Checkpoint.open(write_model(tmp_path / "model"))
+
+
+def opened(checkpoint: Checkpoint, directory: Path, **options: bool) -> PackedExperts:
+    return PackedExperts.open(checkpoint, SHAPE, DTYPE, directory=directory, **options)
+
+
+@pytest.mark.parametrize("dtype", list(Dtype))
+def test_every_blob_holds_its_experts_weights(tmp_path: Path, checkpoint: Checkpoint, dtype: Dtype) -> None:
+    steps: list[tuple[int, int]] = []
+    packed = PackedExperts.open(
+        checkpoint,
+        SHAPE,
+        dtype,
+        directory=tmp_path / "c",
+        progress=lambda done, total: steps.append((done, total)),
+    )
+    assert steps == [(done, 8) for done in range(1, 9)]
+    for layer in range(SHAPE.layers):
+        for expert in range(SHAPE.experts):
+            packed.verify(layer, expert)
+            gate, up, down = (checkpoint.tensor(name) for name in SHAPE.names(layer, expert))
+            wanted = pack_expert(gate, up, down, dtype)
+            found = packed.expert(layer, expert)
+            assert np.array_equal(found.gate_up, wanted.gate_up) and np.array_equal(found.down, wanted.down)
+            address, nbytes = packed.blob(layer, expert)
+            assert address == found.gate_up.ctypes.data and address % 4096 == 0
+            assert found.down.ctypes.data == address + packed.layout.gate_up_bytes
+            assert nbytes == found.gate_up.nbytes + found.down.nbytes
+
+
+def test_a_mapped_expert_computes_its_definition(tmp_path: Path, checkpoint: Checkpoint) -> None:
+    packed = opened(checkpoint, tmp_path / "c")
+    gate, up, down = (from_dtype(checkpoint.tensor(name)) for name in SHAPE.names(1, 2))
+    x = np.random.default_rng(3).standard_normal((3, SHAPE.hidden), np.float32)
+    found = ffn(packed.expert(1, 2), to_dtype(x, DTYPE))
+    wanted = ffn_reference(gate, up, down, x, DTYPE)
+    # act is rounded to 2**-9 of itself; far more than float32 accumulation adds.
+    assert np.abs(found - wanted).max() < 2**-8 * np.abs(wanted).max(), "seed 3"
+
+
+def test_a_second_open_builds_nothing(tmp_path: Path, checkpoint: Checkpoint) -> None:
+    first = opened(checkpoint, tmp_path / "c")
+    before = first.path.stat()
+    second = PackedExperts.open(
+        checkpoint, SHAPE, DTYPE, directory=tmp_path / "c", progress=lambda *_: pytest.fail("built again")
+    )
+    assert second.path.stat() == before
+
+
+def test_caches_of_other_checkpoints_and_dtypes_stand_beside_it(
+    tmp_path: Path, checkpoint: Checkpoint
+) -> None:
+    first = opened(checkpoint, tmp_path / "c")
+    other = opened(Checkpoint.open(write_model(tmp_path / "m2", seed=1)), tmp_path / "c")
+    wide = PackedExperts.open(checkpoint, SHAPE, Dtype.FLOAT32, directory=tmp_path / "c")
+    assert len({first.path, other.path, wide.path}) == 3
+    assert all(path.exists() for path in (first.path, other.path, wide.path))
+
+
+def test_a_flipped_byte_in_any_blob_is_found_and_a_rebuild_cures_it(
+    tmp_path: Path, checkpoint: Checkpoint
+) -> None:
+    path = opened(checkpoint, tmp_path / "c").path
+    layout = PackLayout(shape=SHAPE, dtype=DTYPE, fingerprint=checkpoint.fingerprint)
+    with path.open("r+b") as file:
+        at = layout.data_offset + 5 * layout.blob_stride + layout.blob_bytes - 1
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 0x10]))
+    packed = opened(checkpoint, tmp_path / "c")
+    packed.verify(1, 0)
+    with pytest.raises(PackCorrupt, match="expert 1 of MoE layer 1"):
+        packed.verify(1, 1)
+    cured = opened(checkpoint, tmp_path / "c", rebuild=True)
+    cured.verify(1, 1)
+    with pytest.raises(PackCorrupt):
+        packed.verify(1, 1)  # an open map keeps its own file
+
+
+def test_a_truncated_cache_is_rebuilt(
+    tmp_path: Path, checkpoint: Checkpoint, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = opened(checkpoint, tmp_path / "c").path
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    for length in (0, 100, 5000, path.stat().st_size - 1):
+        with path.open("r+b") as file:
+            file.truncate(length)
+        with caplog.at_level(logging.WARNING):
+            opened(checkpoint, tmp_path / "c").verify(1, 3)
+        assert hashlib.sha256(path.read_bytes()).hexdigest() == digest, f"truncated to {length}"
+        assert "reason=size" in caplog.text
+
+
+def test_every_flipped_header_or_digest_byte_leads_to_a_rebuild(
+    tmp_path: Path, checkpoint: Checkpoint
+) -> None:
+    path = opened(checkpoint, tmp_path / "c").path
+    layout = PackLayout(shape=SHAPE, dtype=DTYPE, fingerprint=checkpoint.fingerprint)
+    content = path.read_bytes()
+    for at in range(128 + 32 * layout.count):
+        path.write_bytes(content[:at] + bytes([content[at] ^ 0x40]) + content[at + 1 :])
+        assert pack._map_whole(path, layout) is None, f"byte {at}"
+    opened(checkpoint, tmp_path / "c")
+    assert path.read_bytes() == content
+
+
+BUILDER = """
+import sys
+from pathlib import Path
+from experts.checkpoint import Checkpoint
+from experts.model import Dtype, ExpertShape
+from experts.pack import PackedExperts
+checkpoint = Checkpoint.open(sys.argv[1])
+shape = ExpertShape.from_config(checkpoint.config)
+built = []
+packed = PackedExperts.open(checkpoint, shape, Dtype.BFLOAT16, directory=Path(sys.argv[2]),
+                            progress=lambda done, total: built.append(done))
+for layer in range(shape.layers):
+    for expert in range(shape.experts):
+        packed.verify(layer, expert)
+print(len(built))
+"""
+
+
+def test_two_builders_at_once_make_one_good_file(tmp_path: Path) -> None:
+    root = write_model(tmp_path / "model", QWEN3 | {"hidden_size": 512, "moe_intermediate_size": 256})
+    command = [sys.executable, "-c", BUILDER, str(root), str(tmp_path / "c")]
+    builders = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(2)]
+    results = [builder.communicate(timeout=60) for builder in builders]
+    assert [builder.returncode for builder in builders] == [0, 0], results
+    assert sorted(int(out) for out, _ in results) == [0, 8]
+    assert sorted(path.suffix for path in (tmp_path / "c").iterdir()) == [".experts", ".lock"]
+
+
+def test_what_a_dead_builder_left_is_cleared(tmp_path: Path, checkpoint: Checkpoint) -> None:
+    path = opened(checkpoint, tmp_path / "c").path
+    path.unlink()
+    stale = path.with_suffix(".12345.partial")
+    stale.write_bytes(b"half")
+    opened(checkpoint, tmp_path / "c")
+    assert path.exists() and not stale.exists()
+
+
+def test_a_failed_build_leaves_no_file(tmp_path: Path) -> None:
+    tensors = expert_tensors(SHAPE)
+    last = SHAPE.names(1, 3)[2]
+    root = write_model(tmp_path / "model")
+    for broken, text in (
+        (tensors[last][:-1], "config.json says"),
+        (tensors[last].astype(np.int64), "stored as I64"),
+    ):
+        (root / "model.safetensors").write_bytes(safetensors_bytes(tensors | {last: broken}))
+        with pytest.raises(CheckpointInvalid, match=text):
+            opened(Checkpoint.open(root), tmp_path / "c")
+        assert [path.suffix for path in (tmp_path / "c").iterdir() if path.suffix != ".lock"] == []
+
+
+def test_float16_experts_are_packed_exactly_in_float32(tmp_path: Path) -> None:
+    root = write_model(tmp_path / "model")
+    wide = {name: from_dtype(tensor) for name, tensor in expert_tensors(SHAPE).items()}
+    half = {name: tensor.astype(np.float16) for name, tensor in wide.items()}
+    (root / "model.safetensors").write_bytes(safetensors_bytes(half))
+    packed = PackedExperts.open(Checkpoint.open(root), SHAPE, Dtype.FLOAT32, directory=tmp_path / "c")
+    gate, up, down = (half[name].astype(np.float32) for name in SHAPE.names(0, 1))
+    assert np.array_equal(packed.expert(0, 1).down, pack_expert(gate, up, down, Dtype.FLOAT32).down)
+
+
+def test_no_room_is_said_before_anything_is_written(
+    tmp_path: Path, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = pack.shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(pack.shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(PackUnavailable, match=r"needs \d+ bytes, 1000 are free"):
+        opened(checkpoint, tmp_path / "c")
+
+
+def test_an_unwritable_directory_is_said(tmp_path: Path, checkpoint: Checkpoint) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PackUnavailable, match="cannot be written: Not a directory"):
+        opened(checkpoint, tmp_path / "file" / "c")
+
+
+@pytest.mark.parametrize(("layer", "expert"), [(2, 0), (0, 4), (-1, 0)])
+def test_an_expert_outside_the_shape_is_refused(
+    tmp_path: Path, checkpoint: Checkpoint, layer: int, expert: int
+) -> None:
+    packed = opened(checkpoint, tmp_path / "c")
+    for call in (packed.blob, packed.expert, packed.verify):
+        with pytest.raises(IndexError, match="packed are 2 x 4"):
+            call(layer, expert)
+
+
+def test_the_cache_directory_follows_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert pack.cache_directory() == tmp_path / "eaas" / "packed"
+    monkeypatch.setenv("HOME", os.fspath(tmp_path / "home"))
+    for ignored in ("", "relative"):
+        monkeypatch.setenv("XDG_CACHE_HOME", ignored)
+        assert pack.cache_directory() == tmp_path / "home" / ".cache" / "eaas" / "packed"
+
+
+def test_the_layout_fields_stand_where_the_docstring_says(tmp_path: Path, checkpoint: Checkpoint) -> None:
+    packed = opened(checkpoint, tmp_path / "c")
+    content = packed.path.read_bytes()
+    layout = packed.layout
+    assert content[:8] == b"EAASPACK"
+    assert np.frombuffer(content, "<u4", 6, 8).tolist() == [1, 1, 2, 4, 70, 45]
+    assert np.frombuffer(content, "<u8", 4, 32).tolist() == [
+        layout.gate_up_bytes, layout.blob_bytes, layout.blob_stride, layout.data_offset,
+    ]  # fmt: skip
+    assert content[64:96].hex() == checkpoint.fingerprint
+    assert content[96:128] == hashlib.sha256(content[:96] + content[128 : 128 + 8 * 32]).digest()
+    assert layout.file_name == f"{checkpoint.fingerprint}-bfloat16-v1.experts"

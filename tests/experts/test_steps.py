@@ -1,0 +1,293 @@
+"""Promises of dispatch, combine and failover, kept by the native code stepped under a clock of our own."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from experts.model import Dtype
+from tests.experts.steps import LOST, OK, PENDING, Call, World, shape_of
+
+SHAPES = (
+    {"hidden": 48, "intermediate": 40, "experts": 8, "top_k": 2},
+    {"hidden": 33, "intermediate": 17, "experts": 5, "top_k": 3},
+    {"hidden": 128, "intermediate": 96, "experts": 16, "top_k": 4},
+    {"hidden": 7, "intermediate": 1, "experts": 3, "top_k": 1},
+)
+
+
+def spread(world: World, replicas: int, servers: list[int] | None = None) -> None:
+    """Every expert on `replicas` servers, in turn."""
+    servers = list(range(len(world.servers))) if servers is None else servers
+    for layer in range(world.shape.layers):
+        for expert in range(world.shape.experts):
+            for copy in range(replicas):
+                world.hold(servers[(expert + layer + copy) % len(servers)], layer, expert)
+
+
+@pytest.mark.parametrize("dtype", list(Dtype))
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("servers", "replicas"), [(1, 1), (2, 1), (4, 2)])
+def test_any_layout_gives_the_bits_of_one_process(
+    dtype: Dtype, shape: dict[str, int], servers: int, replicas: int
+) -> None:
+    seed = 11 * servers + replicas
+    world = World(shape=shape_of(**shape), dtype=dtype, servers=servers, seed=seed)
+    spread(world, replicas)
+    client = world.add_client(lanes=min(2, servers))
+    world.publish(client, 1)
+    rng = np.random.default_rng(seed)
+    for n in (1, 2, 5, 17):
+        call = Call(world, client, rng, n, int(rng.integers(world.shape.layers)))
+        assert call.run() == OK, f"seed {seed}, n {n}"
+        assert call.exact(), f"seed {seed}, n {n}"
+    world.close()
+
+
+def test_a_prefill_is_cut_into_chunks_that_fit_and_gives_the_same_bits() -> None:
+    world = World(
+        shape=shape_of(hidden=256, intermediate=32),
+        dtype=Dtype.BFLOAT16,
+        servers=2,
+        seed=3,
+        slot_bytes=1 << 15,
+    )
+    spread(world, 1)
+    client = world.add_client(max_tokens=600)
+    world.publish(client, 1)
+    call = Call(world, client, np.random.default_rng(3), 600, 1)
+    assert call.run() == OK
+    assert call.exact()
+    assert world.stats(client, 0).calls + world.stats(client, 1).calls >= 600 * 2 * 256 * 4 // (1 << 15)
+    world.close()
+
+
+def test_a_row_goes_to_a_server_once() -> None:
+    world = World(shape=shape_of(top_k=4), dtype=Dtype.FLOAT32, servers=1, seed=5)
+    spread(world, 1)
+    client = world.add_client()
+    world.publish(client, 1)
+    assert Call(world, client, np.random.default_rng(5), 10, 0).run() == OK
+    assert (world.stats(client, 0).rows, world.stats(client, 0).pairs) == (10, 40)
+    world.close()
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_servers_that_die_or_freeze_change_no_bit(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    world = World(shape=shape_of(), dtype=Dtype.BFLOAT16, servers=4, seed=seed, slot_bytes=2048)
+    spread(world, 2)
+    client = world.add_client(lanes=int(rng.integers(1, 3)))
+    world.publish(client, 1)
+    victim = int(rng.integers(4))
+    for number in range(12):
+        call = Call(world, client, rng, int(rng.integers(1, 30)), int(rng.integers(2)))
+        for tick in range(100_000):
+            if number == 4 and tick == 1:
+                if seed % 2:
+                    world.kill(victim)
+                else:
+                    world.servers[victim].frozen = True
+            if number == 8:
+                world.servers[victim].frozen = False
+            if call.step() != PENDING:
+                break
+            world.step_servers()
+            world.now_ns += 50_000
+        assert call.status == OK, f"seed {seed}, call {number}"
+        assert call.exact(), f"seed {seed}, call {number}"
+    world.close()
+
+
+def test_a_killed_server_costs_a_few_milliseconds() -> None:
+    world = World(shape=shape_of(), dtype=Dtype.FLOAT32, servers=2, seed=1)
+    spread(world, 2)
+    client = world.add_client()
+    world.publish(client, 1)
+    rng = np.random.default_rng(1)
+    assert Call(world, client, rng, 8, 0).run() == OK
+    call = Call(world, client, rng, 8, 0)
+    world.kill(0)
+    began_ns = world.now_ns
+    assert call.run() == OK
+    assert call.exact()
+    assert world.now_ns - began_ns <= 10_000_000
+    assert world.stats(client, 0).redispatches > 0
+    world.close()
+
+
+def test_a_frozen_server_is_avoided_and_its_slot_comes_back_with_the_late_reply() -> None:
+    world = World(shape=shape_of(), dtype=Dtype.FLOAT32, servers=2, seed=2)
+    spread(world, 2)
+    client = world.add_client()
+    world.publish(client, 1)
+    rng = np.random.default_rng(2)
+    for _ in range(3):
+        assert Call(world, client, rng, 8, 0).run() == OK
+    world.servers[0].frozen = True
+    call = Call(world, client, rng, 8, 0)
+    began_ns = world.now_ns
+    assert call.run() == OK
+    assert call.exact()
+    assert 20_000_000 <= world.now_ns - began_ns < 40_000_000
+    assert world.stats(client, 0).late_slots == 1
+    asked = world.stats(client, 0).calls
+    for _ in range(5):
+        call = Call(world, client, rng, 8, 0)
+        assert call.run() == OK
+        assert call.exact()
+    assert world.stats(client, 0).calls == asked, "a server that owes a reply was asked again"
+    world.servers[0].frozen = False
+    assert world.step_servers() == 1
+    for _ in range(3):
+        call = Call(world, client, rng, 8, 0)
+        assert call.run() == OK
+        assert call.exact()
+    assert world.stats(client, 0).late_slots == 0
+    assert world.stats(client, 0).calls > asked
+    world.close()
+
+
+def test_without_a_live_replica_a_call_is_lost_at_its_deadline_and_the_next_succeeds() -> None:
+    world = World(shape=shape_of(), dtype=Dtype.FLOAT32, servers=1, seed=4)
+    spread(world, 1)
+    client = world.add_client()
+    world.publish(client, 1)
+    rng = np.random.default_rng(4)
+    call = Call(world, client, rng, 4, 0, deadline_ns=50_000_000)
+    world.kill(0)
+    began_ns = world.now_ns
+    assert call.run() == LOST
+    assert call.untouched()
+    assert 50_000_000 <= world.now_ns - began_ns <= 51_000_000
+    new = world.add_server()
+    spread(world, 1, [new])
+    world.attach(client, new)
+    world.publish(client, 2)
+    call = Call(world, client, rng, 4, 0)
+    assert call.run() == OK
+    assert call.exact()
+    world.close()
+
+
+def test_routes_published_during_a_call_rescue_it() -> None:
+    world = World(shape=shape_of(), dtype=Dtype.FLOAT32, servers=1, seed=6)
+    spread(world, 1)
+    client = world.add_client()
+    world.publish(client, 1)
+    call = Call(world, client, np.random.default_rng(6), 4, 0)
+    world.kill(0)
+    for _ in range(100):
+        assert call.step() == PENDING
+        world.now_ns += 100_000
+    new = world.add_server()
+    spread(world, 1, [new])
+    world.attach(client, new)
+    world.publish(client, 2, without={0})
+    assert call.run() == OK
+    assert call.exact()
+    assert world.library.expert_client_adopted_epoch(world.clients[client]) == 2
+    world.close()
+
+
+def test_routes_are_adopted_at_once_when_idle_and_after_the_call_when_busy() -> None:
+    world = World(shape=shape_of(), dtype=Dtype.FLOAT32, servers=2, seed=7)
+    spread(world, 2)
+    client = world.add_client()
+    adopted = world.library.expert_client_adopted_epoch
+    world.publish(client, 1)
+    assert adopted(world.clients[client]) == 1
+    call = Call(world, client, np.random.default_rng(7), 4, 0)
+    world.publish(client, 2, without={0})
+    world.library.expert_client_remove_server(world.clients[client], world.links[client, 0].index)
+    assert adopted(world.clients[client]) == 1
+    assert world.library.expert_client_server_idle(world.clients[client], world.links[client, 0].index) == 0
+    assert call.run() == OK
+    assert call.exact()
+    assert adopted(world.clients[client]) == 2
+    assert world.library.expert_client_server_idle(world.clients[client], world.links[client, 0].index) == 1
+    world.close()
+
+
+def test_an_expert_that_a_server_no_longer_holds_is_asked_of_another() -> None:
+    world = World(shape=shape_of(), dtype=Dtype.FLOAT32, servers=2, seed=8)
+    spread(world, 2)
+    client = world.add_client()
+    world.publish(client, 1)
+    for expert in range(8):
+        world.drop(0, 0, expert)
+    call = Call(world, client, np.random.default_rng(8), 8, 0)
+    assert call.run() == OK
+    assert call.exact()
+    assert world.stats(client, 0).redispatches > 0
+    world.close()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_two_clients_share_servers_and_batches(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    world = World(shape=shape_of(), dtype=Dtype.BFLOAT16, servers=2, seed=seed)
+    spread(world, 1)
+    clients = [world.add_client(), world.add_client()]
+    for client in clients:
+        world.publish(client, 1)
+    for _ in range(5):
+        calls = [
+            Call(world, client, rng, int(rng.integers(1, 20)), int(rng.integers(2))) for client in clients
+        ]
+        while any(call.status == PENDING for call in calls):
+            for call in calls:
+                if call.status == PENDING and rng.random() < 0.7:
+                    call.step()
+            if rng.random() < 0.5:
+                world.step_servers()
+            world.now_ns += 100_000
+        assert all(call.status == OK and call.exact() for call in calls), f"seed {seed}"
+    world.close()
+
+
+@pytest.mark.parametrize("where", range(128 + 64 + 64 + 256))
+def test_a_request_with_any_byte_flipped_is_refused_and_asked_elsewhere(where: int) -> None:
+    world = World(shape=shape_of(), dtype=Dtype.FLOAT32, servers=2, seed=9)
+    spread(world, 2)
+    client = world.add_client()
+    world.publish(client, 1)
+    rng = np.random.default_rng(9)
+    call = Call(world, client, rng, 4, 0)
+    link = world.links[client, 0]
+    link.request.slot(0)[where] ^= 1 << (where % 8)
+    world.step_servers()
+    link.request.slot(0)[where] ^= 1 << (where % 8)
+    assert call.run() == OK, f"byte {where}"
+    assert call.exact(), f"byte {where}"
+    for _ in range(4):
+        call = Call(world, client, rng, 4, 0)
+        assert call.run() == OK, f"byte {where}"
+        assert call.exact(), f"byte {where}"
+    world.close()
+
+
+@pytest.mark.parametrize("where", range(128 + 64 + 128))
+def test_a_reply_with_any_byte_flipped_is_never_used(where: int) -> None:
+    world = World(shape=shape_of(), dtype=Dtype.FLOAT32, servers=2, seed=10)
+    spread(world, 2)
+    client = world.add_client()
+    world.publish(client, 1)
+    # The first reply tells the client how soon the next is due.
+    assert Call(world, client, np.random.default_rng(10), 4, 0).run() == OK
+    call = Call(world, client, np.random.default_rng(10), 4, 0)
+    world.step_servers()
+    slot = world.links[client, 0].reply.slot(0)
+    slot[where] ^= 1 << (where % 8)
+    assert call.run() == OK, f"byte {where}"
+    assert call.exact(), f"byte {where}"
+    # The rest of the signal line is not part of the frame.
+    if where >= 64:
+        assert world.stats(client, 0).corrupt > 0, f"byte {where}"
+    slot[where] ^= 1 << (where % 8)
+    for _ in range(4):
+        call = Call(world, client, np.random.default_rng(10), 4, 0)
+        assert call.run() == OK, f"byte {where}"
+        assert call.exact(), f"byte {where}"
+    assert world.stats(client, 0).late_slots == 0
+    world.close()
