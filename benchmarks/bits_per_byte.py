@@ -1,0 +1,106 @@
+"""Bits per byte of a model over the end of a text: total negative log-likelihood over the bytes of that text.
+
+    python -m benchmarks.bits_per_byte --model demo --text input.txt
+
+The weights as stored, computed in float32 by the readable reference decoder. Windows overlap, so that
+every token but the first ones has at least half a window before it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from eaas.engine.reference import ReferenceDecoder
+from eaas.model.loader import load_spec, load_weights
+from eaas.model.resolve import resolve_model
+from eaas.model.tokenizer import Tokenizer
+from experts.checkpoint import Checkpoint
+from experts.model import ExpertShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What was measured: bits per byte, over so many tokens and bytes."""
+
+    bits_per_byte: float
+    tokens: int
+    bytes: int
+
+
+def open_reference(folder: Path) -> ReferenceDecoder:
+    """The reference decoder over a model folder, in float32."""
+    checkpoint = Checkpoint.open(folder)
+    spec = load_spec(checkpoint)
+    shape = ExpertShape.from_config(checkpoint.config)
+
+    def expert(layer: int, number: int):
+        gate, up, down = (checkpoint.tensor(name) for name in shape.names(layer, number))
+        return gate, up, down
+
+    return ReferenceDecoder(spec, load_weights(checkpoint, spec), expert)
+
+
+def measure(folder: Path, text: str, window: int = 1024) -> Measured:
+    """Measure a model on all of `text`, from a start-of-text token on.
+
+    Args:
+        folder: Model folder.
+        text: What to predict.
+        window: Tokens the model sees at once; the second half of each is counted (of the first one: all).
+
+    Raises:
+        ValueError: the text is empty, or the model has no token to begin a text with.
+    """
+    reference, tokenizer = open_reference(folder), Tokenizer.load(folder)
+    ids = tokenizer.encode(text)
+    starts = reference.spec.eos_ids
+    if not ids or not starts:
+        raise ValueError(
+            f"{len(ids)} tokens to predict after one of {list(starts)}; at least one of each is needed."
+        )
+    window = min(window, reference.spec.max_model_len)
+    given = [starts[0], *ids]
+    nats, counted = 0.0, 0
+    while counted < len(ids):
+        first = max(0, counted - window // 2)
+        end = min(first + window, len(ids))
+        logits = torch.from_numpy(reference.logits(given[first:end]))[counted - first :]
+        wanted = torch.tensor(ids[counted:end])
+        nats += torch.nn.functional.cross_entropy(logits.double(), wanted, reduction="sum").item()
+        counted = end
+    size = len(text.encode())
+    return Measured(bits_per_byte=nats / math.log(2) / size, tokens=len(ids), bytes=size)
+
+
+def end_of(path: Path, share: float) -> str:
+    """The last `share` of a text file, by characters."""
+    text = path.read_text(encoding="utf-8")
+    return text[int(len(text) * (1 - share)) :]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Command line entry."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="demo", help="model folder, hub id, or demo")
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--last", type=float, default=0.1, help="share of the text, from its end")
+    parser.add_argument("--window", type=int, default=1024, help="tokens")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    options = parser.parse_args(argv)
+    torch.set_num_threads(options.threads)
+    measured = measure(resolve_model(options.model), end_of(options.text, options.last), options.window)
+    print(json.dumps(asdict(measured)))
+
+
+if __name__ == "__main__":
+    main()

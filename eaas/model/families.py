@@ -1,0 +1,319 @@
+"""From config.json to a ModelSpec, and from roles to tensor names, for each family. Pure.
+
+Every field is honoured, known not to matter for serving, or refused; `unknown_fields` names the rest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from eaas.model.rope import rope_of
+from eaas.model.spec import ModelSpec, MoeSpec, QkNorm
+from experts.model import ConfigInvalid, Dtype, ExpertShape
+
+# Read here, in rope.py or in experts.model.
+_HONOURED = frozenset(
+    {
+        "architectures", "attention_bias", "clip_qkv", "decoder_sparse_step", "dtype", "eos_token_id",
+        "head_dim", "hidden_act", "hidden_size", "intermediate_size", "layer_types",
+        "max_position_embeddings", "max_window_layers", "mlp_only_layers", "moe_intermediate_size",
+        "norm_topk_prob", "num_attention_heads", "num_experts", "num_experts_per_tok",
+        "num_hidden_layers", "num_key_value_heads", "num_local_experts", "partial_rotary_factor",
+        "qkv_bias", "quantization_config", "rms_norm_eps", "rope_parameters", "rope_scaling",
+        "rope_theta", "shared_expert_intermediate_size", "sliding_window", "tie_word_embeddings",
+        "torch_dtype", "use_sliding_window", "vocab_size",
+    }
+)  # fmt: skip
+# Training, bookkeeping, or what the tokenizer and the generation defaults say better.
+_WITHOUT_EFFECT = frozenset(
+    {
+        "_name_or_path", "attention_dropout", "bos_token_id", "initializer_range", "model_type",
+        "output_attentions", "output_hidden_states", "output_router_logits", "pad_token_id",
+        "pretraining_tp", "return_dict", "router_aux_loss_coef", "router_jitter_noise",
+        "transformers_version", "use_cache",
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """What sets one architecture apart, with the defaults of its transformers config class."""
+
+    gate: str  # tensor name inside a layer
+    qk_norm: QkNorm = QkNorm.NONE
+    eps: float = 1e-6
+    max_model_len: int = 32768
+    rope_theta: float = 10_000.0
+    head_dim: bool = True  # honours head_dim
+    attention_bias: bool = False  # honours attention_bias, on all four projections
+    qkv_bias: bool = False  # honours qkv_bias, on three
+    clip_qkv: bool = False
+    window: str = ""  # "": none, "all": every layer, "switch": every layer if use_sliding_window, "by_layer"
+    always_norm_topk: bool = False
+    dense_layers: bool = False  # honours decoder_sparse_step and mlp_only_layers
+    shared_expert: bool = False
+
+
+FAMILIES: Mapping[str, Family] = {
+    "Qwen3MoeForCausalLM": Family(
+        gate="mlp.gate.weight", qk_norm=QkNorm.HEAD, attention_bias=True, window="switch", dense_layers=True
+    ),
+    "Qwen2MoeForCausalLM": Family(
+        gate="mlp.gate.weight", qkv_bias=True, window="by_layer", dense_layers=True, shared_expert=True
+    ),
+    "OlmoeForCausalLM": Family(
+        gate="mlp.gate.weight", qk_norm=QkNorm.FULL, eps=1e-5, max_model_len=4096, head_dim=False,
+        attention_bias=True, clip_qkv=True,
+    ),
+    "MixtralForCausalLM": Family(
+        gate="block_sparse_moe.gate.weight", eps=1e-5, max_model_len=131072, rope_theta=1e6, window="all",
+        always_norm_topk=True,
+    ),
+}  # fmt: skip
+
+
+def spec_of(config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelSpec:
+    """Read the model from config.json.
+
+    Args:
+        config: The whole of config.json.
+        generation: generation_config.json where there is one; its end-of-sequence tokens win.
+
+    Raises:
+        UnknownArchitecture: the architecture is not served; the text lists those that are.
+        ConfigInvalid: a field is missing, makes no sense, or asks for what is not served.
+    """
+    shape = ExpertShape.from_config(config)
+    family = FAMILIES[shape.architecture]
+    if config.get("quantization_config"):
+        method = config["quantization_config"]
+        method = method.get("quant_method", "unnamed") if isinstance(method, Mapping) else method
+        raise ConfigInvalid(
+            f"The checkpoint is quantized ({method}); bfloat16, float16 or float32 weights are needed."
+        )
+    layers, hidden, q_heads = (
+        _count(config, "num_hidden_layers"),
+        shape.hidden,
+        _count(config, "num_attention_heads"),
+    )
+    kv_heads = q_heads if config.get("num_key_value_heads") is None else _count(config, "num_key_value_heads")
+    head_dim = _head_dim(config, family, hidden, q_heads)
+    max_model_len = _count(config, "max_position_embeddings", family.max_model_len)
+    vocab = _count(config, "vocab_size")
+    dense = frozenset(range(layers)) - frozenset(shape.layer_ids)
+    shared = _count(config, "shared_expert_intermediate_size", 5632) if family.shared_expert else 0
+    every_bias = family.attention_bias and _flag(config, "attention_bias", False)
+    return ModelSpec(
+        architecture=shape.architecture,
+        hidden=hidden,
+        layers=layers,
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab=vocab,
+        intermediate=_count(config, "intermediate_size") if dense else 0,
+        eps=_positive(config, "rms_norm_eps", family.eps),
+        rope=rope_of(config, head_dim, max_model_len, family.rope_theta),
+        max_model_len=max_model_len,
+        qk_norm=family.qk_norm,
+        qkv_bias=every_bias or (family.qkv_bias and _flag(config, "qkv_bias", True)),
+        o_bias=every_bias,
+        clip_qkv=_positive(config, "clip_qkv", 0.0) if family.clip_qkv else 0.0,
+        sliding_window=_windows(config, family, layers, max_model_len),
+        tie_embeddings=_flag(config, "tie_word_embeddings", False),
+        dtype=Dtype.resolve("auto", config),
+        moe=MoeSpec(
+            experts=shape.experts,
+            top_k=shape.top_k,
+            expert_intermediate=shape.intermediate,
+            norm_topk=family.always_norm_topk or _flag(config, "norm_topk_prob", False),
+            dense_layers=dense,
+            shared_intermediate=shared,
+            shared_gate=bool(shared),
+        ),
+        eos_ids=_eos_ids(config, generation, vocab),
+    )
+
+
+def unknown_fields(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Fields that are set, yet neither honoured nor known to have no effect: worth one warning."""
+    known = _HONOURED | _WITHOUT_EFFECT
+    return tuple(
+        sorted(name for name, value in config.items() if name not in known and value not in (None, False))
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorPlan:
+    """One tensor that the attention worker needs."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+def tensors_of(spec: ModelSpec) -> dict[str, TensorPlan]:
+    """Role -> tensor name and shape, of everything but the routed experts.
+
+    Roles: "embed", "final_norm", "head" (absent when tied), and for layer L: "L.input_norm", "L.q", "L.k",
+    "L.v", "L.o", "L.post_norm"; where the model has them "L.q_bias", "L.k_bias", "L.v_bias", "L.o_bias",
+    "L.q_norm", "L.k_norm"; MoE layers "L.gate" and perhaps "L.gate_bias", "L.shared_gate_proj",
+    "L.shared_up_proj", "L.shared_down_proj", "L.shared_gate"; dense layers "L.dense_gate_proj",
+    "L.dense_up_proj", "L.dense_down_proj".
+    """
+    table = {"embed": TensorPlan(name="model.embed_tokens.weight", shape=(spec.vocab, spec.hidden))}
+    for layer in range(spec.layers):
+        parts = _attention(spec) | (_dense(spec) if layer in spec.moe.dense_layers else _moe(spec))
+        for role, (name, shape) in parts.items():
+            table[f"{layer}.{role}"] = TensorPlan(name=f"model.layers.{layer}.{name}", shape=shape)
+    table["final_norm"] = TensorPlan(name="model.norm.weight", shape=(spec.hidden,))
+    if not spec.tie_embeddings:
+        table["head"] = TensorPlan(name="lm_head.weight", shape=(spec.vocab, spec.hidden))
+    return table
+
+
+_Parts = dict[str, tuple[str, tuple[int, ...]]]
+
+
+def _attention(spec: ModelSpec) -> _Parts:
+    hidden, q, kv = spec.hidden, spec.q_size, spec.kv_size
+    parts: _Parts = {
+        "input_norm": ("input_layernorm.weight", (hidden,)),
+        "q": ("self_attn.q_proj.weight", (q, hidden)),
+        "k": ("self_attn.k_proj.weight", (kv, hidden)),
+        "v": ("self_attn.v_proj.weight", (kv, hidden)),
+        "o": ("self_attn.o_proj.weight", (hidden, q)),
+        "post_norm": ("post_attention_layernorm.weight", (hidden,)),
+    }
+    if spec.qkv_bias:
+        parts |= {
+            f"{x}_bias": (f"self_attn.{x}_proj.bias", (size,)) for x, size in (("q", q), ("k", kv), ("v", kv))
+        }
+    if spec.o_bias:
+        parts["o_bias"] = ("self_attn.o_proj.bias", (hidden,))
+    if spec.qk_norm is not QkNorm.NONE:
+        sizes = (spec.head_dim, spec.head_dim) if spec.qk_norm is QkNorm.HEAD else (q, kv)
+        parts |= {
+            f"{x}_norm": (f"self_attn.{x}_norm.weight", (size,)) for x, size in zip("qk", sizes, strict=True)
+        }
+    return parts
+
+
+def _moe(spec: ModelSpec) -> _Parts:
+    hidden, moe = spec.hidden, spec.moe
+    gate = FAMILIES[spec.architecture].gate
+    parts: _Parts = {"gate": (gate, (moe.experts, hidden))}
+    if moe.correction_bias:
+        parts["gate_bias"] = (gate.replace(".weight", ".e_score_correction_bias"), (moe.experts,))
+    if moe.shared_intermediate:
+        parts |= _mlp("shared_", "mlp.shared_expert.", hidden, moe.shared_intermediate)
+        if moe.shared_gate:
+            parts["shared_gate"] = ("mlp.shared_expert_gate.weight", (1, hidden))
+    return parts
+
+
+def _dense(spec: ModelSpec) -> _Parts:
+    return _mlp("dense_", "mlp.", spec.hidden, spec.intermediate)
+
+
+def _mlp(role: str, name: str, hidden: int, inner: int) -> _Parts:
+    return {
+        f"{role}gate_proj": (f"{name}gate_proj.weight", (inner, hidden)),
+        f"{role}up_proj": (f"{name}up_proj.weight", (inner, hidden)),
+        f"{role}down_proj": (f"{name}down_proj.weight", (hidden, inner)),
+    }
+
+
+def _head_dim(config: Mapping[str, Any], family: Family, hidden: int, q_heads: int) -> int:
+    if config.get("head_dim") is not None:
+        head_dim = _count(config, "head_dim")
+        if not family.head_dim and head_dim * q_heads != hidden:
+            raise ConfigInvalid(
+                f"config.json: head_dim is {head_dim}; this family has hidden_size / heads only."
+            )
+        return head_dim
+    if hidden % q_heads:
+        raise ConfigInvalid(
+            f"config.json: hidden_size {hidden} is no multiple of the {q_heads} heads; give head_dim."
+        )
+    return hidden // q_heads
+
+
+def _windows(config: Mapping[str, Any], family: Family, layers: int, max_model_len: int) -> tuple[int, ...]:
+    kinds = config.get("layer_types")
+    if kinds is not None and (not isinstance(kinds, list) or len(kinds) != layers):
+        raise ConfigInvalid(
+            f"config.json: layer_types is {kinds!r}; one word for each of {layers} layers is needed."
+        )
+    known = {"full_attention", "sliding_attention"}
+    if kinds is not None and not set(kinds) <= known:
+        raise ConfigInvalid(
+            f"config.json: layer_types holds {sorted(set(kinds) - known)}; known are {sorted(known)}."
+        )
+    switched_on = family.window == "all" or (
+        bool(family.window) and _flag(config, "use_sliding_window", False)
+    )
+    window = config.get("sliding_window") if switched_on else None
+    if window is not None:
+        window = _count(config, "sliding_window")
+    elif switched_on and family.window != "all":
+        window = 4096
+    if family.window == "by_layer":
+        until = _count(config, "max_window_layers", 28)
+        kinds = kinds or [
+            "sliding_attention" if i % 2 == 0 and i < until and window else "full_attention"
+            for i in range(layers)
+        ]
+        slides = [kind == "sliding_attention" for kind in kinds]
+        if any(slides) and not window:
+            raise ConfigInvalid(
+                "config.json: layer_types asks for sliding_attention, but use_sliding_window is off."
+            )
+    else:
+        slides = [True] * layers
+        if kinds is not None and ("sliding_attention" in kinds) != bool(window):
+            raise ConfigInvalid(
+                "config.json: layer_types disagrees with sliding_window, which holds for all layers here."
+            )
+    # A window as wide as the context hides nothing.
+    return tuple(window if window and window < max_model_len and slide else 0 for slide in slides)
+
+
+def _eos_ids(config: Mapping[str, Any], generation: Mapping[str, Any] | None, vocab: int) -> tuple[int, ...]:
+    value = (generation or {}).get("eos_token_id")
+    value = config.get("eos_token_id") if value is None else value
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(type(token) is int and 0 <= token < vocab for token in ids):
+        raise ConfigInvalid(f"eos_token_id is {value!r}; token ids below vocab_size {vocab} are needed.")
+    return tuple(sorted(set(ids)))
+
+
+def _count(config: Mapping[str, Any], field: str, default: int | None = None) -> int:
+    value = config.get(field)
+    value = default if value is None else value
+    if type(value) is not int or not 0 < value < 1 << 31:
+        raise ConfigInvalid(f"config.json: {field} is {value!r}; a whole number from 1 is needed.")
+    return value
+
+
+def _flag(config: Mapping[str, Any], field: str, default: bool) -> bool:
+    value = config.get(field)
+    value = default if value is None else value
+    if not isinstance(value, bool):
+        raise ConfigInvalid(f"config.json: {field} is {value!r}; true or false is needed.")
+    return value
+
+
+def _positive(config: Mapping[str, Any], field: str, default: float) -> float:
+    value = config.get(field)
+    if value is None:
+        return default
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not (math.isfinite(value) and value > 0)
+    ):
+        raise ConfigInvalid(f"config.json: {field} is {value!r}; a number above 0 is needed.")
+    return float(value)

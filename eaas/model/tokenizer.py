@@ -1,0 +1,220 @@
+"""A checkpoint's tokenizer: text to token ids and back, whole or token by token. Needs no torch."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from tokenizers import Tokenizer as RustTokenizer
+
+from eaas.model.byte_level import token_bytes
+from eaas.model.chat import ChatTemplate, TemplateRefused
+
+_JSON_LIMIT_BYTES = 64 << 20
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+class TokenizerInvalid(ValueError):
+    """The tokenizer's files are missing or malformed; the text names the file."""
+
+
+class Detokenizer(Protocol):
+    """Token ids of one sequence in, text out; what is not yet a whole character is kept back."""
+
+    def push(self, token: int) -> str:
+        """Take one token; returns the text that became certain, perhaps none."""
+        ...
+
+    def flush(self) -> str:
+        """End of the sequence: the text that was still kept back."""
+        ...
+
+
+class Tokenizer:
+    """Encodes and decodes for one model; safe to share between threads.
+
+    Attributes:
+        vocab: Token ids are below it.
+    """
+
+    def __init__(self, rust: RustTokenizer, template: ChatTemplate | None) -> None:
+        self._rust = rust
+        self._template = template
+        self.vocab = max(rust.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        added = rust.get_added_tokens_decoder()
+        self._special = frozenset(token for token, entry in added.items() if entry.special)
+        decoder = json.loads(rust.to_str()).get("decoder") or {}
+        self._byte_level = decoder.get("type") == "ByteLevel"
+        self._byte_fallback = '"ByteFallback"' in json.dumps(decoder)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Tokenizer:
+        """Read tokenizer.json, tokenizer_config.json and the chat template of a model folder.
+
+        Raises:
+            TokenizerInvalid: tokenizer.json is missing, or a file is malformed.
+            TemplateRefused: the chat template is no Jinja template.
+        """
+        root = Path(folder)
+        path = root / "tokenizer.json"
+        if not path.is_file():
+            raise TokenizerInvalid(
+                f"{path} is missing. Save the tokenizer with transformers' save_pretrained to get it."
+            )
+        try:
+            rust = RustTokenizer.from_buffer(path.read_bytes())
+        except Exception as error:  # the Rust library raises plain Exception
+            raise TokenizerInvalid(f"{path}: {error}.") from error
+        # Both would silently cut or lengthen prompts.
+        rust.no_truncation()
+        rust.no_padding()
+        config = _read_object(root / "tokenizer_config.json")
+        source = _template_source(root, config)
+        template = None if source is None else ChatTemplate(source, _special_tokens(config))
+        return cls(rust, template)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt, with what the model wants around it (such as a begin-of-text token)."""
+        return self._rust.encode(text).ids
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation; arguments as ChatTemplate.render.
+
+        Raises:
+            TemplateRefused: there is no chat template, or it does not accept the messages.
+        """
+        if self._template is None:
+            raise TemplateRefused("This model has no chat template. Use /v1/completions.")
+        text = self._template.render(
+            messages, add_generation_prompt=add_generation_prompt, tools=tools, options=options
+        )
+        return self._rust.encode(text, add_special_tokens=False).ids
+
+    def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
+        """Text of a whole sequence."""
+        return self._rust.decode(list(tokens), skip_special_tokens=skip_special)
+
+    def detokenizer(self, *, skip_special: bool = True) -> Detokenizer:
+        """For one sequence: all that it returns, joined, equals `decode` of the same tokens."""
+        skipped = self._special if skip_special else frozenset[int]()
+        if self._byte_level:
+            return _ByteLevelDetokenizer(self._rust, skipped)
+        return _WindowDetokenizer(self._rust, skipped, self._byte_fallback)
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of one token on its own; none for ids without an entry."""
+        name = self._rust.id_to_token(token)
+        if name is None:
+            return b""
+        if token in self._special:
+            return name.encode()
+        if self._byte_level:
+            return token_bytes(name)
+        byte = _BYTE_TOKEN.fullmatch(name) if self._byte_fallback else None
+        return bytes([int(byte[1], 16)]) if byte else name.replace("▁", " ").encode()
+
+    def token_text(self, token: int) -> str:
+        """The text of one token on its own; bytes that are no whole character become U+FFFD."""
+        return self.token_bytes(token).decode(errors="replace")
+
+
+class _ByteLevelDetokenizer:
+    """Exact and cheap: each token is bytes, and Python keeps an incomplete character back."""
+
+    def __init__(self, rust: RustTokenizer, skipped: frozenset[int]) -> None:
+        self._rust = rust
+        self._skipped = skipped
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token: int) -> str:
+        name = None if token in self._skipped else self._rust.id_to_token(token)
+        return "" if name is None else self._utf8.decode(token_bytes(name))
+
+    def flush(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+class _WindowDetokenizer:
+    """For any decoder: decode a short window twice and take the difference.
+
+    The window begins with the tokens given out last, so that what a decoder does to the first token of a
+    text (such as dropping its space) happens in both. A run of byte tokens is decoded as one, hence kept
+    back until it ends.
+    """
+
+    def __init__(self, rust: RustTokenizer, skipped: frozenset[int], byte_fallback: bool) -> None:
+        self._rust = rust
+        self._skipped = skipped
+        self._byte_fallback = byte_fallback
+        self._given: list[int] = []
+        self._kept: list[int] = []
+
+    def push(self, token: int) -> str:
+        name = None if token in self._skipped else self._rust.id_to_token(token)
+        if name is None:
+            return ""
+        if self._byte_fallback and _BYTE_TOKEN.fullmatch(name):
+            self._kept.append(token)
+            return ""
+        text = self.flush() if self._kept else ""
+        self._kept.append(token)
+        return text + self.flush()
+
+    def flush(self) -> str:
+        if not self._kept:
+            return ""
+        before = self._decode(self._given)
+        after = self._decode(self._given + self._kept)
+        self._given, self._kept = self._kept, []
+        return after[len(before) :]
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self._rust.decode(tokens, skip_special_tokens=False)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        with path.open("rb") as file:
+            parsed = json.loads(file.read(_JSON_LIMIT_BYTES))
+    except (OSError, ValueError) as error:
+        raise TokenizerInvalid(f"{path}: cannot be read as JSON: {error}.") from error
+    if not isinstance(parsed, dict):
+        raise TokenizerInvalid(f"{path}: an object is needed, found {type(parsed).__name__}.")
+    return parsed
+
+
+def _template_source(root: Path, config: Mapping[str, Any]) -> str | None:
+    beside = root / "chat_template.jinja"
+    if beside.is_file():
+        return beside.read_text(encoding="utf-8")
+    source = config.get("chat_template", _read_object(root / "chat_template.json").get("chat_template"))
+    if isinstance(source, list):  # several by name; "default" is the one for plain chat
+        named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
+        source = named.get("default")
+    if source is not None and not isinstance(source, str):
+        raise TokenizerInvalid(f"{root}: chat_template is {type(source).__name__}; text is needed.")
+    return source
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    tokens: dict[str, str] = {}
+    for name in _SPECIAL_NAMES:
+        value = config.get(name)
+        value = value.get("content") if isinstance(value, dict) else value
+        if isinstance(value, str):
+            tokens[name] = value
+    return tokens

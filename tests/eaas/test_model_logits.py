@@ -1,0 +1,62 @@
+"""The readable decoder and transformers agree on what a checkpoint means."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks.bits_per_byte import open_reference
+from eaas.model.make_model import make_model
+from eaas.model.resolve import resolve_model
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": ("qwen3_moe", {}),
+    "qwen3_moe-dense-layers": (
+        "qwen3_moe",
+        {"mlp_only_layers": [0], "decoder_sparse_step": 2, "norm_topk_prob": False, "attention_bias": True},
+    ),
+    "qwen3_moe-window": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 7}),
+    "qwen3_moe-yarn": (
+        "qwen3_moe",
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
+    ),
+    "qwen2_moe": ("qwen2_moe", {}),
+    "qwen2_moe-window": (
+        "qwen2_moe",
+        {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 4, "norm_topk_prob": True},
+    ),
+    "olmoe": ("olmoe", {}),
+    "olmoe-clip": ("olmoe", {"clip_qkv": 0.5, "num_key_value_heads": 4}),
+    "mixtral": ("mixtral", {}),
+    "mixtral-window-untied": ("mixtral", {"sliding_window": 7, "tie_word_embeddings": False, "head_dim": 32}),
+}
+
+
+def theirs(folder: Path, tokens: Sequence[int]) -> np.ndarray:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    with torch.inference_mode():
+        return model(torch.tensor([tokens])).logits[0].numpy()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_of_every_family_equal_those_of_transformers(variant: str, tmp_path: Path) -> None:
+    arch, overrides = VARIANTS[variant]
+    folder = make_model("tiny", arch, tmp_path, seed=5, dtype="float32", overrides=overrides)
+    tokens = np.random.default_rng(5).integers(0, 512, 40).tolist()
+    ours, expected = open_reference(folder).logits(tokens), theirs(folder, tokens)
+    assert np.abs(ours - expected).max() < 2e-4, f"{variant}, seed 5"
+    assert expected.std() > 0.3, f"{variant}: logits so flat compare nothing, seed 5"
+
+
+def test_the_demonstration_model_says_the_same_in_transformers() -> None:
+    folder = resolve_model("demo")
+    tokens = np.random.default_rng(6).integers(0, 1024, 64).tolist()
+    ours, expected = open_reference(folder).logits(tokens), theirs(folder, tokens)
+    assert np.abs(ours - expected).max() < 2e-4, "seed 6"
+    assert (ours.argmax(-1) == expected.argmax(-1)).all(), "seed 6"
