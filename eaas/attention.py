@@ -1,0 +1,375 @@
+"""The attention worker's process: python -m eaas.attention --router ADDRESS --model FOLDER
+
+It joins the router as a member of the pool "attention", follows the placement, and serves gateways over TCP
+once every expert has a replica. One thread runs sockets and engine; the router client's threads keep the
+lease and bring placements; the decoder's lanes are native threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from eaas.engine.decoder import Decoder, DecoderError
+from eaas.engine.engine import Engine, EngineConfig
+from eaas.engine.scheduler import SchedulerConfig
+from eaas.engine.worker import Worker
+from eaas.engine.worker_protocol import Hello
+from eaas.model.loader import load_spec, load_weights
+from experts.checkpoint import Checkpoint, CheckpointInvalid
+from experts.client import ExpertClient
+from experts.model import ConfigInvalid, Dtype, ExpertShape
+from experts.native import IsaUnavailable, NativeMissing, load
+from p2p.native import NativeMissing as TransportMissing
+from p2p.shm import ShmEndpoint
+from router.client import JoinRefused, RouterClient, RouterUnavailable
+from router.view import ATTENTION, EXPERT, View
+
+log = logging.getLogger("eaas.attention")
+
+_PR_SET_PDEATHSIG = 1
+# An orderly end is promised within a second; a step that waits for experts may take far longer.
+STUCK_STEP_S = 0.6
+BLOCK_TOKENS = 16
+COVER_POLL_S = 0.01
+START_ERRORS = (
+    CheckpointInvalid,
+    ConfigInvalid,
+    DecoderError,
+    IsaUnavailable,
+    JoinRefused,
+    NativeMissing,
+    RouterUnavailable,
+    TransportMissing,
+)
+
+
+class StartFailed(Exception):
+    """The worker cannot start; the text says why and what to do."""
+
+
+class Stopped(Exception):
+    """Told to stop before it was ready."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options of this process."""
+    options = argparse.ArgumentParser(
+        prog="python -m eaas.attention",
+        description="Compute attention, gates and sampling for gateways; expert servers compute the experts.",
+        epilog="Example: python -m eaas.attention --router 127.0.0.1:7000 --model ./checkpoint. "
+        "Exit codes: 0 stopped by a signal, 1 could not start or was fenced (the log says why), 2 bad usage.",
+    )
+    options.add_argument("--router", required=True, metavar="HOST:PORT", help="address of the router")
+    options.add_argument("--model", required=True, type=Path, help="checkpoint folder")
+    options.add_argument("--dtype", default="auto", help="auto (default), bfloat16 or float32")
+    options.add_argument(
+        "--cores", default="", help="cores of the lanes, such as 0,1; default: all that this process may use"
+    )
+    options.add_argument("--kv-tokens", type=int, default=65536, help="tokens that the KV pool holds")
+    options.add_argument("--step-tokens", type=int, default=512, help="most rows computed in one step")
+    options.add_argument("--max-running", type=int, default=256, help="most requests that run at once")
+    options.add_argument("--deadline-s", type=float, default=30.0, help="longest wait for expert servers")
+    options.add_argument("--start-s", type=float, default=110.0, help="longest wait for the first placement")
+    options.add_argument(
+        "--prefix-reuse",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="compute a common beginning of prompts once",
+    )
+    options.add_argument("--port", type=int, default=0, help="port on 127.0.0.1; 0 = any (default)")
+    options.add_argument("--ready-fd", type=int, default=-1, help="write one JSON line here when usable")
+    options.add_argument("--die-with-parent", action="store_true", help="stop when the parent process ends")
+    return options
+
+
+def cores_of(text: str) -> list[int]:
+    """The cores that `--cores` names, or all of the affinity mask.
+
+    Raises:
+        StartFailed: not a list of numbers, or a core that this process may not use.
+    """
+    allowed = sorted(os.sched_getaffinity(0))
+    if not text:
+        return allowed
+    try:
+        cores = [int(core) for core in text.split(",")]
+    except ValueError:
+        raise StartFailed(f"--cores {text!r} is no list of core numbers; write for example 0,1.") from None
+    foreign = [core for core in cores if core not in allowed]
+    if foreign:
+        raise StartFailed(f"--cores names {foreign}; this process may use {allowed}.")
+    return cores
+
+
+def listen(port: int) -> socket.socket:
+    """A listening socket on 127.0.0.1.
+
+    Raises:
+        StartFailed: the port is taken, or is none.
+    """
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port))
+        listener.listen(128)
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise StartFailed(
+            f"Port {port} cannot be used: {error}. Choose another with --port (0: any)."
+        ) from None
+    return listener
+
+
+class Ending:
+    """Ends the process on SIGTERM, SIGINT or a fence: between two steps, or by force when a step is stuck.
+
+    A thread reads the signals from a socket, because Python's own way waits until native code returns.
+    """
+
+    def __init__(self) -> None:
+        self.asked = threading.Event()
+        self.code = 0
+        self._on_stop: Callable[[str], None] = lambda reason: None
+        self._last_words: Callable[[], None] = lambda: None
+        self._done = threading.Event()
+        self._read, self._write = socket.socketpair()
+        self._write.setblocking(False)
+        signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda number, frame: None)
+        threading.Thread(target=self._wait, name="ending", daemon=True).start()
+
+    def attach(self, on_stop: Callable[[str], None], last_words: Callable[[], None]) -> None:
+        """Say what to call when the process is to end, and what before an end by force."""
+        self._on_stop, self._last_words = on_stop, last_words
+        if self.asked.is_set():
+            on_stop("told to stop")
+
+    def fenced(self, reason: str) -> None:
+        """The router has ended this membership: nothing that this process says counts any more."""
+        log.error("fenced reason=%s", reason)
+        self.code = 1
+        self._write.send(bytes([signal.SIGTERM]))
+
+    def done(self) -> None:
+        """The orderly end is complete: no force."""
+        self._done.set()
+
+    def _wait(self) -> None:
+        while self._read.recv(1)[0] not in (signal.SIGTERM, signal.SIGINT):
+            continue
+        log.info("stopping pid=%d", os.getpid())
+        self.asked.set()
+        self._on_stop("fenced" if self.code else "told to stop")
+        if not self._done.wait(STUCK_STEP_S):
+            log.warning("step_abandoned waited_s=%g", STUCK_STEP_S)
+            self._last_words()
+            os._exit(self.code)
+
+
+class Placement:
+    """Follows the router's Views: routes go to the expert client, epochs in use are told to the router."""
+
+    def __init__(self, router: RouterClient, client: ExpertClient) -> None:
+        self._router = router
+        self._client = client
+        self._acked = 0
+
+    def apply(self, view: View) -> None:
+        """Use a newer View; on the router client's thread."""
+        self._client.apply_view(view)
+        self.ack()
+
+    def ack(self) -> None:
+        """Tell the router which epoch is in use. Any thread; cheap when nothing changed."""
+        epoch = self._client.adopted_epoch
+        if epoch != self._acked:
+            self._acked = epoch
+            self._router.ack(epoch)
+
+    def wait(self, timeout_s: float, asked: threading.Event) -> None:
+        """Return once every expert has a replica that this process can reach.
+
+        Raises:
+            StartFailed: not within the time.
+            Stopped: asked to end.
+        """
+        end_s = time.monotonic() + timeout_s
+        while not self._client.covers:
+            if asked.wait(COVER_POLL_S):
+                raise Stopped
+            if time.monotonic() > end_s:
+                raise StartFailed(f"After {timeout_s:g} s {self._problem()}")
+
+    def _problem(self) -> str:
+        view = self._router.view
+        if view is None:
+            return "the router has shown no placement. See that it runs."
+        known = [f"{m.name} ({m.state}, {m.serving_count} experts)" for m in view.pool(EXPERT)]
+        return (
+            f"some of {view.layers} x {view.experts} experts are on no server that can be reached. Expert "
+            f"servers: {', '.join(known) or 'none'}. Start as many as the model needs."
+        )
+
+
+class Load:
+    """The load report that goes with each lease renewal."""
+
+    def __init__(self) -> None:
+        self.engine: Engine | None = None
+        self._at_s = time.monotonic()
+        self._emitted = 0
+
+    def __call__(self) -> dict[str, float]:
+        """running, waiting, kv_use (0 to 1), tokens_per_s since the last report; empty without an engine."""
+        engine = self.engine
+        if engine is None:
+            return {}
+        now_s, emitted = time.monotonic(), engine.emitted
+        rate = (emitted - self._emitted) / max(now_s - self._at_s, 1e-3)
+        self._at_s, self._emitted = now_s, emitted
+        return {**engine.load(), "tokens_per_s": rate}
+
+
+def tell(ready_fd: int, message: dict[str, object]) -> None:
+    """Write the one line that the parent waits for."""
+    if ready_fd >= 0:
+        with os.fdopen(ready_fd, "w") as parent:
+            parent.write(json.dumps(message) + "\n")
+
+
+def serve(options: argparse.Namespace, ending: Ending) -> None:
+    """Join, load, and serve until asked to end.
+
+    Raises:
+        StartFailed, Stopped, and any of START_ERRORS.
+    """
+    began_s = time.monotonic()
+    cores = cores_of(options.cores)
+    kv_blocks = options.kv_tokens // BLOCK_TOKENS
+    if kv_blocks < 1 or options.step_tokens < 1 or options.max_running < 1:
+        raise StartFailed(
+            f"--kv-tokens {options.kv_tokens}, --step-tokens {options.step_tokens}, --max-running "
+            f"{options.max_running}: at least {BLOCK_TOKENS}, 1 and 1 are needed."
+        )
+    checkpoint = Checkpoint.open(options.model)
+    spec = load_spec(checkpoint)
+    spec = replace(spec, dtype=Dtype.resolve(options.dtype, checkpoint.config))
+    shape = ExpertShape.from_config(checkpoint.config)
+    weights = load_weights(checkpoint, spec)
+    numerics_class = load().experts_numerics_class(int(spec.dtype)).decode()
+    with contextlib.ExitStack() as closing:
+        listener = closing.enter_context(listen(options.port))
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        router = RouterClient(options.router)
+        closing.callback(router.close)
+        identity = router.join(
+            pool=ATTENTION,
+            address=address,
+            model_hash=checkpoint.fingerprint,
+            numerics_class=numerics_class,
+            layers=shape.layers,
+            experts=shape.experts,
+            core=cores[0],
+        )
+        closing.callback(leave, router)
+        log.info("joined name=%s incarnation=%d", identity.name, identity.incarnation)
+        endpoint = closing.enter_context(ShmEndpoint(identity.name, identity.incarnation, len(cores)))
+        client = ExpertClient(
+            endpoint=endpoint,
+            shape=shape,
+            dtype=spec.dtype,
+            model_hash=checkpoint.fingerprint,
+            incarnation=identity.incarnation,
+            lanes=len(cores),
+            cores=cores,
+            max_tokens=options.step_tokens,
+            deadline_s=options.deadline_s,
+        )
+        closing.callback(client.close)
+        placement = Placement(router, client)
+        load_report = Load()
+        # The lease runs from the join on, and packing the weights may take longer than it lasts.
+        router.start(on_view=placement.apply, load=load_report, on_fenced=ending.fenced)
+        decoder = Decoder(
+            spec, weights, client.handle, cores, kv_blocks=kv_blocks, max_rows=options.step_tokens
+        )
+        closing.callback(decoder.close)
+        engine = load_report.engine = Engine(
+            decoder,
+            EngineConfig(
+                scheduler=SchedulerConfig(
+                    max_model_len=spec.max_model_len,
+                    step_tokens=options.step_tokens,
+                    max_running=options.max_running,
+                    fingerprint=f"{checkpoint.fingerprint}:{numerics_class}",
+                ),
+                kv_blocks=kv_blocks,
+                block_tokens=BLOCK_TOKENS,
+                vocab=spec.vocab,
+                eos_ids=frozenset(spec.eos_ids),
+                deadline_s=options.deadline_s,
+                prefix_reuse=options.prefix_reuse,
+            ),
+        )
+        hello = Hello(
+            name=identity.name,
+            incarnation=identity.incarnation,
+            model_hash=checkpoint.fingerprint,
+            numerics_class=numerics_class,
+            max_model_len=min(spec.max_model_len, kv_blocks * BLOCK_TOKENS),
+            vocab=spec.vocab,
+            kv_tokens=kv_blocks * BLOCK_TOKENS,
+        )
+        worker = Worker(engine, hello, listener, between_steps=placement.ack, may_answer=router.lease_held)
+        ending.attach(worker.stop, lambda: leave(router))
+        placement.wait(options.start_s, ending.asked)
+        log.info("ready address=%s start_s=%.2f", address, time.monotonic() - began_s)
+        tell(options.ready_fd, {"name": identity.name, "address": address, "pid": os.getpid()})
+        worker.run()
+
+
+def leave(router: RouterClient) -> None:
+    """Tell the router that this worker goes; without an answer its lease ends by itself."""
+    try:
+        router.leave(timeout_s=0.2)
+    except RouterUnavailable as error:
+        log.info("leave_unanswered error=%s", error)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s"
+    )
+    if options.die_with_parent:
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    ending = Ending()
+    try:
+        serve(options, ending)
+    except Stopped:
+        log.info("stopped_before_ready")
+    except (StartFailed, *START_ERRORS) as error:
+        log.error("cannot_start reason=%s", error)
+        tell(options.ready_fd, {"error": f"attention worker: {error}"})
+        return 1
+    finally:
+        ending.done()
+    return ending.code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,326 @@
+"""The command line: `eaas VERB`.
+
+Heavy imports stay inside the verbs, so that `eaas --help` answers at once and no process pays for another's
+libraries.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(
+    name="eaas",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    help="Serve Mixture-of-Experts models as attention workers and expert servers that may fail unnoticed.\n\n"
+    "Exit codes: 0 done, 1 it failed (the reason is printed), 2 the command line was wrong.",
+)
+chaos_app = typer.Typer(no_args_is_help=True, help="Break a process of a local cluster on purpose.")
+app.add_typer(chaos_app, name="chaos")
+console = Console()
+errors = Console(stderr=True)
+
+Url = Annotated[str, typer.Option(help="Address of the gateway.")]
+DEFAULT_URL = "http://127.0.0.1:8000"
+PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+def fail(message: str) -> typer.Exit:
+    """Print why a verb failed; raise the result."""
+    errors.print(f"[bold red]eaas:[/] {message}", highlight=False)
+    return typer.Exit(1)
+
+
+@app.command()
+def serve(
+    model: Annotated[
+        str, typer.Argument(help="Checkpoint folder, hub id, or `demo`, the built-in model.")
+    ] = "demo",
+    experts: Annotated[int, typer.Option(help="Expert servers.")] = 2,
+    attention: Annotated[int, typer.Option(help="Attention workers.")] = 1,
+    replicas: Annotated[
+        int, typer.Option(help="Servers that hold each expert; 2 survive any single loss.")
+    ] = 2,
+    port: Annotated[int, typer.Option(help="TCP port of the HTTP endpoint; 0 takes a free one.")] = 8000,
+    host: Annotated[str, typer.Option(help="Address to listen on; loopback only.")] = "127.0.0.1",
+    dtype: Annotated[
+        str, typer.Option(help="bfloat16, float32, or auto: what the checkpoint says.")
+    ] = "auto",
+    served_model_name: Annotated[
+        str, typer.Option(help="Name that clients use; default: the model's own.")
+    ] = "",
+    cores: Annotated[str, typer.Option(help="CPU cores to use, such as 0,1; default: all allowed.")] = "",
+    kv_tokens: Annotated[int, typer.Option(help="Tokens of KV cache per attention worker.")] = 65536,
+    deadline_s: Annotated[
+        float, typer.Option(help="Longest wait for a lost expert or worker to return.")
+    ] = 30.0,
+) -> None:
+    """Serve a model: a router, expert servers, attention workers and the HTTP gateway, each its own process.
+
+    Examples:
+
+      eaas serve
+
+      eaas serve ./my-checkpoint --experts 4 --replicas 2 --port 8001
+    """
+    from eaas.cluster.local import LocalCluster
+    from eaas.cluster.process import StartFailed
+
+    config = cluster_config(
+        model,
+        experts,
+        attention,
+        replicas,
+        port,
+        host,
+        dtype,
+        served_model_name,
+        cores,
+        kv_tokens,
+        deadline_s,
+    )
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    prepare_weights(config.model, config.dtype)
+    cluster = LocalCluster(config, on_event=lambda text: console.print(f"[dim]{text}[/]", highlight=False))
+    try:
+        start_or_stop(cluster, stop)
+        if not stop.is_set():
+            console.print(
+                f"[bold green]ready[/] {config.served_name} at {cluster.url}/v1 "
+                f"({experts} expert servers, {replicas} replicas). Ctrl-C stops it. Try:\n"
+                f"  curl {cluster.url}/v1/completions -H 'content-type: application/json' "
+                f'-d \'{{"model": "{config.served_name}", "prompt": "ROMEO:", "max_tokens": 64}}\'',
+                highlight=False,
+                soft_wrap=True,
+            )
+            stop.wait()
+    except StartFailed as error:
+        raise fail(str(error)) from None
+    finally:
+        cluster.stop()
+
+
+def cluster_config(
+    model: str, experts: int, attention: int, replicas: int, port: int, host: str, dtype: str, name: str, cores: str,
+    kv_tokens: int, deadline_s: float,
+):  # fmt: skip
+    """The cluster's configuration from the command line; exits with the reason where it makes no sense."""
+    from eaas.cluster.config import ClusterConfig
+    from eaas.model.resolve import ModelNotFound, resolve_model
+
+    try:
+        folder = resolve_model(model)
+        return ClusterConfig(
+            model=folder,
+            served_name=name or (model if model == "demo" else folder.name),
+            experts=experts,
+            attention=attention,
+            replicas=replicas,
+            host=host,
+            port=port,
+            dtype=dtype,
+            cores=tuple(int(part) for part in cores.split(","))
+            if cores
+            else tuple(sorted(os.sched_getaffinity(0))),
+            kv_tokens=kv_tokens,
+            deadline_s=deadline_s,
+        )
+    except (ModelNotFound, ValueError) as error:
+        raise fail(str(error)) from None
+
+
+def start_or_stop(cluster, stop: threading.Event) -> None:
+    """Start the cluster, giving up at once when Ctrl-C comes first."""
+    from eaas.cluster.process import StartFailed
+
+    failures: list[BaseException] = []
+
+    def start() -> None:
+        try:
+            cluster.start()
+        except StartFailed as failure:
+            failures.append(failure)
+        finally:
+            done.set()
+
+    done = threading.Event()
+    threading.Thread(target=start, name="start", daemon=True).start()
+    while not done.wait(0.05):
+        if stop.is_set():
+            return
+    if failures:
+        raise failures[0]
+
+
+def prepare_weights(model: Path, dtype: str) -> None:
+    """Pack the experts once, with a progress bar, so that every expert server of the host maps the same file."""
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+    from experts.checkpoint import Checkpoint, CheckpointInvalid
+    from experts.model import ConfigInvalid, Dtype, ExpertShape
+    from experts.pack import PackedExperts, PackUnavailable
+
+    try:
+        checkpoint = Checkpoint.open(model)
+        shape = ExpertShape.from_config(checkpoint.config)
+        with Progress(
+            TextColumn("packing experts"), BarColumn(), TaskProgressColumn(), transient=True
+        ) as progress:
+            task = progress.add_task("pack", total=None)
+            PackedExperts.open(
+                checkpoint,
+                shape,
+                Dtype.resolve(dtype, checkpoint.config),
+                progress=lambda done, total: progress.update(task, completed=done, total=total),
+            )
+    except (CheckpointInvalid, ConfigInvalid, PackUnavailable) as error:
+        raise fail(str(error)) from None
+
+
+def _role(verb: str, module: str, text: str) -> None:
+    """Add a verb that runs one role alone, for several hosts; the role's own parser explains its options."""
+
+    @app.command(verb, context_settings=PASS_ON, add_help_option=False, help=text)
+    def run(context: typer.Context) -> None:
+        os.execv(sys.executable, [sys.executable, "-m", module, *context.args])
+
+
+_role("router", "router", "Run the router alone (`eaas router --help` lists its options).")
+_role("expert", "experts", "Run one expert server and join it to a router.")
+_role("attention", "eaas.attention", "Run one attention worker and join it to a router.")
+_role("gateway", "eaas.gateway", "Run the HTTP gateway and join it to a router.")
+
+
+@app.command()
+def status(
+    url: Url = DEFAULT_URL,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what the gateway says, as JSON.")] = False,
+) -> None:
+    """Show the members of a running cluster.
+
+    Exits with 1 when the gateway can't be reached.
+    """
+    from eaas.cluster.status import GatewayUnreachable, fetch_status, status_table
+
+    try:
+        state = fetch_status(url)
+    except GatewayUnreachable as error:
+        raise fail(str(error)) from None
+    if as_json:
+        print(json.dumps(state))
+    else:
+        console.print(status_table(state))
+
+
+@app.command("make-model")
+def make_model_command(
+    out: Annotated[Path, typer.Option(help="Folder to write.")],
+    shape: Annotated[str, typer.Option(help="tiny, S (188 M parameters) or L (1.52 B).")] = "tiny",
+    arch: Annotated[str, typer.Option(help="qwen3_moe, mixtral, qwen2_moe or olmoe.")] = "qwen3_moe",
+    seed: Annotated[int, typer.Option(help="The same seed gives the same file everywhere.")] = 0,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+) -> None:
+    """Write a checkpoint with random weights, tokenizer included, which transformers loads too.
+
+    Example: eaas make-model --shape S --arch qwen3_moe --out ./S --seed 1
+    """
+    from eaas.model.make_model import make_model
+
+    try:
+        make_model(shape, arch, out, seed, dtype)
+    except ValueError as error:
+        raise fail(str(error)) from None
+    console.print(f"wrote {out}")
+
+
+@app.command()
+def demo(
+    model: Annotated[str, typer.Argument(help="Checkpoint folder, hub id, or `demo`.")] = "demo",
+    tokens: Annotated[int, typer.Option(help="Tokens to stream.")] = 200,
+    seed: Annotated[int, typer.Option(help="Chooses the moment of the kill.")] = 0,
+) -> None:
+    """Kill an expert server (SIGKILL) in mid-stream and compare the text with a fault-free run, token for token.
+
+    Exits with 0 when they are equal.
+    """
+    from eaas.cluster.process import StartFailed
+    from eaas.demo import run_demo
+
+    config = cluster_config(model, 4, 1, 2, 0, "127.0.0.1", "auto", "", "", 65536, 30.0)
+    prepare_weights(config.model, config.dtype)
+    try:
+        same = run_demo(config, tokens=tokens, seed=seed, console=console)
+    except StartFailed as error:
+        raise fail(str(error)) from None
+    raise typer.Exit(0 if same else 1)
+
+
+@app.command()
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """Say what this machine can do: compiler, native libraries, instruction sets, cores, memory, transports.
+
+    Exits with 1 when something that serving needs is missing.
+    """
+    from eaas.doctor import examine, report_table
+
+    findings = examine()
+    if as_json:
+        print(json.dumps([finding.as_dict() for finding in findings]))
+    else:
+        console.print(report_table(findings))
+    raise typer.Exit(0 if all(finding.usable or not finding.required for finding in findings) else 1)
+
+
+Target = Annotated[str, typer.Argument(help="A member, such as expert/2; `eaas status` lists them.")]
+
+
+@chaos_app.command()
+def kill(target: Target, url: Url = DEFAULT_URL) -> None:
+    """End a process with SIGKILL, as a crash would."""
+    from eaas.chaos import ChaosRefused, kill_member
+
+    try:
+        pid = kill_member(url, target)
+    except ChaosRefused as error:
+        raise fail(str(error)) from None
+    console.print(f"killed {target} (pid {pid})")
+
+
+@chaos_app.command()
+def freeze(
+    target: Target,
+    url: Url = DEFAULT_URL,
+    for_s: Annotated[
+        float, typer.Option("--for", help="Seconds until it is thawed; Ctrl-C thaws it too.")
+    ] = 5.0,
+) -> None:
+    """Freeze a process with SIGSTOP for a while, as a hung host would."""
+    from eaas.chaos import ChaosRefused, freeze_member
+
+    console.print(f"freezing {target} for {for_s:g} s")
+    try:
+        survived = freeze_member(url, target, for_s)
+    except ChaosRefused as error:
+        raise fail(str(error)) from None
+    console.print(f"thawed {target}" if survived else f"{target} was replaced while frozen")
+
+
+def main() -> None:
+    """Entry point of the `eaas` command."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

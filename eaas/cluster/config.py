@@ -1,0 +1,63 @@
+"""What a local cluster consists of: pure configuration, refused where it makes no sense."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    """One model served by processes of this host.
+
+    Raises:
+        ValueError: a number is out of range, with what to change.
+    """
+
+    model: Path
+    served_name: str
+    experts: int = 2
+    attention: int = 1
+    replicas: int = 2
+    host: str = "127.0.0.1"
+    port: int = 8000
+    dtype: str = "auto"
+    cores: tuple[int, ...] = (0,)
+    # 65,536 tokens x 2 (K and V) x 8 layers x 4 heads x 64 x 2 bytes = 512 MiB on shape S.
+    kv_tokens: int = 65536
+    step_tokens: int = 512
+    deadline_s: float = 30.0
+    lease_s: float = 2.0
+    prefix_reuse: bool = True
+    # False leaves the gateway and the attention workers out: a bare expert pool, driven by whoever joins its router.
+    endpoint: bool = True
+    # Kill after this long when a process ignores SIGTERM; each role promises an orderly exit within 1 s.
+    stop_s: float = 3.0
+
+    def __post_init__(self) -> None:
+        if self.experts < 1 or self.attention < self.endpoint:
+            raise ValueError(
+                f"{self.experts} expert servers and {self.attention} attention workers asked for; at least 1 of each "
+                "is needed. Raise --experts or --attention."
+            )
+        if not 1 <= self.replicas <= self.experts:
+            raise ValueError(
+                f"{self.replicas} replicas of each expert need {self.replicas} expert servers, found --experts "
+                f"{self.experts}. Raise --experts or lower --replicas (at least 1)."
+            )
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"--port {self.port} is no TCP port; choose 0 (any free one) to 65535.")
+        if not self.cores:
+            raise ValueError("No CPU core given; name at least one.")
+
+
+def expert_cores(slot: int, servers: int, cores: Sequence[int]) -> list[int]:
+    """Cores of the expert server in launch slot `slot`: one lane each.
+
+    With at least as many servers as cores each gets one core, round-robin; with fewer, the cores are dealt out
+    among the servers so that none lies idle.
+    """
+    if servers >= len(cores):
+        return [cores[slot % len(cores)]]
+    return list(cores[slot % servers :: servers])

@@ -1,0 +1,333 @@
+"""A whole cluster as processes of this host: started, watched, repaired and ended by one supervisor.
+
+The supervisor decides nothing about the pools: the router says what to start and stop, and learns from the
+supervisor, through pidfds, at once when a process has ended. Only the two parts that the router cannot replace,
+itself and the gateway, are restarted here, on the addresses they had.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import selectors
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from eaas.cluster.config import ClusterConfig, expert_cores
+from eaas.cluster.process import Child, StartFailed
+from router.client import RouterClient, RouterUnavailable, StartProcess, StopProcess
+from router.host import host_id
+
+logger = logging.getLogger(__name__)
+
+MODULES = {"router": "router", "expert": "experts", "attention": "eaas.attention", "gateway": "eaas.gateway"}
+# A part that keeps dying is restarted ever more slowly: 0.1, 0.2, 0.4 ... 5 s.
+RESTART_FIRST_S, RESTART_MOST_S = 0.1, 5.0
+
+
+class LocalCluster:
+    """Router, expert servers, attention workers and gateway of one model; use as a context manager.
+
+    Raises (from `start`):
+        StartFailed: a part did not become ready, with its name and the reason.
+    """
+
+    def __init__(self, config: ClusterConfig, *, on_event: Callable[[str], None] | None = None) -> None:
+        self.config = config
+        self.state_dir = Path(tempfile.mkdtemp(prefix="eaas-"))
+        self._on_event = on_event or (lambda text: logger.info("%s", text))
+        self._children: dict[int, Child] = {}
+        self._launched = 0
+        self._selector = selectors.DefaultSelector()
+        self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_write, False)
+        self._selector.register(self._wake_read, selectors.EVENT_READ, None)
+        self._stopping = threading.Event()
+        self._ready = threading.Event()
+        self._failure: StartFailed | None = None
+        self._router_address = ""
+        self._gateway_address = ""
+        self._router: RouterClient | None = None
+        self._restarts: dict[str, int] = {}
+        self._supervisor = threading.Thread(target=self._supervise, name="supervisor", daemon=True)
+        self._launch_thread = threading.Thread(target=self._follow_launches, name="launches", daemon=True)
+        self._exits: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
+        self._exit_thread = threading.Thread(target=self._report_exits, name="exits", daemon=True)
+
+    # -- life ----------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> LocalCluster:
+        self.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+    def start(self, timeout_s: float = 120.0) -> None:
+        """Start every part and return when the endpoint can answer."""
+        self._supervisor.start()
+        self._order(lambda: self._spawn("router", 0, port=0))
+        deadline = time.monotonic() + timeout_s
+        while not self._ready.wait(0.05):
+            if self._failure is not None:
+                self.stop()
+                raise self._failure
+            if time.monotonic() > deadline:
+                missing = self._missing()
+                self.stop()
+                raise StartFailed(
+                    f"After {timeout_s:.0f} s still not ready: {missing}. Logs were in {self.state_dir}."
+                )
+
+    def stop(self) -> None:
+        """End every process, orderly first and by SIGKILL after `stop_s`; leaves nothing behind. Safe to repeat."""
+        if self._stopping.is_set():
+            return
+        self._stopping.set()
+        self._wake()
+        if self._supervisor.ident is not None:
+            self._supervisor.join()
+        if self._router is not None:
+            self._router.close()
+        self._exits.put((0, ""))
+        for thread in (self._launch_thread, self._exit_thread):
+            if thread.ident is not None:
+                thread.join(timeout=2)
+        children = list(self._children.values())
+        # The gateway goes first so that no request meets a half-stopped cluster; the router last.
+        for pools in (("gateway",), ("attention",), ("expert",), ("router",)):
+            for child in children:
+                if child.pool in pools:
+                    child.send(signal.SIGTERM)
+                    child.send(signal.SIGCONT)
+        deadline = time.monotonic() + self.config.stop_s
+        for child in children:
+            _wait_exit(child, max(0.0, deadline - time.monotonic()))
+            child.send(signal.SIGKILL)
+            child.reap()
+        self._children.clear()
+        self._selector.close()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+        shutil.rmtree(self.state_dir, ignore_errors=True)
+
+    @property
+    def url(self) -> str:
+        """Base URL of the gateway, such as http://127.0.0.1:8000."""
+        return f"http://{self._gateway_address}"
+
+    @property
+    def router_address(self) -> str:
+        """host:port of the router."""
+        return self._router_address
+
+    def pids(self) -> dict[str, int]:
+        """Pid of every process now running, by member name."""
+        return {child.name: child.pid for child in list(self._children.values())}
+
+    # -- the supervisor's thread -----------------------------------------------------------------------------------
+
+    def _order(self, act: Callable[[], None]) -> None:
+        self._orders.put(act)
+        self._wake()
+
+    def _wake(self) -> None:
+        try:
+            os.write(self._wake_write, b"!")
+        except BlockingIOError:
+            return  # The pipe is full of wake-ups already.
+
+    def _supervise(self) -> None:
+        while not self._stopping.is_set():
+            for key, _ in self._selector.select():
+                if key.data is None:
+                    os.read(self._wake_read, 4096)
+                    continue
+                child, is_exit = key.data
+                try:
+                    self._ended(child) if is_exit else self._report(child)
+                except StartFailed as failure:
+                    self._start_failed(failure)
+            while not self._stopping.is_set() and not self._orders.empty():
+                try:
+                    self._orders.get()()
+                except StartFailed as failure:
+                    self._start_failed(failure)
+
+    def _start_failed(self, failure: StartFailed) -> None:
+        if self._ready.is_set():
+            self._on_event(str(failure))
+        elif self._failure is None:
+            self._failure = failure
+
+    def _spawn(self, pool: str, slot: int, port: int) -> None:
+        self._launched += 1
+        log = self.state_dir / f"{pool}.{self._launched}.log"
+        try:
+            child = Child.start(
+                pool=pool,
+                slot=slot,
+                module=MODULES[pool],
+                arguments=self._arguments(pool, slot, port),
+                log=log,
+            )
+        except OSError as error:
+            raise StartFailed(f"{pool} could not be started: {error}") from error
+        self._children[child.pid] = child
+        self._selector.register(child.pidfd, selectors.EVENT_READ, (child, True))
+        self._selector.register(child.ready_fd, selectors.EVENT_READ, (child, False))
+
+    def _arguments(self, pool: str, slot: int, port: int) -> list[str]:
+        config = self.config
+        if pool == "router":
+            return [
+                *("--port", str(port), "--journal", str(self.state_dir / "router.sqlite")),
+                *("--experts", str(config.experts), "--attention", str(config.attention)),
+                *("--replicas", str(config.replicas), "--lease-s", str(config.lease_s)),
+            ]
+        shared = ["--router", self._router_address, "--model", str(config.model)]
+        if pool == "expert":
+            cores = expert_cores(slot, config.experts, config.cores)
+            return [*shared, "--dtype", config.dtype, "--cores", ",".join(map(str, cores))]
+        if pool == "attention":
+            return [
+                *shared,
+                *("--dtype", config.dtype, "--cores", ",".join(map(str, config.cores))),
+                *("--kv-tokens", str(config.kv_tokens), "--step-tokens", str(config.step_tokens)),
+                *("--deadline-s", str(config.deadline_s)),
+                "--prefix-reuse" if config.prefix_reuse else "--no-prefix-reuse",
+            ]
+        router_pid = next((child.pid for child in self._children.values() if child.pool == "router"), 0)
+        return [
+            *shared,
+            *("--served-model-name", config.served_name, "--host", config.host, "--port", str(port)),
+            *("--deadline-s", str(config.deadline_s), "--router-pid", str(router_pid)),
+        ]
+
+    def _report(self, child: Child) -> None:
+        descriptor = child.ready_fd
+        try:
+            child.read_ready()
+        finally:
+            if child.ready_fd < 0:
+                self._selector.unregister(descriptor)
+        if child.ready is None:
+            return
+        self._on_event(f"{child.name} ready")
+        if child.pool == "router":
+            self._router_ready(child)
+        elif child.pool == "gateway":
+            self._gateway_address = child.address
+        if not self._missing():
+            self._ready.set()
+
+    def _router_ready(self, child: Child) -> None:
+        restarted = bool(self._router_address)
+        self._router_address = child.address
+        if restarted:
+            return
+        self._router = RouterClient(child.address)
+        self._launch_thread.start()
+        self._exit_thread.start()
+        if self.config.endpoint:
+            self._spawn("gateway", 0, port=self.config.port)
+
+    def _ended(self, child: Child) -> None:
+        descriptor = child.ready_fd
+        if descriptor >= 0:
+            self._selector.unregister(descriptor)
+            if not self._ready.is_set():
+                child.read_ready()  # Its own words on why it failed, if it left any.
+        self._selector.unregister(child.pidfd)
+        del self._children[child.pid]
+        status = child.reap()
+        if child.pool != "router":
+            self._exits.put((child.pid, child.pool))
+        self._on_event(f"{child.name} ended ({_words(status)})")
+        if not self._ready.is_set() and child.ready is None:
+            raise StartFailed(
+                f"{child.pool} ended ({_words(status)}) before it was ready. Its last words:\n{child.tail()}"
+            )
+        if child.pool in ("router", "gateway"):
+            self._restart(child)
+
+    def _restart(self, child: Child) -> None:
+        count = self._restarts[child.pool] = self._restarts.get(child.pool, 0) + 1
+        delay_s = min(RESTART_FIRST_S * 2 ** (count - 1), RESTART_MOST_S)
+        address = self._router_address if child.pool == "router" else self._gateway_address
+        port = int(address.rpartition(":")[2])
+        timer = threading.Timer(delay_s, lambda: self._order(lambda: self._spawn(child.pool, 0, port=port)))
+        timer.daemon = True
+        timer.start()
+
+    def _missing(self) -> str:
+        """The parts that are not ready yet, in words; empty when all are."""
+        config = self.config
+        wanted = {
+            "router": 1,
+            "gateway": config.endpoint,
+            "expert": config.experts,
+            "attention": config.attention,
+        }
+        for child in self._children.values():
+            if child.ready is not None:
+                wanted[child.pool] -= 1
+        return ", ".join(f"{count} x {pool}" for pool, count in wanted.items() if count > 0)
+
+    # -- what the router orders --------------------------------------------------------------------------------------
+
+    def _follow_launches(self) -> None:
+        for command in self._router_client().launches(host_id(), self._starting):
+            if self._stopping.is_set():
+                return
+            self._order(lambda command=command: self._obey(command))
+
+    def _starting(self) -> dict[str, int]:
+        """Processes by pool that have been started and are not ready yet."""
+        unready = [child.pool for child in list(self._children.values()) if child.ready is None]
+        return {pool: unready.count(pool) for pool in ("expert", "attention")}
+
+    def _obey(self, command: StartProcess | StopProcess) -> None:
+        if isinstance(command, StopProcess):
+            child = self._children.get(command.pid)
+            if child is not None:
+                # A fenced process may be frozen: only SIGKILL is sure to end it, and it holds nothing worth saving.
+                child.send(signal.SIGKILL)
+            return
+        used = {child.slot for child in self._children.values() if child.pool == command.pool}
+        slot = next(number for number in range(len(used) + 1) if number not in used)
+        self._spawn(command.pool, slot, port=0)
+
+    def _report_exits(self) -> None:
+        """Tell the router of ended processes; on a thread of its own, for the router itself may be away."""
+        router = self._router_client()
+        while not self._stopping.is_set():
+            pid, pool = self._exits.get()
+            while pid and not self._stopping.is_set():
+                try:
+                    router.report_exit(host_id(), pid, pool, timeout_s=1.0)
+                    break
+                except RouterUnavailable as error:
+                    logger.warning("exit_report_delayed pid=%d reason=%s", pid, error)
+
+    def _router_client(self) -> RouterClient:
+        if self._router is None:
+            raise StartFailed("The router's address is not known yet; start the router first.")
+        return self._router
+
+
+def _wait_exit(child: Child, timeout_s: float) -> None:
+    with selectors.DefaultSelector() as waiter:
+        waiter.register(child.pidfd, selectors.EVENT_READ)
+        waiter.select(timeout_s)
+
+
+def _words(status: int) -> str:
+    return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"

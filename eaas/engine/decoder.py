@@ -1,0 +1,352 @@
+"""The decoder: one native step from token ids to logits, over the rows of many sequences.
+
+All of a step runs in native code (eaas/native/decoder_step.cpp), SPMD over lanes, with the GIL released. This
+module packs the weights, describes the model, and checks what it passes on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from eaas import native
+from eaas.model.spec import ModelSpec, Score
+from experts import native as experts_native
+from experts.model import Dtype
+
+BLOCK_TOKENS = 16  # positions of one cache block, unless asked otherwise
+
+
+class DecoderError(RuntimeError):
+    """The decoder cannot do what was asked; the text says why and what to change."""
+
+
+class ExpertsLost(DecoderError):
+    """No replica of an expert answered before the deadline. The step may be run again: nothing is broken."""
+
+
+class PlanInvalid(DecoderError):
+    """A step's plan names something outside the limits of this decoder."""
+
+
+class WeightsInvalid(DecoderError):
+    """A weight is missing or has another size than the spec says."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertBackend:
+    """Who computes routed experts: a native function with the signature of `expert_call`, and its state.
+
+    Attributes:
+        call: Address of the function.
+        state: Address of its first argument; it must outlive the decoder.
+    """
+
+    call: int
+    state: int
+
+
+def client_backend(handle: int) -> ExpertBackend:
+    """Expert servers, through the client of that handle (`experts.client.ExpertClient.handle`)."""
+    return ExpertBackend(call=native.address_of(experts_native.load(), "expert_call"), state=handle)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """The rows of one step. Rows of one sequence come in rising position; all arrays are int32.
+
+    Attributes:
+        token_ids: [rows].
+        positions: [rows], from 0.
+        seqs: [rows]: row of `block_tables`.
+        block_tables: [sequences, blocks]: cache block of positions b * block_tokens and on; what no row needs
+            may hold anything.
+        logits_rows: [wanted]: rows whose logits the step returns.
+    """
+
+    token_ids: np.ndarray
+    positions: np.ndarray
+    seqs: np.ndarray
+    block_tables: np.ndarray
+    logits_rows: np.ndarray
+
+
+class Decoder:
+    """A model's attention side, its weights packed, with a paged key-value cache.
+
+    One thread at a time. A row's logits depend only on its sequence's tokens up to it, the weights and the
+    numerics class: not on batch, chunking, paging or lanes.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Mapping[str, np.ndarray],
+        experts: int | ExpertBackend,
+        cores: Sequence[int],
+        kv_blocks: int,
+        *,
+        block_tokens: int = BLOCK_TOKENS,
+        max_rows: int = 512,
+        dtype: Dtype | None = None,
+    ) -> None:
+        """Pack the weights; all but "embed" may be released afterwards.
+
+        Args:
+            spec: The model.
+            weights: By role (`eaas.model.families.tensors_of`); float32, or bfloat16 bits as uint16.
+            experts: Handle of an expert client with as many lanes as `cores`, or another backend.
+            cores: Core of each lane, -1: unpinned. Lane 0 is the thread that calls `step`.
+            kv_blocks: Blocks of the cache.
+            block_tokens: Positions per block, a multiple of 16.
+            max_rows: Most rows of one step.
+            dtype: Of matrix products, keys and values; the spec's where None.
+
+        Raises:
+            WeightsInvalid: a weight is missing or of the wrong size.
+            DecoderError: sizes that cannot be served, too little memory, or cores that the host refuses.
+            NativeMissing: the native library is not built.
+        """
+        self.spec = spec
+        self.dtype = Dtype(spec.dtype if dtype is None else dtype)
+        self.block_tokens = block_tokens
+        self.max_rows = max_rows
+        self.max_positions = min(spec.max_model_len, kv_blocks * block_tokens)
+        self._kv_blocks = kv_blocks
+        self._library = native.load()
+        self._logits = np.empty((0, spec.vocab), dtype=np.float32)
+        backend = experts if isinstance(experts, ExpertBackend) else client_backend(experts)
+        self._handle = self._new(backend, cores)
+        self._finalizer = weakref.finalize(self, self._library.decoder_free, self._handle)
+        # Read in place, so that workers of one host share its pages.
+        self._embed = _array(weights, "embed")
+        for role, layer in _roles(spec):
+            self._set(weights, role, layer)
+
+    @property
+    def numerics_class(self) -> str:
+        """Equal strings promise equal bits."""
+        return experts_native.load().experts_numerics_class(int(self.dtype)).decode()
+
+    def close(self) -> None:
+        """Free the native memory and stop the lanes. Idempotent; no step may follow."""
+        self._handle = 0
+        self._finalizer()
+
+    def step(self, plan: StepPlan, deadline_s: float) -> np.ndarray:
+        """Run the rows through the model and store their keys and values.
+
+        Args:
+            plan: What to run.
+            deadline_s: Seconds from now until an expert call gives up.
+
+        Returns:
+            float32 [len(plan.logits_rows), vocab]; valid until the next step.
+
+        Raises:
+            ExpertsLost: an expert had no live replica until the deadline.
+            PlanInvalid: the plan is outside the limits; nothing was run.
+        """
+        if not self._handle:
+            raise DecoderError("The decoder is closed; make another one.")
+        arrays = _plan_arrays(plan)
+        tokens, positions, sequences, tables, wanted = arrays
+        if len(self._logits) < len(wanted) <= self.max_rows:
+            self._logits = np.empty((len(wanted), self.spec.vocab), dtype=np.float32)
+        native_plan = native.DecoderPlan(
+            tokens=tokens.ctypes.data,
+            positions=positions.ctypes.data,
+            sequences=sequences.ctypes.data,
+            tables=tables.ctypes.data,
+            logits_rows=wanted.ctypes.data,
+            logits=self._logits.ctypes.data,
+            deadline_ns=time.monotonic_ns() + round(max(deadline_s, 0.0) * 1e9),
+            rows=len(tokens),
+            tables_rows=tables.shape[0],
+            table_blocks=tables.shape[1],
+            logits_count=len(wanted),
+        )
+        where = ctypes.c_uint32()
+        status = self._library.decoder_step(self._handle, native_plan, where)
+        if status:
+            self._fail(status, where.value, arrays)
+        return self._logits[: len(wanted)]
+
+    def _new(self, backend: ExpertBackend, cores: Sequence[int]) -> int:
+        spec, moe = self.spec, self.spec.moe
+        shape = native.DecoderShape(
+            hidden=spec.hidden,
+            layers=spec.layers,
+            q_heads=spec.q_heads,
+            kv_heads=spec.kv_heads,
+            head_dim=spec.head_dim,
+            vocab=spec.vocab,
+            experts=moe.experts,
+            top_k=moe.top_k,
+            dense_intermediate=spec.intermediate if moe.dense_layers else 0,
+            shared_intermediate=moe.shared_intermediate,
+            shared_gate=moe.shared_gate,
+            qk_norm=native.QK_NORMS.index(spec.qk_norm.value),
+            gate_sigmoid=moe.score is Score.SIGMOID,
+            gate_normalise=moe.norm_topk,
+            groups=moe.groups,
+            groups_kept=moe.groups_topk,
+            kv_blocks=self._kv_blocks,
+            block_tokens=self.block_tokens,
+            max_rows=self.max_rows,
+            max_positions=self.max_positions,
+            dtype=int(self.dtype),
+            eps=spec.eps,
+            clip_qkv=spec.clip_qkv,
+            gate_scale=moe.scaling_factor,
+        )
+        order = {layer: index for index, layer in enumerate(spec.moe_layers)}
+        moe_layers = np.array([order.get(layer, -1) for layer in range(spec.layers)], dtype=np.int32)
+        windows = np.array(spec.sliding_window, dtype=np.uint32)
+        cosines, sines = rope_tables(spec, self.max_positions)
+        lanes = np.array(cores, dtype=np.int32)
+        error = ctypes.c_int32()
+        handle = self._library.decoder_new(
+            shape,
+            moe_layers.ctypes.data,
+            windows.ctypes.data,
+            cosines.ctypes.data,
+            sines.ctypes.data,
+            len(lanes),
+            lanes.ctypes.data,
+            backend.call,
+            backend.state,
+            error,
+        )
+        if handle:
+            return handle
+        if error.value == native.DECODER_E_SHAPE:
+            raise DecoderError(
+                f"The native decoder cannot serve heads of {spec.head_dim} (even, at most 256), "
+                f"{moe.experts} experts (at most 4096), blocks of {self.block_tokens} positions (a multiple "
+                f"of 16), {len(lanes)} lanes (1 to 64) or {self.max_rows} rows. Change the one out of range."
+            )
+        raise DecoderError(
+            f"Memory for {self._kv_blocks} blocks of {self.block_tokens} positions, or cores {list(cores)}, "
+            "could not be had. Ask for a smaller cache, or other cores."
+        )
+
+    def _set(self, weights: Mapping[str, np.ndarray], role: str, layer: int) -> None:
+        prefix = "" if role in ("embed", "head", "final_norm") else f"{layer}."
+        second = None
+        if role.endswith("_gate_up"):
+            stem = prefix + role.removesuffix("_gate_up")
+            data, second = _array(weights, f"{stem}_gate_proj"), _array(weights, f"{stem}_up_proj")
+            if (second.dtype, second.shape) != (data.dtype, data.shape):
+                raise WeightsInvalid(
+                    f"{stem}_up_proj and {stem}_gate_proj differ in shape or type; they must not."
+                )
+        elif role == "embed" or (role == "head" and self.spec.tie_embeddings):
+            data = self._embed
+        else:
+            data = _array(weights, prefix + role)
+        status = self._library.decoder_set(
+            self._handle,
+            layer,
+            native.ROLES.index(role),
+            data.ctypes.data,
+            None if second is None else second.ctypes.data,
+            int(Dtype.FLOAT32 if data.dtype == np.float32 else Dtype.BFLOAT16),
+            data.size,
+        )
+        if status:
+            raise WeightsInvalid(
+                f"Weight {prefix}{role} has shape {list(data.shape)}, which the spec does not allow."
+            )
+
+    def _fail(self, status: int, where: int, arrays: Sequence[np.ndarray]) -> None:
+        tokens, positions, sequences, tables, wanted = arrays
+        if status == native.DECODER_E_ROWS:
+            raise PlanInvalid(
+                f"{len(tokens)} rows, {len(wanted)} logits rows; 1 to {self.max_rows} are possible."
+            )
+        if status == native.DECODER_E_TOKEN:
+            raise PlanInvalid(
+                f"Row {where}: token {tokens[where]} is outside the vocabulary of {self.spec.vocab}."
+            )
+        if status == native.DECODER_E_POSITION:
+            room = min(self.max_positions, tables.shape[1] * self.block_tokens)
+            raise PlanInvalid(f"Row {where}: position {positions[where]}; 0 to {room - 1} have a place.")
+        if status == native.DECODER_E_SEQUENCE:
+            raise PlanInvalid(
+                f"Row {where}: sequence {sequences[where]}; there are {len(tables)} block tables."
+            )
+        if status == native.DECODER_E_BLOCK:
+            raise PlanInvalid(
+                f"Row {where}: its block table names a block outside 0 to {self._kv_blocks - 1}."
+            )
+        if status == native.DECODER_E_LOGITS_ROW:
+            raise PlanInvalid(f"Logits row {wanted[where]} is asked for; there are {len(tokens)} rows.")
+        raise ExpertsLost(
+            f"The expert call ended with code {status}: an expert had no live replica until the deadline."
+        )
+
+
+def rope_tables(spec: ModelSpec, positions: int) -> tuple[np.ndarray, np.ndarray]:
+    """Cosines and sines, float32 [positions, head_dim / 2], attention factor included.
+
+    Angles are rounded to float32, as transformers rounds them; cosines are computed in double precision.
+    """
+    inv_freq = np.array(spec.rope.inv_freq, dtype=np.float32)
+    angles = (np.arange(positions, dtype=np.float32)[:, None] * inv_freq).astype(np.float64)
+    factor = np.float32(spec.rope.attention_factor)
+    return np.cos(angles).astype(np.float32) * factor, np.sin(angles).astype(np.float32) * factor
+
+
+def _roles(spec: ModelSpec) -> list[tuple[str, int]]:
+    roles = [("embed", 0), ("head", 0), ("final_norm", 0)]
+    moe = spec.moe
+    for layer in range(spec.layers):
+        names = ["input_norm", "q", "k", "v", "o", "post_norm"]
+        names += ["q_bias", "k_bias", "v_bias"] if spec.qkv_bias else []
+        names += ["o_bias"] if spec.o_bias else []
+        names += ["q_norm", "k_norm"] if spec.qk_norm.value != "none" else []
+        if layer in moe.dense_layers:
+            names += ["dense_gate_up", "dense_down_proj"]
+        else:
+            names += ["gate"] + (["gate_bias"] if moe.correction_bias else [])
+            names += ["shared_gate_up", "shared_down_proj"] if moe.shared_intermediate else []
+            names += ["shared_gate"] if moe.shared_intermediate and moe.shared_gate else []
+        roles += [(name, layer) for name in names]
+    return roles
+
+
+def _array(weights: Mapping[str, np.ndarray], role: str) -> np.ndarray:
+    array = weights.get(role)
+    if array is None:
+        raise WeightsInvalid(f"Weight {role} is missing; the spec needs it.")
+    if array.dtype not in (np.float32, np.uint16):
+        raise WeightsInvalid(f"Weight {role} is {array.dtype}; float32, or bfloat16 as uint16, is needed.")
+    return np.ascontiguousarray(array)
+
+
+def _plan_arrays(plan: StepPlan) -> list[np.ndarray]:
+    wanted = (
+        ("token_ids", plan.token_ids, 1),
+        ("positions", plan.positions, 1),
+        ("seqs", plan.seqs, 1),
+        ("block_tables", plan.block_tables, 2),
+        ("logits_rows", plan.logits_rows, 1),
+    )
+    arrays = []
+    for name, array, dimensions in wanted:
+        if array.dtype != np.int32 or array.ndim != dimensions:
+            raise PlanInvalid(
+                f"{name} is {array.dtype} {list(array.shape)}; int32 of {dimensions} dimensions is needed."
+            )
+        arrays.append(np.ascontiguousarray(array))
+    if not len(arrays[0]) == len(arrays[1]) == len(arrays[2]):
+        raise PlanInvalid(
+            f"{len(arrays[0])} tokens, {len(arrays[1])} positions and {len(arrays[2])} sequences differ."
+        )
+    return arrays

@@ -1,0 +1,73 @@
+"""Experts in this process: kernels and order of additions of the expert servers, hence their bits."""
+
+from __future__ import annotations
+
+import weakref
+
+import numpy as np
+
+from eaas import native
+from eaas.engine.decoder import ExpertBackend, WeightsInvalid
+from experts.model import Dtype
+
+
+class LocalExperts:
+    """All routed experts of a model, packed. Give `backend` to a Decoder of as many lanes, and outlive it."""
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        experts: int,
+        hidden: int,
+        intermediate: int,
+        top_k: int,
+        dtype: Dtype,
+        lanes: int = 1,
+        max_rows: int = 512,
+    ) -> None:
+        """Reserve memory; every expert is zero until `set`.
+
+        Args:
+            layers: MoE layers, counted without dense ones.
+            experts: Logical experts of a layer.
+            hidden: Columns of a row.
+            intermediate: Inner size of one expert.
+            top_k: Experts of a token.
+            dtype: Of rows and weights.
+            lanes: Lanes of the decoder.
+            max_rows: Most rows of one call.
+
+        Raises:
+            MemoryError: the host has too little, or a size is zero.
+        """
+        self._library = native.load()
+        self._sizes = (intermediate, hidden)
+        sizes = (layers, experts, hidden, intermediate, top_k)
+        self._handle = self._library.local_experts_new(*sizes, int(dtype), lanes, max_rows)
+        if not self._handle:
+            raise MemoryError(
+                f"No memory for {layers} x {experts} experts of {hidden} x {intermediate}; all must be over 0."
+            )
+        self._finalizer = weakref.finalize(self, self._library.local_experts_free, self._handle)
+        call = native.address_of(self._library, "local_experts_call")
+        self.backend = ExpertBackend(call=call, state=self._handle)
+
+    def set(self, layer: int, expert: int, gate: np.ndarray, up: np.ndarray, down: np.ndarray) -> None:
+        """Pack one expert: gate and up [intermediate, hidden], down [hidden, intermediate]; of one type.
+
+        Raises:
+            WeightsInvalid: another shape or type, or no such expert.
+        """
+        arrays = [np.ascontiguousarray(array) for array in (gate, up, down)]
+        shapes = [array.shape for array in arrays]
+        types = {array.dtype for array in arrays}
+        if shapes != [self._sizes, self._sizes, self._sizes[::-1]] or types not in (
+            {np.dtype("f4")},
+            {np.dtype("u2")},
+        ):
+            raise WeightsInvalid(f"Expert {expert} of layer {layer} has shapes {shapes} and types {types}.")
+        dtype = Dtype.FLOAT32 if arrays[0].dtype == np.float32 else Dtype.BFLOAT16
+        pointers = [array.ctypes.data for array in arrays]
+        if self._library.local_experts_set(self._handle, layer, expert, *pointers, int(dtype)):
+            raise WeightsInvalid(f"There is no expert {expert} in MoE layer {layer}.")

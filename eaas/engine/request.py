@@ -1,0 +1,105 @@
+"""One request as the engine sees it: tokens known, tokens computed, blocks held. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from eaas.engine.worker_protocol import SamplingParams
+
+TokenArray = npt.NDArray[np.int32]
+
+
+class Refused(Exception):
+    """A request that this worker will not take; `code` and `retryable` go into the reply."""
+
+    def __init__(self, code: str, message: str, *, retryable: bool = False) -> None:
+        super().__init__(message)
+        self.code = code
+        self.retryable = retryable
+
+
+class Request:
+    """A request from its admission to its end.
+
+    Attributes:
+        owner: Who submitted it (a connection number); `(owner, id)` is unique among live requests.
+        prompt: int32 [n].
+        output: Tokens emitted so far, those of earlier attempts included; the next index is its length.
+        stops: Tokens that end it.
+        order: Arrival number; the youngest has the highest.
+        slot: Its row in the scheduler's tables while it runs, else -1.
+        context: int32; what must be computed before the next token can be chosen: prompt and output as they
+            were when it was last admitted to run.
+        computed: Tokens whose keys and values are in the KV pool.
+        blocks, digests: Blocks held, and the names of the first full ones.
+        published: How many of its blocks have been named to the pool.
+    """
+
+    __slots__ = (
+        "attempt",
+        "blocks",
+        "computed",
+        "context",
+        "digests",
+        "id",
+        "order",
+        "output",
+        "owner",
+        "params",
+        "preemptions",
+        "prompt",
+        "published",
+        "slot",
+        "stops",
+    )
+
+    def __init__(
+        self,
+        *,
+        owner: int,
+        id: str,
+        attempt: int,
+        prompt: Sequence[int],
+        output: Sequence[int],
+        params: SamplingParams,
+        eos: frozenset[int] = frozenset(),
+    ) -> None:
+        self.owner = owner
+        self.id = id
+        self.attempt = attempt
+        self.prompt: TokenArray = np.array(prompt, dtype=np.int32)
+        self.output: list[int] = list(output)
+        self.params = params
+        stops = frozenset(params.stop_token_ids)
+        self.stops = stops if params.ignore_eos else stops | eos
+        self.order = -1
+        self.slot = -1
+        self.context: TokenArray = self.prompt
+        self.computed = 0
+        self.blocks: list[int] = []
+        self.digests: list[bytes] = []
+        self.preemptions = 0
+        self.published = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens known: prompt and output."""
+        return len(self.prompt) + len(self.output)
+
+    @property
+    def final_length(self) -> int:
+        """Tokens that it can come to hold at most: prompt and max_tokens."""
+        return len(self.prompt) + self.params.max_tokens
+
+    def tokens(self, start: int, stop: int) -> TokenArray:
+        """Tokens number `start` to `stop` - 1 of prompt and output."""
+        prompt = self.prompt
+        if stop <= len(prompt):
+            return prompt[start:stop]
+        generated = self.output[max(0, start - len(prompt)) : stop - len(prompt)]
+        return np.concatenate((prompt[start:], np.array(generated, dtype=np.int32)))

@@ -1,0 +1,441 @@
+"""Which rows the next engine step computes. Pure: one `plan` and one `complete` (or `fail`) make a step.
+
+Continuous batching: every request that generates has one row in every step; what is left of the step's token
+budget goes to prompts, in chunks, in order of arrival; then to waiting requests, in order of arrival, as long
+as their blocks can be had. When blocks run out, the youngest running request gives up its own and waits
+again: what it has emitted stays; prompt and output are computed again later, with the same bits.
+
+A row costs no Python object: the state that rows need lies in arrays indexed by slot, and a plan of requests
+that generate is two gathers.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from eaas.engine.blocks import BlockPool, next_digest, root_digest
+from eaas.engine.request import Refused, Request, TokenArray
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """Limits of one worker.
+
+    Args:
+        max_model_len: Most tokens of prompt and output together.
+        step_tokens: Most rows in one step.
+        max_running: Most requests with blocks; `step_tokens` caps it, so that each has a row in every step.
+        max_waiting: Requests in the queue; one more is refused as overloaded.
+        fingerprint: Names the model's weights and dtype; blocks are only shared under the same one.
+
+    Raises:
+        ValueError: a limit is below 1.
+    """
+
+    max_model_len: int
+    step_tokens: int = 512
+    max_running: int = 256
+    max_waiting: int = 4096
+    fingerprint: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "step_tokens", "max_running", "max_waiting"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+
+    @property
+    def slots(self) -> int:
+        """Requests that can run at once."""
+        return min(self.max_running, self.step_tokens)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """One step: n rows, of which m give logits.
+
+    Args:
+        token_ids: int32 [n].
+        positions: int32 [n]; rows of one sequence are in ascending order.
+        seqs: int32 [n], row -> row of `block_tables`.
+        block_tables: int32 [slots, blocks of the longest sequence]; a view, valid for this step.
+        logits_rows: int32 [m], indexes into the n rows.
+        requests: The m requests, in the order of `logits_rows`; valid for this step.
+        slots: int32 [m], their slots.
+    """
+
+    token_ids: TokenArray
+    positions: TokenArray
+    seqs: TokenArray
+    block_tables: TokenArray
+    logits_rows: TokenArray
+    requests: list[Request]
+    slots: TokenArray
+
+
+class Emitted(NamedTuple):
+    """A token that a step made: number `number` of the request's output; the last says how it finished."""
+
+    request: Request
+    number: int
+    token: int
+    finish: Literal["", "stop", "length"]
+
+
+class Chunk(NamedTuple):
+    """Tokens `start` to `stop` - 1 of a request's context, computed in one step."""
+
+    request: Request
+    start: int
+    stop: int
+
+
+class Flight(NamedTuple):
+    """The step between `plan` and `complete`."""
+
+    decoding: list[Request]
+    slots: TokenArray
+    chunks: list[Chunk]
+
+
+class Scheduler:
+    """Admits, orders, preempts and ends requests; owns their blocks."""
+
+    def __init__(self, config: SchedulerConfig, pool: BlockPool) -> None:
+        self.config = config
+        self.pool = pool
+        self.preemptions = 0
+        self.reused_tokens = 0
+        slots = config.slots
+        table_blocks = min(-(-config.max_model_len // pool.block_tokens), pool.blocks)
+        self._root = root_digest(config.fingerprint, pool.block_tokens)
+        self._live: dict[tuple[int, str], Request] = {}
+        self._waiting: deque[Request] = deque()
+        self._prefilling: list[Request] = []
+        self._decoding: list[Request] = []
+        self._arrivals = 0
+        self._free_slots = list(range(slots - 1, -1, -1))
+        self._tables: TokenArray = np.zeros((slots, table_blocks), dtype=np.int32)
+        self._last: TokenArray = np.zeros(slots, dtype=np.int32)
+        self._computed: TokenArray = np.zeros(slots, dtype=np.int32)
+        self._ranks: TokenArray = np.arange(slots, dtype=np.int32)
+        self._decode_slots: TokenArray | None = None
+        self._in_flight: Flight | None = None
+
+    # -- the queue -------------------------------------------------------------------------------------------
+
+    @property
+    def running(self) -> int:
+        """Requests that hold blocks."""
+        return len(self._prefilling) + len(self._decoding)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that hold none yet, or none any more."""
+        return len(self._waiting)
+
+    def live(self) -> Iterable[Request]:
+        """Every request that has not ended."""
+        return self._live.values()
+
+    def get(self, owner: int, id: str) -> Request | None:
+        """The live request of that name."""
+        return self._live.get((owner, id))
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            Refused: it can never be served here, or not now (overloaded); nothing is kept.
+        """
+        config, pool, params = self.config, self.pool, request.params
+        if not len(request.prompt):
+            raise Refused("bad_request", "The prompt has no tokens; at least 1 is needed.")
+        if (request.owner, request.id) in self._live:
+            raise Refused("bad_request", f"Request {request.id} is already being served; use another id.")
+        if len(request.output) >= params.max_tokens:
+            raise Refused(
+                "bad_request",
+                f"{len(request.output)} of max_tokens {params.max_tokens} are there already: nothing to do.",
+            )
+        if request.final_length > config.max_model_len:
+            raise Refused(
+                "too_long",
+                f"The prompt's {len(request.prompt)} tokens and max_tokens {params.max_tokens} make "
+                f"{request.final_length}; the model's limit is {config.max_model_len}. Shorten the prompt or "
+                f"ask for at most {max(0, config.max_model_len - len(request.prompt))} tokens.",
+            )
+        if self._blocks_for(request.final_length - 1) > pool.blocks:
+            raise Refused(
+                "never_fits",
+                f"The prompt's {len(request.prompt)} tokens and max_tokens {params.max_tokens} need "
+                f"{self._blocks_for(request.final_length - 1)} KV blocks; this worker has {pool.blocks} "
+                f"({pool.blocks * pool.block_tokens} tokens). Ask for fewer tokens or raise --kv-tokens.",
+            )
+        if len(self._waiting) >= config.max_waiting:
+            raise Refused(
+                "overloaded",
+                f"{len(self._waiting)} requests wait here, which is the limit; try again later.",
+                retryable=True,
+            )
+        self._arrivals += 1
+        request.order = self._arrivals
+        self._live[request.owner, request.id] = request
+        self._waiting.append(request)
+
+    def cancel(self, owner: int, id: str) -> bool:
+        """Forget a request and free its blocks; False if there is none of that name."""
+        self._between_steps()
+        request = self._live.get((owner, id))
+        if request is None:
+            return False
+        self._end(request)
+        return True
+
+    # -- the step --------------------------------------------------------------------------------------------
+
+    def plan(self) -> Plan | None:
+        """The next step, or None when there is nothing to compute."""
+        self._between_steps()
+        self._grow()
+        slots = self._decode_slots
+        if slots is None:
+            slots = self._decode_slots = np.array([r.slot for r in self._decoding], dtype=np.int32)
+        chunks = self._chunks(self.config.step_tokens - len(slots))
+        if not chunks:
+            if not len(slots):
+                return None
+            self._in_flight = Flight(self._decoding, slots, chunks)
+            return Plan(
+                token_ids=self._last[slots],
+                positions=self._computed[slots],
+                seqs=slots,
+                block_tables=self._tables,
+                logits_rows=self._ranks[: len(slots)],
+                requests=self._decoding,
+                slots=slots,
+            )
+        return self._mixed(slots, chunks)
+
+    def complete(self, tokens: Sequence[int]) -> list[Emitted]:
+        """Take the tokens chosen from the plan's logits, in their order; returns what is to be emitted.
+
+        Requests that end free their blocks before this returns.
+        """
+        if self._in_flight is None:
+            raise RuntimeError("complete was called without a plan; call plan first.")
+        decoding, slots, chunks = self._in_flight
+        self._in_flight = None
+        emitted: list[Emitted] = []
+        block_tokens = self.pool.block_tokens
+        ended: list[Request] = []
+        if decoding:
+            self._computed[slots] += 1
+            self._last[slots] = tokens[: len(decoding)]
+            for request, token in zip(decoding, tokens, strict=False):
+                request.computed = computed = request.computed + 1
+                if computed % block_tokens == 0:
+                    self._publish(request)
+                step = self._emit(request, token)
+                emitted.append(step)
+                if step.finish:
+                    ended.append(request)
+        ranked = len(decoding)
+        for request, _, stop in chunks:
+            request.computed = stop
+            self._computed[request.slot] = stop
+            self._publish(request)
+            if stop < len(request.context):
+                continue
+            token = tokens[ranked]
+            ranked += 1
+            self._prefilling.remove(request)
+            self._decoding.append(request)
+            self._decode_slots = None
+            self._last[request.slot] = token
+            step = self._emit(request, token)
+            emitted.append(step)
+            if step.finish:
+                ended.append(request)
+        for request in ended:
+            self._end(request)
+        return emitted
+
+    def fail(self) -> list[Request]:
+        """The planned step did not happen: end every request that had a row in it, and return them."""
+        if self._in_flight is None:
+            raise RuntimeError("fail was called without a plan; call plan first.")
+        decoding, _, chunks = self._in_flight
+        self._in_flight = None
+        lost = [*decoding, *(chunk.request for chunk in chunks)]
+        for request in lost:
+            self._end(request)
+        return lost
+
+    def preempt_youngest(self) -> Request | None:
+        """Make the youngest running request give up its blocks and wait again, first in the queue."""
+        self._between_steps()
+        running = [*self._prefilling, *self._decoding]
+        if not running:
+            return None
+        youngest = max(running, key=_arrival)
+        self._stop_running(youngest)
+        youngest.preemptions += 1
+        self.preemptions += 1
+        # Admission is in order of arrival: all that wait are younger, unless they were preempted before it.
+        self._waiting.appendleft(youngest)
+        return youngest
+
+    # -- inside ----------------------------------------------------------------------------------------------
+
+    def _between_steps(self) -> None:
+        if self._in_flight is not None:
+            raise RuntimeError("A step is running; complete or fail it first.")
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.pool.block_tokens)
+
+    def _grow(self) -> None:
+        """Give every generating request the block that its next row is written to."""
+        slots = self._decode_slots
+        block_tokens = self.pool.block_tokens
+        if slots is not None and (self._computed[slots] % block_tokens).all():
+            return
+        for request in list(self._decoding):
+            # A request preempted in this loop has no slot.
+            while request.slot >= 0 and request.computed == len(request.blocks) * block_tokens:
+                if self.pool.free:
+                    self._tables[request.slot, len(request.blocks)] = block = self.pool.take()
+                    request.blocks.append(block)
+                else:
+                    self.preempt_youngest()
+
+    def _chunks(self, budget: int) -> list[Chunk]:
+        chunks: list[Chunk] = []
+        for request in self._prefilling:
+            if budget <= 0:
+                return chunks
+            budget -= self._take_chunk(request, budget, chunks)
+        while budget > 0 and self._waiting and self._free_slots and self._admit(self._waiting[0]):
+            budget -= self._take_chunk(self._waiting.popleft(), budget, chunks)
+        return chunks
+
+    @staticmethod
+    def _take_chunk(request: Request, budget: int, chunks: list[Chunk]) -> int:
+        start = request.computed
+        stop = min(len(request.context), start + budget)
+        chunks.append(Chunk(request, start, stop))
+        return stop - start
+
+    def _admit(self, request: Request) -> bool:
+        pool = self.pool
+        context = request.tokens(0, request.length)
+        # The last token is always computed, since its logits choose the next one.
+        full = (len(context) - 1) // pool.block_tokens if pool.reuse else 0
+        self._extend_digests(request, context, full)
+        # One spare block for each running request: else the newcomer would soon be preempted for one of them.
+        got = pool.acquire(request.digests[:full], self._blocks_for(len(context)), spare=self.running)
+        if got is None:
+            return False
+        request.slot = self._free_slots.pop()
+        request.context = context
+        request.blocks = got.blocks
+        request.computed = got.reused * pool.block_tokens
+        request.published = got.reused
+        self.reused_tokens += request.computed
+        self._tables[request.slot, : len(got.blocks)] = got.blocks
+        self._computed[request.slot] = request.computed
+        self._prefilling.append(request)
+        return True
+
+    def _mixed(self, slots: TokenArray, chunks: list[Chunk]) -> Plan:
+        count = len(slots)
+        rows = count + sum(stop - start for _, start, stop in chunks)
+        token_ids = np.empty(rows, dtype=np.int32)
+        positions = np.empty(rows, dtype=np.int32)
+        seqs = np.empty(rows, dtype=np.int32)
+        token_ids[:count] = self._last[slots]
+        positions[:count] = self._computed[slots]
+        seqs[:count] = slots
+        logits_rows = list(range(count))
+        requests = list(self._decoding)
+        row = count
+        for request, start, stop in chunks:
+            end = row + stop - start
+            token_ids[row:end] = request.context[start:stop]
+            positions[row:end] = np.arange(start, stop, dtype=np.int32)
+            seqs[row:end] = request.slot
+            row = end
+            if stop == len(request.context):
+                logits_rows.append(end - 1)
+                requests.append(request)
+        # A request that ends its prompt in this step joins self._decoding while `complete` walks the plan.
+        self._in_flight = Flight(list(self._decoding), slots, chunks)
+        return Plan(
+            token_ids=token_ids,
+            positions=positions,
+            seqs=seqs,
+            block_tables=self._tables,
+            logits_rows=np.array(logits_rows, dtype=np.int32),
+            requests=requests,
+            slots=np.array([request.slot for request in requests], dtype=np.int32),
+        )
+
+    def _emit(self, request: Request, token: int) -> Emitted:
+        output = request.output
+        index = len(output)
+        output.append(token)
+        params = request.params
+        if token in request.stops and index >= params.min_tokens:
+            return Emitted(request, index, token, "stop")
+        return Emitted(request, index, token, "length" if index + 1 >= params.max_tokens else "")
+
+    def _publish(self, request: Request) -> None:
+        """Name the blocks that the last step filled, so that others can share them."""
+        pool = self.pool
+        if not pool.reuse:
+            return
+        full = request.computed // pool.block_tokens
+        self._extend_digests(request, None, full)
+        for number in range(request.published, full):
+            pool.publish(request.blocks[number], request.digests[number])
+        request.published = full
+
+    def _extend_digests(self, request: Request, context: TokenArray | None, full: int) -> None:
+        block_tokens = self.pool.block_tokens
+        digests = request.digests
+        digest = digests[-1] if digests else self._root
+        for number in range(len(digests), full):
+            start, stop = number * block_tokens, (number + 1) * block_tokens
+            held = request.tokens(start, stop) if context is None else context[start:stop]
+            digest = next_digest(digest, held.tobytes())
+            digests.append(digest)
+
+    def _stop_running(self, request: Request) -> None:
+        if request.slot < 0:
+            return
+        if request in self._prefilling:
+            self._prefilling.remove(request)
+        else:
+            self._decoding.remove(request)
+            self._decode_slots = None
+        self.pool.release(request.blocks)
+        self._free_slots.append(request.slot)
+        request.blocks = []
+        request.slot = -1
+        request.computed = 0
+
+    def _end(self, request: Request) -> None:
+        if request.slot >= 0:
+            self._stop_running(request)
+        else:
+            self._waiting.remove(request)
+        del self._live[request.owner, request.id]
+
+
+def _arrival(request: Request) -> int:
+    return request.order

@@ -1,0 +1,243 @@
+"""``python -m eaas.gateway``: the HTTP process of a cluster."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import ctypes
+import errno
+import importlib.metadata
+import ipaddress
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import grpc
+import uvicorn
+
+from eaas.gateway.app import Gateway, create_app
+from eaas.gateway.config import GatewayConfig
+from eaas.gateway.http_guard import RequestIds
+from eaas.gateway.load_model import ModelUnusable, load_model
+from router.client import RouterClient, RouterUnavailable
+from router.view import View
+
+log = logging.getLogger("eaas.gateway")
+
+_PR_SET_PDEATHSIG = 1
+_STATUS_TIMEOUT_S = 0.5
+_FIRST_VIEW_TIMEOUT_S = 10.0
+
+
+class StartFailed(Exception):
+    """The gateway cannot start; the text says why and what to do."""
+
+
+class RouterViews:
+    """Views from the router, as an observer: the gateway holds no experts and needs no lease."""
+
+    def __init__(self, address: str) -> None:
+        self._client = RouterClient(address)
+
+    def start(self, on_view: Callable[[View], None]) -> None:
+        """Call ``on_view``, on a thread of the client, with each newer View."""
+        self._client.start(on_view=on_view)
+
+    def latest(self) -> tuple[View | None, bool]:
+        """The router's present View, or the last one seen; and whether it answered. Blocks shortly."""
+        try:
+            return self._client.status(timeout_s=_STATUS_TIMEOUT_S).view, True
+        except (RouterUnavailable, grpc.RpcError):
+            return self._client.view, False
+
+    def close(self) -> None:
+        """End the threads."""
+        self._client.close()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, which reports when it listens, and ends streams at once when it is told to stop."""
+
+    def __init__(
+        self, config: uvicorn.Config, *, on_started: Callable[[], None], on_stop: Callable[[], None]
+    ) -> None:
+        super().__init__(config)
+        self._on_started = on_started
+        self._on_stop = on_stop
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, then report."""
+        await super().startup(sockets=sockets)
+        if self.started:
+            self._on_started()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """SIGTERM and SIGINT stop the server; the process then ends with status 0, not by the signal."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+    def _stop(self) -> None:
+        log.info("stopping pid=%d", os.getpid())
+        self.should_exit = True
+        self._on_stop()
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options of this process."""
+    options = argparse.ArgumentParser(
+        prog="eaas gateway",
+        description="Serve the OpenAI API over HTTP for the attention workers that the router knows.",
+        epilog="Example: eaas gateway --router 127.0.0.1:7000 --model ./checkpoint --port 8000. "
+        "Exit codes: 0 stopped, 1 it could not start (the reason is printed), 2 wrong options.",
+    )
+    options.add_argument("--router", required=True, metavar="HOST:PORT", help="Address of the router.")
+    options.add_argument(
+        "--model", required=True, type=Path, help="Checkpoint folder: tokenizer and configuration."
+    )
+    options.add_argument(
+        "--served-model-name", default="", help="Name that clients use; default: the folder's name."
+    )
+    options.add_argument("--host", default="127.0.0.1", help="Address to listen on; loopback only.")
+    options.add_argument("--port", type=int, default=8000, help="TCP port; 0 takes a free one.")
+    options.add_argument(
+        "--deadline-s", type=float, default=30.0, help="Longest wait for an attention worker."
+    )
+    options.add_argument(
+        "--max-requests", type=int, default=1024, help="Requests in progress; more are refused."
+    )
+    options.add_argument("--max-body-bytes", type=int, default=4 << 20, help="Largest request body.")
+    options.add_argument(
+        "--stall-s", type=float, default=60.0, help="End a client that reads nothing for so long."
+    )
+    options.add_argument("--router-pid", type=int, default=0, help="Process of the router, shown by /status.")
+    options.add_argument(
+        "--ready-fd", type=int, default=-1, help="Descriptor that gets one JSON line when ready."
+    )
+    options.add_argument("--die-with-parent", action="store_true", help="Stop when the parent process ends.")
+    options.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    return options
+
+
+def listen(host: str, port: int, stall_s: float) -> socket.socket:
+    """A listening socket on a loopback address.
+
+    Raises:
+        StartFailed: not loopback, not an address, or the port is taken.
+    """
+    name = "127.0.0.1" if host == "localhost" else host
+    try:
+        address = ipaddress.ip_address(name)
+    except ValueError:
+        raise StartFailed(f"--host {host} is no IP address; use 127.0.0.1 or ::1.") from None
+    if not address.is_loopback:
+        raise StartFailed(
+            f"--host {host} can be reached from outside, and this gateway has neither TLS nor keys. Listen "
+            "on 127.0.0.1 and put a proxy with TLS in front."
+        )
+    family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Inherited by every connection: the kernel ends one whose client takes no bytes for so long.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(stall_s * 1000))
+        listener.bind((str(address), port))
+        listener.listen(1024)
+    except (OSError, OverflowError) as error:
+        listener.close()
+        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+            raise StartFailed(
+                f"Port {port} on {host} is in use by another process. Stop that process, or choose another "
+                "port with --port (0 takes a free one)."
+            ) from None
+        raise StartFailed(
+            f"Port {port} on {host} cannot be opened: {error}. Choose another with --port."
+        ) from None
+    listener.setblocking(False)
+    return listener
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the gateway until SIGTERM or SIGINT. Returns the exit code."""
+    options = parser().parse_args(arguments)
+    logging.basicConfig(
+        level=options.log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s %(message)s",
+        stream=sys.stderr,
+    )
+    if options.die_with_parent:
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    try:
+        listener = listen(options.host, options.port, options.stall_s)
+        with contextlib.closing(listener):
+            return _serve(options, listener)
+    except (StartFailed, ModelUnusable, ValueError) as error:
+        log.error("start_failed error=%s", error)
+        _report(options.ready_fd, {"error": str(error)})
+        return 1
+
+
+def _serve(options: argparse.Namespace, listener: socket.socket) -> int:
+    name = options.served_model_name or options.model.resolve().name
+    config = GatewayConfig(
+        model_name=name,
+        deadline_s=options.deadline_s,
+        max_requests=options.max_requests,
+        body_limit_bytes=options.max_body_bytes,
+    )
+    gateway = Gateway(
+        config=config,
+        model=load_model(options.model, name),
+        views=RouterViews(options.router),
+        version=_version(),
+        router={"pid": options.router_pid or None, "address": options.router},
+    )
+    host, port = listener.getsockname()[:2]
+    gateway.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    def started() -> None:
+        log.info("ready address=%s model=%s pid=%d", gateway.address, name, os.getpid())
+        _report(options.ready_fd, {"name": "gateway/0", "address": gateway.address, "pid": os.getpid()})
+
+    settings = uvicorn.Config(
+        RequestIds(create_app(gateway)),
+        http="httptools",
+        loop="uvloop",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=1,
+    )
+    _Server(settings, on_started=started, on_stop=gateway.stop).run(sockets=[listener])
+    return 0
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("eaas")
+    except importlib.metadata.PackageNotFoundError:
+        return "0+source"
+
+
+def _report(descriptor: int, line: dict[str, object]) -> None:
+    if descriptor >= 0:
+        with contextlib.suppress(BrokenPipeError), os.fdopen(descriptor, "w") as pipe:
+            pipe.write(json.dumps(line) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""Every error that a client can see, in OpenAI's shape: ``{"error": {message, type, param, code}}``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+INVALID_REQUEST = "invalid_request_error"
+OVERLOADED = "overloaded_error"
+SERVER_ERROR = "server_error"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErrorReply:
+    """What one failure looks like to the client.
+
+    Attributes:
+        status: HTTP status; inside a stream only the body is sent, since the status has gone out already.
+        kind: OpenAI's ``type``.
+        code: Machine-readable reason, or None.
+        param: Name of the request field at fault, or None.
+        retry_after_s: Seconds for the Retry-After header; None sends no header.
+    """
+
+    status: int
+    message: str
+    kind: str = INVALID_REQUEST
+    code: str | None = None
+    param: str | None = None
+    retry_after_s: int | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def body(self) -> bytes:
+        """The JSON object, ready for a response body or a stream event."""
+        return msgspec.json.encode(
+            {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+        )
+
+    def all_headers(self) -> dict[str, str]:
+        """Headers of the response, Retry-After included."""
+        headers = dict(self.headers)
+        if self.retry_after_s is not None:
+            headers["retry-after"] = str(self.retry_after_s)
+        return headers
+
+
+class ApiError(Exception):
+    """Raised anywhere in the gateway to answer a request with ``reply``."""
+
+    def __init__(self, reply: ErrorReply) -> None:
+        super().__init__(reply.message)
+        self.reply = reply
+
+
+def invalid(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:
+    """A 400: the request cannot be served as it stands, and sending it again will not help."""
+    return ApiError(ErrorReply(status=400, message=message, param=param, code=code))
+
+
+def context_too_long(*, limit: int, prompt: int, wanted: int | None, param: str) -> ApiError:
+    """A 400 for a prompt, or a prompt and its completion, over the context.
+
+    Args:
+        limit: Tokens that fit in the context.
+        prompt: Tokens in the prompt.
+        wanted: Tokens asked for the completion; None when the prompt alone is too long.
+        param: The field to change.
+    """
+    if wanted is None:
+        found = f"the prompt has {prompt} tokens, which leaves no room for a completion"
+        needed = f"Shorten the prompt to at most {limit - 1} tokens."
+    else:
+        found = (
+            f"{prompt + wanted} tokens were requested ({prompt} in the prompt, {wanted} for the completion)"
+        )
+        needed = f"Shorten the prompt or ask for at most {max(limit - prompt, 1)} tokens."
+    message = f"This model's maximum context length is {limit} tokens, but {found}. {needed}"
+    return invalid(message, param=param, code="context_length_exceeded")
+
+
+def unknown_model(name: str, served: str) -> ApiError:
+    """A 404 for a model name that this gateway does not serve."""
+    message = f"The model `{name}` does not exist here. This server has `{served}`."
+    return ApiError(ErrorReply(status=404, message=message, param="model", code="model_not_found"))
+
+
+def unavailable(message: str, *, code: str = "service_unavailable", retry_after_s: int = 1) -> ApiError:
+    """A 503 that the client may send again."""
+    reply = ErrorReply(status=503, message=message, kind=OVERLOADED, code=code, retry_after_s=retry_after_s)
+    return ApiError(reply)
+
+
+def too_many(running: int) -> ApiError:
+    """A 429: admission is bounded, and the bound is reached."""
+    message = f"{running} requests are in progress, the most that this server takes. Try again shortly."
+    code = "too_many_requests"
+    return ApiError(ErrorReply(status=429, message=message, kind=OVERLOADED, code=code, retry_after_s=1))
+
+
+def internal(message: str, *, code: str = "internal_error") -> ApiError:
+    """A 500: a fault of the server that a retry may not cure."""
+    return ApiError(ErrorReply(status=500, message=message, kind=SERVER_ERROR, code=code))
+
+
+def from_validation(problems: Sequence[Mapping[str, Any]]) -> ApiError:
+    """The first of pydantic's findings as a 400 that names the field.
+
+    Args:
+        problems: ``ValidationError.errors()``: mappings with ``type``, ``loc`` and ``msg``.
+    """
+    if not problems:
+        return invalid("The request body is not valid.")
+    first = problems[0]
+    if first.get("type") == "json_invalid":
+        reason = str(first.get("msg", "")).removeprefix("Invalid JSON: ")
+        return invalid(
+            f"The request body is not valid JSON: {reason}. Send one JSON object.", code="invalid_json"
+        )
+    # Unions add the name of each arm to the path: keep what the client wrote, field names and positions.
+    path = [part for part in first.get("loc", ()) if isinstance(part, int) or part.isidentifier()]
+    path = path[:1] + [part for part in path[1:] if isinstance(part, int) or part not in _UNION_ARMS]
+    where = ".".join(str(part) for part in path)
+    reason = str(first.get("msg", "not valid")).removeprefix("Value error, ")
+    if not where:
+        return invalid(f"The request body is not valid: {reason}.")
+    code = "missing_required_parameter" if first.get("type") == "missing" else "invalid_value"
+    return invalid(f"Invalid value for '{where}': {reason}.", param=where, code=code)
+
+
+_UNION_ARMS = frozenset({"str", "int", "float", "bool", "list"})

@@ -1,0 +1,39 @@
+"""Read from a checkpoint folder what the gateway needs: tokenizer, limits, fingerprint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from eaas.gateway.served_model import ServedModel
+from eaas.model.chat import TemplateRefused
+from eaas.model.loader import load_spec
+from eaas.model.tokenizer import Tokenizer, TokenizerInvalid
+from experts.checkpoint import Checkpoint, CheckpointInvalid
+from experts.model import ConfigInvalid
+
+
+class ModelUnusable(ValueError):
+    """The checkpoint folder cannot be served; the text says why."""
+
+
+def load_model(folder: Path, name: str) -> ServedModel:
+    """The model in a checkpoint folder under its served name.
+
+    Raises:
+        ModelUnusable: a file is missing or makes no sense.
+    """
+    try:
+        checkpoint = Checkpoint.open(folder)
+        spec = load_spec(checkpoint)
+        tokenizer = Tokenizer.load(folder)
+        fingerprint = checkpoint.fingerprint
+    except (CheckpointInvalid, ConfigInvalid, TokenizerInvalid, TemplateRefused) as error:
+        raise ModelUnusable(str(error)) from error
+    return ServedModel(
+        name=name,
+        tokenizer=tokenizer,
+        max_model_len=spec.max_model_len,
+        vocab=spec.vocab,
+        fingerprint=fingerprint,
+        created=int((folder / "config.json").stat().st_mtime),
+    )

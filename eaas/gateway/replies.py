@@ -1,0 +1,241 @@
+"""From an admitted request to its response: submit, wait, answer whole or as a stream.
+
+The status line waits for the first visible text, so that a request which cannot be served fails with a status
+that clients know how to retry; a failure after that is an error event, and the stream ends without [DONE].
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from eaas.engine.worker_protocol import SamplingParams
+from eaas.gateway.errors import ApiError, ErrorReply
+from eaas.gateway.generation import Choice, Generation
+from eaas.gateway.http_guard import CLIENT_GONE
+from eaas.gateway.metrics import GatewayMetrics
+from eaas.gateway.openai_format import DONE, Events, Format, ResponseHead, error_event
+from eaas.gateway.served_model import ServedModel
+from eaas.gateway.stops import StopAutomaton, StopMatcher
+from eaas.gateway.worker_pool import Sequence as PoolSequence
+from eaas.gateway.worker_pool import WorkerPool
+
+_CLASS_HEADER = "x-eaas-numerics-class"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """A validated request.
+
+    Attributes:
+        prompts: Token ids of each prompt; every one gets ``choices`` choices.
+        params: What all choices share; max_tokens is set for each prompt in ``limits``.
+        limits: Tokens that each prompt's choices may generate.
+        stops: Stop strings.
+    """
+
+    format: Format
+    prompts: Sequence[list[int]]
+    limits: Sequence[int]
+    choices: int
+    params: SamplingParams
+    stops: Sequence[str]
+    stream: bool
+    include_usage: bool
+
+
+class Exchange:
+    """One request in progress: its choices, and what its client has been told. ``close`` must follow."""
+
+    def __init__(
+        self,
+        *,
+        work: Work,
+        model: ServedModel,
+        pool: WorkerPool,
+        metrics: GatewayMetrics,
+        on_close: Callable[[], None],
+    ) -> None:
+        self._work = work
+        self._model = model
+        self._pool = pool
+        self._metrics = metrics
+        self._on_close = on_close
+        self._loop = asyncio.get_running_loop()
+        self._created = int(time.time())
+        self._id = work.format.prefix + uuid.uuid4().hex
+        self._changed = asyncio.Event()
+        self._listener: asyncio.Task[None] | None = None
+        self._closed = False
+        self.generation = Generation(streamed=work.stream)
+        self.generation.on_change = self._changed.set
+        self._sequences = self._make_sequences()
+        self.prompt_tokens = sum(len(prompt) for prompt in work.prompts)
+
+    def _make_sequences(self) -> list[PoolSequence]:
+        work, model = self._work, self._model
+        automaton = StopAutomaton(work.stops) if work.stops else None
+        names = model.tokenizer if work.params.logprobs >= 0 else None
+        sequences: list[PoolSequence] = []
+        for number, prompt in enumerate(work.prompts):
+            for draw in range(work.choices):
+                index = number * work.choices + draw
+                choice = Choice(
+                    generation=self.generation,
+                    index=index,
+                    detokenizer=model.tokenizer.detokenizer(),
+                    matcher=StopMatcher(automaton) if automaton is not None else None,
+                    min_tokens=work.params.min_tokens,
+                    names=names,
+                )
+                limit = work.limits[number]
+                params = msgspec.structs.replace(work.params, choice=draw, max_tokens=limit)
+                sequences.append(
+                    PoolSequence(
+                        id=f"{self._id}-{index}",
+                        prompt=prompt,
+                        params=params,
+                        choice=choice,
+                        generation=self.generation,
+                    )
+                )
+        return sequences
+
+    async def answer(self, request: Request) -> Response:
+        """Submit the choices and wait for what the response begins with.
+
+        Raises:
+            ApiError: the request failed before anything was sent.
+        """
+        self._listener = self._loop.create_task(self._listen(request.receive))
+        self._metrics.prompt_tokens += self.prompt_tokens
+        for sequence in self._sequences:
+            self._pool.submit(sequence)
+        generation = self.generation
+        while not generation.ready:
+            await self.wait()
+        if generation.error is not None:
+            raise ApiError(generation.error)
+        headers = {_CLASS_HEADER: ",".join(generation.numerics_classes)}
+        if self._work.stream:
+            return EventStream(self, headers)
+        usage = generation.usage(self.prompt_tokens)
+        body = self._work.format.body(self.head(), generation.finished_choices(), usage)
+        return Response(body, media_type="application/json", headers=headers)
+
+    async def wait(self) -> None:
+        """Sleep until the generation has changed."""
+        await self._changed.wait()
+        self._changed.clear()
+
+    def head(self) -> ResponseHead:
+        """What all events share; its fingerprint changes when another numerics class has taken over."""
+        return ResponseHead(
+            id=self._id,
+            created=self._created,
+            model=self._model.name,
+            fingerprint=self._model.system_fingerprint(self.generation.numerics_classes),
+        )
+
+    def events(self) -> Events:
+        """Event templates under the present head."""
+        return self._work.format.events(self.head(), self._work.include_usage)
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether the stream ends with a usage chunk."""
+        return self._work.include_usage
+
+    def close(self) -> None:
+        """Cancel what still runs and let the next request in. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self.generation.on_change = None
+        self._pool.cancel(self._sequences)
+        if self._listener is not None:
+            self._listener.cancel()
+        self._on_close()
+
+    async def _listen(self, receive: Receive) -> None:
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                break
+        if not self._closed:
+            # At once, not when the response next wakes: the worker frees the blocks within one step.
+            self._metrics.disconnects += 1
+            self._pool.cancel(self._sequences)
+            self.generation.fail(CLIENT_GONE)
+
+
+class EventStream(Response):
+    """Server-sent events of one exchange, each piece sent as soon as the client's connection takes it.
+
+    ``on_end`` is told the status: 200, that of the error event, or 499 when the client went away.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, exchange: Exchange, headers: dict[str, str]) -> None:
+        self._exchange = exchange
+        self.on_end: Callable[[int], None] | None = None
+        self.status_code = 200
+        self.background = None
+        self.body = b""
+        self.init_headers({**headers, "cache-control": "no-cache", "x-accel-buffering": "no"})
+        self.raw_headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI: send the stream to its end."""
+        exchange = self._exchange
+        status = 500
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            error = await self._send_events(send)
+            status = 200 if error is None else error.status
+        finally:
+            exchange.close()
+            if self.on_end is not None:
+                self.on_end(status)
+
+    async def _send_events(self, send: Send) -> ErrorReply | None:
+        exchange = self._exchange
+        generation = exchange.generation
+        classes = generation.numerics_classes
+        events = exchange.events()
+        chunks = [events.first(index) for index in range(len(generation.choices))]
+        while True:
+            if generation.numerics_classes is not classes:
+                classes = generation.numerics_classes
+                events = exchange.events()
+            for index, text, logprobs, offset, finish in generation.take():
+                if text or logprobs:
+                    chunks.append(events.text(index, text, logprobs, offset))
+                if finish is not None:
+                    chunks.append(events.finish(index, finish))
+            error = generation.error
+            ended = generation.ended
+            if error is CLIENT_GONE:
+                return error
+            if error is not None:
+                chunks.append(error_event(error.body()))
+            elif ended:
+                if exchange.include_usage:
+                    chunks.append(events.usage(generation.usage(exchange.prompt_tokens)))
+                chunks.append(DONE)
+            if chunks or ended:
+                await send({"type": "http.response.body", "body": b"".join(chunks), "more_body": not ended})
+                chunks = []
+            if ended:
+                return error
+            if not generation.ready:
+                await exchange.wait()

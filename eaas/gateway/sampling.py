@@ -1,0 +1,78 @@
+"""From an API request to the engine's sampling parameters: OpenAI's defaults, token limits, and the seed."""
+
+from __future__ import annotations
+
+import secrets
+
+from eaas.engine.worker_protocol import SamplingParams
+from eaas.gateway.errors import context_too_long, invalid
+from eaas.gateway.schema import ChatRequest, CompletionRequest
+
+_SEEDS = 1 << 64
+
+
+def token_limit(wanted: ChatRequest | CompletionRequest, prompt: int, context: int) -> int:
+    """Tokens that a choice may generate.
+
+    Args:
+        prompt: Tokens in the prompt.
+        context: Tokens that fit in the context.
+
+    Raises:
+        ApiError: the prompt, or the prompt with the wanted completion, is over the context.
+    """
+    room = context - prompt
+    if room < 1:
+        raise context_too_long(limit=context, prompt=prompt, wanted=None, param=wanted.prompt_field)
+    limit = wanted.token_limit
+    if limit is None:
+        limit = room
+    elif limit > room:
+        given = getattr(wanted, wanted.token_limit_field) is not None
+        if given:
+            raise context_too_long(limit=context, prompt=prompt, wanted=limit, param=wanted.token_limit_field)
+        limit = room
+    return limit
+
+
+def sampling_params(wanted: ChatRequest | CompletionRequest, limit: int, vocab: int) -> SamplingParams:
+    """The engine's parameters, with a seed drawn here when the client gave none, so that a replay repeats the
+    draw.
+
+    Args:
+        limit: Tokens that a choice may generate.
+        vocab: Token ids are below it.
+
+    Raises:
+        ApiError: parameters that cannot hold together.
+    """
+    least = wanted.min_tokens or 0
+    if least > limit:
+        message = f"min_tokens is {least}, over the limit of {limit} tokens. Lower it or raise max_tokens."
+        raise invalid(message, param="min_tokens", code="invalid_value")
+    stop_ids = tuple(wanted.stop_token_ids or ())
+    wrong = next((token for token in stop_ids if token >= vocab), None)
+    if wrong is not None:
+        message = f"Token {wrong} is outside the vocabulary; token ids are 0 to {vocab - 1}."
+        raise invalid(message, param="stop_token_ids", code="invalid_value")
+    seed = secrets.randbits(63) if wanted.seed is None else wanted.seed % _SEEDS
+    return SamplingParams(
+        max_tokens=limit,
+        min_tokens=least,
+        temperature=_or(wanted.temperature, 1.0),
+        top_p=_or(wanted.top_p, 1.0),
+        # -1 and 0 both say "no limit".
+        top_k=max(0, wanted.top_k or 0),
+        min_p=_or(wanted.min_p, 0.0),
+        seed=seed,
+        presence_penalty=_or(wanted.presence_penalty, 0.0),
+        frequency_penalty=_or(wanted.frequency_penalty, 0.0),
+        repetition_penalty=_or(wanted.repetition_penalty, 1.0),
+        logprobs=wanted.top_count,
+        ignore_eos=bool(wanted.ignore_eos),
+        stop_token_ids=stop_ids,
+    )
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value

@@ -1,0 +1,65 @@
+"""GET /status: the cluster as one JSON object, for people and for ``eaas status``. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from router.view import EXPERT, Member, View
+
+
+def replicas_min(view: View) -> int:
+    """Servers that hold the expert which has the fewest; 0 when some expert is held by none."""
+    experts = range(view.experts)
+    return min((len(view.replicas(layer, e)) for layer in range(view.layers) for e in experts), default=0)
+
+
+def _member(member: Member) -> dict[str, Any]:
+    return {
+        "name": member.name,
+        "pool": member.pool,
+        "pid": member.pid,
+        "state": member.state,
+        "incarnation": member.incarnation,
+        "address": member.address,
+        # (layer, expert) pairs that may be asked of an expert server; other pools hold none.
+        "experts": member.serving_count if member.pool == EXPERT else None,
+        "numerics_class": member.numerics_class,
+        "load": dict(member.load),
+    }
+
+
+def cluster_status(
+    *, model: str, view: View | None, gateway: Mapping[str, Any], router: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The whole answer.
+
+    Args:
+        view: Newest View, or None before the first.
+        gateway: The gateway's own figures; with "pid" and "address".
+        router: "pid" (None if unknown), "address" and "state" of the router.
+    """
+    own = {"incarnation": None, "experts": None, "load": {}}
+    members: list[dict[str, Any]] = [
+        {"name": "router/0", "pool": "router", **own, **router},
+        {
+            "name": "gateway/0",
+            "pool": "gateway",
+            "state": "serving" if gateway["ready"] else "waiting",
+            **own,
+            "pid": gateway["pid"],
+            "address": gateway["address"],
+            "load": {"running": gateway["running"], "waiting": gateway["waiting"]},
+        },
+    ]
+    if view is not None:
+        members.extend(_member(member) for member in view.members)
+    return {
+        "model": model,
+        "epoch": view.epoch if view is not None else None,
+        "term": view.term if view is not None else None,
+        "replicas_wanted": view.replicas_wanted if view is not None else None,
+        "replicas_min": replicas_min(view) if view is not None else 0,
+        "gateway": dict(gateway),
+        "members": members,
+    }

@@ -1,0 +1,147 @@
+"""The native library of this package, bound by ctypes: decoder, experts in this process, sampler."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, c_float, c_int32, c_uint32, c_uint64, c_void_p
+from functools import cache
+from pathlib import Path
+
+from experts import native as experts_native
+from experts.native import NativeMissing
+
+LIBRARY = Path(__file__).resolve().parent / "_eaas.so"
+
+# Codes of eaas/native/decoder.h and sampler.h.
+DECODER_E_ROWS = -101
+DECODER_E_TOKEN = -102
+DECODER_E_POSITION = -103
+DECODER_E_SEQUENCE = -104
+DECODER_E_BLOCK = -105
+DECODER_E_LOGITS_ROW = -106
+DECODER_E_SHAPE = -107
+DECODER_E_MEMORY = -108
+DECODER_E_WEIGHT = -109
+SAMPLER_E_NOT_FINITE = -1
+SAMPLER_E_TOKEN = -2
+SAMPLER_E_NOTHING_LEFT = -3
+
+QK_NORMS = ("none", "head", "full")
+# Order of enum DecoderRole.
+ROLES = (
+    "embed",
+    "head",
+    "final_norm",
+    "input_norm",
+    "q",
+    "k",
+    "v",
+    "o",
+    "q_bias",
+    "k_bias",
+    "v_bias",
+    "o_bias",
+    "q_norm",
+    "k_norm",
+    "post_norm",
+    "gate",
+    "gate_bias",
+    "shared_gate_up",
+    "shared_down_proj",
+    "shared_gate",
+    "dense_gate_up",
+    "dense_down_proj",
+)
+
+
+class DecoderShape(ctypes.Structure):
+    """struct DecoderShape of decoder.h."""
+
+    _fields_ = [
+        *[
+            (name, c_uint32)
+            for name in [
+                "hidden",
+                "layers",
+                "q_heads",
+                "kv_heads",
+                "head_dim",
+                "vocab",
+                "experts",
+                "top_k",
+                "dense_intermediate",
+                "shared_intermediate",
+                "shared_gate",
+                "qk_norm",
+                "gate_sigmoid",
+                "gate_normalise",
+                "groups",
+                "groups_kept",
+                "kv_blocks",
+                "block_tokens",
+                "max_rows",
+                "max_positions",
+            ]
+        ],
+        ("dtype", c_int32),
+        *[(name, c_float) for name in ("eps", "clip_qkv", "gate_scale")],
+    ]
+
+
+class DecoderPlan(ctypes.Structure):
+    """struct DecoderPlan of decoder.h."""
+
+    _fields_ = [
+        *[
+            (name, c_void_p)
+            for name in ("tokens", "positions", "sequences", "tables", "logits_rows", "logits")
+        ],
+        ("deadline_ns", c_uint64),
+        *[(name, c_uint32) for name in ("rows", "tables_rows", "table_blocks", "logits_count")],
+    ]
+
+
+@cache
+def load() -> ctypes.CDLL:
+    """Load _eaas.so once and declare its functions.
+
+    Raises:
+        NativeMissing: it has not been built, or does not load.
+    """
+    experts_native.load()
+    if not LIBRARY.exists():
+        raise NativeMissing(f"{LIBRARY} is missing. Run `make setup`, or `python -m p2p.build`.")
+    try:
+        library = ctypes.CDLL(str(LIBRARY))
+    except OSError as error:
+        raise NativeMissing(f"{LIBRARY} does not load: {error}. Run `python -m p2p.build`.") from error
+    _declare(library)
+    return library
+
+
+def address_of(library: ctypes.CDLL, name: str) -> int:
+    """Address of an exported function, for native code that calls it through a pointer."""
+    address = ctypes.cast(getattr(library, name), c_void_p).value
+    if address is None:
+        raise NativeMissing(f"{library._name} has no function {name}. Run `python -m p2p.build`.")
+    return address
+
+
+def _declare(library: ctypes.CDLL) -> None:
+    def declare(name: str, result: type | None, *arguments: object) -> None:
+        function = getattr(library, name)
+        function.restype = result
+        function.argtypes = arguments
+
+    word, pointer, code = c_uint32, c_void_p, c_int32
+    declare(
+        "decoder_new", pointer, POINTER(DecoderShape), *[pointer] * 4, word, *[pointer] * 3, POINTER(c_int32)
+    )
+    declare("decoder_free", None, pointer)
+    declare("decoder_set", code, pointer, word, code, pointer, pointer, code, c_uint64)
+    declare("decoder_step", code, pointer, POINTER(DecoderPlan), POINTER(c_uint32))
+    declare("local_experts_new", pointer, *[word] * 5, code, word, word)
+    declare("local_experts_free", None, pointer)
+    declare("local_experts_set", code, pointer, word, word, *[pointer] * 3, code)
+    declare("sampler_sample", code, pointer, word, word, *[pointer] * 5, word, POINTER(c_uint32))
+    declare("sampler_philox", None, *[pointer] * 3)

@@ -1,0 +1,112 @@
+// The decoder: one step over the rows of many sequences, from token ids to logits, in native code. Plain C
+// ABI.
+//
+// A step is SPMD over the lanes of one LanePool. Bits: a row's logits depend only on its own sequence's
+// tokens up to it, the weights and the numerics class; not on batch, chunk, paging or lanes. A step that
+// failed may be run again: it writes the same keys and values.
+#pragma once
+#include <cstdint>
+
+#include "experts/native/kernels.h"
+#include "p2p/native/api.h"
+#include "p2p/native/lanes.h"
+
+enum {
+    DECODER_OK = 0,
+    // Negative codes above -100 are the expert backend's own.
+    DECODER_E_ROWS = -101,  // rows, logits rows or table size outside the limits given at construction
+    DECODER_E_TOKEN = -102,
+    DECODER_E_POSITION = -103,
+    DECODER_E_SEQUENCE = -104,
+    DECODER_E_BLOCK = -105,
+    DECODER_E_LOGITS_ROW = -106,
+    DECODER_E_SHAPE = -107,
+    DECODER_E_MEMORY = -108,
+    DECODER_E_WEIGHT = -109,
+};
+
+enum { DECODER_NORM_NONE = 0, DECODER_NORM_HEAD = 1, DECODER_NORM_FULL = 2 };
+
+struct DecoderShape {
+    uint32_t hidden, layers, q_heads, kv_heads, head_dim, vocab;
+    uint32_t experts, top_k;
+    uint32_t dense_intermediate;   // 0: no dense layer
+    uint32_t shared_intermediate;  // 0: no shared experts
+    uint32_t shared_gate;          // the shared experts' output is scaled by a sigmoid of the row
+    uint32_t qk_norm;
+    uint32_t gate_sigmoid, gate_normalise, groups, groups_kept;
+    uint32_t kv_blocks, block_tokens, max_rows, max_positions;
+    int32_t dtype;                    // of matrix products, keys and values
+    float eps, clip_qkv, gate_scale;  // clip_qkv 0: none
+};
+
+// As expert_call of experts/native/client.h, whose client is the usual `state`.
+typedef int32_t (*ExpertCall)(void* state, LanePool* pool, uint32_t lane, uint32_t layer, const void* rows,
+                              uint32_t n, const uint16_t* expert_ids, const float* weights, float* out,
+                              uint64_t deadline_ns, void (*while_away)(void*, uint32_t), void* arg);
+
+struct Decoder;
+
+enum DecoderRole {
+    ROLE_EMBED,  // kept as given: the caller keeps it mapped while the decoder lives
+    ROLE_HEAD,
+    ROLE_FINAL_NORM,
+    ROLE_INPUT_NORM,
+    ROLE_Q,
+    ROLE_K,
+    ROLE_V,
+    ROLE_O,
+    ROLE_Q_BIAS,
+    ROLE_K_BIAS,
+    ROLE_V_BIAS,
+    ROLE_O_BIAS,
+    ROLE_Q_NORM,
+    ROLE_K_NORM,
+    ROLE_POST_NORM,
+    ROLE_GATE,
+    ROLE_GATE_CORRECTION,
+    ROLE_SHARED_GATE_UP,  // gate projection in `data`, up projection in `second`
+    ROLE_SHARED_DOWN,
+    ROLE_SHARED_GATE,
+    ROLE_DENSE_GATE_UP,
+    ROLE_DENSE_DOWN,
+};
+
+// moe_layers: per layer its number among MoE layers, or -1: dense. windows: per layer the sliding window in
+// positions, or 0. cosines, sines: [max_positions][head_dim / 2]. cores: per lane, -1: unpinned.
+// Null, with *error: DECODER_E_SHAPE or DECODER_E_MEMORY.
+P2P_API Decoder* decoder_new(const DecoderShape* shape, const int32_t* moe_layers, const uint32_t* windows,
+                             const float* cosines, const float* sines, uint32_t lanes, const int32_t* cores,
+                             ExpertCall call, void* state, int32_t* error);
+P2P_API void decoder_free(Decoder* decoder);
+// Packs or converts one weight; elements of `data` (and of `second`) must be what the shape says.
+P2P_API int32_t decoder_set(Decoder* decoder, uint32_t layer, int32_t role, const void* data,
+                            const void* second, int32_t dtype, uint64_t elements);
+
+struct DecoderPlan {
+    const int32_t* tokens;       // [rows]
+    const int32_t* positions;    // [rows]
+    const int32_t* sequences;    // [rows], row of `tables`
+    const int32_t* tables;       // [tables_rows][table_blocks] block numbers
+    const int32_t* logits_rows;  // [logits_count]
+    float* logits;               // [logits_count][vocab]
+    uint64_t deadline_ns;        // CLOCK_MONOTONIC
+    uint32_t rows, tables_rows, table_blocks, logits_count;
+};
+
+// DECODER_OK, a code of the expert backend, or DECODER_E_* with *where the index in the offending array.
+P2P_API int32_t decoder_step(Decoder* decoder, const DecoderPlan* plan, uint32_t* where);
+
+// ---- experts in this process, with the bits of the expert servers. State of an ExpertCall.
+
+struct LocalExperts;
+P2P_API LocalExperts* local_experts_new(uint32_t layers, uint32_t experts, uint32_t hidden,
+                                        uint32_t intermediate, uint32_t top_k, int32_t dtype, uint32_t lanes,
+                                        uint32_t max_rows);
+P2P_API void local_experts_free(LocalExperts* local);
+P2P_API int32_t local_experts_set(LocalExperts* local, uint32_t layer, uint32_t expert, const void* gate,
+                                  const void* up, const void* down, int32_t dtype);
+P2P_API int32_t local_experts_call(void* state, LanePool* pool, uint32_t lane, uint32_t layer,
+                                   const void* rows, uint32_t n, const uint16_t* expert_ids,
+                                   const float* weights, float* out, uint64_t deadline_ns,
+                                   void (*while_away)(void*, uint32_t), void* arg);

@@ -1,0 +1,106 @@
+// The decoder's memory. Everything lives in one arena; scratch is reused by every layer and step.
+#pragma once
+#include <vector>
+
+#include "eaas/native/arena.h"
+#include "eaas/native/decoder.h"
+#include "eaas/native/ops.h"
+
+namespace eaas {
+
+// Below this many rows every lane computes the norms of all rows for itself: cheaper than a barrier.
+constexpr uint32_t kFewRows = 4;
+constexpr uint32_t kMaxLanes = 64;
+
+struct Packed {
+    uint8_t* data = nullptr;
+    uint32_t rows = 0, k = 0;
+    uint32_t tiles() const { return (rows + EXPERTS_TILE_ROWS - 1) / EXPERTS_TILE_ROWS; }
+};
+
+// gate and up interleaved, and down.
+struct Mlp {
+    uint8_t* gate_up = nullptr;
+    Packed down;
+    uint32_t intermediate = 0;
+    uint32_t gate_up_tiles() const {
+        return (intermediate + EXPERTS_GATE_UP_COLUMNS - 1) / EXPERTS_GATE_UP_COLUMNS;
+    }
+};
+
+struct Layer {
+    int32_t moe_layer = -1;
+    uint32_t window = 0;
+    Packed q, k, v, o, gate;
+    // Biases are null until set: most models have none.
+    float *q_bias, *k_bias, *v_bias, *o_bias, *correction;
+    bool has_q_bias, has_k_bias, has_v_bias, has_o_bias, has_correction;
+    float *input_norm, *post_norm, *q_norm, *k_norm, *shared_gate;
+    Mlp shared, dense;
+    uint8_t* cache = nullptr;
+};
+
+// Consecutive rows of one sequence whose queries share passes over the keys.
+struct RowGroup {
+    uint32_t row, rows;
+};
+
+struct LaneScratch {
+    float* row;       // hidden floats
+    uint8_t* normed;  // kFewRows x hidden of dtype
+    float* heads;     // kQueries x head_dim
+};
+
+}  // namespace eaas
+
+struct Decoder {
+    DecoderShape shape;
+    eaas::Arena arena;
+    const eaas::Ops* ops = nullptr;
+    LanePool* pool = nullptr;
+    uint32_t lanes = 1;
+    ExpertCall call = nullptr;
+    void* state = nullptr;
+
+    std::vector<eaas::Layer> layers;
+    eaas::Packed head;
+    float *final_norm, *cosines, *sines;
+    const uint8_t* embed = nullptr;
+    int32_t embed_dtype = 0;
+    uint64_t block_bytes = 0, head_bytes = 0;
+    float query_scale = 1.0f;
+    // Lanes own whole key-value heads: no barrier between projections and attention.
+    bool owns_heads = false;
+
+    // Scratch, [max_rows] rows each.
+    float* x;               // residual stream, hidden
+    float* normed_f32;      // hidden
+    uint8_t* normed;        // hidden, dtype
+    float* qkv;             // q, k, v side by side
+    uint8_t* attended;      // q_heads * head_dim, dtype
+    float* out;             // hidden: a product before it joins the residual stream
+    uint8_t* act;           // widest dense or shared intermediate, dtype
+    float* shared_out;      // hidden
+    float* shared_scale;    // 1
+    float* gate_logits;     // experts
+    uint16_t* expert_ids;   // top_k
+    float* expert_weights;  // top_k
+    std::vector<eaas::LaneScratch> lane_scratch;
+    std::vector<eaas::RowGroup> groups;
+
+    uint32_t element_bytes() const { return shape.dtype == EAAS_BF16 ? 2 : 4; }
+    uint32_t q_width() const { return shape.q_heads * shape.head_dim; }
+    uint32_t kv_width() const { return shape.kv_heads * shape.head_dim; }
+    uint32_t qkv_width() const { return q_width() + 2 * kv_width(); }
+};
+
+namespace eaas {
+// The step's body, run by every lane.
+struct Step {
+    Decoder& decoder;
+    const DecoderPlan& plan;
+    int32_t status;                  // of the expert calls; every lane sees the same, lane 0 writes it
+    const Layer* layers[kMaxLanes];  // where each lane is
+};
+void run_lane(void* step, uint32_t lane);
+}  // namespace eaas

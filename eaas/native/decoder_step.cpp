@@ -1,0 +1,330 @@
+// One decoder step, as every lane runs it. Reading order: run_lane at the end, then upwards.
+//
+// Lanes split matrix products by tiles of output columns and everything else by rows or heads; each element
+// is computed by one lane in one order, so the number of lanes changes no bit.
+#include <cstring>
+
+#include "eaas/native/decoder_state.h"
+
+namespace eaas {
+namespace {
+
+struct Lane {
+    Step& step;
+    Decoder& d;
+    const DecoderShape& s;
+    const DecoderPlan& plan;
+    uint32_t index;
+    LaneScratch& scratch;
+
+    void barrier() const {
+        if (d.lanes > 1) p2p_lanes_barrier(d.pool, index);
+    }
+    Span share(uint64_t count) const { return Span(count, index, d.lanes); }
+    uint64_t hidden_bytes() const { return static_cast<uint64_t>(s.hidden) * d.element_bytes(); }
+};
+
+Lane lane_of(Step& step, uint32_t index) {
+    return {step, step.decoder, step.decoder.shape, step.plan, index, step.decoder.lane_scratch[index]};
+}
+
+void embed(const Lane& lane) {
+    const Decoder& d = lane.d;
+    const uint64_t row_bytes = static_cast<uint64_t>(lane.s.hidden) * (d.embed_dtype == EAAS_BF16 ? 2 : 4);
+    const Span rows = lane.share(lane.plan.rows);
+    for (uint32_t row = rows.begin; row < rows.end; ++row) {
+        const uint64_t token = static_cast<uint64_t>(lane.plan.tokens[row]);
+        d.ops->to_float(d.embed_dtype, d.embed + token * row_bytes,
+                        d.x + static_cast<uint64_t>(row) * lane.s.hidden, lane.s.hidden);
+    }
+}
+
+// Norms of `count` rows of the residual stream, as products read them. `pick` names them; null: rows
+// 0..count-1.
+const uint8_t* normed(const Lane& lane, const float* weight, uint32_t count, const int32_t* pick) {
+    const Decoder& d = lane.d;
+    const bool few = count < kFewRows;
+    uint8_t* out = few ? lane.scratch.normed : d.normed;
+    const Span rows = few ? Span(count, 0, 1) : lane.share(count);
+    for (uint32_t row = rows.begin; row < rows.end; ++row) {
+        const uint64_t from = pick ? static_cast<uint64_t>(pick[row]) : row;
+        d.ops->rms_norm(d.x + from * lane.s.hidden, weight, lane.s.hidden, lane.s.eps, lane.scratch.row);
+        experts_to_dtype(lane.s.dtype, lane.scratch.row, out + row * lane.hidden_bytes(), lane.s.hidden);
+    }
+    if (!few) lane.barrier();
+    return out;
+}
+
+void product(const Lane& lane, const Packed& weight, const void* x, uint32_t rows, float* out,
+             uint64_t out_stride, uint32_t tile0, uint32_t tile1) {
+    if (tile0 < tile1)
+        experts_linear(lane.s.dtype, weight.data, weight.rows, weight.k, x, weight.k, rows, out, out_stride,
+                       tile0, tile1);
+}
+
+// This lane's columns of `weight` times x, plus the bias where there is one, added to the residual stream.
+void product_to_residual(const Lane& lane, const Packed& weight, const void* x, const float* bias) {
+    const Decoder& d = lane.d;
+    const Span tiles = lane.share(weight.tiles());
+    product(lane, weight, x, lane.plan.rows, d.out, lane.s.hidden, tiles.begin, tiles.end);
+    const uint32_t begin = tiles.begin * EXPERTS_TILE_ROWS;
+    const uint32_t end =
+        tiles.end * EXPERTS_TILE_ROWS < lane.s.hidden ? tiles.end * EXPERTS_TILE_ROWS : lane.s.hidden;
+    for (uint32_t row = 0; begin < end && row < lane.plan.rows; ++row) {
+        const uint64_t at = static_cast<uint64_t>(row) * lane.s.hidden + begin;
+        if (bias) d.ops->add_scaled(d.out + at, bias + begin, 1.0f, end - begin);
+        d.ops->add_scaled(d.x + at, d.out + at, 1.0f, end - begin);
+    }
+}
+
+// ---- attention
+
+// Columns of q, k and v: whole heads of this lane, or an even part of all tiles.
+void project(const Lane& lane, const Layer& layer, const uint8_t* x) {
+    const Decoder& d = lane.d;
+    const Packed* weights[3] = {&layer.q, &layer.k, &layer.v};
+    const uint64_t offsets[3] = {0, d.q_width(), static_cast<uint64_t>(d.q_width()) + d.kv_width()};
+    const uint32_t all = layer.q.tiles() + layer.k.tiles() + layer.v.tiles();
+    const Span part = lane.share(all);
+    uint32_t before = 0;
+    for (int i = 0; i < 3; ++i) {
+        const uint32_t tiles = weights[i]->tiles();
+        Span own = lane.share(tiles);
+        if (!d.owns_heads) {
+            own.begin = part.begin > before ? part.begin - before : 0;
+            own.end = part.end > before ? part.end - before : 0;
+            if (own.end > tiles) own.end = tiles;
+            before += tiles;
+        }
+        product(lane, *weights[i], x, lane.plan.rows, d.qkv + offsets[i], d.qkv_width(), own.begin, own.end);
+    }
+}
+
+void clip(float* x, uint32_t n, float bound) {
+    for (uint32_t i = 0; i < n; ++i) x[i] = x[i] < -bound ? -bound : x[i] > bound ? bound : x[i];
+}
+
+// Bias, norm, clip and rotation of one row's heads [head0, head1) of k and their heads of q; keys and values
+// stored.
+void prepare(const Lane& lane, const Layer& layer, uint32_t row, uint32_t head0, uint32_t head1) {
+    const Decoder& d = lane.d;
+    const DecoderShape& s = lane.s;
+    const uint32_t dim = s.head_dim, queries = s.q_heads / s.kv_heads, count = head1 - head0;
+    float* base = d.qkv + static_cast<uint64_t>(row) * d.qkv_width();
+    float* q = base + head0 * queries * dim;
+    float* k = base + d.q_width() + head0 * dim;
+    float* v = k + d.kv_width();
+    if (layer.has_q_bias)
+        d.ops->add_scaled(q, layer.q_bias + head0 * queries * dim, 1.0f, count * queries * dim);
+    if (layer.has_k_bias) d.ops->add_scaled(k, layer.k_bias + head0 * dim, 1.0f, count * dim);
+    if (layer.has_v_bias) d.ops->add_scaled(v, layer.v_bias + head0 * dim, 1.0f, count * dim);
+    if (s.qk_norm == DECODER_NORM_FULL) {
+        d.ops->rms_norm(q, layer.q_norm, d.q_width(), s.eps, q);
+        d.ops->rms_norm(k, layer.k_norm, d.kv_width(), s.eps, k);
+    } else if (s.qk_norm == DECODER_NORM_HEAD) {
+        for (uint32_t h = 0; h < count * queries; ++h)
+            d.ops->rms_norm(q + h * dim, layer.q_norm, dim, s.eps, q + h * dim);
+        for (uint32_t h = 0; h < count; ++h)
+            d.ops->rms_norm(k + h * dim, layer.k_norm, dim, s.eps, k + h * dim);
+    }
+    if (s.clip_qkv > 0.0f) {
+        clip(q, count * queries * dim, s.clip_qkv);
+        clip(k, count * dim, s.clip_qkv);
+        clip(v, count * dim, s.clip_qkv);
+    }
+    const uint32_t position = static_cast<uint32_t>(lane.plan.positions[row]);
+    const float* cosines = d.cosines + static_cast<uint64_t>(position) * (dim / 2);
+    const float* sines = d.sines + static_cast<uint64_t>(position) * (dim / 2);
+    for (uint32_t h = 0; h < count * queries; ++h) {
+        d.ops->rope(q + h * dim, cosines, sines, dim / 2);
+        for (uint32_t i = 0; i < dim; ++i) q[h * dim + i] *= d.query_scale;
+    }
+    const int32_t* table =
+        lane.plan.tables + static_cast<uint64_t>(lane.plan.sequences[row]) * lane.plan.table_blocks;
+    uint8_t* block = layer.cache + static_cast<uint64_t>(table[position / s.block_tokens]) * d.block_bytes +
+                     position % s.block_tokens / kSubtile * (subtile_elements(dim) * d.element_bytes());
+    for (uint32_t h = 0; h < count; ++h) {
+        d.ops->rope(k + h * dim, cosines, sines, dim / 2);
+        d.ops->store_kv(s.dtype, block + (head0 + h) * d.head_bytes, position % kSubtile, dim, k + h * dim,
+                        v + h * dim);
+    }
+}
+
+// Attention of one group of rows through one key-value head.
+void attend_group(const Lane& lane, const Layer& layer, const RowGroup& group, uint32_t kv_head) {
+    const Decoder& d = lane.d;
+    const DecoderShape& s = lane.s;
+    const uint32_t dim = s.head_dim, heads = s.q_heads / s.kv_heads;
+    Attend attend{};
+    attend.head_dim = dim;
+    attend.dtype = s.dtype;
+    attend.cache = layer.cache;
+    attend.table =
+        lane.plan.tables + static_cast<uint64_t>(lane.plan.sequences[group.row]) * lane.plan.table_blocks;
+    attend.block_tokens = s.block_tokens;
+    attend.block_bytes = d.block_bytes;
+    attend.head_bytes = kv_head * d.head_bytes;
+    uint8_t* out[kQueries];
+    const auto flush = [&] {
+        d.ops->attend(&attend);
+        for (uint32_t i = 0; i < attend.queries; ++i) experts_to_dtype(s.dtype, attend.out[i], out[i], dim);
+        attend.queries = 0;
+    };
+    for (uint32_t row = group.row; row < group.row + group.rows; ++row) {
+        const uint32_t last = static_cast<uint32_t>(lane.plan.positions[row]);
+        for (uint32_t head = kv_head * heads; head < (kv_head + 1) * heads; ++head) {
+            const uint32_t i = attend.queries++;
+            attend.query[i] = d.qkv + static_cast<uint64_t>(row) * d.qkv_width() + head * dim;
+            attend.out[i] = lane.scratch.heads + i * dim;
+            attend.last[i] = last;
+            attend.first[i] = layer.window && last >= layer.window ? last - layer.window + 1 : 0;
+            out[i] = d.attended + (static_cast<uint64_t>(row) * d.q_width() + head * dim) * d.element_bytes();
+            if (attend.queries == kQueries) flush();
+        }
+    }
+    if (attend.queries) flush();
+}
+
+// Where lanes do not own heads, (group, head) pairs are cut into parts of about equal cost.
+void attend_part(const Lane& lane, const Layer& layer) {
+    const Decoder& d = lane.d;
+    const auto cost = [&](const RowGroup& group) {
+        return group.rows *
+               (static_cast<uint64_t>(lane.plan.positions[group.row + group.rows - 1]) + kKeyTile);
+    };
+    uint64_t total = 0, before = 0;
+    for (const RowGroup& group : d.groups) total += cost(group) * lane.s.kv_heads;
+    for (const RowGroup& group : d.groups)
+        for (uint32_t head = 0; head < lane.s.kv_heads; ++head) {
+            if (before * d.lanes / total == lane.index) attend_group(lane, layer, group, head);
+            before += cost(group);
+        }
+}
+
+void attention(const Lane& lane, const Layer& layer) {
+    const Decoder& d = lane.d;
+    project(lane, layer, normed(lane, layer.input_norm, lane.plan.rows, nullptr));
+    if (d.owns_heads) {
+        const Span heads = lane.share(lane.s.kv_heads);
+        for (uint32_t row = 0; row < lane.plan.rows; ++row) prepare(lane, layer, row, heads.begin, heads.end);
+        for (const RowGroup& group : d.groups)
+            for (uint32_t head = heads.begin; head < heads.end; ++head)
+                attend_group(lane, layer, group, head);
+    } else {
+        lane.barrier();
+        const Span rows = lane.share(lane.plan.rows);
+        for (uint32_t row = rows.begin; row < rows.end; ++row) prepare(lane, layer, row, 0, lane.s.kv_heads);
+        lane.barrier();
+        attend_part(lane, layer);
+    }
+    lane.barrier();
+    product_to_residual(lane, layer.o, d.attended, layer.has_o_bias ? layer.o_bias : nullptr);
+    lane.barrier();
+}
+
+// ---- feed-forward: dense, or experts with shared ones beside them
+
+void dense(const Lane& lane, const Layer& layer) {
+    const Decoder& d = lane.d;
+    const Mlp& mlp = layer.dense;
+    const uint8_t* x = normed(lane, layer.post_norm, lane.plan.rows, nullptr);
+    const Span tiles = lane.share(mlp.gate_up_tiles());
+    experts_ffn_gate_up(lane.s.dtype, mlp.gate_up, lane.s.hidden, mlp.intermediate, x, lane.s.hidden,
+                        lane.plan.rows, d.act, mlp.intermediate, tiles.begin, tiles.end);
+    lane.barrier();
+    product_to_residual(lane, mlp.down, d.act, nullptr);
+    lane.barrier();
+}
+
+// Runs while the rows are away at the expert servers: the shared experts' output, apart from the residual
+// stream.
+void run_shared(void* arg, uint32_t index) {
+    Step& step = *static_cast<Step*>(arg);
+    const Lane lane = lane_of(step, index);
+    const Decoder& d = lane.d;
+    const Mlp& mlp = step.layers[index]->shared;
+    const Span up = lane.share(mlp.gate_up_tiles()), down = lane.share(mlp.down.tiles());
+    experts_ffn_gate_up(lane.s.dtype, mlp.gate_up, lane.s.hidden, mlp.intermediate, d.normed, lane.s.hidden,
+                        lane.plan.rows, d.act, mlp.intermediate, up.begin, up.end);
+    lane.barrier();
+    product(lane, mlp.down, d.act, lane.plan.rows, d.shared_out, lane.s.hidden, down.begin, down.end);
+}
+
+// Norms, gate scores and choices of this lane's rows.
+void choose_experts(const Lane& lane, const Layer& layer) {
+    const Decoder& d = lane.d;
+    const DecoderShape& s = lane.s;
+    const Span rows = lane.share(lane.plan.rows);
+    if (rows.begin == rows.end) return;
+    for (uint32_t row = rows.begin; row < rows.end; ++row) {
+        float* to = d.normed_f32 + static_cast<uint64_t>(row) * s.hidden;
+        d.ops->rms_norm(d.x + static_cast<uint64_t>(row) * s.hidden, layer.post_norm, s.hidden, s.eps, to);
+        experts_to_dtype(s.dtype, to, d.normed + row * lane.hidden_bytes(), s.hidden);
+        if (s.shared_gate) d.shared_scale[row] = d.ops->sigmoid(d.ops->dot(to, layer.shared_gate, s.hidden));
+    }
+    experts_linear(EAAS_F32, layer.gate.data, s.experts, s.hidden,
+                   d.normed_f32 + static_cast<uint64_t>(rows.begin) * s.hidden, s.hidden,
+                   rows.end - rows.begin, d.gate_logits + static_cast<uint64_t>(rows.begin) * s.experts,
+                   s.experts, 0, layer.gate.tiles());
+    GateRule rule{
+        s.experts, s.top_k,       s.gate_sigmoid, s.gate_normalise,
+        s.groups,  s.groups_kept, s.gate_scale,   layer.has_correction ? layer.correction : nullptr};
+    for (uint64_t row = rows.begin; row < rows.end; ++row)
+        d.ops->gate(&rule, d.gate_logits + row * s.experts, d.expert_ids + row * s.top_k,
+                    d.expert_weights + row * s.top_k);
+}
+
+int32_t experts(const Lane& lane, const Layer& layer) {
+    const Decoder& d = lane.d;
+    choose_experts(lane, layer);
+    const bool shared = lane.s.shared_intermediate > 0;
+    lane.step.layers[lane.index] = &layer;
+    lane.barrier();
+    const int32_t status = d.call(d.state, d.pool, lane.index, static_cast<uint32_t>(layer.moe_layer),
+                                  d.normed, lane.plan.rows, d.expert_ids, d.expert_weights, d.x,
+                                  lane.plan.deadline_ns, shared ? run_shared : nullptr, &lane.step);
+    if (status != DECODER_OK || !shared) return status;
+    const Span tiles = lane.share(layer.shared.down.tiles());
+    const uint32_t begin = tiles.begin * EXPERTS_TILE_ROWS;
+    const uint32_t end =
+        tiles.end * EXPERTS_TILE_ROWS < lane.s.hidden ? tiles.end * EXPERTS_TILE_ROWS : lane.s.hidden;
+    for (uint32_t row = 0; begin < end && row < lane.plan.rows; ++row) {
+        const uint64_t at = static_cast<uint64_t>(row) * lane.s.hidden + begin;
+        d.ops->add_scaled(d.x + at, d.shared_out + at, lane.s.shared_gate ? d.shared_scale[row] : 1.0f,
+                          end - begin);
+    }
+    lane.barrier();
+    return DECODER_OK;
+}
+
+void head(const Lane& lane) {
+    const Decoder& d = lane.d;
+    const DecoderPlan& plan = lane.plan;
+    if (!plan.logits_count) return;
+    const uint8_t* x = normed(lane, d.final_norm, plan.logits_count, plan.logits_rows);
+    const Span tiles = lane.share(d.head.tiles());
+    product(lane, d.head, x, plan.logits_count, plan.logits, lane.s.vocab, tiles.begin, tiles.end);
+}
+
+}  // namespace
+
+void run_lane(void* arg, uint32_t index) {
+    Step& step = *static_cast<Step*>(arg);
+    Decoder& d = step.decoder;
+    const Lane lane = lane_of(step, index);
+    embed(lane);
+    lane.barrier();
+    for (const Layer& layer : d.layers) {
+        attention(lane, layer);
+        if (layer.moe_layer < 0) {
+            dense(lane, layer);
+        } else if (const int32_t status = experts(lane, layer); status != DECODER_OK) {
+            // The same on every lane, so all of them leave here.
+            if (index == 0) step.status = status;
+            return;
+        }
+    }
+    head(lane);
+}
+
+}  // namespace eaas

@@ -1,0 +1,43 @@
+// From logits to tokens. Deterministic: a row's token depends on its logits and its SampleRow only. Plain C
+// ABI.
+//
+// Order, as vLLM has it: log-probabilities from the untouched logits; forbidden tokens; repetition, then
+// frequency and presence penalties; temperature; min-p; top-k; top-p; one draw.
+#pragma once
+#include <cstdint>
+
+#include "p2p/native/api.h"
+
+enum {
+    SAMPLER_OK = 0,
+    SAMPLER_E_NOT_FINITE = -1,  // a logit is NaN or infinite
+    SAMPLER_E_TOKEN = -2,       // a listed token is outside the vocabulary
+    SAMPLER_E_NOTHING_LEFT = -3,
+    SAMPLER_E_MEMORY = -4,
+};
+
+struct SampleRow {
+    const int32_t* prompt;     // for the repetition penalty
+    const int32_t* output;     // for all penalties
+    const int32_t* forbidden;  // never chosen
+    uint64_t seed;
+    uint64_t index;  // of the token in the output
+    uint32_t prompt_count, output_count, forbidden_count;
+    uint32_t choice;
+    float temperature;          // below 1e-5: the highest logit, lowest id on a tie
+    float top_p;                // 1: off
+    float min_p;                // 0: off
+    float repetition;           // 1: off
+    float presence, frequency;  // 0: off
+    int32_t top_k;              // 0: off; ties with the last are kept
+    int32_t top_count;  // likeliest tokens to report beside the chosen one; -1: no log-probability at all
+};
+
+// logits [rows][vocab]. tokens [rows]; logprobs [rows], written where top_count >= 0; top_ids and
+// top_logprobs [rows][top_stride], the first top_count of a row written. On an error *where is the row.
+P2P_API int32_t sampler_sample(const float* logits, uint32_t rows, uint32_t vocab, const SampleRow* plan,
+                               int32_t* tokens, float* logprobs, int32_t* top_ids, float* top_logprobs,
+                               uint32_t top_stride, uint32_t* where);
+
+// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
+P2P_API void sampler_philox(const uint32_t counter[4], const uint32_t key[2], uint32_t out[4]);

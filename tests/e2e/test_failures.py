@@ -1,0 +1,135 @@
+"""A failure behind the gateway changes nothing that a client can see."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from eaas.cluster.local import LocalCluster
+from eaas.cluster.status import fetch_status
+from tests.e2e.clients import Seen, stream_all
+
+CLIENTS, TOKENS = 16, 48
+PROMPTS = [f"{'word ' * (number % 7)}client {number} asks" for number in range(CLIENTS)]
+
+
+@pytest.fixture(scope="module")
+def calm(cluster: LocalCluster) -> list[Seen]:
+    """What every client sees when nothing fails."""
+    seen = stream_all(cluster.url, "tiny", PROMPTS, TOKENS)
+    assert_whole(seen)
+    return seen
+
+
+def assert_whole(seen: list[Seen]) -> None:
+    assert [one.error for one in seen] == [None] * len(seen)
+    assert [one.finish for one in seen] == [["length"]] * len(seen)
+    assert [len(one.texts) for one in seen] == [TOKENS] * len(seen)
+
+
+def wait_for(what: str, reached: Any, timeout_s: float) -> float:
+    """Seconds until `reached()` holds."""
+    started = time.monotonic()
+    while not reached():
+        assert time.monotonic() - started < timeout_s, f"{what} not reached within {timeout_s} s"
+        time.sleep(0.05)
+    return time.monotonic() - started
+
+
+def whole_pool(cluster: LocalCluster, servers: int = 4, replicas: int = 2) -> bool:
+    state = fetch_status(cluster.url)
+    serving = [m for m in state["members"] if m["name"].startswith("expert/") and m["state"] == "serving"]
+    return len(serving) == servers and state["replicas_min"] >= replicas
+
+
+def strike(cluster: LocalCluster, pool: str, number: signal.Signals, seed: int) -> tuple[list[Seen], str]:
+    """Stream all clients and hit a random member of `pool` at a random point of the progress."""
+    rng = random.Random(seed)
+    at = rng.randrange(CLIENTS, CLIENTS * TOKENS * 3 // 4)
+    names = sorted(name for name in cluster.pids() if name.startswith(f"{pool}/"))
+    victim = rng.choice(names)
+    pid = cluster.pids()[victim]
+
+    def on_token(count: int) -> None:
+        if count == at:
+            os.kill(pid, number)
+
+    return stream_all(cluster.url, "tiny", PROMPTS, TOKENS, on_token), victim
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_killing_an_expert_server_changes_nothing(cluster: LocalCluster, calm: list[Seen], seed: int) -> None:
+    wait_for("a whole pool", lambda: whole_pool(cluster), 10)
+    struck, victim = strike(cluster, "expert", signal.SIGKILL, seed)
+    assert_whole(struck)
+    assert [one.texts for one in struck] == [one.texts for one in calm], (
+        f"seed {seed}: {victim} killed, tokens changed"
+    )
+    wait_for("4 serving members with 2 replicas of every expert", lambda: whole_pool(cluster), 10)
+    assert victim not in {m["name"] for m in fetch_status(cluster.url)["members"] if m["state"] == "serving"}
+
+
+def test_a_frozen_expert_server_changes_nothing(cluster: LocalCluster, calm: list[Seen]) -> None:
+    wait_for("a whole pool", lambda: whole_pool(cluster), 10)
+    struck, victim = strike(cluster, "expert", signal.SIGSTOP, seed=7)
+    assert_whole(struck)
+    assert [one.texts for one in struck] == [one.texts for one in calm], f"{victim} frozen, tokens changed"
+    wait_for("4 serving members after the freeze", lambda: whole_pool(cluster), 15)
+
+
+def test_killing_the_attention_worker_changes_nothing(cluster: LocalCluster, calm: list[Seen]) -> None:
+    struck, victim = strike(cluster, "attention", signal.SIGKILL, seed=11)
+    assert_whole(struck)
+    assert [one.texts for one in struck] == [one.texts for one in calm], f"{victim} killed, tokens changed"
+
+
+def test_killing_the_router_changes_nothing(cluster: LocalCluster, calm: list[Seen]) -> None:
+    epoch = fetch_status(cluster.url)["epoch"]
+    struck, _ = strike(cluster, "router", signal.SIGKILL, seed=13)
+    assert_whole(struck)
+    assert [one.texts for one in struck] == [one.texts for one in calm], "router killed, tokens changed"
+    wait_for("the router's return", lambda: "router/0" in cluster.pids(), 10)
+    wait_for("a whole pool", lambda: whole_pool(cluster), 10)
+    assert fetch_status(cluster.url)["epoch"] >= epoch
+    # The new router repairs as the old one did.
+    struck, _ = strike(cluster, "expert", signal.SIGKILL, seed=17)
+    assert [one.texts for one in struck] == [one.texts for one in calm]
+    wait_for("4 serving members under the new router", lambda: whole_pool(cluster), 15)
+
+
+def test_a_client_that_goes_away_frees_everything(cluster: LocalCluster) -> None:
+    import openai
+
+    client = openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0, timeout=30)
+
+    def leave_early() -> None:
+        stream = client.completions.create(
+            model="tiny",
+            prompt="go on",
+            max_tokens=400,
+            temperature=0,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        next(iter(stream))
+        stream.close()
+
+    threads = [threading.Thread(target=leave_early) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    def idle() -> bool:
+        loads = [
+            m["load"] for m in fetch_status(cluster.url)["members"] if m["name"].startswith("attention/")
+        ]
+        return all(load.get("running") == 0 and load.get("waiting") == 0 for load in loads if load)
+
+    wait_for("no request left in the attention worker", idle, 5)

@@ -1,0 +1,70 @@
+"""A model without weights: what it says next is a hash of the tokens that it finds through the block tables.
+
+It keeps token ids where a real decoder keeps keys and values, so a wrong block, position or order changes the
+logits just as it would there.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+VOCAB = 97
+BLOCK_TOKENS = 4
+
+
+def logits_of(history: Sequence[int]) -> np.ndarray:
+    """float32 [VOCAB], a function of the tokens alone."""
+    key = zlib.crc32(np.asarray(history, dtype=np.int32).tobytes())
+    return np.random.Generator(np.random.Philox(key=key)).standard_normal(VOCAB, dtype=np.float32)
+
+
+def next_token(history: Sequence[int]) -> int:
+    """The greedy choice."""
+    return int(np.argmax(logits_of(history)))
+
+
+def expected_output(prompt: Sequence[int], max_tokens: int, stops: frozenset[int] = frozenset()) -> list[int]:
+    """What a request alone on a perfect machine emits."""
+    history, output = list(prompt), []
+    while len(output) < max_tokens:
+        token = next_token(history)
+        history.append(token)
+        output.append(token)
+        if token in stops:
+            break
+    return output
+
+
+class FakeDecoder:
+    """The decoder's interface. `before_step` may raise in place of a step."""
+
+    def __init__(self, kv_blocks: int, block_tokens: int = BLOCK_TOKENS) -> None:
+        self.block_tokens = block_tokens
+        self.kv = np.full((kv_blocks, block_tokens), -1, dtype=np.int32)
+        self.before_step: Callable[[], None] | None = None
+        self.rows_per_step: list[int] = []
+        self.logits: Callable[[Sequence[int]], np.ndarray] = logits_of
+
+    def step(self, plan: Any, deadline_s: float) -> np.ndarray:
+        """float32 [m, VOCAB]; as the real one writes what all rows keep before any row looks back."""
+        if self.before_step is not None:
+            self.before_step()
+        count = len(plan.token_ids)
+        if not len(plan.positions) == len(plan.seqs) == count > 0:
+            raise ValueError("the plan's rows disagree")
+        self.rows_per_step.append(count)
+        blocks = plan.block_tables[plan.seqs, plan.positions // self.block_tokens]
+        cells = blocks * self.block_tokens + plan.positions % self.block_tokens
+        if len(set(cells.tolist())) != count:
+            raise ValueError("two rows write the same place")
+        self.kv.reshape(-1)[cells] = plan.token_ids
+        out = np.empty((len(plan.logits_rows), VOCAB), dtype=np.float32)
+        for number, row in enumerate(plan.logits_rows):
+            length = int(plan.positions[row]) + 1
+            table = plan.block_tables[plan.seqs[row], : -(-length // self.block_tokens)]
+            out[number] = self.logits(self.kv[table].reshape(-1)[:length])
+        return out

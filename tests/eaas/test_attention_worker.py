@@ -1,0 +1,256 @@
+"""The attention worker's loop over real sockets, with a model without weights."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from eaas.engine import worker as worker_module
+from eaas.engine.engine import Engine, EngineConfig
+from eaas.engine.scheduler import SchedulerConfig
+from eaas.engine.worker import Worker
+from eaas.engine.worker_protocol import (
+    Cancel,
+    Failed,
+    Hello,
+    SamplingParams,
+    Step,
+    Submit,
+    ToGateway,
+    ToWorker,
+    encode,
+    for_gateway,
+)
+from tests.eaas.fake_decoder import BLOCK_TOKENS, VOCAB, FakeDecoder, expected_output
+
+TIMEOUT_S = 10.0
+
+
+class Gateway:
+    """A gateway's end of a connection."""
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self.connection = socket.create_connection(address, timeout=TIMEOUT_S)
+        self.reader = for_gateway()
+        self.arrived: list[ToGateway] = []
+        self.hello = self.next()
+
+    def send(self, *messages: ToWorker) -> None:
+        self.connection.sendall(b"".join(encode(message) for message in messages))
+
+    def submit(self, id: str, prompt: list[int], max_tokens: int = 5) -> None:
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+        self.send(Submit(id=id, attempt=1, prompt=prompt, params=params))
+
+    def next(self) -> ToGateway:
+        while not self.arrived:
+            data = self.connection.recv(65536)
+            if not data:
+                raise EOFError
+            self.arrived += self.reader.feed(data)
+        return self.arrived.pop(0)
+
+    def collect(self, *ids: str) -> dict[str, list[int]]:
+        """Tokens of these requests until all have ended."""
+        found: dict[str, list[int]] = {id: [] for id in ids}
+        ended: set[str] = set()
+        while len(ended) < len(ids):
+            message = self.next()
+            assert isinstance(message, Step), message
+            for token in message.tokens:
+                assert token.index == len(found[token.id]), token
+                found[token.id].append(token.token)
+                if token.finish:
+                    ended.add(token.id)
+        return found
+
+
+class World:
+    """A worker that runs on a thread."""
+
+    def __init__(self, may_answer: Callable[[], bool] = lambda: True) -> None:
+        self.decoder = FakeDecoder(64)
+        config = EngineConfig(
+            scheduler=SchedulerConfig(max_model_len=10_000, step_tokens=32),
+            kv_blocks=64,
+            block_tokens=BLOCK_TOKENS,
+            vocab=VOCAB,
+        )
+        self.engine = Engine(self.decoder, config)
+        self.hello = Hello(
+            name="attention/1",
+            incarnation=7,
+            model_hash="abc",
+            numerics_class="cpu",
+            max_model_len=64,
+            vocab=VOCAB,
+            kv_tokens=256,
+        )
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.address = listener.getsockname()
+        self.passes = 0
+        self.worker = Worker(
+            self.engine, self.hello, listener, between_steps=self.count, may_answer=may_answer
+        )
+        self.thread = threading.Thread(target=self.worker.run, daemon=True)
+
+    def count(self) -> None:
+        self.passes += 1
+
+    def until(self, true: Callable[[], bool], what: str) -> None:
+        end_s = time.monotonic() + TIMEOUT_S
+        while not true():
+            assert time.monotonic() < end_s, what
+            time.sleep(0.002)
+
+    def slow_down(self) -> None:
+        self.decoder.before_step = lambda: time.sleep(0.005)
+
+
+@contextlib.contextmanager
+def running(world: World) -> Iterator[World]:
+    world.thread.start()
+    try:
+        yield world
+    finally:
+        world.worker.stop("the test is over")
+        world.thread.join(TIMEOUT_S)
+        assert not world.thread.is_alive()
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    with running(World()) as made:
+        yield made
+
+
+def test_the_worker_says_who_it_is_first(world: World) -> None:
+    assert Gateway(world.address).hello == world.hello
+
+
+def test_two_gateways_get_their_own_tokens(world: World) -> None:
+    first, second = Gateway(world.address), Gateway(world.address)
+    first.submit("a", [1, 2, 3])
+    second.submit("a", [4, 5], 7)
+    second.submit("b", [6], 3)
+    assert second.collect("a", "b") == {"a": expected_output([4, 5], 7), "b": expected_output([6], 3)}
+    assert first.collect("a") == {"a": expected_output([1, 2, 3], 5)}
+
+
+def test_all_tokens_of_a_step_come_in_one_message(world: World) -> None:
+    gateway = Gateway(world.address)
+    params = SamplingParams(max_tokens=4, temperature=0.0)
+    gateway.send(*(Submit(id=str(n), attempt=1, prompt=[n], params=params) for n in range(9)))
+    sizes = []
+    while sum(sizes) < 36:
+        message = gateway.next()
+        assert isinstance(message, Step)
+        sizes.append(len(message.tokens))
+    assert sizes == [9, 9, 9, 9]
+
+
+def test_a_refusal_says_why(world: World) -> None:
+    gateway = Gateway(world.address)
+    gateway.submit("a", [1] * 300)
+    refusal = gateway.next()
+    assert isinstance(refusal, Failed)
+    assert (refusal.id, refusal.code, refusal.retryable) == ("a", "never_fits", False)
+
+
+def test_a_cancelled_request_stops_and_frees_its_blocks(world: World) -> None:
+    world.slow_down()
+    gateway = Gateway(world.address)
+    gateway.submit("long", [1], 200)
+    gateway.next()
+    gateway.send(Cancel(id="long"), Cancel(id="unknown"))
+    world.until(lambda: world.engine.load()["kv_use"] == 0.0, "blocks are still held")
+    gateway.submit("next", [2], 3)
+    while gateway.connection and (message := gateway.next()):
+        assert isinstance(message, Step)
+        if any(token.id == "next" for token in message.tokens):
+            return
+
+
+def test_a_gateway_that_goes_away_frees_its_blocks_within_a_step(world: World) -> None:
+    world.slow_down()
+    leaving, staying = Gateway(world.address), Gateway(world.address)
+    leaving.submit("a", [1], 200)
+    staying.submit("b", [2], 60)
+    leaving.next()
+    steps = len(world.decoder.rows_per_step)
+    leaving.connection.close()
+    world.until(lambda: world.engine.scheduler.running == 1, "the request of a lost gateway runs on")
+    assert len(world.decoder.rows_per_step) - steps <= 20
+    assert staying.collect("b") == {"b": expected_output([2], 60)}
+    world.until(lambda: not world.engine.has_work, "work is left")
+    assert world.engine.load()["kv_use"] == 0.0
+
+
+def test_nonsense_ends_its_own_connection_only(world: World) -> None:
+    good, bad = Gateway(world.address), Gateway(world.address)
+    bad.connection.sendall(b"\xff\xff\xff\xff nonsense")
+    with pytest.raises((EOFError, ConnectionResetError)):
+        bad.next()
+    good.submit("a", [1])
+    assert good.collect("a") == {"a": expected_output([1], 5)}
+
+
+def test_a_gateway_that_does_not_read_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "UNREAD_LIMIT_BYTES", 1 << 16)
+    with running(World()) as world:
+        deaf, good = Gateway(world.address), Gateway(world.address)
+        # Each refusal is an answer that the deaf gateway leaves unread.
+        refused = encode(Submit(id="x" * 256, attempt=1, prompt=[], params=SamplingParams(max_tokens=1)))
+        with pytest.raises((ConnectionResetError, BrokenPipeError)):
+            for _ in range(2000):
+                deaf.connection.sendall(refused * 100)
+        good.submit("a", [1])
+        assert good.collect("a") == {"a": expected_output([1], 5)}
+
+
+def test_stopping_sends_every_request_elsewhere(world: World) -> None:
+    world.slow_down()
+    gateway = Gateway(world.address)
+    gateway.submit("a", [1], 200)
+    gateway.submit("b", [1], 200)
+    gateway.next()
+    began_s = time.monotonic()
+    world.worker.stop("told to stop")
+    ended: list[Failed] = []
+    with pytest.raises((EOFError, ConnectionResetError)):
+        while True:
+            message = gateway.next()
+            if isinstance(message, Failed):
+                ended.append(message)
+    assert {(f.id, f.code, f.retryable) for f in ended} == {
+        ("a", "shutting_down", True),
+        ("b", "shutting_down", True),
+    }
+    assert "attention/1 stops: told to stop" in ended[0].message
+    world.thread.join(1.0)
+    assert time.monotonic() - began_s < 1.0
+
+
+def test_nothing_is_answered_while_the_lease_may_be_over() -> None:
+    lease = threading.Event()
+    with running(World(may_answer=lease.is_set)) as world:
+        gateway = Gateway(world.address)
+        gateway.submit("a", [1])
+        time.sleep(0.1)
+        assert world.decoder.rows_per_step == []
+        lease.set()
+        assert gateway.collect("a") == {"a": expected_output([1], 5)}
+
+
+def test_an_idle_worker_sleeps(world: World) -> None:
+    gateway = Gateway(world.address)
+    gateway.submit("a", [1])
+    gateway.collect("a")
+    passes = world.passes
+    time.sleep(0.2)
+    assert world.passes - passes <= 2

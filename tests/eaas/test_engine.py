@@ -1,0 +1,321 @@
+"""The engine over a model without weights: the same tokens however batched, cut, moved or resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from eaas.engine.decoder import ExpertsLost
+from eaas.engine.engine import Engine, EngineConfig
+from eaas.engine.request import Request
+from eaas.engine.scheduler import SchedulerConfig
+from eaas.engine.worker_protocol import Failed, SamplingParams, Submit, Token
+from tests.eaas.fake_decoder import BLOCK_TOKENS, VOCAB, FakeDecoder, expected_output
+
+MAX_MODEL_LEN = 128
+
+
+class World:
+    """An engine, its decoder, every token and every row of logits that came out of it."""
+
+    def __init__(
+        self, blocks: int = 256, step_tokens: int = 64, reuse: bool = True, eos: Sequence[int] = ()
+    ) -> None:
+        self.decoder = FakeDecoder(blocks)
+        self.logits: dict[tuple[str, int], bytes] = {}
+        config = EngineConfig(
+            scheduler=SchedulerConfig(max_model_len=MAX_MODEL_LEN, step_tokens=step_tokens),
+            kv_blocks=blocks,
+            block_tokens=BLOCK_TOKENS,
+            vocab=VOCAB,
+            eos_ids=frozenset(eos),
+            prefix_reuse=reuse,
+        )
+        self.engine = Engine(self.decoder, config, on_logits=self.keep)
+        self.tokens: dict[str, list[int]] = {}
+        self.records: list[Token] = []
+        self.failed: list[Failed] = []
+
+    def keep(self, request: Request, index: int, logits: np.ndarray) -> None:
+        bits = logits.tobytes()
+        assert self.logits.setdefault((request.id, index), bits) == bits, f"{request.id} {index} differs"
+
+    def submit(self, id: str, prompt: Sequence[int], output: Sequence[int] = (), **params: object) -> None:
+        message = Submit(
+            id=id,
+            attempt=1,
+            prompt=list(prompt),
+            output=list(output),
+            params=SamplingParams(**{"max_tokens": 10, "temperature": 0.0, **params}),  # type: ignore[arg-type]
+        )
+        refusal = self.engine.submit(message)
+        if refusal is not None:
+            self.failed.append(refusal)
+        self.tokens.setdefault(id, list(output))
+
+    def step(self) -> bool:
+        outcome = self.engine.step()
+        if outcome is None:
+            return False
+        for token in outcome.tokens.get(0, []):
+            assert token.index == len(self.tokens[token.id]), f"{token} after {self.tokens[token.id]}"
+            self.tokens[token.id].append(token.token)
+            self.records.append(token)
+        self.failed += outcome.failed.get(0, [])
+        return True
+
+    def run(self) -> None:
+        while self.step():
+            continue
+        assert not self.engine.has_work
+        assert self.engine.load()["kv_use"] == 0.0
+
+
+def sampled(seed: int) -> dict[str, object]:
+    return {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "seed": seed}
+
+
+def prompts(count: int, seed: int = 5) -> dict[str, list[int]]:
+    source = np.random.default_rng(seed)
+    return {
+        f"p{number}": source.integers(0, VOCAB, source.integers(1, 60)).tolist() for number in range(count)
+    }
+
+
+def alone(prompt: Sequence[int], **params: object) -> tuple[list[int], list[bytes]]:
+    """Tokens and logits of a request that has an engine to itself."""
+    world = World(reuse=False, step_tokens=256)
+    world.submit("a", prompt, **params)
+    world.run()
+    return world.tokens["a"], [world.logits["a", index] for index in range(len(world.tokens["a"]))]
+
+
+def test_greedy_tokens_are_the_models() -> None:
+    prompt = [1, 2, 3, 4, 5]
+    assert alone(prompt)[0] == expected_output(prompt, 10)
+
+
+@pytest.mark.parametrize("step_tokens", [1, 2, 3, 5, 16, 17, 33, 64])
+@pytest.mark.parametrize("reuse", [True, False])
+def test_seventeen_at_once_give_the_bits_of_each_alone(step_tokens: int, reuse: bool) -> None:
+    world = World(step_tokens=step_tokens, reuse=reuse)
+    asked = prompts(17)
+    for number, (id, prompt) in enumerate(asked.items()):
+        world.submit(id, prompt, **sampled(number))
+    world.run()
+    for number, (id, prompt) in enumerate(asked.items()):
+        tokens, logits = alone(prompt, **sampled(number))
+        assert world.tokens[id] == tokens, f"{id} with {step_tokens} rows a step"
+        assert [world.logits[id, index] for index in range(10)] == logits
+
+
+def test_forced_preemption_changes_nothing() -> None:
+    asked = prompts(6)
+    for reuse in (True, False):
+        world = World(step_tokens=24, reuse=reuse)
+        for number, (id, prompt) in enumerate(asked.items()):
+            world.submit(id, prompt, **sampled(number))
+        steps = 0
+        while world.step():
+            steps += 1
+            if steps % 3 == 0:
+                world.engine.scheduler.preempt_youngest()
+        assert world.engine.scheduler.preemptions >= 4
+        for number, (id, prompt) in enumerate(asked.items()):
+            assert world.tokens[id] == alone(prompt, **sampled(number))[0], f"{id}, prefix reuse {reuse}"
+
+
+def test_a_pool_too_small_for_all_changes_nothing() -> None:
+    asked = prompts(12)
+    world = World(blocks=40, step_tokens=64)
+    for number, (id, prompt) in enumerate(asked.items()):
+        world.submit(id, prompt, max_tokens=60, **sampled(number))
+    world.run()
+    assert world.engine.scheduler.preemptions > 0
+    for number, (id, prompt) in enumerate(asked.items()):
+        assert world.tokens[id] == alone(prompt, max_tokens=60, **sampled(number))[0], id
+
+
+def test_a_common_beginning_changes_nothing() -> None:
+    world = World(step_tokens=256)
+    prompt = prompts(1)["p0"][:40] * 2
+    for number in range(5):
+        world.submit(f"r{number}", [*prompt[:60], number], **sampled(number))
+        world.run()
+        assert world.tokens[f"r{number}"] == alone([*prompt[:60], number], **sampled(number))[0]
+    assert world.engine.scheduler.reused_tokens >= 4 * 56
+
+
+@pytest.mark.parametrize("sent", range(11))
+def test_a_replay_continues_where_another_worker_stopped(sent: int) -> None:
+    penalties = {
+        "presence_penalty": 0.7,
+        "frequency_penalty": 0.4,
+        "repetition_penalty": 1.3,
+        "min_tokens": 6,
+    }
+    params = {"max_tokens": 11, **sampled(3), **penalties}
+    tokens, logits = alone([5, 6, 7], **params)
+    world = World(step_tokens=4)
+    world.submit("a", [5, 6, 7], output=tokens[:sent], **params)
+    world.run()
+    assert world.tokens["a"] == tokens
+    assert [world.logits["a", index] for index in range(sent, 11)] == logits[sent:]
+    assert world.records[0].index == sent
+
+
+def test_penalties_and_preemption_agree() -> None:
+    params = {"max_tokens": 30, "frequency_penalty": 2.0, "repetition_penalty": 1.5, "temperature": 0.0}
+    wanted = alone([1, 2, 3], **params)[0]
+    assert wanted != alone([1, 2, 3], max_tokens=30)[0], "the penalties do nothing here"
+    world = World(step_tokens=8)
+    world.submit("a", [1, 2, 3], **params)
+    while world.step():
+        world.engine.scheduler.preempt_youngest() if len(world.tokens["a"]) % 4 == 0 else None
+    assert world.tokens["a"] == wanted
+
+
+def test_end_tokens_wait_for_min_tokens() -> None:
+    eos = expected_output([9, 9], 3)[2]
+    for minimum, ignore, count in ((0, False, 3), (8, False, None), (0, True, 20)):
+        world = World(eos=[eos])
+        world.submit("a", [9, 9], max_tokens=20, min_tokens=minimum, ignore_eos=ignore)
+        world.run()
+        tokens = world.tokens["a"]
+        assert eos not in tokens[:minimum], f"min_tokens {minimum}"
+        if count is not None:
+            assert len(tokens) == count, f"min_tokens {minimum}, ignore_eos {ignore}"
+        assert world.records[-1].finish == ("stop" if tokens[-1] == eos and not ignore else "length")
+
+
+def test_log_probabilities_come_only_where_they_are_asked_for() -> None:
+    world = World()
+    world.submit("none", [1, 2], max_tokens=2)
+    world.submit("own", [1, 2], max_tokens=2, logprobs=0)
+    world.submit("three", [1, 2], max_tokens=2, logprobs=3)
+    world.run()
+    by_id = {token.id: token for token in world.records if token.index == 0}
+    assert (by_id["none"].logprob, by_id["none"].top) == (None, [])
+    logits = np.frombuffer(world.logits["own", 0], dtype=np.float32).astype(np.float64)
+    logprobs = logits - np.log(np.exp(logits).sum())
+    best = np.argsort(-logprobs)[:3]
+    assert by_id["own"].logprob == pytest.approx(logprobs[by_id["own"].token], abs=1e-5)
+    assert by_id["own"].top == []
+    assert [token for token, _ in by_id["three"].top] == best.tolist()
+    assert [logprob for _, logprob in by_id["three"].top] == pytest.approx(logprobs[best], abs=1e-5)
+
+
+def test_cancelling_frees_within_one_step() -> None:
+    world = World(step_tokens=8)
+    for id in "abc":
+        world.submit(id, range(6), max_tokens=50)
+    world.step()
+    world.step()
+    for id in "abc":
+        assert world.engine.cancel(id)
+    assert world.engine.load() == {"running": 0.0, "waiting": 0.0, "kv_use": 0.0}
+    assert not world.step()
+    assert not world.engine.cancel("a")
+
+
+def test_an_owner_that_goes_takes_only_its_own_requests() -> None:
+    world = World()
+    for owner in (0, 7):
+        for id in "ab":
+            message = Submit(
+                id=id, attempt=1, prompt=[1], params=SamplingParams(max_tokens=3, temperature=0.0)
+            )
+            assert world.engine.submit(message, owner) is None
+            world.tokens[id] = []
+    world.step()
+    assert world.engine.cancel_owner(7) == 2
+    world.run()
+    assert {id: len(tokens) for id, tokens in world.tokens.items()} == {"a": 3, "b": 3}
+
+
+def test_a_newer_attempt_replaces_the_older() -> None:
+    world = World()
+    world.submit("a", [1, 2], max_tokens=5)
+    world.step()
+    again = Submit(
+        id="a",
+        attempt=2,
+        prompt=[1, 2],
+        output=list(world.tokens["a"]),
+        params=SamplingParams(max_tokens=5, temperature=0),
+    )
+    assert world.engine.submit(again) is None
+    world.run()
+    assert world.tokens["a"] == expected_output([1, 2], 5)
+    assert [token.attempt for token in world.records] == [1, 2, 2, 2, 2]
+
+
+def test_the_same_attempt_twice_is_refused_and_the_first_goes_on() -> None:
+    world = World()
+    world.submit("a", [1, 2], max_tokens=5)
+    world.submit("a", [1, 2], max_tokens=5)
+    assert [f.code for f in world.failed] == ["bad_request"]
+    world.run()
+    assert world.tokens["a"] == expected_output([1, 2], 5)
+
+
+def test_lost_experts_fail_the_step_and_the_engine_goes_on() -> None:
+    world = World(step_tokens=4)
+    world.submit("a", [1, 2, 3], max_tokens=9)
+    world.submit("b", [4, 5, 6], max_tokens=9)
+    world.submit("c", range(9), max_tokens=9)
+    for _ in range(2):
+        world.step()
+
+    def lost() -> None:
+        raise ExpertsLost("expert 3 of layer 1 had no live replica for 30 s")
+
+    world.decoder.before_step = lost
+    world.step()
+    world.decoder.before_step = None
+    failed = {(f.id, f.code, f.retryable, f.message) for f in world.failed}
+    text = "expert 3 of layer 1 had no live replica for 30 s"
+    assert {id for id, *_ in failed} >= {"a", "b"}
+    assert all(f[1:] == ("expert_lost", True, text) for f in failed)
+    world.submit("d", [4, 5, 6], max_tokens=9)
+    world.run()
+    assert world.tokens["d"] == expected_output([4, 5, 6], 9)
+
+
+def test_a_row_of_broken_logits_fails_alone() -> None:
+    world = World()
+    poison = [13, 13, 13]
+    whole = world.decoder.logits
+
+    def broken(history: Sequence[int]) -> np.ndarray:
+        logits = whole(history)
+        if list(history[:3]) == poison:
+            logits[5] = np.nan
+        return logits
+
+    world.decoder.logits = broken
+    for id, prompt in {"a": [1, 2], "bad": poison, "c": [3, 4]}.items():
+        world.submit(id, prompt, logprobs=2)
+    world.run()
+    assert [(f.id, f.code, f.retryable) for f in world.failed] == [("bad", "internal", False)]
+    assert "NaN or infinity" in world.failed[0].message
+    assert world.tokens == {"a": expected_output([1, 2], 10), "bad": [], "c": expected_output([3, 4], 10)}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "output", "code", "text"),
+    [
+        ([1, VOCAB], [], "bad_request", f"prompt holds token {VOCAB}; ids are 0 to {VOCAB - 1}"),
+        ([1], [2, 500], "bad_request", "output holds token 500"),
+        ([], [], "bad_request", "no tokens"),
+        ([1] * MAX_MODEL_LEN, [], "too_long", f"the model's limit is {MAX_MODEL_LEN}"),
+    ],
+)
+def test_a_bad_request_is_refused_clearly(prompt: list[int], output: list[int], code: str, text: str) -> None:
+    world = World()
+    world.submit("a", prompt, output)
+    assert [(f.id, f.attempt, f.code, f.retryable) for f in world.failed] == [("a", 1, code, False)]
+    assert text in world.failed[0].message
+    assert not world.engine.has_work

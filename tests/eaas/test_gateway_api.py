@@ -1,0 +1,327 @@
+"""The OpenAI API as the real `openai` client sees it, through the real gateway process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.eaas.gateway_world import EOS, MAX_MODEL_LEN, FakeWorker, GatewayProcess, World
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    world = World(tmp_path_factory.mktemp("model"))
+    yield world
+    world.close()
+
+
+@pytest.fixture(scope="module")
+def worker(world: World) -> FakeWorker:
+    worker = world.worker()
+    world.router.show(worker)
+    return worker
+
+
+@pytest.fixture(scope="module")
+def url(world: World, worker: FakeWorker) -> Iterator[str]:
+    gateway = GatewayProcess(world)
+    yield gateway.url
+    status, log = gateway.stop()
+    assert status == 0
+    assert "Traceback" not in log, log
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+
+def events(url: str, path: str, body: dict[str, Any]) -> list[Any]:
+    """The raw events of a stream: parsed objects, and the string [DONE]."""
+    reply = httpx.post(f"{url}{path}", json={"model": "tiny", "stream": True, **body})
+    assert reply.status_code == 200, reply.text
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    lines = reply.text.split("\n\n")
+    assert lines.pop() == ""
+    data = [line.removeprefix("data: ") for line in lines]
+    return [line if line == "[DONE]" else json.loads(line) for line in data]
+
+
+def test_the_model_is_listed_and_found(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").owned_by == "eaas"
+
+
+def test_a_completion_comes_whole(client: openai.OpenAI) -> None:
+    reply = client.completions.create(model="tiny", prompt="abc", max_tokens=7)
+    assert reply.choices[0].text == "abcabca"
+    assert reply.choices[0].finish_reason == "length"
+    assert reply.usage is not None
+    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens, reply.usage.total_tokens) == (3, 7, 10)
+    assert reply.id.startswith("cmpl-")
+    assert reply.system_fingerprint and reply.system_fingerprint.startswith("fp_")
+
+
+def test_a_completion_streams_each_token_once(client: openai.OpenAI) -> None:
+    chunks = list(client.completions.create(model="tiny", prompt="abc", max_tokens=7, stream=True))
+    texts = [chunk.choices[0].text for chunk in chunks]
+    assert texts == ["a", "b", "c", "a", "b", "c", "a", ""]
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * 7 + ["length"]
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_a_chat_comes_whole_through_the_chat_template(client: openai.OpenAI, worker: FakeWorker) -> None:
+    reply = client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "system", "content": "be"}, {"role": "user", "content": "hi"}],
+        max_completion_tokens=5,
+    )
+    prompt = "<system>be<user>hi<assistant>"
+    assert bytes(worker.submits[-1].prompt).decode() == prompt
+    assert reply.choices[0].message.content == prompt[:5]
+    assert reply.choices[0].message.role == "assistant"
+    assert reply.usage is not None and reply.usage.prompt_tokens == len(prompt)
+
+
+def test_a_chat_stream_has_the_role_first_and_one_finish_reason_and_done_last(url: str) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+    *chunks, done = events(url, "/v1/chat/completions", body)
+    assert done == "[DONE]"
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert [chunk["choices"][0]["delta"].get("content") for chunk in chunks[1:-1]] == list("<use")
+    assert chunks[-1]["choices"][0]["delta"] == {}
+    reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
+    assert reasons == [None] * (len(chunks) - 1) + ["length"]
+    assert all(chunk["object"] == "chat.completion.chunk" and "usage" not in chunk for chunk in chunks)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_usage_comes_in_a_last_chunk_without_choices_when_asked(url: str, path: str) -> None:
+    content = {"messages": [{"role": "user", "content": "hi"}]} if "chat" in path else {"prompt": "hi there"}
+    body = {**content, "max_tokens": 3, "stream_options": {"include_usage": True}}
+    *chunks, usage, done = events(url, path, body)
+    assert done == "[DONE]"
+    assert usage["choices"] == []
+    assert usage["usage"]["completion_tokens"] == 3
+    assert usage["usage"]["total_tokens"] == usage["usage"]["prompt_tokens"] + 3
+    assert all(chunk["usage"] is None for chunk in chunks)
+
+
+def test_choices_of_one_request_are_drawn_apart_under_one_seed(
+    client: openai.OpenAI, worker: FakeWorker
+) -> None:
+    worker.submits.clear()
+    reply = client.completions.create(model="tiny", prompt=["ab", "xyz"], n=2, max_tokens=4)
+    assert [choice.index for choice in reply.choices] == [0, 1, 2, 3]
+    assert [choice.text for choice in reply.choices] == ["abab", "abab", "xyzx", "xyzx"]
+    assert reply.usage is not None and reply.usage.prompt_tokens == 5, "a prompt counts once"
+    assert reply.usage.completion_tokens == 16
+    assert [submit.params.choice for submit in worker.submits] == [0, 1, 0, 1]
+    assert len({submit.params.seed for submit in worker.submits}) == 1
+    assert len({submit.id for submit in worker.submits}) == 4
+
+
+def test_choices_stream_side_by_side_and_each_ends_once(url: str) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "n": 3}
+    *chunks, _ = events(url, "/v1/chat/completions", body)
+    for index in range(3):
+        own = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        assert own[0]["delta"]["role"] == "assistant"
+        assert "".join(choice["delta"].get("content", "") for choice in own) == "<user"
+        assert [choice["finish_reason"] for choice in own].count("length") == 1
+
+
+def test_token_prompts_are_taken_as_they_are(client: openai.OpenAI) -> None:
+    reply = client.completions.create(model="tiny", prompt=[72, 105], max_tokens=3)
+    assert reply.choices[0].text == "HiH"
+    reply = client.completions.create(model="tiny", prompt=[[72, 105], [33]], max_tokens=2)
+    assert [choice.text for choice in reply.choices] == ["Hi", "!!"]
+
+
+def test_every_sampling_parameter_reaches_the_worker(url: str, worker: FakeWorker) -> None:
+    given = {
+        "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": -3, "presence_penalty": 0.2,
+        "frequency_penalty": -0.3, "repetition_penalty": 1.1, "min_tokens": 2, "max_tokens": 4, "ignore_eos": True,
+        "stop_token_ids": [9],
+    }  # fmt: skip
+    reply = httpx.post(
+        f"{url}/v1/completions", json={"model": "tiny", "prompt": "abc", "unknown": 1, **given}
+    )
+    assert reply.status_code == 200, reply.text
+    params = worker.submits[-1].params
+    for name, value in given.items():
+        expected = {"seed": 2**64 - 3, "stop_token_ids": (9,)}.get(name, value)
+        assert getattr(params, name) == expected, name
+
+
+def test_a_seed_is_drawn_for_each_request_that_gives_none(client: openai.OpenAI, worker: FakeWorker) -> None:
+    worker.submits.clear()
+    for _ in range(2):
+        client.completions.create(model="tiny", prompt="abc", max_tokens=1)
+    first, second = (submit.params.seed for submit in worker.submits)
+    assert first != second
+
+
+def test_defaults_are_those_of_openai(client: openai.OpenAI, worker: FakeWorker) -> None:
+    client.completions.create(model="tiny", prompt="abc")
+    params = worker.submits[-1].params
+    assert (params.max_tokens, params.temperature, params.top_p, params.top_k) == (16, 1.0, 1.0, 0)
+    client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "hi"}], stop="<")
+    assert worker.submits[-1].params.max_tokens == MAX_MODEL_LEN - len("<user>hi<assistant>")
+
+
+def test_characters_of_several_tokens_appear_whole(client: openai.OpenAI) -> None:
+    chunks = list(client.completions.create(model="tiny", prompt="é€😀", max_tokens=9, stream=True))
+    assert [chunk.choices[0].text for chunk in chunks] == ["é", "€", "😀", ""]
+
+
+def test_an_end_token_ends_with_stop_and_without_text(client: openai.OpenAI) -> None:
+    reply = client.completions.create(model="tiny", prompt=[65, 66, EOS], max_tokens=9)
+    assert (reply.choices[0].text, reply.choices[0].finish_reason) == ("AB", "stop")
+    assert reply.usage is not None and reply.usage.completion_tokens == 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_across_tokens_ends_the_choice_and_cancels_the_work(
+    client: openai.OpenAI, worker: FakeWorker, stream: bool
+) -> None:
+    worker.cancels.clear()
+    request: dict[str, Any] = {
+        "model": "tiny",
+        "prompt": "one two three ",
+        "max_tokens": 1000,
+        "stop": ["x", "thr"],
+    }
+    if stream:
+        chunks = list(client.completions.create(**request, stream=True))
+        text = "".join(chunk.choices[0].text for chunk in chunks)
+        reasons = [chunk.choices[0].finish_reason for chunk in chunks]
+        assert reasons == [None] * (len(chunks) - 1) + ["stop"]
+    else:
+        reply = client.completions.create(**request)
+        text = reply.choices[0].text
+        assert reply.choices[0].finish_reason == "stop"
+        assert reply.usage is not None and reply.usage.completion_tokens == len("one two thr")
+    assert text == "one two "
+    assert worker.cancels == [worker.submits[-1].id]
+
+
+def test_withheld_text_appears_when_no_stop_string_comes(client: openai.OpenAI) -> None:
+    reply = client.completions.create(model="tiny", prompt="abcd", max_tokens=3, stop="bcX")
+    assert (reply.choices[0].text, reply.choices[0].finish_reason) == ("abc", "length")
+
+
+def test_stop_strings_count_only_after_min_tokens(client: openai.OpenAI) -> None:
+    reply = client.completions.create(
+        model="tiny", prompt="ab", max_tokens=20, stop="ab", extra_body={"min_tokens": 5}
+    )
+    assert (reply.choices[0].text, reply.choices[0].finish_reason) == ("ababab", "stop")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_chat_logprobs_have_one_entry_for_each_token(client: openai.OpenAI, stream: bool) -> None:
+    request: dict[str, Any] = {
+        "model": "tiny", "messages": [{"role": "user", "content": "é"}], "max_tokens": 8, "logprobs": True,
+        "top_logprobs": 2, "stop": "zz",
+    }  # fmt: skip
+    if stream:
+        chunks = list(client.chat.completions.create(**request, stream=True))
+        entries = [entry for chunk in chunks if (p := chunk.choices[0].logprobs) for entry in p.content or []]
+    else:
+        logprobs = client.chat.completions.create(**request).choices[0].logprobs
+        assert logprobs is not None
+        entries = logprobs.content or []
+    assert b"".join(bytes(entry.bytes or []) for entry in entries) == "<user>é".encode()
+    assert all(entry.logprob == -0.5 and len(entry.top_logprobs) == 2 for entry in entries)
+    assert entries[0].token == entries[0].top_logprobs[0].token == "<"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_completion_logprobs_have_text_offsets(client: openai.OpenAI, stream: bool) -> None:
+    request: dict[str, Any] = {"model": "tiny", "prompt": "abc", "max_tokens": 4, "logprobs": 2}
+    if stream:
+        parts = [chunk.choices[0].logprobs for chunk in client.completions.create(**request, stream=True)]
+    else:
+        parts = [client.completions.create(**request).choices[0].logprobs]
+    found = [part for part in parts if part is not None]
+    assert [token for part in found for token in part.tokens or []] == list("abca")
+    assert [offset for part in found for offset in part.text_offset or []] == [0, 1, 2, 3]
+    assert [p for part in found for p in part.token_logprobs or []] == [-0.5] * 4
+    assert next(top for part in found for top in part.top_logprobs or []) == {"a": -0.5, "b": -2.0}
+
+
+def test_logprobs_of_a_stop_string_are_not_shown(client: openai.OpenAI) -> None:
+    reply = client.completions.create(model="tiny", prompt="abcd", max_tokens=9, logprobs=0, stop="cd")
+    logprobs = reply.choices[0].logprobs
+    assert logprobs is not None
+    assert (reply.choices[0].text, logprobs.tokens) == ("ab", ["a", "b"])
+
+
+def test_the_request_id_is_echoed_or_drawn(url: str) -> None:
+    assert httpx.get(f"{url}/version", headers={"x-request-id": "mine-1"}).headers["x-request-id"] == "mine-1"
+    drawn = {httpx.get(f"{url}/nothing").headers["x-request-id"] for _ in range(2)}
+    assert len(drawn) == 2
+
+
+def test_health_version_and_metrics_answer(url: str) -> None:
+    assert httpx.get(f"{url}/health").json() == {"status": "ok"}
+    assert httpx.get(f"{url}/version").json()["version"]
+    page = httpx.get(f"{url}/metrics").text
+    for name in (
+        "requests_total",
+        "tokens_total",
+        "ttft_seconds",
+        "itl_seconds",
+        "e2e_seconds",
+        "running",
+        "replays",
+    ):
+        assert f"eaas_{name}" in page, name
+
+
+def test_status_lists_every_process(url: str, worker: FakeWorker) -> None:
+    status = httpx.get(f"{url}/status").json()
+    assert status["model"] == "tiny"
+    assert status["epoch"] >= 1
+    members = {member["name"]: member for member in status["members"]}
+    assert set(members) == {"router/0", "gateway/0", "expert/1", worker.name}
+    assert members["expert/1"] == {
+        **members["expert/1"], "experts": 8, "state": "serving", "incarnation": 77, "load": {"busy": 0.25},
+    }  # fmt: skip
+    assert members["gateway/0"]["pid"] == status["gateway"]["pid"]
+    assert members["router/0"]["state"] == "serving"
+    assert status["replicas_min"] == 1
+
+
+def test_sixty_four_clients_get_their_own_text(client: openai.OpenAI) -> None:
+    def one(number: int) -> tuple[str, str]:
+        prompt = f"client {number}."
+        chunks = client.completions.create(model="tiny", prompt=prompt, max_tokens=40, stream=True)
+        return prompt, "".join(chunk.choices[0].text for chunk in chunks)
+
+    with ThreadPoolExecutor(16) as threads:
+        for prompt, text in threads.map(one, range(64)):
+            assert text == (prompt * 40)[:40]
+
+
+def test_long_prompts_are_encoded_like_short_ones(client: openai.OpenAI, worker: FakeWorker) -> None:
+    prompt = "long " * 1200
+    client.completions.create(model="tiny", prompt=prompt, max_tokens=1)
+    assert bytes(worker.submits[-1].prompt).decode() == prompt
+
+
+def test_the_gateway_does_not_load_torch(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    code = "import sys, eaas.gateway.__main__; print('torch' in sys.modules)"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
+    )

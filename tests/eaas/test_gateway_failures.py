@@ -1,0 +1,382 @@
+"""What clients must not notice: lost, frozen and replaced attention workers, slow readers, clients that go away."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from eaas.engine.worker_protocol import Failed, Step, Token
+from tests.eaas.gateway_world import FakeWorker, GatewayProcess, World, eventually
+
+PLAIN = "/v1/completions"
+PROMPT = "The quick brown fox jumps over the lazy dog. "
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    world = World(tmp_path_factory.mktemp("model"))
+    yield world
+    world.close()
+
+
+@pytest.fixture(scope="module")
+def url(world: World) -> Iterator[str]:
+    gateway = GatewayProcess(world, "--deadline-s", "5", "--stall-s", "1")
+    yield gateway.url
+    status, log = gateway.stop()
+    assert status == 0
+    assert "Traceback" not in log, log
+
+
+@pytest.fixture
+def workers(world: World, url: str) -> Iterator[Callable[..., list[FakeWorker]]]:
+    def start(count: int, **options: Any) -> list[FakeWorker]:
+        started = [world.worker(**options) for _ in range(count)]
+        world.router.show(*started)
+        names = sorted(worker.name for worker in started)
+        eventually(lambda: status_of(url)["gateway"]["attention_workers"] == names, f"connections to {names}")
+        return started
+
+    yield start
+    world.router.show()
+    world.stop_workers()
+
+
+def status_of(url: str) -> dict[str, Any]:
+    return httpx.get(f"{url}/status").json()
+
+
+def stream(url: str, tokens: int, prompt: str = PROMPT) -> Iterator[str]:
+    """Texts of one streamed completion; an error event is raised, a missing [DONE] too."""
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": tokens, "stream": True}
+    with httpx.stream("POST", f"{url}{PLAIN}", json=body, timeout=20) as reply:
+        assert reply.status_code == 200, reply.read()
+        for line in reply.iter_lines():
+            data = line.removeprefix("data: ")
+            if data == "[DONE]":
+                return
+            if data:
+                event = json.loads(data)
+                assert "error" not in event, event
+                yield event["choices"][0]["text"]
+    raise AssertionError("the stream ended without [DONE]")
+
+
+def expected(tokens: int, prompt: str = PROMPT) -> list[str]:
+    return [*(prompt * (tokens // len(prompt) + 1))[:tokens], ""]
+
+
+def test_a_worker_killed_in_mid_stream_is_replayed_and_each_token_comes_once(
+    url: str, workers: Callable[..., list[FakeWorker]]
+) -> None:
+    first, second = workers(2, step_s=0.003)
+    texts: list[str] = []
+    for text in stream(url, 120):
+        texts.append(text)
+        if len(texts) == 40:
+            first.stop() if first.submits else second.stop()
+    assert texts == expected(120)
+    lost, kept = (first, second) if first.submits and not first.jobs else (second, first)
+    replay = kept.submits[-1]
+    original = lost.submits[-1]
+    assert (replay.attempt, replay.prompt, replay.params) == (2, original.prompt, original.params)
+    assert bytes(replay.output).decode() == "".join(texts)[: len(replay.output)]
+    assert len(replay.output) >= 40
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_many_streams_survive_random_kills_unchanged(
+    url: str, world: World, workers: Callable[..., list[FakeWorker]], seed: int
+) -> None:
+    source = random.Random(seed)
+    alive = workers(3, step_s=0.003)
+    prompts = [f"stream {number} of seed {seed}; " for number in range(16)]
+    with ThreadPoolExecutor(16) as threads:
+        results = [threads.submit(lambda p=prompt: list(stream(url, 150, p))) for prompt in prompts]
+        for _ in range(3):
+            time.sleep(source.uniform(0.02, 0.1))
+            victim = alive.pop(source.randrange(len(alive)))
+            victim.stop()
+            alive.append(world.worker(step_s=0.003))
+            # The gateway may learn of it from the connection or from the View, in either order.
+            time.sleep(source.choice([0, 0.02]))
+            world.router.show(*alive)
+        for prompt, result in zip(prompts, results, strict=True):
+            assert result.result() == expected(150, prompt), f"seed {seed} {prompt}"
+
+
+def test_choices_that_are_not_streamed_survive_a_kill_too(
+    url: str, workers: Callable[..., list[FakeWorker]]
+) -> None:
+    pair = workers(2, step_s=0.003)
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 80, "n": 4}
+    with ThreadPoolExecutor(1) as threads:
+        reply = threads.submit(httpx.post, f"{url}{PLAIN}", json=body, timeout=20)
+        eventually(lambda: min(worker.sent for worker in pair) > 20, "tokens from both")
+        assert [len(worker.submits) for worker in pair] == [2, 2], "choices are spread"
+        pair[0].stop()
+        choices = reply.result().json()["choices"]
+    assert [choice["text"] for choice in choices] == ["".join(expected(80))] * 4
+
+
+def test_a_replay_waits_for_a_worker_that_has_yet_to_appear(
+    url: str, world: World, workers: Callable[..., list[FakeWorker]]
+) -> None:
+    (only,) = workers(1, step_s=0.003)
+    texts: list[str] = []
+    for text in stream(url, 60):
+        texts.append(text)
+        if len(texts) == 20:
+            only.stop()
+            world.router.show()
+            threading.Timer(0.3, lambda: world.router.show(world.worker(step_s=0.003))).start()
+    assert texts == expected(60)
+
+
+def test_what_a_frozen_worker_says_after_its_replacement_is_ignored(
+    url: str, world: World, workers: Callable[..., list[FakeWorker]]
+) -> None:
+    first, second = workers(2, step_s=0.003)
+    texts: list[str] = []
+    frozen = second
+    for text in stream(url, 200):
+        texts.append(text)
+        if len(texts) == 30:
+            frozen, other = (first, second) if first.submits else (second, first)
+            frozen.frozen = True
+            world.router.show(other)
+        if len(texts) == 60:
+            frozen.frozen = False
+    assert texts == expected(200)
+
+
+def test_tokens_of_an_old_attempt_or_a_wrong_index_change_nothing(
+    url: str, workers: Callable[..., list[FakeWorker]]
+) -> None:
+    pair = workers(2, step_s=0.005)
+    texts: list[str] = []
+    before = status_of(url)["gateway"]["replays"]
+    for text in stream(url, 80):
+        texts.append(text)
+        if len(texts) == 20:
+            old, new = pair if pair[0].submits else pair[::-1]
+            submit = old.submits[-1]
+            old.jobs.clear()
+            old.send(Failed(id=submit.id, attempt=1, code="shutting_down", message="I go", retryable=True))
+            eventually(lambda new=new: new.submits, "the second attempt")
+            stale = [Token(submit.id, 1, index, 88) for index in range(200)]
+            old.send(Step(tokens=stale))
+            new.send(Step(tokens=[Token(submit.id, 2, index, 88) for index in range(20)]))
+            new.send(Step(tokens=[Token("unknown", 1, 0, 88)]))
+            old.send(Failed(id=submit.id, attempt=1, code="internal", message="late", retryable=False))
+    assert texts == expected(80)
+    assert status_of(url)["gateway"]["replays"] == before + 1
+
+
+def test_a_gap_in_the_indexes_moves_the_choice_to_another_worker(
+    url: str, workers: Callable[..., list[FakeWorker]]
+) -> None:
+    pair = workers(2, step_s=0.005)
+    texts: list[str] = []
+    for text in stream(url, 60):
+        texts.append(text)
+        if len(texts) == 20:
+            faulty = pair[0] if pair[0].submits else pair[1]
+            submit = faulty.submits[-1]
+            faulty.send(Step(tokens=[Token(submit.id, 1, 50, 88)]))
+    assert texts == expected(60)
+
+
+def test_an_overloaded_worker_hands_the_request_on(
+    url: str, workers: Callable[..., list[FakeWorker]]
+) -> None:
+    first, second = workers(2)
+    full = lambda s: Failed(id=s.id, attempt=s.attempt, code="overloaded", message="full", retryable=True)
+    first.refuse = full
+    for _ in range(4):
+        assert list(stream(url, 5)) == expected(5)
+    second.refuse = full
+    assert httpx.post(f"{url}{PLAIN}", json={"model": "tiny", "prompt": "a"}).status_code == 503
+
+
+def test_a_request_that_brings_down_every_worker_is_given_up(
+    url: str, world: World, workers: Callable[..., list[FakeWorker]]
+) -> None:
+    group = workers(6)
+
+    def die(worker: FakeWorker) -> Callable[[Any], None]:
+        def refuse(_: Any) -> None:
+            for writer in list(worker.writers):
+                writer.transport.abort()
+
+        return refuse
+
+    for worker in group:
+        worker.refuse = die(worker)
+    reply = httpx.post(f"{url}{PLAIN}", json={"model": "tiny", "prompt": "poison"}, timeout=10)
+    assert reply.status_code == 500
+    assert reply.json()["error"]["code"] == "attempts_exhausted"
+    assert sum(len(worker.submits) for worker in group) == 4
+
+
+def test_a_worker_with_another_model_is_never_used(url: str, world: World) -> None:
+    wrong, right = world.worker(model_hash="0" * 64), world.worker()
+    world.router.show(wrong, right)
+    eventually(
+        lambda: status_of(url)["gateway"]["attention_workers"] == [right.name], "the right worker alone"
+    )
+    for _ in range(4):
+        assert list(stream(url, 3)) == expected(3)
+    assert not wrong.submits
+    world.router.show()
+    world.stop_workers()
+
+
+def test_another_numerics_class_is_a_last_resort_and_is_told(
+    url: str, world: World, workers: Callable[..., list[FakeWorker]]
+) -> None:
+    (only,) = workers(1, step_s=0.003)
+    other = world.worker(step_s=0.003, numerics_class="cpu-bf16-vdpbf16-1")
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 60, "stream": True}
+    prints: list[str] = []
+    with httpx.stream("POST", f"{url}{PLAIN}", json=body) as reply:
+        for line in reply.iter_lines():
+            data = line.removeprefix("data: ")
+            if data and data != "[DONE]":
+                prints.append(json.loads(data)["system_fingerprint"])
+                if len(prints) == 10:
+                    world.router.show(only, other)
+                if len(prints) == 30:
+                    only.stop()
+    assert len(set(prints)) == 2
+    assert prints == sorted(prints, key=prints.index), "it changes once"
+    assert "eaas_class_crossings_total 1.0" in httpx.get(f"{url}/metrics").text
+
+
+def test_new_work_goes_to_the_worker_with_the_least(
+    url: str, workers: Callable[..., list[FakeWorker]]
+) -> None:
+    first, second = workers(2, frozen=True)
+    body = {"model": "tiny", "max_tokens": 10}
+    with ThreadPoolExecutor(8) as threads:
+        big = threads.submit(httpx.post, f"{url}{PLAIN}", json={**body, "prompt": "x" * 2000})
+        eventually(lambda: first.submits or second.submits, "the first request")
+        loaded, idle = (first, second) if first.submits else (second, first)
+        small = []
+        for number in range(1, 7):
+            small.append(threads.submit(httpx.post, f"{url}{PLAIN}", json={**body, "prompt": "small"}))
+            eventually(lambda n=number: len(idle.submits) + len(loaded.submits) == n + 1, f"request {number}")
+        assert len(idle.submits) == 6
+        first.frozen = second.frozen = False
+        assert all(reply.result().status_code == 200 for reply in [big, *small])
+
+
+def test_a_draining_worker_gets_no_new_work_and_finishes_what_it_has(
+    url: str, world: World, workers: Callable[..., list[FakeWorker]]
+) -> None:
+    (first,) = workers(1, step_s=0.003)
+    second = world.worker(step_s=0.003)
+    texts: list[str] = []
+    for text in stream(url, 80):
+        texts.append(text)
+        if len(texts) == 10:
+            world.router.show(first, second, **{first.name.replace("/", "_"): "draining"})
+            eventually(
+                lambda: second.name in status_of(url)["gateway"]["attention_workers"], "the second worker"
+            )
+            assert list(stream(url, 3)) == expected(3)
+            assert len(second.submits) == 1
+    assert texts == expected(80)
+    assert len(first.submits) == 1
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_client_that_goes_away_is_cancelled_at_once(
+    url: str, workers: Callable[..., list[FakeWorker]], streamed: bool
+) -> None:
+    (worker,) = workers(1, step_s=0.01)
+    body = json.dumps(
+        {"model": "tiny", "prompt": "abc", "max_tokens": 5000, "stream": streamed, "n": 2}
+    ).encode()
+    host, _, port = url.removeprefix("http://").partition(":")
+    connection = socket.create_connection((host, int(port)))
+    head = f"POST {PLAIN} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    connection.sendall(head.encode() + body)
+    eventually(lambda: worker.sent > 6, "tokens")
+    if streamed:
+        assert b"200" in connection.recv(100)
+    connection.close()
+    gone_s = time.monotonic()
+    eventually(lambda: len(worker.cancels) == 2, "a cancel for each choice")
+    assert time.monotonic() - gone_s < 0.3
+    assert sorted(worker.cancels) == sorted(submit.id for submit in worker.submits)
+    assert not worker.jobs
+    eventually(lambda: status_of(url)["gateway"]["running"] == 0, "an empty gateway")
+
+
+def test_a_slow_reader_stalls_only_itself_and_is_ended(
+    url: str, workers: Callable[..., list[FakeWorker]]
+) -> None:
+    (worker,) = workers(1, step_s=0.0002)
+    # Twenty alternatives make each token's event about 2 KB: far more than the sockets' buffers take.
+    body = json.dumps(
+        {
+            "model": "tiny", "messages": [{"role": "user", "content": "slow"}], "max_tokens": 8000, "stream": True,
+            "logprobs": True, "top_logprobs": 20,
+        }
+    ).encode()  # fmt: skip
+    host, _, port = url.removeprefix("http://").partition(":")
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect((host, int(port)))
+    head = (
+        "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
+    )
+    connection.sendall(f"{head}{len(body)}\r\n\r\n".encode() + body)
+    eventually(lambda: worker.submits, "the slow request")
+    began_s = time.monotonic()
+    assert list(stream(url, 50)) == expected(50)
+    assert time.monotonic() - began_s < 2.0
+    eventually(lambda: worker.cancels, "the stalled client's end", timeout_s=15)
+    assert worker.sent < 7000, "the client was ended for not reading, before all was generated"
+    eventually(lambda: status_of(url)["gateway"]["running"] == 0, "an empty gateway")
+    connection.close()
+
+
+def test_sigterm_ends_streams_with_a_retryable_error_within_a_second(world: World) -> None:
+    worker = world.worker(step_s=0.01)
+    world.router.show(worker)
+    gateway = GatewayProcess(world)
+    ended: dict[str, float] = {}
+
+    def stop() -> None:
+        ended["began_s"] = time.monotonic()
+        status, log = gateway.stop()
+        ended["took_s"] = time.monotonic() - ended["began_s"]
+        ended["status"] = status
+        assert "Traceback" not in log, log
+
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 5000, "stream": True}
+    lines: list[str] = []
+    with httpx.stream("POST", f"{gateway.url}{PLAIN}", json=body) as reply:
+        stopper = threading.Thread(target=stop)
+        for line in reply.iter_lines():
+            if line:
+                lines.append(line)
+            if len(lines) == 10 and not stopper.ident:
+                stopper.start()
+    stopper.join()
+    assert json.loads(lines[-1].removeprefix("data: "))["error"]["code"] == "shutting_down"
+    assert ended["status"] == 0
+    assert ended["took_s"] < 1.5
+    world.router.show()
+    world.stop_workers()

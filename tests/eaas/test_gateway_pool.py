@@ -1,0 +1,133 @@
+"""The worker pool alone, against workers on the same event loop: what takes too long between processes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from eaas.engine.worker_protocol import SamplingParams
+from eaas.gateway.config import GatewayConfig
+from eaas.gateway.generation import Choice, Generation
+from eaas.gateway.metrics import GatewayMetrics, Histogram
+from eaas.gateway.worker_pool import Sequence, WorkerPool
+from router.view import Member, View
+from tests.eaas.gateway_world import FakeWorker
+
+
+class Letters:
+    """A detokenizer for which a token is a code point."""
+
+    def push(self, token: int) -> str:
+        return chr(token)
+
+    def flush(self) -> str:
+        return ""
+
+
+async def worker_of(number: int) -> FakeWorker:
+    worker = FakeWorker(
+        loop=asyncio.get_running_loop(),
+        name=f"attention/{number}",
+        incarnation=number,
+        model_hash="",
+        step_s=0.002,
+    )
+    await worker._start()
+    return worker
+
+
+def view_of(*workers: FakeWorker) -> View:
+    members = tuple(
+        Member(
+            name=w.name, pool="attention", state="serving", incarnation=w.incarnation, address=w.address, pid=1, host="h"
+        )
+        for w in workers
+    )  # fmt: skip
+    return View(term=1, epoch=1, replicas_wanted=1, layers=1, experts=1, members=members)
+
+
+def sequence_of(text: str, tokens: int) -> tuple[Generation, Sequence]:
+    generation = Generation(streamed=False)
+    choice = Choice(
+        generation=generation, index=0, detokenizer=Letters(), matcher=None, min_tokens=0, names=None
+    )
+    prompt = [ord(letter) for letter in text]
+    params = SamplingParams(max_tokens=tokens)
+    return generation, Sequence(id=text, prompt=prompt, params=params, choice=choice, generation=generation)
+
+
+async def until(condition, what: str) -> None:
+    end_s = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < end_s, what
+        await asyncio.sleep(0.002)
+
+
+def test_a_worker_silent_past_the_deadline_is_replaced_even_when_the_router_says_nothing() -> None:
+    async def scenario() -> None:
+        metrics = GatewayMetrics()
+        pool = WorkerPool(GatewayConfig(model_name="m", deadline_s=0.3, silence_margin_s=0.1), metrics)
+        first, second = await worker_of(1), await worker_of(2)
+        pool.apply_view(view_of(first, second))
+        await until(lambda: len(pool.links()) == 2, "two links")
+        generation, sequence = sequence_of("hello ", 50)
+        pool.submit(sequence)
+        await until(lambda: len(sequence.log.output) > 5, "tokens")
+        frozen = first if first.submits else second
+        frozen.frozen = True
+        await until(lambda: generation.ended, "the end")
+        assert generation.error is None
+        assert generation.finished_choices()[0].text == ("hello " * 9)[:50]
+        assert metrics.replays == {"worker_lost": 1}
+        pool.close()
+
+    asyncio.run(scenario())
+
+
+def test_an_idle_worker_may_be_silent_for_ever() -> None:
+    async def scenario() -> None:
+        pool = WorkerPool(
+            GatewayConfig(model_name="m", deadline_s=0.1, silence_margin_s=0.05), GatewayMetrics()
+        )
+        worker = await worker_of(1)
+        pool.apply_view(view_of(worker))
+        await until(lambda: len(pool.links()) == 1, "a link")
+        await asyncio.sleep(0.5)
+        generation, sequence = sequence_of("hello ", 5)
+        pool.submit(sequence)
+        await until(lambda: generation.ended, "the end")
+        assert generation.error is None
+        assert sequence.log.attempt == 1
+        pool.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_load_is_left_behind_when_all_has_ended(seed: int) -> None:
+    async def scenario() -> None:
+        pool = WorkerPool(GatewayConfig(model_name="m", deadline_s=1), GatewayMetrics())
+        workers = [await worker_of(number) for number in (1, 2)]
+        pool.apply_view(view_of(*workers))
+        await until(lambda: len(pool.links()) == 2, "two links")
+        started = [sequence_of(f"text {number} {seed}", 3 + 7 * number) for number in range(12)]
+        for _, sequence in started:
+            pool.submit(sequence)
+        await until(lambda: len(started[5][1].log.output) > 2, "tokens")
+        pool.cancel([sequence for _, sequence in started[8 + seed :]])
+        await until(lambda: all(g.ended for g, _ in started[: 8 + seed]), "the ends")
+        assert [link.outstanding for link in pool.links()] == [0, 0]
+        assert pool.running == pool.waiting == 0
+        await until(lambda: not any(worker.jobs for worker in workers), "cancelled jobs")
+        pool.close()
+
+    asyncio.run(scenario())
+
+
+def test_histogram_buckets_are_cumulative() -> None:
+    histogram = Histogram((0.1, 1.0))
+    for duration_s in (0.05, 0.1, 0.5, 7.0):
+        histogram.observe(duration_s)
+    assert histogram.buckets() == [("0.1", 2.0), ("1.0", 3.0), ("+Inf", 4.0)]
