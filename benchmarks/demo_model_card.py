@@ -64,8 +64,9 @@ Plain torch in float32 on two CPU cores, {steps} steps of {batch:,} tokens, {min
 other work): Muon and AdamW, learning rate falling to zero, dropout {dropout}, BPE dropout {bpe_dropout},
 weight decay {decay}, a balance loss of {balance} for the gate, averaged weights. One row in {chat} is
 the same speeches as a chat (one speech asks, the next one answers), which is how it learned its chat
-template. `training.jsonl` is the log of the run. Another machine or another number of threads gives
-other last digits.
+template. `training.jsonl` is the log of the run. The run was bounded by the clock (`--minutes 62`, on a
+busy machine); the command repeats its number of steps. Another machine or another number of threads
+gives other last digits.
 
 ## Expert load
 Share of each expert among the rows of its layer on the held-out text, in percent; an even load is

@@ -28,10 +28,11 @@ from eaas.engine.scheduler import SchedulerConfig
 from eaas.engine.worker import Worker
 from eaas.engine.worker_protocol import Hello
 from eaas.model.loader import load_spec, load_weights
-from experts.checkpoint import Checkpoint, CheckpointInvalid
+from experts.checkpoint import Checkpoint
 from experts.client import ExpertClient
-from experts.model import ConfigInvalid, Dtype, ExpertShape
-from experts.native import IsaUnavailable, NativeMissing, load
+from experts.kernels import numerics_class
+from experts.model import Dtype, ExpertShape
+from experts.native import IsaUnavailable, NativeMissing
 from p2p.native import NativeMissing as TransportMissing
 from p2p.shm import ShmEndpoint
 from router.client import JoinRefused, RouterClient, RouterUnavailable
@@ -45,14 +46,14 @@ STUCK_STEP_S = 0.6
 BLOCK_TOKENS = 16
 COVER_POLL_S = 0.01
 START_ERRORS = (
-    CheckpointInvalid,
-    ConfigInvalid,
     DecoderError,
     IsaUnavailable,
     JoinRefused,
     NativeMissing,
+    OSError,
     RouterUnavailable,
     TransportMissing,
+    ValueError,
 )
 
 
@@ -67,9 +68,9 @@ class Stopped(Exception):
 def parser() -> argparse.ArgumentParser:
     """The options of this process."""
     options = argparse.ArgumentParser(
-        prog="python -m eaas.attention",
+        prog="eaas attention",
         description="Compute attention, gates and sampling for gateways; expert servers compute the experts.",
-        epilog="Example: python -m eaas.attention --router 127.0.0.1:7000 --model ./checkpoint. "
+        epilog="Example: eaas attention --router 127.0.0.1:7000 --model ./checkpoint. "
         "Exit codes: 0 stopped by a signal, 1 could not start or was fenced (the log says why), 2 bad usage.",
     )
     options.add_argument("--router", required=True, metavar="HOST:PORT", help="address of the router")
@@ -251,8 +252,11 @@ def tell(ready_fd: int, message: dict[str, object]) -> None:
             parent.write(json.dumps(message) + "\n")
 
 
-def serve(options: argparse.Namespace, ending: Ending) -> None:
-    """Join, load, and serve until asked to end.
+def prepare(options: argparse.Namespace, ending: Ending, closing: contextlib.ExitStack) -> Worker:
+    """Join the router, load the model, wait for the experts, and report readiness.
+
+    Args:
+        closing: Takes over everything that must be closed, whatever happens here.
 
     Raises:
         StartFailed, Stopped, and any of START_ERRORS.
@@ -270,76 +274,74 @@ def serve(options: argparse.Namespace, ending: Ending) -> None:
     spec = replace(spec, dtype=Dtype.resolve(options.dtype, checkpoint.config))
     shape = ExpertShape.from_config(checkpoint.config)
     weights = load_weights(checkpoint, spec)
-    numerics_class = load().experts_numerics_class(int(spec.dtype)).decode()
-    with contextlib.ExitStack() as closing:
-        listener = closing.enter_context(listen(options.port))
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
-        router = RouterClient(options.router)
-        closing.callback(router.close)
-        identity = router.join(
-            pool=ATTENTION,
-            address=address,
-            model_hash=checkpoint.fingerprint,
-            numerics_class=numerics_class,
-            layers=shape.layers,
-            experts=shape.experts,
-            core=cores[0],
-        )
-        closing.callback(leave, router)
-        log.info("joined name=%s incarnation=%d", identity.name, identity.incarnation)
-        endpoint = closing.enter_context(ShmEndpoint(identity.name, identity.incarnation, len(cores)))
-        client = ExpertClient(
-            endpoint=endpoint,
-            shape=shape,
-            dtype=spec.dtype,
-            model_hash=checkpoint.fingerprint,
-            incarnation=identity.incarnation,
-            lanes=len(cores),
-            cores=cores,
-            max_tokens=options.step_tokens,
-            deadline_s=options.deadline_s,
-        )
-        closing.callback(client.close)
-        placement = Placement(router, client)
-        load_report = Load()
-        # The lease runs from the join on, and packing the weights may take longer than it lasts.
-        router.start(on_view=placement.apply, load=load_report, on_fenced=ending.fenced)
-        decoder = Decoder(
-            spec, weights, client.handle, cores, kv_blocks=kv_blocks, max_rows=options.step_tokens
-        )
-        closing.callback(decoder.close)
-        engine = load_report.engine = Engine(
-            decoder,
-            EngineConfig(
-                scheduler=SchedulerConfig(
-                    max_model_len=spec.max_model_len,
-                    step_tokens=options.step_tokens,
-                    max_running=options.max_running,
-                    fingerprint=f"{checkpoint.fingerprint}:{numerics_class}",
-                ),
-                kv_blocks=kv_blocks,
-                block_tokens=BLOCK_TOKENS,
-                vocab=spec.vocab,
-                eos_ids=frozenset(spec.eos_ids),
-                deadline_s=options.deadline_s,
-                prefix_reuse=options.prefix_reuse,
+    kernels = numerics_class(spec.dtype)
+    listener = closing.enter_context(listen(options.port))
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
+    router = RouterClient(options.router)
+    closing.callback(router.close)
+    identity = router.join(
+        pool=ATTENTION,
+        address=address,
+        model_hash=checkpoint.fingerprint,
+        numerics_class=kernels,
+        layers=shape.layers,
+        experts=shape.experts,
+        core=cores[0],
+    )
+    closing.callback(leave, router)
+    ending.attach(lambda reason: None, lambda: leave(router))
+    log.info("joined name=%s incarnation=%d", identity.name, identity.incarnation)
+    endpoint = closing.enter_context(ShmEndpoint(identity.name, identity.incarnation, len(cores)))
+    client = ExpertClient(
+        endpoint=endpoint,
+        shape=shape,
+        dtype=spec.dtype,
+        model_hash=checkpoint.fingerprint,
+        incarnation=identity.incarnation,
+        lanes=len(cores),
+        cores=cores,
+        max_tokens=options.step_tokens,
+        deadline_s=options.deadline_s,
+    )
+    closing.callback(client.close)
+    placement = Placement(router, client)
+    load_report = Load()
+    # The lease runs from the join on, and packing the weights may take longer than it lasts.
+    router.start(on_view=placement.apply, load=load_report, on_fenced=ending.fenced)
+    decoder = Decoder(spec, weights, client.handle, cores, kv_blocks=kv_blocks, max_rows=options.step_tokens)
+    closing.callback(decoder.close)
+    engine = load_report.engine = Engine(
+        decoder,
+        EngineConfig(
+            scheduler=SchedulerConfig(
+                max_model_len=spec.max_model_len,
+                step_tokens=options.step_tokens,
+                max_running=options.max_running,
+                fingerprint=f"{checkpoint.fingerprint}:{kernels}",
             ),
-        )
-        hello = Hello(
-            name=identity.name,
-            incarnation=identity.incarnation,
-            model_hash=checkpoint.fingerprint,
-            numerics_class=numerics_class,
-            max_model_len=min(spec.max_model_len, kv_blocks * BLOCK_TOKENS),
+            kv_blocks=kv_blocks,
+            block_tokens=BLOCK_TOKENS,
             vocab=spec.vocab,
-            kv_tokens=kv_blocks * BLOCK_TOKENS,
-        )
-        worker = Worker(engine, hello, listener, between_steps=placement.ack, may_answer=router.lease_held)
-        ending.attach(worker.stop, lambda: leave(router))
-        placement.wait(options.start_s, ending.asked)
-        log.info("ready address=%s start_s=%.2f", address, time.monotonic() - began_s)
-        tell(options.ready_fd, {"name": identity.name, "address": address, "pid": os.getpid()})
-        worker.run()
+            eos_ids=frozenset(spec.eos_ids),
+            deadline_s=options.deadline_s,
+            prefix_reuse=options.prefix_reuse,
+        ),
+    )
+    hello = Hello(
+        name=identity.name,
+        incarnation=identity.incarnation,
+        model_hash=checkpoint.fingerprint,
+        numerics_class=kernels,
+        max_model_len=min(spec.max_model_len, kv_blocks * BLOCK_TOKENS),
+        vocab=spec.vocab,
+        kv_tokens=kv_blocks * BLOCK_TOKENS,
+    )
+    worker = Worker(engine, hello, listener, between_steps=placement.ack, may_answer=router.lease_held)
+    ending.attach(worker.stop, lambda: leave(router))
+    placement.wait(options.start_s, ending.asked)
+    log.info("ready address=%s start_s=%.2f", address, time.monotonic() - began_s)
+    tell(options.ready_fd, {"name": identity.name, "address": address, "pid": os.getpid()})
+    return worker
 
 
 def leave(router: RouterClient) -> None:
@@ -358,16 +360,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.die_with_parent:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     ending = Ending()
-    try:
-        serve(options, ending)
-    except Stopped:
-        log.info("stopped_before_ready")
-    except (StartFailed, *START_ERRORS) as error:
-        log.error("cannot_start reason=%s", error)
-        tell(options.ready_fd, {"error": f"attention worker: {error}"})
-        return 1
-    finally:
-        ending.done()
+    with contextlib.ExitStack() as closing:
+        closing.callback(ending.done)
+        try:
+            worker = prepare(options, ending, closing)
+        except Stopped:
+            log.info("stopped_before_ready")
+            return ending.code
+        except (StartFailed, *START_ERRORS) as error:
+            log.error("cannot_start reason=%s", error)
+            tell(options.ready_fd, {"error": f"attention worker: {error}"})
+            return 1
+        worker.run()
     return ending.code
 
 

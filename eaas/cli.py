@@ -141,6 +141,22 @@ def cluster_config(
         raise fail(str(error)) from None
 
 
+def usable_cores(text: str) -> tuple[int, ...]:
+    """Cores named like 0,1, or all that this process may use.
+
+    Raises:
+        ValueError: not numbers, or a core that this process may not use.
+    """
+    allowed = os.sched_getaffinity(0)
+    try:
+        named = tuple(int(part) for part in text.split(",")) if text else tuple(sorted(allowed))
+    except ValueError:
+        raise ValueError(f"--cores {text}: core numbers with commas between them are needed, such as 0,1.") from None
+    if not set(named) <= allowed or len(set(named)) < len(named):
+        raise ValueError(f"--cores {text}: choose among {','.join(map(str, sorted(allowed)))}, each once.")
+    return named
+
+
 def start_or_stop(cluster, stop: threading.Event) -> None:
     """Start the cluster, giving up at once when Ctrl-C comes first."""
     from eaas.cluster.process import StartFailed

@@ -65,12 +65,11 @@ def _native() -> list[Finding]:
             findings.append(Finding(what=f"native library of {package}", usable=True, found="loaded"))
         except (OSError, RuntimeError) as error:
             findings.append(Finding(what=f"native library of {package}", usable=False, found=str(error)))
-    from experts import kernels
+    from experts.kernels import numerics_class
+    from experts.model import Dtype
 
-    for dtype in ("bfloat16", "float32"):
-        findings.append(
-            Finding(what=f"numerics class, {dtype}", usable=True, found=kernels.numerics_class(dtype))
-        )
+    for dtype in Dtype:
+        findings.append(Finding(what=f"numerics class, {dtype.label}", usable=True, found=numerics_class(dtype)))
     return findings
 
 

@@ -23,7 +23,7 @@ from experts.checkpoint import Checkpoint, CheckpointInvalid
 from experts.kernels import KernelsBroken, numerics_class, self_test
 from experts.loading import Loader
 from experts.model import ConfigInvalid, Dtype, ExpertShape
-from experts.native import IsaUnavailable, NativeMissing
+from experts.native import IsaUnavailable
 from experts.pack import PackedExperts, PackUnavailable
 from experts.proto import experts_pb2, experts_pb2_grpc
 from experts.server import MOST_SLOTS, ExpertServer, ExpertsService
@@ -37,7 +37,7 @@ _PR_SET_PDEATHSIG = 1
 _TICK_S = 0.05
 _LEAVE_S = 0.3
 _START_ERRORS = (
-    CheckpointInvalid, ConfigInvalid, IsaUnavailable, JoinRefused, KernelsBroken, NativeMissing, OSError,
+    CheckpointInvalid, ConfigInvalid, IsaUnavailable, JoinRefused, KernelsBroken, OSError,
     PackUnavailable, RouterUnavailable, ValueError,
 )  # fmt: skip
 

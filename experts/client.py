@@ -20,12 +20,11 @@ import grpc
 import numpy as np
 from numpy.typing import NDArray
 
-from experts import native
+from experts import fallback, native
 from experts.model import Dtype, ExpertShape
 from experts.proto import experts_pb2 as pb
 from experts.proto import experts_pb2_grpc as rpc
 from experts.wire import MAX_ROWS, WireShape, model_hash_of
-from p2p import native as p2p_native
 from p2p.endpoint import Endpoint, P2PError, Peer, Window
 from p2p.window import WindowLayout
 from router.view import Member, View
@@ -106,7 +105,6 @@ class ExpertClient:
             on_adopted: Called with each newly adopted epoch, from whichever thread saw it, to acknowledge it.
 
         Raises:
-            NativeMissing: the native library is not there.
             ValueError: a size is out of range, or one token does not fit in a slot.
         """
         self.shape, self.dtype, self.model_hash, self.incarnation = shape, dtype, model_hash, incarnation
@@ -117,7 +115,7 @@ class ExpertClient:
             raise ValueError(
                 f"{lanes} lanes and cores {list(cores)} were given; name one core for each lane."
             )
-        self._library = native.load()
+        self._library = fallback.load()
         wire = WireShape(shape=shape, dtype=dtype, model_hash=model_hash_of(model_hash))
         most = max(
             wire.reply_bytes(max_tokens * shape.top_k),
@@ -164,7 +162,7 @@ class ExpertClient:
 
     @property
     def handle(self) -> int:
-        """Address of the native client, for expert_call."""
+        """Address of the native client, for expert_call; a mere number where native code is missing."""
         return self._handle
 
     @property
@@ -256,7 +254,7 @@ class ExpertClient:
     def _attach(self, member: Member) -> _Link | None:
         window = self._endpoint.export_window(self._layout.nbytes, self.incarnation)
         try:
-            p2p_native.load().p2p_window_init(
+            self._library.p2p_window_init(
                 window.address,
                 window.nbytes,
                 window.incarnation,

@@ -148,7 +148,10 @@ class ExpertShape:
         shape = cls(
             architecture=architecture,
             layer_ids=layer_ids,
-            experts=_count(config, family.experts_field),
+            # transformers 5 writes num_local_experts for families that had num_experts before.
+            experts=_count(
+                config, family.experts_field if family.experts_field in config else "num_local_experts"
+            ),
             hidden=_count(config, "hidden_size"),
             intermediate=_count(config, family.intermediate_field),
             top_k=_count(config, "num_experts_per_tok"),

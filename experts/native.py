@@ -138,6 +138,9 @@ def _declare_kernels(library: ctypes.CDLL) -> None:
 
 
 def _declare_client(library: ctypes.CDLL) -> None:
+    # Of the p2p library, which this one is linked to.
+    library.p2p_window_init.argtypes = [c_void_p, c_uint64, c_uint64, c_uint32, c_uint64]
+    library.p2p_window_init.restype = c_int
     library.expert_client_new.argtypes = [
         *[c_uint32] * 4,
         c_int32,

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 
 import grpc
 
-from experts import native
+from experts import fallback, native
 from experts.model import Dtype, ExpertShape
 from experts.proto import experts_pb2 as pb
 from experts.proto import experts_pb2_grpc as rpc
 from experts.wire import model_hash_of
-from p2p import native as p2p_native
 from p2p.endpoint import Endpoint, P2PError, Peer, Status, Window
 from p2p.window import WindowLayout
 
@@ -65,14 +64,13 @@ class ExpertServer:
             slots: Most requests in flight of one client.
 
         Raises:
-            NativeMissing: the native library is not there.
             ValueError: the lanes cannot be started, or a size is out of range.
         """
         self.shape, self.dtype, self.model_hash = shape, dtype, model_hash
         self.cores = tuple(cores)
         self._most_slots = slots
         self._endpoint = endpoint
-        self._library = native.load()
+        self._library = fallback.load()
         core_array = (ctypes.c_int32 * len(self.cores))(*self.cores)
         self._handle = self._library.expert_server_new(
             shape.layers,
@@ -150,7 +148,7 @@ class ExpertServer:
                 f" {request.incarnation} and {layout.nbytes} are needed.",
             )
         window = self._endpoint.export_window(layout.nbytes)
-        p2p_native.load().p2p_window_init(
+        self._library.p2p_window_init(
             window.address, window.nbytes, window.incarnation, layout.slots, layout.payload_bytes
         )
         link = native.ClientLink(

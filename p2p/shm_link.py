@@ -237,7 +237,8 @@ class Acceptor:
             else:
                 self._hear(key)
         for key in callers:
-            if key.data.deadline_s <= time.monotonic() and key.fd in self._selector.get_map():
+            # By identity: the number may by now belong to a younger caller.
+            if key.data.deadline_s <= time.monotonic() and self._selector.get_map().get(key.fd) is key:
                 self._drop(key.fileobj)
         return True
 

@@ -18,8 +18,8 @@ import random
 import struct
 import zlib
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,13 +82,12 @@ class Counts:
     overtook: int = 0
 
 
-@dataclass(order=True)
-class _Event:
+class _Event(NamedTuple):
     at_ns: int
     number: int
-    peer: SimPeer = field(compare=False)
-    offset: int = field(compare=False)
-    data: bytes = field(compare=False)
+    peer: SimPeer
+    offset: int
+    data: bytes
 
 
 class SimNetwork:
@@ -216,18 +215,21 @@ class SimNetwork:
         return self.random.randbytes(TOKEN_BYTES)
 
 
+def _aligned_zeros(nbytes: int) -> NDArray[np.uint8]:
+    memory = np.zeros(nbytes + 64, dtype=np.uint8)
+    skip = -memory.ctypes.data % 64
+    return memory[skip : skip + nbytes]
+
+
 class SimWindow:
     """Memory that one peer writes through the network. Made by `SimEndpoint.export_window`."""
 
-    liveness_fd: Final = -1
-
     def __init__(self, endpoint: SimEndpoint, offer: Descriptor) -> None:
+        self.liveness_fd = -1
         self._endpoint = endpoint
         self._offer = offer
         # Kept for as long as anything may still be applied to it: closed windows are retired.
-        self._memory: NDArray[np.uint8] = np.zeros(offer.nbytes + 64, dtype=np.uint8)
-        skip = -self._memory.ctypes.data % 64
-        self._memory = self._memory[skip : skip + offer.nbytes]
+        self._memory = _aligned_zeros(offer.nbytes)
         self._peer: SimPeer | None = None
         self._closed = False
 
@@ -274,15 +276,15 @@ class SimWindow:
 class SimPeer:
     """Another endpoint's window, as an image of it: what is written there travels only by `forward`."""
 
-    liveness_fd: Final = -1
-    page_address: Final = 0
-
     def __init__(self, endpoint: SimEndpoint, window: SimWindow, number: int) -> None:
+        self.liveness_fd = -1
+        self.page_address = 0
         self._endpoint = endpoint
         self._window = window
         self._number = number
         # A one-sided read at connect time, so that header pages look the same from here.
-        self._image = window._memory.copy()
+        self._image = _aligned_zeros(window.nbytes)
+        self._image[:] = window._memory
         self._carried: dict[int, int] = {}
         self._settled_ns = 0
         self._closed = False
@@ -314,12 +316,11 @@ class SimPeer:
 class SimEndpoint:
     """One simulated process's end. Made by `SimNetwork.endpoint`."""
 
-    page_address: Final = 0
-
     def __init__(self, network: SimNetwork, name: str, incarnation: int) -> None:
         self.network = network
         self.name = name
         self.incarnation = incarnation
+        self.page_address = 0
         self.frozen = False
         self._held: list[_Event] = []
         self._windows: list[SimWindow] = []

@@ -138,17 +138,21 @@ def _advance(state: State, record: MemberRecord, made: int, full: int, acked: in
             target &= ~unwanted
             wanted = _first(wanted, record.capacity - target.bit_count())
     target |= wanted
-    advanced = replace(
+    loaded, serving, retiring = held & ~dropped, serving & ~dropped, retiring & ~dropped
+    ready = record.ready or bool(serving) or (state.forming_s is None and not record.share)
+    was = (record.target, record.loaded, record.serving, record.retiring, record.ready)
+    if (target, loaded, serving, retiring, ready) == was and not dropped:
+        return record
+    return replace(
         record,
         target=target,
-        loaded=held & ~dropped,
-        serving=serving & ~dropped,
-        retiring=retiring & ~dropped,
+        loaded=loaded,
+        serving=serving,
+        retiring=retiring,
         retiring_epoch=retiring_epoch,
         dropped_epoch=next_epoch if dropped else record.dropped_epoch,
-        ready=record.ready or bool(serving) or (state.forming_s is None and not record.share),
+        ready=ready,
     )
-    return record if advanced == record else advanced
 
 
 def _is_crowded(record: MemberRecord) -> bool:

@@ -39,7 +39,7 @@ class Member:
     numerics_class: str = ""
     target: bytes = b""
     serving: bytes = b""
-    load: Mapping[str, float] = field(default_factory=dict)
+    load: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property
     def serving_count(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,8 +49,20 @@ class ClusterConfig:
             )
         if not 0 <= self.port <= 65535:
             raise ValueError(f"--port {self.port} is no TCP port; choose 0 (any free one) to 65535.")
+        if not _is_loopback(self.host):
+            raise ValueError(
+                f"--host {self.host} can be reached from outside; without TLS and keys EaaS listens on loopback only. "
+                "Use 127.0.0.1 and put a reverse proxy in front."
+            )
         if not self.cores:
             raise ValueError("No CPU core given; name at least one.")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def expert_cores(slot: int, servers: int, cores: Sequence[int]) -> list[int]:

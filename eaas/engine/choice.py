@@ -181,7 +181,7 @@ def _any_token() -> np.ndarray:
 
 
 _ANY_TOKEN = _any_token()
-_INDEX_WORD = SAMPLE_ROW.fields["index"][1] // 8
+_INDEX_WORD = (SAMPLE_ROW.fields or {})["index"][1] // 8
 _NOTHING = np.empty(0, dtype=np.int32)
 _REASONS = {
     native.SAMPLER_E_NOT_FINITE: "its logits hold NaN or infinity: the model or its weights are broken",

@@ -47,7 +47,7 @@ class LocalExperts:
         self._handle = self._library.local_experts_new(*sizes, int(dtype), lanes, max_rows)
         if not self._handle:
             raise MemoryError(
-                f"No memory for {layers} x {experts} experts of {hidden} x {intermediate}; all must be over 0."
+                f"No memory: {layers} x {experts} experts of {hidden} x {intermediate}; none may be 0."
             )
         self._finalizer = weakref.finalize(self, self._library.local_experts_free, self._handle)
         call = native.address_of(self._library, "local_experts_call")

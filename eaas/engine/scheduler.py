@@ -301,10 +301,7 @@ class Scheduler:
 
     def _grow(self) -> None:
         """Give every generating request the block that its next row is written to."""
-        slots = self._decode_slots
         block_tokens = self.pool.block_tokens
-        if slots is not None and (self._computed[slots] % block_tokens).all():
-            return
         for request in list(self._decoding):
             # A request preempted in this loop has no slot.
             while request.slot >= 0 and request.computed == len(request.blocks) * block_tokens:

@@ -328,7 +328,7 @@ class WorkerPool:
         links = [link for link in self._candidates() if link.incarnation not in sequence.refused_by]
         wanted = sequence.numerics_class
         same_class = [link for link in links if link.hello and link.hello.numerics_class == wanted]
-        return min(links, key=lambda link: (link.outstanding, link.chosen), default=None)
+        return min(same_class or links, key=lambda link: (link.outstanding, link.chosen), default=None)
 
     def _expected(self, sequence: Sequence) -> int:
         left = sequence.params.max_tokens - len(sequence.log.output)

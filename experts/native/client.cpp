@@ -60,10 +60,12 @@ void adopt_locked(ExpertClient* client) {
 using namespace experts;
 
 P2P_API ExpertClient* expert_client_new(uint32_t layers, uint32_t experts, uint32_t hidden, uint32_t top_k,
-                                        int32_t dtype, uint64_t model_hash, uint64_t incarnation, uint32_t lanes,
-                                        void* own_page, uint32_t max_tokens_per_call) try {
-    bool sizes = layers && experts && experts <= 65535 && hidden && top_k && top_k <= 1024 && lanes && max_tokens_per_call;
-    if (!sizes || lanes > EXPERTS_MAX_LANES || max_tokens_per_call > MAX_ROWS || dtype < 0 || dtype > 1) return nullptr;
+                                        int32_t dtype, uint64_t model_hash, uint64_t incarnation,
+                                        uint32_t lanes, void* own_page, uint32_t max_tokens_per_call) try {
+    bool sizes = layers && experts && experts <= 65535 && hidden && top_k && top_k <= 1024 && lanes &&
+                 max_tokens_per_call;
+    if (!sizes || lanes > EXPERTS_MAX_LANES || max_tokens_per_call > MAX_ROWS || dtype < 0 || dtype > 1)
+        return nullptr;
     auto client = std::make_unique<ExpertClient>();
     client->shape = {layers, experts, hidden, top_k, uint32_t(dtype), model_hash};
     client->incarnation = incarnation;
@@ -95,7 +97,8 @@ P2P_API int32_t expert_client_add_server(ExpertClient* client, const ServerLink*
         return EXPERTS_E_ARGUMENT;
     // One token must fit, with all of its experts on this server.
     uint64_t limit = link->slot_bytes < CHUNK_BYTES ? link->slot_bytes : CHUNK_BYTES;
-    if (request_bytes(shape, 1, shape.top_k) > limit || reply_bytes(shape, shape.top_k) > limit) return EXPERTS_E_ARGUMENT;
+    if (request_bytes(shape, 1, shape.top_k) > limit || reply_bytes(shape, shape.top_k) > limit)
+        return EXPERTS_E_ARGUMENT;
     std::lock_guard lock(client->mutex);
     for (uint32_t i = 0; i < EXPERTS_MAX_SERVERS; i++) {
         Server& server = client->servers[i];
@@ -134,7 +137,8 @@ P2P_API int32_t expert_client_server_idle(ExpertClient* client, uint32_t index) 
 P2P_API void expert_client_publish_routes(ExpertClient* client, uint64_t epoch, const uint8_t* table) {
     auto routes = std::make_unique<Routes>();
     routes->epoch = epoch;
-    routes->table.assign(table, table + uint64_t(client->shape.layers) * client->shape.experts * EXPERTS_MAX_REPLICAS);
+    routes->table.assign(
+        table, table + uint64_t(client->shape.layers) * client->shape.experts * EXPERTS_MAX_REPLICAS);
     {
         std::lock_guard lock(client->mutex);
         client->pending = std::move(routes);
@@ -153,9 +157,18 @@ P2P_API int32_t expert_client_stats(ExpertClient* client, uint32_t index, Server
     Server& server = client->servers[index];
     auto read = [](uint64_t& field) { return std::atomic_ref(field).load(std::memory_order_relaxed); };
     ServerStats& stats = server.stats;
-    *out = {read(stats.rows), read(stats.pairs), read(stats.calls), read(stats.latency_ns), read(stats.latency_max_ns),
-            read(stats.service_ns), read(stats.hedges), read(stats.redispatches), read(stats.lost), read(stats.corrupt),
-            std::atomic_ref(stats.late_slots).load(std::memory_order_relaxed), server.state.load()};
+    *out = {read(stats.rows),
+            read(stats.pairs),
+            read(stats.calls),
+            read(stats.latency_ns),
+            read(stats.latency_max_ns),
+            read(stats.service_ns),
+            read(stats.hedges),
+            read(stats.redispatches),
+            read(stats.lost),
+            read(stats.corrupt),
+            std::atomic_ref(stats.late_slots).load(std::memory_order_relaxed),
+            server.state.load()};
     if (server.leaving.load()) out->state = SERVER_LEFT;
     return EXPERTS_OK;
 }

@@ -1,7 +1,8 @@
-// The client end of the expert service: dispatch, combine, failover. C ABI, bound by ctypes and called by the decoder.
+// The client end of the expert service: dispatch, combine, failover. C ABI, bound by ctypes and called by the
+// decoder.
 //
-// Threads: `expert_call` is SPMD, made by every lane of one LanePool; everything else may be called from any thread at
-// any time. Exceptions never cross this interface.
+// Threads: `expert_call` is SPMD, made by every lane of one LanePool; everything else may be called from any
+// thread at any time. Exceptions never cross this interface.
 #pragma once
 #include <cstdint>
 
@@ -11,7 +12,7 @@
 enum {
     EXPERTS_OK = 0,
     EXPERTS_PENDING = 1,
-    EXPERTS_E_LOST = -1,      // no live replica answered before the deadline; the client is usable again at once
+    EXPERTS_E_LOST = -1,  // no live replica answered before the deadline; the client is usable again at once
     EXPERTS_E_ARGUMENT = -2,  // n, layer or an expert id out of range, or another call is running
     EXPERTS_E_FULL = -3,      // all server places are taken
     EXPERTS_E_MEMORY = -4,
@@ -23,75 +24,83 @@ constexpr uint8_t EXPERTS_NO_SERVER = 255;  // pads a replica list of the routes
 
 struct ExpertClient;
 
-// One attached server. Both windows are laid out by p2p/native/window.h with `slots` slots of `slot_bytes` payload.
+// One attached server. Both windows are laid out by p2p/native/window.h with `slots` slots of `slot_bytes`
+// payload.
 struct ServerLink {
-    void* tx;                     // the server's window: requests are written here
+    void* tx;  // the server's window: requests are written here
     uint64_t tx_bytes;
-    void* rx;                     // this client's window for that server: replies appear here
+    void* rx;  // this client's window for that server: replies appear here
     uint64_t rx_bytes;
-    void* bell_page;              // the server's doorbell page; null where the transport has none
+    void* bell_page;  // the server's doorbell page; null where the transport has none
     uint64_t server_incarnation;
-    int32_t liveness_fd;          // hangs up when the server's process ends; -1 where the transport has none
+    int32_t liveness_fd;  // hangs up when the server's process ends; -1 where the transport has none
     uint32_t slots;
-    uint64_t slot_bytes;          // payload capacity of a slot, both ways
-    uint32_t lane;                // the client lane which packs for this server and waits for it
-    uint32_t server_lane;         // the server lane whose doorbell is rung
+    uint64_t slot_bytes;   // payload capacity of a slot, both ways
+    uint32_t lane;         // the client lane which packs for this server and waits for it
+    uint32_t server_lane;  // the server lane whose doorbell is rung
 };
 
 // Counters since the server was attached; latencies in nanoseconds from ring to accepted reply.
 struct ServerStats {
-    uint64_t rows;           // rows sent
-    uint64_t pairs;          // (token, k) pairs sent
-    uint64_t calls;          // chunks sent
-    uint64_t latency_ns;     // moving average over chunks, weight 1/16
-    uint64_t latency_max_ns; // recent maximum, decaying by 1/64 a chunk
-    uint64_t service_ns;     // moving average of the time that the server itself reported
-    uint64_t hedges;         // pairs overdue here that were sent elsewhere as well
-    uint64_t redispatches;   // pairs sent elsewhere because this server died or refused them
-    uint64_t lost;           // pairs that were still waiting for this server when a call failed
-    uint64_t corrupt;        // replies that failed validation
-    uint32_t late_slots;     // slots retired until their late reply arrives
-    uint32_t state;          // 0 empty, 1 attached, 2 gone, 3 leaving or left
+    uint64_t rows;            // rows sent
+    uint64_t pairs;           // (token, k) pairs sent
+    uint64_t calls;           // chunks sent
+    uint64_t latency_ns;      // moving average over chunks, weight 1/16
+    uint64_t latency_max_ns;  // recent maximum, decaying by 1/64 a chunk
+    uint64_t service_ns;      // moving average of the time that the server itself reported
+    uint64_t hedges;          // pairs overdue here that were sent elsewhere as well
+    uint64_t redispatches;    // pairs sent elsewhere because this server died or refused them
+    uint64_t lost;            // pairs that were still waiting for this server when a call failed
+    uint64_t corrupt;         // replies that failed validation
+    uint32_t late_slots;      // slots retired until their late reply arrives
+    uint32_t state;           // 0 empty, 1 attached, 2 gone, 3 leaving or left
 };
 
-// `own_page` is this process's doorbell page (null: plain short sleeps). Null result: out of memory or a bad argument.
+// `own_page` is this process's doorbell page (null: plain short sleeps). Null result: out of memory or a bad
+// argument.
 P2P_API ExpertClient* expert_client_new(uint32_t layers, uint32_t experts, uint32_t hidden, uint32_t top_k,
-                                        int32_t dtype, uint64_t model_hash, uint64_t incarnation, uint32_t lanes,
-                                        void* own_page, uint32_t max_tokens_per_call);
+                                        int32_t dtype, uint64_t model_hash, uint64_t incarnation,
+                                        uint32_t lanes, void* own_page, uint32_t max_tokens_per_call);
 P2P_API void expert_client_free(ExpertClient* client);
 
 // Index 0..63 for the routes table, or EXPERTS_E_FULL / EXPERTS_E_ARGUMENT.
 P2P_API int32_t expert_client_add_server(ExpertClient* client, const ServerLink* link);
-// Takes effect at a call boundary, at once where no call runs. Once expert_client_server_idle says 1, the memory may go
-// and the index is free for another server.
+// Takes effect at a call boundary, at once where no call runs. Once expert_client_server_idle says 1, the
+// memory may go and the index is free for another server.
 P2P_API void expert_client_remove_server(ExpertClient* client, uint32_t index);
 P2P_API int32_t expert_client_server_idle(ExpertClient* client, uint32_t index);
-// table: [layers][experts][EXPERTS_MAX_REPLICAS] server indexes, padded with EXPERTS_NO_SERVER. Copied; adopted at once
-// where no call runs, else at the end of the running call (or within it, when that call waits for a replica).
+// table: [layers][experts][EXPERTS_MAX_REPLICAS] server indexes, padded with EXPERTS_NO_SERVER. Copied;
+// adopted at once where no call runs, else at the end of the running call (or within it, when that call waits
+// for a replica).
 P2P_API void expert_client_publish_routes(ExpertClient* client, uint64_t epoch, const uint8_t* table);
 P2P_API uint64_t expert_client_adopted_epoch(ExpertClient* client);
 P2P_API int32_t expert_client_stats(ExpertClient* client, uint32_t index, ServerStats* out);
 
-// One expert call. Every lane of `pool` calls it with the same arguments; `pool` may be null for a client of one lane.
+// One expert call. Every lane of `pool` calls it with the same arguments; `pool` may be null for a client of
+// one lane.
 //   layer       0..layers-1, counted over MoE layers
-//   rows        n x hidden in the client's dtype; expert_ids and weights n x top_k; 1 <= n <= max_tokens_per_call
-//   out         n x hidden float32: out[t] += s, s = w[0]*row[0], then s += w[k]*row[k] for k = 1.. in order; each
-//               product and each sum is rounded to float32 on its own, so every instruction set gives the same bits
+//   rows        n x hidden in the client's dtype; expert_ids and weights n x top_k; 1 <= n <=
+//   max_tokens_per_call out         n x hidden float32: out[t] += s, s = w[0]*row[0], then s += w[k]*row[k]
+//   for k = 1.. in order; each
+//               product and each sum is rounded to float32 on its own, so every instruction set gives the
+//               same bits
 //   deadline_ns CLOCK_MONOTONIC nanoseconds
 //   while_away  called once by each lane between dispatch and the first wait; may be null
 // The caller makes inputs visible to all lanes (a barrier) before; `out` is complete for all lanes on return.
 // Returns EXPERTS_OK or a negative code, the same on every lane; `out` is untouched on failure.
-P2P_API int32_t expert_call(ExpertClient* client, LanePool* pool, uint32_t lane, uint32_t layer, const void* rows,
-                            uint32_t n, const uint16_t* expert_ids, const float* weights, float* out,
-                            uint64_t deadline_ns, void (*while_away)(void*, uint32_t), void* arg);
+P2P_API int32_t expert_call(ExpertClient* client, LanePool* pool, uint32_t lane, uint32_t layer,
+                            const void* rows, uint32_t n, const uint16_t* expert_ids, const float* weights,
+                            float* out, uint64_t deadline_ns, void (*while_away)(void*, uint32_t), void* arg);
 
 // The same call in steps that never block, for one thread that owns all lanes (simulators, event loops).
 P2P_API int32_t expert_client_begin(ExpertClient* client, uint32_t layer, const void* rows, uint32_t n,
-                                    const uint16_t* expert_ids, const float* weights, float* out, uint64_t now_ns,
-                                    uint64_t deadline_ns);
+                                    const uint16_t* expert_ids, const float* weights, float* out,
+                                    uint64_t now_ns, uint64_t deadline_ns);
 // EXPERTS_PENDING, or the result of the call.
 P2P_API int32_t expert_client_step(ExpertClient* client, uint64_t now_ns);
 
-// The same call for one thread that has no lanes of its own: a client of several lanes brings an unpinned pool.
+// The same call for one thread that has no lanes of its own: a client of several lanes brings an unpinned
+// pool.
 P2P_API int32_t expert_exchange(ExpertClient* client, uint32_t layer, const void* rows, uint32_t n,
-                                const uint16_t* expert_ids, const float* weights, float* out, uint64_t deadline_ns);
+                                const uint16_t* expert_ids, const float* weights, float* out,
+                                uint64_t deadline_ns);

@@ -40,9 +40,11 @@ int32_t begin(ExpertClient* client, uint32_t layer, const void* rows, uint32_t n
               const float* weights, float* out, uint64_t now_ns, uint64_t deadline_ns) try {
     Call& call = client->call;
     uint32_t total = n * client->shape.top_k;
-    if (layer >= client->shape.layers || n == 0 || n > client->max_tokens || !rows || !ids || !weights || !out)
+    if (layer >= client->shape.layers || n == 0 || n > client->max_tokens || !rows || !ids || !weights ||
+        !out)
         return EXPERTS_E_ARGUMENT;
-    if (std::any_of(ids, ids + total, [&](uint16_t id) { return id >= client->shape.experts; })) return EXPERTS_E_ARGUMENT;
+    if (std::any_of(ids, ids + total, [&](uint16_t id) { return id >= client->shape.experts; }))
+        return EXPERTS_E_ARGUMENT;
     {
         std::lock_guard lock(client->mutex);
         if (client->in_call) return EXPERTS_E_ARGUMENT;
@@ -114,9 +116,10 @@ void meet(ExpertClient* client, LanePool* pool, uint32_t lane) {
 
 }  // namespace
 
-P2P_API int32_t expert_call(ExpertClient* client, LanePool* pool, uint32_t lane, uint32_t layer, const void* rows,
-                            uint32_t n, const uint16_t* expert_ids, const float* weights, float* out,
-                            uint64_t deadline_ns, void (*while_away)(void*, uint32_t), void* arg) {
+P2P_API int32_t expert_call(ExpertClient* client, LanePool* pool, uint32_t lane, uint32_t layer,
+                            const void* rows, uint32_t n, const uint16_t* expert_ids, const float* weights,
+                            float* out, uint64_t deadline_ns, void (*while_away)(void*, uint32_t),
+                            void* arg) {
     Call& call = client->call;
     if (lane == 0)
         call.status = begin(client, layer, rows, n, expert_ids, weights, out, clock_ns(), deadline_ns);
@@ -147,10 +150,11 @@ P2P_API int32_t expert_call(ExpertClient* client, LanePool* pool, uint32_t lane,
 }
 
 P2P_API int32_t expert_client_begin(ExpertClient* client, uint32_t layer, const void* rows, uint32_t n,
-                                    const uint16_t* expert_ids, const float* weights, float* out, uint64_t now_ns,
-                                    uint64_t deadline_ns) {
+                                    const uint16_t* expert_ids, const float* weights, float* out,
+                                    uint64_t now_ns, uint64_t deadline_ns) {
     int32_t status = begin(client, layer, rows, n, expert_ids, weights, out, now_ns, deadline_ns);
-    for (uint32_t lane = 0; status == EXPERTS_OK && lane < client->lanes; lane++) post_chunks(client, lane, now_ns);
+    for (uint32_t lane = 0; status == EXPERTS_OK && lane < client->lanes; lane++)
+        post_chunks(client, lane, now_ns);
     client->checked_ns = now_ns;
     return status;
 }
@@ -181,15 +185,17 @@ P2P_API int32_t expert_client_step(ExpertClient* client, uint64_t now_ns) {
 }
 
 P2P_API int32_t expert_exchange(ExpertClient* client, uint32_t layer, const void* rows, uint32_t n,
-                                const uint16_t* expert_ids, const float* weights, float* out, uint64_t deadline_ns) {
+                                const uint16_t* expert_ids, const float* weights, float* out,
+                                uint64_t deadline_ns) {
     if (client->lanes == 1)
-        return expert_call(client, nullptr, 0, layer, rows, n, expert_ids, weights, out, deadline_ns, nullptr, nullptr);
+        return expert_call(client, nullptr, 0, layer, rows, n, expert_ids, weights, out, deadline_ns, nullptr,
+                           nullptr);
     if (!client->own_pool) client->own_pool.reset(p2p_lanes_new(client->lanes, nullptr));
     if (!client->own_pool) return EXPERTS_E_MEMORY;
     int32_t status = EXPERTS_E_ARGUMENT;
     auto lane_call = [&](uint32_t lane) {
-        int32_t mine = expert_call(client, client->own_pool.get(), lane, layer, rows, n, expert_ids, weights, out,
-                                   deadline_ns, nullptr, nullptr);
+        int32_t mine = expert_call(client, client->own_pool.get(), lane, layer, rows, n, expert_ids, weights,
+                                   out, deadline_ns, nullptr, nullptr);
         if (lane == 0) status = mine;
     };
     auto run = [](void* arg, uint32_t lane) { (*static_cast<decltype(lane_call)*>(arg))(lane); };

@@ -16,7 +16,8 @@ template <class Visit>
 void each_server(ExpertClient* client, uint32_t lane, Visit visit) {
     for (uint64_t left = client->used.load(std::memory_order_acquire); left; left &= left - 1) {
         Server& server = client->servers[std::countr_zero(left)];
-        if (server.link.lane == lane && server.state.load(std::memory_order_acquire) == SERVER_LIVE) visit(server);
+        if (server.link.lane == lane && server.state.load(std::memory_order_acquire) == SERVER_LIVE)
+            visit(server);
     }
 }
 
@@ -69,7 +70,8 @@ uint64_t write_request(ExpertClient* client, LaneScratch& scratch, Chunk& chunk,
     return request_bytes(shape, chunk.rows, chunk.pairs);
 }
 
-void send(ExpertClient* client, Server& server, uint32_t lane, uint32_t slot_index, uint32_t chunk_index, uint64_t now_ns) {
+void send(ExpertClient* client, Server& server, uint32_t lane, uint32_t slot_index, uint32_t chunk_index,
+          uint64_t now_ns) {
     Call& call = client->call;
     Chunk& chunk = call.chunks[chunk_index];
     Slot& slot = server.slots[slot_index];
@@ -78,7 +80,8 @@ void send(ExpertClient* client, Server& server, uint32_t lane, uint32_t slot_ind
     fields.incarnation = server.link.server_incarnation;
     fields.sequence = ++server.sequence;
     fields.attempt = chunk.attempt;
-    fields.length = uint32_t(write_request(client, client->scratch[lane], chunk, static_cast<uint8_t*>(p2p_payload(memory))));
+    fields.length = uint32_t(
+        write_request(client, client->scratch[lane], chunk, static_cast<uint8_t*>(p2p_payload(memory))));
     fields.remaining_ns = call.deadline_ns > now_ns ? call.deadline_ns - now_ns : 0;
     fields.sender = client->incarnation;
     p2p_frame_seal(memory, &fields);
@@ -90,7 +93,8 @@ void send(ExpertClient* client, Server& server, uint32_t lane, uint32_t slot_ind
     double expected_ns = server.peak_ns_per_unit * (server.units + UNIT_BASE);
     uint64_t patience = server.peak_ns_per_unit == 0 ? OVERDUE_UNKNOWN_NS
                                                      : std::max(OVERDUE_FLOOR_NS, uint64_t(4 * expected_ns));
-    slot = {SLOT_BUSY, chunk_index, chunk.pairs, server.units, call.id, fields.sequence, now_ns, now_ns + patience};
+    slot = {SLOT_BUSY, chunk_index,     chunk.pairs, server.units,
+            call.id,   fields.sequence, now_ns,      now_ns + patience};
     chunk.state = CHUNK_SENT;
     add(server.stats.rows, chunk.rows);
     add(server.stats.pairs, chunk.pairs);
@@ -99,7 +103,8 @@ void send(ExpertClient* client, Server& server, uint32_t lane, uint32_t slot_ind
 
 void post(ExpertClient* client, Server& server, uint32_t lane, uint64_t now_ns) {
     for (uint32_t i = 0; i < server.link.slots && server.queue_head < server.queue.size(); i++)
-        if (server.slots[i].state == SLOT_FREE) send(client, server, lane, i, server.queue[server.queue_head++], now_ns);
+        if (server.slots[i].state == SLOT_FREE)
+            send(client, server, lane, i, server.queue[server.queue_head++], now_ns);
 }
 
 void release(ExpertClient* client, Server& server, Slot& slot) {
@@ -110,7 +115,8 @@ void release(ExpertClient* client, Server& server, Slot& slot) {
         server.late--;
         std::atomic_ref(server.stats.late_slots).store(server.late, std::memory_order_relaxed);
         // A server that catches up may take what no other replica could.
-        if (server.late == 0 && client->call.in_doubt.load(std::memory_order_relaxed)) client->call.replan.store(1);
+        if (server.late == 0 && client->call.in_doubt.load(std::memory_order_relaxed))
+            client->call.replan.store(1);
     }
     slot.state = SLOT_FREE;
 }
@@ -137,8 +143,8 @@ bool accept(ExpertClient* client, Server& server, Slot& slot, const void* memory
     int length = p2p_frame_open(memory, reply_bytes(shape, chunk.pairs), client->incarnation,
                                 server.link.server_incarnation, slot.sequence, &frame, chunk.reply);
     uint16_t status = STATUS_INVALID;
-    bool valid = length >= 0 && reply_valid(shape, chunk.reply, uint64_t(length), call.layer, chunk.rows, chunk.pairs,
-                                            chunk.routing, &status);
+    bool valid = length >= 0 && reply_valid(shape, chunk.reply, uint64_t(length), call.layer, chunk.rows,
+                                            chunk.pairs, chunk.routing, &status);
     if (!valid || (status != STATUS_INVALID && frame.attempt != chunk.attempt)) {
         add(server.stats.corrupt, 1);
         return false;
@@ -175,7 +181,8 @@ void scan(ExpertClient* client, Server& server, uint64_t now_ns) {
         if (slot.state == SLOT_FREE) continue;
         const void* memory = p2p_slot(server.link.rx, i, server.link.slot_bytes);
         bool current = slot.call == call.id;
-        if (p2p_signal_load(memory) == slot.sequence && (!current || accept(client, server, slot, memory, now_ns))) {
+        if (p2p_signal_load(memory) == slot.sequence &&
+            (!current || accept(client, server, slot, memory, now_ns))) {
             release(client, server, slot);
         } else if (slot.state == SLOT_BUSY && now_ns >= slot.due_ns) {
             server.busy--;
@@ -206,7 +213,8 @@ void bury(ExpertClient* client, Server& server) {
         if (slot.state != SLOT_FREE && slot.call == call.id) fail(slot.chunk);
         slot.state = SLOT_FREE;
     }
-    for (; server.queue_head < server.queue.size(); server.queue_head++) fail(server.queue[server.queue_head]);
+    for (; server.queue_head < server.queue.size(); server.queue_head++)
+        fail(server.queue[server.queue_head]);
     server.busy = server.late = server.units = 0;
     std::atomic_ref(server.stats.late_slots).store(0u, std::memory_order_relaxed);
     server.state.store(SERVER_GONE);

@@ -7,7 +7,8 @@
 namespace experts {
 namespace {
 
-// An activated expert costs its weights' read plus a part for each row; about five rows weigh as much as the read.
+// An activated expert costs its weights' read plus a part for each row; about five rows weigh as much as the
+// read.
 constexpr uint32_t EXPERT_COST = 5;
 enum PairState : uint8_t { PAIR_OPEN, PAIR_PLACED, PAIR_FILLED };
 
@@ -83,12 +84,21 @@ void cut_chunks(ExpertClient* client, uint32_t index) {
             uint32_t token = list[end] / shape.top_k;
             size_t next = end + 1;
             while (next < list.size() && list[next] / shape.top_k == token) next++;
-            bool fits = reply_bytes(shape, next - at) <= limit && request_bytes(shape, rows + 1, next - at) <= limit;
+            bool fits =
+                reply_bytes(shape, next - at) <= limit && request_bytes(shape, rows + 1, next - at) <= limit;
             if (!fits && end > at) break;
             rows++;
             end = next;
         }
-        Chunk chunk{index, uint32_t(call.order.size()), uint32_t(end - at), rows, call.attempt, CHUNK_PLANNED, false, 0, nullptr};
+        Chunk chunk{index,
+                    uint32_t(call.order.size()),
+                    uint32_t(end - at),
+                    rows,
+                    call.attempt,
+                    CHUNK_PLANNED,
+                    false,
+                    0,
+                    nullptr};
         chunk.reply = client->arena.take(reply_bytes(shape, chunk.pairs));
         call.order.insert(call.order.end(), list.begin() + at, list.begin() + end);
         server.queue.push_back(uint32_t(call.chunks.size()));
@@ -131,13 +141,15 @@ void survey(ExpertClient* client, const Masks& masks, bool adopted) {
         if (chunk.state == CHUNK_PLANNED && !(masks.healthy & bit)) chunk.state = CHUNK_FAILED;
         for (uint32_t i = 0; i < chunk.pairs; i++) {
             uint32_t pair = call.order[chunk.first + i];
-            if (chunk.state == CHUNK_PLANNED || chunk.state == CHUNK_SENT) plan.pair_state[pair] = PAIR_PLACED;
+            if (chunk.state == CHUNK_PLANNED || chunk.state == CHUNK_SENT)
+                plan.pair_state[pair] = PAIR_PLACED;
             if (chunk.state == CHUNK_LATE) plan.pair_late[pair] |= bit;
             if (chunk.refused) plan.refused[call.ids[pair]] |= bit;
         }
         plan.any_refused |= chunk.refused;
         chunk.refused = false;
-        if (chunk.state != CHUNK_DONE && chunk.state != CHUNK_FAILED) call.outstanding[server.link.lane].value++;
+        if (chunk.state != CHUNK_DONE && chunk.state != CHUNK_FAILED)
+            call.outstanding[server.link.lane].value++;
     }
     // New routes answer old refusals.
     if (adopted && plan.any_refused) {
@@ -149,7 +161,8 @@ void survey(ExpertClient* client, const Masks& masks, bool adopted) {
     for (Server& server : client->servers) {
         auto kept = [&](uint32_t chunk) { return call.chunks[chunk].state == CHUNK_PLANNED; };
         std::vector<uint32_t> queue;
-        std::copy_if(server.queue.begin() + server.queue_head, server.queue.end(), std::back_inserter(queue), kept);
+        std::copy_if(server.queue.begin() + server.queue_head, server.queue.end(), std::back_inserter(queue),
+                     kept);
         server.queue = std::move(queue);
         server.queue_head = 0;
     }

@@ -1,5 +1,5 @@
-// What the parts of the client share. One call runs at a time; within it each server belongs to one lane, and lane 0
-// plans while the other lanes stand at a barrier. That is why most fields need no lock.
+// What the parts of the client share. One call runs at a time; within it each server belongs to one lane, and
+// lane 0 plans while the other lanes stand at a barrier. That is why most fields need no lock.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -13,9 +13,10 @@
 namespace experts {
 
 constexpr uint32_t MAX_SLOTS = 16;
-constexpr uint64_t CHUNK_BYTES = 512 * 1024;        // incast hurts only above that
+constexpr uint64_t CHUNK_BYTES = 512 * 1024;  // incast hurts only above that
 constexpr uint64_t OVERDUE_FLOOR_NS = 20'000'000;
-constexpr uint64_t OVERDUE_UNKNOWN_NS = 1'000'000'000;  // before a server's first reply: its pages may be cold
+constexpr uint64_t OVERDUE_UNKNOWN_NS =
+    1'000'000'000;  // before a server's first reply: its pages may be cold
 constexpr uint64_t PROBE_FIRST_NS = 1'000'000'000;
 constexpr uint64_t PROBE_LAST_NS = 30'000'000'000;
 constexpr double UNIT_BASE = 16;  // pairs that a chunk seems to have on top of its own: its fixed cost
@@ -86,10 +87,10 @@ struct Call {
     std::atomic<uint32_t> missing{0};
     std::atomic<uint32_t> replan{0};
     std::vector<Chunk> chunks;
-    std::vector<uint32_t> order;                          // pair numbers t * top_k + k, chunk after chunk
-    std::unique_ptr<std::atomic<uint64_t>[]> filled;      // one bit for each pair: the first valid reply wins
-    std::vector<const float*> row;                        // of each filled pair
-    LaneWord outstanding[EXPERTS_MAX_LANES];              // chunks of each lane that a reply may still come for
+    std::vector<uint32_t> order;                      // pair numbers t * top_k + k, chunk after chunk
+    std::unique_ptr<std::atomic<uint64_t>[]> filled;  // one bit for each pair: the first valid reply wins
+    std::vector<const float*> row;                    // of each filled pair
+    LaneWord outstanding[EXPERTS_MAX_LANES];          // chunks of each lane that a reply may still come for
 };
 
 // Private memory for the replies of one call; blocks stay for the next.
@@ -125,13 +126,13 @@ struct Want {
 // Planning scratch, all of it lane 0's.
 struct Plan {
     std::vector<Want> wants;
-    std::vector<uint32_t> count;        // pairs to place, of each expert
-    std::vector<uint32_t> touched;      // experts with pairs to place
-    std::vector<uint8_t> server_of;     // of each expert
-    std::vector<uint64_t> refused;      // servers that refused an expert in this call, a mask for each expert
+    std::vector<uint32_t> count;     // pairs to place, of each expert
+    std::vector<uint32_t> touched;   // experts with pairs to place
+    std::vector<uint8_t> server_of;  // of each expert
+    std::vector<uint64_t> refused;   // servers that refused an expert in this call, a mask for each expert
     bool any_refused = false;
     std::vector<uint8_t> pair_state;
-    std::vector<uint64_t> pair_late;    // servers whose late reply may still bring the pair
+    std::vector<uint64_t> pair_late;  // servers whose late reply may still bring the pair
     std::vector<uint32_t> list[EXPERTS_MAX_SERVERS];
 };
 
@@ -177,7 +178,9 @@ inline void add(uint64_t& field, uint64_t amount) {
     std::atomic_ref ref(field);
     ref.store(ref.load(std::memory_order_relaxed) + amount, std::memory_order_relaxed);
 }
-inline void set(uint64_t& field, uint64_t value) { std::atomic_ref(field).store(value, std::memory_order_relaxed); }
+inline void set(uint64_t& field, uint64_t value) {
+    std::atomic_ref(field).store(value, std::memory_order_relaxed);
+}
 
 // client_plan.cpp, lane 0 only
 void plan_first(ExpertClient* client, uint64_t now_ns);

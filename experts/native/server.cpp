@@ -97,11 +97,13 @@ void run_lane(void* arg, uint32_t lane) {
 
 }  // namespace
 
-P2P_API ExpertServer* expert_server_new(uint32_t layers, uint32_t experts, uint32_t hidden, uint32_t intermediate,
-                                        uint32_t top_k, int32_t dtype, uint64_t model_hash, uint64_t incarnation,
-                                        uint32_t lanes, const int32_t* cores, void* own_page, uint64_t max_slot_bytes) try {
+P2P_API ExpertServer* expert_server_new(uint32_t layers, uint32_t experts, uint32_t hidden,
+                                        uint32_t intermediate, uint32_t top_k, int32_t dtype,
+                                        uint64_t model_hash, uint64_t incarnation, uint32_t lanes,
+                                        const int32_t* cores, void* own_page, uint64_t max_slot_bytes) try {
     bool sizes = layers && experts && experts <= 65535 && hidden && intermediate && top_k && top_k <= 1024;
-    if (!sizes || !lanes || lanes > P2P_BELL_LANES || dtype < 0 || dtype > 1 || !max_slot_bytes) return nullptr;
+    if (!sizes || !lanes || lanes > P2P_BELL_LANES || dtype < 0 || dtype > 1 || !max_slot_bytes)
+        return nullptr;
     auto server = std::make_unique<ExpertServer>();
     server->shape = {layers, experts, hidden, top_k, uint32_t(dtype), model_hash};
     server->intermediate = intermediate;
@@ -124,7 +126,8 @@ P2P_API void expert_server_free(ExpertServer* server) {
 
 P2P_API int32_t expert_server_add_client(ExpertServer* server, const ClientLink* link) {
     if (!link->rx || !link->tx || !link->slots || link->slots > SERVER_MAX_SLOTS || !link->client_lanes ||
-        link->client_lanes > P2P_BELL_LANES || link->slot_bytes < sizeof(WireHeader) || link->slot_bytes > server->max_slot_bytes)
+        link->client_lanes > P2P_BELL_LANES || link->slot_bytes < sizeof(WireHeader) ||
+        link->slot_bytes > server->max_slot_bytes)
         return EXPERT_SERVER_E_ARGUMENT;
     uint64_t window = p2p_window_bytes(link->slots, link->slot_bytes);
     if (!window || link->rx_bytes < window || link->tx_bytes < window) return EXPERT_SERVER_E_ARGUMENT;
@@ -147,9 +150,10 @@ P2P_API void expert_server_remove_client(ExpertServer* server, uint32_t index) {
     server->clients[index].attached = false;
 }
 
-P2P_API int32_t expert_server_set_expert(ExpertServer* server, uint32_t layer, uint32_t expert, const void* gate_up,
-                                         const void* down) {
-    if (layer >= server->shape.layers || expert >= server->shape.experts || !gate_up != !down) return EXPERT_SERVER_E_ARGUMENT;
+P2P_API int32_t expert_server_set_expert(ExpertServer* server, uint32_t layer, uint32_t expert,
+                                         const void* gate_up, const void* down) {
+    if (layer >= server->shape.layers || expert >= server->shape.experts || !gate_up != !down)
+        return EXPERT_SERVER_E_ARGUMENT;
     Turn turn(server);
     server->experts[uint64_t(layer) * server->shape.experts + expert] = {gate_up, down};
     return EXPERT_SERVER_OK;
@@ -190,5 +194,6 @@ P2P_API int32_t expert_server_step(ExpertServer* server, uint64_t now_ns) {
 P2P_API void expert_server_counters(ExpertServer* server, ServerCounters* out) {
     auto read = [](uint64_t& field) { return std::atomic_ref(field).load(std::memory_order_relaxed); };
     ServerCounters& c = server->counters;
-    *out = {read(c.batches), read(c.requests), read(c.rows), read(c.pairs), read(c.experts), read(c.busy_ns), read(c.not_held), read(c.invalid)};
+    *out = {read(c.batches), read(c.requests), read(c.rows),     read(c.pairs),
+            read(c.experts), read(c.busy_ns),  read(c.not_held), read(c.invalid)};
 }

@@ -1,7 +1,9 @@
-// The expert server's loop: scans the windows of all clients, batches what is ready, computes, replies. C ABI.
+// The expert server's loop: scans the windows of all clients, batches what is ready, computes, replies. C
+// ABI.
 //
-// Threads: one thread at a time is in expert_server_run or expert_server_step; everything else may be called from any
-// other thread at any time, and takes effect between two batches. Exceptions never cross this interface.
+// Threads: one thread at a time is in expert_server_run or expert_server_step; everything else may be called
+// from any other thread at any time, and takes effect between two batches. Exceptions never cross this
+// interface.
 #pragma once
 #include <cstdint>
 
@@ -18,13 +20,14 @@ constexpr uint32_t EXPERT_SERVER_MAX_CLIENTS = 64;
 
 struct ExpertServer;
 
-// One attached client. Both windows are laid out by p2p/native/window.h with `slots` slots of `slot_bytes` payload.
+// One attached client. Both windows are laid out by p2p/native/window.h with `slots` slots of `slot_bytes`
+// payload.
 struct ClientLink {
-    void* rx;           // this server's window: the client's requests appear here
+    void* rx;  // this server's window: the client's requests appear here
     uint64_t rx_bytes;
-    void* tx;           // the client's window: replies are written here
+    void* tx;  // the client's window: replies are written here
     uint64_t tx_bytes;
-    void* bell_page;    // the client's doorbell page; null where the transport has none
+    void* bell_page;  // the client's doorbell page; null where the transport has none
     uint64_t client_incarnation;
     uint32_t client_lanes;
     uint32_t slots;
@@ -33,20 +36,21 @@ struct ClientLink {
 
 struct ServerCounters {
     uint64_t batches;
-    uint64_t requests;   // answered OK
-    uint64_t rows;       // rows received in them
-    uint64_t pairs;      // (row, expert) pairs computed
-    uint64_t experts;    // experts activated, summed over batches
-    uint64_t busy_ns;    // from pick-up to reply
-    uint64_t not_held;   // requests refused: an expert is not here
-    uint64_t invalid;    // requests refused: not understood
+    uint64_t requests;  // answered OK
+    uint64_t rows;      // rows received in them
+    uint64_t pairs;     // (row, expert) pairs computed
+    uint64_t experts;   // experts activated, summed over batches
+    uint64_t busy_ns;   // from pick-up to reply
+    uint64_t not_held;  // requests refused: an expert is not here
+    uint64_t invalid;   // requests refused: not understood
 };
 
-// cores: one for each lane, -1 where unpinned. max_slot_bytes bounds what a client may attach with. Null: out of memory
-// or a bad argument.
-P2P_API ExpertServer* expert_server_new(uint32_t layers, uint32_t experts, uint32_t hidden, uint32_t intermediate,
-                                        uint32_t top_k, int32_t dtype, uint64_t model_hash, uint64_t incarnation,
-                                        uint32_t lanes, const int32_t* cores, void* own_page, uint64_t max_slot_bytes);
+// cores: one for each lane, -1 where unpinned. max_slot_bytes bounds what a client may attach with. Null: out
+// of memory or a bad argument.
+P2P_API ExpertServer* expert_server_new(uint32_t layers, uint32_t experts, uint32_t hidden,
+                                        uint32_t intermediate, uint32_t top_k, int32_t dtype,
+                                        uint64_t model_hash, uint64_t incarnation, uint32_t lanes,
+                                        const int32_t* cores, void* own_page, uint64_t max_slot_bytes);
 // Not while a thread is in expert_server_run.
 P2P_API void expert_server_free(ExpertServer* server);
 
@@ -55,19 +59,20 @@ P2P_API int32_t expert_server_add_client(ExpertServer* server, const ClientLink*
 // On return the server no longer touches the client's memory.
 P2P_API void expert_server_remove_client(ExpertServer* server, uint32_t index);
 
-// Packed weights (experts/native/kernels.h) that stay mapped until cleared. Null gate_up clears; on return the old
-// weights are no longer read.
-P2P_API int32_t expert_server_set_expert(ExpertServer* server, uint32_t layer, uint32_t expert, const void* gate_up,
-                                         const void* down);
+// Packed weights (experts/native/kernels.h) that stay mapped until cleared. Null gate_up clears; on return
+// the old weights are no longer read.
+P2P_API int32_t expert_server_set_expert(ExpertServer* server, uint32_t layer, uint32_t expert,
+                                         const void* gate_up, const void* down);
 P2P_API void expert_server_clear_expert(ExpertServer* server, uint32_t layer, uint32_t expert);
 
-// The server answers only before this CLOCK_BOOTTIME instant; 0 fences it for good. A process that slept past its lease
-// wakes to a loop that refuses by itself.
+// The server answers only before this CLOCK_BOOTTIME instant; 0 fences it for good. A process that slept past
+// its lease wakes to a loop that refuses by itself.
 P2P_API void expert_server_set_lease(ExpertServer* server, uint64_t boottime_ns);
 // Makes expert_server_run return within one batch, now and from then on.
 P2P_API void expert_server_stop(ExpertServer* server);
 
-// Serves for at most max_ns, parked on the doorbell where idle. The caller becomes lane 0. Returns 1 when stopped.
+// Serves for at most max_ns, parked on the doorbell where idle. The caller becomes lane 0. Returns 1 when
+// stopped.
 P2P_API int32_t expert_server_run(ExpertServer* server, uint64_t max_ns);
 // One batch at most, never waits; for servers of one lane. Returns the number of requests answered.
 P2P_API int32_t expert_server_step(ExpertServer* server, uint64_t now_ns);

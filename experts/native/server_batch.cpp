@@ -31,8 +31,9 @@ bool take(ExpertServer* server, uint32_t index, uint64_t now_ns) {
     Job& job = server->jobs[server->job_count];
     uint8_t* payload = job.payload.need(client.link.slot_bytes);
     P2pHeader frame;
-    int length = p2p_frame_open(p2p_slot(client.link.rx, oldest, client.link.slot_bytes), client.link.slot_bytes,
-                                server->incarnation, client.link.client_incarnation, sequence, &frame, payload);
+    int length =
+        p2p_frame_open(p2p_slot(client.link.rx, oldest, client.link.slot_bytes), client.link.slot_bytes,
+                       server->incarnation, client.link.client_incarnation, sequence, &frame, payload);
     bool opened = length >= 0 && sequence > client.done[oldest];
     bool valid = opened && request_valid(server->shape, payload, uint64_t(length), client.link.slot_bytes);
     if (valid) std::memcpy(&job.header, payload, sizeof job.header);
@@ -60,7 +61,8 @@ void add_items(ExpertServer* server, uint32_t job_index) {
         return;
     }
     for (uint32_t i = 0; i < job.header.pairs; i++)
-        server->items.push_back({uint64_t(job.header.layer) << 32 | uint64_t(pairs[i].expert) << 16 | job_index, i});
+        server->items.push_back(
+            {uint64_t(job.header.layer) << 32 | uint64_t(pairs[i].expert) << 16 | job_index, i});
 }
 
 float* reply_rows(ExpertServer* server, const Job& job) {
@@ -72,7 +74,9 @@ float* reply_rows(ExpertServer* server, const Job& job) {
 void group(ExpertServer* server) {
     const WireShape& shape = server->shape;
     std::vector<Item>& items = server->items;
-    auto before = [](const Item& a, const Item& b) { return a.key != b.key ? a.key < b.key : a.pair < b.pair; };
+    auto before = [](const Item& a, const Item& b) {
+        return a.key != b.key ? a.key < b.key : a.pair < b.pair;
+    };
     // One client lists its pairs by expert already.
     if (!std::is_sorted(items.begin(), items.end(), before)) std::sort(items.begin(), items.end(), before);
     uint64_t row_bytes = shape.row_bytes();
@@ -83,14 +87,18 @@ void group(ExpertServer* server) {
         size_t end = first;
         bool direct = true;
         for (; end < items.size() && items[end].key >> 16 == items[first].key >> 16; end++) {
-            direct &= items[end].key == items[first].key && items[end].pair == items[first].pair + (end - first);
+            direct &=
+                items[end].key == items[first].key && items[end].pair == items[first].pair + (end - first);
             const Job& job = server->jobs[items[end].key & 0xFFFF];
-            std::memcpy(x + end * row_bytes, job.rows() + job.pairs()[items[end].pair].row * row_bytes, row_bytes);
+            std::memcpy(x + end * row_bytes, job.rows() + job.pairs()[items[end].pair].row * row_bytes,
+                        row_bytes);
         }
         const Job& job = server->jobs[items[first].key & 0xFFFF];
         uint64_t place = uint64_t(job.header.layer) * shape.experts + (items[first].key >> 16 & 0xFFFF);
-        float* rows = direct ? reply_rows(server, job) + uint64_t(items[first].pair) * shape.hidden : out + first * shape.hidden;
-        server->groups.push_back({&server->experts[place], uint32_t(first), uint32_t(end - first), rows, direct});
+        float* rows = direct ? reply_rows(server, job) + uint64_t(items[first].pair) * shape.hidden
+                             : out + first * shape.hidden;
+        server->groups.push_back(
+            {&server->experts[place], uint32_t(first), uint32_t(end - first), rows, direct});
         first = end;
     }
 }
@@ -148,7 +156,10 @@ void count_batch(ExpertServer* server) {
     add(counters.busy_ns, monotonic_ns() - server->jobs[0].picked_ns);
     for (uint32_t i = 0; i < server->job_count; i++) {
         const Job& job = server->jobs[i];
-        add(job.status == STATUS_OK ? counters.requests : job.status == STATUS_NOT_HELD ? counters.not_held : counters.invalid, 1);
+        add(job.status == STATUS_OK         ? counters.requests
+            : job.status == STATUS_NOT_HELD ? counters.not_held
+                                            : counters.invalid,
+            1);
         if (job.status == STATUS_OK) add(counters.rows, job.header.rows);
     }
 }
@@ -167,8 +178,8 @@ bool collect(ExpertServer* server, uint64_t now_ns) {
     server->groups.clear();
     uint32_t pairs = 0, served = 0;
     uint32_t start = server->next_client;
-    // One request of each client in turn; a second round only where a single client is busy, so that no client's
-    // chunks delay another's by more than one.
+    // One request of each client in turn; a second round only where a single client is busy, so that no
+    // client's chunks delay another's by more than one.
     for (uint32_t round = 0; round < SERVER_MAX_SLOTS; round++) {
         uint32_t before = server->job_count;
         for (uint32_t i = 0; i < EXPERT_SERVER_MAX_CLIENTS; i++) {
@@ -202,13 +213,13 @@ void serve_batch(ExpertServer* server, uint32_t lane) {
     auto up = [&](const Group& g) {
         experts_ffn_gate_up(int(shape.dtype), g.expert->gate_up, shape.hidden, server->intermediate,
                             server->x.data() + g.first * row_bytes, x_stride, g.count,
-                            server->act.data() + g.first * act_stride * element, act_stride, share(up_tiles, lane),
-                            share(up_tiles, lane + 1));
+                            server->act.data() + g.first * act_stride * element, act_stride,
+                            share(up_tiles, lane), share(up_tiles, lane + 1));
     };
     auto down = [&](const Group& g) {
         experts_ffn_down(int(shape.dtype), g.expert->down, shape.hidden, server->intermediate,
-                         server->act.data() + g.first * act_stride * element, act_stride, g.count, g.out, shape.hidden,
-                         share(down_tiles, lane), share(down_tiles, lane + 1));
+                         server->act.data() + g.first * act_stride * element, act_stride, g.count, g.out,
+                         shape.hidden, share(down_tiles, lane), share(down_tiles, lane + 1));
     };
     if (lanes == 1) {
         for (const Group& g : server->groups) up(g), down(g);

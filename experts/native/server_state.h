@@ -60,7 +60,9 @@ struct Job {
     uint64_t picked_ns;
     WireHeader header;
     Buffer payload;
-    const WirePair* pairs() const { return reinterpret_cast<const WirePair*>(payload.data() + sizeof(WireHeader)); }
+    const WirePair* pairs() const {
+        return reinterpret_cast<const WirePair*>(payload.data() + sizeof(WireHeader));
+    }
     const uint8_t* rows() const { return payload.data() + sizeof(WireHeader) + routing_bytes(header.pairs); }
 };
 
@@ -74,7 +76,7 @@ struct Group {
     const Expert* expert;
     uint32_t first;  // of its items
     uint32_t count;
-    float* out;      // count rows of hidden, in a reply where one request holds them all, else private
+    float* out;  // count rows of hidden, in a reply where one request holds them all, else private
     bool direct;
 };
 
@@ -89,12 +91,12 @@ struct ExpertServer {
     void* page = nullptr;
     uint64_t max_slot_bytes = 0;
 
-    std::mutex mutex;                       // held by the loop from scan to reply, by others to change what it reads
-    std::atomic<uint32_t> wanting{0};       // threads that wait for the mutex: the loop lets them pass
+    std::mutex mutex;  // held by the loop from scan to reply, by others to change what it reads
+    std::atomic<uint32_t> wanting{0};  // threads that wait for the mutex: the loop lets them pass
     std::atomic<uint64_t> lease_ns{UINT64_MAX};
     std::atomic<bool> stopped{false};
     experts::Client clients[EXPERT_SERVER_MAX_CLIENTS];
-    std::vector<experts::Expert> experts;   // [layers][experts]
+    std::vector<experts::Expert> experts;  // [layers][experts]
 
     uint32_t next_client = 0;
     experts::Job jobs[experts::BATCH_JOBS];
@@ -104,7 +106,7 @@ struct ExpertServer {
     experts::Buffer x, act, out;
     ServerCounters counters{};
 
-    std::atomic<uint32_t> batch{0};         // rises when a batch is ready for the other lanes
+    std::atomic<uint32_t> batch{0};  // rises when a batch is ready for the other lanes
     std::atomic<bool> running{false};
     uint64_t run_until_ns = 0;
 };

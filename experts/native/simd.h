@@ -234,7 +234,7 @@ EAAS_INLINE f32x16 sqrt(f32x16 x) {
 #undef EAAS_PART
 }
 
-// e**x within 1 ulp; 0 below the smallest subnormal, infinity above the largest float, NaN for NaN.
+// e**x within 1.1 ulp; 0 below the smallest subnormal, infinity above the largest float, NaN for NaN.
 // x = n ln 2 + r with |r| <= ln 2 / 2; the polynomial is (e**r - 1 - r) / r**2 (Cephes, expf).
 EAAS_INLINE f32x16 exp(f32x16 x) {
     // The bound goes first: max and min return the second operand where one is NaN.

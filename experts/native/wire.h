@@ -16,8 +16,8 @@
 //       46    2  zero
 //       48    8  service time in ns (reply), 0 in a request
 //       56    8  zero
-//   request: routing list of pairs x {row u16, expert u16, k_slot u16, zero u16}, padded to 64; then rows of hidden
-//            elements, each padded to 64 bytes
+//   request: routing list of pairs x {row u16, expert u16, k_slot u16, zero u16}, padded to 64;
+//            then rows of hidden elements, each padded to 64 bytes
 //   reply:   pairs x hidden float32 in the order of the routing list; nothing where the status is not OK
 #pragma once
 #include <bit>
@@ -98,13 +98,15 @@ inline uint64_t routing_hash(const WirePair* pairs, uint32_t count) {
     return sum;
 }
 
-// Whether a request of `length` bytes, already in private memory at `payload`, may be served. Every later access is
-// covered by what is checked here.
-inline bool request_valid(const WireShape& shape, const uint8_t* payload, uint64_t length, uint64_t reply_capacity) {
+// Whether a request of `length` bytes, already in private memory at `payload`, may be served. Every later
+// access is covered by what is checked here.
+inline bool request_valid(const WireShape& shape, const uint8_t* payload, uint64_t length,
+                          uint64_t reply_capacity) {
     if (length < sizeof(WireHeader)) return false;
     WireHeader header;
     std::memcpy(&header, payload, sizeof header);
-    if (header.magic != WIRE_MAGIC || header.version != WIRE_VERSION || header.kind != WIRE_REQUEST) return false;
+    if (header.magic != WIRE_MAGIC || header.version != WIRE_VERSION || header.kind != WIRE_REQUEST)
+        return false;
     if (header.model_hash != shape.model_hash || header.layer >= shape.layers) return false;
     if (header.hidden != shape.hidden || header.dtype != shape.dtype) return false;
     if (header.status != STATUS_OK || header.zero0 || header.zero1 || header.service_ns) return false;
@@ -115,18 +117,21 @@ inline bool request_valid(const WireShape& shape, const uint8_t* payload, uint64
     const WirePair* pairs = reinterpret_cast<const WirePair*>(payload + sizeof(WireHeader));
     for (uint32_t i = 0; i < header.pairs; i++) {
         const WirePair& pair = pairs[i];
-        if (pair.row >= header.rows || pair.expert >= shape.experts || pair.k_slot >= shape.top_k || pair.zero) return false;
+        if (pair.row >= header.rows || pair.expert >= shape.experts || pair.k_slot >= shape.top_k ||
+            pair.zero)
+            return false;
     }
     return header.routing_hash == routing_hash(pairs, header.pairs);
 }
 
 // Whether a reply, already in private memory, answers that request; `status` receives its verdict.
-inline bool reply_valid(const WireShape& shape, const uint8_t* payload, uint64_t length, uint32_t layer, uint32_t rows,
-                        uint32_t pairs, uint64_t routing, uint16_t* status) {
+inline bool reply_valid(const WireShape& shape, const uint8_t* payload, uint64_t length, uint32_t layer,
+                        uint32_t rows, uint32_t pairs, uint64_t routing, uint16_t* status) {
     if (length < sizeof(WireHeader)) return false;
     WireHeader header;
     std::memcpy(&header, payload, sizeof header);
-    if (header.magic != WIRE_MAGIC || header.version != WIRE_VERSION || header.kind != WIRE_REPLY) return false;
+    if (header.magic != WIRE_MAGIC || header.version != WIRE_VERSION || header.kind != WIRE_REPLY)
+        return false;
     if (header.zero0 || header.zero1) return false;
     *status = header.status;
     // A request that the server could not read comes back without its particulars.

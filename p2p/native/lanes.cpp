@@ -91,13 +91,14 @@ struct Lane {
     int32_t core = -1;
 };
 
-bool pin(int32_t core) {
+// The core was checked when the pool was made; where it was taken away since, that only costs speed.
+void pin(int32_t core) {
     cpu_set_t cores = PROCESS_CORES;
     if (core >= 0) {
         CPU_ZERO(&cores);
         CPU_SET(core, &cores);
     }
-    return sched_setaffinity(0, sizeof cores, &cores) == 0;
+    sched_setaffinity(0, sizeof cores, &cores);
 }
 
 }  // namespace
@@ -128,7 +129,6 @@ void* worker(void* argument) {
     char name[16];
     std::snprintf(name, sizeof name, "p2p-lane-%u", lane.index);
     pthread_setname_np(pthread_self(), name);
-    // Checked before the thread started; a core taken away since only costs speed.
     pin(lane.core);
     for (uint32_t seen = 0;; seen++) {
         pool.work.wait_past(seen, lane.spin);
@@ -159,17 +159,15 @@ bool start(LanePool& pool) {
     return error == 0;
 }
 
-// Lane 0 is whoever calls run; its affinity is remembered once, for the first such thread.
-bool pin_caller(LanePool& pool) {
-    if (pool.lanes[0].core < 0) return true;
+// Lane 0 is whoever calls run; its affinity is remembered, to be given back.
+void pin_caller(LanePool& pool) {
+    if (pool.lanes[0].core < 0) return;
     pthread_t self = pthread_self();
-    if (pool.caller_pinned && pthread_equal(self, pool.caller)) return true;
-    cpu_set_t before;
-    if (sched_getaffinity(0, sizeof before, &before) || !pin(pool.lanes[0].core)) return false;
-    pool.caller_cores = before;
+    if (pool.caller_pinned && pthread_equal(self, pool.caller)) return;
+    sched_getaffinity(0, sizeof pool.caller_cores, &pool.caller_cores);
+    pin(pool.lanes[0].core);
     pool.caller = self;
     pool.caller_pinned = true;
-    return true;
 }
 
 }  // namespace
@@ -215,10 +213,7 @@ P2P_API uint32_t p2p_lanes_count(const LanePool* pool) { return pool->count; }
 
 P2P_API int p2p_lanes_run(LanePool* pool, void (*fn)(void* arg, uint32_t lane), void* arg) {
     if (pool->running.exchange(true, std::memory_order_acquire)) return P2P_E_LANES_BUSY;
-    if (!pin_caller(*pool)) {
-        pool->running.store(false, std::memory_order_release);
-        return P2P_E_LANES_PINNED;
-    }
+    pin_caller(*pool);
     pool->fn = fn;
     pool->arg = arg;
     uint32_t seen = pool->finished.value.load(std::memory_order_relaxed);

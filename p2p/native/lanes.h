@@ -13,8 +13,7 @@ struct LanePool;
 constexpr uint32_t P2P_LANES_LIMIT = 256;
 
 enum {
-    P2P_E_LANES_BUSY = -30,    // another run of this pool has not returned
-    P2P_E_LANES_PINNED = -31,  // the caller may not run on the core of lane 0
+    P2P_E_LANES_BUSY = -30,  // another run of this pool has not returned
 };
 
 // cores: one for each lane, -1 leaves that lane unpinned; null leaves all unpinned. Starts count - 1 threads.
@@ -25,7 +24,7 @@ P2P_API void p2p_lanes_free(LanePool* pool);
 P2P_API uint32_t p2p_lanes_count(const LanePool* pool);
 
 // fn(arg, lane) on every lane; the caller becomes lane 0 (and stays pinned to its core). Returns 0 when all
-// lanes are done, with all that they wrote visible, or P2P_E_LANES_*. fn must not throw, nor run the same
+// lanes are done, with all that they wrote visible, or P2P_E_LANES_BUSY. fn must not throw, nor run the same
 // pool.
 P2P_API int p2p_lanes_run(LanePool* pool, void (*fn)(void* arg, uint32_t lane), void* arg);
 

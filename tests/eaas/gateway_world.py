@@ -1,5 +1,5 @@
-"""A world for the gateway: a tiny checkpoint folder, a router that shows what a test wants, attention workers whose
-tokens repeat the prompt, and the real gateway process between them. Everything talks over real sockets."""
+"""A world for the gateway: a tiny checkpoint folder, a router that shows what a test wants, attention workers
+whose tokens repeat the prompt, and the real gateway process between them, over real sockets."""
 
 from __future__ import annotations
 
@@ -100,12 +100,13 @@ class FakeRouter(rpc.RouterServicer):
         with self._condition:
             self._view = pb.View(term=1, epoch=self._view.epoch + 1, replicas_wanted=1, layers=2, experts=4)
             self._view.members.add(
-                name="expert/1", pool="expert", state="serving", incarnation=77, address="127.0.0.1:1", pid=os.getpid(),
-                serving=b"\xff", load={"busy": 0.25},
+                name="expert/1", pool="expert", state="serving", incarnation=77, address="127.0.0.1:1",
+                pid=os.getpid(), serving=b"\xff", load={"busy": 0.25},
             )  # fmt: skip
             for worker in workers:
                 self._view.members.add(
-                    name=worker.name, pool="attention", state=states.get(worker.name.replace("/", "_"), "serving"),
+                    name=worker.name, pool="attention",
+                    state=states.get(worker.name.replace("/", "_"), "serving"),
                     incarnation=worker.incarnation, address=worker.address, pid=os.getpid(),
                     numerics_class=worker.numerics_class,
                 )  # fmt: skip
@@ -139,8 +140,8 @@ class Job:
 
 @dataclass
 class FakeWorker:
-    """Speaks the worker protocol. Token i of a request is byte i of its prompt, over and over; the prompt's end token
-    ends it. ``frozen`` stops the steps; what was submitted stays."""
+    """Speaks the worker protocol. Token i of a request is byte i of its prompt, over and over; the end token
+    in a prompt ends it. ``frozen`` stops the steps; what was submitted stays."""
 
     loop: asyncio.AbstractEventLoop
     name: str
@@ -166,7 +167,7 @@ class FakeWorker:
 
     async def _start(self) -> None:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.address = "127.0.0.1:%d" % self._server.sockets[0].getsockname()[1]
+        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         self._stepper = self.loop.create_task(self._steps())
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -175,12 +176,13 @@ class FakeWorker:
             encode(
                 Hello(
                     name=self.name, incarnation=self.incarnation, model_hash=self.model_hash,
-                    numerics_class=self.numerics_class, max_model_len=MAX_MODEL_LEN, vocab=260, kv_tokens=1 << 20,
+                    numerics_class=self.numerics_class, max_model_len=MAX_MODEL_LEN, vocab=260,
+                    kv_tokens=1 << 20,
                 )
             )
         )  # fmt: skip
         messages = for_worker()
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, asyncio.CancelledError):
             while data := await reader.read(1 << 16):
                 for message in messages.feed(data):
                     if isinstance(message, Cancel):
@@ -294,9 +296,9 @@ class GatewayProcess:
     def __init__(self, world: World, *arguments: str) -> None:
         read_fd, write_fd = os.pipe()
         command = [
-            sys.executable, "-m", "eaas.gateway", "--router", world.router.address, "--model", str(world.model),
-            "--served-model-name", "tiny", "--port", "0", "--ready-fd", str(write_fd), "--die-with-parent",
-            "--log-level", "warning", *arguments,
+            sys.executable, "-m", "eaas.gateway", "--router", world.router.address,
+            "--model", str(world.model), "--served-model-name", "tiny", "--port", "0",
+            "--ready-fd", str(write_fd), "--die-with-parent", "--log-level", "warning", *arguments,
         ]  # fmt: skip
         self.process = subprocess.Popen(command, pass_fds=(write_fd,), stderr=subprocess.PIPE)
         os.close(write_fd)

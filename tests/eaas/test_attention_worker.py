@@ -213,12 +213,46 @@ def test_a_gateway_that_does_not_read_is_dropped(monkeypatch: pytest.MonkeyPatch
         assert good.collect("a") == {"a": expected_output([1], 5)}
 
 
+def test_a_slow_reader_gets_every_message_in_order(world: World) -> None:
+    gateway = Gateway(world.address)
+    count = 20_000
+
+    def ask() -> None:
+        for first in range(0, count, 100):
+            params = SamplingParams(max_tokens=1)
+            ids = range(first, first + 100)
+            gateway.send(*(Submit(id=f"{n:0200}", attempt=1, prompt=[], params=params) for n in ids))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    world.until(lambda: any(link.unread for link in world.worker._links.values()), "nothing piled up")
+    for number in range(count):
+        message = gateway.next()
+        assert isinstance(message, Failed)
+        assert int(message.id) == number
+    asking.join()
+
+
+def test_a_worker_busy_with_a_prompt_says_that_it_lives(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_module, "HEARTBEAT_S", 0.0)
+    gateway = Gateway(world.address)
+    gateway.submit("a", [1] * 90, 1)
+    sizes = []
+    while sum(sizes) == 0:
+        message = gateway.next()
+        assert isinstance(message, Step)
+        sizes.append(len(message.tokens))
+    assert sizes == [0, 0, 1]
+
+
 def test_stopping_sends_every_request_elsewhere(world: World) -> None:
     world.slow_down()
     gateway = Gateway(world.address)
     gateway.submit("a", [1], 200)
     gateway.submit("b", [1], 200)
-    gateway.next()
+    world.until(lambda: world.engine.scheduler.running == 2, "the requests did not arrive")
     began_s = time.monotonic()
     world.worker.stop("told to stop")
     ended: list[Failed] = []

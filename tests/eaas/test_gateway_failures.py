@@ -1,4 +1,4 @@
-"""What clients must not notice: lost, frozen and replaced attention workers, slow readers, clients that go away."""
+"""What clients must not notice: lost, frozen and replaced attention workers, slow readers, absent clients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from eaas.engine.worker_protocol import Failed, Step, Token
+from eaas.engine.worker_protocol import Failed, Step, Submit, Token
 from tests.eaas.gateway_world import FakeWorker, GatewayProcess, World, eventually
 
 PLAIN = "/v1/completions"
@@ -200,7 +200,10 @@ def test_an_overloaded_worker_hands_the_request_on(
     url: str, workers: Callable[..., list[FakeWorker]]
 ) -> None:
     first, second = workers(2)
-    full = lambda s: Failed(id=s.id, attempt=s.attempt, code="overloaded", message="full", retryable=True)
+
+    def full(submit: Submit) -> Failed:
+        return Failed(id=submit.id, attempt=submit.attempt, code="overloaded", message="full", retryable=True)
+
     first.refuse = full
     for _ in range(4):
         assert list(stream(url, 5)) == expected(5)
@@ -309,8 +312,13 @@ def test_a_client_that_goes_away_is_cancelled_at_once(
     ).encode()
     host, _, port = url.removeprefix("http://").partition(":")
     connection = socket.create_connection((host, int(port)))
-    head = f"POST {PLAIN} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    connection.sendall(head.encode() + body)
+    lines = [
+        f"POST {PLAIN} HTTP/1.1",
+        "Host: x",
+        "Content-Type: application/json",
+        f"Content-Length: {len(body)}",
+    ]
+    connection.sendall("\r\n".join([*lines, "", ""]).encode() + body)
     eventually(lambda: worker.sent > 6, "tokens")
     if streamed:
         assert b"200" in connection.recv(100)
@@ -330,8 +338,8 @@ def test_a_slow_reader_stalls_only_itself_and_is_ended(
     # Twenty alternatives make each token's event about 2 KB: far more than the sockets' buffers take.
     body = json.dumps(
         {
-            "model": "tiny", "messages": [{"role": "user", "content": "slow"}], "max_tokens": 8000, "stream": True,
-            "logprobs": True, "top_logprobs": 20,
+            "model": "tiny", "messages": [{"role": "user", "content": "slow"}], "max_tokens": 8000,
+            "stream": True, "logprobs": True, "top_logprobs": 20,
         }
     ).encode()  # fmt: skip
     host, _, port = url.removeprefix("http://").partition(":")

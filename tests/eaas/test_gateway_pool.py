@@ -41,7 +41,8 @@ async def worker_of(number: int) -> FakeWorker:
 def view_of(*workers: FakeWorker) -> View:
     members = tuple(
         Member(
-            name=w.name, pool="attention", state="serving", incarnation=w.incarnation, address=w.address, pid=1, host="h"
+            name=w.name, pool="attention", state="serving", incarnation=w.incarnation,
+            address=w.address, pid=1, host="h",
         )
         for w in workers
     )  # fmt: skip
@@ -55,7 +56,9 @@ def sequence_of(text: str, tokens: int) -> tuple[Generation, Sequence]:
     )
     prompt = [ord(letter) for letter in text]
     params = SamplingParams(max_tokens=tokens)
-    return generation, Sequence(id=text, prompt=prompt, params=params, choice=choice, generation=generation)
+    return generation, Sequence(
+        id=text[:64], prompt=prompt, params=params, choice=choice, generation=generation
+    )
 
 
 async def until(condition, what: str) -> None:
@@ -100,6 +103,51 @@ def test_an_idle_worker_may_be_silent_for_ever() -> None:
         await until(lambda: generation.ended, "the end")
         assert generation.error is None
         assert sequence.log.attempt == 1
+        pool.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_replay_stays_in_its_numerics_class_while_one_is_left() -> None:
+    async def scenario() -> None:
+        metrics = GatewayMetrics()
+        pool = WorkerPool(GatewayConfig(model_name="m"), metrics)
+        first, second, other = await worker_of(1), await worker_of(2), await worker_of(3)
+        other.numerics_class = "another"
+        pool.apply_view(view_of(first, second))
+        await until(lambda: len(pool.links()) == 2, "two links")
+        busy = [sequence_of(f"busy {number} ", 2000) for number in range(3)]
+        for _, sequence in busy:
+            pool.submit(sequence)
+        generation, sequence = sequence_of("hello ", 60)
+        pool.submit(sequence)
+        await until(lambda: len(sequence.log.output) > 5, "tokens")
+        pool.apply_view(view_of(first, second, other))
+        await until(lambda: len(pool.links()) == 3, "three links")
+        kept, lost = (second, first) if sequence.id in first.jobs else (first, second)
+        pool.apply_view(view_of(kept, other))
+        await until(lambda: generation.ended, "the end")
+        assert generation.numerics_classes == (kept.numerics_class,)
+        assert sequence.id in {submit.id for submit in kept.submits}, "though the other class was idle"
+        assert metrics.class_crossings == 0
+        assert lost.incarnation not in {link.incarnation for link in pool.links()}
+        pool.close()
+
+    asyncio.run(scenario())
+
+
+def test_the_least_loaded_worker_is_chosen_whatever_was_chosen_last() -> None:
+    async def scenario() -> None:
+        pool = WorkerPool(GatewayConfig(model_name="m"), GatewayMetrics())
+        first, second = await worker_of(1), await worker_of(2)
+        first.frozen = second.frozen = True
+        pool.apply_view(view_of(first, second))
+        await until(lambda: len(pool.links()) == 2, "two links")
+        pool.submit(sequence_of("x" * 5000, 5)[1])
+        for number in range(6):
+            pool.submit(sequence_of(f"small {number}", 5)[1])
+        await until(lambda: len(first.submits) + len(second.submits) == 7, "seven requests")
+        assert sorted([len(first.submits), len(second.submits)]) == [1, 6]
         pool.close()
 
     asyncio.run(scenario())

@@ -49,7 +49,11 @@ def send(peer: ShmPeer, index: int, sequence: int, payload: bytes, attempt: int 
     library, at = native.load(), peer.address + LAYOUT.slot_offset(index)
     ctypes.memmove(at + 128, payload, len(payload))
     fields = np.zeros(8, np.uint64)
-    fields[1], fields[2], fields[5] = peer.incarnation, sequence, CHILD if peer.incarnation == PARENT else PARENT
+    fields[1], fields[2], fields[5] = (
+        peer.incarnation,
+        sequence,
+        CHILD if peer.incarnation == PARENT else PARENT,
+    )
     fields[3] = attempt | len(payload) << 32
     library.p2p_frame_seal(at, fields.ctypes.data)
     library.p2p_signal_store(at, sequence)
@@ -79,7 +83,9 @@ def tear() -> None:
     """Overwrite slot 0 for ever, without waiting for anyone: one sequence, another content each time."""
     endpoint = ShmEndpoint("child", CHILD)
     peer = connect(endpoint)
-    payloads = [np.full(LAYOUT.payload_bytes // 8, 0x0101010101010101 * i, np.uint64).tobytes() for i in range(200)]
+    payloads = [
+        np.full(LAYOUT.payload_bytes // 8, 0x0101010101010101 * i, np.uint64).tobytes() for i in range(200)
+    ]
     say("writing")
     for turn in range(10**9):
         attempt = turn % len(payloads)

@@ -57,12 +57,21 @@ def test_truncation_and_excess_are_refused(descriptor: Descriptor, count: int) -
     ],
 )
 def test_fields_out_of_bounds_are_refused_before_they_travel(change: dict[str, object], message: str) -> None:
-    fields = {"transport": Transport.SHM, "incarnation": 1, "nbytes": 1, "address": b"a", "name": "", "token": bytes(32)}
+    fields = {
+        "transport": Transport.SHM,
+        "incarnation": 1,
+        "nbytes": 1,
+        "address": b"a",
+        "name": "",
+        "token": bytes(32),
+    }
     with pytest.raises(ValueError, match=message):
         Descriptor(**(fields | change)).encode()  # type: ignore[arg-type]
 
 
 def test_the_token_does_not_show() -> None:
     token = bytes(range(32))
-    shown = repr(Descriptor(transport=Transport.SHM, incarnation=1, nbytes=1, address=b"a", name="n", token=token))
+    shown = repr(
+        Descriptor(transport=Transport.SHM, incarnation=1, nbytes=1, address=b"a", name="n", token=token)
+    )
     assert "token" not in shown and repr(token) not in shown

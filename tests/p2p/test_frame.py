@@ -91,7 +91,9 @@ def test_a_well_sealed_frame_of_another_form_is_refused_by_its_own_code(reason: 
     sealed = bytearray(slot[SIGNAL_BYTES : SIGNAL_BYTES + 56].tobytes())
     struct.pack_into(form, sealed, offset, value)
     slot[SIGNAL_BYTES : SIGNAL_BYTES + 56] = np.frombuffer(bytes(sealed), np.uint8)
-    slot[SIGNAL_BYTES + 56 : PAYLOAD_OFFSET] = np.frombuffer(checksum(sealed, b"odd").to_bytes(8, "little"), np.uint8)
+    slot[SIGNAL_BYTES + 56 : PAYLOAD_OFFSET] = np.frombuffer(
+        checksum(sealed, b"odd").to_bytes(8, "little"), np.uint8
+    )
     assert native_open(slot)[0] == reason == reference_open(slot)[0]
 
 
@@ -127,12 +129,15 @@ def test_a_length_beyond_the_memory_is_never_copied() -> None:
     attempt=st.integers(0, 2**16 - 1),
 )
 @example(payload=b"", incarnation=0, sequence=0, sender=0, remaining_ns=0, attempt=0)
-@example(payload=b"\xff" * 2049, incarnation=2**64 - 1, sequence=2**64 - 1, sender=1, remaining_ns=0, attempt=0)
+@example(
+    payload=b"\xff" * 2049, incarnation=2**64 - 1, sequence=2**64 - 1, sender=1, remaining_ns=0, attempt=0
+)
 def test_native_and_reference_agree_bit_for_bit(payload: bytes, **fields: int) -> None:
     header = Header(length=len(payload), **fields)
-    by_reference = np.zeros(PAYLOAD_OFFSET + CAPACITY, np.uint8)
+    # What lies behind the payload is not zero: it must not count.
+    by_reference = np.full(PAYLOAD_OFFSET + CAPACITY, 0xEE, np.uint8)
     seal_frame(by_reference.data, header, payload)
-    by_native = np.zeros_like(by_reference)
+    by_native = np.full_like(by_reference, 0xEE)
     by_native[PAYLOAD_OFFSET : PAYLOAD_OFFSET + len(payload)] = np.frombuffer(payload, np.uint8)
     unsealed = struct.pack(
         "<IHHQQIIQQQQ",
@@ -175,7 +180,9 @@ def test_signals_are_the_first_word_of_a_slot_in_both_codecs() -> None:
     assert words.tolist() == load_signals(slot, 0, 2, 128).tolist() == [2**64 - 3, 12]
 
 
-@pytest.mark.parametrize("offset, count, stride", [(-8, 1, 8), (4, 1, 8), (0, 0, 8), (0, 2, 4), (8, 2, 128), (136, 1, 8)])
+@pytest.mark.parametrize(
+    "offset, count, stride", [(-8, 1, 8), (4, 1, 8), (0, 0, 8), (0, 2, 4), (8, 2, 128), (136, 1, 8)]
+)
 def test_words_outside_the_window_are_refused(offset: int, count: int, stride: int) -> None:
     with pytest.raises(ValueError, match="not 8-aligned in 136 bytes"):
         load_signals(np.zeros(136, np.uint8), offset, count, stride)

@@ -1,4 +1,4 @@
-"""The simulated network: one seed, one run; promises kept while it behaves; readers that survive when it does not."""
+"""The simulated network: one seed, one run; promises kept while it behaves; readers that survive it."""
 
 from __future__ import annotations
 
@@ -32,12 +32,20 @@ FREEZE_NS = 3_000_000
 PAUSE_NS = 20_000
 STEP_NS = 5_000
 HOSTILE = Adversary(
-    pieces=4, late_rate=0.002, late_ns=(200_000, 3_000_000), repeat_rate=0.05, loss_rate=0.002, overtake_rate=0.05
+    pieces=4,
+    late_rate=0.002,
+    late_ns=(200_000, 3_000_000),
+    repeat_rate=0.05,
+    loss_rate=0.002,
+    overtake_rate=0.05,
 )
 
 
+INVERTED = bytes(byte ^ 0xFF for byte in range(256))
+
+
 def answer_to(payload: bytes) -> bytes:
-    return bytes(byte ^ 0xFF for byte in payload)
+    return payload.translate(INVERTED)
 
 
 def write_frame(address: int, owner: int, sender: int, sequence: int, payload: bytes) -> None:
@@ -149,7 +157,7 @@ class Outcome:
 
 
 class World:
-    """A client that, unlike production, reuses a slot as soon as it gives up; and the record of what it asked."""
+    """A client that, unlike production, reuses a slot as soon as it gives up; and what it asked."""
 
     def __init__(self, seed: int, adversary: Adversary, reader: Reader) -> None:
         self.network = SimNetwork(seed, adversary)
@@ -182,7 +190,9 @@ class World:
             if not self.server.endpoint.frozen:
                 self.server.step()
             for i, call in enumerate(self.calls):
-                if call is not None and self.judge(call, self.reader(self.slots[i], call.sequence, self.pause)):
+                if call is not None and self.judge(
+                    call, self.reader(self.slots[i], call.sequence, self.pause)
+                ):
                     self.calls[i] = None
             self.move_on()
         return self.outcome
@@ -206,7 +216,7 @@ class World:
         return True
 
     def disturb(self, begun: int) -> None:
-        if begun % 97 == 0 and not self.thaw_ns:
+        if begun % 197 == 0 and not self.thaw_ns:
             self.server.endpoint.freeze()
             self.thaw_ns = self.network.now() + FREEZE_NS
         if begun % 1999 == 0:
@@ -221,7 +231,11 @@ class World:
 
     def move_on(self) -> None:
         now_ns = self.network.now()
-        times = [self.network.next_ns(), self.thaw_ns or None, *(call.deadline_ns for call in self.calls if call)]
+        times = [
+            self.network.next_ns(),
+            self.thaw_ns or None,
+            *(call.deadline_ns for call in self.calls if call),
+        ]
         due_ns = [at_ns for at_ns in times if at_ns is not None]
         self.network.advance(max(STEP_NS, min(due_ns, default=now_ns) - now_ns))
         if self.thaw_ns and self.network.now() >= self.thaw_ns:
@@ -251,7 +265,170 @@ def test_a_reader_that_leaves_a_check_out_accepts_wrong_replies(mutant: Reader) 
 def test_one_seed_gives_one_run() -> None:
     def run(seed: int) -> tuple[str, Outcome, int]:
         world = World(seed, HOSTILE, copies_then_validates)
-        return world.run(300).__dict__ and world.network.trace_hash, world.outcome, world.network.now()
+        outcome = world.run(300)
+        return world.network.trace_hash, outcome, world.network.now()
 
     assert run(1) == run(1)
     assert run(1)[0] != run(2)[0]
+
+
+def pair(seed: int, adversary: Adversary | None = None) -> tuple[SimNetwork, SimEndpoint, SimEndpoint]:
+    network = SimNetwork(seed, adversary)
+    return network, network.endpoint("reader", 1), network.endpoint("writer", 2)
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 10**6), frozen=st.booleans())
+def test_a_signal_shows_every_earlier_put_while_the_network_keeps_its_promise(
+    seed: int, frozen: bool
+) -> None:
+    network, reader, writer = pair(seed, Adversary(pieces=5, late_rate=0.5, late_ns=(10_000, 90_000)))
+    window = reader.export_window(4096)
+    peer = writer.connect(window.descriptor)
+    for number in range(1, 6):
+        writer.put(peer, 64 * number, bytes([number]) * 60)
+        writer.signal(peer, 0, number)
+    seen = 0
+    while seen < 5:
+        network.advance(1_000)
+        if frozen and network.now() in (20_000, 60_000):
+            (writer.thaw if writer.frozen else writer.freeze)()
+        seen = int(window.poll(0, 1)[0])
+        for number in range(1, seen + 1):
+            assert set(window.memory[64 * number : 64 * number + 60]) == {number}, (
+                f"seed {seed}, signal {seen}"
+            )
+
+
+def test_nothing_of_a_frozen_endpoint_lands_until_it_thaws() -> None:
+    network, reader, writer = pair(3)
+    window = reader.export_window(4096)
+    peer = writer.connect(window.descriptor)
+    writer.put(peer, 8, b"late")
+    writer.signal(peer, 0, 1)
+    writer.freeze()
+    network.settle()
+    network.advance(10**9)
+    assert not window.memory.any() and reader.status(window) is Status.ALIVE
+    writer.thaw()
+    network.advance(0)
+    assert window.memory[8:12].tobytes() == b"late" and window.poll(0, 1)[0] == 1
+
+
+def test_nothing_of_a_dead_endpoint_lands_once_its_death_shows() -> None:
+    landed = set()
+    for seed in range(30):
+        network, reader, writer = pair(
+            seed, Adversary(pieces=8, delay_ns=(0, 2_000_000), notice_ns=1_000_000)
+        )
+        window = reader.export_window(4096)
+        peer = writer.connect(window.descriptor)
+        writer.put(peer, 0, b"x" * 4096)
+        writer.kill()
+        while reader.status(window) is Status.ALIVE:
+            network.advance(100_000)
+        assert network.now() <= 1_100_000
+        count = int(window.memory.astype(bool).sum())
+        network.settle()
+        assert int(window.memory.astype(bool).sum()) == count, f"seed {seed}"
+        landed.add(count)
+    assert len(landed) > 5, "some deaths tear the write, at different places"
+
+
+def test_a_dead_owner_shows_after_the_notice_and_a_restart_is_another_incarnation() -> None:
+    network, reader, writer = pair(4)
+    window = reader.export_window(4096)
+    peer = writer.connect(window.descriptor)
+    with pytest.raises(ValueError, match="reader lived as 1 before; choose another"):
+        network.restart(reader, 1)
+    again = network.restart(reader, 3)
+    assert writer.status(peer) is Status.ALIVE
+    writer.signal(peer, 0, 1)
+    network.advance(network.adversary.notice_ns)
+    assert writer.status(peer) is Status.GONE
+    with pytest.raises(PeerGone, match="reader has ended or withdrew the window"):
+        writer.signal(peer, 0, 2)
+    with pytest.raises(EndpointClosed, match="endpoint reader has ended"):
+        reader.export_window(4096)
+    assert again.export_window(4096).incarnation == 3
+
+
+def test_a_descriptor_is_good_for_one_connection_on_one_network() -> None:
+    _, reader, writer = pair(5)
+    window = reader.export_window(4096)
+    writer.connect(window.descriptor)
+    withdrawn = reader.export_window(4096)
+    withdrawn.close()
+    for descriptor in (
+        window.descriptor,
+        withdrawn.descriptor,
+        SimNetwork(6).endpoint("x", 1).export_window(1).descriptor,
+    ):
+        with pytest.raises(ConnectRefused, match="withdrawn or taken"):
+            writer.connect(descriptor)
+    with ShmEndpoint("shm", 7) as other, pytest.raises(DescriptorInvalid, match="a SHM descriptor"):
+        writer.connect(other.export_window(4096).descriptor)
+    with pytest.raises(DescriptorInvalid, match="no descriptor"):
+        writer.connect(b"noise")
+
+
+def test_disconnecting_drops_what_is_under_way_and_shows_at_once() -> None:
+    network, reader, writer = pair(8)
+    window = reader.export_window(4096)
+    peer = writer.connect(window.descriptor)
+    writer.put(peer, 0, b"never")
+    writer.disconnect(peer)
+    writer.disconnect(peer)
+    assert reader.status(window) is Status.GONE is writer.status(peer)
+    network.settle()
+    assert not window.memory.any()
+    with pytest.raises(EndpointClosed, match="disconnected from reader"):
+        writer.put(peer, 0, b"never")
+
+
+def test_the_image_begins_as_the_window_was_when_the_peer_connected() -> None:
+    _, reader, writer = pair(9)
+    window = reader.export_window(LAYOUT.nbytes)
+    library = native.load()
+    library.p2p_window_init(window.address, window.nbytes, 1, LAYOUT.slots, LAYOUT.payload_bytes)
+    peer = writer.connect(window.descriptor)
+    assert library.p2p_window_check(peer.address, peer.nbytes, 1, LAYOUT.slots, LAYOUT.payload_bytes) == 0
+    assert window.address % 64 == peer.address % 64 == 0
+
+
+def test_forward_slots_carries_each_new_frame_once() -> None:
+    network, reader, writer = pair(10)
+    window = reader.export_window(LAYOUT.nbytes)
+    peer = writer.connect(window.descriptor)
+    write_frame(peer.address + LAYOUT.slot_offset(2), 1, 2, 5, b"hello")
+    assert [writer.forward_slots(peer, LAYOUT) for _ in range(2)] == [1, 0]
+    network.settle()
+    slot = Slot(window, 2, 1, 2)
+    assert slot.signal() == 5 and slot.open(5) == 5 and slot.copy[:5].tobytes() == b"hello"
+
+
+def test_impossible_orders_are_refused() -> None:
+    network, reader, writer = pair(11)
+    peer = writer.connect(reader.export_window(4096).descriptor)
+    with pytest.raises(ValueError, match="97 bytes at 4000 do not lie in a window of 4096"):
+        writer.forward(peer, [(4000, 97)])
+    with pytest.raises(ValueError, match="not 8-aligned"):
+        writer.signal(peer, 4, 1)
+    with pytest.raises(ValueError, match="do not lie in a window"):
+        writer.forward_slots(peer, LAYOUT)
+    with pytest.raises(ValueError, match="time only moves forward"):
+        network.advance(-1)
+    with pytest.raises(ValueError, match="a window of 0 bytes"):
+        reader.export_window(0)
+    for habits in ({"loss_rate": 1.1}, {"pieces": 0}):
+        with pytest.raises(ValueError, match="rates from 0 to 1 and at least one piece"):
+            Adversary(**habits)
+    with pytest.raises(ValueError, match=r"times are \(shortest, longest\)"):
+        Adversary(delay_ns=(2, 1))
+
+
+def test_both_transports_offer_the_whole_interface() -> None:
+    promised = {name for name in vars(Endpoint) if not name.startswith("_")}
+    with ShmEndpoint("shm", 1) as shm:
+        for endpoint in (shm, SimNetwork(0).endpoint("sim", 1)):
+            assert promised <= set(dir(endpoint)), type(endpoint).__name__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 from router.state import (
     Command,
@@ -41,7 +42,8 @@ class Told:
     def join(self, pool: str = "expert", **fields: object) -> str:
         self.pids += 1
         shape = {"layers": 1, "experts": 2, "model_hash": "m", **fields}
-        commands = self.give(Join(pool=pool, address="a", pid=self.pids, host="h", **shape))  # type: ignore[arg-type]
+        asked = Join(pool=pool, address="a", pid=self.pids, host="h", **shape)  # type: ignore[arg-type]
+        commands = self.give(asked)
         return next(c.name for c in commands if isinstance(c, Joined))
 
     def load_all(self) -> None:
@@ -55,7 +57,7 @@ class Told:
 
 
 def a_late_report_brings_nothing_back(step: Step) -> None:
-    """A server unloaded an expert and is asked for it again: its report from before must not make it serve."""
+    """A server asked anew for what it unloaded does not serve it by a report from before."""
     told = Told(step)
     told.join()
     told.load_all()
@@ -86,7 +88,7 @@ def failed_starts_wait_longer_each_time(step: Step) -> None:
             assert told.now_s - began_s < 60, "never tried again"
         waits_s.append(told.now_s - began_s)
     assert waits_s[0] < 1, f"first retry after {waits_s[0]:.1f} s"
-    assert all(later >= earlier - 0.2 for earlier, later in zip(waits_s, waits_s[1:], strict=False)), waits_s
+    assert all(later >= earlier - 0.2 for earlier, later in pairwise(waits_s)), waits_s
     assert 29 < waits_s[-1] < 31, f"last retry after {waits_s[-1]:.1f} s"
 
 

@@ -253,7 +253,7 @@ def test_a_router_that_cannot_write_publishes_nothing_and_says_so(
     # No file of the router may grow: what a full disk does.
     resource.prlimit(router.process.pid, resource.RLIMIT_FSIZE, (1, limit[1]))
     other = RouterClient(router.address)
-    with pytest.raises(RouterUnavailable, match="journal .* cannot be written"):
+    with pytest.raises(RouterUnavailable, match=r"journal .* cannot be written"):
         other.join(pool="expert", address="a", pid=1, host=HOST, **SHAPE)
     channel = grpc.insecure_channel(router.address)
     health = health_pb2_grpc.HealthStub(channel)

@@ -1,7 +1,7 @@
-"""A cluster by seed: processes, late messages, a clock that jumps; and the judge of what the router does to it.
+"""A cluster by seed: processes, late messages, a clock that jumps; and the judge of the router.
 
-The judge uses the world's own record: what each process truly holds, which routes each attention worker truly uses, when
-each was truly last heard.
+The judge uses the world's own record: what each process truly holds, which routes each attention worker truly
+uses, when each was truly last heard.
 """
 
 from __future__ import annotations
@@ -519,7 +519,7 @@ ACTIONS = {
 
 
 def run(step: Step, seed: int, events: int) -> int:
-    """Run one seed: faults for a number of actions, then calm. Returns the number of events that the core saw."""
+    """Run one seed: faults for a number of actions, then calm. Returns how many events the core saw."""
     world = World(step, seed)
     for _ in range(events):
         world.act()

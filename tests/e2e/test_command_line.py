@@ -1,0 +1,221 @@
+"""The command line as a newcomer and an operator meet it: real processes, real signals, clear words."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import openai
+import pytest
+
+EAAS = [sys.executable, "-m", "eaas.cli"]
+START_S = 60
+
+
+def run(*arguments: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "COLUMNS": "300", "NO_COLOR": "1"}
+    return subprocess.run(
+        [*EAAS, *arguments], capture_output=True, text=True, timeout=timeout_s, env=environment
+    )
+
+
+def descendants(pid: int) -> set[int]:
+    """Pids of the children of a process, and theirs."""
+    found: set[int] = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                if int(fields[1]) == pid:
+                    found |= {int(entry.name)} | descendants(int(entry.name))
+    return found
+
+
+@contextlib.contextmanager
+def served(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`eaas serve ARGUMENTS --port 0`, ready, and its URL."""
+    process = subprocess.Popen(
+        [*EAAS, "serve", *arguments, "--port", "0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "COLUMNS": "300", "NO_COLOR": "1"},
+    )
+    try:
+        seen = []
+        for line in process.stdout or ():
+            seen.append(line)
+            found = re.search(r"ready .* at (http://[\d.:]+)/v1", line)
+            if found:
+                yield process, found.group(1)
+                break
+        else:
+            pytest.fail("eaas serve ended before it was ready:\n" + "".join(seen))
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+        process.wait(20)
+
+
+def test_serve_answers_shows_its_members_survives_chaos_and_leaves_nothing(tiny: Path) -> None:
+    folders = set(Path("/tmp").glob("eaas-*"))
+    with served(str(tiny), "--experts", "2") as (process, url):
+        family = descendants(process.pid)
+        assert len(family) == 5  # router, two expert servers, attention worker, gateway
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        assert [model.id for model in client.models.list()] == ["tiny"]
+        first = client.completions.create(model="tiny", prompt="a b c", max_tokens=8, temperature=0)
+
+        status = json.loads(run("status", "--json", "--url", url).stdout)
+        names = [member["name"] for member in status["members"]]
+        assert sorted(names) == ["attention/1", "expert/1", "expert/2", "gateway/0", "router/0"]
+        assert {"model", "epoch", "gateway", "members"} <= set(status)
+        for member in status["members"]:
+            assert {"name", "pid", "state", "incarnation", "experts", "load"} <= set(member)
+            assert member["pid"] in family, member
+        assert "expert/2" in run("status", "--url", url).stdout
+
+        killed = run("chaos", "kill", "expert/1", "--url", url)
+        assert killed.returncode == 0, killed.stderr
+        frozen = run("chaos", "freeze", "attention/1", "--for", "0.2", "--url", url)
+        assert frozen.returncode == 0, frozen.stderr
+        assert "thawed" in frozen.stdout
+        second = client.completions.create(model="tiny", prompt="a b c", max_tokens=8, temperature=0)
+        assert second.choices[0].text == first.choices[0].text
+        unknown = run("chaos", "kill", "expert/99", "--url", url)
+        assert unknown.returncode == 1
+        assert "expert/99" in unknown.stderr
+        assert "attention/1" in unknown.stderr
+        family |= descendants(process.pid)
+
+        process.send_signal(signal.SIGINT)
+        assert process.wait(15) == 0
+    left = [pid for pid in family if Path(f"/proc/{pid}").exists()]
+    assert not left, f"processes left behind: {left}"
+    assert set(Path("/tmp").glob("eaas-*")) <= folders
+    with pytest.raises(OSError), socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=1):
+        pass
+
+
+def test_a_launcher_that_is_killed_takes_its_processes_along(tiny: Path) -> None:
+    with served(str(tiny), "--experts", "2") as (process, _):
+        family = descendants(process.pid)
+        process.kill()
+        process.wait()
+    end_s = time.monotonic() + 10
+    while (left := [pid for pid in family if Path(f"/proc/{pid}").exists()]) and time.monotonic() < end_s:
+        time.sleep(0.05)
+    assert not left, f"processes left behind: {left}"
+
+
+def broken(model: Path, folder: Path, damage: str) -> Path:
+    """A copy of the model with one kind of damage."""
+    copy = folder / damage.replace(" ", "-")
+    shutil.copytree(model, copy)
+    weights = copy / "model.safetensors"
+    if damage == "no weights":
+        weights.unlink()
+    elif damage == "truncated weights":
+        os.truncate(weights, weights.stat().st_size // 2)
+    elif damage == "unknown architecture":
+        config = json.loads((copy / "config.json").read_text())
+        (copy / "config.json").write_text(json.dumps({**config, "architectures": ["NoSuchForCausalLM"]}))
+    elif damage == "no tokenizer":
+        (copy / "tokenizer.json").unlink()
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        ("no weights", ["safetensors"]),
+        ("truncated weights", ["model.safetensors", "bytes"]),
+        ("unknown architecture", ["NoSuchForCausalLM", "Qwen3MoeForCausalLM", "MixtralForCausalLM"]),
+        ("no tokenizer", ["tokenizer.json"]),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_in_clear_words(
+    tiny: Path, tmp_path: Path, damage: str, words: list[str]
+) -> None:
+    done = run("serve", str(broken(tiny, tmp_path, damage)), "--port", "0")
+    assert done.returncode == 1, done.stdout
+    for word in words:
+        assert word in done.stderr, f"{damage}: {done.stderr}"
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--replicas", "3", "--experts", "2"], ["3 replicas", "--experts 2"]),
+        (["--experts", "0"], ["at least 1"]),
+        (["--dtype", "float8"], ["float8", "bfloat16"]),
+        (["--host", "0.0.0.0"], ["loopback"]),
+        (["--cores", "0,x"], ["--cores", "0,x"]),
+    ],
+)
+def test_a_start_that_makes_no_sense_is_refused(tiny: Path, arguments: list[str], words: list[str]) -> None:
+    done = run("serve", str(tiny), "--port", "0", *arguments)
+    assert done.returncode == 1, done.stdout
+    for word in words:
+        assert word in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_model_that_is_nowhere(tmp_path: Path) -> None:
+    done = run("serve", str(tmp_path / "nothing"), "--port", "0")
+    assert done.returncode == 1
+    assert "nothing" in done.stderr
+
+
+def test_a_port_in_use_is_named(tiny: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = run("serve", str(tiny), "--port", str(port))
+    assert done.returncode == 1
+    assert str(port) in done.stderr
+    assert "gateway" in done.stderr
+    assert "in use" in done.stderr
+
+
+def test_status_without_a_cluster_says_what_to_do() -> None:
+    done = run("status", "--url", "http://127.0.0.1:9")
+    assert done.returncode == 1
+    assert "eaas serve" in done.stderr
+
+
+def test_doctor_finds_this_machine_fit() -> None:
+    done = run("doctor", "--json")
+    assert done.returncode == 0, done.stdout
+    findings = {finding["what"]: finding for finding in json.loads(done.stdout)}
+    assert findings["transport shm (one host)"]["usable"]
+    assert run("doctor").returncode == 0
+
+
+@pytest.mark.parametrize("verb", ["serve", "router", "expert", "attention", "gateway", "status", "make-model", "demo"])
+def test_every_verb_explains_itself(verb: str) -> None:
+    done = run(verb, "--help")
+    assert done.returncode == 0
+    assert "--" in done.stdout
+
+
+def test_make_model_writes_what_serve_takes(tmp_path: Path) -> None:
+    done = run("make-model", "--shape", "tiny", "--arch", "mixtral", "--out", str(tmp_path / "m"), "--seed", "3")
+    assert done.returncode == 0, done.stderr
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    assert config["architectures"] == ["MixtralForCausalLM"]
+    assert np.fromfile(tmp_path / "m" / "model.safetensors", "u1", 8).view("<u8")[0] > 0
+    assert run("make-model", "--shape", "huge", "--out", str(tmp_path / "x")).returncode == 1

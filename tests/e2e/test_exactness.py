@@ -1,0 +1,113 @@
+"""The same request gives the same bits however it is served. The judge is a run with every expert in one process."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.e2e.pool import Driver, Logits, Pool, local_experts, pool_of
+
+TRIALS = 200
+NEW_TOKENS = 12
+VOCAB = 512
+LENGTHS = (1, 2, 5, 15, 16, 17, 23, 31, 32, 33, 40, 47, 48, 49, 64, 65, 90)  # 17 of them, around block edges
+
+
+def prompts(lengths: tuple[int, ...] = LENGTHS) -> dict[str, list[int]]:
+    source = np.random.default_rng(3)
+    return {f"r{number}": source.integers(0, VOCAB, length).tolist() for number, length in enumerate(lengths)}
+
+
+@pytest.fixture(scope="module")
+def alone(tiny: Path) -> Logits:
+    """Each request by itself, its prompt in one chunk, with all experts in this process."""
+    driver = Driver(tiny, local_experts(tiny), step_tokens=128)
+    logits: Logits = {}
+    for id, prompt in prompts().items():
+        logits |= driver.run({id: prompt}, NEW_TOKENS)
+    driver.close()
+    return logits
+
+
+@pytest.fixture(scope="module")
+def pool(tiny: Path) -> Iterator[Pool]:
+    with pool_of(tiny, servers=4, replicas=2) as running:
+        yield running
+
+
+def different(found: Logits, wanted: Logits) -> list[tuple[str, int]]:
+    return [key for key, bits in found.items() if bits != wanted[key]]
+
+
+@pytest.mark.parametrize(("servers", "replicas"), [(1, 1), (4, 1), (4, 2)])
+def test_seventeen_at_once_over_any_pool(tiny: Path, alone: Logits, servers: int, replicas: int) -> None:
+    with pool_of(tiny, servers, replicas) as pool:
+        driver = Driver(tiny, pool.client)
+        logits = driver.run(prompts(), NEW_TOKENS)
+        driver.close()
+    assert len(logits) == len(LENGTHS) * NEW_TOKENS
+    assert not different(logits, alone), f"{servers} servers, {replicas} replicas"
+
+
+def test_every_chunk_boundary_of_a_prefill(tiny: Path, pool: Pool, alone: Logits) -> None:
+    """A prompt of 40 tokens, cut after every one of its tokens in turn: the first chunk's size is the cut."""
+    prompt = prompts()["r10"]
+    for cut in range(1, len(prompt)):
+        driver = Driver(tiny, pool.client, step_tokens=cut, kv_blocks=8)
+        logits = driver.run({"r10": prompt}, 2)
+        driver.close()
+        assert not different(logits, alone), f"chunks of {cut} tokens"
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_prefix_reuse_changes_nothing(tiny: Path, pool: Pool, alone: Logits, reuse: bool) -> None:
+    driver = Driver(tiny, pool.client, prefix_reuse=reuse)
+    first = driver.run(prompts(), NEW_TOKENS)
+    rows_first = driver.steps
+    second = driver.run(prompts(), NEW_TOKENS)
+    assert not different(first, alone)
+    assert not different(second, alone)
+    assert (driver.steps < rows_first) is reuse, "the second run must be shorter exactly when prefixes are reused"
+    driver.close()
+
+
+def test_preemption_changes_nothing(tiny: Path, pool: Pool, alone: Logits) -> None:
+    """Nine blocks hold the prompts of five requests; with their new tokens they need thirteen."""
+    driver = Driver(tiny, pool.client, kv_blocks=9)
+    five = {id: prompts()[id] for id in ("r3", "r4", "r7", "r8", "r9")}
+    logits = driver.run(five, NEW_TOKENS)
+    assert driver.engine.scheduler.preemptions > 0, "no preemption happened; the test shows nothing"
+    assert not different(logits, alone)
+    driver.close()
+
+
+def test_a_server_killed_at_a_random_step(tiny: Path, pool: Pool, alone: Logits) -> None:
+    """200 trials: 4 random requests, one random server killed at a random moment of a random step."""
+    driver = Driver(tiny, pool.client)
+    asked = prompts()
+    hit = 0
+    for seed in range(TRIALS):
+        pool.settle()
+        rng = random.Random(seed)
+        chosen = {id: asked[id] for id in rng.sample(sorted(asked), 4)}
+        at_step, delay_s = rng.randrange(NEW_TOKENS), rng.uniform(0, 0.004)
+        victim, pid = rng.choice(sorted(item for item in pool.cluster.pids().items() if item[0].startswith("expert/")))
+
+        def strike(step: int, at: int = at_step, delay_s: float = delay_s, pid: int = pid) -> None:
+            if step == at:
+                threading.Timer(delay_s, os.kill, (pid, signal.SIGKILL)).start()
+
+        logits = driver.run(chosen, NEW_TOKENS, before=strike)
+        hit += driver.steps >= at_step
+        assert len(logits) == 4 * NEW_TOKENS, f"seed {seed}"
+        wrong = different(logits, alone)
+        assert not wrong, f"seed {seed}: {victim} killed at step {at_step} + {delay_s * 1e3:.2f} ms changed {wrong}"
+    assert hit == TRIALS
+    driver.close()

@@ -1,0 +1,140 @@
+"""The four families against transformers: its checkpoints, read by our loader, run by the native decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from eaas.engine.decoder import Decoder
+from eaas.engine.local_experts import LocalExperts
+from eaas.engine.reference import ReferenceDecoder
+from eaas.model.loader import load_spec, load_weights
+from experts.checkpoint import Checkpoint
+from experts.model import Dtype, ExpertShape
+from tests.eaas.decoder_world import Runner, bits_of
+
+transformers = pytest.importorskip("transformers", reason="needs transformers, found none")
+
+SEED = 20261121
+SIZES: dict[str, Any] = {
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.15,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {"num_experts": 6, "moe_intermediate_size": 40, "intermediate_size": 72, "head_dim": 32,
+         "norm_topk_prob": True, "mlp_only_layers": [1], "tie_word_embeddings": True},
+    ),
+    "qwen3_moe, sliding, bias": (
+        "Qwen3Moe",
+        {"num_experts": 6, "moe_intermediate_size": 40, "head_dim": 16, "norm_topk_prob": False,
+         "attention_bias": True, "use_sliding_window": True, "sliding_window": 23},
+    ),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {"num_experts": 6, "moe_intermediate_size": 40, "intermediate_size": 72,
+         "shared_expert_intermediate_size": 48, "norm_topk_prob": False},
+    ),
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "intermediate_size": 56, "sliding_window": 50}),
+    "olmoe": (
+        "Olmoe",
+        {"num_experts": 6, "intermediate_size": 40, "clip_qkv": 1.0, "norm_topk_prob": False,
+         "num_key_value_heads": 4},
+    ),
+}  # fmt: skip
+
+
+class Family:
+    """One tiny model as transformers has it, and as we load it."""
+
+    def __init__(self, kind: str, changes: dict[str, Any], directory: Path) -> None:
+        config = getattr(transformers, f"{kind}Config")(**(SIZES | changes))
+        torch.manual_seed(SEED)
+        self.theirs = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+        for name, parameter in self.theirs.named_parameters():
+            # Norms and biases start as ones and zeros, which would hide a mistake.
+            if parameter.ndim == 1:
+                spread = torch.randn(parameter.shape) * 0.2
+                parameter.data = spread if name.endswith("bias") else 1 + spread
+        self.theirs.save_pretrained(directory)
+        self.checkpoint = Checkpoint.open(directory)
+        self.spec = load_spec(self.checkpoint)
+        self.weights = load_weights(self.checkpoint, self.spec)
+        self.shape = ExpertShape.from_config(self.checkpoint.config)
+
+    def expert(self, layer: int, expert: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        gate, up, down = (self.checkpoint.tensor(name) for name in self.shape.names(layer, expert))
+        return gate, up, down
+
+    def runner(self, dtype: Dtype) -> Runner:
+        shape, spec = self.shape, replace(self.spec, dtype=dtype)
+        local = LocalExperts(
+            layers=shape.layers,
+            experts=shape.experts,
+            hidden=shape.hidden,
+            intermediate=shape.intermediate,
+            top_k=shape.top_k,
+            dtype=dtype,
+            lanes=2,
+        )
+        for layer in range(shape.layers):
+            for expert in range(shape.experts):
+                local.set(layer, expert, *self.expert(layer, expert))
+        return Runner(Decoder(spec, self.weights, local.backend, [-1, -1], 64), local)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Family]:
+    torch.set_num_threads(1)
+    yield Family(*FAMILIES[request.param], tmp_path_factory.mktemp("checkpoint"))
+
+
+def test_float32_logits_equal_transformers(family: Family) -> None:
+    ours = family.runner(Dtype.FLOAT32)
+    definition = ReferenceDecoder(family.spec, family.weights, family.expert)
+    for length in (1, 17, 300):
+        tokens = np.random.default_rng(SEED).integers(0, SIZES["vocab_size"], length)
+        with torch.inference_mode():
+            wanted = family.theirs(torch.from_numpy(tokens)[None]).logits[0].numpy()
+        for name, logits in (
+            ("native", ours.prefill(tokens.tolist())),
+            ("reference", definition.logits(tokens)),
+        ):
+            worst = float(np.abs(logits - wanted).max())
+            assert worst < 2e-4, f"{name}: off by {worst}, length {length}, seed {SEED}"
+
+
+def test_bfloat16_errs_no_more_than_transformers(family: Family) -> None:
+    tokens = np.random.default_rng(SEED + 1).integers(0, SIZES["vocab_size"], 200)
+    rounded = Family.__new__(Family)
+    rounded.__dict__ = family.__dict__ | {
+        "weights": {role: bits_of(array) for role, array in family.weights.items()},
+        "expert": lambda layer, expert: tuple(bits_of(array) for array in family.expert(layer, expert)),
+    }
+    exact = ReferenceDecoder(family.spec, rounded.weights, rounded.expert, torch.float64).logits(tokens)
+    ours = rounded.runner(Dtype.BFLOAT16).prefill(tokens.tolist())
+    with torch.inference_mode():
+        theirs = family.theirs.to(torch.bfloat16)(torch.from_numpy(tokens)[None]).logits[0].float().numpy()
+    family.theirs.float()
+    # A choice that rounding flips early on reaches most later positions; the tenth best has met none.
+    errors = (
+        np.linalg.norm(logits - exact, axis=1) / np.linalg.norm(exact, axis=1) for logits in (ours, theirs)
+    )
+    error, bound = (float(np.quantile(part, 0.1)) for part in errors)
+    assert error < 1.1 * bound, f"relative error {error}, transformers {bound}, seed {SEED}"
