@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -36,7 +37,7 @@ class Transformers:
 
         torch.set_num_threads(threads)
         self._torch = torch
-        self._model = AutoModelForCausalLM.from_pretrained(
+        self._model: Any = AutoModelForCausalLM.from_pretrained(
             model, dtype=torch.bfloat16, experts_implementation="grouped_mm"
         )
         self._model.eval()

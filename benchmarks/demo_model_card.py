@@ -62,11 +62,11 @@ therefore of the text that made that choice; no other data was held back.
 
 Plain torch in float32 on two CPU cores, {steps} steps of {batch:,} tokens, {minutes:.0f} minutes (beside
 other work): Muon and AdamW, learning rate falling to zero, dropout {dropout}, BPE dropout {bpe_dropout},
-weight decay {decay}, a balance loss of {balance} for the gate, averaged weights. One row in {chat} is
-the same speeches as a chat (one speech asks, the next one answers), which is how it learned its chat
-template. `training.jsonl` is the log of the run. The run was bounded by the clock (`--minutes 62`, on a
-busy machine); the command repeats its number of steps. Another machine or another number of threads
-gives other last digits.
+weight decay {decay}, a balance loss of {balance} for the gate, averaged weights, those of step {kept}
+kept. One row in {chat} is the same speeches as a chat (one speech asks, the next one answers), which is
+how it learned its chat template. `training.jsonl` is the log of the run. The run was bounded by the
+clock (`--minutes 62`, on a busy machine); the command repeats its number of steps. Another machine or
+another number of threads gives other last digits.
 
 ## Expert load
 Share of each expert among the rows of its layer on the held-out text, in percent; an even load is
@@ -129,6 +129,7 @@ def card(folder: Path, measured: Measured, load: Tensor) -> str:
         tokens=measured.tokens,
         size=measured.bytes,
         steps=log[-1]["step"],
+        kept=min(log, key=lambda line: line["held_out_bits_per_byte"])["step"],
         minutes=log[-1]["minutes"],
         batch=recipe.tokens,
         chat=round(1 / recipe.chat_share),

@@ -59,7 +59,10 @@ def stream_batch(
                 "ignore_eos": True,
             }
         ).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        )
         connection = socket.create_connection(address)
         record = StreamRecord(sent_s=time.monotonic())
         connection.sendall(head.encode() + body)

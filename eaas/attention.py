@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
-import json
 import logging
 import os
 import signal
@@ -33,14 +31,15 @@ from experts.client import ExpertClient
 from experts.kernels import numerics_class
 from experts.model import Dtype, ExpertShape
 from experts.native import IsaUnavailable, NativeMissing
+from p2p.cores import named_cores
 from p2p.native import NativeMissing as TransportMissing
 from p2p.shm import ShmEndpoint
+from router import child
 from router.client import JoinRefused, RouterClient, RouterUnavailable
 from router.view import ATTENTION, EXPERT, View
 
 log = logging.getLogger("eaas.attention")
 
-_PR_SET_PDEATHSIG = 1
 # An orderly end is promised within a second; a step that waits for experts may take far longer.
 STUCK_STEP_S = 0.6
 BLOCK_TOKENS = 16
@@ -91,28 +90,8 @@ def parser() -> argparse.ArgumentParser:
         help="compute a common beginning of prompts once",
     )
     options.add_argument("--port", type=int, default=0, help="port on 127.0.0.1; 0 = any (default)")
-    options.add_argument("--ready-fd", type=int, default=-1, help="write one JSON line here when usable")
-    options.add_argument("--die-with-parent", action="store_true", help="stop when the parent process ends")
+    child.add_options(options)
     return options
-
-
-def cores_of(text: str) -> list[int]:
-    """The cores that `--cores` names, or all of the affinity mask.
-
-    Raises:
-        StartFailed: not a list of numbers, or a core that this process may not use.
-    """
-    allowed = sorted(os.sched_getaffinity(0))
-    if not text:
-        return allowed
-    try:
-        cores = [int(core) for core in text.split(",")]
-    except ValueError:
-        raise StartFailed(f"--cores {text!r} is no list of core numbers; write for example 0,1.") from None
-    foreign = [core for core in cores if core not in allowed]
-    if foreign:
-        raise StartFailed(f"--cores names {foreign}; this process may use {allowed}.")
-    return cores
 
 
 def listen(port: int) -> socket.socket:
@@ -245,13 +224,6 @@ class Load:
         return {**engine.load(), "tokens_per_s": rate}
 
 
-def tell(ready_fd: int, message: dict[str, object]) -> None:
-    """Write the one line that the parent waits for."""
-    if ready_fd >= 0:
-        with os.fdopen(ready_fd, "w") as parent:
-            parent.write(json.dumps(message) + "\n")
-
-
 def prepare(options: argparse.Namespace, ending: Ending, closing: contextlib.ExitStack) -> Worker:
     """Join the router, load the model, wait for the experts, and report readiness.
 
@@ -262,7 +234,7 @@ def prepare(options: argparse.Namespace, ending: Ending, closing: contextlib.Exi
         StartFailed, Stopped, and any of START_ERRORS.
     """
     began_s = time.monotonic()
-    cores = cores_of(options.cores)
+    cores = named_cores(options.cores)
     kv_blocks = options.kv_tokens // BLOCK_TOKENS
     if kv_blocks < 1 or options.step_tokens < 1 or options.max_running < 1:
         raise StartFailed(
@@ -340,7 +312,7 @@ def prepare(options: argparse.Namespace, ending: Ending, closing: contextlib.Exi
     ending.attach(worker.stop, lambda: leave(router))
     placement.wait(options.start_s, ending.asked)
     log.info("ready address=%s start_s=%.2f", address, time.monotonic() - began_s)
-    tell(options.ready_fd, {"name": identity.name, "address": address, "pid": os.getpid()})
+    child.tell_ready(options, identity.name, address)
     return worker
 
 
@@ -354,11 +326,7 @@ def leave(router: RouterClient) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
-    logging.basicConfig(
-        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s"
-    )
-    if options.die_with_parent:
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    child.begin(options)
     ending = Ending()
     with contextlib.ExitStack() as closing:
         closing.callback(ending.done)
@@ -369,7 +337,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return ending.code
         except (StartFailed, *START_ERRORS) as error:
             log.error("cannot_start reason=%s", error)
-            tell(options.ready_fd, {"error": f"attention worker: {error}"})
+            child.tell_failed(options, str(error))
             return 1
         worker.run()
     return ending.code

@@ -6,6 +6,7 @@ import os
 import select
 import signal
 from contextlib import suppress
+from pathlib import Path
 
 from eaas.cluster.status import GatewayUnreachable, fetch_status
 
@@ -66,7 +67,7 @@ def _open_member(url: str, target: str) -> tuple[int, int]:
     except ProcessLookupError:
         raise ChaosRefused(f"{target} (pid {pid}) has just ended, or runs on another host.") from None
     # The pid is the gateway's word; make sure that it still names a process of ours before a signal goes there.
-    with suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
+    with suppress(OSError), Path(f"/proc/{pid}/cmdline").open("rb") as file:
         command = file.read().split(b"\0")
         if any(module in command for module in (b"router", b"experts", b"eaas.attention", b"eaas.gateway")):
             return pid, pidfd

@@ -119,6 +119,7 @@ def cluster_config(
     """The cluster's configuration from the command line; exits with the reason where it makes no sense."""
     from eaas.cluster.config import ClusterConfig
     from eaas.model.resolve import ModelNotFound, resolve_model
+    from p2p.cores import named_cores
 
     try:
         folder = resolve_model(model)
@@ -131,30 +132,12 @@ def cluster_config(
             host=host,
             port=port,
             dtype=dtype,
-            cores=tuple(int(part) for part in cores.split(","))
-            if cores
-            else tuple(sorted(os.sched_getaffinity(0))),
+            cores=named_cores(cores),
             kv_tokens=kv_tokens,
             deadline_s=deadline_s,
         )
     except (ModelNotFound, ValueError) as error:
         raise fail(str(error)) from None
-
-
-def usable_cores(text: str) -> tuple[int, ...]:
-    """Cores named like 0,1, or all that this process may use.
-
-    Raises:
-        ValueError: not numbers, or a core that this process may not use.
-    """
-    allowed = os.sched_getaffinity(0)
-    try:
-        named = tuple(int(part) for part in text.split(",")) if text else tuple(sorted(allowed))
-    except ValueError:
-        raise ValueError(f"--cores {text}: core numbers with commas between them are needed, such as 0,1.") from None
-    if not set(named) <= allowed or len(set(named)) < len(named):
-        raise ValueError(f"--cores {text}: choose among {','.join(map(str, sorted(allowed)))}, each once.")
-    return named
 
 
 def start_or_stop(cluster, stop: threading.Event) -> None:

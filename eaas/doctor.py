@@ -68,9 +68,11 @@ def _native() -> list[Finding]:
     from experts.kernels import numerics_class
     from experts.model import Dtype
 
-    for dtype in Dtype:
-        findings.append(Finding(what=f"numerics class, {dtype.label}", usable=True, found=numerics_class(dtype)))
-    return findings
+    classes = [
+        Finding(what=f"numerics class, {dtype.label}", usable=True, found=numerics_class(dtype))
+        for dtype in Dtype
+    ]
+    return findings + classes
 
 
 def _transports() -> list[Finding]:

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
-import json
 import logging
-import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from types import FrameType
@@ -28,12 +24,13 @@ from experts.pack import PackedExperts, PackUnavailable
 from experts.proto import experts_pb2, experts_pb2_grpc
 from experts.server import MOST_SLOTS, ExpertServer, ExpertsService
 from p2p import ShmEndpoint
+from p2p.cores import named_cores
+from router import child
 from router.client import JoinRefused, RouterClient, RouterUnavailable
 from router.view import EXPERT
 
 log = logging.getLogger("experts")
 
-_PR_SET_PDEATHSIG = 1
 _TICK_S = 0.05
 _LEAVE_S = 0.3
 _START_ERRORS = (
@@ -67,30 +64,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         help=f"most requests in flight of one client, 1 to {MOST_SLOTS} (the default)",
     )
     parser.add_argument("--port", type=int, default=0, help="control port on 127.0.0.1; 0 = any (default)")
-    parser.add_argument("--ready-fd", type=int, default=-1, help="write one JSON line here when usable")
-    parser.add_argument("--die-with-parent", action="store_true", help="stop when the parent process ends")
+    child.add_options(parser)
     return parser.parse_args(arguments)
-
-
-def cores_of(text: str) -> tuple[int, ...]:
-    """Cores of the lanes: "0,1" gives (0, 1), nothing one unpinned lane.
-
-    Raises:
-        StartFailed: it is no list of numbers.
-    """
-    try:
-        return tuple(int(core) for core in text.split(",")) if text else (-1,)
-    except ValueError:
-        raise StartFailed(
-            f"--cores {text}: core numbers separated by commas are needed, such as 0,1."
-        ) from None
-
-
-def tell(ready_fd: int, message: Mapping[str, object]) -> None:
-    """Write the one line that the parent waits for."""
-    if ready_fd >= 0:
-        with os.fdopen(ready_fd, "w") as parent:
-            parent.write(json.dumps(message) + "\n")
 
 
 def listen(port: int, service: ExpertsService, closing: ExitStack) -> tuple[str, health.HealthServicer]:
@@ -155,7 +130,7 @@ class Ending:
 
 def serve(options: argparse.Namespace, ending: Ending) -> None:
     """Join, load, serve until told to end. Raises _START_ERRORS or StartFailed."""
-    cores = cores_of(options.cores)
+    cores = named_cores(options.cores) if options.cores else (-1,)
     if not 1 <= options.slots <= MOST_SLOTS:
         raise StartFailed(f"--slots {options.slots}: 1 to {MOST_SLOTS} is needed.")
     checkpoint = Checkpoint.open(options.model)
@@ -213,7 +188,7 @@ def serve(options: argparse.Namespace, ending: Ending) -> None:
         )
         healthy.set("", health_pb2.HealthCheckResponse.SERVING)
         log.info("ready name=%s address=%s isa=%s", identity.name, address, numerics_class(dtype))
-        tell(options.ready_fd, {"name": identity.name, "address": address, "pid": os.getpid()})
+        child.tell_ready(options, identity.name, address)
         while not ending.wanted.wait(_TICK_S):
             # Half a lease: native code stops by itself when this process slept, whoever wakes first.
             if router.lease_held():
@@ -240,19 +215,15 @@ def _leave(router: RouterClient) -> None:
 
 def main() -> int:
     options = parse(sys.argv[1:])
-    logging.basicConfig(
-        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s"
-    )
+    child.begin(options)
     ending = Ending()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, ending.on_signal)
-    if options.die_with_parent:
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     try:
         serve(options, ending)
     except (*_START_ERRORS, StartFailed) as error:
         log.error("cannot_start reason=%s", error)
-        tell(options.ready_fd, {"error": f"expert server: {error}"})
+        child.tell_failed(options, str(error))
         return 1
     if ending.fault:
         log.error("ended reason=%s", ending.fault)

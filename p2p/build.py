@@ -91,11 +91,8 @@ def build(extra: Sequence[str] = (), only: Sequence[str] = ()) -> list[Path]:
             "No C++ compiler found ($CXX, g++, clang++ or c++). Install g++ 12 or later, then run `make setup`."
         )
     isas = tuple(ISA_FLAGS) if _targets_x86(cxx) else ("portable",)
-    built = []
-    for library in LIBRARIES:
-        if not only or library.package in only:
-            built.append(_build_library(cxx, library, isas, tuple(extra)))
-    return built
+    wanted = [library for library in LIBRARIES if not only or library.package in only]
+    return [_build_library(cxx, library, isas, tuple(extra)) for library in wanted]
 
 
 def _targets_x86(cxx: str) -> bool:
@@ -114,19 +111,20 @@ def _build_library(cxx: str, library: Library, isas: tuple[str, ...], extra: tup
         for package in (*library.links, library.package)
         for path in sorted((ROOT / package / "native").glob("*.h"))
     ]
-    commands: list[tuple[Path, list[str]]] = []
-    for source in sources:
-        for isa in isas if source.name.endswith(".isa.cpp") else ("",):
-            flags = [*COMMON, *extra, "-I", str(ROOT)]
-            flags += [f"-DEAAS_HAVE_{name.upper()}=1" for name in isas]
-            if isa:
-                flags += [*ISA_FLAGS[isa], f"-DEAAS_ISA_{isa.upper()}=1", f"-DEAAS_ISA_NS=isa_{isa}"]
-            target = objects / f"{source.name}{'.' + isa if isa else ''}.o"
-            commands.append((target, [cxx, *flags, "-c", str(source), "-o", str(target)]))
+    flags = [*COMMON, *extra, "-I", str(ROOT), *(f"-DEAAS_HAVE_{name.upper()}=1" for name in isas)]
+    jobs = [
+        _Object(
+            source=source,
+            target=objects / f"{source.name}{'.' + isa if isa else ''}.o",
+            command=[cxx, *flags, *_isa_flags(isa), "-c", str(source)],
+        )
+        for source in sources
+        for isa in (isas if source.name.endswith(".isa.cpp") else ("",))
+    ]
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        fresh = list(pool.map(lambda item: _compile(*item, headers), commands))
-    # Mapped by absolute build directory at link time, found beside each other by rpath at run time.
-    link = [cxx, "-shared", "-pthread", *extra, *(str(target) for target, _ in commands)]
+        fresh = list(pool.map(lambda job: job.compile(headers), jobs))
+    # Linked by path, found beside each other by rpath at run time.
+    link = [cxx, "-shared", "-pthread", *extra, *(str(job.target) for job in jobs)]
     link += [str(ROOT / lower / f"_{lower}.so") for lower in library.links]
     link += [f"-Wl,-rpath,$ORIGIN/../{lower}" for lower in library.links]
     link += [f"-Wl,-soname,_{library.package}.so", "-Wl,-z,defs", "-o"]
@@ -138,17 +136,29 @@ def _build_library(cxx: str, library: Library, isas: tuple[str, ...], extra: tup
     return library.path
 
 
-def _compile(target: Path, command: list[str], headers: list[Path]) -> bool:
-    """Compile one object unless a stamp says that its sources and flags are unchanged; True when compiled."""
-    digest = hashlib.sha256(repr(command).encode())
-    for path in (Path(command[-3]), *headers):
-        digest.update(path.read_bytes())
-    stamp = target.with_suffix(".stamp")
-    if target.exists() and stamp.exists() and stamp.read_text() == digest.hexdigest():
-        return False
-    _run(command)
-    stamp.write_text(digest.hexdigest())
-    return True
+def _isa_flags(isa: str) -> list[str]:
+    return [*ISA_FLAGS[isa], f"-DEAAS_ISA_{isa.upper()}=1", f"-DEAAS_ISA_NS=isa_{isa}"] if isa else []
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Object:
+    """One object file: a source and the command that compiles it."""
+
+    source: Path
+    target: Path
+    command: list[str]
+
+    def compile(self, headers: Sequence[Path]) -> bool:
+        """Compile unless a stamp says that sources and flags are unchanged; True when compiled."""
+        digest = hashlib.sha256(repr(self.command).encode())
+        for path in (self.source, *headers):
+            digest.update(path.read_bytes())
+        stamp = self.target.with_suffix(".stamp")
+        if self.target.exists() and stamp.exists() and stamp.read_text() == digest.hexdigest():
+            return False
+        _run([*self.command, "-o", str(self.target)])
+        stamp.write_text(digest.hexdigest())
+        return True
 
 
 def _run(command: list[str]) -> None:

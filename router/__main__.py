@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import ctypes
-import json
 import logging
-import os
 import signal
 import sys
 from pathlib import Path
 
+from router import child
 from router.journal import Journal, JournalUnusable
 from router.service import CannotListen, serve
 from router.state import Config, ConfigInvalid
 
 log = logging.getLogger("router")
-
-_PR_SET_PDEATHSIG = 1
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -37,16 +33,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--lease-s", type=float, default=2.0, help="silence that ends a membership (default 2)"
     )
-    parser.add_argument("--ready-fd", type=int, default=-1, help="write one JSON line here when usable")
-    parser.add_argument("--die-with-parent", action="store_true", help="stop when the parent process ends")
+    child.add_options(parser)
     return parser.parse_args(arguments)
-
-
-def tell(ready_fd: int, message: dict[str, object]) -> None:
-    """Write the one line that the parent waits for."""
-    if ready_fd >= 0:
-        with os.fdopen(ready_fd, "w") as parent:
-            parent.write(json.dumps(message) + "\n")
 
 
 async def run(arguments: argparse.Namespace) -> None:
@@ -63,7 +51,7 @@ async def run(arguments: argparse.Namespace) -> None:
 
     def ready(address: str) -> None:
         log.info("ready address=%s", address)
-        tell(arguments.ready_fd, {"name": "router/0", "address": address, "pid": os.getpid()})
+        child.tell_ready(arguments, "router/0", address)
 
     journal = Journal(arguments.journal)
     try:
@@ -74,16 +62,12 @@ async def run(arguments: argparse.Namespace) -> None:
 
 def main() -> int:
     arguments = parse(sys.argv[1:])
-    logging.basicConfig(
-        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s"
-    )
-    if arguments.die_with_parent:
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    child.begin(arguments)
     try:
         asyncio.run(run(arguments))
     except (ConfigInvalid, JournalUnusable, CannotListen) as error:
         log.error("cannot_start reason=%s", error)
-        tell(arguments.ready_fd, {"error": f"router: {error}"})
+        child.tell_failed(arguments, str(error))
         return 1
     return 0
 

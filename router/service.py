@@ -285,7 +285,13 @@ async def serve(
         CannotListen: the port is taken. JournalUnusable: the journal cannot be read or written.
     """
     server = grpc.aio.server(
-        options=(("grpc.so_reuseport", 0), ("grpc.max_concurrent_streams", _MOST_STREAMS)),
+        options=(
+            ("grpc.so_reuseport", 0),
+            ("grpc.max_concurrent_streams", _MOST_STREAMS),
+            # Clients ping every 10 s (router/client.py); the default tolerates one in 5 minutes and then hangs up.
+            ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+            ("grpc.keepalive_permit_without_calls", 1),
+        ),
     )
     try:
         bound = server.add_insecure_port(f"127.0.0.1:{port}")

@@ -75,11 +75,14 @@ def test_every_module_and_public_function_says_what_it_does() -> None:
         if path.name != "__init__.py" and not ast.get_docstring(tree):
             silent.append(name_of(path))
         for node in tree.body:
-            if isinstance(
-                node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef
-            ) and not node.name.startswith("_"):
-                if not ast.get_docstring(node) and node.name != "main":
-                    silent.append(f"{name_of(path)}:{node.lineno} {node.name}")
+            named = isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef)
+            if (
+                named
+                and not node.name.startswith("_")
+                and node.name != "main"
+                and not ast.get_docstring(node)
+            ):
+                silent.append(f"{name_of(path)}:{node.lineno} {node.name}")
     assert not silent, "without a docstring: " + ", ".join(silent)
 
 

@@ -92,19 +92,25 @@ class LocalCluster:
             return
         self._stopping.set()
         self._wake()
+        self._exits.put((0, ""))
         if self._supervisor.ident is not None:
             self._supervisor.join()
         if self._router is not None:
             self._router.close()
-        self._exits.put((0, ""))
         for thread in (self._launch_thread, self._exit_thread):
             if thread.ident is not None:
                 thread.join(timeout=2)
+        self._selector.close()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+        shutil.rmtree(self.state_dir, ignore_errors=True)
+
+    def _end_children(self) -> None:
         children = list(self._children.values())
         # The gateway goes first so that no request meets a half-stopped cluster; the router last.
-        for pools in (("gateway",), ("attention",), ("expert",), ("router",)):
+        for pool in ("gateway", "attention", "expert", "router"):
             for child in children:
-                if child.pool in pools:
+                if child.pool == pool:
                     child.send(signal.SIGTERM)
                     child.send(signal.SIGCONT)
         deadline = time.monotonic() + self.config.stop_s
@@ -113,10 +119,6 @@ class LocalCluster:
             child.send(signal.SIGKILL)
             child.reap()
         self._children.clear()
-        self._selector.close()
-        os.close(self._wake_read)
-        os.close(self._wake_write)
-        shutil.rmtree(self.state_dir, ignore_errors=True)
 
     @property
     def url(self) -> str:
@@ -160,6 +162,9 @@ class LocalCluster:
                     self._orders.get()()
                 except StartFailed as failure:
                     self._start_failed(failure)
+
+        # Here, not in `stop`: a child asked to die with its parent dies with the thread that started it.
+        self._end_children()
 
     def _start_failed(self, failure: StartFailed) -> None:
         if self._ready.is_set():

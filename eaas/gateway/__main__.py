@@ -5,11 +5,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import ctypes
 import errno
 import importlib.metadata
 import ipaddress
-import json
 import logging
 import os
 import signal
@@ -25,12 +23,12 @@ from eaas.gateway.app import Gateway, create_app
 from eaas.gateway.config import GatewayConfig
 from eaas.gateway.http_guard import RequestIds
 from eaas.gateway.load_model import ModelUnusable, load_model
+from router import child
 from router.client import RouterClient, RouterUnavailable
 from router.view import View
 
 log = logging.getLogger("eaas.gateway")
 
-_PR_SET_PDEATHSIG = 1
 _STATUS_TIMEOUT_S = 0.5
 _FIRST_VIEW_TIMEOUT_S = 10.0
 
@@ -123,10 +121,7 @@ def parser() -> argparse.ArgumentParser:
         "--stall-s", type=float, default=60.0, help="End a client that reads nothing for so long."
     )
     options.add_argument("--router-pid", type=int, default=0, help="Process of the router, shown by /status.")
-    options.add_argument(
-        "--ready-fd", type=int, default=-1, help="Descriptor that gets one JSON line when ready."
-    )
-    options.add_argument("--die-with-parent", action="store_true", help="Stop when the parent process ends.")
+    child.add_options(options)
     options.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     return options
 
@@ -172,20 +167,14 @@ def listen(host: str, port: int, stall_s: float) -> socket.socket:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the gateway until SIGTERM or SIGINT. Returns the exit code."""
     options = parser().parse_args(arguments)
-    logging.basicConfig(
-        level=options.log_level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s %(message)s",
-        stream=sys.stderr,
-    )
-    if options.die_with_parent:
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    child.begin(options, options.log_level)
     try:
         listener = listen(options.host, options.port, options.stall_s)
         with contextlib.closing(listener):
             return _serve(options, listener)
     except (StartFailed, ModelUnusable, ValueError) as error:
         log.error("start_failed error=%s", error)
-        _report(options.ready_fd, {"error": str(error)})
+        child.tell_failed(options, str(error))
         return 1
 
 
@@ -209,7 +198,7 @@ def _serve(options: argparse.Namespace, listener: socket.socket) -> int:
 
     def started() -> None:
         log.info("ready address=%s model=%s pid=%d", gateway.address, name, os.getpid())
-        _report(options.ready_fd, {"name": "gateway/0", "address": gateway.address, "pid": os.getpid()})
+        child.tell_ready(options, "gateway/0", gateway.address)
 
     settings = uvicorn.Config(
         RequestIds(create_app(gateway)),
@@ -231,12 +220,6 @@ def _version() -> str:
         return importlib.metadata.version("eaas")
     except importlib.metadata.PackageNotFoundError:
         return "0+source"
-
-
-def _report(descriptor: int, line: dict[str, object]) -> None:
-    if descriptor >= 0:
-        with contextlib.suppress(BrokenPipeError), os.fdopen(descriptor, "w") as pipe:
-            pipe.write(json.dumps(line) + "\n")
 
 
 if __name__ == "__main__":

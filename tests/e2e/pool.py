@@ -93,7 +93,9 @@ class Driver:
             self.tokens[token.id].append(token.token)
         return True
 
-    def run(self, prompts: dict[str, list[int]], max_tokens: int, before: Callable[[int], None] | None = None) -> Logits:
+    def run(
+        self, prompts: dict[str, list[int]], max_tokens: int, before: Callable[[int], None] | None = None
+    ) -> Logits:
         """Submit all at once and step to the end; `before` gets the number of each step. The logits of this run."""
         self.logits.clear()
         self.steps = 0
@@ -201,7 +203,9 @@ class Pool:
                 and set(serving) <= set(self.client.attached)
             ):
                 return
-            assert time.monotonic() < end_s, f"not whole after {timeout_s} s: {serving}, {self.replicas_min()} replicas"
+            assert time.monotonic() < end_s, (
+                f"not whole after {timeout_s} s: {serving}, {self.replicas_min()} replicas"
+            )
             time.sleep(0.01)
 
     def close(self) -> None:

@@ -104,7 +104,10 @@ def test_serve_answers_shows_its_members_survives_chaos_and_leaves_nothing(tiny:
     left = [pid for pid in family if Path(f"/proc/{pid}").exists()]
     assert not left, f"processes left behind: {left}"
     assert set(Path("/tmp").glob("eaas-*")) <= folders
-    with pytest.raises(OSError), socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=1):
+    with (
+        pytest.raises(OSError),
+        socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=1),
+    ):
         pass
 
 
@@ -205,7 +208,9 @@ def test_doctor_finds_this_machine_fit() -> None:
     assert run("doctor").returncode == 0
 
 
-@pytest.mark.parametrize("verb", ["serve", "router", "expert", "attention", "gateway", "status", "make-model", "demo"])
+@pytest.mark.parametrize(
+    "verb", ["serve", "router", "expert", "attention", "gateway", "status", "make-model", "demo"]
+)
 def test_every_verb_explains_itself(verb: str) -> None:
     done = run(verb, "--help")
     assert done.returncode == 0
@@ -213,7 +218,9 @@ def test_every_verb_explains_itself(verb: str) -> None:
 
 
 def test_make_model_writes_what_serve_takes(tmp_path: Path) -> None:
-    done = run("make-model", "--shape", "tiny", "--arch", "mixtral", "--out", str(tmp_path / "m"), "--seed", "3")
+    done = run(
+        "make-model", "--shape", "tiny", "--arch", "mixtral", "--out", str(tmp_path / "m"), "--seed", "3"
+    )
     assert done.returncode == 0, done.stderr
     config = json.loads((tmp_path / "m" / "config.json").read_text())
     assert config["architectures"] == ["MixtralForCausalLM"]

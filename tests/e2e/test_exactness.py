@@ -74,7 +74,9 @@ def test_prefix_reuse_changes_nothing(tiny: Path, pool: Pool, alone: Logits, reu
     second = driver.run(prompts(), NEW_TOKENS)
     assert not different(first, alone)
     assert not different(second, alone)
-    assert (driver.steps < rows_first) is reuse, "the second run must be shorter exactly when prefixes are reused"
+    assert (driver.steps < rows_first) is reuse, (
+        "the second run must be shorter exactly when prefixes are reused"
+    )
     driver.close()
 
 
@@ -98,7 +100,9 @@ def test_a_server_killed_at_a_random_step(tiny: Path, pool: Pool, alone: Logits)
         rng = random.Random(seed)
         chosen = {id: asked[id] for id in rng.sample(sorted(asked), 4)}
         at_step, delay_s = rng.randrange(NEW_TOKENS), rng.uniform(0, 0.004)
-        victim, pid = rng.choice(sorted(item for item in pool.cluster.pids().items() if item[0].startswith("expert/")))
+        victim, pid = rng.choice(
+            sorted(item for item in pool.cluster.pids().items() if item[0].startswith("expert/"))
+        )
 
         def strike(step: int, at: int = at_step, delay_s: float = delay_s, pid: int = pid) -> None:
             if step == at:
@@ -108,6 +112,8 @@ def test_a_server_killed_at_a_random_step(tiny: Path, pool: Pool, alone: Logits)
         hit += driver.steps >= at_step
         assert len(logits) == 4 * NEW_TOKENS, f"seed {seed}"
         wrong = different(logits, alone)
-        assert not wrong, f"seed {seed}: {victim} killed at step {at_step} + {delay_s * 1e3:.2f} ms changed {wrong}"
+        assert not wrong, (
+            f"seed {seed}: {victim} killed at step {at_step} + {delay_s * 1e3:.2f} ms changed {wrong}"
+        )
     assert hit == TRIALS
     driver.close()

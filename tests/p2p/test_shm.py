@@ -11,6 +11,7 @@ import select
 import signal
 import socket
 import statistics
+import struct
 import subprocess
 import sys
 import threading
@@ -295,16 +296,22 @@ def test_noise_in_place_of_a_hello_is_refused(endpoint: ShmEndpoint) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason=f"needs root to become another user, found uid {os.geteuid()}")
-def test_another_user_is_hung_up_on(endpoint: ShmEndpoint) -> None:
+def test_another_user_is_hung_up_on_even_with_the_right_token(endpoint: ShmEndpoint) -> None:
     program = (
-        "import os, socket, sys; os.setuid(65534); s = socket.socket(socket.AF_UNIX); s.settimeout(3)\n"
-        "s.connect(bytes.fromhex(sys.argv[1])); print(s.recv(1))"
+        "import os, socket, sys; os.setuid(int(sys.argv[3])); s = socket.socket(socket.AF_UNIX)\n"
+        "s.settimeout(3)\n"
+        "s.connect(bytes.fromhex(sys.argv[1])); s.sendall(bytes.fromhex(sys.argv[2])); print(s.recv(4))"
     )
-    address = decode(endpoint.export_window(4096).descriptor).address
-    done = subprocess.run(
-        [sys.executable, "-c", program, address.hex()], capture_output=True, text=True, timeout=10
-    )
-    assert done.stdout.strip() == "b''", done.stderr
+
+    def answer(uid: int) -> str:
+        offer = decode(endpoint.export_window(4096).descriptor)
+        hello = b"P2PH" + struct.pack("<HHQ", 1, 0, CHILD) + offer.token + bytes(16)
+        command = [sys.executable, "-c", program, offer.address.hex(), hello.hex(), str(uid)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip()
+
+    assert answer(0) == "b'P2PA'"
+    # Hung up on with or without its hello read: nothing, or a reset.
+    assert answer(65534) in ("b''", "")
 
 
 def test_of_many_callers_with_one_descriptor_exactly_one_gets_the_window(endpoint: ShmEndpoint) -> None:

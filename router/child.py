@@ -1,0 +1,48 @@
+"""What a process of the cluster owes the one that started it: one line when it is ready, and an end with it."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Mapping
+
+_PR_SET_PDEATHSIG = 1
+_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that every process of the cluster takes from its launcher."""
+    parser.add_argument("--ready-fd", type=int, default=-1, help="write one JSON line here when usable")
+    parser.add_argument("--die-with-parent", action="store_true", help="stop when the parent process ends")
+
+
+def begin(options: argparse.Namespace, level: str = "info") -> None:
+    """Log to stderr; with --die-with-parent, get SIGTERM when the launcher ends, however it ends."""
+    logging.basicConfig(level=level.upper(), stream=sys.stderr, format=_LOG_FORMAT)
+    if options.die_with_parent:
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
+def tell_ready(options: argparse.Namespace, name: str, address: str) -> None:
+    """Say to the launcher that this process is usable, under its member name, at host:port."""
+    _tell(options.ready_fd, {"name": name, "address": address, "pid": os.getpid()})
+
+
+def tell_failed(options: argparse.Namespace, reason: str) -> None:
+    """Say to the launcher why this process could not start."""
+    _tell(options.ready_fd, {"error": reason})
+
+
+def _tell(ready_fd: int, line: Mapping[str, object]) -> None:
+    if ready_fd < 0:
+        return
+    try:
+        with os.fdopen(ready_fd, "w") as launcher:
+            launcher.write(json.dumps(line) + "\n")
+    except BrokenPipeError:
+        logging.getLogger("router.child").info("launcher_gone pid=%d", os.getpid())
