@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.http_client import stream_batch, tokens_per_second
+from benchmarks.http_client import Speed, speed_of, stream_batch
 from benchmarks.report import record, spread
 from eaas.cluster.config import ClusterConfig
 from eaas.cluster.local import LocalCluster
@@ -42,8 +42,8 @@ class Transformers:
         )
         self._model.eval()
 
-    def generate(self, prompts: Sequence[Sequence[int]], tokens: int) -> tuple[list[list[int]], float]:
-        """New tokens of each prompt, and tokens per second after the first (prefill timed apart and taken off)."""
+    def generate(self, prompts: Sequence[Sequence[int]], tokens: int) -> tuple[list[list[int]], Speed]:
+        """New tokens of each prompt, and the speed; the first token is timed apart and taken off for decoding."""
         torch = self._torch
         ids = torch.tensor(prompts)
         options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0}
@@ -54,7 +54,11 @@ class Transformers:
             started = time.perf_counter()
             out = self._model.generate(ids, max_new_tokens=tokens, min_new_tokens=tokens, **options)
             total_s = time.perf_counter() - started
-        return out[:, ids.shape[1] :].tolist(), len(prompts) * (tokens - 1) / (total_s - first_s)
+        speed = Speed(
+            decode=len(prompts) * (tokens - 1) / max(total_s - first_s, 1e-9),
+            whole=len(prompts) * tokens / total_s,
+        )
+        return out[:, ids.shape[1] :].tolist(), speed
 
 
 def prompts_for(batch: int, vocab: int, seed: int) -> list[list[int]]:
@@ -130,11 +134,12 @@ def measure(
     agreement: float | None,
 ) -> None:
     """Interleaved rounds at one batch size; records medians and the median ratio."""
-    ours, theirs = [], []
+    ours: list[Speed] = []
+    theirs: list[Speed] = []
     for number in range(options.rounds + 1):
         prompts = prompts_for(batch, vocab, seed=number)
-        speed = tokens_per_second(stream_batch(address, "bench", prompts, NEW_TOKENS))
-        peer_speed = peer.generate(prompts, NEW_TOKENS)[1] if peer else 0.0
+        speed = speed_of(stream_batch(address, "bench", prompts, NEW_TOKENS), NEW_TOKENS)
+        peer_speed = peer.generate(prompts, NEW_TOKENS)[1] if peer else speed
         if number:  # The first round warms both up.
             ours.append(speed)
             theirs.append(peer_speed)
@@ -144,11 +149,15 @@ def measure(
         "experts": options.experts,
         "threads": options.threads,
         "rounds": options.rounds,
-        "tokens_per_s": spread(ours),
+        "tokens_per_s": spread([speed.decode for speed in ours]),
+        "tokens_per_s_with_prefill": spread([speed.whole for speed in ours]),
     }
     if peer:
-        result["transformers_tokens_per_s"] = spread(theirs)
-        result["ratio"] = spread([mine / other for mine, other in zip(ours, theirs, strict=True)])
+        pairs = list(zip(ours, theirs, strict=True))
+        result["transformers_tokens_per_s"] = spread([speed.decode for speed in theirs])
+        result["transformers_tokens_per_s_with_prefill"] = spread([speed.whole for speed in theirs])
+        result["ratio"] = spread([mine.decode / other.decode for mine, other in pairs])
+        result["ratio_with_prefill"] = spread([mine.whole / other.whole for mine, other in pairs])
         result["first_token_agreement"] = agreement
     record("decode", result, ("transformers",) if peer else ())
 

@@ -8,21 +8,26 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(kw_only=True)
 class StreamRecord:
-    """One streamed completion: when it was sent, when each token came (monotonic seconds), and the bytes."""
+    """One streamed completion: when it was sent, when its first and last bytes came (monotonic), and the bytes."""
 
     sent_s: float
-    token_s: list[float] = field(default_factory=list)
+    first_s: float = 0.0
+    last_s: float = 0.0
     body: bytearray = field(default_factory=bytearray)
     done: bool = False
 
+    def events(self) -> list[dict[str, Any]]:
+        """What the stream said, in order."""
+        return [json.loads(part[6:]) for part in bytes(self.body).split(b"\n") if part.startswith(b"data: {")]
+
     def texts(self) -> list[str]:
         """The delta texts in order."""
-        events = [part[6:] for part in bytes(self.body).split(b"\n") if part.startswith(b"data: {")]
-        return [choice["text"] for event in events for choice in json.loads(event)["choices"]]
+        return [choice["text"] for event in self.events() for choice in event["choices"]]
 
 
 def stream_batch(
@@ -56,6 +61,7 @@ def stream_batch(
                 "max_tokens": tokens,
                 "temperature": 0,
                 "stream": True,
+                "stream_options": {"include_usage": True},
                 "ignore_eos": True,
             }
         ).encode()
@@ -80,7 +86,8 @@ def stream_batch(
             connection, record = key.fileobj, key.data
             chunk = connection.recv(65536)  # type: ignore[union-attr]
             now = time.monotonic()
-            record.token_s += [now] * chunk.count(b"data: {")
+            record.first_s = record.first_s or now * (b"data: {" in chunk)
+            record.last_s = now if chunk else record.last_s
             record.body += chunk
             if not chunk:
                 selector.unregister(connection)
@@ -90,14 +97,25 @@ def stream_batch(
     selector.close()
     failed = [bytes(record.body[:500]) for record in records if not record.done]
     if failed:
-        raise RuntimeError(
-            f"{len(failed)} of {len(records)} streams failed; the first: {failed[0].decode(errors='replace')}"
-        )
+        first = failed[0].decode(errors="replace")
+        raise RuntimeError(f"{len(failed)} of {len(records)} streams failed; the first: {first}")
+    counts = {record.events()[-1]["usage"]["completion_tokens"] for record in records}
+    if counts != {tokens}:
+        raise RuntimeError(f"streams of {sorted(counts)} tokens came where {tokens} were asked for")
     return records
 
 
-def tokens_per_second(records: Sequence[StreamRecord]) -> float:
-    """Decoding speed of a batch: tokens after each stream's first, over the time from the first to the last token."""
-    first = min(record.token_s[0] for record in records)
-    last = max(record.token_s[-1] for record in records)
-    return sum(len(record.token_s) - 1 for record in records) / (last - first)
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """Tokens per second of a batch: from the first token on, and from sending the request to the last byte."""
+
+    decode: float
+    whole: float
+
+
+def speed_of(records: Sequence[StreamRecord], tokens: int) -> Speed:
+    """The speed of a batch of streams of `tokens` tokens each."""
+    last_s = max(record.last_s for record in records)
+    decode_s = last_s - min(record.first_s for record in records)
+    whole_s = last_s - min(record.sent_s for record in records)
+    return Speed(decode=len(records) * (tokens - 1) / decode_s, whole=len(records) * tokens / whole_s)

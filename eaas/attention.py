@@ -19,9 +19,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
+from eaas import native
 from eaas.engine.decoder import Decoder, DecoderError
-from eaas.engine.engine import Engine, EngineConfig
+from eaas.engine.engine import Engine, EngineConfig, StepDecoder
 from eaas.engine.scheduler import SchedulerConfig
 from eaas.engine.worker import Worker
 from eaas.engine.worker_protocol import Hello
@@ -224,6 +226,29 @@ class Load:
         return {**engine.load(), "tokens_per_s": rate}
 
 
+class ClosingDecoder(StepDecoder, Protocol):
+    """A decoder that holds something."""
+
+    def close(self) -> None: ...
+
+
+def backend() -> tuple[Callable[[Dtype], str], Callable[..., ClosingDecoder]]:
+    """Who computes: the name of its arithmetic, and what makes a decoder of (spec, weights, client, cores, ...).
+
+    Native code; where it is missing torch, of which the log has warned.
+    """
+    if native.load_or_none() is not None:
+        return numerics_class, lambda spec, weights, client, cores, **sizes: Decoder(
+            spec, weights, client.handle, cores, **sizes
+        )
+    # Not before it is needed: torch takes seconds and hundreds of megabytes to load.
+    from eaas.engine import fallback
+
+    return fallback.numerics_class, lambda spec, weights, client, cores, **sizes: fallback.FallbackDecoder(
+        spec, weights, client, **sizes
+    )
+
+
 def prepare(options: argparse.Namespace, ending: Ending, closing: contextlib.ExitStack) -> Worker:
     """Join the router, load the model, wait for the experts, and report readiness.
 
@@ -246,7 +271,8 @@ def prepare(options: argparse.Namespace, ending: Ending, closing: contextlib.Exi
     spec = replace(spec, dtype=Dtype.resolve(options.dtype, checkpoint.config))
     shape = ExpertShape.from_config(checkpoint.config)
     weights = load_weights(checkpoint, spec)
-    kernels = numerics_class(spec.dtype)
+    class_of, new_decoder = backend()
+    kernels = class_of(spec.dtype)
     listener = closing.enter_context(listen(options.port))
     address = f"127.0.0.1:{listener.getsockname()[1]}"
     router = RouterClient(options.router)
@@ -280,7 +306,7 @@ def prepare(options: argparse.Namespace, ending: Ending, closing: contextlib.Exi
     load_report = Load()
     # The lease runs from the join on, and packing the weights may take longer than it lasts.
     router.start(on_view=placement.apply, load=load_report, on_fenced=ending.fenced)
-    decoder = Decoder(spec, weights, client.handle, cores, kv_blocks=kv_blocks, max_rows=options.step_tokens)
+    decoder = new_decoder(spec, weights, client, cores, kv_blocks=kv_blocks, max_rows=options.step_tokens)
     closing.callback(decoder.close)
     engine = load_report.engine = Engine(
         decoder,

@@ -167,11 +167,15 @@ def prepare_weights(model: Path, dtype: str) -> None:
     """Pack the experts once, with a progress bar, so that every expert server of the host maps the same file."""
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
+    from eaas import native
     from experts.checkpoint import Checkpoint, CheckpointInvalid
     from experts.model import ConfigInvalid, Dtype, ExpertShape
+    from experts.native import IsaUnavailable
     from experts.pack import PackedExperts, PackUnavailable
 
     try:
+        # Here too, though others compute: their warnings go to logs that nobody has open.
+        native.load_or_none()
         checkpoint = Checkpoint.open(model)
         shape = ExpertShape.from_config(checkpoint.config)
         with Progress(
@@ -184,7 +188,7 @@ def prepare_weights(model: Path, dtype: str) -> None:
                 Dtype.resolve(dtype, checkpoint.config),
                 progress=lambda done, total: progress.update(task, completed=done, total=total),
             )
-    except (CheckpointInvalid, ConfigInvalid, PackUnavailable) as error:
+    except (CheckpointInvalid, ConfigInvalid, IsaUnavailable, PackUnavailable) as error:
         raise fail(str(error)) from None
 
 

@@ -7,6 +7,8 @@ from ctypes import POINTER, c_float, c_int32, c_uint32, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 
+import numpy as np
+
 from experts import native as experts_native
 from experts.native import NativeMissing
 
@@ -101,6 +103,34 @@ class DecoderPlan(ctypes.Structure):
     ]
 
 
+# struct SampleRow of sampler.h.
+SAMPLE_ROW = np.dtype(
+    {
+        "names": [
+            "prompt",
+            "output",
+            "forbidden",
+            "seed",
+            "index",
+            "prompt_count",
+            "output_count",
+            "forbidden_count",
+            "choice",
+            "temperature",
+            "top_p",
+            "min_p",
+            "repetition",
+            "presence",
+            "frequency",
+            "top_k",
+            "top_count",
+        ],
+        "formats": ["u8"] * 5 + ["u4"] * 4 + ["f4"] * 6 + ["i4"] * 2,
+    },
+    align=True,
+)
+
+
 @cache
 def load() -> ctypes.CDLL:
     """Load _eaas.so once and declare its functions.
@@ -117,6 +147,18 @@ def load() -> ctypes.CDLL:
         raise NativeMissing(f"{LIBRARY} does not load: {error}. Run `python -m p2p.build`.") from error
     _declare(library)
     return library
+
+
+@cache
+def load_or_none() -> ctypes.CDLL | None:
+    """The library, or None where it or what it needs is missing: one warning says so for the whole process."""
+    if experts_native.load_or_none() is None:
+        return None
+    try:
+        return load()
+    except NativeMissing as missing:
+        experts_native.warn_missing(missing)
+        return None
 
 
 def address_of(library: ctypes.CDLL, name: str) -> int:

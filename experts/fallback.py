@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import logging
 import struct
 from functools import cache
 from typing import Any
@@ -22,8 +21,6 @@ from experts.model import Dtype, ExpertShape
 from experts.native import ClientLink, ServerCounters, ServerLink, ServerStats
 from experts.wire import WireShape
 from p2p.window import WindowLayout
-
-log = logging.getLogger(__name__)
 
 MOST_SERVERS = 64
 
@@ -49,18 +46,12 @@ def _wire(
 
 @cache
 def load() -> Any:
-    """The native library, or where it is missing one that stands in for it, with one clear warning.
+    """The native library, or where it is missing one that stands in for it.
 
     Raises:
         IsaUnavailable: EAAS_ISA asks for what this machine cannot run.
     """
-    try:
-        return native.load()
-    except native.NativeMissing as missing:
-        log.warning(
-            "experts_fallback reason=%s Rows go through Python until then: correct, and slow.", missing
-        )
-        return FallbackLibrary()
+    return native.load_or_none() or FallbackLibrary()
 
 
 class FallbackLibrary:

@@ -12,10 +12,8 @@ not depend on the batch either, but its bits are a numerics class of their own.
 
 from __future__ import annotations
 
-import logging
 from ctypes import CDLL
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 
@@ -24,8 +22,6 @@ from experts.model import Dtype
 
 TILE_ROWS = 64
 GATE_UP_COLUMNS = 32  # of the activation, that one 64-row tile of gate_up holds
-
-_log = logging.getLogger(__name__)
 
 
 class KernelsBroken(RuntimeError):
@@ -68,13 +64,8 @@ class PackedExpert:
         return PackedMatrix(dtype=self.dtype, rows=self.hidden, k=self.intermediate, data=self.down)
 
 
-@cache
 def _library() -> CDLL | None:
-    try:
-        return native.load()
-    except native.NativeMissing as missing:
-        _log.warning("kernels fallback=numpy reason=%s Products are slow until it is built.", missing)
-        return None
+    return native.load_or_none()
 
 
 def numerics_class(dtype: Dtype) -> str:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 from ctypes import POINTER, Structure, c_char_p, c_int, c_int32, c_uint32, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 
 LIBRARY = Path(__file__).resolve().parent / "_experts.so"
+
+log = logging.getLogger(__name__)
 
 
 class ServerLink(Structure):
@@ -106,6 +109,29 @@ def load() -> ctypes.CDLL:
     _declare_server(library)
     _apply_isa(library)
     return library
+
+
+@cache
+def load_or_none() -> ctypes.CDLL | None:
+    """The library, or None where it is missing: one warning says so for the whole process.
+
+    Raises:
+        IsaUnavailable: EAAS_ISA asks for what this machine cannot run.
+    """
+    try:
+        return load()
+    except NativeMissing as missing:
+        warn_missing(missing)
+        return None
+
+
+def warn_missing(missing: NativeMissing) -> None:
+    """Say that Python does the work of a library, and what to install."""
+    log.warning(
+        "native_missing reason=%s This process computes in Python until then: correct, and slow. Without a"
+        " compiler, install g++ 12 or later first.",
+        missing,
+    )
 
 
 def _declare_kernels(library: ctypes.CDLL) -> None:

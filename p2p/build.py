@@ -96,9 +96,7 @@ def build(extra: Sequence[str] = (), only: Sequence[str] = ()) -> list[Path]:
 
 
 def _targets_x86(cxx: str) -> bool:
-    return (
-        "x86_64" in subprocess.run([cxx, "-dumpmachine"], capture_output=True, text=True, check=True).stdout
-    )
+    return "x86_64" in _run([cxx, "-dumpmachine"])
 
 
 def _build_library(cxx: str, library: Library, isas: tuple[str, ...], extra: tuple[str, ...]) -> Path:
@@ -161,14 +159,23 @@ class _Object:
         return True
 
 
-def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
+def _run(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except OSError as error:
+        raise BuildFailed(
+            f"The C++ compiler {command[0]} cannot be run: {error}. Name another in CXX, or unset it."
+        ) from error
     if done.returncode:
         raise BuildFailed(f"{' '.join(command)}\nended with {done.returncode}:\n{done.stderr[-4000:]}")
     if done.stderr:
         print(done.stderr, file=sys.stderr)
+    return done.stdout
 
 
 if __name__ == "__main__":
-    for library_path in build(only=sys.argv[1:]):
-        print(library_path.relative_to(ROOT))
+    try:
+        for library_path in build(only=sys.argv[1:]):
+            print(library_path.relative_to(ROOT))
+    except BuildFailed as failure:
+        sys.exit(str(failure))

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import readme
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("eaas", "experts", "router", "p2p", "benchmarks")
 SOURCES = sorted(
@@ -100,3 +102,8 @@ def test_no_large_or_built_file_is_tracked() -> None:
     built = [name_of(p) for p in tracked if p.suffix in (".so", ".o", ".pyc")]
     assert not large, f"over 5 MB: {large}"
     assert not built, f"built files: {built}"
+
+
+def test_the_readme_states_the_recorded_figures() -> None:
+    text = readme.README.read_text()
+    assert readme.render(text, readme.latest()) == text, "run `python -m benchmarks.readme`"

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from eaas import native
+from eaas.engine import fallback_sampler
 from eaas.engine.request import Request
-from eaas.engine.sampler import SAMPLE_ROW
 from eaas.engine.worker_protocol import MAX_TOP_LOGPROBS
+from eaas.native import SAMPLE_ROW
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +68,7 @@ class Chooser:
 
     def __init__(self, *, vocab: int, slots: int) -> None:
         self._vocab = vocab
-        self._sample = native.load().sampler_sample
+        self._sample = fallback_sampler.load().sampler_sample
         self._rows = np.zeros(slots, dtype=SAMPLE_ROW)
         # Gathered as words: numpy copies structures field by field, ten times slower.
         self._words = self._rows.view(np.uint64).reshape(slots, -1)

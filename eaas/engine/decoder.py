@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -76,6 +77,50 @@ class StepPlan:
     logits_rows: np.ndarray
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepLimits:
+    """What a decoder can run in one step."""
+
+    CODES: ClassVar = (
+        native.DECODER_E_ROWS,
+        native.DECODER_E_TOKEN,
+        native.DECODER_E_POSITION,
+        native.DECODER_E_SEQUENCE,
+        native.DECODER_E_BLOCK,
+        native.DECODER_E_LOGITS_ROW,
+    )
+
+    vocab: int
+    max_rows: int
+    max_positions: int
+    block_tokens: int
+    kv_blocks: int
+
+    def refusal(self, status: int, where: int, arrays: Sequence[np.ndarray]) -> PlanInvalid:
+        """In words, why a plan is refused: one of CODES, the row, and what `plan_arrays` gave."""
+        tokens, positions, sequences, tables, wanted = arrays
+        if status == native.DECODER_E_ROWS:
+            return PlanInvalid(
+                f"{len(tokens)} rows, {len(wanted)} logits rows; 1 to {self.max_rows} are possible."
+            )
+        if status == native.DECODER_E_TOKEN:
+            return PlanInvalid(
+                f"Row {where}: token {tokens[where]} is outside the vocabulary of {self.vocab}."
+            )
+        if status == native.DECODER_E_POSITION:
+            room = min(self.max_positions, tables.shape[1] * self.block_tokens)
+            return PlanInvalid(f"Row {where}: position {positions[where]}; 0 to {room - 1} have a place.")
+        if status == native.DECODER_E_SEQUENCE:
+            return PlanInvalid(
+                f"Row {where}: sequence {sequences[where]}; there are {len(tables)} block tables."
+            )
+        if status == native.DECODER_E_BLOCK:
+            return PlanInvalid(
+                f"Row {where}: its block table names a block outside 0 to {self.kv_blocks - 1}."
+            )
+        return PlanInvalid(f"Logits row {wanted[where]} is asked for; there are {len(tokens)} rows.")
+
+
 class Decoder:
     """A model's attention side, its weights packed, with a paged key-value cache.
 
@@ -117,6 +162,13 @@ class Decoder:
         self.block_tokens = block_tokens
         self.max_rows = max_rows
         self.max_positions = min(spec.max_model_len, kv_blocks * block_tokens)
+        self._limits = StepLimits(
+            vocab=spec.vocab,
+            max_rows=max_rows,
+            max_positions=self.max_positions,
+            block_tokens=block_tokens,
+            kv_blocks=kv_blocks,
+        )
         self._kv_blocks = kv_blocks
         self._library = native.load()
         self._logits = np.empty((0, spec.vocab), dtype=np.float32)
@@ -154,7 +206,7 @@ class Decoder:
         """
         if not self._handle:
             raise DecoderError("The decoder is closed; make another one.")
-        arrays = _plan_arrays(plan)
+        arrays = plan_arrays(plan)
         tokens, positions, sequences, tables, wanted = arrays
         if len(self._logits) < len(wanted) <= self.max_rows:
             self._logits = np.empty((len(wanted), self.spec.vocab), dtype=np.float32)
@@ -265,28 +317,8 @@ class Decoder:
             )
 
     def _fail(self, status: int, where: int, arrays: Sequence[np.ndarray]) -> None:
-        tokens, positions, sequences, tables, wanted = arrays
-        if status == native.DECODER_E_ROWS:
-            raise PlanInvalid(
-                f"{len(tokens)} rows, {len(wanted)} logits rows; 1 to {self.max_rows} are possible."
-            )
-        if status == native.DECODER_E_TOKEN:
-            raise PlanInvalid(
-                f"Row {where}: token {tokens[where]} is outside the vocabulary of {self.spec.vocab}."
-            )
-        if status == native.DECODER_E_POSITION:
-            room = min(self.max_positions, tables.shape[1] * self.block_tokens)
-            raise PlanInvalid(f"Row {where}: position {positions[where]}; 0 to {room - 1} have a place.")
-        if status == native.DECODER_E_SEQUENCE:
-            raise PlanInvalid(
-                f"Row {where}: sequence {sequences[where]}; there are {len(tables)} block tables."
-            )
-        if status == native.DECODER_E_BLOCK:
-            raise PlanInvalid(
-                f"Row {where}: its block table names a block outside 0 to {self._kv_blocks - 1}."
-            )
-        if status == native.DECODER_E_LOGITS_ROW:
-            raise PlanInvalid(f"Logits row {wanted[where]} is asked for; there are {len(tokens)} rows.")
+        if status in StepLimits.CODES:
+            raise self._limits.refusal(status, where, arrays)
         raise ExpertsLost(
             f"The expert call ended with code {status}: an expert had no live replica until the deadline."
         )
@@ -330,7 +362,12 @@ def _array(weights: Mapping[str, np.ndarray], role: str) -> np.ndarray:
     return np.ascontiguousarray(array)
 
 
-def _plan_arrays(plan: StepPlan) -> list[np.ndarray]:
+def plan_arrays(plan: StepPlan) -> list[np.ndarray]:
+    """A plan's arrays in the order of its attributes, contiguous.
+
+    Raises:
+        PlanInvalid: one has another type or length.
+    """
     wanted = (
         ("token_ids", plan.token_ids, 1),
         ("positions", plan.positions, 1),

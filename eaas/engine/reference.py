@@ -1,5 +1,7 @@
 """The model, defined: a plain torch decoder, all experts local, no cache. Slow, short, the oracle of tests.
 
+Its equations also serve where there is no native code (`eaas.engine.fallback`).
+
 For tokens [n]: embedding; per layer RMS norm, attention (QK norm, clip, rope, causal or sliding, grouped
 heads), residual, RMS norm, dense MLP or gated experts with shared ones, residual; final norm; head.
 """
@@ -17,13 +19,114 @@ from eaas.engine.decoder import rope_tables
 from eaas.model.spec import ModelSpec, MoeSpec, QkNorm, Score
 
 Expert = tuple[Tensor, Tensor, Tensor]
+Attend = Callable[[int, int, Tensor], Tensor]
+Route = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 def to_tensor(array: np.ndarray, dtype: torch.dtype) -> Tensor:
-    """A float32 array, or bfloat16 bits as uint16, as a tensor of `dtype`."""
+    """A float32 array, or bfloat16 bits as uint16, as a tensor of `dtype` in memory that torch has aligned."""
     if array.dtype == np.uint16:
         return torch.from_numpy(np.array(array).view(np.int16)).view(torch.bfloat16).to(dtype)
-    return torch.from_numpy(np.array(array)).to(dtype)
+    return torch.from_numpy(np.array(array)).to(dtype, copy=True)
+
+
+class ModelMath:
+    """The equations of a model; who attends to which keys, and who computes routed experts, is the caller's.
+
+    Rows come in blocks, [rows, hidden] each; what is in one block is computed together.
+
+    Args:
+        spec: The model.
+        weights: By role, as for `eaas.engine.decoder.Decoder`.
+        dtype: float32, or float64 to judge others by.
+    """
+
+    def __init__(self, spec: ModelSpec, weights: Mapping[str, np.ndarray], dtype: torch.dtype) -> None:
+        self.spec = spec
+        self.dtype = dtype
+        self._weights = {role: to_tensor(array, dtype) for role, array in weights.items()}
+
+    def run(self, blocks: Sequence[Sequence[int]], attend: Attend, route: Route) -> list[Tensor]:
+        """Rows of token ids through all layers and the final norm, in the same blocks.
+
+        Args:
+            blocks: Token ids.
+            attend: (layer, block's number, its normed rows) -> what attention adds to them.
+            route: (MoE layer, normed rows of all blocks, expert ids, their weights) -> sums over the experts.
+        """
+        moe, moe_layer = self.spec.moe, 0
+        xs = [self._weights["embed"][torch.tensor(tokens)] for tokens in blocks]
+        for layer in range(self.spec.layers):
+            xs = [x + attend(layer, n, self._norm(x, f"{layer}.input_norm")) for n, x in enumerate(xs)]
+            hs = [self._norm(x, f"{layer}.post_norm") for x in xs]
+            if layer in moe.dense_layers:
+                outs = [self._mlp(h, f"{layer}.dense") for h in hs]
+            else:
+                ids, scales = zip(*(self._gate(layer, h) for h in hs), strict=True)
+                routed = route(moe_layer, torch.cat(hs), torch.cat(ids), torch.cat(scales))
+                parts = zip(hs, routed.split([len(h) for h in hs]), strict=True)
+                outs = [self._with_shared(layer, h, part) for h, part in parts]
+                moe_layer += 1
+            xs = [x + out for x, out in zip(xs, outs, strict=True)]
+        return [self._norm(x, "final_norm") for x in xs]
+
+    def head(self, x: Tensor) -> Tensor:
+        """Logits [rows, vocab] of rows after the final norm."""
+        return x @ self._weights["embed" if self.spec.tie_embeddings else "head"].T
+
+    def qkv(self, layer: int, h: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [q_heads, n, head_dim], keys and values [kv_heads, n, head_dim] of normed rows.
+
+        Args:
+            cosines, sines: [n, head_dim / 2], of the rows' positions.
+        """
+        spec, n = self.spec, len(h)
+        q, k, v = (self._project(h, f"{layer}.{role}") for role in "qkv")
+        if spec.qk_norm is QkNorm.FULL:
+            q, k = self._norm(q, f"{layer}.q_norm"), self._norm(k, f"{layer}.k_norm")
+        q, k, v = (part.view(n, -1, spec.head_dim).transpose(0, 1) for part in (q, k, v))
+        if spec.qk_norm is QkNorm.HEAD:
+            q, k = self._norm(q, f"{layer}.q_norm"), self._norm(k, f"{layer}.k_norm")
+        if spec.clip_qkv:
+            q, k, v = (part.clamp(-spec.clip_qkv, spec.clip_qkv) for part in (q, k, v))
+        return _rotate(q, cosines, sines), _rotate(k, cosines, sines), v
+
+    def mix(self, layer: int, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:
+        """Attention of n queries over m keys and its output projection, [n, hidden].
+
+        Args:
+            seen: [n, m]: which query sees which key; all see all where None.
+        """
+        queries = self.spec.q_heads // self.spec.kv_heads
+        scores = q @ k.repeat_interleave(queries, 0).transpose(1, 2) * self.spec.head_dim**-0.5
+        if seen is not None:
+            scores = scores.masked_fill(~seen, -torch.inf)
+        out = scores.softmax(-1) @ v.repeat_interleave(queries, 0)
+        return self._project(out.transpose(0, 1).reshape(q.shape[1], -1), f"{layer}.o")
+
+    def _norm(self, x: Tensor, role: str) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.spec.eps) * self._weights[role]
+
+    def _project(self, x: Tensor, role: str) -> Tensor:
+        bias = self._weights.get(f"{role}_bias")
+        out = x @ self._weights[role].T
+        return out if bias is None else out + bias
+
+    def _mlp(self, h: Tensor, role: str) -> Tensor:
+        gate, up, down = (self._weights[f"{role}_{part}_proj"] for part in ("gate", "up", "down"))
+        return ffn(h, gate, up, down)
+
+    def _gate(self, layer: int, h: Tensor) -> tuple[Tensor, Tensor]:
+        logits, correction = h @ self._weights[f"{layer}.gate"].T, self._weights.get(f"{layer}.gate_bias")
+        return choose_experts(self.spec.moe, logits, correction)
+
+    def _with_shared(self, layer: int, h: Tensor, routed: Tensor) -> Tensor:
+        if not self.spec.moe.shared_intermediate:
+            return routed
+        shared = self._mlp(h, f"{layer}.shared")
+        if self.spec.moe.shared_gate:
+            shared = torch.sigmoid(h @ self._weights[f"{layer}.shared_gate"].reshape(-1, 1)) * shared
+        return routed + shared
 
 
 class ReferenceDecoder:
@@ -44,93 +147,51 @@ class ReferenceDecoder:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.spec = spec
-        self.dtype = dtype
-        self._weights = {role: to_tensor(array, dtype) for role, array in weights.items()}
+        self._math = ModelMath(spec, weights, dtype)
         self._expert_arrays = expert
         self._experts: dict[tuple[int, int], Expert] = {}
 
     @torch.inference_mode()
     def logits(self, tokens: Sequence[int]) -> np.ndarray:
         """Logits of every position of one sequence, [len(tokens), vocab]."""
-        spec, weights = self.spec, self._weights
-        x = weights["embed"][torch.tensor(tokens)]
-        moe_layer = 0
-        for layer in range(spec.layers):
-            x = x + self._attention(layer, self._norm(x, f"{layer}.input_norm"))
-            h = self._norm(x, f"{layer}.post_norm")
-            if layer in spec.moe.dense_layers:
-                x = x + self._mlp(h, f"{layer}.dense")
-                continue
-            x = x + self._moe(layer, moe_layer, h)
-            moe_layer += 1
-        head = weights["embed" if spec.tie_embeddings else "head"]
-        return (self._norm(x, "final_norm") @ head.T).numpy()
-
-    def _norm(self, x: Tensor, role: str) -> Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.spec.eps) * self._weights[role]
-
-    def _attention(self, layer: int, h: Tensor) -> Tensor:
-        spec, n = self.spec, len(h)
-        q, k, v = (self._project(h, f"{layer}.{role}") for role in "qkv")
-        if spec.qk_norm is QkNorm.FULL:
-            q, k = self._norm(q, f"{layer}.q_norm"), self._norm(k, f"{layer}.k_norm")
-        q, k, v = (part.view(n, -1, spec.head_dim).transpose(0, 1) for part in (q, k, v))
-        if spec.qk_norm is QkNorm.HEAD:
-            q, k = self._norm(q, f"{layer}.q_norm"), self._norm(k, f"{layer}.k_norm")
-        if spec.clip_qkv:
-            q, k, v = (part.clamp(-spec.clip_qkv, spec.clip_qkv) for part in (q, k, v))
-        q, k = self._rotate(q), self._rotate(k)
-        queries = spec.q_heads // spec.kv_heads
-        scores = q @ k.repeat_interleave(queries, 0).transpose(1, 2) * spec.head_dim**-0.5
+        spec, math, n = self.spec, self._math, len(tokens)
+        cosines, sines = (torch.from_numpy(table).to(math.dtype) for table in rope_tables(spec, n))
         distance = torch.arange(n)[:, None] - torch.arange(n)
-        seen = distance >= 0
-        if spec.sliding_window[layer]:
-            seen &= distance < spec.sliding_window[layer]
-        out = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v.repeat_interleave(queries, 0)
-        return self._project(out.transpose(0, 1).reshape(n, -1), f"{layer}.o")
 
-    def _project(self, x: Tensor, role: str) -> Tensor:
-        bias = self._weights.get(f"{role}_bias")
-        out = x @ self._weights[role].T
-        return out if bias is None else out + bias
+        def attend(layer: int, _: int, h: Tensor) -> Tensor:
+            seen = distance >= 0
+            if spec.sliding_window[layer]:
+                seen &= distance < spec.sliding_window[layer]
+            return math.mix(layer, *math.qkv(layer, h, cosines, sines), seen)
 
-    def _rotate(self, x: Tensor) -> Tensor:
-        cosines, sines = (
-            torch.from_numpy(table).to(self.dtype) for table in rope_tables(self.spec, x.shape[1])
-        )
-        low, high = x.chunk(2, -1)
-        return torch.cat((low * cosines - high * sines, high * cosines + low * sines), -1)
+        return math.head(math.run([tokens], attend, self._route)[0]).numpy()
 
-    def _mlp(self, h: Tensor, role: str) -> Tensor:
-        gate, up, down = (self._weights[f"{role}_{part}_proj"] for part in ("gate", "up", "down"))
-        return (silu(h @ gate.T) * (h @ up.T)) @ down.T
-
-    def _moe(self, layer: int, moe_layer: int, h: Tensor) -> Tensor:
-        moe = self.spec.moe
-        ids, scales = choose_experts(
-            moe, h @ self._weights[f"{layer}.gate"].T, self._weights.get(f"{layer}.gate_bias")
-        )
+    def _route(self, moe_layer: int, h: Tensor, ids: Tensor, scales: Tensor) -> Tensor:
         out = torch.zeros_like(h)
         for expert in sorted(set(ids.flatten().tolist())):
             rows, slots = torch.where(ids == expert)
-            gate, up, down = self._expert(moe_layer, expert)
-            part = (silu(h[rows] @ gate.T) * (h[rows] @ up.T)) @ down.T
+            part = ffn(h[rows], *self._expert(moe_layer, expert))
             out.index_add_(0, rows, part * scales[rows, slots, None])
-        if not moe.shared_intermediate:
-            return out
-        shared = self._mlp(h, f"{layer}.shared")
-        if moe.shared_gate:
-            shared = torch.sigmoid(h @ self._weights[f"{layer}.shared_gate"].reshape(-1, 1)) * shared
-        return out + shared
+        return out
 
     def _expert(self, moe_layer: int, expert: int) -> Expert:
         key = (moe_layer, expert)
         if key not in self._experts:
             gate, up, down = (
-                to_tensor(array, self.dtype) for array in self._expert_arrays(moe_layer, expert)
+                to_tensor(array, self._math.dtype) for array in self._expert_arrays(moe_layer, expert)
             )
             self._experts[key] = (gate, up, down)
         return self._experts[key]
+
+
+def ffn(h: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """Rows through one MLP or expert."""
+    return (silu(h @ gate.T) * (h @ up.T)) @ down.T
+
+
+def _rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    low, high = x.chunk(2, -1)
+    return torch.cat((low * cosines - high * sines, high * cosines + low * sines), -1)
 
 
 def choose_experts(moe: MoeSpec, logits: Tensor, correction: Tensor | None) -> tuple[Tensor, Tensor]:

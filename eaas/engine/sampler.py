@@ -1,4 +1,4 @@
-"""From logits to tokens, in native code: deterministic, and independent of the batch around a row.
+"""From logits to tokens, in native code where there is some: deterministic, and independent of the batch around a row.
 
 Order, as vLLM has it: log-probabilities from the untouched logits; forbidden tokens; repetition, then
 frequency and presence penalties; temperature; min-p; top-k; top-p; one draw by Philox4x32-10 keyed by (seed,
@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from eaas import native
+from eaas.engine import fallback_sampler
+from eaas.native import SAMPLE_ROW
 
 
 class LogitsInvalid(ValueError):
@@ -96,31 +98,6 @@ class Sampled:
     top: tuple[tuple[int, float], ...] = ()
 
 
-SAMPLE_ROW = np.dtype(
-    {
-        "names": [
-            "prompt",
-            "output",
-            "forbidden",
-            "seed",
-            "index",
-            "prompt_count",
-            "output_count",
-            "forbidden_count",
-            "choice",
-            "temperature",
-            "top_p",
-            "min_p",
-            "repetition",
-            "presence",
-            "frequency",
-            "top_k",
-            "top_count",
-        ],
-        "formats": ["u8"] * 5 + ["u4"] * 4 + ["f4"] * 6 + ["i4"] * 2,
-    },
-    align=True,
-)
 _NONE = np.empty(0, dtype=np.int32)
 
 
@@ -133,7 +110,7 @@ class Sampler:
 
     def __init__(self, vocab: int) -> None:
         self.vocab = vocab
-        self._library = native.load()
+        self._library = fallback_sampler.load()
 
     def sample(self, logits: np.ndarray, rows: Sequence[SamplingRow]) -> list[Sampled]:
         """Choose one token for each row.
@@ -180,7 +157,7 @@ class Sampler:
 def philox(counter: Sequence[int], key: Sequence[int]) -> list[int]:
     """One block of Philox4x32-10: four 32-bit words from a counter of four and a key of two."""
     words = np.array(counter, dtype=np.uint32), np.array(key, dtype=np.uint32), np.empty(4, dtype=np.uint32)
-    native.load().sampler_philox(*(array.ctypes.data for array in words))
+    fallback_sampler.load().sampler_philox(*(array.ctypes.data for array in words))
     return words[2].tolist()
 
 

@@ -103,4 +103,4 @@ def test_a_missing_library_is_said_once_and_served_anyway() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "FallbackLibrary"
-    assert done.stderr.count("experts_fallback") == 1
+    assert done.stderr.count("native_missing") == 1

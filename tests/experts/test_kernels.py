@@ -287,18 +287,18 @@ def test_a_missing_library_warns_once_and_falls_back(
     def missing() -> ctypes.CDLL:
         raise native.NativeMissing("_experts.so is missing. Run `make setup`.")
 
-    kernels._library.cache_clear()
+    native.load_or_none.cache_clear()
     monkeypatch.setattr(native, "load", missing)
     try:
         with caplog.at_level(logging.WARNING):
             for _ in range(3):
                 assert kernels.isa_name() == "numpy"
         assert [record.message for record in caplog.records] == [
-            "kernels fallback=numpy reason=_experts.so is missing. Run `make setup`."
-            " Products are slow until it is built."
+            "native_missing reason=_experts.so is missing. Run `make setup`. This process computes in Python"
+            " until then: correct, and slow. Without a compiler, install g++ 12 or later first."
         ]
     finally:
-        kernels._library.cache_clear()
+        native.load_or_none.cache_clear()
 
 
 def test_the_self_test_passes_here_and_catches_a_broken_kernel(
