@@ -26,6 +26,7 @@ from experts.kernels import numerics_class
 from experts.model import Dtype, ExpertShape
 from p2p import ShmEndpoint
 from router.client import RouterClient
+from router.view import Member
 
 CORES = (0, 1)
 BLOCK_TOKENS = 16
@@ -179,7 +180,6 @@ class Pool:
         self.router.start(on_view=self.placement.apply)
         self.placement.wait(30, threading.Event())
         self.replicas = replicas
-        self.servers = servers
 
     def replicas_min(self) -> int:
         """Serving replicas of the expert that has the fewest, among servers whose process is alive."""
@@ -190,17 +190,28 @@ class Pool:
         pairs = ((layer, expert) for layer in range(view.layers) for expert in range(view.experts))
         return min(sum(member.pid in alive for member in view.replicas(*pair)) for pair in pairs)
 
-    def settle(self, timeout_s: float = 15.0) -> None:
-        """Wait until the pool is whole again: its servers serving, every expert on its replicas, and attached here."""
+    def serving(self) -> list[Member]:
+        """Expert servers that serve, by the router's word."""
+        view = self.router.view
+        return [member for member in view.pool("expert") if member.state == "serving"] if view else []
+
+    def wait_exit(self, name: str, timeout_s: float = 5.0) -> None:
+        """Wait until the launcher has seen the end of a member's process."""
+        end_s = time.monotonic() + timeout_s
+        while name in self.cluster.pids():
+            assert time.monotonic() < end_s, f"{name} still runs {timeout_s} s after it was killed"
+            time.sleep(0.001)
+
+    def settle(self, servers: int, timeout_s: float = 15.0) -> None:
+        """Wait until that many servers serve and are attached here, with every expert on its wanted replicas."""
         end_s = time.monotonic() + timeout_s
         while True:
             self.placement.ack()
-            view = self.router.view
-            serving = [m.name for m in view.pool("expert") if m.state == "serving"] if view else []
+            serving = {member.name for member in self.serving()} & set(self.cluster.pids())
             if (
-                len(serving) == self.servers
+                len(serving) >= servers
                 and self.replicas_min() >= self.replicas
-                and set(serving) <= set(self.client.attached)
+                and serving <= set(self.client.attached)
             ):
                 return
             assert time.monotonic() < end_s, (

@@ -94,26 +94,24 @@ def test_a_server_killed_at_a_random_step(tiny: Path, pool: Pool, alone: Logits)
     """200 trials: 4 random requests, one random server killed at a random moment of a random step."""
     driver = Driver(tiny, pool.client)
     asked = prompts()
-    hit = 0
     for seed in range(TRIALS):
-        pool.settle()
+        # Not waiting for the fourth: the next kill often meets a replacement that is joining.
+        pool.settle(servers=3)
         rng = random.Random(seed)
         chosen = {id: asked[id] for id in rng.sample(sorted(asked), 4)}
         at_step, delay_s = rng.randrange(NEW_TOKENS), rng.uniform(0, 0.004)
-        victim, pid = rng.choice(
-            sorted(item for item in pool.cluster.pids().items() if item[0].startswith("expert/"))
-        )
+        victim = rng.choice(pool.serving())
+        timer = threading.Timer(delay_s, os.kill, (victim.pid, signal.SIGKILL))
 
-        def strike(step: int, at: int = at_step, delay_s: float = delay_s, pid: int = pid) -> None:
+        def strike(step: int, at: int = at_step, timer: threading.Timer = timer) -> None:
             if step == at:
-                threading.Timer(delay_s, os.kill, (pid, signal.SIGKILL)).start()
+                timer.start()
 
         logits = driver.run(chosen, NEW_TOKENS, before=strike)
-        hit += driver.steps >= at_step
+        timer.join()
+        pool.wait_exit(victim.name)
         assert len(logits) == 4 * NEW_TOKENS, f"seed {seed}"
         wrong = different(logits, alone)
-        assert not wrong, (
-            f"seed {seed}: {victim} killed at step {at_step} + {delay_s * 1e3:.2f} ms changed {wrong}"
-        )
-    assert hit == TRIALS
+        moment = f"step {at_step} + {delay_s * 1e3:.2f} ms"
+        assert not wrong, f"seed {seed}: {victim.name} killed at {moment} changed {wrong}"
     driver.close()

@@ -17,7 +17,7 @@ from typing import cast
 
 import pytest
 
-from eaas.attention import Ending, StartFailed, cores_of, listen, parser, prepare
+from eaas.attention import Ending, StartFailed, listen, parser, prepare
 from eaas.cluster.process import Child
 from eaas.engine.worker_protocol import (
     Failed,
@@ -237,19 +237,6 @@ def test_a_start_that_fails_says_why(tmp_path: Path, model: Path) -> None:
     unused = contextlib.ExitStack()
     with pytest.raises(StartFailed, match=r"--kv-tokens 3, .*: at least 16, 1 and 1 are needed"):
         prepare(options, UNUSED_ENDING, unused)
-
-
-@pytest.mark.parametrize(
-    ("cores", "text"),
-    [("4095", r"names \[4095\]; this process may use \["), ("x", "no list of core numbers")],
-)
-def test_cores_that_cannot_be_used_are_refused(cores: str, text: str) -> None:
-    with pytest.raises(StartFailed, match=text):
-        cores_of(cores)
-
-
-def test_all_allowed_cores_are_the_default() -> None:
-    assert cores_of("") == sorted(os.sched_getaffinity(0))
 
 
 def test_a_port_in_use_is_refused() -> None:

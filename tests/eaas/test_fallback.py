@@ -278,7 +278,23 @@ def test_it_serves_what_native_code_would_and_survives_the_loss_of_a_server(
             for path in (tmp_path / "log", *computing)
         }
     assert texts == native_texts(model)
-    assert len(said) >= 4, "the launcher, two expert servers and the attention worker"
+    # The replacement of the killed server may not have come to it yet.
+    assert sum(map(len, said.values())) >= 4, "the launcher, two expert servers and the attention worker"
     for name, warnings in said.items():
-        assert len(warnings) == 1, f"{name}: {warnings}"
-        assert "_experts.so is missing" in warnings[0] and "install g++" in warnings[0]
+        assert len(warnings) <= 1, f"{name}: {warnings}"
+        assert all("_experts.so is missing" in text and "install g++" in text for text in warnings)
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"PATH": "/nothing"}, "No C++ compiler found"),
+        ({"CXX": "/nothing/g++"}, "/nothing/g++ cannot be run"),
+    ],
+)
+def test_a_build_without_a_compiler_says_what_to_install(bare: Path, environment: dict, message: str) -> None:
+    command = [sys.executable, str(bare / "p2p" / "build.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
