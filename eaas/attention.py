@@ -298,6 +298,8 @@ def prepare(options: argparse.Namespace, ending: Ending, closing: contextlib.Exi
         incarnation=identity.incarnation,
         lanes=len(cores),
         cores=cores,
+        # Also while no step runs: a retried connection may complete an epoch at any time.
+        on_adopted=router.ack,
         max_tokens=options.step_tokens,
         deadline_s=options.deadline_s,
     )

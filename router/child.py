@@ -18,14 +18,17 @@ _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that every process of the cluster takes from its launcher."""
     parser.add_argument("--ready-fd", type=int, default=-1, help="write one JSON line here when usable")
-    parser.add_argument("--die-with-parent", action="store_true", help="stop when the parent process ends")
+    parser.add_argument("--die-with", type=int, default=0, metavar="PID", help="stop when this parent ends")
 
 
 def begin(options: argparse.Namespace, level: str = "info") -> None:
-    """Log to stderr; with --die-with-parent, get SIGTERM when the launcher ends, however it ends."""
+    """Log to stderr; with --die-with, get SIGTERM when the launcher ends, however and whenever it ends."""
     logging.basicConfig(level=level.upper(), stream=sys.stderr, format=_LOG_FORMAT)
-    if options.die_with_parent:
+    if options.die_with:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        # It may have ended before the request was made: then somebody else is the parent by now.
+        if os.getppid() != options.die_with:
+            sys.exit(f"the launcher (pid {options.die_with}) has ended; stopping")
 
 
 def tell_ready(options: argparse.Namespace, name: str, address: str) -> None:

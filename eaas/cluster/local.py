@@ -41,7 +41,7 @@ class LocalCluster:
     def __init__(self, config: ClusterConfig, *, on_event: Callable[[str], None] | None = None) -> None:
         self.config = config
         self.state_dir = Path(tempfile.mkdtemp(prefix="eaas-"))
-        self._on_event = on_event or (lambda text: logger.info("%s", text))
+        self._show = on_event or (lambda text: logger.info("%s", text))
         self._children: dict[int, Child] = {}
         self._launched = 0
         self._selector = selectors.DefaultSelector()
@@ -153,24 +153,36 @@ class LocalCluster:
                     os.read(self._wake_read, 4096)
                     continue
                 child, is_exit = key.data
-                try:
-                    self._ended(child) if is_exit else self._report(child)
-                except StartFailed as failure:
-                    self._start_failed(failure)
+                self._carry_out(lambda child=child, act=self._ended if is_exit else self._report: act(child))
             while not self._stopping.is_set() and not self._orders.empty():
-                try:
-                    self._orders.get()()
-                except StartFailed as failure:
-                    self._start_failed(failure)
+                self._carry_out(self._orders.get())
 
         # Here, not in `stop`: a child asked to die with its parent dies with the thread that started it.
         self._end_children()
+
+    def _carry_out(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except StartFailed as failure:
+            self._start_failed(failure)
+        except Exception:
+            # The children end with this thread, so no fault of one act may end it.
+            logger.exception("supervisor_act_failed")
 
     def _start_failed(self, failure: StartFailed) -> None:
         if self._ready.is_set():
             self._on_event(str(failure))
         elif self._failure is None:
             self._failure = failure
+
+    def _on_event(self, text: str) -> None:
+        try:
+            self._show(text)
+        except (
+            Exception,
+            SystemExit,
+        ) as error:  # rich exits on a closed pipe; whoever reads may leave, we stay.
+            logger.warning("event_not_shown text=%s reason=%r", text, error)
 
     def _spawn(self, pool: str, slot: int, port: int) -> None:
         self._launched += 1
@@ -184,6 +196,8 @@ class LocalCluster:
                 log=log,
             )
         except OSError as error:
+            # The router counts on what it ordered; no process has the pid 0, so this reports a start that failed.
+            self._exits.put((0, pool))
             raise StartFailed(f"{pool} could not be started: {error}") from error
         self._children[child.pid] = child
         self._selector.register(child.pidfd, selectors.EVENT_READ, (child, True))
@@ -315,7 +329,7 @@ class LocalCluster:
         router = self._router_client()
         while not self._stopping.is_set():
             pid, pool = self._exits.get()
-            while pid and not self._stopping.is_set():
+            while not self._stopping.is_set():
                 try:
                     router.report_exit(host_id(), pid, pool, timeout_s=1.0)
                     break

@@ -37,7 +37,8 @@ class Child:
     def start(cls, *, pool: str, slot: int, module: str, arguments: Sequence[str], log: Path) -> Child:
         """Start `python -m module` in a session of its own, so that Ctrl-C reaches the launcher alone."""
         read_fd, write_fd = os.pipe()
-        command = [sys.executable, "-m", module, *arguments, "--ready-fd", str(write_fd), "--die-with-parent"]
+        command = [sys.executable, "-m", module, *arguments, "--ready-fd", str(write_fd)]
+        command += ["--die-with", str(os.getpid())]
         try:
             with log.open("ab") as output:
                 process = subprocess.Popen(
@@ -48,6 +49,12 @@ class Child:
                     pass_fds=(write_fd,),
                     start_new_session=True,
                 )
+            try:
+                pidfd = os.pidfd_open(process.pid)
+            except OSError:
+                process.kill()
+                process.wait()
+                raise
         except OSError:
             os.close(read_fd)
             raise
@@ -58,7 +65,7 @@ class Child:
             pool=pool,
             slot=slot,
             pid=process.pid,
-            pidfd=os.pidfd_open(process.pid),
+            pidfd=pidfd,
             ready_fd=read_fd,
             log=log,
             process=process,

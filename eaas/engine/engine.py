@@ -7,6 +7,7 @@ tokens and hands them out. Nothing of a request that was cancelled, refused or f
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -22,6 +23,8 @@ from eaas.engine.worker_protocol import Failed, Submit, Token
 
 log = logging.getLogger(__name__)
 
+# A step's wait is never shorter, and a request this close to its deadline has reached it.
+LEAST_WAIT_S = 0.01
 LogitsHook = Callable[[Request, int, np.ndarray], None]
 
 
@@ -72,12 +75,16 @@ class Engine:
         decoder: StepDecoder,
         config: EngineConfig,
         on_logits: LogitsHook | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Args: on_logits: called with (request, index, float32 [vocab]) before each choice; copy it."""
         self.config = config
         self.emitted = 0
         self._decoder = decoder
         self._on_logits = on_logits
+        self._clock = clock
+        # Since when no step has succeeded for want of experts; None while all is well.
+        self._lost_since_s: float | None = None
         self._pool = BlockPool(
             blocks=config.kv_blocks, block_tokens=config.block_tokens, reuse=config.prefix_reuse
         )
@@ -114,6 +121,7 @@ class Engine:
             output=message.output,
             params=message.params,
             eos=self.config.eos_ids,
+            submitted_s=self._clock(),
         )
         try:
             self._check_vocabulary(request)
@@ -142,8 +150,8 @@ class Engine:
     def step(self) -> Outcome | None:
         """Compute one step; None when there is nothing to do.
 
-        When experts are lost for longer than the deadline, the requests of this step fail, retryably, and the
-        engine goes on with the others.
+        When experts are lost, a request fails, retryably, once it has waited for the deadline, whether in a step
+        or in the queue; the engine goes on with the others.
         """
         plan = self.scheduler.plan()
         if plan is None:
@@ -155,10 +163,12 @@ class Engine:
             block_tables=plan.block_tables,
             logits_rows=plan.logits_rows,
         )
+        began_s = self._clock()
         try:
-            logits = self._decoder.step(step, self.config.deadline_s)
+            logits = self._decoder.step(step, self._budget_s(began_s))
         except ExpertsLost as lost:
-            return self._fail_step(lost)
+            return self._fail_overdue(lost, began_s)
+        self._lost_since_s = None
         return self._hand_out(plan, logits)
 
     # -- inside ----------------------------------------------------------------------------------------------
@@ -196,11 +206,29 @@ class Engine:
             _fail(outcome, [request], "internal", f"No token could be chosen: {reason}.", retryable=False)
         return outcome
 
-    def _fail_step(self, lost: ExpertsLost) -> Outcome:
-        requests = self.scheduler.fail()
-        log.error("step_failed requests=%d reason=%s", len(requests), lost)
+    def _waited_s(self, request: Request, now_s: float) -> float:
+        """How long a request has waited for lost experts."""
+        since_s = now_s if self._lost_since_s is None else self._lost_since_s
+        return now_s - max(since_s, request.submitted_s)
+
+    def _budget_s(self, now_s: float) -> float:
+        """How long the next step may wait: until the first request that waits has waited for the deadline."""
+        if self._lost_since_s is None:
+            return self.config.deadline_s
+        longest_s = max(self._waited_s(request, now_s) for request in self.scheduler.live())
+        return max(LEAST_WAIT_S, self.config.deadline_s - longest_s)
+
+    def _fail_overdue(self, lost: ExpertsLost, began_s: float) -> Outcome:
+        self.scheduler.abandon()
+        if self._lost_since_s is None:
+            self._lost_since_s = began_s
+        latest_s = self._clock() + LEAST_WAIT_S
+        overdue = [r for r in self.scheduler.live() if self._waited_s(r, latest_s) >= self.config.deadline_s]
+        for request in overdue:
+            self.scheduler.cancel(request.owner, request.id)
+        log.error("step_failed requests=%d reason=%s", len(overdue), lost)
         outcome = Outcome()
-        _fail(outcome, requests, "expert_lost", str(lost), retryable=True)
+        _fail(outcome, overdue, "expert_lost", str(lost), retryable=True)
         return outcome
 
     def _check_vocabulary(self, request: Request) -> None:

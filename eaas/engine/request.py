@@ -31,6 +31,7 @@ class Request:
         prompt: int32 [n].
         output: Tokens emitted so far, those of earlier attempts included; the next index is its length.
         stops: Tokens that end it.
+        submitted_s: When it was submitted, by the engine's clock.
         order: Arrival number; the youngest has the highest.
         slot: Its row in the scheduler's tables while it runs, else -1.
         context: int32; what must be computed before the next token can be chosen: prompt and output as they
@@ -56,6 +57,7 @@ class Request:
         "published",
         "slot",
         "stops",
+        "submitted_s",
     )
 
     def __init__(
@@ -68,10 +70,12 @@ class Request:
         output: Sequence[int],
         params: SamplingParams,
         eos: frozenset[int] = frozenset(),
+        submitted_s: float = 0.0,
     ) -> None:
         self.owner = owner
         self.id = id
         self.attempt = attempt
+        self.submitted_s = submitted_s
         self.prompt: TokenArray = np.array(prompt, dtype=np.int32)
         self.output: list[int] = list(output)
         self.params = params

@@ -1,4 +1,4 @@
-"""Which rows the next engine step computes. Pure: one `plan` and one `complete` (or `fail`) make a step.
+"""Which rows the next engine step computes. Pure: one `plan` and one `complete` (or `abandon`) make a step.
 
 Continuous batching: every request that generates has one row in every step; what is left of the step's token
 budget goes to prompts, in chunks, in order of arrival; then to waiting requests, in order of arrival, as long
@@ -265,16 +265,11 @@ class Scheduler:
             self._end(request)
         return emitted
 
-    def fail(self) -> list[Request]:
-        """The planned step did not happen: end every request that had a row in it, and return them."""
+    def abandon(self) -> None:
+        """The planned step did not happen: forget it. The next plan computes the same rows again."""
         if self._in_flight is None:
-            raise RuntimeError("fail was called without a plan; call plan first.")
-        decoding, _, chunks = self._in_flight
+            raise RuntimeError("abandon was called without a plan; call plan first.")
         self._in_flight = None
-        lost = [*decoding, *(chunk.request for chunk in chunks)]
-        for request in lost:
-            self._end(request)
-        return lost
 
     def preempt_youngest(self) -> Request | None:
         """Make the youngest running request give up its blocks and wait again, first in the queue."""

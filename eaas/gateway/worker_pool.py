@@ -297,12 +297,13 @@ class WorkerPool:
             sequence.refused_by.add(link.incarnation)
             self._replay(sequence, "shutting_down")
             return
-        if message.code == "overloaded":
+        if message.code in ("overloaded", "too_long", "never_fits"):
+            # Another worker may have room, or a larger KV pool.
             sequence.refused_by.add(link.incarnation)
             if self._choose(sequence) is not None:
-                self._replay(sequence, "overloaded")
+                self._replay(sequence, message.code)
                 return
-        if message.code in _CLIENT_FAULTS:
+        if message.code in _CLIENT_FAULTS and not sequence.log.output:
             self._fail(sequence, invalid(message.message, code=_CLIENT_FAULTS[message.code]))
         elif message.retryable:
             self._fail(sequence, unavailable(message.message, code=message.code))

@@ -122,6 +122,41 @@ def test_a_launcher_that_is_killed_takes_its_processes_along(tiny: Path) -> None
     assert not left, f"processes left behind: {left}"
 
 
+def test_a_log_reader_that_goes_away_takes_nothing_along(tiny: Path) -> None:
+    """`eaas serve | head` ends its reader; the events that follow have nowhere to go."""
+    with served(str(tiny), "--experts", "2") as (process, url):
+        assert process.stdout is not None
+        process.stdout.close()
+        assert run("chaos", "kill", "expert/1", "--url", url).returncode == 0
+        end_s = time.monotonic() + 10
+        while not {"expert/2", "expert/3"} <= serving(url):
+            assert time.monotonic() < end_s, f"not replaced within 10 s: {serving(url)}"
+            time.sleep(0.05)
+        assert process.poll() is None
+
+
+def serving(url: str) -> set[str]:
+    members = json.loads(run("status", "--json", "--url", url).stdout or '{"members": []}')["members"]
+    return {member["name"] for member in members if member["state"] == "serving"}
+
+
+@pytest.mark.parametrize("module", ["router", "experts", "eaas.attention", "eaas.gateway"])
+def test_a_process_whose_launcher_has_ended_already_does_not_start(
+    tiny: Path, module: str, tmp_path: Path
+) -> None:
+    needed = (
+        ["--journal", str(tmp_path / "j")]
+        if module == "router"
+        else ["--router", "127.0.0.1:9", "--model", str(tiny)]
+    )
+    # Pid 1 is nobody's launcher here: as if it had ended and another process had become the parent.
+    done = subprocess.run(
+        [sys.executable, "-m", module, *needed, "--die-with", "1"], capture_output=True, text=True, timeout=30
+    )
+    assert done.returncode == 1
+    assert "launcher" in done.stderr
+
+
 def broken(model: Path, folder: Path, damage: str) -> Path:
     """A copy of the model with one kind of damage."""
     copy = folder / damage.replace(" ", "-")

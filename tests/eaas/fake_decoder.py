@@ -45,14 +45,14 @@ class FakeDecoder:
     def __init__(self, kv_blocks: int, block_tokens: int = BLOCK_TOKENS) -> None:
         self.block_tokens = block_tokens
         self.kv = np.full((kv_blocks, block_tokens), -1, dtype=np.int32)
-        self.before_step: Callable[[], None] | None = None
+        self.before_step: Callable[[float], None] | None = None
         self.rows_per_step: list[int] = []
         self.logits: Callable[[Sequence[int]], np.ndarray] = logits_of
 
     def step(self, plan: Any, deadline_s: float) -> np.ndarray:
         """float32 [m, VOCAB]; as the real one writes what all rows keep before any row looks back."""
         if self.before_step is not None:
-            self.before_step()
+            self.before_step(deadline_s)
         count = len(plan.token_ids)
         if not len(plan.positions) == len(plan.seqs) == count > 0:
             raise ValueError("the plan's rows disagree")

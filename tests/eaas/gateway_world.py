@@ -298,7 +298,7 @@ class GatewayProcess:
         command = [
             sys.executable, "-m", "eaas.gateway", "--router", world.router.address,
             "--model", str(world.model), "--served-model-name", "tiny", "--port", "0",
-            "--ready-fd", str(write_fd), "--die-with-parent", "--log-level", "warning", *arguments,
+            "--ready-fd", str(write_fd), "--die-with", str(os.getpid()), "--log-level", "warning", *arguments,
         ]  # fmt: skip
         self.process = subprocess.Popen(command, pass_fds=(write_fd,), stderr=subprocess.PIPE)
         os.close(write_fd)

@@ -109,7 +109,7 @@ class World:
             time.sleep(0.002)
 
     def slow_down(self) -> None:
-        self.decoder.before_step = lambda: time.sleep(0.005)
+        self.decoder.before_step = lambda deadline_s: time.sleep(0.005)
 
 
 @contextlib.contextmanager

@@ -261,27 +261,61 @@ def test_the_same_attempt_twice_is_refused_and_the_first_goes_on() -> None:
     assert world.tokens["a"] == expected_output([1, 2], 5)
 
 
-def test_lost_experts_fail_the_step_and_the_engine_goes_on() -> None:
-    world = World(step_tokens=4)
+def test_lost_experts_fail_each_request_at_its_own_deadline_and_no_other() -> None:
+    """Deadline 30 s. Lost from 100 s on; a, b in the step, c comes 10 s later, all is well again at 135 s."""
+    world = World()
+    now_s = [100.0]
+    world.engine = Engine(world.decoder, world.engine.config, on_logits=world.keep, clock=lambda: now_s[0])
     world.submit("a", [1, 2, 3], max_tokens=9)
     world.submit("b", [4, 5, 6], max_tokens=9)
-    world.submit("c", range(9), max_tokens=9)
-    for _ in range(2):
-        world.step()
+    world.step()
+    waits: list[float] = []
 
-    def lost() -> None:
-        raise ExpertsLost("expert 3 of layer 1 had no live replica for 30 s")
+    def lost(deadline_s: float) -> None:
+        waits.append(deadline_s)
+        if len(waits) == 1:
+            now_s[0] += 10
+            world.submit("c", [7, 8, 9], max_tokens=9)
+            now_s[0] += deadline_s - 10
+        elif now_s[0] + deadline_s < 135:
+            now_s[0] += deadline_s
+        else:
+            now_s[0] = 135.0
+            return
+        raise ExpertsLost("expert 3 of layer 1 has no live replica")
 
     world.decoder.before_step = lost
     world.step()
+    assert now_s[0] == pytest.approx(130)
+    assert {(f.id, f.code, f.retryable) for f in world.failed} == {
+        ("a", "expert_lost", True),
+        ("b", "expert_lost", True),
+    }
+    world.step()
+    assert waits == [30.0, pytest.approx(10.0)], "c had waited 20 of its 30 s"
     world.decoder.before_step = None
-    failed = {(f.id, f.code, f.retryable, f.message) for f in world.failed}
-    text = "expert 3 of layer 1 had no live replica for 30 s"
-    assert {id for id, *_ in failed} >= {"a", "b"}
-    assert all(f[1:] == ("expert_lost", True, text) for f in failed)
-    world.submit("d", [4, 5, 6], max_tokens=9)
     world.run()
-    assert world.tokens["d"] == expected_output([4, 5, 6], 9)
+    assert world.tokens["c"] == expected_output([7, 8, 9], 9)
+    assert len(world.failed) == 2
+
+
+def test_requests_that_queue_while_experts_are_lost_fail_at_their_deadline_too() -> None:
+    world = World(step_tokens=4)
+    now_s = [0.0]
+    world.engine = Engine(world.decoder, world.engine.config, on_logits=world.keep, clock=lambda: now_s[0])
+    for number in range(12):
+        world.submit(f"q{number}", [1, 2, 3, number], max_tokens=4)
+
+    def lost(deadline_s: float) -> None:
+        now_s[0] += deadline_s
+        raise ExpertsLost("nobody")
+
+    world.decoder.before_step = lost
+    world.step()
+    assert len(world.failed) == 12
+    assert now_s[0] == pytest.approx(30)
+    assert not world.engine.has_work
+    assert world.engine.load()["kv_use"] == 0.0
 
 
 def test_a_row_of_broken_logits_fails_alone() -> None:

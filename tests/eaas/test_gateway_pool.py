@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from eaas.engine.worker_protocol import SamplingParams
+from eaas.engine.worker_protocol import Failed, SamplingParams
 from eaas.gateway.config import GatewayConfig
 from eaas.gateway.generation import Choice, Generation
 from eaas.gateway.metrics import GatewayMetrics, Histogram
@@ -179,3 +179,26 @@ def test_histogram_buckets_are_cumulative() -> None:
     for duration_s in (0.05, 0.1, 0.5, 7.0):
         histogram.observe(duration_s)
     assert histogram.buckets() == [("0.1", 2.0), ("1.0", 3.0), ("+Inf", 4.0)]
+
+
+@pytest.mark.parametrize("code", ["too_long", "never_fits", "overloaded"])
+def test_a_replay_that_one_worker_has_no_room_for_goes_to_the_next(code: str) -> None:
+    async def scenario() -> None:
+        pool = WorkerPool(GatewayConfig(model_name="m"), GatewayMetrics())
+        first, small, large = await worker_of(1), await worker_of(2), await worker_of(3)
+        small.refuse = lambda submit: Failed(
+            id=submit.id, attempt=submit.attempt, code=code, message="no room", retryable=False
+        )
+        pool.apply_view(view_of(first))
+        await until(lambda: len(pool.links()) == 1, "a link")
+        generation, sequence = sequence_of("hello ", 60)
+        pool.submit(sequence)
+        await until(lambda: len(sequence.log.output) > 5, "tokens")
+        pool.apply_view(view_of(small, large))
+        await until(lambda: generation.ended, "the end")
+        assert generation.error is None, generation.error
+        assert generation.finished_choices()[0].text == ("hello " * 10)[:60]
+        assert sequence.id in {submit.id for submit in large.submits}
+        pool.close()
+
+    asyncio.run(scenario())
