@@ -14,14 +14,21 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 help: ## List the targets
 	@grep -hE '^[a-z0-9-]+:.*?## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-setup: $(VENV)/.complete native ## Create .venv, install what is needed, build the native code. CPU-only torch: make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu
+setup: $(VENV)/.complete native ## Create .venv, install what serving needs, build the native code. CPU-only torch: make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu
 
 $(VENV)/.complete: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$$($(PYTHON) --version) found, Python 3.11 or later needed. Name one: make setup PYTHON=python3.12"; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+	@echo "Setting up $(VENV): a few minutes the first time."
+	@$(PYTHON) -m venv $(VENV)
 	@echo "Installing torch $(if $(TORCH_INDEX),from $(TORCH_INDEX),from the default index; for the small CPU build: make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu)"
-	$(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$$(grep '^torch==' constraints.txt)"
+	@echo "Installing EaaS and compiling its native code"
+	@$(BIN)/python -m pip install --quiet -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.complete-dev: $(VENV)/.complete
+	@echo "Installing what the tests and checks need"
+	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	@touch $@
 
 native: $(VENV)/.complete
@@ -33,27 +40,26 @@ serve: setup ## Serve the built-in model at http://127.0.0.1:8000. Options: make
 demo: setup ## Kill an expert server in mid-stream and show that nothing changes
 	@$(BIN)/eaas demo $(ARGS)
 
-test: setup ## Run every test. One file: make test ARGS=tests/p2p/test_frame.py
+test: setup $(VENV)/.complete-dev ## Run every test. One file: make test ARGS=tests/p2p/test_frame.py
 	@$(BIN)/python -m pytest $(ARGS)
 
-check: setup ## Lint, types, layers and tidiness; under a minute
+check: setup $(VENV)/.complete-dev ## Lint, types, layers and tidiness; under a minute
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/pyright
 	@$(BIN)/lint-imports
 	@$(BIN)/python -m pytest tests/test_tidy.py
 
-sim: setup ## Simulate the cluster by seed
+sim: setup $(VENV)/.complete-dev ## Simulate the cluster by seed
 	@$(BIN)/python -m pytest tests/sim $(ARGS)
 
-e2e: setup ## Real processes, real sockets, real clients
+e2e: setup $(VENV)/.complete-dev ## Real processes, real sockets, real clients
 	@$(BIN)/python -m pytest tests/e2e $(ARGS)
 
-bench: setup ## Decode speed beside transformers. Options: make bench ARGS="--shape S --batch 1,8"
-	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[bench]'
+bench: setup $(VENV)/.complete-dev ## Decode speed beside transformers. Options: make bench ARGS="--shape S --batch 1,8"
 	@$(BIN)/python -m benchmarks.decode $(ARGS)
 
-proto: setup ## Generate the gRPC code again
+proto: setup $(VENV)/.complete-dev ## Generate the gRPC code again
 	@$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. router/proto/router.proto experts/proto/experts.proto
 
 clean: ## Remove what was built, .venv included

@@ -16,28 +16,31 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 app = typer.Typer(
     name="eaas",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
     help="Serve Mixture-of-Experts models as attention workers and expert servers that may fail unnoticed.\n\n"
-    "Exit codes: 0 done, 1 it failed (the reason is printed), 2 the command line was wrong.",
+    "Exit codes: 0 done, 1 it failed or an option makes no sense (the reason is printed), 2 the command line can't "
+    "be read.",
 )
 chaos_app = typer.Typer(no_args_is_help=True, help="Break a process of a local cluster on purpose.")
 app.add_typer(chaos_app, name="chaos")
 console = Console()
 errors = Console(stderr=True)
 
-Url = Annotated[str, typer.Option(help="Address of the gateway.")]
+Url = Annotated[str, typer.Option(help="Address of the gateway, as `eaas serve` prints it.")]
 DEFAULT_URL = "http://127.0.0.1:8000"
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
 def fail(message: str) -> typer.Exit:
     """Print why a verb failed; raise the result."""
-    errors.print(f"[bold red]eaas:[/] {message}", highlight=False)
+    errors.print("[bold red]eaas:[/]", escape(message), highlight=False, soft_wrap=True)
     return typer.Exit(1)
 
 
@@ -51,7 +54,9 @@ def serve(
     replicas: Annotated[
         int, typer.Option(help="Servers that hold each expert; 2 survive any single loss.")
     ] = 2,
-    port: Annotated[int, typer.Option(help="TCP port of the HTTP endpoint; 0 takes a free one.")] = 8000,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="TCP port of the HTTP endpoint; 0 takes a free one.")
+    ] = 8000,
     host: Annotated[str, typer.Option(help="Address to listen on; loopback only.")] = "127.0.0.1",
     dtype: Annotated[
         str, typer.Option(help="bfloat16, float32, or auto: what the checkpoint says.")
@@ -60,7 +65,7 @@ def serve(
         str, typer.Option(help="Name that clients use; default: the model's own.")
     ] = "",
     cores: Annotated[str, typer.Option(help="CPU cores to use, such as 0,1; default: all allowed.")] = "",
-    kv_tokens: Annotated[int, typer.Option(help="Tokens of KV cache per attention worker.")] = 65536,
+    kv_tokens: Annotated[int, typer.Option(min=16, help="Tokens of KV cache per attention worker.")] = 65536,
     deadline_s: Annotated[
         float, typer.Option(help="Longest wait for a lost expert or worker to return.")
     ] = 30.0,
@@ -90,18 +95,19 @@ def serve(
         deadline_s,
     )
     stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: stop.set())
-    prepare_weights(config.model, config.dtype)
+    prepare_model(config.model, config.dtype)
     cluster = LocalCluster(config, on_event=lambda text: console.print(f"[dim]{text}[/]", highlight=False))
     try:
         start_or_stop(cluster, stop)
         if not stop.is_set():
             console.print(
                 f"[bold green]ready[/] {config.served_name} at {cluster.url}/v1 "
-                f"({experts} expert servers, {replicas} replicas). Ctrl-C stops it. Try:\n"
+                f"({experts} expert servers, {replicas} replicas), logs in {cluster.state_dir}. Ctrl-C stops it. Try:\n"
                 f"  curl {cluster.url}/v1/completions -H 'content-type: application/json' "
-                f'-d \'{{"model": "{config.served_name}", "prompt": "ROMEO:", "max_tokens": 64}}\'',
+                f'-d \'{{"model": "{config.served_name}", "prompt": "ROMEO:", "max_tokens": 64}}\'\n'
+                f"  eaas status --url {cluster.url}",
                 highlight=False,
                 soft_wrap=True,
             )
@@ -163,11 +169,14 @@ def start_or_stop(cluster, stop: threading.Event) -> None:
         raise failures[0]
 
 
-def prepare_weights(model: Path, dtype: str) -> None:
-    """Pack the experts once, with a progress bar, so that every expert server of the host maps the same file."""
+def prepare_model(model: Path, dtype: str) -> None:
+    """Find what is wrong with a model before any process starts, and pack its experts once, with a progress bar, so
+    that every expert server of the host maps the same file.
+    """
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
     from eaas import native
+    from eaas.model.tokenizer import Tokenizer, TokenizerInvalid
     from experts.checkpoint import Checkpoint, CheckpointInvalid
     from experts.model import ConfigInvalid, Dtype, ExpertShape
     from experts.native import IsaUnavailable
@@ -178,6 +187,7 @@ def prepare_weights(model: Path, dtype: str) -> None:
         native.load_or_none()
         checkpoint = Checkpoint.open(model)
         shape = ExpertShape.from_config(checkpoint.config)
+        Tokenizer.load(model)
         with Progress(
             TextColumn("packing experts"), BarColumn(), TaskProgressColumn(), transient=True
         ) as progress:
@@ -188,7 +198,7 @@ def prepare_weights(model: Path, dtype: str) -> None:
                 Dtype.resolve(dtype, checkpoint.config),
                 progress=lambda done, total: progress.update(task, completed=done, total=total),
             )
-    except (CheckpointInvalid, ConfigInvalid, IsaUnavailable, PackUnavailable) as error:
+    except (CheckpointInvalid, ConfigInvalid, IsaUnavailable, PackUnavailable, TokenizerInvalid) as error:
         raise fail(str(error)) from None
 
 
@@ -243,7 +253,7 @@ def make_model_command(
 
     try:
         make_model(shape, arch, out, seed, dtype)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise fail(str(error)) from None
     console.print(f"wrote {out}")
 
@@ -251,7 +261,7 @@ def make_model_command(
 @app.command()
 def demo(
     model: Annotated[str, typer.Argument(help="Checkpoint folder, hub id, or `demo`.")] = "demo",
-    tokens: Annotated[int, typer.Option(help="Tokens to stream.")] = 200,
+    tokens: Annotated[int, typer.Option(min=8, max=1024, help="Tokens to stream.")] = 200,
     seed: Annotated[int, typer.Option(help="Chooses the moment of the kill.")] = 0,
 ) -> None:
     """Kill an expert server (SIGKILL) in mid-stream and compare the text with a fault-free run, token for token.
@@ -262,7 +272,7 @@ def demo(
     from eaas.demo import run_demo
 
     config = cluster_config(model, 4, 1, 2, 0, "127.0.0.1", "auto", "", "", 65536, 30.0)
-    prepare_weights(config.model, config.dtype)
+    prepare_model(config.model, config.dtype)
     try:
         same = run_demo(config, tokens=tokens, seed=seed, console=console)
     except StartFailed as error:
@@ -306,7 +316,7 @@ def freeze(
     target: Target,
     url: Url = DEFAULT_URL,
     for_s: Annotated[
-        float, typer.Option("--for", help="Seconds until it is thawed; Ctrl-C thaws it too.")
+        float, typer.Option("--for", min=0, help="Seconds until it is thawed; Ctrl-C thaws it too.")
     ] = 5.0,
 ) -> None:
     """Freeze a process with SIGSTOP for a while, as a hung host would."""

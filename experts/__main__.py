@@ -46,10 +46,10 @@ class StartFailed(Exception):
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m experts",
+        prog="eaas expert",
         description="Serve experts of one model, as the router places them. Listens on 127.0.0.1.",
         epilog="Exit codes: 0 stopped by a signal, 1 cannot start or fenced (it says why), 2 bad usage."
-        " Example: python -m experts --router 127.0.0.1:7000 --model ./model --cores 0,1",
+        " Example: eaas expert --router 127.0.0.1:7000 --model ./model --cores 0,1",
     )
     parser.add_argument("--router", required=True, help="HOST:PORT of the router")
     parser.add_argument("--model", required=True, help="directory with config.json and *.safetensors")
@@ -68,8 +68,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def listen(port: int, service: ExpertsService, closing: ExitStack) -> tuple[str, health.HealthServicer]:
-    """Start the control service. Returns its address and the health servicer.
+def listen(
+    port: int, service: ExpertsService, closing: ExitStack
+) -> tuple[str, grpc.Server, health.HealthServicer]:
+    """Start the control service. Returns its address, itself and the health servicer.
 
     Raises:
         StartFailed: the port is taken.
@@ -86,7 +88,7 @@ def listen(port: int, service: ExpertsService, closing: ExitStack) -> tuple[str,
         ) from error
     control.start()
     closing.callback(control.stop, 0)
-    return f"127.0.0.1:{bound}", healthy
+    return f"127.0.0.1:{bound}", control, healthy
 
 
 class Load:
@@ -144,7 +146,7 @@ def serve(options: argparse.Namespace, ending: Ending) -> None:
     packed(False)
     with ExitStack() as closing:
         service = ExpertsService()
-        address, healthy = listen(options.port, service, closing)
+        address, control, healthy = listen(options.port, service, closing)
         router = RouterClient(options.router)
         closing.callback(router.close)
         identity = router.join(
@@ -168,6 +170,8 @@ def serve(options: argparse.Namespace, ending: Ending) -> None:
             slots=options.slots,
         )
         closing.callback(server.close)
+        # Last in is first out: whoever calls the server from outside has gone when it is freed.
+        closing.callback(_fall_silent, service, control, router)
         loader = Loader(
             name=identity.name, server=server, packed=packed, report=router.loaded, failed=ending.fail
         )
@@ -204,6 +208,15 @@ def _lease_end_ns(lease_s: float) -> int:
 def _log_progress(done: int, total: int) -> None:
     if done == total or done % max(1, total // 20) == 0:
         log.info("packing done=%d total=%d", done, total)
+
+
+def _fall_silent(service: ExpertsService, control: grpc.Server, router: RouterClient) -> None:
+    service.server = None
+    stopped = control.stop(0)
+    _leave(router)
+    router.close()
+    # A call that was cut off still runs to its end; one that awaits a frozen client is not worth the wait.
+    stopped.wait(_LEAVE_S)
 
 
 def _leave(router: RouterClient) -> None:

@@ -13,19 +13,17 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-import grpc
 import numpy as np
 from numpy.typing import NDArray
 
 from experts import fallback, native
+from experts.links import Attacher, AttachFailed, Link
 from experts.model import Dtype, ExpertShape
 from experts.proto import experts_pb2 as pb
-from experts.proto import experts_pb2_grpc as rpc
 from experts.wire import MAX_ROWS, WireShape, model_hash_of
-from p2p.endpoint import Endpoint, P2PError, Peer, Window
+from p2p.endpoint import Endpoint
 from p2p.window import WindowLayout
 from router.view import Member, View
 
@@ -34,12 +32,10 @@ log = logging.getLogger(__name__)
 MOST_REPLICAS = 8  # EXPERTS_MAX_REPLICAS
 NO_SERVER = 255
 CHUNK_BYTES = 512 << 10
-ATTACH_S = 2.0
 RETRY_S = 0.25
 
 _OK, _LOST = 0, -1
 _GONE = 2
-_CHANNEL = (("grpc.enable_http_proxy", 0),)
 
 
 class ExpertsLost(Exception):
@@ -65,13 +61,11 @@ class ServerReport:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Link:
-    """One attached server."""
+class _Server:
+    """One attached server, at its place in the routes table."""
 
-    member: Member
     index: int
-    window: Window
-    peer: Peer
+    link: Link
 
 
 class ExpertClient:
@@ -144,19 +138,38 @@ class ExpertClient:
             raise ValueError(
                 f"No expert client for {shape}, {len(self._cores)} lanes, {max_tokens} tokens a call."
             )
-        self._lock = threading.RLock()  # guards all below; never held while native code calls
-        self._links: dict[str, _Link] = {}
-        self._leaving: list[_Link] = []
-        self._channels: dict[str, grpc.Channel] = {}
+        self._attacher = Attacher(
+            endpoint=endpoint,
+            layout=self._layout,
+            incarnation=incarnation,
+            request=pb.AttachRequest(
+                name=endpoint.name,
+                incarnation=incarnation,
+                model_hash=model_hash,
+                layers=shape.layers,
+                experts=shape.experts,
+                hidden=shape.hidden,
+                top_k=shape.top_k,
+                dtype=dtype,
+                lanes=lanes,
+                slots=self._layout.slots,
+                slot_bytes=self._layout.payload_bytes,
+            ),
+        )
+        self._lock = (
+            threading.RLock()
+        )  # guards all below; never held while native code calls or a server is awaited
+        self._servers: dict[str, _Server] = {}
+        self._leaving: list[_Server] = []
+        self._attaching: dict[tuple[str, int], threading.Thread] = {}
         self._view: View | None = None
         self._table = self._empty_table()
+        self._complete = True
         self._complete_epoch = 0
         self._acked_epoch = 0
+        self._next_lane = -1
         self._closed = threading.Event()
         self._calls = threading.Lock()
-        self._channel_lock = threading.Lock()
-        self._lane_lock = threading.Lock()
-        self._next_lane = -1
         self._upkeep = threading.Thread(target=self._keep_up, name="expert-links", daemon=True)
         self._upkeep.start()
 
@@ -172,8 +185,8 @@ class ExpertClient:
 
     @property
     def attached(self) -> tuple[str, ...]:
-        """Names of the servers that this client can write to."""
-        return tuple(self._links)
+        """Names of the servers that this client can write to, in the order in which they joined."""
+        return tuple(self._servers)
 
     @property
     def covers(self) -> bool:
@@ -181,39 +194,43 @@ class ExpertClient:
         return bool((self._table[:, :, 0] != NO_SERVER).all())
 
     def apply_view(self, view: View) -> None:
-        """Attach new servers, publish the routes, let go of servers that are no longer named.
+        """Publish the routes to attached servers, begin to attach new ones, let go of those no longer named.
 
-        A server that cannot be reached is tried again until a View drops it. Until then the epoch is not
-        adopted: an expert that only it would serve stays with the servers that had it.
+        Does not wait for a server: its routes are published when it is attached. One that cannot be reached
+        is tried again until a View drops it. Until then the epoch is not adopted: an expert that only it
+        would serve stays with the servers that had it.
         """
         with self._lock:
             # Views may still come while this process ends.
             if self._closed.is_set() or (self._view is not None and view.epoch < self._view.epoch):
                 return
             self._view = view
-            self._reconcile(view)
+            self._settle(view)
 
-    def _reconcile(self, view: View) -> None:
-        wanted = {m.name: m for m in view.pool("expert") if m.serving_count}
-        unwanted = []
-        for name, link in list(self._links.items()):
-            member = wanted.get(name)
-            if member is None or member.incarnation != link.member.incarnation or self._is_gone(link):
-                unwanted.append(self._links.pop(name))
-        missing = [member for name, member in wanted.items() if name not in self._links]
-        if missing:
-            # What can be reached already must not wait for what cannot.
-            self._publish(view, complete=False)
-            with ThreadPoolExecutor(max_workers=min(8, len(missing))) as pool:
-                for member, link in zip(missing, pool.map(self._attach, missing), strict=True):
-                    if link:
-                        self._links[member.name] = link
-        self._publish(view, complete=all(name in self._links for name in wanted))
-        # After the routes: none of them names these any more.
-        for link in unwanted:
-            self._library.expert_client_remove_server(self._handle, link.index)
-        self._leaving += unwanted
+    def _settle(self, view: View) -> None:
+        members = {member.name: member for member in view.pool("expert")}
+        wanted = {name: member for name, member in members.items() if member.serving_count}
+        leaving = {name for name in self._servers if self._is_lost(name, members.get(name))}
+        missing = [m for name, m in wanted.items() if name not in self._servers or name in leaving]
+        if not missing:
+            # Make before break: until then a server that drains may be the only one to hold what it held.
+            leaving |= self._servers.keys() - wanted.keys()
+        left = [self._servers.pop(name) for name in leaving]
+        self._complete = not missing
+        try:
+            self._publish(view, complete=not missing)
+        finally:
+            # After the routes: none of them names these any more.
+            for server in left:
+                self._library.expert_client_remove_server(self._handle, server.index)
+            self._leaving += left
+            for member in missing:
+                self._begin_attach(member)
         self._release_idle()
+
+    def _is_lost(self, name: str, member: Member | None) -> bool:
+        server = self._servers[name]
+        return member is None or member.incarnation != server.link.member.incarnation or self._is_gone(server)
 
     def _empty_table(self) -> NDArray[np.uint8]:
         return np.full((self.shape.layers, self.shape.experts, MOST_REPLICAS), NO_SERVER, np.uint8)
@@ -223,18 +240,18 @@ class ExpertClient:
         depth = np.zeros((self.shape.layers, self.shape.experts), np.intp)
         pairs = self.shape.layers * self.shape.experts
         for member in view.pool("expert"):
-            link = self._links.get(member.name)
-            if link is None:
+            server = self._servers.get(member.name)
+            if server is None:
                 continue
             bits = np.unpackbits(np.frombuffer(member.serving, np.uint8), bitorder="little")[:pairs]
             held = np.zeros(pairs, bool)
             held[: len(bits)] = bits.astype(bool)
             layers, experts = np.nonzero(held.reshape(depth.shape) & (depth < MOST_REPLICAS))
-            table[layers, experts, depth[layers, experts]] = link.index
+            table[layers, experts, depth[layers, experts]] = server.index
             depth[layers, experts] += 1
         if not complete:
             # Not adopted yet, so whoever served these experts before still holds them.
-            usable = np.isin(self._table, [link.index for link in self._links.values()])
+            usable = np.isin(self._table, [server.index for server in self._servers.values()])
             empty = depth == 0
             kept = np.where(usable, self._table, np.uint8(NO_SERVER))
             table[empty] = kept[empty]
@@ -251,115 +268,108 @@ class ExpertClient:
             if self._on_adopted:
                 self._on_adopted(epoch)
 
-    def _attach(self, member: Member) -> _Link | None:
-        window = self._endpoint.export_window(self._layout.nbytes, self.incarnation)
+    def _begin_attach(self, member: Member) -> None:
+        key = (member.name, member.incarnation)
+        if key in self._attaching:
+            return
+        # A thread for each: no number of servers that do not answer may delay one that does.
+        thread = threading.Thread(target=self._attach, args=(member,), name="expert-attach", daemon=True)
+        thread.start()
+        self._attaching[key] = thread
+
+    def _attach(self, member: Member) -> None:
         try:
-            self._library.p2p_window_init(
-                window.address,
-                window.nbytes,
-                window.incarnation,
-                self._layout.slots,
-                self._layout.payload_bytes,
-            )
-            reply = self._stub(member.address).Attach(
-                pb.AttachRequest(
-                    name=self._endpoint.name,
-                    incarnation=self.incarnation,
-                    server_incarnation=member.incarnation,
-                    model_hash=self.model_hash,
-                    layers=self.shape.layers,
-                    experts=self.shape.experts,
-                    hidden=self.shape.hidden,
-                    top_k=self.shape.top_k,
-                    dtype=self.dtype,
-                    reply_descriptor=window.descriptor,
-                    lanes=len(self._cores),
-                    slots=self._layout.slots,
-                    slot_bytes=self._layout.payload_bytes,
-                ),
-                timeout=ATTACH_S,
-            )
-            peer = self._endpoint.connect(reply.request_descriptor)
-        except (grpc.RpcError, P2PError, OSError) as error:
-            log.warning(
-                "attach_failed server=%s address=%s error=%s", member.name, member.address, _brief(error)
-            )
-            window.close()
-            return None
-        link = native.ServerLink(
-            tx=peer.address,
-            tx_bytes=peer.nbytes,
-            rx=window.address,
-            rx_bytes=window.nbytes,
-            bell_page=peer.page_address or None,
+            link = self._attacher.attach(member)
+            with self._lock:
+                self._take(link)
+        except AttachFailed as error:
+            log.warning("attach_failed server=%s address=%s error=%s", member.name, member.address, error)
+        except Exception:
+            log.exception("attach_broken server=%s address=%s", member.name, member.address)
+        finally:
+            with self._lock:
+                del self._attaching[member.name, member.incarnation]
+
+    def _take(self, link: Link) -> None:
+        member, view = link.member, self._view
+        now = view.member(member.name) if view else None
+        named = now is not None and now.incarnation == member.incarnation and now.serving_count
+        if self._closed.is_set() or view is None or not named:
+            self._attacher.detach(link)
+            return
+        lane = self._lane_for(link.cores)
+        place = native.ServerLink(
+            tx=link.peer.address,
+            tx_bytes=link.peer.nbytes,
+            rx=link.window.address,
+            rx_bytes=link.window.nbytes,
+            bell_page=link.peer.page_address or None,
             server_incarnation=member.incarnation,
-            liveness_fd=peer.liveness_fd,
+            # Not the peer's: that one hangs up as well when the server merely withdraws its own window.
+            liveness_fd=link.window.liveness_fd,
             slots=self._layout.slots,
             slot_bytes=self._layout.payload_bytes,
-            lane=self._lane_for(list(reply.cores)),
+            lane=lane,
             server_lane=0,
         )
-        index = self._library.expert_client_add_server(self._handle, ctypes.byref(link))
+        index = self._library.expert_client_add_server(self._handle, ctypes.byref(place))
         if index < 0:
             log.error("attach_refused server=%s code=%d", member.name, index)
-            self._endpoint.disconnect(peer)
-            window.close()
-            return None
+            self._attacher.detach(link)
+            return
+        servers = {**self._servers, member.name: _Server(index=index, link=link)}
+        # As they joined, whichever answered first: reports keep their order.
+        self._servers = dict(sorted(servers.items(), key=lambda item: item[1].link.member.incarnation))
         log.info(
             "server_attached server=%s incarnation=%d index=%d lane=%d",
             member.name,
             member.incarnation,
             index,
-            link.lane,
+            lane,
         )
-        return _Link(member=member, index=index, window=window, peer=peer)
+        self._settle(view)
 
-    def _lane_for(self, cores: list[int]) -> int:
+    def _lane_for(self, cores: Sequence[int]) -> int:
         # Wake on the core that the waker is about to leave; elsewhere a wake costs several times as much.
         if cores and cores[0] >= 0 and cores[0] in self._cores:
             return self._cores.index(cores[0])
-        with self._lane_lock:
-            self._next_lane += 1
-            return self._next_lane % len(self._cores)
+        self._next_lane += 1
+        return self._next_lane % len(self._cores)
 
-    def _stub(self, address: str) -> rpc.ExpertsStub:
-        with self._channel_lock:
-            if address not in self._channels:
-                self._channels[address] = grpc.insecure_channel(address, options=_CHANNEL)
-            return rpc.ExpertsStub(self._channels[address])
+    def _is_gone(self, server: _Server) -> bool:
+        return self._stats(server).state == _GONE or self._attacher.is_gone(server.link)
 
-    def _is_gone(self, link: _Link) -> bool:
-        return self._stats(link).state == _GONE
-
-    def _stats(self, link: _Link) -> native.ServerStats:
+    def _stats(self, server: _Server) -> native.ServerStats:
         stats = native.ServerStats()
-        self._library.expert_client_stats(self._handle, link.index, ctypes.byref(stats))
+        self._library.expert_client_stats(self._handle, server.index, ctypes.byref(stats))
         return stats
 
     def _release_idle(self) -> None:
-        """Unmap what native code no longer touches; the server frees its side when it sees the hang-up."""
-        for link in list(self._leaving):
-            if not self._library.expert_client_server_idle(self._handle, link.index):
+        """Give back what native code no longer touches; the server frees its side when it sees the hang-up."""
+        for server in list(self._leaving):
+            if not self._library.expert_client_server_idle(self._handle, server.index):
                 continue
-            self._leaving.remove(link)
-            self._endpoint.disconnect(link.peer)
-            link.window.close()
-            with self._channel_lock:
-                channel = self._channels.pop(link.member.address, None)
-            if channel:
-                channel.close()
-            log.info("server_detached server=%s incarnation=%d", link.member.name, link.member.incarnation)
+            self._leaving.remove(server)
+            self._attacher.detach(server.link)
+            member = server.link.member
+            log.info("server_detached server=%s incarnation=%d", member.name, member.incarnation)
 
     def _keep_up(self) -> None:
         while not self._closed.wait(RETRY_S):
-            with self._lock:
-                if self._closed.is_set() or self._view is None:
-                    continue
-                self._release_idle()
-                lost = any(self._is_gone(link) for link in self._links.values())
-                if lost or self._complete_epoch < self._view.epoch:
-                    self._reconcile(self._view)
-                self._tell_adopted()
+            try:
+                with self._lock:
+                    self._keep_up_once()
+            except Exception:
+                # Without this thread no server is attached again and nothing is released.
+                log.exception("upkeep_failed")
+
+    def _keep_up_once(self) -> None:
+        if self._closed.is_set() or self._view is None:
+            return
+        self._release_idle()
+        if not self._complete or any(self._is_gone(server) for server in self._servers.values()):
+            self._settle(self._view)
+        self._tell_adopted()
 
     def exchange(
         self,
@@ -415,28 +425,33 @@ class ExpertClient:
         if status == _LOST:
             raise ExpertsLost(
                 f"No live replica of every expert of layer {layer} answered within {patience_s} s;"
-                f" attached: {', '.join(self._links) or 'none'}. Retry, or add replicas."
+                f" attached: {', '.join(self._servers) or 'none'}. Retry, or add replicas."
             )
         if status != _OK:
             raise ValueError(f"layer {layer}, {count} rows or an expert id is out of range (code {status})")
         return result
 
     def stats(self) -> tuple[ServerReport, ...]:
-        """What was seen of each attached server."""
-        # Without the lock: an attach that waits for a frozen server must not hold up the caller.
-        return tuple(_report(name, self._stats(link)) for name, link in list(self._links.items()))
+        """What was seen of each attached server, in the order of `attached`."""
+        with self._lock:
+            return tuple(_report(name, self._stats(server)) for name, server in self._servers.items())
 
     def close(self) -> None:
         """Detach from all servers; the endpoint stays. No call may be running, nor come. Idempotent."""
         if self._closed.is_set():
             return
         self._closed.set()
+        self._attacher.close()
         self._upkeep.join()
         with self._lock:
-            self._leaving += self._links.values()
-            self._links = {}
-            for link in self._leaving:
-                self._library.expert_client_remove_server(self._handle, link.index)
+            attaching = list(self._attaching.values())
+        for thread in attaching:
+            thread.join()
+        with self._lock:
+            self._leaving += self._servers.values()
+            self._servers = {}
+            for server in self._leaving:
+                self._library.expert_client_remove_server(self._handle, server.index)
             self._release_idle()
             handle, self._handle = self._handle, 0
             self._library.expert_client_free(handle)
@@ -457,9 +472,3 @@ def _report(name: str, stats: native.ServerStats) -> ServerReport:
         corrupt=stats.corrupt,
         late_slots=stats.late_slots,
     )
-
-
-def _brief(error: Exception) -> str:
-    if isinstance(error, grpc.RpcError) and isinstance(error, grpc.Call):
-        return f"{error.code().name}: {error.details()}"
-    return str(error)

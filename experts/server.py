@@ -6,6 +6,7 @@ import ctypes
 import logging
 import threading
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import grpc
@@ -23,6 +24,10 @@ log = logging.getLogger(__name__)
 MOST_SLOTS = 16
 MOST_SLOT_BYTES = 1 << 20
 RUN_NS = 1_000_000_000
+
+
+class ServerClosed(RuntimeError):
+    """The server was closed; it holds nothing any more."""
 
 
 class AttachRefused(Exception):
@@ -90,7 +95,8 @@ class ExpertServer:
             raise ValueError(
                 f"lanes on cores {list(self.cores)} could not start for {shape}. Name cores that may be used."
             )
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards the handle, which `close` frees, and the clients
+        self._counters = native.ServerCounters()
         self._clients: dict[str, _Attached] = {}
         self._thread: threading.Thread | None = None
 
@@ -105,19 +111,32 @@ class ExpertServer:
         return tuple(self._clients)
 
     def set_expert(self, layer: int, expert: int, gate_up: int, down: int) -> None:
-        """Serve an expert from packed weights at two addresses, mapped until `clear_expert` returns."""
-        if self._library.expert_server_set_expert(self._handle, layer, expert, gate_up, down) != 0:
+        """Serve an expert from packed weights at two addresses, mapped until `clear_expert` returns.
+
+        Raises:
+            ValueError: there is no such expert, or an address is null.
+            ServerClosed: `close` was called.
+        """
+        with self._lock:
+            if not self._handle:
+                raise ServerClosed(f"{self._endpoint.name} was closed; nothing can be loaded into it.")
+            code = self._library.expert_server_set_expert(self._handle, layer, expert, gate_up, down)
+        if code != 0:
             raise ValueError(
                 f"expert {expert} of layer {layer} is outside {self.shape}, or its address is null"
             )
 
     def clear_expert(self, layer: int, expert: int) -> None:
         """Stop serving an expert; on return its weights are no longer read."""
-        self._library.expert_server_clear_expert(self._handle, layer, expert)
+        with self._lock:
+            if self._handle:
+                self._library.expert_server_clear_expert(self._handle, layer, expert)
 
     def set_lease(self, boottime_ns: int) -> None:
         """Answer only before this CLOCK_BOOTTIME instant; 0 fences the server for good."""
-        self._library.expert_server_set_lease(self._handle, boottime_ns)
+        with self._lock:
+            if self._handle:
+                self._library.expert_server_set_lease(self._handle, boottime_ns)
 
     def start(self) -> None:
         """Serve, in a thread of its own."""
@@ -135,22 +154,52 @@ class ExpertServer:
             AttachRefused: it is no client for this server, or there is no place left.
         """
         self._check(request)
+        with ExitStack() as undo:
+            try:
+                layout = WindowLayout(slots=request.slots, payload_bytes=request.slot_bytes)
+                peer = self._endpoint.connect(request.reply_descriptor)
+            except (P2PError, ValueError) as error:
+                raise AttachRefused(grpc.StatusCode.INVALID_ARGUMENT, f"{request.name}: {error}") from error
+            # While this side stays connected the client cannot free its window, and refuses more at a limit.
+            undo.callback(self._endpoint.disconnect, peer)
+            if peer.incarnation != request.incarnation or peer.nbytes < layout.nbytes:
+                raise AttachRefused(
+                    grpc.StatusCode.INVALID_ARGUMENT,
+                    f"{request.name}: its window is of incarnation {peer.incarnation} with {peer.nbytes}"
+                    f" bytes; {request.incarnation} and {layout.nbytes} are needed.",
+                )
+            with self._lock:
+                # While this is held the endpoint is open too: it is closed after this server.
+                if not self._handle:
+                    raise AttachRefused(grpc.StatusCode.UNAVAILABLE, f"{self._endpoint.name} is ending.")
+                window = self._export(request.name, layout)
+                undo.callback(window.close)
+                self._admit(request, layout, window, peer)
+            undo.pop_all()
+        log.info(
+            "client_attached name=%s incarnation=%d slots=%d",
+            request.name,
+            request.incarnation,
+            request.slots,
+        )
+        return pb.AttachReply(
+            request_descriptor=window.descriptor, server_incarnation=self.incarnation, cores=self.cores
+        )
+
+    def _export(self, name: str, layout: WindowLayout) -> Window:
         try:
-            layout = WindowLayout(slots=request.slots, payload_bytes=request.slot_bytes)
-            peer = self._endpoint.connect(request.reply_descriptor)
-        except (P2PError, ValueError) as error:
-            raise AttachRefused(grpc.StatusCode.INVALID_ARGUMENT, f"{request.name}: {error}") from error
-        if peer.incarnation != request.incarnation or peer.nbytes < layout.nbytes:
-            self._endpoint.disconnect(peer)
+            window = self._endpoint.export_window(layout.nbytes)
+        except (P2PError, OSError) as error:
             raise AttachRefused(
-                grpc.StatusCode.INVALID_ARGUMENT,
-                f"{request.name}: its window is of incarnation {peer.incarnation} with {peer.nbytes} bytes;"
-                f" {request.incarnation} and {layout.nbytes} are needed.",
-            )
-        window = self._endpoint.export_window(layout.nbytes)
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"{name}: no window of {layout.nbytes} bytes here ({error}); try again.",
+            ) from error
         self._library.p2p_window_init(
             window.address, window.nbytes, window.incarnation, layout.slots, layout.payload_bytes
         )
+        return window
+
+    def _admit(self, request: pb.AttachRequest, layout: WindowLayout, window: Window, peer: Peer) -> None:
         link = native.ClientLink(
             rx=window.address,
             rx_bytes=window.nbytes,
@@ -162,28 +211,15 @@ class ExpertServer:
             slots=layout.slots,
             slot_bytes=layout.payload_bytes,
         )
-        with self._lock:
-            self._drop(request.name)
-            index = self._library.expert_server_add_client(self._handle, ctypes.byref(link))
-            if index >= 0:
-                self._clients[request.name] = _Attached(
-                    index=index, incarnation=request.incarnation, window=window, peer=peer
-                )
+        self._drop(request.name)
+        index = self._library.expert_server_add_client(self._handle, ctypes.byref(link))
         if index < 0:
-            self._endpoint.disconnect(peer)
-            window.close()
             raise AttachRefused(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 f"{request.name}: no place beside {len(self._clients)} clients, or a wrong window layout.",
             )
-        log.info(
-            "client_attached name=%s incarnation=%d slots=%d",
-            request.name,
-            request.incarnation,
-            request.slots,
-        )
-        return pb.AttachReply(
-            request_descriptor=window.descriptor, server_incarnation=self.incarnation, cores=self.cores
+        self._clients[request.name] = _Attached(
+            index=index, incarnation=request.incarnation, window=window, peer=peer
         )
 
     def _check(self, request: pb.AttachRequest) -> None:
@@ -233,10 +269,15 @@ class ExpertServer:
         log.info("client_detached name=%s incarnation=%d", name, attached.incarnation)
 
     def counters(self) -> dict[str, int]:
-        """What was served so far, by the names in server.h."""
-        counters = native.ServerCounters()
-        self._library.expert_server_counters(self._handle, ctypes.byref(counters))
-        return {str(name): int(getattr(counters, str(name))) for name, *_ in native.ServerCounters._fields_}
+        """What was served so far, by the names in server.h; after `close`, what was served at all."""
+        with self._lock:
+            return self._count()
+
+    def _count(self) -> dict[str, int]:
+        counters = self._counters
+        if self._handle:
+            self._library.expert_server_counters(self._handle, ctypes.byref(counters))
+        return {str(name): int(getattr(counters, str(name))) for name, *_ in counters._fields_}
 
     def close(self) -> None:
         """Stop serving and free everything but the endpoint. Idempotent."""
@@ -248,23 +289,24 @@ class ExpertServer:
         with self._lock:
             for name in list(self._clients):
                 self._drop(name)
-        self._library.expert_server_free(self._handle)
-        self._handle = None
+            self._count()
+            handle, self._handle = self._handle, None
+            self._library.expert_server_free(handle)
 
 
 class ExpertsService(rpc.ExpertsServicer):
-    """gRPC shell of one server; `server` is None until it is a member."""
+    """gRPC shell of one server; `server` is None until it is a member, and once it ends."""
 
     def __init__(self) -> None:
         self.server: ExpertServer | None = None
 
     def Attach(self, request: pb.AttachRequest, context: grpc.ServicerContext) -> pb.AttachReply:
         try:
-            if self.server is None:
-                raise AttachRefused(
-                    grpc.StatusCode.UNAVAILABLE, "This process is not a member yet; try again."
-                )
-            return self.server.attach(request)
+            # Once: it becomes None again when the process ends.
+            server = self.server
+            if server is None:
+                raise AttachRefused(grpc.StatusCode.UNAVAILABLE, "This process is no member; try again.")
+            return server.attach(request)
         except AttachRefused as refused:
             log.warning("attach_refused name=%s reason=%s", request.name, refused)
             context.set_code(refused.code)

@@ -7,10 +7,12 @@ to find it: plain bytes, to be carried by whatever channel the two already have.
 from __future__ import annotations
 
 from enum import Enum
-from typing import Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+CONNECT_S: Final = 5.0
 
 
 class P2PError(Exception):
@@ -132,12 +134,12 @@ class Endpoint(Protocol[W, P]):
         """Offer `nbytes` of zeroed memory to one peer; `incarnation` is the endpoint's own unless given."""
         ...
 
-    def connect(self, descriptor: bytes) -> P:
+    def connect(self, descriptor: bytes, timeout_s: float = CONNECT_S) -> P:
         """Take up another endpoint's offer.
 
         Raises:
             DescriptorInvalid: these bytes are no descriptor of this transport.
-            ConnectRefused: the owner is gone or refuses.
+            ConnectRefused: the owner is gone, does not answer in time, or refuses.
         """
         ...
 

@@ -25,11 +25,10 @@ from numpy.typing import NDArray
 
 from p2p import doorbell, native
 from p2p.descriptor import NAME_LIMIT, WINDOW_LIMIT_BYTES, Descriptor, Transport, decode
-from p2p.endpoint import DescriptorInvalid, EndpointClosed, PeerGone, Status
+from p2p.endpoint import CONNECT_S, DescriptorInvalid, EndpointClosed, PeerGone, Status
 from p2p.frame import check_words, load_signals
 from p2p.shm_link import Acceptor, Hello, Verdict, answer, call, create_memory, link_status, new_token
 
-CONNECT_S: Final = 5.0
 # 32 windows of 2 MiB: a peer that leaves that much behind and lives on is broken.
 RETIRED_LIMIT_BYTES: Final = 64 << 20
 

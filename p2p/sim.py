@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from p2p.descriptor import TOKEN_BYTES, WINDOW_LIMIT_BYTES, Descriptor, Transport, decode
-from p2p.endpoint import ConnectRefused, DescriptorInvalid, EndpointClosed, PeerGone, Status
+from p2p.endpoint import CONNECT_S, ConnectRefused, DescriptorInvalid, EndpointClosed, PeerGone, Status
 from p2p.frame import PAYLOAD_OFFSET, SIGNAL_BYTES, check_words, load_signals
 from p2p.window import WindowLayout
 
@@ -376,8 +376,8 @@ class SimEndpoint:
         self._windows.append(window)
         return window
 
-    def connect(self, descriptor: bytes) -> SimPeer:
-        """Take up an offer made on the same network.
+    def connect(self, descriptor: bytes, timeout_s: float = CONNECT_S) -> SimPeer:
+        """Take up an offer made on the same network; nothing here waits.
 
         Raises:
             DescriptorInvalid: these bytes are no descriptor, or of another transport.

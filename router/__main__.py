@@ -20,10 +20,10 @@ log = logging.getLogger("router")
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m router",
+        prog="eaas router",
         description="Keep membership and placement of a cluster. Listens on 127.0.0.1.",
         epilog="Exit codes: 0 stopped by a signal, 1 could not start (the message says why), 2 bad usage. "
-        "Example: python -m router --port 7000 --journal router.db --experts 4 --replicas 2",
+        "Example: eaas router --port 7000 --journal router.db --experts 4 --replicas 2",
     )
     parser.add_argument("--port", type=int, default=0, help="port on 127.0.0.1; 0 = any (default)")
     parser.add_argument("--journal", type=Path, required=True, help="SQLite file; created if missing")

@@ -87,14 +87,16 @@ class GoneMember:
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """Everything the router knows; problem is empty when it is healthy; gone holds the latest, oldest
-    first.
+    """Everything the router knows.
+
+    problem: empty when it is healthy. gone: the latest, oldest first. pid: the router's own process.
     """
 
     view: View
     wanted: Mapping[str, int]
     problem: str
     gone: tuple[GoneMember, ...]
+    pid: int
 
 
 def view_of(message: pb.View) -> View:
@@ -142,7 +144,8 @@ class RouterClient:
         self._fenced = False
         self._view: View | None = None
         self._acked = 0
-        self._loaded: tuple[bytes, int] | None = None
+        self._loaded: tuple[Identity | None, bytes, int] | None = None
+        self._watching: grpc.Call | None = None
         self._spoke_s = boot_s()
         self._threads: list[threading.Thread] = []
         self._streams: set[grpc.Call] = set()
@@ -236,8 +239,13 @@ class RouterClient:
                 lease_s=reply.lease_s,
                 renew_s=reply.renew_s,
             )
+            identity, watching = self._identity, self._watching
         self._wake.set()
-        return self._identity
+        if watching is not None:
+            # The View with this member in it may have come before the reply, and nothing more may change: a new
+            # stream brings it again.
+            watching.cancel()
+        return identity
 
     def start(
         self,
@@ -283,7 +291,7 @@ class RouterClient:
                 served).
         """
         with self._lock:
-            self._loaded = (held, epoch)
+            self._loaded = (self._identity, held, epoch)
         self._wake.set()
 
     def suspect(self, name: str, incarnation: int, reason: str, timeout_s: float = 1.0) -> None:
@@ -342,7 +350,13 @@ class RouterClient:
         gone = tuple(
             GoneMember(name=g.name, incarnation=g.incarnation, pid=g.pid, reason=g.reason) for g in reply.gone
         )
-        return Status(view=view_of(reply.view), wanted=dict(reply.wanted), problem=reply.problem, gone=gone)
+        return Status(
+            view=view_of(reply.view),
+            wanted=dict(reply.wanted),
+            problem=reply.problem,
+            gone=gone,
+            pid=reply.pid,
+        )
 
     def close(self) -> None:
         """Stop the threads and the connection, without leaving. Idempotent."""
@@ -415,9 +429,10 @@ class RouterClient:
     def _report_loaded(self, identity: Identity) -> None:
         with self._lock:
             loaded = self._loaded
-        if loaded is None:
+        # What a member holds must not be said, and so lost, under the name that it had before.
+        if loaded is None or loaded[0] is not identity:
             return
-        held, epoch = loaded
+        _, held, epoch = loaded
         request = pb.LoadedRequest(
             name=identity.name, incarnation=identity.incarnation, bitmap=held, epoch=epoch
         )
@@ -438,7 +453,7 @@ class RouterClient:
             self._on_fenced(f"{identity.name} is fenced: its lease ended or its process was reported dead")
 
     def _watch(self) -> None:
-        for message in self._stream(lambda: self._stub.Watch(self._watch_request())):
+        for message in self._stream(self._open_watch):
             view = view_of(message)
             # A restarted router may for a moment know less than the one before it published.
             if self._view is not None and view.epoch < self._view.epoch:
@@ -451,11 +466,15 @@ class RouterClient:
                 except Exception:
                     log.exception("on_view_failed epoch=%d", view.epoch)
 
-    def _watch_request(self) -> pb.WatchRequest:
+    def _open_watch(self) -> Any:
         identity = self._identity
-        return pb.WatchRequest(
+        request = pb.WatchRequest(
             name=identity.name if identity else "", incarnation=identity.incarnation if identity else 0
         )
+        stream = self._stub.Watch(request)
+        with self._lock:
+            self._watching = stream
+        return stream
 
     def _stream(self, call: Callable[[], Any]) -> Iterator[Any]:
         retry_s = _RETRY_FIRST_S

@@ -59,6 +59,8 @@ def step(config: Config, state: State, event: Event, now_s: float) -> tuple[Stat
     before = state
     if now_s > state.now_s:
         state = replace(state, now_s=now_s)
+    # Whatever comes first after a stall, no silence may be judged before the stall is taken off it.
+    state = leases.excuse_stall(config, state)
     state = _apply(config, state, event, commands)
     # By far the most frequent events: they decide nothing, and touch nothing durable.
     if isinstance(event, Renewed) or (isinstance(event, Acked) and not _awaits_acks(before, state)):
@@ -81,7 +83,7 @@ def _apply(config: Config, state: State, event: Event, commands: list[Command]) 
         case Renewed():
             return _renew(state, event, commands)
         case Tick():
-            return leases.judge(config, state, commands)
+            return launches.shrink(config, leases.judge(config, state, commands))
         case Started():
             pulses = {name: Pulse(renewed_s=state.now_s) for name in state.members}
             return replace(
@@ -153,7 +155,8 @@ def _join(state: State, event: Join, commands: list[Command]) -> State:
         ready=event.pool == GATEWAY,
     )
     # It has seen no View yet, so it cannot use routes older than the present epoch.
-    pulse = Pulse(renewed_s=state.now_s, acked=state.epoch)
+    ordered = launches.expects(state, event.host, event.pool)
+    pulse = Pulse(renewed_s=state.now_s, acked=state.epoch, ordered=ordered)
     state = replace(
         state,
         model=model,

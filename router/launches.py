@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from router.records import is_late, pool
+from router.records import doubts_itself, late_members, pool, with_record
 from router.state import (
     LAUNCHED_POOLS,
     Command,
@@ -15,18 +15,25 @@ from router.state import (
     Start,
     State,
 )
+from router.view import EXPERT
 
 
 def order(config: Config, state: State, commands: list[Command]) -> State:
-    """Order a process for each place that neither a live member nor an ordered start fills."""
+    """Order a process for each place that neither a live member nor an ordered start fills.
+
+    While the router doubts itself, those it does not hear live: a second set of processes would only load a
+    host further that is too busy to answer.
+    """
     for start in state.starts:
         if state.now_s >= start.until_s:
             state = replace(state, starts=_without(state.starts, start))
             state = failed(config, state, start.pool)
     if not state.launchers:
         return state
+    late = late_members(config, state)
+    dead = [] if doubts_itself(config, state, late) else late
     for name in LAUNCHED_POOLS:
-        live = sum(1 for r in pool(state, name) if not r.draining and not is_late(config, state, r.name))
+        live = sum(1 for r in pool(state, name) if not r.draining and r.name not in dead)
         ordered = sum(1 for start in state.starts if start.pool == name)
         if state.now_s < state.failures.get(name, Failures()).next_s:
             continue
@@ -36,6 +43,22 @@ def order(config: Config, state: State, commands: list[Command]) -> State:
             state = replace(state, starts=(*state.starts, start))
             commands.append(Launch(host=host, pool=name))
     return state
+
+
+def shrink(config: Config, state: State) -> State:
+    """Drain the newest expert server if it was ordered in place of one that came back; one at a time, at rest.
+
+    A server that nobody ordered is its operator's, and stays.
+    """
+    servers = pool(state, EXPERT)
+    if len(servers) <= config.experts_wanted or any(start.pool == EXPERT for start in state.starts):
+        return state
+    if not all(r.ready and not r.draining and not state.pulses[r.name].suspect for r in servers):
+        return state
+    newest = servers[-1]
+    if not state.pulses[newest.name].ordered:
+        return state
+    return with_record(state, replace(newest, draining=True))
 
 
 def attach(config: Config, state: State, event: LauncherAttached) -> State:
@@ -57,6 +80,11 @@ def detach(state: State, host: str) -> State:
         launchers=tuple(known for known in state.launchers if known != host),
         starts=tuple(start for start in state.starts if start.host != host),
     )
+
+
+def expects(state: State, host: str, name: str) -> bool:
+    """True if a process of that host and pool was ordered and has not joined."""
+    return any((start.host, start.pool) == (host, name) for start in state.starts)
 
 
 def joined(state: State, host: str, name: str) -> State:

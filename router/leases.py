@@ -5,18 +5,27 @@ from __future__ import annotations
 from dataclasses import replace
 
 from router import launches
-from router.records import fence, is_late, is_member, pool, with_pulse
+from router.records import (
+    doubts_itself,
+    fence,
+    is_late,
+    is_member,
+    is_suspicious,
+    late_members,
+    pool,
+    with_pulse,
+)
 from router.state import Command, Config, State, Stop, Stranger, Suspected
 from router.view import EXPERT
 
 
 def judge(config: Config, state: State, commands: list[Command]) -> State:
-    """Take off the router's own stalls, mark suspects, fence those whose lease ended."""
-    state = _excuse_stall(config, state)
-    state = _mark_suspects(config, state)
-    late = [name for name in state.members if is_late(config, state, name)]
-    state = _doubt(state, len(late))
-    if _doubts(config, state, len(late)):
+    """Mark suspects, fence those whose lease ended."""
+    state = _mark_suspects(config, replace(state, ticked_s=state.now_s))
+    late = late_members(config, state)
+    state = _doubt(state, late)
+    nobody_speaks = state.doubting_s is not None and len(late) == len(state.members)
+    if nobody_speaks or doubts_itself(config, state, late):
         return state
     for name in late:
         if _is_last_replica(config, state, name):
@@ -40,17 +49,19 @@ def accuse(config: Config, state: State, event: Suspected, commands: list[Comman
     return with_pulse(state, event.name, replace(pulse, suspect=True, accused_until_s=until_s))
 
 
-def _excuse_stall(config: Config, state: State) -> State:
+def excuse_stall(config: Config, state: State) -> State:
+    """Take the router's own stall, if it just ended, off everyone's silence and off its own doubt."""
     gap_s = state.now_s - state.ticked_s
-    state = replace(state, ticked_s=state.now_s)
     if gap_s <= config.stall_s:
         return state
     # While the router did not run, nobody could reach it: that part of their silence is its own.
+    stall_s = gap_s - config.tick_s
     pulses = {
-        name: replace(pulse, renewed_s=min(state.now_s, pulse.renewed_s + gap_s - config.tick_s))
+        name: replace(pulse, renewed_s=min(state.now_s, pulse.renewed_s + stall_s))
         for name, pulse in state.pulses.items()
     }
-    return replace(state, pulses=pulses)
+    doubting_s = None if state.doubting_s is None else state.doubting_s + stall_s
+    return replace(state, ticked_s=state.now_s, pulses=pulses, doubting_s=doubting_s)
 
 
 def _mark_suspects(config: Config, state: State) -> State:
@@ -63,18 +74,10 @@ def _mark_suspects(config: Config, state: State) -> State:
     return replace(state, pulses=changed) if changed != state.pulses else state
 
 
-def _doubt(state: State, late: int) -> State:
-    """Two or more, and over a quarter, silent at once: more likely the observer than they."""
-    if late >= 2 and 4 * late > len(state.members):
-        return state if state.doubting_s is not None else replace(state, doubting_s=state.now_s)
-    return state if state.doubting_s is None else replace(state, doubting_s=None)
-
-
-def _doubts(config: Config, state: State, late: int) -> bool:
-    if state.doubting_s is None:
-        return False
-    others_speak = late < len(state.members)
-    return not others_speak or state.now_s - state.doubting_s < config.doubt_leases * config.lease_s
+def _doubt(state: State, late: list[str]) -> State:
+    if is_suspicious(state, late) == (state.doubting_s is not None):
+        return state
+    return replace(state, doubting_s=state.now_s if state.doubting_s is None else None)
 
 
 def _is_last_replica(config: Config, state: State, name: str) -> bool:

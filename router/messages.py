@@ -37,12 +37,13 @@ def view_message(view: View) -> pb.View:
     )
 
 
-def status_message(config: Config, state: State, view: View, problem: str) -> pb.StatusReply:
+def status_message(config: Config, state: State, view: View, problem: str, pid: int) -> pb.StatusReply:
     """Wire form of everything that the router knows."""
     return pb.StatusReply(
         view=view_message(view),
         wanted={pool: config.wanted(pool) for pool in LAUNCHED_POOLS},
         problem=problem,
+        pid=pid,
         gone=[
             pb.Gone(name=g.name, incarnation=g.incarnation, pid=g.pid, reason=g.reason) for g in state.gone
         ],

@@ -50,6 +50,25 @@ def is_late(config: Config, state: State, name: str) -> bool:
     return state.now_s - state.pulses[name].renewed_s > config.lease_s
 
 
+def late_members(config: Config, state: State) -> list[str]:
+    """Names of those whose lease has ended."""
+    return [name for name in state.members if is_late(config, state, name)]
+
+
+def is_suspicious(state: State, late: list[str]) -> bool:
+    """Two or more, and over a quarter, silent at once: more likely the observer than they."""
+    return len(late) >= 2 and 4 * len(late) > len(state.members)
+
+
+def doubts_itself(config: Config, state: State, late: list[str]) -> bool:
+    """True while the router must not yet take the silence of so many for theirs."""
+    if not is_suspicious(state, late):
+        return False
+    # An event between ticks may be the first to see it.
+    since_s = state.now_s if state.doubting_s is None else state.doubting_s
+    return state.now_s - since_s < config.doubt_leases * config.lease_s
+
+
 def acked_by_all(state: State) -> int:
     """The newest epoch that no attention member is behind."""
     acked = [state.pulses[record.name].acked for record in pool(state, ATTENTION)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, NoReturn
@@ -198,7 +199,8 @@ class RouterService(rpc.RouterServicer):
 
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusReply:
         del request, context
-        return status_message(self._config, self._state, view_of(self._config, self._state), self._problem)
+        view = view_of(self._config, self._state)
+        return status_message(self._config, self._state, view, self._problem, os.getpid())
 
     async def _answer(self, event: Event, context: Context) -> list[Command]:
         try:
@@ -289,7 +291,7 @@ async def serve(
             ("grpc.so_reuseport", 0),
             ("grpc.max_concurrent_streams", _MOST_STREAMS),
             # Clients ping every 10 s (router/client.py); the default tolerates one in 5 minutes and then hangs up.
-            ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+            ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
             ("grpc.keepalive_permit_without_calls", 1),
         ),
     )

@@ -121,7 +121,7 @@ class MemberRecord:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pulse:
     """The rest of a member. acked: newest epoch whose routes it uses. accused_until_s: end of a peer's
-    suspicion.
+    suspicion. ordered: its process was ordered by this router.
     """
 
     renewed_s: float
@@ -129,6 +129,7 @@ class Pulse:
     load: Mapping[str, float] = field(default_factory=dict[str, float])
     suspect: bool = False
     accused_until_s: float = 0.0
+    ordered: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

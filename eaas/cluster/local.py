@@ -13,6 +13,7 @@ import queue
 import selectors
 import shutil
 import signal
+import socket
 import tempfile
 import threading
 import time
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 MODULES = {"router": "router", "expert": "experts", "attention": "eaas.attention", "gateway": "eaas.gateway"}
 # A part that keeps dying is restarted ever more slowly: 0.1, 0.2, 0.4 ... 5 s.
 RESTART_FIRST_S, RESTART_MOST_S = 0.1, 5.0
+# A router that answers no probe for so long is ended and started again; the token path does not miss it.
+PROBE_S, HUNG_S = 1.0, 5.0
 
 
 class LocalCluster:
@@ -60,6 +63,7 @@ class LocalCluster:
         self._launch_thread = threading.Thread(target=self._follow_launches, name="launches", daemon=True)
         self._exits: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
         self._exit_thread = threading.Thread(target=self._report_exits, name="exits", daemon=True)
+        self._probe_thread = threading.Thread(target=self._probe_router, name="probe", daemon=True)
 
     # -- life ----------------------------------------------------------------------------------------------------
 
@@ -72,6 +76,7 @@ class LocalCluster:
 
     def start(self, timeout_s: float = 120.0) -> None:
         """Start every part and return when the endpoint can answer."""
+        self._check_port()
         self._supervisor.start()
         self._order(lambda: self._spawn("router", 0, port=0))
         deadline = time.monotonic() + timeout_s
@@ -97,7 +102,7 @@ class LocalCluster:
             self._supervisor.join()
         if self._router is not None:
             self._router.close()
-        for thread in (self._launch_thread, self._exit_thread):
+        for thread in (self._launch_thread, self._exit_thread, self._probe_thread):
             if thread.ident is not None:
                 thread.join(timeout=2)
         self._selector.close()
@@ -133,6 +138,20 @@ class LocalCluster:
     def pids(self) -> dict[str, int]:
         """Pid of every process now running, by member name."""
         return {child.name: child.pid for child in list(self._children.values())}
+
+    def _check_port(self) -> None:
+        """Find a port in use before anything starts: a large model takes minutes."""
+        family = socket.AF_INET6 if ":" in self.config.host else socket.AF_INET
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((self.config.host, self.config.port))
+            except OSError as error:
+                self.stop()
+                raise StartFailed(
+                    f"gateway: port {self.config.port} on {self.config.host} cannot be had ({error.strerror}). Stop "
+                    "what holds it, or choose another with --port (0 takes a free one)."
+                ) from None
 
     # -- the supervisor's thread -----------------------------------------------------------------------------------
 
@@ -223,11 +242,10 @@ class LocalCluster:
                 *("--deadline-s", str(config.deadline_s)),
                 "--prefix-reuse" if config.prefix_reuse else "--no-prefix-reuse",
             ]
-        router_pid = next((child.pid for child in self._children.values() if child.pool == "router"), 0)
         return [
             *shared,
             *("--served-model-name", config.served_name, "--host", config.host, "--port", str(port)),
-            *("--deadline-s", str(config.deadline_s), "--router-pid", str(router_pid)),
+            *("--deadline-s", str(config.deadline_s)),
         ]
 
     def _report(self, child: Child) -> None:
@@ -255,6 +273,7 @@ class LocalCluster:
         self._router = RouterClient(child.address)
         self._launch_thread.start()
         self._exit_thread.start()
+        self._probe_thread.start()
         if self.config.endpoint:
             self._spawn("gateway", 0, port=self.config.port)
 
@@ -335,6 +354,23 @@ class LocalCluster:
                     break
                 except RouterUnavailable as error:
                     logger.warning("exit_report_delayed pid=%d reason=%s", pid, error)
+
+    def _probe_router(self) -> None:
+        """End a router that has hung, so that it is started again: nobody else watches over it."""
+        router = self._router_client()
+        answered_s = time.monotonic()
+        while not self._stopping.wait(PROBE_S):
+            try:
+                router.status(timeout_s=PROBE_S)
+                answered_s = time.monotonic()
+            except RouterUnavailable:
+                hung = [
+                    child for child in list(self._children.values()) if child.pool == "router" and child.ready
+                ]
+                if hung and time.monotonic() - answered_s > HUNG_S:
+                    self._on_event(f"{hung[0].name} has not answered for {HUNG_S:g} s")
+                    hung[0].send(signal.SIGKILL)
+                    answered_s = time.monotonic()
 
     def _router_client(self) -> RouterClient:
         if self._router is None:

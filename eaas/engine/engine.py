@@ -228,7 +228,11 @@ class Engine:
             self.scheduler.cancel(request.owner, request.id)
         log.error("step_failed requests=%d reason=%s", len(overdue), lost)
         outcome = Outcome()
-        _fail(outcome, overdue, "expert_lost", str(lost), retryable=True)
+        message = (
+            f"No live server holds some of the experts needed (waited {self.config.deadline_s:g} s). They are being "
+            "restored; try again."
+        )
+        _fail(outcome, overdue, "expert_lost", message, retryable=True)
         return outcome
 
     def _check_vocabulary(self, request: Request) -> None:

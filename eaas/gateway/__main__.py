@@ -23,6 +23,7 @@ from eaas.gateway.app import Gateway, create_app
 from eaas.gateway.config import GatewayConfig
 from eaas.gateway.http_guard import RequestIds
 from eaas.gateway.load_model import ModelUnusable, load_model
+from eaas.gateway.status import RouterStatus
 from router import child
 from router.client import RouterClient, RouterUnavailable
 from router.view import View
@@ -41,18 +42,26 @@ class RouterViews:
     """Views from the router, as an observer: the gateway holds no experts and needs no lease."""
 
     def __init__(self, address: str) -> None:
+        self.address = address
         self._client = RouterClient(address)
+        self._pid: int | None = None
 
     def start(self, on_view: Callable[[View], None]) -> None:
         """Call ``on_view``, on a thread of the client, with each newer View."""
         self._client.start(on_view=on_view)
 
-    def latest(self) -> tuple[View | None, bool]:
-        """The router's present View, or the last one seen; and whether it answered. Blocks shortly."""
+    def latest(self) -> tuple[View | None, RouterStatus]:
+        """The router's present View, or the last one seen; and how the router does. Blocks shortly."""
         try:
-            return self._client.status(timeout_s=_STATUS_TIMEOUT_S).view, True
+            status = self._client.status(timeout_s=_STATUS_TIMEOUT_S)
         except (RouterUnavailable, grpc.RpcError):
-            return self._client.view, False
+            # A frozen router is thawed by its pid: the one last seen is better than none.
+            return self._client.view, self._router("unreachable")
+        self._pid = status.pid
+        return status.view, self._router("serving")
+
+    def _router(self, state: str) -> RouterStatus:
+        return RouterStatus(pid=self._pid, address=self.address, state=state)
 
     def close(self) -> None:
         """End the threads."""
@@ -120,7 +129,6 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument(
         "--stall-s", type=float, default=60.0, help="End a client that reads nothing for so long."
     )
-    options.add_argument("--router-pid", type=int, default=0, help="Process of the router, shown by /status.")
     child.add_options(options)
     options.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     return options
@@ -191,7 +199,6 @@ def _serve(options: argparse.Namespace, listener: socket.socket) -> int:
         model=load_model(options.model, name),
         views=RouterViews(options.router),
         version=_version(),
-        router={"pid": options.router_pid or None, "address": options.router},
     )
     host, port = listener.getsockname()[:2]
     gateway.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

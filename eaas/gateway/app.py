@@ -26,7 +26,7 @@ from eaas.gateway.replies import EventStream, Exchange, Work
 from eaas.gateway.sampling import sampling_params, token_limit
 from eaas.gateway.schema import ChatRequest, CompletionRequest
 from eaas.gateway.served_model import ServedModel
-from eaas.gateway.status import cluster_status
+from eaas.gateway.status import RouterStatus, cluster_status
 from eaas.gateway.worker_pool import WorkerPool
 from router.view import View
 
@@ -40,7 +40,7 @@ class ViewSource(Protocol):
 
     def start(self, on_view: Callable[[View], None]) -> None: ...
 
-    def latest(self) -> tuple[View | None, bool]: ...
+    def latest(self) -> tuple[View | None, RouterStatus]: ...
 
     def close(self) -> None: ...
 
@@ -55,9 +55,7 @@ class Gateway:
         model: ServedModel,
         views: ViewSource,
         version: str,
-        router: dict[str, Any],
     ) -> None:
-        """Args: router: "pid" (None if unknown) and "address" of the router, for /status."""
         self.config = config
         self.model = model
         self.version = version
@@ -65,7 +63,6 @@ class Gateway:
         self.metrics = GatewayMetrics()
         self.running = 0
         self._views = views
-        self._router = router
         self._pool: WorkerPool | None = None
         self._started_s = time.monotonic()
 
@@ -242,7 +239,7 @@ class Gateway:
 
     async def status(self) -> Response:
         """GET /status: members, epoch, and this gateway's figures."""
-        view, router_answers = await asyncio.to_thread(self._views.latest)
+        view, router = await asyncio.to_thread(self._views.latest)
         pool, metrics = self.pool, self.metrics
         gateway = {
             "name": "gateway/0",
@@ -261,7 +258,6 @@ class Gateway:
             "numerics_classes": pool.numerics_classes,
             "uptime_s": round(time.monotonic() - self._started_s, 3),
         }
-        router = {**self._router, "state": "serving" if router_answers else "unreachable"}
         return JSONResponse(
             cluster_status(model=self.model.name, view=view or pool.view, gateway=gateway, router=router)
         )

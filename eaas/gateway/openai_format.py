@@ -150,7 +150,11 @@ class CompletionFormat:
         return {
             "tokens": [token.chosen.text for token in tokens],
             "token_logprobs": [_finite(token.chosen.logprob) for token in tokens],
-            "top_logprobs": [{other.text: _finite(other.logprob) for other in token.top} for token in tokens],
+            # The chosen token is always among them, so there may be one more than was asked for.
+            "top_logprobs": [
+                {other.text: _finite(other.logprob) for other in (*token.top, token.chosen)}
+                for token in tokens
+            ],
             "text_offset": offsets,
         }
 

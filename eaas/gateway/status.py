@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from router.view import EXPERT, Member, View
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterStatus:
+    """The router as the gateway last saw it. pid: None until it first answered. state: "serving" or
+    "unreachable".
+    """
+
+    pid: int | None
+    address: str
+    state: str
 
 
 def replicas_min(view: View) -> int:
@@ -20,7 +32,8 @@ def _member(member: Member) -> dict[str, Any]:
         "pool": member.pool,
         "pid": member.pid,
         "state": member.state,
-        "incarnation": member.incarnation,
+        # Text: above 2^53 a JSON number loses digits in many readers.
+        "incarnation": f"{member.incarnation:x}",
         "address": member.address,
         # (layer, expert) pairs that may be asked of an expert server; other pools hold none.
         "experts": member.serving_count if member.pool == EXPERT else None,
@@ -30,18 +43,17 @@ def _member(member: Member) -> dict[str, Any]:
 
 
 def cluster_status(
-    *, model: str, view: View | None, gateway: Mapping[str, Any], router: Mapping[str, Any]
+    *, model: str, view: View | None, gateway: Mapping[str, Any], router: RouterStatus
 ) -> dict[str, Any]:
     """The whole answer.
 
     Args:
         view: Newest View, or None before the first.
         gateway: The gateway's own figures; with "pid" and "address".
-        router: "pid" (None if unknown), "address" and "state" of the router.
     """
     own = {"incarnation": None, "experts": None, "load": {}}
     members: list[dict[str, Any]] = [
-        {"name": "router/0", "pool": "router", **own, **router},
+        {"name": "router/0", "pool": "router", **own, **asdict(router)},
         {
             "name": "gateway/0",
             "pool": "gateway",

@@ -48,9 +48,9 @@ void adopt_locked(ExpertClient* client) {
         client->routes = std::move(*client->pending);
         client->pending.reset();
         client->routes_pending.store(0);
-        client->adopted_epoch.store(client->routes.epoch);
     }
     if (client->in_call) return;
+    client->adopted_epoch.store(client->routes.epoch);
     for (uint32_t i = 0; i < EXPERTS_MAX_SERVERS; i++)
         if (client->servers[i].leaving.load()) vacate(client, i);
 }
@@ -79,7 +79,7 @@ P2P_API ExpertClient* expert_client_new(uint32_t layers, uint32_t experts, uint3
     client->call.order.reserve(pairs);
     client->plan.count.assign(experts, 0);
     client->plan.server_of.assign(experts, EXPERTS_NO_SERVER);
-    client->plan.refused.assign(experts, 0);
+    for (std::vector<uint64_t>& refused : client->plan.refused) refused.assign(experts, 0);
     return client.release();
 } catch (const std::bad_alloc&) {
     return nullptr;

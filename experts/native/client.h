@@ -52,7 +52,7 @@ struct ServerStats {
     uint64_t redispatches;    // pairs sent elsewhere because this server died or refused them
     uint64_t lost;            // pairs that were still waiting for this server when a call failed
     uint64_t corrupt;         // replies that failed validation
-    uint32_t late_slots;      // slots retired until their late reply arrives
+    uint32_t late_slots;      // slots retired: until a late reply arrives, or after a corrupt one
     uint32_t state;           // 0 empty, 1 attached, 2 gone, 3 leaving or left
 };
 
@@ -73,6 +73,7 @@ P2P_API int32_t expert_client_server_idle(ExpertClient* client, uint32_t index);
 // adopted at once where no call runs, else at the end of the running call (or within it, when that call waits
 // for a replica).
 P2P_API void expert_client_publish_routes(ExpertClient* client, uint64_t epoch, const uint8_t* table);
+// Nothing that the running call has out was asked by routes older than this epoch's.
 P2P_API uint64_t expert_client_adopted_epoch(ExpertClient* client);
 P2P_API int32_t expert_client_stats(ExpertClient* client, uint32_t index, ServerStats* out);
 

@@ -26,7 +26,7 @@ void finish(ExpertClient* client) {
     for (uint64_t left = client->used.load(); left; left &= left - 1) {
         Server& server = client->servers[std::countr_zero(left)];
         for (const Slot& slot : server.slots)
-            if (call.missing.load() && slot.state != SLOT_FREE && slot.call == call.id)
+            if (call.missing.load() && slot.awaited_by(call.id))
                 add(server.stats.lost, call.chunks[slot.chunk].pairs);
         server.queue.clear();
         server.queue_head = 0;
@@ -62,7 +62,7 @@ int32_t begin(ExpertClient* client, uint32_t layer, const void* rows, uint32_t n
     call.out = out;
     call.deadline_ns = deadline_ns;
     call.attempt = 0;
-    call.in_doubt.store(false);
+    call.routes_since = 0;
     call.replan.store(0);
     call.missing.store(total);
     call.chunks.clear();

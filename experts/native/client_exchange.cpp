@@ -134,7 +134,22 @@ void learn(Server& server, const Slot& slot, uint64_t now_ns, uint64_t service_n
     set(stats.service_ns, average(stats.service_ns, service_ns));
 }
 
-// True once the slot's reply was read and judged; a reply that does not validate is as one that has not come.
+// Its pairs go to another server, or to this one again.
+void refuse(Call& call, Server& server, Chunk& chunk, uint32_t refusals) {
+    chunk.state = CHUNK_FAILED;
+    chunk.refused = true;
+    chunk.refusals = refusals;
+    add(server.stats.redispatches, chunk.pairs);
+    call.replan.store(1);
+}
+
+// Whether all of its pairs, sorted by expert when it was sent, are one expert's.
+bool of_one_expert(const Call& call, const Chunk& chunk) {
+    const uint32_t* pairs = call.order.data() + chunk.first;
+    return call.ids[pairs[0]] == call.ids[pairs[chunk.pairs - 1]];
+}
+
+// Reads and judges the reply. False where it does not validate: nothing of it was used.
 bool accept(ExpertClient* client, Server& server, Slot& slot, const void* memory, uint64_t now_ns) {
     Call& call = client->call;
     Chunk& chunk = call.chunks[slot.chunk];
@@ -145,19 +160,19 @@ bool accept(ExpertClient* client, Server& server, Slot& slot, const void* memory
     uint16_t status = STATUS_INVALID;
     bool valid = length >= 0 && reply_valid(shape, chunk.reply, uint64_t(length), call.layer, chunk.rows,
                                             chunk.pairs, chunk.routing, &status);
+    call.outstanding[server.link.lane].value--;
     if (!valid || (status != STATUS_INVALID && frame.attempt != chunk.attempt)) {
         add(server.stats.corrupt, 1);
+        refuse(call, server, chunk, chunk.refusals + 1);
         return false;
     }
     WireHeader header;
     std::memcpy(&header, chunk.reply, sizeof header);
     learn(server, slot, now_ns, header.service_ns);
-    call.outstanding[server.link.lane].value--;
     if (status != STATUS_OK) {
-        chunk.state = CHUNK_FAILED;
-        chunk.refused = true;
-        add(server.stats.redispatches, chunk.pairs);
-        call.replan.store(1);
+        // A corrupt request may pass the next time; an expert that is not held stays so under these routes.
+        bool final = status == STATUS_NOT_HELD && of_one_expert(call, chunk);
+        refuse(call, server, chunk, final ? MAX_REFUSALS : chunk.refusals + 1);
         return true;
     }
     chunk.state = CHUNK_DONE;
@@ -174,6 +189,16 @@ bool accept(ExpertClient* client, Server& server, Slot& slot, const void* memory
     return true;
 }
 
+void retire(Server& server, Slot& slot, SlotState state) {
+    if (slot.state == SLOT_BUSY) {
+        server.busy--;
+        server.units -= slot.pairs;
+        server.late++;
+        std::atomic_ref(server.stats.late_slots).store(server.late, std::memory_order_relaxed);
+    }
+    slot.state = state;
+}
+
 void scan(ExpertClient* client, Server& server, uint64_t now_ns) {
     Call& call = client->call;
     for (uint32_t i = 0; i < server.link.slots; i++) {
@@ -181,19 +206,19 @@ void scan(ExpertClient* client, Server& server, uint64_t now_ns) {
         if (slot.state == SLOT_FREE) continue;
         const void* memory = p2p_slot(server.link.rx, i, server.link.slot_bytes);
         bool current = slot.call == call.id;
-        if (p2p_signal_load(memory) == slot.sequence &&
-            (!current || accept(client, server, slot, memory, now_ns))) {
-            release(client, server, slot);
+        if (current && slot.state == SLOT_TORN) continue;
+        if (p2p_signal_load(memory) == slot.sequence) {
+            if (!current || accept(client, server, slot, memory, now_ns))
+                release(client, server, slot);
+            else
+                retire(server, slot, SLOT_TORN);
         } else if (slot.state == SLOT_BUSY && now_ns >= slot.due_ns) {
-            server.busy--;
-            server.units -= slot.pairs;
-            server.late++;
-            slot.state = SLOT_LATE;
-            std::atomic_ref(server.stats.late_slots).store(server.late, std::memory_order_relaxed);
+            retire(server, slot, SLOT_LATE);
             server.probe_at_ns = now_ns + server.probe_wait_ns;
             server.probe_wait_ns = std::min(PROBE_LAST_NS, server.probe_wait_ns * 2);
-            if (!current) continue;
-            call.chunks[slot.chunk].state = CHUNK_LATE;
+            if (current) call.chunks[slot.chunk].state = CHUNK_LATE;
+            bool others_wait = server.queue_head < server.queue.size();
+            if (!current && !others_wait) continue;
             call.in_doubt.store(true, std::memory_order_relaxed);
             call.replan.store(1);
         }
@@ -210,7 +235,7 @@ void bury(ExpertClient* client, Server& server) {
         add(server.stats.redispatches, chunk.pairs);
     };
     for (Slot& slot : server.slots) {
-        if (slot.state != SLOT_FREE && slot.call == call.id) fail(slot.chunk);
+        if (slot.awaited_by(call.id)) fail(slot.chunk);
         slot.state = SLOT_FREE;
     }
     for (; server.queue_head < server.queue.size(); server.queue_head++)

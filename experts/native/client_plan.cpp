@@ -15,6 +15,8 @@ enum PairState : uint8_t { PAIR_OPEN, PAIR_PLACED, PAIR_FILLED };
 struct Masks {
     uint64_t healthy = 0;  // takes rows
     uint64_t late = 0;     // alive, but owes a reply past its time: only where no other replica exists
+
+    bool takes(uint32_t server) const { return server != EXPERTS_NO_SERVER && healthy >> server & 1; }
 };
 
 Masks server_masks(ExpertClient* client, uint64_t now_ns) {
@@ -38,14 +40,34 @@ uint64_t replicas(const ExpertClient* client, uint32_t expert) {
     return mask;
 }
 
+void forget_refusals(Plan& plan) {
+    if (plan.any_refused)
+        for (std::vector<uint64_t>& refused : plan.refused) std::fill(refused.begin(), refused.end(), 0);
+    plan.any_refused = false;
+}
+
+uint32_t refusals(const Plan& plan, uint32_t expert, uint32_t server) {
+    uint32_t count = 0;
+    while (count < MAX_REFUSALS && plan.refused[count][expert] >> server & 1) count++;
+    return count;
+}
+
+// Of these servers those that refused the expert least often; none that may not be asked again.
+uint64_t most_willing(const Plan& plan, uint32_t expert, uint64_t servers) {
+    for (const std::vector<uint64_t>& refused : plan.refused)
+        if (uint64_t willing = servers & ~refused[expert]) return willing;
+    return 0;
+}
+
 // Fills plan.server_of for every touched expert.
 void choose_servers(ExpertClient* client, const Masks& masks) {
     Plan& plan = client->plan;
     std::vector<Want>& wants = plan.wants;
     wants.clear();
     for (uint32_t expert : plan.touched) {
-        uint64_t able = replicas(client, expert) & ~plan.refused[expert];
-        uint64_t servers = able & masks.healthy ? able & masks.healthy : able & masks.late;
+        uint64_t able = replicas(client, expert);
+        uint64_t servers = most_willing(plan, expert, able & masks.healthy);
+        if (!servers) servers = most_willing(plan, expert, able & masks.late);
         wants.push_back({expert, plan.count[expert], servers});
     }
     std::sort(wants.begin(), wants.end(), [](const Want& a, const Want& b) {
@@ -69,37 +91,46 @@ void cut_chunks(ExpertClient* client, uint32_t index) {
     Call& call = client->call;
     Server& server = client->servers[index];
     const WireShape& shape = client->shape;
+    const Plan& plan = client->plan;
     std::vector<uint32_t>& list = client->plan.list[index];
     uint64_t limit = std::min<uint64_t>(CHUNK_BYTES, server.link.slot_bytes);
     if (server.queue_head == server.queue.size()) {
         server.queue.clear();
         server.queue_head = 0;
     }
+    // An expert that the server refused goes alone: who refuses a chunk does not say for which expert.
+    auto part = [&](uint32_t pair) {
+        uint32_t expert = call.ids[pair];
+        return plan.any_refused && refusals(plan, expert, index) ? expert + 1 : 0;
+    };
+    if (plan.any_refused)
+        std::sort(list.begin(), list.end(), [&](uint32_t a, uint32_t b) {
+            return part(a) != part(b) ? part(a) < part(b) : a < b;
+        });
     size_t at = 0;
     while (at < list.size()) {
         uint32_t rows = 0;
         size_t end = at;
-        while (end < list.size()) {
+        while (end < list.size() && part(list[end]) == part(list[at])) {
             // All pairs of a token go together: a row travels to a server once.
-            uint32_t token = list[end] / shape.top_k;
+            auto beside = [&](uint32_t pair) {
+                return pair / shape.top_k == list[end] / shape.top_k && part(pair) == part(list[end]);
+            };
             size_t next = end + 1;
-            while (next < list.size() && list[next] / shape.top_k == token) next++;
+            while (next < list.size() && beside(list[next])) next++;
             bool fits =
                 reply_bytes(shape, next - at) <= limit && request_bytes(shape, rows + 1, next - at) <= limit;
             if (!fits && end > at) break;
             rows++;
             end = next;
         }
-        Chunk chunk{index,
-                    uint32_t(call.order.size()),
-                    uint32_t(end - at),
-                    rows,
-                    call.attempt,
-                    CHUNK_PLANNED,
-                    false,
-                    0,
-                    nullptr};
-        chunk.reply = client->arena.take(reply_bytes(shape, chunk.pairs));
+        Chunk chunk{.server = index,
+                    .first = uint32_t(call.order.size()),
+                    .pairs = uint32_t(end - at),
+                    .rows = rows,
+                    .attempt = call.attempt,
+                    .reply = client->arena.take(reply_bytes(shape, end - at))};
+        if (part(list[at])) chunk.refusals = refusals(plan, call.ids[list[at]], index);
         call.order.insert(call.order.end(), list.begin() + at, list.begin() + end);
         server.queue.push_back(uint32_t(call.chunks.size()));
         call.chunks.push_back(chunk);
@@ -114,7 +145,8 @@ void cut_all(ExpertClient* client, uint64_t servers) {
 }
 
 void count_pair(Plan& plan, uint32_t expert) {
-    if (plan.count[expert]++ == 0) plan.touched.push_back(expert);
+    if (plan.count[expert] == 0) plan.touched.push_back(expert);
+    plan.count[expert]++;
 }
 
 void clear_counts(Plan& plan) {
@@ -126,8 +158,11 @@ bool pair_filled(const Call& call, uint32_t pair) {
     return call.filled[pair / 64].load(std::memory_order_relaxed) >> (pair % 64) & 1;
 }
 
+// Planned by routes that are no longer in use: its refusal says nothing about those that are.
+bool outdated(const Call& call, const Chunk& chunk) { return chunk.attempt < call.routes_since; }
+
 // Chunks that will not bring their pairs, or not soon, free them for another server.
-void survey(ExpertClient* client, const Masks& masks, bool adopted) {
+void survey(ExpertClient* client, const Masks& masks) {
     Call& call = client->call;
     Plan& plan = client->plan;
     uint32_t total = call.n * client->shape.top_k;
@@ -137,24 +172,21 @@ void survey(ExpertClient* client, const Masks& masks, bool adopted) {
     for (Chunk& chunk : call.chunks) {
         Server& server = client->servers[chunk.server];
         uint64_t bit = 1ull << chunk.server;
-        // Not sent yet to a server that became late: another replica may take it.
-        if (chunk.state == CHUNK_PLANNED && !(masks.healthy & bit)) chunk.state = CHUNK_FAILED;
+        // Not sent yet, by old routes or to a server that became late: another replica may take it.
+        if (chunk.state == CHUNK_PLANNED && (outdated(call, chunk) || !(masks.healthy & bit)))
+            chunk.state = CHUNK_FAILED;
+        if (outdated(call, chunk)) chunk.refused = false;
         for (uint32_t i = 0; i < chunk.pairs; i++) {
             uint32_t pair = call.order[chunk.first + i];
             if (chunk.state == CHUNK_PLANNED || chunk.state == CHUNK_SENT)
                 plan.pair_state[pair] = PAIR_PLACED;
             if (chunk.state == CHUNK_LATE) plan.pair_late[pair] |= bit;
-            if (chunk.refused) plan.refused[call.ids[pair]] |= bit;
+            for (uint32_t count = 0; chunk.refused && count < chunk.refusals; count++)
+                plan.refused[count][call.ids[pair]] |= bit;
         }
         plan.any_refused |= chunk.refused;
         chunk.refused = false;
-        if (chunk.state != CHUNK_DONE && chunk.state != CHUNK_FAILED)
-            call.outstanding[server.link.lane].value++;
-    }
-    // New routes answer old refusals.
-    if (adopted && plan.any_refused) {
-        std::fill(plan.refused.begin(), plan.refused.end(), 0);
-        plan.any_refused = false;
+        if (chunk.out()) call.outstanding[server.link.lane].value++;
     }
     for (uint32_t pair = 0; pair < total; pair++)
         if (pair_filled(call, pair)) plan.pair_state[pair] = PAIR_FILLED;
@@ -174,21 +206,24 @@ void plan_first(ExpertClient* client, uint64_t now_ns) {
     Call& call = client->call;
     Plan& plan = client->plan;
     uint32_t total = call.n * client->shape.top_k;
-    if (plan.any_refused) std::fill(plan.refused.begin(), plan.refused.end(), 0);
-    plan.any_refused = false;
+    // A plan that ran out of memory left its scratch half used.
+    clear_counts(plan);
+    for (std::vector<uint32_t>& list : plan.list) list.clear();
+    forget_refusals(plan);
     for (uint32_t pair = 0; pair < total; pair++) count_pair(plan, call.ids[pair]);
-    choose_servers(client, server_masks(client, now_ns));
+    Masks masks = server_masks(client, now_ns);
+    choose_servers(client, masks);
     uint64_t servers = 0;
+    bool in_doubt = false;
     for (uint32_t pair = 0; pair < total; pair++) {
         uint32_t server = plan.server_of[call.ids[pair]];
-        if (server == EXPERTS_NO_SERVER) {
-            call.in_doubt.store(true, std::memory_order_relaxed);
-            continue;
-        }
+        in_doubt |= !masks.takes(server);
+        if (server == EXPERTS_NO_SERVER) continue;
         plan.list[server].push_back(pair);
         servers |= 1ull << server;
     }
     clear_counts(plan);
+    call.in_doubt.store(in_doubt, std::memory_order_relaxed);
     cut_all(client, servers);
 }
 
@@ -196,16 +231,20 @@ void plan_again(ExpertClient* client, uint64_t now_ns) {
     Call& call = client->call;
     Plan& plan = client->plan;
     uint32_t total = call.n * client->shape.top_k;
-    bool adopted = false;
+    call.attempt++;
     if (client->routes_pending.load()) {
         std::lock_guard lock(client->mutex);
         adopt_locked(client);
-        adopted = true;
+        call.routes_since = call.attempt;
+        forget_refusals(plan);
     }
     for (uint32_t lane = 0; lane < client->lanes; lane++) check_liveness(client, lane, now_ns, true);
     Masks masks = server_masks(client, now_ns);
-    survey(client, masks, adopted);
-    call.attempt++;
+    survey(client, masks);
+    // Whoever hears of the epoch may take away what older routes still ask for.
+    auto behind = [&](const Chunk& chunk) { return chunk.out() && outdated(call, chunk); };
+    if (std::none_of(call.chunks.begin(), call.chunks.end(), behind))
+        client->adopted_epoch.store(client->routes.epoch);
     call.replan.store(0);
     for (uint32_t pair = 0; pair < total; pair++)
         if (plan.pair_state[pair] == PAIR_OPEN) count_pair(plan, call.ids[pair]);
@@ -217,9 +256,8 @@ void plan_again(ExpertClient* client, uint64_t now_ns) {
         if (plan.pair_state[pair] != PAIR_OPEN) continue;
         uint32_t server = plan.server_of[call.ids[pair]];
         // A late server gets a row again only where it does not already hold it.
-        bool waits = server == EXPERTS_NO_SERVER || (!(masks.healthy >> server & 1) && plan.pair_late[pair]);
-        in_doubt |= waits;
-        if (waits) continue;
+        in_doubt |= !masks.takes(server);
+        if (server == EXPERTS_NO_SERVER || (!masks.takes(server) && plan.pair_late[pair])) continue;
         for (uint64_t left = plan.pair_late[pair]; left; left &= left - 1)
             add(client->servers[std::countr_zero(left)].stats.hedges, 1);
         plan.list[server].push_back(pair);

@@ -19,10 +19,13 @@ constexpr uint64_t OVERDUE_UNKNOWN_NS =
     1'000'000'000;  // before a server's first reply: its pages may be cold
 constexpr uint64_t PROBE_FIRST_NS = 1'000'000'000;
 constexpr uint64_t PROBE_LAST_NS = 30'000'000'000;
+constexpr uint32_t MAX_REFUSALS = 3;  // in a row, of an expert by a server; then it is not asked again
 constexpr double UNIT_BASE = 16;  // pairs that a chunk seems to have on top of its own: its fixed cost
 
 enum ServerState : uint32_t { SERVER_EMPTY = 0, SERVER_LIVE = 1, SERVER_GONE = 2, SERVER_LEFT = 3 };
-enum SlotState : uint8_t { SLOT_FREE, SLOT_BUSY, SLOT_LATE };
+// Torn: signalled, but its reply does not validate. Neither read again nor reused while the call lasts: whoever
+// wrote it may still be writing.
+enum SlotState : uint8_t { SLOT_FREE, SLOT_BUSY, SLOT_LATE, SLOT_TORN };
 enum ChunkState : uint8_t { CHUNK_PLANNED, CHUNK_SENT, CHUNK_LATE, CHUNK_DONE, CHUNK_FAILED };
 
 struct Slot {
@@ -34,18 +37,26 @@ struct Slot {
     uint64_t sequence = 0;
     uint64_t posted_ns = 0;
     uint64_t due_ns = 0;
+
+    bool awaited_by(uint64_t running) const {
+        return call == running && (state == SLOT_BUSY || state == SLOT_LATE);
+    }
 };
 
 struct Chunk {
-    uint32_t server;
-    uint32_t first;  // of its pairs in Call::order
-    uint32_t pairs;
-    uint32_t rows;
-    uint32_t attempt;
-    ChunkState state;
-    bool refused;  // by the server: not held, or not understood
-    uint64_t routing;
-    uint8_t* reply;  // private memory: wire header, then one row for each pair
+    uint32_t server = 0;
+    uint32_t first = 0;  // of its pairs in Call::order
+    uint32_t pairs = 0;
+    uint32_t rows = 0;
+    uint32_t attempt = 0;
+    ChunkState state = CHUNK_PLANNED;
+    bool refused = false;   // just now: not held, or not understood by either end
+    uint32_t refusals = 0;  // of its experts by this server, in a row
+    uint64_t routing = 0;
+    uint8_t* reply = nullptr;  // private memory: wire header, then one row for each pair
+
+    // A reply may still come.
+    bool out() const { return state == CHUNK_PLANNED || state == CHUNK_SENT || state == CHUNK_LATE; }
 };
 
 struct Server {
@@ -55,7 +66,7 @@ struct Server {
     Slot slots[MAX_SLOTS];
     uint64_t sequence = 0;
     uint32_t busy = 0;   // slots in SLOT_BUSY
-    uint32_t late = 0;   // slots in SLOT_LATE
+    uint32_t late = 0;   // slots in SLOT_LATE or SLOT_TORN
     uint32_t units = 0;  // pairs in busy slots
     double peak_ns_per_unit = 0;
     uint64_t probe_at_ns = 0;
@@ -82,6 +93,7 @@ struct Call {
     float* out = nullptr;
     uint64_t deadline_ns = 0;
     uint32_t attempt = 0;
+    uint32_t routes_since = 0;  // the first attempt that was planned by the routes in use
     int32_t status = EXPERTS_OK;
     std::atomic<bool> in_doubt{false};  // some pairs wait for a replica, or for a late server
     std::atomic<uint32_t> missing{0};
@@ -129,7 +141,8 @@ struct Plan {
     std::vector<uint32_t> count;     // pairs to place, of each expert
     std::vector<uint32_t> touched;   // experts with pairs to place
     std::vector<uint8_t> server_of;  // of each expert
-    std::vector<uint64_t> refused;   // servers that refused an expert in this call, a mask for each expert
+    // refused[i][expert]: a mask of the servers that in this call refused it more than i times in a row
+    std::vector<uint64_t> refused[MAX_REFUSALS];
     bool any_refused = false;
     std::vector<uint8_t> pair_state;
     std::vector<uint64_t> pair_late;  // servers whose late reply may still bring the pair

@@ -236,7 +236,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("view", "wanted", "problem", "gone")
+    __slots__ = ("view", "wanted", "problem", "gone", "pid")
     class WantedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -248,11 +248,13 @@ class StatusReply(_message.Message):
     WANTED_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
     GONE_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
     view: View
     wanted: _containers.ScalarMap[str, int]
     problem: str
     gone: _containers.RepeatedCompositeFieldContainer[Gone]
-    def __init__(self, view: _Optional[_Union[View, _Mapping]] = ..., wanted: _Optional[_Mapping[str, int]] = ..., problem: _Optional[str] = ..., gone: _Optional[_Iterable[_Union[Gone, _Mapping]]] = ...) -> None: ...
+    pid: int
+    def __init__(self, view: _Optional[_Union[View, _Mapping]] = ..., wanted: _Optional[_Mapping[str, int]] = ..., problem: _Optional[str] = ..., gone: _Optional[_Iterable[_Union[Gone, _Mapping]]] = ..., pid: _Optional[int] = ...) -> None: ...
 
 class Gone(_message.Message):
     __slots__ = ("name", "incarnation", "pid", "reason")

@@ -103,6 +103,14 @@ def test_killing_the_router_changes_nothing(cluster: LocalCluster, calm: list[Se
     wait_for("4 serving members under the new router", lambda: whole_pool(cluster), 15)
 
 
+def test_a_hung_router_is_replaced(cluster: LocalCluster, calm: list[Seen]) -> None:
+    hung = cluster.pids()["router/0"]
+    struck, _ = strike(cluster, "router", signal.SIGSTOP, seed=19)
+    assert [one.texts for one in struck] == [one.texts for one in calm], "router frozen, tokens changed"
+    wait_for("another router", lambda: cluster.pids().get("router/0", hung) != hung, 15)
+    wait_for("a whole pool", lambda: whole_pool(cluster), 10)
+
+
 def test_a_client_that_goes_away_frees_everything(cluster: LocalCluster) -> None:
     import openai
 

@@ -88,6 +88,7 @@ class FakeRouter(rpc.RouterServicer):
     """Shows whatever View a test sets; every change has a higher epoch."""
 
     def __init__(self) -> None:
+        self.pid = 41
         self._condition = threading.Condition()
         self._view = pb.View(term=1, epoch=0, replicas_wanted=1, layers=2, experts=4)
         self._server = grpc.server(ThreadPoolExecutor(16))
@@ -123,7 +124,7 @@ class FakeRouter(rpc.RouterServicer):
                 yield view
 
     def Status(self, request: Any, context: Any) -> pb.StatusReply:
-        return pb.StatusReply(view=self._view)
+        return pb.StatusReply(view=self._view, pid=self.pid)
 
     def stop(self) -> None:
         self._server.stop(0).wait()

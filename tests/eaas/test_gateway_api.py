@@ -12,7 +12,17 @@ import httpx
 import openai
 import pytest
 
-from tests.eaas.gateway_world import EOS, MAX_MODEL_LEN, FakeWorker, GatewayProcess, World, eventually
+from eaas.gateway.__main__ import RouterViews
+from eaas.gateway.status import RouterStatus
+from tests.eaas.gateway_world import (
+    EOS,
+    MAX_MODEL_LEN,
+    FakeRouter,
+    FakeWorker,
+    GatewayProcess,
+    World,
+    eventually,
+)
 
 
 @pytest.fixture(scope="module")
@@ -293,11 +303,30 @@ def test_status_lists_every_process(url: str, worker: FakeWorker) -> None:
     members = {member["name"]: member for member in status["members"]}
     assert set(members) == {"router/0", "gateway/0", "expert/1", worker.name}
     assert members["expert/1"] == {
-        **members["expert/1"], "experts": 8, "state": "serving", "incarnation": 77, "load": {"busy": 0.25},
+        **members["expert/1"], "experts": 8, "state": "serving", "incarnation": "4d", "load": {"busy": 0.25},
     }  # fmt: skip
     assert members["gateway/0"]["pid"] == status["gateway"]["pid"]
     assert members["router/0"]["state"] == "serving"
     assert status["replicas_min"] == 1
+
+
+def test_status_names_the_process_that_the_router_is_now(world: World, url: str) -> None:
+    def shown() -> int:
+        return httpx.get(f"{url}/status").json()["members"][0]["pid"]
+
+    before = world.router.pid
+    assert shown() == before
+    world.router.pid = before + 1
+    assert shown() == before + 1, "a restarted router is another process"
+
+
+def test_a_router_that_does_not_answer_is_shown_with_its_last_process() -> None:
+    router = FakeRouter()
+    views = RouterViews(router.address)
+    assert views.latest()[1] == RouterStatus(pid=router.pid, address=router.address, state="serving")
+    router.stop()
+    assert views.latest()[1] == RouterStatus(pid=router.pid, address=router.address, state="unreachable")
+    views.close()
 
 
 def test_sixty_four_clients_get_their_own_text(client: openai.OpenAI) -> None:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import resource
 import socket
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +22,28 @@ from p2p import native as p2p_native
 MODEL_HASH = 0x1234_5678_9ABC_DEF0
 NO_SERVER = 255
 REPLICAS = 8
-OK, PENDING, LOST, ARGUMENT = 0, 1, -1, -2
+OK, PENDING, LOST, ARGUMENT, MEMORY = 0, 1, -1, -2, -4
+
+
+@contextmanager
+def out_of_memory() -> Iterator[None]:
+    """No MiB in one piece is left to this process."""
+    libc = ctypes.CDLL(None)
+    libc.malloc.argtypes, libc.malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
+    libc.free.argtypes, libc.free.restype = [ctypes.c_void_p], None
+    held: list[int] = []
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * mmap.PAGESIZE, before[1]))
+    try:
+        # What earlier tests freed is still ours.
+        while block := libc.malloc(1 << 20):
+            held.append(block)
+        yield
+    finally:
+        for block in held:
+            libc.free(block)
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def shape_of(
@@ -314,6 +339,10 @@ class World:
             if not server.dead and not server.frozen
         )
 
+    def adopted(self, client: int) -> int:
+        """The epoch that the router may count on."""
+        return self.library.expert_client_adopted_epoch(self.clients[client])
+
     def stats(self, client: int, server: int) -> native.ServerStats:
         """What the client counted."""
         stats = native.ServerStats()
@@ -345,6 +374,7 @@ class Call:
         n: int,
         layer: int,
         deadline_ns: int = 10**9,
+        begun_under: AbstractContextManager[None] | None = None,
     ) -> None:
         shape = world.shape
         self.world, self.client, self.layer = world, client, layer
@@ -355,17 +385,18 @@ class Call:
         self.gates = rng.random((n, shape.top_k), dtype=np.float32)
         self.before = rng.standard_normal((n, shape.hidden)).astype(np.float32)
         self.out = self.before.copy()
-        self.status = world.library.expert_client_begin(
-            world.clients[client],
-            layer,
-            self.x.ctypes.data,
-            n,
-            self.ids.ctypes.data,
-            self.gates.ctypes.data,
-            self.out.ctypes.data,
-            world.now_ns,
-            world.now_ns + deadline_ns,
-        )
+        with begun_under or nullcontext():
+            self.status = world.library.expert_client_begin(
+                world.clients[client],
+                layer,
+                self.x.ctypes.data,
+                n,
+                self.ids.ctypes.data,
+                self.gates.ctypes.data,
+                self.out.ctypes.data,
+                world.now_ns,
+                world.now_ns + deadline_ns,
+            )
         if self.status == OK:
             self.status = PENDING
 

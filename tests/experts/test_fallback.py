@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -71,7 +72,10 @@ def test_python_and_native_ends_understand_each_other(
     empty = View(term=1, epoch=1, replicas_wanted=1, layers=shape.layers, experts=shape.experts)
     view = replace(empty, members=tuple(members))
     client.apply_view(view)
-    assert client.attached == ("expert/5", "expert/6")
+    end_s = time.monotonic() + 10
+    while client.adopted_epoch < view.epoch and time.monotonic() < end_s:
+        time.sleep(0.005)
+    assert sorted(client.attached) == ["expert/5", "expert/6"]
     rng = np.random.default_rng(2)
     for n in (1, 7, 40):
         rows = to_bits(rng.standard_normal((n, shape.hidden)), dtype)

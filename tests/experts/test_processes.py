@@ -28,6 +28,15 @@ SEED = 77
 SIZES = {"hidden": 128, "intermediate": 96, "experts": 8, "top_k": 2}
 
 
+def settle(client: ExpertClient, view: View) -> None:
+    """Apply a View and wait until its routes are in use."""
+    client.apply_view(view)
+    end_s = time.monotonic() + 10
+    while client.adopted_epoch < view.epoch and time.monotonic() < end_s:
+        time.sleep(0.002)
+    assert client.adopted_epoch == view.epoch, client.attached
+
+
 class Process:
     """One expert server in a process of its own."""
 
@@ -173,8 +182,7 @@ def test_any_layout_of_processes_gives_the_bits_of_one(
     cluster.start(servers, replicas, lanes)
     rng = np.random.default_rng(servers)
     for client in (cluster.client(lanes=1), cluster.client(lanes=2)):
-        client.apply_view(cluster.view())
-        assert client.adopted_epoch == cluster.epoch
+        settle(client, cluster.view())
         for n in (1, 3, 17, 64):
             cluster.check(client, rng, n)
 
@@ -182,7 +190,7 @@ def test_any_layout_of_processes_gives_the_bits_of_one(
 def test_a_prefill_of_600_rows_goes_in_chunks(cluster: Cluster) -> None:
     cluster.start(2, 1)
     client = cluster.client(max_tokens=600)
-    client.apply_view(cluster.view())
+    settle(client, cluster.view())
     for seed in range(3):
         cluster.check(client, np.random.default_rng(seed), 600)
     assert all(report.calls >= 3 for report in client.stats())
@@ -193,7 +201,7 @@ def test_a_server_killed_during_calls_changes_no_bit(dtype: Dtype) -> None:
     cluster = Cluster(dtype)
     servers = cluster.start(3, 2)
     client = cluster.client()
-    client.apply_view(cluster.view())
+    settle(client, cluster.view())
     rng = np.random.default_rng(1)
     for _ in range(5):
         cluster.check(client, rng, 20)
@@ -212,7 +220,7 @@ def test_a_server_killed_during_calls_changes_no_bit(dtype: Dtype) -> None:
 def test_a_frozen_server_changes_no_bit_and_comes_back(cluster: Cluster) -> None:
     servers = cluster.start(2, 2)
     client = cluster.client()
-    client.apply_view(cluster.view())
+    settle(client, cluster.view())
     rng = np.random.default_rng(2)
     for _ in range(10):
         cluster.check(client, rng, 20)
@@ -236,7 +244,7 @@ def test_a_frozen_server_changes_no_bit_and_comes_back(cluster: Cluster) -> None
 def test_the_last_replica_lost_is_said_at_the_deadline_and_new_routes_heal_it(cluster: Cluster) -> None:
     (server,) = cluster.start(1, 1)
     client = cluster.client()
-    client.apply_view(cluster.view())
+    settle(client, cluster.view())
     rng = np.random.default_rng(3)
     cluster.check(client, rng, 5)
     server.process.kill()
@@ -257,7 +265,7 @@ def test_views_published_during_calls_move_experts_without_a_wrong_bit(cluster: 
     first, second = cluster.start(2, 2)
     client, other = cluster.client(), cluster.client()
     for each in (client, other):
-        each.apply_view(cluster.view())
+        settle(each, cluster.view())
     stop = threading.Event()
     failures: list[BaseException] = []
 
@@ -297,7 +305,7 @@ def test_views_published_during_calls_move_experts_without_a_wrong_bit(cluster: 
 def test_the_windows_of_a_client_that_goes_are_freed(cluster: Cluster) -> None:
     (server,) = cluster.start(1, 1)
     client = cluster.client()
-    client.apply_view(cluster.view())
+    settle(client, cluster.view())
     assert server.tell("clients") == 1
     # A client that is killed hangs up just so: the kernel closes its sockets.
     cluster.endpoints[0].close()
@@ -317,6 +325,9 @@ def test_a_client_of_another_model_is_refused_and_told_why(
         endpoint=endpoint, shape=cluster.shape, dtype=Dtype.BFLOAT16, model_hash="ff" * 32, incarnation=9
     )
     other.apply_view(cluster.view())
+    end_s = time.monotonic() + 5
+    while "attach_failed" not in caplog.text and time.monotonic() < end_s:
+        time.sleep(0.01)
     assert other.attached == ()
     assert "FAILED_PRECONDITION" in caplog.text and "model" in caplog.text
     other.close()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from experts.model import Dtype
-from tests.experts.steps import LOST, OK, PENDING, Call, World, shape_of
+from tests.experts.steps import LOST, MEMORY, OK, PENDING, Call, World, out_of_memory, shape_of
 
 SHAPES = (
     {"hidden": 48, "intermediate": 40, "experts": 8, "top_k": 2},
@@ -186,7 +186,7 @@ def test_routes_published_during_a_call_rescue_it() -> None:
     world.publish(client, 2, without={0})
     assert call.run() == OK
     assert call.exact()
-    assert world.library.expert_client_adopted_epoch(world.clients[client]) == 2
+    assert world.adopted(client) == 2
     world.close()
 
 
@@ -194,17 +194,16 @@ def test_routes_are_adopted_at_once_when_idle_and_after_the_call_when_busy() -> 
     world = World(shape=shape_of(), dtype=Dtype.FLOAT32, servers=2, seed=7)
     spread(world, 2)
     client = world.add_client()
-    adopted = world.library.expert_client_adopted_epoch
     world.publish(client, 1)
-    assert adopted(world.clients[client]) == 1
+    assert world.adopted(client) == 1
     call = Call(world, client, np.random.default_rng(7), 4, 0)
     world.publish(client, 2, without={0})
     world.library.expert_client_remove_server(world.clients[client], world.links[client, 0].index)
-    assert adopted(world.clients[client]) == 1
+    assert world.adopted(client) == 1
     assert world.library.expert_client_server_idle(world.clients[client], world.links[client, 0].index) == 0
     assert call.run() == OK
     assert call.exact()
-    assert adopted(world.clients[client]) == 2
+    assert world.adopted(client) == 2
     assert world.library.expert_client_server_idle(world.clients[client], world.links[client, 0].index) == 1
     world.close()
 
@@ -220,6 +219,179 @@ def test_an_expert_that_a_server_no_longer_holds_is_asked_of_another() -> None:
     assert call.run() == OK
     assert call.exact()
     assert world.stats(client, 0).redispatches > 0
+    world.close()
+
+
+def test_a_refusal_bars_only_the_expert_that_is_not_held() -> None:
+    world = World(shape=shape_of(), dtype=Dtype.FLOAT32, servers=2, seed=12)
+    for expert in range(8):
+        world.hold(0 if expert == 0 else 1, 0, expert)
+    world.hold(0, 0, 3)
+    client = world.add_client()
+    world.publish(client, 1)
+    world.drop(0, 0, 3)
+    call = Call(world, client, np.random.default_rng(12), 16, 0)
+    began_ns = world.now_ns
+    assert call.run() == OK
+    assert call.exact()
+    assert world.stats(client, 0).redispatches > 0
+    assert world.now_ns - began_ns <= 10_000_000
+    world.close()
+
+
+def test_a_late_refusal_by_old_routes_bars_nothing_and_their_epoch_is_not_given_up_before() -> None:
+    world = World(shape=shape_of(), dtype=Dtype.FLOAT32, servers=2, seed=13)
+    spread(world, 1, [0])
+    client = world.add_client()
+    world.publish(client, 1)
+    rng = np.random.default_rng(13)
+    for _ in range(3):
+        assert Call(world, client, rng, 8, 0).run() == OK
+    world.servers[0].frozen = True
+    call = Call(world, client, rng, 16, 0)
+    for tick in range(400):
+        assert call.step() == PENDING
+        world.step_servers()
+        if tick == 300:
+            # Expert 3 moves, make before break.
+            world.hold(1, 0, 3)
+            world.servers[0].held.discard((0, 3))
+            world.publish(client, 2)
+        assert world.adopted(client) == 1, "what is asked by routes of epoch 1 has no answer yet"
+        world.now_ns += 100_000
+    assert world.stats(client, 0).hedges > 0, "the new routes are in use"
+    world.drop(0, 0, 3)
+    world.servers[0].frozen = False
+    began_ns = world.now_ns
+    assert call.run() == OK
+    assert call.exact()
+    assert world.now_ns - began_ns <= 10_000_000
+    assert world.adopted(client) == 2
+    world.close()
+
+
+def test_an_epoch_is_adopted_within_a_call_that_has_nothing_out_by_older_routes() -> None:
+    world = World(shape=shape_of(), dtype=Dtype.FLOAT32, servers=1, seed=14)
+    spread(world, 1)
+    client = world.add_client()
+    world.publish(client, 1)
+    call = Call(world, client, np.random.default_rng(14), 4, 0)
+    world.kill(0)
+    world.now_ns += 10_000_000
+    assert call.step() == PENDING
+    world.publish(client, 2, without={0})
+    assert call.step() == PENDING
+    # The replacement may need the room of what epoch 2 took away.
+    assert world.adopted(client) == 2
+    world.close()
+
+
+@pytest.mark.parametrize("way", ["request", "reply"])
+def test_one_corrupt_frame_costs_a_sole_replica_one_more_try(way: str) -> None:
+    world = World(shape=shape_of(), dtype=Dtype.FLOAT32, servers=1, seed=15)
+    spread(world, 1)
+    client = world.add_client()
+    world.publish(client, 1)
+    rng = np.random.default_rng(15)
+    assert Call(world, client, rng, 8, 0).run() == OK
+    call = Call(world, client, rng, 8, 0)
+    began_ns = world.now_ns
+    if way == "request":
+        world.links[client, 0].request.slot(0)[300] ^= 1
+    world.step_servers()
+    if way == "reply":
+        world.links[client, 0].reply.slot(0)[300] ^= 1
+    assert call.run() == OK
+    assert call.exact()
+    assert world.now_ns - began_ns <= 10_000_000
+    assert world.stats(client, 0).corrupt == (way == "reply")
+    for _ in range(3):
+        call = Call(world, client, rng, 8, 0)
+        assert call.run() == OK
+        assert call.exact()
+    assert world.stats(client, 0).late_slots == 0
+    world.close()
+
+
+def test_a_torn_reply_is_judged_once_and_its_slot_is_not_used_again_in_that_call() -> None:
+    world = World(shape=shape_of(), dtype=Dtype.FLOAT32, servers=1, seed=16)
+    spread(world, 1)
+    client = world.add_client()
+    world.publish(client, 1)
+    rng = np.random.default_rng(16)
+    call = Call(world, client, rng, 8, 0)
+    world.step_servers()
+    slot = world.links[client, 0].reply.slot(0)
+    slot[300] ^= 1
+    assert call.step() == PENDING
+    asked = world.links[client, 0].request.slot(0).tobytes()
+    slot[300] ^= 1
+    for _ in range(100):
+        assert call.step() == PENDING
+        world.now_ns += 100_000
+    assert world.links[client, 0].request.slot(0).tobytes() == asked, "the slot was used again"
+    assert world.stats(client, 0).corrupt == 1
+    assert call.run() == OK
+    assert call.exact()
+    world.close()
+
+
+def test_a_server_that_understands_nothing_is_asked_three_times() -> None:
+    world = World(shape=shape_of(experts=1, top_k=1), dtype=Dtype.FLOAT32, servers=1, seed=17)
+    spread(world, 1)
+    client = world.add_client()
+    world.publish(client, 1)
+    call = Call(world, client, np.random.default_rng(17), 4, 0, deadline_ns=50_000_000)
+    while call.status == PENDING:
+        for slot in range(2):
+            world.links[client, 0].request.slot(slot)[300] ^= 1
+        world.step_servers()
+        world.now_ns += 100_000
+        call.step()
+    assert call.status == LOST
+    assert call.untouched()
+    assert world.stats(client, 0).calls == 3
+    world.close()
+
+
+@pytest.mark.parametrize("owed_for_ms", [5, 60])
+def test_rows_behind_the_slots_of_a_late_server_go_to_a_new_replica(owed_for_ms: int) -> None:
+    world = World(shape=shape_of(), dtype=Dtype.FLOAT32, servers=2, seed=18, slot_bytes=1024)
+    spread(world, 1, [0])
+    client = world.add_client()
+    world.publish(client, 1)
+    rng = np.random.default_rng(18)
+    for _ in range(3):
+        assert Call(world, client, rng, 8, 0).run() == OK
+    world.servers[0].frozen = True
+    assert Call(world, client, rng, 20, 0, deadline_ns=owed_for_ms * 1_000_000).run() == LOST
+    call = Call(world, client, rng, 4, 0)
+    for _ in range(500):
+        assert call.step() == PENDING
+        world.now_ns += 100_000
+    assert world.stats(client, 0).late_slots == 2
+    spread(world, 1, [1])
+    world.publish(client, 2)
+    began_ns = world.now_ns
+    assert call.run() == OK
+    assert call.exact()
+    assert world.now_ns - began_ns <= 10_000_000
+    world.close()
+
+
+def test_a_call_without_memory_fails_and_leaves_nothing_to_the_next() -> None:
+    world = World(shape=shape_of(), dtype=Dtype.FLOAT32, servers=2, seed=19)
+    spread(world, 1)
+    client = world.add_client()
+    world.publish(client, 1)
+    rng = np.random.default_rng(19)
+    call = Call(world, client, rng, 16, 0, begun_under=out_of_memory())
+    assert call.status == MEMORY
+    assert call.untouched()
+    call = Call(world, client, rng, 16, 0)
+    assert call.run() == OK
+    assert call.exact()
+    assert world.stats(client, 0).pairs + world.stats(client, 1).pairs == 32
     world.close()
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from itertools import pairwise
 
 from router.state import (
+    Acked,
     Command,
     Config,
     Event,
@@ -15,6 +16,7 @@ from router.state import (
     Launch,
     LauncherAttached,
     Loaded,
+    Renewed,
     Started,
     State,
     Tick,
@@ -50,6 +52,13 @@ class Told:
         for record in list(self.state.members.values()):
             if record.pool == "expert":
                 self.loaded(record.name, record.target, self.state.epoch)
+
+    def renew(self, name: str, after_s: float = 0.0) -> None:
+        self.give(Renewed(name=name, incarnation=self.state.members[name].incarnation), after_s)
+
+    def ack(self, name: str) -> None:
+        incarnation = self.state.members[name].incarnation
+        self.give(Acked(name=name, incarnation=incarnation, epoch=self.state.epoch))
 
     def loaded(self, name: str, held: int, epoch: int) -> list[Command]:
         incarnation = self.state.members[name].incarnation
@@ -92,4 +101,100 @@ def failed_starts_wait_longer_each_time(step: Step) -> None:
     assert 29 < waits_s[-1] < 31, f"last retry after {waits_s[-1]:.1f} s"
 
 
-STORIES = (a_late_report_brings_nothing_back, failed_starts_wait_longer_each_time)
+def a_stall_of_the_router_orders_only_what_was_lost(step: Step) -> None:
+    """The router is frozen, a server dies meanwhile: its exit is the first that the router hears of."""
+    told = cluster(step)
+    commands = told.give(Exited(host="h", pid=1), after_s=3.0)
+    assert [c.pool for c in commands if isinstance(c, Launch)] == ["expert"], commands
+
+
+def silence_of_all_orders_nothing_at_first(step: Step) -> None:
+    """A host too busy to answer gets no second set of processes, unless that lasts."""
+    told = cluster(step)
+    quiet_s = told.now_s
+    orders: list[Launch] = []
+    while not orders and told.now_s - quiet_s < 60:
+        orders += [c for c in told.give(Tick(), after_s=0.1) if isinstance(c, Launch)]
+    assert 11 < told.now_s - quiet_s < 13, f"ordered after {told.now_s - quiet_s:.1f} s of silence"
+    assert len(told.state.members) == 3, "silence of all fences nobody"
+
+
+def an_event_between_ticks_meets_the_same_doubt(step: Step) -> None:
+    """Leases end between two ticks: what happens before the next one orders nothing in place of the silent."""
+    told = cluster(step)
+    for _ in range(20):
+        told.give(Tick(), after_s=0.1)
+    commands = told.give(Join(pool="gateway", address="a", pid=9, host="h"), after_s=0.05)
+    assert told.state.doubting_s is None
+    assert not [c for c in commands if isinstance(c, Launch)], commands
+
+
+def a_stall_ends_no_doubt(step: Step) -> None:
+    """The router doubts itself, then is frozen: the first to speak afterwards condemns nobody else."""
+    told = cluster(step)
+    for _ in range(25):
+        told.give(Tick(), after_s=0.1)
+    told.renew("expert/2", after_s=20.0)
+    told.give(Tick(), after_s=0.1)
+    assert len(told.state.members) == 3, told.state.gone
+
+
+def who_was_replaced_in_vain_costs_a_drain(step: Step) -> None:
+    """A server with last replicas falls silent, is replaced, and comes back: the newest goes, nothing is lost."""
+    told = cluster(step, replicas=1)
+    for _ in range(40):
+        told.renew("expert/2")
+        told.renew("attention/1")
+        told.give(Tick(), after_s=0.1)
+    assert [start.pool for start in told.state.starts] == ["expert"]
+    assert set(told.state.members) == {"expert/1", "expert/2", "attention/1"}, "silence took a last replica"
+    told.join()
+    for _ in range(40):
+        for name in list(told.state.members):
+            told.renew(name)
+        told.load_all()
+        told.ack("attention/1")
+        serving = 0
+        for record in told.state.members.values():
+            serving |= record.serving
+        assert serving == 0b11, "an expert is served by nobody"
+        told.give(Tick(), after_s=0.1)
+    assert set(told.state.members) == {"expert/1", "expert/2", "attention/1"}, list(told.state.members)
+    assert not told.state.starts
+
+
+def who_was_not_ordered_stays(step: Step) -> None:
+    """An operator may run more servers than the router orders."""
+    told = cluster(step)
+    told.join()
+    for _ in range(40):
+        for name in list(told.state.members):
+            told.renew(name)
+        told.load_all()
+        told.ack("attention/1")
+        told.give(Tick(), after_s=0.1)
+    assert "expert/3" in told.state.members
+    assert not any(record.draining for record in told.state.members.values())
+
+
+def cluster(step: Step, replicas: int = 2) -> Told:
+    """Two expert servers and an attention worker, all serving, and a launcher with nothing to do."""
+    told = Told(step, experts_wanted=2, replicas=replicas)
+    for pool in ("expert", "expert", "attention"):
+        told.join(pool)
+    told.load_all()
+    told.ack("attention/1")
+    assert not any(isinstance(c, Launch) for c in told.give(LauncherAttached(host="h")))
+    return told
+
+
+STORIES = (
+    a_late_report_brings_nothing_back,
+    failed_starts_wait_longer_each_time,
+    a_stall_of_the_router_orders_only_what_was_lost,
+    silence_of_all_orders_nothing_at_first,
+    an_event_between_ticks_meets_the_same_doubt,
+    a_stall_ends_no_doubt,
+    who_was_replaced_in_vain_costs_a_drain,
+    who_was_not_ordered_stays,
+)

@@ -44,7 +44,9 @@ class RouterProcess:
         ready, told = os.pipe()
         command = [sys.executable, "-m", "router", "--port", str(self.port), "--journal", str(self.journal)]
         self.process = subprocess.Popen(
-            [*command, "--ready-fd", str(told), "--die-with-parent", *self.flags], pass_fds=[told], text=True
+            [*command, "--ready-fd", str(told), "--die-with", str(os.getpid()), *self.flags],
+            pass_fds=[told],
+            text=True,
         )
         os.close(told)
         with os.fdopen(ready) as line:
@@ -72,7 +74,9 @@ class Server:
 
     def see(self, view: View) -> None:
         self.views.append(view)
-        member = view.member(self.name)
+        identity = self.client.identity
+        assert identity is not None
+        member = view.member(identity.name)
         if member is None or not self.loads:
             return
         if self.pool == "expert":
@@ -194,9 +198,59 @@ def test_a_fenced_member_is_told_and_may_join_as_another(started: Callable[..., 
     again = server.client.join(pool="expert", address="b", pid=server.pid, host=HOST, **SHAPE)
     assert first is not None
     assert (again.name, again.incarnation != first.incarnation) == ("expert/2", True)
-    server.name = again.name
     until(lambda: complete(server.client, 1, 1))
     assert server.client.lease_held()
+    server.die()
+
+
+def fenced_server(router: RouterProcess) -> Server:
+    """A server that serves, is reported dead, and has been told so."""
+    server = Server(router)
+    until(lambda: complete(server.client, 1, 1))
+    server.client.report_exit(HOST, server.pid)
+    until(lambda: server.fenced)
+    return server
+
+
+def test_a_view_that_overtakes_the_reply_to_a_join_is_shown_after_it(
+    started: Callable[..., RouterProcess],
+) -> None:
+    server = fenced_server(started("--lease-s", "1"))
+    stub = server.client._stub
+    ask = stub.Join
+
+    def slowly(*arguments: object, **options: object) -> object:
+        reply = ask(*arguments, **options)
+        until(lambda: server.views[-1].member(reply.name) is not None)
+        return reply
+
+    stub.Join = slowly
+    server.client.join(pool="expert", address="b", pid=server.pid, host=HOST, **SHAPE)
+    until(lambda: complete(server.client, 1, 1), 5)
+    server.die()
+
+
+def test_a_report_of_a_new_member_is_not_sent_under_its_old_name(
+    started: Callable[..., RouterProcess],
+) -> None:
+    server = Server(started("--lease-s", "1"))
+    until(lambda: complete(server.client, 1, 1))
+    stub = server.client._stub
+    renew, asked, answered = stub.Renew, threading.Event(), threading.Event()
+
+    def slowly(*arguments: object, **options: object) -> object:
+        reply = renew(*arguments, **options)
+        asked.set()
+        answered.wait(10)
+        return reply
+
+    stub.Renew = slowly
+    until(asked.is_set)
+    server.client.report_exit(HOST, server.pid)
+    again = server.client.join(pool="expert", address="b", pid=server.pid, host=HOST, **SHAPE)
+    until(lambda: server.views[-1].member(again.name) is not None and server.client._loaded is not None)
+    answered.set()
+    until(lambda: complete(server.client, 1, 1), 5)
     server.die()
 
 
@@ -222,12 +276,15 @@ def test_a_restarted_router_is_not_noticed(started: Callable[..., RouterProcess]
     attention, servers = Server(router, "attention"), [Server(router) for _ in range(2)]
     until(lambda: complete(attention.client, 2, 2))
     before = attention.views[-1]
+    assert router.process is not None
+    assert attention.client.status().pid == router.process.pid
     router.stop(number)
     time.sleep(1.5)
     for server in servers:
         assert server.client.lease_held(), "a router that is away ends no lease"
     router.start()
     until(lambda: attention.views[-1].term == before.term + 1)
+    assert attention.client.status().pid == router.process.pid
     time.sleep(1.5)
     after = attention.views[-1]
     assert after.epoch > before.epoch

@@ -151,7 +151,8 @@ class World:
 
     def jump(self) -> None:
         self.now_s += self.dice.choice((-5.0, -0.5, 3.0, 30.0))
-        self.give(Tick())
+        if self.dice.random() < 0.5:
+            self.give(Tick())
 
     def start(self) -> None:
         if not self.launches:
@@ -299,6 +300,7 @@ class World:
         process = self.some(running=False)
         if process is None:
             return
+        self.give(Tick())
         wrong = process.incarnation + self.dice.choice((-1, 1))
         everything = (1 << (self.layers * self.experts)) - 1
         event = self.dice.choice(
@@ -385,20 +387,44 @@ class World:
 
     def _before(self, event: Event) -> None:
         """The world's own account of silence, as the rules of leases have it."""
+        now_s = max(self.now_s, self.state.now_s)
+        stall_s = now_s - self.ticked_s - self.config.tick_s
+        members = [p for p in self.processes if p.name in self.state.members]
+        if now_s - self.ticked_s > self.config.stall_s:
+            self.ticked_s = now_s
+            for p in members:
+                p.heard_s = min(now_s, p.heard_s + stall_s)
+            if self.doubt_s is not None:
+                self.doubt_s += stall_s
         if not isinstance(event, Tick):
             return
-        now_s = max(self.now_s, self.state.now_s)
-        gap_s = now_s - self.ticked_s
         self.ticked_s = now_s
-        members = [p for p in self.processes if p.name in self.state.members]
-        if gap_s > self.config.stall_s:
-            for p in members:
-                p.heard_s = min(now_s, p.heard_s + gap_s - self.config.tick_s)
-        late = [p for p in members if now_s - p.heard_s > self.config.lease_s]
-        if len(late) >= 2 and 4 * len(late) > len(members):
+        late = self.late(members)
+        if self.many(late):
             self.doubt_s = now_s if self.doubt_s is None else self.doubt_s
         else:
             self.doubt_s = None
+
+    def late(self, members: list[Process]) -> list[Process]:
+        now_s = max(self.now_s, self.state.now_s)
+        return [p for p in members if now_s - p.heard_s > self.config.lease_s]
+
+    def many(self, late: list[Process]) -> bool:
+        return len(late) >= 2 and 4 * len(late) > len(self.state.members)
+
+    def _judge_launch(self, command: Launch) -> None:
+        """No process is ordered in place of one that may be presumed alive."""
+        members = [p for p in self.processes if p.name in self.state.members]
+        late = self.late(members)
+        doubt_s = self.state.now_s if self.doubt_s is None else self.doubt_s
+        patience_s = self.config.doubt_leases * self.config.lease_s
+        if self.many(late) and self.state.now_s - doubt_s < patience_s:
+            late = []
+        lost = {p.name for p in late} | {n for n, r in self.state.members.items() if r.draining}
+        filled = sum(p.pool == command.pool and p.name not in lost for p in members)
+        filled += sum(start.pool == command.pool for start in self.state.starts)
+        wanted = self.config.wanted(command.pool)
+        self.check(filled <= wanted, f"{filled} {command.pool} processes where {wanted} are wanted")
 
     def _judge(self, before: State, event: Event, commands: list[Command]) -> None:
         published = [c.epoch for c in commands if isinstance(c, Publish)]
@@ -411,6 +437,8 @@ class World:
         for command in commands:
             if isinstance(command, Fenced):
                 self._judge_fence(before, event, command)
+            if isinstance(command, Launch):
+                self._judge_launch(command)
         ordered = [
             launch for launch, until_s in self.launches if launch.pool == EXPERT and self.now_s < until_s
         ]

@@ -1,0 +1,136 @@
+"""A client's links to expert servers: windows exchanged over gRPC, each try within ATTACH_S."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from experts import fallback
+from experts.proto import experts_pb2 as pb
+from experts.proto import experts_pb2_grpc as rpc
+from p2p.endpoint import Endpoint, P2PError, Peer, Status, Window
+from p2p.window import WindowLayout
+from router.view import Member
+
+ATTACH_S = 2.0
+
+_LEAST_CONNECT_S = 0.05
+_CHANNEL = (("grpc.enable_http_proxy", 0),)
+
+
+class AttachFailed(Exception):
+    """A server could not be attached now; the text says why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """Windows exchanged with one server: `window` is written by it, `peer` by this side."""
+
+    member: Member
+    window: Window
+    peer: Peer
+    cores: Sequence[int]
+
+
+class Attacher:
+    """Attaches to servers, any number at a time. For use from any thread.
+
+    Args:
+        layout: Of the windows, both ways.
+        incarnation: Of this member.
+        request: What every server is asked; its own fields are filled in.
+    """
+
+    def __init__(
+        self, *, endpoint: Endpoint, layout: WindowLayout, incarnation: int, request: pb.AttachRequest
+    ) -> None:
+        self._endpoint, self._layout, self._incarnation = endpoint, layout, incarnation
+        self._request = request
+        self._library = fallback.load()
+        self._lock = threading.Lock()
+        self._calls: set[Any] = set()
+        self._closed = False
+
+    def attach(self, member: Member) -> Link:
+        """Exchange windows with a server. Blocks, at most about ATTACH_S.
+
+        Raises:
+            AttachFailed: it is not there, refuses, or this process has no memory or descriptors left.
+        """
+        end_s = time.monotonic() + ATTACH_S
+        with ExitStack() as undo:
+            try:
+                window = self._endpoint.export_window(self._layout.nbytes, self._incarnation)
+                undo.callback(window.close)
+                self._library.p2p_window_init(
+                    window.address,
+                    window.nbytes,
+                    window.incarnation,
+                    self._layout.slots,
+                    self._layout.payload_bytes,
+                )
+                reply = self._ask(member, window)
+                left_s = max(_LEAST_CONNECT_S, end_s - time.monotonic())
+                peer = self._endpoint.connect(reply.request_descriptor, left_s)
+                undo.callback(self._endpoint.disconnect, peer)
+            except (grpc.RpcError, grpc.FutureCancelledError, P2PError, OSError) as error:
+                raise AttachFailed(_brief(error)) from error
+            if window.peer_incarnation != member.incarnation:
+                # Its hang-up is the proof that its writes have ended: without it there is none.
+                raise AttachFailed(
+                    f"the reply window was taken by incarnation {window.peer_incarnation};"
+                    f" {member.incarnation} is needed."
+                )
+            undo.pop_all()
+        return Link(member=member, window=window, peer=peer, cores=tuple(reply.cores))
+
+    def _ask(self, member: Member, window: Window) -> pb.AttachReply:
+        request = pb.AttachRequest()
+        request.CopyFrom(self._request)
+        request.server_incarnation = member.incarnation
+        request.reply_descriptor = window.descriptor
+        # A channel for each try: one that is kept waits longer after each failure, and longest just when
+        # its server is back.
+        with grpc.insecure_channel(member.address, options=_CHANNEL) as channel:
+            with self._lock:
+                if self._closed:
+                    raise AttachFailed("this client is being closed.")
+                call = rpc.ExpertsStub(channel).Attach.future(request, timeout=ATTACH_S)
+                self._calls.add(call)
+            try:
+                return call.result()
+            finally:
+                with self._lock:
+                    self._calls.discard(call)
+
+    def is_gone(self, link: Link) -> bool:
+        """Whether the server has ended, let go of the reply window, or withdrawn its own."""
+        ends = (link.window, link.peer)
+        return any(self._endpoint.status(end) is Status.GONE for end in ends)
+
+    def detach(self, link: Link) -> None:
+        """Give a link back. The reply window stays mapped until the server's hang-up proves that it ended."""
+        try:
+            self._endpoint.disconnect(link.peer)
+        finally:
+            link.window.close()
+
+    def close(self) -> None:
+        """Cut short every try, and refuse more. Does not wait for them."""
+        with self._lock:
+            self._closed = True
+            calls = list(self._calls)
+        for call in calls:
+            call.cancel()
+
+
+def _brief(error: Exception) -> str:
+    if isinstance(error, grpc.RpcError) and isinstance(error, grpc.Call):
+        return f"{error.code().name}: {error.details()}"
+    return str(error) or type(error).__name__

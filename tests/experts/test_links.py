@@ -1,0 +1,260 @@
+"""Promises of a client's links: nothing that one server does or lacks costs another, and nothing is left behind."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import numpy as np
+import pytest
+
+from experts.client import ExpertClient
+from experts.links import ATTACH_S
+from experts.model import Dtype
+from experts.proto import experts_pb2 as pb
+from experts.proto import experts_pb2_grpc as rpc
+from experts.server import ExpertServer, ExpertsService
+from p2p import ShmEndpoint, ShmWindow
+from p2p.descriptor import Descriptor, Transport
+from p2p.shm_link import new_token
+from router.view import Member, View
+from tests.experts.steps import Weights, shape_of
+
+FINGERPRINT = "ab" * 32
+SHAPE = shape_of()
+EVERY = b"\xff" * 8
+# On a quiet machine all of it takes a few milliseconds.
+SOON_S = 1.0
+
+
+class PoorEndpoint(ShmEndpoint):
+    """An endpoint whose system runs out of memory a number of times."""
+
+    failures = 0
+
+    def export_window(self, nbytes: int, incarnation: int | None = None) -> ShmWindow:
+        if self.failures:
+            self.failures -= 1
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().export_window(nbytes, incarnation)
+
+
+class Frozen(rpc.ExpertsServicer):
+    """Answers an Attach with the window of an endpoint that takes connections and never speaks."""
+
+    def __init__(self) -> None:
+        name = b"\0p2p-" + new_token().hex().encode()
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.listener.bind(name)
+        self.listener.listen(8)
+        offer = Descriptor(
+            transport=Transport.SHM, incarnation=8, nbytes=4096, address=name, name="x", token=new_token()
+        )
+        self.descriptor = offer.encode()
+
+    def Attach(self, request: pb.AttachRequest, context: grpc.ServicerContext) -> pb.AttachReply:
+        return pb.AttachReply(request_descriptor=self.descriptor, server_incarnation=8, cores=[-1])
+
+
+class World:
+    """Servers and clients in this process."""
+
+    def __init__(self) -> None:
+        self.weights = Weights(SHAPE, Dtype.FLOAT32, 1)
+        self.epoch = 0
+        self.undo: list[Callable[[], object]] = []
+
+    def listen(self, service: rpc.ExpertsServicer) -> str:
+        control = grpc.server(ThreadPoolExecutor(4))
+        rpc.add_ExpertsServicer_to_server(service, control)
+        address = f"127.0.0.1:{control.add_insecure_port('127.0.0.1:0')}"
+        control.start()
+        self.undo.append(lambda: control.stop(0).wait(5))
+        return address
+
+    def server(self, incarnation: int) -> tuple[ExpertServer, str]:
+        """One that holds everything."""
+        endpoint = ShmEndpoint(f"expert/{incarnation}", incarnation)
+        server = ExpertServer(endpoint=endpoint, shape=SHAPE, dtype=Dtype.FLOAT32, model_hash=FINGERPRINT)
+        for key, gate_up in self.weights.gate_up.items():
+            server.set_expert(*key, gate_up.ctypes.data, self.weights.down[key].ctypes.data)
+        server.start()
+        self.undo += [endpoint.close, server.close]
+        service = ExpertsService()
+        service.server = server
+        return server, self.listen(service)
+
+    def deaf(self) -> str:
+        """An address that takes connections and never answers."""
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.undo.append(listener.close)
+        return f"127.0.0.1:{listener.getsockname()[1]}"
+
+    def client(
+        self, on_adopted: Callable[[int], None] | None = None, incarnation: int = 100
+    ) -> tuple[ExpertClient, PoorEndpoint]:
+        endpoint = PoorEndpoint(f"attention/{incarnation}", incarnation)
+        client = ExpertClient(
+            endpoint=endpoint,
+            shape=SHAPE,
+            dtype=Dtype.FLOAT32,
+            model_hash=FINGERPRINT,
+            incarnation=incarnation,
+            on_adopted=on_adopted,
+        )
+        self.undo += [endpoint.close, client.close]
+        return client, endpoint
+
+    def view(self, *members: tuple[int, str, bytes]) -> View:
+        """A newer View of (incarnation, address, serving)."""
+        self.epoch += 1
+        return View(
+            term=1,
+            epoch=self.epoch,
+            replicas_wanted=1,
+            layers=SHAPE.layers,
+            experts=SHAPE.experts,
+            members=tuple(
+                Member(
+                    name=f"expert/{incarnation}", pool="expert", state="serving", incarnation=incarnation,
+                    address=address, pid=1, host="here", serving=serving,
+                )
+                for incarnation, address, serving in members
+            ),
+        )  # fmt: skip
+
+    def check(self, client: ExpertClient) -> None:
+        """One call with the reference's bits."""
+        rng = np.random.default_rng(self.epoch)
+        rows = rng.standard_normal((5, SHAPE.hidden)).astype(np.float32)
+        ids = np.stack([rng.permutation(SHAPE.experts)[: SHAPE.top_k] for _ in range(5)]).astype(np.uint16)
+        gates = rng.random((5, SHAPE.top_k), dtype=np.float32)
+        out = np.zeros((5, SHAPE.hidden), np.float32)
+        wanted = self.weights.reference(1, rows, ids, gates, out)
+        found = client.exchange(1, rows, ids, gates, out, deadline_s=1.0)
+        assert found.tobytes() == wanted.tobytes(), f"seed {self.epoch}"
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    made = World()
+    yield made
+    for undo in reversed(made.undo):
+        undo()
+
+
+def until(true: Callable[[], object], within_s: float = SOON_S) -> bool:
+    """Whether it becomes true in time."""
+    end_s = time.monotonic() + within_s
+    while not true():
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+def test_want_of_memory_ends_when_memory_is_back(world: World) -> None:
+    _, address = world.server(5)
+    client, endpoint = world.client()
+    endpoint.failures = 2
+    client.apply_view(world.view((5, address, EVERY)))
+    assert until(lambda: client.adopted_epoch == 1, 5), "no link was tried again"
+    world.check(client)
+
+
+def test_links_are_let_go_and_made_whatever_is_raised_between(world: World) -> None:
+    (_, first), (_, second) = world.server(5), world.server(6)
+    broken: list[int] = []
+
+    def adopted(epoch: int) -> None:
+        if epoch in (2, 3) and broken.count(epoch) < 3:
+            broken.append(epoch)
+            raise RuntimeError("planted")
+
+    client, endpoint = world.client(adopted)
+    client.apply_view(world.view((5, first, EVERY)))
+    assert until(lambda: client.attached == ("expert/5",))
+    for members in ((), ((6, second, EVERY),)):
+        try:
+            client.apply_view(world.view(*members))
+        except RuntimeError as error:
+            assert "planted" in str(error)
+    assert broken
+    assert until(lambda: client.attached == ("expert/6",), 5)
+    world.check(client)
+    assert until(lambda: len(endpoint._peers) == 1 and len(endpoint._windows) == 1, 5), (
+        "the first link leaked"
+    )
+
+
+def test_a_server_that_drains_serves_until_its_heir_is_attached(world: World) -> None:
+    (_, old), (_, heir) = world.server(5), world.server(6)
+    client, _ = world.client()
+    client.apply_view(world.view((5, old, EVERY)))
+    assert until(lambda: client.adopted_epoch == 1)
+    client.apply_view(world.view((5, old, b""), (6, "127.0.0.1:1", EVERY)))
+    time.sleep(0.6)
+    assert client.adopted_epoch == 1
+    assert client.attached == ("expert/5",)
+    world.check(client)
+    client.apply_view(world.view((5, old, b""), (6, heir, EVERY)))
+    assert until(lambda: client.adopted_epoch == 3)
+    assert client.attached == ("expert/6",)
+    world.check(client)
+
+
+def test_a_server_that_does_not_answer_delays_no_other_and_no_newer_view(world: World) -> None:
+    (_, good), (_, newer) = world.server(5), world.server(6)
+    client, _ = world.client()
+    deaf = [(10 + i, world.deaf(), EVERY) for i in range(9)]
+    began_s = time.monotonic()
+    client.apply_view(world.view(*deaf, (5, good, EVERY)))
+    assert until(lambda: client.covers)
+    world.check(client)
+    client.apply_view(world.view((6, newer, EVERY)))
+    assert until(lambda: client.adopted_epoch == 2)
+    assert time.monotonic() - began_s < ATTACH_S
+    assert client.attached == ("expert/6",)
+    began_s = time.monotonic()
+    client.close()
+    assert time.monotonic() - began_s < SOON_S, "closing waits for servers that do not answer"
+
+
+def test_a_server_frozen_in_the_handshake_costs_no_more_than_an_attach(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    service = Frozen()
+    world.undo.append(service.listener.close)
+    client, endpoint = world.client()
+    began_s = time.monotonic()
+    client.apply_view(world.view((8, world.listen(service), EVERY)))
+    assert until(lambda: "attach_failed" in caplog.text, 10)
+    assert time.monotonic() - began_s < ATTACH_S + SOON_S
+    client.apply_view(world.view())
+    assert until(lambda: not endpoint._windows, ATTACH_S + SOON_S)
+
+
+def test_a_withdrawn_window_is_replaced_and_the_reply_window_waits_for_the_servers_hang_up(
+    world: World,
+) -> None:
+    server, address = world.server(5)
+    client, endpoint = world.client()
+    client.apply_view(world.view((5, address, EVERY)))
+    assert until(lambda: client.adopted_epoch == 1)
+    (before,) = server._clients.values()
+    with server._lock:
+        # It may still write to the client: only its own window is gone.
+        del server._clients["attention/100"]
+        before.window.close()
+    assert until(lambda: len(server.clients) == 1), "the loss of an idle link went unseen"
+    assert until(lambda: client.attached == ("expert/5",))
+    assert endpoint.retired_bytes == before.peer.nbytes
+    server._library.expert_server_remove_client(server._handle, before.index)
+    server._endpoint.disconnect(before.peer)
+    endpoint.progress()
+    assert endpoint.retired_bytes == 0
+    world.check(client)

@@ -1,0 +1,165 @@
+"""Promises of the server's Python half: what fails leaves nothing behind, and nothing outlives what it uses."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import pytest
+
+from experts import __main__ as process
+from experts import fallback
+from experts.model import Dtype
+from experts.proto import experts_pb2 as pb
+from experts.server import AttachRefused, ExpertServer, ServerClosed
+from p2p import ShmEndpoint, ShmPeer, ShmWindow, Status
+from p2p.window import WindowLayout
+from router.client import Identity
+from tests.experts.steps import shape_of
+from tests.experts.test_service import write_checkpoint
+
+FINGERPRINT = "ab" * 32
+LAYOUT = WindowLayout(slots=2, payload_bytes=4096)
+
+
+class Endpoint(ShmEndpoint):
+    """One whose calls can be made to fail, or to come at a bad time."""
+
+    poor = False
+    server: ExpertServer | None = None
+
+    def export_window(self, nbytes: int, incarnation: int | None = None) -> ShmWindow:
+        if self.poor:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return super().export_window(nbytes, incarnation)
+
+    def connect(self, descriptor: bytes, timeout_s: float = 5.0) -> ShmPeer:
+        peer = super().connect(descriptor, timeout_s)
+        if self.server:
+            self.server.close()
+        return peer
+
+
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ExpertServer, Endpoint, ShmEndpoint]]:
+    # Whoever uses what was freed gets a KeyError here, where native code would crash.
+    library = fallback.FallbackLibrary()
+    monkeypatch.setattr(fallback, "load", lambda: library)
+    endpoint, client = Endpoint("expert/5", 5), ShmEndpoint("attention/9", 9)
+    server = ExpertServer(endpoint=endpoint, shape=shape_of(), dtype=Dtype.FLOAT32, model_hash=FINGERPRINT)
+    yield server, endpoint, client
+    server.close()
+    endpoint.close()
+    client.close()
+
+
+def request_for(server: ExpertServer, window: ShmWindow) -> pb.AttachRequest:
+    shape = server.shape
+    return pb.AttachRequest(
+        name="attention/9", incarnation=9, server_incarnation=5, model_hash=FINGERPRINT,
+        layers=shape.layers, experts=shape.experts, hidden=shape.hidden, top_k=shape.top_k,
+        dtype=server.dtype, reply_descriptor=window.descriptor, lanes=1, slots=LAYOUT.slots,
+        slot_bytes=LAYOUT.payload_bytes,
+    )  # fmt: skip
+
+
+def test_an_attach_that_fails_halfway_lets_go_of_the_clients_window(
+    ends: tuple[ExpertServer, Endpoint, ShmEndpoint],
+) -> None:
+    server, endpoint, client = ends
+    endpoint.poor = True
+    window = client.export_window(LAYOUT.nbytes)
+    with pytest.raises((AttachRefused, OSError)) as refusal:
+        server.attach(request_for(server, window))
+    assert client.status(window) is Status.GONE
+    window.close()
+    assert client.retired_bytes == 0
+    assert isinstance(refusal.value, AttachRefused)
+    assert refusal.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_a_server_that_was_closed_is_asked_in_vain(
+    ends: tuple[ExpertServer, Endpoint, ShmEndpoint],
+) -> None:
+    server, _, client = ends
+    server.close()
+    server.close()
+    assert server.counters()["rows"] == 0
+    server.set_lease(0)
+    server.clear_expert(0, 0)
+    with pytest.raises(ServerClosed):
+        server.set_expert(0, 0, 1, 1)
+    with pytest.raises(AttachRefused) as refusal:
+        server.attach(request_for(server, client.export_window(LAYOUT.nbytes)))
+    assert refusal.value.code is grpc.StatusCode.UNAVAILABLE
+
+
+def test_a_server_closed_during_an_attach_is_not_touched_again(
+    ends: tuple[ExpertServer, Endpoint, ShmEndpoint],
+) -> None:
+    server, endpoint, client = ends
+    endpoint.server = server
+    window = client.export_window(LAYOUT.nbytes)
+    with pytest.raises(AttachRefused) as refusal:
+        server.attach(request_for(server, window))
+    assert refusal.value.code is grpc.StatusCode.UNAVAILABLE
+    assert client.status(window) is Status.GONE
+    assert not endpoint._windows
+
+
+def test_an_ending_process_frees_its_server_after_those_who_call_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(tmp_path / "model", 1)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    events: list[str] = []
+    ending = process.Ending()
+
+    class Router:
+        """A router client that only listens."""
+
+        def __init__(self, address: str) -> None:
+            self.loaded = lambda held, epoch: None
+
+        def join(self, **asked: Any) -> Identity:
+            return Identity(name="expert/5", incarnation=5, term=1, lease_s=2.0, renew_s=0.5)
+
+        def start(self, **callbacks: Any) -> None:
+            ending.wanted.set()
+
+        def lease_held(self) -> bool:
+            return True
+
+        def leave(self, timeout_s: float) -> None:
+            events.append("leave")
+
+        def close(self) -> None:
+            events.append("router closed")
+
+    class Server(ExpertServer):
+        """A server that says when it is closed, and who could still reach it."""
+
+        def close(self) -> None:
+            events.append(f"server closed, {services[0].server is None=}")
+            super().close()
+
+    services: list[process.ExpertsService] = []
+
+    class Service(process.ExpertsService):
+        def __init__(self) -> None:
+            super().__init__()
+            services.append(self)
+
+    monkeypatch.setattr(process, "RouterClient", Router)
+    monkeypatch.setattr(process, "ExpertServer", Server)
+    monkeypatch.setattr(process, "ExpertsService", Service)
+    monkeypatch.setattr(process.child, "tell_ready", lambda *said: None)
+    options = SimpleNamespace(
+        cores="", slots=4, model=str(tmp_path / "model"), dtype="float32", port=0, router="127.0.0.1:1"
+    )
+    process.serve(options, ending)  # pyright: ignore[reportArgumentType]
+    assert events[:3] == ["leave", "router closed", "server closed, services[0].server is None=True"], events
