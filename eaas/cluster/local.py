@@ -34,6 +34,9 @@ RESTART_FIRST_S, RESTART_MOST_S = 0.1, 5.0
 PROBE_S, HUNG_S = 1.0, 5.0
 
 
+STATE_PREFIX = "eaas-"
+
+
 class LocalCluster:
     """Router, expert servers, attention workers and gateway of one model; use as a context manager.
 
@@ -43,7 +46,8 @@ class LocalCluster:
 
     def __init__(self, config: ClusterConfig, *, on_event: Callable[[str], None] | None = None) -> None:
         self.config = config
-        self.state_dir = Path(tempfile.mkdtemp(prefix="eaas-"))
+        _sweep()
+        self.state_dir = Path(tempfile.mkdtemp(prefix=f"{STATE_PREFIX}{os.getpid()}-"))
         self._show = on_event or (lambda text: logger.info("%s", text))
         self._children: dict[int, Child] = {}
         self._launched = 0
@@ -386,3 +390,11 @@ def _wait_exit(child: Child, timeout_s: float) -> None:
 
 def _words(status: int) -> str:
     return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+
+
+def _sweep() -> None:
+    """Remove what launchers that were killed could not remove: journal and logs of clusters that have ended."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{STATE_PREFIX}*-*"):
+        pid = folder.name.removeprefix(STATE_PREFIX).partition("-")[0]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists() and folder.stat().st_uid == os.getuid():
+            shutil.rmtree(folder, ignore_errors=True)

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -116,10 +117,16 @@ def test_a_launcher_that_is_killed_takes_its_processes_along(tiny: Path) -> None
         family = descendants(process.pid)
         process.kill()
         process.wait()
+    assert list(Path(tempfile.gettempdir()).glob(f"eaas-{process.pid}-*")), (
+        "the killed launcher removed its folder"
+    )
     end_s = time.monotonic() + 10
     while (left := [pid for pid in family if Path(f"/proc/{pid}").exists()]) and time.monotonic() < end_s:
         time.sleep(0.05)
     assert not left, f"processes left behind: {left}"
+    with served(str(tiny), "--experts", "2"):
+        swept = not list(Path(tempfile.gettempdir()).glob(f"eaas-{process.pid}-*"))
+    assert swept, "the next launcher removes what the killed one left"
 
 
 def test_a_log_reader_that_goes_away_takes_nothing_along(tiny: Path) -> None:
