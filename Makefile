@@ -46,7 +46,7 @@ test: setup $(VENV)/.complete-dev ## Run every test. One file: make test ARGS=te
 check: setup $(VENV)/.complete-dev ## Lint, types, layers and tidiness; under a minute
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/pyright --threads $$(nproc)
+	@$(BIN)/pyright --project pyproject.toml --threads $$(nproc)
 	@$(BIN)/lint-imports
 	@$(BIN)/python -m pytest tests/test_tidy.py
 
