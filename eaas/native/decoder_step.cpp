@@ -18,8 +18,11 @@ struct Lane {
     LaneScratch& scratch;
 
     void barrier() const {
-        if (d.lanes > 1) p2p_lanes_barrier(d.pool, index);
+        if (d.lanes == 1) return;
+        p2p_lanes_barrier(d.pool, index);
+        ended(PHASE_MEET);
     }
+    void ended(uint64_t phase) const { p2p_lanes_stamp(d.pool, index, phase); }
     Span share(uint64_t count) const { return Span(count, index, d.lanes); }
     uint64_t hidden_bytes() const { return static_cast<uint64_t>(s.hidden) * d.element_bytes(); }
 };
@@ -51,6 +54,7 @@ const uint8_t* normed(const Lane& lane, const float* weight, uint32_t count, con
         d.ops->rms_norm(d.x + from * lane.s.hidden, weight, lane.s.hidden, lane.s.eps, lane.scratch.row);
         experts_to_dtype(lane.s.dtype, lane.scratch.row, out + row * lane.hidden_bytes(), lane.s.hidden);
     }
+    lane.ended(PHASE_NORM);
     if (!few) lane.barrier();
     return out;
 }
@@ -75,6 +79,7 @@ void product_to_residual(const Lane& lane, const Packed& weight, const void* x, 
         if (bias) d.ops->add_scaled(d.out + at, bias + begin, 1.0f, end - begin);
         d.ops->add_scaled(d.x + at, d.out + at, 1.0f, end - begin);
     }
+    lane.ended(PHASE_OUTPUT);
 }
 
 // ---- attention
@@ -98,6 +103,7 @@ void project(const Lane& lane, const Layer& layer, const uint8_t* x) {
         }
         product(lane, *weights[i], x, lane.plan.rows, d.qkv + offsets[i], d.qkv_width(), own.begin, own.end);
     }
+    lane.ended(PHASE_PROJECT);
 }
 
 void clip(float* x, uint32_t n, float bound) {
@@ -217,6 +223,7 @@ void attention(const Lane& lane, const Layer& layer) {
         lane.barrier();
         attend_part(lane, layer);
     }
+    lane.ended(PHASE_ATTEND);
     lane.barrier();
     product_to_residual(lane, layer.o, d.attended, layer.has_o_bias ? layer.o_bias : nullptr);
     lane.barrier();
@@ -231,6 +238,7 @@ void dense(const Lane& lane, const Layer& layer) {
     const Span tiles = lane.share(mlp.gate_up_tiles());
     experts_ffn_gate_up(lane.s.dtype, mlp.gate_up, lane.s.hidden, mlp.intermediate, x, lane.s.hidden,
                         lane.plan.rows, d.act, mlp.intermediate, tiles.begin, tiles.end);
+    lane.ended(PHASE_DENSE);
     lane.barrier();
     product_to_residual(lane, mlp.down, d.act, nullptr);
     lane.barrier();
@@ -250,11 +258,12 @@ void run_shared(void* arg, uint32_t index) {
     product(lane, mlp.down, d.act, lane.plan.rows, d.shared_out, lane.s.hidden, down.begin, down.end);
 }
 
-// Norms, gate scores and choices of this lane's rows.
+// Norms, gate scores and choices of this lane's rows; lane 0 takes few rows alone, for it plans the call.
 void choose_experts(const Lane& lane, const Layer& layer) {
     const Decoder& d = lane.d;
     const DecoderShape& s = lane.s;
-    const Span rows = lane.share(lane.plan.rows);
+    const bool few = lane.plan.rows < kFewRows;
+    const Span rows = few ? Span(lane.index ? 0 : lane.plan.rows, 0, 1) : lane.share(lane.plan.rows);
     if (rows.begin == rows.end) return;
     for (uint32_t row = rows.begin; row < rows.end; ++row) {
         float* to = d.normed_f32 + static_cast<uint64_t>(row) * s.hidden;
@@ -279,7 +288,9 @@ int32_t experts(const Lane& lane, const Layer& layer) {
     choose_experts(lane, layer);
     const bool shared = lane.s.shared_intermediate > 0;
     lane.step.layers[lane.index] = &layer;
-    lane.barrier();
+    lane.ended(PHASE_GATE);
+    // A call begins with lane 0's plan, for which the other lanes wait.
+    if (lane.plan.rows >= kFewRows) lane.barrier();
     const int32_t status = d.call(d.state, d.pool, lane.index, static_cast<uint32_t>(layer.moe_layer),
                                   d.normed, lane.plan.rows, d.expert_ids, d.expert_weights, d.x,
                                   lane.plan.deadline_ns, shared ? run_shared : nullptr, &lane.step);
@@ -304,6 +315,7 @@ void head(const Lane& lane) {
     const uint8_t* x = normed(lane, d.final_norm, plan.logits_count, plan.logits_rows);
     const Span tiles = lane.share(d.head.tiles());
     product(lane, d.head, x, plan.logits_count, plan.logits, lane.s.vocab, tiles.begin, tiles.end);
+    lane.ended(PHASE_HEAD);
 }
 
 }  // namespace
@@ -312,6 +324,7 @@ void run_lane(void* arg, uint32_t index) {
     Step& step = *static_cast<Step*>(arg);
     Decoder& d = step.decoder;
     const Lane lane = lane_of(step, index);
+    lane.ended(PHASE_BEGIN);
     embed(lane);
     lane.barrier();
     for (const Layer& layer : d.layers) {

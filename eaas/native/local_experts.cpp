@@ -138,36 +138,39 @@ int32_t local_experts_call(void* state, LanePool* pool, uint32_t lane, uint32_t 
                            uint64_t deadline_ns, void (*while_away)(void*, uint32_t), void* arg) {
     (void)deadline_ns;
     LocalExperts& local = *static_cast<LocalExperts*>(state);
-    const auto barrier = [&] {
-        if (local.lanes > 1) p2p_lanes_barrier(pool, lane);
+    const auto ended = [&](uint64_t phase) {
+        p2p_lanes_stamp(pool, lane, phase);
+        if (local.lanes == 1) return;
+        p2p_lanes_barrier(pool, lane);
+        p2p_lanes_stamp(pool, lane, PHASE_MEET);
     };
     if (n > local.max_rows || layer >= local.layers) return DECODER_E_ROWS;
     const Expert* layer_weights = &local.weights[static_cast<uint64_t>(layer) * local.experts];
     const uint64_t row_bytes = local.hidden * local.element_bytes();
     const uint64_t act_bytes = local.intermediate * local.element_bytes();
-    if (while_away) while_away(arg, lane);
     if (lane == 0) plan_runs(local, n, expert_ids);
-    barrier();
+    ended(PHASE_GATHER);
+    if (while_away) while_away(arg, lane);
     const eaas::Span pairs(static_cast<uint64_t>(n) * local.top_k, lane, local.lanes);
     for (uint32_t pair = pairs.begin; pair < pairs.end; ++pair)
         std::memcpy(local.gathered + pair * row_bytes,
                     static_cast<const uint8_t*>(rows) + local.token[pair] * row_bytes, row_bytes);
-    barrier();
+    ended(PHASE_GATHER);
     over_tiles(local, lane, local.up_tiles(), [&](const Run& run, uint32_t tile0, uint32_t tile1) {
         experts_ffn_gate_up(local.dtype, layer_weights[run.expert].gate_up, local.hidden, local.intermediate,
                             local.gathered + run.first * row_bytes, local.hidden, run.pairs,
                             local.act + run.first * act_bytes, local.intermediate, tile0, tile1);
     });
-    barrier();
+    ended(PHASE_GATE_UP);
     over_tiles(local, lane, local.down_tiles(), [&](const Run& run, uint32_t tile0, uint32_t tile1) {
         experts_ffn_down(local.dtype, layer_weights[run.expert].down, local.hidden, local.intermediate,
                          local.act + run.first * act_bytes, local.intermediate, run.pairs,
                          local.results + static_cast<uint64_t>(run.first) * local.hidden, local.hidden, tile0,
                          tile1);
     });
-    barrier();
+    ended(PHASE_DOWN);
     const eaas::Span own(n, lane, local.lanes);
     for (uint32_t row = own.begin; row < own.end; ++row) combine(local, row, weights, out);
-    barrier();
+    ended(PHASE_COMBINE);
     return DECODER_OK;
 }

@@ -111,7 +111,9 @@ void wait_lane(ExpertClient* client, uint32_t lane) {
 }
 
 void meet(ExpertClient* client, LanePool* pool, uint32_t lane) {
-    if (client->lanes > 1) p2p_lanes_barrier(pool, lane);
+    if (client->lanes == 1) return;
+    p2p_lanes_barrier(pool, lane);
+    p2p_lanes_stamp(pool, lane, EXPERTS_PHASE_MEET);
 }
 
 }  // namespace
@@ -121,20 +123,26 @@ P2P_API int32_t expert_call(ExpertClient* client, LanePool* pool, uint32_t lane,
                             float* out, uint64_t deadline_ns, void (*while_away)(void*, uint32_t),
                             void* arg) {
     Call& call = client->call;
+    const auto ended = [&](uint64_t phase) { p2p_lanes_stamp(pool, lane, phase); };
     if (lane == 0)
         call.status = begin(client, layer, rows, n, expert_ids, weights, out, clock_ns(), deadline_ns);
+    ended(EXPERTS_PHASE_PLAN);
     meet(client, pool, lane);
     int32_t status = call.status;
     if (status == EXPERTS_OK) {
         post_chunks(client, lane, clock_ns());
+        ended(EXPERTS_PHASE_SEND);
         if (while_away) while_away(arg, lane);
+        ended(EXPERTS_PHASE_AWAY);
     }
     while (status == EXPERTS_OK) {
         wait_lane(client, lane);
+        ended(EXPERTS_PHASE_REPLY);
         meet(client, pool, lane);
         if (call.missing.load() == 0) {
             combine(client, lane, client->lanes);
             if (lane == 0) finish(client);
+            ended(EXPERTS_PHASE_COMBINE);
             break;
         }
         if (lane == 0) {

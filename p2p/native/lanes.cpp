@@ -3,6 +3,7 @@
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
+#include <time.h>
 
 #include <algorithm>
 #include <atomic>
@@ -15,9 +16,9 @@
 
 namespace {
 
-constexpr uint32_t SPIN_MOST = 2048;  // pauses; 25 to 50 microseconds, about what waking an idle core takes
-constexpr uint32_t SPIN_LEAST = 128;
-constexpr uint32_t PROBE_EVERY = 64;  // waits without a spin until one is tried again
+constexpr uint32_t SPIN_PAUSES = 2048;  // 40 to 50 microseconds, about what waking an idle core takes
+constexpr uint32_t CREDIT_MOST = 16;
+constexpr uint32_t PROBE_EVERY = 16;  // waits without a spin until one is tried again
 
 void pause_once() {
 #if defined(__x86_64__)
@@ -36,21 +37,19 @@ cpu_set_t process_cores() {
 }
 const cpu_set_t PROCESS_CORES = process_cores();
 
-// How long one lane spins before it parks. It belongs to that lane.
+// Whether one lane spins before it parks. It belongs to that lane. Always for the same time: a spin that is cut
+// short because it did not pay would pay even less, so what adapts is how often it is tried.
 struct alignas(64) Spin {
-    uint32_t most = 0;
-    uint32_t pauses = 0;
+    bool allowed = false;
+    uint32_t credit = 0;
     uint32_t parked = 0;
 
     uint32_t next() {
-        if (pauses == 0 && most && ++parked >= PROBE_EVERY) {
-            parked = 0;
-            pauses = SPIN_LEAST;
-        }
-        return pauses;
+        if (credit) return SPIN_PAUSES;
+        return allowed && ++parked % PROBE_EVERY == 0 ? SPIN_PAUSES : 0;
     }
-    void paid() { pauses = std::min(most, pauses * 2); }
-    void wasted() { pauses = pauses / 2 < SPIN_LEAST ? 0 : pauses / 2; }
+    void paid() { credit = std::min(CREDIT_MOST, credit + 2); }
+    void wasted() { credit -= credit ? 1 : 0; }
 };
 
 // A number that rises, and lanes that wait for it to move.
@@ -112,6 +111,9 @@ struct LanePool {
     bool caller_pinned = false;
     pthread_t caller{};
     cpu_set_t caller_cores{};
+    LaneStamp* stamps = nullptr;
+    uint32_t stamps_capacity = 0;
+    uint32_t* stamps_count = nullptr;
     std::atomic<bool> running{false};
     std::unique_ptr<Lane[]> lanes;
     Turn work;      // advances when a run begins, or the pool stops
@@ -184,10 +186,11 @@ P2P_API LanePool* p2p_lanes_new(uint32_t count, const int32_t* cores) {
         return nullptr;
     }
     pool->count = count;
-    uint32_t most = int(count) <= CPU_COUNT(&PROCESS_CORES) ? SPIN_MOST : 0;
+    bool fits = int(count) <= CPU_COUNT(&PROCESS_CORES);
     for (uint32_t i = 0; i < count; i++) {
         Lane& lane = pool->lanes[i];
-        lane.spin.most = lane.spin.pauses = most;
+        lane.spin.allowed = fits;
+        lane.spin.credit = fits ? CREDIT_MOST : 0;
         lane.pool = pool.get();
         lane.index = i;
         lane.core = cores ? cores[i] : -1;
@@ -235,4 +238,18 @@ P2P_API void p2p_lanes_barrier(LanePool* pool, uint32_t lane) {
     } else {
         pool->meeting.wait_past(seen, pool->lanes[lane].spin);
     }
+}
+
+P2P_API void p2p_lanes_trace(LanePool* pool, LaneStamp* stamps, uint32_t capacity, uint32_t* counts) {
+    pool->stamps = stamps;
+    pool->stamps_capacity = capacity;
+    pool->stamps_count = counts;
+}
+
+P2P_API void p2p_lanes_stamp(LanePool* pool, uint32_t lane, uint64_t phase) {
+    if (!pool || !pool->stamps || pool->stamps_count[lane] == pool->stamps_capacity) return;
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    uint64_t at = uint64_t(lane) * pool->stamps_capacity + pool->stamps_count[lane]++;
+    pool->stamps[at] = {uint64_t(now.tv_sec) * 1'000'000'000 + uint64_t(now.tv_nsec), phase};
 }

@@ -31,3 +31,14 @@ P2P_API int p2p_lanes_run(LanePool* pool, void (*fn)(void* arg, uint32_t lane), 
 // Called by every lane within run: returns when all have come, with all that they wrote before visible to
 // each.
 P2P_API void p2p_lanes_barrier(LanePool* pool, uint32_t lane);
+
+// Where lanes spend their time: each stamp says that a lane ended a phase, which began at its stamp before.
+struct LaneStamp {
+    uint64_t ns;  // CLOCK_MONOTONIC
+    uint64_t phase;
+};
+// Until it is called again, with null to end, between runs: lane i writes stamps[i * capacity ...] and counts
+// them in counts[i]; what exceeds the capacity is dropped.
+P2P_API void p2p_lanes_trace(LanePool* pool, LaneStamp* stamps, uint32_t capacity, uint32_t* counts);
+// A few nanoseconds unless traced. A null pool is fine.
+P2P_API void p2p_lanes_stamp(LanePool* pool, uint32_t lane, uint64_t phase);
