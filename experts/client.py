@@ -310,7 +310,7 @@ class ExpertClient:
             slots=self._layout.slots,
             slot_bytes=self._layout.payload_bytes,
             lane=lane,
-            server_lane=0,
+            lanes=len(link.cores) if self._shares_cores(link.cores) else 1,
         )
         index = self._library.expert_client_add_server(self._handle, ctypes.byref(place))
         if index < 0:
@@ -328,6 +328,9 @@ class ExpertClient:
             lane,
         )
         self._settle(view)
+
+    def _shares_cores(self, cores: Sequence[int]) -> bool:
+        return min(cores, default=-1) >= 0 and tuple(cores) == self._cores[: len(cores)]
 
     def _lane_for(self, cores: Sequence[int]) -> int:
         # Wake on the core that the waker is about to leave; elsewhere a wake costs several times as much.

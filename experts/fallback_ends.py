@@ -304,7 +304,7 @@ class ClientEnd:
         seal_frame(place.requests.slots[slot], header, payload)
         # Signal last: the server may read the request as soon as it changes.
         store_signal(place.requests.slots[slot], place.sequence)
-        doorbell.ring(place.link.bell_page or 0, place.link.server_lane)
+        doorbell.ring(place.link.bell_page or 0, 0)
         place.waiting[slot] = _Sent(call, place.sequence, now_ns, request, pairs)
         place.stats.calls += 1
         place.stats.rows += len(tokens)

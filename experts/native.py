@@ -28,7 +28,7 @@ class ServerLink(Structure):
         ("slots", c_uint32),
         ("slot_bytes", c_uint64),
         ("lane", c_uint32),
-        ("server_lane", c_uint32),
+        ("lanes", c_uint32),
     )
 
 

@@ -37,7 +37,9 @@ struct ServerLink {
     uint32_t slots;
     uint64_t slot_bytes;   // payload capacity of a slot, both ways
     uint32_t lane;         // the client lane which packs for this server and waits for it
-    uint32_t server_lane;  // the server lane whose doorbell is rung
+    // The server's lanes, where each has the core of the client's lane of equal number: that one wakes it, for a
+    // wake is cheap on the core that the waker leaves. Else 1: the server's lane 0 wakes the others.
+    uint32_t lanes;
 };
 
 // Counters since the server was attached; latencies in nanoseconds from ring to accepted reply.

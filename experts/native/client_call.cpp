@@ -91,8 +91,23 @@ void ring_lanes(ExpertClient* client, uint32_t lane) {
         if (other != lane) p2p_bell_ring(client->page, other);
 }
 
-void wait_lane(ExpertClient* client, uint32_t lane) {
+// Sends what is planned for the lane's servers. `seen`: the lane's doorbell before.
+struct Dispatched {
+    uint32_t seen;
+    bool shared;  // other lanes' servers compute on this core too, and ring when they leave it
+};
+
+Dispatched dispatch(ExpertClient* client, uint32_t lane) {
+    uint32_t seen = p2p_bell_read(client->page, lane);
+    post_chunks(client, lane, clock_ns());
+    return {seen, ring_shared(client, lane)};
+}
+
+void wait_lane(ExpertClient* client, uint32_t lane, const Dispatched& dispatched) {
     Call& call = client->call;
+    // Once: whether the call is complete is for the lanes to say that receive the replies.
+    if (dispatched.shared && call.outstanding[lane].value == 0 && call.missing.load() && client->page)
+        p2p_bell_wait(client->page, lane, dispatched.seen, P2P_WAIT_NS);
     uint64_t checked_ns = clock_ns();
     for (;;) {
         uint32_t seen = p2p_bell_read(client->page, lane);
@@ -129,14 +144,15 @@ P2P_API int32_t expert_call(ExpertClient* client, LanePool* pool, uint32_t lane,
     ended(EXPERTS_PHASE_PLAN);
     meet(client, pool, lane);
     int32_t status = call.status;
+    Dispatched dispatched{};
     if (status == EXPERTS_OK) {
-        post_chunks(client, lane, clock_ns());
+        dispatched = dispatch(client, lane);
         ended(EXPERTS_PHASE_SEND);
         if (while_away) while_away(arg, lane);
         ended(EXPERTS_PHASE_AWAY);
     }
     while (status == EXPERTS_OK) {
-        wait_lane(client, lane);
+        wait_lane(client, lane, dispatched);
         ended(EXPERTS_PHASE_REPLY);
         meet(client, pool, lane);
         if (call.missing.load() == 0) {
@@ -151,7 +167,7 @@ P2P_API int32_t expert_call(ExpertClient* client, LanePool* pool, uint32_t lane,
         }
         meet(client, pool, lane);
         status = call.status;
-        if (status == EXPERTS_OK) post_chunks(client, lane, clock_ns());
+        if (status == EXPERTS_OK) dispatched = dispatch(client, lane);
     }
     meet(client, pool, lane);
     return status;

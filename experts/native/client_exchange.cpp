@@ -87,7 +87,7 @@ void send(ExpertClient* client, Server& server, uint32_t lane, uint32_t slot_ind
     p2p_frame_seal(memory, &fields);
     // Signal last: the server may read the payload as soon as it changes.
     p2p_signal_store(memory, fields.sequence);
-    p2p_bell_ring(server.link.bell_page, server.link.server_lane);
+    p2p_bell_ring(server.link.bell_page, 0);
     server.busy++;
     server.units += chunk.pairs;
     double expected_ns = server.peak_ns_per_unit * (server.units + UNIT_BASE);
@@ -250,6 +250,17 @@ void bury(ExpertClient* client, Server& server) {
 
 void post_chunks(ExpertClient* client, uint32_t lane, uint64_t now_ns) {
     each_server(client, lane, [&](Server& server) { post(client, server, lane, now_ns); });
+}
+
+bool ring_shared(ExpertClient* client, uint32_t lane) {
+    bool rung = false;
+    for (uint64_t left = client->call.shared; left; left &= left - 1) {
+        const ServerLink& link = client->servers[std::countr_zero(left)].link;
+        if (lane == link.lane || lane >= link.lanes) continue;
+        p2p_bell_ring(link.bell_page, lane);
+        rung = true;
+    }
+    return rung;
 }
 
 void progress(ExpertClient* client, uint32_t lane, uint64_t now_ns) {

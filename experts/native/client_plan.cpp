@@ -141,7 +141,12 @@ void cut_chunks(ExpertClient* client, uint32_t index) {
 }
 
 void cut_all(ExpertClient* client, uint64_t servers) {
-    for (; servers; servers &= servers - 1) cut_chunks(client, uint32_t(std::countr_zero(servers)));
+    client->call.shared = 0;
+    for (; servers; servers &= servers - 1) {
+        uint32_t index = uint32_t(std::countr_zero(servers));
+        if (client->servers[index].link.lanes > 1) client->call.shared |= 1ull << index;
+        cut_chunks(client, index);
+    }
 }
 
 void count_pair(Plan& plan, uint32_t expert) {

@@ -98,6 +98,7 @@ struct Call {
     std::atomic<bool> in_doubt{false};  // some pairs wait for a replica, or for a late server
     std::atomic<uint32_t> missing{0};
     std::atomic<uint32_t> replan{0};
+    uint64_t shared = 0;  // of the plan made last: servers with chunks whose lanes run beside this client's
     std::vector<Chunk> chunks;
     std::vector<uint32_t> order;                      // pair numbers t * top_k + k, chunk after chunk
     std::unique_ptr<std::atomic<uint64_t>[]> filled;  // one bit for each pair: the first valid reply wins
@@ -203,6 +204,8 @@ void adopt_locked(ExpertClient* client);
 // client_exchange.cpp, each lane for its own servers
 void post_chunks(ExpertClient* client, uint32_t lane, uint64_t now_ns);
 void progress(ExpertClient* client, uint32_t lane, uint64_t now_ns);
+// Wakes the lanes of servers that other lanes send to, from the cores that they will run on. Whether there were any.
+bool ring_shared(ExpertClient* client, uint32_t lane);
 // Servers of the lane that it waits for, or all of the lane's where `idle_too`.
 void check_liveness(ExpertClient* client, uint32_t lane, uint64_t now_ns, bool idle_too);
 bool lane_finished(ExpertClient* client, uint32_t lane, uint64_t now_ns);

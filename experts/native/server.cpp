@@ -5,6 +5,7 @@
 
 #include "experts/native/server_state.h"
 #include "p2p/native/doorbell.h"
+#include "p2p/native/spin.h"
 #include "p2p/native/window.h"
 
 using namespace experts;
@@ -56,6 +57,7 @@ void lead(ExpertServer* server) {
             std::lock_guard lock(server->mutex);
             if (may_answer(server) && collect(server, now_ns)) {
                 served = true;
+                server->left.store(server->lanes - 1, std::memory_order_relaxed);
                 server->batch.fetch_add(1, std::memory_order_release);
                 for (uint32_t lane = 1; lane < server->lanes; lane++) p2p_bell_ring(page, lane);
                 serve_batch(server, 0);
@@ -73,7 +75,9 @@ void follow(ExpertServer* server, uint32_t lane, uint32_t done) {
         uint32_t seen = p2p_bell_read(server->page, lane);
         uint32_t ready = server->batch.load(std::memory_order_acquire);
         if (ready == done) {
-            p2p_bell_wait(server->page, lane, seen, P2P_WAIT_NS);
+            // Rung by a client, from this core, while lane 0 still reads the request: it will not be long.
+            bool rung = p2p_bell_wait(server->page, lane, seen, P2P_WAIT_NS);
+            if (rung) p2p::spin_until([&] { return server->batch.load(std::memory_order_acquire) != done; });
             continue;
         }
         done = ready;

@@ -2,11 +2,14 @@
 #include <time.h>
 
 #include <algorithm>
+#include <chrono>
+#include <thread>
 
 #include "experts/native/kernels.h"
 #include "experts/native/server_state.h"
 #include "p2p/native/doorbell.h"
 #include "p2p/native/frame.h"
+#include "p2p/native/spin.h"
 #include "p2p/native/window.h"
 
 namespace experts {
@@ -232,9 +235,19 @@ void serve_batch(ExpertServer* server, uint32_t lane) {
     for (const Group& g : server->groups) down(g);
     p2p_lanes_barrier(server->pool, lane);
     for (uint32_t i = lane; i < server->job_count; i += lanes) answer(server, i);
-    if (lane == 0) count_batch(server);
-    // The next batch reuses all of this.
-    p2p_lanes_barrier(server->pool, lane);
+    if (lane == 0) {
+        count_batch(server);
+        // The next batch reuses all of this. Lanes that answer nothing left long ago.
+        while (!p2p::spin_until([&] { return server->left.load(std::memory_order_acquire) == 0; }))
+            std::this_thread::sleep_for(std::chrono::microseconds(50));
+        return;
+    }
+    // A client's lane on this core is best woken from here, before this lane parks.
+    for (uint32_t i = 0; i < server->job_count; i++) {
+        const ClientLink& link = server->clients[server->jobs[i].client].link;
+        if (lane < link.client_lanes) p2p_bell_ring(link.bell_page, lane);
+    }
+    server->left.fetch_sub(1, std::memory_order_release);
 }
 
 }  // namespace experts

@@ -107,6 +107,7 @@ struct ExpertServer {
     ServerCounters counters{};
 
     std::atomic<uint32_t> batch{0};  // rises when a batch is ready for the other lanes
+    std::atomic<uint32_t> left{0};   // other lanes that have not left the batch yet
     std::atomic<bool> running{false};
     uint64_t run_until_ns = 0;
 };

@@ -13,20 +13,12 @@
 #include <new>
 
 #include "p2p/native/futex.h"
+#include "p2p/native/spin.h"
 
 namespace {
 
-constexpr uint32_t SPIN_PAUSES = 2048;  // 40 to 50 microseconds, about what waking an idle core takes
 constexpr uint32_t CREDIT_MOST = 16;
 constexpr uint32_t PROBE_EVERY = 16;  // waits without a spin until one is tried again
-
-void pause_once() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
-#endif
-}
 
 // What the process may use, asked before any lane is pinned: a pinned caller would answer "one".
 cpu_set_t process_cores() {
@@ -44,10 +36,7 @@ struct alignas(64) Spin {
     uint32_t credit = 0;
     uint32_t parked = 0;
 
-    uint32_t next() {
-        if (credit) return SPIN_PAUSES;
-        return allowed && ++parked % PROBE_EVERY == 0 ? SPIN_PAUSES : 0;
-    }
+    bool next() { return credit || (allowed && ++parked % PROBE_EVERY == 0); }
     void paid() { credit = std::min(CREDIT_MOST, credit + 2); }
     void wasted() { credit -= credit ? 1 : 0; }
 };
@@ -68,12 +57,11 @@ struct alignas(64) Turn {
 
     void wait_past(uint32_t seen, Spin& spin) {
         if (value.load(std::memory_order_acquire) != seen) return;
-        uint32_t pauses = spin.next();
-        for (uint32_t i = 0; i < pauses; i++) {
-            pause_once();
-            if (value.load(std::memory_order_acquire) != seen) return spin.paid();
+        if (spin.next()) {
+            if (p2p::spin_until([&] { return value.load(std::memory_order_acquire) != seen; }))
+                return spin.paid();
+            spin.wasted();
         }
-        if (pauses) spin.wasted();
         sleepers.fetch_add(1, std::memory_order_seq_cst);
         while (value.load(std::memory_order_seq_cst) == seen)
             p2p::futex_wait(word(), seen, p2p::Scope::PRIVATE, nullptr);

@@ -303,7 +303,7 @@ class World:
             slots=self.slots,
             slot_bytes=self.slot_bytes,
             lane=lane,
-            server_lane=0,
+            lanes=1,
         )
         index = self.library.expert_client_add_server(self.clients[client], ours)
         assert index >= 0
