@@ -172,7 +172,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         command.error(f"--peers {','.join(unknown)}: known are {', '.join(PEERS)}")
     cores = cores_of(options)
     busy = cores[-1] if options.busy_core == -1 else options.busy_core
-    with checkpoint(options.shape) as model, contextlib.ExitStack() as closing:
+    with checkpoint(options.shape, options.checkpoints) as model, contextlib.ExitStack() as closing:
         running = closing.enter_context(
             cluster(
                 model,

@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = command.parse_args(argv)
     cores = cores_of(options)
     vocab = SHAPES[options.shape].vocab
-    with checkpoint(options.shape) as model, contextlib.ExitStack() as closing:
+    with checkpoint(options.shape, options.checkpoints) as model, contextlib.ExitStack() as closing:
         running = closing.enter_context(
             cluster(model, cores, servers=options.experts, endpoint=True, kv_tokens=KV_TOKENS)
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,6 +32,9 @@ def parser(about: str | None) -> argparse.ArgumentParser:
     options.add_argument("--rounds", type=int, default=9, help="interleaved rounds, after one that warms up")
     options.add_argument("--threads", type=int, default=0, help="cores to use; 0: all that are allowed")
     options.add_argument("--results", type=Path, default=RESULTS, help="folder that gets the JSON lines")
+    options.add_argument("--checkpoints", type=Path, help="folder that keeps checkpoints for the next run")
+    # A command that is told to end takes its processes and files with it.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     return options
 
 
@@ -40,10 +44,22 @@ def numbers(text: str) -> list[int]:
 
 
 @contextlib.contextmanager
-def checkpoint(shape: str, **overrides: object) -> Iterator[Path]:
-    """A Qwen3-MoE checkpoint of random weights in bfloat16, for the length of a `with`."""
+def checkpoint(shape: str, keep: Path | None = None, **overrides: object) -> Iterator[Path]:
+    """A Qwen3-MoE checkpoint of random weights in bfloat16, for the length of a `with`.
+
+    Args:
+        keep: Where to look for it first, and to leave it; a name tells shape and overrides.
+        overrides: Fields of config.json.
+    """
     with tempfile.TemporaryDirectory(prefix="eaas-bench-") as folder:
-        yield make_model(shape, "qwen3_moe", Path(folder) / shape, seed=1, overrides=overrides)
+        name = "-".join([shape, *(f"{field}={value}" for field, value in sorted(overrides.items()))])
+        kept = (keep or Path(folder)) / name
+        if not kept.exists():
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            # Under its name only when it is whole.
+            fresh = kept.with_name(f"{name}.partial")
+            make_model(shape, "qwen3_moe", fresh, seed=1, overrides=overrides).rename(kept)
+        yield kept
 
 
 def cluster(

@@ -9,7 +9,6 @@ larger than the batch needs.
 from __future__ import annotations
 
 import ctypes
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,9 +40,10 @@ class LlamaCpp:
         self._api.llama_backend_init()
         parameters = self._api.llama_model_default_params()
         parameters.use_mmap = False
-        with tempfile.TemporaryDirectory(prefix="eaas-gguf-") as folder:
-            file = write_gguf(model, Path(folder) / "model.gguf")
-            self._model = self._api.llama_model_load_from_file(str(file).encode(), parameters)
+        file = model / "model.gguf"
+        if not file.exists():
+            write_gguf(model, file.with_suffix(".partial")).rename(file)
+        self._model = self._api.llama_model_load_from_file(str(file).encode(), parameters)
         if not self._model:
             raise LlamaCppFailed(f"llama.cpp does not load {model}; see its log.")
         self._vocab = self._api.llama_vocab_n_tokens(self._api.llama_model_get_vocab(self._model))
