@@ -1,165 +1,213 @@
-"""Decoding speed through the HTTP endpoint, beside other engines in the same run.
+"""Decoding speed of EaaS beside other engines, in one run.
 
-The same weights, the same prompts, rounds interleaved so that the machine's moods hit every engine alike; medians
-and the ratio of each round pair count, never absolute figures. Correctness first: before any timing, the engines'
-logits for the prompts are compared.
+Measured: "http", EaaS through its endpoint; "ours", its engine driven directly over the same expert servers;
+"inproc", the same engine with every expert in its own process; and the peers transformers and llama.cpp. The same
+weights, the same prompts, greedy; rounds interleaved so that the machine's moods hit every engine alike: only the
+ratios of paired rounds count, never absolute figures. Each engine is a process that sleeps while another is
+measured, and every round waits until it does.
 
-    python -m benchmarks.decode --shape S --batch 1,8 --peers transformers
+Correctness first: before any timing, "ours" must give the bits of "inproc", "http" the tokens of "ours", and each
+peer's logits and greedy tokens must be those of the same model.
+
+    python -m benchmarks.decode --shape S --batch 1,8,32 --peers inproc,transformers,llamacpp --experts 2
+    python -m benchmarks.decode --shape S --batch 1,8 --peers llamacpp --busy-core
 """
 
 from __future__ import annotations
 
-import argparse
-import os
-import tempfile
-import time
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.http_client import Speed, speed_of, stream_batch
+from benchmarks.engines.process import EngineProcess
+from benchmarks.engines.run import Speed, prompts_for
+from benchmarks.neighbour import busy_core
 from benchmarks.report import record, spread
-from eaas.cluster.config import ClusterConfig
-from eaas.cluster.local import LocalCluster
-from eaas.model.make_model import make_model
+from benchmarks.setting import (
+    DISTRIBUTIONS,
+    HttpEndpoint,
+    checkpoint,
+    cluster,
+    cores_of,
+    interleave,
+    numbers,
+    parser,
+    start_peers,
+)
+from eaas.model.make_model import SHAPES
 
-PROMPT_TOKENS, NEW_TOKENS = 16, 64
-
-
-class Transformers:
-    """transformers' own `generate` over the same checkpoint, greedy, in this process."""
-
-    def __init__(self, model: Path, threads: int) -> None:
-        import torch
-        from transformers import AutoModelForCausalLM
-
-        torch.set_num_threads(threads)
-        self._torch = torch
-        self._model: Any = AutoModelForCausalLM.from_pretrained(
-            model, dtype=torch.bfloat16, experts_implementation="grouped_mm"
-        )
-        self._model.eval()
-
-    def generate(self, prompts: Sequence[Sequence[int]], tokens: int) -> tuple[list[list[int]], Speed]:
-        """New tokens of each prompt, and the speed; the first token is timed apart and taken off for decoding."""
-        torch = self._torch
-        ids = torch.tensor(prompts)
-        options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0}
-        with torch.inference_mode():
-            started = time.perf_counter()
-            self._model.generate(ids, max_new_tokens=1, min_new_tokens=1, **options)
-            first_s = time.perf_counter() - started
-            started = time.perf_counter()
-            out = self._model.generate(ids, max_new_tokens=tokens, min_new_tokens=tokens, **options)
-            total_s = time.perf_counter() - started
-        speed = Speed(
-            decode=len(prompts) * (tokens - 1) / max(total_s - first_s, 1e-9),
-            whole=len(prompts) * tokens / total_s,
-        )
-        return out[:, ids.shape[1] :].tolist(), speed
+PEERS = ("inproc", "transformers", "llamacpp")
+# Engines divided by engines.
+RATIOS = (
+    ("http", "llamacpp"),
+    ("http", "transformers"),
+    ("http", "ours"),
+    ("ours", "inproc"),
+    ("inproc", "llamacpp"),
+)
+KV_TOKENS = 16384
+CHECKED_PROMPTS, CHECKED_TOKENS = 16, 8
+# Rounding alone leaves both far above this; other weights, or a wrong position, far below.
+LEAST_CORRELATION, LEAST_AGREEMENT = 0.99, 0.5
 
 
-def prompts_for(batch: int, vocab: int, seed: int) -> list[list[int]]:
-    """`batch` random prompts of PROMPT_TOKENS ids below `vocab`."""
-    return np.random.default_rng(seed).integers(300, vocab, size=(batch, PROMPT_TOKENS)).tolist()
+class NotTheSameModel(RuntimeError):
+    """An engine computes something else, so its speed means nothing."""
 
 
-def check_same_model(
-    ours: Callable[[Sequence[Sequence[int]]], list[str]], peer: Transformers, model: Path, vocab: int
-) -> float:
-    """Share of first tokens on which both engines agree, over 16 prompts.
+def check(engines: Mapping[str, EngineProcess], endpoint: HttpEndpoint, model: Path, vocab: int) -> Any:
+    """Compare every engine with "ours" on the same prompts.
+
+    Returns:
+        For each peer, the median and least correlation of logits, the share of first tokens on which both agree,
+        and that of later tokens as long as all before them agree.
 
     Raises:
-        RuntimeError: under half agree: these are not the same model (bf16 rounding alone moves few of them).
+        NotTheSameModel: bits, tokens or logits differ by more than rounding explains.
     """
     from eaas.model.tokenizer import Tokenizer
 
+    prompts = prompts_for(CHECKED_PROMPTS, vocab, seed=99)
+    logits = engines["ours"].logits(prompts)
+    tokens = engines["ours"].generate(prompts, CHECKED_TOKENS).tokens
     tokenizer = Tokenizer.load(model)
-    prompts = prompts_for(16, vocab, seed=99)
-    theirs, _ = peer.generate(prompts, 2)
-    same = sum(text == tokenizer.decode([row[0]]) for text, row in zip(ours(prompts), theirs, strict=True))
-    if same < 8:
-        raise RuntimeError(
-            f"Only {same} of 16 first tokens agree with transformers: not the same model, so no timing."
-        )
-    return same / 16
+    if endpoint.texts(prompts, CHECKED_TOKENS) != [tokenizer.decode(row) for row in tokens]:
+        raise NotTheSameModel("The endpoint's tokens are not those of the engine driven directly.")
+    found: dict[str, Any] = {"http": {"tokens": "identical"}}
+    for name, engine in engines.items():
+        if name == "ours":
+            continue
+        theirs, theirs_tokens = engine.logits(prompts), engine.generate(prompts, CHECKED_TOKENS).tokens
+        if name == "inproc":
+            if theirs.tobytes() != logits.tobytes() or theirs_tokens != tokens:
+                raise NotTheSameModel("Experts in process and on servers give different bits.")
+            found[name] = {"logits": "identical"}
+            continue
+        found[name] = closeness(logits, tokens, theirs, theirs_tokens)
+        if (
+            found[name]["correlation_median"] < LEAST_CORRELATION
+            or found[name]["first_token_agreement"] < LEAST_AGREEMENT
+            or found[name]["later_token_agreement"] < LEAST_AGREEMENT
+        ):
+            raise NotTheSameModel(f"{name} is not the same model, so it is not timed: {found[name]}")
+    return found
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure and append one JSON line for each batch size."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--shape", default="S", choices=["tiny", "S", "L"])
-    parser.add_argument("--batch", default="1,8", help="batch sizes, comma-separated")
-    parser.add_argument("--peers", default="transformers", help="transformers, or nothing")
-    parser.add_argument("--experts", type=int, default=2, help="expert servers")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    options = parser.parse_args(argv)
-    cores = tuple(sorted(os.sched_getaffinity(0)))[: options.threads]
-    with tempfile.TemporaryDirectory(prefix="eaas-bench-") as folder:
-        model = Path(folder) / options.shape
-        make_model(options.shape, "qwen3_moe", model, seed=1, dtype="bfloat16")
-        peer = Transformers(model, options.threads) if options.peers == "transformers" else None
-        vocab = {"tiny": 512, "S": 32000, "L": 64000}[options.shape]
-        config = ClusterConfig(
-            model=model,
-            served_name="bench",
-            experts=options.experts,
-            replicas=min(2, options.experts),
-            port=0,
-            cores=cores,
-        )
-        with LocalCluster(config) as cluster:
-            host, _, port = cluster.url.removeprefix("http://").rpartition(":")
-            address = (host, int(port))
-
-            def first_texts(prompts: Sequence[Sequence[int]]) -> list[str]:
-                return [stream.texts()[0] for stream in stream_batch(address, "bench", prompts, 1)]
-
-            agreement = check_same_model(first_texts, peer, model, vocab) if peer else None
-            for batch in map(int, options.batch.split(",")):
-                measure(address, peer, batch, vocab, options, agreement)
+def closeness(
+    ours: np.ndarray, our_tokens: Sequence[Sequence[int]], theirs: np.ndarray, tokens: Sequence[Sequence[int]]
+) -> dict[str, float]:
+    """How near two engines' logits [prompts, vocab] and greedy tokens are to one another."""
+    correlations = [float(np.corrcoef(mine, other)[0, 1]) for mine, other in zip(ours, theirs, strict=True)]
+    first = later = compared = 0
+    for mine, other in zip(our_tokens, tokens, strict=True):
+        equal = [a == b for a, b in zip(mine, other, strict=True)]
+        first += equal[0]
+        # After the first difference the two no longer compute the same thing.
+        agreed = equal.index(False) if False in equal else len(equal)
+        compared += max(0, min(agreed + 1, len(equal)) - 1)
+        later += max(0, agreed - 1)
+    return {
+        "correlation_median": float(np.median(correlations)),
+        "correlation_min": min(correlations),
+        "first_token_agreement": first / len(tokens),
+        "later_token_agreement": later / compared if compared else 0.0,
+    }
 
 
 def measure(
-    address: tuple[str, int],
-    peer: Transformers | None,
+    engines: Mapping[str, EngineProcess],
+    endpoint: HttpEndpoint,
+    pids: Mapping[str, int],
     batch: int,
-    vocab: int,
-    options: argparse.Namespace,
-    agreement: float | None,
-) -> None:
-    """Interleaved rounds at one batch size; records medians and the median ratio."""
-    ours: list[Speed] = []
-    theirs: list[Speed] = []
-    for number in range(options.rounds + 1):
-        prompts = prompts_for(batch, vocab, seed=number)
-        speed = speed_of(stream_batch(address, "bench", prompts, NEW_TOKENS), NEW_TOKENS)
-        peer_speed = peer.generate(prompts, NEW_TOKENS)[1] if peer else speed
-        if number:  # The first round warms both up.
-            ours.append(speed)
-            theirs.append(peer_speed)
-    result: dict[str, object] = {
-        "shape": options.shape,
-        "batch": batch,
-        "experts": options.experts,
-        "threads": options.threads,
-        "rounds": options.rounds,
-        "tokens_per_s": spread([speed.decode for speed in ours]),
-        "tokens_per_s_with_prefill": spread([speed.whole for speed in ours]),
+    options: Any,
+) -> dict[str, Any]:
+    """Interleaved rounds at one batch size: speeds and ratios, decoding alone and with the prompts."""
+    vocab = SHAPES[options.shape].vocab
+
+    def direct(engine: EngineProcess, number: int) -> Speed:
+        return engine.generate(prompts_for(batch, vocab, seed=number), options.tokens).speed
+
+    measures = {"http": lambda number: endpoint.speed(prompts_for(batch, vocab, number), options.tokens)}
+    measures |= {
+        name: lambda number, engine=engine: direct(engine, number) for name, engine in engines.items()
     }
-    if peer:
-        pairs = list(zip(ours, theirs, strict=True))
-        result["transformers_tokens_per_s"] = spread([speed.decode for speed in theirs])
-        result["transformers_tokens_per_s_with_prefill"] = spread([speed.whole for speed in theirs])
-        result["ratio"] = spread([mine.decode / other.decode for mine, other in pairs])
-        result["ratio_with_prefill"] = spread([mine.whole / other.whole for mine, other in pairs])
-        result["first_token_agreement"] = agreement
-    record("decode", result, ("transformers",) if peer else ())
+    speeds = interleave(measures, options.rounds, pids)
+    result: dict[str, Any] = {}
+    for field, suffix in (("decode", ""), ("whole", "_with_prefill")):
+        values = {name: [getattr(speed, field) for speed in rounds] for name, rounds in speeds.items()}
+        result[f"tokens_per_s{suffix}"] = {name: spread(rounds) for name, rounds in values.items()}
+        result[f"ratio{suffix}"] = {
+            f"{over}/{under}": spread([a / b for a, b in zip(values[over], values[under], strict=True)])
+            for over, under in RATIOS
+            if over in values and under in values
+        }
+    return result
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Check, measure, and append one JSON line for each batch size."""
+    command = parser(__doc__)
+    command.add_argument("--batch", default="1,8", help="batch sizes, comma-separated")
+    command.add_argument("--tokens", type=int, default=64, help="new tokens of each prompt")
+    command.add_argument(
+        "--peers", default="transformers", help=f"of {','.join(PEERS)}, comma-separated; or nothing"
+    )
+    command.add_argument("--experts", type=int, default=2, help="expert servers")
+    command.add_argument("--lanes-per-server", type=int, default=0, help="0: the cores are dealt out")
+    command.add_argument("--replicas", type=int, default=0, help="of each expert; 0: two, where it can be")
+    command.add_argument(
+        "--busy-core",
+        type=int,
+        nargs="?",
+        const=-1,
+        help="keep this core (the last one, where none is named) busy with another process in every round",
+    )
+    options = command.parse_args(argv)
+    peers = [name for name in options.peers.split(",") if name]
+    unknown = sorted(set(peers) - set(PEERS))
+    if unknown:
+        command.error(f"--peers {','.join(unknown)}: known are {', '.join(PEERS)}")
+    cores = cores_of(options)
+    busy = cores[-1] if options.busy_core == -1 else options.busy_core
+    with checkpoint(options.shape, options.checkpoints) as model, contextlib.ExitStack() as closing:
+        running = closing.enter_context(
+            cluster(
+                model,
+                cores,
+                servers=options.experts,
+                lanes=options.lanes_per_server,
+                replicas=options.replicas,
+                endpoint=True,
+                kv_tokens=KV_TOKENS,
+            )
+        )
+        endpoint = HttpEndpoint(running)
+        room = {"kv_tokens": KV_TOKENS}
+        own = {"ours": room | {"router": running.router_address}, "inproc": room}
+        engines = start_peers(["ours", *peers], model, cores, closing, own)
+        pids = running.pids() | {name: engine.pid for name, engine in engines.items()}
+        checked = check(engines, endpoint, model, SHAPES[options.shape].vocab)
+        for batch in numbers(options.batch):
+            with busy_core(busy):
+                measured = measure(engines, endpoint, pids, batch, options)
+            result = {
+                "shape": options.shape,
+                "batch": batch,
+                "experts": options.experts,
+                "lanes_per_server": options.lanes_per_server,
+                "threads": len(cores),
+                "busy_core": busy,
+                "rounds": options.rounds,
+                "tokens": options.tokens,
+                **measured,
+                "checked": checked,
+                "engines": {name: engine.facts for name, engine in engines.items()},
+            }
+            packages = [DISTRIBUTIONS[name] for name in engines if name in DISTRIBUTIONS]
+            record("decode", result, packages, options.results)
 
 
 if __name__ == "__main__":

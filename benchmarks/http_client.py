@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from benchmarks.engines.run import Speed
+
 
 @dataclass(kw_only=True)
 class StreamRecord:
@@ -103,14 +105,6 @@ def stream_batch(
     if counts != {tokens}:
         raise RuntimeError(f"streams of {sorted(counts)} tokens came where {tokens} were asked for")
     return records
-
-
-@dataclass(frozen=True, kw_only=True)
-class Speed:
-    """Tokens per second of a batch: from the first token on, and from sending the request to the last byte."""
-
-    decode: float
-    whole: float
 
 
 def speed_of(records: Sequence[StreamRecord], tokens: int) -> Speed:

@@ -39,9 +39,14 @@ def table(rows: list[dict[str, Any]]) -> str:
         "|---|---|---|---|",
     ]
     for row in rows:
+        columns = (
+            (row["tokens_per_s"]["http"], 0),
+            (row["tokens_per_s"]["transformers"], 0),
+            (row["ratio"]["http/transformers"], 2),
+        )
         cells = [
-            f"{row[name]['median']:.{digits}f} ({row[name]['min']:.{digits}f} to {row[name]['max']:.{digits}f})"
-            for name, digits in (("tokens_per_s", 0), ("transformers_tokens_per_s", 0), ("ratio", 2))
+            f"{figure['median']:.{digits}f} ({figure['min']:.{digits}f} to {figure['max']:.{digits}f})"
+            for figure, digits in columns
         ]
         lines.append(f"| {row['batch']} | {' | '.join(cells)} |")
     return "\n".join(lines)

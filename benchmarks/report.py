@@ -17,8 +17,9 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, least and greatest of the rounds."""
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+    """Median, least and greatest of the rounds, to five digits."""
+    found = {"median": statistics.median(values), "min": min(values), "max": max(values)}
+    return {name: float(f"{value:.5g}") for name, value in found.items()}
 
 
 def hardware() -> dict[str, Any]:
@@ -37,8 +38,10 @@ def hardware() -> dict[str, Any]:
     }
 
 
-def record(benchmark: str, result: Mapping[str, Any], packages: Sequence[str] = ()) -> None:
-    """Print one result and append it to benchmarks/results/`benchmark`.jsonl."""
+def record(
+    benchmark: str, result: Mapping[str, Any], packages: Sequence[str] = (), folder: Path = RESULTS
+) -> None:
+    """Print one result and append it to `folder`/`benchmark`.jsonl."""
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"],
         cwd=RESULTS.parent,
@@ -54,8 +57,8 @@ def record(benchmark: str, result: Mapping[str, Any], packages: Sequence[str] = 
         "versions": {name: importlib.metadata.version(name) for name in ("torch", *packages)},
         **result,
     }
-    RESULTS.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True)
     text = json.dumps(line)
-    with (RESULTS / f"{benchmark}.jsonl").open("a") as file:
+    with (folder / f"{benchmark}.jsonl").open("a") as file:
         file.write(text + "\n")
     print(text, flush=True)

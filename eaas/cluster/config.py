@@ -25,6 +25,8 @@ class ClusterConfig:
     port: int = 8000
     dtype: str = "auto"
     cores: tuple[int, ...] = (0,)
+    # Lanes of each expert server; 0: the cores are dealt out among the servers.
+    expert_lanes: int = 0
     # 65,536 tokens x 2 (K and V) x 8 layers x 4 heads x 64 x 2 bytes = 512 MiB on shape S.
     kv_tokens: int = 65536
     step_tokens: int = 512
@@ -56,6 +58,11 @@ class ClusterConfig:
             )
         if not self.cores:
             raise ValueError("No CPU core given; name at least one.")
+        if not 0 <= self.expert_lanes <= len(self.cores):
+            raise ValueError(
+                f"{self.expert_lanes} lanes for each expert server; 0 (deal out the cores) to {len(self.cores)}, one "
+                "for each core, are possible."
+            )
 
 
 def _is_loopback(host: str) -> bool:
@@ -65,12 +72,14 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def expert_cores(slot: int, servers: int, cores: Sequence[int]) -> list[int]:
-    """Cores of the expert server in launch slot `slot`: one lane each.
+def expert_cores(slot: int, servers: int, cores: Sequence[int], lanes: int = 0) -> list[int]:
+    """Cores of the expert server in launch slot `slot`: one lane each, `lanes` of them where that is not 0.
 
     With at least as many servers as cores each gets one core, round-robin; with fewer, the cores are dealt out
     among the servers so that none lies idle.
     """
+    if lanes:
+        return [cores[(slot * lanes + lane) % len(cores)] for lane in range(lanes)]
     if servers >= len(cores):
         return [cores[slot % len(cores)]]
     return list(cores[slot % servers :: servers])

@@ -236,7 +236,7 @@ class LocalCluster:
             ]
         shared = ["--router", self._router_address, "--model", str(config.model)]
         if pool == "expert":
-            cores = expert_cores(slot, config.experts, config.cores)
+            cores = expert_cores(slot, config.experts, config.cores, config.expert_lanes)
             return [*shared, "--dtype", config.dtype, "--cores", ",".join(map(str, cores))]
         if pool == "attention":
             return [

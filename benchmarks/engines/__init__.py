@@ -1,0 +1,1 @@
+"""Engines that benchmarks compare, each a process of its own that sleeps while another is measured."""

@@ -1,0 +1,66 @@
+"""What every engine of a benchmark can do, and what it says of a run. No package of any engine is needed here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+PROMPT_TOKENS = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """Tokens per second of a batch: from the first token on, and prompts' computation included."""
+
+    decode: float
+    whole: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One batch, generated greedily.
+
+    Attributes:
+        tokens: New tokens of each prompt.
+        first_s: From the start to the first token.
+        total_s: From the start to the last token.
+        steps_s: Seconds of each step; the first ones computed the prompts.
+    """
+
+    tokens: list[list[int]]
+    first_s: float
+    total_s: float
+    steps_s: list[float]
+
+    @property
+    def speed(self) -> Speed:
+        """Its speed."""
+        made = sum(map(len, self.tokens))
+        decode_s = max(self.total_s - self.first_s, 1e-9)
+        return Speed(decode=(made - len(self.tokens)) / decode_s, whole=made / self.total_s)
+
+
+class BenchmarkEngine(Protocol):
+    """One model, loaded; greedy; ends a request at its token count only."""
+
+    facts: dict[str, Any]  # for the result: library, build, threads
+
+    def generate(self, prompts: Sequence[Sequence[int]], tokens: int) -> Run:
+        """`tokens` new tokens for every prompt, computed together."""
+        ...
+
+    def logits(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
+        """float32 [prompts, vocab] after the last token of each prompt."""
+        ...
+
+    def close(self) -> None:
+        """End threads and let memory go."""
+        ...
+
+
+def prompts_for(batch: int, vocab: int, seed: int, tokens: int = PROMPT_TOKENS) -> list[list[int]]:
+    """`batch` random prompts of `tokens` ids below `vocab`; no special token among them."""
+    return np.random.default_rng(seed).integers(300, vocab, size=(batch, tokens)).tolist()
