@@ -229,6 +229,18 @@ class Decoder:
             self._fail(status, where.value, arrays)
         return self._logits[: len(wanted)]
 
+    def trace(self, stamps: np.ndarray | None, counts: np.ndarray | None) -> None:
+        """Have the lanes stamp their phases from the next step on, or no longer; see `eaas.engine.trace`.
+
+        Args:
+            stamps: uint64 [lanes, capacity, 2]: CLOCK_MONOTONIC nanoseconds, and the phase that ended then.
+            counts: uint32 [lanes]: stamps of each lane, which may be set back between steps. Both must outlive
+                the tracing.
+        """
+        capacity = 0 if stamps is None else stamps.shape[1]
+        places = [None if array is None else array.ctypes.data for array in (stamps, counts)]
+        self._library.decoder_trace(self._handle, places[0], capacity, places[1])
+
     def _new(self, backend: ExpertBackend, cores: Sequence[int]) -> int:
         spec, moe = self.spec, self.spec.moe
         shape = native.DecoderShape(
