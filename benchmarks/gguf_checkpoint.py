@@ -45,7 +45,7 @@ def write_gguf(model: Path, out: Path) -> Path:
         ImportError: the package gguf is missing.
         ValueError: another architecture or element type.
     """
-    import gguf
+    import gguf  # pyright: ignore[reportMissingImports]
 
     checkpoint = Checkpoint.open(model)
     spec, shape = load_spec(checkpoint), ExpertShape.from_config(checkpoint.config)

@@ -121,17 +121,23 @@ class Driven:
             refusal = engine.submit(submit)
             if refusal is not None:
                 raise RunFailed(refusal.message)
-        times, first = [began], 0.0
+        times, counts, first = [began], [], 0.0
         while engine.has_work:
             outcome = engine.step()
             times.append(time.perf_counter())
             if outcome is None or outcome.failed:
                 raise RunFailed(f"a step failed: {outcome and outcome.failed}")
-            for token in outcome.tokens.get(0, []):
+            emitted = outcome.tokens.get(0, [])
+            counts.append(len(emitted))
+            for token in emitted:
                 made[int(token.id)].append(token.token)
                 first = first or times[-1]
         return Run(
-            tokens=made, first_s=first - began, total_s=times[-1] - began, steps_s=np.diff(times).tolist()
+            tokens=made,
+            first_s=first - began,
+            total_s=times[-1] - began,
+            steps_s=np.diff(times).tolist(),
+            made=counts,
         )
 
 

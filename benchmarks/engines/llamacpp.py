@@ -33,7 +33,7 @@ class LlamaCpp:
     """A model of llama.cpp, and a context for as many sequences as the batch at hand has."""
 
     def __init__(self, model: Path, threads: int) -> None:
-        import llama_cpp
+        import llama_cpp  # pyright: ignore[reportMissingImports]
 
         self._api: Any = llama_cpp
         self._threads = threads
@@ -78,6 +78,7 @@ class LlamaCpp:
             first_s=times[1] - began,
             total_s=times[-1] - began,
             steps_s=np.diff(times).tolist(),
+            made=[len(prompts)] * tokens,
         )
 
     def logits(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:

@@ -28,12 +28,21 @@ class Run:
         first_s: From the start to the first token.
         total_s: From the start to the last token.
         steps_s: Seconds of each step; the first ones computed the prompts.
+        made: Tokens that each step made.
     """
 
     tokens: list[list[int]]
     first_s: float
     total_s: float
     steps_s: list[float]
+    made: list[int]
+
+    @property
+    def decode_steps_s(self) -> list[float]:
+        """Seconds of the steps that computed one row for every prompt and nothing else."""
+        full = [s for s, made in zip(self.steps_s, self.made, strict=True) if made == len(self.tokens)]
+        # The first of them computed the last of the prompts.
+        return full[1:]
 
     @property
     def speed(self) -> Speed:

@@ -55,6 +55,7 @@ class Transformers:
             first_s=stamps[0] - began,
             total_s=total_s,
             steps_s=np.diff(times).tolist(),
+            made=[len(prompts)] * tokens,
         )
 
     def logits(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
