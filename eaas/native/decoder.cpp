@@ -254,6 +254,8 @@ int32_t decoder_set(Decoder* decoder, uint32_t index, int32_t role, const void* 
     }
 }
 
+const eaas::Ops* decoder_ops(void) { return eaas::current_ops(); }
+
 int32_t decoder_step(Decoder* decoder, const DecoderPlan* plan, uint32_t* where) {
     *where = 0;
     if (!decoder->embed) return DECODER_E_WEIGHT;
