@@ -183,6 +183,7 @@ def _declare(library: ctypes.CDLL) -> None:
     declare("decoder_set", code, pointer, word, code, pointer, pointer, code, c_uint64)
     declare("decoder_step", code, pointer, POINTER(DecoderPlan), POINTER(c_uint32))
     declare("decoder_trace", None, pointer, pointer, word, pointer)
+    declare("decoder_ops", pointer)
     declare("local_experts_new", pointer, *[word] * 5, code, word, word)
     declare("local_experts_free", None, pointer)
     declare("local_experts_set", code, pointer, word, word, *[pointer] * 3, code)

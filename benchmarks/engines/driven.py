@@ -63,7 +63,7 @@ class Driven:
         spec = load_spec(checkpoint)
         blocks = self.kv_tokens // BLOCK_TOKENS
         weights = load_weights(checkpoint, spec)
-        self._decoder = Decoder(
+        self.decoder = Decoder(
             spec, weights, self.backend, self.cores, kv_blocks=blocks, max_rows=STEP_TOKENS
         )
         scheduler = SchedulerConfig(max_model_len=spec.max_model_len, step_tokens=STEP_TOKENS)
@@ -76,10 +76,10 @@ class Driven:
             prefix_reuse=False,
         )
         self._seen: list[np.ndarray] = []
-        self._engine = Engine(self._decoder, config)
+        self._engine = Engine(self.decoder, config)
         # Of its own, so that a timed run never looks at logits.
-        self._looking = Engine(self._decoder, config, on_logits=self._keep)
-        self.facts |= {"numerics_class": self._decoder.numerics_class, "lanes": len(self.cores)}
+        self._looking = Engine(self.decoder, config, on_logits=self._keep)
+        self.facts |= {"numerics_class": self.decoder.numerics_class, "lanes": len(self.cores)}
 
     def generate(self, prompts: Sequence[Sequence[int]], tokens: int) -> Run:
         """`tokens` new tokens for every prompt; each step is one call of the engine."""
@@ -106,7 +106,7 @@ class Driven:
 
     def close(self) -> None:
         """Stop the lanes and leave the pool."""
-        self._decoder.close()
+        self.decoder.close()
         self.closing.close()
 
     def _keep(self, request: Request, index: int, logits: np.ndarray) -> None:

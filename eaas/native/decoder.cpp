@@ -113,8 +113,12 @@ void group_rows(Decoder& d, const DecoderPlan& plan) {
         if (joins)
             ++d.groups.back().rows;
         else
-            d.groups.push_back({row, 1});
+            d.groups.push_back({row, 1, row});
     }
+    d.wanted.clear();
+    if (plan.logits_count < plan.rows)
+        for (uint32_t i = 0; i < plan.logits_count; ++i)
+            d.wanted.push_back({static_cast<uint32_t>(plan.logits_rows[i]), 1, i});
 }
 
 int32_t check_plan(const Decoder& d, const DecoderPlan& plan, uint32_t* where) {
@@ -166,6 +170,7 @@ Decoder* decoder_new(const DecoderShape* shape, const int32_t* moe_layers, const
     d->layers.resize(shape->layers);
     d->lane_scratch.resize(lanes);
     d->groups.reserve(shape->max_rows);
+    d->wanted.reserve(shape->max_rows);
     for (uint32_t i = 0; i < shape->layers; ++i) {
         d->layers[i].moe_layer = moe_layers[i];
         d->layers[i].window = windows[i];
@@ -253,6 +258,8 @@ int32_t decoder_set(Decoder* decoder, uint32_t index, int32_t role, const void* 
         default: return DECODER_E_WEIGHT;
     }
 }
+
+const eaas::Ops* decoder_ops(void) { return eaas::current_ops(); }
 
 int32_t decoder_step(Decoder* decoder, const DecoderPlan* plan, uint32_t* where) {
     *where = 0;

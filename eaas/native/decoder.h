@@ -117,6 +117,12 @@ P2P_API void decoder_trace(Decoder* decoder, LaneStamp* stamps, uint32_t capacit
 // DECODER_OK, a code of the expert backend, or DECODER_E_* with *where the index in the offending array.
 P2P_API int32_t decoder_step(Decoder* decoder, const DecoderPlan* plan, uint32_t* where);
 
+// The row operations in use, as ops.h describes them; for benchmarks.
+namespace eaas {
+struct Ops;
+}
+P2P_API const eaas::Ops* decoder_ops(void);
+
 // ---- experts in this process, with the bits of the expert servers. State of an ExpertCall.
 
 struct LocalExperts;

@@ -40,9 +40,9 @@ struct Layer {
     uint8_t* cache = nullptr;
 };
 
-// Consecutive rows of one sequence whose queries share passes over the keys.
+// Consecutive rows of one sequence whose queries share passes over the keys; results go to rows `to` and on.
 struct RowGroup {
-    uint32_t row, rows;
+    uint32_t row, rows, to;
 };
 
 struct LaneScratch {
@@ -87,6 +87,7 @@ struct Decoder {
     float* expert_weights;  // top_k
     std::vector<eaas::LaneScratch> lane_scratch;
     std::vector<eaas::RowGroup> groups;
+    std::vector<eaas::RowGroup> wanted;  // those of the last layer, where only some rows' logits are wanted
 
     uint32_t element_bytes() const { return shape.dtype == EAAS_BF16 ? 2 : 4; }
     uint32_t q_width() const { return shape.q_heads * shape.head_dim; }

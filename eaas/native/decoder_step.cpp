@@ -24,6 +24,12 @@ struct Lane {
     }
     void ended(uint64_t phase) const { p2p_lanes_stamp(d.pool, index, phase); }
     Span share(uint64_t count) const { return Span(count, index, d.lanes); }
+    // In the last layer, once its keys and values are stored, only rows whose logits are wanted live on: side
+    // by side, in the order of plan.logits_rows.
+    bool narrows(const Layer& layer) const {
+        return &layer == &d.layers.back() && plan.logits_count < plan.rows;
+    }
+    uint32_t live_rows(const Layer& layer) const { return narrows(layer) ? plan.logits_count : plan.rows; }
     uint64_t hidden_bytes() const { return static_cast<uint64_t>(s.hidden) * d.element_bytes(); }
 };
 
@@ -67,14 +73,15 @@ void product(const Lane& lane, const Packed& weight, const void* x, uint32_t row
 }
 
 // This lane's columns of `weight` times x, plus the bias where there is one, added to the residual stream.
-void product_to_residual(const Lane& lane, const Packed& weight, const void* x, const float* bias) {
+void product_to_residual(const Lane& lane, const Packed& weight, const void* x, uint32_t rows,
+                         const float* bias) {
     const Decoder& d = lane.d;
     const Span tiles = lane.share(weight.tiles());
-    product(lane, weight, x, lane.plan.rows, d.out, lane.s.hidden, tiles.begin, tiles.end);
+    product(lane, weight, x, rows, d.out, lane.s.hidden, tiles.begin, tiles.end);
     const uint32_t begin = tiles.begin * EXPERTS_TILE_ROWS;
     const uint32_t end =
         tiles.end * EXPERTS_TILE_ROWS < lane.s.hidden ? tiles.end * EXPERTS_TILE_ROWS : lane.s.hidden;
-    for (uint32_t row = 0; begin < end && row < lane.plan.rows; ++row) {
+    for (uint32_t row = 0; begin < end && row < rows; ++row) {
         const uint64_t at = static_cast<uint64_t>(row) * lane.s.hidden + begin;
         if (bias) d.ops->add_scaled(d.out + at, bias + begin, 1.0f, end - begin);
         d.ops->add_scaled(d.x + at, d.out + at, 1.0f, end - begin);
@@ -184,7 +191,8 @@ void attend_group(const Lane& lane, const Layer& layer, const RowGroup& group, u
             attend.out[i] = lane.scratch.heads + i * dim;
             attend.last[i] = last;
             attend.first[i] = layer.window && last >= layer.window ? last - layer.window + 1 : 0;
-            out[i] = d.attended + (static_cast<uint64_t>(row) * d.q_width() + head * dim) * d.element_bytes();
+            const uint64_t to = group.to + row - group.row;
+            out[i] = d.attended + (to * d.q_width() + head * dim) * d.element_bytes();
             if (attend.queries == kQueries) flush();
         }
     }
@@ -192,28 +200,44 @@ void attend_group(const Lane& lane, const Layer& layer, const RowGroup& group, u
 }
 
 // Where lanes do not own heads, (group, head) pairs are cut into parts of about equal cost.
-void attend_part(const Lane& lane, const Layer& layer) {
+void attend_part(const Lane& lane, const Layer& layer, const std::vector<RowGroup>& groups) {
     const Decoder& d = lane.d;
     const auto cost = [&](const RowGroup& group) {
         return group.rows *
                (static_cast<uint64_t>(lane.plan.positions[group.row + group.rows - 1]) + kKeyTile);
     };
     uint64_t total = 0, before = 0;
-    for (const RowGroup& group : d.groups) total += cost(group) * lane.s.kv_heads;
-    for (const RowGroup& group : d.groups)
+    for (const RowGroup& group : groups) total += cost(group) * lane.s.kv_heads;
+    for (const RowGroup& group : groups)
         for (uint32_t head = 0; head < lane.s.kv_heads; ++head) {
             if (before * d.lanes / total == lane.index) attend_group(lane, layer, group, head);
             before += cost(group);
         }
 }
 
+// Moves the wanted rows of the residual stream to its beginning, by way of scratch: they may come in any order.
+void keep_wanted(const Lane& lane) {
+    const Decoder& d = lane.d;
+    const uint64_t hidden = lane.s.hidden;
+    const Span rows = lane.share(lane.plan.logits_count);
+    for (uint64_t i = rows.begin; i < rows.end; ++i)
+        std::memcpy(d.out + i * hidden, d.x + static_cast<uint64_t>(lane.plan.logits_rows[i]) * hidden,
+                    hidden * sizeof(float));
+    lane.barrier();
+    if (rows.begin < rows.end)
+        std::memcpy(d.x + rows.begin * hidden, d.out + rows.begin * hidden,
+                    (rows.end - rows.begin) * hidden * sizeof(float));
+    lane.barrier();
+}
+
 void attention(const Lane& lane, const Layer& layer) {
     const Decoder& d = lane.d;
+    const std::vector<RowGroup>& groups = lane.narrows(layer) ? d.wanted : d.groups;
     project(lane, layer, normed(lane, layer.input_norm, lane.plan.rows, nullptr));
     if (d.owns_heads) {
         const Span heads = lane.share(lane.s.kv_heads);
         for (uint32_t row = 0; row < lane.plan.rows; ++row) prepare(lane, layer, row, heads.begin, heads.end);
-        for (const RowGroup& group : d.groups)
+        for (const RowGroup& group : groups)
             for (uint32_t head = heads.begin; head < heads.end; ++head)
                 attend_group(lane, layer, group, head);
     } else {
@@ -221,11 +245,13 @@ void attention(const Lane& lane, const Layer& layer) {
         const Span rows = lane.share(lane.plan.rows);
         for (uint32_t row = rows.begin; row < rows.end; ++row) prepare(lane, layer, row, 0, lane.s.kv_heads);
         lane.barrier();
-        attend_part(lane, layer);
+        attend_part(lane, layer, groups);
     }
     lane.ended(PHASE_ATTEND);
     lane.barrier();
-    product_to_residual(lane, layer.o, d.attended, layer.has_o_bias ? layer.o_bias : nullptr);
+    if (lane.narrows(layer)) keep_wanted(lane);
+    product_to_residual(lane, layer.o, d.attended, lane.live_rows(layer),
+                        layer.has_o_bias ? layer.o_bias : nullptr);
     lane.barrier();
 }
 
@@ -234,13 +260,14 @@ void attention(const Lane& lane, const Layer& layer) {
 void dense(const Lane& lane, const Layer& layer) {
     const Decoder& d = lane.d;
     const Mlp& mlp = layer.dense;
-    const uint8_t* x = normed(lane, layer.post_norm, lane.plan.rows, nullptr);
+    const uint32_t rows = lane.live_rows(layer);
+    const uint8_t* x = normed(lane, layer.post_norm, rows, nullptr);
     const Span tiles = lane.share(mlp.gate_up_tiles());
     experts_ffn_gate_up(lane.s.dtype, mlp.gate_up, lane.s.hidden, mlp.intermediate, x, lane.s.hidden,
-                        lane.plan.rows, d.act, mlp.intermediate, tiles.begin, tiles.end);
+                        rows, d.act, mlp.intermediate, tiles.begin, tiles.end);
     lane.ended(PHASE_DENSE);
     lane.barrier();
-    product_to_residual(lane, mlp.down, d.act, nullptr);
+    product_to_residual(lane, mlp.down, d.act, rows, nullptr);
     lane.barrier();
 }
 
@@ -251,19 +278,21 @@ void run_shared(void* arg, uint32_t index) {
     const Lane lane = lane_of(step, index);
     const Decoder& d = lane.d;
     const Mlp& mlp = step.layers[index]->shared;
+    const uint32_t rows = lane.live_rows(*step.layers[index]);
     const Span up = lane.share(mlp.gate_up_tiles()), down = lane.share(mlp.down.tiles());
     experts_ffn_gate_up(lane.s.dtype, mlp.gate_up, lane.s.hidden, mlp.intermediate, d.normed, lane.s.hidden,
-                        lane.plan.rows, d.act, mlp.intermediate, up.begin, up.end);
+                        rows, d.act, mlp.intermediate, up.begin, up.end);
     lane.barrier();
-    product(lane, mlp.down, d.act, lane.plan.rows, d.shared_out, lane.s.hidden, down.begin, down.end);
+    product(lane, mlp.down, d.act, rows, d.shared_out, lane.s.hidden, down.begin, down.end);
 }
 
 // Norms, gate scores and choices of this lane's rows; lane 0 takes few rows alone, for it plans the call.
 void choose_experts(const Lane& lane, const Layer& layer) {
     const Decoder& d = lane.d;
     const DecoderShape& s = lane.s;
-    const bool few = lane.plan.rows < kFewRows;
-    const Span rows = few ? Span(lane.index ? 0 : lane.plan.rows, 0, 1) : lane.share(lane.plan.rows);
+    const uint32_t live = lane.live_rows(layer);
+    const bool few = live < kFewRows;
+    const Span rows = few ? Span(lane.index ? 0 : live, 0, 1) : lane.share(live);
     if (rows.begin == rows.end) return;
     for (uint32_t row = rows.begin; row < rows.end; ++row) {
         float* to = d.normed_f32 + static_cast<uint64_t>(row) * s.hidden;
@@ -285,21 +314,22 @@ void choose_experts(const Lane& lane, const Layer& layer) {
 
 int32_t experts(const Lane& lane, const Layer& layer) {
     const Decoder& d = lane.d;
+    const uint32_t rows = lane.live_rows(layer);
     choose_experts(lane, layer);
     const bool shared = lane.s.shared_intermediate > 0;
     lane.step.layers[lane.index] = &layer;
     lane.ended(PHASE_GATE);
     // A call begins with lane 0's plan, for which the other lanes wait.
-    if (lane.plan.rows >= kFewRows) lane.barrier();
+    if (lane.live_rows(layer) >= kFewRows) lane.barrier();
     const int32_t status = d.call(d.state, d.pool, lane.index, static_cast<uint32_t>(layer.moe_layer),
-                                  d.normed, lane.plan.rows, d.expert_ids, d.expert_weights, d.x,
+                                  d.normed, rows, d.expert_ids, d.expert_weights, d.x,
                                   lane.plan.deadline_ns, shared ? run_shared : nullptr, &lane.step);
     if (status != DECODER_OK || !shared) return status;
     const Span tiles = lane.share(layer.shared.down.tiles());
     const uint32_t begin = tiles.begin * EXPERTS_TILE_ROWS;
     const uint32_t end =
         tiles.end * EXPERTS_TILE_ROWS < lane.s.hidden ? tiles.end * EXPERTS_TILE_ROWS : lane.s.hidden;
-    for (uint32_t row = 0; begin < end && row < lane.plan.rows; ++row) {
+    for (uint32_t row = 0; begin < end && row < rows; ++row) {
         const uint64_t at = static_cast<uint64_t>(row) * lane.s.hidden + begin;
         d.ops->add_scaled(d.x + at, d.shared_out + at, lane.s.shared_gate ? d.shared_scale[row] : 1.0f,
                           end - begin);
@@ -312,7 +342,8 @@ void head(const Lane& lane) {
     const Decoder& d = lane.d;
     const DecoderPlan& plan = lane.plan;
     if (!plan.logits_count) return;
-    const uint8_t* x = normed(lane, d.final_norm, plan.logits_count, plan.logits_rows);
+    const bool kept = lane.narrows(d.layers.back());
+    const uint8_t* x = normed(lane, d.final_norm, plan.logits_count, kept ? nullptr : plan.logits_rows);
     const Span tiles = lane.share(d.head.tiles());
     product(lane, d.head, x, plan.logits_count, plan.logits, lane.s.vocab, tiles.begin, tiles.end);
     lane.ended(PHASE_HEAD);
@@ -329,6 +360,7 @@ void run_lane(void* arg, uint32_t index) {
     lane.barrier();
     for (const Layer& layer : d.layers) {
         attention(lane, layer);
+        if (lane.live_rows(layer) == 0) return;
         if (layer.moe_layer < 0) {
             dense(lane, layer);
         } else if (const int32_t status = experts(lane, layer); status != DECODER_OK) {

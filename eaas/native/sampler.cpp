@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <iterator>
 #include <limits>
 #include <new>
@@ -23,6 +24,7 @@ const eaas::SamplerOps& current() { return EAAS_CURRENT_ISA(sampler_ops); }
 struct Scratch {
     std::vector<float> logits, weights;
     std::vector<uint32_t> order;
+    std::vector<uint64_t> ranked, sorted;
     std::vector<double> sums;
     std::vector<uint32_t> counts;  // all zero between rows
 };
@@ -101,33 +103,58 @@ void keep_top_k(const float* x, uint32_t vocab, uint32_t k, Scratch& scratch) {
         if (x[i] < bound) scratch.weights[i] = 0.0f;
 }
 
+// Ascending numbers are descending logits, and among equals ascending ids.
+uint64_t rank_of(float logit, uint32_t id) {
+    const float x = logit + 0.0f;  // -0 equals 0
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    const uint32_t rising = bits >> 31 ? ~bits : bits | 1u << 31;
+    return static_cast<uint64_t>(~rising) << 32 | id;
+}
+
+constexpr uint32_t kDigitBits = 11, kDigits = 1u << kDigitBits;
+
+// Sorts ranks that stand in ascending order of ids: by three digits, the lowest first, each time stably.
+void sort_ranks(std::vector<uint64_t>& ranks, std::vector<uint64_t>& other) {
+    if (ranks.size() < 512) return std::sort(ranks.begin(), ranks.end());
+    other.resize(ranks.size());
+    for (uint32_t shift = 32; shift < 64; shift += kDigitBits) {
+        uint32_t starts[kDigits + 1] = {};
+        for (const uint64_t rank : ranks) ++starts[(rank >> shift & (kDigits - 1)) + 1];
+        for (uint32_t digit = 1; digit < kDigits; ++digit) starts[digit] += starts[digit - 1];
+        for (const uint64_t rank : ranks) other[starts[rank >> shift & (kDigits - 1)]++] = rank;
+        ranks.swap(other);
+    }
+}
+
 // Keeps the likeliest tokens while those before them sum to less than top_p of the total; always the
 // likeliest.
 void keep_top_p(const float* x, uint32_t vocab, float top_p, Scratch& scratch) {
     const double total = total_weight(vocab, scratch), wanted = total * top_p;
     // All tokens below this bound together weigh less than the share that goes.
     const float bound = static_cast<float>((total - wanted) / vocab * 0.99);
-    std::vector<uint32_t>& order = scratch.order;
-    order.clear();
+    constexpr uint32_t kTop = 64 - kDigitBits;
+    float* const weights = scratch.weights.data();
+    std::vector<uint64_t>& ranked = scratch.ranked;
+    double mass[kDigits] = {};
+    ranked.clear();
     for (uint32_t i = 0; i < vocab; ++i) {
-        if (scratch.weights[i] > 0.0f && scratch.weights[i] >= bound)
-            order.push_back(i);
-        else
-            scratch.weights[i] = 0.0f;
+        if (!(weights[i] > 0.0f && weights[i] >= bound)) continue;
+        ranked.push_back(rank_of(x[i], i));
+        mass[ranked.back() >> kTop] += weights[i];
     }
-    const auto better = [&](uint32_t a, uint32_t b) { return x[a] > x[b] || (x[a] == x[b] && a < b); };
-    // Sorted piecewise, the likeliest first: most often a few hundred tokens hold the mass.
-    size_t sorted = 0, kept = 0;
-    double before = 0;
-    for (size_t piece = 256; kept == sorted && sorted < order.size(); piece *= 8) {
-        const auto begin = order.begin() + static_cast<long>(sorted);
-        sorted = std::min(order.size(), sorted + piece);
-        const auto end = order.begin() + static_cast<long>(sorted);
-        std::nth_element(begin, end - 1, order.end(), better);
-        std::sort(begin, end, better);
-        while (kept < sorted && (kept == 0 || before < wanted)) before += scratch.weights[order[kept++]];
-    }
-    for (size_t i = kept; i < order.size(); ++i) scratch.weights[order[i]] = 0.0f;
+    // Only the first digits that together surely hold the mass are sorted; the margin covers the rounding of
+    // sums.
+    uint64_t last = 0;
+    for (double before = mass[0]; before < wanted * (1 + 1e-6) && last + 1 < kDigits;) before += mass[++last];
+    std::erase_if(ranked, [&](uint64_t rank) { return rank >> kTop > last; });
+    sort_ranks(ranked, scratch.sorted);
+    size_t kept = 0;
+    for (double before = 0; kept < ranked.size() && (kept == 0 || before < wanted); ++kept)
+        before += weights[static_cast<uint32_t>(ranked[kept])];
+    const uint32_t lowest = static_cast<uint32_t>(ranked[kept - 1]);
+    for (uint32_t i = 0; i < vocab; ++i)
+        weights[i] = x[i] > x[lowest] || (x[i] == x[lowest] && i <= lowest) ? weights[i] : 0.0f;
 }
 
 double uniform(const SampleRow& row) {

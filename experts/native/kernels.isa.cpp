@@ -1,10 +1,13 @@
 // The tile kernel, once for every instruction set (compiled three times; see simd.h).
 //
 // One tile is 64 output columns. Its packed weights are a stream of steps of 256 bytes: one k of float32, or
-// one pair of k of bf16, for all 64. A chunk of 64 or 128 steps stays in the nearest caches while every group
-// of at most six activation rows passes over it; between chunks the accumulators wait in memory, which keeps
-// their bits. So weights come from memory once, in order, and the fma chain of an output never depends on the
-// rows beside it.
+// one pair of k of bf16, for all 64.
+// Few rows, bound by memory: a chunk of 64 steps stays in the nearest caches while every group of at most six
+// activation rows passes over it. Many rows, bound by arithmetic: 256 k of one block of columns are widened
+// once to a float32 panel in the first-level cache, over which every group of six rows passes at the rate of
+// its fma (wide_panel).
+// Between chunks the accumulators wait in memory, which keeps their bits. So weights come from memory once, in
+// order, and the fma chain of an output never depends on the rows beside it.
 #include "experts/native/simd.h"
 
 #include "experts/native/kernel_table.h"
@@ -19,6 +22,7 @@ namespace {
 constexpr uint32_t kTile = EXPERTS_TILE_ROWS;
 constexpr uint32_t kStepBytes = 256;
 constexpr uint32_t kBlockBytes = 64;
+constexpr uint32_t kChunk = 64;       // steps
 constexpr uint32_t kStagedRow = 128;  // words: the activations of one row for one chunk
 constexpr uint32_t kPanelRows = 24;   // rows staged at once: 12 KB, and 6 KB of accumulators
 
@@ -27,8 +31,7 @@ struct StepF32 {
     typedef float Element;
     static constexpr uint32_t kElements = 1, kStaged = 1;  // k in a step; words they are staged in
     static constexpr uint32_t kGroupRows = 6;              // rows that the registers hold
-    static constexpr uint32_t kPairRows = 3;               // the same, for two blocks of columns at once
-    static constexpr uint32_t kChunk = 128;                // steps
+    static constexpr uint32_t kAhead = 2, kCache = 2;      // chunks fetched ahead, and for which cache
     template <int M, int B>
     EAAS_INLINE void run(const uint8_t* w, const float* x, f32x16 (&acc)[M][B]) {
         EAAS_UNROLL
@@ -41,6 +44,11 @@ struct StepF32 {
     EAAS_INLINE void stage(const float* x, uint32_t count, float* staged) {
         __builtin_memcpy(staged, x, count * sizeof(float));
     }
+    // One block of columns of `steps` steps to [k][16] floats.
+    EAAS_INLINE void widen(const uint8_t* w, uint32_t steps, float* out) {
+        for (uint32_t s = 0; s < steps; ++s)
+            store(out + s * 16, load(reinterpret_cast<const float*>(w + s * kStepBytes)));
+    }
 };
 
 #if defined(EAAS_ISA_AVX512)
@@ -48,7 +56,7 @@ struct StepF32 {
 struct StepBf16 {
     typedef uint16_t Element;
     static constexpr uint32_t kElements = 2, kStaged = 1;
-    static constexpr uint32_t kGroupRows = 6, kPairRows = 1, kChunk = 64;
+    static constexpr uint32_t kGroupRows = 6, kAhead = 1, kCache = 3;
     template <int M, int B>
     EAAS_INLINE void run(const uint8_t* w, const float* x, f32x16 (&acc)[M][B]) {
         EAAS_UNROLL
@@ -73,7 +81,7 @@ constexpr const char* kBf16Class = "cpu-bf16-vdpbf16-1";
 struct StepBf16 {
     typedef uint16_t Element;
     static constexpr uint32_t kElements = 2, kStaged = 2;
-    static constexpr uint32_t kGroupRows = 5, kPairRows = 1, kChunk = 64;
+    static constexpr uint32_t kGroupRows = 5, kAhead = 1, kCache = 3;
     template <int M, int B>
     EAAS_INLINE void run(const uint8_t* w, const float* x, f32x16 (&acc)[M][B]) {
         const uint16_t* pairs = reinterpret_cast<const uint16_t*>(w);
@@ -98,6 +106,13 @@ struct StepBf16 {
         for (; i < count; ++i) staged[i] = from_bf16(x[i]);
         if (count % 2) staged[count] = 0.0f;
     }
+    EAAS_INLINE void widen(const uint8_t* w, uint32_t steps, float* out) {
+        for (uint32_t s = 0; s < steps; ++s) {
+            const uint16_t* pairs = reinterpret_cast<const uint16_t*>(w + s * kStepBytes);
+            store(out + s * 32, load_bf16_even(pairs));
+            store(out + s * 32 + 16, load_bf16_odd(pairs));
+        }
+    }
 };
 constexpr const char* kBf16Class = "cpu-bf16-fma-1";
 #endif
@@ -115,7 +130,7 @@ __attribute__((noinline)) void group(const uint8_t* w, const float* x, uint32_t 
         for (int b = 0; b < B; ++b) sums[i][b] = load(corner + i * kTile + b * 16);
     const uint8_t* from = w + block * kBlockBytes;
     for (uint32_t s = 0; s < steps; ++s, from += kStepBytes, x += Step::kStaged) {
-        if constexpr (B == 1) __builtin_prefetch(next + s * kBlockBytes);
+        if constexpr (B == 1) __builtin_prefetch(next + s * kBlockBytes, 0, Step::kCache);
         Step::template run<M, B>(from, x, sums);
     }
     EAAS_UNROLL
@@ -137,11 +152,11 @@ template <class Step, int M, int B>
 void chunk(const uint8_t* w, const float* staged, uint32_t steps, uint32_t m, float* acc) {
     const uint32_t groups = (m + M - 1) / M;
     for (uint32_t block = 0; block < 4; block += B) {
-        const uint8_t* quarter = w + block * Step::kChunk * kBlockBytes;
+        const uint8_t* quarter = w + block * kChunk * kBlockBytes;
         for (uint32_t g = 0; g < groups; ++g) {
             // Groups of nearly equal height: 7 rows go as 4 + 3, not as 6 + 1.
             const uint32_t row0 = m * g / groups, row1 = m * (g + 1) / groups;
-            const uint8_t* next = quarter + (g == 0 ? Step::kChunk * kStepBytes : 0);
+            const uint8_t* next = quarter + (g == 0 ? Step::kAhead * kChunk * kStepBytes : 0);
             group_of<Step, M, B>(row1 - row0, w, staged + row0 * kStagedRow, steps, block, next,
                                  acc + row0 * kTile);
         }
@@ -155,8 +170,8 @@ void panel(const uint8_t* tile, uint32_t k, const typename Step::Element* x, uin
     alignas(64) float staged[kPanelRows * kStagedRow];
     for (uint32_t i = 0; i < m * kTile; ++i) acc[i] = 0.0f;
     const uint32_t steps = (k + Step::kElements - 1) / Step::kElements;
-    for (uint32_t first = 0; first < steps; first += Step::kChunk) {
-        const uint32_t now = steps - first < Step::kChunk ? steps - first : Step::kChunk;
+    for (uint32_t first = 0; first < steps; first += kChunk) {
+        const uint32_t now = steps - first < kChunk ? steps - first : kChunk;
         const uint32_t k0 = first * Step::kElements;
         const uint32_t count = k - k0 < now * Step::kElements ? k - k0 : now * Step::kElements;
         for (uint32_t i = 0; i < m; ++i) Step::stage(x + i * x_stride + k0, count, staged + i * kStagedRow);
@@ -165,10 +180,98 @@ void panel(const uint8_t* tile, uint32_t k, const typename Step::Element* x, uin
             chunk<Step, Step::kGroupRows, 4>(w, staged, now, m, acc);
         } else if (m == 1) {
             chunk<Step, 1, 4>(w, staged, now, m, acc);
-        } else if (m <= Step::kPairRows) {
-            chunk<Step, Step::kPairRows, 2>(w, staged, now, m, acc);
         } else {
             chunk<Step, Step::kGroupRows, 1>(w, staged, now, m, acc);
+        }
+    }
+}
+
+// ---- many rows
+
+constexpr uint32_t kWideFrom = 18;   // rows from which widening pays
+constexpr uint32_t kWideRows = 96;   // staged at once: 96 KB for one chunk
+constexpr uint32_t kWideTiles = 2;   // that share the staged rows: 48 KB of accumulators
+constexpr uint32_t kWideK = 256;     // k of a chunk: 16 KB of one block's weights
+constexpr uint32_t kWideGroup = 6;   // rows that the registers hold
+
+// Adds `count` k of M rows to one block of columns of acc[M][64]. w: [count][16]; x: rows kWideK apart. next:
+// what to fetch meanwhile, `apart` bytes per k.
+template <int M>
+__attribute__((noinline)) void wide_group(const float* w, const float* x, uint32_t count, const uint8_t* next,
+                                          uint32_t apart, float* acc) {
+    f32x16 sums[M];
+    EAAS_UNROLL
+    for (int i = 0; i < M; ++i) sums[i] = load(acc + i * kTile);
+    _Pragma("GCC unroll 4")
+    for (uint32_t k = 0; k < count; ++k, next += apart) {
+        __builtin_prefetch(next, 0, 2);
+        const f32x16 weight = load(w + k * 16);
+        EAAS_UNROLL
+        for (int i = 0; i < M; ++i) sums[i] = fma(splat(x[i * kWideK + k]), weight, sums[i]);
+    }
+    EAAS_UNROLL
+    for (int i = 0; i < M; ++i) store(acc + i * kTile, sums[i]);
+}
+
+// wide_group() with M = m, for 1 <= m <= M.
+template <int M>
+void wide_group_of(uint32_t m, const float* w, const float* x, uint32_t count, const uint8_t* next,
+                   uint32_t apart, float* acc) {
+    if (m == M) return wide_group<M>(w, x, count, next, apart, acc);
+    if constexpr (M > 1) wide_group_of<M - 1>(m, w, x, count, next, apart, acc);
+}
+
+// Rows x[0, m) times `count` tiles from `tile`; m <= kWideRows, count <= kWideTiles.
+template <class Step, class Finish>
+void wide_panel(const uint8_t* packed, uint64_t tile_bytes, uint32_t k, const typename Step::Element* x,
+                uint64_t x_stride, uint32_t m, uint32_t tile, uint32_t count, Finish finish) {
+    alignas(64) float staged[kWideRows * kWideK];
+    alignas(64) float weights[kWideK * 16];
+    alignas(64) float acc[kWideTiles][kWideRows * kTile];
+    const uint32_t groups = (m + kWideGroup - 1) / kWideGroup;
+    const uint8_t* const first = packed + tile * tile_bytes;
+    for (uint32_t t = 0; t < count; ++t) __builtin_memset(acc[t], 0, m * kTile * sizeof(float));
+    for (uint32_t k0 = 0; k0 < k; k0 += kWideK) {
+        const uint32_t now = k - k0 < kWideK ? k - k0 : kWideK;
+        const uint32_t steps = (now + Step::kElements - 1) / Step::kElements;
+        const uint64_t offset = uint64_t{k0} / Step::kElements * kStepBytes;
+        for (uint32_t i = 0; i < m; ++i) Step::stage(x + i * x_stride + k0, now, staged + i * kWideK);
+        for (uint32_t t = 0; t < count; ++t) {
+            const uint8_t* const chunk = first + t * tile_bytes + offset;
+            // The chunk after this one: of the next tile, else of the next k, else of what follows.
+            const uint8_t* const next = t + 1 < count ? chunk + tile_bytes
+                                        : k0 + now < k ? first + offset + steps * kStepBytes
+                                                       : first + count * tile_bytes;
+            for (uint32_t block = 0; block < 4; ++block) {
+                Step::widen(chunk + block * kBlockBytes, steps, weights);
+                for (uint32_t g = 0; g < groups; ++g) {
+                    const uint32_t row0 = m * g / groups, row1 = m * (g + 1) / groups;
+                    // Each pass fetches its part of it, so that memory and arithmetic share the time evenly.
+                    const uint32_t part = (block * groups + g) * (steps * kBlockBytes / groups);
+                    wide_group_of<kWideGroup>(row1 - row0, weights, staged + row0 * kWideK, now, next + part,
+                                              (kBlockBytes / Step::kElements + groups - 1) / groups,
+                                              acc[t] + row0 * kTile + block * 16);
+                }
+            }
+        }
+    }
+    for (uint32_t t = 0; t < count; ++t)
+        for (uint32_t i = 0; i < m; ++i) finish(tile + t, i, acc[t] + i * kTile);
+}
+
+template <class Step, class Finish>
+void wide(const void* packed, uint64_t tile_bytes, uint32_t k, const typename Step::Element* x,
+          uint64_t x_stride, uint32_t m, uint32_t tile0, uint32_t tile1, Finish finish) {
+    const uint32_t panels = (m + kWideRows - 1) / kWideRows;
+    for (uint32_t tile = tile0; tile < tile1; tile += kWideTiles) {
+        const uint32_t count = tile1 - tile < kWideTiles ? tile1 - tile : kWideTiles;
+        for (uint32_t p = 0; p < panels; ++p) {
+            const uint64_t row0 = uint64_t{m} * p / panels, row1 = uint64_t{m} * (p + 1) / panels;
+            wide_panel<Step>(static_cast<const uint8_t*>(packed), tile_bytes, k, x + row0 * x_stride, x_stride,
+                             static_cast<uint32_t>(row1 - row0), tile, count,
+                             [&](uint32_t to, uint32_t row, const float* acc) {
+                                 finish(to, static_cast<uint32_t>(row0) + row, acc);
+                             });
         }
     }
 }
@@ -178,6 +281,9 @@ void tiles(const void* packed, uint32_t k, const void* x, uint64_t x_stride, uin
            uint32_t tile1, Finish finish) {
     const uint64_t tile_bytes = (uint64_t{k} + 1) / 2 * 2 / Step::kElements * kStepBytes;
     const auto* rows = static_cast<const typename Step::Element*>(x);
+    // With 32 registers of sixteen lanes the groups below hold four blocks at once, and need no panel.
+    if constexpr (kPartLanes < 16)
+        if (m >= kWideFrom) return wide<Step>(packed, tile_bytes, k, rows, x_stride, m, tile0, tile1, finish);
     alignas(64) float acc[kPanelRows * kTile];
     for (uint32_t tile = tile0; tile < tile1; ++tile) {
         const uint8_t* from = static_cast<const uint8_t*>(packed) + tile * tile_bytes;

@@ -166,6 +166,19 @@ def test_only_the_logits_asked_for_are_returned_in_their_order() -> None:
     assert runner.run([(tokens, 0, range(2))], wanted=[]).shape == (0, world.spec.vocab)
 
 
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_rows_that_nobody_reads_change_no_bit_of_the_others_now_or_later(world: World, lanes: int) -> None:
+    first, second = tokens_of(40, SEED), tokens_of(23, SEED + 1)
+    pieces = [(first, 0, range(3)), (second, 0, range(3, 5))]
+    everything, runner = world.decoder(lanes=lanes).run(pieces), world.decoder(lanes=lanes)
+    for wanted in ([39, 62], [62, 5, 5, 41], [17]):
+        assert np.array_equal(runner.run(pieces, wanted=wanted), everything[wanted]), f"{wanted}, seed {SEED}"
+    chunked = world.decoder(lanes=lanes)
+    assert not chunked.run([(first[:21], 0, range(3))], wanted=[]).size
+    last = chunked.run([(first[21:], 21, range(3))], wanted=[18])
+    assert np.array_equal(last[0], everything[39]), f"seed {SEED}"
+
+
 def test_gate_ties_go_to_the_lowest_expert() -> None:
     spec = spec_of(layers=1, top_k=3)
     world = World.make(spec, SEED)

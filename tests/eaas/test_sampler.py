@@ -105,6 +105,14 @@ def test_top_p_over_more_than_one_sorted_piece() -> None:
     assert len(set(tokens) & set(order[kept][-300:].tolist())) > 150
 
 
+def test_top_p_takes_equal_logits_by_id_and_both_zeros_are_equal() -> None:
+    logits = np.zeros(32_000, dtype=np.float32)
+    logits[1::2] = -0.0
+    tokens = draws(logits, SamplingRow(seed=SEED, index=0, top_p=0.03125), 600)
+    assert tokens.max() < 1000, f"tokens from {tokens.max()}, seed {SEED}"
+    assert np.count_nonzero(tokens % 2) > 200 and tokens.max() > 900, f"seed {SEED}"
+
+
 @pytest.mark.parametrize(
     ("change", "kept"),
     [

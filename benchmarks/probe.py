@@ -1,0 +1,129 @@
+"""What this machine can do, measured beside what is judged by it; and lanes that run native loops together."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from p2p.build import ROOT, BuildFailed, compiler
+
+BEYOND_CACHE = 64 << 20  # bytes of weights in turn: twice the last-level cache of 32 MB, so none is found there
+_FMA_ITERATIONS = 1_000_000  # about 2 ms
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """probe.cpp, compiled for this machine.
+
+    Raises:
+        BuildFailed: no compiler, or it refused the file.
+    """
+    cxx = compiler()
+    if cxx is None:
+        raise BuildFailed("No C++ compiler found ($CXX, g++, clang++ or c++). Install g++ 12 or later.")
+    with tempfile.TemporaryDirectory(prefix="eaas-probe-") as folder:
+        path = Path(folder) / "probe.so"
+        source = ROOT / "benchmarks" / "probe.cpp"
+        command = [cxx, "-std=c++20", "-O3", "-march=native", "-shared", "-fPIC", "-I", str(ROOT)]
+        done = subprocess.run([*command, str(source), "-o", str(path)], capture_output=True, text=True)
+        if done.returncode:
+            raise BuildFailed(f"{source} does not compile:\n{done.stderr[-4000:]}")
+        loaded = ctypes.CDLL(str(path))
+    loaded.probe_fma.restype = ctypes.c_double
+    return loaded
+
+
+def huge(nbytes: int) -> np.ndarray:
+    """uint8 [nbytes] in huge pages where the host has them, as the decoder keeps its weights."""
+    memory = mmap.mmap(-1, nbytes + (4 << 20), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = np.frombuffer(memory, np.uint8)
+    start = -whole.ctypes.data % (2 << 20)
+    return whole[start : start + nbytes]
+
+
+def pointer(array: np.ndarray, element: int = 0) -> ctypes.c_void_p:
+    """Address of one element, as ctypes wants it."""
+    return ctypes.c_void_p(array.ctypes.data + element * array.itemsize)
+
+
+def part(count: int, lane: int, lanes: int) -> tuple[int, int]:
+    """The contiguous share of one lane, as native code splits it."""
+    return count * lane // lanes, count * (lane + 1) // lanes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Floor:
+    """Bytes per second and operations per second that this machine showed."""
+
+    bandwidth: float
+    flops: float
+
+    def seconds(self, nbytes: float, flops: float) -> float:
+        """Least time for that many bytes of memory and operations, whichever takes longer."""
+        return max(nbytes / self.bandwidth, flops / self.flops)
+
+
+class Lanes:
+    """Threads pinned to cores, which start native work together.
+
+    Args:
+        cores: One for each lane.
+    """
+
+    def __init__(self, cores: Sequence[int]) -> None:
+        self.count = len(cores)
+        self._pool = ThreadPoolExecutor(self.count)
+        self._barrier = threading.Barrier(self.count)
+        self._memory = huge(BEYOND_CACHE)
+        self._memory[:] = 1
+
+        def pin(core: int) -> None:
+            os.sched_setaffinity(0, {core})
+            self._barrier.wait()
+
+        list(self._pool.map(pin, cores))
+
+    def seconds(self, work: Callable[[int], object]) -> float:
+        """Run work(lane) on every lane at once: the time of the slowest."""
+
+        def timed(lane: int) -> float:
+            self._barrier.wait()
+            started = time.perf_counter()
+            work(lane)
+            return time.perf_counter() - started
+
+        return max(self._pool.map(timed, range(self.count)))
+
+    def floor(self) -> Floor:
+        """Measure bandwidth and arithmetic of all lanes, a few milliseconds each."""
+        native = library()
+        share = len(self._memory) // self.count // 512 * 512
+
+        def read(lane: int) -> None:
+            native.probe_read(pointer(self._memory, lane * share), ctypes.c_uint64(share))
+
+        flops = [0.0] * self.count
+
+        def compute(lane: int) -> None:
+            flops[lane] = native.probe_fma(ctypes.c_uint64(_FMA_ITERATIONS))
+
+        bandwidth = share * self.count / self.seconds(read)
+        elapsed = self.seconds(compute)
+        return Floor(bandwidth=bandwidth, flops=sum(flops) / elapsed)
+
+    def close(self) -> None:
+        """Stop the threads."""
+        self._pool.shutdown()
