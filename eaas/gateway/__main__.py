@@ -21,7 +21,7 @@ import uvicorn
 
 from eaas.gateway.app import Gateway, create_app
 from eaas.gateway.config import GatewayConfig
-from eaas.gateway.http_guard import RequestIds
+from eaas.gateway.http_guard import Connection, RequestIds
 from eaas.gateway.load_model import ModelUnusable, load_model
 from eaas.gateway.status import RouterStatus
 from router import child
@@ -209,7 +209,7 @@ def _serve(options: argparse.Namespace, listener: socket.socket) -> int:
 
     settings = uvicorn.Config(
         RequestIds(create_app(gateway)),
-        http="httptools",
+        http=Connection,
         loop="uvloop",
         lifespan="on",
         log_config=None,
