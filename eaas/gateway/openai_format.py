@@ -202,9 +202,7 @@ def _opening(head: ResponseHead, kind: str) -> bytes:
 class ChatEvents:
     """Stream events of one chat completion; bytes in, bytes out."""
 
-    def __init__(
-        self, shape: ChatFormat, head: ResponseHead, choices: int, include_usage: bool
-    ) -> None:
+    def __init__(self, shape: ChatFormat, head: ResponseHead, choices: int, include_usage: bool) -> None:
         self._shape = shape
         self._opening = _opening(head, "chat.completion.chunk")
         self._token_end = b"}]" + (b',"usage":null' if include_usage else b"") + b"}\n\n"
