@@ -23,12 +23,12 @@ class Connection(HttpToolsProtocol):
     @classmethod
     def of(cls, scope: Scope) -> Connection | None:
         """The connection of a request; None under another server."""
-        return scope.get("extensions", {}).get(_CONNECTION)
+        return scope.get("state", {}).get(_CONNECTION)
 
     def on_message_begin(self) -> None:
         """httptools: a request begins."""
         super().on_message_begin()
-        self.scope["extensions"] = {_CONNECTION: self}
+        self.scope.setdefault("state", {})[_CONNECTION] = self
 
     def write_chunk(self, data: bytes) -> bool:
         """Write one chunk of a chunked body; False, and nothing is written, while the client is slow to read."""

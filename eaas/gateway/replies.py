@@ -215,7 +215,7 @@ class EventStream(Response):
         exchange, generation = self._exchange, self._generation
 
         def write(event: bytes) -> None:
-            if not connection.write_chunk(event):
+            if connection is None or not connection.write_chunk(event):
                 generation.write = None
                 generation.chunks.append(event)
                 generation.on_change()
@@ -236,5 +236,5 @@ class EventStream(Response):
             if ended:
                 return error
             if not generation.ready:
-                generation.write = write if connection is not None else None
+                generation.write = write
                 await exchange.wait()
