@@ -103,7 +103,7 @@ class Hello(msgspec.Struct, kw_only=True, frozen=True, tag="hello"):
     kv_tokens: int
 
 
-class Token(msgspec.Struct, frozen=True, array_like=True):
+class Token(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One token of one request. `finish` is not empty on its last: "stop" for an end or stop token (which
     is this one, carried so that the log is complete), "length" at max_tokens. `top`: the likeliest (token,
     logprob) pairs, the best first; empty unless asked for."""
@@ -117,7 +117,7 @@ class Token(msgspec.Struct, frozen=True, array_like=True):
     top: list[tuple[int, float]] = []
 
 
-class Step(msgspec.Struct, kw_only=True, frozen=True, tag="step"):
+class Step(msgspec.Struct, kw_only=True, frozen=True, tag="step", gc=False):
     """All tokens that one engine step made for one gateway."""
 
     tokens: list[Token]
@@ -174,28 +174,32 @@ class MessageReader(Generic[M]):
             ProtocolError: a length out of range, or a body that is no message for this side.
         """
         pending = self._pending
-        pending += data
+        pending_before = bool(pending)
+        if pending_before:
+            pending += data
+        # Nearly always `data` is one whole message: it need not pass through the buffer.
+        received = pending if pending_before else data
         messages: list[M] = []
         start = 0
-        while len(pending) - start >= LENGTH_BYTES:
-            body_bytes = int.from_bytes(pending[start : start + LENGTH_BYTES], "big")
+        while len(received) - start >= LENGTH_BYTES:
+            body_start = start + LENGTH_BYTES
+            body_bytes = int.from_bytes(received[start:body_start], "big")
             if not 1 <= body_bytes <= MAX_BODY_BYTES:
                 raise ProtocolError(f"A frame claims {body_bytes} bytes; 1 to {MAX_BODY_BYTES} are allowed.")
-            end = start + LENGTH_BYTES + body_bytes
-            if len(pending) < end:
+            end = body_start + body_bytes
+            if len(received) < end:
                 break
-            with memoryview(pending) as view, view[start + LENGTH_BYTES : end] as body:
-                try:
-                    messages.append(self._decoder.decode(body))
-                except (msgspec.DecodeError, ValueError, RecursionError) as error:
-                    problem = str(error)
-                else:
-                    problem = ""
-            if problem:
-                raise ProtocolError(f"A frame of {body_bytes} bytes is no message for this side: {problem}")
+            try:
+                messages.append(self._decoder.decode(received[body_start:end]))
+            except (msgspec.DecodeError, ValueError, RecursionError) as error:
+                raise ProtocolError(
+                    f"A frame of {body_bytes} bytes is no message for this side: {error}"
+                ) from None
             start = end
-        if start:
+        if pending_before:
             del pending[:start]
+        elif start < len(data):
+            pending += data[start:]
         return messages
 
 

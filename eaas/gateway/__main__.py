@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import errno
+import gc
 import importlib.metadata
 import ipaddress
 import logging
@@ -21,7 +22,7 @@ import uvicorn
 
 from eaas.gateway.app import Gateway, create_app
 from eaas.gateway.config import GatewayConfig
-from eaas.gateway.http_guard import RequestIds
+from eaas.gateway.http_guard import Connection, RequestIds
 from eaas.gateway.load_model import ModelUnusable, load_model
 from eaas.gateway.status import RouterStatus
 from router import child
@@ -77,6 +78,7 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._on_started = on_started
         self._on_stop = on_stop
+        self._stopping = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, then report."""
@@ -96,9 +98,17 @@ class _Server(uvicorn.Server):
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
 
+    async def main_loop(self) -> None:
+        """Keep the date header right until told to stop; uvicorn's own loop wakes ten times a second for it."""
+        while not self._stopping.is_set():
+            await self.on_tick(0)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), 1.0)
+
     def _stop(self) -> None:
         log.info("stopping pid=%d", os.getpid())
         self.should_exit = True
+        self._stopping.set()
         self._on_stop()
 
 
@@ -204,12 +214,14 @@ def _serve(options: argparse.Namespace, listener: socket.socket) -> int:
     gateway.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def started() -> None:
+        # What start-up made stays for ever: no collection of garbage need walk over it again.
+        gc.freeze()
         log.info("ready address=%s model=%s pid=%d", gateway.address, name, os.getpid())
         child.tell_ready(options, "gateway/0", gateway.address)
 
     settings = uvicorn.Config(
         RequestIds(create_app(gateway)),
-        http="httptools",
+        http=Connection,
         loop="uvloop",
         lifespan="on",
         log_config=None,

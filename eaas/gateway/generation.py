@@ -1,8 +1,8 @@
 """From token ids to what one request's client is shown: text, stop strings, log-probabilities, the end. Pure.
 
 A choice turns each accepted token into visible text at once, when the token arrives, so that a stop string
-cancels the work even while the client reads slowly. What became visible waits in the generation's list until
-the response takes it: a slow reader holds up nobody but itself.
+cancels the work even while the client reads slowly, and hands it to its generation, which keeps it for the
+response: a slow reader holds up nobody but itself.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from eaas.gateway.errors import ErrorReply
-from eaas.gateway.openai_format import FinishedChoice, TokenLogprobs, TokenText, Usage
+from eaas.gateway.openai_format import Events, FinishedChoice, TokenLogprobs, TokenText, Usage
 from eaas.gateway.stops import StopMatcher
 
 Alternatives = Sequence[tuple[int, float]]
@@ -37,22 +37,20 @@ class Piece(NamedTuple):
     """What became visible of one choice.
 
     Attributes:
-        offset: Characters of the choice before ``text``.
         finish: OpenAI's finish_reason when the choice ends with this piece, else None.
     """
 
     index: int
     text: str
     logprobs: list[TokenLogprobs] | None
-    offset: int
     finish: str | None
 
 
 class Generation:
-    """All choices of one request, and what of them the response has yet to take.
+    """All choices of one request.
 
-    ``on_change`` is called when there is something to take: for a stream each visible piece, for a whole
-    response only the end of the last choice, or a failure.
+    ``on_change`` is called when the response has something to do: here at the end of the last choice, or at a
+    failure.
     """
 
     __slots__ = (
@@ -63,18 +61,16 @@ class Generation:
         "on_change",
         "open_choices",
         "pieces",
-        "streamed",
     )
 
-    def __init__(self, *, streamed: bool) -> None:
-        self.streamed = streamed
+    def __init__(self, on_change: Callable[[], None]) -> None:
         self.choices: list[Choice] = []
         self.open_choices = 0
         self.completion_tokens = 0
         self.pieces: list[Piece] = []
         self.error: ErrorReply | None = None
         self.numerics_classes: tuple[str, ...] = ()
-        self.on_change: Callable[[], None] | None = None
+        self.on_change = on_change
 
     @property
     def ended(self) -> bool:
@@ -83,8 +79,8 @@ class Generation:
 
     @property
     def ready(self) -> bool:
-        """Whether the response can take something now."""
-        return self.ended or (self.streamed and bool(self.pieces))
+        """Whether the response has something to do now."""
+        return self.ended
 
     def add(self, choice: Choice) -> None:
         """Count in a choice, before its first token."""
@@ -96,25 +92,25 @@ class Generation:
         if numerics_class not in self.numerics_classes:
             self.numerics_classes = (*self.numerics_classes, numerics_class)
 
-    def show(self, piece: Piece) -> None:
-        """Hand a piece to the response."""
-        self.pieces.append(piece)
-        if piece.finish is not None:
+    def show(
+        self, index: int, text: str, logprobs: list[TokenLogprobs] | None, offset: int, finish: str | None
+    ) -> None:
+        """Take what became visible of a choice, ``offset`` characters after its start.
+
+        Args:
+            finish: OpenAI's finish_reason when the choice ends with this piece, else None.
+        """
+        self.pieces.append(Piece(index, text, logprobs, finish))
+        if finish is not None:
             self.open_choices -= 1
-        if self.on_change is not None and (self.streamed or self.open_choices == 0):
-            self.on_change()
+            if self.open_choices == 0:
+                self.on_change()
 
     def fail(self, reply: ErrorReply) -> None:
         """End the request with an error; the first one counts."""
         if self.error is None:
             self.error = reply
-            if self.on_change is not None:
-                self.on_change()
-
-    def take(self) -> list[Piece]:
-        """The pieces since the last call."""
-        pieces, self.pieces = self.pieces, []
-        return pieces
+            self.on_change()
 
     def usage(self, prompt_tokens: int) -> Usage:
         """Tokens so far; every accepted token counts, shown or not."""
@@ -126,7 +122,7 @@ class Generation:
         texts: list[list[str]] = [[] for _ in self.choices]
         logprobs: list[list[TokenLogprobs]] = [[] for _ in self.choices]
         reasons = ["length"] * len(self.choices)
-        for piece in self.take():
+        for piece in self.pieces:
             texts[piece.index].append(piece.text)
             logprobs[piece.index].extend(piece.logprobs or ())
             reasons[piece.index] = piece.finish or reasons[piece.index]
@@ -141,6 +137,63 @@ class Generation:
         ]
 
 
+class StreamedGeneration(Generation):
+    """Choices that are shown as they come, each piece one server-sent event.
+
+    Attributes:
+        chunks: Events that the response has yet to take.
+        write: Takes each new event at once, past ``chunks``; None while the response is at work itself.
+    """
+
+    __slots__ = ("_events", "_make_events", "_opened", "chunks", "write")
+
+    def __init__(self, on_change: Callable[[], None], make_events: Callable[[], Events]) -> None:
+        """Args: make_events: event templates under the present numerics classes."""
+        super().__init__(on_change)
+        self._make_events = make_events
+        self._events: Events | None = None
+        self._opened = False
+        self.chunks: list[bytes] = []
+        self.write: Callable[[bytes], None] | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether the response has something to do now."""
+        return self.ended or bool(self.chunks)
+
+    def computed_by(self, numerics_class: str) -> None:
+        """Note a numerics class that takes part in the answer; later events name it too."""
+        super().computed_by(numerics_class)
+        self._events = None
+
+    def show(
+        self, index: int, text: str, logprobs: list[TokenLogprobs] | None, offset: int, finish: str | None
+    ) -> None:
+        """Make an event of what became visible, and write it if that can be done at once."""
+        events = self._events or self._open()
+        event = events.text(index, text, logprobs, offset) if text or logprobs else b""
+        if finish is not None:
+            event += events.finish(index, finish)
+            self.open_choices -= 1
+        if self.write is not None and self.open_choices and event:
+            self.write(event)
+        else:
+            self.chunks.append(event)
+            self.on_change()
+
+    def take(self) -> bytes:
+        """The events since the last call."""
+        chunks, self.chunks = self.chunks, []
+        return b"".join(chunks)
+
+    def _open(self) -> Events:
+        events = self._events = self._make_events()
+        if not self._opened:
+            self._opened = True
+            self.chunks.extend(events.first(index) for index in range(len(self.choices)))
+        return events
+
+
 class Choice:
     """One choice's way from token ids to visible text."""
 
@@ -151,6 +204,8 @@ class Choice:
         "_matcher",
         "_min_tokens",
         "_names",
+        "_plain",
+        "_push",
         "_read",
         "_shown",
         "_tokens",
@@ -178,6 +233,7 @@ class Choice:
         self._generation = generation
         self._index = index
         self._detokenizer = detokenizer
+        self._push = detokenizer.push
         self._matcher = matcher
         self._min_tokens = min_tokens
         self._names = names
@@ -186,6 +242,7 @@ class Choice:
         self._shown = 0  # characters handed to the response
         # Log-probabilities of tokens not yet visible, each with the offset of its first character.
         self._waiting: list[tuple[int, TokenLogprobs]] = []
+        self._plain = matcher is None and names is None
         self.wants_logprobs = names is not None
         generation.add(self)
 
@@ -201,11 +258,18 @@ class Choice:
         """
         generation = self._generation
         generation.completion_tokens += 1
+        if self._plain and not finish:
+            text = self._push(token)
+            if text:
+                offset = self._shown
+                self._shown = offset + len(text)
+                generation.show(self._index, text, None, offset, None)
+            return False
         self._tokens += 1
         if finish == "stop":
             self._end("stop")
             return False
-        text = self._detokenizer.push(token)
+        text = self._push(token)
         if self._names is not None:
             self._waiting.append((self._read, self._name(token, logprob, top)))
         self._read += len(text)
@@ -243,7 +307,7 @@ class Choice:
                 count += 1
             logprobs = [entry for _, entry in waiting[:count]]
             del waiting[:count]
-        self._generation.show(Piece(self._index, text, logprobs, offset, finish))
+        self._generation.show(self._index, text, logprobs, offset, finish)
 
     def _name(self, token: int, logprob: float | None, top: Alternatives) -> TokenLogprobs:
         names = self._names

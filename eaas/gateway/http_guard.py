@@ -1,4 +1,4 @@
-"""What stands before every route: request ids, body limits, content types."""
+"""What stands before every route: the connection, request ids, body limits, content types."""
 
 from __future__ import annotations
 
@@ -7,11 +7,35 @@ import uuid
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from eaas.gateway.errors import ApiError, ErrorReply
 
 _HEADER = b"x-request-id"
 _LONGEST_ID = 128
+
+_CONNECTION = "eaas.connection"
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's connection, which a response may write to past ASGI once its body has begun."""
+
+    @classmethod
+    def of(cls, scope: Scope) -> Connection | None:
+        """The connection of a request; None under another server."""
+        return scope.get("state", {}).get(_CONNECTION)
+
+    def on_message_begin(self) -> None:
+        """httptools: a request begins."""
+        super().on_message_begin()
+        self.scope.setdefault("state", {})[_CONNECTION] = self
+
+    def write_chunk(self, data: bytes) -> bool:
+        """Write one chunk of a chunked body; False, and nothing is written, while the client is slow to read."""
+        if self.flow.write_paused:
+            return False
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
 
 
 class RequestIds:

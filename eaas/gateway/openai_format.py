@@ -1,7 +1,7 @@
 """Response bodies and stream events in OpenAI's shapes. Pure.
 
 A streamed token costs one fast string escape between two byte templates: everything else in its event is
-fixed for the whole response.
+fixed for its choice.
 """
 
 from __future__ import annotations
@@ -125,9 +125,9 @@ class ChatFormat:
             }
         )
 
-    def events(self, head: ResponseHead, include_usage: bool) -> ChatEvents:
-        """The event templates of one stream."""
-        return ChatEvents(self, head, include_usage)
+    def events(self, head: ResponseHead, choices: int, include_usage: bool) -> ChatEvents:
+        """The event templates of one stream of so many choices."""
+        return ChatEvents(self, head, choices, include_usage)
 
 
 class CompletionFormat:
@@ -180,9 +180,9 @@ class CompletionFormat:
             }
         )
 
-    def events(self, head: ResponseHead, include_usage: bool) -> CompletionEvents:
-        """The event templates of one stream."""
-        return CompletionEvents(self, head, include_usage)
+    def events(self, head: ResponseHead, choices: int, include_usage: bool) -> CompletionEvents:
+        """The event templates of one stream of so many choices."""
+        return CompletionEvents(self, head, choices, include_usage)
 
 
 Format = ChatFormat | CompletionFormat
@@ -202,11 +202,14 @@ def _opening(head: ResponseHead, kind: str) -> bytes:
 class ChatEvents:
     """Stream events of one chat completion; bytes in, bytes out."""
 
-    def __init__(self, shape: ChatFormat, head: ResponseHead, include_usage: bool) -> None:
+    def __init__(self, shape: ChatFormat, head: ResponseHead, choices: int, include_usage: bool) -> None:
         self._shape = shape
         self._opening = _opening(head, "chat.completion.chunk")
         self._token_end = b"}]" + (b',"usage":null' if include_usage else b"") + b"}\n\n"
         self._plain_end = b'},"logprobs":null,"finish_reason":null' + self._token_end
+        self._starts = [
+            self._opening + b'{"index":%d,"delta":{"content":' % index for index in range(choices)
+        ]
 
     def first(self, index: int) -> bytes:
         """The event that opens a choice: its role."""
@@ -215,7 +218,7 @@ class ChatEvents:
 
     def text(self, index: int, text: str, logprobs: Sequence[TokenLogprobs] | None, offset: int) -> bytes:
         """The event of one piece of text; ``offset`` is for completions only."""
-        start = self._opening + b'{"index":%d,"delta":{"content":' % index + _encode(text)
+        start = self._starts[index] + _encode(text)
         if logprobs is None:
             return start + self._plain_end
         body = b'},"logprobs":' + _encode(self._shape.logprobs(logprobs)) + b',"finish_reason":null'
@@ -234,11 +237,14 @@ class ChatEvents:
 class CompletionEvents:
     """Stream events of one plain completion; bytes in, bytes out."""
 
-    def __init__(self, shape: CompletionFormat, head: ResponseHead, include_usage: bool) -> None:
+    def __init__(
+        self, shape: CompletionFormat, head: ResponseHead, choices: int, include_usage: bool
+    ) -> None:
         self._shape = shape
         self._opening = _opening(head, "text_completion")
         self._token_end = b"}]" + (b',"usage":null' if include_usage else b"") + b"}\n\n"
         self._plain_end = b',"logprobs":null,"finish_reason":null' + self._token_end
+        self._starts = [self._opening + b'{"index":%d,"text":' % index for index in range(choices)]
 
     def first(self, index: int) -> bytes:
         """Nothing: a plain completion has no role to announce."""
@@ -246,7 +252,7 @@ class CompletionEvents:
 
     def text(self, index: int, text: str, logprobs: Sequence[TokenLogprobs] | None, offset: int) -> bytes:
         """The event of one piece of text, ``offset`` characters after the start of the choice."""
-        start = self._opening + b'{"index":%d,"text":' % index + _encode(text)
+        start = self._starts[index] + _encode(text)
         if logprobs is None:
             return start + self._plain_end
         body = b',"logprobs":' + _encode(self._shape.logprobs(logprobs, offset)) + b',"finish_reason":null'

@@ -19,8 +19,8 @@ from starlette.types import Receive, Scope, Send
 
 from eaas.engine.worker_protocol import SamplingParams
 from eaas.gateway.errors import ApiError, ErrorReply
-from eaas.gateway.generation import Choice, Generation
-from eaas.gateway.http_guard import CLIENT_GONE
+from eaas.gateway.generation import Choice, Generation, StreamedGeneration
+from eaas.gateway.http_guard import CLIENT_GONE, Connection
 from eaas.gateway.metrics import GatewayMetrics
 from eaas.gateway.openai_format import DONE, Events, Format, ResponseHead, error_event
 from eaas.gateway.served_model import ServedModel
@@ -75,8 +75,10 @@ class Exchange:
         self._changed = asyncio.Event()
         self._listener: asyncio.Task[None] | None = None
         self._closed = False
-        self.generation = Generation(streamed=work.stream)
-        self.generation.on_change = self._changed.set
+        on_change = self._changed.set
+        self.generation = (
+            StreamedGeneration(on_change, self._events) if work.stream else Generation(on_change)
+        )
         self._sequences = self._make_sequences()
         self.prompt_tokens = sum(len(prompt) for prompt in work.prompts)
 
@@ -125,8 +127,8 @@ class Exchange:
         if generation.error is not None:
             raise ApiError(generation.error)
         headers = {_CLASS_HEADER: ",".join(generation.numerics_classes)}
-        if self._work.stream:
-            return EventStream(self, headers)
+        if isinstance(generation, StreamedGeneration):
+            return EventStream(self, generation, headers)
         usage = generation.usage(self.prompt_tokens)
         body = self._work.format.body(self.head(), generation.finished_choices(), usage)
         return Response(body, media_type="application/json", headers=headers)
@@ -145,21 +147,19 @@ class Exchange:
             fingerprint=self._model.system_fingerprint(self.generation.numerics_classes),
         )
 
-    def events(self) -> Events:
-        """Event templates under the present head."""
-        return self._work.format.events(self.head(), self._work.include_usage)
+    def _events(self) -> Events:
+        return self._work.format.events(self.head(), len(self._sequences), self._work.include_usage)
 
-    @property
-    def include_usage(self) -> bool:
-        """Whether the stream ends with a usage chunk."""
-        return self._work.include_usage
+    def last_events(self) -> bytes:
+        """What ends a stream in which nothing went wrong."""
+        usage = self.generation.usage(self.prompt_tokens)
+        return (self._events().usage(usage) if self._work.include_usage else b"") + DONE
 
     def close(self) -> None:
         """Cancel what still runs and let the next request in. Idempotent."""
         if self._closed:
             return
         self._closed = True
-        self.generation.on_change = None
         self._pool.cancel(self._sequences)
         if self._listener is not None:
             self._listener.cancel()
@@ -178,15 +178,20 @@ class Exchange:
 
 
 class EventStream(Response):
-    """Server-sent events of one exchange, each piece sent as soon as the client's connection takes it.
+    """Server-sent events of one exchange, each sent as soon as the client's connection takes it.
+
+    The first and the last events go the way of ASGI. Between them each event is written to the connection when its
+    token arrives: waking a task and walking through the layers of ASGI costs several times the token's own work.
+    While the connection takes no more, events wait in the generation and go the way of ASGI again, which waits too.
 
     ``on_end`` is told the status: 200, that of the error event, or 499 when the client went away.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, exchange: Exchange, headers: dict[str, str]) -> None:
+    def __init__(self, exchange: Exchange, generation: StreamedGeneration, headers: dict[str, str]) -> None:
         self._exchange = exchange
+        self._generation = generation
         self.on_end: Callable[[int], None] | None = None
         self.status_code = 200
         self.background = None
@@ -196,46 +201,40 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI: send the stream to its end."""
-        exchange = self._exchange
         status = 500
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            error = await self._send_events(send)
+            error = await self._send_events(send, Connection.of(scope))
             status = 200 if error is None else error.status
         finally:
-            exchange.close()
+            self._exchange.close()
             if self.on_end is not None:
                 self.on_end(status)
 
-    async def _send_events(self, send: Send) -> ErrorReply | None:
-        exchange = self._exchange
-        generation = exchange.generation
-        classes = generation.numerics_classes
-        events = exchange.events()
-        chunks = [events.first(index) for index in range(len(generation.choices))]
+    async def _send_events(self, send: Send, connection: Connection | None) -> ErrorReply | None:
+        exchange, generation = self._exchange, self._generation
+
+        def write(event: bytes) -> None:
+            if connection is None or not connection.write_chunk(event):
+                generation.write = None
+                generation.chunks.append(event)
+                generation.on_change()
+
         while True:
-            if generation.numerics_classes is not classes:
-                classes = generation.numerics_classes
-                events = exchange.events()
-            for index, text, logprobs, offset, finish in generation.take():
-                if text or logprobs:
-                    chunks.append(events.text(index, text, logprobs, offset))
-                if finish is not None:
-                    chunks.append(events.finish(index, finish))
-            error = generation.error
-            ended = generation.ended
+            # What is taken here must be sent before anything is written past it.
+            generation.write = None
+            body = generation.take()
+            error, ended = generation.error, generation.ended
             if error is CLIENT_GONE:
                 return error
             if error is not None:
-                chunks.append(error_event(error.body()))
+                body += error_event(error.body())
             elif ended:
-                if exchange.include_usage:
-                    chunks.append(events.usage(generation.usage(exchange.prompt_tokens)))
-                chunks.append(DONE)
-            if chunks or ended:
-                await send({"type": "http.response.body", "body": b"".join(chunks), "more_body": not ended})
-                chunks = []
+                body += exchange.last_events()
+            if body or ended:
+                await send({"type": "http.response.body", "body": body, "more_body": not ended})
             if ended:
                 return error
             if not generation.ready:
+                generation.write = write
                 await exchange.wait()

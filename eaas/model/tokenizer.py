@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -51,6 +52,7 @@ class Tokenizer:
         decoder = json.loads(rust.to_str()).get("decoder") or {}
         self._byte_level = decoder.get("type") == "ByteLevel"
         self._byte_fallback = '"ByteFallback"' in json.dumps(decoder)
+        self._whole_texts: dict[int, str] = {}
 
     @classmethod
     def load(cls, folder: str | Path) -> Tokenizer:
@@ -110,7 +112,7 @@ class Tokenizer:
         """For one sequence: all that it returns, joined, equals `decode` of the same tokens."""
         skipped = self._special if skip_special else frozenset[int]()
         if self._byte_level:
-            return _ByteLevelDetokenizer(self._rust, skipped)
+            return _ByteLevelDetokenizer(self._rust, skipped, self._whole_texts if skip_special else {})
         return _WindowDetokenizer(self._rust, skipped, self._byte_fallback)
 
     def token_bytes(self, token: int) -> bytes:
@@ -131,16 +133,32 @@ class Tokenizer:
 
 
 class _ByteLevelDetokenizer:
-    """Exact and cheap: each token is bytes, and Python keeps an incomplete character back."""
+    """Exact and cheap: each token is bytes, and Python keeps an incomplete character back.
 
-    def __init__(self, rust: RustTokenizer, skipped: frozenset[int]) -> None:
+    Most tokens are whole characters: their texts are looked up once and kept, for all sequences together.
+    """
+
+    def __init__(self, rust: RustTokenizer, skipped: frozenset[int], whole_texts: dict[int, str]) -> None:
         self._rust = rust
         self._skipped = skipped
+        self._whole_texts = whole_texts
+        self._incomplete = False
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token: int) -> str:
+        if not self._incomplete:
+            text = self._whole_texts.get(token)
+            if text is not None:
+                return text
         name = None if token in self._skipped else self._rust.id_to_token(token)
-        return "" if name is None else self._utf8.decode(token_bytes(name))
+        if name is None:
+            return ""
+        raw = token_bytes(name)
+        with contextlib.suppress(UnicodeDecodeError):
+            self._whole_texts[token] = raw.decode()
+        text = self._utf8.decode(raw)
+        self._incomplete = bool(self._utf8.getstate()[0])
+        return text
 
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)

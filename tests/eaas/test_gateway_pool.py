@@ -50,7 +50,7 @@ def view_of(*workers: FakeWorker) -> View:
 
 
 def sequence_of(text: str, tokens: int) -> tuple[Generation, Sequence]:
-    generation = Generation(streamed=False)
+    generation = Generation(on_change=lambda: None)
     choice = Choice(
         generation=generation, index=0, detokenizer=Letters(), matcher=None, min_tokens=0, names=None
     )
