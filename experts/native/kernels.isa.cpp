@@ -7,6 +7,7 @@
 // rows beside it.
 #include "experts/native/simd.h"
 
+#include "experts/native/int8.h"
 #include "experts/native/kernel_table.h"
 #include "experts/native/kernels.h"
 
@@ -250,6 +251,7 @@ constexpr const char* kName = "portable";
 
 }  // namespace
 
-extern const KernelTable kernel_table = {kName, kBf16Class, linear, gate_up, rows_to_bf16};
+extern const KernelTable kernel_table = {kName,   kBf16Class,   linear,      gate_up,
+                                         rows_to_bf16, int8_linear, int8_gate_up};
 
 }  // namespace EAAS_ISA_NS
