@@ -74,7 +74,11 @@ def numerics_class(dtype: Dtype) -> str:
     """Name of the arithmetic: two processes with equal names compute equal bits. "cpu-bf16-fma-1", ..."""
     library = _library()
     if library is None:
-        names = {Dtype.FLOAT32: "f32-numpy-1", Dtype.BFLOAT16: "bf16-numpy-1", Dtype.INT8: f"int8-g{int8.GROUP}-1"}
+        names = {
+            Dtype.FLOAT32: "f32-numpy-1",
+            Dtype.BFLOAT16: "bf16-numpy-1",
+            Dtype.INT8: f"int8-g{int8.GROUP}-1",
+        }
         return f"cpu-{names[dtype]}"
     return library.experts_numerics_class(dtype).decode()
 

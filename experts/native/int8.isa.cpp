@@ -20,7 +20,7 @@ constexpr uint32_t kScaleBytes = kTile * sizeof(float);
 constexpr uint32_t kStepBytes = 4 * kTile;  // four k of all 64 columns
 constexpr uint32_t kBlockBytes = 64;        // of those, sixteen columns
 constexpr uint32_t kGroupBytes = kScaleBytes + kGroup * kTile;
-constexpr uint32_t kPanelRows = 64;       // most rows quantised at once
+constexpr uint32_t kPanelRows = 32;       // most rows quantised at once
 constexpr uint32_t kStagedGroups = 1024;  // 72 KB; rows of more groups are quantised in spans, tile by tile
 
 // One group of one row.
@@ -119,22 +119,23 @@ void stage_group(const uint16_t* x, uint32_t count, Staged& to) {
 
 // ---- products
 
-// Adds one group of M rows to blocks [block, block + B) of acc[M][64]. x: M rows, `x_stride` groups apart.
+// Adds one group of M rows to blocks [block, block + B) of acc[M][64]. next: what to fetch meanwhile.
 template <int M, int B>
-__attribute__((noinline)) void group(const uint8_t* w, const Staged* x, uint32_t x_stride, uint32_t block,
+__attribute__((noinline)) void group(const uint8_t* w, const Staged* x, uint32_t block,
                                      const uint8_t* next, float* acc) {
     i32x16 sums[M][B];
     EAAS_UNROLL
     for (int i = 0; i < M; ++i)
         EAAS_UNROLL
-        for (int b = 0; b < B; ++b) sums[i][b] = splat_i32(x[i * x_stride].start);
+        for (int b = 0; b < B; ++b) sums[i][b] = splat_i32(x[i].start);
     const uint8_t* from = w + kScaleBytes + block * kBlockBytes;
     for (uint32_t s = 0; s < kGroup / 4; ++s, from += kStepBytes) {
-        if constexpr (B < 4) __builtin_prefetch(next + s * kBlockBytes);
+        EAAS_UNROLL
+        for (int b = 0; b < B; ++b) __builtin_prefetch(next + (s * B + b) * kBlockBytes);
         EAAS_UNROLL
         for (int i = 0; i < M; ++i) {
             int32_t four;
-            __builtin_memcpy(&four, x[i * x_stride].q + 4 * s, sizeof four);
+            __builtin_memcpy(&four, x[i].q + 4 * s, sizeof four);
             EAAS_UNROLL
             for (int b = 0; b < B; ++b) sums[i][b] = dot4(sums[i][b], from + b * kBlockBytes, four);
         }
@@ -145,30 +146,30 @@ __attribute__((noinline)) void group(const uint8_t* w, const Staged* x, uint32_t
         EAAS_UNROLL
         for (int i = 0; i < M; ++i) {
             float* const to = acc + i * kTile + (block + b) * 16;
-            const f32x16 scale = splat(x[i * x_stride].scale) * load(scales + b * 16);
+            const f32x16 scale = splat(x[i].scale) * load(scales + b * 16);
             store(to, load(to) + to_float(sums[i][b]) * scale);
         }
 }
 
 // group() with M = m, for 1 <= m <= M.
 template <int M, int B>
-void group_of(uint32_t m, const uint8_t* w, const Staged* x, uint32_t x_stride, uint32_t block,
+void group_of(uint32_t m, const uint8_t* w, const Staged* x, uint32_t block,
               const uint8_t* next, float* acc) {
-    if (m == M) return group<M, B>(w, x, x_stride, block, next, acc);
-    if constexpr (M > 1) group_of<M - 1, B>(m, w, x, x_stride, block, next, acc);
+    if (m == M) return group<M, B>(w, x, block, next, acc);
+    if constexpr (M > 1) group_of<M - 1, B>(m, w, x, block, next, acc);
 }
 
 // Adds one group to acc[m][64], B blocks of columns and at most M rows at a time.
 template <int M, int B>
-void rows_of(const uint8_t* w, const Staged* x, uint32_t x_stride, uint32_t m, float* acc) {
+void rows_of(const uint8_t* w, const Staged* x, uint32_t m, float* acc) {
     const uint32_t parts = (m + M - 1) / M;
     for (uint32_t block = 0; block < 4; block += B)
         for (uint32_t p = 0; p < parts; ++p) {
             // Parts of nearly equal height: 5 rows go as 3 + 2, not as 4 + 1.
             const uint32_t row0 = m * p / parts, row1 = m * (p + 1) / parts;
             // The next group, a quarter of it for each block: the hardware follows no strided stream.
-            const uint8_t* next = w + (p == 0 ? kGroupBytes + block * (kGroup / 4) * kBlockBytes : 0);
-            group_of<M, B>(row1 - row0, w, x + row0 * x_stride, x_stride, block, next, acc + row0 * kTile);
+            const uint8_t* next = w + (p == 0 ? 2 * kGroupBytes + block * (kGroup / 4) * kBlockBytes : 0);
+            group_of<M, B>(row1 - row0, w, x + row0, block, next, acc + row0 * kTile);
         }
 }
 
@@ -193,17 +194,17 @@ void tiles(const void* packed, uint32_t k, const void* x, uint64_t x_stride, uin
                     const uint32_t count = k - g * kGroup < kGroup ? k - g * kGroup : kGroup;
                     for (uint32_t i = 0; i < now; ++i)
                         stage_group(rows + (row + i) * x_stride + g * kGroup, count,
-                                    staged[i * span + g - first]);
+                                    staged[(g - first) * now + i]);
                 }
                 held = first;
                 for (uint32_t g = first; g < end; ++g, w += kGroupBytes) {
-                    const Staged* const at = staged + g - first;
+                    const Staged* const at = staged + (g - first) * now;
                     if (now == 1) {
-                        rows_of<1, 4>(w, at, span, now, acc);
+                        rows_of<1, 4>(w, at, now, acc);
                     } else if (now <= kPairRows) {
-                        rows_of<kPairRows, kFewBlocks>(w, at, span, now, acc);
+                        rows_of<kPairRows, kFewBlocks>(w, at, now, acc);
                     } else {
-                        rows_of<kRows, kManyBlocks>(w, at, span, now, acc);
+                        rows_of<kRows, kManyBlocks>(w, at, now, acc);
                     }
                 }
             }
