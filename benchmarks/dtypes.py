@@ -63,6 +63,7 @@ class Engine:
 
 def measure_steps(folder: Path, batches: Sequence[int], cores: Sequence[int], rounds: int) -> None:
     """Interleaved decode steps; records one line for each batch size."""
+    allowed, results = os.sched_getaffinity(0), []
     dtypes = (Dtype.BFLOAT16, Dtype.INT8)
     engines = {dtype: Engine(folder, dtype, cores, max(batches)) for dtype in dtypes}
     for batch in batches:
@@ -78,7 +79,11 @@ def measure_steps(folder: Path, batches: Sequence[int], cores: Sequence[int], ro
             **{f"{dtype.label}_ms": spread([1e3 * s for s in seconds[dtype]]) for dtype in dtypes},
             "ratio": spread([one / two for one, two in zip(slow, fast, strict=True)]),
         }  # fmt: skip
-        record("dtypes", {"what": "decode step", **result})
+        results.append(result)
+    # This thread was lane 0 and pinned; the record names the cores that there were.
+    os.sched_setaffinity(0, allowed)
+    for result in results:
+        record("dtypes", {"what": "decode step", "shape": folder.name, **result})
 
 
 def measure_product(rows_list: Sequence[int], rounds: int, k: int = 1024, tiles: int = 1000) -> None:
