@@ -1,9 +1,10 @@
 """Bits per byte of a model over the end of a text: total negative log-likelihood over the bytes of that text.
 
     python -m benchmarks.bits_per_byte --model demo --text input.txt
+    python -m benchmarks.bits_per_byte --model demo --text input.txt --dtype int8
 
-The weights as stored, computed in float32 by the readable reference decoder. Windows overlap, so that
-every token but the first ones has at least half a window before it.
+The weights as stored, computed in float32 by the readable reference decoder; with --dtype, by the kernels that
+serve. Windows overlap, so that every token but the first ones has at least half a window before it.
 """
 
 from __future__ import annotations
@@ -13,17 +14,20 @@ import json
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
+from eaas.engine.decoder import BLOCK_TOKENS, Decoder, StepPlan
+from eaas.engine.local_experts import LocalExperts
 from eaas.engine.reference import ReferenceDecoder
 from eaas.model.loader import load_spec, load_weights
 from eaas.model.resolve import resolve_model
 from eaas.model.tokenizer import Tokenizer
 from experts.checkpoint import Checkpoint
-from experts.model import ExpertShape
+from experts.model import Dtype, ExpertShape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,31 +52,56 @@ def open_reference(folder: Path) -> ReferenceDecoder:
     return ReferenceDecoder(spec, load_weights(checkpoint, spec), expert)
 
 
-def measure(folder: Path, text: str, window: int = 1024) -> Measured:
+class KernelLogits:
+    """Logits of every position of up to `window` tokens, [tokens, vocab], by the native decoder."""
+
+    def __init__(self, folder: Path, dtype: Dtype, window: int) -> None:
+        checkpoint = Checkpoint.open(folder)
+        spec = replace(load_spec(checkpoint), dtype=dtype)
+        # The decoder holds only its address.
+        self._experts = LocalExperts.load(checkpoint, dtype, max_rows=window)
+        self._blocks = -(-window // BLOCK_TOKENS)
+        weights = load_weights(checkpoint, spec)
+        self._decoder = Decoder(spec, weights, self._experts.backend, [-1], self._blocks, max_rows=window)
+
+    def __call__(self, tokens: Sequence[int]) -> np.ndarray:
+        rows = np.arange(len(tokens), dtype=np.int32)
+        plan = StepPlan(
+            token_ids=np.array(tokens, np.int32),
+            positions=rows,
+            seqs=np.zeros_like(rows),
+            block_tables=np.arange(self._blocks, dtype=np.int32)[None],
+            logits_rows=rows,
+        )
+        return self._decoder.step(plan, deadline_s=1.0)
+
+
+def measure(folder: Path, text: str, window: int = 1024, dtype: Dtype | None = None) -> Measured:
     """Measure a model on all of `text`, from a start-of-text token on.
 
     Args:
         folder: Model folder.
         text: What to predict.
         window: Tokens the model sees at once; the second half of each is counted (of the first one: all).
+        dtype: Computed by the kernels that serve in it; by the reference where None.
 
     Raises:
         ValueError: the text is empty, or the model has no token to begin a text with.
     """
-    reference, tokenizer = open_reference(folder), Tokenizer.load(folder)
-    ids = tokenizer.encode(text)
-    starts = reference.spec.eos_ids
+    spec, ids = load_spec(Checkpoint.open(folder)), Tokenizer.load(folder).encode(text)
+    starts = spec.eos_ids
     if not ids or not starts:
         raise ValueError(
             f"{len(ids)} tokens to predict after one of {list(starts)}; at least one of each is needed."
         )
-    window = min(window, reference.spec.max_model_len)
+    window = min(window, spec.max_model_len)
+    logits_of = open_reference(folder).logits if dtype is None else KernelLogits(folder, dtype, window)
     given = [starts[0], *ids]
     nats, counted = 0.0, 0
     while counted < len(ids):
         first = max(0, counted - window // 2)
         end = min(first + window, len(ids))
-        logits = torch.from_numpy(reference.logits(given[first:end]))[counted - first :]
+        logits = torch.from_numpy(logits_of(given[first:end]))[counted - first :]
         wanted = torch.tensor(ids[counted:end])
         nats += torch.nn.functional.cross_entropy(logits.double(), wanted, reduction="sum").item()
         counted = end
@@ -96,9 +125,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--last", type=float, default=0.1, help="share of the text, from its end")
     parser.add_argument("--window", type=int, default=1024, help="tokens")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    labels = [dtype.label for dtype in Dtype]
+    parser.add_argument(
+        "--dtype", choices=labels, help="by the kernels of this type (default: the reference)"
+    )
     options = parser.parse_args(argv)
     torch.set_num_threads(options.threads)
-    measured = measure(resolve_model(options.model), end_of(options.text, options.last), options.window)
+    dtype = Dtype.resolve(options.dtype, {}) if options.dtype else None
+    text = end_of(options.text, options.last)
+    measured = measure(resolve_model(options.model), text, options.window, dtype)
     print(json.dumps(asdict(measured)))
 
 

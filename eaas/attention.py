@@ -76,7 +76,7 @@ def parser() -> argparse.ArgumentParser:
     )
     options.add_argument("--router", required=True, metavar="HOST:PORT", help="address of the router")
     options.add_argument("--model", required=True, type=Path, help="checkpoint folder")
-    options.add_argument("--dtype", default="auto", help="auto (default), bfloat16 or float32")
+    options.add_argument("--dtype", default="auto", help="auto (default), bfloat16, float32 or int8")
     options.add_argument(
         "--cores", default="", help="cores of the lanes, such as 0,1; default: all that this process may use"
     )

@@ -59,7 +59,7 @@ def serve(
     ] = 8000,
     host: Annotated[str, typer.Option(help="Address to listen on; loopback only.")] = "127.0.0.1",
     dtype: Annotated[
-        str, typer.Option(help="bfloat16, float32, or auto: what the checkpoint says.")
+        str, typer.Option(help="bfloat16, float32, int8, or auto: what the checkpoint says.")
     ] = "auto",
     served_model_name: Annotated[
         str, typer.Option(help="Name that clients use; default: the model's own.")

@@ -53,7 +53,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--router", required=True, help="HOST:PORT of the router")
     parser.add_argument("--model", required=True, help="directory with config.json and *.safetensors")
-    parser.add_argument("--dtype", default="auto", help="bfloat16, float32 or auto (default)")
+    parser.add_argument("--dtype", default="auto", help="bfloat16, float32, int8 or auto (default)")
     parser.add_argument(
         "--cores", default="", help="one lane on each of these, as 0,1 (default: one lane, unpinned)"
     )

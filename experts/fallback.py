@@ -16,7 +16,7 @@ import numpy as np
 
 from experts import native
 from experts.fallback_ends import ClientEnd, Place, ServerEnd, ServerSide, SlotView, view_at
-from experts.kernels import PackedExpert
+from experts.kernels import PackedExpert, packed_bytes
 from experts.model import Dtype, ExpertShape
 from experts.native import ClientLink, ServerCounters, ServerLink, ServerStats
 from experts.wire import WireShape
@@ -107,10 +107,8 @@ class FallbackLibrary:
     def expert_server_set_expert(self, handle: int, layer: int, expert: int, gate_up: int, down: int) -> int:
         server: ServerEnd = self._objects[handle]
         shape, dtype = server.wire.shape, server.wire.dtype
-        up_bytes = -(-shape.intermediate // 32) * 64 * (shape.hidden + shape.hidden % 2) * dtype.nbytes
-        down_bytes = (
-            -(-shape.hidden // 64) * 64 * (shape.intermediate + shape.intermediate % 2) * dtype.nbytes
-        )
+        up_bytes = packed_bytes(dtype, -(-shape.intermediate // 32), shape.hidden)
+        down_bytes = packed_bytes(dtype, -(-shape.hidden // 64), shape.intermediate)
         packed = PackedExpert(
             dtype=dtype,
             hidden=shape.hidden,

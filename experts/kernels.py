@@ -7,17 +7,19 @@ Cost: 6 * m * hidden * intermediate flops; 3 * hidden * intermediate elements of
 is, so up to about four rows the floor is their bytes over the memory's bandwidth.
 
 The numpy path is the fallback where no library exists. It computes row by row and in double, so its rows do
-not depend on the batch either, but its bits are a numerics class of their own.
+not depend on the batch either, but its bits are a numerics class of their own. int8 products (`experts.int8`)
+are exact integers but for few float32 operations, so there native code and numpy agree in every bit.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from ctypes import CDLL
 from dataclasses import dataclass
 
 import numpy as np
 
-from experts import native
+from experts import int8, native
 from experts.model import Dtype
 
 TILE_ROWS = 64
@@ -72,7 +74,12 @@ def numerics_class(dtype: Dtype) -> str:
     """Name of the arithmetic: two processes with equal names compute equal bits. "cpu-bf16-fma-1", ..."""
     library = _library()
     if library is None:
-        return f"cpu-{'f32' if dtype is Dtype.FLOAT32 else 'bf16'}-numpy-1"
+        names = {
+            Dtype.FLOAT32: "f32-numpy-1",
+            Dtype.BFLOAT16: "bf16-numpy-1",
+            Dtype.INT8: f"int8-g{int8.GROUP}-1",
+        }
+        return f"cpu-{names[dtype]}"
     return library.experts_numerics_class(dtype).decode()
 
 
@@ -90,7 +97,7 @@ def aligned_bytes(nbytes: int, alignment: int = 4096) -> np.ndarray:
 
 
 def to_dtype(x: np.ndarray, dtype: Dtype) -> np.ndarray:
-    """float32 array to `dtype`: bfloat16 by round to nearest even, its bits as uint16."""
+    """float32 array to rows of `dtype`: bfloat16 by round to nearest even, its bits as uint16."""
     x = np.ascontiguousarray(x, np.float32)
     if dtype is Dtype.FLOAT32:
         return x
@@ -160,7 +167,7 @@ def linear(packed: PackedMatrix, x: np.ndarray, tiles: range | None = None) -> n
 
     Args:
         packed: The weights.
-        x: [m, k] in the packed dtype (bfloat16 as uint16), contiguous along k.
+        x: [m, k], rows of the packed dtype (bfloat16 as uint16), contiguous along k.
         tiles: Contiguous range of 64-row tiles.
 
     Raises:
@@ -171,11 +178,10 @@ def linear(packed: PackedMatrix, x: np.ndarray, tiles: range | None = None) -> n
     out = np.zeros((len(x), packed.rows), np.float32)
     library = _library()
     if library is None:
+        product = _products(packed.data, packed.dtype, packed.k, x)
         for tile in tiles:
             columns = slice(tile * TILE_ROWS, min((tile + 1) * TILE_ROWS, packed.rows))
-            out[:, columns] = _tile_reference(packed.data, packed.dtype, packed.k, tile, x)[
-                :, : out[:, columns].shape[1]
-            ]
+            out[:, columns] = product(tile)[:, : columns.stop - columns.start]
         return out
     library.experts_linear(
         packed.dtype, packed.data.ctypes.data, packed.rows, packed.k, x.ctypes.data, _stride(x), len(x),
@@ -194,11 +200,13 @@ def ffn_gate_up(expert: PackedExpert, x: np.ndarray, tiles: range | None = None)
     act = np.zeros((len(x), expert.intermediate), _element(expert.dtype))
     library = _library()
     if library is None:
+        product = _products(expert.gate_up, expert.dtype, expert.hidden, x)
+        silu = int8.silu if expert.dtype is Dtype.INT8 else silu_reference
         for tile in tiles:
             columns = slice(tile * GATE_UP_COLUMNS, min((tile + 1) * GATE_UP_COLUMNS, expert.intermediate))
-            both = _tile_reference(expert.gate_up, expert.dtype, expert.hidden, tile, x).reshape(-1, 2, 2, 16)
-            product = (silu_reference(both[:, :, 0]) * both[:, :, 1]).reshape(-1, GATE_UP_COLUMNS)
-            rounded = to_dtype(product.astype(np.float32), expert.dtype)
+            both = product(tile).reshape(-1, 2, 2, 16)
+            activated = (silu(both[:, :, 0]) * both[:, :, 1]).reshape(-1, GATE_UP_COLUMNS)
+            rounded = to_dtype(activated.astype(np.float32), expert.dtype)
             act[:, columns] = rounded[:, : columns.stop - columns.start]
         return act
     library.experts_ffn_gate_up(
@@ -228,8 +236,13 @@ def ffn_reference(
 ) -> np.ndarray:
     """The expert's definition in double, rounding where the kernels round: weights, x and act to `dtype`.
 
-    All arrays float32 (gate, up [I, H]; down [H, I]; x [m, H]); returns float64 [m, H].
+    All arrays float32 (gate, up [I, H]; down [H, I]; x [m, H]); returns float64 [m, H]. For int8, the bits.
     """
+    if dtype is Dtype.INT8:
+        rows = int8.quantise(from_dtype(to_dtype(x, dtype)))
+        gated, upped = (int8.product(rows, int8.quantise(w)) for w in (gate, up))
+        act = from_dtype(to_dtype(int8.silu(gated) * upped, dtype))
+        return int8.product(int8.quantise(act), int8.quantise(down)).astype(np.float64)
     wide_gate, wide_up, wide_down, wide_x = (
         from_dtype(to_dtype(a, dtype)).astype(np.float64) for a in (gate, up, down, x)
     )
@@ -251,8 +264,9 @@ def self_test(dtype: Dtype) -> None:
     found = ffn(pack_expert(gate, up, down, dtype), to_dtype(x, dtype))
     wanted = ffn_reference(gate, up, down, x, dtype)
     # One unit of act's rounding, over a row of about 80 terms of size 0.1, plus float32 accumulation.
-    error, bound = float(np.abs(found - wanted).max()), 2e-2 if dtype is Dtype.BFLOAT16 else 1e-4
-    if not error < bound:
+    bound = {Dtype.FLOAT32: 1e-4, Dtype.BFLOAT16: 2e-2, Dtype.INT8: 0.0}[dtype]
+    error = float(np.abs(found - wanted).max())
+    if not error <= bound:
         raise KernelsBroken(
             f"{isa_name()} kernels differ from the definition by {error:.3g} in {dtype.label}; up to {bound}"
             " is rounding. Set EAAS_ISA=portable, and report this machine's CPU."
@@ -305,8 +319,18 @@ def _interleave(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
     return both.reshape(-1, hidden)
 
 
+def packed_bytes(dtype: Dtype, tiles: int, k: int) -> int:
+    """Bytes of that many packed tiles."""
+    return tiles * (int8.tile_bytes(k) if dtype is Dtype.INT8 else TILE_ROWS * (k + k % 2) * dtype.nbytes)
+
+
 def _pack_reference(w: np.ndarray, dtype: Dtype) -> np.ndarray:
     rows, k = w.shape
+    if dtype is Dtype.INT8:
+        packed = int8.pack(np.pad(from_dtype(w), ((0, -rows % TILE_ROWS), (0, 0))))
+        data = aligned_bytes(packed.nbytes)
+        data[:] = packed
+        return data
     converted = to_dtype(from_dtype(w), dtype)
     padded = np.pad(converted, ((0, -rows % TILE_ROWS), (0, k % 2)))
     per_step = 2 if dtype is Dtype.BFLOAT16 else 1
@@ -314,6 +338,14 @@ def _pack_reference(w: np.ndarray, dtype: Dtype) -> np.ndarray:
     data = aligned_bytes(padded.nbytes)
     data[:] = np.ascontiguousarray(steps).reshape(-1).view(np.uint8)
     return data
+
+
+def _products(data: np.ndarray, dtype: Dtype, k: int, x: np.ndarray) -> Callable[[int], np.ndarray]:
+    """Of a tile's number: x times that tile, float32 [m, 64]."""
+    if dtype is Dtype.INT8:
+        quantised = int8.quantise(from_dtype(x))
+        return lambda tile: int8.tile_product(data, k, tile, quantised)
+    return lambda tile: _tile_reference(data, dtype, k, tile, x)
 
 
 def _tile_reference(data: np.ndarray, dtype: Dtype, k: int, tile: int, x: np.ndarray) -> np.ndarray:

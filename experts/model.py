@@ -17,19 +17,23 @@ class UnknownArchitecture(ConfigInvalid):
 
 
 class Dtype(IntEnum):
-    """Element type of weights and activations, as the native libraries number it (kernels.h)."""
+    """What a model is served in, as the native libraries number it (kernels.h).
+
+    INT8 is of weights, quantised at load, and of what products read; rows, keys and values are bfloat16.
+    """
 
     FLOAT32 = 0
     BFLOAT16 = 1
+    INT8 = 2
 
     @property
     def label(self) -> str:
-        """Its name on command lines and in config.json: "float32" or "bfloat16"."""
+        """Its name on command lines: "float32", "bfloat16" or "int8"."""
         return self.name.lower()
 
     @property
     def nbytes(self) -> int:
-        """Bytes per element."""
+        """Bytes of one element of a row."""
         return 4 if self is Dtype.FLOAT32 else 2
 
     @classmethod
@@ -37,7 +41,7 @@ class Dtype(IntEnum):
         """The type to serve in.
 
         Args:
-            wanted: "float32", "bfloat16", or "auto": bfloat16 where the checkpoint is stored so, else
+            wanted: "float32", "bfloat16", "int8", or "auto": bfloat16 where the checkpoint is stored so, else
                 float32, which holds every float16 value exactly.
             config: The checkpoint's config.json.
 
@@ -50,7 +54,7 @@ class Dtype(IntEnum):
         for dtype in cls:
             if wanted == dtype.label:
                 return dtype
-        raise ConfigInvalid(f"dtype {wanted!r} is not served. Use auto, bfloat16 or float32.")
+        raise ConfigInvalid(f"dtype {wanted!r} is not served. Use auto, bfloat16, float32 or int8.")
 
 
 @dataclass(frozen=True, kw_only=True)

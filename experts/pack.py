@@ -5,7 +5,7 @@ One file per (checkpoint fingerprint, dtype, layout version):
     offset  size  field
          0     8  magic "EAASPACK"
          8     4  layout version
-        12     4  dtype (0 float32, 1 bfloat16)
+        12     4  dtype (0 float32, 1 bfloat16, 2 int8)
         16    16  layers, experts, hidden, intermediate: u32 each
         32     8  gate_up_bytes: where `down` begins within a blob
         40     8  blob_bytes: gate_up, then down
@@ -37,7 +37,7 @@ from pathlib import Path
 import numpy as np
 
 from experts.checkpoint import Checkpoint, CheckpointInvalid
-from experts.kernels import PackedExpert, pack_expert
+from experts.kernels import PackedExpert, pack_expert, packed_bytes
 from experts.model import Dtype, ExpertShape
 
 LAYOUT_VERSION = 1
@@ -78,16 +78,14 @@ class PackLayout:
 
     @property
     def gate_up_bytes(self) -> int:
-        """Bytes of one expert's gate_up: tiles of 32 columns, 64 rows each, k padded to 2."""
-        tiles = -(-self.shape.intermediate // 32)
-        return tiles * 64 * (self.shape.hidden + self.shape.hidden % 2) * self.dtype.nbytes
+        """Bytes of one expert's gate_up: tiles of 32 columns, 64 rows each."""
+        return packed_bytes(self.dtype, -(-self.shape.intermediate // 32), self.shape.hidden)
 
     @property
     def blob_bytes(self) -> int:
         """Bytes of one expert."""
-        tiles = -(-self.shape.hidden // 64)
-        inter = self.shape.intermediate
-        return self.gate_up_bytes + tiles * 64 * (inter + inter % 2) * self.dtype.nbytes
+        down_tiles = -(-self.shape.hidden // 64)
+        return self.gate_up_bytes + packed_bytes(self.dtype, down_tiles, self.shape.intermediate)
 
     @property
     def blob_stride(self) -> int:

@@ -12,7 +12,7 @@ All fields little-endian:
         28    4  rows
         32    4  pairs
         36    4  hidden
-        40    2  dtype of the request's rows: 0 float32, 1 bfloat16 (a reply's rows are float32)
+        40    2  dtype served: 0 float32, 1 bfloat16, 2 int8 (a request's rows: bfloat16 unless 0; a reply's: float32)
         42    2  status: 0 OK, 1 NOT_HELD, 2 INVALID; a request says 0
         44    2  reply lane: the client's doorbell to ring
         46    2  zero

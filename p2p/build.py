@@ -36,6 +36,7 @@ ISA_FLAGS: dict[str, tuple[str, ...]] = {
         "-mavx512vl",
         "-mavx512dq",
         "-mavx512bf16",
+        "-mavx512vnni",
         "-mavx2",
         "-mfma",
         "-mf16c",

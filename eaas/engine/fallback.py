@@ -25,9 +25,12 @@ from eaas.engine.decoder import (
 )
 from eaas.engine.reference import ModelMath
 from eaas.model.spec import ModelSpec
-from experts import client
-from experts.kernels import to_dtype
+from experts import client, int8
+from experts.kernels import from_dtype, to_dtype
 from experts.model import Dtype
+
+_MLP_ROLES = {f"{mlp}_{part}_proj" for mlp in ("dense", "shared") for part in ("gate", "up", "down")}
+_INT8_ROLES = {"q", "k", "v", "o"} | _MLP_ROLES
 
 
 class Exchange(Protocol):
@@ -42,11 +45,27 @@ class Exchange(Protocol):
 
 def numerics_class(dtype: Dtype) -> str:
     """Name of this decoder's arithmetic; no native kernel has it."""
-    return f"cpu-{'f32' if dtype is Dtype.FLOAT32 else 'bf16'}-torch-1"
+    names = {Dtype.FLOAT32: "f32", Dtype.BFLOAT16: "bf16", Dtype.INT8: f"int8-g{int8.GROUP}"}
+    return f"cpu-{names[dtype]}-torch-1"
+
+
+class _Int8Math(ModelMath):
+    """The equations with the dense layers' products in int8, bit for bit those of the native kernels."""
+
+    def __init__(self, spec: ModelSpec, weights: Mapping[str, np.ndarray]) -> None:
+        head = "embed" if spec.tie_embeddings else "head"
+        roles = [role for role in weights if role == head or role.split(".")[-1] in _INT8_ROLES]
+        self._quantised = {role: int8.quantise(from_dtype(np.asarray(weights[role]))) for role in roles}
+        kept = {role: array for role, array in weights.items() if role == "embed" or role not in roles}
+        super().__init__(spec, kept, torch.float32)
+
+    def product(self, x: Tensor, role: str) -> Tensor:
+        rows = from_dtype(to_dtype(x.numpy(), Dtype.INT8))
+        return torch.from_numpy(int8.product(int8.quantise(rows), self._quantised[role]))
 
 
 class FallbackDecoder:
-    """What `eaas.engine.decoder.Decoder` is, in torch. Weights are held in float32, keys and values in the dtype.
+    """What `eaas.engine.decoder.Decoder` is, in torch: weights held in float32 or int8, keys and values in the dtype.
 
     From its making to `close`, torch computes with one thread in this process: how a sum is split over
     threads must not show in its bits.
@@ -73,7 +92,8 @@ class FallbackDecoder:
             kv_blocks=kv_blocks,
         )
         self._experts = experts
-        self._math = ModelMath(spec, weights, torch.float32)
+        int8_mode = self.dtype is Dtype.INT8
+        self._math = _Int8Math(spec, weights) if int8_mode else ModelMath(spec, weights, torch.float32)
         self._cosines, self._sines = map(torch.from_numpy, rope_tables(spec, self._limits.max_positions))
         # Pages are the host's until a position is written: an empty cache costs nothing.
         size = (spec.layers, kv_blocks * block_tokens, spec.kv_heads, spec.head_dim)

@@ -8,7 +8,8 @@ import numpy as np
 
 from eaas import native
 from eaas.engine.decoder import ExpertBackend, WeightsInvalid
-from experts.model import Dtype
+from experts.checkpoint import Checkpoint
+from experts.model import Dtype, ExpertShape
 
 
 class LocalExperts:
@@ -52,6 +53,32 @@ class LocalExperts:
         self._finalizer = weakref.finalize(self, self._library.local_experts_free, self._handle)
         call = native.address_of(self._library, "local_experts_call")
         self.backend = ExpertBackend(call=call, state=self._handle)
+
+    @classmethod
+    def load(
+        cls, checkpoint: Checkpoint, dtype: Dtype, *, lanes: int = 1, max_rows: int = 512
+    ) -> LocalExperts:
+        """All experts of a checkpoint.
+
+        Raises:
+            UnknownArchitecture, ConfigInvalid: config.json describes no experts that can be served.
+            CheckpointInvalid, WeightsInvalid: a tensor is missing, or of another shape or type.
+        """
+        shape = ExpertShape.from_config(checkpoint.config)
+        local = cls(
+            layers=shape.layers,
+            experts=shape.experts,
+            hidden=shape.hidden,
+            intermediate=shape.intermediate,
+            top_k=shape.top_k,
+            dtype=dtype,
+            lanes=lanes,
+            max_rows=max_rows,
+        )
+        for layer in range(shape.layers):
+            for expert in range(shape.experts):
+                local.set(layer, expert, *(checkpoint.tensor(name) for name in shape.names(layer, expert)))
+        return local
 
     def set(self, layer: int, expert: int, gate: np.ndarray, up: np.ndarray, down: np.ndarray) -> None:
         """Pack one expert: gate and up [intermediate, hidden], down [hidden, intermediate]; of one type.

@@ -72,7 +72,11 @@ class ModelMath:
 
     def head(self, x: Tensor) -> Tensor:
         """Logits [rows, vocab] of rows after the final norm."""
-        return x @ self._weights["embed" if self.spec.tie_embeddings else "head"].T
+        return self.product(x, "embed" if self.spec.tie_embeddings else "head")
+
+    def product(self, x: Tensor, role: str) -> Tensor:
+        """Rows times the transpose of one of the dense layers' matrices."""
+        return x @ self._weights[role].T
 
     def qkv(self, layer: int, h: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [q_heads, n, head_dim], keys and values [kv_heads, n, head_dim] of normed rows.
@@ -109,12 +113,12 @@ class ModelMath:
 
     def _project(self, x: Tensor, role: str) -> Tensor:
         bias = self._weights.get(f"{role}_bias")
-        out = x @ self._weights[role].T
+        out = self.product(x, role)
         return out if bias is None else out + bias
 
     def _mlp(self, h: Tensor, role: str) -> Tensor:
-        gate, up, down = (self._weights[f"{role}_{part}_proj"] for part in ("gate", "up", "down"))
-        return ffn(h, gate, up, down)
+        gate, up = (self.product(h, f"{role}_{part}_proj") for part in ("gate", "up"))
+        return self.product(silu(gate) * up, f"{role}_down_proj")
 
     def _gate(self, layer: int, h: Tensor) -> tuple[Tensor, Tensor]:
         logits, correction = h @ self._weights[f"{layer}.gate"].T, self._weights.get(f"{layer}.gate_bias")

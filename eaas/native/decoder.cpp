@@ -25,7 +25,7 @@ bool shape_is_sound(const DecoderShape& s) {
     const bool groups =
         s.groups <= 1 || (s.experts % s.groups == 0 && s.groups_kept > 0 && s.groups_kept <= s.groups &&
                           s.top_k <= s.groups_kept * (s.experts / s.groups));
-    return sizes && gate && groups && (s.dtype == EAAS_F32 || s.dtype == EAAS_BF16) &&
+    return sizes && gate && groups && s.dtype >= EAAS_F32 && s.dtype <= EAAS_INT8 &&
            s.qk_norm <= DECODER_NORM_FULL && s.clip_qkv >= 0.0f && s.eps >= 0.0f;
 }
 

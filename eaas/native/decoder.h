@@ -36,7 +36,7 @@ struct DecoderShape {
     uint32_t qk_norm;
     uint32_t gate_sigmoid, gate_normalise, groups, groups_kept;
     uint32_t kv_blocks, block_tokens, max_rows, max_positions;
-    int32_t dtype;                    // of matrix products, keys and values
+    int32_t dtype;                    // of matrix products; rows, keys and values with it (int8: bf16)
     float eps, clip_qkv, gate_scale;  // clip_qkv 0: none
 };
 

@@ -89,7 +89,7 @@ struct Decoder {
     std::vector<eaas::RowGroup> groups;
     std::vector<eaas::RowGroup> wanted;  // those of the last layer, where only some rows' logits are wanted
 
-    uint32_t element_bytes() const { return shape.dtype == EAAS_BF16 ? 2 : 4; }
+    uint32_t element_bytes() const { return shape.dtype == EAAS_F32 ? 4 : 2; }
     uint32_t q_width() const { return shape.q_heads * shape.head_dim; }
     uint32_t kv_width() const { return shape.kv_heads * shape.head_dim; }
     uint32_t qkv_width() const { return q_width() + 2 * kv_width(); }

@@ -35,7 +35,7 @@ struct LocalExperts {
     std::vector<uint32_t> counts;
     std::vector<Run> runs;
 
-    uint64_t element_bytes() const { return dtype == EAAS_BF16 ? 2 : 4; }
+    uint64_t element_bytes() const { return dtype == EAAS_F32 ? 4 : 2; }
     uint32_t up_tiles() const {
         return (intermediate + EXPERTS_GATE_UP_COLUMNS - 1) / EXPERTS_GATE_UP_COLUMNS;
     }

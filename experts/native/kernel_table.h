@@ -13,6 +13,11 @@ struct KernelTable {
                     uint64_t x_stride, uint32_t m, void* act, uint64_t act_stride, uint32_t tile0,
                     uint32_t tile1);
     void (*to_bf16)(const float* x, uint16_t* out, uint64_t n);
+    void (*int8_linear)(const void* packed, uint32_t rows, uint32_t k, const void* x, uint64_t x_stride,
+                        uint32_t m, float* out, uint64_t out_stride, uint32_t tile0, uint32_t tile1);
+    void (*int8_gate_up)(const void* packed, uint32_t hidden, uint32_t inter, const void* x,
+                         uint64_t x_stride, uint32_t m, void* act, uint64_t act_stride, uint32_t tile0,
+                         uint32_t tile1);
 };
 
 namespace isa_portable {

@@ -22,7 +22,7 @@ bool cpu_has_avx512() {
 #if EAAS_HAVE_AVX512
     return cpu_has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512bf16");
+           __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
 #else
     return false;
 #endif
@@ -80,25 +80,30 @@ P2P_API const char* experts_isa_name(void) { return table().name; }
 P2P_API int experts_isa_available(const char* name) { return find(name) != nullptr; }
 
 P2P_API const char* experts_numerics_class(int dtype) {
+    if (dtype == EAAS_INT8) return "cpu-int8-g64-1";
     return dtype == EAAS_F32 ? "cpu-f32-fma-1" : table().bf16_class;
 }
 
 P2P_API void experts_linear(int dtype, const void* packed, uint32_t rows, uint32_t k, const void* x,
                             uint64_t x_stride, uint32_t m, float* out, uint64_t out_stride, uint32_t tile0,
                             uint32_t tile1) {
+    if (dtype == EAAS_INT8)
+        return table().int8_linear(packed, rows, k, x, x_stride, m, out, out_stride, tile0, tile1);
     table().linear(dtype, packed, rows, k, x, x_stride, m, out, out_stride, tile0, tile1);
 }
 
 P2P_API void experts_ffn_gate_up(int dtype, const void* packed, uint32_t hidden, uint32_t inter,
                                  const void* x, uint64_t x_stride, uint32_t m, void* act,
                                  uint64_t act_stride, uint32_t tile0, uint32_t tile1) {
+    if (dtype == EAAS_INT8)
+        return table().int8_gate_up(packed, hidden, inter, x, x_stride, m, act, act_stride, tile0, tile1);
     table().gate_up(dtype, packed, hidden, inter, x, x_stride, m, act, act_stride, tile0, tile1);
 }
 
 P2P_API void experts_ffn_down(int dtype, const void* packed, uint32_t hidden, uint32_t inter,
                               const void* act, uint64_t act_stride, uint32_t m, float* out,
                               uint64_t out_stride, uint32_t tile0, uint32_t tile1) {
-    table().linear(dtype, packed, hidden, inter, act, act_stride, m, out, out_stride, tile0, tile1);
+    experts_linear(dtype, packed, hidden, inter, act, act_stride, m, out, out_stride, tile0, tile1);
 }
 
 P2P_API void experts_to_dtype(int dtype, const float* x, void* out, uint64_t n) {

@@ -5,20 +5,23 @@
 // so that one tile is one sequential stream; rows are padded to 64 and k to 2 with zeros:
 //     bf16  [tile][ceil(k / 2)][4 blocks][16 rows][2]      256 bytes per pair of k
 //     f32   [tile][k padded to 2][4 blocks][16 rows]       256 bytes per k
+//     int8  [tile][group] of 64 k each, padded with zeros: 64 float32 scales, then
+//           [16][4 blocks][16 rows][4]                     256 bytes per four k
 // A gate_up matrix holds blocks of 16 rows in the order gate, up, gate, up: one tile is 32 columns of the
 // activation.
 //
 // Exactness: each output element has one accumulator, fed in ascending k, whatever m, the tile range, the
 // instruction set's register tile or the caller's lanes. So the bits of a row are the same alone and in any
 // batch. Portable and avx2 agree bit for bit: float32 fma, even k then odd k. avx512 agrees for f32; its bf16
-// products use VDPBF16PS per pair of k and are a numerics class of their own (experts_numerics_class).
+// products use VDPBF16PS per pair of k and are a numerics class of their own (experts_numerics_class). int8,
+// whose rows are bf16 and whose arithmetic int8.h defines, has the same bits everywhere.
 #pragma once
 
 #include <stdint.h>
 
 #include "p2p/native/api.h"
 
-enum { EAAS_F32 = 0, EAAS_BF16 = 1 };
+enum { EAAS_F32 = 0, EAAS_BF16 = 1, EAAS_INT8 = 2 };  // EAAS_INT8: of weights; rows are bf16
 enum { EXPERTS_TILE_ROWS = 64, EXPERTS_GATE_UP_COLUMNS = 32 };
 
 // ---- instruction sets: "portable", "avx2", "avx512"
@@ -31,7 +34,7 @@ P2P_API int experts_isa_select(const char* name);
 P2P_API const char* experts_isa_name(void);
 // 1 where this CPU and this build have it, 0 where not.
 P2P_API int experts_isa_available(const char* name);
-// "cpu-f32-fma-1", "cpu-bf16-fma-1" or "cpu-bf16-vdpbf16-1": equal strings promise equal bits.
+// "cpu-f32-fma-1", "cpu-bf16-fma-1", "cpu-bf16-vdpbf16-1" or "cpu-int8-g64-1": equal strings promise equal bits.
 P2P_API const char* experts_numerics_class(int dtype);
 
 // ---- packing; `out` holds experts_pack_bytes() bytes, 64-byte aligned. w: row-major, w_dtype its own
@@ -46,8 +49,8 @@ P2P_API void experts_pack_gate_up(int dtype, const void* gate, const void* up, i
 
 // ---- products; strides count elements. Any number of threads may share the inputs and split the tiles.
 
-// out[i][r] = sum_k x[i][k] W[r][k] for i < m and the rows r of tiles [tile0, tile1); x holds `dtype`, out
-// floats.
+// out[i][r] = sum_k x[i][k] W[r][k] for i < m and the rows r of tiles [tile0, tile1); x holds `dtype`'s
+// rows, out floats.
 P2P_API void experts_linear(int dtype, const void* packed, uint32_t rows, uint32_t k, const void* x,
                             uint64_t x_stride, uint32_t m, float* out, uint64_t out_stride, uint32_t tile0,
                             uint32_t tile1);
@@ -60,5 +63,5 @@ P2P_API void experts_ffn_gate_up(int dtype, const void* packed, uint32_t hidden,
 P2P_API void experts_ffn_down(int dtype, const void* packed, uint32_t hidden, uint32_t inter,
                               const void* act, uint64_t act_stride, uint32_t m, float* out,
                               uint64_t out_stride, uint32_t tile0, uint32_t tile1);
-// Floats to `dtype`: bf16 by round to nearest even, f32 by copy. n elements; x and out may not overlap.
+// Floats to rows of `dtype`: bf16 by round to nearest even, f32 by copy. n elements; x and out may not overlap.
 P2P_API void experts_to_dtype(int dtype, const float* x, void* out, uint64_t n);

@@ -10,6 +10,7 @@
 // order, and the fma chain of an output never depends on the rows beside it.
 #include "experts/native/simd.h"
 
+#include "experts/native/int8.h"
 #include "experts/native/kernel_table.h"
 #include "experts/native/kernels.h"
 
@@ -356,6 +357,7 @@ constexpr const char* kName = "portable";
 
 }  // namespace
 
-extern const KernelTable kernel_table = {kName, kBf16Class, linear, gate_up, rows_to_bf16};
+extern const KernelTable kernel_table = {kName,   kBf16Class,   linear,      gate_up,
+                                         rows_to_bf16, int8_linear, int8_gate_up};
 
 }  // namespace EAAS_ISA_NS

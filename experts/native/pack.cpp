@@ -2,6 +2,7 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "experts/native/int8.h"
 #include "experts/native/kernels.h"
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the packed layouts are little-endian");
@@ -45,10 +46,49 @@ uint8_t* pack_tile(const uint8_t* const rows[EXPERTS_TILE_ROWS], uint32_t k, uin
     return out;
 }
 
+float as_float(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+// The same for int8: group by group, 64 scales and then the steps of four k (int8.h says how they come about).
+template <class From>
+uint8_t* pack_tile_int8(const uint8_t* const rows[EXPERTS_TILE_ROWS], uint32_t k, uint8_t* out) {
+    constexpr uint32_t kGroup = EXPERTS_INT8_GROUP, kScaleBytes = EXPERTS_TILE_ROWS * sizeof(float);
+    for (uint32_t first = 0; first < k; first += kGroup) {
+        const uint32_t count = k - first < kGroup ? k - first : kGroup;
+        for (uint32_t row = 0; row < EXPERTS_TILE_ROWS; ++row) {
+            uint32_t bits[kGroup] = {}, top = 0;
+            for (uint32_t i = 0; i < count && rows[row] != nullptr; ++i) {
+                From stored;
+                memcpy(&stored, rows[row] + static_cast<uint64_t>(first + i) * sizeof stored, sizeof stored);
+                bits[i] = convert<uint32_t>(stored);
+                top = (bits[i] & 0x7fffffffu) > top ? bits[i] & 0x7fffffffu : top;
+            }
+            const bool finite = top < 0x7f800000u;
+            const float largest = as_float(top);
+            const bool usable = finite && largest >= EXPERTS_INT8_LEAST;
+            const float inverse = usable ? 127.0f / largest : 0.0f;
+            const float scale = usable ? largest / 127.0f : finite ? 0.0f : __builtin_nanf("");
+            memcpy(out + row * sizeof scale, &scale, sizeof scale);
+            uint8_t* to = out + kScaleBytes + row * 4;
+            for (uint32_t i = 0; i < kGroup; ++i) {
+                // The low byte of the sum is the nearest integer.
+                const float shifted = (usable ? as_float(bits[i]) * inverse : 0.0f) + 12582912.0f;
+                memcpy(to + i / 4 * 4 * EXPERTS_TILE_ROWS + i % 4, &shifted, 1);
+            }
+        }
+        out += kScaleBytes + kGroup * EXPERTS_TILE_ROWS;
+    }
+    return out;
+}
+
 typedef uint8_t* (*PackTile)(const uint8_t* const*, uint32_t, uint8_t*);
 
 PackTile pack_tile_for(int dtype, int w_dtype) {
     const bool from_f32 = w_dtype == EAAS_F32;
+    if (dtype == EAAS_INT8) return from_f32 ? pack_tile_int8<uint32_t> : pack_tile_int8<uint16_t>;
     if (dtype == EAAS_F32) return from_f32 ? pack_tile<uint32_t, uint32_t> : pack_tile<uint32_t, uint16_t>;
     return from_f32 ? pack_tile<uint16_t, uint32_t> : pack_tile<uint16_t, uint16_t>;
 }
@@ -56,6 +96,10 @@ PackTile pack_tile_for(int dtype, int w_dtype) {
 uint64_t element_bytes(int dtype) { return dtype == EAAS_F32 ? 4 : 2; }
 
 uint64_t tiles_bytes(int dtype, uint64_t tiles, uint64_t k) {
+    if (dtype == EAAS_INT8) {
+        const uint64_t groups = (k + EXPERTS_INT8_GROUP - 1) / EXPERTS_INT8_GROUP;
+        return tiles * EXPERTS_TILE_ROWS * groups * (EXPERTS_INT8_GROUP + sizeof(float));
+    }
     return tiles * EXPERTS_TILE_ROWS * ((k + 1) / 2 * 2) * element_bytes(dtype);
 }
 

@@ -10,7 +10,7 @@
 //       28    4  rows
 //       32    4  pairs
 //       36    4  hidden
-//       40    2  dtype of the request's rows: 0 float32, 1 bfloat16 (a reply's rows are float32)
+//       40    2  dtype served: 0 float32, 1 bfloat16, 2 int8 (a request's rows: bfloat16 unless 0; a reply's: float32)
 //       42    2  status: 0 OK, 1 NOT_HELD, 2 INVALID; a request says 0
 //       44    2  reply lane: the client's doorbell to ring
 //       46    2  zero
@@ -70,7 +70,7 @@ struct WireShape {
     uint32_t experts;
     uint32_t hidden;
     uint32_t top_k;
-    uint32_t dtype;  // 0 float32, 1 bfloat16
+    uint32_t dtype;  // 0 float32, 1 bfloat16, 2 int8
     uint64_t model_hash;
 
     uint64_t row_bytes() const { return (uint64_t(hidden) * (dtype == 0 ? 4 : 2) + 63) / 64 * 64; }

@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -45,9 +46,10 @@ class Driver:
         kv_blocks: int = 256,
         prefix_reuse: bool = False,
         deadline_s: float = 20.0,
+        dtype: str = "auto",
     ) -> None:
         checkpoint = Checkpoint.open(model)
-        spec = load_spec(checkpoint)
+        spec = replace(load_spec(checkpoint), dtype=Dtype.resolve(dtype, checkpoint.config))
         self._experts = experts  # The decoder holds only its address.
         decoder = Decoder(
             spec,
@@ -112,25 +114,10 @@ class Driver:
         self._decoder.close()
 
 
-def local_experts(model: Path, lanes: int = len(CORES)) -> LocalExperts:
+def local_experts(model: Path, lanes: int = len(CORES), dtype: str = "auto") -> LocalExperts:
     """Every expert in this process: no server, no window, no router; the independent record."""
     checkpoint = Checkpoint.open(model)
-    spec = load_spec(checkpoint)
-    shape = ExpertShape.from_config(checkpoint.config)
-    experts = LocalExperts(
-        layers=shape.layers,
-        experts=shape.experts,
-        hidden=shape.hidden,
-        intermediate=shape.intermediate,
-        top_k=shape.top_k,
-        dtype=spec.dtype,
-        lanes=lanes,
-    )
-    for layer in range(shape.layers):
-        for expert in range(shape.experts):
-            names = shape.names(layer, expert)
-            experts.set(layer, expert, *(checkpoint.tensor(name) for name in names))
-    return experts
+    return LocalExperts.load(checkpoint, Dtype.resolve(dtype, checkpoint.config), lanes=lanes)
 
 
 class Pool:

@@ -115,3 +115,33 @@ def test_a_server_killed_at_a_random_step(tiny: Path, pool: Pool, alone: Logits)
         moment = f"step {at_step} + {delay_s * 1e3:.2f} ms"
         assert not wrong, f"seed {seed}: {victim.name} killed at {moment} changed {wrong}"
     driver.close()
+
+
+@pytest.fixture(scope="module")
+def alone_int8(tiny: Path) -> Logits:
+    """As `alone`, in int8: eight of the requests."""
+    driver = Driver(tiny, local_experts(tiny, dtype="int8"), step_tokens=128, dtype="int8")
+    logits: Logits = {}
+    for id, prompt in prompts(LENGTHS[::2]).items():
+        logits |= driver.run({id: prompt}, NEW_TOKENS)
+    driver.close()
+    return logits
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_int8_in_a_batch_over_a_pool_and_after_a_kill(tiny: Path, alone_int8: Logits, servers: int) -> None:
+    """Rows on the wire are bfloat16, replies float32: what int8 changes is inside the kernels alone."""
+    asked = prompts(LENGTHS[::2])
+    with pool_of(tiny, servers, replicas=servers, dtype="int8") as pool:
+        driver = Driver(tiny, pool.client, dtype="int8")
+        assert not different(driver.run(asked, NEW_TOKENS), alone_int8), f"{servers} servers"
+        victim = pool.serving()[0]
+
+        def strike(step: int) -> None:
+            if step == NEW_TOKENS // 2:
+                os.kill(victim.pid, signal.SIGKILL)
+
+        logits = driver.run(asked, NEW_TOKENS, before=strike)
+        driver.close()
+    assert len(logits) == len(asked) * NEW_TOKENS
+    assert not different(logits, alone_int8), f"{servers} servers, {victim.name} killed"

@@ -18,7 +18,7 @@ from tests.eaas.decoder_world import VARIANTS, VOCAB
 
 SEED = 23
 NEW_TOKENS = 12
-DTYPES = [Dtype.FLOAT32, Dtype.BFLOAT16]
+DTYPES = list(Dtype)
 
 
 @cache

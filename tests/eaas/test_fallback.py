@@ -84,8 +84,9 @@ def test_every_feature_equals_its_definition(name: str) -> None:
         VARIANTS["sliding windows"],
         VARIANTS["odd sizes"],
         replace(VARIANTS["sigmoid, groups, correction, shared, leading dense"], dtype=Dtype.BFLOAT16),
+        replace(VARIANTS["sigmoid, groups, correction, shared, leading dense"], dtype=Dtype.INT8),
     ],
-    ids=["sliding windows", "odd sizes", "bfloat16, dense, shared"],
+    ids=["sliding windows", "odd sizes", "bfloat16, dense, shared", "int8, dense, shared"],
 )
 def test_a_row_has_the_same_bits_alone_in_a_batch_and_in_chunks(spec: object) -> None:
     world = World.make(spec, SEED)  # type: ignore[arg-type]
@@ -101,6 +102,23 @@ def test_a_row_has_the_same_bits_alone_in_a_batch_and_in_chunks(spec: object) ->
         steps = [runner.run([([token], at, tables[1])]) for at, token in enumerate(sequences[2])]
         same_bits(np.concatenate(steps), alone[2], "decoded")
         same_bits(runner.run(pieces, wanted=[67, 0]), np.stack([alone[2][49], alone[0][0]]), "picked rows")
+
+
+@pytest.mark.parametrize("name", ["sigmoid, groups, correction, shared, leading dense", "odd sizes"])
+def test_int8_is_what_native_code_computes_but_for_float32_rounding(name: str) -> None:
+    world = World.make(replace(VARIANTS[name], dtype=Dtype.INT8), SEED)
+    tokens = tokens_of(70, SEED)
+    wanted = world.decoder().prefill(tokens)
+    rough = (
+        World(replace(world.spec, dtype=Dtype.FLOAT32), world.weights, world.experts)
+        .decoder()
+        .prefill(tokens)
+    )
+    with runner_of(world) as runner:
+        off = np.abs(runner.prefill(tokens) - wanted)
+    # A value on the edge between two integers may fall on either side; most logits see none of those.
+    quantised = float(np.abs(rough - wanted).mean())
+    assert off.mean() < quantised / 4, f"off by {off.mean()}, int8 is off by {quantised}, seed {SEED}"
 
 
 def test_a_lost_expert_and_a_wrong_plan_leave_the_decoder_usable() -> None:

@@ -31,6 +31,7 @@ from experts.model import Dtype
 
 SEED = 5
 DTYPES = list(Dtype)
+FLOATS = [Dtype.FLOAT32, Dtype.BFLOAT16]  # int8 has bits rather than bounds: test_int8.py
 # Odd sizes on both sides of a block (16), a tile (64), a chunk (64 or 128 steps) and a panel of rows (24).
 SIZES = [(1, 1), (16, 2), (63, 65), (64, 64), (65, 127), (130, 129), (200, 257), (321, 300)]
 
@@ -87,7 +88,7 @@ def gamma(k: int) -> float:
     return k * 2.0**-24 / (1 - k * 2.0**-24)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(("rows", "k"), SIZES)
 def test_linear_is_within_the_bound_of_its_fma_chain(isa: str, dtype: Dtype, rows: int, k: int) -> None:
     w, packed = matrix(rows, k, dtype)
@@ -166,7 +167,7 @@ def test_instruction_sets_of_one_numerics_class_agree_in_every_bit(
         assert np.array_equal(bits(one)[~nan], bits(two)[~nan]), f"seed {SEED}"
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(("inter", "hidden"), [(1, 1), (16, 64), (31, 65), (33, 129), (96, 130), (205, 257)])
 def test_gate_up_is_within_its_bound(isa: str, dtype: Dtype, inter: int, hidden: int) -> None:
     (gate, up, _), packed = expert(inter, hidden, dtype)
@@ -278,7 +279,12 @@ def test_the_numpy_fallback_is_right_and_batch_invariant(dtype: Dtype) -> None:
     halves = [ffn_gate_up(packed, x, tiles) for tiles in (range(2), range(2, 3))]
     assert np.array_equal(halves[0] + halves[1], ffn_gate_up(packed, x))
     kernels.self_test(dtype)
-    assert kernels.numerics_class(dtype).endswith("-numpy-1") and kernels.isa_name() == "numpy"
+    wanted_class = (
+        "cpu-int8-g64-1"
+        if dtype is Dtype.INT8
+        else f"cpu-{'f32' if dtype is Dtype.FLOAT32 else 'bf16'}-numpy-1"
+    )
+    assert kernels.numerics_class(dtype) == wanted_class and kernels.isa_name() == "numpy"
 
 
 def test_a_missing_library_warns_once_and_falls_back(
@@ -316,6 +322,7 @@ def test_numerics_classes_tell_vdpbf16_from_fma(isa: str) -> None:
     assert kernels.numerics_class(Dtype.FLOAT32) == "cpu-f32-fma-1"
     wanted = "cpu-bf16-vdpbf16-1" if isa == "avx512" else "cpu-bf16-fma-1"
     assert kernels.numerics_class(Dtype.BFLOAT16) == wanted
+    assert kernels.numerics_class(Dtype.INT8) == "cpu-int8-g64-1"
     assert kernels.isa_name() == isa
 
 

@@ -87,5 +87,6 @@ def test_auto_dtype_keeps_bfloat16_and_widens_everything_else() -> None:
     assert Dtype.resolve("auto", {"torch_dtype": "float16"}) is Dtype.FLOAT32
     assert Dtype.resolve("auto", {}) is Dtype.FLOAT32
     assert Dtype.resolve("float32", {"dtype": "bfloat16"}) is Dtype.FLOAT32
+    assert Dtype.resolve("int8", {"dtype": "bfloat16"}) is Dtype.INT8
     with pytest.raises(ConfigInvalid, match="float16"):
         Dtype.resolve("float16", {})

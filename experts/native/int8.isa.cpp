@@ -1,0 +1,240 @@
+// The int8 tile kernel, once for every instruction set (compiled three times; see simd.h and int8.h).
+//
+// A panel of rows is quantised once and stays in the nearest caches while every tile's weights pass over it
+// as one stream. Sums of a group are exact integers, so that neither the instructions nor the rows beside it
+// show in a row's bits; between groups the float accumulators wait in memory, which keeps theirs.
+#include "experts/native/int8.h"
+
+#include "experts/native/kernels.h"
+#include "experts/native/simd.h"
+
+// Accumulators live in registers only where every index is a constant.
+#define EAAS_UNROLL _Pragma("GCC unroll 8")
+
+namespace EAAS_ISA_NS {
+namespace {
+
+constexpr uint32_t kTile = EXPERTS_TILE_ROWS;
+constexpr uint32_t kGroup = EXPERTS_INT8_GROUP;
+constexpr uint32_t kScaleBytes = kTile * sizeof(float);
+constexpr uint32_t kStepBytes = 4 * kTile;  // four k of all 64 columns
+constexpr uint32_t kBlockBytes = 64;        // of those, sixteen columns
+constexpr uint32_t kGroupBytes = kScaleBytes + kGroup * kTile;
+constexpr uint32_t kPanelRows = 32;       // most rows quantised at once
+constexpr uint32_t kStagedGroups = 1024;  // 72 KB; rows of more groups are quantised in spans, tile by tile
+
+// One group of one row.
+struct Staged {
+    int8_t q[kGroup];
+    float scale;
+    int32_t start;  // what the sums of this group begin with
+};
+
+typedef Lanes16<ipart> i32x16;
+typedef int8_t bpart __attribute__((vector_size(kPartLanes)));
+
+EAAS_INLINE i32x16 splat_i32(int32_t x) {
+#define EAAS_PART(m, i) ipart{} + x
+    return EAAS_EACH(EAAS_PART);
+#undef EAAS_PART
+}
+
+// Sixteen columns and four k: sums + w[column][k] * x[k]. w: 64 bytes; x: the four bytes.
+#if defined(EAAS_ISA_AVX512)
+// VPDPBUSD takes one unsigned operand: w + 128. What that adds is 128 * (sum of x), known beforehand.
+constexpr int32_t kStart = -128;
+constexpr int kRows = 6, kPairRows = 6, kFewBlocks = 4, kManyBlocks = 4;
+EAAS_INLINE i32x16 dot4(i32x16 sums, const uint8_t* w, int32_t x) {
+    const __m512i biased = _mm512_xor_si512(_mm512_loadu_si512(w), _mm512_set1_epi8(-128));
+    return {(ipart)_mm512_dpbusd_epi32((__m512i)sums.a, biased, _mm512_set1_epi32(x))};
+}
+#elif defined(EAAS_ISA_AVX2)
+// |w| * (x with the sign of w): pairs stay below 2 * 127 * 127, which int16 holds.
+constexpr int32_t kStart = 0;
+constexpr int kRows = 4, kPairRows = 2, kFewBlocks = 2, kManyBlocks = 1;
+EAAS_INLINE ipart part_dot4(ipart sums, const uint8_t* w, int32_t x) {
+    const __m256i weight = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w));
+    const __m256i pairs =
+        _mm256_maddubs_epi16(_mm256_abs_epi8(weight), _mm256_sign_epi8(_mm256_set1_epi32(x), weight));
+    return sums + (ipart)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+}
+EAAS_INLINE i32x16 dot4(i32x16 sums, const uint8_t* w, int32_t x) {
+    return {part_dot4(sums.a, w, x), part_dot4(sums.b, w + 32, x)};
+}
+#else
+constexpr int32_t kStart = 0;
+constexpr int kRows = 1, kPairRows = 1, kFewBlocks = 1, kManyBlocks = 1;
+// Byte `k` of each lane, with its sign.
+EAAS_INLINE ipart part_byte(ipart x, int k) { return (x << (24 - 8 * k)) >> 24; }
+EAAS_INLINE ipart part_dot4(ipart sums, const uint8_t* w, int32_t x) {
+    const ipart weight = part_load<ipart>(w, 0);
+    for (int k = 0; k < 4; ++k) sums += part_byte(weight, k) * static_cast<int8_t>(x >> 8 * k);
+    return sums;
+}
+EAAS_INLINE i32x16 dot4(i32x16 sums, const uint8_t* w, int32_t x) {
+    return {part_dot4(sums.a, w, x), part_dot4(sums.b, w + 16, x), part_dot4(sums.c, w + 32, x),
+            part_dot4(sums.d, w + 48, x)};
+}
+#endif
+
+EAAS_INLINE f32x16 to_float(i32x16 x) {
+#define EAAS_PART(m, i) __builtin_convertvector(x.m, part)
+    return EAAS_EACH(EAAS_PART);
+#undef EAAS_PART
+}
+
+// ---- quantisation
+
+// q[0..16) = x * inverse, to the nearest integer; |x * inverse| < 128.
+EAAS_INLINE void quantise16(f32x16 x, float inverse, int8_t* q) {
+    const f32x16 shifted = x * splat(inverse) + splat(12582912.0f);
+#define EAAS_PART(m, i) part_store(q, __builtin_convertvector((ipart)shifted.m - 0x4b400000, bpart), i)
+    [[maybe_unused]] const int stored[] = EAAS_EACH(EAAS_PART);
+#undef EAAS_PART
+}
+
+void stage_group(const uint16_t* x, uint32_t count, Staged& to) {
+    uint16_t padded[kGroup];
+    if (count < kGroup) {
+        for (uint32_t i = 0; i < kGroup; ++i) padded[i] = i < count ? x[i] : uint16_t{0};
+        x = padded;
+    }
+    // The order of magnitudes is that of their bits; infinity and NaN come out on top.
+    uint16_t top = 0;
+    for (uint32_t i = 0; i < kGroup; ++i) {
+        const uint16_t magnitude = x[i] & 0x7fff;
+        top = magnitude > top ? magnitude : top;
+    }
+    const float largest = from_bf16(top);
+    const bool finite = top < 0x7f80, usable = finite && largest >= EXPERTS_INT8_LEAST;
+    const float inverse = usable ? 127.0f / largest : 0.0f;
+    to.scale = usable ? largest / 127.0f : finite ? 0.0f : __builtin_nanf("");
+    for (uint32_t i = 0; i < kGroup; i += 16) quantise16(load_bf16(x + i), inverse, to.q + i);
+    to.start = 0;
+    if constexpr (kStart != 0) {
+        for (uint32_t i = 0; i < kGroup; ++i) to.start += to.q[i];
+        to.start *= kStart;
+    }
+}
+
+// ---- products
+
+// Adds one group of M rows to blocks [block, block + B) of acc[M][64]. next: what to fetch meanwhile.
+template <int M, int B>
+__attribute__((noinline)) void group(const uint8_t* w, const Staged* x, uint32_t block,
+                                     const uint8_t* next, float* acc) {
+    i32x16 sums[M][B];
+    EAAS_UNROLL
+    for (int i = 0; i < M; ++i)
+        EAAS_UNROLL
+        for (int b = 0; b < B; ++b) sums[i][b] = splat_i32(x[i].start);
+    const uint8_t* from = w + kScaleBytes + block * kBlockBytes;
+    for (uint32_t s = 0; s < kGroup / 4; ++s, from += kStepBytes) {
+        EAAS_UNROLL
+        for (int b = 0; b < B; ++b) __builtin_prefetch(next + (s * B + b) * kBlockBytes);
+        EAAS_UNROLL
+        for (int i = 0; i < M; ++i) {
+            int32_t four;
+            __builtin_memcpy(&four, x[i].q + 4 * s, sizeof four);
+            EAAS_UNROLL
+            for (int b = 0; b < B; ++b) sums[i][b] = dot4(sums[i][b], from + b * kBlockBytes, four);
+        }
+    }
+    const float* scales = reinterpret_cast<const float*>(w) + block * 16;
+    EAAS_UNROLL
+    for (int b = 0; b < B; ++b)
+        EAAS_UNROLL
+        for (int i = 0; i < M; ++i) {
+            float* const to = acc + i * kTile + (block + b) * 16;
+            const f32x16 scale = splat(x[i].scale) * load(scales + b * 16);
+            store(to, load(to) + to_float(sums[i][b]) * scale);
+        }
+}
+
+// group() with M = m, for 1 <= m <= M.
+template <int M, int B>
+void group_of(uint32_t m, const uint8_t* w, const Staged* x, uint32_t block,
+              const uint8_t* next, float* acc) {
+    if (m == M) return group<M, B>(w, x, block, next, acc);
+    if constexpr (M > 1) group_of<M - 1, B>(m, w, x, block, next, acc);
+}
+
+// Adds one group to acc[m][64], B blocks of columns and at most M rows at a time.
+template <int M, int B>
+void rows_of(const uint8_t* w, const Staged* x, uint32_t m, float* acc) {
+    const uint32_t parts = (m + M - 1) / M;
+    for (uint32_t block = 0; block < 4; block += B)
+        for (uint32_t p = 0; p < parts; ++p) {
+            // Parts of nearly equal height: 5 rows go as 3 + 2, not as 4 + 1.
+            const uint32_t row0 = m * p / parts, row1 = m * (p + 1) / parts;
+            // The next group, a quarter of it for each block: the hardware follows no strided stream.
+            const uint8_t* next = w + (p == 0 ? 2 * kGroupBytes + block * (kGroup / 4) * kBlockBytes : 0);
+            group_of<M, B>(row1 - row0, w, x + row0, block, next, acc + row0 * kTile);
+        }
+}
+
+template <class Finish>
+void tiles(const void* packed, uint32_t k, const void* x, uint64_t x_stride, uint32_t m, uint32_t tile0,
+           uint32_t tile1, Finish finish) {
+    alignas(64) Staged staged[kStagedGroups];
+    alignas(64) float acc[kPanelRows * kTile];
+    const auto* const rows = static_cast<const uint16_t*>(x);
+    const uint32_t groups = (k + kGroup - 1) / kGroup;
+    const uint32_t span = groups < kStagedGroups ? groups : kStagedGroups;
+    const uint32_t fitting = kStagedGroups / span, panel = fitting < kPanelRows ? fitting : kPanelRows;
+    for (uint32_t row = 0; row < m; row += panel) {
+        const uint32_t now = m - row < panel ? m - row : panel;
+        uint32_t held = groups;  // the first group of the span that is staged
+        for (uint32_t tile = tile0; tile < tile1; ++tile) {
+            const uint8_t* w = static_cast<const uint8_t*>(packed) + uint64_t{tile} * groups * kGroupBytes;
+            for (uint32_t i = 0; i < now * kTile; ++i) acc[i] = 0.0f;
+            for (uint32_t first = 0; first < groups; first += span) {
+                const uint32_t end = groups - first < span ? groups : first + span;
+                for (uint32_t g = first; held != first && g < end; ++g) {
+                    const uint32_t count = k - g * kGroup < kGroup ? k - g * kGroup : kGroup;
+                    for (uint32_t i = 0; i < now; ++i)
+                        stage_group(rows + (row + i) * x_stride + g * kGroup, count,
+                                    staged[(g - first) * now + i]);
+                }
+                held = first;
+                for (uint32_t g = first; g < end; ++g, w += kGroupBytes) {
+                    const Staged* const at = staged + (g - first) * now;
+                    if (now == 1) {
+                        rows_of<1, 4>(w, at, now, acc);
+                    } else if (now <= kPairRows) {
+                        rows_of<kPairRows, kFewBlocks>(w, at, now, acc);
+                    } else {
+                        rows_of<kRows, kManyBlocks>(w, at, now, acc);
+                    }
+                }
+            }
+            for (uint32_t i = 0; i < now; ++i) finish(tile, row + i, acc + i * kTile);
+        }
+    }
+}
+
+}  // namespace
+
+void int8_linear(const void* packed, uint32_t rows, uint32_t k, const void* x, uint64_t x_stride, uint32_t m,
+                 float* out, uint64_t out_stride, uint32_t tile0, uint32_t tile1) {
+    tiles(packed, k, x, x_stride, m, tile0, tile1, [=](uint32_t tile, uint32_t row, const float* acc) {
+        const uint32_t column = tile * kTile, count = rows - column < kTile ? rows - column : kTile;
+        __builtin_memcpy(out + row * out_stride + column, acc, count * sizeof(float));
+    });
+}
+
+void int8_gate_up(const void* packed, uint32_t hidden, uint32_t inter, const void* x, uint64_t x_stride,
+                  uint32_t m, void* act, uint64_t act_stride, uint32_t tile0, uint32_t tile1) {
+    auto* const to = static_cast<uint16_t*>(act);
+    tiles(packed, hidden, x, x_stride, m, tile0, tile1, [=](uint32_t tile, uint32_t row, const float* acc) {
+        for (uint32_t half = 0; half < 2; ++half) {
+            const uint32_t column = tile * EXPERTS_GATE_UP_COLUMNS + half * 16;
+            if (column >= inter) return;
+            const f32x16 product = silu(load(acc + half * 32)) * load(acc + half * 32 + 16);
+            store_bf16_part(to + row * act_stride + column, product,
+                            inter - column < 16 ? inter - column : 16);
+        }
+    });
+}
+
+}  // namespace EAAS_ISA_NS
