@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -156,12 +157,14 @@ def measure_shape(name: str, options: argparse.Namespace, cores: tuple[int, ...]
             engines["servers"] = engine_over(model, client_backend(client.handle), cores, max(prompts))
         lanes = Lanes(cores)
         closing.callback(lanes.close)
+        # A decoder pins the thread that steps it; torch's threads would inherit that one core.
+        stepping = closing.enter_context(ThreadPoolExecutor(1))
         for prompt in prompts:
             times: dict[str, list[float]] = {engine: [] for engine in engines}
             for number in range(options.rounds + 1):
                 tokens = np.random.default_rng(number).integers(300, shape.vocab, prompt).tolist()
                 for label, engine in engines.items():
-                    elapsed = seconds_to_first_token(engine, tokens, number)
+                    elapsed = stepping.submit(seconds_to_first_token, engine, tokens, number).result()
                     if number:  # The first round warms up.
                         times[label].append(elapsed)
             rows = max(1, min(prompt, STEP_TOKENS) * shape.top_k // shape.experts)
