@@ -85,11 +85,15 @@ def over(found: np.ndarray, wanted: torch.Tensor, bound: float) -> float:
     return float(np.abs(found.reshape(exact.shape) - exact).max() / (bound * np.abs(exact).max()))
 
 
-def product_case(name: str, rows: int, k: int, counts: Sequence[int], gate_up: bool = False) -> Iterator[Case]:
+def product_case(
+    name: str, rows: int, k: int, counts: Sequence[int], gate_up: bool = False
+) -> Iterator[Case]:
     """x @ W.T with W [rows, k]; with gate_up W holds gate and up, [2 * rows, k], and silu(gate) * up follows."""
     weight = to_bfloat16_reference(drawn((2 if gate_up else 1) * rows, k) * np.float32(k**-0.5))
     if gate_up:
-        data = pack_expert(weight[:rows], weight[rows:], np.zeros((k, rows), np.uint16), Dtype.BFLOAT16).gate_up
+        data = pack_expert(
+            weight[:rows], weight[rows:], np.zeros((k, rows), np.uint16), Dtype.BFLOAT16
+        ).gate_up
         kernel, tiles = "experts_ffn_gate_up", -(-rows // 32)
     else:
         data = pack_matrix(weight, Dtype.BFLOAT16).data
@@ -104,7 +108,9 @@ def product_case(name: str, rows: int, k: int, counts: Sequence[int], gate_up: b
         out = np.zeros((m, rows), np.uint16 if gate_up else np.float32)
         torch_x = bfloat16(x)
 
-        def run(lane: int, lanes: int, calls: int, m: int = m, x: np.ndarray = x, out: np.ndarray = out) -> None:
+        def run(
+            lane: int, lanes: int, calls: int, m: int = m, x: np.ndarray = x, out: np.ndarray = out
+        ) -> None:
             native_loop(
                 address, 1, pointer(packed), ctypes.c_uint64(packed.shape[1]), copies, rows, k, pointer(x), m,
                 pointer(out), *part(tiles, lane, lanes), int(gate_up), calls,
@@ -158,7 +164,9 @@ def attention_case(shape: Shape, name: str, rows: int, length: int) -> Iterator[
         # One row: the queries of a key-value head stand where rows would, so that nothing is expanded.
         grouped = torch.from_numpy(queries).reshape(rows, kv, -1, dim)
         moved = grouped.permute(1, 0, 2, 3) if rows == 1 else grouped.flatten(1, 2).permute(1, 0, 2)
-        return moved.reshape(1, -1 if rows > 1 else kv, rows * (1 if rows > 1 else heads // kv), dim).to(dtype)
+        return moved.reshape(1, -1 if rows > 1 else kv, rows * (1 if rows > 1 else heads // kv), dim).to(
+            dtype
+        )
 
     rounded = torch_queries(torch.bfloat16)
 
@@ -246,7 +254,7 @@ def gate_case(shape: Shape, rows: int) -> Iterator[Case]:
     tx, tw = torch.from_numpy(x), torch.from_numpy(weight)
 
     def by_torch(call: int) -> torch.Tensor:
-        shares, chosen = (tx @ tw.T).softmax(dim=-1).topk(top_k, dim=-1)
+        shares, _ = (tx @ tw.T).softmax(dim=-1).topk(top_k, dim=-1)
         return shares / shares.sum(dim=-1, keepdim=True)
 
     def error() -> float:
@@ -285,7 +293,14 @@ def sampler_case(shape: Shape, label: str, spread_of_logits: float, row: Samplin
         return 0.0 if chosen in allowed else 2.0
 
     yield Case(
-        name="sampler", size=label, nbytes=0, flops=4.0 * shape.vocab, run=run, torch=by_torch, error=error, lanes=1
+        name="sampler",
+        size=label,
+        nbytes=0,
+        flops=4.0 * shape.vocab,
+        run=run,
+        torch=by_torch,
+        error=error,
+        lanes=1,
     )
 
 
@@ -317,7 +332,9 @@ def cases(shape: Shape) -> Iterator[tuple[str, Callable[[], Iterator[Case]]]]:
 def measure(case: Case, lanes: Lanes, rounds: int) -> dict[str, Any]:
     """Interleaved rounds of floor, kernel and torch; medians."""
     if case.error() >= 1:
-        raise RuntimeError(f"{case.name} {case.size} disagrees with torch by {case.error():.3g} bounds; no timing.")
+        raise RuntimeError(
+            f"{case.name} {case.size} disagrees with torch by {case.error():.3g} bounds; no timing."
+        )
     torch.set_num_threads(lanes.count)
 
     def sample(calls: int) -> float:
@@ -385,7 +402,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                         rows.append(result)
     for lanes in pools:
         lanes.close()
-    print(f"{'kernel':10} {'size':22} shape lanes {'us':>9} {'floor us':>9} {'of floor':>8} {'torch/ours':>10}")
+    print(
+        f"{'kernel':10} {'size':22} shape lanes {'us':>9} {'floor us':>9} {'of floor':>8} {'torch/ours':>10}"
+    )
     for row in rows:
         of_floor, ratio = row["of_floor"]["median"], row["torch_over_ours"]["median"]
         print(

@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,10 @@ def flops_of(shape: Shape, prompt: int) -> float:
 def ffn_shares(shape: Shape, rows: int, lanes: Lanes, rounds: int) -> dict[str, Any]:
     """An expert's two products at `rows` rows: shares of the fma rate and of torch's bf16 product."""
     shares: dict[str, Any] = {"rows_per_expert": rows}
-    for name, n, k in (("gate_up", shape.intermediate, shape.hidden), ("down", shape.hidden, shape.intermediate)):
+    for name, n, k in (
+        ("gate_up", shape.intermediate, shape.hidden),
+        ("down", shape.hidden, shape.intermediate),
+    ):
         (case,) = product_case(name, n, k, (rows,), gate_up=name == "gate_up")
         result = measure(case, lanes, rounds)
         shares[f"{name}_of_floor"] = result["of_floor"]
@@ -153,12 +157,14 @@ def measure_shape(name: str, options: argparse.Namespace, cores: tuple[int, ...]
             engines["servers"] = engine_over(model, client_backend(client.handle), cores, max(prompts))
         lanes = Lanes(cores)
         closing.callback(lanes.close)
+        # A decoder pins the thread that steps it; torch's threads would inherit that one core.
+        stepping = closing.enter_context(ThreadPoolExecutor(1))
         for prompt in prompts:
             times: dict[str, list[float]] = {engine: [] for engine in engines}
             for number in range(options.rounds + 1):
                 tokens = np.random.default_rng(number).integers(300, shape.vocab, prompt).tolist()
                 for label, engine in engines.items():
-                    elapsed = seconds_to_first_token(engine, tokens, number)
+                    elapsed = stepping.submit(seconds_to_first_token, engine, tokens, number).result()
                     if number:  # The first round warms up.
                         times[label].append(elapsed)
             rows = max(1, min(prompt, STEP_TOKENS) * shape.top_k // shape.experts)
@@ -167,7 +173,9 @@ def measure_shape(name: str, options: argparse.Namespace, cores: tuple[int, ...]
             result = {"shape": name, "prompt": prompt, "threads": len(cores), "rounds": options.rounds}
             for label, taken in times.items():
                 result[f"{label}_tokens_per_s"] = spread([prompt / value for value in taken])
-                result[f"{label}_of_fma"] = spread([flops_of(shape, prompt) / value / rate for value in taken])
+                result[f"{label}_of_fma"] = spread(
+                    [flops_of(shape, prompt) / value / rate for value in taken]
+                )
             record("prefill", result | {"experts": options.experts} | shares)
 
 
@@ -178,7 +186,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--shape", default="S,L", help="shapes, comma-separated")
     parser.add_argument("--prompt", default="128,512,2048", help="prompt lengths, comma-separated")
-    parser.add_argument("--experts", type=int, default=2, help="expert servers; 0: experts in this process only")
+    parser.add_argument(
+        "--experts", type=int, default=2, help="expert servers; 0: experts in this process only"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args(argv)
     with torch.inference_mode():

@@ -19,7 +19,9 @@ import numpy as np
 
 from p2p.build import ROOT, BuildFailed, compiler
 
-BEYOND_CACHE = 64 << 20  # bytes of weights in turn: twice the last-level cache of 32 MB, so none is found there
+BEYOND_CACHE = (
+    64 << 20
+)  # bytes of weights in turn: twice the last-level cache of 32 MB, so none is found there
 _FMA_ITERATIONS = 1_000_000  # about 2 ms
 
 
