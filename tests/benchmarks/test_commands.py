@@ -79,7 +79,7 @@ def test_handover_measures_each_pool(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_gateway_counts_the_cpu_time_of_its_process(tmp_path: Path) -> None:
-    options = ["--shape", "tiny", "--rounds", "1", "--tokens", "8", "--results", str(tmp_path)]
+    options = ["--shape", "tiny", "--rounds", "1", "--tokens", "64", "--results", str(tmp_path)]
     gateway.main([*options, "--streams", "2"])
     [row] = lines(tmp_path, "gateway")
     assert row["gateway_cpu_us_per_token"]["min"] > 0

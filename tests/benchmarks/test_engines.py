@@ -12,8 +12,9 @@ import pytest
 
 from benchmarks import decode, floor, scaling_report
 from benchmarks.engines.process import EngineFailed, EngineProcess, settle
-from benchmarks.engines.run import Run
+from benchmarks.engines.run import Run, Speed
 from benchmarks.gguf_checkpoint import write_gguf
+from benchmarks.http_client import StreamRecord, speed_of
 from benchmarks.neighbour import busy_core
 from benchmarks.setting import interleave
 from eaas.model.make_model import make_model
@@ -87,9 +88,22 @@ def test_agreement_ends_at_the_first_difference() -> None:
 
 def test_decoding_steps_are_those_after_all_prompts() -> None:
     run = Run(
-        tokens=[[1, 2], [3, 4, 5]], first_s=1, total_s=9, steps_s=[4.0, 3.0, 2.0, 1.0], made=[1, 2, 2, 0]
+        tokens=[[1, 2, 3], [4, 5, 6]], total_s=12, steps_s=[4.0, 3.0, 2.0, 1.0, 2.0], made=[0, 1, 2, 2, 1]
     )
-    assert run.decode_steps_s == [2.0]
+    assert run.decode_steps_s == [1.0]
+    assert run.speed == Speed(decode=3 / 3.0, whole=6 / 12)
+
+
+def test_streams_decode_from_the_last_ones_first_token_on() -> None:
+    early = StreamRecord(sent_s=0.0, arrivals=[(0.5, 0), (1.0, 1), (2.0, 2), (4.0, 3), (5.0, 0)])
+    late = StreamRecord(sent_s=0.0, arrivals=[(3.0, 1), (4.0, 4), (5.0, 1)])
+    # At 3 s the early one has 3 of its 6 tokens and the late one 1 of 6; 8 more come in 2 s.
+    assert speed_of([early, late], 6) == Speed(decode=8 / 2, whole=12 / 5)
+
+
+def test_streams_that_came_in_one_piece_have_no_speed() -> None:
+    with pytest.raises(RuntimeError, match="4 tokens are too few"):
+        speed_of([StreamRecord(sent_s=0.0, arrivals=[(1.0, 5)])], 4)
 
 
 def test_rounds_are_interleaved_and_the_first_does_not_count() -> None:
