@@ -56,7 +56,7 @@ sim: setup $(VENV)/.complete-dev ## Simulate the cluster by seed
 e2e: setup $(VENV)/.complete-dev ## Real processes, real sockets, real clients
 	@$(BIN)/python -m pytest tests/e2e $(ARGS)
 
-bench: setup $(VENV)/.complete-dev ## Decode speed beside transformers. Options: make bench ARGS="--shape S --batch 1,8"
+bench: setup $(VENV)/.complete-dev ## Decode speed beside other engines (llamacpp: pip install -e '.[bench]'). Options: make bench ARGS="--shape S --batch 1,8,32 --peers inproc,transformers,llamacpp"
 	@$(BIN)/python -m benchmarks.decode $(ARGS)
 
 proto: setup $(VENV)/.complete-dev ## Generate the gRPC code again

@@ -2,7 +2,7 @@
 
 The CPU time is that of the gateway's process, user and system, over whole runs (requests, prompts and stream ends
 included), divided by the tokens streamed. The speed of 32 streams through HTTP is divided by that of the engine
-driven directly over the same expert servers, in interleaved rounds, from the first token on.
+driven directly over the same expert servers, in interleaved rounds, once every stream has its first token.
 
     python -m benchmarks.gateway --shape S --streams 1,8,32
 """

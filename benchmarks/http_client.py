@@ -15,13 +15,30 @@ from benchmarks.engines.run import Speed
 
 @dataclass(kw_only=True)
 class StreamRecord:
-    """One streamed completion: when it was sent, when its first and last bytes came (monotonic), and the bytes."""
+    """One streamed completion: when it was sent, what came, and when (monotonic).
+
+    Attributes:
+        arrivals: Time of each piece that came, and the events that it held.
+    """
 
     sent_s: float
-    first_s: float = 0.0
-    last_s: float = 0.0
+    arrivals: list[tuple[float, int]] = field(default_factory=list)
     body: bytearray = field(default_factory=bytearray)
     done: bool = False
+
+    @property
+    def first_s(self) -> float:
+        """When the first event came."""
+        return next(at_s for at_s, events in self.arrivals if events)
+
+    @property
+    def last_s(self) -> float:
+        """When the last piece came."""
+        return self.arrivals[-1][0]
+
+    def events_until(self, at_s: float) -> int:
+        """Events that had come at that time."""
+        return sum(events for came_s, events in self.arrivals if came_s <= at_s)
 
     def events(self) -> list[dict[str, Any]]:
         """What the stream said, in order."""
@@ -88,10 +105,10 @@ def stream_batch(
             connection, record = key.fileobj, key.data
             chunk = connection.recv(65536)  # type: ignore[union-attr]
             now = time.monotonic()
-            record.first_s = record.first_s or now * (b"data: {" in chunk)
-            record.last_s = now if chunk else record.last_s
             record.body += chunk
-            if not chunk:
+            if chunk:
+                record.arrivals.append((now, chunk.count(b"data: {")))
+            else:
                 selector.unregister(connection)
                 connection.close()  # type: ignore[union-attr]
                 open_streams -= 1
@@ -108,8 +125,18 @@ def stream_batch(
 
 
 def speed_of(records: Sequence[StreamRecord], tokens: int) -> Speed:
-    """The speed of a batch of streams of `tokens` tokens each."""
+    """The speed of a batch of streams of `tokens` tokens each.
+
+    Requests arrive one after the other, so the first streams begin while later prompts are still computed:
+    decoding counts from when every stream has its first token, less the tokens that some had by then.
+
+    Raises:
+        RuntimeError: nothing came after that.
+    """
+    begun_s = max(record.first_s for record in records)
     last_s = max(record.last_s for record in records)
-    decode_s = last_s - min(record.first_s for record in records)
+    if last_s <= begun_s:
+        raise RuntimeError(f"{tokens} tokens are too few to time: a stream came in one piece. Ask for more.")
+    decoded = sum(tokens - record.events_until(begun_s) for record in records)
     whole_s = last_s - min(record.sent_s for record in records)
-    return Speed(decode=len(records) * (tokens - 1) / decode_s, whole=len(records) * tokens / whole_s)
+    return Speed(decode=decoded / (last_s - begun_s), whole=len(records) * tokens / whole_s)

@@ -1,4 +1,4 @@
-"""Write the README's table of figures from benchmarks/results, so that no figure is typed by hand.
+"""Write the README's figures from benchmarks/results, so that none is typed by hand.
 
 python -m benchmarks.readme
 """
@@ -6,63 +6,144 @@ python -m benchmarks.readme
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from benchmarks.report import RESULTS
 
 README = RESULTS.parent.parent / "README.md"
-BEGIN, END = "<!-- decode: begin -->", "<!-- decode: end -->"
+BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
+Row = dict[str, Any]
+PEERS = ("transformers", "llamacpp")
+TITLES = {"transformers": "transformers", "llamacpp": "llama.cpp"}
+# What tells two measurements of one benchmark apart; of those that agree in it the newest counts.
+DECODE = ("shape", "experts", "lanes_per_server", "busy_core", "batch")
+HANDOVER = ("shape", "batch", "servers", "lanes_per_server")
+GATEWAY = ("shape", "experts", "streams")
 
 
-def latest() -> list[dict[str, Any]]:
-    """The newest decode record of each shape and batch size."""
-    newest: dict[tuple[str, int], dict[str, Any]] = {}
-    for line in (RESULTS / "decode.jsonl").read_text().splitlines():
+def newest(benchmark: str, fields: Sequence[str], folder: Path = RESULTS) -> list[Row]:
+    """The newest record of each combination of `fields`, sorted by them; a field that is absent sorts first."""
+    path = folder / f"{benchmark}.jsonl"
+    found: dict[tuple[Any, ...], Row] = {}
+    for line in path.read_text().splitlines() if path.exists() else []:
         row = json.loads(line)
-        newest[row["shape"], row["batch"]] = row
-    return [newest[key] for key in sorted(newest)]
+        found[key(row, fields)] = row
+    return [found[name] for name in sorted(found)]
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """The figures as Markdown, with what they were measured on."""
-    first = rows[0]
-    hardware = first["hardware"]
-    lines = [
-        f"Shape S (188 M parameters, bf16), {first['experts']} expert servers, {first['threads']} threads in all, on "
-        f"{hardware['cores']} cores of an {hardware['cpu']} ({', '.join(hardware['isa'])}); prompts of 16 tokens, 64 "
-        f"new ones, through the HTTP endpoint; transformers {first['versions']['transformers']} `generate` "
-        f"(experts_implementation grouped_mm) in the same run, {first['rounds']} interleaved rounds, medians "
-        "(least to greatest).",
-        "",
-        "| batch | EaaS, tokens/s | transformers, tokens/s | ratio |",
-        "|---|---|---|---|",
+def key(row: Row, fields: Sequence[str]) -> tuple[Any, ...]:
+    """A row's values of `fields`, each in a form that sorts beside an absent one."""
+    values = [row.get(field) for field in fields]
+    return tuple((value is not None, 0 if value is None else value) for value in values)
+
+
+def latest(folder: Path = RESULTS) -> str:
+    """Everything between the marks, as Markdown."""
+    decode = newest("decode", DECODE, folder)
+    parts = [decode_table(list(rows)) for _, rows in groupby(decode, lambda row: key(row, DECODE[:-1]))]
+    handover, gateway = newest("handover", HANDOVER, folder), newest("gateway", GATEWAY, folder)
+    parts += [handover_table(handover)] if handover else []
+    parts += [gateway_table(gateway)] if gateway else []
+    parts += [
+        f"How a step's time grows with batch, context and servers, beside its floor: shape "
+        f"{path.stem.removeprefix('scaling-')}: [table](benchmarks/results/{path.name})"
+        + (f", [plot](benchmarks/results/{path.stem}.svg)." if path.with_suffix(".svg").exists() else ".")
+        for path in sorted(folder.glob("scaling-*.md"))
     ]
+    return "\n\n".join(parts)
+
+
+def machine(row: Row) -> str:
+    """What a row was measured on."""
+    hardware = row["hardware"]
+    return f"{row['threads']} threads on an {hardware['cpu']} ({', '.join(hardware['isa'])})"
+
+
+def cell(figure: dict[str, float] | None, digits: int) -> str:
+    """Median and spread; a dash where nothing was measured."""
+    if figure is None:
+        return "–"
+    least, most = f"{figure['min']:.{digits}f}", f"{figure['max']:.{digits}f}"
+    return f"{figure['median']:.{digits}f} ({least} to {most})"
+
+
+def decode_table(rows: Sequence[Row]) -> str:
+    """Decoding speed of one shape, pool and load, by batch size."""
+    first = rows[0]
+    peers = [peer for peer in PEERS if any(peer in row["tokens_per_s"] for row in rows)]
+    versions = {"transformers": "transformers", "llamacpp": "llama-cpp-python"}
+    beside = " and ".join(f"{versions[peer]} {first['versions'].get(versions[peer], '')}" for peer in peers)
+    busy = first.get("busy_core")
+    lines = [
+        f"Shape {first['shape']}, bf16, decoding through the HTTP endpoint, {first['experts']} expert "
+        f"server{'s' if first['experts'] > 1 else ''}, {machine(first)}"
+        + (f", core {busy} kept busy by another process" if busy is not None else "")
+        + f"; prompts of 16 tokens, {first.get('tokens', 64)} new ones; {beside or 'no peer'} in the same run, "
+        f"{first['rounds']} interleaved rounds, medians (least to greatest).",
+        "",
+    ]
+    inproc = any("ours/inproc" in row["ratio"] for row in rows)
+    columns = ["batch", "EaaS, tokens/s"]
+    columns += [text for peer in peers for text in (f"{TITLES[peer]}, tokens/s", f"EaaS / {TITLES[peer]}")]
+    columns += ["engine: experts on servers / in process"] if inproc else []
+    lines += [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for row in rows:
-        columns = (
-            (row["tokens_per_s"]["http"], 0),
-            (row["tokens_per_s"]["transformers"], 0),
-            (row["ratio"]["http/transformers"], 2),
-        )
-        cells = [
-            f"{figure['median']:.{digits}f} ({figure['min']:.{digits}f} to {figure['max']:.{digits}f})"
-            for figure, digits in columns
-        ]
-        lines.append(f"| {row['batch']} | {' | '.join(cells)} |")
+        cells = [str(row["batch"]), cell(row["tokens_per_s"]["http"], 0)]
+        for peer in peers:
+            cells += [
+                cell(row["tokens_per_s"].get(peer), 0),
+                cell(row["ratio"].get(f"http/{peer}"), 2),
+            ]
+        cells += [cell(row["ratio"].get("ours/inproc"), 2)] if inproc else []
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def render(text: str, rows: list[dict[str, Any]]) -> str:
-    """The README's text with the table between its marks replaced.
+def handover_table(rows: Sequence[Row]) -> str:
+    """Microseconds a layer of dispatch and combine with empty experts."""
+    lines = [
+        f"Hand-over: dispatch and combine with empty experts over real server processes, µs a layer beyond the same "
+        f"step in process, {machine(rows[0])}.",
+        "",
+        "| shape | batch | servers x lanes | p50, µs | p99, µs |",
+        "|---|---|---|---|---|",
+    ]
+    for row in rows:
+        us = row["us_per_layer"]
+        pool = f"{row['servers']} x {row['lanes_per_server']}"
+        lines.append(f"| {row['shape']} | {row['batch']} | {pool} | {us['p50']:.1f} | {us['p99']:.1f} |")
+    return "\n".join(lines)
+
+
+def gateway_table(rows: Sequence[Row]) -> str:
+    """The gateway's CPU time and what it leaves of the engine's speed."""
+    lines = [
+        f"Gateway: CPU time of its process per streamed token, and tokens/s through HTTP over the engine driven "
+        f"directly, {machine(rows[0])}.",
+        "",
+        "| shape | streams | gateway CPU, µs a token | HTTP / engine |",
+        "|---|---|---|---|",
+    ]
+    for row in rows:
+        cpu, ratio = cell(row["gateway_cpu_us_per_token"], 1), cell(row["ratio"]["http/ours"], 2)
+        lines.append(f"| {row['shape']} | {row['streams']} | {cpu} | {ratio} |")
+    return "\n".join(lines)
+
+
+def render(text: str, figures: str) -> str:
+    """The README's text with what lies between its marks replaced.
 
     Raises:
         ValueError: the marks are missing.
     """
     if BEGIN not in text or END not in text:
-        raise ValueError(f"README.md lacks the marks {BEGIN} and {END}; put them where the table belongs.")
+        raise ValueError(f"README.md lacks the marks {BEGIN} and {END}; put them where the figures belong.")
     head, _, rest = text.partition(BEGIN)
     _, _, tail = rest.partition(END)
-    return f"{head}{BEGIN}\n{table(rows)}\n{END}{tail}"
+    return f"{head}{BEGIN}\n{figures}\n{END}{tail}"
 
 
 def main(path: Path = README) -> None:

@@ -121,7 +121,7 @@ class Driven:
             refusal = engine.submit(submit)
             if refusal is not None:
                 raise RunFailed(refusal.message)
-        times, counts, first = [began], [], 0.0
+        times, counts = [began], []
         while engine.has_work:
             outcome = engine.step()
             times.append(time.perf_counter())
@@ -131,10 +131,8 @@ class Driven:
             counts.append(len(emitted))
             for token in emitted:
                 made[int(token.id)].append(token.token)
-                first = first or times[-1]
         return Run(
             tokens=made,
-            first_s=first - began,
             total_s=times[-1] - began,
             steps_s=np.diff(times).tolist(),
             made=counts,

@@ -75,7 +75,6 @@ class LlamaCpp:
         batch.free()
         return Run(
             tokens=np.stack(made, axis=1).tolist(),
-            first_s=times[1] - began,
             total_s=times[-1] - began,
             steps_s=np.diff(times).tolist(),
             made=[len(prompts)] * tokens,

@@ -32,7 +32,7 @@ NEEDS = {
     ),
 }
 END_S = 10.0
-IDLE_S, IDLE_SHARE, IDLE_LIMIT_S = 0.05, 0.02, 10.0
+IDLE_S, IDLE_SHARE, IDLE_LIMIT_S = 0.05, 0.05, 10.0
 
 
 class EngineFailed(RuntimeError):

@@ -13,7 +13,7 @@ PROMPT_TOKENS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """Tokens per second of a batch: from the first token on, and prompts' computation included."""
+    """Tokens per second of a batch: once every prompt has its first token, and prompts' computation included."""
 
     decode: float
     whole: float
@@ -25,14 +25,12 @@ class Run:
 
     Attributes:
         tokens: New tokens of each prompt.
-        first_s: From the start to the first token.
         total_s: From the start to the last token.
         steps_s: Seconds of each step; the first ones computed the prompts.
         made: Tokens that each step made.
     """
 
     tokens: list[list[int]]
-    first_s: float
     total_s: float
     steps_s: list[float]
     made: list[int]
@@ -46,10 +44,10 @@ class Run:
 
     @property
     def speed(self) -> Speed:
-        """Its speed."""
-        made = sum(map(len, self.tokens))
-        decode_s = max(self.total_s - self.first_s, 1e-9)
-        return Speed(decode=(made - len(self.tokens)) / decode_s, whole=made / self.total_s)
+        """Its speed; decoding counts from the step that gave the last prompt its first token."""
+        begun = self.made.index(len(self.tokens)) + 1
+        decode_s = max(sum(self.steps_s[begun:]), 1e-9)
+        return Speed(decode=sum(self.made[begun:]) / decode_s, whole=sum(self.made) / self.total_s)
 
 
 class BenchmarkEngine(Protocol):

@@ -52,7 +52,6 @@ class Transformers:
         times = [began, *stamps[:-1], began + total_s]
         return Run(
             tokens=out[:, ids.shape[1] :].tolist(),
-            first_s=stamps[0] - began,
             total_s=total_s,
             steps_s=np.diff(times).tolist(),
             made=[len(prompts)] * tokens,

@@ -1,0 +1,103 @@
+"""Each benchmark command, over real processes, on the tiny shape: it checks, measures and writes what it promises."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from benchmarks import decode, gateway, handover, scaling
+from benchmarks.engines.process import missing
+
+PEERS = [name for name in decode.PEERS if missing(name) is None]
+
+
+def lines(folder: Path, name: str) -> list[dict]:
+    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+
+
+def test_decode_compares_every_engine_that_is_installed(tmp_path: Path) -> None:
+    options = [
+        "--shape",
+        "tiny",
+        "--batch",
+        "1,3",
+        "--rounds",
+        "1",
+        "--tokens",
+        "4",
+        "--results",
+        str(tmp_path),
+    ]
+    decode.main([*options, "--peers", ",".join(PEERS)])
+    one, three = lines(tmp_path, "decode")
+    assert (one["batch"], three["batch"]) == (1, 3)
+    assert set(one["tokens_per_s"]) == {"http", "ours", *PEERS}
+    assert one["checked"]["inproc"] == {"logits": "identical"}
+    assert all(figure["median"] > 0 for figure in one["tokens_per_s"].values())
+    assert "ours/inproc" in three["ratio"]
+
+
+def test_decode_runs_beside_a_busy_core(tmp_path: Path) -> None:
+    options = [
+        "--shape",
+        "tiny",
+        "--batch",
+        "1",
+        "--rounds",
+        "1",
+        "--tokens",
+        "4",
+        "--results",
+        str(tmp_path),
+    ]
+    decode.main([*options, "--peers", "", "--busy-core"])
+    [row] = lines(tmp_path, "decode")
+    assert row["busy_core"] == max(os.sched_getaffinity(0))
+
+
+def test_a_peer_that_is_not_installed_is_skipped_with_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for peer, package in (("transformers", "transformers"), ("llamacpp", "llama_cpp")):
+        line = missing(peer)
+        assert line is not None
+        assert f"{peer}: skipped, needs the package {package}" in line
+        assert "pip install" in line
+    assert missing("inproc") is None
+
+
+def test_handover_measures_each_pool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--shape", "tiny", "--rounds", "1", "--tokens", "8", "--results", str(tmp_path)]
+    handover.main([*options, "--pools", "1x1,2x1,1x4096"])
+    assert [(row["servers"], row["lanes_per_server"]) for row in lines(tmp_path, "handover")] == [
+        (1, 1),
+        (2, 1),
+    ]
+    assert "1x4096: skipped, needs 4096 cores" in capsys.readouterr().out
+
+
+def test_gateway_counts_the_cpu_time_of_its_process(tmp_path: Path) -> None:
+    options = ["--shape", "tiny", "--rounds", "1", "--tokens", "64", "--results", str(tmp_path)]
+    gateway.main([*options, "--streams", "2"])
+    [row] = lines(tmp_path, "gateway")
+    assert row["gateway_cpu_us_per_token"]["min"] > 0
+    assert row["ratio"]["http/ours"]["median"] > 0
+
+
+def test_scaling_writes_every_point_with_its_floor(tmp_path: Path) -> None:
+    options = ["--shape", "tiny", "--rounds", "1", "--tokens", "8", "--results", str(tmp_path)]
+    sweeps = ["--batch", "1,4", "--context", "32,64", "--servers", "1,2", "--servers-batch", "1"]
+    scaling.main([*options, *sweeps])
+    rows = lines(tmp_path, "scaling")
+    found = {(row["sweep"], row["servers"], row["batch"], row["context"]) for row in rows}
+    assert found == {
+        *(("batch", 2, batch, 32) for batch in (1, 4)),
+        *(("context", 2, 1, context) for context in (32, 64)),
+        *(("servers", servers, 1, 32) for servers in (1, 2)),
+    }
+    # One row takes top_k = 2 experts in each of 4 layers: the count is exact.
+    assert {row["distinct_experts"] for row in rows if row["batch"] == 1} == {8.0}
+    assert all(row["step_ms"]["median"] > row["floor_ms"] > 0 for row in rows)
+    assert (tmp_path / "scaling-tiny.md").read_text().count("\n| ") == 1 + len(rows)
