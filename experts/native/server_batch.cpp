@@ -203,6 +203,42 @@ bool collect(ExpertServer* server, uint64_t now_ns) {
     return true;
 }
 
+namespace {
+
+// What a tile of the group costs: its weights are read once, and about five rows weigh as much as the read.
+uint64_t tile_cost(const Group& group) { return 5 + group.count; }
+
+// Calls work(group, tile0, tile1) for the lane's part of all tiles of all groups: contiguous, so that whole groups
+// stay with one lane where they can.
+template <class Work>
+void over_tiles(const ExpertServer* server, uint32_t lane, uint32_t tiles, Work work) {
+    uint64_t total = 0, before = 0;
+    for (const Group& group : server->groups) total += tile_cost(group) * tiles;
+    uint64_t first = total * lane / server->lanes, last = total * (lane + 1) / server->lanes;
+    for (const Group& group : server->groups) {
+        uint64_t cost = tile_cost(group);
+        auto tile = [&](uint64_t at) {
+            return at <= before ? 0 : uint32_t(std::min<uint64_t>(tiles, (at - before + cost - 1) / cost));
+        };
+        if (tile(first) < tile(last)) work(group, tile(first), tile(last));
+        before += cost * tiles;
+    }
+}
+
+// Whether every lane computes whole groups, so that none reads what another wrote.
+bool whole_groups(const ExpertServer* server) {
+    uint64_t total = 0, before = 0;
+    for (const Group& group : server->groups) total += tile_cost(group);
+    uint32_t found = 1;
+    for (const Group& group : server->groups) {
+        if (before * server->lanes == total * found) found++;
+        before += tile_cost(group);
+    }
+    return found == server->lanes;
+}
+
+}  // namespace
+
 void serve_batch(ExpertServer* server, uint32_t lane) {
     const WireShape& shape = server->shape;
     const uint32_t lanes = server->lanes;
@@ -212,27 +248,25 @@ void serve_batch(ExpertServer* server, uint32_t lane) {
     const uint64_t act_stride = (uint64_t(server->intermediate) + 63) / 64 * 64;
     const uint32_t up_tiles = tiles(server->intermediate, EXPERTS_GATE_UP_COLUMNS);
     const uint32_t down_tiles = tiles(shape.hidden, EXPERTS_TILE_ROWS);
-    auto share = [&](uint32_t total, uint32_t of) { return uint32_t(uint64_t(total) * of / lanes); };
-    auto up = [&](const Group& g) {
+    auto up = [&](const Group& g, uint32_t tile0, uint32_t tile1) {
         experts_ffn_gate_up(int(shape.dtype), g.expert->gate_up, shape.hidden, server->intermediate,
                             server->x.data() + g.first * row_bytes, x_stride, g.count,
-                            server->act.data() + g.first * act_stride * element, act_stride,
-                            share(up_tiles, lane), share(up_tiles, lane + 1));
+                            server->act.data() + g.first * act_stride * element, act_stride, tile0, tile1);
     };
-    auto down = [&](const Group& g) {
+    auto down = [&](const Group& g, uint32_t tile0, uint32_t tile1) {
         experts_ffn_down(int(shape.dtype), g.expert->down, shape.hidden, server->intermediate,
                          server->act.data() + g.first * act_stride * element, act_stride, g.count, g.out,
-                         shape.hidden, share(down_tiles, lane), share(down_tiles, lane + 1));
+                         shape.hidden, tile0, tile1);
     };
     if (lanes == 1) {
-        for (const Group& g : server->groups) up(g), down(g);
+        for (const Group& g : server->groups) up(g, 0, up_tiles), down(g, 0, down_tiles);
         for (uint32_t i = 0; i < server->job_count; i++) answer(server, i);
         count_batch(server);
         return;
     }
-    for (const Group& g : server->groups) up(g);
-    p2p_lanes_barrier(server->pool, lane);
-    for (const Group& g : server->groups) down(g);
+    over_tiles(server, lane, up_tiles, up);
+    if (!whole_groups(server)) p2p_lanes_barrier(server->pool, lane);
+    over_tiles(server, lane, down_tiles, down);
     p2p_lanes_barrier(server->pool, lane);
     for (uint32_t i = lane; i < server->job_count; i += lanes) answer(server, i);
     if (lane == 0) {
