@@ -52,7 +52,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Trace, print one table for each setting, and append one JSON line each."""
     options = parser(__doc__)
     options.add_argument("--batch", default="1,8", help="batch sizes, comma-separated")
-    options.add_argument("--servers", default="0,2", help="expert servers, comma-separated; 0: in this process")
+    options.add_argument(
+        "--servers", default="0,2", help="expert servers, comma-separated; 0: in this process"
+    )
     chosen = options.parse_args(argv)
     cores = cores_of(chosen)
     with checkpoint(chosen.shape, chosen.checkpoints) as model:
@@ -71,7 +73,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def report(
-    chosen: argparse.Namespace, servers: int, batch: int, steps_us: Sequence[float], lanes: Sequence[dict[str, float]]
+    chosen: argparse.Namespace,
+    servers: int,
+    batch: int,
+    steps_us: Sequence[float],
+    lanes: Sequence[dict[str, float]],
 ) -> None:
     """One table and one JSON line."""
     names = dict.fromkeys(name for lane in lanes for name in lane)

