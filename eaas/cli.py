@@ -65,6 +65,9 @@ def serve(
         str, typer.Option(help="Name that clients use; default: the model's own.")
     ] = "",
     cores: Annotated[str, typer.Option(help="CPU cores to use, such as 0,1; default: all allowed.")] = "",
+    expert_lanes: Annotated[
+        int, typer.Option(min=0, help="Cores of each expert server; 0 deals them out among the servers.")
+    ] = 0,
     kv_tokens: Annotated[int, typer.Option(min=16, help="Tokens of KV cache per attention worker.")] = 65536,
     deadline_s: Annotated[
         float, typer.Option(help="Longest wait for a lost expert or worker to return.")
@@ -93,6 +96,7 @@ def serve(
         cores,
         kv_tokens,
         deadline_s,
+        expert_lanes,
     )
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -120,7 +124,7 @@ def serve(
 
 def cluster_config(
     model: str, experts: int, attention: int, replicas: int, port: int, host: str, dtype: str, name: str, cores: str,
-    kv_tokens: int, deadline_s: float,
+    kv_tokens: int, deadline_s: float, expert_lanes: int,
 ):  # fmt: skip
     """The cluster's configuration from the command line; exits with the reason where it makes no sense."""
     from eaas.cluster.config import ClusterConfig
@@ -139,6 +143,7 @@ def cluster_config(
             port=port,
             dtype=dtype,
             cores=named_cores(cores),
+            expert_lanes=expert_lanes,
             kv_tokens=kv_tokens,
             deadline_s=deadline_s,
         )
@@ -271,7 +276,7 @@ def demo(
     from eaas.cluster.process import StartFailed
     from eaas.demo import run_demo
 
-    config = cluster_config(model, 4, 1, 2, 0, "127.0.0.1", "auto", "", "", 65536, 30.0)
+    config = cluster_config(model, 4, 1, 2, 0, "127.0.0.1", "auto", "", "", 65536, 30.0, 0)
     prepare_model(config.model, config.dtype)
     try:
         same = run_demo(config, tokens=tokens, seed=seed, console=console)

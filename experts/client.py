@@ -310,7 +310,7 @@ class ExpertClient:
             slots=self._layout.slots,
             slot_bytes=self._layout.payload_bytes,
             lane=lane,
-            lanes=len(link.cores) if self._shares_cores(link.cores) else 1,
+            lanes=len(link.cores) if link.rings_lanes and self._shares_cores(link.cores) else 1,
         )
         index = self._library.expert_client_add_server(self._handle, ctypes.byref(place))
         if index < 0:

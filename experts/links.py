@@ -36,6 +36,7 @@ class Link:
     window: Window
     peer: Peer
     cores: Sequence[int]
+    rings_lanes: bool
 
 
 class Attacher:
@@ -88,7 +89,13 @@ class Attacher:
                     f" {member.incarnation} is needed."
                 )
             undo.pop_all()
-        return Link(member=member, window=window, peer=peer, cores=tuple(reply.cores))
+        return Link(
+            member=member,
+            window=window,
+            peer=peer,
+            cores=tuple(reply.cores),
+            rings_lanes=reply.rings_lanes,
+        )
 
     def _ask(self, member: Member, window: Window) -> pb.AttachReply:
         request = pb.AttachRequest()

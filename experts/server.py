@@ -183,7 +183,10 @@ class ExpertServer:
             request.slots,
         )
         return pb.AttachReply(
-            request_descriptor=window.descriptor, server_incarnation=self.incarnation, cores=self.cores
+            request_descriptor=window.descriptor,
+            server_incarnation=self.incarnation,
+            cores=self.cores,
+            rings_lanes=isinstance(self._library, ctypes.CDLL),
         )
 
     def _export(self, name: str, layout: WindowLayout) -> Window:

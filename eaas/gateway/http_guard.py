@@ -7,7 +7,8 @@ import uuid
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from eaas.gateway.errors import ApiError, ErrorReply
 
@@ -20,6 +21,8 @@ _CONNECTION = "eaas.connection"
 class Connection(HttpToolsProtocol):
     """uvicorn's connection, which a response may write to past ASGI once its body has begun."""
 
+    _running: RequestResponseCycle | None = None
+
     @classmethod
     def of(cls, scope: Scope) -> Connection | None:
         """The connection of a request; None under another server."""
@@ -30,9 +33,25 @@ class Connection(HttpToolsProtocol):
         super().on_message_begin()
         self.scope.setdefault("state", {})[_CONNECTION] = self
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """asyncio: the client has gone. uvicorn tells the request that came last; this, the one being answered."""
+        super().connection_lost(exc)
+        running = self._running
+        if running is not None and not running.response_complete:
+            running.disconnected = True
+            running.message_event.set()
+
     def write_chunk(self, data: bytes) -> bool:
-        """Write one chunk of a chunked body; False, and nothing is written, while the client is slow to read."""
-        if self.flow.write_paused:
+        """Write one chunk of a chunked body.
+
+        False, and nothing is written, while the client is slow to read, or once it has gone: what is to be done then
+        is for the response's own task to find out.
+        """
+        if self.flow.write_paused or self.transport.is_closing():
             return False
         self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         return True

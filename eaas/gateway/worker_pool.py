@@ -274,7 +274,14 @@ class WorkerPool:
                 paid = 1 if sequence.debt > 1 else 0
             sequence.debt -= paid
             link.outstanding -= paid
-            stopped = sequence.choice.token(token.token, token.finish, token.logprob, token.top)
+            try:
+                stopped = sequence.choice.token(token.token, token.finish, token.logprob, token.top)
+            except Exception:
+                # One client's text or connection; raised further, it would end the link that all share.
+                log.exception("choice_broken id=%s", token.id)
+                self._fail(sequence, internal("The gateway could not show a token.", code="internal"))
+                link.send(Cancel(id=sequence.id))
+                continue
             if token.finish:
                 self._forget(sequence)
             elif stopped:

@@ -145,8 +145,11 @@ void keep_top_p(const float* x, uint32_t vocab, float top_p, Scratch& scratch) {
     }
     // Only the first digits that together surely hold the mass are sorted; the margin covers the rounding of
     // sums.
+    if (ranked.empty()) return;
     uint64_t last = 0;
-    for (double before = mass[0]; before < wanted * (1 + 1e-6) && last + 1 < kDigits;) before += mass[++last];
+    // At least the first digit that anything has: the likeliest token stays, however small the share.
+    for (double before = mass[0]; (before <= 0 || before < wanted * (1 + 1e-6)) && last + 1 < kDigits;)
+        before += mass[++last];
     std::erase_if(ranked, [&](uint64_t rank) { return rank >> kTop > last; });
     sort_ranks(ranked, scratch.sorted);
     size_t kept = 0;

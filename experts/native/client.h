@@ -79,6 +79,10 @@ P2P_API void expert_client_publish_routes(ExpertClient* client, uint64_t epoch, 
 P2P_API uint64_t expert_client_adopted_epoch(ExpertClient* client);
 P2P_API int32_t expert_client_stats(ExpertClient* client, uint32_t index, ServerStats* out);
 
+// Phases of a call, as a traced pool's lanes stamp them (p2p/native/lanes.h). Numbers from 100 on are these.
+enum { EXPERTS_PHASE_PLAN = 100, EXPERTS_PHASE_SEND, EXPERTS_PHASE_AWAY, EXPERTS_PHASE_REPLY,
+       EXPERTS_PHASE_COMBINE, EXPERTS_PHASE_MEET };
+
 // One expert call. Every lane of `pool` calls it with the same arguments; `pool` may be null for a client of
 // one lane.
 //   layer       0..layers-1, counted over MoE layers
@@ -91,10 +95,6 @@ P2P_API int32_t expert_client_stats(ExpertClient* client, uint32_t index, Server
 //   while_away  called once by each lane between dispatch and the first wait; may be null
 // Inputs must be lane 0's to see; for the others a barrier within is enough. `out` is complete for all on return.
 // Returns EXPERTS_OK or a negative code, the same on every lane; `out` is untouched on failure.
-// Phases of a call, as a traced pool's lanes stamp them (p2p/native/lanes.h). Numbers from 100 on are these.
-enum { EXPERTS_PHASE_PLAN = 100, EXPERTS_PHASE_SEND, EXPERTS_PHASE_AWAY, EXPERTS_PHASE_REPLY,
-       EXPERTS_PHASE_COMBINE, EXPERTS_PHASE_MEET };
-
 P2P_API int32_t expert_call(ExpertClient* client, LanePool* pool, uint32_t lane, uint32_t layer,
                             const void* rows, uint32_t n, const uint16_t* expert_ids, const float* weights,
                             float* out, uint64_t deadline_ns, void (*while_away)(void*, uint32_t), void* arg);

@@ -91,12 +91,12 @@ void ring_lanes(ExpertClient* client, uint32_t lane) {
         if (other != lane) p2p_bell_ring(client->page, other);
 }
 
-// Sends what is planned for the lane's servers. `seen`: the lane's doorbell before.
 struct Dispatched {
-    uint32_t seen;
-    bool shared;  // other lanes' servers compute on this core too, and ring when they leave it
+    uint32_t seen;  // the lane's doorbell before
+    bool shared;    // other lanes' servers compute on this core too, and ring when they leave it
 };
 
+// Sends what is planned for the lane's servers.
 Dispatched dispatch(ExpertClient* client, uint32_t lane) {
     uint32_t seen = p2p_bell_read(client->page, lane);
     post_chunks(client, lane, clock_ns());
@@ -106,12 +106,14 @@ Dispatched dispatch(ExpertClient* client, uint32_t lane) {
 void wait_lane(ExpertClient* client, uint32_t lane, const Dispatched& dispatched) {
     Call& call = client->call;
     // Once: whether the call is complete is for the lanes to say that receive the replies.
-    if (dispatched.shared && call.outstanding[lane].value == 0 && call.missing.load() && client->page)
-        p2p_bell_wait(client->page, lane, dispatched.seen, P2P_WAIT_NS);
-    uint64_t checked_ns = clock_ns();
+    uint64_t now_ns = clock_ns();
+    if (dispatched.shared && call.outstanding[lane].value == 0 && call.missing.load() && client->page &&
+        now_ns < call.deadline_ns)
+        p2p_bell_wait(client->page, lane, dispatched.seen, std::min(P2P_WAIT_NS, call.deadline_ns - now_ns));
+    uint64_t checked_ns = now_ns;
     for (;;) {
         uint32_t seen = p2p_bell_read(client->page, lane);
-        uint64_t now_ns = clock_ns();
+        now_ns = clock_ns();
         progress(client, lane, now_ns);
         if (now_ns - checked_ns >= LIVENESS_NS) {
             check_liveness(client, lane, now_ns, false);

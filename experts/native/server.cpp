@@ -5,7 +5,6 @@
 
 #include "experts/native/server_state.h"
 #include "p2p/native/doorbell.h"
-#include "p2p/native/spin.h"
 #include "p2p/native/window.h"
 
 using namespace experts;
@@ -77,7 +76,7 @@ void follow(ExpertServer* server, uint32_t lane, uint32_t done) {
         if (ready == done) {
             // Rung by a client, from this core, while lane 0 still reads the request: it will not be long.
             bool rung = p2p_bell_wait(server->page, lane, seen, P2P_WAIT_NS);
-            if (rung) p2p::spin_until([&] { return server->batch.load(std::memory_order_acquire) != done; });
+            if (rung) p2p_lanes_spin(server->pool, lane, &server->batch, done);
             continue;
         }
         done = ready;

@@ -2,14 +2,11 @@
 #include <time.h>
 
 #include <algorithm>
-#include <chrono>
-#include <thread>
 
 #include "experts/native/kernels.h"
 #include "experts/native/server_state.h"
 #include "p2p/native/doorbell.h"
 #include "p2p/native/frame.h"
-#include "p2p/native/spin.h"
 #include "p2p/native/window.h"
 
 namespace experts {
@@ -271,17 +268,20 @@ void serve_batch(ExpertServer* server, uint32_t lane) {
     for (uint32_t i = lane; i < server->job_count; i += lanes) answer(server, i);
     if (lane == 0) {
         count_batch(server);
-        // The next batch reuses all of this. Lanes that answer nothing left long ago.
-        while (!p2p::spin_until([&] { return server->left.load(std::memory_order_acquire) == 0; }))
-            std::this_thread::sleep_for(std::chrono::microseconds(50));
-        return;
+        // The next batch reuses all of this, and clients may go once the mutex is free.
+        for (;;) {
+            uint32_t seen = p2p_bell_read(server->page, 0), left = server->left.load(std::memory_order_acquire);
+            if (!left) return;
+            if (!p2p_lanes_spin(server->pool, 0, &server->left, left))
+                p2p_bell_wait(server->page, 0, seen, P2P_WAIT_NS);
+        }
     }
     // A client's lane on this core is best woken from here, before this lane parks.
     for (uint32_t i = 0; i < server->job_count; i++) {
         const ClientLink& link = server->clients[server->jobs[i].client].link;
         if (lane < link.client_lanes) p2p_bell_ring(link.bell_page, lane);
     }
-    server->left.fetch_sub(1, std::memory_order_release);
+    if (server->left.fetch_sub(1, std::memory_order_release) == 1) p2p_bell_ring(server->page, 0);
 }
 
 }  // namespace experts

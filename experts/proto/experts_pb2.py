@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x65xperts/proto/experts.proto\x12\nexperts.v1\"\xfd\x01\n\rAttachRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x1a\n\x12server_incarnation\x18\x03 \x01(\x04\x12\x12\n\nmodel_hash\x18\x04 \x01(\t\x12\x0e\n\x06layers\x18\x05 \x01(\r\x12\x0f\n\x07\x65xperts\x18\x06 \x01(\r\x12\x0e\n\x06hidden\x18\x07 \x01(\r\x12\r\n\x05top_k\x18\x08 \x01(\r\x12\r\n\x05\x64type\x18\t \x01(\r\x12\x18\n\x10reply_descriptor\x18\n \x01(\x0c\x12\r\n\x05lanes\x18\x0b \x01(\r\x12\r\n\x05slots\x18\x0c \x01(\r\x12\x12\n\nslot_bytes\x18\r \x01(\x04\"T\n\x0b\x41ttachReply\x12\x1a\n\x12request_descriptor\x18\x01 \x01(\x0c\x12\x1a\n\x12server_incarnation\x18\x02 \x01(\x04\x12\r\n\x05\x63ores\x18\x03 \x03(\x05\x32G\n\x07\x45xperts\x12<\n\x06\x41ttach\x12\x19.experts.v1.AttachRequest\x1a\x17.experts.v1.AttachReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x65xperts/proto/experts.proto\x12\nexperts.v1\"\xfd\x01\n\rAttachRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x1a\n\x12server_incarnation\x18\x03 \x01(\x04\x12\x12\n\nmodel_hash\x18\x04 \x01(\t\x12\x0e\n\x06layers\x18\x05 \x01(\r\x12\x0f\n\x07\x65xperts\x18\x06 \x01(\r\x12\x0e\n\x06hidden\x18\x07 \x01(\r\x12\r\n\x05top_k\x18\x08 \x01(\r\x12\r\n\x05\x64type\x18\t \x01(\r\x12\x18\n\x10reply_descriptor\x18\n \x01(\x0c\x12\r\n\x05lanes\x18\x0b \x01(\r\x12\r\n\x05slots\x18\x0c \x01(\r\x12\x12\n\nslot_bytes\x18\r \x01(\x04\"i\n\x0b\x41ttachReply\x12\x1a\n\x12request_descriptor\x18\x01 \x01(\x0c\x12\x1a\n\x12server_incarnation\x18\x02 \x01(\x04\x12\r\n\x05\x63ores\x18\x03 \x03(\x05\x12\x13\n\x0brings_lanes\x18\x04 \x01(\x08\x32G\n\x07\x45xperts\x12<\n\x06\x41ttach\x12\x19.experts.v1.AttachRequest\x1a\x17.experts.v1.AttachReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,7 +34,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ATTACHREQUEST']._serialized_start=44
   _globals['_ATTACHREQUEST']._serialized_end=297
   _globals['_ATTACHREPLY']._serialized_start=299
-  _globals['_ATTACHREPLY']._serialized_end=383
-  _globals['_EXPERTS']._serialized_start=385
-  _globals['_EXPERTS']._serialized_end=456
+  _globals['_ATTACHREPLY']._serialized_end=404
+  _globals['_EXPERTS']._serialized_start=406
+  _globals['_EXPERTS']._serialized_end=477
 # @@protoc_insertion_point(module_scope)

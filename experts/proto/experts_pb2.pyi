@@ -37,11 +37,13 @@ class AttachRequest(_message.Message):
     def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., server_incarnation: _Optional[int] = ..., model_hash: _Optional[str] = ..., layers: _Optional[int] = ..., experts: _Optional[int] = ..., hidden: _Optional[int] = ..., top_k: _Optional[int] = ..., dtype: _Optional[int] = ..., reply_descriptor: _Optional[bytes] = ..., lanes: _Optional[int] = ..., slots: _Optional[int] = ..., slot_bytes: _Optional[int] = ...) -> None: ...
 
 class AttachReply(_message.Message):
-    __slots__ = ("request_descriptor", "server_incarnation", "cores")
+    __slots__ = ("request_descriptor", "server_incarnation", "cores", "rings_lanes")
     REQUEST_DESCRIPTOR_FIELD_NUMBER: _ClassVar[int]
     SERVER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     CORES_FIELD_NUMBER: _ClassVar[int]
+    RINGS_LANES_FIELD_NUMBER: _ClassVar[int]
     request_descriptor: bytes
     server_incarnation: int
     cores: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, request_descriptor: _Optional[bytes] = ..., server_incarnation: _Optional[int] = ..., cores: _Optional[_Iterable[int]] = ...) -> None: ...
+    rings_lanes: bool
+    def __init__(self, request_descriptor: _Optional[bytes] = ..., server_incarnation: _Optional[int] = ..., cores: _Optional[_Iterable[int]] = ..., rings_lanes: _Optional[bool] = ...) -> None: ...

@@ -36,9 +36,12 @@ struct alignas(64) Spin {
     uint32_t credit = 0;
     uint32_t parked = 0;
 
-    bool next() { return credit || (allowed && ++parked % PROBE_EVERY == 0); }
-    void paid() { credit = std::min(CREDIT_MOST, credit + 2); }
-    void wasted() { credit -= credit ? 1 : 0; }
+    bool until_moved(const std::atomic<uint32_t>& value, uint32_t seen) {
+        if (!credit && !(allowed && ++parked % PROBE_EVERY == 0)) return false;
+        bool moved = p2p::spin_until([&] { return value.load(std::memory_order_acquire) != seen; });
+        credit = moved ? std::min(CREDIT_MOST, credit + 2) : credit - (credit ? 1 : 0);
+        return moved;
+    }
 };
 
 // A number that rises, and lanes that wait for it to move.
@@ -57,11 +60,7 @@ struct alignas(64) Turn {
 
     void wait_past(uint32_t seen, Spin& spin) {
         if (value.load(std::memory_order_acquire) != seen) return;
-        if (spin.next()) {
-            if (p2p::spin_until([&] { return value.load(std::memory_order_acquire) != seen; }))
-                return spin.paid();
-            spin.wasted();
-        }
+        if (spin.until_moved(value, seen)) return;
         sleepers.fetch_add(1, std::memory_order_seq_cst);
         while (value.load(std::memory_order_seq_cst) == seen)
             p2p::futex_wait(word(), seen, p2p::Scope::PRIVATE, nullptr);
@@ -226,6 +225,10 @@ P2P_API void p2p_lanes_barrier(LanePool* pool, uint32_t lane) {
     } else {
         pool->meeting.wait_past(seen, pool->lanes[lane].spin);
     }
+}
+
+P2P_API bool p2p_lanes_spin(LanePool* pool, uint32_t lane, const std::atomic<uint32_t>* value, uint32_t seen) {
+    return value->load(std::memory_order_acquire) != seen || pool->lanes[lane].spin.until_moved(*value, seen);
 }
 
 P2P_API void p2p_lanes_trace(LanePool* pool, LaneStamp* stamps, uint32_t capacity, uint32_t* counts) {

@@ -1,9 +1,10 @@
 // Lanes: a pool of worker threads, one per core, that run one function together (SPMD) and meet at barriers.
 //
 // Waiting is a short spin and then a futex. The spin adapts: it is used only where the pool's lanes fit the
-// cores that the process may use, and shrinks to nothing while it does not pay, as when another process keeps
-// a core busy.
+// cores that the process may use, and tried but rarely while it does not pay, as when another process keeps a
+// core busy.
 #pragma once
+#include <atomic>
 #include <cstdint>
 
 #include "p2p/native/api.h"
@@ -31,6 +32,9 @@ P2P_API int p2p_lanes_run(LanePool* pool, void (*fn)(void* arg, uint32_t lane), 
 // Called by every lane within run: returns when all have come, with all that they wrote before visible to
 // each.
 P2P_API void p2p_lanes_barrier(LanePool* pool, uint32_t lane);
+
+// Spins as a barrier would until *value is no longer `seen`; whether it moved in that time.
+P2P_API bool p2p_lanes_spin(LanePool* pool, uint32_t lane, const std::atomic<uint32_t>* value, uint32_t seen);
 
 // Where lanes spend their time: each stamp says that a lane ended a phase, which began at its stamp before.
 struct LaneStamp {

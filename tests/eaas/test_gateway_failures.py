@@ -388,3 +388,36 @@ def test_sigterm_ends_streams_with_a_retryable_error_within_a_second(world: Worl
     assert ended["took_s"] < 1.5
     world.router.show()
     world.stop_workers()
+
+
+def request_bytes(tokens: int) -> bytes:
+    body = json.dumps({"model": "tiny", "prompt": "leaving ", "max_tokens": tokens, "stream": True}).encode()
+    head = f"POST {PLAIN} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_clients_that_go_away_cost_no_other_stream_anything(
+    url: str, workers: Callable[..., list[FakeWorker]], pipelined: bool
+) -> None:
+    (worker,) = workers(1, step_s=0.002)
+    host, _, port = url.removeprefix("http://").partition(":")
+    with ThreadPoolExecutor(1) as pool:
+        staying = pool.submit(lambda: list(stream(url, 400)))
+        eventually(lambda: worker.sent > 6, "tokens")
+        while not staying.done():
+            leaving = [socket.create_connection((host, int(port))) for _ in range(4)]
+            for connection in leaving:
+                connection.sendall(request_bytes(60) * (1 + pipelined))
+            if pipelined:
+                # The second request waits behind the first, which is being answered when the client goes.
+                for connection in leaving:
+                    connection.recv(200)
+            time.sleep(0.02)
+            for connection in leaving:
+                connection.close()
+        assert staying.result() == expected(400)
+    # A lost link would have had it computed again.
+    assert {submit.attempt for submit in worker.submits} == {1}
+    assert [bytes(s.prompt)[:3] for s in worker.submits].count(PROMPT.encode()[:3]) == 1
+    eventually(lambda: status_of(url)["gateway"]["running"] == 0, "an empty gateway")

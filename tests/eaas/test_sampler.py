@@ -242,3 +242,11 @@ def test_bad_arguments_are_refused() -> None:
         with pytest.raises(SamplingInvalid, match="out of range"):
             SamplingRow(**({"seed": 1, "index": 0} | change))
     assert Sampler(8).sample(np.empty((0, 8), dtype=np.float32), []) == []
+
+
+@pytest.mark.parametrize("vocab", [VOCAB, 32_000])
+@pytest.mark.parametrize("top_p", [1e-60, 1e-45, 1e-38])
+def test_the_likeliest_token_stays_however_small_top_p(vocab: int, top_p: float) -> None:
+    logits = random().standard_normal(vocab).astype(np.float32)
+    tokens = draws(logits, SamplingRow(seed=SEED, index=0, top_p=top_p), 8)
+    assert set(tokens.tolist()) == {int(logits.argmax())}, f"seed {SEED}"
