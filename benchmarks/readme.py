@@ -19,7 +19,7 @@ Row = dict[str, Any]
 PEERS = ("transformers", "llamacpp")
 TITLES = {"transformers": "transformers", "llamacpp": "llama.cpp"}
 # What tells two measurements of one benchmark apart; of those that agree in it the newest counts.
-DECODE = ("shape", "experts", "lanes_per_server", "busy_core", "batch")
+DECODE = ("shape", "experts", "lanes_per_server", "busy_core", "peers", "batch")
 HANDOVER = ("shape", "batch", "servers", "lanes_per_server")
 GATEWAY = ("shape", "experts", "streams")
 
@@ -30,6 +30,7 @@ def newest(benchmark: str, fields: Sequence[str], folder: Path = RESULTS) -> lis
     found: dict[tuple[Any, ...], Row] = {}
     for line in path.read_text().splitlines() if path.exists() else []:
         row = json.loads(line)
+        row["peers"] = ",".join(peer for peer in PEERS if peer in row.get("tokens_per_s", {}))
         found[key(row, fields)] = row
     return [found[name] for name in sorted(found)]
 
