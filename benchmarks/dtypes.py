@@ -94,9 +94,9 @@ def measure_product(rows_list: Sequence[int], rounds: int, k: int = 1024, tiles:
     packed = {}
     for dtype in (Dtype.BFLOAT16, Dtype.INT8):
         packed[dtype] = np.empty(packed_bytes(dtype, tiles, k), np.uint8)
+        matrix = random.standard_normal((tiles * 64, k), np.float32)
         library.experts_pack_matrix(
-            dtype, random.standard_normal((tiles * 64, k), np.float32).ctypes.data, 0, tiles * 64, k,
-            packed[dtype].ctypes.data,
+            dtype, matrix.ctypes.data, 0, tiles * 64, k, packed[dtype].ctypes.data
         )  # fmt: skip
     for rows in rows_list:
         best = dict.fromkeys(packed, float("inf"))
