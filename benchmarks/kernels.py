@@ -318,14 +318,13 @@ def cases(shape: Shape) -> Iterator[tuple[str, Callable[[], Iterator[Case]]]]:
     for rows in (1, 256):
         yield "rows", lambda rows=rows: rows_case(s, rows)
         yield "gate", lambda rows=rows: gate_case(s, rows)
-    base = {"seed": 1, "index": 0}
-    for label, width, options in (
-        ("greedy", 2.0, {"temperature": 0.0}),
-        ("temperature", 2.0, {}),
-        ("top_p 0.95, peaked", 4.0, {"top_p": 0.95}),
-        ("top_p 0.95, flat", 0.3, {"top_p": 0.95}),
+    for label, width, temperature, top_p in (
+        ("greedy", 2.0, 0.0, 1.0),
+        ("temperature", 2.0, 1.0, 1.0),
+        ("top_p 0.95, peaked", 4.0, 1.0, 0.95),
+        ("top_p 0.95, flat", 0.3, 1.0, 0.95),
     ):
-        row = SamplingRow(**base, **options)
+        row = SamplingRow(seed=1, index=0, temperature=temperature, top_p=top_p)
         yield "sampler", lambda label=label, width=width, row=row: sampler_case(s, label, width, row)
 
 

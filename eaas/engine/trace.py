@@ -40,7 +40,7 @@ class StepTrace:
 
     def steps(self) -> list[list[dict[str, float]]]:
         """Microseconds by phase, of each lane, of each step so far; not while a step runs."""
-        lanes = [self._lane(*pair) for pair in zip(self._stamps, self._counts, strict=True)]
+        lanes = [self._lane(*pair) for pair in zip(self._stamps, self._counts.tolist(), strict=True)]
         return [list(step) for step in zip(*lanes, strict=True)]
 
     def _lane(self, stamps: np.ndarray, count: int) -> list[dict[str, float]]:
