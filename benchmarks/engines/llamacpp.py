@@ -52,7 +52,7 @@ class LlamaCpp:
         self.facts = {
             "version": llama_cpp.__version__,
             "system_info": self._api.llama_print_system_info().decode().strip(" |"),
-            "release_build": _is_release(Path(llama_cpp.__file__).parent),
+            "release_build": _is_release(Path(str(llama_cpp.__file__)).parent),
             "threads": threads,
         }
 
