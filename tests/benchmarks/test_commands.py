@@ -27,7 +27,7 @@ def test_decode_compares_every_engine_that_is_installed(tmp_path: Path) -> None:
         "--rounds",
         "1",
         "--tokens",
-        "24",
+        "96",
         "--results",
         str(tmp_path),
     ]
@@ -49,7 +49,7 @@ def test_decode_runs_beside_a_busy_core(tmp_path: Path) -> None:
         "--rounds",
         "1",
         "--tokens",
-        "24",
+        "96",
         "--results",
         str(tmp_path),
     ]
