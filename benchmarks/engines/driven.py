@@ -142,21 +142,8 @@ class Driven:
 def inproc(model: Path, cores: Sequence[int], kv_tokens: int, count_experts: bool = False) -> Driven:
     """Every expert in this process: what disaggregation is measured against."""
     checkpoint = Checkpoint.open(model)
-    shape = ExpertShape.from_config(checkpoint.config)
-    experts = LocalExperts(
-        layers=shape.layers,
-        experts=shape.experts,
-        hidden=shape.hidden,
-        intermediate=shape.intermediate,
-        top_k=shape.top_k,
-        dtype=load_spec(checkpoint).dtype,
-        lanes=len(cores),
-        max_rows=STEP_TOKENS,
-    )
-    for layer in range(shape.layers):
-        for expert in range(shape.experts):
-            tensors = [checkpoint.tensor(name) for name in shape.names(layer, expert)]
-            experts.set(layer, expert, *tensors)
+    dtype = load_spec(checkpoint).dtype
+    experts = LocalExperts.load(checkpoint, dtype, lanes=len(cores), max_rows=STEP_TOKENS)
     closing = contextlib.ExitStack()
     closing.callback(lambda: experts)  # The decoder holds only its address.
     return _driven(model, experts.backend, cores, kv_tokens, closing, count_experts)
