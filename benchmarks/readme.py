@@ -82,7 +82,7 @@ def decode_table(rows: Sequence[Row]) -> str:
         f"Shape {first['shape']}, bf16, decoding through the HTTP endpoint, {first['experts']} expert "
         f"server{'s' if first['experts'] > 1 else ''}, {machine(first)}"
         + (f", core {busy} kept busy by another process" if busy is not None else "")
-        + f"; prompts of 16 tokens, {first.get('tokens', 64)} new ones; {beside or 'no peer'} in the same run, "
+        + f"; prompts of 16 tokens, {new_tokens(rows)} new ones; {beside or 'no peer'} in the same run, "
         f"{first['rounds']} interleaved rounds, medians (least to greatest).",
         "",
     ]
@@ -101,6 +101,14 @@ def decode_table(rows: Sequence[Row]) -> str:
         cells += [cell(row["ratio"].get("ours/inproc"), 2)] if inproc else []
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def new_tokens(rows: Sequence[Row]) -> str:
+    """How many each prompt was given, by batch size where that differs."""
+    counts = {row["batch"]: row.get("tokens", 64) for row in rows}
+    if len(set(counts.values())) == 1:
+        return str(rows[0].get("tokens", 64))
+    return ", ".join(f"{count} (batch {batch})" for batch, count in counts.items())
 
 
 def handover_table(rows: Sequence[Row]) -> str:
