@@ -1,0 +1,102 @@
+// Channels: writes to one window over several paths, which may fail while they are under way.
+//
+// The writer numbers its writes. The owner knows which have come, whatever path they took. When the writer's writes
+// on a path are overdue it says so over another (DOUBT); the owner probes the path, and where nothing is heard it
+// closes its end, after which nothing that was sent there can land; only then it states what it has (STATE), and the
+// writer sends the rest over the paths that are left. So nothing is lost, nothing counts twice and nothing lands
+// late. A writer that has nothing under way, or is frozen, doubts nothing, and its paths stay. The last path is
+// never closed for silence: whether a sole path or its peer is dead cannot be told from here.
+//
+// A closed path is offered again, under the next generation, after a while that doubles as long as it fails soon.
+//
+// Pure: no clock, no I/O beyond the paths, no waiting. What needs time or threads (closing and opening a transport)
+// is asked for by commands and reported back. One thread at a time.
+#pragma once
+#include <cstdint>
+
+#include "p2p/native/api.h"
+#include "p2p/native/note.h"
+#include "p2p/native/path.h"
+
+struct P2pMonitor;
+struct P2pWriter;
+struct P2pOwner;
+
+constexpr uint32_t P2P_PATHS = 16;  // of one channel at most
+
+struct P2pChannelConfig {
+    uint64_t piece_bytes;        // a write is cut into pieces of so many, at most 512 KiB: incast hurts only above
+    uint64_t silence_ns;         // a path that says nothing for so long, with writes under way, is doubted
+    uint64_t grace_ns;           // for the probe's answer
+    uint64_t reopen_first_ns;    // from closing a path to offering it again
+    uint64_t reopen_last_ns;     // the same after many failures
+};
+
+enum {
+    P2P_COMMAND_CLOSE = 1,  // close the transport of path `path`, generation `generation`; then say _path_closed
+    P2P_COMMAND_OPEN = 2,   // owner: make one and say p2p_owner_offer; writer: join the one at `blob`, then _path_open
+    P2P_COMMAND_LOST = 3,   // the last path has failed, or the other end said BYE: the peer is gone
+};
+struct P2pCommand {
+    uint32_t kind;
+    uint32_t path;
+    uint32_t generation;
+    uint32_t blob_bytes;
+    uint8_t blob[P2P_BLOB_BYTES];
+};
+
+// What a channel has done. Read by the thread that steps it.
+struct P2pChannelCounts {
+    uint64_t writes;      // numbered so far
+    uint64_t bytes;
+    uint64_t sent_again;  // pieces, after their path was closed
+    uint64_t repeated;    // pieces that the owner had already
+    uint64_t doubts;
+    uint64_t closed;      // paths
+    uint64_t opened;
+    uint64_t waiting;     // writes not yet known to have come
+};
+struct P2pPathCounts {
+    uint32_t live;
+    uint32_t generation;
+    uint64_t in_flight_bytes;
+    uint64_t bytes_per_s;  // measured; what striping goes by
+    uint64_t sent_bytes;
+    uint64_t switch_ns;    // writer: from the last piece heard of to sending again, at the last closing
+};
+
+// The writer's end. `image` is the window as this side writes it, `nbytes` long; it stays until _free.
+P2P_API P2pWriter* p2p_writer_new(void* image, uint64_t nbytes, uint64_t incarnation,
+                                  const P2pChannelConfig* config);
+P2P_API void p2p_writer_free(P2pWriter* writer);
+// The path has been welcomed. `monitor` may be null. -1: the index is out of range or another generation is live.
+P2P_API int p2p_writer_path_open(P2pWriter* writer, uint32_t path, uint32_t generation, P2pPath ends,
+                                 P2pMonitor* monitor, uint64_t now_ns);
+// The command is carried out; also: opening failed.
+P2P_API void p2p_writer_path_closed(P2pWriter* writer, uint32_t path, uint32_t generation);
+// The image's header page names slots (window.h): from now on a slot whose signal changes is sent by itself.
+P2P_API int p2p_writer_watch_slots(P2pWriter* writer);
+// Send a range of the image; after it, and all before it, a signal. -1 where it does not lie in the window.
+P2P_API int p2p_writer_put(P2pWriter* writer, uint64_t offset, uint64_t bytes, uint64_t now_ns);
+P2P_API int p2p_writer_signal(P2pWriter* writer, uint64_t offset, uint64_t value, uint64_t now_ns);
+// Does what can be done now. 1 where anything happened or is under way, 0 where idle.
+P2P_API int p2p_writer_step(P2pWriter* writer, uint64_t now_ns);
+P2P_API int p2p_writer_command(P2pWriter* writer, P2pCommand* out);  // 1: the next one; 0: none
+P2P_API void p2p_writer_bye(P2pWriter* writer);
+P2P_API void p2p_writer_counts(const P2pWriter* writer, P2pChannelCounts* out);
+P2P_API void p2p_writer_path_counts(const P2pWriter* writer, uint32_t path, P2pPathCounts* out);
+
+// The owner's end. `page` is the doorbell page whose lanes are rung after each signal; may be null.
+P2P_API P2pOwner* p2p_owner_new(void* window, uint64_t nbytes, uint64_t incarnation, void* page, uint32_t lanes,
+                                const P2pChannelConfig* config);
+P2P_API void p2p_owner_free(P2pOwner* owner);
+P2P_API int p2p_owner_path_open(P2pOwner* owner, uint32_t path, uint32_t generation, P2pPath ends,
+                                uint64_t now_ns);
+P2P_API void p2p_owner_path_closed(P2pOwner* owner, uint32_t path, uint32_t generation, uint64_t now_ns);
+// The address of the transport that OPEN asked for.
+P2P_API int p2p_owner_offer(P2pOwner* owner, uint32_t path, uint32_t generation, const void* address,
+                            uint32_t bytes, uint64_t now_ns);
+P2P_API int p2p_owner_step(P2pOwner* owner, uint64_t now_ns);
+P2P_API int p2p_owner_command(P2pOwner* owner, P2pCommand* out);
+P2P_API void p2p_owner_bye(P2pOwner* owner);
+P2P_API void p2p_owner_counts(const P2pOwner* owner, P2pChannelCounts* out);
