@@ -25,6 +25,7 @@ struct P2pOwner;
 constexpr uint32_t P2P_PATHS = 16;  // of one channel at most
 
 struct P2pChannelConfig {
+    uint64_t paths;              // rails of this end; those that did not open in the beginning are offered later
     uint64_t piece_bytes;        // a write is cut into pieces of so many, at most 512 KiB: incast hurts only above
     uint64_t silence_ns;         // a path that says nothing for so long, with writes under way, is doubted
     uint64_t grace_ns;           // for the probe's answer
@@ -49,8 +50,8 @@ struct P2pCommand {
 struct P2pChannelCounts {
     uint64_t writes;      // numbered so far
     uint64_t bytes;
-    uint64_t sent_again;  // pieces, after their path was closed
-    uint64_t repeated;    // pieces that the owner had already
+    uint64_t sent_again;  // after their path was closed
+    uint64_t repeated;    // that the owner had already
     uint64_t doubts;
     uint64_t closed;      // paths
     uint64_t opened;
@@ -62,16 +63,18 @@ struct P2pPathCounts {
     uint64_t in_flight_bytes;
     uint64_t bytes_per_s;  // measured; what striping goes by
     uint64_t sent_bytes;
-    uint64_t switch_ns;    // writer: from the last piece heard of to sending again, at the last closing
+    uint64_t switch_ns;    // from the last that was heard of its last generation to knowing what to send again
 };
 
 // The writer's end. `image` is the window as this side writes it, `nbytes` long; it stays until _free.
 P2P_API P2pWriter* p2p_writer_new(void* image, uint64_t nbytes, uint64_t incarnation,
                                   const P2pChannelConfig* config);
 P2P_API void p2p_writer_free(P2pWriter* writer);
-// The path has been welcomed. `monitor` may be null. -1: the index is out of range or another generation is live.
+// What each write and its completion are told to; null: nobody. Outlives the writer.
+P2P_API void p2p_writer_watch(P2pWriter* writer, P2pMonitor* monitor);
+// The path has been welcomed. -1: the index is out of range, or this is no generation that was asked for.
 P2P_API int p2p_writer_path_open(P2pWriter* writer, uint32_t path, uint32_t generation, P2pPath ends,
-                                 P2pMonitor* monitor, uint64_t now_ns);
+                                 uint64_t now_ns);
 // The command is carried out; also: opening failed.
 P2P_API void p2p_writer_path_closed(P2pWriter* writer, uint32_t path, uint32_t generation);
 // The image's header page names slots (window.h): from now on a slot whose signal changes is sent by itself.
