@@ -1,0 +1,236 @@
+#include "p2p/native/link.h"
+
+#include <sys/random.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstring>
+
+namespace {
+
+using p2p::Rail;
+using p2p::Stage;
+
+constexpr uint64_t DRAIN_NS = 200'000;
+constexpr uint64_t STALLED_NS = 100'000'000;
+constexpr uint32_t BYE_STEPS = 4;
+
+// A window's address: for each rail u32 bytes and an agent's address (nixl_path.h), in the rails' order; 0 bytes
+// where that rail was down.
+std::vector<std::string> split(const void* address, uint32_t bytes) {
+    std::vector<std::string> parts;
+    const char* at = static_cast<const char*>(address);
+    uint32_t part;
+    while (bytes > 0 && parts.size() < P2P_PATHS) {
+        if (bytes < sizeof part) return {};
+        std::memcpy(&part, at, sizeof part);
+        at += sizeof part;
+        bytes -= sizeof part;
+        if (part > bytes || part > P2P_NIXL_ADDRESS_BYTES) return {};
+        parts.emplace_back(at, part);
+        at += part;
+        bytes -= part;
+    }
+    return bytes ? std::vector<std::string>() : parts;
+}
+
+void wait(P2pCarrier* carrier, std::unique_lock<std::mutex>& held, uint64_t ns) {
+    carrier->changed.wait_for(held, std::chrono::nanoseconds(ns));
+}
+
+std::unique_ptr<P2pLink> new_link(P2pCarrier* carrier, void* memory, uint64_t nbytes, uint64_t incarnation,
+                                  const void* token, size_t rails) {
+    auto link = std::make_unique<P2pLink>();
+    link->carrier = carrier;
+    link->memory = static_cast<uint8_t*>(memory);
+    link->nbytes = nbytes;
+    link->incarnation = incarnation;
+    std::memcpy(link->token, token, sizeof link->token);
+    link->rails.resize(rails);
+    return link;
+}
+
+// Makes the agents: one is enough, the other rails may come back. Null where that stands, else what does not.
+const char* prepare(P2pLink& link, const std::vector<std::string>* addresses, char* scratch, uint64_t bytes) {
+    if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, link.fds) < 0) return "no file descriptors are left";
+    std::snprintf(scratch, bytes, "the descriptor's address makes no sense");
+    bool made = false;
+    for (uint32_t i = 0; i < link.rails.size(); i++) {
+        if (addresses && (*addresses)[i].empty()) continue;
+        Rail& rail = link.rails[i];
+        rail.path = link.carrier->make_path(link, i, addresses ? (*addresses)[i] : "", scratch, bytes);
+        if (rail.path) rail.stage = Stage::GREETING;
+        made |= rail.path != nullptr;
+    }
+    return made ? nullptr : scratch;
+}
+
+// The link is in no list any more, or never was, and has no jobs.
+void destroy(P2pLink* link) {
+    for (Rail& rail : link->rails) p2p_nixl_path_free(rail.path);
+    link->hang_up();
+    if (link->fds[0] >= 0) close(link->fds[0]);
+    if (link->writer) p2p_writer_free(link->writer);
+    if (link->owner) p2p_owner_free(link->owner);
+    delete link;
+}
+
+bool all_settled(const P2pLink& link) {
+    for (const Rail& rail : link.rails)
+        if (rail.stage == Stage::GREETING) return false;
+    return true;
+}
+
+// Until the writes have come, or none of them comes any more.
+void drain(P2pLink& link, std::unique_lock<std::mutex>& held, uint64_t deadline) {
+    P2pChannelCounts counts;
+    uint64_t waiting = UINT64_MAX, moved_ns = p2p::now_ns();
+    while (!link.lost) {
+        uint64_t now = p2p::now_ns();
+        link.carrier->round(now);
+        p2p_writer_counts(link.writer, &counts);
+        if (counts.waiting != waiting) moved_ns = now;
+        waiting = counts.waiting;
+        if (waiting == 0 || now >= deadline || now >= moved_ns + STALLED_NS) return;
+        wait(link.carrier, held, DRAIN_NS);
+    }
+}
+
+}  // namespace
+
+void P2pLink::hang_up() {
+    if (fds[1] >= 0) close(fds[1]);
+    fds[1] = -1;
+}
+
+P2P_API P2pLink* p2p_link_export(P2pCarrier* carrier, void* window, uint64_t nbytes, uint64_t incarnation,
+                                 const void* token, char* error, uint64_t error_bytes) {
+    auto link = new_link(carrier, window, nbytes, incarnation, token, carrier->rails.size());
+    link->owner = p2p_owner_new(window, nbytes, incarnation, carrier->page, carrier->lanes, &carrier->config);
+    char scratch[256];
+    const char* wrong = link->owner ? prepare(*link, nullptr, scratch, sizeof scratch)
+                                    : "the channel's configuration is out of range";
+    if (wrong) {
+        std::snprintf(error, error_bytes, "%s", wrong);
+        destroy(link.release());
+        return nullptr;
+    }
+    p2p::Visit visit(carrier);
+    carrier->links.push_back(link.get());
+    return link.release();
+}
+
+P2P_API uint32_t p2p_link_address(P2pLink* link, void* out) {
+    p2p::Visit visit(link->carrier);
+    uint8_t* at = static_cast<uint8_t*>(out);
+    uint8_t part[P2P_NIXL_ADDRESS_BYTES];
+    for (Rail& rail : link->rails) {
+        uint32_t bytes = rail.path ? p2p_nixl_path_address(rail.path, part) : 0;
+        if (uint64_t(at - static_cast<uint8_t*>(out)) + sizeof bytes + bytes > P2P_LINK_ADDRESS_BYTES) return 0;
+        std::memcpy(at, &bytes, sizeof bytes);
+        std::memcpy(at + sizeof bytes, part, bytes);
+        at += sizeof bytes + bytes;
+    }
+    return uint32_t(at - static_cast<uint8_t*>(out));
+}
+
+P2P_API P2pLink* p2p_link_connect(P2pCarrier* carrier, void* image, uint64_t nbytes, uint64_t incarnation,
+                                  const void* token, const void* address, uint32_t address_bytes,
+                                  uint64_t timeout_ns, char* error, uint64_t error_bytes) {
+    uint64_t deadline = p2p::now_ns() + timeout_ns;
+    std::vector<std::string> addresses = split(address, address_bytes);
+    auto link = new_link(carrier, image, nbytes, incarnation, token, addresses.size());
+    while (link->connection == 0)
+        if (getrandom(&link->connection, sizeof link->connection, 0) < 0) break;
+    P2pChannelConfig config = carrier->config;
+    config.paths = std::max<uint64_t>(1, addresses.size());
+    link->writer = p2p_writer_new(image, nbytes, incarnation, &config);
+    char scratch[256];
+    const char* wrong = nullptr;
+    if (!link->writer) wrong = "the channel's configuration is out of range";
+    if (!wrong) wrong = prepare(*link, &addresses, scratch, sizeof scratch);
+    if (wrong) {
+        std::snprintf(error, error_bytes, "%s", wrong);
+        destroy(link.release());
+        return nullptr;
+    }
+    P2pLink* joined = link.release();
+    bool welcomed;
+    {
+        p2p::Visit visit(carrier);
+        carrier->links.push_back(joined);
+        p2p_bell_ring(carrier->bells, 0);
+        while (!all_settled(*joined) && !joined->lost) {
+            uint64_t now = p2p::now_ns();
+            if (now >= deadline) break;
+            wait(carrier, visit.held, std::min(deadline - now, p2p::HELLO_NS));
+        }
+        welcomed = joined->opened && !joined->lost;
+        for (uint32_t i = 0; welcomed && i < joined->rails.size(); i++)
+            if (joined->rails[i].stage == Stage::GREETING) carrier->close_rail(*joined, i);
+    }
+    if (welcomed) return joined;
+    std::snprintf(error, error_bytes, "no answer in %llu ms", (unsigned long long)(timeout_ns / 1'000'000));
+    p2p_link_close(joined, 0);
+    return nullptr;
+}
+
+P2P_API void p2p_link_close(P2pLink* link, uint64_t bound_ns) {
+    P2pCarrier* carrier = link->carrier;
+    {
+        p2p::Visit visit(carrier);
+        if (link->opened && !link->lost) {
+            if (link->writer) drain(*link, visit.held, p2p::now_ns() + bound_ns);
+            link->writer ? p2p_writer_bye(link->writer) : p2p_owner_bye(link->owner);
+            for (uint32_t i = 0; i < BYE_STEPS; i++) carrier->round(p2p::now_ns());
+        }
+        link->closing = true;
+        std::erase(carrier->links, link);
+        carrier->changed.wait(visit.held, [link] { return link->jobs == 0; });
+    }
+    destroy(link);
+}
+
+P2P_API int p2p_link_put(P2pLink* link, uint64_t offset, uint64_t bytes) {
+    p2p::Visit visit(link->carrier);
+    int result = p2p_writer_put(link->writer, offset, bytes, p2p::now_ns());
+    p2p_bell_ring(link->carrier->bells, 0);
+    return result;
+}
+
+P2P_API int p2p_link_signal(P2pLink* link, uint64_t offset, uint64_t value) {
+    p2p::Visit visit(link->carrier);
+    int result = p2p_writer_signal(link->writer, offset, value, p2p::now_ns());
+    p2p_bell_ring(link->carrier->bells, 0);
+    return result;
+}
+
+P2P_API int p2p_link_alive(P2pLink* link) {
+    p2p::Visit visit(link->carrier);
+    return link->alive();
+}
+
+P2P_API int p2p_link_fd(P2pLink* link) { return link->fds[0]; }
+
+P2P_API uint64_t p2p_link_peer_incarnation(P2pLink* link) {
+    p2p::Visit visit(link->carrier);
+    return link->writer ? link->incarnation : link->peer_incarnation;
+}
+
+P2P_API void p2p_link_counts(P2pLink* link, P2pChannelCounts* out) {
+    p2p::Visit visit(link->carrier);
+    if (link->writer)
+        p2p_writer_counts(link->writer, out);
+    else
+        p2p_owner_counts(link->owner, out);
+}
+
+P2P_API int p2p_link_rail_counts(P2pLink* link, uint32_t rail, P2pPathCounts* out) {
+    p2p::Visit visit(link->carrier);
+    if (!link->writer || rail >= link->rails.size()) return -1;
+    p2p_writer_path_counts(link->writer, rail, out);
+    return 0;
+}

@@ -1,0 +1,125 @@
+#include "p2p/native/nixl_library.h"
+
+#include <dlfcn.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+namespace p2p::nixl {
+
+namespace {
+
+std::mutex loading;
+std::mutex choosing;
+Functions table;
+const Functions* loaded = nullptr;
+
+// The environment keeps these very bytes, and they are only ever overwritten: a thread that reads the variable
+// meanwhile may see a mixture, never freed memory.
+constexpr char NAME[] = "UCX_NET_DEVICES=";
+char variable[sizeof NAME + 1024];
+char users_choice[1024];
+
+void choose(const char* devices) {
+    std::snprintf(variable + sizeof NAME - 1, sizeof variable - sizeof NAME, "%s", devices);
+}
+
+void prepare_environment() {
+    // By cma a frozen writer's kernel could write to our memory later, and by xpmem or knem likewise: no closing
+    // of this side's end would stop that.
+    setenv("UCX_TLS", "^cma,knem,xpmem", 0);
+    // Every failure is reported by this package; the libraries' own lines would only repeat it.
+    setenv("UCX_LOG_LEVEL", "fatal", 0);
+    setenv("NIXL_LOG_LEVEL", "FATAL", 0);
+    const char* chosen = std::getenv("UCX_NET_DEVICES");
+    std::snprintf(users_choice, sizeof users_choice, "%s", chosen ? chosen : "all");
+    std::memcpy(variable, NAME, sizeof NAME);
+    choose(users_choice);
+    putenv(variable);
+}
+
+template <class Function>
+bool find(void* library, const char* name, Function& function, const char** missing) {
+    char symbol[80];
+    std::snprintf(symbol, sizeof symbol, "nixl_capi_%s", name);
+    void* found = dlsym(library, symbol);
+    if (!found && !*missing) *missing = name;
+    std::memcpy(&function, &found, sizeof function);
+    return found;
+}
+
+const char* find_all(void* library) {
+    const char* missing = nullptr;
+#define P2P_FIND(name) find(library, #name, table.name, &missing)
+    P2P_FIND(create_configured_agent);
+    P2P_FIND(destroy_agent);
+    P2P_FIND(create_params);
+    P2P_FIND(destroy_params);
+    P2P_FIND(create_backend);
+    P2P_FIND(destroy_backend);
+    P2P_FIND(get_local_md);
+    P2P_FIND(load_remote_md);
+    P2P_FIND(create_reg_dlist);
+    P2P_FIND(destroy_reg_dlist);
+    P2P_FIND(reg_dlist_add_desc);
+    P2P_FIND(register_mem);
+    P2P_FIND(create_xfer_dlist);
+    P2P_FIND(destroy_xfer_dlist);
+    P2P_FIND(xfer_dlist_clear);
+    P2P_FIND(xfer_dlist_add_desc);
+    P2P_FIND(create_opt_args);
+    P2P_FIND(destroy_opt_args);
+    P2P_FIND(opt_args_set_notif_msg);
+    P2P_FIND(opt_args_set_has_notif);
+    P2P_FIND(create_xfer_req);
+    P2P_FIND(post_xfer_req);
+    P2P_FIND(get_xfer_status);
+    P2P_FIND(release_xfer_req);
+    P2P_FIND(destroy_xfer_req);
+    P2P_FIND(gen_notif);
+    P2P_FIND(create_notif_map);
+    P2P_FIND(destroy_notif_map);
+    P2P_FIND(notif_map_clear);
+    P2P_FIND(notif_map_size);
+    P2P_FIND(notif_map_get_agent_at);
+    P2P_FIND(notif_map_get_notifs_size);
+    P2P_FIND(notif_map_get_notif);
+    P2P_FIND(get_notifs);
+#undef P2P_FIND
+    return missing;
+}
+
+}  // namespace
+
+const Functions* functions() {
+    std::lock_guard lock(loading);
+    return loaded;
+}
+
+RailChoice::RailChoice(const char* rail) : alone_(choosing) {
+    if (*rail) choose(rail);
+}
+
+RailChoice::~RailChoice() { choose(users_choice); }
+
+}  // namespace p2p::nixl
+
+P2P_API int p2p_nixl_load(const char* file, char* error, uint64_t error_bytes) {
+    using namespace p2p::nixl;
+    std::lock_guard lock(loading);
+    if (loaded) return 0;
+    prepare_environment();
+    // Never unloaded: UCX leaves threads and hooks behind.
+    void* library = dlopen(file, RTLD_NOW | RTLD_LOCAL);
+    if (!library) {
+        std::snprintf(error, error_bytes, "%s", dlerror());
+        return -1;
+    }
+    if (const char* missing = find_all(library)) {
+        std::snprintf(error, error_bytes, "%s has no function nixl_capi_%s", file, missing);
+        return -1;
+    }
+    loaded = &table;
+    return 0;
+}

@@ -1,0 +1,283 @@
+#include "p2p/native/nixl_path.h"
+
+#include <sys/random.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <string>
+#include <vector>
+
+#include "p2p/native/nixl_library.h"
+
+namespace {
+
+using p2p::nixl::Functions;
+using p2p::nixl::Handle;
+
+constexpr uint32_t ADDRESS_HEADER = 16;
+constexpr size_t LOOKS = 4;  // requests asked after in one poll
+constexpr char BEAT = 0;     // shorter than any note
+
+struct Request {
+    uint64_t ticket;
+    Handle handle;  // null: a note alone, done when sent
+};
+
+struct Note {
+    const void* data;
+    size_t bytes;
+};
+
+// Zero in every field, whatever the library's version calls them: no thread, no listener, no locks.
+constexpr uint8_t PLAIN_CONFIG[128] = {};
+
+std::string unique_name() {
+    uint64_t words[2] = {};
+    if (getrandom(words, sizeof words, 0) != ssize_t(sizeof words)) return {};
+    char text[40];
+    std::snprintf(text, sizeof text, "p2p-%016llx%016llx", (unsigned long long)words[0],
+                  (unsigned long long)words[1]);
+    return text;
+}
+
+}  // namespace
+
+struct P2pNixlPath {
+    const Functions* nixl = nullptr;
+    Handle agent = nullptr;
+    Handle backend = nullptr;
+    Handle local = nullptr, remote = nullptr;  // descriptor lists, filled anew for each write
+    Handle options = nullptr;
+    Handle map = nullptr;
+    std::string address;
+    std::string other;  // name of the other end's agent; empty until joined
+    uint64_t other_memory = 0, other_bytes = 0;
+    bool broken = false;
+    std::deque<Request> requests;
+    std::vector<Note> notes;  // of the last fetch, from `next` on not yet told
+    size_t next = 0;
+
+    ~P2pNixlPath() {
+        if (!nixl) return;
+        // A request that cannot be released now is cut off with its agent; its handle goes afterwards.
+        for (Request& request : requests)
+            if (request.handle) nixl->release_xfer_req(agent, request.handle);
+        if (agent) nixl->destroy_agent(agent);
+        for (Request& request : requests)
+            if (request.handle) nixl->destroy_xfer_req(request.handle);
+        if (backend) nixl->destroy_backend(backend);
+        if (local) nixl->destroy_xfer_dlist(local);
+        if (remote) nixl->destroy_xfer_dlist(remote);
+        if (options) nixl->destroy_opt_args(options);
+        if (map) nixl->destroy_notif_map(map);
+    }
+
+    // Null where all went well, else what did not.
+    const char* open(const char* rail, void* memory, uint64_t nbytes) {
+        std::string name = unique_name();
+        if (name.empty()) return "the system has no random numbers";
+        if (nixl->create_configured_agent(name.c_str(), PLAIN_CONFIG, &agent) != 0) {
+            agent = nullptr;
+            return "NIXL makes no agent";
+        }
+        if (!open_backend(rail)) return "UCX opens nothing on this rail";
+        if (!register_memory(memory, nbytes)) return "UCX cannot register the memory";
+        bool made = nixl->create_xfer_dlist(p2p::nixl::HOST_MEMORY, &local) == 0 &&
+                    nixl->create_xfer_dlist(p2p::nixl::HOST_MEMORY, &remote) == 0 &&
+                    nixl->create_opt_args(&options) == 0 &&
+                    nixl->opt_args_set_has_notif(options, true) == 0 && nixl->create_notif_map(&map) == 0;
+        if (!made) return "NIXL is out of memory";
+        return describe(memory, nbytes) ? nullptr : "the agent's metadata is missing or too long";
+    }
+
+    bool open_backend(const char* rail) {
+        Handle params = nullptr;
+        if (nixl->create_params(&params) != 0) return false;
+        int made;
+        {
+            p2p::nixl::RailChoice choice(rail);
+            made = nixl->create_backend(agent, "UCX", params, &backend);
+        }
+        nixl->destroy_params(params);
+        if (made != 0) backend = nullptr;
+        return made == 0;
+    }
+
+    bool register_memory(void* memory, uint64_t nbytes) {
+        Handle list = nullptr;
+        if (nixl->create_reg_dlist(p2p::nixl::HOST_MEMORY, &list) != 0) return false;
+        bool done = nixl->reg_dlist_add_desc(list, uintptr_t(memory), nbytes, 0, nullptr, 0) == 0 &&
+                    nixl->register_mem(agent, list, nullptr) == 0;
+        nixl->destroy_reg_dlist(list);
+        return done;
+    }
+
+    bool describe(void* memory, uint64_t nbytes) {
+        void* metadata = nullptr;
+        size_t bytes = 0;
+        if (nixl->get_local_md(agent, &metadata, &bytes) != 0) return false;
+        bool fits = bytes > 0 && bytes <= P2P_NIXL_ADDRESS_BYTES - ADDRESS_HEADER;
+        if (fits) {
+            uint64_t fields[2] = {uint64_t(uintptr_t(memory)), nbytes};
+            address.assign(reinterpret_cast<const char*>(fields), sizeof fields);
+            address.append(static_cast<const char*>(metadata), bytes);
+        }
+        std::free(metadata);
+        return fits;
+    }
+
+    int join(const void* theirs, uint32_t bytes) {
+        if (!other.empty() || bytes <= ADDRESS_HEADER || bytes > P2P_NIXL_ADDRESS_BYTES) return -1;
+        uint64_t fields[2];
+        std::memcpy(fields, theirs, sizeof fields);
+        if (!fields[0] || !fields[1] || fields[0] + fields[1] < fields[0]) return -1;
+        char* name = nullptr;
+        const char* metadata = static_cast<const char*>(theirs) + ADDRESS_HEADER;
+        if (nixl->load_remote_md(agent, metadata, bytes - ADDRESS_HEADER, &name) != 0 || !name) return -1;
+        other = name;
+        std::free(name);
+        other_memory = fields[0];
+        other_bytes = fields[1];
+        // What the others said has been told by now, or does not matter.
+        forget_notes();
+        return other.empty() ? -1 : 0;
+    }
+
+    int fail() {
+        broken = true;
+        return -1;
+    }
+
+    int tell(const void* note, size_t bytes) {
+        if (broken || other.empty()) return -1;
+        return nixl->gen_notif(agent, other.c_str(), note, bytes, nullptr) == 0 ? 0 : fail();
+    }
+
+    int write(uint64_t ticket, uint64_t offset, const void* source, uint64_t bytes, const void* note,
+              uint32_t note_bytes) {
+        if (broken || other.empty() || offset > other_bytes || bytes > other_bytes - offset) return -1;
+        if (bytes == 0) {
+            if (tell(note, note_bytes) < 0) return -1;
+            requests.push_back({ticket, nullptr});
+            return 0;
+        }
+        Handle handle = nullptr;
+        nixl->xfer_dlist_clear(local);
+        nixl->xfer_dlist_clear(remote);
+        bool made = nixl->xfer_dlist_add_desc(local, uintptr_t(source), bytes, 0) == 0 &&
+                    nixl->xfer_dlist_add_desc(remote, other_memory + offset, bytes, 0) == 0 &&
+                    nixl->opt_args_set_notif_msg(options, note, note_bytes) == 0 &&
+                    nixl->create_xfer_req(agent, p2p::nixl::WRITE, local, remote, other.c_str(), &handle,
+                                          options) == 0;
+        if (!made) return fail();
+        requests.push_back({ticket, handle});
+        return nixl->post_xfer_req(agent, handle, nullptr) < 0 ? fail() : 0;
+    }
+
+    int poll(P2pPathEvent* event) {
+        if (next < notes.size()) return tell_note(event);
+        if (broken) return -1;
+        if (int result = poll_requests(event)) return result;
+        if (fetch_notes() < 0) return fail();
+        return next < notes.size() ? tell_note(event) : 0;
+    }
+
+    int poll_requests(P2pPathEvent* event) {
+        for (size_t i = 0; i < std::min(requests.size(), LOOKS); i++) {
+            Request request = requests[i];
+            int status = request.handle ? nixl->get_xfer_status(agent, request.handle) : p2p::nixl::DONE;
+            if (status < 0) return fail();
+            if (status == p2p::nixl::UNDER_WAY) continue;
+            if (request.handle) {
+                nixl->release_xfer_req(agent, request.handle);
+                nixl->destroy_xfer_req(request.handle);
+            }
+            requests.erase(requests.begin() + long(i));
+            *event = {P2P_PATH_DONE, 0, request.ticket, nullptr};
+            return 1;
+        }
+        return 0;
+    }
+
+    int tell_note(P2pPathEvent* event) {
+        Note note = notes[next++];
+        *event = {P2P_PATH_NOTE, uint32_t(note.bytes), 0, note.data};
+        return 1;
+    }
+
+    void forget_notes() {
+        if (notes.empty()) return;
+        notes.clear();
+        next = 0;
+        nixl->notif_map_clear(map);
+    }
+
+    int fetch_notes() {
+        forget_notes();
+        size_t agents = 0;
+        if (nixl->get_notifs(agent, map, nullptr) != 0 || nixl->notif_map_size(map, &agents) != 0) return -1;
+        if (agents == 0) return 0;
+        for (size_t i = 0; i < agents; i++) {
+            const char* name = nullptr;
+            size_t count = 0;
+            if (nixl->notif_map_get_agent_at(map, i, &name) != 0) return -1;
+            if (!other.empty() && other != name) continue;
+            if (nixl->notif_map_get_notifs_size(map, name, &count) != 0) return -1;
+            for (size_t j = 0; j < count; j++) {
+                Note note{};
+                if (nixl->notif_map_get_notif(map, name, j, &note.data, &note.bytes) != 0) return -1;
+                if (note.bytes > sizeof BEAT && note.bytes <= P2P_NOTE_BYTES) notes.push_back(note);
+            }
+        }
+        if (notes.empty()) nixl->notif_map_clear(map);
+        return 0;
+    }
+};
+
+namespace {
+
+P2pNixlPath* self_of(void* path) { return static_cast<P2pNixlPath*>(path); }
+
+constexpr P2pPathOps OPS = {
+    [](void* path, uint64_t ticket, uint64_t offset, const void* source, uint64_t bytes, const void* note,
+       uint32_t note_bytes) {
+        return self_of(path)->write(ticket, offset, source, bytes, note, note_bytes);
+    },
+    [](void* path, const void* note, uint32_t note_bytes) { return self_of(path)->tell(note, note_bytes); },
+    [](void* path, P2pPathEvent* event) { return self_of(path)->poll(event); },
+};
+
+}  // namespace
+
+P2P_API P2pNixlPath* p2p_nixl_path_new(const char* rail, void* memory, uint64_t nbytes, char* error,
+                                       uint64_t error_bytes) {
+    const Functions* nixl = p2p::nixl::functions();
+    const char* wrong = "NIXL is not loaded";
+    if (nixl) {
+        auto* path = new P2pNixlPath;
+        path->nixl = nixl;
+        wrong = path->open(rail, memory, nbytes);
+        if (!wrong) return path;
+        delete path;
+    }
+    std::snprintf(error, error_bytes, "%s", wrong);
+    return nullptr;
+}
+
+P2P_API void p2p_nixl_path_free(P2pNixlPath* path) { delete path; }
+
+P2P_API uint32_t p2p_nixl_path_address(const P2pNixlPath* path, void* out) {
+    std::memcpy(out, path->address.data(), path->address.size());
+    return uint32_t(path->address.size());
+}
+
+P2P_API int p2p_nixl_path_join(P2pNixlPath* path, const void* address, uint32_t bytes) {
+    return path->join(address, bytes);
+}
+
+P2P_API void p2p_nixl_path_beat(P2pNixlPath* path) { path->tell(&BEAT, sizeof BEAT); }
+
+P2P_API P2pPath p2p_nixl_path_ends(P2pNixlPath* path) { return {&OPS, path}; }

@@ -1,0 +1,439 @@
+"""The nixl transport: endpoints of different hosts, joined over UCX (RDMA, NVLink, TCP) on one rail or several.
+
+Bytes land in the owner's window by one-sided writes. What is put, and the frames that native code writes to
+`Peer.address`, goes out of an image of the window on this side. A rail that fails costs nothing but its bandwidth:
+see native/channel.h. Threads, connections and their ends are native/carrier.h's.
+
+A descriptor holds the token in the clear, and UCX over TCP encrypts nothing: the network is to be trusted.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+import threading
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Final, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from p2p import doorbell, nixl_native
+from p2p.descriptor import NAME_LIMIT, TOKEN_BYTES, WINDOW_LIMIT_BYTES, Descriptor, Transport, decode
+from p2p.endpoint import CONNECT_S, ConnectRefused, DescriptorInvalid, EndpointClosed, P2PError, PeerGone, Status
+from p2p.frame import check_words
+from p2p.shm_link import new_token
+
+# A put of 256 MB over 1 Gbit/s has 2 s left; one that does not move is given up after 0.1 s.
+CLOSE_S: Final = 5.0
+PIECE_LIMIT_BYTES: Final = 512 * 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class RailConfig:
+    """How rails are used and given up.
+
+    Args:
+        silence_ms: A rail that says nothing for so long, with writes under way, is doubted and then probed. TCP's
+            own first retransmission comes after 200 ms; a switch costs nothing but that rail.
+        grace_ms: Time for the probe's answer.
+        piece_bytes: A write is cut into pieces of so many, at most 512 KiB: incast hurts only above that.
+        reopen_first_s: From giving up a rail to trying it again.
+        reopen_last_s: The same after many failures, doubled each time in between.
+
+    Raises:
+        ValueError: a value is out of its bounds.
+    """
+
+    silence_ms: float = 100.0
+    grace_ms: float = 20.0
+    piece_bytes: int = 256 * 1024
+    reopen_first_s: float = 0.5
+    reopen_last_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        times = (self.silence_ms, self.grace_ms, self.reopen_first_s, self.reopen_last_s)
+        if not all(math.isfinite(value) and value > 0 for value in times):
+            raise ValueError(f"times of {times} given; each has to be positive.")
+        if self.reopen_last_s < self.reopen_first_s:
+            raise ValueError(
+                f"reopen_last_s {self.reopen_last_s} is under reopen_first_s {self.reopen_first_s}; raise it."
+            )
+        if not 4096 <= self.piece_bytes <= PIECE_LIMIT_BYTES:
+            raise ValueError(f"pieces of {self.piece_bytes} bytes; 4096 to {PIECE_LIMIT_BYTES} needed.")
+
+    def native(self) -> nixl_native.ChannelConfig:
+        """As native code reads it."""
+        return nixl_native.ChannelConfig(
+            piece_bytes=self.piece_bytes,
+            silence_ns=int(self.silence_ms * 1e6),
+            grace_ns=int(self.grace_ms * 1e6),
+            reopen_first_ns=int(self.reopen_first_s * 1e9),
+            reopen_last_ns=int(self.reopen_last_s * 1e9),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RailCounts:
+    """What one rail of a peer has done, and does."""
+
+    live: bool
+    generation: int
+    in_flight_bytes: int
+    bytes_per_s: int
+    sent_bytes: int
+    switch_ns: int
+
+
+def _new_memory(nbytes: int, flags: int = 0) -> NDArray[np.uint8]:
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | flags)
+    return np.frombuffer(memory, dtype=np.uint8)
+
+
+class NixlWindow:
+    """Memory that one peer writes from afar and this process reads. Made by `NixlEndpoint.export_window`."""
+
+    def __init__(self, endpoint: NixlEndpoint, offer: Descriptor, memory: NDArray[np.uint8], link: int) -> None:
+        self._endpoint = endpoint
+        self._offer = offer
+        self._memory: NDArray[np.uint8] | None = memory
+        self._link = link
+
+    @property
+    def address(self) -> int:
+        return int(self.memory.ctypes.data)
+
+    @property
+    def nbytes(self) -> int:
+        return self._offer.nbytes
+
+    @property
+    def incarnation(self) -> int:
+        return self._offer.incarnation
+
+    @property
+    def descriptor(self) -> bytes:
+        return self._offer.encode()
+
+    @property
+    def memory(self) -> NDArray[np.uint8]:
+        if self._memory is None:
+            raise EndpointClosed("this window was closed; export a new one.")
+        return self._memory
+
+    @property
+    def peer_incarnation(self) -> int:
+        return self._endpoint._ask(self, "p2p_link_peer_incarnation", 0)
+
+    @property
+    def liveness_fd(self) -> int:
+        """Hangs up when the peer can write no more; -1 once this window is closed."""
+        return self._endpoint._ask(self, "p2p_link_fd", -1)
+
+    def poll(self, offset: int, count: int, stride_bytes: int = 8) -> NDArray[np.uint64]:
+        """Read `count` signal words, the first at `offset`, each an acquire: u64[count].
+
+        Raises:
+            ValueError: a word would lie outside the window or off 8 bytes.
+        """
+        memory = self.memory
+        check_words(self.nbytes, offset, count, stride_bytes)
+        words = np.empty(count, dtype=np.uint64)
+        first = memory.ctypes.data + offset
+        self._endpoint.library.p2p_signals_load(first, stride_bytes, count, words.ctypes.data)
+        return words
+
+    def close(self) -> None:
+        """Withdraw the window; idempotent. When this returns, nothing that was sent to it lands any more."""
+        self._endpoint._close_link(self)
+
+
+class NixlPeer:
+    """Another endpoint's window, as an image that is sent. Made by `NixlEndpoint.connect`."""
+
+    def __init__(self, endpoint: NixlEndpoint, offer: Descriptor, image: NDArray[np.uint8], link: int) -> None:
+        self._endpoint = endpoint
+        self._offer = offer
+        self._memory: NDArray[np.uint8] | None = image
+        self._link = link
+
+    @property
+    def name(self) -> str:
+        return self._offer.name
+
+    @property
+    def address(self) -> int:
+        """The image: a frame that native code stores in a slot of it, signal last, is sent."""
+        return int(self._require_open().ctypes.data)
+
+    @property
+    def nbytes(self) -> int:
+        return self._offer.nbytes
+
+    @property
+    def incarnation(self) -> int:
+        return self._offer.incarnation
+
+    @property
+    def page_address(self) -> int:
+        """The doorbell page of this side's pump: its lane 0 is rung after a signal was stored in the image."""
+        self._require_open()
+        return self._endpoint._pump_page
+
+    @property
+    def liveness_fd(self) -> int:
+        """Hangs up when the owner is gone; -1 once this side disconnected."""
+        return self._endpoint._ask(self, "p2p_link_fd", -1)
+
+    def _require_open(self) -> NDArray[np.uint8]:
+        if self._memory is None:
+            raise EndpointClosed(f"this side disconnected from {self.name}; connect with a new descriptor.")
+        return self._memory
+
+
+L = TypeVar("L", NixlWindow, NixlPeer)
+
+
+class NixlEndpoint:
+    """One process's end of the nixl transport. A context manager; safe to use from several threads.
+
+    Args:
+        name: For logs and error messages, at most 255 bytes.
+        incarnation: Of this process's life; a restarted process has another.
+        lanes: Doorbells to offer, 1 to 63.
+        rails: Network devices to use, each for a path of its own; an empty name leaves the choice to UCX
+            (and its variable UCX_NET_DEVICES). Of two endpoints, equal places in this list meet.
+        config: How rails are used and given up.
+
+    Raises:
+        NixlMissing: NIXL is not installed, or another version.
+        P2PError: a rail is no device of this machine.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        incarnation: int,
+        lanes: int = 1,
+        *,
+        rails: tuple[str, ...] = ("",),
+        config: RailConfig | None = None,
+    ) -> None:
+        if not 1 <= len(name.encode()) <= NAME_LIMIT or not 0 <= incarnation < 1 << 64:
+            raise ValueError(
+                f"name {name!r}, incarnation {incarnation}: 1 to {NAME_LIMIT} bytes and a u64 needed."
+            )
+        header = doorbell.page_header(incarnation, lanes)
+        nixl_native.check_rails(rails)
+        self.name = name
+        self.incarnation = incarnation
+        self.lanes = lanes
+        self.rails = rails
+        self.library = nixl_native.load()
+        self._lock = threading.RLock()
+        self._links: list[NixlWindow | NixlPeer] = []
+        self._page = _new_memory(mmap.PAGESIZE)
+        self._page[: len(header)] = np.frombuffer(header, dtype=np.uint8)
+        names = (ctypes.c_char_p * len(rails))(*(rail.encode() for rail in rails))
+        self._carrier: int | None = self.library.p2p_carrier_new(
+            *(incarnation, names, len(rails), self._page.ctypes.data, lanes),
+            (config or RailConfig()).native(),
+        )
+        if self._carrier is None:
+            raise P2PError(f"no threads are left for endpoint {name}; raise the limit on processes (ulimit -u).")
+        self._pump_page = int(self.library.p2p_carrier_page(self._carrier))
+
+    def __enter__(self) -> NixlEndpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def page_address(self) -> int:
+        """This endpoint's own doorbell page: rung when a signal lands in one of its windows."""
+        self._require_open()
+        return int(self._page.ctypes.data)
+
+    def export_window(self, nbytes: int, incarnation: int | None = None) -> NixlWindow:
+        """Offer `nbytes` of zeroed memory to one peer, as the endpoint's incarnation unless given.
+
+        Takes 25 to 40 ms for each rail, and 0.5 s the first time in a process.
+
+        Raises:
+            ValueError: nbytes is out of bounds.
+            P2PError: no rail can be opened.
+        """
+        if not 1 <= nbytes <= WINDOW_LIMIT_BYTES:
+            raise ValueError(f"a window of {nbytes} bytes asked for; 1 to {WINDOW_LIMIT_BYTES} needed.")
+        carrier = self._require_open()
+        incarnation = self.incarnation if incarnation is None else incarnation
+        # Allocated now: without memory this fails here, and not in the token path.
+        memory, token = _new_memory(nbytes, mmap.MAP_POPULATE), new_token()
+        error = ctypes.create_string_buffer(nixl_native.ERROR_BYTES)
+        link = self.library.p2p_link_export(
+            *(carrier, memory.ctypes.data, nbytes, incarnation, token, error, len(error))
+        )
+        if link is None:
+            raise P2PError(f"{self._rails_text()} cannot be opened: {error.value.decode()}. {self._devices_text()}")
+        address = ctypes.create_string_buffer(nixl_native.LINK_ADDRESS_BYTES)
+        length = self.library.p2p_link_address(link, address)
+        offer = Descriptor(
+            transport=Transport.NIXL,
+            incarnation=incarnation,
+            nbytes=nbytes,
+            address=address.raw[:length],
+            name=self.name,
+            token=token,
+        )
+        return self._adopt(NixlWindow(self, offer, memory, link))
+
+    def connect(self, descriptor: bytes, timeout_s: float = CONNECT_S) -> NixlPeer:
+        """Join the window that the descriptor invites to, over every rail that answers in time.
+
+        Raises:
+            DescriptorInvalid: these bytes are no descriptor, or of another transport.
+            ConnectRefused: the owner is gone, does not answer in time, or refuses: which of them, it does not say.
+            OSError: there is no address space for an image of the window.
+        """
+        offer = decode(descriptor)
+        if offer.transport is not Transport.NIXL:
+            raise DescriptorInvalid(f"a {offer.transport.name} descriptor; this endpoint speaks NIXL.")
+        carrier = self._require_open()
+        image = _new_memory(offer.nbytes)
+        error = ctypes.create_string_buffer(nixl_native.ERROR_BYTES)
+        link = self.library.p2p_link_connect(
+            *(carrier, image.ctypes.data, offer.nbytes, offer.incarnation, offer.token),
+            *(offer.address, len(offer.address), int(timeout_s * 1e9), error, len(error)),
+        )
+        if link is None:
+            raise ConnectRefused(
+                f"{offer.name} cannot be joined over {self._rails_text()}: {error.value.decode()}. Its process has "
+                "ended or is out of reach, or the descriptor was withdrawn or taken: ask for a new one."
+            )
+        return self._adopt(NixlPeer(self, offer, image, link))
+
+    def put(
+        self, peer: NixlPeer, offset: int, source: bytes | bytearray | memoryview | NDArray[np.uint8]
+    ) -> None:
+        """Send bytes into the peer's window; they are there when a later signal is.
+
+        Raises:
+            ValueError: they would not fit.
+            EndpointClosed: this side disconnected.
+            PeerGone: the owner has ended or withdrew the window.
+        """
+        data = np.frombuffer(source, dtype=np.uint8)
+        if offset < 0 or offset + len(data) > peer.nbytes:
+            raise ValueError(f"{len(data)} bytes at {offset} do not lie in a window of {peer.nbytes}.")
+        with self._lock:
+            image = peer._require_open()
+            self._require_alive(peer)
+            image[offset : offset + len(data)] = data
+            self.library.p2p_link_put(peer._link, offset, len(data))
+
+    def signal(self, peer: NixlPeer, offset: int, value: int) -> None:
+        """Send a signal word: whoever sees it sees every earlier put as well.
+
+        Raises:
+            ValueError: the word would lie outside the window or off 8 bytes.
+            EndpointClosed: this side disconnected.
+            PeerGone: the owner has ended or withdrew the window.
+        """
+        check_words(peer.nbytes, offset)
+        with self._lock:
+            peer._require_open()
+            self._require_alive(peer)
+            self.library.p2p_link_signal(peer._link, offset, value)
+
+    def progress(self) -> None:
+        """Move what is under way on this thread; while it is called often, the transport's own thread rests."""
+        with self._lock:
+            if self._carrier is not None:
+                self.library.p2p_carrier_progress(self._carrier)
+
+    def status(self, link: NixlWindow | NixlPeer) -> Status:
+        """GONE once the other side has ended, disconnected or withdrawn, or this side has closed the link."""
+        return Status.ALIVE if self._ask(link, "p2p_link_alive", 0) else Status.GONE
+
+    def rail_counts(self, peer: NixlPeer) -> tuple[RailCounts, ...]:
+        """What each of the owner's rails carries, in their order; empty once this side disconnected."""
+        rails: list[RailCounts] = []
+        counts = nixl_native.PathCounts()
+        with self._lock:
+            while peer._memory is not None and (
+                self.library.p2p_link_rail_counts(peer._link, len(rails), ctypes.byref(counts)) == 0
+            ):
+                values = {name: getattr(counts, name) for name, _ in counts._fields_}
+                rails.append(RailCounts(**(values | {"live": bool(counts.live)})))
+        return tuple(rails)
+
+    def channel_counts(self, link: NixlWindow | NixlPeer) -> dict[str, int]:
+        """What the link's channel has done (P2pChannelCounts of native/channel.h); zeros once it is closed."""
+        counts = nixl_native.ChannelCounts()
+        with self._lock:
+            if link._memory is not None:
+                self.library.p2p_link_counts(link._link, ctypes.byref(counts))
+        return {name: getattr(counts, name) for name, _ in counts._fields_}
+
+    @property
+    def refused(self) -> int:
+        """Hellos and notes that were dropped since they made no sense, or came from the wrong side."""
+        with self._lock:
+            return self.library.p2p_carrier_refused(self._require_open())
+
+    def disconnect(self, peer: NixlPeer) -> None:
+        """Send what was put, as long as it moves, and leave; idempotent. Stop native code that writes first."""
+        self._close_link(peer)
+
+    def close(self) -> None:
+        """Leave nothing behind; idempotent. Stop native code that uses this endpoint's memory first."""
+        with self._lock:
+            links = sorted(self._links, key=lambda link: isinstance(link, NixlWindow))
+        # Peers first: what was put goes out while the windows still hear.
+        for link in links:
+            self._close_link(link)
+        with self._lock:
+            carrier, self._carrier = self._carrier, None
+        if carrier is not None:
+            self.library.p2p_carrier_free(carrier)
+
+    def _require_open(self) -> int:
+        if self._carrier is None:
+            raise EndpointClosed(f"endpoint {self.name} was closed; make a new one under a new incarnation.")
+        return self._carrier
+
+    def _require_alive(self, peer: NixlPeer) -> None:
+        if not self.library.p2p_link_alive(peer._link):
+            raise PeerGone(f"{peer.name} has ended or withdrew the window; use another.")
+
+    def _adopt(self, link: L) -> L:
+        with self._lock:
+            self._links.append(link)
+        return link
+
+    def _ask(self, link: NixlWindow | NixlPeer, function: str, closed: int) -> int:
+        with self._lock:
+            return closed if link._memory is None else int(getattr(self.library, function)(link._link))
+
+    def _close_link(self, link: NixlWindow | NixlPeer) -> None:
+        with self._lock:
+            if link not in self._links:
+                return
+            self._links.remove(link)
+            memory, link._memory = link._memory, None
+        # Not under the lock: it may take as long as the network does.
+        self.library.p2p_link_close(link._link, int(CLOSE_S * 1e9))
+        # Views keep the memory: what Python code still holds stays readable.
+        del memory
+
+    def _rails_text(self) -> str:
+        named = ", ".join(rail for rail in self.rails if rail)
+        return f"rails {named}" if named else "the rails that UCX chose"
+
+    def _devices_text(self) -> str:
+        return f"This machine has {', '.join(nixl_native.devices())}; name those to use in `rails`."

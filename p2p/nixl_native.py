@@ -1,0 +1,146 @@
+"""NIXL's library where it is installed, and the native half of the nixl transport (native/carrier.h), bound by ctypes.
+
+The package nixl-cu13 is looked up, never imported: its Python part and its build against CUDA are not needed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import socket
+from ctypes import POINTER, c_char_p, c_int, c_uint32, c_uint64, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+from p2p import native
+from p2p.endpoint import P2PError
+
+PACKAGE: Final = "nixl_cu13"
+ERROR_BYTES: Final = 512
+LINK_ADDRESS_BYTES: Final = 16384
+
+_INSTALL: Final = "Install it with `pip install --no-deps nixl-cu13` (after the CPU build of torch, where torch is used)"
+_INFINIBAND: Final = Path("/sys/class/infiniband")
+
+
+class NixlMissing(P2PError):
+    """The nixl transport cannot be used in this environment; the text says why and what to install."""
+
+
+class ChannelConfig(ctypes.Structure):
+    """P2pChannelConfig of native/channel.h."""
+
+    _fields_ = tuple(
+        (name, c_uint64)
+        for name in ("paths", "piece_bytes", "silence_ns", "grace_ns", "reopen_first_ns", "reopen_last_ns")
+    )
+
+
+class ChannelCounts(ctypes.Structure):
+    """P2pChannelCounts of native/channel.h."""
+
+    _fields_ = tuple(
+        (name, c_uint64)
+        for name in ("writes", "bytes", "sent_again", "repeated", "doubts", "closed", "opened", "waiting")
+    )
+
+
+class PathCounts(ctypes.Structure):
+    """P2pPathCounts of native/channel.h."""
+
+    _fields_ = (
+        ("live", c_uint32),
+        ("generation", c_uint32),
+        ("in_flight_bytes", c_uint64),
+        ("bytes_per_s", c_uint64),
+        ("sent_bytes", c_uint64),
+        ("switch_ns", c_uint64),
+    )
+
+
+_FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "p2p_nixl_load": (c_int, (c_char_p, c_char_p, c_uint64)),
+    "p2p_carrier_new": (
+        c_void_p,
+        (c_uint64, POINTER(c_char_p), c_uint32, c_void_p, c_uint32, POINTER(ChannelConfig)),
+    ),
+    "p2p_carrier_free": (None, (c_void_p,)),
+    "p2p_carrier_page": (c_void_p, (c_void_p,)),
+    "p2p_carrier_progress": (c_int, (c_void_p,)),
+    "p2p_carrier_refused": (c_uint64, (c_void_p,)),
+    "p2p_link_export": (c_void_p, (c_void_p, c_void_p, c_uint64, c_uint64, c_char_p, c_char_p, c_uint64)),
+    "p2p_link_address": (c_uint32, (c_void_p, c_void_p)),
+    "p2p_link_connect": (
+        c_void_p,
+        (
+            *(c_void_p, c_void_p, c_uint64, c_uint64, c_char_p),
+            *(c_char_p, c_uint32, c_uint64, c_char_p, c_uint64),
+        ),
+    ),
+    "p2p_link_close": (None, (c_void_p, c_uint64)),
+    "p2p_link_put": (c_int, (c_void_p, c_uint64, c_uint64)),
+    "p2p_link_signal": (c_int, (c_void_p, c_uint64, c_uint64)),
+    "p2p_link_alive": (c_int, (c_void_p,)),
+    "p2p_link_fd": (c_int, (c_void_p,)),
+    "p2p_link_peer_incarnation": (c_uint64, (c_void_p,)),
+    "p2p_link_counts": (None, (c_void_p, POINTER(ChannelCounts))),
+    "p2p_link_rail_counts": (c_int, (c_void_p, c_uint32, POINTER(PathCounts))),
+}
+
+
+def find_library() -> Path:
+    """Where the package keeps NIXL's C interface.
+
+    Raises:
+        NixlMissing: the package is not installed, or is laid out in another way.
+    """
+    spec = importlib.util.find_spec(PACKAGE)
+    if spec is None or spec.origin is None:
+        raise NixlMissing(f"Package nixl-cu13 is needed for the nixl transport and not found. {_INSTALL}.")
+    library = Path(spec.origin).parents[1] / f".{PACKAGE}.mesonpy.libs" / "libnixl_capi.so"
+    if not library.exists():
+        raise NixlMissing(f"{library} is needed and not found. {_INSTALL}; 1.5.1 is known to work.")
+    return library
+
+
+@cache
+def load() -> ctypes.CDLL:
+    """Load NIXL and declare this transport's functions. 0.2 s the first time; calls release the GIL.
+
+    Raises:
+        NixlMissing: there is no NIXL, or one whose C interface differs.
+        NativeMissing: this package's own library is not built.
+    """
+    library = native.load()
+    for name, (result, arguments) in _FUNCTIONS.items():
+        function = getattr(library, name)
+        function.restype = result
+        function.argtypes = arguments
+    error = ctypes.create_string_buffer(ERROR_BYTES)
+    if library.p2p_nixl_load(bytes(find_library()), error, ERROR_BYTES) != 0:
+        reason = error.value.decode(errors="replace")
+        raise NixlMissing(f"NIXL does not load: {reason}. Version 1.5.1 is needed. {_INSTALL.replace('13`', '13==1.5.1`')}.")
+    return library
+
+
+def devices() -> list[str]:
+    """Names that a rail can have on this machine: network interfaces, and RDMA devices as UCX calls them (`mlx5_0:1`)."""
+    found = [name for _, name in socket.if_nameindex()]
+    ports = sorted(_INFINIBAND.glob("*/ports/*")) if _INFINIBAND.is_dir() else []
+    return found + [f"{port.parents[1].name}:{port.name}" for port in ports]
+
+
+def check_rails(rails: tuple[str, ...]) -> None:
+    """Refuse rails that this machine does not have; an empty name is UCX's own choice.
+
+    Raises:
+        P2PError: a rail is unknown.
+        ValueError: none or more than 16 are named.
+    """
+    if not 1 <= len(rails) <= 16:
+        raise ValueError(f"{len(rails)} rails named; 1 to 16 needed.")
+    known = devices()
+    for rail in rails:
+        if rail and rail not in known:
+            raise P2PError(f"rail {rail!r} is no device of this machine; it has {', '.join(known)}.")
