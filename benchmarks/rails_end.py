@@ -13,6 +13,7 @@ import json
 import sys
 import time
 from collections import deque
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,10 @@ class End:
 
     def counts(self) -> dict[str, Any]:
         """Of the channel that this end writes, and of the one that it owns."""
-        return {"writes": self.endpoint.counts(self.peer), "reads": self.endpoint.counts(self.window)}
+        return {
+            "writes": self.endpoint.channel_counts(self.peer),
+            "reads": self.endpoint.channel_counts(self.window),
+        }
 
 
 def say(line: dict[str, Any]) -> None:
@@ -126,8 +130,13 @@ def write(plan: dict[str, Any]) -> None:
             sent[index] = number
         if now_s - reported_s > REPORT_S:
             reported_s = now_s
-            state = {"sent": number, "at_s": now_s, **end.counts(), "rails": end.endpoint.rail_counts(peer)}
-            progress.write_text(json.dumps(state | {"link": end.endpoint.link_state(peer)}))
+            state = {
+                "sent": number,
+                "at_s": now_s,
+                **end.counts(),
+                "rails": [asdict(rail) for rail in end.endpoint.rail_counts(peer)],
+            }
+            progress.write_text(json.dumps(state))
     say({"sent": number, "began_s": began_s, "ended_s": time.monotonic(), **end.counts()})
     sys.stdin.readline()
     end.endpoint.close()

@@ -22,7 +22,15 @@ from numpy.typing import NDArray
 
 from p2p import doorbell, nixl_native
 from p2p.descriptor import NAME_LIMIT, TOKEN_BYTES, WINDOW_LIMIT_BYTES, Descriptor, Transport, decode
-from p2p.endpoint import CONNECT_S, ConnectRefused, DescriptorInvalid, EndpointClosed, P2PError, PeerGone, Status
+from p2p.endpoint import (
+    CONNECT_S,
+    ConnectRefused,
+    DescriptorInvalid,
+    EndpointClosed,
+    P2PError,
+    PeerGone,
+    Status,
+)
 from p2p.frame import check_words
 from p2p.shm_link import new_token
 
@@ -95,7 +103,9 @@ def _new_memory(nbytes: int, flags: int = 0) -> NDArray[np.uint8]:
 class NixlWindow:
     """Memory that one peer writes from afar and this process reads. Made by `NixlEndpoint.export_window`."""
 
-    def __init__(self, endpoint: NixlEndpoint, offer: Descriptor, memory: NDArray[np.uint8], link: int) -> None:
+    def __init__(
+        self, endpoint: NixlEndpoint, offer: Descriptor, memory: NDArray[np.uint8], link: int
+    ) -> None:
         self._endpoint = endpoint
         self._offer = offer
         self._memory: NDArray[np.uint8] | None = memory
@@ -153,7 +163,9 @@ class NixlWindow:
 class NixlPeer:
     """Another endpoint's window, as an image that is sent. Made by `NixlEndpoint.connect`."""
 
-    def __init__(self, endpoint: NixlEndpoint, offer: Descriptor, image: NDArray[np.uint8], link: int) -> None:
+    def __init__(
+        self, endpoint: NixlEndpoint, offer: Descriptor, image: NDArray[np.uint8], link: int
+    ) -> None:
         self._endpoint = endpoint
         self._offer = offer
         self._memory: NDArray[np.uint8] | None = image
@@ -212,6 +224,8 @@ class NixlEndpoint:
         P2PError: a rail is no device of this machine.
     """
 
+    shares_doorbells: Final = False
+
     def __init__(
         self,
         name: str,
@@ -242,7 +256,9 @@ class NixlEndpoint:
             (config or RailConfig()).native(),
         )
         if self._carrier is None:
-            raise P2PError(f"no threads are left for endpoint {name}; raise the limit on processes (ulimit -u).")
+            raise P2PError(
+                f"no threads are left for endpoint {name}; raise the limit on processes (ulimit -u)."
+            )
         self._pump_page = int(self.library.p2p_carrier_page(self._carrier))
 
     def __enter__(self) -> NixlEndpoint:
@@ -279,7 +295,9 @@ class NixlEndpoint:
             *(carrier, memory.ctypes.data, nbytes, incarnation, token, error, len(error))
         )
         if link is None:
-            raise P2PError(f"{self._rails_text()} cannot be opened: {error.value.decode()}. {self._devices_text()}")
+            raise P2PError(
+                f"{self._rails_text()} cannot be opened: {error.value.decode()}. {self._devices_text()}"
+            )
         address = ctypes.create_string_buffer(nixl_native.LINK_ADDRESS_BYTES)
         length = self.library.p2p_link_address(link, address)
         offer = Descriptor(

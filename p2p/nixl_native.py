@@ -20,7 +20,9 @@ PACKAGE: Final = "nixl_cu13"
 ERROR_BYTES: Final = 512
 LINK_ADDRESS_BYTES: Final = 16384
 
-_INSTALL: Final = "Install it with `pip install --no-deps nixl-cu13` (after the CPU build of torch, where torch is used)"
+_INSTALL: Final = (
+    "Install it with `pip install --no-deps nixl-cu13` (after the CPU build of torch, where torch is used)"
+)
 _INFINIBAND: Final = Path("/sys/class/infiniband")
 
 
@@ -120,7 +122,9 @@ def load() -> ctypes.CDLL:
     error = ctypes.create_string_buffer(ERROR_BYTES)
     if library.p2p_nixl_load(bytes(find_library()), error, ERROR_BYTES) != 0:
         reason = error.value.decode(errors="replace")
-        raise NixlMissing(f"NIXL does not load: {reason}. Version 1.5.1 is needed. {_INSTALL.replace('13`', '13==1.5.1`')}.")
+        raise NixlMissing(
+            f"NIXL does not load: {reason}. Version 1.5.1 is needed. {_INSTALL.replace('13`', '13==1.5.1`')}."
+        )
     return library
 
 
