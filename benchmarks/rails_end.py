@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from p2p.nixl import NixlEndpoint, NixlPeer, NixlWindow
 
 from p2p import Status, WindowLayout, native
+from p2p.nixl import NixlEndpoint, NixlPeer, NixlWindow
 
 OWNER, WRITER = 31, 32
 CREDITS = WindowLayout(slots=1, payload_bytes=8192)

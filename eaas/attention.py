@@ -34,8 +34,8 @@ from experts.kernels import numerics_class
 from experts.model import Dtype, ExpertShape
 from experts.native import IsaUnavailable, NativeMissing
 from p2p.cores import named_cores
-from p2p.native import NativeMissing as TransportMissing
 from p2p.endpoint import P2PError
+from p2p.native import NativeMissing as TransportMissing
 from p2p.transport import HELP as TRANSPORT_HELP
 from p2p.transport import TransportChoice
 from router import child

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from p2p import doorbell, nixl_native
-from p2p.descriptor import NAME_LIMIT, TOKEN_BYTES, WINDOW_LIMIT_BYTES, Descriptor, Transport, decode
+from p2p.descriptor import NAME_LIMIT, WINDOW_LIMIT_BYTES, Descriptor, Transport, decode
 from p2p.endpoint import (
     CONNECT_S,
     ConnectRefused,

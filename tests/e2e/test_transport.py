@@ -9,7 +9,6 @@ import signal
 import threading
 import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
