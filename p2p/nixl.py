@@ -21,8 +21,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from p2p import doorbell, nixl_native
-from p2p.descriptor import NAME_LIMIT, TOKEN_BYTES, WINDOW_LIMIT_BYTES, Descriptor, Transport, decode
-from p2p.endpoint import CONNECT_S, ConnectRefused, DescriptorInvalid, EndpointClosed, P2PError, PeerGone, Status
+from p2p.descriptor import NAME_LIMIT, WINDOW_LIMIT_BYTES, Descriptor, Transport, decode
+from p2p.endpoint import (
+    CONNECT_S,
+    ConnectRefused,
+    DescriptorInvalid,
+    EndpointClosed,
+    P2PError,
+    PeerGone,
+    Status,
+)
 from p2p.frame import check_words
 from p2p.shm_link import new_token
 
@@ -95,7 +103,9 @@ def _new_memory(nbytes: int, flags: int = 0) -> NDArray[np.uint8]:
 class NixlWindow:
     """Memory that one peer writes from afar and this process reads. Made by `NixlEndpoint.export_window`."""
 
-    def __init__(self, endpoint: NixlEndpoint, offer: Descriptor, memory: NDArray[np.uint8], link: int) -> None:
+    def __init__(
+        self, endpoint: NixlEndpoint, offer: Descriptor, memory: NDArray[np.uint8], link: int
+    ) -> None:
         self._endpoint = endpoint
         self._offer = offer
         self._memory: NDArray[np.uint8] | None = memory
@@ -153,7 +163,9 @@ class NixlWindow:
 class NixlPeer:
     """Another endpoint's window, as an image that is sent. Made by `NixlEndpoint.connect`."""
 
-    def __init__(self, endpoint: NixlEndpoint, offer: Descriptor, image: NDArray[np.uint8], link: int) -> None:
+    def __init__(
+        self, endpoint: NixlEndpoint, offer: Descriptor, image: NDArray[np.uint8], link: int
+    ) -> None:
         self._endpoint = endpoint
         self._offer = offer
         self._memory: NDArray[np.uint8] | None = image
@@ -242,7 +254,9 @@ class NixlEndpoint:
             (config or RailConfig()).native(),
         )
         if self._carrier is None:
-            raise P2PError(f"no threads are left for endpoint {name}; raise the limit on processes (ulimit -u).")
+            raise P2PError(
+                f"no threads are left for endpoint {name}; raise the limit on processes (ulimit -u)."
+            )
         self._pump_page = int(self.library.p2p_carrier_page(self._carrier))
 
     def __enter__(self) -> NixlEndpoint:
@@ -279,7 +293,9 @@ class NixlEndpoint:
             *(carrier, memory.ctypes.data, nbytes, incarnation, token, error, len(error))
         )
         if link is None:
-            raise P2PError(f"{self._rails_text()} cannot be opened: {error.value.decode()}. {self._devices_text()}")
+            raise P2PError(
+                f"{self._rails_text()} cannot be opened: {error.value.decode()}. {self._devices_text()}"
+            )
         address = ctypes.create_string_buffer(nixl_native.LINK_ADDRESS_BYTES)
         length = self.library.p2p_link_address(link, address)
         offer = Descriptor(
@@ -368,7 +384,7 @@ class NixlEndpoint:
             while peer._memory is not None and (
                 self.library.p2p_link_rail_counts(peer._link, len(rails), ctypes.byref(counts)) == 0
             ):
-                values = {name: getattr(counts, name) for name, _ in counts._fields_}
+                values = {field[0]: getattr(counts, field[0]) for field in counts._fields_}
                 rails.append(RailCounts(**(values | {"live": bool(counts.live)})))
         return tuple(rails)
 
@@ -378,7 +394,7 @@ class NixlEndpoint:
         with self._lock:
             if link._memory is not None:
                 self.library.p2p_link_counts(link._link, ctypes.byref(counts))
-        return {name: getattr(counts, name) for name, _ in counts._fields_}
+        return {field[0]: getattr(counts, field[0]) for field in counts._fields_}
 
     @property
     def refused(self) -> int:

@@ -20,7 +20,9 @@ PACKAGE: Final = "nixl_cu13"
 ERROR_BYTES: Final = 512
 LINK_ADDRESS_BYTES: Final = 16384
 
-_INSTALL: Final = "Install it with `pip install --no-deps nixl-cu13` (after the CPU build of torch, where torch is used)"
+_INSTALL: Final = (
+    "Install it with `pip install --no-deps nixl-cu13` (after the CPU build of torch, where torch is used)"
+)
 _INFINIBAND: Final = Path("/sys/class/infiniband")
 
 
@@ -120,12 +122,14 @@ def load() -> ctypes.CDLL:
     error = ctypes.create_string_buffer(ERROR_BYTES)
     if library.p2p_nixl_load(bytes(find_library()), error, ERROR_BYTES) != 0:
         reason = error.value.decode(errors="replace")
-        raise NixlMissing(f"NIXL does not load: {reason}. Version 1.5.1 is needed. {_INSTALL.replace('13`', '13==1.5.1`')}.")
+        raise NixlMissing(
+            f"NIXL does not load: {reason}. Version 1.5.1 is needed. {_INSTALL.replace('13`', '13==1.5.1`')}."
+        )
     return library
 
 
 def devices() -> list[str]:
-    """Names that a rail can have on this machine: network interfaces, and RDMA devices as UCX calls them (`mlx5_0:1`)."""
+    """What a rail can be called on this machine: network interfaces, and RDMA ports as UCX names them (`mlx5_0:1`)."""
     found = [name for _, name in socket.if_nameindex()]
     ports = sorted(_INFINIBAND.glob("*/ports/*")) if _INFINIBAND.is_dir() else []
     return found + [f"{port.parents[1].name}:{port.name}" for port in ports]

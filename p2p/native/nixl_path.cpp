@@ -20,6 +20,8 @@ using p2p::nixl::Handle;
 constexpr uint32_t ADDRESS_HEADER = 16;
 constexpr size_t LOOKS = 4;  // requests asked after in one poll
 constexpr char BEAT = 0;     // shorter than any note
+constexpr uint64_t BEAT_NS = 20'000'000;
+constexpr uint64_t SLOW_BEAT_NS = 320'000'000;  // a frozen process leaves these in the kernel's buffers
 
 struct Request {
     uint64_t ticket;
@@ -56,6 +58,8 @@ struct P2pNixlPath {
     std::string other;  // name of the other end's agent; empty until joined
     uint64_t other_memory = 0, other_bytes = 0;
     bool broken = false;
+    bool heard = true;  // since the last beat
+    uint64_t beat_ns = BEAT_NS, next_beat_ns = 0;
     std::deque<Request> requests;
     std::vector<Note> notes;  // of the last fetch, from `next` on not yet told
     size_t next = 0;
@@ -179,10 +183,11 @@ struct P2pNixlPath {
 
     int poll(P2pPathEvent* event) {
         if (next < notes.size()) return tell_note(event);
-        if (broken) return -1;
-        if (int result = poll_requests(event)) return result;
-        if (fetch_notes() < 0) return fail();
-        return next < notes.size() ? tell_note(event) : 0;
+        if (!broken && poll_requests(event) > 0) return 1;
+        // What had come before it broke is told first.
+        if (fetch_notes() < 0) broken = true;
+        if (next < notes.size()) return tell_note(event);
+        return broken ? -1 : 0;
     }
 
     int poll_requests(P2pPathEvent* event) {
@@ -196,10 +201,19 @@ struct P2pNixlPath {
                 nixl->destroy_xfer_req(request.handle);
             }
             requests.erase(requests.begin() + long(i));
+            heard = true;
             *event = {P2P_PATH_DONE, 0, request.ticket, nullptr};
             return 1;
         }
         return 0;
+    }
+
+    void beat(uint64_t now_ns) {
+        if (now_ns < next_beat_ns) return;
+        beat_ns = heard ? BEAT_NS : std::min(beat_ns * 5 / 4, SLOW_BEAT_NS);
+        next_beat_ns = now_ns + beat_ns;
+        heard = false;
+        tell(&BEAT, sizeof BEAT);
     }
 
     int tell_note(P2pPathEvent* event) {
@@ -226,6 +240,7 @@ struct P2pNixlPath {
             if (nixl->notif_map_get_agent_at(map, i, &name) != 0) return -1;
             if (!other.empty() && other != name) continue;
             if (nixl->notif_map_get_notifs_size(map, name, &count) != 0) return -1;
+            heard = true;
             for (size_t j = 0; j < count; j++) {
                 Note note{};
                 if (nixl->notif_map_get_notif(map, name, j, &note.data, &note.bytes) != 0) return -1;
@@ -278,6 +293,6 @@ P2P_API int p2p_nixl_path_join(P2pNixlPath* path, const void* address, uint32_t 
     return path->join(address, bytes);
 }
 
-P2P_API void p2p_nixl_path_beat(P2pNixlPath* path) { path->tell(&BEAT, sizeof BEAT); }
+P2P_API void p2p_nixl_path_beat(P2pNixlPath* path, uint64_t now_ns) { path->beat(now_ns); }
 
 P2P_API P2pPath p2p_nixl_path_ends(P2pNixlPath* path) { return {&OPS, path}; }

@@ -28,6 +28,7 @@ P2P_API void p2p_nixl_path_free(P2pNixlPath* path);
 P2P_API uint32_t p2p_nixl_path_address(const P2pNixlPath* path, void* out);
 // Who the other end is; from now on nobody else is heard. 0, or -1: this is no address. Once.
 P2P_API int p2p_nixl_path_join(P2pNixlPath* path, const void* address, uint32_t bytes);
-// Asks the transport whether the other end is still connected: without traffic it does not say. Costs a message.
-P2P_API void p2p_nixl_path_beat(P2pNixlPath* path);
+// Sends a byte every 20 ms, less often to an end that is silent: without traffic the transport does not say that
+// the other end has gone.
+P2P_API void p2p_nixl_path_beat(P2pNixlPath* path, uint64_t now_ns);
 P2P_API P2pPath p2p_nixl_path_ends(P2pNixlPath* path);
