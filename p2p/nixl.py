@@ -386,7 +386,7 @@ class NixlEndpoint:
             while peer._memory is not None and (
                 self.library.p2p_link_rail_counts(peer._link, len(rails), ctypes.byref(counts)) == 0
             ):
-                values = {name: getattr(counts, name) for name, _ in counts._fields_}
+                values = {field[0]: getattr(counts, field[0]) for field in counts._fields_}
                 rails.append(RailCounts(**(values | {"live": bool(counts.live)})))
         return tuple(rails)
 
@@ -396,7 +396,7 @@ class NixlEndpoint:
         with self._lock:
             if link._memory is not None:
                 self.library.p2p_link_counts(link._link, ctypes.byref(counts))
-        return {name: getattr(counts, name) for name, _ in counts._fields_}
+        return {field[0]: getattr(counts, field[0]) for field in counts._fields_}
 
     @property
     def refused(self) -> int:

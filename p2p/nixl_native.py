@@ -129,7 +129,7 @@ def load() -> ctypes.CDLL:
 
 
 def devices() -> list[str]:
-    """Names that a rail can have on this machine: network interfaces, and RDMA devices as UCX calls them (`mlx5_0:1`)."""
+    """What a rail can be called on this machine: network interfaces, and RDMA ports as UCX names them (`mlx5_0:1`)."""
     found = [name for _, name in socket.if_nameindex()]
     ports = sorted(_INFINIBAND.glob("*/ports/*")) if _INFINIBAND.is_dir() else []
     return found + [f"{port.parents[1].name}:{port.name}" for port in ports]

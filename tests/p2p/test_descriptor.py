@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -67,6 +69,16 @@ def test_fields_out_of_bounds_are_refused_before_they_travel(change: dict[str, o
     }
     with pytest.raises(ValueError, match=message):
         Descriptor(**(fields | change)).encode()  # type: ignore[arg-type]
+
+
+def test_only_nixl_addresses_may_be_long() -> None:
+    fields = {"incarnation": 1, "nbytes": 1, "name": "n", "token": bytes(32)}
+    for transport in Transport:
+        limit = 16384 if transport is Transport.NIXL else 107
+        longest = Descriptor(transport=transport, address=b"a" * limit, **fields)  # type: ignore[arg-type]
+        assert decode(longest.encode()) == longest
+        with pytest.raises(ValueError, match=f"an address of {limit + 1} bytes; 1 to {limit} needed"):
+            replace(longest, address=b"a" * (limit + 1)).encode()
 
 
 def test_the_token_does_not_show() -> None:
