@@ -1,0 +1,236 @@
+#include "p2p/native/monitor.h"
+
+#include <algorithm>
+#include <atomic>
+#include <bit>
+#include <memory>
+#include <new>
+
+namespace {
+
+using Wide = unsigned __int128;
+
+constexpr uint64_t BUCKET_NS = P2P_MONITOR_HISTORY_NS / 16;
+constexpr uint32_t BUCKETS = 32;  // 16 closed ones of BUCKET_NS cover the history; a power of two above that
+static_assert(std::has_single_bit(BUCKETS) && std::has_single_bit(P2P_MONITOR_WRITES));
+
+// Some completed writes: their bytes, the busy time they took, and the most bytes outstanding before one.
+struct Writes {
+    uint64_t bytes = 0;
+    uint64_t ns = 0;
+    uint64_t count = 0;
+    uint64_t most = 0;
+
+    void add(const Writes& other) {
+        bytes += other.bytes, ns += other.ns, count += other.count;
+        most = std::max(most, other.most);
+    }
+    void remove(const Writes& other) { bytes -= other.bytes, ns -= other.ns, count -= other.count; }
+    uint64_t bandwidth() const {
+        return ns ? static_cast<uint64_t>(static_cast<double>(bytes) * 1e9 / static_cast<double>(ns)) : 0;
+    }
+};
+
+// What the last P2P_MONITOR_HISTORY_NS of busy time were like.
+struct History {
+    Writes usual;
+    Writes closed[BUCKETS];
+    uint32_t first = 0, end = 0;
+    Writes open;
+
+    bool known() const { return usual.ns >= P2P_MONITOR_HISTORY_NS; }
+    Writes& bucket(uint32_t index) { return closed[index % BUCKETS]; }
+
+    void close() {
+        bucket(end++) = open;
+        usual.add(open);
+        open = {};
+        while (usual.ns - bucket(first).ns >= P2P_MONITOR_HISTORY_NS) usual.remove(bucket(first++));
+        usual.most = 0;
+        for (uint32_t i = first; i != end; i++) usual.most = std::max(usual.most, bucket(i).most);
+    }
+};
+
+// Written by the feeder alone, so a load and a store make an addition.
+struct alignas(64) Published {
+    std::atomic<uint64_t> bandwidth{0}, mean_bandwidth{0}, outstanding{0}, most_outstanding{0};
+    std::atomic<uint64_t> writes{0}, bytes{0}, anomalies{0}, dropped{0}, changed_ns{0}, state{0};
+};
+static_assert(std::atomic<uint64_t>::is_always_lock_free);
+
+uint64_t get(const std::atomic<uint64_t>& word) { return word.load(std::memory_order_relaxed); }
+void set(std::atomic<uint64_t>& word, uint64_t value) { word.store(value, std::memory_order_relaxed); }
+void add(std::atomic<uint64_t>& word, uint64_t value) { set(word, get(word) + value); }
+
+}  // namespace
+
+struct P2pMonitor {
+    // The feeder's own.
+    uint64_t outstanding = 0;
+    uint64_t mark_ns = 0;  // the last completion, or the post that ended a pause
+    bool marked = false;
+    bool slow = false;
+    uint32_t next = 0;        // of `recent`
+    uint32_t lows = 0;        // windows found low, since one whose bandwidth was not
+    uint32_t others = 0;      // since the last of them
+    Writes recent[P2P_MONITOR_WRITES];
+    Writes window;  // their sum; `most` is unused
+    History history;
+    uint32_t lost = 0;  // records since the last one that found room
+
+    Published published;
+
+    // Records: one producer, one consumer.
+    alignas(64) std::atomic<uint32_t> tail{0};
+    uint32_t head_seen = 0;
+    alignas(64) std::atomic<uint32_t> head{0};
+    std::unique_ptr<P2pMonitorRecord[]> ring;
+    uint32_t capacity = 0;
+
+    void begin_window() {
+        std::fill(std::begin(recent), std::end(recent), Writes{});
+        window = {};
+        lows = others = 0;
+    }
+
+    void slide(const Writes& write) {
+        Writes& place = recent[next++ % P2P_MONITOR_WRITES];
+        if (place.count && !slow) history.open.add(place);
+        window.remove(place);
+        place = write;
+        window.add(place);
+    }
+
+    // Whether what is outstanding takes more than `times` the usual maximum to drain. As products, because
+    // quotients of integers lose; 128 bits hold them for any channel below 1 TB/s.
+    bool drains_longer_than(unsigned times) const {
+        uint64_t most = 0;
+        for (const Writes& write : recent) most = std::max(most, write.most);
+        const Writes& usual = history.usual;
+        return Wide(most) * window.ns * usual.bytes > Wide(usual.most) * usual.ns * window.bytes * times;
+    }
+
+    bool bandwidth_below(unsigned part, unsigned of) const {
+        const Writes& usual = history.usual;
+        return Wide(window.bytes) * usual.ns * of < Wide(usual.bytes) * window.ns * part;
+    }
+
+    bool longer_than_usual() const {
+        return Wide(window.ns) * history.usual.count > Wide(history.usual.ns) * window.count;
+    }
+
+    void count_low(bool judged) {
+        if (!judged || !bandwidth_below(1, 2)) {
+            lows = others = 0;
+        } else if (longer_than_usual() && drains_longer_than(2)) {
+            lows++, others = 0;
+        } else if (++others > P2P_MONITOR_WRITES) {
+            lows = others = 0;
+        }
+    }
+
+    void judge(uint64_t now_ns) {
+        bool judged = window.count == P2P_MONITOR_WRITES && window.ns && history.known();
+        if (slow) {
+            if (judged && (!bandwidth_below(3, 4) || !drains_longer_than(1))) turn(false, now_ns);
+            return;
+        }
+        count_low(judged);
+        if (lows > P2P_MONITOR_WRITES) {
+            history.open = {};
+            turn(true, now_ns);
+            add(published.anomalies, 1);
+        } else if (!lows && !others && history.open.ns >= BUCKET_NS) {
+            history.close();
+            set(published.mean_bandwidth, history.known() ? history.usual.bandwidth() : 0);
+            set(published.most_outstanding, history.usual.most);
+        }
+    }
+
+    void turn(bool to_slow, uint64_t now_ns) {
+        slow = to_slow;
+        lows = others = 0;
+        set(published.changed_ns, now_ns);
+        set(published.state, slow ? P2P_MONITOR_SLOW : P2P_MONITOR_OK);
+    }
+
+    void keep(uint64_t now_ns, uint64_t posted_ns, uint64_t bytes, uint64_t bandwidth) {
+        uint32_t at = tail.load(std::memory_order_relaxed);
+        if (at - head_seen == capacity) head_seen = head.load(std::memory_order_acquire);
+        if (at - head_seen == capacity) {
+            lost++;
+            add(published.dropped, 1);
+            return;
+        }
+        ring[at & (capacity - 1)] = {posted_ns, now_ns, bytes, outstanding, bandwidth, slow, lost};
+        lost = 0;
+        tail.store(at + 1, std::memory_order_release);
+    }
+};
+
+P2P_API P2pMonitor* p2p_monitor_new(uint32_t ring_records) {
+    if (ring_records < 1 || ring_records > P2P_MONITOR_RECORDS_LIMIT) return nullptr;
+    std::unique_ptr<P2pMonitor> monitor{new (std::nothrow) P2pMonitor};
+    if (!monitor) return nullptr;
+    monitor->capacity = std::bit_ceil(ring_records);
+    // Written once here, so that no page of it is first touched by a write that somebody waits for.
+    monitor->ring.reset(new (std::nothrow) P2pMonitorRecord[monitor->capacity]());
+    return monitor->ring ? monitor.release() : nullptr;
+}
+
+P2P_API void p2p_monitor_free(P2pMonitor* monitor) { delete monitor; }
+
+P2P_API void p2p_monitor_posted(P2pMonitor* monitor, uint64_t now_ns, uint64_t bytes) {
+    if (!monitor || !bytes) return;
+    if (!monitor->outstanding) {
+        monitor->mark_ns = now_ns;
+        monitor->marked = true;
+    }
+    monitor->outstanding += bytes;
+    set(monitor->published.outstanding, monitor->outstanding);
+}
+
+P2P_API void p2p_monitor_completed(P2pMonitor* monitor, uint64_t now_ns, uint64_t posted_ns, uint64_t bytes) {
+    if (!monitor || !bytes) return;
+    P2pMonitor& m = *monitor;
+    uint64_t before = m.outstanding;
+    m.outstanding -= std::min(bytes, before);
+    // The first after a cut tells only where the next one begins.
+    if (m.marked) m.slide({bytes, now_ns - std::min(now_ns, m.mark_ns), 1, before});
+    m.mark_ns = now_ns;
+    m.marked = true;
+    m.judge(now_ns);
+    uint64_t bandwidth = m.window.count == P2P_MONITOR_WRITES ? m.window.bandwidth() : 0;
+    m.keep(now_ns, posted_ns, bytes, bandwidth);
+    set(m.published.bandwidth, bandwidth);
+    set(m.published.outstanding, m.outstanding);
+    add(m.published.writes, 1);
+    add(m.published.bytes, bytes);
+}
+
+P2P_API void p2p_monitor_abandoned(P2pMonitor* monitor, uint64_t bytes) {
+    if (!monitor) return;
+    monitor->outstanding -= std::min(bytes, monitor->outstanding);
+    monitor->marked = false;
+    monitor->begin_window();
+    set(monitor->published.outstanding, monitor->outstanding);
+    set(monitor->published.bandwidth, 0);
+}
+
+P2P_API void p2p_monitor_read(const P2pMonitor* monitor, P2pMonitorState* out) {
+    *out = {};
+    if (!monitor) return;
+    const Published& p = monitor->published;
+    *out = {get(p.bandwidth), get(p.mean_bandwidth), get(p.outstanding), get(p.most_outstanding),
+            get(p.writes),    get(p.bytes),          get(p.anomalies),   get(p.dropped),
+            get(p.changed_ns), get(p.state)};
+}
+
+P2P_API uint32_t p2p_monitor_drain(P2pMonitor* monitor, P2pMonitorRecord* out, uint32_t capacity) {
+    if (!monitor) return 0;
+    uint32_t from = monitor->head.load(std::memory_order_relaxed);
+    uint32_t count = std::min(capacity, monitor->tail.load(std::memory_order_acquire) - from);
+    for (uint32_t i = 0; i < count; i++) out[i] = monitor->ring[(from + i) & (monitor->capacity - 1)];
+    monitor->head.store(from + count, std::memory_order_release);
+    return count;
+}

@@ -1,0 +1,90 @@
+// The window monitor: is one channel slower than it was a moment ago? It has no clock, takes no lock and
+// allocates only when it is made; one thread feeds it, any other may read it.
+//
+// The feeder says when a write was posted and when it completed. Posted means handed to the channel, whether on
+// the wire yet or in the channel's own queue, so that what is outstanding shows what the channel owes. Each
+// posted write ends in exactly one completion (in any order) or in an abandonment. Times are nanoseconds of one
+// monotonic clock and never run backwards.
+//
+// Over the last W = 8 completed writes:
+//   bandwidth = bytes / (last completion - first post), without the time in which nothing was outstanding. A
+//       write that was posted behind others counts from the completion before its own: else a burst would look
+//       slow for no reason but the queue it made. So idle gaps are no zeros, and a queue is no slowness.
+//   outstanding = the most bytes outstanding just before one of the W completed.
+// Usual is what the last 50 ms of busy time were like, W writes and more ago: mean bandwidth, mean time of W
+// writes, most bytes outstanding. A write joins them when it leaves the window, in buckets of 1/16 (at least
+// one write each). Busy time, because a pause says nothing; there is no verdict before 50 ms of it are known.
+//
+// A window is low when all three hold:
+//   bandwidth < 1/2 of the usual mean
+//   outstanding > 2 x the usual maximum, each as the time that it takes to drain: outstanding / bandwidth.
+//       In bytes, a sender that always keeps its cap full could never double anything, and its slow link would
+//       never be seen; in time, any channel that was owed twice its maximum in bytes passes too. A sender that
+//       merely goes from a full pipe to one write at a time halves the bandwidth, but waits less: not low.
+//   its W writes took longer than W writes usually do. Smaller writes carry fewer bytes a second over the same
+//       link, but never in more time.
+// Anomaly: more than W windows are low with neither a bandwidth above half nor W others between them. One stall,
+// however long (the process was not run, say), is in exactly W windows and is no slow link. Writes that leave
+// the window meanwhile join what is usual only if no anomaly comes of it, and none do during one: a slow link
+// must not become the usual one.
+// Recovered: bandwidth is at least 3/4 of the mean again, or what is outstanding drains in the usual time (a
+// sender that has turned to small writes would otherwise never be cleared).
+//
+// It judges at completions only: a channel on which nothing completes is its prober's business. Of completions
+// with equal times in groups larger than W it sees little.
+#pragma once
+#include <cstdint>
+
+#include "p2p/native/api.h"
+
+constexpr uint32_t P2P_MONITOR_WRITES = 8;                   // W
+constexpr uint64_t P2P_MONITOR_HISTORY_NS = 50'000'000;      // of busy time
+constexpr uint32_t P2P_MONITOR_RECORDS_LIMIT = 1u << 20;
+
+enum {
+    P2P_MONITOR_OK = 0,
+    P2P_MONITOR_SLOW = 1,
+};
+
+struct P2pMonitor;
+
+// One completed write, and the channel after it.
+struct P2pMonitorRecord {
+    uint64_t posted_ns;
+    uint64_t completed_ns;
+    uint64_t bytes;
+    uint64_t outstanding;  // bytes
+    uint64_t bandwidth;    // bytes per second over the window; 0 while it is not full or took no time
+    uint32_t state;        // P2P_MONITOR_*
+    uint32_t dropped;      // records lost just before this one, for want of room
+};
+
+// Each field is whole; two of them may be a write apart.
+struct P2pMonitorState {
+    uint64_t bandwidth;        // bytes per second over the window; 0 while it is not full or took no time
+    uint64_t mean_bandwidth;   // the usual one; 0 while unknown
+    uint64_t outstanding;      // bytes, now
+    uint64_t most_outstanding; // the usual maximum
+    uint64_t writes;           // completed, ever
+    uint64_t bytes;            // completed, ever
+    uint64_t anomalies;
+    uint64_t dropped;     // records that found the ring full
+    uint64_t changed_ns;  // when the state last changed; 0: never
+    uint64_t state;       // P2P_MONITOR_*
+};
+
+// ring_records: 1 to P2P_MONITOR_RECORDS_LIMIT, rounded up to a power of two. Null where it is not, or without
+// memory. The other functions take null for a monitor that is off.
+P2P_API P2pMonitor* p2p_monitor_new(uint32_t ring_records);
+P2P_API void p2p_monitor_free(P2pMonitor* monitor);
+
+// For the feeder. A write of no bytes is ignored.
+P2P_API void p2p_monitor_posted(P2pMonitor* monitor, uint64_t now_ns, uint64_t bytes);
+P2P_API void p2p_monitor_completed(P2pMonitor* monitor, uint64_t now_ns, uint64_t posted_ns, uint64_t bytes);
+// These bytes will not complete: the channel was cut. The window begins anew; what is usual stays.
+P2P_API void p2p_monitor_abandoned(P2pMonitor* monitor, uint64_t bytes);
+
+// From any thread; zeros for null.
+P2P_API void p2p_monitor_read(const P2pMonitor* monitor, P2pMonitorState* out);
+// From one thread at a time: moves the oldest records, up to `capacity`, to `out` and returns their number.
+P2P_API uint32_t p2p_monitor_drain(P2pMonitor* monitor, P2pMonitorRecord* out, uint32_t capacity);
