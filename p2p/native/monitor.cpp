@@ -115,14 +115,14 @@ struct P2pMonitor {
         return Wide(window.bytes) * usual.ns * of < Wide(usual.bytes) * window.ns * part;
     }
 
-    bool longer_than_usual() const {
-        return Wide(window.ns) * history.usual.count > Wide(history.usual.ns) * window.count;
+    bool lasts_over_half_the_usual() const {
+        return Wide(window.ns) * history.usual.count * 2 > Wide(history.usual.ns) * window.count;
     }
 
     void count_low(bool judged) {
         if (!judged || !bandwidth_below(1, 2)) {
             lows = others = 0;
-        } else if (longer_than_usual() && drains_longer_than(2)) {
+        } else if (lasts_over_half_the_usual() && drains_longer_than(2)) {
             lows++, others = 0;
         } else if (++others > P2P_MONITOR_WRITES) {
             lows = others = 0;
