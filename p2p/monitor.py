@@ -99,7 +99,7 @@ class Monitor:
         """The channel's state; any thread."""
         found = _State()
         self._library.p2p_monitor_read(self.address, ctypes.byref(found))
-        values = {name: getattr(found, name) for name, _ in _State._fields_}
+        values = {field[0]: getattr(found, field[0]) for field in _State._fields_}
         return MonitorState(**values | {"state": ChannelState(found.state)})
 
     def drain(self) -> Records:

@@ -166,7 +166,7 @@ Rate = Callable[[float], float]
 
 
 class Link:
-    """A first-in first-out link of bytes per second by the second, and a sender that keeps at most `cap` bytes in it."""
+    """A first-in first-out link whose bytes per second depend on the second, and a sender."""
 
     def __init__(self, fed: Fed, rate: Rate, seed: int = 0, latency_ns: int = 50_000) -> None:
         self.fed, self.rate, self.rng, self.latency_ns = fed, rate, random.Random(seed), latency_ns
@@ -268,11 +268,9 @@ def test_no_anomaly_without_cause(fed: Fed) -> None:
         elif kind == 2:
             for _ in range(300):
                 link.post(4 * KB)
-        sizes = {0: 64 * KB, 1: 4 * KB, 2: 64 * KB, 3: 1 * KB, 4: 256 * KB}
-        caps = {0: 256 * KB, 1: 256 * KB, 2: 1, 3: 1, 4: 1024 * KB}
-        link.saturate(
-            link.now_ns / 1e9 + 0.3, lambda k=kind: link.rng.randint(1, 2 * sizes[k]), caps[second % 5]
-        )
+        most = {0: 128 * KB, 1: 8 * KB, 2: 128 * KB, 3: 2 * KB, 4: 512 * KB}[kind]
+        cap = {0: 256 * KB, 1: 256 * KB, 2: 1, 3: 1, 4: 1024 * KB}[kind]
+        link.saturate(link.now_ns / 1e9 + 0.3, lambda most=most: link.rng.randint(1, most), cap)
         while link.flying:
             link.complete()
     assert link.turns == []
