@@ -108,7 +108,7 @@ def write(plan: dict[str, Any]) -> None:
     free = deque(range(layout.slots))
     sent = np.zeros(layout.slots, np.uint64)
     number, began_s, reported_s, put_bytes = 0, time.monotonic(), 0.0, 0
-    progress = Path(plan["progress"])
+    progress, monitor = Path(plan["progress"]), end.endpoint.monitor(peer)
     while number < plan["messages"] or len(free) < layout.slots:
         end.endpoint.progress()
         given = end.window.poll(4096, layout.slots)
@@ -133,8 +133,9 @@ def write(plan: dict[str, Any]) -> None:
             state = {
                 "sent": number,
                 "at_s": now_s,
-                **end.counts(),
                 "rails": [asdict(rail) for rail in end.endpoint.rail_counts(peer)],
+                "link": asdict(monitor.read()),
+                **end.counts(),
             }
             progress.write_text(json.dumps(state))
     say({"sent": number, "began_s": began_s, "ended_s": time.monotonic(), **end.counts()})

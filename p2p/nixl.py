@@ -32,6 +32,7 @@ from p2p.endpoint import (
     Status,
 )
 from p2p.frame import check_words
+from p2p.monitor import Monitor
 from p2p.shm_link import new_token
 
 # A put of 256 MB over 1 Gbit/s has 2 s left; one that does not move is given up after 0.1 s.
@@ -377,6 +378,12 @@ class NixlEndpoint:
     def status(self, link: NixlWindow | NixlPeer) -> Status:
         """GONE once the other side has ended, disconnected or withdrawn, or this side has closed the link."""
         return Status.ALIVE if self._ask(link, "p2p_link_alive", 0) else Status.GONE
+
+    def monitor(self, peer: NixlPeer) -> Monitor:
+        """Of all writes to a peer, over whatever rails; for as long as this side is connected."""
+        with self._lock:
+            peer._require_open()
+            return Monitor(self.library.p2p_link_monitor(peer._link) or 0)
 
     def rail_counts(self, peer: NixlPeer) -> tuple[RailCounts, ...]:
         """What each of the owner's rails carries, in their order; empty once this side disconnected."""
