@@ -69,9 +69,9 @@ class Ends:
 
     def state(self) -> dict[str, Any]:
         """The writer's last word on how far it is."""
-        with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
-            return json.loads(self.progress_path.read_text())
-        return {"sent": 0}
+        if not self.progress_path.exists():
+            return {"sent": 0, "rails": [], "link": {"anomalies": 0}}
+        return json.loads(self.progress_path.read_text())
 
     def running(self) -> bool:
         return self.processes["owner"].poll() is None and not self.arrivals_path.exists()
@@ -134,7 +134,7 @@ def all_live(ends: Ends, rails: int, limit_s: float = 10.0) -> bool:
     """Wait until the writer sees all rails live; whether the stream still runs."""
     until_s = time.monotonic() + limit_s
     while ends.running() and time.monotonic() < until_s:
-        found = ends.state().get("rails", [])
+        found = ends.state()["rails"]
         if sum(rail["live"] for rail in found) == rails:
             break
         time.sleep(0.01)

@@ -109,6 +109,7 @@ def write(plan: dict[str, Any]) -> None:
     sent = np.zeros(layout.slots, np.uint64)
     number, began_s, reported_s, put_bytes = 0, time.monotonic(), 0.0, 0
     progress, monitor = Path(plan["progress"]), end.endpoint.monitor(peer)
+    partial = progress.with_suffix(".partial")
     while number < plan["messages"] or len(free) < layout.slots:
         end.endpoint.progress()
         given = end.window.poll(4096, layout.slots)
@@ -137,7 +138,9 @@ def write(plan: dict[str, Any]) -> None:
                 "link": asdict(monitor.read()),
                 **end.counts(),
             }
-            progress.write_text(json.dumps(state))
+            # Whole, whoever reads it meanwhile.
+            partial.write_text(json.dumps(state))
+            partial.replace(progress)
     say({"sent": number, "began_s": began_s, "ended_s": time.monotonic(), **end.counts()})
     sys.stdin.readline()
     end.endpoint.close()
