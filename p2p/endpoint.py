@@ -7,7 +7,7 @@ to find it: plain bytes, to be carried by whatever channel the two already have.
 from __future__ import annotations
 
 from enum import Enum
-from typing import Final, Protocol, TypeVar
+from typing import ClassVar, Final, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -119,6 +119,9 @@ P = TypeVar("P", bound=Peer)
 class Endpoint(Protocol[W, P]):
     """One process's end of a transport. Every method but `close` raises EndpointClosed after `close`."""
 
+    # Whether a peer's `page_address` is the peer's own page: ringing a lane there wakes that very lane.
+    shares_doorbells: ClassVar[bool]
+
     @property
     def name(self) -> str: ...
 
@@ -128,11 +131,6 @@ class Endpoint(Protocol[W, P]):
     @property
     def page_address(self) -> int:
         """This endpoint's own doorbell page; 0 where the transport has none."""
-        ...
-
-    @property
-    def shares_doorbells(self) -> bool:
-        """Whether a peer's `page_address` is the peer's own page: ringing a lane there wakes that very lane."""
         ...
 
     def export_window(self, nbytes: int, incarnation: int | None = None) -> W:

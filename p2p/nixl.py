@@ -15,7 +15,7 @@ import mmap
 import threading
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Final, TypeVar
+from typing import ClassVar, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -225,7 +225,7 @@ class NixlEndpoint:
         P2PError: a rail is no device of this machine.
     """
 
-    shares_doorbells: Final = False
+    shares_doorbells: ClassVar[bool] = False
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ import socket
 import struct
 import threading
 from types import TracebackType
-from typing import Final
+from typing import ClassVar, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -175,7 +175,7 @@ class ShmEndpoint:
         retired_limit_bytes: A peer that keeps more than this of closed windows mapped is refused new ones.
     """
 
-    shares_doorbells: Final = True
+    shares_doorbells: ClassVar[bool] = True
 
     def __init__(
         self, name: str, incarnation: int, lanes: int = 1, *, retired_limit_bytes: int = RETIRED_LIMIT_BYTES

@@ -19,7 +19,7 @@ import struct
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import ClassVar, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -316,7 +316,7 @@ class SimPeer:
 class SimEndpoint:
     """One simulated process's end. Made by `SimNetwork.endpoint`."""
 
-    shares_doorbells: Final = False
+    shares_doorbells: ClassVar[bool] = False
 
     def __init__(self, network: SimNetwork, name: str, incarnation: int) -> None:
         self.network = network
