@@ -58,10 +58,12 @@ class End:
 
 
 def say(line: dict[str, Any]) -> None:
+    """One line to whoever started this process."""
     print(json.dumps(line), flush=True)
 
 
 def hear() -> dict[str, Any]:
+    """One line from there."""
     return json.loads(sys.stdin.readline())
 
 
