@@ -382,9 +382,9 @@ P2P_API void p2p_writer_path_closed(P2pWriter* writer, uint32_t index, uint32_t 
 
 P2P_API int p2p_writer_watch_slots(P2pWriter* writer) try {
     P2pWindowHeader header;
+    if (writer->nbytes < sizeof header) return -1;
     std::memcpy(&header, writer->image, sizeof header);
-    if (writer->nbytes < sizeof header ||
-        p2p_window_check(writer->image, writer->nbytes, writer->incarnation, header.slots, header.payload_capacity))
+    if (p2p_window_check(writer->image, writer->nbytes, writer->incarnation, header.slots, header.payload_capacity))
         return -1;
     writer->frames.assign(header.slots, Frame{});
     writer->slots = header.slots;
