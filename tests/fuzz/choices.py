@@ -1,4 +1,4 @@
-"""Decisions read from a fuzzer's bytes, and damage done by them. native.cpp reads its bytes alike."""
+"""Decisions read from a fuzzer's bytes, and damage done by them. native.h reads its bytes alike."""
 
 from __future__ import annotations
 
