@@ -9,7 +9,7 @@ TORCH_INDEX ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup native serve demo test check sim e2e bench proto clean
+.PHONY: help setup native serve demo test check check-native fuzz sim e2e bench proto clean
 
 help: ## List the targets
 	@grep -hE '^[a-z0-9-]+:.*?## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -49,6 +49,13 @@ check: setup $(VENV)/.complete-dev ## Lint, types, layers and tidiness; under a 
 	@$(BIN)/pyright --project pyproject.toml --threads $$(nproc)
 	@$(BIN)/lint-imports
 	@$(BIN)/python -m pytest tests/test_tidy.py
+
+check-native: setup $(VENV)/.complete-dev ## Native code under AddressSanitizer and UndefinedBehaviorSanitizer; some minutes
+	@$(BIN)/python -m tests.sanitized
+
+fuzz: setup $(VENV)/.complete-dev ## Damaged messages to every reader, guided by coverage (native code: with clang). Options: make fuzz ARGS="--seconds 600"
+	@$(BIN)/python -c 'import atheris' 2>/dev/null || $(BIN)/python -m pip install --quiet -c constraints.txt -e '.[fuzz]' || echo "atheris cannot be installed here."
+	@$(BIN)/python -m tests.fuzz $(ARGS)
 
 sim: setup $(VENV)/.complete-dev ## Simulate the cluster by seed
 	@$(BIN)/python -m pytest tests/sim $(ARGS)

@@ -91,20 +91,19 @@ def build(extra: Sequence[str] = (), only: Sequence[str] = ()) -> list[Path]:
         raise BuildFailed(
             "No C++ compiler found ($CXX, g++, clang++ or c++). Install g++ 12 or later, then run `make setup`."
         )
-    isas = tuple(ISA_FLAGS) if _targets_x86(cxx) else ("portable",)
     wanted = [library for library in LIBRARIES if not only or library.package in only]
-    return [_build_library(cxx, library, isas, tuple(extra)) for library in wanted]
+    return [_build_library(cxx, library, tuple(extra)) for library in wanted]
 
 
-def _targets_x86(cxx: str) -> bool:
-    return "x86_64" in _run([cxx, "-dumpmachine"])
+def compile_objects(cxx: str, library: Library, extra: Sequence[str], into: Path) -> tuple[list[Path], bool]:
+    """Compile a package's sources into the folder `into`: the objects, and whether any had changed.
 
-
-def _build_library(cxx: str, library: Library, isas: tuple[str, ...], extra: tuple[str, ...]) -> Path:
+    Raises:
+        BuildFailed: the compiler cannot be run, or refused a file.
+    """
+    isas = tuple(ISA_FLAGS) if "x86_64" in _run([cxx, "-dumpmachine"]) else ("portable",)
     native = ROOT / library.package / "native"
-    sources = sorted(native.glob("*.cpp"))
-    objects = native / "build"
-    objects.mkdir(exist_ok=True)
+    into.mkdir(parents=True, exist_ok=True)
     headers = [
         path
         for package in (*library.links, library.package)
@@ -114,20 +113,25 @@ def _build_library(cxx: str, library: Library, isas: tuple[str, ...], extra: tup
     jobs = [
         _Object(
             source=source,
-            target=objects / f"{source.name}{'.' + isa if isa else ''}.o",
+            target=into / f"{source.name}{'.' + isa if isa else ''}.o",
             command=[cxx, *flags, *_isa_flags(isa), "-c", str(source)],
         )
-        for source in sources
+        for source in sorted(native.glob("*.cpp"))
         for isa in (isas if source.name.endswith(".isa.cpp") else ("",))
     ]
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         fresh = list(pool.map(lambda job: job.compile(headers), jobs))
+    return [job.target for job in jobs], any(fresh)
+
+
+def _build_library(cxx: str, library: Library, extra: tuple[str, ...]) -> Path:
+    objects, fresh = compile_objects(cxx, library, extra, ROOT / library.package / "native" / "build")
     # Linked by path, found beside each other by rpath at run time.
-    link = [cxx, "-shared", "-pthread", *extra, *(str(job.target) for job in jobs)]
+    link = [cxx, "-shared", "-pthread", *extra, *map(str, objects)]
     link += [str(ROOT / lower / f"_{lower}.so") for lower in library.links]
     link += [f"-Wl,-rpath,$ORIGIN/../{lower}" for lower in library.links]
     link += [f"-Wl,-soname,_{library.package}.so", "-Wl,-z,defs", "-o"]
-    if any(fresh) or not library.path.exists():
+    if fresh or not library.path.exists():
         # Linked beside and renamed over: a process that maps the old library keeps it whole.
         partial = library.path.with_suffix(f".{os.getpid()}.partial")
         _run([*link, str(partial)])
