@@ -34,7 +34,7 @@ from p2p.endpoint import (
 from p2p.frame import check_words
 from p2p.shm_link import new_token
 
-# A put of 256 MB over 1 Gbit/s has 2 s left; one that does not move is given up after 0.1 s.
+# 256 MB put over 1 Gbit/s take 2 s. What does not move is given up sooner: see native/link.cpp.
 CLOSE_S: Final = 5.0
 PIECE_LIMIT_BYTES: Final = 512 * 1024
 
