@@ -34,8 +34,10 @@ from experts.kernels import numerics_class
 from experts.model import Dtype, ExpertShape
 from experts.native import IsaUnavailable, NativeMissing
 from p2p.cores import named_cores
+from p2p.endpoint import P2PError
 from p2p.native import NativeMissing as TransportMissing
-from p2p.shm import ShmEndpoint
+from p2p.transport import HELP as TRANSPORT_HELP
+from p2p.transport import TransportChoice
 from router import child
 from router.client import JoinRefused, RouterClient, RouterUnavailable
 from router.view import ATTENTION, EXPERT, View
@@ -52,6 +54,7 @@ START_ERRORS = (
     JoinRefused,
     NativeMissing,
     OSError,
+    P2PError,
     RouterUnavailable,
     TransportMissing,
     ValueError,
@@ -91,6 +94,7 @@ def parser() -> argparse.ArgumentParser:
         default=True,
         help="compute a common beginning of prompts once",
     )
+    options.add_argument("--transport", default="shm", help=TRANSPORT_HELP)
     options.add_argument("--port", type=int, default=0, help="port on 127.0.0.1; 0 = any (default)")
     child.add_options(options)
     return options
@@ -260,6 +264,7 @@ def prepare(options: argparse.Namespace, ending: Ending, closing: contextlib.Exi
     """
     began_s = time.monotonic()
     cores = named_cores(options.cores)
+    new_endpoint = TransportChoice.parse(options.transport).opener()
     kv_blocks = options.kv_tokens // BLOCK_TOKENS
     if kv_blocks < 1 or options.step_tokens < 1 or options.max_running < 1:
         raise StartFailed(
@@ -289,7 +294,8 @@ def prepare(options: argparse.Namespace, ending: Ending, closing: contextlib.Exi
     closing.callback(leave, router)
     ending.attach(lambda reason: None, lambda: leave(router))
     log.info("joined name=%s incarnation=%d", identity.name, identity.incarnation)
-    endpoint = closing.enter_context(ShmEndpoint(identity.name, identity.incarnation, len(cores)))
+    endpoint = new_endpoint(identity.name, identity.incarnation, len(cores))
+    closing.callback(endpoint.close)
     client = ExpertClient(
         endpoint=endpoint,
         shape=shape,

@@ -68,6 +68,9 @@ def serve(
     expert_lanes: Annotated[
         int, typer.Option(min=0, help="Cores of each expert server; 0 deals them out among the servers.")
     ] = 0,
+    transport: Annotated[
+        str, typer.Option(help="How processes reach each other: shm, nixl, or nixl:eth0,eth1 (its rails).")
+    ] = "shm",
     kv_tokens: Annotated[int, typer.Option(min=16, help="Tokens of KV cache per attention worker.")] = 65536,
     deadline_s: Annotated[
         float, typer.Option(help="Longest wait for a lost expert or worker to return.")
@@ -97,6 +100,7 @@ def serve(
         kv_tokens,
         deadline_s,
         expert_lanes,
+        transport,
     )
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -124,7 +128,7 @@ def serve(
 
 def cluster_config(
     model: str, experts: int, attention: int, replicas: int, port: int, host: str, dtype: str, name: str, cores: str,
-    kv_tokens: int, deadline_s: float, expert_lanes: int,
+    kv_tokens: int, deadline_s: float, expert_lanes: int, transport: str,
 ):  # fmt: skip
     """The cluster's configuration from the command line; exits with the reason where it makes no sense."""
     from eaas.cluster.config import ClusterConfig
@@ -144,6 +148,7 @@ def cluster_config(
             dtype=dtype,
             cores=named_cores(cores),
             expert_lanes=expert_lanes,
+            transport=transport,
             kv_tokens=kv_tokens,
             deadline_s=deadline_s,
         )
@@ -276,7 +281,7 @@ def demo(
     from eaas.cluster.process import StartFailed
     from eaas.demo import run_demo
 
-    config = cluster_config(model, 4, 1, 2, 0, "127.0.0.1", "auto", "", "", 65536, 30.0, 0)
+    config = cluster_config(model, 4, 1, 2, 0, "127.0.0.1", "auto", "", "", 65536, 30.0, 0, "shm")
     prepare_model(config.model, config.dtype)
     try:
         same = run_demo(config, tokens=tokens, seed=seed, console=console)

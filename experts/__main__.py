@@ -23,8 +23,10 @@ from experts.native import IsaUnavailable
 from experts.pack import PackedExperts, PackUnavailable
 from experts.proto import experts_pb2, experts_pb2_grpc
 from experts.server import MOST_SLOTS, ExpertServer, ExpertsService
-from p2p import ShmEndpoint
 from p2p.cores import named_cores
+from p2p.endpoint import P2PError
+from p2p.transport import HELP as TRANSPORT_HELP
+from p2p.transport import TransportChoice
 from router import child
 from router.client import JoinRefused, RouterClient, RouterUnavailable
 from router.view import EXPERT
@@ -35,7 +37,7 @@ _TICK_S = 0.05
 _LEAVE_S = 0.3
 _START_ERRORS = (
     CheckpointInvalid, ConfigInvalid, IsaUnavailable, JoinRefused, KernelsBroken, OSError,
-    PackUnavailable, RouterUnavailable, ValueError,
+    P2PError, PackUnavailable, RouterUnavailable, ValueError,
 )  # fmt: skip
 
 
@@ -63,6 +65,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         default=MOST_SLOTS,
         help=f"most requests in flight of one client, 1 to {MOST_SLOTS} (the default)",
     )
+    parser.add_argument("--transport", default="shm", help=TRANSPORT_HELP)
     parser.add_argument("--port", type=int, default=0, help="control port on 127.0.0.1; 0 = any (default)")
     child.add_options(parser)
     return parser.parse_args(arguments)
@@ -133,6 +136,7 @@ class Ending:
 def serve(options: argparse.Namespace, ending: Ending) -> None:
     """Join, load, serve until told to end. Raises _START_ERRORS or StartFailed."""
     cores = named_cores(options.cores) if options.cores else (-1,)
+    new_endpoint = TransportChoice.parse(options.transport).opener()
     if not 1 <= options.slots <= MOST_SLOTS:
         raise StartFailed(f"--slots {options.slots}: 1 to {MOST_SLOTS} is needed.")
     checkpoint = Checkpoint.open(options.model)
@@ -159,7 +163,7 @@ def serve(options: argparse.Namespace, ending: Ending) -> None:
             core=cores[0],
         )
         closing.callback(_leave, router)
-        endpoint = ShmEndpoint(identity.name, identity.incarnation, len(cores))
+        endpoint = new_endpoint(identity.name, identity.incarnation, len(cores))
         closing.callback(endpoint.close)
         server = ExpertServer(
             endpoint=endpoint,

@@ -186,7 +186,7 @@ class ExpertServer:
             request_descriptor=window.descriptor,
             server_incarnation=self.incarnation,
             cores=self.cores,
-            rings_lanes=isinstance(self._library, ctypes.CDLL),
+            rings_lanes=isinstance(self._library, ctypes.CDLL) and self._endpoint.shares_doorbells,
         )
 
     def _export(self, name: str, layout: WindowLayout) -> Window:

@@ -130,6 +130,11 @@ class Endpoint(Protocol[W, P]):
         """This endpoint's own doorbell page; 0 where the transport has none."""
         ...
 
+    @property
+    def shares_doorbells(self) -> bool:
+        """Whether a peer's `page_address` is the peer's own page: ringing a lane there wakes that very lane."""
+        ...
+
     def export_window(self, nbytes: int, incarnation: int | None = None) -> W:
         """Offer `nbytes` of zeroed memory to one peer; `incarnation` is the endpoint's own unless given."""
         ...

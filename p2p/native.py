@@ -45,6 +45,13 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "p2p_lanes_count": (c_uint32, (c_void_p,)),
     "p2p_lanes_run": (c_int, (c_void_p, LANE_FUNCTION, c_void_p)),
     "p2p_lanes_barrier": (None, (c_void_p, c_uint32)),
+    "p2p_monitor_new": (c_void_p, (c_uint32,)),
+    "p2p_monitor_free": (None, (c_void_p,)),
+    "p2p_monitor_posted": (None, (c_void_p, c_uint64, c_uint64)),
+    "p2p_monitor_completed": (None, (c_void_p, c_uint64, c_uint64, c_uint64)),
+    "p2p_monitor_abandoned": (None, (c_void_p, c_uint64)),
+    "p2p_monitor_read": (None, (c_void_p, c_void_p)),
+    "p2p_monitor_drain": (c_uint32, (c_void_p, c_void_p, c_uint32)),
 }
 
 

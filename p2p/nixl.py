@@ -32,6 +32,7 @@ from p2p.endpoint import (
     Status,
 )
 from p2p.frame import check_words
+from p2p.monitor import Monitor
 from p2p.shm_link import new_token
 
 # 256 MB put over 1 Gbit/s take 2 s. What does not move is given up sooner: see native/link.cpp.
@@ -224,6 +225,8 @@ class NixlEndpoint:
         P2PError: a rail is no device of this machine.
     """
 
+    shares_doorbells: Final = False
+
     def __init__(
         self,
         name: str,
@@ -375,6 +378,12 @@ class NixlEndpoint:
     def status(self, link: NixlWindow | NixlPeer) -> Status:
         """GONE once the other side has ended, disconnected or withdrawn, or this side has closed the link."""
         return Status.ALIVE if self._ask(link, "p2p_link_alive", 0) else Status.GONE
+
+    def monitor(self, peer: NixlPeer) -> Monitor:
+        """Of all writes to a peer, over whatever rails; for as long as this side is connected."""
+        with self._lock:
+            peer._require_open()
+            return Monitor(self.library.p2p_link_monitor(peer._link) or 0)
 
     def rail_counts(self, peer: NixlPeer) -> tuple[RailCounts, ...]:
         """What each of the owner's rails carries, in their order; empty once this side disconnected."""

@@ -86,6 +86,7 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "p2p_link_alive": (c_int, (c_void_p,)),
     "p2p_link_fd": (c_int, (c_void_p,)),
     "p2p_link_peer_incarnation": (c_uint64, (c_void_p,)),
+    "p2p_link_monitor": (c_void_p, (c_void_p,)),
     "p2p_link_counts": (None, (c_void_p, POINTER(ChannelCounts))),
     "p2p_link_rail_counts": (c_int, (c_void_p, c_uint32, POINTER(PathCounts))),
 }

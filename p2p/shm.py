@@ -175,6 +175,8 @@ class ShmEndpoint:
         retired_limit_bytes: A peer that keeps more than this of closed windows mapped is refused new ones.
     """
 
+    shares_doorbells: Final = True
+
     def __init__(
         self, name: str, incarnation: int, lanes: int = 1, *, retired_limit_bytes: int = RETIRED_LIMIT_BYTES
     ) -> None:

@@ -316,6 +316,8 @@ class SimPeer:
 class SimEndpoint:
     """One simulated process's end. Made by `SimNetwork.endpoint`."""
 
+    shares_doorbells: Final = False
+
     def __init__(self, network: SimNetwork, name: str, incarnation: int) -> None:
         self.network = network
         self.name = name

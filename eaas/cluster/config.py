@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from p2p.transport import TransportChoice
+
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
@@ -25,6 +27,7 @@ class ClusterConfig:
     port: int = 8000
     dtype: str = "auto"
     cores: tuple[int, ...] = (0,)
+    transport: str = "shm"
     # Lanes of each expert server; 0: the cores are dealt out among the servers.
     expert_lanes: int = 0
     # 65,536 tokens x 2 (K and V) x 8 layers x 4 heads x 64 x 2 bytes = 512 MiB on shape S.
@@ -56,6 +59,7 @@ class ClusterConfig:
                 f"--host {self.host} can be reached from outside; without TLS and keys EaaS listens on loopback only. "
                 "Use 127.0.0.1 and put a reverse proxy in front."
             )
+        TransportChoice.parse(self.transport)
         if not self.cores:
             raise ValueError("No CPU core given; name at least one.")
         if not 0 <= self.expert_lanes <= len(self.cores):

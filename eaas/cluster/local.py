@@ -235,13 +235,15 @@ class LocalCluster:
                 *("--replicas", str(config.replicas), "--lease-s", str(config.lease_s)),
             ]
         shared = ["--router", self._router_address, "--model", str(config.model)]
+        workers = ["--dtype", config.dtype, "--transport", config.transport]
         if pool == "expert":
             cores = expert_cores(slot, config.experts, config.cores, config.expert_lanes)
-            return [*shared, "--dtype", config.dtype, "--cores", ",".join(map(str, cores))]
+            return [*shared, *workers, "--cores", ",".join(map(str, cores))]
         if pool == "attention":
             return [
                 *shared,
-                *("--dtype", config.dtype, "--cores", ",".join(map(str, config.cores))),
+                *workers,
+                *("--cores", ",".join(map(str, config.cores))),
                 *("--kv-tokens", str(config.kv_tokens), "--step-tokens", str(config.step_tokens)),
                 *("--deadline-s", str(config.deadline_s)),
                 "--prefix-reuse" if config.prefix_reuse else "--no-prefix-reuse",

@@ -20,6 +20,7 @@ constexpr uint32_t P2P_TOKEN_BYTES = 32;
 constexpr uint32_t P2P_LINK_ADDRESS_BYTES = 16384;  // of a window, over all its rails
 
 struct P2pCarrier;
+struct P2pMonitor;
 struct P2pLink;  // a window of this endpoint, or a peer's as this side writes it
 
 // `page` (doorbell.h) is rung, lanes 0 to lanes - 1, after each signal that lands; it stays until _free.
@@ -58,6 +59,8 @@ P2P_API int p2p_link_alive(P2pLink* link);
 // Hangs up (POLLRDHUP) when the link is no longer alive; the link's own, do not close it.
 P2P_API int p2p_link_fd(P2pLink* link);
 P2P_API uint64_t p2p_link_peer_incarnation(P2pLink* link);  // 0 before
+// Of a peer's link: what its writes show (monitor.h); lives as long as the link. Null without memory for it.
+P2P_API P2pMonitor* p2p_link_monitor(P2pLink* link);
 P2P_API void p2p_link_counts(P2pLink* link, P2pChannelCounts* out);
 // Of a peer's link. -1 where there is no such rail.
 P2P_API int p2p_link_rail_counts(P2pLink* link, uint32_t rail, P2pPathCounts* out);

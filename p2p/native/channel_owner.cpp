@@ -155,11 +155,15 @@ void on_write(P2pOwner* o, const P2pNote& note, uint64_t now_ns) {
     });
 }
 
-void on_doubt(P2pOwner* o, const P2pNote& note, uint64_t now_ns) {
+void on_doubt(P2pOwner* o, uint32_t from, const P2pNote& note, uint64_t now_ns) {
     if (note.path >= P2P_PATHS) return;
+    if (from == note.path) {
+        o->unreported = REPORT_WRITES;
+        return;
+    }
     OwnerPath& path = o->paths[note.path];
     o->counts.doubts++;
-    // Of an older generation, or closed already: said again anyway.
+    // Of an older generation, or closed already: that is said again anyway.
     if (path.generation != note.generation || path.state != PathState::LIVE) return;
     if (note.value) return close_path(o, note.path, now_ns);
     if (path.on_trial) return;
@@ -170,13 +174,13 @@ void on_doubt(P2pOwner* o, const P2pNote& note, uint64_t now_ns) {
         close_path(o, note.path, now_ns);
 }
 
-void receive(P2pOwner* o, const void* bytes, uint32_t count, uint64_t now_ns) {
+void receive(P2pOwner* o, uint32_t from, const void* bytes, uint32_t count, uint64_t now_ns) {
     P2pNote note;
     if (p2p_note_open(bytes, count, o->incarnation, &note)) return;
     switch (note.kind) {
         case P2P_NOTE_WROTE:
         case P2P_NOTE_SIGNAL: return on_write(o, note, now_ns);
-        case P2P_NOTE_DOUBT: return on_doubt(o, note, now_ns);
+        case P2P_NOTE_DOUBT: return on_doubt(o, from, note, now_ns);
         case P2P_NOTE_CLOSED:
             if (note.path < P2P_PATHS && o->paths[note.path].generation == note.generation)
                 o->paths[note.path].understood = true;
@@ -198,7 +202,7 @@ bool poll_path(P2pOwner* o, uint32_t index, uint64_t now_ns) {
             path.on_trial = false;
             say_on_all(o, index, P2P_STATE_PATH_HEARD, now_ns);
         }
-        if (event.kind == P2P_PATH_NOTE) receive(o, event.note, event.bytes, now_ns);
+        if (event.kind == P2P_PATH_NOTE) receive(o, index, event.note, event.bytes, now_ns);
     }
     return events > 0;
 }

@@ -328,8 +328,9 @@ void doubt(P2pWriter* w, uint64_t now_ns) {
         P2pNote note = note_of(P2P_NOTE_DOUBT, i, path.generation);
         note.number = w->numbered;
         note.value = path.state == PathState::FAILED;
+        // Over itself too: there it only asks for what the owner has, whose last word may have been lost.
         for (uint32_t other = 0; other < P2P_PATHS; other++)
-            if (other != i && w->paths[other].state == PathState::LIVE) {
+            if (w->paths[other].state == PathState::LIVE) {
                 w->counts.doubts++;
                 if (!tell(*w, w->paths[other].ends, note)) fail(w, other);
             }

@@ -16,6 +16,7 @@ using p2p::Stage;
 
 constexpr uint64_t DRAIN_NS = 200'000;
 constexpr uint32_t BYE_STEPS = 4;
+constexpr uint32_t MONITOR_RECORDS = 4096;  // the last 0.2 to 2 s of a busy link; 200 KB
 
 // A window's address: for each rail u32 bytes and an agent's address (nixl_path.h), in the rails' order; 0
 // bytes where that rail was down.
@@ -73,6 +74,7 @@ void destroy(P2pLink* link) {
     link->hang_up();
     if (link->fds[0] >= 0) close(link->fds[0]);
     if (link->writer) p2p_writer_free(link->writer);
+    p2p_monitor_free(link->monitor);
     if (link->owner) p2p_owner_free(link->owner);
     delete link;
 }
@@ -151,6 +153,8 @@ P2P_API P2pLink* p2p_link_connect(P2pCarrier* carrier, void* image, uint64_t nby
     config.paths = std::max<uint64_t>(1, addresses.size());
     link->writer = p2p_writer_new(image, nbytes, incarnation, &config);
     char scratch[256];
+    link->monitor = p2p_monitor_new(MONITOR_RECORDS);
+    if (link->writer) p2p_writer_watch(link->writer, link->monitor);
     const char* wrong = nullptr;
     if (!link->writer) wrong = "the channel's configuration is out of range";
     if (!wrong) wrong = prepare(*link, &addresses, scratch, sizeof scratch);
@@ -218,6 +222,8 @@ P2P_API uint64_t p2p_link_peer_incarnation(P2pLink* link) {
     p2p::Visit visit(link->carrier);
     return link->writer ? link->incarnation : link->peer_incarnation;
 }
+
+P2P_API P2pMonitor* p2p_link_monitor(P2pLink* link) { return link->monitor; }
 
 P2P_API void p2p_link_counts(P2pLink* link, P2pChannelCounts* out) {
     p2p::Visit visit(link->carrier);

@@ -11,6 +11,7 @@
 
 #include "p2p/native/carrier.h"
 #include "p2p/native/doorbell.h"
+#include "p2p/native/monitor.h"
 #include "p2p/native/nixl_path.h"
 
 namespace p2p {
@@ -51,6 +52,7 @@ struct P2pLink {
     P2pCarrier* carrier = nullptr;
     P2pWriter* writer = nullptr;  // of a peer's link
     P2pOwner* owner = nullptr;    // of a window's
+    P2pMonitor* monitor = nullptr;  // of a peer's link: every write
     uint8_t* memory = nullptr;
     uint64_t nbytes = 0;
     uint64_t incarnation = 0;  // of the window's owner

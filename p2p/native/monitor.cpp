@@ -71,7 +71,8 @@ struct P2pMonitor {
     bool marked = false;
     bool slow = false;
     uint32_t next = 0;        // of `recent`
-    uint32_t low_in_row = 0;  // windows
+    uint32_t lows = 0;        // windows found low, since one whose bandwidth was not
+    uint32_t others = 0;      // since the last of them
     Writes recent[P2P_MONITOR_WRITES];
     Writes window;  // their sum; `most` is unused
     History history;
@@ -89,7 +90,7 @@ struct P2pMonitor {
     void begin_window() {
         std::fill(std::begin(recent), std::end(recent), Writes{});
         window = {};
-        low_in_row = 0;
+        lows = others = 0;
     }
 
     void slide(const Writes& write) {
@@ -109,29 +110,37 @@ struct P2pMonitor {
         return Wide(most) * window.ns * usual.bytes > Wide(usual.most) * usual.ns * window.bytes * times;
     }
 
-    bool low() const {
+    bool bandwidth_below(unsigned part, unsigned of) const {
         const Writes& usual = history.usual;
-        return Wide(window.bytes) * usual.ns * 2 < Wide(usual.bytes) * window.ns &&
-               Wide(window.ns) * usual.count > Wide(usual.ns) * window.count && drains_longer_than(2);
+        return Wide(window.bytes) * usual.ns * of < Wide(usual.bytes) * window.ns * part;
     }
 
-    bool recovered() const {
-        const Writes& usual = history.usual;
-        return Wide(window.bytes) * usual.ns * 4 >= Wide(usual.bytes) * window.ns * 3 || !drains_longer_than(1);
+    bool lasts_over_half_the_usual() const {
+        return Wide(window.ns) * history.usual.count * 2 > Wide(history.usual.ns) * window.count;
+    }
+
+    void count_low(bool judged) {
+        if (!judged || !bandwidth_below(1, 2)) {
+            lows = others = 0;
+        } else if (lasts_over_half_the_usual() && drains_longer_than(2)) {
+            lows++, others = 0;
+        } else if (++others > P2P_MONITOR_WRITES) {
+            lows = others = 0;
+        }
     }
 
     void judge(uint64_t now_ns) {
         bool judged = window.count == P2P_MONITOR_WRITES && window.ns && history.known();
         if (slow) {
-            if (judged && recovered()) turn(false, now_ns);
+            if (judged && (!bandwidth_below(3, 4) || !drains_longer_than(1))) turn(false, now_ns);
             return;
         }
-        low_in_row = judged && low() ? low_in_row + 1 : 0;
-        if (low_in_row > P2P_MONITOR_WRITES) {
+        count_low(judged);
+        if (lows > P2P_MONITOR_WRITES) {
             history.open = {};
             turn(true, now_ns);
             add(published.anomalies, 1);
-        } else if (!low_in_row && history.open.ns >= BUCKET_NS) {
+        } else if (!lows && !others && history.open.ns >= BUCKET_NS) {
             history.close();
             set(published.mean_bandwidth, history.known() ? history.usual.bandwidth() : 0);
             set(published.most_outstanding, history.usual.most);
@@ -140,7 +149,7 @@ struct P2pMonitor {
 
     void turn(bool to_slow, uint64_t now_ns) {
         slow = to_slow;
-        low_in_row = 0;
+        lows = others = 0;
         set(published.changed_ns, now_ns);
         set(published.state, slow ? P2P_MONITOR_SLOW : P2P_MONITOR_OK);
     }

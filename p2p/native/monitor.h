@@ -21,11 +21,12 @@
 //       In bytes, a sender that always keeps its cap full could never double anything, and its slow link would
 //       never be seen; in time, any channel that was owed twice its maximum in bytes passes too. A sender that
 //       merely goes from a full pipe to one write at a time halves the bandwidth, but waits less: not low.
-//   its W writes took longer than W writes usually do. Smaller writes carry fewer bytes a second over the same
-//       link, but never in more time.
-// Anomaly: more than W windows in a row are low. One stall, however long (the process was not run, say), is in
-// exactly W windows and is no slow link. Writes that leave low windows join what is usual only if no anomaly
-// comes of them, and none do during one: a slow link must not become the usual one.
+//   its W writes took over 1/2 of the time that W writes usually take. A flood of small writes carries fewer
+//       bytes a second over the same link, but is soon done.
+// Anomaly: more than W windows are low with neither a bandwidth above half nor W others between them. One stall,
+// however long (the process was not run, say), is in exactly W windows and is no slow link. Writes that leave
+// the window meanwhile join what is usual only if no anomaly comes of it, and none do during one: a slow link
+// must not become the usual one.
 // Recovered: bandwidth is at least 3/4 of the mean again, or what is outstanding drains in the usual time (a
 // sender that has turned to small writes would otherwise never be cleared).
 //

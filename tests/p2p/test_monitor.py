@@ -1,0 +1,425 @@
+"""The window monitor: its definition against a slow reference, what it must not call slow, its ring, its traces."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from p2p import native
+from p2p.monitor import RECORD, ChannelState, Monitor, MonitorState, Recorder, chrome_trace, new_monitor
+
+W = 8
+MS = 1_000_000
+KB = 1024
+MBIT_S = 125_000  # bytes per second
+
+
+class Fed:
+    """A native monitor with a feeder's calls."""
+
+    def __init__(self, monitor: Monitor) -> None:
+        self.monitor, self.library = monitor, native.load()
+
+    def posted(self, now_ns: int, size: int) -> None:
+        self.library.p2p_monitor_posted(self.monitor.address, now_ns, size)
+
+    def completed(self, now_ns: int, posted_ns: int, size: int) -> None:
+        self.library.p2p_monitor_completed(self.monitor.address, now_ns, posted_ns, size)
+
+    def abandoned(self, size: int) -> None:
+        self.library.p2p_monitor_abandoned(self.monitor.address, size)
+
+    def read(self) -> MonitorState:
+        return self.monitor.read()
+
+
+@pytest.fixture
+def fed() -> Iterator[Fed]:
+    with new_monitor(1 << 16) as monitor:
+        yield Fed(monitor)
+
+
+class Reference:
+    """The definition of native/monitor.h, computed anew from whole lists, in exact fractions."""
+
+    def __init__(self) -> None:
+        self.outstanding, self.mark_ns = 0, None
+        self.window: list[tuple[int, int, int]] = []  # bytes, busy ns, outstanding before
+        self.open: list[tuple[int, int, int]] = []
+        self.buckets: list[list[tuple[int, int, int]]] = []
+        self.slow, self.lows, self.others, self.anomalies = False, 0, 0, 0
+
+    def posted(self, now_ns: int, size: int) -> None:
+        if self.outstanding == 0:
+            self.mark_ns = now_ns
+        self.outstanding += size
+
+    def abandoned(self, size: int) -> None:
+        self.outstanding -= size
+        self.mark_ns, self.window, self.lows, self.others = None, [], 0, 0
+
+    def completed(self, now_ns: int, size: int) -> None:
+        before, self.outstanding = self.outstanding, self.outstanding - size
+        if self.mark_ns is not None:
+            self.window.append((size, now_ns - self.mark_ns, before))
+            if len(self.window) > W:
+                left = self.window.pop(0)
+                self.open += [] if self.slow else [left]
+        self.mark_ns = now_ns
+        self.judge()
+
+    def usual(self) -> list[tuple[int, int, int]]:
+        return [write for bucket in self.buckets for write in bucket]
+
+    def judge(self) -> None:
+        took_ns, usual = sum(w[1] for w in self.window), self.usual()
+        usual_ns = sum(w[1] for w in usual)
+        judged = len(self.window) == W and took_ns > 0 and usual_ns >= 50 * MS
+        bandwidth = mean = drain = usual_drain = most = Fraction(0)
+        if judged:
+            bandwidth = Fraction(sum(w[0] for w in self.window), took_ns)
+            mean = Fraction(sum(w[0] for w in usual), usual_ns)
+            drain = max(w[2] for w in self.window) / bandwidth
+            usual_drain = max(w[2] for w in usual) / mean
+            most = Fraction(usual_ns * W, len(usual))
+        if self.slow:
+            self.slow = not (judged and (bandwidth >= mean * Fraction(3, 4) or drain <= usual_drain))
+            return
+        if not judged or bandwidth >= mean / 2:
+            self.lows = self.others = 0
+        elif took_ns > most / 2 and drain > 2 * usual_drain:
+            self.lows, self.others = self.lows + 1, 0
+        else:
+            self.others += 1
+            if self.others > W:
+                self.lows = self.others = 0
+        if self.lows > W:
+            self.slow, self.anomalies, self.open, self.lows, self.others = True, self.anomalies + 1, [], 0, 0
+        elif self.lows == self.others == 0 and sum(w[1] for w in self.open) >= Fraction(50 * MS, 16):
+            self.buckets.append(self.open)
+            self.open = []
+            while sum(w[1] for bucket in self.buckets[1:] for w in bucket) >= 50 * MS:
+                self.buckets.pop(0)
+
+
+# Phases of a channel's life: (writes, nanoseconds for each, bytes of each, how many in flight, ns of a pause after)
+PHASES = st.lists(
+    st.tuples(
+        st.integers(1, 60),
+        st.sampled_from([0, 1, 900, 60_000, 300_000, 1_000_000, 2_500_000, 7_000_000, 90_000_000]),
+        st.sampled_from([1, 4 * KB, 60_000, 256 * KB]),
+        st.integers(1, 12),
+        st.sampled_from([0, 0, 5_000, 80 * MS]),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(phases=PHASES, seed=st.integers(0, 2**32), cuts=st.booleans())
+def test_the_native_monitor_says_what_its_definition_says(phases: list, seed: int, cuts: bool) -> None:
+    rng = random.Random(seed)
+    flying: list[tuple[int, int]] = []  # posted, bytes
+    now_ns, reference = 10**9, Reference()
+    with new_monitor(64) as monitor:
+        fed = Fed(monitor)
+        for writes, each_ns, size, depth, pause_ns in phases:
+            for _ in range(writes):
+                while len(flying) < depth:
+                    flying.append((now_ns, rng.randint(1, 2 * size)))
+                    fed.posted(now_ns, flying[-1][1])
+                    reference.posted(now_ns, flying[-1][1])
+                now_ns += rng.randint(0, 2 * each_ns)
+                posted_ns, bytes_ = flying.pop(rng.randrange(len(flying)))
+                fed.completed(now_ns, posted_ns, bytes_)
+                reference.completed(now_ns, bytes_)
+                found = fed.read()
+                assert (found.state == ChannelState.SLOW, found.anomalies, found.outstanding) == (
+                    reference.slow,
+                    reference.anomalies,
+                    reference.outstanding,
+                ), f"seed {seed}"
+            if cuts and rng.random() < 0.2:
+                for _, bytes_ in flying:
+                    fed.abandoned(bytes_)
+                    reference.abandoned(bytes_)
+                flying = []
+            now_ns += pause_ns
+        usual = reference.usual()
+        if sum(w[1] for w in usual) >= 50 * MS:
+            mean = sum(w[0] for w in usual) * 1e9 / sum(w[1] for w in usual)
+            assert abs(fed.read().mean_bandwidth - mean) <= 1
+            assert fed.read().most_outstanding == max(w[2] for w in usual)
+
+
+Rate = Callable[[float], float]
+
+
+class Link:
+    """A first-in first-out link whose bytes per second depend on the second, and a sender."""
+
+    def __init__(self, fed: Fed, rate: Rate, seed: int = 0, latency_ns: int = 50_000) -> None:
+        self.fed, self.rate, self.rng, self.latency_ns = fed, rate, random.Random(seed), latency_ns
+        self.now_ns, self.free_ns, self.outstanding = 0, 0, 0
+        self.flying: list[tuple[int, int, int]] = []
+        self.writes = 0
+        self.turns: list[tuple[int, ChannelState, int]] = []  # when, to what, after how many writes
+
+    def post(self, size: int) -> None:
+        self.fed.posted(self.now_ns, size)
+        begin_ns = max(self.now_ns, self.free_ns)
+        self.free_ns = begin_ns + int(size / self.rate(begin_ns / 1e9) * 1e9 * self.rng.uniform(1, 1.1))
+        self.flying.append((self.free_ns + self.latency_ns, self.now_ns, size))
+        self.outstanding += size
+
+    def complete(self) -> None:
+        done_ns, posted_ns, size = self.flying.pop(0)
+        self.now_ns = max(self.now_ns, done_ns)
+        self.outstanding -= size
+        self.writes += 1
+        self.fed.completed(self.now_ns, posted_ns, size)
+        state = self.fed.read().state
+        if state != (self.turns[-1][1] if self.turns else ChannelState.OK):
+            self.turns.append((self.now_ns, state, self.writes))
+
+    def saturate(self, until_s: float, size: Callable[[], int], cap: int) -> None:
+        while self.now_ns < until_s * 1e9:
+            wanted = size()
+            while self.flying and self.outstanding + wanted > cap:
+                self.complete()
+            self.post(wanted)
+
+    def pace(self, until_s: float, size: int, every_ns: int, cap: int) -> None:
+        next_ns = self.now_ns
+        while self.now_ns < until_s * 1e9:
+            while self.flying and (self.flying[0][0] <= next_ns or self.outstanding + size > cap):
+                self.complete()
+            self.now_ns = max(self.now_ns, next_ns)
+            self.post(size)
+            next_ns += every_ns
+
+
+def step(before: float, after: float, at_s: float) -> Rate:
+    """Mbit/s that change once."""
+    return lambda second: (before if second < at_s else after) * MBIT_S
+
+
+@pytest.mark.parametrize("cap", [1, 256 * KB, 1024 * KB], ids=["one at a time", "256 KB", "1 MB"])
+@pytest.mark.parametrize("size", [4 * KB, 64 * KB, 256 * KB, 0], ids=["4 KB", "64 KB", "256 KB", "mixed"])
+def test_a_step_from_200_to_80_mbit_is_flagged_within_some_writes_and_recovery_seen(
+    fed: Fed, size: int, cap: int
+) -> None:
+    back_s = 3.0
+    link = Link(fed, lambda s: (80 if 1 <= s < back_s else 200) * MBIT_S, seed=size + cap)
+    link.saturate(4.0, lambda: size or link.rng.randint(4 * KB, 256 * KB), cap)
+    assert [state for _, state, _ in link.turns] == [ChannelState.SLOW, ChannelState.OK], f"seed {size + cap}"
+    (slow_ns, _, _), (ok_ns, _, _) = link.turns
+    mean_size = size or 130 * KB
+    # W windows of which the first few still hold fast writes; mixed sizes take some more.
+    assert 0 < slow_ns - 10**9 <= 30 * mean_size / (80 * MBIT_S) * 1e9 + cap / (80 * MBIT_S) * 1e9
+    assert 0 < ok_ns - back_s * 1e9 <= (W + 8) * mean_size / (80 * MBIT_S) * 1e9 + cap / (80 * MBIT_S) * 1e9
+    assert fed.read().anomalies == 1
+
+
+@pytest.mark.parametrize("offered", [50, 100, 150])
+def test_a_paced_sender_s_slow_link_is_flagged(fed: Fed, offered: int) -> None:
+    link = Link(fed, step(200, 80, at_s=1.0))
+    link.pace(3.0, 64 * KB, every_ns=int(64 * KB / (offered * MBIT_S) * 1e9), cap=512 * KB)
+    assert [state for _, state, _ in link.turns] == [ChannelState.SLOW]
+    assert link.turns[0][0] < 1.25e9
+
+
+def test_a_slow_link_does_not_become_the_usual_one(fed: Fed) -> None:
+    link = Link(fed, step(200, 80, at_s=1.0))
+    link.saturate(20.0, lambda: 64 * KB, cap=256 * KB)
+    assert [state for _, state, _ in link.turns] == [ChannelState.SLOW]
+    assert fed.read().mean_bandwidth > 180 * MBIT_S
+
+
+def test_recovery_is_at_three_quarters(fed: Fed) -> None:
+    rates = [(1, 200), (2, 80), (3, 120), (4, 165)]
+    link = Link(fed, lambda s: next((rate for end, rate in rates if s < end), 165) * MBIT_S)
+    link.saturate(4.0, lambda: 64 * KB, cap=256 * KB)
+    assert [(int(at / 1e9), state) for at, state, _ in link.turns] == [
+        (1, ChannelState.SLOW),
+        (3, ChannelState.OK),
+    ]
+
+
+def test_no_anomaly_without_cause(fed: Fed) -> None:
+    """Pauses, bursts, one stall, smaller writes and a shallower queue are all the same link."""
+    link = Link(fed, step(200, 200, 0))
+    for second in range(1, 30):
+        kind = second % 5
+        if kind == 0:
+            link.now_ns += link.rng.randint(1, 10**9)
+        elif kind == 1:
+            link.free_ns = link.now_ns + 700 * MS
+        elif kind == 2:
+            for _ in range(300):
+                link.post(4 * KB)
+        most = {0: 128 * KB, 1: 8 * KB, 2: 128 * KB, 3: 2 * KB, 4: 512 * KB}[kind]
+        cap = {0: 256 * KB, 1: 256 * KB, 2: 1, 3: 1, 4: 1024 * KB}[kind]
+        link.saturate(link.now_ns / 1e9 + 0.3, lambda most=most: link.rng.randint(1, most), cap)
+        while link.flying:
+            link.complete()
+    assert link.turns == []
+
+
+def test_a_fresh_channel_has_no_anomaly_and_no_mean(fed: Fed) -> None:
+    link = Link(fed, step(200, 8, at_s=0.015))
+    link.saturate(0.015, lambda: 64 * KB, cap=256 * KB)
+    assert link.writes < W and fed.read().bandwidth == 0
+    link.saturate(0.05, lambda: 64 * KB, cap=256 * KB)
+    assert fed.read().mean_bandwidth == 0 and fed.read().anomalies == 0
+
+
+def test_a_cut_channel_begins_a_new_window_and_owes_nothing(fed: Fed) -> None:
+    link = Link(fed, step(200, 200, 0))
+    link.saturate(0.5, lambda: 64 * KB, cap=256 * KB)
+    mean = fed.read().mean_bandwidth
+    while link.flying:
+        fed.abandoned(link.flying.pop()[2])
+    assert (fed.read().outstanding, fed.read().bandwidth) == (0, 0)
+    link.outstanding, link.now_ns, link.free_ns = 0, 5 * 10**9, 0
+    link.saturate(5.5, lambda: 64 * KB, cap=256 * KB)
+    assert link.turns == [] and mean > 180 * MBIT_S and fed.read().bandwidth > 180 * MBIT_S
+
+
+def test_a_full_ring_drops_the_new_records_and_counts_them() -> None:
+    with new_monitor(100) as monitor:  # 128: a power of two
+        fed = Fed(monitor)
+        for number in range(200):
+            fed.posted(number, 10)
+            fed.completed(number, number, 10)
+        assert fed.read().dropped == 72 and fed.read().writes == 200
+        assert monitor.drain()["posted_ns"].tolist() == list(range(128))
+        fed.posted(200, 10)
+        fed.completed(200, 200, 10)
+        kept = monitor.drain()
+        assert kept["posted_ns"].tolist() == [200] and kept["dropped"].tolist() == [72]
+        assert len(monitor.drain()) == 0
+
+
+def test_records_cross_threads_whole_and_in_order() -> None:
+    writes = 20_000
+    with new_monitor(256) as monitor:
+        fed = Fed(monitor)
+
+        def feed() -> None:
+            for number in range(1, writes + 1):
+                fed.posted(number, number)
+                fed.completed(number, number, number)
+
+        feeder = threading.Thread(target=feed)
+        feeder.start()
+        seen: list[np.ndarray] = []
+        while feeder.is_alive():
+            seen.append(monitor.drain())
+        feeder.join()
+        seen.append(monitor.drain())
+        records = np.concatenate(seen)
+        assert (records["posted_ns"] == records["bytes"]).all()
+        assert (records["posted_ns"] == records["completed_ns"]).all()
+        assert (np.diff(records["posted_ns"].astype(np.int64)) > 0).all()
+        assert len(records) + fed.read().dropped == writes
+
+
+def test_a_null_monitor_is_one_that_is_off() -> None:
+    off = Fed(Monitor(0))
+    off.posted(1, 1)
+    off.completed(2, 1, 1)
+    off.abandoned(1)
+    assert off.read().writes == 0 and len(off.monitor.drain()) == 0
+    off.library.p2p_monitor_free(None)
+
+
+@pytest.mark.parametrize("records", [0, (1 << 20) + 1])
+def test_a_ring_of_no_or_too_many_records_is_refused(records: int) -> None:
+    with pytest.raises(ValueError, match=f"^{records} records were asked for"), new_monitor(records):
+        pass
+
+
+def check_trace(trace: dict) -> None:
+    """The rules of the Chrome trace format that Perfetto's importer relies on."""
+    assert trace["displayTimeUnit"] in ("ms", "ns")
+    rows: dict[tuple[int, int], float] = {}
+    for event in trace["traceEvents"]:
+        assert event["ph"] in ("X", "C", "M", "i") and isinstance(event["name"], str)
+        assert isinstance(event["pid"], int) and isinstance(event["tid"], int)
+        assert isinstance(event["ts"], int | float) and event["ts"] >= 0
+        if event["ph"] == "X":
+            assert event["dur"] >= 0
+            row = (event["pid"], event["tid"])
+            assert rows.get(row, 0) <= event["ts"], "slices of one row overlap"
+            rows[row] = event["ts"] + event["dur"] - 1e-6
+        elif event["ph"] == "C":
+            assert event["args"] and all(isinstance(v, int | float) for v in event["args"].values())
+        elif event["ph"] == "i":
+            assert event["s"] in ("g", "p", "t")
+
+
+def test_the_50_ms_around_an_anomaly_are_dumped_as_a_chrome_trace(fed: Fed, tmp_path: Path) -> None:
+    link = Link(fed, step(200, 80, at_s=1.0))
+    recorder = Recorder(
+        fed.monitor, peer="10.0.0.7:1/x", folder=tmp_path / "traces", clock_ns=lambda: link.now_ns
+    )
+    written: list[Path] = []
+    posts: dict[tuple[int, int], int] = {}
+    post = link.post
+    link.post = lambda size: (posts.update({(link.now_ns, len(posts)): size}), post(size))[1]  # type: ignore[method-assign]
+    for tick in range(1, 150):
+        link.saturate(tick / 100, lambda: 16 * KB, cap=256 * KB)
+        written += recorder.poll()
+    assert len(written) == 1 and written[0].name.startswith("10.0.0.7_1_x@")
+    trace = json.loads(written[0].read_text())
+    check_trace(trace)
+    events = trace["traceEvents"]
+    anomaly_us = next(e["ts"] for e in events if e["name"] == "anomaly")
+    slices = [e for e in events if e["ph"] == "X"]
+    flagged_ns = link.turns[0][0]
+    ends = sorted(flagged_ns + (e["ts"] + e["dur"] - anomaly_us) * 1e3 for e in slices)
+    assert flagged_ns - 60 * MS < ends[0] < flagged_ns - 20 * MS and ends[-1] <= flagged_ns + 25 * MS
+    assert ends[-1] > flagged_ns + 20 * MS
+    begun = {round(flagged_ns + (e["ts"] - anomaly_us) * 1e3) for e in slices}
+    assert begun <= {at for at, _ in posts}, "a slice begins where no write was posted"
+    assert {e["args"]["bytes"] for e in slices} == {16 * KB}
+    mbs = [e["args"]["MB/s"] for e in events if e["name"] == "bandwidth"]
+    assert mbs[0] > 22 and min(mbs) < 11
+
+
+def test_old_traces_make_room_for_new_ones(fed: Fed, tmp_path: Path) -> None:
+    link = Link(fed, lambda s: (80 if int(2 * s) % 2 else 200) * MBIT_S)
+    recorder = Recorder(fed.monitor, peer="peer", folder=tmp_path, most_dumps=3, clock_ns=lambda: link.now_ns)
+    (tmp_path / "another@1.trace.json").write_text("{}")
+    written: list[Path] = []
+    for tick in range(1, 60):
+        link.saturate(tick / 10, lambda: 16 * KB, cap=256 * KB)
+        written += recorder.poll()
+    assert len(written) == fed.read().anomalies > 3
+    assert sorted(tmp_path.glob("peer@*")) == written[-3:]
+    assert (tmp_path / "another@1.trace.json").exists()
+
+
+def test_a_trace_of_writes_in_any_order_has_no_overlap_in_a_row() -> None:
+    rng = random.Random(5)
+    records = np.zeros(200, RECORD)
+    records["posted_ns"] = [rng.randrange(10**7) for _ in range(200)]
+    records["completed_ns"] = np.sort(records["posted_ns"]) + np.array(
+        [rng.randrange(10**6) for _ in range(200)], np.uint64
+    )
+    records["dropped"][7] = 3
+    trace = chrome_trace(records, 5 * 10**6, "p")
+    check_trace(json.loads(json.dumps(trace, allow_nan=False)))
+    assert sum(e["ph"] == "X" for e in trace["traceEvents"]) == 200
+    assert any("3 writes not recorded" in e["name"] for e in trace["traceEvents"])
