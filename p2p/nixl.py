@@ -4,7 +4,8 @@ Bytes land in the owner's window by one-sided writes. What is put, and the frame
 `Peer.address`, goes out of an image of the window on this side. A rail that fails costs nothing but its bandwidth:
 see native/channel.h. Threads, connections and their ends are native/carrier.h's.
 
-A descriptor holds the token in the clear, and UCX over TCP encrypts nothing: the network is to be trusted.
+UCX over TCP neither encrypts nor asks who writes to the memory of a process that it can reach: keep these rails on a
+network of their own. The token keeps out peers that were not invited, not attackers on that network.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from p2p.frame import check_words
 from p2p.monitor import Monitor
 from p2p.shm_link import new_token
 
-# A put of 256 MB over 1 Gbit/s has 2 s left; one that does not move is given up after 0.1 s.
+# 256 MB put over 1 Gbit/s take 2 s. What does not move is given up sooner: see native/link.cpp.
 CLOSE_S: Final = 5.0
 PIECE_LIMIT_BYTES: Final = 512 * 1024
 

@@ -108,8 +108,8 @@ void P2pCarrier::run_builder() {
     }
 }
 
-P2pNixlPath* P2pCarrier::make_path(const P2pLink& link, uint32_t rail, const std::string& address, char* error,
-                                   uint64_t error_bytes) {
+P2pNixlPath* P2pCarrier::make_path(const P2pLink& link, uint32_t rail, const std::string& address,
+                                   char* error, uint64_t error_bytes) {
     // The owner's rails count. A writer with fewer uses some of its own twice.
     const char* name = rails[rail % rails.size()].c_str();
     P2pNixlPath* path = p2p_nixl_path_new(name, link.memory, link.nbytes, error, error_bytes);
@@ -179,7 +179,8 @@ bool P2pLink::step(uint64_t now) {
     if (!opened || lost) return busy;
     busy |= (writer ? p2p_writer_step(writer, now) : p2p_owner_step(owner, now)) > 0;
     P2pCommand& command = carrier->command;
-    while (!lost && (writer ? p2p_writer_command(writer, &command) : p2p_owner_command(owner, &command)) > 0) {
+    while (!lost) {
+        if (!(writer ? p2p_writer_command(writer, &command) : p2p_owner_command(owner, &command))) break;
         busy = true;
         carry_out(command);
     }

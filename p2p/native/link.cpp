@@ -15,12 +15,11 @@ using p2p::Rail;
 using p2p::Stage;
 
 constexpr uint64_t DRAIN_NS = 200'000;
-constexpr uint64_t STALLED_NS = 100'000'000;
 constexpr uint32_t BYE_STEPS = 4;
 constexpr uint32_t MONITOR_RECORDS = 4096;  // the last 0.2 to 2 s of a busy link; 200 KB
 
-// A window's address: for each rail u32 bytes and an agent's address (nixl_path.h), in the rails' order; 0 bytes
-// where that rail was down.
+// A window's address: for each rail u32 bytes and an agent's address (nixl_path.h), in the rails' order; 0
+// bytes where that rail was down.
 std::vector<std::string> split(const void* address, uint32_t bytes) {
     std::vector<std::string> parts;
     const char* at = static_cast<const char*>(address);
@@ -56,7 +55,7 @@ std::unique_ptr<P2pLink> new_link(P2pCarrier* carrier, void* memory, uint64_t nb
 
 // Makes the agents: one is enough, the other rails may come back. Null where that stands, else what does not.
 const char* prepare(P2pLink& link, const std::vector<std::string>* addresses, char* scratch, uint64_t bytes) {
-    if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, link.fds) < 0) return "no file descriptors are left";
+    if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, link.fds) < 0) return "no descriptors are left";
     std::snprintf(scratch, bytes, "the descriptor's address makes no sense");
     bool made = false;
     for (uint32_t i = 0; i < link.rails.size(); i++) {
@@ -89,6 +88,8 @@ bool all_settled(const P2pLink& link) {
 // Until the writes have come, or none of them comes any more.
 void drain(P2pLink& link, std::unique_lock<std::mutex>& held, uint64_t deadline) {
     P2pChannelCounts counts;
+    const P2pChannelConfig& config = link.carrier->config;
+    uint64_t stalled_ns = 2 * (config.silence_ns + config.grace_ns);  // longer than giving up a rail takes
     uint64_t waiting = UINT64_MAX, moved_ns = p2p::now_ns();
     while (!link.lost) {
         uint64_t now = p2p::now_ns();
@@ -96,7 +97,7 @@ void drain(P2pLink& link, std::unique_lock<std::mutex>& held, uint64_t deadline)
         p2p_writer_counts(link.writer, &counts);
         if (counts.waiting != waiting) moved_ns = now;
         waiting = counts.waiting;
-        if (waiting == 0 || now >= deadline || now >= moved_ns + STALLED_NS) return;
+        if (waiting == 0 || now >= deadline || now >= moved_ns + stalled_ns) return;
         wait(link.carrier, held, DRAIN_NS);
     }
 }
@@ -104,6 +105,7 @@ void drain(P2pLink& link, std::unique_lock<std::mutex>& held, uint64_t deadline)
 }  // namespace
 
 void P2pLink::hang_up() {
+    alive.store(false);
     if (fds[1] >= 0) close(fds[1]);
     fds[1] = -1;
 }
@@ -131,7 +133,7 @@ P2P_API uint32_t p2p_link_address(P2pLink* link, void* out) {
     uint8_t part[P2P_NIXL_ADDRESS_BYTES];
     for (Rail& rail : link->rails) {
         uint32_t bytes = rail.path ? p2p_nixl_path_address(rail.path, part) : 0;
-        if (uint64_t(at - static_cast<uint8_t*>(out)) + sizeof bytes + bytes > P2P_LINK_ADDRESS_BYTES) return 0;
+        if (at + sizeof bytes + bytes > static_cast<uint8_t*>(out) + P2P_LINK_ADDRESS_BYTES) return 0;
         std::memcpy(at, &bytes, sizeof bytes);
         std::memcpy(at + sizeof bytes, part, bytes);
         at += sizeof bytes + bytes;
@@ -212,10 +214,7 @@ P2P_API int p2p_link_signal(P2pLink* link, uint64_t offset, uint64_t value) {
     return result;
 }
 
-P2P_API int p2p_link_alive(P2pLink* link) {
-    p2p::Visit visit(link->carrier);
-    return link->alive();
-}
+P2P_API int p2p_link_alive(P2pLink* link) { return link->alive.load(); }
 
 P2P_API int p2p_link_fd(P2pLink* link) { return link->fds[0]; }
 

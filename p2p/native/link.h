@@ -65,15 +65,14 @@ struct P2pLink {
     bool lost = false;    // the channel's word
     bool closing = false;
     int fds[2] = {-1, -1};  // the caller's end, ours
+    std::atomic<bool> alive{true};
 
-    bool owns() const { return owner; }
     P2pNote note(uint8_t kind, uint32_t rail) const;
     // HELLO and WELCOME on a path that is not open yet. True where anything happened.
     bool greet(uint32_t rail, uint64_t now);
     bool step(uint64_t now);
     void path_closed(uint32_t rail, uint32_t generation);
     void hang_up();
-    bool alive() const { return fds[1] >= 0; }
 
   private:
     bool hear(uint32_t rail, const P2pPathEvent& event, uint64_t now);

@@ -15,8 +15,8 @@ std::mutex choosing;
 Functions table;
 const Functions* loaded = nullptr;
 
-// The environment keeps these very bytes, and they are only ever overwritten: a thread that reads the variable
-// meanwhile may see a mixture, never freed memory.
+// The environment keeps these very bytes, and they are only ever overwritten: a thread that reads the
+// variable meanwhile may see a mixture, never freed memory.
 constexpr char NAME[] = "UCX_NET_DEVICES=";
 char variable[sizeof NAME + 1024];
 char users_choice[1024];
@@ -26,8 +26,8 @@ void choose(const char* devices) {
 }
 
 void prepare_environment() {
-    // By cma a frozen writer's kernel could write to our memory later, and by xpmem or knem likewise: no closing
-    // of this side's end would stop that.
+    // By cma a frozen writer's kernel could write to our memory later, and by xpmem or knem likewise: no
+    // closing of this side's end would stop that.
     setenv("UCX_TLS", "^cma,knem,xpmem", 0);
     // Every failure is reported by this package; the libraries' own lines would only repeat it.
     setenv("UCX_LOG_LEVEL", "fatal", 0);

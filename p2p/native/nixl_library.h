@@ -58,8 +58,8 @@ struct Functions {
 // Null before p2p_nixl_load has succeeded.
 const Functions* functions();
 
-// While it lives UCX, in this process, is told to use one rail alone; an empty one leaves the choice to the user's
-// UCX_NET_DEVICES, else to UCX. One at a time: an agent reads the variable when it is made.
+// While it lives UCX, in this process, is told to use one rail alone; an empty one leaves the choice to the
+// user's UCX_NET_DEVICES, else to UCX. One at a time: an agent reads the variable when it is made.
 class RailChoice {
   public:
     explicit RailChoice(const char* rail);

@@ -1,7 +1,7 @@
 // A path over one NIXL agent of its own, which is either the end of a window's owner or of its writer.
 //
-// Freeing the owner's end is the fence: nothing that was sent to it lands any more, however long the network kept
-// it. (Freeing the writer's is none: bytes that lie in its kernel's buffers still arrive.)
+// Freeing the owner's end is the fence: nothing that was sent to it lands any more, however long the network
+// kept it. (Freeing the writer's is none: bytes that lie in its kernel's buffers still arrive.)
 //
 // An address, as the other end needs it, little-endian:
 //   offset  size  field
@@ -18,8 +18,8 @@ constexpr uint32_t P2P_NIXL_ADDRESS_BYTES = 4096;  // longest
 
 struct P2pNixlPath;
 
-// An end on that rail (a name for UCX_NET_DEVICES; empty: UCX's choice) whose memory the other may write to (the
-// owner's) or is read from (the writer's). 10 to 40 ms. Null: see `error`. Needs p2p_nixl_load.
+// An end on that rail (a name for UCX_NET_DEVICES; empty: UCX's choice) whose memory the other may write to
+// (the owner's) or is read from (the writer's). 10 to 40 ms. Null: see `error`. Needs p2p_nixl_load.
 P2P_API P2pNixlPath* p2p_nixl_path_new(const char* rail, void* memory, uint64_t nbytes, char* error,
                                        uint64_t error_bytes);
 // 5 to 10 ms. Null is fine.
@@ -28,7 +28,7 @@ P2P_API void p2p_nixl_path_free(P2pNixlPath* path);
 P2P_API uint32_t p2p_nixl_path_address(const P2pNixlPath* path, void* out);
 // Who the other end is; from now on nobody else is heard. 0, or -1: this is no address. Once.
 P2P_API int p2p_nixl_path_join(P2pNixlPath* path, const void* address, uint32_t bytes);
-// Sends a byte every 20 ms, less often to an end that is silent: without traffic the transport does not say that
-// the other end has gone.
+// Sends a byte every 20 ms, less often to an end that is silent: without traffic the transport does not say
+// that the other end has gone.
 P2P_API void p2p_nixl_path_beat(P2pNixlPath* path, uint64_t now_ns);
 P2P_API P2pPath p2p_nixl_path_ends(P2pNixlPath* path);
