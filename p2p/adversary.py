@@ -9,6 +9,8 @@ from dataclasses import dataclass
 class Adversary:
     """How badly the network behaves. Rates are probabilities, times are (shortest, longest).
 
+    A piece is lost, repeated or flipped, never two of these: their rates add up to at most 1.
+
     Args:
         delay_ns: Journey of a piece.
         pieces: A put is torn into at most so many, at any byte.
@@ -41,7 +43,8 @@ class Adversary:
     def __post_init__(self) -> None:
         rates = (self.overtake_rate, self.late_rate, self.repeat_rate, self.loss_rate, self.flip_rate)
         times = (self.delay_ns, self.late_ns, (0, self.notice_ns))
-        if not all(0 <= rate <= 1 for rate in rates) or self.pieces < 1:
+        fates = self.loss_rate + self.repeat_rate + self.flip_rate
+        if not all(0 <= rate <= 1 for rate in (*rates, fates)) or self.pieces < 1:
             raise ValueError(f"{self}: rates from 0 to 1 and at least one piece needed.")
         if any(not 0 <= shortest <= longest for shortest, longest in times):
             raise ValueError(f"{self}: times are (shortest, longest), from 0.")

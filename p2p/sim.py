@@ -12,7 +12,6 @@ carries them.
 
 from __future__ import annotations
 
-import hashlib
 import heapq
 import random
 import struct
@@ -32,7 +31,6 @@ from p2p.window import WindowLayout
 _WORD: Final = struct.Struct("<Q")
 _LENGTH: Final = struct.Struct("<I")
 _LENGTH_OFFSET: Final = SIGNAL_BYTES + 28
-_TRACE: Final = struct.Struct("<QQQII")
 
 
 # When it is due, its number, where to, at which offset, what, and whether it is a signal.
@@ -58,7 +56,7 @@ class SimNetwork:
         self._events: list[_Event] = []
         self._offers: dict[bytes, SimWindow] = {}
         self._spare: dict[tuple[str, int], list[NDArray[np.uint8]]] = {}
-        self._trace = hashlib.blake2b(digest_size=16)
+        self._trace = 0
 
     def now(self) -> int:
         """The virtual clock in ns; it starts at 0."""
@@ -67,7 +65,7 @@ class SimNetwork:
     @property
     def trace_hash(self) -> str:
         """Of every byte applied so far, with its time and place."""
-        return self._trace.hexdigest()
+        return f"{self._trace:08x}"
 
     def endpoint(self, name: str, incarnation: int) -> SimEndpoint:
         """A new endpoint."""
@@ -120,8 +118,7 @@ class SimNetwork:
             writer._held.append(event)
             return
         self.counts.applied += 1
-        what = len(data), zlib.crc32(data)
-        self._trace.update(_TRACE.pack(self._now_ns, peer._number, offset, *what))
+        self._trace = zlib.crc32(data, self._trace ^ (self._now_ns + offset * peer._number) & 0xFFFFFFFF)
         window = peer._window
         window._memory.data[offset : offset + len(data)] = data
         window.rung |= is_signal
@@ -138,13 +135,16 @@ class SimNetwork:
         """Send one piece; when it is due, or 0 where it was lost."""
         habits = self.adversary
         at_ns = self._now_ns + self._between(habits.delay_ns) + late_ns
-        if self._chance(habits.repeat_rate):
-            self.counts.repeated += 1
-            self._push(at_ns + self._between(habits.late_ns), peer, offset, data, is_signal)
-        if self._chance(habits.loss_rate):
+        # One draw for three rare things: most pieces meet none of them.
+        luck = self.random.random()
+        if luck < habits.loss_rate:
             self.counts.lost += 1
             return 0
-        if self._chance(habits.flip_rate):
+        luck -= habits.loss_rate
+        if luck < habits.repeat_rate:
+            self.counts.repeated += 1
+            self._push(at_ns + self._between(habits.late_ns), peer, offset, data, is_signal)
+        elif luck < habits.repeat_rate + habits.flip_rate:
             self.counts.flipped += 1
             bit = self.random.randrange(8 * len(data))
             data = (int.from_bytes(data, "little") ^ 1 << bit).to_bytes(len(data), "little")
@@ -185,7 +185,7 @@ class SimNetwork:
         if not spare or not self.adversary.recycles:
             return _aligned_zeros(nbytes)
         self.counts.recycled += 1
-        memory = spare.pop()
+        memory = spare.pop(self.random.randrange(len(spare)))
         memory[:] = 0
         return memory
 
@@ -264,7 +264,9 @@ class SimPeer:
         # A one-sided read at connect time, so that header pages look the same from here.
         self._image = _aligned_zeros(window.nbytes)
         self._image[:] = window._memory
-        self._carried: dict[int, int] = {}
+        self._words = self._image[: window.nbytes // 8 * 8].view(np.uint64).data
+        self._layout: WindowLayout | None = None
+        self._carried: dict[int, int] = {}  # by a slot's offset: the signal sent last
         self._settled_ns = 0
         self._closed = False
 
@@ -426,15 +428,19 @@ class SimEndpoint:
             ValueError: the layout does not fit into the window.
             PeerGone: a frame is to be sent and the owner's death has been noticed.
         """
-        self._check_range(peer, 0, layout.nbytes)
-        data, carried, stride = peer.image.data, peer._carried, layout.stride_bytes
+        image = peer.image
+        if layout is not peer._layout:
+            self._check_range(peer, 0, layout.nbytes)
+            peer._layout = layout
+            for at in range(layout.slot_offset(0), layout.nbytes, layout.stride_bytes):
+                peer._carried.setdefault(at, 0)
         sent = 0
-        for at in range(layout.slot_offset(0), layout.nbytes, stride):
-            (value,) = _WORD.unpack_from(data, at)
-            if value == carried.get(at, 0):
+        for at, carried in peer._carried.items():
+            value = peer._words[at // 8]
+            if value == carried:
                 continue
-            carried[at] = value
-            (length,) = _LENGTH.unpack_from(data, at + _LENGTH_OFFSET)
+            peer._carried[at] = value
+            (length,) = _LENGTH.unpack_from(image.data, at + _LENGTH_OFFSET)
             end = PAYLOAD_OFFSET + min(length, layout.payload_bytes)
             self.forward(peer, [(at + SIGNAL_BYTES, end - SIGNAL_BYTES)], (at, value))
             sent += 1

@@ -30,8 +30,9 @@ LAYOUT = WindowLayout(slots=3, payload_bytes=512)
 MOST_TOKENS = 6
 LANES = 2
 DEADLINE_NS = 5_000_000_000
-STEP_NS = 2_000
+STEP_NS = 4_000
 WAKE_NS = 5_000_000  # no wait of production is longer
+UPKEEP_NS = 250_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +160,7 @@ class World:
         self.wrong: list[str] = []
         self.latest_ns = 0  # by how much a call outlived its deadline
         self._chores: list[tuple[int, int, Callable[[], None]]] = []
+        self._upkeep_ns = 0
         self._lives = 0
         self._down = 0
         self.servers = [self._new_server(number) for number in range(servers)]
@@ -182,8 +184,7 @@ class World:
         while self._chores or any(client.ask for client in self.clients):
             self._turn(begin=False)
         self.network.settle()
-        for client in self.clients:
-            self._replace_full_links(client)
+        self._replace_full_links()
         while self._chores:
             self._turn(begin=False)
 
@@ -212,6 +213,9 @@ class World:
         now_ns += max(0, due_ns - now_ns) + STEP_NS
         while self._chores and self._chores[0][0] <= now_ns:
             heapq.heappop(self._chores)[2]()
+        if now_ns >= self._upkeep_ns:
+            self._upkeep_ns = now_ns + UPKEEP_NS
+            self._replace_full_links()
         for server in self.servers:
             if not server.endpoint.frozen and not server.endpoint.dead:
                 for link in server.links:
@@ -223,11 +227,11 @@ class World:
                 client.wake_ns = now_ns + WAKE_NS
             elif client.ask is None:
                 if begin and now_ns >= client.wake_ns:
-                    self._begin(client, now_ns)
+                    self.begin(client)
                 elif not begin:
                     client.wake_ns = now_ns + WAKE_NS
-            elif now_ns >= client.wake_ns or any([link.reply.rung for link in client.links]):
-                self._step(client, now_ns)
+            elif now_ns >= client.wake_ns or any(link.reply.rung for link in client.links):
+                self.step(client)
 
     def _serve(self, server: Server, now_ns: int) -> None:
         for link in server.links:
@@ -243,9 +247,9 @@ class World:
             # Its link hangs up, or does not: the one who wrote learns of it as in production.
             self.counts["to the gone"] += 1
 
-    def _begin(self, client: Client, now_ns: int) -> None:
-        if self.counts["begun"] % 64 == 0:
-            self._replace_full_links(client)
+    def begin(self, client: Client) -> None:
+        """Begin a call."""
+        now_ns = self.network.now()
         self.counts["begun"] += 1
         ask = client.ask = self.random.choice(self.asks)
         client.out.raw = ask.before
@@ -261,7 +265,9 @@ class World:
             self._forward(client.endpoint, link.to_server)
         self._disturb()
 
-    def _step(self, client: Client, now_ns: int) -> None:
+    def step(self, client: Client) -> None:
+        """One step of a call; judges it where it ends."""
+        now_ns = self.network.now()
         for link in client.links:
             link.reply.rung = False
         status = self.library.expert_client_step(client.handle, now_ns)
@@ -300,8 +306,13 @@ class World:
             (faults.restart_client, self._restart_client),
             (faults.relink, self._relink_any),
         ):
-            if rate and self.random.random() < rate and not (self.one_at_a_time and self._down):
-                strike()
+            if rate and self.random.random() < rate:
+                # Not only where a call begins.
+                self._later(int(self.random.random() * 60_000), lambda strike=strike: self._strike(strike))
+
+    def _strike(self, strike: Callable[[], None]) -> None:
+        if not (self.one_at_a_time and self._down):
+            strike()
 
     def _later(self, ns: int, chore: Callable[[], None]) -> None:
         heapq.heappush(self._chores, (self.network.now() + ns, self.counts["chores"], chore))
@@ -389,18 +400,21 @@ class World:
             server.links.remove(link)
             self.library.expert_server_remove_client(server.handle, link.place)
         late = 2 * self.network.adversary.notice_ns
-        self._later(late, lambda: self._when_awake(server, lambda: server.endpoint.disconnect(link.to_client)))
+        self._later(
+            late, lambda: self._when_awake(server, lambda: server.endpoint.disconnect(link.to_client))
+        )
 
     def _relink_any(self) -> None:
         self._relink(self.random.choice(self.random.choice(self.clients).links))
 
-    def _replace_full_links(self, client: Client) -> None:
+    def _replace_full_links(self) -> None:
         """What is left to do where every slot waits for a reply that was lost: tear the link down."""
         stats = native.ServerStats()
-        for link in list(client.links):
-            self.library.expert_client_stats(client.handle, link.index, stats)
-            if stats.late_slots == LAYOUT.slots and not link.server.endpoint.frozen:
-                self._relink(link)
+        for client in self.clients:
+            for link in list(client.links):
+                self.library.expert_client_stats(client.handle, link.index, stats)
+                if stats.late_slots == LAYOUT.slots:
+                    self._relink(link)
 
     def _relink(self, link: Link) -> None:
         frozen = link.server.endpoint.frozen or link.client.endpoint.frozen
