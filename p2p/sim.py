@@ -12,18 +12,17 @@ carries them.
 
 from __future__ import annotations
 
-import hashlib
 import heapq
 import random
 import struct
 import zlib
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import ClassVar, Final, NamedTuple
+from typing import ClassVar, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from p2p.adversary import Adversary, Counts
 from p2p.descriptor import TOKEN_BYTES, WINDOW_LIMIT_BYTES, Descriptor, Transport, decode
 from p2p.endpoint import CONNECT_S, ConnectRefused, DescriptorInvalid, EndpointClosed, PeerGone, Status
 from p2p.frame import PAYLOAD_OFFSET, SIGNAL_BYTES, check_words, load_signals
@@ -32,62 +31,10 @@ from p2p.window import WindowLayout
 _WORD: Final = struct.Struct("<Q")
 _LENGTH: Final = struct.Struct("<I")
 _LENGTH_OFFSET: Final = SIGNAL_BYTES + 28
-_TRACE: Final = struct.Struct("<QQQII")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Adversary:
-    """How badly the network behaves. Rates are probabilities, times are (shortest, longest).
-
-    Args:
-        delay_ns: Journey of a piece.
-        pieces: A put is torn into at most so many, at any byte.
-        late_rate: Of a put whose sender stalls in the middle: the rest comes `late_ns` later.
-        late_ns: How late that is.
-        repeat_rate: Of a piece or signal applied a second time, `late_ns` after the first.
-        loss_rate: Of a piece or signal that never arrives.
-        overtake_rate: Of a signal that does not wait for the puts before it, as it ought to.
-        notice_ns: From a death until `status` shows it; by then nothing of the dead is under way any more.
-
-    Raises:
-        ValueError: a rate is outside 0 to 1, or a time or number of pieces makes no sense.
-    """
-
-    delay_ns: tuple[int, int] = (1_000, 20_000)
-    pieces: int = 3
-    late_rate: float = 0.0
-    late_ns: tuple[int, int] = (1_000_000, 50_000_000)
-    repeat_rate: float = 0.0
-    loss_rate: float = 0.0
-    overtake_rate: float = 0.0
-    notice_ns: int = 1_000_000
-
-    def __post_init__(self) -> None:
-        rates = (self.overtake_rate, self.late_rate, self.repeat_rate, self.loss_rate)
-        times = (self.delay_ns, self.late_ns, (0, self.notice_ns))
-        if not all(0 <= rate <= 1 for rate in rates) or self.pieces < 1:
-            raise ValueError(f"{self}: rates from 0 to 1 and at least one piece needed.")
-        if any(not 0 <= shortest <= longest for shortest, longest in times):
-            raise ValueError(f"{self}: times are (shortest, longest), from 0.")
-
-
-@dataclass(kw_only=True)
-class Counts:
-    """What the network has done so far, in pieces and signals."""
-
-    applied: int = 0
-    late: int = 0
-    repeated: int = 0
-    lost: int = 0
-    overtook: int = 0
-
-
-class _Event(NamedTuple):
-    at_ns: int
-    number: int
-    peer: SimPeer
-    offset: int
-    data: bytes
+# When it is due, its number, where to, at which offset, what, and whether it is a signal.
+_Event = tuple[int, int, "SimPeer", int, bytes, bool]
 
 
 class SimNetwork:
@@ -108,7 +55,8 @@ class SimNetwork:
         self._links = 0
         self._events: list[_Event] = []
         self._offers: dict[bytes, SimWindow] = {}
-        self._trace = hashlib.blake2b(digest_size=16)
+        self._spare: dict[tuple[str, int], list[NDArray[np.uint8]]] = {}
+        self._trace = 0
 
     def now(self) -> int:
         """The virtual clock in ns; it starts at 0."""
@@ -117,7 +65,7 @@ class SimNetwork:
     @property
     def trace_hash(self) -> str:
         """Of every byte applied so far, with its time and place."""
-        return self._trace.hexdigest()
+        return f"{self._trace:08x}"
 
     def endpoint(self, name: str, incarnation: int) -> SimEndpoint:
         """A new endpoint."""
@@ -136,7 +84,7 @@ class SimNetwork:
 
     def next_ns(self) -> int | None:
         """When something is due next; None where nothing is under way."""
-        return self._events[0].at_ns if self._events else None
+        return self._events[0][0] if self._events else None
 
     def advance(self, ns: int) -> None:
         """Move the clock by `ns`, applying in order everything that falls due meanwhile.
@@ -147,9 +95,10 @@ class SimNetwork:
         if ns < 0:
             raise ValueError(f"advance by {ns} ns asked for; time only moves forward.")
         until_ns = self._now_ns + ns
-        while self._events and self._events[0].at_ns <= until_ns:
-            event = heapq.heappop(self._events)
-            self._now_ns = max(self._now_ns, event.at_ns)
+        events = self._events
+        while events and events[0][0] <= until_ns:
+            event = heapq.heappop(events)
+            self._now_ns = max(self._now_ns, event[0])
             self._deliver(event)
         self._now_ns = until_ns
 
@@ -159,53 +108,70 @@ class SimNetwork:
             self.advance(max(0, at_ns - self._now_ns))
 
     def _deliver(self, event: _Event) -> None:
-        peer = event.peer
-        if peer._closed or event.at_ns > peer._endpoint._cut_ns:
+        at_ns, _, peer, offset, data, is_signal = event
+        writer = peer._endpoint
+        if peer._closed or at_ns > writer._cut_ns:
             self.counts.lost += 1
             return
-        if peer._endpoint.frozen:
+        if writer.frozen:
             # A frozen process keeps its mapping: the rest of its write comes when it thaws.
-            peer._endpoint._held.append(event)
+            writer._held.append(event)
             return
         self.counts.applied += 1
-        what = len(event.data), zlib.crc32(event.data)
-        self._trace.update(_TRACE.pack(self._now_ns, peer._number, event.offset, *what))
-        place = slice(event.offset, event.offset + len(event.data))
-        peer._window._memory[place] = np.frombuffer(event.data, np.uint8)
+        self._trace = zlib.crc32(data, self._trace ^ (self._now_ns + offset * peer._number) & 0xFFFFFFFF)
+        window = peer._window
+        window._memory.data[offset : offset + len(data)] = data
+        window.rung |= is_signal
 
-    def _push(self, at_ns: int, peer: SimPeer, offset: int, data: bytes) -> None:
+    def _push(self, at_ns: int, peer: SimPeer, offset: int, data: bytes, is_signal: bool) -> None:
         self._numbers += 1
-        heapq.heappush(self._events, _Event(at_ns, self._numbers, peer, offset, data))
+        heapq.heappush(self._events, (at_ns, self._numbers, peer, offset, data, is_signal))
 
-    def _send(self, peer: SimPeer, offset: int, data: bytes, late_ns: int) -> int:
+    def _between(self, times_ns: tuple[int, int]) -> int:
+        shortest, longest = times_ns
+        return shortest + int(self.random.random() * (longest - shortest + 1))
+
+    def _send(self, peer: SimPeer, offset: int, data: bytes, late_ns: int, is_signal: bool) -> int:
         """Send one piece; when it is due, or 0 where it was lost."""
-        at_ns = self._now_ns + self.random.randint(*self.adversary.delay_ns) + late_ns
-        if self._chance(self.adversary.repeat_rate):
-            self.counts.repeated += 1
-            self._push(at_ns + self.random.randint(*self.adversary.late_ns), peer, offset, data)
-        if self._chance(self.adversary.loss_rate):
+        habits = self.adversary
+        at_ns = self._now_ns + self._between(habits.delay_ns) + late_ns
+        # One draw for three rare things: most pieces meet none of them.
+        luck = self.random.random()
+        if luck < habits.loss_rate:
             self.counts.lost += 1
             return 0
-        self._push(at_ns, peer, offset, data)
+        luck -= habits.loss_rate
+        if luck < habits.repeat_rate:
+            self.counts.repeated += 1
+            self._push(at_ns + self._between(habits.late_ns), peer, offset, data, is_signal)
+        elif luck < habits.repeat_rate + habits.flip_rate:
+            self.counts.flipped += 1
+            bit = self.random.randrange(8 * len(data))
+            data = (int.from_bytes(data, "little") ^ 1 << bit).to_bytes(len(data), "little")
+        self._push(at_ns, peer, offset, data, is_signal)
         return at_ns
 
     def _put(self, peer: SimPeer, offset: int, data: bytes) -> None:
-        count = self.random.randrange(self.adversary.pieces)
-        cuts = sorted(self.random.randrange(len(data)) for _ in range(count))
-        pieces = [(a, b) for a, b in zip([0, *cuts], [*cuts, len(data)], strict=True) if a < b]
-        stalls = self._chance(self.adversary.late_rate)
+        habits, draw = self.adversary, self.random.random
+        ends = {len(data), *(int(draw() * len(data)) for _ in range(int(draw() * habits.pieces)))} - {0}
+        pieces = sorted(ends)
+        stalls = self._chance(habits.late_rate)
         first_late = self.random.randrange(len(pieces)) if stalls else len(pieces)
-        late_ns = self.random.randint(*self.adversary.late_ns) if stalls else 0
+        late_ns = self._between(habits.late_ns) if stalls else 0
         self.counts.late += len(pieces) - first_late
-        for i, (a, b) in enumerate(pieces):
-            at_ns = self._send(peer, offset + a, data[a:b], late_ns if i >= first_late else 0)
+        start = 0
+        for i, end in enumerate(pieces):
+            at_ns = self._send(
+                peer, offset + start, data[start:end], late_ns if i >= first_late else 0, False
+            )
             peer._settled_ns = max(peer._settled_ns, at_ns)
+            start = end
 
     def _signal(self, peer: SimPeer, offset: int, value: int) -> None:
         overtakes = self._chance(self.adversary.overtake_rate)
         self.counts.overtook += overtakes
         wait_ns = 0 if overtakes else max(0, peer._settled_ns - self._now_ns)
-        at_ns = self._send(peer, offset, _WORD.pack(value), wait_ns)
+        at_ns = self._send(peer, offset, _WORD.pack(value), wait_ns, True)
         peer._settled_ns = max(peer._settled_ns, 0 if overtakes else at_ns)
 
     def _chance(self, rate: float) -> bool:
@@ -213,6 +179,15 @@ class SimNetwork:
 
     def _token(self) -> bytes:
         return self.random.randbytes(TOKEN_BYTES)
+
+    def _memory(self, name: str, nbytes: int) -> NDArray[np.uint8]:
+        spare = self._spare.get((name, nbytes))
+        if not spare or not self.adversary.recycles:
+            return _aligned_zeros(nbytes)
+        self.counts.recycled += 1
+        memory = spare.pop(self.random.randrange(len(spare)))
+        memory[:] = 0
+        return memory
 
 
 def _aligned_zeros(nbytes: int) -> NDArray[np.uint8]:
@@ -226,10 +201,11 @@ class SimWindow:
 
     def __init__(self, endpoint: SimEndpoint, offer: Descriptor) -> None:
         self.liveness_fd = -1
+        self.rung = False  # by each signal that arrives, until the owner resets it: its doorbell
         self._endpoint = endpoint
         self._offer = offer
         # Kept for as long as anything may still be applied to it: closed windows are retired.
-        self._memory = _aligned_zeros(offer.nbytes)
+        self._memory = endpoint.network._memory(offer.name, offer.nbytes)
         self._peer: SimPeer | None = None
         self._closed = False
 
@@ -269,8 +245,11 @@ class SimWindow:
 
     def close(self) -> None:
         """Withdraw the window; idempotent. What is under way still lands in its own memory."""
+        network = self._endpoint.network
+        if network.adversary.recycles and not self._closed:
+            network._spare.setdefault((self._offer.name, self.nbytes), []).append(self._memory)
         self._closed = True
-        self._endpoint.network._offers.pop(self._offer.token, None)
+        network._offers.pop(self._offer.token, None)
 
 
 class SimPeer:
@@ -285,7 +264,9 @@ class SimPeer:
         # A one-sided read at connect time, so that header pages look the same from here.
         self._image = _aligned_zeros(window.nbytes)
         self._image[:] = window._memory
-        self._carried: dict[int, int] = {}
+        self._words = self._image[: window.nbytes // 8 * 8].view(np.uint64).data
+        self._layout: WindowLayout | None = None
+        self._carried: dict[int, int] = {}  # by a slot's offset: the signal sent last
         self._settled_ns = 0
         self._closed = False
 
@@ -342,7 +323,7 @@ class SimEndpoint:
         """Go on: what was held back is due at once, in its order."""
         self.frozen = False
         for event in self._held:
-            self.network._push(self.network.now(), event.peer, event.offset, event.data)
+            self.network._push(self.network.now(), *event[2:])
         self._held.clear()
 
     def kill(self) -> None:
@@ -435,11 +416,11 @@ class SimEndpoint:
         for offset, length in ranges:
             self._check_range(peer, offset, length)
             if length:
-                self.network._put(peer, offset, image[offset : offset + length].tobytes())
+                self.network._put(peer, offset, bytes(image.data[offset : offset + length]))
         if signal:
             offset, value = signal
             check_words(peer.nbytes, offset)
-            image[offset : offset + 8] = np.frombuffer(_WORD.pack(value), np.uint8)
+            _WORD.pack_into(image.data, offset, value)
             self.network._signal(peer, offset, value)
 
     def forward_slots(self, peer: SimPeer, layout: WindowLayout) -> int:
@@ -449,15 +430,19 @@ class SimEndpoint:
             ValueError: the layout does not fit into the window.
             PeerGone: a frame is to be sent and the owner's death has been noticed.
         """
-        self._check_range(peer, 0, layout.nbytes)
-        words = load_signals(peer.image, layout.slot_offset(0), layout.slots, layout.stride_bytes)
+        image = peer.image
+        if layout is not peer._layout:
+            self._check_range(peer, 0, layout.nbytes)
+            peer._layout = layout
+            for at in range(layout.slot_offset(0), layout.nbytes, layout.stride_bytes):
+                peer._carried.setdefault(at, 0)
         sent = 0
-        for i, value in enumerate(int(word) for word in words):
-            at = layout.slot_offset(i)
-            if value == peer._carried.get(at, 0):
+        for at, carried in peer._carried.items():
+            value = peer._words[at // 8]
+            if value == carried:
                 continue
             peer._carried[at] = value
-            (length,) = _LENGTH.unpack_from(peer.image.data, at + _LENGTH_OFFSET)
+            (length,) = _LENGTH.unpack_from(image.data, at + _LENGTH_OFFSET)
             end = PAYLOAD_OFFSET + min(length, layout.payload_bytes)
             self.forward(peer, [(at + SIGNAL_BYTES, end - SIGNAL_BYTES)], (at, value))
             sent += 1

@@ -214,12 +214,16 @@ void scan(ExpertClient* client, Server& server, uint64_t now_ns) {
                 retire(server, slot, SLOT_TORN);
         } else if (slot.state == SLOT_BUSY && now_ns >= slot.due_ns) {
             retire(server, slot, SLOT_LATE);
-            server.probe_at_ns = now_ns + server.probe_wait_ns;
+            server.probe_at_ns = server.replan_at_ns = now_ns + server.probe_wait_ns;
             server.probe_wait_ns = std::min(PROBE_LAST_NS, server.probe_wait_ns * 2);
             if (current) call.chunks[slot.chunk].state = CHUNK_LATE;
             bool others_wait = server.queue_head < server.queue.size();
             if (!current && !others_wait) continue;
             call.in_doubt.store(true, std::memory_order_relaxed);
+            call.replan.store(1);
+        } else if (current && slot.state == SLOT_LATE && now_ns >= server.replan_at_ns) {
+            // What travelled may be lost for good: rows that nobody else has are asked for again, in another slot.
+            server.replan_at_ns = now_ns + server.probe_wait_ns;
             call.replan.store(1);
         }
     }

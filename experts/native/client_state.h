@@ -70,6 +70,7 @@ struct Server {
     uint32_t units = 0;  // pairs in busy slots
     double peak_ns_per_unit = 0;
     uint64_t probe_at_ns = 0;
+    uint64_t replan_at_ns = 0;  // of a call that waits for a late reply from here
     uint64_t probe_wait_ns = PROBE_FIRST_NS;
     std::vector<uint32_t> queue;  // chunks planned, not yet sent
     size_t queue_head = 0;

@@ -1,0 +1,56 @@
+"""Native code with one check taken out, built beside the product's from its own objects."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from unittest.mock import patch
+
+from experts import native
+from p2p import build
+
+FLAGS = [*(flag for flag in build.COMMON if flag != "-O3"), "-O1", "-w", f"-I{build.ROOT}"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mutant:
+    """One source, what it says, and what the mutant says instead."""
+
+    source: str
+    says: str
+    instead: str
+
+    def write(self, folder: Path) -> Path:
+        """The mutated source."""
+        text = (build.ROOT / self.source).read_text()
+        found = text.count(self.says)
+        if found != 1:
+            raise AssertionError(f"{self.source} says {self.says!r} {found} times; the mutant needs it once.")
+        path = folder / Path(self.source).name
+        path.write_text(text.replace(self.says, self.instead))
+        return path
+
+    def library(self, folder: Path) -> ctypes.CDLL:
+        """p2p and experts in one library, this source of them mutated."""
+        mutated = self.write(folder)
+        build.build(only=("p2p", "experts"))
+        objects = [
+            str(built)
+            for package in ("p2p", "experts")
+            for source in (build.ROOT / package / "native").glob("*.cpp")
+            if str(source.relative_to(build.ROOT)) != self.source
+            for built in (source.parent / "build").glob(f"{source.name}*.o")
+        ]
+        library = folder / f"_{folder.name}.so"
+        compile_cpp([*FLAGS, "-shared", "-Wl,-Bsymbolic", str(mutated), *objects, "-o", str(library)])
+        with patch.object(native, "LIBRARY", library):
+            return native.load.__wrapped__()
+
+
+def compile_cpp(arguments: list[str]) -> None:
+    """Run the compiler."""
+    done = subprocess.run([build.compiler() or "c++", *arguments], capture_output=True, text=True)
+    if done.returncode:
+        raise AssertionError(done.stderr[-4000:])
