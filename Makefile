@@ -50,7 +50,7 @@ check: setup $(VENV)/.complete-dev ## Lint, types, layers and tidiness; under a 
 	@$(BIN)/lint-imports
 	@$(BIN)/python -m pytest tests/test_tidy.py
 
-sim: setup $(VENV)/.complete-dev ## Simulate the cluster by seed
+sim: setup $(VENV)/.complete-dev ## Simulate the cluster by seed. Longer: make sim ARGS="--calls 1000000 --seed 1"
 	@$(BIN)/python -m pytest tests/sim $(ARGS)
 
 e2e: setup $(VENV)/.complete-dev ## Real processes, real sockets, real clients
