@@ -57,7 +57,7 @@ fuzz: setup $(VENV)/.complete-dev ## Damaged messages to every reader, guided by
 	@$(BIN)/python -c 'import atheris' 2>/dev/null || $(BIN)/python -m pip install --quiet -c constraints.txt -e '.[fuzz]' || echo "atheris cannot be installed here."
 	@$(BIN)/python -m tests.fuzz $(ARGS)
 
-sim: setup $(VENV)/.complete-dev ## Simulate the cluster by seed
+sim: setup $(VENV)/.complete-dev ## Simulate the cluster by seed. Longer: make sim ARGS="--calls 1000000 --seed 1"
 	@$(BIN)/python -m pytest tests/sim $(ARGS)
 
 e2e: setup $(VENV)/.complete-dev ## Real processes, real sockets, real clients

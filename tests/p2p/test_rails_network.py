@@ -10,7 +10,9 @@ import pytest
 from benchmarks import rails
 from benchmarks.rails_network import refusal
 
-MISSING = refusal() or ("" if importlib.util.find_spec("nixl_cu13") else "needs the package nixl-cu13, found none")
+MISSING = refusal() or (
+    "" if importlib.util.find_spec("nixl_cu13") else "needs the package nixl-cu13, found none"
+)
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
 SEED = 5

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import ctypes
 import heapq
+import itertools
 import random
 import socket
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cache
 
 import numpy as np
 
@@ -23,11 +23,10 @@ from experts.model import Dtype
 from p2p.endpoint import PeerGone
 from p2p.sim import Adversary, SimEndpoint, SimNetwork, SimPeer, SimWindow
 from p2p.window import WindowLayout
-from tests.experts.steps import LOST, MODEL_HASH, NO_SERVER, OK, PENDING, REPLICAS, Weights, shape_of, to_bits
+from tests.experts.steps import LOST, MODEL_HASH, NO_SERVER, OK, PENDING, REPLICAS
+from tests.sim.asks import MOST_TOKENS, SHAPE, Ask, asks
 
-SHAPE = shape_of(layers=2, experts=4, hidden=16, intermediate=16, top_k=2)
 LAYOUT = WindowLayout(slots=3, payload_bytes=512)
-MOST_TOKENS = 6
 LANES = 2
 DEADLINE_NS = 5_000_000_000
 STEP_NS = 4_000
@@ -46,37 +45,6 @@ class Faults:
     relink: float = 0.0
     freeze_ns: tuple[int, int] = (10_000, 200_000_000)
     absent_ns: tuple[int, int] = (0, 30_000_000)  # from a server's death to its successor
-
-
-@dataclass(frozen=True, eq=False)
-class Ask:
-    """One call and the only right answer to it."""
-
-    layer: int
-    n: int
-    addresses: tuple[int, int, int]  # rows, ids, gate weights
-    before: bytes
-    after: bytes
-    kept: tuple[object, ...]
-
-
-@cache
-def asks(dtype: Dtype) -> tuple[Weights, tuple[Ask, ...]]:
-    """Weights, and calls with answers: few routings, so that one call's reply could pass for another's."""
-    rng = np.random.default_rng(4)
-    weights = Weights(SHAPE, dtype, 4)
-    made: list[Ask] = []
-    for layer in range(SHAPE.layers):
-        for ids in ([[0, 1]], [[2, 3]], [[1, 2], [3, 0]], [[0, 1], [2, 3], [1, 3], [0, 2], [3, 1], [2, 0]]):
-            for _ in range(40):
-                n, top_k = np.shape(ids)
-                x = to_bits(rng.standard_normal((n, SHAPE.hidden)), dtype)
-                listed, gates = np.array(ids, np.uint16), rng.random((n, top_k), dtype=np.float32)
-                before = rng.standard_normal((n, SHAPE.hidden)).astype(np.float32)
-                after = weights.reference(layer, x, listed, gates, before)
-                places = x.ctypes.data, listed.ctypes.data, gates.ctypes.data
-                made.append(Ask(layer, n, places, before.tobytes(), after.tobytes(), (x, listed, gates)))
-    return weights, tuple(made)
 
 
 @dataclass(eq=False)
@@ -161,7 +129,7 @@ class World:
         self.latest_ns = 0  # by how much a call outlived its deadline
         self._chores: list[tuple[int, int, Callable[[], None]]] = []
         self._upkeep_ns = 0
-        self._lives = 0
+        self._lives = itertools.count(1)
         self._down = 0
         self.servers = [self._new_server(number) for number in range(servers)]
         self.clients: list[Client] = []
@@ -404,9 +372,6 @@ class World:
             late, lambda: self._when_awake(server, lambda: server.endpoint.disconnect(link.to_client))
         )
 
-    def _relink_any(self) -> None:
-        self._relink(self.random.choice(self.random.choice(self.clients).links))
-
     def _replace_full_links(self) -> None:
         """What is left to do where every slot waits for a reply that was lost: tear the link down."""
         stats = native.ServerStats()
@@ -416,21 +381,20 @@ class World:
                 if stats.late_slots == LAYOUT.slots:
                     self._relink(link)
 
+    def _relink_any(self) -> None:
+        if links := [link for client in self.clients for link in client.links]:
+            self._relink(self.random.choice(links))
+
     def _relink(self, link: Link) -> None:
-        frozen = link.server.endpoint.frozen or link.client.endpoint.frozen
-        if link.server.endpoint.dead or frozen:
-            return
-        self.counts["links made anew"] += 1
-        self._attach(link.client, link.server)
+        ends = link.server.endpoint, link.client.endpoint
+        if not any(end.dead or end.frozen for end in ends):
+            self.counts["links made anew"] += 1
+            self._attach(link.client, link.server)
 
     # Links.
 
-    def _life(self) -> int:
-        self._lives += 1
-        return self._lives
-
     def _new_server(self, number: int) -> Server:
-        incarnation = self._life()
+        incarnation = next(self._lives)
         s = SHAPE
         cores = (ctypes.c_int32 * 1)(-1)
         handle = self.library.expert_server_new(
@@ -446,7 +410,7 @@ class World:
         return Server(endpoint=endpoint, handle=handle, number=number)
 
     def _new_client(self, number: int) -> Client:
-        incarnation = self._life()
+        incarnation = next(self._lives)
         s = SHAPE
         handle = self.library.expert_client_new(
             *(s.layers, s.experts, s.hidden, s.top_k, self.dtype, MODEL_HASH, incarnation, LANES, None),
