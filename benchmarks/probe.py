@@ -32,19 +32,38 @@ def library() -> ctypes.CDLL:
     Raises:
         BuildFailed: no compiler, or it refused the file.
     """
+    loaded = compiled("probe.cpp")
+    loaded.probe_fma.restype = ctypes.c_double
+    return loaded
+
+
+def compiled(name: str, *links: Path) -> ctypes.CDLL:
+    """A source file of this folder, compiled for this machine and linked against shared objects.
+
+    Raises:
+        BuildFailed: no compiler, or it refused the file.
+    """
     cxx = compiler()
     if cxx is None:
         raise BuildFailed("No C++ compiler found ($CXX, g++, clang++ or c++). Install g++ 12 or later.")
     with tempfile.TemporaryDirectory(prefix="eaas-probe-") as folder:
-        path = Path(folder) / "probe.so"
-        source = ROOT / "benchmarks" / "probe.cpp"
-        command = [cxx, "-std=c++20", "-O3", "-march=native", "-shared", "-fPIC", "-I", str(ROOT)]
-        done = subprocess.run([*command, str(source), "-o", str(path)], capture_output=True, text=True)
+        path, source = Path(folder) / "probe.so", ROOT / "benchmarks" / name
+        command = [
+            cxx,
+            "-std=c++20",
+            "-O3",
+            "-march=native",
+            "-shared",
+            "-fPIC",
+            "-I",
+            str(ROOT),
+            str(source),
+        ]
+        command += [*map(str, links), *(f"-Wl,-rpath,{link.parent}" for link in links), "-o", str(path)]
+        done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise BuildFailed(f"{source} does not compile:\n{done.stderr[-4000:]}")
-        loaded = ctypes.CDLL(str(path))
-    loaded.probe_fma.restype = ctypes.c_double
-    return loaded
+        return ctypes.CDLL(str(path))
 
 
 def huge(nbytes: int) -> np.ndarray:

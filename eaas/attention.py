@@ -33,6 +33,7 @@ from experts.client import ExpertClient
 from experts.kernels import numerics_class
 from experts.model import Dtype, ExpertShape
 from experts.native import IsaUnavailable, NativeMissing
+from experts.pace import Track, load_entries, observe_all
 from p2p.cores import named_cores
 from p2p.endpoint import P2PError
 from p2p.native import NativeMissing as TransportMissing
@@ -214,20 +215,26 @@ class Placement:
 class Load:
     """The load report that goes with each lease renewal."""
 
-    def __init__(self) -> None:
+    def __init__(self, client: ExpertClient) -> None:
         self.engine: Engine | None = None
+        self._client = client
+        self._tracks: dict[str, Track] = {}
         self._at_s = time.monotonic()
         self._emitted = 0
 
     def __call__(self) -> dict[str, float]:
-        """running, waiting, kv_use (0 to 1), tokens_per_s since the last report; empty without an engine."""
+        """running, waiting, kv_use (0 to 1), tokens_per_s since the last report, and the paces of expert servers;
+        empty without an engine.
+        """
         engine = self.engine
         if engine is None:
             return {}
         now_s, emitted = time.monotonic(), engine.emitted
         rate = (emitted - self._emitted) / max(now_s - self._at_s, 1e-3)
         self._at_s, self._emitted = now_s, emitted
-        return {**engine.load(), "tokens_per_s": rate}
+        found = {report.name: report.totals for report in self._client.stats()}
+        self._tracks = observe_all(self._tracks, found)
+        return {**engine.load(), "tokens_per_s": rate, **load_entries(self._tracks)}
 
 
 class ClosingDecoder(StepDecoder, Protocol):
@@ -311,7 +318,7 @@ def prepare(options: argparse.Namespace, ending: Ending, closing: contextlib.Exi
     )
     closing.callback(client.close)
     placement = Placement(router, client)
-    load_report = Load()
+    load_report = Load(client)
     # The lease runs from the join on, and packing the weights may take longer than it lasts.
     router.start(on_view=placement.apply, load=load_report, on_fenced=ending.fenced)
     decoder = new_decoder(spec, weights, client, cores, kv_blocks=kv_blocks, max_rows=options.step_tokens)

@@ -21,9 +21,10 @@ from numpy.typing import NDArray
 from experts import fallback, native
 from experts.links import Attacher, AttachFailed, Link
 from experts.model import Dtype, ExpertShape
+from experts.pace import Totals
 from experts.proto import experts_pb2 as pb
 from experts.wire import MAX_ROWS, WireShape, model_hash_of
-from p2p.endpoint import Endpoint
+from p2p.endpoint import Endpoint, Peer, Watched
 from p2p.window import WindowLayout
 from router.view import Member, View
 
@@ -58,6 +59,7 @@ class ServerReport:
     lost: int
     corrupt: int
     late_slots: int
+    totals: Totals
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -437,7 +439,8 @@ class ExpertClient:
     def stats(self) -> tuple[ServerReport, ...]:
         """What was seen of each attached server, in the order of `attached`."""
         with self._lock:
-            return tuple(_report(name, self._stats(server)) for name, server in self._servers.items())
+            servers = self._servers.items()
+            return tuple(_report(name, self._stats(server), server.link.peer) for name, server in servers)
 
     def close(self) -> None:
         """Detach from all servers; the endpoint stays. No call may be running, nor come. Idempotent."""
@@ -460,7 +463,7 @@ class ExpertClient:
             self._library.expert_client_free(handle)
 
 
-def _report(name: str, stats: native.ServerStats) -> ServerReport:
+def _report(name: str, stats: native.ServerStats, peer: Peer) -> ServerReport:
     return ServerReport(
         name=name,
         rows=stats.rows,
@@ -474,4 +477,13 @@ def _report(name: str, stats: native.ServerStats) -> ServerReport:
         lost=stats.lost,
         corrupt=stats.corrupt,
         late_slots=stats.late_slots,
+        totals=Totals(
+            calls=stats.calls,
+            replies=stats.replies,
+            in_flight=stats.in_flight,
+            latency_ns=stats.latency_sum_ns,
+            service_ns=stats.service_sum_ns,
+            late=stats.late_slots,
+            link_slow=peer.slow if isinstance(peer, Watched) else None,
+        ),
     )

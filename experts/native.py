@@ -46,6 +46,10 @@ class ServerStats(Structure):
         ("redispatches", c_uint64),
         ("lost", c_uint64),
         ("corrupt", c_uint64),
+        ("replies", c_uint64),
+        ("in_flight", c_uint64),
+        ("latency_sum_ns", c_uint64),
+        ("service_sum_ns", c_uint64),
         ("late_slots", c_uint32),
         ("state", c_uint32),
     )

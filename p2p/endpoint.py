@@ -7,7 +7,7 @@ to find it: plain bytes, to be carried by whatever channel the two already have.
 from __future__ import annotations
 
 from enum import Enum
-from typing import ClassVar, Final, Protocol, TypeVar
+from typing import ClassVar, Final, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -109,6 +109,16 @@ class Peer(Protocol):
     @property
     def liveness_fd(self) -> int:
         """A file descriptor that hangs up (POLLRDHUP) when the owner is gone; -1 where none."""
+        ...
+
+
+@runtime_checkable
+class Watched(Protocol):
+    """A peer whose transport watches the way there."""
+
+    @property
+    def slow(self) -> bool:
+        """Whether writes take far longer to get there than they used to."""
         ...
 
 

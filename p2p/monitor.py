@@ -93,7 +93,6 @@ class Monitor:
     def __init__(self, address: int) -> None:
         self.address = address
         self._library = native.load()
-        self._buffer = np.zeros(RING_RECORDS, RECORD)
 
     def read(self) -> MonitorState:
         """The channel's state; any thread."""
@@ -104,8 +103,8 @@ class Monitor:
 
     def drain(self) -> Records:
         """Take the oldest records, at most RING_RECORDS; one thread at a time."""
-        count = self._library.p2p_monitor_drain(self.address, self._buffer.ctypes.data, len(self._buffer))
-        return self._buffer[:count].copy()
+        found = np.zeros(RING_RECORDS, RECORD)
+        return found[: self._library.p2p_monitor_drain(self.address, found.ctypes.data, len(found))]
 
 
 @contextmanager

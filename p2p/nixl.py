@@ -33,7 +33,7 @@ from p2p.endpoint import (
     Status,
 )
 from p2p.frame import check_words
-from p2p.monitor import Monitor
+from p2p.monitor import ChannelState, Monitor
 from p2p.shm_link import new_token
 
 # 256 MB put over 1 Gbit/s take 2 s. What does not move is given up sooner: see native/link.cpp.
@@ -200,6 +200,11 @@ class NixlPeer:
     def liveness_fd(self) -> int:
         """Hangs up when the owner is gone; -1 once this side disconnected."""
         return self._endpoint._ask(self, "p2p_link_fd", -1)
+
+    @property
+    def slow(self) -> bool:
+        """Whether its channel moves bytes much more slowly than it did (native/monitor.h)."""
+        return self._endpoint._is_slow(self)
 
     def _require_open(self) -> NDArray[np.uint8]:
         if self._memory is None:
@@ -385,6 +390,10 @@ class NixlEndpoint:
         with self._lock:
             peer._require_open()
             return Monitor(self.library.p2p_link_monitor(peer._link) or 0)
+
+    def _is_slow(self, peer: NixlPeer) -> bool:
+        with self._lock:
+            return peer._memory is not None and self.monitor(peer).read().state is ChannelState.SLOW
 
     def rail_counts(self, peer: NixlPeer) -> tuple[RailCounts, ...]:
         """What each of the owner's rails carries, in their order; empty once this side disconnected."""

@@ -167,6 +167,10 @@ P2P_API int32_t expert_client_stats(ExpertClient* client, uint32_t index, Server
             read(stats.redispatches),
             read(stats.lost),
             read(stats.corrupt),
+            read(stats.replies),
+            read(stats.in_flight),
+            read(stats.latency_sum_ns),
+            read(stats.service_sum_ns),
             std::atomic_ref(stats.late_slots).load(std::memory_order_relaxed),
             server.state.load()};
     if (server.leaving.load()) out->state = SERVER_LEFT;

@@ -54,6 +54,12 @@ struct ServerStats {
     uint64_t redispatches;    // pairs sent elsewhere because this server died or refused them
     uint64_t lost;            // pairs that were still waiting for this server when a call failed
     uint64_t corrupt;         // replies that failed validation
+    // Sums over the replies accepted: their number, the pairs in flight as each was asked for, its latency, and
+    // the time that the server itself reported.
+    uint64_t replies;
+    uint64_t in_flight;
+    uint64_t latency_sum_ns;
+    uint64_t service_sum_ns;
     uint32_t late_slots;      // slots retired: until a late reply arrives, or after a corrupt one
     uint32_t state;           // 0 empty, 1 attached, 2 gone, 3 leaving or left
 };

@@ -132,6 +132,10 @@ void learn(Server& server, const Slot& slot, uint64_t now_ns, uint64_t service_n
     set(stats.latency_ns, average(stats.latency_ns, latency));
     set(stats.latency_max_ns, std::max(latency, stats.latency_max_ns - stats.latency_max_ns / 64));
     set(stats.service_ns, average(stats.service_ns, service_ns));
+    add(stats.replies, 1);
+    add(stats.in_flight, slot.units);
+    add(stats.latency_sum_ns, latency);
+    add(stats.service_sum_ns, service_ns);
 }
 
 // Its pairs go to another server, or to this one again.
