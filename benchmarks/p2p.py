@@ -30,7 +30,7 @@ from benchmarks.report import RESULTS, record, spread
 from benchmarks.setting import numbers
 from benchmarks.transports.native import COPIES, Copies, build
 from benchmarks.transports.process import Star
-from benchmarks.transports.side import SLOTS, Load, Missing
+from benchmarks.transports.side import SLOTS, Load, Missing, pinned
 
 TRANSPORTS = ("memcpy", "shm", "shm-parked", "shm-python", "nixl", "nixl-put", "nixl-bare", "grpc", "gloo")
 PACKAGES = ("numpy", "grpcio", "nixl-cu13")
@@ -232,17 +232,16 @@ def slower(cells: Mapping[str, Cell]) -> dict[str, dict[str, float]]:
 
 def copies(loops: Path, options: argparse.Namespace) -> None:
     """Within one process and on one core: what put, seal and open cost beside copying the same bytes."""
-    cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(cores)})
     for nbytes in (4096, 65536, 524288):
         for footprint in ("warm", "4 x L3"):
             pieces = 1 if footprint == "warm" else 4 * l3_bytes() // (2 * nbytes)
             measured = Copies(loops, nbytes, pieces)
             calls = max(1, int(options.cell_s * 5e9) // nbytes // pieces) * pieces
             rounds: dict[str, list[float]] = {what: [] for what in COPIES}
-            for _ in range(options.rounds + 1):
-                for what in COPIES:
-                    rounds[what].append(nbytes * calls / measured.ns(what, calls))
+            with pinned(min(os.sched_getaffinity(0))):
+                for _ in range(options.rounds + 1):
+                    for what in COPIES:
+                        rounds[what].append(nbytes * calls / measured.ns(what, calls))
             for figures in rounds.values():
                 del figures[0]  # warmed up
             result = {
@@ -257,7 +256,6 @@ def copies(loops: Path, options: argparse.Namespace) -> None:
                 },
             }
             write(result, options)
-    os.sched_setaffinity(0, cores)
 
 
 def l3_bytes() -> int:

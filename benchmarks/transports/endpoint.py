@@ -32,6 +32,12 @@ class EndpointSide:
         self._frame = np.ones(PAYLOAD_OFFSET + payload_bytes, np.uint8)
         self._target = np.ones(payload_bytes, np.uint8)
         self._header, self._found = np.zeros(8, np.uint64), np.zeros(8, np.uint64)
+        # Asked once: an array's address takes as long as a call of the codec.
+        kept = (self._frame, self._header, self._found, self._target)
+        self._frame_at, self._header_at, *self._into = (array.ctypes.data for array in kept)
+        self._slots = [self._layout.slot_offset(i) for i in range(SLOTS)]
+        self._addresses = [window.address for window in self._windows]
+        self._page = endpoint.page_address
 
     def offers(self) -> list[str]:
         """Descriptors."""
@@ -75,14 +81,14 @@ class EndpointSide:
     def _send(self, link: int, nbytes: int, parked: bool) -> None:
         self._sent[link] += 1
         sequence, peer = self._sent[link], self._peers[link]
-        offset = self._layout.slot_offset(sequence % SLOTS)
+        offset = self._slots[sequence % SLOTS]
         begin = PAYLOAD_OFFSET
         if self._framed:
             begin = SIGNAL_BYTES
             header = self._header
             header[1], header[2], header[3] = peer.incarnation, sequence, nbytes << 32
             header[5] = self._endpoint.incarnation
-            self._library.p2p_frame_seal(self._frame.ctypes.data, header.ctypes.data)
+            self._library.p2p_frame_seal(self._frame_at, self._header_at)
         self._endpoint.put(peer, offset + begin, self._frame[begin : PAYLOAD_OFFSET + nbytes])
         self._endpoint.signal(peer, offset, sequence)
         if parked:
@@ -90,15 +96,16 @@ class EndpointSide:
 
     def _wait(self, links: Sequence[int], parked: bool) -> int:
         """The first of the links that has its next frame."""
-        page, found, seen = self._endpoint.page_address, -1, 0
+        page, found, seen = self._page, -1, 0
 
         def look() -> bool:
             nonlocal found, seen
-            seen = self._library.p2p_bell_read(page, 0)
+            if parked:
+                seen = self._library.p2p_bell_read(page, 0)
             self._endpoint.progress()
             for link in links:
                 due = self._taken[link] + 1
-                if self._windows[link].poll(self._layout.slot_offset(due % SLOTS), 1)[0] == due:
+                if self._windows[link].poll(self._slots[due % SLOTS], 1)[0] == due:
                     found = link
                     return True
             return False
@@ -111,10 +118,9 @@ class EndpointSide:
         if not self._framed:
             return
         due, own = self._taken[link], self._endpoint.incarnation
-        slot = self._windows[link].address + self._layout.slot_offset(due % SLOTS)
+        slot = self._addresses[link] + self._slots[due % SLOTS]
         capacity, sender = self._layout.payload_bytes, self._peers[link].incarnation
-        into = self._found.ctypes.data, self._target.ctypes.data
-        length = self._library.p2p_frame_open(slot, capacity, own, sender, due, *into)
+        length = self._library.p2p_frame_open(slot, capacity, own, sender, due, *self._into)
         if length < 0:
             raise RuntimeError(
                 f"a frame was refused with {length} (p2p/native/frame.h): the benchmark is wrong."
