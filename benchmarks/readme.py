@@ -22,6 +22,7 @@ TITLES = {"transformers": "transformers", "llamacpp": "llama.cpp"}
 DECODE = ("shape", "experts", "lanes_per_server", "busy_core", "peers", "batch")
 HANDOVER = ("shape", "batch", "servers", "lanes_per_server")
 GATEWAY = ("shape", "experts", "streams")
+P2P = ("topology", "measure", "bytes", "footprint")
 
 
 def newest(benchmark: str, fields: Sequence[str], folder: Path = RESULTS) -> list[Row]:
@@ -48,6 +49,9 @@ def latest(folder: Path = RESULTS) -> str:
     handover, gateway = newest("handover", HANDOVER, folder), newest("gateway", GATEWAY, folder)
     parts += [handover_table(handover)] if handover else []
     parts += [gateway_table(gateway)] if gateway else []
+    parts += p2p_tables(newest("p2p", P2P, folder))
+    if (folder / "p2p.svg").exists():
+        parts.append("Every transport, size and topology: [plot](benchmarks/results/p2p.svg).")
     parts += [
         f"How a step's time grows with batch, context and servers, beside its floor: shape "
         f"{path.stem.removeprefix('scaling-')}: [table](benchmarks/results/{path.name})"
@@ -140,6 +144,38 @@ def gateway_table(rows: Sequence[Row]) -> str:
         cpu, ratio = cell(row["gateway_cpu_us_per_token"], 1), cell(row["ratio"]["http/ours"], 2)
         lines.append(f"| {row['shape']} | {row['streams']} | {cpu} | {ratio} |")
     return "\n".join(lines)
+
+
+def p2p_tables(rows: Sequence[Row]) -> list[str]:
+    """Round trips and bandwidth between two processes, by transport and size."""
+    tables = []
+    for measure, field, title in (
+        ("latency", "p50", "Round trip between two processes with so many bytes each way, µs, median (p99)"),
+        ("bandwidth", "gb_per_s", "Bandwidth of messages of so many bytes, four under way, GB/s"),
+    ):
+        here = [row for row in rows if row.get("measure") == measure and row["topology"] == "1to1"]
+        if not here:
+            continue
+        names = list(dict.fromkeys(name for row in here for name in row["transports"]))
+        lines = [
+            f"{title}: {here[0]['hardware']['cores']} cores of an {here[0]['hardware']['cpu']}, {here[0]['rounds']} "
+            "interleaved rounds. `shm` polls, `shm-parked` sleeps, both native with the checksum on; `shm-python` and "
+            "`nixl` send the same frames by the Python API; `nixl-put` is put and signal alone, `nixl-bare` NIXL's "
+            "own calls.",
+            "",
+            f"| bytes | {' | '.join(names)} |",
+            "|---" * (1 + len(names)) + "|",
+        ]
+        for row in here:
+            found = [row["transports"].get(name) for name in names]
+            cells = [f"{figures[field]:.3g}" if figures else "–" for figures in found]
+            if measure == "latency":
+                cells = [
+                    f"{cell} ({f['p99']:.3g})" if f else cell for cell, f in zip(cells, found, strict=True)
+                ]
+            lines.append(f"| {row['bytes']:,} | {' | '.join(cells)} |")
+        tables.append("\n".join(lines))
+    return tables
 
 
 def render(text: str, figures: str) -> str:

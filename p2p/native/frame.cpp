@@ -1,8 +1,10 @@
 #include "p2p/native/frame.h"
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstring>
+#include <numeric>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -28,51 +30,97 @@ constexpr std::array<uint32_t, BLOCK_BYTES / 4> make_keys() {
 
 alignas(64) constexpr std::array<uint32_t, BLOCK_BYTES / 4> KEYS = make_keys();
 
-uint64_t block_portable(const uint8_t* data) {
+// The last word may be short: missing bytes are zeros.
+uint64_t sum_words(const uint8_t* data, uint64_t bytes, const uint32_t* keys) {
     uint64_t sum = 0;
-    for (uint64_t i = 0; i < KEYS.size(); i++) {
-        uint32_t word;
-        std::memcpy(&word, data + 4 * i, 4);
-        sum += uint64_t(word) * KEYS[i];
+    uint32_t word;
+    for (; bytes >= 4; bytes -= 4, data += 4) {
+        std::memcpy(&word, data, 4);
+        sum += uint64_t(word) * *keys++;
     }
-    return sum;
+    if (!bytes) return sum;
+    word = 0;
+    std::memcpy(&word, data, bytes);
+    return sum + uint64_t(word) * *keys;
+}
+
+// The sum must read the copy, not what the compiler may still remember of the slot.
+inline __attribute__((always_inline)) void copied() { std::atomic_signal_fence(std::memory_order_seq_cst); }
+
+// One form for each instruction set: sums `bytes`, a multiple of STEP and at most a block. Where there is a `copy` it
+// first copies all of them there, and sums the copy while the cache holds it.
+constexpr uint64_t STEP = 64;
+using Block = uint64_t(uint8_t* copy, const uint8_t* data, uint64_t bytes);
+
+uint64_t block_portable(uint8_t* copy, const uint8_t* data, uint64_t bytes) {
+    if (copy) {
+        std::memcpy(copy, data, bytes);
+        copied();
+        data = copy;
+    }
+    return sum_words(data, bytes, KEYS.data());
 }
 
 #if defined(__x86_64__)
-__attribute__((target("avx2"))) uint64_t block_avx2(const uint8_t* data) {
-    __m256i even[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
-    __m256i odd[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
+// Not memcpy: its call costs as much as copying half a block. Four sums: no addition waits for the one before it.
+__attribute__((target("avx2"))) uint64_t block_avx2(uint8_t* copy, const uint8_t* data, uint64_t bytes) {
+    if (copy) {
+#pragma GCC unroll 4
+        for (uint64_t at = 0; at < bytes; at += 64) {
+            __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(data + at));
+            __m256i high = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(data + at + 32));
+            _mm256_storeu_si256(reinterpret_cast<__m256i*>(copy + at), low);
+            _mm256_storeu_si256(reinterpret_cast<__m256i*>(copy + at + 32), high);
+        }
+        copied();
+        data = copy;
+    }
+    __m256i sum[4] = {};
     const auto* keys = reinterpret_cast<const uint8_t*>(KEYS.data());
-    for (uint64_t at = 0; at < BLOCK_BYTES; at += 64) {
+#pragma GCC unroll 4
+    for (uint64_t at = 0; at < bytes; at += 64)
         for (uint64_t half = 0; half < 2; half++) {
             __m256i word = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(data + at + 32 * half));
             __m256i key = _mm256_load_si256(reinterpret_cast<const __m256i*>(keys + at + 32 * half));
-            even[half] = _mm256_add_epi64(even[half], _mm256_mul_epu32(word, key));
-            word = _mm256_srli_epi64(word, 32);
-            key = _mm256_srli_epi64(key, 32);
-            odd[half] = _mm256_add_epi64(odd[half], _mm256_mul_epu32(word, key));
+            __m256i even = _mm256_mul_epu32(word, key);
+            __m256i odd = _mm256_mul_epu32(_mm256_srli_epi64(word, 32), _mm256_srli_epi64(key, 32));
+            sum[half] = _mm256_add_epi64(sum[half], even);
+            sum[2 + half] = _mm256_add_epi64(sum[2 + half], odd);
         }
-    }
-    alignas(32) uint64_t lane[4];
-    __m256i sum = _mm256_add_epi64(_mm256_add_epi64(even[0], even[1]), _mm256_add_epi64(odd[0], odd[1]));
-    _mm256_store_si256(reinterpret_cast<__m256i*>(lane), sum);
-    return lane[0] + lane[1] + lane[2] + lane[3];
+    __m256i all = _mm256_add_epi64(_mm256_add_epi64(sum[0], sum[1]), _mm256_add_epi64(sum[2], sum[3]));
+    __m128i two = _mm_add_epi64(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
+    return uint64_t(_mm_cvtsi128_si64(two)) + uint64_t(_mm_extract_epi64(two, 1));
 }
-const auto block_sum = __builtin_cpu_supports("avx2") ? block_avx2 : block_portable;
-#else
-constexpr auto block_sum = block_portable;
-#endif
 
-// A block shorter than the full one: missing bytes are zeros.
-uint64_t partial_sum(const uint8_t* data, uint64_t bytes) {
-    uint64_t sum = 0;
-    for (uint64_t at = 0; at < bytes; at += 4) {
-        uint32_t word = 0;
-        std::memcpy(&word, data + at, bytes - at < 4 ? bytes - at : 4);
-        sum += uint64_t(word) * KEYS[at / 4];
+__attribute__((target("avx512f"))) uint64_t block_avx512(uint8_t* copy, const uint8_t* data, uint64_t bytes) {
+    if (copy) {
+        for (uint64_t at = 0; at < bytes; at += 64)
+            _mm512_storeu_si512(copy + at, _mm512_loadu_si512(data + at));
+        copied();
+        data = copy;
     }
-    return sum;
+    // The masked forms, with nothing masked: of the plain ones the compiler says that they read undefined registers.
+    __m512i even = _mm512_setzero_si512(), odd = even;
+    const auto* keys = reinterpret_cast<const uint8_t*>(KEYS.data());
+    for (uint64_t at = 0; at < bytes; at += 64) {
+        __m512i word = _mm512_loadu_si512(data + at);
+        __m512i key = _mm512_load_si512(keys + at);
+        even = _mm512_add_epi64(even, _mm512_maskz_mul_epu32(0xFF, word, key));
+        word = _mm512_maskz_srli_epi64(0xFF, word, 32);
+        key = _mm512_maskz_srli_epi64(0xFF, key, 32);
+        odd = _mm512_add_epi64(odd, _mm512_maskz_mul_epu32(0xFF, word, key));
+    }
+    alignas(64) uint64_t lane[8];
+    _mm512_store_si512(lane, _mm512_add_epi64(even, odd));
+    return std::accumulate(lane, lane + 8, uint64_t{0});
 }
+
+Block* const block_sum = __builtin_cpu_supports("avx512f") ? block_avx512
+                         : __builtin_cpu_supports("avx2")  ? block_avx2
+                                                           : block_portable;
+#else
+constexpr Block* block_sum = block_portable;
+#endif
 
 uint64_t mix(uint64_t h) {
     h = (h ^ (h >> 33)) * 0xFF51AFD7ED558CCD;
@@ -80,15 +128,30 @@ uint64_t mix(uint64_t h) {
     return h ^ (h >> 33);
 }
 
+// Of a payload; where there is a `copy`, of the copy of it that this makes there.
+uint64_t checksum(const void* header56, const void* payload, uint64_t length, uint8_t* copy) {
+    uint64_t h = sum_words(static_cast<const uint8_t*>(header56), HEADER_SEALED, KEYS.data());
+    const auto* data = static_cast<const uint8_t*>(payload);
+    for (uint64_t bytes; length; length -= bytes, data += bytes) {
+        bytes = std::min(length, BLOCK_BYTES);
+        uint64_t whole = bytes / STEP * STEP;
+        uint64_t sum = block_sum(copy, data, whole);
+        const uint8_t* rest = data + whole;
+        if (copy) {
+            std::memcpy(copy + whole, rest, bytes - whole);
+            copied();
+            rest = copy + whole;
+            copy += bytes;
+        }
+        h = h * BLOCK_FACTOR + sum + sum_words(rest, bytes - whole, KEYS.data() + whole / 4);
+    }
+    return mix(h);
+}
+
 }  // namespace
 
 P2P_API uint64_t p2p_checksum(const void* header56, const void* payload, uint64_t length) {
-    uint64_t h = partial_sum(static_cast<const uint8_t*>(header56), HEADER_SEALED);
-    const auto* data = static_cast<const uint8_t*>(payload);
-    for (; length >= BLOCK_BYTES; length -= BLOCK_BYTES, data += BLOCK_BYTES)
-        h = h * BLOCK_FACTOR + block_sum(data);
-    if (length) h = h * BLOCK_FACTOR + partial_sum(data, length);
-    return mix(h);
+    return checksum(header56, payload, length, nullptr);
 }
 
 P2P_API void p2p_frame_seal(void* slot, const P2pHeader* fields) {
@@ -116,11 +179,9 @@ P2P_API int p2p_frame_open(const void* slot, uint64_t capacity, uint64_t incarna
     if (header_out->sender != sender) return P2P_E_SENDER;
     if (header_out->sequence != sequence) return P2P_E_SEQUENCE;
     if (header_out->attempt >= P2P_ATTEMPT_LIMIT) return P2P_E_ATTEMPT;
-    std::memcpy(payload_out, frame + P2P_FRAME_HEADER, header_out->length);
-    // The checksum must read the copy, not what the compiler may still remember of the slot.
-    std::atomic_signal_fence(std::memory_order_seq_cst);
-    bool whole = p2p_checksum(header_out, payload_out, header_out->length) == header_out->checksum;
-    return whole ? int(header_out->length) : P2P_E_CHECKSUM;
+    auto* copy = static_cast<uint8_t*>(payload_out);
+    uint64_t found = checksum(header_out, frame + P2P_FRAME_HEADER, header_out->length, copy);
+    return found == header_out->checksum ? int(header_out->length) : P2P_E_CHECKSUM;
 }
 
 P2P_API void p2p_signal_store(void* slot, uint64_t value) {
