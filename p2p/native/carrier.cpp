@@ -112,7 +112,8 @@ P2pNixlPath* P2pCarrier::make_path(const P2pLink& link, uint32_t rail, const std
                                    char* error, uint64_t error_bytes) {
     // The owner's rails count. A writer with fewer uses some of its own twice.
     const char* name = rails[rail % rails.size()].c_str();
-    P2pNixlPath* path = p2p_nixl_path_new(name, link.memory, link.nbytes, error, error_bytes);
+    int owns = link.owner != nullptr;
+    P2pNixlPath* path = p2p_nixl_path_new(name, link.memory, link.nbytes, owns, error, error_bytes);
     if (!path || address.empty()) return path;
     if (p2p_nixl_path_join(path, address.data(), uint32_t(address.size())) == 0) return path;
     std::snprintf(error, error_bytes, "NIXL refuses the other side's address");

@@ -19,8 +19,8 @@ constexpr uint32_t P2P_NIXL_ADDRESS_BYTES = 4096;  // longest
 struct P2pNixlPath;
 
 // An end on that rail (a name for UCX_NET_DEVICES; empty: UCX's choice) whose memory the other may write to
-// (the owner's) or is read from (the writer's). 10 to 40 ms. Null: see `error`. Needs p2p_nixl_load.
-P2P_API P2pNixlPath* p2p_nixl_path_new(const char* rail, void* memory, uint64_t nbytes, char* error,
+// (`owns`: the window) or is read from (the image). 10 to 40 ms. Null: see `error`. Needs p2p_nixl_load.
+P2P_API P2pNixlPath* p2p_nixl_path_new(const char* rail, void* memory, uint64_t nbytes, int owns, char* error,
                                        uint64_t error_bytes);
 // 5 to 10 ms. Null is fine.
 P2P_API void p2p_nixl_path_free(P2pNixlPath* path);

@@ -55,7 +55,7 @@ class Intruder:
     def __init__(self, address: bytes) -> None:
         self.library = nixl_native.load()
         self.library.p2p_nixl_path_new.restype = c_void_p
-        self.library.p2p_nixl_path_new.argtypes = (c_char_p, c_void_p, c_uint64, c_char_p, c_uint64)
+        self.library.p2p_nixl_path_new.argtypes = (c_char_p, c_void_p, c_uint64, c_int, c_char_p, c_uint64)
         self.library.p2p_nixl_path_join.argtypes = (c_void_p, c_char_p, c_uint32)
         self.library.p2p_nixl_path_ends.argtypes = (c_void_p,)
         self.library.p2p_nixl_path_ends.restype = Path
@@ -63,7 +63,7 @@ class Intruder:
         self.library.p2p_note_seal.argtypes = (ctypes.POINTER(Note), c_char_p, c_void_p)
         self.memory = np.zeros(4096, np.uint8)
         error = ctypes.create_string_buffer(200)
-        self.path = self.library.p2p_nixl_path_new(b"", self.memory.ctypes.data, 4096, error, 200)
+        self.path = self.library.p2p_nixl_path_new(b"", self.memory.ctypes.data, 4096, 0, error, 200)
         assert self.path, error.value
         (length,) = struct.unpack_from("<I", address)
         assert self.library.p2p_nixl_path_join(self.path, address[4 : 4 + length], length) == 0
@@ -131,7 +131,10 @@ def test_who_is_not_the_peer_can_neither_signal_nor_end_the_link(owner: NixlEndp
             {"kind": DOUBT, "value": 1},
             {"kind": BYE},
         ):
-            intruder.tell(intruder.seal(**fields))
+            note = intruder.seal(**fields)
+            intruder.tell(note)
+            # Bytes for the window's beginning, carried in front of the note.
+            intruder.tell(struct.pack("<8sQQ", b"P2PCARD\x01", 0, 8) + bytes(8) + note)
         until_s = time.monotonic() + 0.5
         while time.monotonic() < until_s:
             intruder.listen()
