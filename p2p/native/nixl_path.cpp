@@ -33,7 +33,7 @@ struct Carried {
 
 struct Request {
     uint64_t ticket;
-    Handle handle;  // null: a note alone, done when sent
+    Handle handle;
 };
 
 struct Note {
@@ -174,13 +174,9 @@ struct P2pNixlPath {
     int write(uint64_t ticket, uint64_t offset, const void* source, uint64_t bytes, const void* note,
               uint32_t note_bytes) {
         if (broken || other.empty() || offset > other_bytes || bytes > other_bytes - offset) return -1;
-        if (bytes == 0) {
-            if (tell(note, note_bytes) < 0) return -1;
-            requests.push_back({ticket, nullptr});
-            return 0;
-        }
+        if (bytes == 0) return tell(note, note_bytes);
         Carried header{CARRIED_MAGIC, offset, bytes};
-        if (bytes <= CARRIED_BYTES) return carry(ticket, header, source, note, note_bytes);
+        if (bytes <= CARRIED_BYTES) return carry(header, source, note, note_bytes);
         Handle handle = nullptr;
         nixl->xfer_dlist_clear(local);
         nixl->xfer_dlist_clear(remote);
@@ -194,14 +190,11 @@ struct P2pNixlPath {
         return nixl->post_xfer_req(agent, handle, nullptr) < 0 ? fail() : 0;
     }
 
-    int carry(uint64_t ticket, const Carried& header, const void* source, const void* note,
-              uint32_t note_bytes) {
+    int carry(const Carried& header, const void* source, const void* note, uint32_t note_bytes) {
         carried.assign(reinterpret_cast<const char*>(&header), sizeof header);
         carried.append(static_cast<const char*>(source), header.bytes);
         carried.append(static_cast<const char*>(note), note_bytes);
-        if (tell(carried.data(), carried.size()) < 0) return -1;
-        requests.push_back({ticket, nullptr});
-        return 0;
+        return tell(carried.data(), carried.size());
     }
 
     // Puts the bytes that a notification carries where they belong; what is left is its note. False: neither.
@@ -232,13 +225,11 @@ struct P2pNixlPath {
     int poll_requests(P2pPathEvent* event) {
         for (size_t i = 0; i < std::min(requests.size(), LOOKS); i++) {
             Request request = requests[i];
-            int status = request.handle ? nixl->get_xfer_status(agent, request.handle) : p2p::nixl::DONE;
+            int status = nixl->get_xfer_status(agent, request.handle);
             if (status < 0) return fail();
             if (status == p2p::nixl::UNDER_WAY) continue;
-            if (request.handle) {
-                nixl->release_xfer_req(agent, request.handle);
-                nixl->destroy_xfer_req(request.handle);
-            }
+            nixl->release_xfer_req(agent, request.handle);
+            nixl->destroy_xfer_req(request.handle);
             requests.erase(requests.begin() + long(i));
             heard = true;
             *event = {P2P_PATH_DONE, 0, request.ticket, nullptr};
