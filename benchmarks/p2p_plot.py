@@ -38,8 +38,8 @@ def plot(folder: Path) -> None:
             axes.set_ylabel(label)
             axes.set_title(TITLES[topology])
             axes.grid(alpha=0.3)
-            if number == column == 0:
-                axes.legend(fontsize="small")
+            if axes.get_legend_handles_labels()[0] and not figure.legends:
+                figure.legend(loc="outside right center", fontsize="small")
     hardware = rows[0]["hardware"]
     figure.suptitle(
         f"{hardware['cpu']}, {hardware['cores']} cores: medians of interleaved rounds, least to greatest"
