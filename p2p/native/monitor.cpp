@@ -11,6 +11,8 @@ namespace {
 using Wide = unsigned __int128;
 
 constexpr uint64_t BUCKET_NS = P2P_MONITOR_HISTORY_NS / 16;
+constexpr uint64_t EVIDENCE_WRITES = 2 * P2P_MONITOR_WRITES;
+constexpr uint64_t EVIDENCE_MOST = 8 * P2P_MONITOR_WRITES;
 constexpr uint32_t BUCKETS = 32;  // 16 closed ones of BUCKET_NS cover the history; a power of two above that
 static_assert(std::has_single_bit(BUCKETS) && std::has_single_bit(P2P_MONITOR_WRITES));
 
@@ -51,6 +53,21 @@ struct History {
     }
 };
 
+// Writes that may show a change, and the one among them that was waited for longest.
+struct Evidence {
+    Writes all, longest;
+
+    void add(const Writes& write) {
+        all.add(write);
+        if (write.ns > longest.ns) longest = write;
+    }
+    Writes rest() const {
+        Writes rest = all;
+        rest.remove(longest);
+        return rest;
+    }
+};
+
 // Written by the feeder alone, so a load and a store make an addition.
 struct alignas(64) Published {
     std::atomic<uint64_t> bandwidth{0}, mean_bandwidth{0}, outstanding{0}, most_outstanding{0};
@@ -70,11 +87,10 @@ struct P2pMonitor {
     uint64_t mark_ns = 0;  // the last completion, or the post that ended a pause
     bool marked = false;
     bool slow = false;
-    uint32_t next = 0;        // of `recent`
-    uint32_t lows = 0;        // windows found low, since one whose bandwidth was not
-    uint32_t others = 0;      // since the last of them
+    uint32_t next = 0;  // of `recent`
     Writes recent[P2P_MONITOR_WRITES];
-    Writes window;  // their sum; `most` is unused
+    Writes window;  // their sum; its `most` means nothing
+    Evidence evidence;  // for a change of state; without writes, there is none
     History history;
     uint32_t lost = 0;  // records since the last one that found room
 
@@ -90,7 +106,7 @@ struct P2pMonitor {
     void begin_window() {
         std::fill(std::begin(recent), std::end(recent), Writes{});
         window = {};
-        lows = others = 0;
+        evidence = {};
     }
 
     void slide(const Writes& write) {
@@ -101,55 +117,66 @@ struct P2pMonitor {
         window.add(place);
     }
 
-    // Whether what is outstanding takes more than `times` the usual maximum to drain. As products, because
-    // quotients of integers lose; 128 bits hold them for any channel below 1 TB/s.
-    bool drains_longer_than(unsigned times) const {
-        uint64_t most = 0;
-        for (const Writes& write : recent) most = std::max(most, write.most);
+    // As products, because quotients of integers lose; 128 bits hold them for any channel below 1 TB/s.
+    bool below(const Writes& found, unsigned part, unsigned of) const {
+        return Wide(found.bytes) * history.usual.ns * of < Wide(history.usual.bytes) * found.ns * part;
+    }
+    bool drains_longer(const Writes& found, unsigned times) const {
         const Writes& usual = history.usual;
-        return Wide(most) * window.ns * usual.bytes > Wide(usual.most) * usual.ns * window.bytes * times;
+        return Wide(found.most) * found.ns * usual.bytes > Wide(usual.most) * usual.ns * found.bytes * times;
     }
-
-    bool bandwidth_below(unsigned part, unsigned of) const {
-        const Writes& usual = history.usual;
-        return Wide(window.bytes) * usual.ns * of < Wide(usual.bytes) * window.ns * part;
+    bool low(const Writes& found) const {
+        return below(found, 1, 2) && drains_longer(found, 2) &&
+               Wide(found.ns) * history.usual.count * 2 > Wide(history.usual.ns) * found.count;
     }
+    bool good(const Writes& found) const { return !below(found, 3, 4) || !drains_longer(found, 1); }
 
-    bool lasts_over_half_the_usual() const {
-        return Wide(window.ns) * history.usual.count * 2 > Wide(history.usual.ns) * window.count;
-    }
-
-    void count_low(bool judged) {
-        if (!judged || !bandwidth_below(1, 2)) {
-            lows = others = 0;
-        } else if (lasts_over_half_the_usual() && drains_longer_than(2)) {
-            lows++, others = 0;
-        } else if (++others > P2P_MONITOR_WRITES) {
-            lows = others = 0;
+    void gather(const Writes& write) {
+        if (evidence.all.count) {
+            evidence.add(write);
+        } else if (window.count == P2P_MONITOR_WRITES && window.ns && history.known()) {
+            Writes found = window;
+            found.most = 0;
+            for (const Writes& recently : recent) found.most = std::max(found.most, recently.most);
+            if (slow ? good(found) : low(found))
+                for (const Writes& recently : recent) evidence.add(recently);
         }
     }
 
-    void judge(uint64_t now_ns) {
-        bool judged = window.count == P2P_MONITOR_WRITES && window.ns && history.known();
+    void weigh(uint64_t now_ns) {
+        const Writes& all = evidence.all;
         if (slow) {
-            if (judged && (!bandwidth_below(3, 4) || !drains_longer_than(1))) turn(false, now_ns);
+            if (all.count < EVIDENCE_WRITES || all.ns < P2P_MONITOR_HISTORY_NS) return;
+            if (good(all)) turn(false, now_ns);
+            evidence = {};
             return;
         }
-        count_low(judged);
-        if (lows > P2P_MONITOR_WRITES) {
+        const Writes rest = evidence.rest();
+        bool enough = all.count >= EVIDENCE_WRITES && rest.ns >= P2P_MONITOR_EVIDENCE_NS &&
+                      rest.ns >= 2 * evidence.longest.ns;
+        if (enough && low(rest)) {
             history.open = {};
             turn(true, now_ns);
             add(published.anomalies, 1);
-        } else if (!lows && !others && history.open.ns >= BUCKET_NS) {
-            history.close();
-            set(published.mean_bandwidth, history.known() ? history.usual.bandwidth() : 0);
-            set(published.most_outstanding, history.usual.most);
+            evidence = {};
+        } else if (enough && !below(rest, 3, 4)) {
+            evidence = {};
+        } else if (all.count >= EVIDENCE_MOST && all.ns >= P2P_MONITOR_HISTORY_NS) {
+            evidence = {};
         }
+    }
+
+    void judge(const Writes& write, uint64_t now_ns) {
+        gather(write);
+        if (evidence.all.count) weigh(now_ns);
+        if (evidence.all.count || history.open.ns < BUCKET_NS) return;
+        history.close();
+        set(published.mean_bandwidth, history.known() ? history.usual.bandwidth() : 0);
+        set(published.most_outstanding, history.usual.most);
     }
 
     void turn(bool to_slow, uint64_t now_ns) {
         slow = to_slow;
-        lows = others = 0;
         set(published.changed_ns, now_ns);
         set(published.state, slow ? P2P_MONITOR_SLOW : P2P_MONITOR_OK);
     }
@@ -196,10 +223,13 @@ P2P_API void p2p_monitor_completed(P2pMonitor* monitor, uint64_t now_ns, uint64_
     uint64_t before = m.outstanding;
     m.outstanding -= std::min(bytes, before);
     // The first after a cut tells only where the next one begins.
-    if (m.marked) m.slide({bytes, now_ns - std::min(now_ns, m.mark_ns), 1, before});
+    if (m.marked) {
+        const Writes write{bytes, now_ns - std::min(now_ns, m.mark_ns), 1, before};
+        m.slide(write);
+        m.judge(write, now_ns);
+    }
     m.mark_ns = now_ns;
     m.marked = true;
-    m.judge(now_ns);
     uint64_t bandwidth = m.window.count == P2P_MONITOR_WRITES ? m.window.bandwidth() : 0;
     m.keep(now_ns, posted_ns, bytes, bandwidth);
     set(m.published.bandwidth, bandwidth);

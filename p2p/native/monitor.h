@@ -15,23 +15,27 @@
 // writes, most bytes outstanding. A write joins them when it leaves the window, in buckets of 1/16 (at least
 // one write each). Busy time, because a pause says nothing; there is no verdict before 50 ms of it are known.
 //
-// A window is low when all three hold:
+// Writes are low when all three hold of them:
 //   bandwidth < 1/2 of the usual mean
 //   outstanding > 2 x the usual maximum, each as the time that it takes to drain: outstanding / bandwidth.
 //       In bytes, a sender that always keeps its cap full could never double anything, and its slow link would
 //       never be seen; in time, any channel that was owed twice its maximum in bytes passes too. A sender that
 //       merely goes from a full pipe to one write at a time halves the bandwidth, but waits less: not low.
-//   its W writes took over 1/2 of the time that W writes usually take. A flood of small writes carries fewer
-//       bytes a second over the same link, but is soon done.
-// Anomaly: more than W windows are low with neither a bandwidth above half nor W others between them. One stall,
-// however long (the process was not run, say), is in exactly W windows and is no slow link. Writes that leave
-// the window meanwhile join what is usual only if no anomaly comes of it, and none do during one: a slow link
-// must not become the usual one.
-// Recovered: bandwidth is at least 3/4 of the mean again, or what is outstanding drains in the usual time (a
-// sender that has turned to small writes would otherwise never be cleared).
+//   they took over 1/2 of the time that as many writes usually take. A flood of small writes carries fewer bytes
+//       a second over the same link, but is soon done.
+// A low window raises suspicion. The evidence is its writes and all that follow, without the one that was
+// waited for longest: a single stall, however long (the process was not run, say), is no slow link. It is
+// enough from 2 W writes on, once the rest took 10 ms and twice as long as the longest wait: completions
+// come in bursts, and schedulers stall.
+// Anomaly: the evidence is enough, and low. The suspicion ends where its bandwidth is at least 3/4 of the
+// mean, or after 8 W writes and 50 ms without a verdict. Writes that leave the window meanwhile join what
+// is usual only if no anomaly comes of it, and none do during one: a slow link must not become the usual
+// one.
+// Recovered: a window, and from it on 2 W writes over at least 50 ms (after a stall, what it held up comes
+// at once), have 3/4 of the mean again; or what is outstanding drains in the usual time (a sender that has
+// turned to small writes would otherwise never be cleared).
 //
-// It judges at completions only: a channel on which nothing completes is its prober's business. Of completions
-// with equal times in groups larger than W it sees little.
+// It judges at completions only: a channel on which nothing completes is its prober's business.
 #pragma once
 #include <cstdint>
 
@@ -39,6 +43,7 @@
 
 constexpr uint32_t P2P_MONITOR_WRITES = 8;                   // W
 constexpr uint64_t P2P_MONITOR_HISTORY_NS = 50'000'000;      // of busy time
+constexpr uint64_t P2P_MONITOR_EVIDENCE_NS = 10'000'000;     // of busy time
 constexpr uint32_t P2P_MONITOR_RECORDS_LIMIT = 1u << 20;
 
 enum {
