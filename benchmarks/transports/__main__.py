@@ -59,9 +59,8 @@ def _nixl(transport: str, index: int, links: int, payload_bytes: int) -> Side:
         from benchmarks.transports.nixl_bare import NixlBare
 
         return NixlBare(index, links, payload_bytes)
-    from p2p.nixl import NixlEndpoint  # pyright: ignore[reportMissingImports]
-
     from benchmarks.transports.endpoint import EndpointSide
+    from p2p.nixl import NixlEndpoint  # pyright: ignore[reportMissingImports]
 
     endpoint = NixlEndpoint(f"{transport}-{os.getpid()}", 1000 + index)
     return EndpointSide(endpoint, links, payload_bytes, framed=transport == "nixl")
