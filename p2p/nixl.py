@@ -59,7 +59,7 @@ class RailConfig:
 
     silence_ms: float = 100.0
     grace_ms: float = 20.0
-    piece_bytes: int = 256 * 1024
+    piece_bytes: int = 512 * 1024
     reopen_first_s: float = 0.5
     reopen_last_s: float = 30.0
 
@@ -111,11 +111,14 @@ class NixlWindow:
         self._endpoint = endpoint
         self._offer = offer
         self._memory: NDArray[np.uint8] | None = memory
+        # Asked for once: numpy takes microseconds to say it.
+        self._address = int(memory.ctypes.data)
         self._link = link
 
     @property
     def address(self) -> int:
-        return int(self.memory.ctypes.data)
+        self._require_open()
+        return self._address
 
     @property
     def nbytes(self) -> int:
@@ -131,9 +134,7 @@ class NixlWindow:
 
     @property
     def memory(self) -> NDArray[np.uint8]:
-        if self._memory is None:
-            raise EndpointClosed("this window was closed; export a new one.")
-        return self._memory
+        return self._require_open()
 
     @property
     def peer_incarnation(self) -> int:
@@ -150,12 +151,16 @@ class NixlWindow:
         Raises:
             ValueError: a word would lie outside the window or off 8 bytes.
         """
-        memory = self.memory
+        self._require_open()
         check_words(self.nbytes, offset, count, stride_bytes)
-        words = np.empty(count, dtype=np.uint64)
-        first = memory.ctypes.data + offset
-        self._endpoint.library.p2p_signals_load(first, stride_bytes, count, words.ctypes.data)
-        return words
+        words = (ctypes.c_uint64 * count)()
+        self._endpoint.library.p2p_signals_load(self._address + offset, stride_bytes, count, words)
+        return np.frombuffer(words, dtype=np.uint64)
+
+    def _require_open(self) -> NDArray[np.uint8]:
+        if self._memory is None:
+            raise EndpointClosed("this window was closed; export a new one.")
+        return self._memory
 
     def close(self) -> None:
         """Withdraw the window; idempotent. When this returns, nothing that was sent to it lands any more."""
@@ -171,6 +176,7 @@ class NixlPeer:
         self._endpoint = endpoint
         self._offer = offer
         self._memory: NDArray[np.uint8] | None = image
+        self._address = int(image.ctypes.data)
         self._link = link
 
     @property
@@ -180,7 +186,8 @@ class NixlPeer:
     @property
     def address(self) -> int:
         """The image: a frame that native code stores in a slot of it, signal last, is sent."""
-        return int(self._require_open().ctypes.data)
+        self._require_open()
+        return self._address
 
     @property
     def nbytes(self) -> int:

@@ -56,13 +56,16 @@ class ShmWindow:
         self.peer_incarnation = 0
         try:
             self._memory = np.frombuffer(mmap.mmap(self._fd, offer.nbytes), dtype=np.uint8)
+            # Asked for once: numpy takes microseconds to say it.
+            self._address = int(self._memory.ctypes.data)
         except BaseException:
             self._release()
             raise
 
     @property
     def address(self) -> int:
-        return int(self.memory.ctypes.data)
+        self._require_open()
+        return self._address
 
     @property
     def nbytes(self) -> int:
@@ -78,9 +81,7 @@ class ShmWindow:
 
     @property
     def memory(self) -> NDArray[np.uint8]:
-        if self._memory is None:
-            raise EndpointClosed("this window was closed; export a new one.")
-        return self._memory
+        return self._require_open()
 
     @property
     def liveness_fd(self) -> int:
@@ -93,14 +94,18 @@ class ShmWindow:
         Raises:
             ValueError: a word would lie outside the window or off 8 bytes.
         """
-        memory = self.memory
+        memory = self._require_open()
         if self._endpoint.library is None:
             return load_signals(memory, offset, count, stride_bytes)
         check_words(self.nbytes, offset, count, stride_bytes)
-        words = np.empty(count, dtype=np.uint64)
-        first = memory.ctypes.data + offset
-        self._endpoint.library.p2p_signals_load(first, stride_bytes, count, words.ctypes.data)
-        return words
+        words = (ctypes.c_uint64 * count)()
+        self._endpoint.library.p2p_signals_load(self._address + offset, stride_bytes, count, words)
+        return np.frombuffer(words, dtype=np.uint64)
+
+    def _require_open(self) -> NDArray[np.uint8]:
+        if self._memory is None:
+            raise EndpointClosed("this window was closed; export a new one.")
+        return self._memory
 
     def close(self) -> None:
         """Withdraw the window; idempotent. It stays mapped, retired, until its peer lets go."""

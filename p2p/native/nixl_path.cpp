@@ -24,7 +24,7 @@ constexpr uint64_t BEAT_NS = 20'000'000;
 constexpr uint64_t SLOW_BEAT_NS = 320'000'000;  // a frozen process leaves these in the kernel's buffers
 
 // A small write travels within its notification, in front of its note: a WRITE costs a round trip more.
-constexpr uint64_t CARRIED_BYTES = 16384;
+constexpr uint64_t CARRIED_BYTES = 49152;
 constexpr uint64_t CARRIED_MAGIC = 0x0144524143503250;  // no note begins so
 
 struct Carried {
