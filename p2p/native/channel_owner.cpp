@@ -13,7 +13,7 @@ using namespace p2p;
 namespace {
 
 constexpr uint32_t REPORT_WRITES = 32;            // that the writer has not been told of, at most
-constexpr uint64_t REPORT_NS = 1'000'000;         // nor for longer
+constexpr uint64_t REPORT_NS = 250'000;           // nor for longer
 constexpr uint64_t OFFER_NS = 200'000'000;        // between two of one offer
 constexpr uint64_t OFFERED_NS = 3'000'000'000;    // then it is withdrawn; so long may a path take in the beginning
 constexpr uint32_t TRIAL_STEPS = 8;               // in which what has come is also seen

@@ -25,20 +25,20 @@ def promised(found: dict[str, Any], messages: int) -> None:
 
 
 def test_messages_survive_real_rails_that_are_cut_and_healed() -> None:
-    found = rails.cut(1500, SEED)
-    promised(found, 1500)
+    found = rails.cut(4000, SEED)
+    promised(found, 4000)
     assert found["cuts"] > 0 and found["owner_closed"] > 0, found
 
 
 def test_two_of_three_real_rails_at_once() -> None:
-    found = rails.two(1500, SEED)
-    promised(found, 1500)
+    found = rails.two(5000, SEED)
+    promised(found, 5000)
     assert found["owner_closed"] == 2, found
 
 
 def test_a_stopped_process_is_no_dead_rail() -> None:
-    found = rails.stop(1000, SEED)
-    promised(found, 1000)
+    found = rails.stop(3000, SEED)
+    promised(found, 3000)
     assert found["owner_closed"] == 0, found
 
 
