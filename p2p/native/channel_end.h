@@ -9,7 +9,8 @@
 namespace p2p {
 
 constexpr uint32_t WINDOW_WRITES = 1024;             // that may be under way: as many as a STATE can list
-constexpr uint64_t REPEAT_NS = 20'000'000;           // of a note whose path may have failed
+constexpr uint64_t REPEAT_NS = 20'000'000;           // of a note whose path may have failed; doubled each time
+constexpr uint64_t REPEAT_LAST_NS = 1'000'000'000;
 constexpr uint32_t EVENTS_A_STEP = 64;               // of one path, so that none starves another
 constexpr uint64_t FLAPPING_NS = 10'000'000'000;     // a path that fails sooner waits longer the next time
 

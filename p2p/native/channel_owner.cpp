@@ -16,6 +16,7 @@ constexpr uint32_t REPORT_WRITES = 32;            // that the writer has not bee
 constexpr uint64_t REPORT_NS = 250'000;           // nor for longer
 constexpr uint64_t OFFER_NS = 200'000'000;        // between two of one offer
 constexpr uint64_t OFFERED_NS = 3'000'000'000;    // then it is withdrawn; so long may a path take in the beginning
+constexpr uint64_t TRIAL_LAST_NS = 2'000'000'000; // however slow the path is
 constexpr uint32_t TRIAL_STEPS = 8;               // in which what has come is also seen
 
 struct OwnerPath {
@@ -27,10 +28,12 @@ struct OwnerPath {
     // A trial of a doubted path.
     bool on_trial = false;
     uint64_t trial_ns = 0;
+    uint64_t trial_for_ns = 0;
     uint32_t trial_steps = 0;
     // Closed: said again until the writer has understood; then offered again.
     bool understood = false;
     uint64_t said_ns = 0;
+    uint64_t repeat_ns = REPEAT_NS;
     uint64_t reopen_ns = 0;
     uint64_t wait_ns = 0;
     // Opening.
@@ -164,11 +167,15 @@ void on_doubt(P2pOwner* o, uint32_t from, const P2pNote& note, uint64_t now_ns) 
     OwnerPath& path = o->paths[note.path];
     o->counts.doubts++;
     // Of an older generation, or closed already: that is said again anyway.
-    if (path.generation != note.generation || path.state != PathState::LIVE) return;
-    if (note.value) return close_path(o, note.path, now_ns);
+    if (path.generation != note.generation) return;
+    if (note.value && (path.state == PathState::LIVE || path.state == PathState::OPENING))
+        return close_path(o, note.path, now_ns);
+    if (path.state != PathState::LIVE) return;
     if (path.on_trial) return;
     path.on_trial = true;
     path.trial_ns = now_ns;
+    // The answer may have to queue behind what the writer has under way.
+    path.trial_for_ns = std::max(o->config.grace_ns, std::min(note.offset, TRIAL_LAST_NS));
     path.trial_steps = 0;
     if (!tell(*o, path.ends, note_of(P2P_NOTE_PROBE, note.path, path.generation)))
         close_path(o, note.path, now_ns);
@@ -216,12 +223,13 @@ void keep(P2pOwner* o, uint32_t index, uint64_t now_ns) {
             return;
         case PathState::LIVE:
             path.trial_steps++;
-            if (path.on_trial && path.trial_steps >= TRIAL_STEPS && now_ns - path.trial_ns >= o->config.grace_ns &&
+            if (path.on_trial && path.trial_steps >= TRIAL_STEPS && now_ns - path.trial_ns >= path.trial_for_ns &&
                 live_paths(o) > 1)
                 close_path(o, index, now_ns);
             return;
         case PathState::CLOSED:
-            if (!path.understood && now_ns - path.said_ns >= REPEAT_NS) {
+            if (!path.understood && now_ns - path.said_ns >= path.repeat_ns) {
+                if (path.said_ns) path.repeat_ns = std::min(2 * path.repeat_ns, REPEAT_LAST_NS);
                 path.said_ns = now_ns;
                 say_on_all(o, index, P2P_STATE_PATH_CLOSED, now_ns);
             }
@@ -291,6 +299,7 @@ P2P_API void p2p_owner_path_closed(P2pOwner* owner, uint32_t index, uint32_t gen
         path.wait_ns = std::min(std::max(2 * path.wait_ns, owner->config.reopen_first_ns), owner->config.reopen_last_ns);
     path.state = PathState::CLOSED;
     path.said_ns = 0;
+    path.repeat_ns = REPEAT_NS;
     path.reopen_ns = now_ns + path.wait_ns;
 }
 

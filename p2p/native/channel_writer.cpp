@@ -13,7 +13,10 @@ using namespace p2p;
 namespace {
 
 constexpr uint64_t FIRST_GUESS_BYTES_PER_S = 1'000'000'000;
+constexpr uint64_t FIRST_PIECE_BYTES = 64 * 1024;  // while nothing is measured: 10 Mbit/s carry it in half the silence
+constexpr uint64_t LEAST_PIECE_BYTES = 16 * 1024;
 constexpr uint64_t MEASURED_BYTES = 4096;      // smaller writes tell of latency, not of bandwidth
+constexpr uint64_t LATELY_NS = 5'000'000;      // a channel on which nothing came for longer needs no hurry
 constexpr uint64_t IN_FLIGHT_NS = 20'000'000;  // of a path's bandwidth: enough to keep it busy, little to lose
 constexpr uint32_t IN_FLIGHT_WRITES = 256;
 
@@ -29,6 +32,7 @@ struct Write {
     uint64_t value;
     uint64_t submitted_ns;
     uint64_t posted_ns;
+    uint64_t under_way;  // bytes, when it was posted
     uint32_t path;
     WriteState state;
     bool signals;
@@ -44,6 +48,8 @@ struct WriterPath {
     uint32_t awaited = 0;          // writes that the owner has not spoken of
     uint64_t progress_ns = 0;      // when it last showed that it works, or began to have something to show
     uint64_t doubted_ns = 0;
+    uint64_t repeat_ns = REPEAT_NS;
+    bool measured = false;
     uint64_t bytes_per_s = FIRST_GUESS_BYTES_PER_S;
     uint64_t last_done_ns = 0;
     uint64_t sent_bytes = 0;
@@ -68,6 +74,7 @@ struct P2pWriter : End {
     uint64_t capacity = 0;
     std::vector<Frame> frames;
     uint64_t stepped_ns = 0;
+    uint64_t event_ns = 0;
 };
 
 namespace {
@@ -86,20 +93,32 @@ uint32_t live_paths(const P2pWriter* w) {
 void submit(P2pWriter* w, uint64_t first, uint64_t offset, uint64_t bytes, bool signals, uint64_t signal_offset,
             uint64_t value, uint64_t now_ns) {
     uint64_t number = ++w->numbered;
-    w->writes.push_back({number, first, offset, bytes, signal_offset, value, now_ns, 0, 0, WriteState::READY,
+    w->writes.push_back({number, first, offset, bytes, signal_offset, value, now_ns, 0, 0, 0, WriteState::READY,
                          signals, false, false});
     w->ready.push_back(number);
     w->counts.writes++;
     w->counts.bytes += bytes;
     p2p_monitor_posted(w->monitor, now_ns, bytes);
+    w->event_ns = now_ns;
+}
+
+// So small that the slowest path carries one in a quarter of the silence after which it is doubted.
+uint64_t piece_bytes(const P2pWriter* w) {
+    uint64_t bytes = w->config.piece_bytes;
+    for (const WriterPath& path : w->paths) {
+        if (path.state != PathState::LIVE) continue;
+        double quarter = double(path.bytes_per_s) * double(w->config.silence_ns) / 4e9;
+        bytes = std::min(bytes, path.measured ? uint64_t(quarter) : FIRST_PIECE_BYTES);
+    }
+    return std::max(bytes, std::min(LEAST_PIECE_BYTES, w->config.piece_bytes));
 }
 
 // Pieces of a range; the last of them carries the signal of a frame.
 void submit_pieces(P2pWriter* w, uint64_t offset, uint64_t bytes, bool signals, uint64_t signal_offset,
                    uint64_t value, uint64_t now_ns) {
-    uint64_t first = w->numbered + 1;
-    for (uint64_t at = 0; at < bytes; at += w->config.piece_bytes) {
-        uint64_t piece = std::min(w->config.piece_bytes, bytes - at);
+    uint64_t first = w->numbered + 1, most = piece_bytes(w);
+    for (uint64_t at = 0; at < bytes; at += most) {
+        uint64_t piece = std::min(most, bytes - at);
         submit(w, first, offset + at, piece, signals && at + piece == bytes, signal_offset, value, now_ns);
     }
 }
@@ -139,7 +158,13 @@ void fail(P2pWriter* w, uint32_t index) {
     if (path.state != PathState::LIVE) return;
     path.state = PathState::FAILED;
     path.doubted_ns = 0;
+    path.repeat_ns = REPEAT_NS;
     if (live_paths(w) == 0) w->lose();
+}
+
+void progressed(WriterPath& path, uint64_t now_ns) {
+    path.progress_ns = now_ns;
+    path.repeat_ns = REPEAT_NS;
 }
 
 void report(P2pWriter* w, Write& write, uint64_t now_ns) {
@@ -152,8 +177,8 @@ void landed(P2pWriter* w, WriterPath& path, uint32_t index, uint64_t number, uin
     Write* write = find(w, number);
     if (!write || write->state != WriteState::POSTED || write->path != index) return;
     write->state = WriteState::LANDED;
-    path.in_flight_bytes -= std::min(path.in_flight_bytes, write->bytes);
-    path.progress_ns = now_ns;
+    path.in_flight_bytes -= std::min(path.in_flight_bytes, write->under_way);
+    progressed(path, now_ns);
     report(w, *write, now_ns);
     if (write->bytes < MEASURED_BYTES) return;
     *bytes += write->bytes;
@@ -166,9 +191,10 @@ void arrived(P2pWriter* w, Write& write, uint64_t now_ns) {
     WriterPath& path = w->paths[write.path];
     report(w, write, now_ns);
     if (sent) {
-        if (write.state == WriteState::POSTED) path.in_flight_bytes -= std::min(path.in_flight_bytes, write.bytes);
+        if (write.state == WriteState::POSTED)
+            path.in_flight_bytes -= std::min(path.in_flight_bytes, write.under_way);
         path.awaited -= path.awaited > 0;
-        path.progress_ns = now_ns;
+        progressed(path, now_ns);
     } else {
         std::erase(w->ready, write.number);
     }
@@ -189,12 +215,14 @@ void on_state(P2pWriter* w, uint32_t from, const P2pNote& note, const uint8_t* b
     WriterPath& path = w->paths[note.path];
     bool meant = path.generation == note.generation;
     if (note.value == P2P_STATE_PATH_HEARD) {
-        if (meant) path.progress_ns = now_ns;
+        if (meant) progressed(path, now_ns);
         return;
     }
     if (meant && (path.state == PathState::LIVE || path.state == PathState::FAILED)) {
         path.switch_ns = now_ns - std::min(now_ns, path.progress_ns);
         path.state = PathState::CLOSED;
+        // It may only have been slower than thought: the next time it is given less.
+        path.bytes_per_s = std::max<uint64_t>(1, path.bytes_per_s / 2);
         w->counts.closed++;
         w->command(P2P_COMMAND_CLOSE, note.path, path.generation);
         send_again(w, note.path);
@@ -251,14 +279,18 @@ bool poll_path(P2pWriter* w, uint32_t index, uint64_t now_ns) {
         // One sample a step: what completed since the step before came as one for all that can be told.
         uint64_t elapsed_ns = std::max<uint64_t>(1, now_ns - std::max(since_ns, path.last_done_ns));
         double sample = double(bytes) * 1e9 / double(elapsed_ns);
-        path.bytes_per_s = uint64_t(std::max(1.0, double(path.bytes_per_s) * 0.75 + sample * 0.25));
+        double old = path.measured ? double(path.bytes_per_s) : sample;
+        path.bytes_per_s = uint64_t(std::max(1.0, old * 0.75 + sample * 0.25));
+        path.measured = true;
         path.last_done_ns = now_ns;
     }
+    if (events) w->event_ns = now_ns;
     return events > 0;
 }
 
 uint64_t room_bytes(const P2pWriter* w, const WriterPath& path) {
-    return std::max(2 * w->config.piece_bytes, path.bytes_per_s / 1000 * (IN_FLIGHT_NS / 1'000'000));
+    uint64_t busy_bytes = path.measured ? path.bytes_per_s / 1000 * (IN_FLIGHT_NS / 1'000'000) : 0;
+    return std::max(2 * piece_bytes(w), busy_bytes);
 }
 
 // The path that will have sent it first; P2P_PATHS where none has room.
@@ -296,37 +328,44 @@ void post(P2pWriter* w, uint64_t now_ns) {
         fields.value = write->value;
         alignas(8) uint8_t note[P2P_NOTE_BYTES];
         uint32_t note_bytes = p2p_note_seal(&fields, nullptr, note);
-        if (path.ends.ops->write(path.ends.self, write->number, write->offset, w->image + write->offset, bytes, note,
-                                 note_bytes) < 0) {
-            fail(w, index);
-            continue;
-        }
         w->ready.pop_front();
-        write->bytes = bytes;
         write->state = WriteState::POSTED;
+        write->under_way = bytes;
         write->path = index;
         write->posted_ns = now_ns;
         // Only what is under way can be overdue.
         if (path.awaited++ == 0) path.progress_ns = now_ns;
         path.in_flight_bytes += bytes;
         path.sent_bytes += bytes;
+        // Of one that is refused something may be under way all the same: it waits for the owner's word like others.
+        if (path.ends.ops->write(path.ends.self, write->number, write->offset, w->image + write->offset, bytes, note,
+                                 note_bytes) < 0)
+            fail(w, index);
     }
+}
+
+// Until the next completion, at the measured rate.
+uint64_t expected_ns(const P2pWriter* w, const WriterPath& path) {
+    uint64_t bytes = std::min(path.in_flight_bytes, 2 * piece_bytes(w));
+    return uint64_t(double(bytes) * 1e9 / double(path.bytes_per_s));
 }
 
 bool overdue(const P2pWriter* w, const WriterPath& path, uint64_t now_ns) {
     if (path.state == PathState::FAILED) return true;
     if (path.state != PathState::LIVE || path.awaited == 0) return false;
-    uint64_t expected_ns = uint64_t(double(path.in_flight_bytes) * 1e9 / double(path.bytes_per_s));
-    return now_ns - std::min(now_ns, path.progress_ns) > std::max(w->config.silence_ns, 4 * expected_ns);
+    uint64_t patience_ns = std::max(w->config.silence_ns, 4 * expected_ns(w, path));
+    return now_ns - std::min(now_ns, path.progress_ns) > patience_ns;
 }
 
 void doubt(P2pWriter* w, uint64_t now_ns) {
     for (uint32_t i = 0; i < P2P_PATHS; i++) {
         WriterPath& path = w->paths[i];
-        if (!overdue(w, path, now_ns) || (path.doubted_ns && now_ns - path.doubted_ns < REPEAT_NS)) continue;
+        if (!overdue(w, path, now_ns) || (path.doubted_ns && now_ns - path.doubted_ns < path.repeat_ns)) continue;
+        if (path.doubted_ns) path.repeat_ns = std::min(2 * path.repeat_ns, REPEAT_LAST_NS);
         path.doubted_ns = now_ns;
         P2pNote note = note_of(P2P_NOTE_DOUBT, i, path.generation);
         note.number = w->numbered;
+        note.offset = expected_ns(w, path);
         note.value = path.state == PathState::FAILED;
         // Over itself too: there it only asks for what the owner has, whose last word may have been lost.
         for (uint32_t other = 0; other < P2P_PATHS; other++)
@@ -368,8 +407,6 @@ P2P_API int p2p_writer_path_open(P2pWriter* writer, uint32_t index, uint32_t gen
     path.ends = ends;
     path.progress_ns = now_ns;
     path.doubted_ns = 0;
-    // What the other generation was measured at, and no less than a fair try.
-    path.bytes_per_s = std::max(path.bytes_per_s, FIRST_GUESS_BYTES_PER_S / 100);
     writer->counts.opened++;
     return 0;
 }
@@ -377,7 +414,11 @@ P2P_API int p2p_writer_path_open(P2pWriter* writer, uint32_t index, uint32_t gen
 P2P_API void p2p_writer_path_closed(P2pWriter* writer, uint32_t index, uint32_t generation) {
     if (index >= P2P_PATHS) return;
     WriterPath& path = writer->paths[index];
-    if (path.state == PathState::OPENING && path.generation == generation) path.state = PathState::CLOSED;
+    // The owner may have opened its end: it is told until it has closed that.
+    if (path.state != PathState::OPENING || path.generation != generation) return;
+    path.state = PathState::FAILED;
+    path.doubted_ns = 0;
+    path.repeat_ns = REPEAT_NS;
 }
 
 P2P_API int p2p_writer_watch_slots(P2pWriter* writer) try {
@@ -423,7 +464,8 @@ P2P_API int p2p_writer_step(P2pWriter* writer, uint64_t now_ns) {
     scan_slots(writer, now_ns);
     post(writer, now_ns);
     doubt(writer, now_ns);
-    return busy || !writer->writes.empty();
+    // A peer that says nothing does not keep this side awake.
+    return busy || (!writer->writes.empty() && now_ns - std::min(now_ns, writer->event_ns) < LATELY_NS);
 }
 
 P2P_API int p2p_writer_command(P2pWriter* writer, P2pCommand* out) { return writer->next_command(out); }

@@ -116,6 +116,7 @@ class Transport:
     generation: int
     closed: bool = False  # by the owner's shell: nothing lands any more
     broken: bool = False  # the transport reports an error
+    refuses: bool = False  # it says so of a write that is under way all the same
     to_owner: deque[bytes] = field(default_factory=deque)
     to_writer: deque[tuple[int, int, bytes]] = field(default_factory=deque)
     stalled: list[Callable[[], None]] = field(default_factory=list)
@@ -185,6 +186,8 @@ class World:
         ) -> int:
             if transport.broken:
                 return -1
+            if transport.refuses:
+                transport.broken = True
             told = ctypes.string_at(note, note_bytes)
             cut = self.random.randint(0, nbytes)
             # In the kernel's buffers already, or still to be read.
@@ -207,7 +210,7 @@ class World:
             if cut:
                 self.carry(transport, cut, land(0, cut))
             self.carry(transport, nbytes - cut + 64, finish)
-            return 0
+            return -1 if transport.broken else 0
 
         def tell(_: int, note: int, note_bytes: int) -> int:
             if transport.broken:

@@ -173,3 +173,58 @@ def test_a_put_over_several_rails_is_whole_when_its_signal_shows() -> None:
             assert world.now_ns < 5_000 * MS, f"seed {seed}"
         assert world.window[4096 : 4096 + LAYOUT_BYTES].tobytes() == data, f"seed {seed}"
         world.close_all()
+
+
+def test_a_write_that_was_refused_but_is_under_way_harms_nobody() -> None:
+    for seed in range(6):
+        world = World(seed, bytes_per_s=1e6)
+        stream = Stream(world, seed)
+
+        def disturb(sent: int, world: World = world) -> None:
+            if sent == 100:
+                world.cut(0)  # what is under way lands when it heals, long after the owner has closed
+                world.transports[0, 0].refuses = True
+                world.at(world.now_ns + 60 * MS, lambda: world.heal(0))
+
+        stream.run(600, disturb)
+        check(stream, 600, f"seed {seed}")
+        assert world.counts("owner").closed == 1, f"seed {seed}"
+        world.close_all()
+
+
+def test_slow_rails_are_not_taken_for_dead_ones() -> None:
+    for mbit in (10, 4):
+        world = World(7, bytes_per_s=mbit * 125_000)
+        stream = Stream(world, 7)
+        stream.run(300)
+        check(stream, 300, f"{mbit} Mbit/s")
+        world.lib.p2p_writer_put(world.writer, 4096, 20_000, world.now_ns)
+        for _ in range(3000):
+            world.step()
+        assert world.counts("owner").closed == 0, f"{mbit} Mbit/s"
+        world.close_all()
+
+
+def test_a_path_whose_opening_fails_is_offered_again_at_once() -> None:
+    world = World(8)
+    stream = Stream(world, 8)
+    joins: list[int] = []
+    join = world.join
+
+    def fails_first(index: int, generation: int, address: bytes) -> None:
+        joins.append(generation)
+        if generation == 1:
+            world.lib.p2p_writer_path_closed(world.writer, index, generation)
+        else:
+            join(index, generation, address)
+
+    world.join = fails_first  # type: ignore[method-assign]
+    stream.run(400, lambda sent: world.cut(0) if sent == 100 else None)
+    world.heal(0)
+    begun_ns = world.now_ns
+    while world.counts("writer").opened < 3:
+        world.step()
+        assert world.now_ns < begun_ns + 2500 * MS, f"joins so far: {joins}"
+    assert joins == [1, 2]
+    stream.run(600)
+    check(stream, 600, "over the path that opened the second time")
