@@ -133,6 +133,7 @@ class World:
         self.random = random.Random(seed)
         self.lib = library()
         self.fences = fences
+        self.closing_ns = 10 * MS
         self.now_ns = 1
         self.order = itertools.count()
         self.events: list[tuple[int, int, Callable[[], None]]] = []
@@ -264,7 +265,7 @@ class World:
             if command.kind == LOST:
                 self.lost[end] = True
             elif command.kind == CLOSE and end == "owner":
-                self.at(self.now_ns + 10 * MS, lambda i=index, g=generation: self.close(i, g))
+                self.at(self.now_ns + self.closing_ns, lambda i=index, g=generation: self.close(i, g))
             elif command.kind == OPEN and end == "owner":
                 self.at(self.now_ns + 30 * MS, lambda i=index, g=generation: self.offer(i, g))
             elif command.kind == OPEN:

@@ -176,18 +176,19 @@ def test_a_put_over_several_rails_is_whole_when_its_signal_shows() -> None:
 
 
 def test_a_write_that_was_refused_but_is_under_way_harms_nobody() -> None:
-    for seed in range(6):
+    for seed in range(40):
         world = World(seed, bytes_per_s=1e6)
+        world.closing_ns = 90 * MS
         stream = Stream(world, seed)
 
-        def disturb(sent: int, world: World = world) -> None:
-            if sent == 100:
-                world.cut(0)  # what is under way lands when it heals, long after the owner has closed
+        def disturb(sent: int, world: World = world, seed: int = seed) -> None:
+            if sent == 60:
+                world.cut(0)  # what is under way lands when it heals, before the owner has closed
                 world.transports[0, 0].refuses = True
-                world.at(world.now_ns + 60 * MS, lambda: world.heal(0))
+                world.at(world.now_ns + (12 + 2 * seed) * MS, lambda: world.heal(0))
 
-        stream.run(600, disturb)
-        check(stream, 600, f"seed {seed}")
+        stream.run(160, disturb)
+        check(stream, 160, f"seed {seed}")
         assert world.counts("owner").closed == 1, f"seed {seed}"
         world.close_all()
 
