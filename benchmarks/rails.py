@@ -30,6 +30,7 @@ from benchmarks.rails_network import Network, refusal
 from benchmarks.report import record
 
 MBIT = 200.0
+SLOW_MBIT = 60.0
 SLOTS = 16
 
 
@@ -158,22 +159,26 @@ def cut(messages: int, seed: int) -> dict[str, Any]:
 
 
 def three(messages: int, seed: int) -> dict[str, Any]:
-    """Time of the same messages over three rails, and over three of which one is cut: at best 1.5."""
+    """Time of the same messages over three rails, and over three of which one is cut: at best 1.5.
+
+    Slower rails, for the rails are to be what takes the time, and not two processes on two cores.
+    """
+    del messages
     seconds: dict[str, list[float]] = {"whole": [], "cut": []}
     results = []
     for _ in range(3):
         for kind, took in seconds.items():
-            sizes = {"messages": messages, "seed": seed, "payload": 65536, "exact": True, "slots": 32}
-            with Network(3, MBIT) as network, stream(network, **sizes) as ends:
+            sizes = {"messages": 1200, "seed": seed, "payload": 65536, "exact": True, "slots": 32}
+            with Network(3, SLOW_MBIT) as network, stream(network, **sizes) as ends:
                 if kind == "cut":
                     network.cut(0)
                 results.append(judged(ends))
                 arrivals = np.load(ends.arrivals_path)
             # The switch itself has its own figure: this is about the bandwidth that is left.
             settled = arrivals[arrivals > arrivals[0] + 1.0]
-            took.append(float(np.ptp(settled)) / (len(settled) - 1) * messages)
+            took.append(float(np.ptp(settled)) / (len(settled) - 1) * len(arrivals))
     ratio = float(np.median(np.array(seconds["cut"]) / np.array(seconds["whole"])))
-    return {"time_ratio": round(ratio, 3), "ideal": 1.5, "seconds": seconds, **worst(results)}
+    return {"rail_mbit": SLOW_MBIT, "time_ratio": round(ratio, 3), "ideal": 1.5, "seconds": seconds, **worst(results)}
 
 
 def worst(results: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import time
 from types import TracebackType
 
 # Every packet is larger than this burst, so all are dropped, and nobody is told.
@@ -54,6 +55,8 @@ class Network:
                     self._ip(host, "addr", "add", f"10.{77 + rail}.0.{number}/24", "dev", ends[host])
                     self._ip(host, "link", "set", ends[host], "up")
                 self.shape(rail, self.mbit)
+            for host in "ab":
+                self._await_carriers(host)
         except BaseException:
             self._remove()
             raise
@@ -102,6 +105,18 @@ class Network:
 
     def _ip(self, host: str, *words: str) -> None:
         _run("ip", "-n", self._hosts[host], *words)
+
+    def _await_carriers(self, host: str) -> None:
+        # The kernel says so some time after `up`, and UCX opens no device before.
+        until_s = time.monotonic() + 5
+        command = ("ip", "-n", self._hosts[host], "-o", "link", "show", "up", "type", "veth")
+        while True:
+            shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            if shown.count("state UP") == self.rails:
+                return
+            if time.monotonic() > until_s:
+                raise OSError(f"the rails of host {host} have no carrier after 5 s: {shown}")
+            time.sleep(0.02)
 
     def _remove(self) -> None:
         for name in self._hosts.values():
