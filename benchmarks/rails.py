@@ -235,7 +235,7 @@ def idle(messages: int, seed: int) -> dict[str, Any]:
 def step(messages: int, seed: int) -> dict[str, Any]:
     """One rail goes from 200 to 80 Mbit/s under a full load: how long until it is called slow (ms)."""
     del messages
-    sizes = {"payload": 32768, "exact": True, "messages": 4000}
+    sizes = {"payload": 32768, "exact": True, "messages": 8000}
     with Network(1, MBIT) as network, stream(network, seed=seed, **sizes) as ends:
         pause(ends, 2.0)
         before = ends.state()["link"]["anomalies"]

@@ -15,7 +15,7 @@ namespace {
 constexpr uint64_t FIRST_GUESS_BYTES_PER_S = 1'000'000'000;
 constexpr uint64_t FIRST_PIECE_BYTES = 64 * 1024;  // while nothing is measured: 10 Mbit/s carry it in half the silence
 constexpr uint64_t LEAST_PIECE_BYTES = 16 * 1024;
-constexpr uint64_t MEASURED_BYTES = 4096;      // smaller writes tell of latency, not of bandwidth
+constexpr uint64_t MEASURED_BYTES = 16384;     // in one step: less tells of latency, not of bandwidth
 constexpr uint64_t LATELY_NS = 5'000'000;      // a channel on which nothing came for longer needs no hurry
 constexpr uint64_t IN_FLIGHT_NS = 20'000'000;  // of a path's bandwidth: enough to keep it busy, little to lose
 constexpr uint32_t IN_FLIGHT_WRITES = 256;
@@ -52,6 +52,8 @@ struct WriterPath {
     bool measured = false;
     uint64_t bytes_per_s = FIRST_GUESS_BYTES_PER_S;
     uint64_t last_done_ns = 0;
+    uint64_t done_bytes = 0;      // in this step, and when the first of them was posted
+    uint64_t done_since_ns = 0;
     uint64_t sent_bytes = 0;
     uint64_t switch_ns = 0;
 };
@@ -172,17 +174,33 @@ void report(P2pWriter* w, Write& write, uint64_t now_ns) {
     write.reported = true;
 }
 
-void landed(P2pWriter* w, WriterPath& path, uint32_t index, uint64_t number, uint64_t now_ns, uint64_t* bytes,
-            uint64_t* since_ns) {
+// Its bytes are known to have got there: that is what a path's bandwidth is measured by.
+void done(WriterPath& path, const Write& write) {
+    path.in_flight_bytes -= std::min(path.in_flight_bytes, write.under_way);
+    path.done_since_ns = path.done_bytes ? std::min(path.done_since_ns, write.posted_ns) : write.posted_ns;
+    path.done_bytes += write.under_way;
+}
+
+// One sample a step: what was done since the step before came as one for all that can be told.
+void measure(WriterPath& path, uint64_t now_ns) {
+    if (path.done_bytes >= MEASURED_BYTES) {
+        uint64_t since_ns = std::max(path.done_since_ns, path.last_done_ns);
+        double sample = double(path.done_bytes) * 1e9 / double(now_ns > since_ns ? now_ns - since_ns : 1);
+        double old = path.measured ? double(path.bytes_per_s) : sample;
+        path.bytes_per_s = uint64_t(std::max(1.0, old * 0.75 + sample * 0.25));
+        path.measured = true;
+    }
+    if (path.done_bytes) path.last_done_ns = now_ns;
+    path.done_bytes = 0;
+}
+
+void landed(P2pWriter* w, WriterPath& path, uint32_t index, uint64_t number, uint64_t now_ns) {
     Write* write = find(w, number);
     if (!write || write->state != WriteState::POSTED || write->path != index) return;
     write->state = WriteState::LANDED;
-    path.in_flight_bytes -= std::min(path.in_flight_bytes, write->under_way);
+    done(path, *write);
     progressed(path, now_ns);
     report(w, *write, now_ns);
-    if (write->bytes < MEASURED_BYTES) return;
-    *bytes += write->bytes;
-    *since_ns = std::min(*since_ns, write->posted_ns);
 }
 
 void arrived(P2pWriter* w, Write& write, uint64_t now_ns) {
@@ -191,8 +209,7 @@ void arrived(P2pWriter* w, Write& write, uint64_t now_ns) {
     WriterPath& path = w->paths[write.path];
     report(w, write, now_ns);
     if (sent) {
-        if (write.state == WriteState::POSTED)
-            path.in_flight_bytes -= std::min(path.in_flight_bytes, write.under_way);
+        if (write.state == WriteState::POSTED) done(path, write);
         path.awaited -= path.awaited > 0;
         progressed(path, now_ns);
     } else {
@@ -263,7 +280,6 @@ void receive(P2pWriter* w, uint32_t index, const void* bytes, uint32_t count, ui
 
 bool poll_path(P2pWriter* w, uint32_t index, uint64_t now_ns) {
     WriterPath& path = w->paths[index];
-    uint64_t bytes = 0, since_ns = now_ns;
     uint32_t events = 0;
     for (; events < EVENTS_A_STEP && path.state == PathState::LIVE; events++) {
         P2pPathEvent event;
@@ -271,18 +287,9 @@ bool poll_path(P2pWriter* w, uint32_t index, uint64_t now_ns) {
         if (found < 0) fail(w, index);
         if (found <= 0) break;
         if (event.kind == P2P_PATH_DONE)
-            landed(w, path, index, event.ticket, now_ns, &bytes, &since_ns);
+            landed(w, path, index, event.ticket, now_ns);
         else
             receive(w, index, event.note, event.bytes, now_ns);
-    }
-    if (bytes) {
-        // One sample a step: what completed since the step before came as one for all that can be told.
-        uint64_t elapsed_ns = std::max<uint64_t>(1, now_ns - std::max(since_ns, path.last_done_ns));
-        double sample = double(bytes) * 1e9 / double(elapsed_ns);
-        double old = path.measured ? double(path.bytes_per_s) : sample;
-        path.bytes_per_s = uint64_t(std::max(1.0, old * 0.75 + sample * 0.25));
-        path.measured = true;
-        path.last_done_ns = now_ns;
     }
     if (events) w->event_ns = now_ns;
     return events > 0;
@@ -460,6 +467,7 @@ P2P_API int p2p_writer_step(P2pWriter* writer, uint64_t now_ns) {
         if (pause_ns > writer->config.grace_ns) path.progress_ns = std::min(now_ns, path.progress_ns + pause_ns);
         busy |= poll_path(writer, i, now_ns);
     }
+    for (WriterPath& path : writer->paths) measure(path, now_ns);
     if (writer->lost) return 0;
     scan_slots(writer, now_ns);
     post(writer, now_ns);
