@@ -16,7 +16,6 @@ constexpr uint32_t REPORT_WRITES = 32;            // that the writer has not bee
 constexpr uint64_t REPORT_NS = 250'000;           // nor for longer
 constexpr uint64_t OFFER_NS = 200'000'000;        // between two of one offer
 constexpr uint64_t OFFERED_NS = 3'000'000'000;    // then it is withdrawn; so long may a path take in the beginning
-constexpr uint64_t TRIAL_LAST_NS = 2'000'000'000; // however slow the path is
 constexpr uint32_t TRIAL_STEPS = 8;               // in which what has come is also seen
 
 struct OwnerPath {
@@ -175,7 +174,7 @@ void on_doubt(P2pOwner* o, uint32_t from, const P2pNote& note, uint64_t now_ns) 
     path.on_trial = true;
     path.trial_ns = now_ns;
     // The answer may have to queue behind what the writer has under way.
-    path.trial_for_ns = std::max(o->config.grace_ns, std::min(note.offset, TRIAL_LAST_NS));
+    path.trial_for_ns = std::max(o->config.grace_ns, std::min(note.offset, o->config.silence_ns));
     path.trial_steps = 0;
     if (!tell(*o, path.ends, note_of(P2P_NOTE_PROBE, note.path, path.generation)))
         close_path(o, note.path, now_ns);

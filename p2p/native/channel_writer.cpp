@@ -13,7 +13,7 @@ using namespace p2p;
 namespace {
 
 constexpr uint64_t FIRST_GUESS_BYTES_PER_S = 1'000'000'000;
-constexpr uint64_t FIRST_PIECE_BYTES = 64 * 1024;  // while nothing is measured: 10 Mbit/s carry it in half the silence
+constexpr uint64_t FIRST_PIECE_BYTES = 32 * 1024;  // while nothing is measured: 10 Mbit/s carry it in 26 ms
 constexpr uint64_t LEAST_PIECE_BYTES = 16 * 1024;
 constexpr uint64_t MEASURED_BYTES = 16384;     // in one step: less tells of latency, not of bandwidth
 constexpr uint64_t LATELY_NS = 5'000'000;      // a channel on which nothing came for longer needs no hurry
@@ -351,16 +351,17 @@ void post(P2pWriter* w, uint64_t now_ns) {
     }
 }
 
-// Until the next completion, at the measured rate.
+// Until the next completion, at the measured rate; no more than the silence again, so that the bound on a switch
+// does not rest on a measurement.
 uint64_t expected_ns(const P2pWriter* w, const WriterPath& path) {
     uint64_t bytes = std::min(path.in_flight_bytes, 2 * piece_bytes(w));
-    return uint64_t(double(bytes) * 1e9 / double(path.bytes_per_s));
+    return std::min(w->config.silence_ns, uint64_t(double(bytes) * 1e9 / double(path.bytes_per_s)));
 }
 
 bool overdue(const P2pWriter* w, const WriterPath& path, uint64_t now_ns) {
     if (path.state == PathState::FAILED) return true;
     if (path.state != PathState::LIVE || path.awaited == 0) return false;
-    uint64_t patience_ns = std::max(w->config.silence_ns, 4 * expected_ns(w, path));
+    uint64_t patience_ns = w->config.silence_ns + expected_ns(w, path);
     return now_ns - std::min(now_ns, path.progress_ns) > patience_ns;
 }
 
