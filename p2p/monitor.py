@@ -14,7 +14,7 @@ import heapq
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -88,23 +88,32 @@ class MonitorState:
 
 
 class Monitor:
-    """A native monitor that somebody else owns and outlives this. `address` 0: one that is off."""
+    """A native monitor that somebody else owns.
 
-    def __init__(self, address: int) -> None:
+    Args:
+        address: 0: one that is off.
+        guard: Entered for each reading: keeps the monitor there meanwhile, or raises. Nothing: it outlives this.
+    """
+
+    def __init__(self, address: int, guard: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
         self.address = address
+        self._guard = guard
         self._library = native.load()
 
     def read(self) -> MonitorState:
         """The channel's state; any thread."""
         found = _State()
-        self._library.p2p_monitor_read(self.address, ctypes.byref(found))
+        with self._guard():
+            self._library.p2p_monitor_read(self.address, ctypes.byref(found))
         values = {field[0]: getattr(found, field[0]) for field in _State._fields_}
         return MonitorState(**values | {"state": ChannelState(found.state)})
 
     def drain(self) -> Records:
         """Take the oldest records, at most RING_RECORDS; one thread at a time."""
         found = np.zeros(RING_RECORDS, RECORD)
-        return found[: self._library.p2p_monitor_drain(self.address, found.ctypes.data, len(found))]
+        with self._guard():
+            count = self._library.p2p_monitor_drain(self.address, found.ctypes.data, len(found))
+        return found[:count]
 
 
 @contextmanager

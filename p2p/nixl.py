@@ -13,8 +13,11 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
-import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import ClassVar, Final, TypeVar
 
@@ -34,6 +37,7 @@ from p2p.endpoint import (
 )
 from p2p.frame import check_words
 from p2p.monitor import ChannelState, Monitor
+from p2p.nixl_carrier import Carrier
 from p2p.shm_link import new_token
 
 # 256 MB put over 1 Gbit/s take 2 s. What does not move is given up sooner: see native/link.cpp.
@@ -260,20 +264,23 @@ class NixlEndpoint:
         self.lanes = lanes
         self.rails = rails
         self.library = nixl_native.load()
-        self._lock = threading.RLock()
         self._links: list[NixlWindow | NixlPeer] = []
         self._page = _new_memory(mmap.PAGESIZE)
         self._page[: len(header)] = np.frombuffer(header, dtype=np.uint8)
         names = (ctypes.c_char_p * len(rails))(*(rail.encode() for rail in rails))
-        self._carrier: int | None = self.library.p2p_carrier_new(
+        handle: int | None = self.library.p2p_carrier_new(
             *(incarnation, names, len(rails), self._page.ctypes.data, lanes),
             (config or RailConfig()).native(),
         )
-        if self._carrier is None:
+        if handle is None:
             raise P2PError(
                 f"no threads are left for endpoint {name}; raise the limit on processes (ulimit -u)."
             )
-        self._pump_page = int(self.library.p2p_carrier_page(self._carrier))
+        self._pump_page = int(self.library.p2p_carrier_page(handle))
+        self._carrier = Carrier(name, self.library, handle, self._page)
+        self._lock = self._carrier.lock
+        # Also at the interpreter's exit: threads that write to memory must not outlive it.
+        self._unclosed = weakref.finalize(self, self._carrier.abandon)
 
     def __enter__(self) -> NixlEndpoint:
         return self
@@ -286,7 +293,7 @@ class NixlEndpoint:
     @property
     def page_address(self) -> int:
         """This endpoint's own doorbell page: rung when a signal lands in one of its windows."""
-        self._require_open()
+        self._carrier.require_open()
         return int(self._page.ctypes.data)
 
     def export_window(self, nbytes: int, incarnation: int | None = None) -> NixlWindow:
@@ -300,29 +307,35 @@ class NixlEndpoint:
         """
         if not 1 <= nbytes <= WINDOW_LIMIT_BYTES:
             raise ValueError(f"a window of {nbytes} bytes asked for; 1 to {WINDOW_LIMIT_BYTES} needed.")
-        carrier = self._require_open()
         incarnation = self.incarnation if incarnation is None else incarnation
         # Allocated now: without memory this fails here, and not in the token path.
         memory, token = _new_memory(nbytes, mmap.MAP_POPULATE), new_token()
         error = ctypes.create_string_buffer(nixl_native.ERROR_BYTES)
-        link = self.library.p2p_link_export(
-            *(carrier, memory.ctypes.data, nbytes, incarnation, token, error, len(error))
-        )
-        if link is None:
-            raise P2PError(
-                f"{self._rails_text()} cannot be opened: {error.value.decode()}. {self._devices_text()}"
+        with self._carrier.call() as carrier:
+            link = self.library.p2p_link_export(
+                *(carrier, memory.ctypes.data, nbytes, incarnation, token, error, len(error))
             )
-        address = ctypes.create_string_buffer(nixl_native.LINK_ADDRESS_BYTES)
-        length = self.library.p2p_link_address(link, address)
-        offer = Descriptor(
-            transport=Transport.NIXL,
-            incarnation=incarnation,
-            nbytes=nbytes,
-            address=address.raw[:length],
-            name=self.name,
-            token=token,
-        )
-        return self._adopt(NixlWindow(self, offer, memory, link))
+            if link is None:
+                raise P2PError(
+                    f"{self._rails_text()} cannot be opened: {error.value.decode()}. {self._devices_text()}"
+                )
+            address = ctypes.create_string_buffer(nixl_native.LINK_ADDRESS_BYTES)
+            length = self.library.p2p_link_address(link, address)
+            if not length:
+                self.library.p2p_link_close(link, 0)
+                raise P2PError(
+                    f"the addresses of {self._rails_text()} take more than the {nixl_native.LINK_ADDRESS_BYTES} "
+                    f"bytes that a descriptor has for them; name fewer."
+                )
+            offer = Descriptor(
+                transport=Transport.NIXL,
+                incarnation=incarnation,
+                nbytes=nbytes,
+                address=address.raw[:length],
+                name=self.name,
+                token=token,
+            )
+            return self._adopt(NixlWindow(self, offer, memory, link), memory)
 
     def connect(self, descriptor: bytes, timeout_s: float = CONNECT_S) -> NixlPeer:
         """Join the window that the descriptor invites to, over every rail that answers in time.
@@ -335,19 +348,20 @@ class NixlEndpoint:
         offer = decode(descriptor)
         if offer.transport is not Transport.NIXL:
             raise DescriptorInvalid(f"a {offer.transport.name} descriptor; this endpoint speaks NIXL.")
-        carrier = self._require_open()
         image = _new_memory(offer.nbytes)
         error = ctypes.create_string_buffer(nixl_native.ERROR_BYTES)
-        link = self.library.p2p_link_connect(
-            *(carrier, image.ctypes.data, offer.nbytes, offer.incarnation, offer.token),
-            *(offer.address, len(offer.address), int(timeout_s * 1e9), error, len(error)),
-        )
-        if link is None:
-            raise ConnectRefused(
-                f"{offer.name} cannot be joined over {self._rails_text()}: {error.value.decode()}. Its process has "
-                "ended or is out of reach, or the descriptor was withdrawn or taken: ask for a new one."
+        with self._carrier.call() as carrier:
+            link = self.library.p2p_link_connect(
+                *(carrier, image.ctypes.data, offer.nbytes, offer.incarnation, offer.token),
+                *(offer.address, len(offer.address), int(timeout_s * 1e9), error, len(error)),
             )
-        return self._adopt(NixlPeer(self, offer, image, link))
+            if link is None:
+                self._carrier.require_open()
+                raise ConnectRefused(
+                    f"{offer.name} cannot be joined over {self._rails_text()}: {error.value.decode()}. Its process "
+                    "has ended or is out of reach, or the descriptor was withdrawn or taken: ask for a new one."
+                )
+            return self._adopt(NixlPeer(self, offer, image, link), image)
 
     def put(
         self, peer: NixlPeer, offset: int, source: bytes | bytearray | memoryview | NDArray[np.uint8]
@@ -384,19 +398,22 @@ class NixlEndpoint:
 
     def progress(self) -> None:
         """Move what is under way on this thread; while it is called often, the transport's own thread rests."""
-        with self._lock:
-            if self._carrier is not None:
-                self.library.p2p_carrier_progress(self._carrier)
+        self._carrier.progress()
 
     def status(self, link: NixlWindow | NixlPeer) -> Status:
         """GONE once the other side has ended, disconnected or withdrawn, or this side has closed the link."""
         return Status.ALIVE if self._ask(link, "p2p_link_alive", 0) else Status.GONE
 
     def monitor(self, peer: NixlPeer) -> Monitor:
-        """Of all writes to a peer, over whatever rails; for as long as this side is connected."""
+        """Of all writes to a peer, over whatever rails; read after disconnecting it raises EndpointClosed."""
+        with self._connected(peer):
+            return Monitor(self.library.p2p_link_monitor(peer._link) or 0, partial(self._connected, peer))
+
+    @contextmanager
+    def _connected(self, peer: NixlPeer) -> Iterator[None]:
         with self._lock:
             peer._require_open()
-            return Monitor(self.library.p2p_link_monitor(peer._link) or 0)
+            yield
 
     def _is_slow(self, peer: NixlPeer) -> bool:
         with self._lock:
@@ -426,7 +443,7 @@ class NixlEndpoint:
     def refused(self) -> int:
         """Hellos and notes that were dropped since they made no sense, or came from the wrong side."""
         with self._lock:
-            return self.library.p2p_carrier_refused(self._require_open())
+            return self.library.p2p_carrier_refused(self._carrier.require_open())
 
     def disconnect(self, peer: NixlPeer) -> None:
         """Send what was put, as long as it moves, and leave; idempotent. Stop native code that writes first."""
@@ -434,27 +451,22 @@ class NixlEndpoint:
 
     def close(self) -> None:
         """Leave nothing behind; idempotent. Stop native code that uses this endpoint's memory first."""
+        self._carrier.stop()
         with self._lock:
             links = sorted(self._links, key=lambda link: isinstance(link, NixlWindow))
         # Peers first: what was put goes out while the windows still hear.
         for link in links:
             self._close_link(link)
-        with self._lock:
-            carrier, self._carrier = self._carrier, None
-        if carrier is not None:
-            self.library.p2p_carrier_free(carrier)
-
-    def _require_open(self) -> int:
-        if self._carrier is None:
-            raise EndpointClosed(f"endpoint {self.name} was closed; make a new one under a new incarnation.")
-        return self._carrier
+        self._carrier.close(CLOSE_S)
+        self._unclosed.detach()
 
     def _require_alive(self, peer: NixlPeer) -> None:
         if not self.library.p2p_link_alive(peer._link):
             raise PeerGone(f"{peer.name} has ended or withdrew the window; use another.")
 
-    def _adopt(self, link: L) -> L:
+    def _adopt(self, link: L, memory: NDArray[np.uint8]) -> L:
         with self._lock:
+            self._carrier.adopt(link._link, memory)
             self._links.append(link)
         return link
 
@@ -467,11 +479,9 @@ class NixlEndpoint:
             if link not in self._links:
                 return
             self._links.remove(link)
-            memory, link._memory = link._memory, None
-        # Not under the lock: it may take as long as the network does.
-        self.library.p2p_link_close(link._link, int(CLOSE_S * 1e9))
-        # Views keep the memory: what Python code still holds stays readable.
-        del memory
+            # Views keep the memory: what Python code still holds stays readable.
+            link._memory = None
+        self._carrier.close_link(link._link, CLOSE_S)
 
     def _rails_text(self) -> str:
         named = ", ".join(rail for rail in self.rails if rail)

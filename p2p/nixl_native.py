@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import os
 import socket
 from ctypes import POINTER, c_char_p, c_int, c_uint32, c_uint64, c_void_p
 from functools import cache
@@ -23,6 +24,9 @@ LINK_ADDRESS_BYTES: Final = 16384
 _INSTALL: Final = (
     "Install it with `pip install --no-deps nixl-cu13` (after the CPU build of torch, where torch is used)"
 )
+# By these the kernel of a frozen peer writes to our memory later, whatever this side has closed.
+UNFENCED: Final = frozenset({"cma", "knem", "xpmem"})
+_UNFENCED_BY: Final = {"all": UNFENCED, "sm": UNFENCED, "shm": UNFENCED, "mm": frozenset({"xpmem"})}
 _INFINIBAND: Final = Path("/sys/class/infiniband")
 
 
@@ -67,6 +71,7 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
         c_void_p,
         (c_uint64, POINTER(c_char_p), c_uint32, c_void_p, c_uint32, POINTER(ChannelConfig)),
     ),
+    "p2p_carrier_leave": (None, (c_void_p,)),
     "p2p_carrier_free": (None, (c_void_p,)),
     "p2p_carrier_page": (c_void_p, (c_void_p,)),
     "p2p_carrier_progress": (c_int, (c_void_p,)),
@@ -114,7 +119,9 @@ def load() -> ctypes.CDLL:
     Raises:
         NixlMissing: there is no NIXL, or one whose C interface differs.
         NativeMissing: this package's own library is not built.
+        P2PError: UCX_TLS allows transports that no closing of a window stops.
     """
+    check_transports(os.environ.get("UCX_TLS"))
     library = native.load()
     for name, (result, arguments) in _FUNCTIONS.items():
         function = getattr(library, name)
@@ -127,6 +134,27 @@ def load() -> ctypes.CDLL:
             f"NIXL does not load: {reason}. Version 1.5.1 is needed. {_INSTALL.replace('13`', '13==1.5.1`')}."
         )
     return library
+
+
+def check_transports(chosen: str | None) -> None:
+    """Refuse a value of UCX_TLS that allows unfenced transports; without one this package forbids them.
+
+    Raises:
+        P2PError: it allows some.
+    """
+    if chosen is None:
+        return
+    listed = chosen.strip().removeprefix("^").split(",")
+    # As UCX reads them: `\name` is that name alone, `name:aux` its auxiliary use.
+    names = [name.strip().removeprefix("\\").partition(":")[0] for name in listed]
+    meant = frozenset[str]().union(*(_UNFENCED_BY.get(name, UNFENCED & {name}) for name in names))
+    allowed = UNFENCED - meant if chosen.strip().startswith("^") else meant
+    if allowed:
+        raise P2PError(
+            f"UCX_TLS={chosen} found, which allows {', '.join(sorted(allowed))}: what peers write by them lands even "
+            "after a window was closed. Forbid them with UCX_TLS=^cma,knem,xpmem, name others such as UCX_TLS=tcp, or "
+            "unset it."
+        )
 
 
 def devices() -> list[str]:

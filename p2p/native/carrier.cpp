@@ -5,6 +5,7 @@
 #include <sys/prctl.h>
 #include <time.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <system_error>
 
@@ -123,7 +124,10 @@ P2pNixlPath* P2pCarrier::make_path(const P2pLink& link, uint32_t rail, const std
 
 void P2pCarrier::enqueue(p2p::Job job) {
     job.link->jobs++;
-    queue.push_back(std::move(job));
+    // Who destroys goes first: a fence is waited for, and no path is made twice.
+    auto at = queue.end();
+    if (job.path) at = std::find_if(queue.begin(), at, [](const p2p::Job& other) { return !other.path; });
+    queue.insert(at, std::move(job));
     work.notify_one();
 }
 
@@ -145,7 +149,7 @@ void P2pCarrier::open_rail(P2pLink& link, uint32_t rail, uint32_t generation, st
 void P2pCarrier::made(const p2p::Job& job, P2pNixlPath* path) {
     P2pLink& link = *job.link;
     p2p::Rail& at = link.rails[job.rail];
-    bool wanted = at.stage == p2p::Stage::MAKING && at.generation == job.generation && !link.closing;
+    bool wanted = at.stage == p2p::Stage::MAKING && at.generation == job.generation && !link.closing && !link.lost;
     if (!path || !wanted) {
         if (path)
             enqueue({&link, job.rail, job.generation, path, {}});
@@ -238,6 +242,12 @@ P2P_API P2pCarrier* p2p_carrier_new(uint64_t incarnation, const char* const* rai
     if (running->pump.joinable() && running->builder.joinable()) return carrier.release();
     p2p_carrier_free(carrier.release());
     return nullptr;
+}
+
+P2P_API void p2p_carrier_leave(P2pCarrier* carrier) {
+    p2p::Visit visit(carrier);
+    carrier->leaving = true;
+    carrier->changed.notify_all();
 }
 
 P2P_API void p2p_carrier_free(P2pCarrier* carrier) {

@@ -28,7 +28,9 @@ struct P2pLink;  // a window of this endpoint, or a peer's as this side writes i
 // an argument is out of range.
 P2P_API P2pCarrier* p2p_carrier_new(uint64_t incarnation, const char* const* rails, uint32_t rail_count,
                                     void* page, uint32_t lanes, const P2pChannelConfig* config);
-// Every link has been closed before.
+// Whoever waits for a peer in p2p_link_connect leaves, and so does who comes later.
+P2P_API void p2p_carrier_leave(P2pCarrier* carrier);
+// Every link has been closed, and every call on the carrier has returned, before.
 P2P_API void p2p_carrier_free(P2pCarrier* carrier);
 // The doorbell page whose lane 0 wakes the pump: ring it after writing a slot of an image.
 P2P_API void* p2p_carrier_page(P2pCarrier* carrier);
@@ -43,7 +45,8 @@ P2P_API P2pLink* p2p_link_export(P2pCarrier* carrier, void* window, uint64_t nby
                                  const void* token, char* error, uint64_t error_bytes);
 // Where a peer finds the window: its bytes. `out` holds P2P_LINK_ADDRESS_BYTES.
 P2P_API uint32_t p2p_link_address(P2pLink* link, void* out);
-// Returns when each of the owner's rails is welcomed, or at the timeout with those that are.
+// Returns when each of the owner's rails is welcomed, or broken, or 150 ms after the first of them was, or at
+// the timeout. The owner offers later those that are missing.
 P2P_API P2pLink* p2p_link_connect(P2pCarrier* carrier, void* image, uint64_t nbytes, uint64_t incarnation,
                                   const void* token, const void* address, uint32_t address_bytes,
                                   uint64_t timeout_ns, char* error, uint64_t error_bytes);

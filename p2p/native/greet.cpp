@@ -41,6 +41,20 @@ int say(P2pNixlPath* path, const P2pNote& note, const std::string& blob) {
 
 }  // namespace
 
+void P2pLink::give_up(uint32_t rail) {
+    P2pNote failed = note(P2P_NOTE_DOUBT, rail);
+    failed.value = 1;
+    // Where it fails the path is broken, and polling it says so.
+    for (uint32_t i = 0; writer && i < rails.size(); i++)
+        if (rails[i].stage == p2p::Stage::OPEN) say(rails[i].path, failed, {});
+    carrier->close_rail(*this, rail);
+    if (writer || opened) return;
+    // Nobody was welcomed after all.
+    connection = peer_incarnation = 0;
+    auto waits = [](const p2p::Rail& other) { return other.stage == p2p::Stage::GREETING; };
+    if (std::none_of(rails.begin(), rails.end(), waits)) lose();
+}
+
 P2pNote P2pLink::note(uint8_t kind, uint32_t rail) const {
     P2pNote note{};
     note.kind = kind;
@@ -53,7 +67,7 @@ P2pNote P2pLink::note(uint8_t kind, uint32_t rail) const {
 bool P2pLink::greet(uint32_t rail, uint64_t now) {
     p2p::Rail& at = rails[rail];
     if (at.deadline_ns && now >= at.deadline_ns) {
-        carrier->close_rail(*this, rail);
+        give_up(rail);
         return true;
     }
     if (writer && now >= at.hello_ns) {
@@ -66,9 +80,10 @@ bool P2pLink::greet(uint32_t rail, uint64_t now) {
     bool happened = false;
     while (at.stage == p2p::Stage::GREETING && (result = ends.ops->poll(ends.self, &event)) != 0) {
         happened = true;
-        // A window that waits for its first peer has nobody who could be gone.
-        if (result < 0 && (writer || connection)) carrier->close_rail(*this, rail);
-        if (result < 0) break;
+        if (result < 0) {
+            give_up(rail);
+            break;
+        }
         if (event.kind == P2P_PATH_NOTE && !hear(rail, event, now)) carrier->refused++;
     }
     return happened || writer;
@@ -100,7 +115,7 @@ bool P2pLink::hear_hello(uint32_t rail, const std::string& blob, uint64_t now) {
     std::string page(reinterpret_cast<const char*>(memory), std::min<uint64_t>(nbytes, P2P_WELCOME_BYTES));
     if (say(at.path, note(P2P_NOTE_WELCOME, rail), page) < 0 ||
         p2p_owner_path_open(owner, rail, at.generation, p2p_nixl_path_ends(at.path), now) < 0) {
-        carrier->close_rail(*this, rail);
+        give_up(rail);
         return true;
     }
     at.stage = p2p::Stage::OPEN;
@@ -117,7 +132,7 @@ bool P2pLink::hear_welcome(uint32_t rail, const std::string& blob, uint64_t now)
         p2p_writer_watch_slots(writer);
     }
     if (p2p_writer_path_open(writer, rail, at.generation, p2p_nixl_path_ends(at.path), now) < 0) {
-        carrier->close_rail(*this, rail);
+        give_up(rail);
         return true;
     }
     at.stage = p2p::Stage::OPEN;

@@ -16,6 +16,7 @@ using p2p::Stage;
 
 constexpr uint64_t DRAIN_NS = 200'000;
 constexpr uint32_t BYE_STEPS = 4;
+constexpr uint64_t STRAGGLER_NS = 150'000'000;  // for the other rails, once one is welcomed
 constexpr uint32_t MONITOR_RECORDS = 4096;  // the last 0.2 to 2 s of a busy link; 200 KB
 
 // A window's address: for each rail u32 bytes and an agent's address (nixl_path.h), in the rails' order; 0
@@ -85,19 +86,41 @@ bool all_settled(const P2pLink& link) {
     return true;
 }
 
-// Until the writes have come, or none of them comes any more.
+// What the other end has been heard of, on all rails: changes while it lives.
+uint64_t heard(const P2pLink& link) {
+    uint64_t sum = 0;
+    for (const Rail& rail : link.rails)
+        if (rail.stage == Stage::OPEN) sum += p2p_nixl_path_heard(rail.path);
+    return sum;
+}
+
+// Until the writes have come, or nothing is heard any more: over a slow rail a single one may take seconds.
 void drain(P2pLink& link, std::unique_lock<std::mutex>& held, uint64_t deadline) {
     P2pChannelCounts counts;
     const P2pChannelConfig& config = link.carrier->config;
-    uint64_t stalled_ns = 2 * (config.silence_ns + config.grace_ns);  // longer than giving up a rail takes
-    uint64_t waiting = UINT64_MAX, moved_ns = p2p::now_ns();
+    // Longer than giving up a rail takes, and than between two beats.
+    uint64_t stalled_ns = std::max(2 * (config.silence_ns + config.grace_ns), P2P_NIXL_SILENCE_NS);
+    uint64_t seen = 0, moved_ns = p2p::now_ns();
     while (!link.lost) {
         uint64_t now = p2p::now_ns();
         link.carrier->round(now);
         p2p_writer_counts(link.writer, &counts);
-        if (counts.waiting != waiting) moved_ns = now;
-        waiting = counts.waiting;
-        if (waiting == 0 || now >= deadline || now >= moved_ns + stalled_ns) return;
+        if (uint64_t said = heard(link); said != seen) seen = said, moved_ns = now;
+        if (counts.waiting == 0 || now >= deadline || now >= moved_ns + stalled_ns) return;
+        wait(link.carrier, held, DRAIN_NS);
+    }
+}
+
+// What was told goes out only while its path is polled, and no longer when the agent is gone.
+void say_goodbye(P2pLink& link, std::unique_lock<std::mutex>& held) {
+    P2pPathEvent event;
+    link.writer ? p2p_writer_bye(link.writer) : p2p_owner_bye(link.owner);
+    for (uint32_t i = 0; i < BYE_STEPS; i++) {
+        for (Rail& rail : link.rails) {
+            if (rail.stage != Stage::OPEN) continue;
+            P2pPath ends = p2p_nixl_path_ends(rail.path);
+            ends.ops->poll(ends.self, &event);
+        }
         wait(link.carrier, held, DRAIN_NS);
     }
 }
@@ -164,22 +187,28 @@ P2P_API P2pLink* p2p_link_connect(P2pCarrier* carrier, void* image, uint64_t nby
         return nullptr;
     }
     P2pLink* joined = link.release();
-    bool welcomed;
+    bool welcomed, broken;
     {
         p2p::Visit visit(carrier);
         carrier->links.push_back(joined);
         p2p_bell_ring(carrier->bells, 0);
-        while (!all_settled(*joined) && !joined->lost) {
+        bool first = true;
+        while (!all_settled(*joined) && !joined->lost && !carrier->leaving) {
             uint64_t now = p2p::now_ns();
+            if (joined->opened && first) deadline = std::min(deadline, now + STRAGGLER_NS), first = false;
             if (now >= deadline) break;
             wait(carrier, visit.held, std::min(deadline - now, p2p::HELLO_NS));
         }
+        broken = joined->lost || all_settled(*joined);
         welcomed = joined->opened && !joined->lost;
         for (uint32_t i = 0; welcomed && i < joined->rails.size(); i++)
-            if (joined->rails[i].stage == Stage::GREETING) carrier->close_rail(*joined, i);
+            if (joined->rails[i].stage == Stage::GREETING) joined->give_up(i);
     }
     if (welcomed) return joined;
-    std::snprintf(error, error_bytes, "no answer in %llu ms", (unsigned long long)(timeout_ns / 1'000'000));
+    if (broken)
+        std::snprintf(error, error_bytes, "the connection was refused or broke");
+    else
+        std::snprintf(error, error_bytes, "no answer in %llu ms", (unsigned long long)(timeout_ns / 1'000'000));
     p2p_link_close(joined, 0);
     return nullptr;
 }
@@ -190,8 +219,7 @@ P2P_API void p2p_link_close(P2pLink* link, uint64_t bound_ns) {
         p2p::Visit visit(carrier);
         if (link->opened && !link->lost) {
             if (link->writer) drain(*link, visit.held, p2p::now_ns() + bound_ns);
-            link->writer ? p2p_writer_bye(link->writer) : p2p_owner_bye(link->owner);
-            for (uint32_t i = 0; i < BYE_STEPS; i++) carrier->round(p2p::now_ns());
+            say_goodbye(*link, visit.held);
         }
         link->closing = true;
         std::erase(carrier->links, link);

@@ -73,6 +73,8 @@ struct P2pLink {
     bool step(uint64_t now);
     void path_closed(uint32_t rail, uint32_t generation);
     void hang_up();
+    // Ends a greeting. The other end may take the path for open, and where the rail is dead would never notice.
+    void give_up(uint32_t rail);
 
   private:
     bool hear(uint32_t rail, const P2pPathEvent& event, uint64_t now);
@@ -96,6 +98,7 @@ struct P2pCarrier {
     std::vector<P2pLink*> links;
     std::deque<p2p::Job> queue;
     bool stopping = false;
+    bool leaving = false;  // nobody waits for a peer any more
     uint64_t refused = 0;
     std::atomic<uint32_t> visitors{0};
     std::atomic<uint64_t> inline_ns{0};  // when another thread last made progress itself

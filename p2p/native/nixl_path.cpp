@@ -69,7 +69,7 @@ struct P2pNixlPath {
     std::string other;  // name of the other end's agent; empty until joined
     uint64_t other_memory = 0, other_bytes = 0;
     bool broken = false;
-    bool heard = true;  // since the last beat
+    uint64_t heard = 1, heard_at_beat = 0;
     uint64_t beat_ns = BEAT_NS, next_beat_ns = 0;
     std::deque<Request> requests;
     std::vector<Note> notes;  // of the last fetch, from `next` on not yet told
@@ -231,7 +231,7 @@ struct P2pNixlPath {
             nixl->release_xfer_req(agent, request.handle);
             nixl->destroy_xfer_req(request.handle);
             requests.erase(requests.begin() + long(i));
-            heard = true;
+            heard++;
             *event = {P2P_PATH_DONE, 0, request.ticket, nullptr};
             return 1;
         }
@@ -240,9 +240,9 @@ struct P2pNixlPath {
 
     void beat(uint64_t now_ns) {
         if (now_ns < next_beat_ns) return;
-        beat_ns = heard ? BEAT_NS : std::min(beat_ns * 5 / 4, SLOW_BEAT_NS);
+        beat_ns = heard != heard_at_beat ? BEAT_NS : std::min(beat_ns * 5 / 4, SLOW_BEAT_NS);
         next_beat_ns = now_ns + beat_ns;
-        heard = false;
+        heard_at_beat = heard;
         tell(&BEAT, sizeof BEAT);
     }
 
@@ -270,7 +270,7 @@ struct P2pNixlPath {
             if (nixl->notif_map_get_agent_at(map, i, &name) != 0) return -1;
             if (!other.empty() && other != name) continue;
             if (nixl->notif_map_get_notifs_size(map, name, &count) != 0) return -1;
-            heard = true;
+            heard++;
             for (size_t j = 0; j < count; j++) {
                 Note note{};
                 if (nixl->notif_map_get_notif(map, name, j, &note.data, &note.bytes) != 0) return -1;
@@ -325,5 +325,7 @@ P2P_API int p2p_nixl_path_join(P2pNixlPath* path, const void* address, uint32_t 
 }
 
 P2P_API void p2p_nixl_path_beat(P2pNixlPath* path, uint64_t now_ns) { path->beat(now_ns); }
+
+P2P_API uint64_t p2p_nixl_path_heard(const P2pNixlPath* path) { return path->heard; }
 
 P2P_API P2pPath p2p_nixl_path_ends(P2pNixlPath* path) { return {&OPS, path}; }

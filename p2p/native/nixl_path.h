@@ -15,6 +15,7 @@
 #include "p2p/native/path.h"
 
 constexpr uint32_t P2P_NIXL_ADDRESS_BYTES = 4096;  // longest
+constexpr uint64_t P2P_NIXL_SILENCE_NS = 400'000'000;
 
 struct P2pNixlPath;
 
@@ -31,4 +32,6 @@ P2P_API int p2p_nixl_path_join(P2pNixlPath* path, const void* address, uint32_t 
 // Sends a byte every 20 ms, less often to an end that is silent: without traffic the transport does not say
 // that the other end has gone.
 P2P_API void p2p_nixl_path_beat(P2pNixlPath* path, uint64_t now_ns);
+// How often the other end has been heard; one that lives beats at least every P2P_NIXL_SILENCE_NS.
+P2P_API uint64_t p2p_nixl_path_heard(const P2pNixlPath* path);
 P2P_API P2pPath p2p_nixl_path_ends(P2pNixlPath* path);

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import os
 import sys
 import time
 
@@ -15,6 +16,7 @@ from p2p.nixl import NixlEndpoint, NixlPeer, NixlWindow
 
 LAYOUT = WindowLayout(slots=2, payload_bytes=256 * 1024)
 PARENT, CHILD = 101, 202
+RAILS = tuple(os.environ.get("RAILS", "").split(","))
 
 
 def say(text: str) -> None:
@@ -65,7 +67,7 @@ def echo() -> None:
 
 def own() -> None:
     """Export windows as told (`SIZE`), and say the SHA-256 of one when its signal at 0 is there (`digest N`)."""
-    with NixlEndpoint("child", CHILD) as endpoint:
+    with NixlEndpoint("child", CHILD, rails=RAILS) as endpoint:
         windows: list[NixlWindow] = []
         while words := hear().split():
             if words[0] == "digest":
@@ -94,8 +96,8 @@ def write() -> None:
 
 def leave() -> None:
     """Connect, then put and leave at once when told."""
-    endpoint = NixlEndpoint("child", CHILD)
-    peer = endpoint.connect(bytes.fromhex(hear()))
+    endpoint = NixlEndpoint("child", CHILD, rails=RAILS)
+    peer = endpoint.connect(bytes.fromhex(hear()), timeout_s=60)
     say("connected")
     hear()
     endpoint.put(peer, 8, b"\x07" * (peer.nbytes - 8))

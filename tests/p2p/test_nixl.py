@@ -35,7 +35,7 @@ from p2p import (
     nixl_native,
     open_frame,
 )
-from p2p.nixl import NixlEndpoint, RailConfig
+from p2p.nixl import NixlEndpoint, NixlWindow, RailConfig
 from tests.p2p.nixl_process import CHILD, LAYOUT, PARENT, lay_out, send
 
 pytestmark = pytest.mark.skipif(
@@ -361,6 +361,92 @@ def resident_kb() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4
 
 
+def test_an_endpoint_that_nobody_closed_is_closed_when_it_is_collected() -> None:
+    def use() -> None:
+        a, b = NixlEndpoint("a", 1), NixlEndpoint("b", 2)
+        peer = b.connect(a.export_window(1 << 20).descriptor)
+        b.put(peer, 8, bytes(1 << 19))
+
+    use()
+    before = left_behind()
+    use()
+    assert until(lambda: left_behind() == before)
+
+
+def test_an_endpoint_alive_at_the_interpreters_exit_ends_it_well(endpoint: NixlEndpoint) -> None:
+    window = endpoint.export_window(8 << 20)
+    program = (
+        "from p2p.nixl import NixlEndpoint\n"
+        "endpoint = NixlEndpoint('child', 2)\n"
+        f"peer = endpoint.connect(bytes.fromhex('{window.descriptor.hex()}'))\n"
+        "endpoint.put(peer, 8, bytes(4 << 20))\n"
+        "print('done', flush=True)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+    assert hangs_up(window.liveness_fd, 2.0)
+
+
+def test_closing_an_endpoint_ends_a_connect_that_waits() -> None:
+    outcomes: list[str] = []
+
+    def call(caller: NixlEndpoint, descriptor: bytes) -> None:
+        try:
+            caller.connect(descriptor, timeout_s=60)
+        except EndpointClosed:
+            outcomes.append("closed")
+
+    with child("own") as other:
+        other.say("4096")
+        descriptor = bytes.fromhex(other.hear())
+        other.freeze()
+        caller = NixlEndpoint("caller", CHILD)
+        thread = threading.Thread(target=call, args=(caller, descriptor))
+        thread.start()
+        time.sleep(0.5)
+        caller.close()
+        thread.join(10)
+        assert outcomes == ["closed"]
+
+
+def test_closing_an_endpoint_at_any_moment_of_a_connect_or_an_export_is_safe(endpoint: NixlEndpoint) -> None:
+    for turn in range(12):
+        window = endpoint.export_window(4096)
+        caller = NixlEndpoint("caller", turn)
+        ended: list[str] = []
+
+        def call(
+            caller: NixlEndpoint = caller, window: NixlWindow = window, ended: list[str] = ended
+        ) -> None:
+            with contextlib.suppress(EndpointClosed):
+                caller.connect(window.descriptor)
+                caller.export_window(4096)
+            ended.append("ended")
+
+        thread = threading.Thread(target=call)
+        thread.start()
+        time.sleep(0.015 * turn)
+        caller.close()
+        thread.join(10)
+        assert ended and not caller._links, f"turn {turn}"
+        window.close()
+
+
+def test_a_monitor_outlives_its_peer_and_says_so(endpoint: NixlEndpoint) -> None:
+    with NixlEndpoint("other", CHILD) as other:
+        peer = other.connect(endpoint.export_window(4096).descriptor)
+        monitor = other.monitor(peer)
+        other.put(peer, 8, bytes(64))
+        assert until(lambda: monitor.read().bytes == 64)
+        other.disconnect(peer)
+        for action in (monitor.read, monitor.drain):
+            with pytest.raises(EndpointClosed, match="this side disconnected from parent"):
+                action()
+
+
 def test_everything_is_refused_after_close(endpoint: NixlEndpoint) -> None:
     with NixlEndpoint("other", CHILD) as other:
         offer = other.export_window(4096).descriptor
@@ -431,6 +517,29 @@ def test_a_missing_package_says_how_to_install_it(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(nixl_native, "PACKAGE", "nixl_of_another_age")
     with pytest.raises(nixl_native.NixlMissing, match="pip install --no-deps nixl-cu13"):
         nixl_native.find_library()
+
+
+@pytest.mark.parametrize(
+    "chosen, allowed",
+    [
+        ("all", "cma, knem, xpmem"),
+        ("tcp,sm", "cma, knem, xpmem"),
+        ("tcp,\\cma", "cma"),
+        ("mm,tcp", "xpmem"),
+        ("^cma", "knem, xpmem"),
+        ("^ud,mm", "cma, knem"),
+    ],
+)
+def test_ucx_transports_that_no_fence_stops_are_refused(chosen: str, allowed: str) -> None:
+    with pytest.raises(P2PError, match=f"which allows {allowed}: .*UCX_TLS=\\^cma,knem,xpmem"):
+        nixl_native.check_transports(chosen)
+
+
+@pytest.mark.parametrize(
+    "chosen", [None, "", "tcp", "rc,ud,self", "^cma,knem,xpmem", "^sm", "posix,sysv,tcp"]
+)
+def test_ucx_transports_that_end_with_their_agent_are_allowed(chosen: str | None) -> None:
+    nixl_native.check_transports(chosen)
 
 
 def test_a_library_of_another_age_is_refused_with_what_it_lacks(tmp_path: Path) -> None:
