@@ -486,6 +486,6 @@ def _report(name: str, stats: native.ServerStats, peer: Peer) -> ServerReport:
             latency_ns=stats.latency_sum_ns,
             service_ns=stats.service_sum_ns,
             late=stats.late_slots,
-            link_slow=peer.slow if isinstance(peer, Watched) else None,
+            link_slow=isinstance(peer, Watched) and peer.slow,
         ),
     )
