@@ -219,6 +219,8 @@ class ExpertServer:
             bell_page=peer.page_address or None,
             client_incarnation=request.incarnation,
             client_lanes=request.lanes,
+            # A page that is not the client's own is that of the transport's pump, which waits on one lane.
+            bell_lanes=request.lanes if self._endpoint.shares_doorbells else 1,
             slots=layout.slots,
             slot_bytes=layout.payload_bytes,
         )
