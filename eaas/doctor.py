@@ -86,7 +86,7 @@ def _transports() -> list[Finding]:
     ]
     if nixl.usable:
         findings += [_tried(f"rail {rail}", try_out(f"nixl:{rail}")) for rail in _rails()]
-    adapters = _names("/sys/class/infiniband")
+    adapters = _names(Path("/sys/class/infiniband"))
     return [
         *findings,
         Finding(
@@ -106,17 +106,20 @@ def _tried(what: str, trial: Trial, required: bool = False) -> Finding:
     return Finding(what=what, usable=trial.usable, found=trial.problem or measured, required=required)
 
 
-def _rails() -> list[str]:
+def _rails(folder: Path = Path("/sys/class/net")) -> list[str]:
     """Network devices that are up."""
-    folder = Path("/sys/class/net")
-    return [
-        name for name in _names(str(folder)) if (folder / name / "operstate").read_text().strip() != "down"
-    ]
+    return [name for name in _names(folder) if _state(folder / name) not in ("", "down")]
 
 
-def _names(folder: str) -> list[str]:
-    path = Path(folder)
-    return sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
+def _state(device: Path) -> str:
+    try:
+        return (device / "operstate").read_text().strip()
+    except OSError:
+        return ""  # no device but a file, such as bonding_masters, or one that has just gone
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
 
 
 def _accelerators() -> list[Finding]:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experts import fallback, native
-from experts.links import Attacher, AttachFailed, Link
+from experts.links import Attacher, AttachFailed, Closer, Link
 from experts.model import Dtype, ExpertShape
 from experts.pace import Totals
 from experts.proto import experts_pb2 as pb
@@ -158,9 +158,10 @@ class ExpertClient:
                 slot_bytes=self._layout.payload_bytes,
             ),
         )
-        self._lock = (
-            threading.RLock()
-        )  # guards all below; never held while native code calls or a server is awaited
+        self._closer = Closer(endpoint)
+        # Guards all below. The lease waits for it too: never held while native code calls, a server is awaited or
+        # a link is closed.
+        self._lock = threading.RLock()
         self._servers: dict[str, _Server] = {}
         self._leaving: list[_Server] = []
         self._attaching: dict[tuple[str, int], threading.Thread] = {}
@@ -297,7 +298,7 @@ class ExpertClient:
         now = view.member(member.name) if view else None
         named = now is not None and now.incarnation == member.incarnation and now.serving_count
         if self._closed.is_set() or view is None or not named:
-            self._attacher.detach(link)
+            self._closer.give_back(link.peer, link.window)
             return
         lane = self._lane_for(link.cores)
         place = native.ServerLink(
@@ -317,7 +318,7 @@ class ExpertClient:
         index = self._library.expert_client_add_server(self._handle, ctypes.byref(place))
         if index < 0:
             log.error("attach_refused server=%s code=%d", member.name, index)
-            self._attacher.detach(link)
+            self._closer.give_back(link.peer, link.window)
             return
         servers = {**self._servers, member.name: _Server(index=index, link=link)}
         # As they joined, whichever answered first: reports keep their order.
@@ -355,7 +356,7 @@ class ExpertClient:
             if not self._library.expert_client_server_idle(self._handle, server.index):
                 continue
             self._leaving.remove(server)
-            self._attacher.detach(server.link)
+            self._closer.give_back(server.link.peer, server.link.window)
             member = server.link.member
             log.info("server_detached server=%s incarnation=%d", member.name, member.incarnation)
 
@@ -461,6 +462,7 @@ class ExpertClient:
             self._release_idle()
             handle, self._handle = self._handle, 0
             self._library.expert_client_free(handle)
+        self._closer.close()
 
 
 def _report(name: str, stats: native.ServerStats, peer: Peer) -> ServerReport:
@@ -484,6 +486,6 @@ def _report(name: str, stats: native.ServerStats, peer: Peer) -> ServerReport:
             latency_ns=stats.latency_sum_ns,
             service_ns=stats.service_sum_ns,
             late=stats.late_slots,
-            link_slow=peer.slow if isinstance(peer, Watched) else None,
+            link_slow=isinstance(peer, Watched) and peer.slow,
         ),
     )

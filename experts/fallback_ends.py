@@ -127,7 +127,7 @@ class ServerEnd:
         seal_frame(client.replies.slots[index], header, payload)
         # Signal last: the client may read the reply as soon as it changes.
         store_signal(client.replies.slots[index], sequence)
-        doorbell.ring(link.bell_page or 0, min(request.reply_lane if request else 0, link.client_lanes - 1))
+        doorbell.ring(link.bell_page or 0, min(request.reply_lane if request else 0, link.bell_lanes - 1))
         self.counters.busy_ns += time.monotonic_ns() - began_ns
 
     def _compute(self, request: Request) -> Reply:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +20,11 @@ from p2p.endpoint import Endpoint, P2PError, Peer, Status, Window
 from p2p.window import WindowLayout
 from router.view import Member
 
+log = logging.getLogger(__name__)
+
 ATTACH_S = 2.0
+# For the server's connection to the client: half, so that its answer is there while the client can still connect.
+CONNECT_BACK_S = ATTACH_S / 2
 
 _LEAST_CONNECT_S = 0.05
 _CHANNEL = (("grpc.enable_http_proxy", 0),)
@@ -121,13 +127,6 @@ class Attacher:
         ends = (link.window, link.peer)
         return any(self._endpoint.status(end) is Status.GONE for end in ends)
 
-    def detach(self, link: Link) -> None:
-        """Give a link back. The reply window stays mapped until the server's hang-up proves that it ended."""
-        try:
-            self._endpoint.disconnect(link.peer)
-        finally:
-            link.window.close()
-
     def close(self) -> None:
         """Cut short every try, and refuse more. Does not wait for them."""
         with self._lock:
@@ -135,6 +134,32 @@ class Attacher:
             calls = list(self._calls)
         for call in calls:
             call.cancel()
+
+
+class Closer:
+    """Gives peers and windows back one after another, on a thread of its own: over a network each may take seconds.
+
+    For use from any thread, once for each link, when native code has let go of it.
+    """
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="expert-closer")
+
+    def give_back(self, peer: Peer, window: Window) -> None:
+        """Does not wait. The window stays mapped until the peer's hang-up proves that its writes have ended."""
+        self._thread.submit(self._give_back, peer, window)
+
+    def _give_back(self, peer: Peer, window: Window) -> None:
+        for what, close in (("peer", lambda: self._endpoint.disconnect(peer)), ("window", window.close)):
+            try:
+                close()
+            except Exception:
+                log.exception("%s_not_closed", what)
+
+    def close(self) -> None:
+        """Wait until all is given back; nothing more may come. The endpoint may be closed after this. Idempotent."""
+        self._thread.shutdown()
 
 
 def _brief(error: Exception) -> str:

@@ -66,6 +66,7 @@ class ClientLink(Structure):
         ("bell_page", c_void_p),
         ("client_incarnation", c_uint64),
         ("client_lanes", c_uint32),
+        ("bell_lanes", c_uint32),
         ("slots", c_uint32),
         ("slot_bytes", c_uint64),
     )

@@ -4,6 +4,8 @@ A reply's latency has two parts: the service time, which the server itself measu
 under way or waited to be taken up. Each is compared with its own history, per reply, over the interval between two
 observations. More rows take longer: what is usual is scaled by the pairs that were in flight, by all of them, as if
 nothing were fixed cost; so a prefill after decoding makes no server slow.
+
+A transport's monitor can only accuse the link: it watches the way there, and replies, many times larger, come back.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ class Pace(Enum):
 class Totals:
     """Of one server since it was attached. in_flight: pairs in flight when each answered chunk was sent, summed.
 
-    late: slots that wait for a late reply now. link_slow: what the transport's monitor says; None where it has none.
+    late: slots that wait for a late reply now. link_slow: what the transport's monitor says of the way there.
     """
 
     calls: int = 0
@@ -43,7 +45,7 @@ class Totals:
     latency_ns: int = 0
     service_ns: int = 0
     late: int = 0
-    link_slow: bool | None = None
+    link_slow: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +114,7 @@ def _learn(track: Track, now: _PerReply) -> Track:
     return replace(track, usual=usual, learned=track.learned + 1)
 
 
-def _seen(track: Track, usual: _PerReply, now: _PerReply, link_slow: bool | None) -> Pace:
+def _seen(track: Track, usual: _PerReply, now: _PerReply, link_slow: bool) -> Pace:
     if link_slow:
         return Pace.SLOW_LINK
     load = max(1.0, now.in_flight / max(1.0, usual.in_flight))
@@ -121,13 +123,11 @@ def _seen(track: Track, usual: _PerReply, now: _PerReply, link_slow: bool | None
         times = STILL_SLOW_TIMES if track.verdict is blamed else SLOW_TIMES
         return found_ns - times * load * usual_ns - FLOOR_NS
 
-    # Where the link is watched and well, rows that are long away wait at the server.
-    blamed = Pace.SLOW_LINK if link_slow is None else Pace.SLOW_EXPERT
     service_ns = excess_ns(now.service_ns, usual.service_ns, Pace.SLOW_EXPERT)
-    away_ns = excess_ns(now.away_ns, usual.away_ns, blamed)
+    away_ns = excess_ns(now.away_ns, usual.away_ns, Pace.SLOW_LINK)
     if max(service_ns, away_ns) <= 0:
         return Pace.OK
-    return Pace.SLOW_EXPERT if service_ns >= away_ns else blamed
+    return Pace.SLOW_EXPERT if service_ns >= away_ns else Pace.SLOW_LINK
 
 
 def observe_all(tracks: Mapping[str, Track], found: Mapping[str, Totals]) -> dict[str, Track]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import grpc
 
 from experts import fallback, native
+from experts.links import CONNECT_BACK_S, Closer
 from experts.model import Dtype, ExpertShape
 from experts.proto import experts_pb2 as pb
 from experts.proto import experts_pb2_grpc as rpc
@@ -95,7 +96,13 @@ class ExpertServer:
             raise ValueError(
                 f"lanes on cores {list(self.cores)} could not start for {shape}. Name cores that may be used."
             )
-        self._lock = threading.Lock()  # guards the handle, which `close` frees, and the clients
+        self._closer = Closer(endpoint)
+        self._exporting = (
+            threading.Lock()
+        )  # `close` waits for it: a window is exported while the endpoint is open
+        # Guards the handle, which `close` frees, and the clients. The lease waits for it too: never held while a
+        # window is made, which takes the network long, or a link is closed.
+        self._lock = threading.Lock()
         self._counters = native.ServerCounters()
         self._clients: dict[str, _Attached] = {}
         self._thread: threading.Thread | None = None
@@ -157,7 +164,7 @@ class ExpertServer:
         with ExitStack() as undo:
             try:
                 layout = WindowLayout(slots=request.slots, payload_bytes=request.slot_bytes)
-                peer = self._endpoint.connect(request.reply_descriptor)
+                peer = self._endpoint.connect(request.reply_descriptor, CONNECT_BACK_S)
             except (P2PError, ValueError) as error:
                 raise AttachRefused(grpc.StatusCode.INVALID_ARGUMENT, f"{request.name}: {error}") from error
             # While this side stays connected the client cannot free its window, and refuses more at a limit.
@@ -168,13 +175,14 @@ class ExpertServer:
                     f"{request.name}: its window is of incarnation {peer.incarnation} with {peer.nbytes}"
                     f" bytes; {request.incarnation} and {layout.nbytes} are needed.",
                 )
-            with self._lock:
+            with self._exporting:
                 # While this is held the endpoint is open too: it is closed after this server.
                 if not self._handle:
                     raise AttachRefused(grpc.StatusCode.UNAVAILABLE, f"{self._endpoint.name} is ending.")
                 window = self._export(request.name, layout)
                 undo.callback(window.close)
-                self._admit(request, layout, window, peer)
+                with self._lock:
+                    self._admit(request, layout, window, peer)
             undo.pop_all()
         log.info(
             "client_attached name=%s incarnation=%d slots=%d",
@@ -211,6 +219,8 @@ class ExpertServer:
             bell_page=peer.page_address or None,
             client_incarnation=request.incarnation,
             client_lanes=request.lanes,
+            # A page that is not the client's own is that of the transport's pump, which waits on one lane.
+            bell_lanes=request.lanes if self._endpoint.shares_doorbells else 1,
             slots=layout.slots,
             slot_bytes=layout.payload_bytes,
         )
@@ -256,8 +266,8 @@ class ExpertServer:
 
     def reap(self) -> None:
         """Free the windows of clients that are gone; to be called a few times a second."""
+        self._endpoint.progress()
         with self._lock:
-            self._endpoint.progress()
             for name, attached in list(self._clients.items()):
                 if self._endpoint.status(attached.peer) is Status.GONE:
                     self._drop(name)
@@ -267,8 +277,7 @@ class ExpertServer:
         if attached is None:
             return
         self._library.expert_server_remove_client(self._handle, attached.index)
-        self._endpoint.disconnect(attached.peer)
-        attached.window.close()
+        self._closer.give_back(attached.peer, attached.window)
         log.info("client_detached name=%s incarnation=%d", name, attached.incarnation)
 
     def counters(self) -> dict[str, int]:
@@ -289,12 +298,13 @@ class ExpertServer:
         self._library.expert_server_stop(self._handle)
         if self._thread:
             self._thread.join()
-        with self._lock:
+        with self._exporting, self._lock:
             for name in list(self._clients):
                 self._drop(name)
             self._count()
             handle, self._handle = self._handle, None
             self._library.expert_server_free(handle)
+        self._closer.close()
 
 
 class ExpertsService(rpc.ExpertsServicer):

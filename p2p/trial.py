@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from typing import Any, Final
@@ -43,8 +44,8 @@ class Trial:
         return not self.problem
 
 
-def try_out(choice: str) -> Trial:
-    """Move bytes between this process and another that it starts; at most about LIMIT_S."""
+def try_out(choice: str, limit_s: float = LIMIT_S) -> Trial:
+    """Move bytes between this process and another that it starts; at most about `limit_s`."""
     try:
         endpoint = TransportChoice.parse(choice).opener()("trial", _OWN, 1)
     except (P2PError, OSError, ValueError) as error:
@@ -52,23 +53,31 @@ def try_out(choice: str) -> Trial:
     command = [sys.executable, "-m", "p2p.trial", "--echo", choice]
     try:
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+            # Whatever is awaited of a process that has ended comes to an end too.
+            timer = threading.Timer(limit_s, child.kill)
+            timer.start()
             try:
-                return _measure(choice, endpoint, child)
-            except (P2PError, TimeoutError, ValueError) as error:
-                return Trial(choice=choice, problem=str(error) or type(error).__name__)
+                return _measure(choice, endpoint, child, limit_s)
             finally:
+                timer.cancel()
                 child.kill()
+    except (P2PError, OSError, ValueError) as error:
+        return Trial(choice=choice, problem=str(error) or type(error).__name__)
     finally:
         endpoint.close()
 
 
-def _measure(choice: str, endpoint: Endpoint[Any, Any], child: subprocess.Popen[str]) -> Trial:
-    end_s = time.monotonic() + LIMIT_S
+def _measure(
+    choice: str, endpoint: Endpoint[Any, Any], child: subprocess.Popen[str], limit_s: float
+) -> Trial:
+    end_s = time.monotonic() + limit_s
     window = endpoint.export_window(_WINDOW_BYTES)
     print(window.descriptor.hex(), file=child.stdin, flush=True)
     offered = child.stdout.readline().strip() if child.stdout else ""
     if not offered:
-        raise ValueError("the other process ended before it could be reached; its words are above.")
+        raise ValueError(
+            f"the other process ended, or said nothing in {limit_s:g} s; what it said otherwise is above."
+        )
     peer = endpoint.connect(bytes.fromhex(offered))
     data = np.arange(BULK_BYTES, dtype=np.uint8)
 
@@ -79,7 +88,7 @@ def _measure(choice: str, endpoint: Endpoint[Any, Any], child: subprocess.Popen[
         while window.poll(0, 1)[0] != number:
             endpoint.progress()
             if time.monotonic() > end_s:
-                raise TimeoutError(f"no answer to message {number} within {LIMIT_S:g} s.")
+                raise TimeoutError(f"no answer to message {number} within {limit_s:g} s.")
         return time.perf_counter() - began_s
 
     trips = [trip(number, ROUND_TRIP_BYTES) for number in range(1, _TRIPS + 1)]

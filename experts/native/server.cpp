@@ -129,7 +129,8 @@ P2P_API void expert_server_free(ExpertServer* server) {
 
 P2P_API int32_t expert_server_add_client(ExpertServer* server, const ClientLink* link) {
     if (!link->rx || !link->tx || !link->slots || link->slots > SERVER_MAX_SLOTS || !link->client_lanes ||
-        link->client_lanes > P2P_BELL_LANES || link->slot_bytes < sizeof(WireHeader) ||
+        link->client_lanes > P2P_BELL_LANES || !link->bell_lanes ||
+        link->bell_lanes > link->client_lanes || link->slot_bytes < sizeof(WireHeader) ||
         link->slot_bytes > server->max_slot_bytes)
         return EXPERT_SERVER_E_ARGUMENT;
     uint64_t window = p2p_window_bytes(link->slots, link->slot_bytes);

@@ -30,6 +30,7 @@ struct ClientLink {
     void* bell_page;  // the client's doorbell page; null where the transport has none
     uint64_t client_incarnation;
     uint32_t client_lanes;
+    uint32_t bell_lanes;  // of bell_page: all of the client's, or fewer; what has none rings the last
     uint32_t slots;
     uint64_t slot_bytes;
 };

@@ -141,9 +141,9 @@ void answer(ExpertServer* server, uint32_t job_index) {
     p2p_signal_store(memory, job.sequence);
     // A request that could not be read does not say which lane waits.
     if (job.header.magic)
-        p2p_bell_ring(link.bell_page, job.header.reply_lane);
+        p2p_bell_ring(link.bell_page, std::min<uint32_t>(job.header.reply_lane, link.bell_lanes - 1));
     else
-        for (uint32_t lane = 0; lane < link.client_lanes; lane++) p2p_bell_ring(link.bell_page, lane);
+        for (uint32_t lane = 0; lane < link.bell_lanes; lane++) p2p_bell_ring(link.bell_page, lane);
 }
 
 void count_batch(ExpertServer* server) {
@@ -281,7 +281,7 @@ void serve_batch(ExpertServer* server, uint32_t lane) {
     // A client's lane on this core is best woken from here, before this lane parks.
     for (uint32_t i = 0; i < server->job_count; i++) {
         const ClientLink& link = server->clients[server->jobs[i].client].link;
-        if (lane < link.client_lanes) p2p_bell_ring(link.bell_page, lane);
+        if (lane < link.bell_lanes) p2p_bell_ring(link.bell_page, lane);
     }
     if (server->left.fetch_sub(1, std::memory_order_release) == 1) p2p_bell_ring(server->page, 0);
 }

@@ -273,7 +273,9 @@ class World:
             self.attach(number, server, lane=server % lanes)
         return number
 
-    def attach(self, client: int, server: int, lane: int = 0) -> None:
+    def attach(
+        self, client: int, server: int, lane: int = 0, page: int | None = None, bell_lanes: int = 8
+    ) -> None:
         """Exchange windows."""
         them = self.servers[server]
         incarnation = 1000 + client
@@ -285,9 +287,10 @@ class World:
             rx_bytes=request.nbytes,
             tx=reply.address,
             tx_bytes=reply.nbytes,
-            bell_page=None,
+            bell_page=page,
             client_incarnation=incarnation,
             client_lanes=8,
+            bell_lanes=bell_lanes,
             slots=self.slots,
             slot_bytes=self.slot_bytes,
         )

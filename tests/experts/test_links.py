@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,12 +14,12 @@ import numpy as np
 import pytest
 
 from experts.client import ExpertClient
-from experts.links import ATTACH_S
+from experts.links import ATTACH_S, CONNECT_BACK_S
 from experts.model import Dtype
 from experts.proto import experts_pb2 as pb
 from experts.proto import experts_pb2_grpc as rpc
 from experts.server import ExpertServer, ExpertsService
-from p2p import ShmEndpoint, ShmWindow
+from p2p import ShmEndpoint, ShmPeer, ShmWindow
 from p2p.descriptor import Descriptor, Transport
 from p2p.shm_link import new_token
 from router.view import Member, View
@@ -155,6 +156,101 @@ def until(true: Callable[[], object], within_s: float = SOON_S) -> bool:
             return False
         time.sleep(0.005)
     return True
+
+
+def hold_up(endpoint: ShmEndpoint, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, list[ShmPeer]]:
+    """Lets no disconnect end until the event is set; the list is of those that were asked for."""
+    let_go, asked, disconnect = threading.Event(), [], endpoint.disconnect
+
+    def disconnect_slowly(peer: ShmPeer) -> None:
+        asked.append(peer)
+        let_go.wait()
+        disconnect(peer)
+
+    monkeypatch.setattr(endpoint, "disconnect", disconnect_slowly)
+    return let_go, asked
+
+
+def test_a_client_answers_while_its_links_close_and_closes_each_once(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    members = [(5 + i, world.server(5 + i)[1], EVERY) for i in range(4)]
+    client, endpoint = world.client()
+    client.apply_view(world.view(*members))
+    assert until(lambda: client.adopted_epoch == 1, 10)
+    peers, windows = list(endpoint._peers), list(endpoint._windows)
+    let_go, asked = hold_up(endpoint, monkeypatch)
+    with ThreadPoolExecutor(1) as lease:
+        try:
+            client.apply_view(world.view(members[0]))
+            assert until(lambda: asked, 10), "nothing was disconnected"
+            (report,) = lease.submit(client.stats).result(10)
+            assert report.name == "expert/5"
+            world.check(client)
+            closing = threading.Thread(target=client.close)
+            closing.start()
+            assert lease.submit(client.stats).result(10) is not None
+            closing.join(0.3)
+            assert closing.is_alive(), "the client was closed before its links were"
+        finally:
+            let_go.set()
+        closing.join(10)
+    assert not closing.is_alive()
+    assert sorted(map(id, asked)) == sorted(map(id, peers))
+    assert not endpoint._peers and not endpoint._windows
+    assert all(window._memory is None for window in windows if window not in endpoint._retired)
+
+
+def test_a_server_answers_while_its_clients_links_close_and_closes_each_once(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, address = world.server(5)
+    clients = [world.client(incarnation=100 + i) for i in range(3)]
+    view = world.view((5, address, EVERY))
+    for client, _ in clients:
+        client.apply_view(view)
+        assert until(lambda client=client: client.adopted_epoch == 1, 10)
+    peers = list(server._endpoint._peers)  # pyright: ignore[reportAttributeAccessIssue]
+    let_go, asked = hold_up(server._endpoint, monkeypatch)  # pyright: ignore[reportArgumentType]
+    with ThreadPoolExecutor(1) as lease:
+        try:
+            for client, endpoint in clients[:2]:
+                client.close()
+                endpoint.close()
+            lease.submit(server.reap).result(10)
+            assert server.clients == ("attention/102",)
+            assert until(lambda: asked, 10), "nothing was disconnected"
+            lease.submit(server.counters).result(10)
+            lease.submit(server.set_lease, 1 << 62).result(10)
+            world.check(clients[2][0])
+            closing = threading.Thread(target=server.close)
+            closing.start()
+            closing.join(0.3)
+            assert closing.is_alive(), "the server was closed before its links were"
+            assert lease.submit(server.counters).result(10)["rows"]
+        finally:
+            let_go.set()
+        closing.join(10)
+    assert not closing.is_alive()
+    assert sorted(map(id, asked)) == sorted(map(id, peers))
+    assert not server._endpoint._peers  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_server_s_own_connection_ends_while_the_client_still_waits(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, address = world.server(5)
+    found, connect = [], server._endpoint.connect
+
+    def connect_watched(descriptor: bytes, timeout_s: float = 5.0) -> object:
+        found.append(timeout_s)
+        return connect(descriptor, timeout_s)
+
+    monkeypatch.setattr(server._endpoint, "connect", connect_watched)
+    client, _ = world.client()
+    client.apply_view(world.view((5, address, EVERY)))
+    assert until(lambda: client.adopted_epoch == 1, 10)
+    assert found == [CONNECT_BACK_S] and CONNECT_BACK_S < ATTACH_S
 
 
 def test_want_of_memory_ends_when_memory_is_back(world: World) -> None:

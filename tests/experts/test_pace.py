@@ -32,7 +32,7 @@ class Server:
         service_us: float = 300,
         away_us: float = 40,
         in_flight: int = 8,
-        link_slow: bool | None = None,
+        link_slow: bool = False,
         late: int = 0,
         unanswered: int = 0,
     ) -> Pace:
@@ -72,15 +72,18 @@ def test_a_slow_expert_is_seen_after_three_intervals_and_cleared_after_three(ser
     assert server.intervals(5) == [Pace.SLOW_EXPERT] * 2 + [Pace.OK] * 3
 
 
-def test_a_slow_link_without_a_monitor_is_seen_by_the_time_away(server: Server) -> None:
+def test_a_slow_link_is_seen_by_the_time_away(server: Server) -> None:
     assert server.intervals(4, away_us=900)[-1] is Pace.SLOW_LINK
 
 
-def test_a_monitor_s_word_on_the_link_decides(server: Server) -> None:
+def test_a_monitor_accuses_the_link_and_never_acquits_it(server: Server) -> None:
     assert server.intervals(4, link_slow=True)[-1] is Pace.SLOW_LINK
-    assert server.intervals(4, link_slow=False)[-1] is Pace.OK
-    # Rows are long away over a good link: the server lets them wait.
-    assert server.intervals(4, away_us=900, link_slow=False)[-1] is Pace.SLOW_EXPERT
+    assert server.intervals(4)[-1] is Pace.OK
+    # It watches requests: replies that come back slowly are the link's as well, whatever it says.
+    assert server.intervals(4, away_us=900)[-1] is Pace.SLOW_LINK
+    assert server.intervals(4)[-1] is Pace.OK
+    # Only what the server itself measured makes it slow.
+    assert server.intervals(4, service_us=1500, away_us=900)[-1] is Pace.SLOW_EXPERT
 
 
 def test_slowness_does_not_become_usual(server: Server) -> None:

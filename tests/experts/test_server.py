@@ -159,7 +159,13 @@ def test_an_ending_process_frees_its_server_after_those_who_call_it(
     monkeypatch.setattr(process, "ExpertsService", Service)
     monkeypatch.setattr(process.child, "tell_ready", lambda *said: None)
     options = SimpleNamespace(
-        cores="", slots=4, model=str(tmp_path / "model"), dtype="float32", port=0, router="127.0.0.1:1"
+        cores="",
+        slots=4,
+        model=str(tmp_path / "model"),
+        dtype="float32",
+        port=0,
+        router="127.0.0.1:1",
+        transport="shm",
     )
     process.serve(options, ending)  # pyright: ignore[reportArgumentType]
     assert events[:3] == ["leave", "router closed", "server closed, services[0].server is None=True"], events

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
+
 import numpy as np
 import pytest
 
 from experts.model import Dtype
+from p2p import doorbell
 from tests.experts.steps import LOST, MEMORY, OK, PENDING, Call, World, out_of_memory, shape_of
 
 SHAPES = (
@@ -59,6 +62,20 @@ def test_a_prefill_is_cut_into_chunks_that_fit_and_gives_the_same_bits() -> None
     assert call.run() == OK
     assert call.exact()
     assert world.stats(client, 0).calls + world.stats(client, 1).calls >= 600 * 2 * 256 * 4 // (1 << 15)
+    world.close()
+
+
+@pytest.mark.parametrize(("bell_lanes", "rung"), [(8, 3), (1, 0)])
+def test_an_answer_rings_the_lane_that_waits_or_the_last_there_is(bell_lanes: int, rung: int) -> None:
+    world = World(shape=shape_of(), dtype=Dtype.FLOAT32, servers=0, seed=2)
+    page = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.uint8)
+    client = world.add_client(lanes=4)
+    world.attach(client, world.add_server(), lane=3, page=page.ctypes.data, bell_lanes=bell_lanes)
+    spread(world, 1)
+    world.publish(client, 1)
+    call = Call(world, client, np.random.default_rng(2), 2, 1)
+    assert call.run() == OK and call.exact()
+    assert [lane for lane in range(8) if doorbell.read(page.ctypes.data, lane)] == [rung]
     world.close()
 
 

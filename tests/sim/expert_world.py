@@ -440,6 +440,7 @@ class World:
             tx_bytes=to_client.nbytes,
             client_incarnation=client.endpoint.incarnation,
             client_lanes=LANES,
+            bell_lanes=LANES,
             slots=LAYOUT.slots,
             slot_bytes=LAYOUT.payload_bytes,
         )
