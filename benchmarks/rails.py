@@ -178,7 +178,13 @@ def three(messages: int, seed: int) -> dict[str, Any]:
             settled = arrivals[arrivals > arrivals[0] + 1.0]
             took.append(float(np.ptp(settled)) / (len(settled) - 1) * len(arrivals))
     ratio = float(np.median(np.array(seconds["cut"]) / np.array(seconds["whole"])))
-    return {"rail_mbit": SLOW_MBIT, "time_ratio": round(ratio, 3), "ideal": 1.5, "seconds": seconds, **worst(results)}
+    return {
+        "rail_mbit": SLOW_MBIT,
+        "time_ratio": round(ratio, 3),
+        "ideal": 1.5,
+        "seconds": seconds,
+        **worst(results),
+    }
 
 
 def worst(results: Sequence[dict[str, Any]]) -> dict[str, Any]:

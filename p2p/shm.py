@@ -100,7 +100,7 @@ class ShmWindow:
         check_words(self.nbytes, offset, count, stride_bytes)
         words = (ctypes.c_uint64 * count)()
         self._endpoint.library.p2p_signals_load(self._address + offset, stride_bytes, count, words)
-        return np.frombuffer(words, dtype=np.uint64)
+        return np.ctypeslib.as_array(words)
 
     def _require_open(self) -> NDArray[np.uint8]:
         if self._memory is None:

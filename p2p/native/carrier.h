@@ -45,7 +45,7 @@ P2P_API P2pLink* p2p_link_export(P2pCarrier* carrier, void* window, uint64_t nby
                                  const void* token, char* error, uint64_t error_bytes);
 // Where a peer finds the window: its bytes. `out` holds P2P_LINK_ADDRESS_BYTES.
 P2P_API uint32_t p2p_link_address(P2pLink* link, void* out);
-// Returns when each of the owner's rails is welcomed, or broken, or 150 ms after the first of them was, or at
+// Returns when each of the owner's rails is welcomed, or broken, or 400 ms after the first of them was, or at
 // the timeout. The owner offers later those that are missing.
 P2P_API P2pLink* p2p_link_connect(P2pCarrier* carrier, void* image, uint64_t nbytes, uint64_t incarnation,
                                   const void* token, const void* address, uint32_t address_bytes,

@@ -16,7 +16,7 @@ using p2p::Stage;
 
 constexpr uint64_t DRAIN_NS = 200'000;
 constexpr uint32_t BYE_STEPS = 4;
-constexpr uint64_t STRAGGLER_NS = 150'000'000;  // for the other rails, once one is welcomed
+constexpr uint64_t STRAGGLER_NS = 400'000'000;  // for the other rails, once one is welcomed
 constexpr uint32_t MONITOR_RECORDS = 4096;  // the last 0.2 to 2 s of a busy link; 200 KB
 
 // A window's address: for each rail u32 bytes and an agent's address (nixl_path.h), in the rails' order; 0

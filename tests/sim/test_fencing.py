@@ -130,7 +130,9 @@ def test_one_seed_gives_one_run() -> None:
 
 
 FRAME, CLIENT = "p2p/native/frame.cpp", "experts/native/client_exchange.cpp"
-COPY = "    std::memcpy(payload_out, frame + P2P_FRAME_HEADER, header_out->length);\n"
+OPENS = "    uint64_t found = checksum(header_out, frame + P2P_FRAME_HEADER, header_out->length, copy);\n"
+COPIES = "    std::memcpy(copy, frame + P2P_FRAME_HEADER, header_out->length);\n"
+VALIDATES = OPENS.replace(", copy)", ", nullptr)")
 SEQUENCE = Mutant(
     source=FRAME, says="if (header_out->sequence != sequence) return P2P_E_SEQUENCE;", instead=""
 )
@@ -138,7 +140,11 @@ INCARNATION = Mutant(
     source=FRAME, says="if (header_out->incarnation != incarnation) return P2P_E_INCARNATION;", instead=""
 )
 SENDER = Mutant(source=FRAME, says="if (header_out->sender != sender) return P2P_E_SENDER;", instead="")
-CHECKSUM = Mutant(source=FRAME, says="return whole ?", instead="return whole || header_out->length ?")
+CHECKSUM = Mutant(
+    source=FRAME,
+    says="return found == header_out->checksum ?",
+    instead="return found == header_out->checksum || header_out->length ?",
+)
 USES_THE_SLOT = Mutant(
     source=CLIENT,
     says="reinterpret_cast<const float*>(chunk.reply + sizeof(WireHeader))",
@@ -148,17 +154,8 @@ ATTEMPT = Mutant(
     source=CLIENT, says=" || (status != STATUS_INVALID && frame.attempt != chunk.attempt)", instead=""
 )
 NEVER_ASKS_AGAIN = Mutant(source=CLIENT, says="&& now_ns >= server.replan_at_ns", instead="&& false")
-VALIDATES_THEN_COPIES = Mutant(
-    source=FRAME,
-    says=COPY,
-    instead="    if (p2p_checksum(header_out, frame + P2P_FRAME_HEADER, header_out->length) != header_out->checksum)\n"
-    "        return P2P_E_CHECKSUM;\n" + COPY + "    return int(header_out->length);\n",
-)
-VALIDATES_THE_SLOT = Mutant(
-    source=FRAME,
-    says="p2p_checksum(header_out, payload_out, header_out->length) ==",
-    instead="p2p_checksum(header_out, frame + P2P_FRAME_HEADER, header_out->length) ==",
-)
+VALIDATES_THEN_COPIES = Mutant(source=FRAME, says=OPENS, instead=VALIDATES + COPIES)
+VALIDATES_THE_SLOT = Mutant(source=FRAME, says=OPENS, instead=COPIES + VALIDATES)
 
 
 @needs_compiler
