@@ -247,6 +247,49 @@ def status(
         console.print(status_table(state))
 
 
+@app.command("plan")
+def plan_command(
+    model: Annotated[str, typer.Argument(help="Folder with config.json, that file, or `demo`.")],
+    hardware: Annotated[
+        str, typer.Option(help="a100, h100, h200, h20, or a TOML file with the numbers of one.")
+    ],
+    expert_hardware: Annotated[str, typer.Option(help="Of expert servers; default: the same.")] = "",
+    tpot_ms: Annotated[float, typer.Option(help="Longest time for an output token.")] = 50.0,
+    context: Annotated[int, typer.Option(min=1, help="Tokens before an output token, mean.")] = 2048,
+    devices: Annotated[int, typer.Option(min=1, max=512, help="Most devices in all.")] = 64,
+    replicas: Annotated[int, typer.Option(min=1, help="Servers that hold each expert.")] = 2,
+    overlap: Annotated[
+        bool, typer.Option(help="Two half batches under way: one computes while one waits.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say how many expert servers each attention worker needs, and whether two kinds of process pay at all.
+
+    A prediction from bytes, operations and links for decoding, from the model's config.json alone. What a failure
+    costs is not in it: that is the other reason for two kinds of process.
+
+    Example: eaas plan ./Qwen3-30B-A3B --hardware h200 --tpot-ms 30 --context 4096
+    """
+    from eaas.model.resolve import ModelNotFound
+    from eaas.plan import as_dict, plan_table, read_hardware, read_work, verdict
+    from eaas.planner import Task, plan
+
+    try:
+        attention = read_hardware(hardware)
+        expert = read_hardware(expert_hardware) if expert_hardware else attention
+        task = Task(
+            tpot_s=tpot_ms / 1e3, context=context, devices=devices, replicas=replicas, overlap=overlap
+        )
+        found = plan(read_work(model), attention, expert, task)
+    except (ModelNotFound, ValueError) as error:
+        raise fail(str(error)) from None
+    if as_json:
+        print(json.dumps(as_dict(found)))
+    else:
+        console.print(plan_table(found))
+        console.print(verdict(found), highlight=False)
+
+
 @app.command("make-model")
 def make_model_command(
     out: Annotated[Path, typer.Option(help="Folder to write.")],
