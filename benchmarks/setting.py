@@ -67,6 +67,7 @@ def cluster(
     cores: Sequence[int],
     *,
     servers: int,
+    workers: int = 1,
     lanes: int = 0,
     replicas: int = 0,
     endpoint: bool,
@@ -75,6 +76,7 @@ def cluster(
     """A cluster not started yet: with the HTTP endpoint, or the bare expert pool.
 
     Args:
+        workers: Attention workers, where there is an endpoint.
         lanes: Of each expert server; 0: the cores are dealt out among them.
         replicas: Of each expert; 0: two where there are two servers, as `eaas serve` does.
     """
@@ -87,7 +89,7 @@ def cluster(
         port=0,
         cores=tuple(cores),
         endpoint=endpoint,
-        attention=int(endpoint),
+        attention=workers if endpoint else 0,
         kv_tokens=kv_tokens,
     )
     return LocalCluster(config)
