@@ -80,6 +80,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         help=f"most requests in flight of one client, 1 to {MOST_SLOTS} (the default)",
     )
     parser.add_argument("--transport", default="shm", help=TRANSPORT_HELP)
+    parser.add_argument(
+        "--zone", default="", help="what fails together, such as a rack: copies of an expert avoid one zone"
+    )
     parser.add_argument("--port", type=int, default=0, help="control port on 127.0.0.1; 0 = any (default)")
     child.add_options(parser)
     return parser.parse_args(arguments)
@@ -173,6 +176,7 @@ def serve(options: argparse.Namespace, ending: Ending) -> None:
             layers=shape.layers,
             experts=shape.experts,
             core=cores[0],
+            zone=options.zone,
         )
         closing.callback(_leave, router)
         endpoint = new_endpoint(identity.name, identity.incarnation, len(cores))

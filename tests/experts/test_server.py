@@ -168,6 +168,7 @@ def test_an_ending_process_frees_its_server_after_those_who_call_it(
         router="127.0.0.1:1",
         transport="shm",
         weights="checkpoint",
+        zone="",
     )
     process.serve(options, ending)  # pyright: ignore[reportArgumentType]
     assert events[:3] == ["leave", "router closed", "server closed, services[0].server is None=True"], events
