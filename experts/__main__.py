@@ -9,20 +9,22 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from types import FrameType
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from experts.checkpoint import Checkpoint, CheckpointInvalid
+from experts.checkpoint import Checkpoint, CheckpointInvalid, read_config
+from experts.give import Giver
 from experts.kernels import KernelsBroken, numerics_class, self_test
 from experts.loading import Loader
 from experts.model import ConfigInvalid, Dtype, ExpertShape
 from experts.native import IsaUnavailable
-from experts.pack import PackedExperts, PackUnavailable
+from experts.pack import PackedExperts, PackUnavailable, layout_of
 from experts.proto import experts_pb2, experts_pb2_grpc
 from experts.server import MOST_SLOTS, ExpertServer, ExpertsService
+from experts.weights import Weights, manifest_from
 from p2p.cores import named_cores
 from p2p.endpoint import P2PError
 from p2p.transport import HELP as TRANSPORT_HELP
@@ -33,6 +35,10 @@ from router.view import EXPERT
 
 log = logging.getLogger("experts")
 
+AUTO, CHECKPOINT, PEERS = "auto", "checkpoint", "peers"
+
+_ASK_ROUTER_S = 2.0
+_WAIT_ROUTER_S = 30.0
 _TICK_S = 0.05
 _LEAVE_S = 0.3
 _START_ERRORS = (
@@ -55,6 +61,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--router", required=True, help="HOST:PORT of the router")
     parser.add_argument("--model", required=True, help="directory with config.json and *.safetensors")
+    parser.add_argument(
+        "--weights",
+        choices=(AUTO, CHECKPOINT, PEERS),
+        default=AUTO,
+        help="where from, if no server of this host packed them yet: servers of the cluster and the checkpoint,"
+        " whichever is faster (auto, default), the checkpoint alone, or peers alone: then the directory needs only"
+        " config.json, and the model is the cluster's",
+    )
     parser.add_argument("--dtype", default="auto", help="bfloat16, float32, int8 or auto (default)")
     parser.add_argument(
         "--cores", default="", help="one lane on each of these, as 0,1 (default: one lane, unpinned)"
@@ -66,6 +80,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         help=f"most requests in flight of one client, 1 to {MOST_SLOTS} (the default)",
     )
     parser.add_argument("--transport", default="shm", help=TRANSPORT_HELP)
+    parser.add_argument(
+        "--zone", default="", help="what fails together, such as a rack: copies of an expert avoid one zone"
+    )
     parser.add_argument("--port", type=int, default=0, help="control port on 127.0.0.1; 0 = any (default)")
     child.add_options(parser)
     return parser.parse_args(arguments)
@@ -139,28 +156,27 @@ def serve(options: argparse.Namespace, ending: Ending) -> None:
     new_endpoint = TransportChoice.parse(options.transport).opener()
     if not 1 <= options.slots <= MOST_SLOTS:
         raise StartFailed(f"--slots {options.slots}: 1 to {MOST_SLOTS} is needed.")
-    checkpoint = Checkpoint.open(options.model)
-    shape = ExpertShape.from_config(checkpoint.config)
-    dtype = Dtype.resolve(options.dtype, checkpoint.config)
+    checkpoint = None if options.weights == PEERS else Checkpoint.open(options.model)
+    config = checkpoint.config if checkpoint else read_config(options.model)
+    shape = ExpertShape.from_config(config)
+    dtype = Dtype.resolve(options.dtype, config)
     self_test(dtype)
-
-    def packed(rebuild: bool) -> PackedExperts:
-        return PackedExperts.open(checkpoint, shape, dtype, rebuild=rebuild, progress=_log_progress)
-
-    packed(False)
     with ExitStack() as closing:
         service = ExpertsService()
         address, control, healthy = listen(options.port, service, closing)
         router = RouterClient(options.router)
         closing.callback(router.close)
+        packed = _packed(router, options.weights, checkpoint, shape, dtype)
+        model_hash = packed.layout.fingerprint
         identity = router.join(
             pool=EXPERT,
             address=address,
-            model_hash=checkpoint.fingerprint,
+            model_hash=model_hash,
             numerics_class=numerics_class(dtype),
             layers=shape.layers,
             experts=shape.experts,
             core=cores[0],
+            zone=options.zone,
         )
         closing.callback(_leave, router)
         endpoint = new_endpoint(identity.name, identity.incarnation, len(cores))
@@ -169,16 +185,24 @@ def serve(options: argparse.Namespace, ending: Ending) -> None:
             endpoint=endpoint,
             shape=shape,
             dtype=dtype,
-            model_hash=checkpoint.fingerprint,
+            model_hash=model_hash,
             cores=cores,
             slots=options.slots,
         )
         closing.callback(server.close)
+        weights = Weights(
+            name=identity.name,
+            packed=packed,
+            endpoint=None if options.weights == CHECKPOINT else endpoint,
+            checkpoint=checkpoint,
+        )
+        loader = Loader(
+            name=identity.name, server=server, weights=weights, report=router.loaded, failed=ending.fail
+        )
+        giver = Giver(endpoint=endpoint, packed=packed, serves=loader.holds)
+        closing.callback(giver.close)
         # Last in is first out: whoever calls the server from outside has gone when it is freed.
         closing.callback(_fall_silent, service, control, router)
-        loader = Loader(
-            name=identity.name, server=server, packed=packed, report=router.loaded, failed=ending.fail
-        )
         closing.callback(loader.close)
 
         def fenced(reason: str) -> None:
@@ -186,7 +210,7 @@ def serve(options: argparse.Namespace, ending: Ending) -> None:
             ending.fail(reason)
 
         server.set_lease(_lease_end_ns(identity.lease_s))
-        service.server = server
+        service.giver, service.server = giver, server
         server.start()
         loader.start()
         router.start(on_view=loader.apply, load=Load(server), on_fenced=fenced)
@@ -205,6 +229,33 @@ def serve(options: argparse.Namespace, ending: Ending) -> None:
         healthy.enter_graceful_shutdown()
 
 
+def _packed(
+    router: RouterClient, weights: str, checkpoint: Checkpoint | None, shape: ExpertShape, dtype: Dtype
+) -> PackedExperts:
+    """This host's packed file: as it is; else begun with what a server of the cluster says; else packed here."""
+    model_hash = checkpoint.fingerprint if checkpoint else router.status(_WAIT_ROUTER_S).view.model_hash
+    if not model_hash:
+        raise StartFailed(
+            f"the cluster of {router.address} has no model yet. Start a server with a checkpoint."
+        )
+    layout = layout_of(shape, dtype, model_hash)
+    if found := PackedExperts.find(layout):
+        return found
+    manifest = None
+    if weights != CHECKPOINT:
+        # A router that is not there yet has no servers to ask.
+        with suppress(RouterUnavailable):
+            manifest = manifest_from(router.status(_ASK_ROUTER_S).view, layout)
+    if manifest:
+        return PackedExperts.begin(manifest)
+    if checkpoint:
+        return PackedExperts.open(checkpoint, shape, dtype, progress=_log_progress)
+    raise StartFailed(
+        f"no server of the cluster gives weights of model {model_hash[:16]} in {layout.numerics_class}."
+        " Start one with a checkpoint, or wait until one serves."
+    )
+
+
 def _lease_end_ns(lease_s: float) -> int:
     return time.clock_gettime_ns(time.CLOCK_BOOTTIME) + int(lease_s * 1e9)
 
@@ -215,7 +266,7 @@ def _log_progress(done: int, total: int) -> None:
 
 
 def _fall_silent(service: ExpertsService, control: grpc.Server, router: RouterClient) -> None:
-    service.server = None
+    service.giver = service.server = None
     stopped = control.stop(0)
     _leave(router)
     router.close()

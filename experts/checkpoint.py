@@ -180,6 +180,15 @@ def _read_json(path: Path) -> tuple[bytes, dict[str, Any]]:
     return text, _json_object(path, "text", text)
 
 
+def read_config(directory: str | Path) -> dict[str, Any]:
+    """The config.json of a model directory, which need not hold weights.
+
+    Raises:
+        CheckpointInvalid: it is missing or malformed.
+    """
+    return _read_json(Path(directory) / "config.json")[1]
+
+
 class Checkpoint:
     """A model directory: `config` and every tensor by name. Tensors are views of mapped files.
 

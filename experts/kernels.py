@@ -13,6 +13,7 @@ are exact integers but for few float32 operations, so there native code and nump
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from ctypes import CDLL
 from dataclasses import dataclass
@@ -28,6 +29,10 @@ GATE_UP_COLUMNS = 32  # of the activation, that one 64-row tile of gate_up holds
 
 class KernelsBroken(RuntimeError):
     """The native kernels computed something else than the reference on this machine."""
+
+
+class WeightsBroken(RuntimeError):
+    """An expert's weights do not give the row that they should."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -271,6 +276,22 @@ def self_test(dtype: Dtype) -> None:
             f"{isa_name()} kernels differ from the definition by {error:.3g} in {dtype.label}; up to {bound}"
             " is rounding. Set EAAS_ISA=portable, and report this machine's CPU."
         )
+
+
+def answer_of(expert: PackedExpert) -> bytes:
+    """SHA-256 of the row that an expert makes of one fixed row: its self-test vector.
+
+    It reads every weight once, so its floor is the expert's bytes over the memory's bandwidth.
+
+    Raises:
+        WeightsBroken: the row is not finite.
+    """
+    # Odd 128ths, of both signs: exact in every dtype, and none is zero.
+    probe = (2 * (np.arange(expert.hidden) % 127) - 127).astype(np.float32) / np.float32(128)
+    row = ffn(expert, to_dtype(probe[None], expert.dtype))
+    if not np.isfinite(row).all():
+        raise WeightsBroken("its row is not finite. Check the checkpoint.")
+    return hashlib.sha256(row.data).digest()
 
 
 def _weights(w: np.ndarray) -> np.ndarray:

@@ -27,7 +27,7 @@ ATTACH_S = 2.0
 CONNECT_BACK_S = ATTACH_S / 2
 
 _LEAST_CONNECT_S = 0.05
-_CHANNEL = (("grpc.enable_http_proxy", 0),)
+CHANNEL = (("grpc.enable_http_proxy", 0),)
 
 
 class AttachFailed(Exception):
@@ -87,7 +87,7 @@ class Attacher:
                 peer = self._endpoint.connect(reply.request_descriptor, left_s)
                 undo.callback(self._endpoint.disconnect, peer)
             except (grpc.RpcError, grpc.FutureCancelledError, P2PError, OSError) as error:
-                raise AttachFailed(_brief(error)) from error
+                raise AttachFailed(brief(error)) from error
             if window.peer_incarnation != member.incarnation:
                 # Its hang-up is the proof that its writes have ended: without it there is none.
                 raise AttachFailed(
@@ -110,7 +110,7 @@ class Attacher:
         request.reply_descriptor = window.descriptor
         # A channel for each try: one that is kept waits longer after each failure, and longest just when
         # its server is back.
-        with grpc.insecure_channel(member.address, options=_CHANNEL) as channel:
+        with grpc.insecure_channel(member.address, options=CHANNEL) as channel:
             with self._lock:
                 if self._closed:
                     raise AttachFailed("this client is being closed.")
@@ -162,7 +162,8 @@ class Closer:
         self._thread.shutdown()
 
 
-def _brief(error: Exception) -> str:
+def brief(error: BaseException | None) -> str:
+    """What an error of gRPC or of ours says, in one line."""
     if isinstance(error, grpc.RpcError) and isinstance(error, grpc.Call):
         return f"{error.code().name}: {error.details()}"
     return str(error) or type(error).__name__

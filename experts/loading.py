@@ -1,27 +1,28 @@
-"""Brings what a server holds to what the router wants of it: verified weights only, at low priority."""
+"""Brings what a server holds to what the router wants of it: verified weights only, at low priority.
+
+Before an expert counts as held its bytes have the digest that was packed, and it answers the self-test row, where it
+will be read from, with the bits that its packer recorded: memory that went bad, a wrong address or a kernel that is
+not what its numerics class says show here, not in an answer.
+"""
 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
 from typing import Protocol
 
-import numpy as np
-
-from experts.kernels import ffn, to_dtype
-from experts.pack import PackCorrupt, PackedExperts
+from experts.give import at_low_priority
+from experts.kernels import PackedExpert, WeightsBroken, answer_of
+from experts.weights import Weights, WeightsUnavailable
 from router.view import View
 
 log = logging.getLogger(__name__)
 
-LOADER_NICE = 10
-
-
-class WeightsBroken(RuntimeError):
-    """An expert's weights do not give finite rows."""
+TRIES = 3
+RETRY_S = 1.0
+REPORT_S = 0.5
 
 
 class Holder(Protocol):
@@ -38,9 +39,11 @@ class Loader:
     Args:
         name: Of this member.
         server: Where experts are set and cleared.
-        packed: Maps the packed experts; called with True to have a corrupt cache rebuilt.
-        report: Told (bitmap of what is held, epoch of the View) whenever a target has been reached.
-        failed: Told why, when the target cannot be reached.
+        weights: Where experts are had from.
+        report: Told (bitmap of what is held, epoch of the View) whenever a target has been reached, and on the way
+            there each REPORT_S.
+        failed: Told why, when this process is better ended: an expert fails its self-test wherever its bytes are from,
+            or no weights can be had and none are held.
     """
 
     def __init__(
@@ -48,18 +51,15 @@ class Loader:
         *,
         name: str,
         server: Holder,
-        packed: Callable[[bool], PackedExperts],
+        weights: Weights,
         report: Callable[[bytes, int], None],
         failed: Callable[[str], None],
     ) -> None:
         self._name, self._server, self._report, self._failed = name, server, report, failed
-        self._open = packed
-        self._packed = packed(False)
-        # Experts set from a map that was replaced are still read there.
-        self._maps = [self._packed]
+        self._weights = weights
         self._held: set[tuple[int, int]] = set()
         self._view: View | None = None
-        self._reported: tuple[bytes, int] | None = None
+        self._said: tuple[bytes, int] | None = None
         self._change = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="expert-loader", daemon=True)
@@ -74,8 +74,13 @@ class Loader:
             self._view = view
             self._change.notify()
 
+    def holds(self, layer: int, expert: int) -> bool:
+        """Whether this server serves an expert, whose bytes it verified."""
+        return (layer, expert) in self._held
+
     def close(self) -> None:
         """Stop after the expert being loaded. Idempotent."""
+        self._weights.stop()
         with self._change:
             self._closed = True
             self._change.notify()
@@ -83,37 +88,54 @@ class Loader:
             self._thread.join()
 
     def _run(self) -> None:
-        # Rows come first. Not SCHED_IDLE: a thread that may starve must never hold the interpreter's lock.
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOADER_NICE)
+        at_low_priority()
         view: View | None = None
+        failures = 0
         try:
-            while (view := self._next(view)) is not None:
-                self._reach(view)
+            while (view := self._next(view, failures)) is not None:
+                missing = self._reach(view)
+                failures = failures + 1 if missing else 0
+                if failures >= TRIES and not self._held and not self._closed:
+                    # One that holds experts goes on: somebody else's last replica may be among them.
+                    raise WeightsUnavailable(missing)
         except Exception as failure:
             log.exception("load_failed name=%s", self._name)
             self._failed(str(failure))
+        finally:
+            self._weights.rest()
 
-    def _next(self, done: View | None) -> View | None:
+    def _next(self, done: View | None, failures: int) -> View | None:
         with self._change:
-            self._change.wait_for(lambda: self._closed or self._view is not done)
+            self._change.wait_for(
+                lambda: self._closed or self._view is not done, RETRY_S if failures else None
+            )
             return None if self._closed else self._view
 
     def _superseded(self, view: View) -> bool:
         return self._closed or self._view is not view
 
-    def _reach(self, view: View) -> None:
+    def _reach(self, view: View) -> str:
+        """Load and drop what this View wants. Returns why experts are missing, empty where none is."""
         target = set(view.target_pairs(self._name))
         for layer, expert in sorted(self._held - target):
             self._server.clear_expert(layer, expert)
             self._held.discard((layer, expert))
-        began_s, new = time.monotonic(), sorted(target - self._held)
+        began_s = said_s = time.monotonic()
+        new, missing = sorted(target - self._held), ""
         for layer, expert in new:
-            self._load(layer, expert)
+            try:
+                self._load(layer, expert, view)
+            except WeightsUnavailable as unavailable:
+                missing = str(unavailable)
+                log.warning("weights_unavailable reason=%s", missing)
             if self._superseded(view):
-                return
-        held = view.bitmap(sorted(self._held))
+                return missing
+            if time.monotonic() - said_s > REPORT_S:
+                said_s = time.monotonic()
+                self._say(view)
+        self._weights.rest()
         # A View that changes nothing here is not worth a message; its target was reached before.
-        if self._reported is None or self._reported[0] != held or new:
+        if self._said is None or self._said[0] != view.bitmap(sorted(self._held)) or new:
             log.info(
                 "loaded experts=%d new=%d epoch=%d load_s=%.3f",
                 len(self._held),
@@ -121,23 +143,32 @@ class Loader:
                 view.epoch,
                 time.monotonic() - began_s,
             )
-        self._reported = (held, view.epoch)
-        self._report(held, view.epoch)
+        self._say(view)
+        return missing
 
-    def _load(self, layer: int, expert: int) -> None:
+    def _say(self, view: View) -> None:
+        self._said = (view.bitmap(sorted(self._held)), view.epoch)
+        self._report(*self._said)
+
+    def _load(self, layer: int, expert: int, view: View) -> None:
+        for attempt in range(TRIES):
+            weights = self._weights.expert(layer, expert, view, anew=attempt > 0)
+            if (fault := self._fault(layer, expert, weights)) is None:
+                self._server.set_expert(layer, expert, weights.gate_up.ctypes.data, weights.down.ctypes.data)
+                self._held.add((layer, expert))
+                return
+            log.error("self_test_failed layer=%d expert=%d reason=%s", layer, expert, fault)
+        raise WeightsBroken(
+            f"expert {expert} of MoE layer {layer} failed its self-test {TRIES} times, with right bytes from every"
+            f" source: {fault} See to this machine's memory and processor."
+        )
+
+    def _fault(self, layer: int, expert: int, weights: PackedExpert) -> str | None:
         try:
-            self._packed.verify(layer, expert)
-        except PackCorrupt as corrupt:
-            log.error("pack_corrupt layer=%d expert=%d reason=%s", layer, expert, corrupt)
-            self._packed = self._open(True)
-            self._maps.append(self._packed)
-            self._packed.verify(layer, expert)
-        weights = self._packed.expert(layer, expert)
-        probe = to_dtype(np.linspace(-1, 1, weights.hidden, dtype=np.float32)[None], weights.dtype)
-        if not np.isfinite(ffn(weights, probe)).all():
-            raise WeightsBroken(
-                f"expert {expert} of MoE layer {layer} gives rows that are not finite. Check the checkpoint."
-            )
-        address, _ = self._packed.blob(layer, expert)
-        self._server.set_expert(layer, expert, address, address + self._packed.layout.gate_up_bytes)
-        self._held.add((layer, expert))
+            found = answer_of(weights)
+        except WeightsBroken as broken:
+            return str(broken)
+        needed = self._weights.packed.manifest.answer(layer, expert)
+        if found == needed:
+            return None
+        return f"its row has SHA-256 {found.hex()[:16]}..., that of its packer had {needed.hex()[:16]}...."

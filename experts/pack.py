@@ -1,53 +1,41 @@
-"""The packed expert cache: all experts of one checkpoint in kernel layout, built once per host.
+"""The packed experts of one checkpoint in a file that all servers of a host map.
 
-One file per (checkpoint fingerprint, dtype, layout version):
+The file (`manifest` has its layout) begins with the manifest and has a place for every expert. A place is a hole
+until its expert is filled in: all of them when a checkpoint is packed, one after another where the manifest came from
+another host. Only bytes with the digest of their place are ever written there, so that writing disturbs no reader,
+heals a place that went bad, and needs no lock; what is read is compared with its digest before it is used.
 
-    offset  size  field
-         0     8  magic "EAASPACK"
-         8     4  layout version
-        12     4  dtype (0 float32, 1 bfloat16, 2 int8)
-        16    16  layers, experts, hidden, intermediate: u32 each
-        32     8  gate_up_bytes: where `down` begins within a blob
-        40     8  blob_bytes: gate_up, then down
-        48     8  blob_stride: blob_bytes rounded up to 4096
-        56     8  data_offset: of the first blob, a multiple of 4096
-        64    32  checkpoint fingerprint
-        96    32  SHA-256 of bytes 0 to 96 and of the digests
-       128   32n  digests: SHA-256 of each blob, layer by layer, expert by expert
-    data_offset   blobs
-
-Integers are little-endian. A builder holds an flock, writes a file of its own name, and renames it when it is
-whole and on disk; so readers see a whole file or none, and a file that is being read is never written.
+A builder holds an flock, writes a file of its own name, and renames it when its head is on disk.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
-import hashlib
 import logging
 import mmap
 import os
 import shutil
-import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 
 import numpy as np
 
 from experts.checkpoint import Checkpoint, CheckpointInvalid
-from experts.kernels import PackedExpert, pack_expert, packed_bytes
+from experts.kernels import (
+    PackedExpert,
+    WeightsBroken,
+    aligned_bytes,
+    answer_of,
+    numerics_class,
+    pack_expert,
+)
+from experts.manifest import Blob, BlobCorrupt, Manifest, ManifestInvalid, PackLayout, entry
 from experts.model import Dtype, ExpertShape
 
-LAYOUT_VERSION = 1
-PAGE_BYTES = 4096
-
-_FIELDS = struct.Struct("<8s6I4Q32s")
-_MAGIC = b"EAASPACK"
 _HUGE_PAGE = 2 << 20
-_DIGEST_BYTES = 32
-_DIGESTS_OFFSET = _FIELDS.size + _DIGEST_BYTES
 
 _log = logging.getLogger(__name__)
 
@@ -59,63 +47,13 @@ class PackUnavailable(RuntimeError):
     """The cache can be neither read nor built: no room, no right to write; the text says which."""
 
 
-class PackCorrupt(RuntimeError):
-    """A blob's bytes are not those that were packed; the cache has to be built again."""
+def layout_of(shape: ExpertShape, dtype: Dtype, fingerprint: str) -> PackLayout:
+    """How this process packs these experts.
 
-
-@dataclass(frozen=True, kw_only=True)
-class PackLayout:
-    """Where everything lies in the file of one checkpoint."""
-
-    shape: ExpertShape
-    dtype: Dtype
-    fingerprint: str
-
-    @property
-    def count(self) -> int:
-        """Number of blobs."""
-        return self.shape.layers * self.shape.experts
-
-    @property
-    def gate_up_bytes(self) -> int:
-        """Bytes of one expert's gate_up: tiles of 32 columns, 64 rows each."""
-        return packed_bytes(self.dtype, -(-self.shape.intermediate // 32), self.shape.hidden)
-
-    @property
-    def blob_bytes(self) -> int:
-        """Bytes of one expert."""
-        down_tiles = -(-self.shape.hidden // 64)
-        return self.gate_up_bytes + packed_bytes(self.dtype, down_tiles, self.shape.intermediate)
-
-    @property
-    def blob_stride(self) -> int:
-        """Bytes from one blob to the next."""
-        return _page_up(self.blob_bytes)
-
-    @property
-    def data_offset(self) -> int:
-        """Byte of the first blob."""
-        return _page_up(_DIGESTS_OFFSET + self.count * _DIGEST_BYTES)
-
-    @property
-    def file_bytes(self) -> int:
-        """Bytes of the whole file."""
-        return self.data_offset + self.count * self.blob_stride
-
-    @property
-    def file_name(self) -> str:
-        """Name within the cache directory."""
-        return f"{self.fingerprint}-{self.dtype.label}-v{LAYOUT_VERSION}.experts"
-
-    def head(self, digests: bytes) -> bytes:
-        """Header and digests, as they stand at the beginning of the file."""
-        shape = self.shape
-        fields = _FIELDS.pack(
-            _MAGIC, LAYOUT_VERSION, self.dtype, shape.layers, shape.experts, shape.hidden, shape.intermediate,
-            self.gate_up_bytes, self.blob_bytes, self.blob_stride, self.data_offset,
-            bytes.fromhex(self.fingerprint),
-        )  # fmt: skip
-        return fields + hashlib.sha256(fields + digests).digest() + digests
+    Raises:
+        ValueError: the fingerprint is none.
+    """
+    return PackLayout(shape=shape, dtype=dtype, fingerprint=fingerprint, numerics_class=numerics_class(dtype))
 
 
 def cache_directory() -> Path:
@@ -127,14 +65,19 @@ def cache_directory() -> Path:
 
 
 class PackedExperts:
-    """Every packed expert of one checkpoint, mapped read-only. Addresses hold while this object lives."""
+    """The packed experts of one checkpoint, mapped read-only. Addresses hold while this object lives."""
 
-    def __init__(self, path: Path, layout: PackLayout, mapped: mmap.mmap) -> None:
+    def __init__(self, path: Path, manifest: Manifest, file: FileIO, mapped: mmap.mmap) -> None:
         self.path = path
-        self.layout = layout
-        self._map = mapped
+        self.manifest = manifest
+        self.layout = manifest.layout
+        self._file = file
         self._bytes = np.frombuffer(mapped, np.uint8)
-        self._address = self._bytes.ctypes.data
+
+    @classmethod
+    def find(cls, layout: PackLayout, directory: Path | None = None) -> PackedExperts | None:
+        """Map this host's file; None where there is none, or its size or manifest is wrong."""
+        return _map((directory or cache_directory()) / layout.file_name, layout)
 
     @classmethod
     def open(
@@ -145,9 +88,8 @@ class PackedExperts:
         *,
         directory: Path | None = None,
         progress: Progress | None = None,
-        rebuild: bool = False,
     ) -> PackedExperts:
-        """Map the cache of this checkpoint, building it first where there is none or it is not whole.
+        """Map this host's file, packing the checkpoint first where there is none.
 
         Args:
             checkpoint: Source of the weights.
@@ -155,83 +97,105 @@ class PackedExperts:
             dtype: Element type to pack in.
             directory: Cache directory; default `cache_directory()`.
             progress: Called after each expert that is packed.
-            rebuild: Build again even where the file looks whole: what to do about `PackCorrupt`.
 
         Raises:
-            CheckpointInvalid: an expert's tensor is missing or has the wrong shape or type.
-            PackUnavailable: the cache cannot be written.
+            CheckpointInvalid: an expert's tensor is missing, of the wrong shape or type, or gives no finite row.
+            PackUnavailable: the file cannot be written.
         """
-        layout = PackLayout(shape=shape, dtype=dtype, fingerprint=checkpoint.fingerprint)
-        root = directory or cache_directory()
-        path = root / layout.file_name
-        try:
-            mapped = None if rebuild else _map_whole(path, layout)
-            if mapped is None:
-                root.mkdir(parents=True, exist_ok=True)
-                with _locked(path.with_suffix(".lock")):
-                    # Another builder may have finished while this one waited.
-                    mapped = None if rebuild else _map_whole(path, layout)
-                    if mapped is None:
-                        _build(path, layout, checkpoint, progress)
-                        mapped = _map_whole(path, layout)
-        except OSError as error:
-            raise PackUnavailable(
-                f"{path}: cannot be written: {error.strerror or error}. {layout.file_bytes} bytes are"
-                " needed; set XDG_CACHE_HOME to a directory with room."
-            ) from error
-        if mapped is None:
-            raise PackUnavailable(
-                f"{path}: is not whole right after it was built. Does something else write there?"
-            )
-        return cls(path, layout, mapped)
+        layout = layout_of(shape, dtype, checkpoint.fingerprint)
+        return _made(layout, directory, lambda partial: _build(partial, layout, checkpoint, progress))
 
-    def blob(self, layer: int, expert: int) -> tuple[int, int]:
-        """(address, bytes) of one expert: gate_up, then down at `layout.gate_up_bytes`.
+    @classmethod
+    def begin(cls, manifest: Manifest, directory: Path | None = None) -> PackedExperts:
+        """Map this host's file, making one of this manifest, all holes, where there is none.
 
         Raises:
-            IndexError: no such MoE layer or expert.
+            PackUnavailable: the file cannot be written.
         """
-        return self._address + self._offset(layer, expert), self.layout.blob_bytes
+
+        def build(partial: Path) -> None:
+            with partial.open("wb") as file:
+                file.write(manifest.encode())
+                file.truncate(manifest.layout.file_bytes)
+
+        return _made(manifest.layout, directory, build)
 
     def expert(self, layer: int, expert: int) -> PackedExpert:
-        """One expert for `experts.kernels`, as views of the map."""
-        start, shape = self._offset(layer, expert), self.layout.shape
-        blob = self._bytes[start : start + self.layout.blob_bytes]
-        return PackedExpert(
-            dtype=self.layout.dtype,
-            hidden=shape.hidden,
-            intermediate=shape.intermediate,
-            gate_up=blob[: self.layout.gate_up_bytes],
-            down=blob[self.layout.gate_up_bytes :],
-        )
+        """One expert for `experts.kernels`, as views of the map; IndexError where there is no such expert."""
+        return unpacked(self.layout, self.blob(layer, expert))
+
+    def blob(self, layer: int, expert: int) -> np.ndarray:
+        """One expert's bytes, a view of the map: u8[blob_bytes]; IndexError where there is no such expert."""
+        start = self.layout.offset(layer, expert)
+        return self._bytes[start : start + self.layout.blob_bytes]
 
     def verify(self, layer: int, expert: int) -> None:
-        """Compare one blob with its SHA-256.
+        """Compare one blob with its digest.
 
         Raises:
-            PackCorrupt: they differ. Open again with rebuild=True.
+            BlobCorrupt: they differ, or it was never filled in.
         """
-        start = self._offset(layer, expert)
-        index = _DIGESTS_OFFSET + (layer * self.layout.shape.experts + expert) * _DIGEST_BYTES
-        wanted = self._map[index : index + _DIGEST_BYTES]
-        found = hashlib.sha256(memoryview(self._map)[start : start + self.layout.blob_bytes]).digest()
-        if found != wanted:
-            raise PackCorrupt(
-                f"{self.path}: expert {expert} of MoE layer {layer} has SHA-256 {found.hex()[:16]}...,"
-                f" packed was {wanted.hex()[:16]}.... Delete the file; it is built again at the next start."
-            )
+        if self.is_hole(layer, expert):
+            raise BlobCorrupt(f"{self.path}: expert {expert} of MoE layer {layer} was not filled in yet.")
+        self.manifest.check(layer, expert, self.blob(layer, expert))
 
-    def _offset(self, layer: int, expert: int) -> int:
-        shape = self.layout.shape
-        if not (0 <= layer < shape.layers and 0 <= expert < shape.experts):
-            raise IndexError(
-                f"expert {expert} of MoE layer {layer}; packed are {shape.layers} x {shape.experts}"
-            )
-        return self.layout.data_offset + (layer * shape.experts + expert) * self.layout.blob_stride
+    def is_hole(self, layer: int, expert: int) -> bool:
+        """Whether nothing was written to this place. No promise: some file systems do not tell."""
+        start = self.layout.offset(layer, expert)
+        try:
+            return os.lseek(self._file.fileno(), start, os.SEEK_DATA) > start
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # no data from here to the end
+                return True
+            raise
+
+    def fill(self, layer: int, expert: int, blob: Blob) -> None:
+        """Put an expert into its place, from where every server of the host may map it.
+
+        Raises:
+            BlobCorrupt: these are not its bytes; nothing is written.
+            OSError: there is no room, or no right to write.
+        """
+        self.manifest.check(layer, expert, blob)
+        start, left = self.layout.offset(layer, expert), blob.data
+        while left:
+            written = os.pwrite(self._file.fileno(), left, start)
+            start, left = start + written, left[written:]
 
 
-def _page_up(nbytes: int) -> int:
-    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+def unpacked(layout: PackLayout, blob: np.ndarray) -> PackedExpert:
+    """A blob as the kernels take it."""
+    return PackedExpert(
+        dtype=layout.dtype,
+        hidden=layout.shape.hidden,
+        intermediate=layout.shape.intermediate,
+        gate_up=blob[: layout.gate_up_bytes],
+        down=blob[layout.gate_up_bytes :],
+    )
+
+
+def _made(layout: PackLayout, directory: Path | None, build: Callable[[Path], None]) -> PackedExperts:
+    """Map the file, having it built where there is none."""
+    root = directory or cache_directory()
+    path = root / layout.file_name
+    try:
+        if (found := _map(path, layout)) is None:
+            root.mkdir(parents=True, exist_ok=True)
+            with _locked(path.with_suffix(".lock")):
+                # Another builder may have finished while this one waited.
+                if (found := _map(path, layout)) is None:
+                    _replace(path, build)
+                    found = _map(path, layout)
+    except OSError as error:
+        raise PackUnavailable(
+            f"{path}: cannot be written: {error.strerror or error}. {layout.file_bytes} bytes are"
+            " needed; set XDG_CACHE_HOME to a directory with room."
+        ) from error
+    if found is None:
+        raise PackUnavailable(
+            f"{path}: is not whole right after it was built. Does something else write there?"
+        )
+    return found
 
 
 @contextmanager
@@ -241,62 +205,77 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _map_whole(path: Path, layout: PackLayout) -> mmap.mmap | None:
-    """Map a cache file whose size, header and digests are right; None where it is absent or not."""
+def _map(path: Path, layout: PackLayout) -> PackedExperts | None:
+    """Map a file whose size and manifest are right; None where it is absent or not."""
     try:
-        with path.open("rb") as file:
-            if os.fstat(file.fileno()).st_size != layout.file_bytes:
-                _log.warning("pack event=rejected path=%s reason=size", path)
-                return None
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        # One that is part of an image, read-only, is good as long as it has no holes.
+        file = FileIO(path, "r+" if os.access(path, os.W_OK) else "r")
     except FileNotFoundError:
         return None
+    if os.fstat(file.fileno()).st_size != layout.file_bytes:
+        _log.warning("pack event=rejected path=%s reason=size", path)
+        return None
+    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     # A third more bandwidth where the file system's cache has them; what it reads from now on comes in them.
     with suppress(OSError):
         mapped.madvise(mmap.MADV_HUGEPAGE)
-    digests_end = _DIGESTS_OFFSET + layout.count * _DIGEST_BYTES
-    if mapped[:digests_end] != layout.head(mapped[_DIGESTS_OFFSET:digests_end]):
-        _log.warning("pack event=rejected path=%s reason=header", path)
-        mapped.close()
+    try:
+        manifest = Manifest.decode(mapped[: layout.head_bytes], layout)
+    except ManifestInvalid as error:
+        _log.warning("pack event=rejected path=%s reason=%s", path, error)
         return None
-    return mapped
+    return PackedExperts(path, manifest, file, mapped)
 
 
-def _build(path: Path, layout: PackLayout, checkpoint: Checkpoint, progress: Progress | None) -> None:
+def _replace(path: Path, build: Callable[[Path], None]) -> None:
     # Only builders write partial files, and the lock is held: any found belong to builders that died.
     for stale in path.parent.glob(f"{path.stem}.*.partial"):
         stale.unlink(missing_ok=True)
-    free = shutil.disk_usage(path.parent).free
-    if free < layout.file_bytes:
-        raise PackUnavailable(
-            f"{path.parent}: packing the experts needs {layout.file_bytes} bytes, {free} are free."
-            " Make room, or set XDG_CACHE_HOME to another file system."
-        )
     partial = path.with_suffix(f".{os.getpid()}.partial")
     try:
-        with partial.open("wb") as file:
-            digests, pending = bytearray(), bytearray(layout.data_offset)
-            for index in range(layout.count):
-                blob = _blob(layout, checkpoint, *divmod(index, layout.shape.experts))
-                digests += hashlib.sha256(blob).digest()
-                pending += blob.ljust(layout.blob_stride, b"\0")
-                # In whole huge pages: the page cache keeps, and maps, in one piece what came in one piece.
-                whole = len(pending) // _HUGE_PAGE * _HUGE_PAGE
-                file.write(memoryview(pending)[:whole].tobytes())
-                del pending[:whole]
-                if progress is not None:
-                    progress(index + 1, layout.count)
-            file.write(pending)
-            file.seek(0)
-            file.write(layout.head(bytes(digests)))
-            file.flush()
+        build(partial)
+        with partial.open("rb") as file:
             os.fsync(file.fileno())
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
 
 
-def _blob(layout: PackLayout, checkpoint: Checkpoint, layer: int, expert: int) -> bytes:
+def _build(partial: Path, layout: PackLayout, checkpoint: Checkpoint, progress: Progress | None) -> None:
+    free = shutil.disk_usage(partial.parent).free
+    if free < layout.file_bytes:
+        raise PackUnavailable(
+            f"{partial.parent}: packing the experts needs {layout.file_bytes} bytes, {free} are free."
+            " Make room, or set XDG_CACHE_HOME to another file system."
+        )
+    with partial.open("wb") as file:
+        entries, pending = bytearray(), bytearray(layout.data_offset)
+        for index in range(layout.count):
+            layer, number = divmod(index, layout.shape.experts)
+            blob = pack_blob(layout, checkpoint, layer, number)
+            try:
+                entries += entry(blob, answer_of(unpacked(layout, blob)))
+            except WeightsBroken as error:
+                raise CheckpointInvalid(f"expert {number} of MoE layer {layer}: {error}") from error
+            pending += blob.data
+            pending += bytes(layout.blob_stride - layout.blob_bytes)
+            # In whole huge pages: the page cache keeps, and maps, in one piece what came in one piece.
+            whole = len(pending) // _HUGE_PAGE * _HUGE_PAGE
+            file.write(memoryview(pending)[:whole].tobytes())
+            del pending[:whole]
+            if progress is not None:
+                progress(index + 1, layout.count)
+        file.write(pending)
+        file.seek(0)
+        file.write(Manifest(layout=layout, entries=bytes(entries)).encode())
+
+
+def pack_blob(layout: PackLayout, checkpoint: Checkpoint, layer: int, expert: int) -> np.ndarray:
+    """Pack one expert: u8[blob_bytes], aligned as the kernels need it.
+
+    Raises:
+        CheckpointInvalid: a tensor is missing or has the wrong shape or type.
+    """
     inter, hidden = layout.shape.intermediate, layout.shape.hidden
     names = layout.shape.names(layer, expert)
     gate, up, down = (
@@ -304,7 +283,9 @@ def _blob(layout: PackLayout, checkpoint: Checkpoint, layer: int, expert: int) -
         for name, wanted in zip(names, ((inter, hidden), (inter, hidden), (hidden, inter)), strict=True)
     )
     packed = pack_expert(gate, up, down, layout.dtype)
-    return packed.gate_up.tobytes() + packed.down.tobytes()
+    blob = aligned_bytes(layout.blob_bytes)
+    blob[: layout.gate_up_bytes], blob[layout.gate_up_bytes :] = packed.gate_up, packed.down
+    return blob
 
 
 def _weights(checkpoint: Checkpoint, name: str, wanted: tuple[int, int]) -> np.ndarray:

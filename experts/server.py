@@ -5,13 +5,15 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import TypeVar
 
 import grpc
 
 from experts import fallback, native
+from experts.give import Giver, Refused
 from experts.links import CONNECT_BACK_S, Closer
 from experts.model import Dtype, ExpertShape
 from experts.proto import experts_pb2 as pb
@@ -26,17 +28,11 @@ MOST_SLOTS = 16
 MOST_SLOT_BYTES = 1 << 20
 RUN_NS = 1_000_000_000
 
+Reply = TypeVar("Reply")
+
 
 class ServerClosed(RuntimeError):
     """The server was closed; it holds nothing any more."""
-
-
-class AttachRefused(Exception):
-    """A client that this server cannot serve; the text says why, `code` is the gRPC status."""
-
-    def __init__(self, code: grpc.StatusCode, message: str) -> None:
-        super().__init__(message)
-        self.code = code
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +154,7 @@ class ExpertServer:
         """Exchange windows with a client; one that attaches again is given new ones.
 
         Raises:
-            AttachRefused: it is no client for this server, or there is no place left.
+            Refused: it is no client for this server, or there is no place left.
         """
         self._check(request)
         with ExitStack() as undo:
@@ -166,11 +162,11 @@ class ExpertServer:
                 layout = WindowLayout(slots=request.slots, payload_bytes=request.slot_bytes)
                 peer = self._endpoint.connect(request.reply_descriptor, CONNECT_BACK_S)
             except (P2PError, ValueError) as error:
-                raise AttachRefused(grpc.StatusCode.INVALID_ARGUMENT, f"{request.name}: {error}") from error
+                raise Refused(grpc.StatusCode.INVALID_ARGUMENT, f"{request.name}: {error}") from error
             # While this side stays connected the client cannot free its window, and refuses more at a limit.
             undo.callback(self._endpoint.disconnect, peer)
             if peer.incarnation != request.incarnation or peer.nbytes < layout.nbytes:
-                raise AttachRefused(
+                raise Refused(
                     grpc.StatusCode.INVALID_ARGUMENT,
                     f"{request.name}: its window is of incarnation {peer.incarnation} with {peer.nbytes}"
                     f" bytes; {request.incarnation} and {layout.nbytes} are needed.",
@@ -178,7 +174,7 @@ class ExpertServer:
             with self._exporting:
                 # While this is held the endpoint is open too: it is closed after this server.
                 if not self._handle:
-                    raise AttachRefused(grpc.StatusCode.UNAVAILABLE, f"{self._endpoint.name} is ending.")
+                    raise Refused(grpc.StatusCode.UNAVAILABLE, f"{self._endpoint.name} is ending.")
                 window = self._export(request.name, layout)
                 undo.callback(window.close)
                 with self._lock:
@@ -201,7 +197,7 @@ class ExpertServer:
         try:
             window = self._endpoint.export_window(layout.nbytes)
         except (P2PError, OSError) as error:
-            raise AttachRefused(
+            raise Refused(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 f"{name}: no window of {layout.nbytes} bytes here ({error}); try again.",
             ) from error
@@ -227,7 +223,7 @@ class ExpertServer:
         self._drop(request.name)
         index = self._library.expert_server_add_client(self._handle, ctypes.byref(link))
         if index < 0:
-            raise AttachRefused(
+            raise Refused(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 f"{request.name}: no place beside {len(self._clients)} clients, or a wrong window layout.",
             )
@@ -253,12 +249,12 @@ class ExpertServer:
             if found != needed
         ]
         if wrong:
-            raise AttachRefused(
+            raise Refused(
                 grpc.StatusCode.FAILED_PRECONDITION,
                 f"{request.name} asks for {', '.join(wrong)}. Serve one model.",
             )
         if not 1 <= request.slots <= self._most_slots or not 1 <= request.slot_bytes <= MOST_SLOT_BYTES:
-            raise AttachRefused(
+            raise Refused(
                 grpc.StatusCode.INVALID_ARGUMENT,
                 f"{request.name} asks for {request.slots} slots of {request.slot_bytes} bytes;"
                 f" at most {self._most_slots} of {MOST_SLOT_BYTES} are given.",
@@ -308,20 +304,38 @@ class ExpertServer:
 
 
 class ExpertsService(rpc.ExpertsServicer):
-    """gRPC shell of one server; `server` is None until it is a member, and once it ends."""
+    """gRPC shell of one server; `server` and `giver` are None until it is a member, and once it ends."""
 
     def __init__(self) -> None:
         self.server: ExpertServer | None = None
+        self.giver: Giver | None = None
 
     def Attach(self, request: pb.AttachRequest, context: grpc.ServicerContext) -> pb.AttachReply:
-        try:
-            # Once: it becomes None again when the process ends.
-            server = self.server
-            if server is None:
-                raise AttachRefused(grpc.StatusCode.UNAVAILABLE, "This process is no member; try again.")
-            return server.attach(request)
-        except AttachRefused as refused:
-            log.warning("attach_refused name=%s reason=%s", request.name, refused)
-            context.set_code(refused.code)
-            context.set_details(str(refused))
-            return pb.AttachReply()
+        # Once: it becomes None again when the process ends.
+        server = self.server
+        return _answer(context, pb.AttachReply, server and (lambda: server.attach(request)))
+
+    def Manifest(self, request: pb.ManifestRequest, context: grpc.ServicerContext) -> pb.ManifestReply:
+        giver = self.giver
+        return _answer(context, pb.ManifestReply, giver and (lambda: giver.manifest(request)))
+
+    def Give(self, request_iterator: Iterator[pb.GiveRequest], context: grpc.ServicerContext) -> pb.GiveReply:
+        giver = self.giver
+        return _answer(
+            context, pb.GiveReply, giver and (lambda: giver.give(request_iterator, context.time_remaining()))
+        )
+
+
+def _answer(
+    context: grpc.ServicerContext, refusal: Callable[[], Reply], act: Callable[[], Reply] | None
+) -> Reply:
+    """What `act` returns, or the status that it refuses with."""
+    try:
+        if act is None:
+            raise Refused(grpc.StatusCode.UNAVAILABLE, "This process is no member; try again.")
+        return act()
+    except Refused as refused:
+        log.warning("refused peer=%s reason=%s", context.peer(), refused)
+        context.set_code(refused.code)
+        context.set_details(str(refused))
+        return refusal()

@@ -1,8 +1,8 @@
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Iterable as _Iterable
-from typing import ClassVar as _ClassVar, Optional as _Optional
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
@@ -47,3 +47,53 @@ class AttachReply(_message.Message):
     cores: _containers.RepeatedScalarFieldContainer[int]
     rings_lanes: bool
     def __init__(self, request_descriptor: _Optional[bytes] = ..., server_incarnation: _Optional[int] = ..., cores: _Optional[_Iterable[int]] = ..., rings_lanes: _Optional[bool] = ...) -> None: ...
+
+class ManifestRequest(_message.Message):
+    __slots__ = ("server_incarnation", "model_hash")
+    SERVER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    MODEL_HASH_FIELD_NUMBER: _ClassVar[int]
+    server_incarnation: int
+    model_hash: str
+    def __init__(self, server_incarnation: _Optional[int] = ..., model_hash: _Optional[str] = ...) -> None: ...
+
+class ManifestReply(_message.Message):
+    __slots__ = ("manifest",)
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    manifest: bytes
+    def __init__(self, manifest: _Optional[bytes] = ...) -> None: ...
+
+class GiveRequest(_message.Message):
+    __slots__ = ("opening", "piece")
+    OPENING_FIELD_NUMBER: _ClassVar[int]
+    PIECE_FIELD_NUMBER: _ClassVar[int]
+    opening: GiveOpening
+    piece: Piece
+    def __init__(self, opening: _Optional[_Union[GiveOpening, _Mapping]] = ..., piece: _Optional[_Union[Piece, _Mapping]] = ...) -> None: ...
+
+class GiveOpening(_message.Message):
+    __slots__ = ("server_incarnation", "identity", "descriptor")
+    SERVER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTOR_FIELD_NUMBER: _ClassVar[int]
+    server_incarnation: int
+    identity: bytes
+    descriptor: bytes
+    def __init__(self, server_incarnation: _Optional[int] = ..., identity: _Optional[bytes] = ..., descriptor: _Optional[bytes] = ...) -> None: ...
+
+class Piece(_message.Message):
+    __slots__ = ("sequence", "layer", "expert", "offset", "nbytes")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    layer: int
+    expert: int
+    offset: int
+    nbytes: int
+    def __init__(self, sequence: _Optional[int] = ..., layer: _Optional[int] = ..., expert: _Optional[int] = ..., offset: _Optional[int] = ..., nbytes: _Optional[int] = ...) -> None: ...
+
+class GiveReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -39,6 +39,16 @@ class ExpertsStub:
                 request_serializer=experts_dot_proto_dot_experts__pb2.AttachRequest.SerializeToString,
                 response_deserializer=experts_dot_proto_dot_experts__pb2.AttachReply.FromString,
                 _registered_method=True)
+        self.Manifest = channel.unary_unary(
+                '/experts.v1.Experts/Manifest',
+                request_serializer=experts_dot_proto_dot_experts__pb2.ManifestRequest.SerializeToString,
+                response_deserializer=experts_dot_proto_dot_experts__pb2.ManifestReply.FromString,
+                _registered_method=True)
+        self.Give = channel.stream_unary(
+                '/experts.v1.Experts/Give',
+                request_serializer=experts_dot_proto_dot_experts__pb2.GiveRequest.SerializeToString,
+                response_deserializer=experts_dot_proto_dot_experts__pb2.GiveReply.FromString,
+                _registered_method=True)
 
 
 class ExpertsServicer:
@@ -52,6 +62,22 @@ class ExpertsServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Manifest(self, request, context):
+        """What the experts served here are, byte for byte. FAILED_PRECONDITION: another incarnation or model. UNAVAILABLE: not yet a member.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Give(self, request_iterator, context):
+        """Put packed experts into the caller's window, in the order asked for; needs a deadline of at most two minutes. The first message opens, the others ask; each
+        piece is answered by its signal in the window. NOT_FOUND: an expert that is not served here. FAILED_PRECONDITION, UNAVAILABLE: as for Manifest.
+        RESOURCE_EXHAUSTED: others are being given weights. INVALID_ARGUMENT: no such window, expert or piece.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ExpertsServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -59,6 +85,16 @@ def add_ExpertsServicer_to_server(servicer, server):
                     servicer.Attach,
                     request_deserializer=experts_dot_proto_dot_experts__pb2.AttachRequest.FromString,
                     response_serializer=experts_dot_proto_dot_experts__pb2.AttachReply.SerializeToString,
+            ),
+            'Manifest': grpc.unary_unary_rpc_method_handler(
+                    servicer.Manifest,
+                    request_deserializer=experts_dot_proto_dot_experts__pb2.ManifestRequest.FromString,
+                    response_serializer=experts_dot_proto_dot_experts__pb2.ManifestReply.SerializeToString,
+            ),
+            'Give': grpc.stream_unary_rpc_method_handler(
+                    servicer.Give,
+                    request_deserializer=experts_dot_proto_dot_experts__pb2.GiveRequest.FromString,
+                    response_serializer=experts_dot_proto_dot_experts__pb2.GiveReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -88,6 +124,60 @@ class Experts:
             '/experts.v1.Experts/Attach',
             experts_dot_proto_dot_experts__pb2.AttachRequest.SerializeToString,
             experts_dot_proto_dot_experts__pb2.AttachReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Manifest(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/experts.v1.Experts/Manifest',
+            experts_dot_proto_dot_experts__pb2.ManifestRequest.SerializeToString,
+            experts_dot_proto_dot_experts__pb2.ManifestReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Give(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/experts.v1.Experts/Give',
+            experts_dot_proto_dot_experts__pb2.GiveRequest.SerializeToString,
+            experts_dot_proto_dot_experts__pb2.GiveReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +15,10 @@ import pytest
 
 from experts import pack
 from experts.checkpoint import Checkpoint, CheckpointInvalid
-from experts.kernels import ffn, ffn_reference, from_dtype, pack_expert, to_dtype
+from experts.kernels import answer_of, ffn, ffn_reference, from_dtype, numerics_class, pack_expert, to_dtype
+from experts.manifest import BlobCorrupt, Manifest, ManifestInvalid
 from experts.model import Dtype, ExpertShape
-from experts.pack import PackCorrupt, PackedExperts, PackLayout, PackUnavailable
+from experts.pack import PackedExperts, PackUnavailable, layout_of
 from tests.experts.checkpoint_files import QWEN3, expert_tensors, safetensors_bytes, write_model
 
 SHAPE = ExpertShape.from_config(QWEN3)
@@ -28,8 +30,8 @@ def checkpoint(tmp_path: Path) -> Checkpoint:
     return Checkpoint.open(write_model(tmp_path / "model"))
 
 
-def opened(checkpoint: Checkpoint, directory: Path, **options: bool) -> PackedExperts:
-    return PackedExperts.open(checkpoint, SHAPE, DTYPE, directory=directory, **options)
+def opened(checkpoint: Checkpoint, directory: Path) -> PackedExperts:
+    return PackedExperts.open(checkpoint, SHAPE, DTYPE, directory=directory)
 
 
 @pytest.mark.parametrize("dtype", list(Dtype))
@@ -50,10 +52,12 @@ def test_every_blob_holds_its_experts_weights(tmp_path: Path, checkpoint: Checkp
             wanted = pack_expert(gate, up, down, dtype)
             found = packed.expert(layer, expert)
             assert np.array_equal(found.gate_up, wanted.gate_up) and np.array_equal(found.down, wanted.down)
-            address, nbytes = packed.blob(layer, expert)
+            blob = packed.blob(layer, expert)
+            address = blob.ctypes.data
             assert address == found.gate_up.ctypes.data and address % 4096 == 0
             assert found.down.ctypes.data == address + packed.layout.gate_up_bytes
-            assert nbytes == found.gate_up.nbytes + found.down.nbytes
+            assert blob.nbytes == found.gate_up.nbytes + found.down.nbytes
+            assert packed.manifest.answer(layer, expert) == answer_of(wanted)
 
 
 def test_a_mapped_expert_computes_its_definition(tmp_path: Path, checkpoint: Checkpoint) -> None:
@@ -85,25 +89,76 @@ def test_caches_of_other_checkpoints_and_dtypes_stand_beside_it(
     assert all(path.exists() for path in (first.path, other.path, wide.path))
 
 
-def test_a_flipped_byte_in_any_blob_is_found_and_a_rebuild_cures_it(
+def test_a_flipped_byte_in_any_blob_is_found_and_its_right_bytes_cure_it(
     tmp_path: Path, checkpoint: Checkpoint
 ) -> None:
-    path = opened(checkpoint, tmp_path / "c").path
-    layout = PackLayout(shape=SHAPE, dtype=DTYPE, fingerprint=checkpoint.fingerprint)
-    with path.open("r+b") as file:
-        at = layout.data_offset + 5 * layout.blob_stride + layout.blob_bytes - 1
+    packed = opened(checkpoint, tmp_path / "c")
+    right, layout = packed.blob(1, 1).copy(), packed.layout
+    with packed.path.open("r+b") as file:
+        at = layout.offset(1, 1) + layout.blob_bytes - 1
         file.seek(at)
         byte = file.read(1)[0]
         file.seek(at)
         file.write(bytes([byte ^ 0x10]))
-    packed = opened(checkpoint, tmp_path / "c")
     packed.verify(1, 0)
-    with pytest.raises(PackCorrupt, match="expert 1 of MoE layer 1"):
+    with pytest.raises(BlobCorrupt, match="expert 1 of MoE layer 1"):
         packed.verify(1, 1)
-    cured = opened(checkpoint, tmp_path / "c", rebuild=True)
-    cured.verify(1, 1)
-    with pytest.raises(PackCorrupt):
-        packed.verify(1, 1)  # an open map keeps its own file
+    with pytest.raises(BlobCorrupt):
+        packed.fill(1, 1, packed.blob(1, 0))
+    packed.fill(1, 1, right)
+    packed.verify(1, 1)
+    opened(checkpoint, tmp_path / "c").verify(1, 1)
+
+
+def test_a_file_begun_with_a_manifest_is_all_holes_until_right_bytes_fill_them(
+    tmp_path: Path, checkpoint: Checkpoint
+) -> None:
+    whole = opened(checkpoint, tmp_path / "c")
+    begun = PackedExperts.begin(whole.manifest, tmp_path / "other")
+    beside = PackedExperts.find(begun.layout, tmp_path / "other")
+    assert beside is not None
+    pairs = [(layer, expert) for layer in range(SHAPE.layers) for expert in range(SHAPE.experts)]
+    for layer, expert in pairs:
+        with pytest.raises(BlobCorrupt, match="not filled in"):
+            begun.verify(layer, expert)
+        wrong = whole.blob(layer, expert).copy()
+        wrong[-1] ^= 1
+        for blob in (wrong, wrong[:-1], whole.blob(layer, expert)[:-1]):
+            with pytest.raises(BlobCorrupt):
+                begun.fill(layer, expert, blob)
+        assert begun.is_hole(layer, expert)
+        begun.fill(layer, expert, whole.blob(layer, expert))
+        beside.verify(layer, expert)
+    assert begun.path.read_bytes() == whole.path.read_bytes()
+
+
+def test_a_manifest_of_anything_else_is_refused(tmp_path: Path, checkpoint: Checkpoint) -> None:
+    manifest = opened(checkpoint, tmp_path / "c").manifest
+    data, layout = manifest.encode(), manifest.layout
+    assert Manifest.decode(data, layout) == manifest
+    for at in range(len(data)):
+        with pytest.raises(ManifestInvalid):
+            Manifest.decode(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :], layout)
+    for wrong in (data[:-1], data + b"0", b"", data[:100]):
+        with pytest.raises(ManifestInvalid, match="needed"):
+            Manifest.decode(wrong, layout)
+    for other in (
+        replace(layout, fingerprint="ab" * 32),
+        replace(layout, numerics_class="cpu-other-1"),
+        replace(layout, shape=replace(SHAPE, intermediate=46)),
+    ):
+        with pytest.raises(ManifestInvalid, match="it is not of"):
+            Manifest.decode(data, other)
+
+
+def test_an_expert_without_finite_rows_is_said_before_anything_is_served(tmp_path: Path) -> None:
+    root = write_model(tmp_path / "model")
+    tensors = expert_tensors(SHAPE)
+    broken = tensors[SHAPE.names(1, 2)[2]].copy()
+    broken[3, 3] = 0x7F80  # infinity
+    (root / "model.safetensors").write_bytes(safetensors_bytes(tensors | {SHAPE.names(1, 2)[2]: broken}))
+    with pytest.raises(CheckpointInvalid, match="expert 2 of MoE layer 1: its row is not finite"):
+        opened(Checkpoint.open(root), tmp_path / "c")
 
 
 def test_a_truncated_cache_is_rebuilt(
@@ -124,11 +179,11 @@ def test_every_flipped_header_or_digest_byte_leads_to_a_rebuild(
     tmp_path: Path, checkpoint: Checkpoint
 ) -> None:
     path = opened(checkpoint, tmp_path / "c").path
-    layout = PackLayout(shape=SHAPE, dtype=DTYPE, fingerprint=checkpoint.fingerprint)
+    layout = layout_of(SHAPE, DTYPE, checkpoint.fingerprint)
     content = path.read_bytes()
-    for at in range(128 + 32 * layout.count):
+    for at in range(160 + 64 * layout.count):
         path.write_bytes(content[:at] + bytes([content[at] ^ 0x40]) + content[at + 1 :])
-        assert pack._map_whole(path, layout) is None, f"byte {at}"
+        assert PackedExperts.find(layout, path.parent) is None, f"byte {at}"
     opened(checkpoint, tmp_path / "c")
     assert path.read_bytes() == content
 
@@ -233,10 +288,12 @@ def test_the_layout_fields_stand_where_the_docstring_says(tmp_path: Path, checkp
     content = packed.path.read_bytes()
     layout = packed.layout
     assert content[:8] == b"EAASPACK"
-    assert np.frombuffer(content, "<u4", 6, 8).tolist() == [1, 1, 2, 4, 70, 45]
+    assert np.frombuffer(content, "<u4", 6, 8).tolist() == [2, 1, 2, 4, 70, 45]
     assert np.frombuffer(content, "<u8", 4, 32).tolist() == [
         layout.gate_up_bytes, layout.blob_bytes, layout.blob_stride, layout.data_offset,
     ]  # fmt: skip
     assert content[64:96].hex() == checkpoint.fingerprint
-    assert content[96:128] == hashlib.sha256(content[:96] + content[128 : 128 + 8 * 32]).digest()
-    assert layout.file_name == f"{checkpoint.fingerprint}-bfloat16-v1.experts"
+    assert content[96:128] == numerics_class(DTYPE).encode().ljust(32, b"\0")
+    assert content[128:160] == hashlib.sha256(content[:128] + content[160 : 160 + 8 * 64]).digest()
+    assert content[160:192] == hashlib.sha256(packed.blob(0, 0)).digest()
+    assert layout.file_name == f"{checkpoint.fingerprint}-{numerics_class(DTYPE)}-v2.experts"

@@ -13,9 +13,10 @@ import pytest
 
 from experts import __main__ as process
 from experts import fallback
+from experts.give import Refused
 from experts.model import Dtype
 from experts.proto import experts_pb2 as pb
-from experts.server import AttachRefused, ExpertServer, ServerClosed
+from experts.server import ExpertServer, ServerClosed
 from p2p import ShmEndpoint, ShmPeer, ShmWindow, Status
 from p2p.window import WindowLayout
 from router.replies import Identity
@@ -73,12 +74,12 @@ def test_an_attach_that_fails_halfway_lets_go_of_the_clients_window(
     server, endpoint, client = ends
     endpoint.poor = True
     window = client.export_window(LAYOUT.nbytes)
-    with pytest.raises((AttachRefused, OSError)) as refusal:
+    with pytest.raises((Refused, OSError)) as refusal:
         server.attach(request_for(server, window))
     assert client.status(window) is Status.GONE
     window.close()
     assert client.retired_bytes == 0
-    assert isinstance(refusal.value, AttachRefused)
+    assert isinstance(refusal.value, Refused)
     assert refusal.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
@@ -93,7 +94,7 @@ def test_a_server_that_was_closed_is_asked_in_vain(
     server.clear_expert(0, 0)
     with pytest.raises(ServerClosed):
         server.set_expert(0, 0, 1, 1)
-    with pytest.raises(AttachRefused) as refusal:
+    with pytest.raises(Refused) as refusal:
         server.attach(request_for(server, client.export_window(LAYOUT.nbytes)))
     assert refusal.value.code is grpc.StatusCode.UNAVAILABLE
 
@@ -104,7 +105,7 @@ def test_a_server_closed_during_an_attach_is_not_touched_again(
     server, endpoint, client = ends
     endpoint.server = server
     window = client.export_window(LAYOUT.nbytes)
-    with pytest.raises(AttachRefused) as refusal:
+    with pytest.raises(Refused) as refusal:
         server.attach(request_for(server, window))
     assert refusal.value.code is grpc.StatusCode.UNAVAILABLE
     assert client.status(window) is Status.GONE
@@ -166,6 +167,8 @@ def test_an_ending_process_frees_its_server_after_those_who_call_it(
         port=0,
         router="127.0.0.1:1",
         transport="shm",
+        weights="checkpoint",
+        zone="",
     )
     process.serve(options, ending)  # pyright: ignore[reportArgumentType]
     assert events[:3] == ["leave", "router closed", "server closed, services[0].server is None=True"], events
