@@ -214,7 +214,7 @@ class Placement:
         if view is None or view.pool(EXPERT):
             return False
         try:
-            return self._router.status(timeout_s=WANTED_POLL_S).wanted.get(EXPERT) == 0
+            return not self._router.status(timeout_s=WANTED_POLL_S).pools[EXPERT].wanted
         except RouterUnavailable:
             return False
 

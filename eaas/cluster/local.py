@@ -351,7 +351,7 @@ class LocalCluster:
                 return
             if command == StartProcess("expert"):
                 try:
-                    self._experts_wanted = router.status(timeout_s=PROBE_S).wanted["expert"]
+                    self._experts_wanted = router.status(timeout_s=PROBE_S).pools["expert"].wanted
                 except RouterUnavailable as error:
                     logger.warning("wanted_unknown kept=%d reason=%s", self._experts_wanted, error)
             self._order(lambda command=command: self._obey(command))

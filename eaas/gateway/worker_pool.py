@@ -23,7 +23,7 @@ from eaas.gateway.generation import Choice, Generation
 from eaas.gateway.metrics import GatewayMetrics
 from eaas.gateway.token_log import TokenLog
 from eaas.gateway.worker_link import WorkerLink
-from router.view import Member, View
+from router.view import DRAINING, SERVING, SUSPECT, Member, View
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ _CONNECT_TIMEOUT_S = 2.0
 _RETRY_FIRST_S = 0.05
 _RETRY_MOST_S = 1.0
 _SWEEP_S = 0.25
-_CONNECTED_STATES = frozenset({"serving", "suspect", "draining"})
+_CONNECTED_STATES = frozenset({SERVING, SUSPECT, DRAINING})
 _CLIENT_FAULTS = {
     "too_long": "context_length_exceeded",
     "never_fits": "request_too_large",
@@ -95,6 +95,7 @@ class _Worker:
         self.member = member
         self.link: WorkerLink | None = None
         self.task: asyncio.Task[None] | None = None
+        self.draining_s: float | None = None  # since when
 
 
 class WorkerPool:
@@ -211,6 +212,8 @@ class WorkerPool:
                 worker = self._workers[incarnation] = _Worker(member)
                 worker.task = self._loop.create_task(self._keep_connected(worker))
             worker.member = member
+            if member.state == DRAINING:
+                worker.draining_s = worker.draining_s or time.monotonic()
         self._place_waiting()
 
     def _remove(self, incarnation: int, reason: str) -> None:
@@ -358,7 +361,7 @@ class WorkerPool:
             if worker.link is not None and worker.link.ready:
                 by_state.setdefault(worker.member.state, []).append(worker.link)
         # A suspect worker is better than none, and may be slow rather than dead.
-        return by_state.get("serving") or by_state.get("suspect") or []
+        return by_state.get(SERVING) or by_state.get(SUSPECT) or []
 
     def _choose(self, sequence: Sequence) -> WorkerLink | None:
         links = [link for link in self._candidates() if link.incarnation not in sequence.refused_by]
@@ -431,6 +434,11 @@ class WorkerPool:
             sequence.refused_by.add(link.incarnation)
         self._replay(sequence, reason)
 
+    def _move_from(self, link: WorkerLink | None) -> None:
+        for sequence in [s for s in self._sequences.values() if link is not None and s.link is link]:
+            if self._choose(sequence) is not None:
+                self._move(sequence, "drained")
+
     def _unlink(self, sequence: Sequence) -> None:
         if sequence.link is not None:
             sequence.link.outstanding -= sequence.debt
@@ -464,6 +472,9 @@ class WorkerPool:
                     f"No attention worker took the request within {self._config.deadline_s:g} s: {reason}."
                 ),
             )
+        for worker in self._workers.values():
+            if worker.draining_s is not None and now_s - worker.draining_s >= self._config.drain_move_s:
+                self._move_from(worker.link)
         for link in self.links():
             if link.outstanding > 0 and now_s - link.heard_s >= self._config.silence_s:
                 link.drop("silent_with_work")

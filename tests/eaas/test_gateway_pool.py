@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterable
 
 import pytest
 
@@ -39,11 +40,11 @@ async def worker_of(number: int) -> FakeWorker:
     return worker
 
 
-def view_of(*workers: FakeWorker) -> View:
+def view_of(*workers: FakeWorker, draining: Iterable[FakeWorker] = ()) -> View:
     members = tuple(
         Member(
-            name=w.name, pool="attention", state="serving", incarnation=w.incarnation,
-            address=w.address, pid=1, host="h",
+            name=w.name, pool="attention", state="draining" if w in draining else "serving",
+            incarnation=w.incarnation, address=w.address, pid=1, host="h",
         )
         for w in workers
     )  # fmt: skip
@@ -224,6 +225,57 @@ def test_a_request_without_a_limit_gets_what_its_worker_has_room_for() -> None:
         await until(lambda: len(worker.submits) == 2, "both")
         limits = {submit.id: submit.params.max_tokens for submit in worker.submits}
         assert limits == {"free": MAX_MODEL_LEN - 4, "bound": MAX_MODEL_LEN * 2}
+        pool.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_draining_worker_ends_what_it_can_and_the_rest_goes_on_elsewhere() -> None:
+    async def scenario() -> None:
+        metrics = GatewayMetrics()
+        pool = WorkerPool(GatewayConfig(model_name="m", drain_move_s=0.6), metrics)
+        first, second = await worker_of(1), await worker_of(2)
+        pool.apply_view(view_of(first))
+        await until(lambda: len(pool.links()) == 1, "a link")
+        short, long = sequence_of("short", 5), sequence_of("long", 1000)
+        for _, sequence in (short, long):
+            pool.submit(sequence)
+        pool.apply_view(view_of(first, second, draining=[first]))
+        await until(lambda: len(pool.links()) == 2, "two links")
+        later = sequence_of("later", 5)
+        pool.submit(later[1])
+        await until(lambda: short[0].ended and later[0].ended, "the short ones")
+        assert [submit.id for submit in first.submits] == ["short", "long"]
+        assert [submit.id for submit in second.submits] == ["later"]
+        await until(lambda: len(second.submits) == 2, "the long one")
+        assert metrics.replays == {"drained": 1}
+        assert first.cancels == ["long"]
+        await until(lambda: len(long[1].log.output) >= 600, "more tokens")
+        text = [ord("long"[number % 4]) for number in range(600)]
+        assert long[1].log.output[:600] == text, "tokens changed when it moved"
+        pool.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_draining_worker_keeps_its_choices_while_nobody_else_can_take_them() -> None:
+    async def scenario() -> None:
+        metrics = GatewayMetrics()
+        pool = WorkerPool(GatewayConfig(model_name="m", drain_move_s=0.01), metrics)
+        only = await worker_of(1)
+        pool.apply_view(view_of(only))
+        await until(lambda: len(pool.links()) == 1, "a link")
+        generation, sequence = sequence_of("hello", 400)
+        pool.submit(sequence)
+        pool.apply_view(view_of(only, draining=[only]))
+        _, new = sequence_of("new", 3)
+        pool.submit(new)
+        await until(lambda: generation.ended, "the end")
+        assert generation.error is None
+        assert (metrics.replays, pool.waiting, len(only.submits)) == ({}, 1, 1)
+        pool.apply_view(view_of())
+        pool.apply_view(view_of(await worker_of(2)))
+        await until(lambda: len(new.log.output) == 3, "the one that waited")
         pool.close()
 
     asyncio.run(scenario())
