@@ -6,7 +6,8 @@ and the launcher's reports say when
     replicas  every expert is on as many live servers as wanted (expert servers only),
     joined    its replacement is a member,
     whole     the pool has its wanted size again: the expert servers serve and every expert has its replicas;
-              the attention worker takes requests.
+              the attention worker takes requests,
+and how much processor time the replacement had used by then.
 A stream that fails, or says something else than without a fault, ends the run with an error.
 
     python -m benchmarks.recovery --kills 20
@@ -42,6 +43,7 @@ LIMIT_S = 60.0
 # Between two kills, so that the next one meets a pool at rest.
 REST_S = 0.5
 PHASES = {EXPERT: ("gone", "replicas", "joined", "whole"), ATTENTION: ("gone", "joined", "whole")}
+CPU = "start_cpu"
 
 
 class Observer:
@@ -124,6 +126,9 @@ def whole(view: View, pool: str, config: ClusterConfig) -> bool:
 def kill(cluster: LocalCluster, seen: Observer, pool: str, draw: random.Random) -> dict[str, float]:
     """Kill a member of a pool and wait for its replacement. Seconds from the signal to each phase."""
     config = cluster.config
+    while not seen.views or not whole(seen.views[-1][1], pool, config):
+        time.sleep(REST_S)
+    time.sleep(REST_S)
     before = {member.name for member in seen.views[-1][1].pool(pool)}
     victim = draw.choice(sorted(before))
     pid = cluster.pids()[victim]
@@ -146,11 +151,17 @@ def kill(cluster: LocalCluster, seen: Observer, pool: str, draw: random.Random) 
             found["whole"] = new[0] if new and found["whole"] else None
         reached = {phase: at_s - began_s for phase, at_s in found.items() if at_s is not None}
         if len(reached) == len(found):
-            time.sleep(REST_S)
-            return reached
+            new = [member.pid for member in seen.views[-1][1].pool(pool) if member.name not in before]
+            return reached | {CPU: sum(cpu_s(pid) for pid in new)}
         if time.monotonic() - began_s > LIMIT_S:
             raise RuntimeError(f"{victim} killed: after {LIMIT_S:g} s only {sorted(reached)} were reached")
         time.sleep(0.01)
+
+
+def cpu_s(pid: int) -> float:
+    """Processor time of a process so far, user and system."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def summary(rounds: Sequence[Mapping[str, float]], phases: Sequence[str]) -> dict[str, dict[str, float]]:
@@ -212,7 +223,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                         "streams": chosen.streams,
                         "kills": chosen.kills,
                         "seed": chosen.seed,
-                        "seconds": summary(rounds, PHASES[pool]),
+                        "seconds": summary(rounds, (*PHASES[pool], CPU)),
                     }
                     record("recovery", result, ("numpy", "grpcio"), chosen.results)
         finally:

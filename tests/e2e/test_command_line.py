@@ -204,7 +204,7 @@ def test_a_damaged_checkpoint_is_refused_in_clear_words(
     ("arguments", "words"),
     [
         (["--replicas", "3", "--experts", "2"], ["3 replicas", "--experts 2"]),
-        (["--experts", "0"], ["at least 1"]),
+        (["--experts", "-1"], ["-1 expert servers", "give 0"]),
         (["--dtype", "float8"], ["float8", "bfloat16"]),
         (["--host", "0.0.0.0"], ["loopback"]),
         (["--cores", "0,x"], ["--cores", "0,x"]),
