@@ -364,7 +364,8 @@ class LocalCluster:
     def _obey(self, command: StartProcess | StopProcess) -> None:
         if isinstance(command, StopProcess):
             child = self._children.get(command.pid)
-            if child is not None:
+            # A gateway that was silent still holds its clients' streams: it joins again when it wakes.
+            if child is not None and child.pool != "gateway":
                 # One that was drained is well and ends in order. One that was fenced may be frozen.
                 child.send(signal.SIGTERM)
                 self._later(STOP_MOMENT_S, lambda: self._kill(child))
