@@ -49,6 +49,7 @@ log = logging.getLogger("eaas.attention")
 STUCK_STEP_S = 0.6
 BLOCK_TOKENS = 16
 COVER_POLL_S = 0.01
+WANTED_POLL_S = 1.0
 START_ERRORS = (
     DecoderError,
     IsaUnavailable,
@@ -188,18 +189,34 @@ class Placement:
             self._router.ack(epoch)
 
     def wait(self, timeout_s: float, asked: threading.Event) -> None:
-        """Return once every expert has a replica that this process can reach.
+        """Return once every expert has a replica that this process can reach, or the router wants no expert server:
+        then requests wait for the pool to grow, each up to its own deadline.
 
         Raises:
             StartFailed: not within the time.
             Stopped: asked to end.
         """
         end_s = time.monotonic() + timeout_s
+        ask_s = 0.0
         while not self._client.covers:
             if asked.wait(COVER_POLL_S):
                 raise Stopped
-            if time.monotonic() > end_s:
+            now_s = time.monotonic()
+            if now_s > end_s:
                 raise StartFailed(f"After {timeout_s:g} s {self._problem()}")
+            if now_s > ask_s:
+                ask_s = now_s + WANTED_POLL_S
+                if self._none_wanted():
+                    return
+
+    def _none_wanted(self) -> bool:
+        view = self._router.view
+        if view is None or view.pool(EXPERT):
+            return False
+        try:
+            return not self._router.status(timeout_s=WANTED_POLL_S).pools[EXPERT].wanted
+        except RouterUnavailable:
+            return False
 
     def _problem(self) -> str:
         view = self._router.view
@@ -220,21 +237,23 @@ class Load:
         self._client = client
         self._tracks: dict[str, Track] = {}
         self._at_s = time.monotonic()
-        self._emitted = 0
+        self._emitted, self._busy_s = 0, 0.0
 
     def __call__(self) -> dict[str, float]:
-        """running, waiting, kv_use (0 to 1), tokens_per_s since the last report, and the paces of expert servers;
-        empty without an engine.
+        """The engine's load; busy (0 to 1, the share of time in steps) and tokens_per_s since the last report; and
+        the paces of expert servers. Empty without an engine.
         """
         engine = self.engine
         if engine is None:
             return {}
-        now_s, emitted = time.monotonic(), engine.emitted
-        rate = (emitted - self._emitted) / max(now_s - self._at_s, 1e-3)
-        self._at_s, self._emitted = now_s, emitted
+        now_s, emitted, busy_s = time.monotonic(), engine.emitted, engine.busy_s
+        elapsed_s = max(now_s - self._at_s, 1e-3)
+        rate = (emitted - self._emitted) / elapsed_s
+        busy = min(1.0, (busy_s - self._busy_s) / elapsed_s)
+        self._at_s, self._emitted, self._busy_s = now_s, emitted, busy_s
         found = {report.name: report.totals for report in self._client.stats()}
         self._tracks = observe_all(self._tracks, found)
-        return {**engine.load(), "tokens_per_s": rate, **load_entries(self._tracks)}
+        return {**engine.load(), "busy": busy, "tokens_per_s": rate, **load_entries(self._tracks)}
 
 
 class ClosingDecoder(StepDecoder, Protocol):

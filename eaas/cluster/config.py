@@ -20,6 +20,7 @@ class ClusterConfig:
 
     model: Path
     served_name: str
+    # Pools as they begin; the router may be told to grow and shrink them later, down to none.
     experts: int = 2
     attention: int = 1
     replicas: int = 2
@@ -42,12 +43,12 @@ class ClusterConfig:
     stop_s: float = 3.0
 
     def __post_init__(self) -> None:
-        if self.experts < 1 or self.attention < self.endpoint:
+        if self.experts < 0 or self.attention < 0:
             raise ValueError(
-                f"{self.experts} expert servers and {self.attention} attention workers asked for; at least 1 of each "
-                "is needed. Raise --experts or --attention."
+                f"{self.experts} expert servers and {self.attention} attention workers asked for; give 0 (requests "
+                "wait until the pool grows) or more with --experts and --attention."
             )
-        if not 1 <= self.replicas <= self.experts:
+        if self.replicas < 1 or self.replicas > self.experts > 0:
             raise ValueError(
                 f"{self.replicas} replicas of each expert need {self.replicas} expert servers, found --experts "
                 f"{self.experts}. Raise --experts or lower --replicas (at least 1)."
@@ -80,10 +81,15 @@ def expert_cores(slot: int, servers: int, cores: Sequence[int], lanes: int = 0) 
     """Cores of the expert server in launch slot `slot`: one lane each, `lanes` of them where that is not 0.
 
     With at least as many servers as cores each gets one core, round-robin; with fewer, the cores are dealt out
-    among the servers so that none lies idle.
+    among the servers so that none lies idle. A process keeps its cores when the pool changes later: one that
+    started alone shares its cores with those that came after it.
+
+    Args:
+        servers: Wanted when this one starts.
     """
     if lanes:
         return [cores[(slot * lanes + lane) % len(cores)] for lane in range(lanes)]
+    servers = max(servers, slot + 1)
     if servers >= len(cores):
         return [cores[slot % len(cores)]]
     return list(cores[slot % servers :: servers])

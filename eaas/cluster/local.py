@@ -33,6 +33,8 @@ MODULES = {"router": "router", "expert": "experts", "attention": "eaas.attention
 RESTART_FIRST_S, RESTART_MOST_S = 0.1, 5.0
 # A router that answers no probe for so long is ended and started again; the token path does not miss it.
 PROBE_S, HUNG_S = 1.0, 5.0
+# A member that is stopped ends within a second if it is well, as all roles promise; one that is frozen never does.
+STOP_MOMENT_S = 1.5
 
 
 STATE_PREFIX = "eaas-"
@@ -52,8 +54,10 @@ class LocalCluster:
         self._show = on_event or (lambda text: logger.info("%s", text))
         self._children: dict[int, Child] = {}
         self._launched = 0
+        self._experts_wanted = config.experts
         self._selector = selectors.DefaultSelector()
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._due: list[tuple[float, Callable[[], None]]] = []
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
         self._selector.register(self._wake_read, selectors.EVENT_READ, None)
@@ -172,12 +176,16 @@ class LocalCluster:
 
     def _supervise(self) -> None:
         while not self._stopping.is_set():
-            for key, _ in self._selector.select():
+            next_s = min((at_s for at_s, _ in self._due), default=None)
+            timeout_s = None if next_s is None else max(0.0, next_s - time.monotonic())
+            for key, _ in self._selector.select(timeout_s):
                 if key.data is None:
                     os.read(self._wake_read, 4096)
                     continue
                 child, is_exit = key.data
                 self._carry_out(lambda child=child, act=self._ended if is_exit else self._report: act(child))
+            for act in self._take_due():
+                self._carry_out(act)
             while not self._stopping.is_set() and not self._orders.empty():
                 self._carry_out(self._orders.get())
 
@@ -238,7 +246,7 @@ class LocalCluster:
         shared = ["--router", self._router_address, "--model", str(config.model)]
         workers = ["--dtype", config.dtype, "--transport", config.transport]
         if pool == "expert":
-            cores = expert_cores(slot, config.experts, config.cores, config.expert_lanes)
+            cores = expert_cores(slot, self._experts_wanted, config.cores, config.expert_lanes)
             return [*shared, *workers, "--cores", ",".join(map(str, cores))]
         if pool == "attention":
             return [
@@ -308,12 +316,20 @@ class LocalCluster:
         delay_s = min(RESTART_FIRST_S * 2 ** (count - 1), RESTART_MOST_S)
         address = self._router_address if child.pool == "router" else self._gateway_address
         port = int(address.rpartition(":")[2])
-        timer = threading.Timer(delay_s, lambda: self._order(lambda: self._spawn(child.pool, 0, port=port)))
-        timer.daemon = True
-        timer.start()
+        self._later(delay_s, lambda: self._spawn(child.pool, 0, port=port))
+
+    def _later(self, delay_s: float, act: Callable[[], None]) -> None:
+        """Carry out an act after a while; for the supervisor's thread."""
+        self._due.append((time.monotonic() + delay_s, act))
+
+    def _take_due(self) -> list[Callable[[], None]]:
+        now_s = time.monotonic()
+        due = [act for at_s, act in self._due if at_s <= now_s]
+        self._due = [(at_s, act) for at_s, act in self._due if at_s > now_s]
+        return due
 
     def _missing(self) -> str:
-        """The parts that are not ready yet, in words; empty when all are."""
+        """The parts to begin with that are not ready yet, in words; empty when all are."""
         config = self.config
         wanted = {
             "router": 1,
@@ -329,9 +345,15 @@ class LocalCluster:
     # -- what the router orders --------------------------------------------------------------------------------------
 
     def _follow_launches(self) -> None:
-        for command in self._router_client().launches(host_id(), self._starting):
+        router = self._router_client()
+        for command in router.launches(host_id(), self._starting):
             if self._stopping.is_set():
                 return
+            if command == StartProcess("expert"):
+                try:
+                    self._experts_wanted = router.status(timeout_s=PROBE_S).pools["expert"].wanted
+                except RouterUnavailable as error:
+                    logger.warning("wanted_unknown kept=%d reason=%s", self._experts_wanted, error)
             self._order(lambda command=command: self._obey(command))
 
     def _starting(self) -> dict[str, int]:
@@ -342,13 +364,20 @@ class LocalCluster:
     def _obey(self, command: StartProcess | StopProcess) -> None:
         if isinstance(command, StopProcess):
             child = self._children.get(command.pid)
-            if child is not None:
-                # A fenced process may be frozen: only SIGKILL is sure to end it, and it holds nothing worth saving.
-                child.send(signal.SIGKILL)
+            # A gateway that was silent still holds its clients' streams: it joins again when it wakes.
+            if child is not None and child.pool != "gateway":
+                # One that was drained is well and ends in order. One that was fenced may be frozen.
+                child.send(signal.SIGTERM)
+                self._later(STOP_MOMENT_S, lambda: self._kill(child))
             return
         used = {child.slot for child in self._children.values() if child.pool == command.pool}
         slot = next(number for number in range(len(used) + 1) if number not in used)
         self._spawn(command.pool, slot, port=0)
+
+    def _kill(self, child: Child) -> None:
+        # Its pid may be another process's by now.
+        if self._children.get(child.pid) is child:
+            child.send(signal.SIGKILL)
 
     def _report_exits(self) -> None:
         """Tell the router of ended processes; on a thread of its own, for the router itself may be away."""

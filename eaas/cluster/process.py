@@ -46,6 +46,8 @@ class Child:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
+                    # Rows are computed by native lanes; numpy's own threads only spin when it is imported.
+                    env={"OPENBLAS_NUM_THREADS": "1", **os.environ},
                     pass_fds=(write_fd,),
                     start_new_session=True,
                 )

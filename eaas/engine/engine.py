@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 # A step's wait is never shorter, and a request this close to its deadline has reached it.
 LEAST_WAIT_S = 0.01
+# Output tokens reckoned for a request that waits, at most: limits are mostly far above what is generated.
+RECKONED_TOKENS = 256
 LogitsHook = Callable[[Request, int, np.ndarray], None]
 
 
@@ -80,6 +82,7 @@ class Engine:
         """Args: on_logits: called with (request, index, float32 [vocab]) before each choice; copy it."""
         self.config = config
         self.emitted = 0
+        self.busy_s = 0.0
         self._decoder = decoder
         self._on_logits = on_logits
         self._clock = clock
@@ -97,10 +100,22 @@ class Engine:
         return self.scheduler.running > 0 or self.scheduler.waiting > 0
 
     def load(self) -> dict[str, float]:
-        """Requests running and waiting, and the share of KV blocks held, 0 to 1."""
+        """Requests running and waiting, what is queued, and the share of KV blocks held, 0 to 1. Any thread.
+
+        backlog_tokens: of prompts not yet computed, and of what the waiting requests are reckoned to generate.
+        queue_s: age of the oldest request that has never run; one that was preempted shows in kv_use.
+        """
+        queue = self.scheduler.queue()
+        left = sum(len(request.context) - request.computed for request in self.scheduler.prefills())
+        for request in queue:
+            left += request.length
+            left += min(RECKONED_TOKENS, request.params.max_tokens - len(request.output))
+        oldest_s = min((r.submitted_s for r in queue if not r.preemptions), default=None)
         return {
             "running": float(self.scheduler.running),
-            "waiting": float(self.scheduler.waiting),
+            "waiting": float(len(queue)),
+            "backlog_tokens": float(left),
+            "queue_s": 0.0 if oldest_s is None else max(0.0, self._clock() - oldest_s),
             "kv_use": 1.0 - self._pool.free / self._pool.blocks,
         }
 
@@ -169,7 +184,10 @@ class Engine:
         except ExpertsLost as lost:
             return self._fail_overdue(lost, began_s)
         self._lost_since_s = None
-        return self._hand_out(plan, logits)
+        outcome = self._hand_out(plan, logits)
+        # A step that ended for want of experts is not counted: it waited.
+        self.busy_s += self._clock() - began_s
+        return outcome
 
     # -- inside ----------------------------------------------------------------------------------------------
 

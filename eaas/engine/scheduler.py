@@ -142,6 +142,14 @@ class Scheduler:
         """Every request that has not ended."""
         return self._live.values()
 
+    def queue(self) -> list[Request]:
+        """Requests that hold no blocks, the next to be admitted first. Any thread."""
+        return list(self._waiting)
+
+    def prefills(self) -> list[Request]:
+        """Requests whose prompts are being computed. Any thread."""
+        return list(self._prefilling)
+
     def get(self, owner: int, id: str) -> Request | None:
         """The live request of that name."""
         return self._live.get((owner, id))

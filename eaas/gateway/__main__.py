@@ -14,7 +14,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import grpc
@@ -26,13 +27,15 @@ from eaas.gateway.http_guard import Connection, RequestIds
 from eaas.gateway.load_model import ModelUnusable, load_model
 from eaas.gateway.status import RouterStatus
 from router import child
-from router.client import RouterClient, RouterUnavailable
-from router.view import View
+from router.client import JoinRefused, RouterClient, RouterUnavailable
+from router.view import GATEWAY, View
 
 log = logging.getLogger("eaas.gateway")
 
 _STATUS_TIMEOUT_S = 0.5
-_FIRST_VIEW_TIMEOUT_S = 10.0
+# Longest wait for the router at the start, and then between two tries.
+_JOIN_S = 1.0
+_LEAVE_S = 0.2
 
 
 class StartFailed(Exception):
@@ -40,16 +43,48 @@ class StartFailed(Exception):
 
 
 class RouterViews:
-    """Views from the router, as an observer: the gateway holds no experts and needs no lease."""
+    """Views from the router, and this gateway's membership: its lease carries its load.
 
-    def __init__(self, address: str) -> None:
+    A gateway serves whether or not it is a member. One that was fenced joins again, under a new name.
+    """
+
+    def __init__(self, address: str, own_address: str = "") -> None:
         self.address = address
+        self._own_address = own_address
         self._client = RouterClient(address)
         self._pid: int | None = None
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._keep_joined, name="gateway-join", daemon=True)
 
-    def start(self, on_view: Callable[[View], None]) -> None:
-        """Call ``on_view``, on a thread of the client, with each newer View."""
-        self._client.start(on_view=on_view)
+    @property
+    def name(self) -> str:
+        """As a member; ``gateway/0`` before it is one."""
+        identity = self._client.identity
+        return identity.name if identity else "gateway/0"
+
+    def start(self, on_view: Callable[[View], None], load: Callable[[], Mapping[str, float]]) -> None:
+        """Join, and call ``on_view``, on a thread of the client, with each newer View.
+
+        A router that does not answer within a moment is joined later.
+
+        Args:
+            load: Called on another thread of the client before each renewal.
+        """
+        self._client.start(on_view=on_view, load=load)
+        self._join()
+        self._thread.start()
+
+    def _keep_joined(self) -> None:
+        while not self._closed.wait(_JOIN_S):
+            if self._client.identity is None or self._client.fenced:
+                self._join()
+
+    def _join(self) -> None:
+        try:
+            identity = self._client.join(pool=GATEWAY, address=self._own_address, timeout_s=_JOIN_S)
+            log.info("joined name=%s incarnation=%d", identity.name, identity.incarnation)
+        except (RouterUnavailable, JoinRefused) as error:
+            log.info("join_delayed reason=%s", error)
 
     def latest(self) -> tuple[View | None, RouterStatus]:
         """The router's present View, or the last one seen; and how the router does. Blocks shortly."""
@@ -65,7 +100,12 @@ class RouterViews:
         return RouterStatus(pid=self._pid, address=self.address, state=state)
 
     def close(self) -> None:
-        """End the threads."""
+        """Leave, and end the threads."""
+        self._closed.set()
+        try:
+            self._client.leave(timeout_s=_LEAVE_S)
+        except RouterUnavailable as error:
+            log.info("leave_unanswered error=%s", error)
         self._client.close()
 
 
@@ -204,20 +244,21 @@ def _serve(options: argparse.Namespace, listener: socket.socket) -> int:
         max_requests=options.max_requests,
         body_limit_bytes=options.max_body_bytes,
     )
+    host, port = listener.getsockname()[:2]
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     gateway = Gateway(
         config=config,
         model=load_model(options.model, name),
-        views=RouterViews(options.router),
+        views=RouterViews(options.router, address),
         version=_version(),
     )
-    host, port = listener.getsockname()[:2]
-    gateway.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    gateway.address = address
 
     def started() -> None:
         # What start-up made stays for ever: no collection of garbage need walk over it again.
         gc.freeze()
         log.info("ready address=%s model=%s pid=%d", gateway.address, name, os.getpid())
-        child.tell_ready(options, "gateway/0", gateway.address)
+        child.tell_ready(options, gateway.name, gateway.address)
 
     settings = uvicorn.Config(
         RequestIds(create_app(gateway)),

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, Protocol, TypeVar
 
@@ -20,6 +20,7 @@ from eaas.gateway import errors
 from eaas.gateway.config import GatewayConfig
 from eaas.gateway.errors import ApiError, ErrorReply
 from eaas.gateway.http_guard import read_body, require_json
+from eaas.gateway.load import GatewayLoad
 from eaas.gateway.metrics import GatewayMetrics
 from eaas.gateway.openai_format import ChatFormat, CompletionFormat, Format
 from eaas.gateway.replies import EventStream, Exchange, Work
@@ -38,7 +39,10 @@ R = TypeVar("R", ChatRequest, CompletionRequest)
 class ViewSource(Protocol):
     """Where Views come from: the router's client, or a stand-in."""
 
-    def start(self, on_view: Callable[[View], None]) -> None: ...
+    @property
+    def name(self) -> str: ...
+
+    def start(self, on_view: Callable[[View], None], load: Callable[[], Mapping[str, float]]) -> None: ...
 
     def latest(self) -> tuple[View | None, RouterStatus]: ...
 
@@ -67,6 +71,11 @@ class Gateway:
         self._started_s = time.monotonic()
 
     @property
+    def name(self) -> str:
+        """This gateway's name as a member; ``gateway/0`` until the router has given it one."""
+        return self._views.name
+
+    @property
     def pool(self) -> WorkerPool:
         """The attention workers; there from start-up to shutdown."""
         if self._pool is None:
@@ -87,7 +96,8 @@ class Gateway:
         def on_view(view: View) -> None:
             loop.call_soon_threadsafe(pool.apply_view, view)
 
-        self._views.start(on_view)
+        # It may wait a moment for the router.
+        await asyncio.to_thread(self._views.start, on_view, GatewayLoad(pool))
         try:
             yield
         finally:
@@ -179,6 +189,7 @@ class Gateway:
                 stops=tuple(wanted.stop or ()),
                 stream=bool(wanted.stream),
                 include_usage=wanted.include_usage,
+                open_end=wanted.token_limit is None,
             )
             exchange = Exchange(
                 work=work, model=self.model, pool=self.pool, metrics=self.metrics, on_close=self._release
@@ -242,7 +253,7 @@ class Gateway:
         view, router = await asyncio.to_thread(self._views.latest)
         pool, metrics = self.pool, self.metrics
         gateway = {
-            "name": "gateway/0",
+            "name": self.name,
             "pid": os.getpid(),
             "address": self.address,
             "version": self.version,

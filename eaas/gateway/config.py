@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from router.state import DRAIN_S
+
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayConfig:
@@ -20,6 +22,8 @@ class GatewayConfig:
         batch_tokens: Output tokens reckoned for a choice when its worker is chosen, at most: limits are
             mostly far above what is generated.
         silence_margin_s: Beyond the deadline, before a silent worker is taken for lost.
+        drain_move_s: Choices that have not ended so long after their worker began to drain go on elsewhere: each
+            costs its prefill once, and all together hold a whole worker.
     """
 
     model_name: str
@@ -31,6 +35,8 @@ class GatewayConfig:
     max_losses: int = 4
     batch_tokens: int = 256
     silence_margin_s: float = 5.0
+    # Half of what the router gives a member by default; whoever remains is replayed when its process ends.
+    drain_move_s: float = DRAIN_S / 2
 
     def __post_init__(self) -> None:
         for name in (

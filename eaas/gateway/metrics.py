@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 
@@ -12,6 +14,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 TTFT_BOUNDS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 ITL_BOUNDS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 E2E_BOUNDS_S = (0.01, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
+WINDOW_S = 60.0
+# A percentile of the newest so many says enough; memory stays bounded.
+MOST_KEPT = 4096
 
 
 class Histogram:
@@ -35,6 +40,24 @@ class Histogram:
         return [(name, float(count)) for name, count in zip(names, accumulate(self.counts), strict=True)]
 
 
+class Recent:
+    """Durations seen in the last WINDOW_S seconds, the newest MOST_KEPT of them. Any thread may read."""
+
+    __slots__ = ("_seen",)
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, float]] = deque(maxlen=MOST_KEPT)
+
+    def add(self, at_s: float, duration_s: float) -> None:
+        """Take in one duration in seconds, that ended at monotonic time ``at_s``."""
+        self._seen.append((at_s, duration_s))
+
+    def p99_s(self, now_s: float) -> float | None:
+        """The 99th percentile (nearest rank); None when nothing ended in the window."""
+        found = sorted(duration_s for at_s, duration_s in list(self._seen) if now_s - at_s <= WINDOW_S)
+        return found[math.ceil(0.99 * len(found)) - 1] if found else None
+
+
 class GatewayMetrics:
     """Counters of one gateway. Also a prometheus-client collector."""
 
@@ -50,6 +73,9 @@ class GatewayMetrics:
         self.ttft = Histogram(TTFT_BOUNDS_S)
         self.itl = Histogram(ITL_BOUNDS_S)
         self.e2e = Histogram(E2E_BOUNDS_S)
+        self.recent_ttft = Recent()
+        # Of each choice that ended: its tokens after the first, over the time that they took.
+        self.recent_tpot = Recent()
         self.gauges: dict[str, tuple[str, Callable[[], float]]] = {}
         self._registry = CollectorRegistry()
         self._registry.register(self)

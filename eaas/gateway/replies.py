@@ -40,6 +40,7 @@ class Work:
         params: What all choices share; max_tokens is set for each prompt in ``limits``.
         limits: Tokens that each prompt's choices may generate.
         stops: Stop strings.
+        open_end: The client named no limit of tokens.
     """
 
     format: Format
@@ -50,6 +51,7 @@ class Work:
     stops: Sequence[str]
     stream: bool
     include_usage: bool
+    open_end: bool
 
 
 class Exchange:
@@ -107,6 +109,7 @@ class Exchange:
                         params=params,
                         choice=choice,
                         generation=self.generation,
+                        open_end=work.open_end,
                     )
                 )
         return sequences

@@ -49,13 +49,13 @@ def cluster_status(
 
     Args:
         view: Newest View, or None before the first.
-        gateway: The gateway's own figures; with "pid" and "address".
+        gateway: The gateway's own figures; with "name", "pid" and "address".
     """
     own = {"incarnation": None, "experts": None, "load": {}}
     members: list[dict[str, Any]] = [
         {"name": "router/0", "pool": "router", **own, **asdict(router)},
         {
-            "name": "gateway/0",
+            "name": gateway["name"],
             "pool": "gateway",
             "state": "serving" if gateway["ready"] else "waiting",
             **own,
@@ -65,7 +65,8 @@ def cluster_status(
         },
     ]
     if view is not None:
-        members.extend(_member(member) for member in view.members)
+        # What it knows of itself is newer than what the router does.
+        members.extend(_member(member) for member in view.members if member.name != gateway["name"])
     return {
         "model": model,
         "epoch": view.epoch if view is not None else None,

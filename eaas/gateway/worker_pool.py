@@ -14,6 +14,8 @@ import logging
 import time
 from collections.abc import Iterable
 
+import msgspec
+
 from eaas.engine.worker_protocol import Cancel, Failed, ProtocolError, SamplingParams, Submit, Token
 from eaas.gateway.config import GatewayConfig
 from eaas.gateway.errors import ApiError, internal, invalid, unavailable
@@ -21,7 +23,7 @@ from eaas.gateway.generation import Choice, Generation
 from eaas.gateway.metrics import GatewayMetrics
 from eaas.gateway.token_log import TokenLog
 from eaas.gateway.worker_link import WorkerLink
-from router.view import Member, View
+from router.view import DRAINING, SERVING, SUSPECT, Member, View
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +31,7 @@ _CONNECT_TIMEOUT_S = 2.0
 _RETRY_FIRST_S = 0.05
 _RETRY_MOST_S = 1.0
 _SWEEP_S = 0.25
-_CONNECTED_STATES = frozenset({"serving", "suspect", "draining"})
+_CONNECTED_STATES = frozenset({SERVING, SUSPECT, DRAINING})
 _CLIENT_FAULTS = {
     "too_long": "context_length_exceeded",
     "never_fits": "request_too_large",
@@ -43,12 +45,14 @@ class Sequence:
     __slots__ = (
         "choice",
         "debt",
+        "first_s",
         "generation",
         "id",
         "last_s",
         "link",
         "log",
         "numerics_class",
+        "open_end",
         "params",
         "prefill",
         "refused_by",
@@ -57,11 +61,20 @@ class Sequence:
     )
 
     def __init__(
-        self, *, id: str, prompt: list[int], params: SamplingParams, choice: Choice, generation: Generation
+        self,
+        *,
+        id: str,
+        prompt: list[int],
+        params: SamplingParams,
+        choice: Choice,
+        generation: Generation,
+        open_end: bool = False,
     ) -> None:
+        """Args: open_end: the client named no limit; that of ``params`` is lowered to what the worker has room for."""
         self.id = id
         self.log = TokenLog(prompt)
         self.params = params
+        self.open_end = open_end
         self.choice = choice
         self.generation = generation
         self.link: WorkerLink | None = None
@@ -70,6 +83,7 @@ class Sequence:
         self.numerics_class: str | None = None
         self.refused_by: set[int] = set()
         self.started_s = 0.0
+        self.first_s = 0.0
         self.last_s = 0.0
         self.waiting_since_s = 0.0
 
@@ -81,6 +95,7 @@ class _Worker:
         self.member = member
         self.link: WorkerLink | None = None
         self.task: asyncio.Task[None] | None = None
+        self.draining_s: float | None = None  # since when
 
 
 class WorkerPool:
@@ -89,7 +104,7 @@ class WorkerPool:
     def __init__(self, config: GatewayConfig, metrics: GatewayMetrics, model_hash: str = "") -> None:
         """Args: model_hash: fingerprint of the gateway's checkpoint; workers with another are not used."""
         self._config = config
-        self._metrics = metrics
+        self.metrics = metrics
         self._loop = asyncio.get_running_loop()
         self._workers: dict[int, _Worker] = {}
         self._sequences: dict[str, Sequence] = {}
@@ -111,6 +126,16 @@ class WorkerPool:
     def waiting(self) -> int:
         """Choices without a worker."""
         return len(self._waiting)
+
+    def queue(self) -> list[Sequence]:
+        """Choices without a worker. Any thread."""
+        return list(self._waiting.values())
+
+    def cost_of(self, sequence: Sequence) -> int:
+        """Tokens to be computed for a choice from here on, as far as can be reckoned: prefill and output."""
+        log = sequence.log
+        left = sequence.params.max_tokens - len(log.output)
+        return len(log.prompt) + len(log.output) + max(1, min(left, self._config.batch_tokens))
 
     @property
     def max_model_len(self) -> int | None:
@@ -187,6 +212,8 @@ class WorkerPool:
                 worker = self._workers[incarnation] = _Worker(member)
                 worker.task = self._loop.create_task(self._keep_connected(worker))
             worker.member = member
+            if member.state == DRAINING:
+                worker.draining_s = worker.draining_s or time.monotonic()
         self._place_waiting()
 
     def _remove(self, incarnation: int, reason: str) -> None:
@@ -245,7 +272,7 @@ class WorkerPool:
     def tokens(self, link: WorkerLink, tokens: list[Token]) -> None:
         """All tokens of one engine step: log each, show it, end what has ended."""
         now_s = time.monotonic()
-        sequences, metrics = self._sequences, self._metrics
+        sequences, metrics = self._sequences, self.metrics
         observe_itl = metrics.itl.observe
         for token in tokens:
             sequence = sequences.get(token.id)
@@ -261,7 +288,9 @@ class WorkerPool:
                     self._move(sequence, "token_gap")
                 continue
             if len(token_log.output) == 1:
+                sequence.first_s = now_s
                 metrics.ttft.observe(now_s - sequence.started_s)
+                metrics.recent_ttft.add(now_s, now_s - sequence.started_s)
             else:
                 observe_itl(now_s - sequence.last_s)
             sequence.last_s = now_s
@@ -282,11 +311,13 @@ class WorkerPool:
                 self._fail(sequence, internal("The gateway could not show a token.", code="internal"))
                 link.send(Cancel(id=sequence.id))
                 continue
-            if token.finish:
+            if token.finish or stopped:
                 self._forget(sequence)
-            elif stopped:
-                self._forget(sequence)
-                link.send(Cancel(id=sequence.id))
+                later = len(token_log.output) - 1
+                if later:
+                    metrics.recent_tpot.add(now_s, (now_s - sequence.first_s) / later)
+                if not token.finish:
+                    link.send(Cancel(id=sequence.id))
 
     def failed(self, link: WorkerLink, message: Failed) -> None:
         """A worker gave up one choice: move it, or tell the client."""
@@ -330,17 +361,13 @@ class WorkerPool:
             if worker.link is not None and worker.link.ready:
                 by_state.setdefault(worker.member.state, []).append(worker.link)
         # A suspect worker is better than none, and may be slow rather than dead.
-        return by_state.get("serving") or by_state.get("suspect") or []
+        return by_state.get(SERVING) or by_state.get(SUSPECT) or []
 
     def _choose(self, sequence: Sequence) -> WorkerLink | None:
         links = [link for link in self._candidates() if link.incarnation not in sequence.refused_by]
         wanted = sequence.numerics_class
         same_class = [link for link in links if link.hello and link.hello.numerics_class == wanted]
         return min(same_class or links, key=lambda link: (link.outstanding, link.chosen), default=None)
-
-    def _expected(self, sequence: Sequence) -> int:
-        left = sequence.params.max_tokens - len(sequence.log.output)
-        return max(1, min(left, self._config.batch_tokens))
 
     def _place(self, sequence: Sequence) -> None:
         link = self._choose(sequence)
@@ -357,14 +384,18 @@ class WorkerPool:
             and numerics_class != sequence.numerics_class
             and token_log.output
         ):
-            self._metrics.class_crossings += 1
+            self.metrics.class_crossings += 1
             log.warning(
                 "class_crossed id=%s from=%s to=%s", sequence.id, sequence.numerics_class, numerics_class
             )
         sequence.numerics_class = numerics_class
         sequence.link = link
+        if sequence.open_end and link.hello and not token_log.output:
+            room = max(1, link.hello.max_model_len - len(token_log.prompt))
+            if sequence.params.max_tokens > room:
+                sequence.params = msgspec.structs.replace(sequence.params, max_tokens=room)
         sequence.prefill = len(token_log.prompt) + len(token_log.output)
-        sequence.debt = sequence.prefill + self._expected(sequence)
+        sequence.debt = self.cost_of(sequence)
         if link.outstanding == 0:
             # Silence counts from when there is work.
             link.heard_s = time.monotonic()
@@ -393,7 +424,7 @@ class WorkerPool:
             message = f"{losses} attempts in a row ended without a new token ({reason}); it is given up."
             self._fail(sequence, internal(message, code="attempts_exhausted"))
             return
-        self._metrics.count_replay(reason)
+        self.metrics.count_replay(reason)
         self._place(sequence)
 
     def _move(self, sequence: Sequence, reason: str) -> None:
@@ -402,6 +433,11 @@ class WorkerPool:
             link.send(Cancel(id=sequence.id))
             sequence.refused_by.add(link.incarnation)
         self._replay(sequence, reason)
+
+    def _move_from(self, link: WorkerLink | None) -> None:
+        for sequence in [s for s in self._sequences.values() if link is not None and s.link is link]:
+            if self._choose(sequence) is not None:
+                self._move(sequence, "drained")
 
     def _unlink(self, sequence: Sequence) -> None:
         if sequence.link is not None:
@@ -436,6 +472,9 @@ class WorkerPool:
                     f"No attention worker took the request within {self._config.deadline_s:g} s: {reason}."
                 ),
             )
+        for worker in self._workers.values():
+            if worker.draining_s is not None and now_s - worker.draining_s >= self._config.drain_move_s:
+                self._move_from(worker.link)
         for link in self.links():
             if link.outstanding > 0 and now_s - link.heard_s >= self._config.silence_s:
                 link.drop("silent_with_work")

@@ -13,6 +13,7 @@ import pytest
 
 from eaas.cluster.local import LocalCluster
 from eaas.cluster.status import fetch_status
+from router.client import RouterClient
 from tests.e2e.clients import Seen, stream_all
 
 CLIENTS, TOKENS = 16, 48
@@ -96,11 +97,37 @@ def test_killing_the_router_changes_nothing(cluster: LocalCluster, calm: list[Se
     assert [one.texts for one in struck] == [one.texts for one in calm], "router killed, tokens changed"
     wait_for("the router's return", lambda: "router/0" in cluster.pids(), 10)
     wait_for("a whole pool", lambda: whole_pool(cluster), 10)
-    assert fetch_status(cluster.url)["epoch"] >= epoch
+    wait_for("a higher epoch", lambda: fetch_status(cluster.url)["epoch"] > epoch, 10)
     # The new router repairs as the old one did.
     struck, _ = strike(cluster, "expert", signal.SIGKILL, seed=17)
     assert [one.texts for one in struck] == [one.texts for one in calm]
     wait_for("4 serving members under the new router", lambda: whole_pool(cluster), 15)
+
+
+def test_a_frozen_gateway_goes_on_where_it_was(cluster: LocalCluster, calm: list[Seen]) -> None:
+    """Frozen for longer than its lease, it is no member any more when it wakes; its streams are its own."""
+
+    def thaw() -> None:
+        wait_for("the end of its membership", lambda: not router.status().view.pool("gateway"), 10)
+        os.kill(pid, signal.SIGCONT)
+
+    def on_token(count: int) -> None:
+        if count == CLIENTS * TOKENS // 3:
+            os.kill(pid, signal.SIGSTOP)
+            thawing.start()
+
+    (name,) = [name for name in cluster.pids() if name.startswith("gateway/")]
+    pid = cluster.pids()[name]
+    router, thawing = RouterClient(cluster.router_address), threading.Thread(target=thaw)
+    try:
+        struck = stream_all(cluster.url, "tiny", PROMPTS, TOKENS, on_token)
+        thawing.join()
+        assert [one.texts for one in struck] == [one.texts for one in calm], "gateway frozen, tokens changed"
+        wait_for("another membership", lambda: len(router.status().view.pool("gateway")) == 1, 10)
+        assert cluster.pids()[name] == pid, "the gateway was ended"
+    finally:
+        os.kill(pid, signal.SIGCONT)
+        router.close()
 
 
 def test_a_hung_router_is_replaced(cluster: LocalCluster, calm: list[Seen]) -> None:

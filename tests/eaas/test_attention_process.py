@@ -168,7 +168,9 @@ def test_it_serves_loses_an_expert_server_and_leaves_in_order(tmp_path: Path, mo
             assert time.monotonic() < end_s, "no load was reported"
         (member,) = router.status().view.pool("attention")
         paces = {key for key in member.load if key.startswith(("servers_", "slow_"))}
-        assert set(member.load) - paces == {"running", "waiting", "kv_use", "tokens_per_s"}
+        words = {"running", "waiting", "backlog_tokens", "queue_s", "kv_use", "busy", "tokens_per_s"}
+        assert set(member.load) - paces == words
+        assert 0 < member.load["busy"] <= 1
         assert sum(member.load[key] for key in paces if key.startswith("servers_")) >= 1
         assert member.state == "serving"
 

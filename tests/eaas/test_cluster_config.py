@@ -26,6 +26,19 @@ def test_cores_are_dealt_out_or_given_by_the_wanted_lanes(
     assert [expert_cores(slot, servers, (4, 5, 6, 7), lanes) for slot in range(servers)] == wanted
 
 
+def test_servers_that_come_later_take_their_share_whatever_the_pool_began_with() -> None:
+    """From one server to six, and each that comes by itself."""
+    assert [expert_cores(slot, 6, (4, 5)) for slot in range(1, 6)] == [[5], [4], [5], [4], [5]]
+    assert [expert_cores(slot, 1, (4, 5, 6, 7)) for slot in range(3)] == [[4, 5, 6, 7], [5, 7], [6]]
+
+
+def test_a_pool_may_begin_with_nothing_and_keep_its_replicas_for_later() -> None:
+    config = ClusterConfig(model=Path(), served_name="m", experts=0, attention=0, replicas=2)
+    assert config.replicas == 2
+    with pytest.raises(ValueError, match="-1 expert servers and 1 attention workers asked for; give 0"):
+        ClusterConfig(model=Path(), served_name="m", experts=-1)
+
+
 @pytest.mark.parametrize("lanes", [-1, 3])
 def test_more_lanes_than_cores_are_refused(lanes: int) -> None:
     with pytest.raises(ValueError, match=f"{lanes} lanes for each expert server; 0 .* to 2"):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 
-from eaas.engine.decoder import ExpertsLost
+from eaas.engine.decoder import ExpertsLost, StepPlan
 from eaas.engine.engine import Engine, EngineConfig
 from eaas.engine.request import Request
 from eaas.engine.scheduler import SchedulerConfig
@@ -21,7 +22,12 @@ class World:
     """An engine, its decoder, every token and every row of logits that came out of it."""
 
     def __init__(
-        self, blocks: int = 256, step_tokens: int = 64, reuse: bool = True, eos: Sequence[int] = ()
+        self,
+        blocks: int = 256,
+        step_tokens: int = 64,
+        reuse: bool = True,
+        eos: Sequence[int] = (),
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.decoder = FakeDecoder(blocks)
         self.logits: dict[tuple[str, int], bytes] = {}
@@ -33,7 +39,7 @@ class World:
             eos_ids=frozenset(eos),
             prefix_reuse=reuse,
         )
-        self.engine = Engine(self.decoder, config, on_logits=self.keep)
+        self.engine = Engine(self.decoder, config, on_logits=self.keep, clock=clock)
         self.tokens: dict[str, list[int]] = {}
         self.records: list[Token] = []
         self.failed: list[Failed] = []
@@ -215,9 +221,47 @@ def test_cancelling_frees_within_one_step() -> None:
     world.step()
     for id in "abc":
         assert world.engine.cancel(id)
-    assert world.engine.load() == {"running": 0.0, "waiting": 0.0, "kv_use": 0.0}
+    assert not any(world.engine.load().values())
     assert not world.step()
     assert not world.engine.cancel("a")
+
+
+def test_the_load_counts_what_is_queued_and_how_long() -> None:
+    now_s = [100.0]
+    world = World(step_tokens=8, clock=lambda: now_s[0])
+    world.submit("first", range(12), max_tokens=30)
+    world.step()
+    now_s[0] += 2
+    world.submit("second", range(20), max_tokens=3)
+    now_s[0] += 5
+    load = world.engine.load()
+    assert (load["running"], load["waiting"], load["queue_s"]) == (1, 1, 5)
+    # Four of the first prompt's twelve are left; of the second all 20, and the 3 that it may generate.
+    assert load["backlog_tokens"] == 4 + 20 + 3
+    world.run()
+    assert not any(world.engine.load().values())
+
+
+def test_only_steps_that_computed_count_as_busy() -> None:
+    now_s = [0.0]
+    world = World(clock=lambda: now_s[0])
+    compute = world.decoder.step
+
+    def lose(plan: StepPlan, deadline_s: float) -> np.ndarray:
+        now_s[0] += 1
+        raise ExpertsLost
+
+    def slow(plan: StepPlan, deadline_s: float) -> np.ndarray:
+        now_s[0] += 3
+        return compute(plan, deadline_s)
+
+    world.submit("a", [1, 2], max_tokens=2)
+    world.decoder.step = lose
+    assert world.step()
+    assert world.engine.busy_s == 0
+    world.decoder.step = slow
+    world.run()
+    assert world.engine.busy_s == 6
 
 
 def test_an_owner_that_goes_takes_only_its_own_requests() -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from eaas.gateway.__main__ import RouterViews
 from eaas.gateway.status import RouterStatus
+from router.proto import router_pb2 as pb
 from tests.eaas.gateway_world import (
     EOS,
     MAX_MODEL_LEN,
@@ -318,6 +319,44 @@ def test_status_names_the_process_that_the_router_is_now(world: World, url: str)
     assert shown() == before
     world.router.pid = before + 1
     assert shown() == before + 1, "a restarted router is another process"
+
+
+class MemberRouter(FakeRouter):
+    """Takes members too, and knows each until it is told to forget."""
+
+    def __init__(self) -> None:
+        self.joined: list[str] = []
+        self.loads: list[dict[str, float]] = []
+        self.forgotten: set[str] = set()
+        super().__init__()
+
+    def Join(self, request: pb.JoinRequest, context: object) -> pb.JoinReply:
+        self.joined.append(request.pool)
+        name = f"gateway/{len(self.joined)}"
+        return pb.JoinReply(name=name, incarnation=len(self.joined), term=1, lease_s=0.4, renew_s=0.02)
+
+    def Renew(self, request: pb.RenewRequest, context: object) -> pb.RenewReply:
+        self.loads.append(dict(request.load))
+        return pb.RenewReply(fenced=request.name in self.forgotten)
+
+    def Leave(self, request: pb.LeaveRequest, context: object) -> pb.LeaveReply:
+        self.forgotten.add(request.name)
+        return pb.LeaveReply()
+
+
+def test_a_gateway_is_a_member_whose_lease_carries_its_load_and_joins_again_when_fenced() -> None:
+    router = MemberRouter()
+    views = RouterViews(router.address, "127.0.0.1:8000")
+    assert views.name == "gateway/0"
+    views.start(lambda view: None, lambda: {"waiting": 3.0})
+    assert views.name == "gateway/1"
+    eventually(lambda: {"waiting": 3.0} in router.loads, "the load")
+    router.forgotten.add("gateway/1")
+    eventually(lambda: views.name == "gateway/2", "another membership")
+    views.close()
+    assert router.joined == ["gateway", "gateway"]
+    assert "gateway/2" in router.forgotten, "it did not leave"
+    router.stop()
 
 
 def test_a_router_that_does_not_answer_is_shown_with_its_last_process() -> None:

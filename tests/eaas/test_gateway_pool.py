@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterable
 
 import pytest
 
 from eaas.engine.worker_protocol import Failed, SamplingParams
 from eaas.gateway.config import GatewayConfig
 from eaas.gateway.generation import Choice, Generation
-from eaas.gateway.metrics import GatewayMetrics, Histogram
+from eaas.gateway.load import GatewayLoad
+from eaas.gateway.metrics import GatewayMetrics, Histogram, Recent
 from eaas.gateway.worker_pool import Sequence, WorkerPool
 from router.view import Member, View
-from tests.eaas.gateway_world import FakeWorker
+from tests.eaas.gateway_world import MAX_MODEL_LEN, FakeWorker
 
 
 class Letters:
@@ -38,11 +40,11 @@ async def worker_of(number: int) -> FakeWorker:
     return worker
 
 
-def view_of(*workers: FakeWorker) -> View:
+def view_of(*workers: FakeWorker, draining: Iterable[FakeWorker] = ()) -> View:
     members = tuple(
         Member(
-            name=w.name, pool="attention", state="serving", incarnation=w.incarnation,
-            address=w.address, pid=1, host="h",
+            name=w.name, pool="attention", state="draining" if w in draining else "serving",
+            incarnation=w.incarnation, address=w.address, pid=1, host="h",
         )
         for w in workers
     )  # fmt: skip
@@ -169,6 +171,111 @@ def test_no_load_is_left_behind_when_all_has_ended(seed: int) -> None:
         assert [link.outstanding for link in pool.links()] == [0, 0]
         assert pool.running == pool.waiting == 0
         await until(lambda: not any(worker.jobs for worker in workers), "cancelled jobs")
+        pool.close()
+
+    asyncio.run(scenario())
+
+
+def test_the_load_tells_what_waits_without_a_worker_and_how_the_last_minute_was() -> None:
+    async def scenario() -> None:
+        pool = WorkerPool(GatewayConfig(model_name="m", batch_tokens=7), GatewayMetrics())
+        load = GatewayLoad(pool)
+        assert load() == {"running": 0, "waiting": 0, "backlog_tokens": 0, "queue_s": 0}
+        generation, sequence = sequence_of("hello", 4)
+        pool.submit(sequence)
+        pool.submit(sequence_of("good bye", 100)[1])
+        await asyncio.sleep(0.02)
+        waits = load()
+        assert (waits["running"], waits["waiting"], waits["backlog_tokens"]) == (0, 2, 5 + 4 + 8 + 7)
+        assert waits["queue_s"] >= 0.02
+        pool.apply_view(view_of(await worker_of(1)))
+        await until(lambda: generation.ended, "the end of the short one")
+        serves = load()
+        assert (serves["running"], serves["waiting"], serves["queue_s"]) == (1, 0, 0)
+        assert serves["ttft_p99_s"] >= 0.02
+        assert 0.001 < serves["tpot_p99_s"] < serves["ttft_p99_s"]
+        pool.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_percentile_of_the_last_minute_forgets_what_was_before() -> None:
+    recent = Recent()
+    assert recent.p99_s(0) is None
+    recent.add(10, 5.0)
+    for number in range(200):
+        recent.add(60 + number / 100, number / 1000)
+    assert recent.p99_s(65) == 0.198
+    assert recent.p99_s(70.5) == 0.197
+    assert recent.p99_s(200) is None
+
+
+def test_a_request_without_a_limit_gets_what_its_worker_has_room_for() -> None:
+    """It was admitted when no worker could be asked."""
+
+    async def scenario() -> None:
+        pool = WorkerPool(GatewayConfig(model_name="m"), GatewayMetrics())
+        _, open_end = sequence_of("free", MAX_MODEL_LEN * 2)
+        open_end.open_end = True
+        _, bounded = sequence_of("bound", MAX_MODEL_LEN * 2)
+        pool.submit(open_end)
+        pool.submit(bounded)
+        worker = await worker_of(1)
+        pool.apply_view(view_of(worker))
+        await until(lambda: len(worker.submits) == 2, "both")
+        limits = {submit.id: submit.params.max_tokens for submit in worker.submits}
+        assert limits == {"free": MAX_MODEL_LEN - 4, "bound": MAX_MODEL_LEN * 2}
+        pool.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_draining_worker_ends_what_it_can_and_the_rest_goes_on_elsewhere() -> None:
+    async def scenario() -> None:
+        metrics = GatewayMetrics()
+        pool = WorkerPool(GatewayConfig(model_name="m", drain_move_s=0.6), metrics)
+        first, second = await worker_of(1), await worker_of(2)
+        pool.apply_view(view_of(first))
+        await until(lambda: len(pool.links()) == 1, "a link")
+        short, long = sequence_of("short", 5), sequence_of("long", 1000)
+        for _, sequence in (short, long):
+            pool.submit(sequence)
+        pool.apply_view(view_of(first, second, draining=[first]))
+        await until(lambda: len(pool.links()) == 2, "two links")
+        later = sequence_of("later", 5)
+        pool.submit(later[1])
+        await until(lambda: short[0].ended and later[0].ended, "the short ones")
+        assert [submit.id for submit in first.submits] == ["short", "long"]
+        assert [submit.id for submit in second.submits] == ["later"]
+        await until(lambda: len(second.submits) == 2, "the long one")
+        assert metrics.replays == {"drained": 1}
+        assert first.cancels == ["long"]
+        await until(lambda: len(long[1].log.output) >= 600, "more tokens")
+        text = [ord("long"[number % 4]) for number in range(600)]
+        assert long[1].log.output[:600] == text, "tokens changed when it moved"
+        pool.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_draining_worker_keeps_its_choices_while_nobody_else_can_take_them() -> None:
+    async def scenario() -> None:
+        metrics = GatewayMetrics()
+        pool = WorkerPool(GatewayConfig(model_name="m", drain_move_s=0.01), metrics)
+        only = await worker_of(1)
+        pool.apply_view(view_of(only))
+        await until(lambda: len(pool.links()) == 1, "a link")
+        generation, sequence = sequence_of("hello", 400)
+        pool.submit(sequence)
+        pool.apply_view(view_of(only, draining=[only]))
+        _, new = sequence_of("new", 3)
+        pool.submit(new)
+        await until(lambda: generation.ended, "the end")
+        assert generation.error is None
+        assert (metrics.replays, pool.waiting, len(only.submits)) == ({}, 1, 1)
+        pool.apply_view(view_of())
+        pool.apply_view(view_of(await worker_of(2)))
+        await until(lambda: len(new.log.output) == 3, "the one that waited")
         pool.close()
 
     asyncio.run(scenario())

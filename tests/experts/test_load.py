@@ -1,0 +1,69 @@
+"""What an expert server reports of its load."""
+
+from __future__ import annotations
+
+import pytest
+
+import experts.__main__ as process
+from experts.__main__ import Load
+
+
+class Counted:
+    """A server of two lanes whose counters a test sets."""
+
+    cores = (0, 1)
+    clients = ("attention/1",)
+
+    def __init__(self) -> None:
+        self.found = dict.fromkeys(("rows", "pairs", "experts", "busy_ns"), 0)
+
+    def counters(self) -> dict[str, int]:
+        return dict(self.found)
+
+    def work(self, *, rows: int, experts: int, busy_s: float) -> None:
+        for name, more in (("rows", rows), ("pairs", 2 * rows), ("experts", experts)):
+            self.found[name] += more
+        self.found["busy_ns"] += int(busy_s * 1e9)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now_s = [100.0]
+    monkeypatch.setattr(process.time, "monotonic", lambda: now_s[0])
+    return now_s
+
+
+def test_the_load_is_that_of_the_time_since_the_last_report(clock: list[float]) -> None:
+    server = Counted()
+    load = Load(server)  # type: ignore[arg-type]
+    clock[0] += 2
+    assert load() == {"busy": 0, "rows_per_s": 0, "pairs_per_s": 0, "clients": 1}
+    server.work(rows=100, experts=20, busy_s=0.5)
+    clock[0] += 2
+    found = load()
+    assert (found["busy"], found["rows_per_s"], found["pairs_per_s"]) == (0.25, 50, 100)
+    server.work(rows=1, experts=1, busy_s=3)
+    clock[0] += 1
+    assert load()["busy"] == 1, "a batch that began before the last report"
+
+
+def test_speed_does_not_depend_on_how_rows_are_batched_and_follows_the_last_seconds(
+    clock: list[float],
+) -> None:
+    """Pairs and weights read cost alike whether few rows activate many experts or many rows few."""
+    server = Counted()
+    load = Load(server)  # type: ignore[arg-type]
+
+    def report(rows: int, experts: int, cost_s: float) -> float:
+        cost = 2 * rows + process._ACTIVATION_ROWS * experts
+        server.work(rows=rows, experts=experts, busy_s=cost * cost_s)
+        clock[0] += 0.5
+        return load()["speed"]
+
+    assert report(1000, 10, 1e-4) == pytest.approx(1e4 / 2, rel=1e-3)
+    assert report(10, 100, 1e-4) == pytest.approx(1e4 / 2, rel=1e-3)
+    clock[0] += 3600
+    assert load()["speed"] == pytest.approx(1e4 / 2, rel=1e-3), "an idle hour forgets no speed"
+    for _ in range(40):
+        slow = report(1000, 10, 2e-4)
+    assert slow == pytest.approx(0.5e4 / 2, rel=1e-2)
