@@ -224,6 +224,7 @@ _role("router", "router", "Run the router alone (`eaas router --help` lists its 
 _role("expert", "experts", "Run one expert server and join it to a router.")
 _role("attention", "eaas.attention", "Run one attention worker and join it to a router.")
 _role("gateway", "eaas.gateway", "Run the HTTP gateway and join it to a router.")
+_role("launcher", "router.launcher", "Carry out the router's orders for processes with a command or a webhook.")
 
 
 @app.command()
