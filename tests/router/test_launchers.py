@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shlex
@@ -148,7 +149,7 @@ def test_a_command_that_fails_is_a_failed_start_and_the_next_waits_longer(
     launched(router, "--exec", f"date +%s%N >> {record}; exit 3")
     until(lambda: record.exists() and len(record.read_text().split()) >= 4, 20)
     times = [int(line) / 1e9 for line in record.read_text().split()]
-    gaps = [later - sooner for sooner, later in zip(times, times[1:], strict=False)]
+    gaps = [later - sooner for sooner, later in itertools.pairwise(times)]
     # The router's waits are 0.5, 1, 2 s: without the reports it would wait 60 s, or not at all.
     assert gaps[0] >= 0.4, gaps
     assert gaps[1] >= 0.9, gaps

@@ -1,0 +1,86 @@
+"""Numbers of a pool, for whoever scales it or watches it: one set of definitions for every hook. Pure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from router.records import pool
+from router.state import State
+from router.view import ATTENTION, GATEWAY
+
+# Load words that tell how long or how full, not how much: of several members the worst counts. The others add up.
+LEVELS = frozenset({"queue_s", "kv_use", "ttft_p99_s", "tpot_p99_s"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolSize:
+    """Processes of one pool.
+
+    wanted: How many there should be. live: Members that are not draining. starting: Ordered and not yet members.
+    draining: Members that are on their way out.
+    """
+
+    pool: str
+    wanted: int
+    live: int
+    starting: int
+    draining: int
+
+    @property
+    def is_scaling(self) -> bool:
+        """True until the pool has its wanted size and nothing is on its way in or out."""
+        return self.live != self.wanted or self.starting > 0 or self.draining > 0
+
+
+def pool_size(state: State, name: str) -> PoolSize:
+    """How large a pool is and should be."""
+    members = pool(state, name)
+    draining = sum(record.draining for record in members)
+    return PoolSize(
+        pool=name,
+        wanted=state.wanted.get(name, 0),
+        live=len(members) - draining,
+        starting=sum(start.pool == name for start in state.starts),
+        draining=draining,
+    )
+
+
+def pool_load(state: State, name: str) -> dict[str, float]:
+    """What the members of a pool report, by word: the worst of a level, the sum of the rest.
+
+    A word that nobody reports is absent. What waits at a gateway waits for an attention worker, so it counts as load
+    of that pool: with no worker left it is the only one that anybody reports.
+    """
+    pools = (ATTENTION, GATEWAY) if name == ATTENTION else (name,)
+    total: dict[str, float] = {}
+    for record in state.members.values():
+        if record.pool not in pools:
+            continue
+        for word, value in state.pulses[record.name].load.items():
+            # A gateway's running streams run on attention workers, which report them.
+            if not math.isfinite(value) or (record.pool == GATEWAY and word == "running"):
+                continue
+            known = total.get(word, 0.0)
+            total[word] = max(known, value) if word in LEVELS else known + value
+    return total
+
+
+def replicas_min(state: State) -> int:
+    """Servers that may be asked for the expert which has the fewest; 0 when some expert can be asked of none."""
+    everything = (1 << state.model.layers * state.model.experts) - 1
+    # on[k]: the experts on more than k servers.
+    on: list[int] = []
+    for record in state.members.values():
+        more = record.serving
+        for count, held in enumerate(on):
+            on[count], more = held | more, held & more
+        if more:
+            on.append(more)
+    return sum(held == everything for held in on) if everything else 0
+
+
+def moves_in_flight(state: State) -> int:
+    """(layer, expert) pairs that some server is loading, or has been told to give up and still holds."""
+    loading = sum((r.target & ~r.loaded).bit_count() for r in state.members.values())
+    return loading + sum(r.retiring.bit_count() for r in state.members.values())
