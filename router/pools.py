@@ -1,4 +1,4 @@
-"""Numbers of a pool, for whoever scales it or watches it: one set of definitions for every hook. Pure."""
+"""How large a pool is, and how large it should be; what its members say of their load. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from router.records import pool
-from router.state import State
+from router.state import MOST_MEMBERS, Config, State
 from router.view import ATTENTION, GATEWAY
 
 # Load words that tell how long or how full, not how much: of several members the worst counts. The others add up.
@@ -15,34 +15,36 @@ LEVELS = frozenset({"queue_s", "kv_use", "ttft_p99_s", "tpot_p99_s"})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolSize:
-    """Processes of one pool.
+    """One launched pool at one moment.
 
-    wanted: How many there should be. live: Members that are not draining. starting: Ordered and not yet members.
-    draining: Members that are on their way out.
+    live: members that are not draining. starting: ordered from a launcher, not yet members. least, most: bounds of
+    wanted.
     """
 
-    pool: str
     wanted: int
     live: int
     starting: int
     draining: int
+    least: int
+    most: int
 
     @property
     def is_scaling(self) -> bool:
-        """True until the pool has its wanted size and nothing is on its way in or out."""
+        """True until the pool has the size that is wanted."""
         return self.live != self.wanted or self.starting > 0 or self.draining > 0
 
 
-def pool_size(state: State, name: str) -> PoolSize:
-    """How large a pool is and should be."""
+def pool_size(config: Config, state: State, name: str) -> PoolSize:
+    """The sizes of one launched pool."""
     members = pool(state, name)
     draining = sum(record.draining for record in members)
     return PoolSize(
-        pool=name,
-        wanted=state.wanted.get(name, 0),
+        wanted=state.wanted.get(name, config.wanted(name)),
         live=len(members) - draining,
         starting=sum(start.pool == name for start in state.starts),
         draining=draining,
+        least=config.least.get(name, 0),
+        most=config.most.get(name, MOST_MEMBERS),
     )
 
 
