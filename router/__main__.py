@@ -11,7 +11,7 @@ from pathlib import Path
 
 from router import child
 from router.journal import Journal, JournalUnusable
-from router.service import CannotListen, serve
+from router.service import Admin, CannotListen, serve
 from router.state import Config, ConfigInvalid
 
 log = logging.getLogger("router")
@@ -33,6 +33,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--lease-s", type=float, default=2.0, help="silence that ends a membership (default 2)"
     )
+    parser.add_argument(
+        "--admin-port",
+        type=int,
+        help="port on 127.0.0.1 for scaling, health and metrics over HTTP; 0 = any; default: none",
+    )
+    parser.add_argument(
+        "--admin-key-file", type=Path, help="file with the key that requests to --admin-port must bring"
+    )
     child.add_options(parser)
     return parser.parse_args(arguments)
 
@@ -45,17 +53,20 @@ async def run(arguments: argparse.Namespace) -> None:
         replicas=arguments.replicas,
         lease_s=arguments.lease_s,
     )
+    admin = None
+    if arguments.admin_port is not None:
+        admin = Admin(port=arguments.admin_port, key_file=arguments.admin_key_file)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
 
-    def ready(address: str) -> None:
-        log.info("ready address=%s", address)
-        child.tell_ready(arguments, "router/0", address)
+    def ready(address: str, admin_address: str) -> None:
+        log.info("ready address=%s admin=%s", address, admin_address or "off")
+        child.tell_ready(arguments, "router/0", address, **{"admin": admin_address} if admin_address else {})
 
     journal = Journal(arguments.journal)
     try:
-        await serve(config, journal, arguments.port, stop, ready)
+        await serve(config, journal, arguments.port, stop, ready, admin)
     finally:
         journal.close()
 

@@ -1,7 +1,7 @@
 """The admin listener: pools, health and metrics over HTTP on loopback, apart from what members use.
 
     GET  /admin/pools               every pool, as below
-    GET  /admin/pools/{pool}/scale  {"pool", "wanted", "live", "starting", "draining", "is_scaling"}
+    GET  /admin/pools/{pool}/scale  {"pool", "wanted", "live", "starting", "draining", "least", "most", "is_scaling"}
     PUT  /admin/pools/{pool}/scale  {"wanted": 6, "drain_s": 30} -> the same, once it is durable
     GET  /healthz                   200, or 503 while the router cannot write its journal
     GET  /metrics                   Prometheus
@@ -13,30 +13,30 @@ this (no CORS, and a foreign Host, as after DNS rebinding, is refused) nor chang
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import hmac
 import json
 import logging
-import math
 import socket
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import uvicorn
 
+from router.counts import Counts
 from router.journal import JournalUnusable
-from router.metrics import CONTENT_TYPE
-from router.pools import PoolSize
-from router.state import LAUNCHED_POOLS
+from router.metrics import CONTENT_TYPE, RouterMetrics
+from router.pools import PoolSize, pool_size
+from router.state import DRAIN_S, LAUNCHED_POOLS, Config, Refused, Scale, State
 
 log = logging.getLogger(__name__)
 
 _BODY_BYTES = 4096
 _BODY_S = 5.0
 _CONNECTIONS = 64
+_LONGEST_DRAIN_S = 1e6
 _LEAST_KEY = 16
 _JSON = b"application/json"
 _HOSTS = ("127.0.0.1", "localhost", "[::1]")
@@ -48,29 +48,14 @@ class KeyInvalid(ValueError):
     """The key file cannot be used."""
 
 
-class ScaleRefused(ValueError):
-    """The router will not have that size. The text says found, needed and what to do."""
-
-
 class Router(Protocol):
-    """What the listener needs of the router."""
+    """What the listener needs of the router: see RouterService."""
 
     @property
-    def problem(self) -> str:
-        """Why nothing can be committed; empty when all is well."""
-        ...
-
-    def size(self, pool: str) -> PoolSize:
-        """A pool's numbers."""
-        ...
-
-    def scale(self, pool: str, wanted: int, drain_s: float) -> PoolSize:
-        """Change a pool's wanted size. Raises ScaleRefused, JournalUnusable."""
-        ...
-
-    def metrics(self) -> bytes:
-        """The page for Prometheus."""
-        ...
+    def state(self) -> State: ...
+    @property
+    def problem(self) -> str: ...
+    def scale(self, event: Scale) -> PoolSize | Refused: ...
 
 
 @dataclass(kw_only=True, eq=False)
@@ -79,10 +64,11 @@ class _Refused(Exception):
     found: str
     needed: str
     do: str
+    message: str = ""
 
     def reply(self) -> Reply:
         said = {
-            "message": f"{self.found} found, {self.needed} needed: {self.do}",
+            "message": self.message or f"{self.found} found, {self.needed} needed: {self.do}",
             "found": self.found,
             "needed": self.needed,
             "do": self.do,
@@ -111,10 +97,12 @@ def key_digest(path: Path) -> bytes:
 class AdminApp:
     """The routes, as an ASGI application."""
 
-    def __init__(self, router: Router, digest: bytes | None = None) -> None:
+    def __init__(self, config: Config, router: Router, counts: Counts, digest: bytes | None = None) -> None:
         """Args: digest: of the key that every request but /healthz must bring; None: no key."""
+        self._config = config
         self._router = router
         self._digest = digest
+        self._metrics = RouterMetrics(config, lambda: router.state, counts, lambda: router.problem)
 
     async def __call__(
         self,
@@ -158,10 +146,10 @@ class AdminApp:
         self._check_key(headers.get(b"authorization", b""))
         if path == "/metrics":
             _check_method(method, "GET", "HEAD")
-            return 200, CONTENT_TYPE, self._router.metrics()
+            return 200, CONTENT_TYPE, self._metrics.page()
         if path == "/admin/pools":
             _check_method(method, "GET", "HEAD")
-            return _json({"pools": [_words(self._router.size(pool)) for pool in LAUNCHED_POOLS]})
+            return _json({"pools": [_words(pool, self._size(pool)) for pool in LAUNCHED_POOLS]})
         parts = path.split("/")
         if len(parts) != 5 or parts[:3] != ["", "admin", "pools"] or parts[4] != "scale":
             raise _Refused(
@@ -180,17 +168,10 @@ class AdminApp:
             )
         _check_method(method, "GET", "HEAD", "PUT")
         if method != "PUT":
-            return _json(_words(self._router.size(pool)))
+            return _json(_words(pool, self._size(pool)))
         wanted, drain_s = _read_scale(await _read_body(headers, receive))
         try:
-            return _json(_words(self._router.scale(pool, wanted, drain_s)))
-        except ScaleRefused as error:
-            raise _Refused(
-                status=409,
-                found=f"wanted {wanted} of pool {pool}",
-                needed=f"a size that the router takes ({error})",
-                do="PUT another size",
-            ) from None
+            scaled = self._router.scale(Scale(pool=pool, wanted=wanted, drain_s=drain_s))
         except JournalUnusable as error:
             raise _Refused(
                 status=503,
@@ -198,6 +179,19 @@ class AdminApp:
                 needed="a journal that can be written",
                 do="mend that and try again",
             ) from None
+        if isinstance(scaled, Refused):
+            least, most = self._config.bounds(pool)
+            raise _Refused(
+                status=409,
+                found=f"wanted {wanted}",
+                needed=f"{least} to {most}",
+                do="PUT a size within the bounds",
+                message=scaled.message,
+            )
+        return _json(_words(pool, scaled))
+
+    def _size(self, pool: str) -> PoolSize:
+        return pool_size(self._config, self._router.state, pool)
 
     def _check_key(self, given: bytes) -> None:
         if self._digest is None:
@@ -233,9 +227,7 @@ def _check_method(method: str, *known: str) -> None:
         raise _Refused(status=405, found=f"method {method}", needed=", ".join(known), do="use one of these")
 
 
-async def _read_body(
-    headers: dict[bytes, bytes], receive: Callable[[], Awaitable[dict[str, Any]]]
-) -> bytes:
+async def _read_body(headers: dict[bytes, bytes], receive: Callable[[], Awaitable[dict[str, Any]]]) -> bytes:
     kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
     if kind != _JSON:
         # A page may send other types to a foreign site without asking first.
@@ -276,20 +268,21 @@ def _read_scale(body: bytes) -> tuple[int, float]:
     if not isinstance(said, dict) or not {"wanted"} <= said.keys() <= {"wanted", "drain_s"}:
         shown = body[:64].decode("utf-8", "replace")
         raise _Refused(status=400, found=f"body {shown!r}", needed=needed, do=do)
-    wanted, drain_s = said["wanted"], said.get("drain_s", 30.0)
+    wanted, drain_s = said["wanted"], said.get("drain_s", DRAIN_S)
     if type(wanted) is not int or not 0 <= wanted < 1 << 31:
+        raise _Refused(status=400, found=f"wanted {wanted!r}"[:100], needed="a whole number from 0", do=do)
+    if type(drain_s) not in (int, float) or not 0 < drain_s <= _LONGEST_DRAIN_S:
         raise _Refused(
-            status=400, found=f"wanted {wanted!r}"[:100], needed="a whole number from 0", do=do
-        )
-    if type(drain_s) not in (int, float) or not 0 <= drain_s < math.inf:
-        raise _Refused(
-            status=400, found=f"drain_s {drain_s!r}"[:100], needed="seconds, a number from 0", do=do
+            status=400,
+            found=f"drain_s {drain_s!r}"[:100],
+            needed=f"seconds, over 0 and at most {_LONGEST_DRAIN_S:g}",
+            do=do,
         )
     return wanted, float(drain_s)
 
 
-def _words(size: PoolSize) -> dict[str, Any]:
-    return {**asdict(size), "is_scaling": size.is_scaling}
+def _words(pool: str, size: PoolSize) -> dict[str, Any]:
+    return {"pool": pool, **asdict(size), "is_scaling": size.is_scaling}
 
 
 def _json(value: object) -> Reply:
@@ -297,7 +290,7 @@ def _json(value: object) -> Reply:
 
 
 class AdminListener(uvicorn.Server):
-    """uvicorn on the router's own event loop: it neither takes the signals nor ticks."""
+    """uvicorn on the router's own event loop, between `begin` and `shutdown`: it takes no signals and ticks never."""
 
     def __init__(self, app: AdminApp, port: int) -> None:
         """Args: port: on 127.0.0.1, 0 = any.
@@ -307,7 +300,6 @@ class AdminListener(uvicorn.Server):
         """
         self._listener = socket.create_server(("127.0.0.1", port), backlog=_CONNECTIONS)
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
-        self._stopping = asyncio.Event()
         super().__init__(
             uvicorn.Config(
                 app,  # pyright: ignore[reportArgumentType]
@@ -326,19 +318,8 @@ class AdminListener(uvicorn.Server):
             )
         )
 
-    async def run_until_stopped(self) -> None:
-        """Answer until `stop`."""
-        await self.serve(sockets=[self._listener])
-
-    def stop(self) -> None:
-        """End `run_until_stopped`."""
-        self._stopping.set()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """They are the router's."""
-        yield
-
-    async def main_loop(self) -> None:
-        """Nothing to do between requests."""
-        await self._stopping.wait()
+    async def begin(self) -> None:
+        """Answer from now on, until `shutdown`."""
+        self.config.load()
+        self.lifespan = self.config.lifespan_class(self.config)
+        await self.startup(sockets=[self._listener])

@@ -22,7 +22,7 @@ import grpc
 from router.pools import pool_load, pool_size
 from router.proto import externalscaler_pb2 as pb
 from router.proto import externalscaler_pb2_grpc as rpc
-from router.state import State
+from router.state import Config, State
 from router.view import ATTENTION, EXPERT
 
 SERVICE = "externalscaler.ExternalScaler"
@@ -67,9 +67,9 @@ class Trigger:
         """The metric's name in Kubernetes."""
         return f"eaas-{self.pool}-{self.metric}".replace("_", "-")
 
-    def value(self, state: State) -> float:
+    def value(self, config: Config, state: State) -> float:
         """The metric now. Raises NothingReported."""
-        size = pool_size(state, self.pool)
+        size = pool_size(config, state, self.pool)
         if self.metric == WANTED:
             return float(size.wanted)
         load = pool_load(state, self.pool)
@@ -80,14 +80,14 @@ class Trigger:
             )
         return load.get(self.metric, 0.0)
 
-    def is_active(self, state: State) -> bool:
+    def is_active(self, config: Config, state: State) -> bool:
         """True if the pool may not be at zero: by its metric, or because requests run or wait for it."""
         if self.metric == WANTED:
-            return self.value(state) > self.activation
+            return self.value(config, state) > self.activation
         work = pool_load(state, ATTENTION)
         if work.get("running", 0.0) + work.get("waiting", 0.0) > 0:
             return True
-        return self.value(state) > self.activation
+        return self.value(config, state) > self.activation
 
 
 def trigger_of(metadata: Mapping[str, str]) -> Trigger:
@@ -111,7 +111,9 @@ def trigger_of(metadata: Mapping[str, str]) -> Trigger:
         )
     target = _number(given, "target", 1.0)
     if target <= 0:
-        raise TriggerInvalid(f"target {given['target']!r} found, a number over 0 needed: set metadata `target`")
+        raise TriggerInvalid(
+            f"target {given['target']!r} found, a number over 0 needed: set metadata `target`"
+        )
     activation = _number(given, "activation", 0.0)
     return Trigger(pool=pool, metric=metric, target=target, activation=activation)
 
@@ -134,7 +136,8 @@ def _number(given: Mapping[str, str], key: str, default: float) -> float:
 class ExternalScaler(rpc.ExternalScalerServicer):
     """Answers KEDA from the router's present state."""
 
-    def __init__(self, state: Callable[[], State]) -> None:
+    def __init__(self, config: Config, state: Callable[[], State]) -> None:
+        self._config = config
         self._state = state
 
     async def IsActive(self, request: pb.ScaledObjectRef, context: Context) -> pb.IsActiveResponse:
@@ -151,9 +154,7 @@ class ExternalScaler(rpc.ExternalScalerServicer):
                 yield pb.IsActiveResponse(result=active)
             await asyncio.sleep(_LOOK_S)
 
-    async def GetMetricSpec(
-        self, request: pb.ScaledObjectRef, context: Context
-    ) -> pb.GetMetricSpecResponse:
+    async def GetMetricSpec(self, request: pb.ScaledObjectRef, context: Context) -> pb.GetMetricSpecResponse:
         trigger = await _trigger(request, context)
         spec = pb.MetricSpec(
             metricName=trigger.name, targetSize=math.ceil(trigger.target), targetSizeFloat=trigger.target
@@ -169,7 +170,7 @@ class ExternalScaler(rpc.ExternalScalerServicer):
                 f"metricName {request.metricName!r} found, {trigger.name!r} needed, as GetMetricSpec says",
             )
         try:
-            value = trigger.value(self._state())
+            value = trigger.value(self._config, self._state())
         except NothingReported as error:
             await _abort(context, grpc.StatusCode.UNAVAILABLE, str(error))
         whole = min(math.ceil(value), 2**63 - 1)
@@ -178,7 +179,7 @@ class ExternalScaler(rpc.ExternalScalerServicer):
 
     async def _active(self, trigger: Trigger, context: Context) -> bool:
         try:
-            return trigger.is_active(self._state())
+            return trigger.is_active(self._config, self._state())
         except NothingReported as error:
             await _abort(context, grpc.StatusCode.UNAVAILABLE, str(error))
 

@@ -69,16 +69,18 @@ class RouterMetrics:
             yield family
 
     def _pools(self, state: State) -> Iterable[Metric]:
-        sizes = [pool_size(state, pool) for pool in LAUNCHED_POOLS]
+        sizes = {pool: pool_size(self._config, state, pool) for pool in LAUNCHED_POOLS}
         for name, text in (
             ("wanted", "Wanted processes."),
             ("live", "Members that are not draining."),
             ("starting", "Processes ordered that are no members yet."),
             ("draining", "Members on their way out."),
+            ("least", "Fewest processes that may be wanted."),
+            ("most", "Most processes that may be wanted."),
         ):
             family = GaugeMetricFamily(f"eaas_pool_{name}", text, labels=["pool"])
-            for size in sizes:
-                family.add_metric([size.pool], getattr(size, name))
+            for pool, size in sizes.items():
+                family.add_metric([pool], getattr(size, name))
             yield family
         failures = GaugeMetricFamily("eaas_pool_failed_starts", "Failed starts in a row.", labels=["pool"])
         for pool in LAUNCHED_POOLS:

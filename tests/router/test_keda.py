@@ -101,8 +101,10 @@ class Keda:
 @pytest.fixture
 def keda(tmp_path: Path) -> Iterator[Callable[[RouterProcess], Keda]]:
     subprocess.run(
-        [sys.executable, "-m", "grpc_tools.protoc", f"-I{PROTO.parent}"]
-        + [f"--python_out={tmp_path}", f"--grpc_python_out={tmp_path}", PROTO.name],
+        [
+            *(sys.executable, "-m", "grpc_tools.protoc", f"-I{PROTO.parent}"),
+            *(f"--python_out={tmp_path}", f"--grpc_python_out={tmp_path}", PROTO.name),
+        ],
         check=True,
     )
     clients: list[Keda] = []
