@@ -11,6 +11,7 @@ from pathlib import Path
 
 from router import child
 from router.journal import Journal, JournalUnusable
+from router.pools import autoscale_bounds
 from router.service import Admin, CannotListen, serve
 from router.state import Config, ConfigInvalid
 
@@ -34,6 +35,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--lease-s", type=float, default=2.0, help="silence that ends a membership (default 2)"
     )
     parser.add_argument(
+        "--autoscale",
+        action="append",
+        default=[],
+        metavar="POOL:LEAST..MOST",
+        help="let a pool's size follow its load, such as expert:1..6; once for each pool",
+    )
+    parser.add_argument(
         "--admin-port",
         type=int,
         help="port on 127.0.0.1 for scaling, health and metrics over HTTP; 0 = any; default: none",
@@ -47,10 +55,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 async def run(arguments: argparse.Namespace) -> None:
     """Serve until SIGTERM or SIGINT."""
+    bounds = autoscale_bounds(arguments.autoscale)
     config = Config(
         experts_wanted=arguments.experts,
         attention_wanted=arguments.attention,
         replicas=arguments.replicas,
+        least={pool: least for pool, (least, _) in bounds.items()},
+        most={pool: most for pool, (_, most) in bounds.items()},
+        autoscaled=tuple(bounds),
         lease_s=arguments.lease_s,
     )
     admin = None

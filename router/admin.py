@@ -49,7 +49,7 @@ class KeyInvalid(ValueError):
 
 
 class Router(Protocol):
-    """What the listener needs of the router: see RouterService."""
+    """What the listener needs of the router: see RouterService. One that does not decide raises JournalUnusable."""
 
     @property
     def state(self) -> State: ...
@@ -116,6 +116,13 @@ class AdminApp:
             status, kind, body = await self._answer(scope, receive)
         except _Refused as refused:
             status, kind, body = refused.reply()
+        except JournalUnusable as error:
+            status, kind, body = _Refused(
+                status=503,
+                found=f"a router that cannot decide ({error})",
+                needed="one that can",
+                do="mend that, or ask the router that leads, and try again",
+            ).reply()
         except Exception:
             log.exception("admin_request_failed path=%s", scope["path"])
             status, kind, body = _Refused(
@@ -170,15 +177,7 @@ class AdminApp:
         if method != "PUT":
             return _json(_words(pool, self._size(pool)))
         wanted, drain_s = _read_scale(await _read_body(headers, receive))
-        try:
-            scaled = self._router.scale(Scale(pool=pool, wanted=wanted, drain_s=drain_s))
-        except JournalUnusable as error:
-            raise _Refused(
-                status=503,
-                found=f"a router that cannot commit ({error})",
-                needed="a journal that can be written",
-                do="mend that and try again",
-            ) from None
+        scaled = self._router.scale(Scale(pool=pool, wanted=wanted, drain_s=drain_s))
         if isinstance(scaled, Refused):
             least, most = self._config.bounds(pool)
             raise _Refused(

@@ -19,6 +19,7 @@ from typing import NoReturn
 
 import grpc
 
+from router.journal import JournalUnusable
 from router.pools import pool_load, pool_size
 from router.proto import externalscaler_pb2 as pb
 from router.proto import externalscaler_pb2_grpc as rpc
@@ -37,7 +38,10 @@ METRICS: Mapping[str, tuple[str, ...]] = {
 }
 _OURS = ("pool", "metric", "target", "activation")
 # KEDA passes the whole metadata on, its own part included.
-_KEDAS = ("scalerAddress", "enableTLS", "unsafeSsl", "caCert", "tlsClientCert", "tlsClientKey")
+_KEDAS = (
+    *("scalerAddress", "enableTLS", "unsafeSsl", "caCert", "tlsClientCert", "tlsClientKey"),
+    "tlsCertFile",
+)
 _FROM_ENV = "FromEnv"
 # How often a pushed answer is looked at; KEDA's own polling is 30 s.
 _LOOK_S = 0.25
@@ -137,6 +141,7 @@ class ExternalScaler(rpc.ExternalScalerServicer):
     """Answers KEDA from the router's present state."""
 
     def __init__(self, config: Config, state: Callable[[], State]) -> None:
+        """Args: state: raises JournalUnusable while this router does not decide: then nobody is told anything."""
         self._config = config
         self._state = state
 
@@ -171,7 +176,7 @@ class ExternalScaler(rpc.ExternalScalerServicer):
             )
         try:
             value = trigger.value(self._config, self._state())
-        except NothingReported as error:
+        except (NothingReported, JournalUnusable) as error:
             await _abort(context, grpc.StatusCode.UNAVAILABLE, str(error))
         whole = min(math.ceil(value), 2**63 - 1)
         metric = pb.MetricValue(metricName=trigger.name, metricValue=whole, metricValueFloat=value)
@@ -180,7 +185,7 @@ class ExternalScaler(rpc.ExternalScalerServicer):
     async def _active(self, trigger: Trigger, context: Context) -> bool:
         try:
             return trigger.is_active(self._config, self._state())
-        except NothingReported as error:
+        except (NothingReported, JournalUnusable) as error:
             await _abort(context, grpc.StatusCode.UNAVAILABLE, str(error))
 
 

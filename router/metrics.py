@@ -9,8 +9,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from router.counts import Counts
+from router.journal import JournalUnusable
 from router.pools import moves_in_flight, pool_load, pool_size, replicas_min
-from router.records import phase
+from router.records import view_of
 from router.state import LAUNCHED_POOLS, Config, State
 from router.view import POOLS
 
@@ -39,10 +40,18 @@ class RouterMetrics:
         return ()
 
     def collect(self) -> Iterable[Metric]:
-        """All families."""
-        state = self._state()
+        """All families; of a router that does not decide, only that it does not."""
+        try:
+            state, problem = self._state(), self._problem()
+        except JournalUnusable as error:
+            state, problem = None, str(error)
+        up = "1 while the router decides, and can commit what it decides."
+        yield GaugeMetricFamily("eaas_router_up", up, value=float(not problem))
+        if state is not None:
+            yield from self._cluster(state)
+
+    def _cluster(self, state: State) -> Iterable[Metric]:
         for name, text, value in (
-            ("router_up", "1 while the router can commit what it decides.", not self._problem()),
             ("router_term", "Starts of a router on this journal.", state.term),
             ("router_epoch", "Number of the newest placement.", state.epoch),
             ("replicas_wanted", "Copies wanted of every expert.", self._config.replicas),
@@ -52,7 +61,7 @@ class RouterMetrics:
         ):
             yield GaugeMetricFamily(f"eaas_{name}", text, value=float(value))
         members = GaugeMetricFamily("eaas_members", "Members, by state.", labels=["pool", "state"])
-        phases = Counter((r.pool, phase(r, state.pulses[r.name])) for r in state.members.values())
+        phases = Counter((m.pool, m.state) for m in view_of(self._config, state).members)
         for labels, count in sorted(phases.items()):
             members.add_metric(labels, count)
         yield members

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from router.records import pool
-from router.state import MOST_MEMBERS, Config, State
+from router.state import LAUNCHED_POOLS, MOST_MEMBERS, Config, ConfigInvalid, State
 from router.view import ATTENTION, GATEWAY
 
 # Load words that tell how long or how full, not how much: of several members the worst counts. The others add up.
@@ -86,3 +88,28 @@ def moves_in_flight(state: State) -> int:
     """(layer, expert) pairs that some server is loading, or has been told to give up and still holds."""
     loading = sum((r.target & ~r.loaded).bit_count() for r in state.members.values())
     return loading + sum(r.retiring.bit_count() for r in state.members.values())
+
+
+def autoscale_bounds(asked: Iterable[str]) -> dict[str, tuple[int, int]]:
+    """Bounds by pool, from words such as "expert:1..6" on the command line.
+
+    Raises:
+        ConfigInvalid: no such words, a pool twice, or bounds that hold nothing.
+    """
+    bounds: dict[str, tuple[int, int]] = {}
+    for words in asked:
+        match = re.fullmatch(r"([a-z]+):(\d{1,9})\.\.(\d{1,9})", words, re.ASCII)
+        if match is None or match[1] not in LAUNCHED_POOLS:
+            raise ConfigInvalid(
+                f"--autoscale {words!r} found; give one of {', '.join(LAUNCHED_POOLS)} with its least and most "
+                f"processes, such as {LAUNCHED_POOLS[0]}:1..6"
+            )
+        least, most = int(match[2]), int(match[3])
+        if not least <= most or not 1 <= most <= MOST_MEMBERS:
+            raise ConfigInvalid(
+                f"--autoscale {words} found; give bounds with least <= most, and most from 1 to {MOST_MEMBERS}"
+            )
+        if match[1] in bounds:
+            raise ConfigInvalid(f"--autoscale names pool {match[1]} twice; give one range for each pool")
+        bounds[match[1]] = (least, most)
+    return bounds

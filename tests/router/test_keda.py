@@ -235,3 +235,15 @@ def test_each_mistake_in_the_metadata_is_explained(metadata: dict[str, str], mes
 def test_the_whole_target_is_never_zero() -> None:
     trigger = trigger_of({"pool": "attention", "metric": "kv_use", "target": "0.001"})
     assert math.ceil(trigger.target) == 1
+
+
+def test_the_example_in_deploy_is_understood() -> None:
+    yaml = pytest.importorskip("yaml", reason="needs PyYAML, found none")
+    example = Path(__file__).resolve().parents[2] / "deploy" / "keda-scaledobject.yaml"
+    triggers = [each["spec"]["triggers"][0] for each in yaml.safe_load_all(example.read_text())]
+    assert {trigger["type"] for trigger in triggers} == {"external-push"}
+    understood = [trigger_of(trigger["metadata"]) for trigger in triggers]
+    assert [(t.name, t.target) for t in understood] == [
+        ("eaas-expert-wanted", 1),
+        ("eaas-attention-running", 16),
+    ]
