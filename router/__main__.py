@@ -7,12 +7,13 @@ import asyncio
 import logging
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 from router import child
 from router.journal import Journal, JournalUnusable
 from router.pools import autoscale_bounds
-from router.service import Admin, CannotListen, serve
+from router.service import CannotListen, serve
 from router.state import Config, ConfigInvalid
 
 log = logging.getLogger("router")
@@ -67,7 +68,10 @@ async def run(arguments: argparse.Namespace) -> None:
     )
     admin = None
     if arguments.admin_port is not None:
-        admin = Admin(port=arguments.admin_port, key_file=arguments.admin_key_file)
+        # Here: only a router that has this listener loads its libraries.
+        from router.admin import listen
+
+        admin = partial(listen, config, arguments.admin_port, arguments.admin_key_file)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

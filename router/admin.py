@@ -21,15 +21,15 @@ import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import uvicorn
 
-from router.counts import Counts
 from router.journal import JournalUnusable
 from router.metrics import CONTENT_TYPE, RouterMetrics
 from router.pools import PoolSize, pool_size
-from router.state import DRAIN_S, LAUNCHED_POOLS, Config, Refused, Scale, State
+from router.service import CannotListen, RouterService
+from router.state import DRAIN_S, LAUNCHED_POOLS, Config, Refused, Scale
 
 log = logging.getLogger(__name__)
 
@@ -42,20 +42,6 @@ _JSON = b"application/json"
 _HOSTS = ("127.0.0.1", "localhost", "[::1]")
 
 Reply = tuple[int, bytes, bytes]
-
-
-class KeyInvalid(ValueError):
-    """The key file cannot be used."""
-
-
-class Router(Protocol):
-    """What the listener needs of the router: see RouterService. One that does not decide raises JournalUnusable."""
-
-    @property
-    def state(self) -> State: ...
-    @property
-    def problem(self) -> str: ...
-    def scale(self, event: Scale) -> PoolSize | Refused: ...
 
 
 @dataclass(kw_only=True, eq=False)
@@ -80,14 +66,14 @@ def key_digest(path: Path) -> bytes:
     """SHA-256 of the key in a file: one line, at least 16 characters. Only this is kept.
 
     Raises:
-        KeyInvalid: no such file, or no such key in it.
+        CannotListen: no such file, or no such key in it.
     """
     try:
         key = path.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise KeyInvalid(f"--admin-key-file {path} cannot be read as ASCII: {error}") from error
+        raise CannotListen(f"--admin-key-file {path} cannot be read as ASCII: {error}") from error
     if len(key) < _LEAST_KEY or not key.isprintable() or " " in key:
-        raise KeyInvalid(
+        raise CannotListen(
             f"--admin-key-file {path} holds no key: one line of at least {_LEAST_KEY} printable characters "
             f"without spaces needed, as `openssl rand -hex 32` writes"
         )
@@ -97,12 +83,12 @@ def key_digest(path: Path) -> bytes:
 class AdminApp:
     """The routes, as an ASGI application."""
 
-    def __init__(self, config: Config, router: Router, counts: Counts, digest: bytes | None = None) -> None:
+    def __init__(self, config: Config, router: RouterService, digest: bytes | None = None) -> None:
         """Args: digest: of the key that every request but /healthz must bring; None: no key."""
         self._config = config
         self._router = router
         self._digest = digest
-        self._metrics = RouterMetrics(config, lambda: router.state, counts, lambda: router.problem)
+        self._metrics = RouterMetrics(config, lambda: router.state, router.counts, lambda: router.problem)
 
     async def __call__(
         self,
@@ -322,3 +308,22 @@ class AdminListener(uvicorn.Server):
         self.config.load()
         self.lifespan = self.config.lifespan_class(self.config)
         await self.startup(sockets=[self._listener])
+
+
+def listen(config: Config, port: int, key_file: Path | None, router: RouterService) -> AdminListener:
+    """The admin listener of a router, which `begin` lets answer.
+
+    Args:
+        port: On 127.0.0.1, 0 = any. key_file: None: nobody needs a key.
+
+    Raises:
+        CannotListen: the port cannot be had, or there is no key in the file.
+    """
+    digest = key_digest(key_file) if key_file is not None else None
+    try:
+        return AdminListener(AdminApp(config, router, digest), port)
+    except (OSError, OverflowError) as error:
+        raise CannotListen(
+            f"port {port} of 127.0.0.1 cannot be used for --admin-port ({error}): "
+            f"stop what listens there or give another"
+        ) from error

@@ -7,8 +7,6 @@ import logging
 import os
 import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
@@ -77,16 +75,8 @@ _GRACE_S = 0.2
 Context = grpc.aio.ServicerContext
 
 
-@dataclass(frozen=True, kw_only=True)
-class Admin:
-    """How the admin listener is asked for. port: on 127.0.0.1, 0 = any. key_file: None: no key is asked of anybody."""
-
-    port: int
-    key_file: Path | None = None
-
-
 class CannotListen(Exception):
-    """The address cannot be bound, or not as asked."""
+    """An address cannot be bound, or not as asked."""
 
 
 class RouterService(rpc.RouterServicer):
@@ -345,16 +335,16 @@ async def serve(
     port: int,
     stop: asyncio.Event,
     ready: Callable[[str, str], None],
-    admin: Admin | None = None,
+    admin: Callable[[RouterService], AdminListener] | None = None,
 ) -> None:
     """Serve on 127.0.0.1 until `stop` is set.
 
     Args:
         port: 0 = any. ready: called with the addresses of the router and its admin listener once they are usable.
-        admin: None: no such listener, and its address is empty.
+        admin: makes the admin listener; None: there is none, and its address is empty.
 
     Raises:
-        CannotListen: a port is taken, or the admin key cannot be used.
+        CannotListen: the port is taken, or the admin listener's.
         JournalUnusable: the journal cannot be read or written.
     """
     server = grpc.aio.server(
@@ -379,7 +369,7 @@ async def serve(
     keda_rpc.add_ExternalScalerServicer_to_server(ExternalScaler(config, lambda: service.state), server)
     names = (SERVICE, KEDA_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
-    listener = _admin_listener(config, service, admin) if admin is not None else None
+    listener = admin(service) if admin is not None else None
     await server.start()
     ticking = asyncio.get_running_loop().create_task(service.run())
     stopping = asyncio.get_running_loop().create_task(stop.wait())
@@ -398,19 +388,3 @@ async def serve(
         if listener is not None:
             await listener.shutdown()
         await server.stop(_GRACE_S)
-
-
-def _admin_listener(config: Config, service: RouterService, admin: Admin) -> AdminListener:
-    # Only a router that has such a listener loads its libraries.
-    from router.admin import AdminApp, AdminListener, KeyInvalid, key_digest
-
-    try:
-        digest = key_digest(admin.key_file) if admin.key_file is not None else None
-        return AdminListener(AdminApp(config, service, service.counts, digest), admin.port)
-    except KeyInvalid as error:
-        raise CannotListen(str(error)) from error
-    except (OSError, OverflowError) as error:
-        raise CannotListen(
-            f"port {admin.port} of 127.0.0.1 cannot be used for --admin-port ({error}): "
-            f"stop what listens there or give another"
-        ) from error

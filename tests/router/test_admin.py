@@ -21,7 +21,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.client import RouterClient
-from router.state import MOST_MEMBERS
+from router.counts import Counts
+from router.journal import JournalUnusable
+from router.metrics import RouterMetrics
+from router.state import MOST_MEMBERS, Config, State
 from tests.router.test_service import HOST, RouterProcess, Server, failing, started, until
 
 __all__ = ["started"]
@@ -291,6 +294,14 @@ def test_metrics_follow_what_happens(started: Callable[..., RouterProcess], port
     assert second[("eaas_router_epoch",)] > first[("eaas_router_epoch",)]
     for server in servers:
         server.die()
+
+
+def test_a_router_that_does_not_decide_says_only_that() -> None:
+    def state() -> State:
+        raise JournalUnusable("this router is a standby")
+
+    page = RouterMetrics(Config(), state, Counts(), lambda: "").page().decode()
+    assert [line for line in page.splitlines() if not line.startswith("#")] == ["eaas_router_up 0.0"]
 
 
 @pytest.mark.skipif(not shutil.which("promtool"), reason="needs promtool, found none on PATH")

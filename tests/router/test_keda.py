@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import subprocess
@@ -11,10 +12,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from router.client import RouterClient
-from router.keda import TriggerInvalid, trigger_of
+from router.journal import JournalUnusable
+from router.keda import ExternalScaler, TriggerInvalid, trigger_of
+from router.proto import externalscaler_pb2 as pb
+from router.state import Config, State
 from tests.router.test_service import HOST, SHAPE, RouterProcess, Server, started, until
 
 __all__ = ["started"]
@@ -209,6 +214,35 @@ def test_what_keda_may_do_without_is_unimplemented_and_what_is_wrong_is_named(
         said = client.ask(method, bad)
         assert said["code"] == "INVALID_ARGUMENT"
         assert said["detail"].startswith("ScaledObject eaas/experts: pool 'experts' found, one of expert,")
+
+
+def test_a_router_that_no_longer_decides_ends_the_stream_and_tells_no_numbers() -> None:
+    class Ended(Exception):
+        pass
+
+    class Call:
+        async def abort(self, code: grpc.StatusCode, message: str) -> None:
+            raise Ended(f"{code.name}: {message}")
+
+    states: list[State] = [State(wanted={"expert": 1}), State(wanted={"expert": 1})]
+
+    def state() -> State:
+        if not states:
+            raise JournalUnusable("another router leads")
+        return states.pop()
+
+    async def listen() -> None:
+        scaler = ExternalScaler(Config(), state)
+        stream = scaler.StreamIsActive(request, call)
+        assert (await anext(stream)).result
+        for ask in (anext(stream), scaler.IsActive(request, call), scaler.GetMetrics(metric, call)):
+            with pytest.raises(Ended, match="UNAVAILABLE: another router leads"):
+                await ask
+
+    request = pb.ScaledObjectRef(scalerMetadata={"pool": "expert"})
+    metric = pb.GetMetricsRequest(scaledObjectRef=request, metricName="eaas-expert-wanted")
+    call: Any = Call()
+    asyncio.run(listen())
 
 
 @pytest.mark.parametrize(
