@@ -68,7 +68,7 @@ bench: setup $(VENV)/.complete-dev ## Decode speed beside other engines (llamacp
 	@$(BIN)/python -m benchmarks.decode $(ARGS)
 
 proto: setup $(VENV)/.complete-dev ## Generate the gRPC code again
-	@$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. router/proto/router.proto experts/proto/experts.proto
+	@$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. router/proto/router.proto router/proto/externalscaler.proto experts/proto/experts.proto
 
 clean: ## Remove what was built, .venv included
 	rm -rf $(VENV) build dist *.egg-info */_*.so */native/build

@@ -75,6 +75,19 @@ def serve(
     deadline_s: Annotated[
         float, typer.Option(help="Longest wait for a lost expert or worker to return.")
     ] = 30.0,
+    autoscale: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="POOL:LEAST..MOST, such as expert:1..6: its size follows its load; once for each pool."
+        ),
+    ] = None,
+    admin_port: Annotated[
+        int | None,
+        typer.Option(help="Port of scaling, health and metrics of the router over HTTP; 0 takes a free one."),
+    ] = None,
+    admin_key_file: Annotated[
+        Path | None, typer.Option(help="File with the key that requests to --admin-port must bring.")
+    ] = None,
 ) -> None:
     """Serve a model: a router, expert servers, attention workers and the HTTP gateway, each its own process.
 
@@ -101,6 +114,9 @@ def serve(
         deadline_s,
         expert_lanes,
         transport,
+        tuple(autoscale or ()),
+        admin_port,
+        admin_key_file,
     )
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -115,7 +131,8 @@ def serve(
                 f"({experts} expert servers, {replicas} replicas), logs in {cluster.state_dir}. Ctrl-C stops it. Try:\n"
                 f"  curl {cluster.url}/v1/completions -H 'content-type: application/json' "
                 f'-d \'{{"model": "{config.served_name}", "prompt": "ROMEO:", "max_tokens": 64}}\'\n'
-                f"  eaas status --url {cluster.url}",
+                f"  eaas status --url {cluster.url}"
+                + (f"\nadmin: http://{cluster.admin_address}" if cluster.admin_address else ""),
                 highlight=False,
                 soft_wrap=True,
             )
@@ -128,7 +145,8 @@ def serve(
 
 def cluster_config(
     model: str, experts: int, attention: int, replicas: int, port: int, host: str, dtype: str, name: str, cores: str,
-    kv_tokens: int, deadline_s: float, expert_lanes: int, transport: str,
+    kv_tokens: int, deadline_s: float, expert_lanes: int, transport: str, autoscale: tuple[str, ...] = (),
+    admin_port: int | None = None, admin_key_file: Path | None = None,
 ):  # fmt: skip
     """The cluster's configuration from the command line; exits with the reason where it makes no sense."""
     from eaas.cluster.config import ClusterConfig
@@ -151,6 +169,9 @@ def cluster_config(
             transport=transport,
             kv_tokens=kv_tokens,
             deadline_s=deadline_s,
+            autoscale=autoscale,
+            admin_port=admin_port,
+            admin_key_file=admin_key_file,
         )
     except (ModelNotFound, ValueError) as error:
         raise fail(str(error)) from None
@@ -224,6 +245,9 @@ _role("router", "router", "Run the router alone (`eaas router --help` lists its 
 _role("expert", "experts", "Run one expert server and join it to a router.")
 _role("attention", "eaas.attention", "Run one attention worker and join it to a router.")
 _role("gateway", "eaas.gateway", "Run the HTTP gateway and join it to a router.")
+_role(
+    "launcher", "router.launcher", "Carry out the router's orders for processes with a command or a webhook."
+)
 
 
 @app.command()
@@ -288,6 +312,57 @@ def plan_command(
     else:
         console.print(plan_table(found))
         console.print(verdict(found), highlight=False)
+
+
+@app.command()
+def scale(
+    pool: Annotated[str, typer.Argument(help="expert or attention; without it, the pools are shown.")] = "",
+    size: Annotated[int | None, typer.Argument(min=0, help="Processes that the pool should have.")] = None,
+    drain_s: Annotated[
+        float, typer.Option(help="Longest wait for a process that goes to finish what runs on it.")
+    ] = 30.0,
+    wait_s: Annotated[
+        float, typer.Option(min=0, help="Return when the pool has its size; exit 1 if not within this.")
+    ] = 0.0,
+    router: Annotated[
+        str, typer.Option(help="HOST:PORT of the router; default: what the gateway says.")
+    ] = "",
+    url: Url = DEFAULT_URL,
+) -> None:
+    """Show the pools of a running cluster, or make one larger or smaller; requests go on meanwhile.
+
+    Examples:
+
+      eaas scale
+
+      eaas scale expert 6
+
+      eaas scale attention 2 --wait-s 60
+    """
+    from eaas.cluster.scale import RouterUnknown, pools_table, router_address, wait_for_size
+    from eaas.cluster.status import GatewayUnreachable
+    from router.client import RouterClient, RouterUnavailable, ScaleRefused
+
+    if pool and size is None:
+        raise fail(f"eaas scale {pool} lacks the size. Give it: eaas scale {pool} 2")
+    try:
+        client = RouterClient(router or router_address(url))
+        try:
+            if size is None:
+                console.print(pools_table(client.status().pools))
+                return
+            state = client.scale(pool, size, drain_s)
+            if wait_s:
+                state = wait_for_size(client, pool, wait_s)
+        finally:
+            client.close()
+    except (GatewayUnreachable, RouterUnknown, RouterUnavailable, ScaleRefused) as error:
+        raise fail(str(error)) from None
+    console.print(pools_table({pool: state}))
+    if wait_s and state.is_scaling:
+        raise fail(
+            f"pool {pool} has {state.live} of {state.wanted} processes after {wait_s:g} s; it goes on changing"
+        )
 
 
 @app.command("make-model")

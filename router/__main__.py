@@ -7,10 +7,12 @@ import asyncio
 import logging
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 from router import child
 from router.journal import Journal, JournalUnusable
+from router.pools import autoscale_bounds
 from router.service import CannotListen, serve
 from router.state import Config, ConfigInvalid
 
@@ -33,29 +35,54 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--lease-s", type=float, default=2.0, help="silence that ends a membership (default 2)"
     )
+    parser.add_argument(
+        "--autoscale",
+        action="append",
+        default=[],
+        metavar="POOL:LEAST..MOST",
+        help="let a pool's size follow its load, such as expert:1..6; once for each pool",
+    )
+    parser.add_argument(
+        "--admin-port",
+        type=int,
+        help="port on 127.0.0.1 for scaling, health and metrics over HTTP; 0 = any; default: none",
+    )
+    parser.add_argument(
+        "--admin-key-file", type=Path, help="file with the key that requests to --admin-port must bring"
+    )
     child.add_options(parser)
     return parser.parse_args(arguments)
 
 
 async def run(arguments: argparse.Namespace) -> None:
     """Serve until SIGTERM or SIGINT."""
+    bounds = autoscale_bounds(arguments.autoscale)
     config = Config(
         experts_wanted=arguments.experts,
         attention_wanted=arguments.attention,
         replicas=arguments.replicas,
+        least={pool: least for pool, (least, _) in bounds.items()},
+        most={pool: most for pool, (_, most) in bounds.items()},
+        autoscaled=tuple(bounds),
         lease_s=arguments.lease_s,
     )
+    admin = None
+    if arguments.admin_port is not None:
+        # Here: only a router that has this listener loads its libraries.
+        from router.admin import listen
+
+        admin = partial(listen, config, arguments.admin_port, arguments.admin_key_file)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
 
-    def ready(address: str) -> None:
-        log.info("ready address=%s", address)
-        child.tell_ready(arguments, "router/0", address)
+    def ready(address: str, admin_address: str) -> None:
+        log.info("ready address=%s admin=%s", address, admin_address or "off")
+        child.tell_ready(arguments, "router/0", address, **{"admin": admin_address} if admin_address else {})
 
     journal = Journal(arguments.journal)
     try:
-        await serve(config, journal, arguments.port, stop, ready)
+        await serve(config, journal, arguments.port, stop, ready, admin)
     finally:
         journal.close()
 

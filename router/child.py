@@ -31,9 +31,9 @@ def begin(options: argparse.Namespace, level: str = "info") -> None:
             sys.exit(f"the launcher (pid {options.die_with}) has ended; stopping")
 
 
-def tell_ready(options: argparse.Namespace, name: str, address: str) -> None:
-    """Say to the launcher that this process is usable, under its member name, at host:port."""
-    _tell(options.ready_fd, {"name": name, "address": address, "pid": os.getpid()})
+def tell_ready(options: argparse.Namespace, name: str, address: str, **more: str) -> None:
+    """Say to the launcher that this process is usable, under its member name, at host:port, and `more` of it."""
+    _tell(options.ready_fd, {"name": name, "address": address, "pid": os.getpid(), **more})
 
 
 def tell_failed(options: argparse.Namespace, reason: str) -> None:

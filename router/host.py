@@ -4,8 +4,11 @@ unique.
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
+
+HOST_VARIABLE = "EAAS_HOST"
 
 
 def boot_s() -> float:
@@ -14,6 +17,12 @@ def boot_s() -> float:
 
 
 def host_id() -> str:
-    """Boot id and process-id namespace: two processes with equal (host_id, pid) are the same process."""
+    """Boot id and process-id namespace: two processes with equal (host_id, pid) are the same process.
+
+    A process that a launcher started elsewhere has the launcher's name in EAAS_HOST instead, so that the launcher is
+    told when to end it.
+    """
+    if os.environ.get(HOST_VARIABLE):
+        return os.environ[HOST_VARIABLE]
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{Path('/proc/self/ns/pid').readlink()}"

@@ -1,11 +1,18 @@
-"""How large a pool is, and how large it should be. Pure."""
+"""How large a pool is, and how large it should be; what its members say of their load. Pure."""
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from router.records import pool
-from router.state import MOST_MEMBERS, Config, State
+from router.state import LAUNCHED_POOLS, MOST_MEMBERS, Config, ConfigInvalid, State
+from router.view import ATTENTION, GATEWAY
+
+# Load words that tell how long or how full, not how much: of several members the worst counts. The others add up.
+LEVELS = frozenset({"queue_s", "kv_use", "ttft_p99_s", "tpot_p99_s"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,3 +48,68 @@ def pool_size(config: Config, state: State, name: str) -> PoolSize:
         least=config.least.get(name, 0),
         most=config.most.get(name, MOST_MEMBERS),
     )
+
+
+def pool_load(state: State, name: str) -> dict[str, float]:
+    """What the members of a pool report, by word: the worst of a level, the sum of the rest.
+
+    A word that nobody reports is absent. What waits at a gateway waits for an attention worker, so it counts as load
+    of that pool: with no worker left it is the only one that anybody reports.
+    """
+    pools = (ATTENTION, GATEWAY) if name == ATTENTION else (name,)
+    total: dict[str, float] = {}
+    for record in state.members.values():
+        if record.pool not in pools:
+            continue
+        for word, value in state.pulses[record.name].load.items():
+            # A gateway's running streams run on attention workers, which report them.
+            if not math.isfinite(value) or (record.pool == GATEWAY and word == "running"):
+                continue
+            known = total.get(word, 0.0)
+            total[word] = max(known, value) if word in LEVELS else known + value
+    return total
+
+
+def replicas_min(state: State) -> int:
+    """Servers that may be asked for the expert which has the fewest; 0 when some expert can be asked of none."""
+    everything = (1 << state.model.layers * state.model.experts) - 1
+    # on[k]: the experts on more than k servers.
+    on: list[int] = []
+    for record in state.members.values():
+        more = record.serving
+        for count, held in enumerate(on):
+            on[count], more = held | more, held & more
+        if more:
+            on.append(more)
+    return sum(held == everything for held in on) if everything else 0
+
+
+def moves_in_flight(state: State) -> int:
+    """(layer, expert) pairs that some server is loading, or has been told to give up and still holds."""
+    loading = sum((r.target & ~r.loaded).bit_count() for r in state.members.values())
+    return loading + sum(r.retiring.bit_count() for r in state.members.values())
+
+
+def autoscale_bounds(asked: Iterable[str]) -> dict[str, tuple[int, int]]:
+    """Bounds by pool, from words such as "expert:1..6" on the command line.
+
+    Raises:
+        ConfigInvalid: no such words, a pool twice, or bounds that hold nothing.
+    """
+    bounds: dict[str, tuple[int, int]] = {}
+    for words in asked:
+        match = re.fullmatch(r"([a-z]+):(\d{1,9})\.\.(\d{1,9})", words, re.ASCII)
+        if match is None or match[1] not in LAUNCHED_POOLS:
+            raise ConfigInvalid(
+                f"--autoscale {words!r} found; give one of {', '.join(LAUNCHED_POOLS)} with its least and most "
+                f"processes, such as {LAUNCHED_POOLS[0]}:1..6"
+            )
+        least, most = int(match[2]), int(match[3])
+        if not least <= most or not 1 <= most <= MOST_MEMBERS:
+            raise ConfigInvalid(
+                f"--autoscale {words} found; give bounds with least <= most, and most from 1 to {MOST_MEMBERS}"
+            )
+        if match[1] in bounds:
+            raise ConfigInvalid(f"--autoscale names pool {match[1]} twice; give one range for each pool")
+        bounds[match[1]] = (least, most)
+    return bounds

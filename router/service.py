@@ -7,7 +7,7 @@ import logging
 import os
 import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -15,9 +15,12 @@ from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from router.core import step
+from router.counts import Counts
 from router.exits import ExitWatch
 from router.host import boot_s, host_id
 from router.journal import Journal, JournalUnusable
+from router.keda import SERVICE as KEDA_SERVICE
+from router.keda import ExternalScaler
 from router.messages import (
     exit_event,
     join_event,
@@ -29,7 +32,8 @@ from router.messages import (
     status_message,
     view_message,
 )
-from router.pools import pool_size
+from router.pools import PoolSize, pool_size
+from router.proto import externalscaler_pb2_grpc as keda_rpc
 from router.proto import router_pb2 as pb
 from router.proto import router_pb2_grpc as rpc
 from router.records import view_of
@@ -48,14 +52,19 @@ from router.state import (
     Publish,
     Refused,
     Renewed,
+    Scale,
     Scaled,
     Stale,
     Started,
+    State,
     Stop,
     Stranger,
     Suspected,
     Tick,
 )
+
+if TYPE_CHECKING:
+    from router.admin import AdminListener
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +76,7 @@ Context = grpc.aio.ServicerContext
 
 
 class CannotListen(Exception):
-    """The address cannot be bound."""
+    """An address cannot be bound, or not as asked."""
 
 
 class RouterService(rpc.RouterServicer):
@@ -81,6 +90,7 @@ class RouterService(rpc.RouterServicer):
         """
         self.health = HealthServicer()
         self._config = config
+        self.counts = Counts()
         self._journal = journal
         self._clock = clock
         self._host = host_id()
@@ -100,6 +110,16 @@ class RouterService(rpc.RouterServicer):
             self._state.epoch,
             len(self._state.members),
         )
+
+    @property
+    def state(self) -> State:
+        """What is known now."""
+        return self._state
+
+    @property
+    def problem(self) -> str:
+        """Why nothing can be committed; empty when all is well."""
+        return self._problem
 
     async def run(self) -> None:
         """Tick until cancelled."""
@@ -205,12 +225,28 @@ class RouterService(rpc.RouterServicer):
                 self._apply(LauncherDetached(host=request.host))
 
     async def Scale(self, request: pb.ScaleRequest, context: Context) -> pb.ScaleReply:
-        for command in await self._answer(scale_event(request), context):
-            if isinstance(command, Refused):
-                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, command.message)
-            if isinstance(command, Scaled):
-                log.info("scaled pool=%s wanted=%d", command.pool, command.wanted)
-        return pb.ScaleReply(pool=pool_message(pool_size(self._config, self._state, request.pool)))
+        try:
+            scaled = self.scale(scale_event(request))
+        except JournalUnusable as error:
+            await _abort(context, str(error))
+        if isinstance(scaled, Refused):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, scaled.message)
+            raise RuntimeError("abort returned")
+        return pb.ScaleReply(pool=pool_message(scaled))
+
+    def scale(self, event: Scale) -> PoolSize | Refused:
+        """Change a pool's wanted size; returns what the pool is like then.
+
+        Raises:
+            JournalUnusable: then nothing has happened.
+        """
+        try:
+            commands = self._apply(event)
+        except JournalUnusable as error:
+            self._set_problem(str(error))
+            raise
+        refused = next((command for command in commands if isinstance(command, Refused)), None)
+        return refused or pool_size(self._config, self._state, event.pool)
 
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusReply:
         del request, context
@@ -230,6 +266,7 @@ class RouterService(rpc.RouterServicer):
         if self._problem and any(isinstance(c, Publish) for c in commands):
             raise JournalUnusable(self._problem)
         self._journal.save(self._state, state)
+        self.counts.note(self._state, state, commands)
         self._state = state
         for command in commands:
             self._carry_out(command)
@@ -248,7 +285,9 @@ class RouterService(rpc.RouterServicer):
                 log.warning("fenced name=%s reason=%s", command.name, command.reason)
             case Stranger() | Stale():
                 log.info("ignored %s", command)
-            case Joined() | Refused() | Scaled():
+            case Scaled():
+                log.info("scaled pool=%s wanted=%d", command.pool, command.wanted)
+            case Joined() | Refused():
                 pass
 
     def _watch_exit(self, host: str, pid: int) -> None:
@@ -291,15 +330,22 @@ async def _abort(context: Context, message: str) -> NoReturn:
 
 
 async def serve(
-    config: Config, journal: Journal, port: int, stop: asyncio.Event, ready: Callable[[str], None]
+    config: Config,
+    journal: Journal,
+    port: int,
+    stop: asyncio.Event,
+    ready: Callable[[str, str], None],
+    admin: Callable[[RouterService], AdminListener] | None = None,
 ) -> None:
     """Serve on 127.0.0.1 until `stop` is set.
 
     Args:
-        port: 0 = any. ready: called with the address once the router is usable.
+        port: 0 = any. ready: called with the addresses of the router and its admin listener once they are usable.
+        admin: makes the admin listener; None: there is none, and its address is empty.
 
     Raises:
-        CannotListen: the port is taken. JournalUnusable: the journal cannot be read or written.
+        CannotListen: the port is taken, or the admin listener's.
+        JournalUnusable: the journal cannot be read or written.
     """
     server = grpc.aio.server(
         options=(
@@ -320,12 +366,17 @@ async def serve(
     service = RouterService(config, journal)
     rpc.add_RouterServicer_to_server(service, server)
     health_pb2_grpc.add_HealthServicer_to_server(service.health, server)
-    reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    keda_rpc.add_ExternalScalerServicer_to_server(ExternalScaler(config, lambda: service.state), server)
+    names = (SERVICE, KEDA_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(names, server)
+    listener = admin(service) if admin is not None else None
     await server.start()
     ticking = asyncio.get_running_loop().create_task(service.run())
     stopping = asyncio.get_running_loop().create_task(stop.wait())
     try:
-        ready(f"127.0.0.1:{bound}")
+        if listener is not None:
+            await listener.begin()
+        ready(f"127.0.0.1:{bound}", listener.address if listener is not None else "")
         await asyncio.wait((ticking, stopping), return_when=asyncio.FIRST_COMPLETED)
         if ticking.done():
             # The ticks never end by themselves: this raises what ended them.
@@ -334,4 +385,6 @@ async def serve(
         ticking.cancel()
         stopping.cancel()
         service.close()
+        if listener is not None:
+            await listener.shutdown()
         await server.stop(_GRACE_S)

@@ -39,6 +39,8 @@ class Config:
     replicas: int = 1
     least: Mapping[str, int] = field(default_factory=dict[str, int])
     most: Mapping[str, int] = field(default_factory=dict[str, int])
+    # Pools whose wanted size follows their load, within these bounds (router.scaling).
+    autoscaled: tuple[str, ...] = ()
     lease_s: float = 2.0
     # The first placement waits this long for the wanted servers, so that nobody loads what the next joiner
     # takes.

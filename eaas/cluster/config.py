@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from p2p.transport import TransportChoice
+from router.pools import autoscale_bounds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,11 @@ class ClusterConfig:
     step_tokens: int = 512
     deadline_s: float = 30.0
     lease_s: float = 2.0
+    # Pools whose size follows their load, such as "expert:1..6".
+    autoscale: tuple[str, ...] = ()
+    # Of the router's admin listener; None: there is none, 0: any free one.
+    admin_port: int | None = None
+    admin_key_file: Path | None = None
     prefix_reuse: bool = True
     # False leaves the gateway and the attention workers out: a bare expert pool, driven by whoever joins its router.
     endpoint: bool = True
@@ -53,13 +59,19 @@ class ClusterConfig:
                 f"{self.replicas} replicas of each expert need {self.replicas} expert servers, found --experts "
                 f"{self.experts}. Raise --experts or lower --replicas (at least 1)."
             )
-        if not 0 <= self.port <= 65535:
-            raise ValueError(f"--port {self.port} is no TCP port; choose 0 (any free one) to 65535.")
+        for option, port in (("--port", self.port), ("--admin-port", self.admin_port or 0)):
+            if not 0 <= port <= 65535:
+                raise ValueError(f"{option} {port} is no TCP port; choose 0 (any free one) to 65535.")
+        if self.admin_key_file is not None and self.admin_port is None:
+            raise ValueError(
+                "--admin-key-file without --admin-port: there is no listener to ask for the key."
+            )
         if not _is_loopback(self.host):
             raise ValueError(
                 f"--host {self.host} can be reached from outside; without TLS and keys EaaS listens on loopback only. "
                 "Use 127.0.0.1 and put a reverse proxy in front."
             )
+        autoscale_bounds(self.autoscale)
         TransportChoice.parse(self.transport)
         if not self.cores:
             raise ValueError("No CPU core given; name at least one.")

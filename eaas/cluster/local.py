@@ -65,6 +65,8 @@ class LocalCluster:
         self._ready = threading.Event()
         self._failure: StartFailed | None = None
         self._router_address = ""
+        # host:port of the router's admin listener; empty where there is none.
+        self.admin_address = ""
         self._gateway_address = ""
         self._router: RouterClient | None = None
         self._restarts: dict[str, int] = {}
@@ -242,6 +244,8 @@ class LocalCluster:
                 *("--port", str(port), "--journal", str(self.state_dir / "router.sqlite")),
                 *("--experts", str(config.experts), "--attention", str(config.attention)),
                 *("--replicas", str(config.replicas), "--lease-s", str(config.lease_s)),
+                *(word for pool in config.autoscale for word in ("--autoscale", pool)),
+                *self._admin_arguments(),
             ]
         shared = ["--router", self._router_address, "--model", str(config.model)]
         workers = ["--dtype", config.dtype, "--transport", config.transport]
@@ -263,6 +267,14 @@ class LocalCluster:
             *("--deadline-s", str(config.deadline_s)),
         ]
 
+    def _admin_arguments(self) -> list[str]:
+        if self.config.admin_port is None:
+            return []
+        # A router started again listens where the first did.
+        port = self.admin_address.rpartition(":")[2] or str(self.config.admin_port)
+        key_file = self.config.admin_key_file
+        return ["--admin-port", port, *(("--admin-key-file", str(key_file)) if key_file else ())]
+
     def _report(self, child: Child) -> None:
         descriptor = child.ready_fd
         try:
@@ -283,6 +295,7 @@ class LocalCluster:
     def _router_ready(self, child: Child) -> None:
         restarted = bool(self._router_address)
         self._router_address = child.address
+        self.admin_address = str((child.ready or {}).get("admin", ""))
         if restarted:
             return
         self._router = RouterClient(child.address)

@@ -21,7 +21,7 @@ class StartFailed(RuntimeError):
 
 @dataclass(kw_only=True)
 class Child:
-    """A started process. `ready` is its readiness report, {"name", "address", "pid"}, once it has made one."""
+    """A started process. `ready` is its readiness report, {"name", "address", "pid", ...}, once it has made one."""
 
     pool: str
     slot: int

@@ -52,6 +52,7 @@ class RouterProcess:
         os.close(told)
         with os.fdopen(ready) as line:
             said = json.loads(line.readline())
+        self.admin = said.pop("admin", "")
         assert said == {"name": "router/0", "address": self.address, "pid": self.process.pid}
 
     def stop(self, number: int = signal.SIGTERM) -> int:

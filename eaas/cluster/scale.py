@@ -1,0 +1,52 @@
+"""`eaas scale`: the pools of a cluster, shown and changed through its router."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from rich.table import Table
+
+from eaas.cluster.status import fetch_status
+from router.client import RouterClient
+from router.pools import PoolSize
+
+LOOK_S = 0.2
+
+
+class RouterUnknown(RuntimeError):
+    """The gateway does not know its router; the text says what to do."""
+
+
+def router_address(url: str) -> str:
+    """host:port of the router of the gateway at `url`.
+
+    Raises:
+        GatewayUnreachable: no gateway there. RouterUnknown: one without a router.
+    """
+    members = fetch_status(url)["members"]
+    address = next((member["address"] for member in members if member["pool"] == "router"), "")
+    if not address:
+        raise RouterUnknown(f"The gateway at {url} names no router; name it with --router HOST:PORT.")
+    return address
+
+
+def wait_for_size(client: RouterClient, pool: str, wait_s: float) -> PoolSize:
+    """The pool's size once it is what is wanted, or after `wait_s` as it is then. Raises RouterUnavailable."""
+    until_s = time.monotonic() + wait_s
+    while True:
+        size = client.status().pools[pool]
+        if not size.is_scaling or time.monotonic() >= until_s:
+            return size
+        time.sleep(min(LOOK_S, max(0.0, until_s - time.monotonic())))
+
+
+def pools_table(pools: Mapping[str, PoolSize]) -> Table:
+    """One line for each pool."""
+    table = Table()
+    for heading in ("pool", "wanted", "live", "starting", "draining", "bounds"):
+        table.add_column(heading, justify="left" if heading in ("pool", "bounds") else "right")
+    for name, size in pools.items():
+        numbers = (size.wanted, size.live, size.starting, size.draining)
+        table.add_row(name, *map(str, numbers), f"{size.least} to {size.most}")
+    return table

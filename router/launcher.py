@@ -1,0 +1,379 @@
+"""A launcher for processes that EaaS does not start itself: each order of the router becomes one command or one POST.
+
+    eaas launcher --router 127.0.0.1:7000 --exec ./start-or-stop.sh
+    eaas launcher --router 127.0.0.1:7000 --host cloud --webhook https://fleet.example/eaas
+
+The router says which pool needs one more process and which member's process must end; whoever carries that out
+answers only for having tried. A try that failed is reported as a start that failed, so that the router waits longer
+before the next. What was started outlives the launcher, and joins the router under the launcher's host name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+import uuid
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from router import child
+from router.client import RouterClient, RouterUnavailable, StartProcess, StopProcess
+from router.host import HOST_VARIABLE, host_id
+from router.state import Config
+from router.view import View
+
+log = logging.getLogger("router.launcher")
+
+_BACKOFF_FIRST_S = 0.5
+_BACKOFF_MOST_S = 30.0
+# Answers that another try may better: too early, too many, or the far side's own trouble.
+_TRY_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
+
+
+class OrderFailed(Exception):
+    """An order could not be carried out; the text says why. pid: of the command that ended, if there was one.
+    is_final: another try cannot help.
+    """
+
+    def __init__(self, message: str, *, pid: int = 0, is_final: bool = False) -> None:
+        super().__init__(message)
+        self.pid = pid
+        self.is_final = is_final
+
+
+class LauncherInvalid(ValueError):
+    """The launcher cannot be set up as asked."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """One thing to do. key: the same for every try of this order. pid: of the member's process, 0 for a start."""
+
+    key: str
+    action: str
+    pool: str
+    host: str
+    router: str
+    member: str = ""
+    pid: int = 0
+
+
+class Way(Protocol):
+    """How orders are carried out."""
+
+    def carry_out(self, order: Order) -> int:
+        """Try once. Returns the pid of the command that ended, 0 if there was none. Raises OrderFailed."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exec:
+    """Runs a shell command with the order in its environment.
+
+    A start may take as long as it likes: the command may be the process that was asked for, in the foreground.
+    """
+
+    command: str
+    timeout_s: float
+
+    def carry_out(self, order: Order) -> int:
+        """Run it to its end; returns its pid. Raises OrderFailed: a status other than 0, or a stop took too long."""
+        environment = {
+            **os.environ,
+            "EAAS_ACTION": order.action,
+            "EAAS_POOL": order.pool,
+            "EAAS_MEMBER": order.member,
+            "EAAS_PID": str(order.pid),
+            "EAAS_ROUTER": order.router,
+            "EAAS_ORDER": order.key,
+            HOST_VARIABLE: order.host,
+        }
+        try:
+            # A session of its own: what is started here outlives the launcher and its terminal.
+            process = subprocess.Popen(
+                self.command, shell=True, stdin=subprocess.DEVNULL, env=environment, start_new_session=True
+            )
+        except OSError as error:
+            raise OrderFailed(f"the command cannot be run: {error}") from error
+        try:
+            status = process.wait(None if order.action == "start" else self.timeout_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise OrderFailed(f"the command ran for over {self.timeout_s:g} s and was ended") from None
+        if status != 0:
+            raise OrderFailed(f"the command ended with status {status}", pid=process.pid)
+        return process.pid
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A followed redirect would turn the POST into a GET, or carry the key to another host."""
+
+    def redirect_request(self, *_: object) -> None:
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Webhook:
+    """POSTs the order as JSON, with an Idempotency-Key that stays the same from try to try.
+
+    Raises:
+        LauncherInvalid: no http(s) URL, or a key that would travel in the clear.
+    """
+
+    url: str
+    timeout_s: float
+    key: str = ""
+
+    def __post_init__(self) -> None:
+        parts = urllib.parse.urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise LauncherInvalid(f"--webhook {self.url} found, an http:// or https:// address needed")
+        if self.key and parts.scheme == "http" and not _is_loopback(parts.hostname):
+            raise LauncherInvalid(
+                f"--webhook {self.url} would carry the key unencrypted to another host; use https://"
+            )
+
+    def carry_out(self, order: Order) -> int:
+        """POST it once; returns 0. Raises OrderFailed: no answer in time, or another status than 2xx."""
+        said = {
+            "action": order.action,
+            "pool": order.pool,
+            "member": order.member,
+            "pid": order.pid,
+            "host": order.host,
+            "router": order.router,
+        }
+        headers = {"content-type": "application/json", "idempotency-key": order.key}
+        if self.key:
+            headers["authorization"] = f"Bearer {self.key}"
+        request = urllib.request.Request(self.url, json.dumps(said).encode(), headers, method="POST")
+        try:
+            with urllib.request.build_opener(_NoRedirect).open(request, timeout=self.timeout_s):
+                return 0
+        except urllib.error.HTTPError as error:
+            with error:
+                raise OrderFailed(
+                    f"{self.url} answered {error.code}", is_final=error.code not in _TRY_AGAIN
+                ) from None
+        except (OSError, ValueError) as error:
+            raise OrderFailed(f"{self.url} did not answer: {error}") from error
+
+
+class Launcher:
+    """Follows the router's orders for one host; each order on a thread of its own, so that none waits for another."""
+
+    def __init__(self, *, router: str, host: str, way: Way, tries: int) -> None:
+        """Args: tries: of each order but a start by command, which the router itself orders again."""
+        self._client = RouterClient(router)
+        self._router = router
+        self._host = host
+        self._way = way
+        self._tries = tries
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+        # Starts that have neither failed nor joined, oldest first: key -> (pool, when ordered).
+        self._starting: dict[str, tuple[str, float]] = {}
+        self._members: set[str] = set()
+
+    def follow(self) -> None:
+        """Carry out orders until `close`."""
+        self._client.start(on_view=self._see)
+        for command in self._client.launches(self._host, self._present_starts):
+            order = self._order(command)
+            log.info("ordered action=%s pool=%s member=%s", order.action, order.pool, order.member)
+            if order.action == "start":
+                with self._lock:
+                    self._starting[order.key] = (order.pool, time.monotonic())
+            threading.Thread(target=self._carry_out, args=(order,), name=order.key, daemon=True).start()
+
+    def close(self) -> None:
+        """Detach. What was started goes on."""
+        self._closed.set()
+        self._client.close()
+
+    def _order(self, command: StartProcess | StopProcess) -> Order:
+        key = str(uuid.uuid4())
+        if isinstance(command, StartProcess):
+            return Order(key=key, action="start", pool=command.pool, host=self._host, router=self._router)
+        return Order(
+            key=key,
+            action="stop",
+            pool=command.name.partition("/")[0],
+            member=command.name,
+            pid=command.pid,
+            host=self._host,
+            router=self._router,
+        )
+
+    def _carry_out(self, order: Order) -> None:
+        # A command that starts a process may have done so before it failed; only the router may order another.
+        tries = 1 if order.action == "start" and isinstance(self._way, Exec) else self._tries
+        for number, wait_s in enumerate(_backoff(), start=1):
+            try:
+                pid = self._way.carry_out(order)
+            except OrderFailed as error:
+                said = (order.action, order.pool, order.member, number, error)
+                log.warning("order_failed action=%s pool=%s member=%s try=%d reason=%s", *said)
+                if error.is_final or number >= tries:
+                    self._give_up(order, error.pid)
+                    return
+                if self._closed.wait(wait_s):
+                    return
+            else:
+                log.info("done action=%s pool=%s member=%s", order.action, order.pool, order.member)
+                self._report(pid, "")
+                return
+
+    def _give_up(self, order: Order, pid: int) -> None:
+        if order.action == "stop":
+            log.error("not_stopped member=%s pid=%d: end it by hand", order.member, order.pid)
+            return
+        with self._lock:
+            never_joined = self._starting.pop(order.key, None) is not None
+        self._report(pid, order.pool if never_joined else "")
+
+    def _report(self, pid: int, pool: str) -> None:
+        """Tell the router of a process of this host that ended (pid), of a start that failed (pool), or both."""
+        # Only on its own machine does a pid name the process: under another name a member elsewhere may have it.
+        pid = pid if self._host == host_id() else 0
+        if not pid and not pool:
+            return
+        for wait_s in _backoff():
+            try:
+                self._client.report_exit(self._host, pid, pool)
+                return
+            except RouterUnavailable as error:
+                log.warning("report_delayed pid=%d pool=%s reason=%s", pid, pool, error)
+            if self._closed.wait(wait_s):
+                return
+
+    def _see(self, view: View) -> None:
+        present = {member.name: member.pool for member in view.members if member.host == self._host}
+        with self._lock:
+            for name in present.keys() - self._members:
+                joined = [key for key, (pool, _) in self._starting.items() if pool == present[name]]
+                if joined:
+                    del self._starting[joined[0]]
+            self._members = set(present)
+
+    def _present_starts(self) -> Mapping[str, int]:
+        # After so long the router has given up on a start, and may have ordered another.
+        since_s = time.monotonic() - Config.start_s
+        with self._lock:
+            self._starting = {key: start for key, start in self._starting.items() if start[1] > since_s}
+            return Counter(pool for pool, _ in self._starting.values())
+
+
+def _backoff() -> Iterator[float]:
+    wait_s = _BACKOFF_FIRST_S
+    while True:
+        yield wait_s
+        wait_s = min(2 * wait_s, _BACKOFF_MOST_S)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="eaas launcher",
+        description="Carry out the router's orders to start and stop processes with a command or a webhook. "
+        "The command finds EAAS_ACTION (start or stop), EAAS_POOL (expert or attention), EAAS_ROUTER, EAAS_HOST, "
+        "EAAS_ORDER, and for a stop EAAS_MEMBER and EAAS_PID in its environment; the webhook gets the same as JSON. "
+        "A process started so must have EAAS_HOST in its own environment.",
+        epilog="Exit codes: 0 stopped by a signal, 1 could not start (the message says why), 2 bad usage. "
+        "Example: eaas launcher --router 127.0.0.1:7000 --exec 'if [ $EAAS_ACTION = stop ]; then kill -9 $EAAS_PID; "
+        "else exec eaas $EAAS_POOL --router $EAAS_ROUTER --model ./checkpoint; fi'",
+    )
+    parser.add_argument("--router", required=True, metavar="HOST:PORT", help="address of the router")
+    way = parser.add_mutually_exclusive_group(required=True)
+    way.add_argument("--exec", metavar="COMMAND", dest="command", help="shell command run for each order")
+    way.add_argument("--webhook", metavar="URL", help="where each order is POSTed as JSON")
+    parser.add_argument(
+        "--webhook-key-file", type=Path, help="file with a key, sent as `Authorization: Bearer KEY`"
+    )
+    parser.add_argument(
+        "--host",
+        default="",
+        help="name under which to take orders; default: this machine (needed with --webhook)",
+    )
+    parser.add_argument(
+        "--timeout-s", type=float, default=30.0, help="for a POST or a stop command (default 30)"
+    )
+    parser.add_argument(
+        "--tries", type=int, default=5, help="of a POST or a stop command, 0.5, 1, 2 ... s apart (default 5)"
+    )
+    child.add_options(parser)
+    return parser.parse_args(arguments)
+
+
+def launcher_of(options: argparse.Namespace) -> Launcher:
+    """The launcher that the command line asks for.
+
+    Raises:
+        LauncherInvalid: it makes no sense, or the key file cannot be read.
+    """
+    if options.tries < 1 or not options.timeout_s > 0:
+        raise LauncherInvalid(
+            f"--tries {options.tries} and --timeout-s {options.timeout_s:g} found; "
+            "give at least 1 and more than 0"
+        )
+    if options.webhook and not options.host:
+        raise LauncherInvalid(
+            "--webhook starts processes elsewhere: give --host NAME, and start them with EAAS_HOST=NAME"
+        )
+    way: Way
+    if options.webhook:
+        key = ""
+        if options.webhook_key_file:
+            try:
+                key = options.webhook_key_file.read_text().strip()
+            except (OSError, UnicodeDecodeError) as error:
+                raise LauncherInvalid(f"--webhook-key-file cannot be read: {error}") from error
+            if not key or not key.isascii() or not key.isprintable():
+                raise LauncherInvalid(f"{options.webhook_key_file} holds no key: one line of printable ASCII")
+        way = Webhook(url=options.webhook, timeout_s=options.timeout_s, key=key)
+    else:
+        way = Exec(command=options.command, timeout_s=options.timeout_s)
+    return Launcher(router=options.router, host=options.host or host_id(), way=way, tries=options.tries)
+
+
+def main() -> int:
+    options = parse(sys.argv[1:])
+    child.begin(options)
+    try:
+        launcher = launcher_of(options)
+    except LauncherInvalid as error:
+        log.error("cannot_start reason=%s", error)
+        child.tell_failed(options, str(error))
+        return 1
+    for number in (signal.SIGTERM, signal.SIGINT):
+        # On another thread: the one interrupted may hold the client's lock.
+        signal.signal(number, lambda *_: threading.Thread(target=launcher.close).start())
+    child.tell_ready(options, "launcher/0", options.router)
+    launcher.follow()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,275 @@
+"""Launchers by command and by webhook, against a real router: real shells, a real HTTP server."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from router.client import RouterClient
+from router.host import host_id
+from router.launcher import Exec, LauncherInvalid, Order, OrderFailed, Webhook, launcher_of, parse
+from tests.router.test_service import SHAPE, RouterProcess, started, until
+
+__all__ = ["started"]
+
+MEMBER = """
+import os, sys, time
+from router.client import RouterClient
+client = RouterClient(os.environ["EAAS_ROUTER"])
+name = client.join(pool=os.environ["EAAS_POOL"], address="a", layers=2, experts=6, model_hash="m").name
+held = lambda view: client.loaded(view.member(name).target, view.epoch) if view.member(name) else None
+client.start(on_view=held)
+time.sleep(60)
+"""
+
+
+class Hook:
+    """A little HTTP server that records what it is sent and answers what it is told to."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, str]] = []
+        self.answers: list[int] = []
+        self.answer = 200
+        hook = self
+
+        class Answer(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                hook.seen.append({**{k.lower(): v for k, v in self.headers.items()}, **body})
+                self.send_response(hook.answers.pop(0) if hook.answers else hook.answer)
+                self.send_header("location", "/elsewhere")
+                self.send_header("content-length", "0")
+                self.end_headers()
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
+        self.url = f"http://127.0.0.1:{self.server.server_port}/orders"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def starts(self) -> list[dict[str, str]]:
+        return [order for order in self.seen if order["action"] == "start"]
+
+
+@pytest.fixture
+def hook() -> Iterator[Hook]:
+    one = Hook()
+    yield one
+    one.server.shutdown()
+    one.server.server_close()
+
+
+@pytest.fixture
+def launched() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def start(router: RouterProcess, *flags: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "router.launcher", "--router", router.address, *flags]
+        processes.append(subprocess.Popen([*command, "--die-with", str(os.getpid())]))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+
+
+def order(action: str = "start") -> Order:
+    return Order(key="k", action=action, pool="expert", host="h", router="r", member="expert/1", pid=7)
+
+
+def test_a_command_starts_a_member_and_another_replaces_it_when_it_is_lost(
+    started: Callable[..., RouterProcess], launched: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    router = started("--attention", "0", "--lease-s", "1")
+    script = tmp_path / "member.py"
+    script.write_text(MEMBER)
+    launched(router, "--exec", f"exec {sys.executable} {script}")
+    client = RouterClient(router.address)
+
+    def serving() -> list[tuple[str, int]]:
+        return [(m.name, m.pid) for m in client.status().view.members if m.state == "serving"]
+
+    until(lambda: [name for name, _ in serving()] == ["expert/1"])
+    pid = serving()[0][1]
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: [name for name, _ in serving()] == ["expert/2"])
+    assert client.status().gone[0].reason == "its process ended"
+    os.kill(serving()[0][1], signal.SIGKILL)
+    client.close()
+
+
+def test_a_frozen_member_is_ended_by_the_command_that_is_told_its_pid(
+    started: Callable[..., RouterProcess], launched: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    router = started("--attention", "0", "--lease-s", "0.6", "--experts", "2", "--replicas", "2")
+    script, record = tmp_path / "member.py", tmp_path / "record"
+    script.write_text(MEMBER)
+    launched(
+        router,
+        "--exec",
+        f"echo $EAAS_ACTION $EAAS_POOL $EAAS_MEMBER $EAAS_PID >> {record}; "
+        f"if [ $EAAS_ACTION = stop ]; then kill -9 $EAAS_PID; else exec {sys.executable} {script}; fi",
+    )
+    client = RouterClient(router.address)
+
+    def serving() -> dict[str, int]:
+        return {m.name: m.pid for m in client.status().view.members if m.state == "serving"}
+
+    until(lambda: set(serving()) == {"expert/1", "expert/2"})
+    pids = serving()
+    os.kill(pids["expert/1"], signal.SIGSTOP)
+    until(lambda: f"stop expert expert/1 {pids['expert/1']}" in record.read_text().splitlines())
+    until(lambda: set(serving()) == {"expert/2", "expert/3"})
+    assert record.read_text().splitlines().count("start expert 0") == 3
+    for pid in serving().values():
+        os.kill(pid, signal.SIGKILL)
+    client.close()
+
+
+def test_a_command_that_fails_is_a_failed_start_and_the_next_waits_longer(
+    started: Callable[..., RouterProcess], launched: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    router = started("--attention", "0")
+    record = tmp_path / "record"
+    launched(router, "--exec", f"date +%s%N >> {record}; exit 3")
+    until(lambda: record.exists() and len(record.read_text().split()) >= 4, 20)
+    times = [int(line) / 1e9 for line in record.read_text().split()]
+    gaps = [later - sooner for sooner, later in itertools.pairwise(times)]
+    # The router's waits are 0.5, 1, 2 s: without the reports it would wait 60 s, or not at all.
+    assert gaps[0] >= 0.4, gaps
+    assert gaps[1] >= 0.9, gaps
+    assert gaps[2] >= 1.9, gaps
+
+
+def test_a_webhook_is_told_what_to_start_and_its_processes_fill_the_order_from_anywhere(
+    started: Callable[..., RouterProcess],
+    launched: Callable[..., subprocess.Popen[bytes]],
+    hook: Hook,
+    tmp_path: Path,
+) -> None:
+    router = started("--attention", "0", "--lease-s", "0.6", "--experts", "2", "--replicas", "2")
+    key = tmp_path / "key"
+    key.write_text("a-secret\n")
+    hook.answers = [503, 503]
+    launched(router, "--host", "cloud", "--webhook", hook.url, "--webhook-key-file", str(key))
+    until(lambda: len(hook.seen) == 4)
+    keys = [seen["idempotency-key"] for seen in hook.seen]
+    assert sorted(keys.count(key) for key in set(keys)) in ([2, 2], [1, 3]), "a try again keeps its key"
+    for seen in hook.seen:
+        wanted = {"action": "start", "pool": "expert", "member": "", "pid": 0, "host": "cloud"}
+        assert {name: seen[name] for name in wanted} == wanted
+        assert seen["router"] == router.address
+        assert seen["authorization"] == "Bearer a-secret"
+
+    # As on another machine: pids there say nothing here, and two may be equal.
+    members = [RouterClient(router.address) for _ in range(2)]
+    names = [m.join(pool="expert", address="a", pid=1, host="cloud", **SHAPE).name for m in members]
+    for client, name in zip(members, names, strict=True):
+        client.start(
+            on_view=lambda v, c=client, n=name: c.loaded(v.member(n).target, v.epoch) if v.member(n) else None
+        )
+    watcher = RouterClient(router.address)
+    until(lambda: [m.state for m in watcher.status().view.members] == ["serving"] * 2)
+    time.sleep(0.3)
+    assert len(hook.seen) == 4, "what joined filled the orders"
+    members[0].close()
+    until(lambda: any(o["action"] == "stop" and o["member"] == names[0] and o["pid"] == 1 for o in hook.seen))
+    until(lambda: len({o["idempotency-key"] for o in hook.starts()}) == 3)
+    assert [m.name for m in watcher.status().view.members] == [names[1]], "an equal pid elsewhere is no proof"
+    members[1].close()
+    watcher.close()
+
+
+def test_a_webhook_that_refuses_is_a_failed_start(
+    started: Callable[..., RouterProcess], launched: Callable[..., subprocess.Popen[bytes]], hook: Hook
+) -> None:
+    router = started("--attention", "0")
+    hook.answer = 403
+    launched(router, "--host", "cloud", "--webhook", hook.url)
+    until(lambda: len(hook.seen) >= 3, 20)
+    assert len({seen["idempotency-key"] for seen in hook.seen}) == len(hook.seen), "403 is not tried again"
+
+
+def test_what_is_starting_is_not_ordered_again_when_the_router_restarts(
+    started: Callable[..., RouterProcess], launched: Callable[..., subprocess.Popen[bytes]], hook: Hook
+) -> None:
+    router = started("--attention", "0")
+    launched(router, "--host", "cloud", "--webhook", hook.url)
+    until(lambda: len(hook.seen) == 1)
+    router.stop(signal.SIGKILL)
+    router.start()
+    time.sleep(2.5)
+    assert len(hook.seen) == 1
+
+
+def test_a_launcher_that_ends_leaves_what_it_started_and_stops_within_a_second(
+    started: Callable[..., RouterProcess], launched: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    router = started("--attention", "0", "--lease-s", "1")
+    script = tmp_path / "member.py"
+    script.write_text(MEMBER)
+    launcher = launched(router, "--exec", f"exec {sys.executable} {script}")
+    client = RouterClient(router.address)
+    until(lambda: [m.state for m in client.status().view.members] == ["serving"])
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(timeout=2) == 0
+    time.sleep(1.5)
+    members = client.status().view.members
+    assert [(m.name, m.host) for m in members] == [("expert/1", host_id())]
+    os.kill(members[0].pid, signal.SIGKILL)
+    client.close()
+
+
+def test_a_redirect_is_not_followed_and_silence_is_a_failure(hook: Hook) -> None:
+    hook.answer = 302
+    with pytest.raises(OrderFailed, match="answered 302") as caught:
+        Webhook(url=hook.url, timeout_s=1).carry_out(order())
+    assert caught.value.is_final
+    assert len(hook.seen) == 1
+    with pytest.raises(OrderFailed, match="did not answer") as caught:
+        Webhook(url="http://127.0.0.1:1/", timeout_s=1).carry_out(order())
+    assert not caught.value.is_final
+
+
+def test_a_stop_command_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    with pytest.raises(OrderFailed, match=r"ran for over 0\.5 s and was ended"):
+        Exec(command=f"sleep 60 & echo $! > {shlex.quote(str(pid))}; wait", timeout_s=0.5).carry_out(
+            order("stop")
+        )
+    child = Path(f"/proc/{pid.read_text().strip()}/stat")
+    until(lambda: not child.exists() or child.read_text().rpartition(")")[2].split()[0] == "Z")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--webhook", "http://a.example/"], "give --host NAME, and start them with EAAS_HOST=NAME"),
+        (["--webhook", "file:///etc/passwd", "--host", "x"], "an http:// or https:// address needed"),
+        (["--webhook", "http://a.example/", "--host", "x", "--webhook-key-file", "KEY"], "use https://"),
+        (["--webhook", "https://a.example/", "--host", "x", "--webhook-key-file", "NONE"], "cannot be read"),
+        (["--webhook", "https://a.example/", "--host", "x", "--webhook-key-file", "EMPTY"], "holds no key"),
+        (["--exec", "true", "--tries", "0"], "give at least 1 and more than 0"),
+    ],
+)
+def test_a_launcher_that_makes_no_sense_says_why(tmp_path: Path, flags: list[str], message: str) -> None:
+    (tmp_path / "KEY").write_text("secret")
+    (tmp_path / "EMPTY").write_text("\n")
+    named = [str(tmp_path / flag) if flag in ("KEY", "NONE", "EMPTY") else flag for flag in flags]
+    with pytest.raises(LauncherInvalid, match=message):
+        launcher_of(parse(["--router", "127.0.0.1:1", *named]))
