@@ -217,24 +217,30 @@ def late_share(outcomes: Sequence[Outcome]) -> float:
     return sum(outcome.late for outcome in outcomes) / sum(outcome.tokens for outcome in outcomes)
 
 
-def tuned(
-    measure: Callable[[float], float], low: float, high: float, resolution: float, slo: float = SLO
-) -> float:
-    """The least headroom, to a resolution, that keeps the SLO; `measure` gives the late share of one.
+def tuned(measure: Callable[[float], float], low: float, high: float, whole: bool = False) -> float:
+    """A headroom between two that just keeps the SLO: to 0.005, or the least whole number.
+
+    Args:
+        measure: Gives the late share of a headroom; it falls as that rises.
 
     Raises:
-        ValueError: not even `high` keeps it.
+        ValueError: the answer does not lie between them.
     """
-    if measure(high) > slo:
-        raise ValueError(f"a headroom of {high} leaves more than {slo:.1%} of the tokens late; allow more")
-    while high - low > resolution:
-        middle = (low + high) / 2
-        if resolution >= 1:
-            middle = math.floor(middle)
-        if measure(middle) > slo:
-            low = middle
+    resolution = 1 if whole else 0.005
+    over, under = measure(low), measure(high)
+    if not under <= SLO < over:
+        raise ValueError(f"{over:.3%} late at {low}, {under:.3%} at {high}; give two around {SLO:.1%}")
+    while high - low > resolution and (whole or under < 0.97 * SLO):
+        # The share falls about exponentially: the straight line through both logarithms, and never near an end.
+        part = math.log(over / SLO) / math.log(over / max(under, 1e-7))
+        middle = low + (high - low) * min(max(part, 0.1), 0.9)
+        if whole:
+            middle = min(max(math.floor(middle), low + 1), high - 1)
+        share = measure(middle)
+        if share > SLO:
+            low, over = middle, share
         else:
-            high = middle
+            high, under = middle, share
     return high
 
 
@@ -276,21 +282,21 @@ def figures(outcomes: Sequence[Outcome], headroom: float) -> dict[str, Any]:
 
 def compare(cores: int) -> tuple[dict[str, dict[str, Any]], dict[str, list[int]]]:
     """Tune and read every policy: its figures by name, and what it paid in each step of the first week read."""
-    plans: Mapping[str, tuple[Callable[[np.ndarray, float], Plan], float, float, float]] = {
-        "static": (static, 16, 192, 1),
-        **{name: (partial(by_policy, unit=unit), 0.2, 3.4, 0.005) for name, unit in UNITS.items()},
-        "knows the 5-minute mean": (knows_trend, 0.8, 4.0, 0.005),
-        "knows the next 40 s": (knows_next, 0.5, 1.3, 0.005),
+    plans: Mapping[str, tuple[Callable[[np.ndarray, float], Plan], float, float]] = {
+        "static": (static, 32, 128),
+        **{name: (partial(by_policy, unit=unit), 1.6 / unit**0.4, 2.1) for name, unit in UNITS.items()},
+        "knows the 5-minute mean": (knows_trend, 1.3, 3.0),
+        "knows the next 40 s": (knows_next, 0.7, 1.2),
     }
     found: dict[str, dict[str, Any]] = {}
     wanted: dict[str, list[int]] = {}
     with ProcessPoolExecutor(cores) as pool:
-        for name, (plan_for, low, high, resolution) in plans.items():
+        for name, (plan_for, low, high) in plans.items():
 
             def measure(headroom: float, plan_for: Callable[..., Plan] = plan_for) -> float:
                 return late_share(list(pool.map(partial(run, plan_for, headroom), TUNING)))
 
-            headroom = tuned(measure, low, high, resolution)
+            headroom = tuned(measure, low, high, plan_for is static)
             outcomes = list(pool.map(partial(run, plan_for, headroom), READING))
             found[name] = figures(outcomes, headroom)
             wanted[name] = outcomes[0].wanted
@@ -299,7 +305,7 @@ def compare(cores: int) -> tuple[dict[str, dict[str, Any]], dict[str, list[int]]
                 def hindsight(size: float) -> float:
                     return late_share(list(pool.map(partial(run, static, size), READING)))
 
-                found[name]["paid_with_hindsight"] = tuned(hindsight, low, high, resolution)
+                found[name]["paid_with_hindsight"] = tuned(hindsight, low, high, True)
             found[name]["saving"] = round(1 - found[name]["paid"] / found["static"]["paid"], 4)
             print(f"{name:24} {found[name]}", flush=True)
     return found, wanted

@@ -53,7 +53,7 @@ class Policy:
     # Bursts last some minutes: three samples tell one from scatter. 0.92 of it, so that scatter alone rarely counts.
     burst_s: float = 25.0
     burst_share: float = 0.92
-    # Giving back early costs another start; hold and band trade money against changes: 50 s and 6% make about 30 an hour.
+    # What is given back early must start again; 50 s and 6% make about 30 changes an hour.
     hold_s: float = 50.0
     band: float = 0.06
     clear_s: float = 10.0
@@ -101,8 +101,8 @@ class Signals:
 
     wanted: size wanted now. live: members that serve. starting: ordered or warming up. draining: on their way out.
     busy: mean over the live servers, 0 to 1. tokens_per_s: of the pool, in the unit of backlog_tokens (rows, for the
-    expert pool). queue_s: age of the oldest waiting request. kv_use: mean, 0 to 1. lateness: p99 over its SLO, the worse
-    of TTFT and TPOT; above 1 the SLO is missed.
+    expert pool). queue_s: age of the oldest waiting request. kv_use: mean, 0 to 1. lateness: p99 over its SLO, the
+    worse of TTFT and TPOT; above 1 the SLO is missed.
     """
 
     wanted: int
@@ -293,8 +293,8 @@ def _resize(
     size = min(max(_units(policy, past.needs[0][1]), floor), policy.most)
     if size >= wanted or size > wanted * (1 - policy.band):
         return wanted, "enough"
-    if past.age_s < policy.trend_s:
-        return wanted, f"{size} would do, {past.age_s:.0f} s seen of {policy.trend_s:.0f}"
+    if past.age_s < policy.trend_s / 4:
+        return wanted, f"{size} would do, {past.age_s:.0f} s seen of {policy.trend_s / 4:.0f}"
     if signals.starting or signals.draining:
         return wanted, f"{size} would do, a change is under way"
     if len(changes) >= policy.shrink_share * policy.changes_per_h:
