@@ -12,7 +12,6 @@ being told that it is fenced ends a membership; `join` then makes the process a 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -21,7 +20,7 @@ import grpc
 import numpy as np
 from numpy.typing import NDArray
 
-from router.host import boot_s, host_id
+from router.host import boot_s, host_id, process_id
 from router.pools import PoolSize
 from router.proto import router_pb2 as pb
 from router.proto import router_pb2_grpc as rpc
@@ -140,7 +139,7 @@ class RouterClient:
         request = pb.JoinRequest(
             pool=pool,
             address=address,
-            pid=os.getpid() if pid is None else pid,
+            pid=process_id() if pid is None else pid,
             host=host_id() if host is None else host,
             model_hash=model_hash,
             numerics_class=numerics_class,

@@ -8,7 +8,8 @@ import os
 import time
 from pathlib import Path
 
-HOST_VARIABLE = "EAAS_HOST"
+# Where a launcher that starts processes elsewhere writes under which host and pid such a process must join.
+HOST_VARIABLE, PID_VARIABLE = "EAAS_HOST", "EAAS_PID"
 
 
 def boot_s() -> float:
@@ -17,12 +18,17 @@ def boot_s() -> float:
 
 
 def host_id() -> str:
-    """Boot id and process-id namespace: two processes with equal (host_id, pid) are the same process.
+    """Boot id and process-id namespace, or the launcher's name that is in EAAS_HOST.
 
-    A process that a launcher started elsewhere has the launcher's name in EAAS_HOST instead, so that the launcher is
-    told when to end it.
+    Two processes with equal (host_id, process_id) are the same process, and its launcher is who attached as host_id.
     """
     if os.environ.get(HOST_VARIABLE):
         return os.environ[HOST_VARIABLE]
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{Path('/proc/self/ns/pid').readlink()}"
+
+
+def process_id() -> int:
+    """Pid of this process, or the number in EAAS_PID beside EAAS_HOST: pids of several machines may be equal."""
+    given = os.environ.get(PID_VARIABLE, "") if os.environ.get(HOST_VARIABLE) else ""
+    return int(given) if given.isdecimal() and int(given) else os.getpid()

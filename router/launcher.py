@@ -15,6 +15,7 @@ import ipaddress
 import json
 import logging
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -32,7 +33,7 @@ from typing import Protocol
 
 from router import child
 from router.client import RouterClient, RouterUnavailable, StartProcess, StopProcess
-from router.host import HOST_VARIABLE, host_id
+from router.host import HOST_VARIABLE, PID_VARIABLE, host_id
 from router.state import Config
 from router.view import View
 
@@ -40,6 +41,8 @@ log = logging.getLogger("router.launcher")
 
 _BACKOFF_FIRST_S = 0.5
 _BACKOFF_MOST_S = 30.0
+# Linux gives no process a pid from here on (PID_MAX_LIMIT).
+_PID_LIMIT = 1 << 22
 # Answers that another try may better: too early, too many, or the far side's own trouble.
 _TRY_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
 
@@ -61,7 +64,11 @@ class LauncherInvalid(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """One thing to do. key: the same for every try of this order. pid: of the member's process, 0 for a start."""
+    """One thing to do. key: the same for every try of this order.
+
+    pid: of the member's process. For a start elsewhere the number under which it must join, above every real pid; 0 for
+    one on this machine, which joins under its own.
+    """
 
     key: str
     action: str
@@ -97,7 +104,7 @@ class Exec:
             "EAAS_ACTION": order.action,
             "EAAS_POOL": order.pool,
             "EAAS_MEMBER": order.member,
-            "EAAS_PID": str(order.pid),
+            PID_VARIABLE: str(order.pid),
             "EAAS_ROUTER": order.router,
             "EAAS_ORDER": order.key,
             HOST_VARIABLE: order.host,
@@ -209,7 +216,10 @@ class Launcher:
     def _order(self, command: StartProcess | StopProcess) -> Order:
         key = str(uuid.uuid4())
         if isinstance(command, StartProcess):
-            return Order(key=key, action="start", pool=command.pool, host=self._host, router=self._router)
+            pid = 0 if self._is_here() else _PID_LIMIT + secrets.randbelow((1 << 31) - _PID_LIMIT)
+            return Order(
+                key=key, action="start", pool=command.pool, pid=pid, host=self._host, router=self._router
+            )
         return Order(
             key=key,
             action="stop",
@@ -249,8 +259,8 @@ class Launcher:
 
     def _report(self, pid: int, pool: str) -> None:
         """Tell the router of a process of this host that ended (pid), of a start that failed (pool), or both."""
-        # Only on its own machine does a pid name the process: under another name a member elsewhere may have it.
-        pid = pid if self._host == host_id() else 0
+        # Only on its own machine does a pid name the process: elsewhere another may have it.
+        pid = pid if self._is_here() else 0
         if not pid and not pool:
             return
         for wait_s in _backoff():
@@ -261,6 +271,9 @@ class Launcher:
                 log.warning("report_delayed pid=%d pool=%s reason=%s", pid, pool, error)
             if self._closed.wait(wait_s):
                 return
+
+    def _is_here(self) -> bool:
+        return self._host == host_id()
 
     def _see(self, view: View) -> None:
         present = {member.name: member.pool for member in view.members if member.host == self._host}
@@ -299,8 +312,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         prog="eaas launcher",
         description="Carry out the router's orders to start and stop processes with a command or a webhook. "
         "The command finds EAAS_ACTION (start or stop), EAAS_POOL (expert or attention), EAAS_ROUTER, EAAS_HOST, "
-        "EAAS_ORDER, and for a stop EAAS_MEMBER and EAAS_PID in its environment; the webhook gets the same as JSON. "
-        "A process started so must have EAAS_HOST in its own environment.",
+        "EAAS_PID, EAAS_ORDER and for a stop EAAS_MEMBER in its environment; the webhook gets the same as JSON. "
+        "A process started so must have EAAS_HOST and EAAS_PID in its own environment: the order to stop it has the "
+        "same EAAS_PID.",
         epilog="Exit codes: 0 stopped by a signal, 1 could not start (the message says why), 2 bad usage. "
         "Example: eaas launcher --router 127.0.0.1:7000 --exec 'if [ $EAAS_ACTION = stop ]; then kill -9 $EAAS_PID; "
         "else exec eaas $EAAS_POOL --router $EAAS_ROUTER --model ./checkpoint; fi'",
@@ -340,7 +354,7 @@ def launcher_of(options: argparse.Namespace) -> Launcher:
         )
     if options.webhook and not options.host:
         raise LauncherInvalid(
-            "--webhook starts processes elsewhere: give --host NAME, and start them with EAAS_HOST=NAME"
+            "--webhook starts processes elsewhere: give --host NAME, which they get as EAAS_HOST"
         )
     way: Way
     if options.webhook:

@@ -113,6 +113,34 @@ def test_a_command_starts_a_member_and_another_replaces_it_when_it_is_lost(
     client.close()
 
 
+def test_processes_started_elsewhere_join_and_are_ended_under_the_number_in_their_order(
+    started: Callable[..., RouterProcess], launched: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    router = started("--attention", "0", "--lease-s", "1", "--experts", "2", "--replicas", "2")
+    script = tmp_path / "member.py"
+    script.write_text(MEMBER)
+    # What a wrapper for another machine does: it remembers what it started by the number of the order.
+    launched(
+        router,
+        *("--host", "elsewhere", "--exec"),
+        f"cd {tmp_path}; if [ $EAAS_ACTION = stop ]; then kill -9 $(cat $EAAS_PID) && touch ended-$EAAS_PID; else "
+        f"{sys.executable} {script} & echo $! > $EAAS_PID; fi",
+    )
+    client = RouterClient(router.address)
+
+    def serving() -> list[int]:
+        return [m.pid for m in client.status().view.members if (m.state, m.host) == ("serving", "elsewhere")]
+
+    until(lambda: len(serving()) == 2)
+    pids = serving()
+    assert all((tmp_path / str(pid)).exists() for pid in pids)
+    client.scale("expert", 1)
+    until(lambda: serving() == pids[:1])
+    until(lambda: (tmp_path / f"ended-{pids[1]}").exists())
+    os.kill(int((tmp_path / str(pids[0])).read_text()), signal.SIGKILL)
+    client.close()
+
+
 def test_a_frozen_member_is_ended_by_the_command_that_is_told_its_pid(
     started: Callable[..., RouterProcess], launched: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
@@ -171,14 +199,20 @@ def test_a_webhook_is_told_what_to_start_and_its_processes_fill_the_order_from_a
     keys = [seen["idempotency-key"] for seen in hook.seen]
     assert sorted(keys.count(key) for key in set(keys)) in ([2, 2], [1, 3]), "a try again keeps its key"
     for seen in hook.seen:
-        wanted = {"action": "start", "pool": "expert", "member": "", "pid": 0, "host": "cloud"}
+        wanted = {"action": "start", "pool": "expert", "member": "", "host": "cloud"}
         assert {name: seen[name] for name in wanted} == wanted
         assert seen["router"] == router.address
         assert seen["authorization"] == "Bearer a-secret"
 
-    # As on another machine: pids there say nothing here, and two may be equal.
+    # As on other machines, where pids may be equal: each joins under the number in its order.
+    pids = sorted({int(seen["pid"]) for seen in hook.seen})
+    assert len(pids) == 2
+    assert pids[0] >= 1 << 22, "no process of Linux has such a pid"
     members = [RouterClient(router.address) for _ in range(2)]
-    names = [m.join(pool="expert", address="a", pid=1, host="cloud", **SHAPE).name for m in members]
+    names = [
+        member.join(pool="expert", address="a", pid=pid, host="cloud", **SHAPE).name
+        for member, pid in zip(members, pids, strict=True)
+    ]
     for client, name in zip(members, names, strict=True):
         client.start(
             on_view=lambda v, c=client, n=name: c.loaded(v.member(n).target, v.epoch) if v.member(n) else None
@@ -188,9 +222,13 @@ def test_a_webhook_is_told_what_to_start_and_its_processes_fill_the_order_from_a
     time.sleep(0.3)
     assert len(hook.seen) == 4, "what joined filled the orders"
     members[0].close()
-    until(lambda: any(o["action"] == "stop" and o["member"] == names[0] and o["pid"] == 1 for o in hook.seen))
+    until(
+        lambda: any(
+            o["action"] == "stop" and (o["member"], o["pid"]) == (names[0], pids[0]) for o in hook.seen
+        )
+    )
     until(lambda: len({o["idempotency-key"] for o in hook.starts()}) == 3)
-    assert [m.name for m in watcher.status().view.members] == [names[1]], "an equal pid elsewhere is no proof"
+    assert [m.name for m in watcher.status().view.members] == [names[1]]
     members[1].close()
     watcher.close()
 
@@ -259,7 +297,7 @@ def test_a_stop_command_that_hangs_is_ended_with_its_children(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--webhook", "http://a.example/"], "give --host NAME, and start them with EAAS_HOST=NAME"),
+        (["--webhook", "http://a.example/"], "give --host NAME, which they get as EAAS_HOST"),
         (["--webhook", "file:///etc/passwd", "--host", "x"], "an http:// or https:// address needed"),
         (["--webhook", "http://a.example/", "--host", "x", "--webhook-key-file", "KEY"], "use https://"),
         (["--webhook", "https://a.example/", "--host", "x", "--webhook-key-file", "NONE"], "cannot be read"),
