@@ -237,20 +237,20 @@ class Load:
         self._client = client
         self._tracks: dict[str, Track] = {}
         self._at_s = time.monotonic()
-        self._emitted, self._busy_s = 0, 0.0
+        self._computed, self._busy_s = 0, 0.0
 
     def __call__(self) -> dict[str, float]:
-        """The engine's load; busy (0 to 1, the share of time in steps) and tokens_per_s since the last report; and
-        the paces of expert servers. Empty without an engine.
+        """The engine's load; since the last report busy (0 to 1, the share of time in steps) and tokens_per_s
+        (computed, those of prompts too); and the paces of expert servers. Empty without an engine.
         """
         engine = self.engine
         if engine is None:
             return {}
-        now_s, emitted, busy_s = time.monotonic(), engine.emitted, engine.busy_s
+        now_s, computed, busy_s = time.monotonic(), engine.computed, engine.busy_s
         elapsed_s = max(now_s - self._at_s, 1e-3)
-        rate = (emitted - self._emitted) / elapsed_s
+        rate = (computed - self._computed) / elapsed_s
         busy = min(1.0, (busy_s - self._busy_s) / elapsed_s)
-        self._at_s, self._emitted, self._busy_s = now_s, emitted, busy_s
+        self._at_s, self._computed, self._busy_s = now_s, computed, busy_s
         found = {report.name: report.totals for report in self._client.stats()}
         self._tracks = observe_all(self._tracks, found)
         return {**engine.load(), "busy": busy, "tokens_per_s": rate, **load_entries(self._tracks)}

@@ -82,9 +82,7 @@ def verdict(plan: Plan) -> str:
         text += f" {plan.gain:+.0%} tokens for the price" if whole is not None else ""
     else:
         devices = 0 if whole is None else whole.workers
-        text = (
-            f"No: speed alone does not pay for two kinds of process; a monolithic fleet of {devices} does better."
-        )
+        text = f"No: speed alone does not pay for two kinds of process; a monolithic fleet of {devices} does better."
         text += (
             f" Disaggregated, tokens for the price change by {plan.gain:+.0%}" if split is not None else ""
         )

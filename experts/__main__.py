@@ -43,8 +43,8 @@ _TICK_S = 0.05
 _LEAVE_S = 0.3
 _SPEED_HALF_LIFE_S = 2.0
 # An activated expert costs what it takes to read its weights: 2 bytes for the 2 operations of each row, so
-# 165 GFLOP/s over 30 GB/s make it as dear as 5.5 rows.
-_ACTIVATION_ROWS = 5.5
+# 165 GFLOP/s over 30 GB/s make it about as dear as 5 rows.
+_ACTIVATION_ROWS = 5.0
 _START_ERRORS = (
     CheckpointInvalid, ConfigInvalid, IsaUnavailable, JoinRefused, KernelsBroken, OSError,
     P2PError, PackUnavailable, RouterUnavailable, ValueError,

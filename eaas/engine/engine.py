@@ -81,7 +81,7 @@ class Engine:
     ) -> None:
         """Args: on_logits: called with (request, index, float32 [vocab]) before each choice; copy it."""
         self.config = config
-        self.emitted = 0
+        self.computed = 0
         self.busy_s = 0.0
         self._decoder = decoder
         self._on_logits = on_logits
@@ -102,17 +102,19 @@ class Engine:
     def load(self) -> dict[str, float]:
         """Requests running and waiting, what is queued, and the share of KV blocks held, 0 to 1. Any thread.
 
-        backlog_tokens: of prompts not yet computed, and of what the waiting requests are reckoned to generate.
+        backlog_tokens: of prompts not yet computed, what the waiting requests are reckoned to generate, and the next
+        token of each that generates, so that it is 0 only when nothing is to do.
         queue_s: age of the oldest request that has never run; one that was preempted shows in kv_use.
         """
-        queue = self.scheduler.queue()
-        left = sum(len(request.context) - request.computed for request in self.scheduler.prefills())
+        running, queue, prefills = self.scheduler.running, self.scheduler.queue(), self.scheduler.prefills()
+        left = running - len(prefills)
+        left += sum(len(request.context) - request.computed for request in prefills)
         for request in queue:
             left += request.length
             left += min(RECKONED_TOKENS, request.params.max_tokens - len(request.output))
         oldest_s = min((r.submitted_s for r in queue if not r.preemptions), default=None)
         return {
-            "running": float(self.scheduler.running),
+            "running": float(running),
             "waiting": float(len(queue)),
             "backlog_tokens": float(left),
             "queue_s": 0.0 if oldest_s is None else max(0.0, self._clock() - oldest_s),
@@ -187,6 +189,7 @@ class Engine:
         outcome = self._hand_out(plan, logits)
         # A step that ended for want of experts is not counted: it waited.
         self.busy_s += self._clock() - began_s
+        self.computed += len(plan.token_ids)
         return outcome
 
     # -- inside ----------------------------------------------------------------------------------------------
@@ -217,7 +220,6 @@ class Engine:
                 by_owner[request.owner] = [made]
             else:
                 tokens.append(made)
-        self.emitted += len(requests) - len(refused)
         for request, reason in refused:
             self.scheduler.cancel(request.owner, request.id)
             log.error("choice_failed id=%s reason=%s", request.id, reason)

@@ -26,6 +26,10 @@ class TokenLog:
         self.losses = 0
         return True
 
+    def move(self) -> None:
+        """End the current attempt, for no fault of the request or its worker."""
+        self.attempt += 1
+
     def lose(self) -> int:
         """End the current attempt: nothing more is accepted from it.
 

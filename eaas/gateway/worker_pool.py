@@ -32,6 +32,8 @@ _RETRY_FIRST_S = 0.05
 _RETRY_MOST_S = 1.0
 _SWEEP_S = 0.25
 _CONNECTED_STATES = frozenset({SERVING, SUSPECT, DRAINING})
+# Ends of an attempt that say nothing against the request.
+_PLANNED = frozenset({"drained", "shutting_down"})
 _CLIENT_FAULTS = {
     "too_long": "context_length_exceeded",
     "never_fits": "request_too_large",
@@ -217,11 +219,12 @@ class WorkerPool:
         self._place_waiting()
 
     def _remove(self, incarnation: int, reason: str) -> None:
-        worker = self._workers.pop(incarnation)
+        worker = self._workers[incarnation]
         if worker.task is not None:
             worker.task.cancel()
         if worker.link is not None:
             worker.link.drop(reason)
+        del self._workers[incarnation]
 
     async def _keep_connected(self, worker: _Worker) -> None:
         retry_s = _RETRY_FIRST_S
@@ -265,7 +268,7 @@ class WorkerPool:
             worker.link = None
         lost = [sequence for sequence in self._sequences.values() if sequence.link is link]
         for sequence in lost:
-            self._replay(sequence, "worker_lost")
+            self._replay(sequence, "drained" if worker and worker.draining_s else "worker_lost")
         if lost:
             log.warning("replay name=%s choices=%d reason=%s", link.name, len(lost), reason)
 
@@ -419,8 +422,9 @@ class WorkerPool:
 
     def _replay(self, sequence: Sequence, reason: str) -> None:
         self._unlink(sequence)
-        losses = sequence.log.lose()
-        if losses >= self._config.max_losses:
+        if reason in _PLANNED:
+            sequence.log.move()
+        elif (losses := sequence.log.lose()) >= self._config.max_losses:
             message = f"{losses} attempts in a row ended without a new token ({reason}); it is given up."
             self._fail(sequence, internal(message, code="attempts_exhausted"))
             return

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import decode, gateway, handover, scaling, trace
+from benchmarks import decode, gateway, handover, recovery, scaling, trace
 from benchmarks.engines.process import missing
+from eaas.model.make_model import make_model
 
 PEERS = [name for name in decode.PEERS if missing(name) is None]
 
@@ -115,3 +116,14 @@ def test_trace_accounts_for_a_steps_time_lane_by_lane(
         assert phases | {"norm", "project", "attend", "output", "gate", "combine", "head"} <= set(lane)
         assert 0 < sum(lane.values()) < row["step_us"]["max"]
     assert "tiny, batch 2, 1 servers" in capsys.readouterr().out
+
+
+def test_recovery_times_each_phase_of_a_replacement(tmp_path: Path) -> None:
+    make_model("tiny", "qwen3_moe", tmp_path / "tiny", seed=1)
+    options = ["--model", str(tmp_path / "tiny"), "--kills", "1", "--experts", "3", "--streams", "2"]
+    recovery.main([*options, "--tokens", "16", "--results", str(tmp_path)])
+    for row, pool in zip(lines(tmp_path, "recovery"), ("expert", "attention"), strict=True):
+        worst = {phase: found["worst"] for phase, found in row["seconds"].items()}
+        assert row["pool"] == pool
+        assert 0 < worst["gone"] <= worst["joined"] <= worst["whole"]
+        assert worst["start_cpu"] > 0

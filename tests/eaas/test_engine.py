@@ -232,13 +232,17 @@ def test_the_load_counts_what_is_queued_and_how_long() -> None:
     world.submit("first", range(12), max_tokens=30)
     world.step()
     now_s[0] += 2
-    world.submit("second", range(20), max_tokens=3)
+    world.submit("second", range(20, 40), max_tokens=3)
     now_s[0] += 5
     load = world.engine.load()
     assert (load["running"], load["waiting"], load["queue_s"]) == (1, 1, 5)
     # Four of the first prompt's twelve are left; of the second all 20, and the 3 that it may generate.
     assert load["backlog_tokens"] == 4 + 20 + 3
+    world.step()
+    # The first has its first token and waits for the next one; of the second, four are computed.
+    assert world.engine.load()["backlog_tokens"] == 1 + 16
     world.run()
+    assert world.engine.computed == 12 + 29 + 20 + 2
     assert not any(world.engine.load().values())
 
 

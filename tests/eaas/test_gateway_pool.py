@@ -258,6 +258,34 @@ def test_a_draining_worker_ends_what_it_can_and_the_rest_goes_on_elsewhere() -> 
     asyncio.run(scenario())
 
 
+def test_drains_are_no_losses_however_many_meet_a_request_that_waits() -> None:
+    async def scenario() -> None:
+        metrics = GatewayMetrics()
+        pool = WorkerPool(GatewayConfig(model_name="m", max_losses=2), metrics)
+        generation, sequence = sequence_of("waits", 5)
+        pool.submit(sequence)
+        for number in range(1, 6):
+            worker = await worker_of(number)
+            worker.frozen = True
+            pool.apply_view(view_of(worker))
+            await until(lambda worker=worker: worker.submits, "the request")
+            pool.apply_view(view_of(worker, draining=[worker]))
+            if number % 2:
+                worker._server.close()
+                for writer in worker.writers:
+                    writer.transport.abort()
+                await until(lambda: not pool.links(), "the end of the link")
+            pool.apply_view(view_of())
+        assert generation.error is None
+        assert metrics.replays == {"drained": 5}
+        pool.apply_view(view_of(await worker_of(9)))
+        await until(lambda: generation.ended, "the end")
+        assert len(sequence.log.output) == 5
+        pool.close()
+
+    asyncio.run(scenario())
+
+
 def test_a_draining_worker_keeps_its_choices_while_nobody_else_can_take_them() -> None:
     async def scenario() -> None:
         metrics = GatewayMetrics()
