@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import decode, gateway, handover, scaling, trace
+from benchmarks import decode, gateway, handover, scaling, trace, weights
 from benchmarks.engines.process import missing
 
 PEERS = [name for name in decode.PEERS if missing(name) is None]
@@ -115,3 +115,11 @@ def test_trace_accounts_for_a_steps_time_lane_by_lane(
         assert phases | {"norm", "project", "attend", "output", "gate", "combine", "head"} <= set(lane)
         assert 0 < sum(lane.values()) < row["step_us"]["max"]
     assert "tiny, batch 2, 1 servers" in capsys.readouterr().out
+
+
+def test_weights_are_had_from_every_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # so that what the command sets is undone
+    weights.main(["--shape", "tiny", "--rounds", "1", "--tokens", "16", "--results", str(tmp_path)])
+    [row] = lines(tmp_path, "weights")
+    assert set(row["replica_s"]) == {"packed", "checkpoint", "peer"}
+    assert row["figures"]["peer"]["tokens_per_s"]["median"] > 0
