@@ -151,8 +151,8 @@ class Weights:
 
     def rest(self) -> None:
         """Close what is open to servers; the next expert opens it again."""
-        for source in self._sources.values():
-            source.close()
+        for name in [name for name in self._sources if name != CHECKPOINT]:
+            self._sources.pop(name).close()
 
     def stop(self) -> None:
         """Have what waits for a server fail, now and later. From any thread."""

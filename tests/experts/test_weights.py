@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import threading
 import time
@@ -73,9 +74,11 @@ def test_a_source_that_failed_is_spared_for_a_while_and_one_that_lied_for_ever()
 class Peer:
     """A server that gives what it has packed, and serves no rows."""
 
-    def __init__(self, packed: PackedExperts, incarnation: int) -> None:
+    def __init__(
+        self, packed: PackedExperts, incarnation: int, opener: Callable[..., Any] = ShmEndpoint
+    ) -> None:
         self.packed = packed
-        self.endpoint = ShmEndpoint(f"expert/{incarnation}", incarnation)
+        self.endpoint = opener(f"expert/{incarnation}", incarnation)
         self.served = set(PAIRS)
         self.giver = Giver(
             endpoint=self.endpoint, packed=packed, serves=lambda layer, expert: (layer, expert) in self.served
@@ -105,10 +108,10 @@ class Peer:
 class World:
     """A checkpoint, its packed file, servers that have it, and a host that has nothing."""
 
-    def __init__(self, root: Path) -> None:
-        self.checkpoint = Checkpoint.open(write_model(root / "model", CONFIG))
+    def __init__(self, root: Path, model: Path) -> None:
+        self.checkpoint = Checkpoint.open(model)
         self.root, self.undo = root, []
-        self.whole = PackedExperts.open(self.checkpoint, SHAPE, Dtype.BFLOAT16, directory=root / "whole")
+        self.whole = PackedExperts.open(self.checkpoint, SHAPE, Dtype.BFLOAT16, directory=model / "packed")
         self.endpoint = ShmEndpoint("expert/9", 9)
 
     def peer(self, incarnation: int) -> Peer:
@@ -140,9 +143,14 @@ class World:
             undo()
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("weights") / "model", CONFIG)
+
+
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    made = World(tmp_path)
+def world(tmp_path: Path, model: Path) -> Iterator[World]:
+    made = World(tmp_path, model)
     yield made
     made.close()
 
@@ -162,6 +170,25 @@ def test_every_source_fills_the_file_that_packing_makes(world: World, checkpoint
     # Another server of the host needs nobody.
     beside = world.weights(peers=False)
     assert same(beside.expert(1, 3, view), world.whole.expert(1, 3))
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("nixl_cu13") is None,
+    reason="needs the package nixl-cu13 (pip install --no-deps nixl-cu13), found none",
+)
+def test_weights_come_over_nixl_too(world: World) -> None:
+    from p2p.nixl import NixlEndpoint
+
+    peer = Peer(world.whole, 1, NixlEndpoint)
+    world.endpoint.close()
+    world.endpoint = NixlEndpoint("expert/9", 9)
+    weights, view = world.weights(), world.view(peer.member())
+    for layer, expert in PAIRS:
+        assert same(weights.expert(layer, expert, view), world.whole.expert(layer, expert))
+    peer.close()
+    with pytest.raises(WeightsUnavailable, match="expert/1: "):
+        weights.expert(0, 0, view, anew=True)
+    weights.rest()
 
 
 def test_a_window_is_given_back_by_both_ends(world: World) -> None:
@@ -432,10 +459,12 @@ def test_an_expert_that_fails_its_self_test_once_is_had_anew(
 ) -> None:
     answers, right = iter((bytes(32),)), loading.answer_of
     monkeypatch.setattr(loading, "answer_of", lambda expert: next(answers, None) or right(expert))
+    peer, asked = world.peer(1), []
+    signal, peer.endpoint.signal = peer.endpoint.signal, lambda *what: (asked.append(what), signal(*what))
     run = Loading(world, world.weights())
-    run.want(PAIRS, 1, world.peer(1).member())
+    run.want(PAIRS, 1, peer.member())
     run.wait(lambda: run.reports and len(held_of(run.reports[-1])) == len(PAIRS))
-    assert not run.faults and run.loader._weights.packed.path.read_bytes() == world.whole.path.read_bytes()
+    assert not run.faults and len(asked) == 3 * (len(PAIRS) + 1)
 
 
 def test_a_server_without_weights_ends_but_one_that_holds_some_waits_for_the_others(
