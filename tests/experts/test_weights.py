@@ -6,8 +6,7 @@ import importlib.util
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,28 +14,19 @@ import grpc
 import numpy as np
 import pytest
 
-from experts import fetch, loading
+from experts import fetch
+from experts import weights as weights_module
 from experts.checkpoint import Checkpoint
 from experts.fetch import SourceFailed, manifest_of
-from experts.give import STREAM_S, TAKERS, WINDOW, Giver
-from experts.kernels import PackedExpert
-from experts.loading import Loader
-from experts.model import Dtype, ExpertShape
+from experts.give import STREAM_S, TAKERS, WINDOW
+from experts.manifest import PackLayout
+from experts.model import Dtype
 from experts.pack import PackedExperts
 from experts.proto import experts_pb2 as pb
 from experts.proto import experts_pb2_grpc as rpc
-from experts.server import ExpertsService
 from experts.weights import CHECKPOINT, Rates, Weights, WeightsUnavailable, manifest_from
 from p2p import ShmEndpoint, Status
-from router import bitmap
-from router.view import Member, View
-from tests.experts.checkpoint_files import QWEN3, write_model
-
-# Of three pieces, the last one short.
-CONFIG = QWEN3 | {"hidden_size": 512, "moe_intermediate_size": 704}
-SHAPE = ExpertShape.from_config(CONFIG)
-PAIRS = [(layer, expert) for layer in range(SHAPE.layers) for expert in range(SHAPE.experts)]
-SOON_S = 10.0
+from tests.experts.weights_world import PAIRS, SHAPE, SOON_S, Peer, World, same, write
 
 
 def test_sources_are_each_measured_once_and_then_the_fastest_is_asked() -> None:
@@ -71,81 +61,9 @@ def test_a_source_that_failed_is_spared_for_a_while_and_one_that_lied_for_ever()
     assert rates.order(names, 5.0) == ["expert/1", "expert/3"]
 
 
-class Peer:
-    """A server that gives what it has packed, and serves no rows."""
-
-    def __init__(
-        self, packed: PackedExperts, incarnation: int, opener: Callable[..., Any] = ShmEndpoint
-    ) -> None:
-        self.packed = packed
-        self.endpoint = opener(f"expert/{incarnation}", incarnation)
-        self.served = set(PAIRS)
-        self.giver = Giver(
-            endpoint=self.endpoint, packed=packed, serves=lambda layer, expert: (layer, expert) in self.served
-        )
-        self.service = ExpertsService()
-        self.service.giver = self.giver
-        self.control = grpc.server(ThreadPoolExecutor(8))
-        rpc.add_ExpertsServicer_to_server(self.service, self.control)
-        self.address = f"127.0.0.1:{self.control.add_insecure_port('127.0.0.1:0')}"
-        self.control.start()
-
-    def member(self, **changed: Any) -> Member:
-        held = bitmap.to_bytes(bitmap.of_pairs(PAIRS, SHAPE.experts), SHAPE.layers, SHAPE.experts)
-        fields = {
-            "name": self.endpoint.name, "pool": "expert", "state": "serving", "address": self.address, "pid": 1,
-            "incarnation": self.endpoint.incarnation, "host": "here", "target": held, "serving": held,
-            "numerics_class": self.packed.layout.numerics_class,
-        }  # fmt: skip
-        return Member(**(fields | changed))
-
-    def close(self) -> None:
-        self.control.stop(0).wait(SOON_S)
-        self.giver.close()
-        self.endpoint.close()
-
-
-class World:
-    """A checkpoint, its packed file, servers that have it, and a host that has nothing."""
-
-    def __init__(self, root: Path, model: Path) -> None:
-        self.checkpoint = Checkpoint.open(model)
-        self.root, self.undo = root, []
-        self.whole = PackedExperts.open(self.checkpoint, SHAPE, Dtype.BFLOAT16, directory=model / "packed")
-        self.endpoint = ShmEndpoint("expert/9", 9)
-
-    def peer(self, incarnation: int) -> Peer:
-        made = Peer(self.whole, incarnation)
-        self.undo.append(made.close)
-        return made
-
-    def weights(self, checkpoint: bool = False, peers: bool = True) -> Weights:
-        return Weights(
-            name="expert/9",
-            packed=PackedExperts.begin(self.whole.manifest, self.root / "begun"),
-            endpoint=self.endpoint if peers else None,
-            checkpoint=self.checkpoint if checkpoint else None,
-        )
-
-    def view(self, *members: Member, epoch: int = 1) -> View:
-        return View(
-            term=1,
-            epoch=epoch,
-            replicas_wanted=1,
-            layers=SHAPE.layers,
-            experts=SHAPE.experts,
-            members=members,
-        )
-
-    def close(self) -> None:
-        self.endpoint.close()
-        for undo in self.undo:
-            undo()
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("weights") / "model", CONFIG)
+    return write(tmp_path_factory.mktemp("weights") / "model")
 
 
 @pytest.fixture
@@ -153,10 +71,6 @@ def world(tmp_path: Path, model: Path) -> Iterator[World]:
     made = World(tmp_path, model)
     yield made
     made.close()
-
-
-def same(found: PackedExpert, wanted: PackedExpert) -> bool:
-    return np.array_equal(found.gate_up, wanted.gate_up) and np.array_equal(found.down, wanted.down)
 
 
 @pytest.mark.parametrize(("checkpoint", "peers"), [(False, True), (True, False), (True, True)])
@@ -170,6 +84,26 @@ def test_every_source_fills_the_file_that_packing_makes(world: World, checkpoint
     # Another server of the host needs nobody.
     beside = world.weights(peers=False)
     assert same(beside.expert(1, 3, view), world.whole.expert(1, 3))
+
+
+def test_a_connection_that_takes_long_does_not_count_against_a_fast_server(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peer, pack_blob, packed = world.peer(1), weights_module.pack_blob, list[tuple[int, int]]()
+    connect = peer.endpoint.connect
+
+    def slow_pack(layout: PackLayout, checkpoint: Checkpoint, layer: int, expert: int) -> np.ndarray:
+        packed.append((layer, expert))
+        time.sleep(0.5)
+        return pack_blob(layout, checkpoint, layer, expert)
+
+    monkeypatch.setattr(weights_module, "pack_blob", slow_pack)
+    peer.endpoint.connect = lambda *what: (time.sleep(0.8), connect(*what))[1]
+    weights, view = world.weights(checkpoint=True), world.view(peer.member())
+    for layer, expert in PAIRS:
+        weights.expert(layer, expert, view)
+    weights.rest()
+    assert packed == PAIRS[:1]
 
 
 @pytest.mark.skipif(
@@ -292,7 +226,10 @@ def test_what_is_meant_for_another_server_model_or_packing_is_refused(world: Wor
     assert manifest_from(world.view(peer.member(serving=b"")), layout) is None
     with pytest.raises(WeightsUnavailable, match="FAILED_PRECONDITION"):
         world.weights().expert(0, 0, world.view(peer.member(incarnation=2)))
-    file = write_model(world.root / "other", CONFIG) / "model.safetensors"
+    for none in ({"name": "expert/9"}, {"numerics_class": "other"}):
+        with pytest.raises(WeightsUnavailable, match="no source may be asked now"):
+            world.weights().expert(0, 0, world.view(peer.member(**none)))
+    file = write(world.root / "other") / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-2] + bytes(2))
     changed = Checkpoint.open(world.root / "other")
     assert changed.fingerprint == world.checkpoint.fingerprint, "its digest samples tensors' beginnings only"
@@ -369,123 +306,6 @@ def test_a_taker_that_goes_leaves_nothing_at_its_source(world: World) -> None:
         time.sleep(0.01)
     assert not peer.endpoint._peers
     source._stream._requests.put(None)
-
-
-class Held:
-    """Stands where an expert server does."""
-
-    def __init__(self) -> None:
-        self.at: dict[tuple[int, int], tuple[int, int]] = {}
-
-    def set_expert(self, layer: int, expert: int, gate_up: int, down: int) -> None:
-        self.at[layer, expert] = (gate_up, down)
-
-    def clear_expert(self, layer: int, expert: int) -> None:
-        del self.at[layer, expert]
-
-
-class Loading:
-    """A loader that follows Views, and what it reports."""
-
-    def __init__(self, world: World, weights: Weights) -> None:
-        self.world, self.held = world, Held()
-        self.reports: list[tuple[bytes, int]] = []
-        self.faults: list[str] = []
-        self.loader = Loader(
-            name="expert/9",
-            server=self.held,
-            weights=weights,
-            report=lambda held, epoch: self.reports.append((held, epoch)),
-            failed=self.faults.append,
-        )
-        world.undo.append(self.loader.close)
-        self.loader.start()
-
-    def want(self, pairs: list[tuple[int, int]], epoch: int, *peers: Member) -> None:
-        target = bitmap.to_bytes(bitmap.of_pairs(pairs, SHAPE.experts), SHAPE.layers, SHAPE.experts)
-        me = Member(
-            name="expert/9",
-            pool="expert",
-            state="warming",
-            incarnation=9,
-            address="",
-            pid=1,
-            host="",
-            target=target,
-        )
-        self.loader.apply(self.world.view(*peers, me, epoch=epoch))
-
-    def wait(self, ready: Callable[[], object]) -> None:
-        end_s = time.monotonic() + SOON_S
-        while not ready():
-            assert time.monotonic() < end_s, (self.reports, self.faults)
-            time.sleep(0.005)
-
-
-def held_of(report: tuple[bytes, int]) -> list[tuple[int, int]]:
-    return list(bitmap.pairs(bitmap.from_bytes(report[0]), SHAPE.experts))
-
-
-def test_a_loader_serves_what_it_tested_and_drops_what_is_not_wanted(world: World) -> None:
-    run = Loading(world, Weights(name="expert/9", packed=world.whole, endpoint=None, checkpoint=None))
-    run.want(PAIRS[:5], 1)
-    run.wait(lambda: run.reports and run.reports[-1][1] == 1)
-    assert held_of(run.reports[-1]) == PAIRS[:5]
-    for (layer, expert), at in run.held.at.items():
-        wanted = world.whole.expert(layer, expert)
-        assert at == (wanted.gate_up.ctypes.data, wanted.down.ctypes.data)
-    run.want(PAIRS[3:7], 2)
-    run.wait(lambda: run.reports[-1][1] == 2)
-    assert held_of(run.reports[-1]) == PAIRS[3:7] == sorted(run.held.at)
-    assert run.loader.holds(*PAIRS[3]) and not run.loader.holds(*PAIRS[2])
-
-
-def test_an_expert_mapped_at_another_ones_place_is_never_held(world: World) -> None:
-    """The bytes are right, and not where they are looked for: only the self-test row can tell."""
-    weights = Weights(name="expert/9", packed=world.whole, endpoint=None, checkpoint=world.checkpoint)
-    expert = world.whole.expert
-    world.whole.expert = lambda layer, number: expert(layer, 3 if (layer, number) == (0, 2) else number)
-    run = Loading(world, weights)
-    run.want(PAIRS, 1)
-    run.wait(lambda: run.faults)
-    assert "expert 2 of MoE layer 0 failed its self-test 3 times" in run.faults[0]
-    assert "See to this machine's memory and processor" in run.faults[0]
-    assert sorted(run.held.at) == PAIRS[:2]
-    assert all(set(held_of(report)) <= set(PAIRS[:2]) for report in run.reports)
-
-
-def test_an_expert_that_fails_its_self_test_once_is_had_anew(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answers, right = iter((bytes(32),)), loading.answer_of
-    monkeypatch.setattr(loading, "answer_of", lambda expert: next(answers, None) or right(expert))
-    peer, asked = world.peer(1), []
-    signal, peer.endpoint.signal = peer.endpoint.signal, lambda *what: (asked.append(what), signal(*what))
-    run = Loading(world, world.weights())
-    run.want(PAIRS, 1, peer.member())
-    run.wait(lambda: run.reports and len(held_of(run.reports[-1])) == len(PAIRS))
-    assert not run.faults and len(asked) == 3 * (len(PAIRS) + 1)
-
-
-def test_a_server_without_weights_ends_but_one_that_holds_some_waits_for_the_others(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loading, "RETRY_S", 0.01)
-    poor = Loading(world, world.weights(peers=False))
-    poor.want(PAIRS, 1)
-    poor.wait(lambda: poor.faults)
-    assert "expert 3 of MoE layer 1: no source may be asked now" in poor.faults[0]
-
-    peer = world.peer(1)
-    run = Loading(world, world.weights())
-    run.want(PAIRS[:4], 1, peer.member())
-    run.wait(lambda: run.reports)
-    run.want(PAIRS, 2)
-    run.wait(lambda: len(run.reports) > 10)
-    assert held_of(run.reports[-1]) == PAIRS[:4] and run.reports[-1][1] == 2
-    run.want(PAIRS, 3, peer.member())
-    run.wait(lambda: run.reports[-1][1] == 3)
-    assert held_of(run.reports[-1]) == PAIRS and not run.faults
 
 
 def test_a_giver_that_ends_says_so_to_its_takers(world: World) -> None:
