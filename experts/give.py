@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 WINDOW = WindowLayout(slots=4, payload_bytes=1 << 20)
 TAKERS = 4
-LOW_NICE = 10
+LOW_NICE = 19
 STREAM_S = 120.0
 
 

@@ -2,10 +2,10 @@
 
 Whichever is faster, by measurement. What the file holds is mapped, and costs one pass of reading. What it lacks is
 had from the source with the best estimate of bytes per second, and written into the file, where every server of the
-host finds it. The first server and the checkpoint are each tried on one expert; from then on the best of what was
-measured is taken. A server not measured yet counts as the best one that was, and while a source is not used its
-estimate rises by 1% with each expert, so that none is written off for good. A source that failed is left alone for
-a while, and one that gave wrong bytes for ever.
+host finds it. The first server and the checkpoint are each measured on one expert (a server on its second: the first
+waits for the connection); from then on the best of what was measured is taken. A server not measured yet counts as the
+best one that was, and while a source is not used its estimate rises by 1% with each expert, so that none is written
+off for good. A source that failed is left alone for a while, and one that gave wrong bytes for ever.
 
 Whoever gives the bytes, the manifest decides whether they are right.
 """
@@ -151,8 +151,8 @@ class Weights:
 
     def rest(self) -> None:
         """Close what is open to servers; the next expert opens it again."""
-        for source in self._sources.values():
-            source.close()
+        for name in [name for name in self._sources if name != CHECKPOINT]:
+            self._sources.pop(name).close()
 
     def stop(self) -> None:
         """Have what waits for a server fail, now and later. From any thread."""
@@ -180,6 +180,7 @@ class Weights:
         names += [name for name in (*servers, *servers)[start : start + len(servers)] if name not in names]
         faults: list[str] = []
         for name in self._rates.order(names, time.monotonic()):
+            connected = name in self._sources
             began_s = time.monotonic()
             try:
                 blob = self._source(name, servers).blob(layer, expert)
@@ -195,7 +196,8 @@ class Weights:
                 # Another source would not help.
                 raise WeightsUnavailable(f"{self.packed.path}: cannot be written: {error}.") from error
             else:
-                self._rates.measured(name, len(blob), took_s)
+                if connected:
+                    self._rates.measured(name, len(blob), took_s)
                 log.debug("weights layer=%d expert=%d from=%s took_s=%.4f", layer, expert, name, took_s)
                 return
             log.error("source_failed layer=%d expert=%d reason=%s", layer, expert, faults[-1])

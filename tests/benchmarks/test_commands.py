@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import decode, gateway, handover, recovery, scaling, trace
+from benchmarks import decode, gateway, handover, recovery, scaling, trace, weights
 from benchmarks.engines.process import missing
 from eaas.model.make_model import make_model
 
@@ -127,3 +127,11 @@ def test_recovery_times_each_phase_of_a_replacement(tmp_path: Path) -> None:
         assert row["pool"] == pool
         assert 0 < worst["gone"] <= worst["joined"] <= worst["whole"]
         assert worst["start_cpu"] > 0
+
+
+def test_weights_are_had_from_every_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # so that what the command sets is undone
+    weights.main(["--shape", "tiny", "--rounds", "1", "--tokens", "16", "--results", str(tmp_path)])
+    [row] = lines(tmp_path, "weights")
+    assert set(row["replica_s"]) == {"packed", "checkpoint", "peer"}
+    assert row["figures"]["peer"]["tokens_per_s"]["median"] > 0

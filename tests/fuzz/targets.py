@@ -8,6 +8,7 @@ targets are run by hypothesis, by a fuzzer that coverage guides, and with what w
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import socket
 import struct
@@ -20,6 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from experts import wire
+from experts.manifest import Manifest, ManifestInvalid, PackLayout
 from experts.model import Dtype
 from p2p import ConnectRefused, Descriptor, DescriptorInvalid, FrameInvalid, Header, ShmEndpoint, Transport
 from p2p import native as p2p_native
@@ -354,6 +356,22 @@ def answer(data: bytes) -> None:
     assert _open_files() == before, "a file was left open"
 
 
+def manifest(data: bytes) -> None:
+    """Manifests: what is taken is exactly what was written, for this layout."""
+    choices = Choices(data)
+    layout = PackLayout(shape=SHAPE, dtype=Dtype.BFLOAT16, fingerprint="ab" * 32, numerics_class="cpu-x-1")
+    made = Manifest(layout=layout, entries=choices.take(64 * layout.count)).encode()
+    raw = bytearray(damage(made, choices))
+    if choices.below(3):
+        raw[128:160] = hashlib.sha256(raw[:128] + raw[160:]).digest()
+    try:
+        read = Manifest.decode(bytes(raw), layout)
+    except ManifestInvalid:
+        assert bytes(raw) != made, "a good manifest was refused"
+    else:
+        assert read.encode() == bytes(raw), f"{bytes(raw)!r} was taken for {read}"
+
+
 TARGETS: dict[str, Callable[[bytes], None]] = {
     "descriptor": descriptor,
     "frame": frame,
@@ -361,4 +379,5 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "reply": reply,
     "hello": hello,
     "answer": answer,
+    "manifest": manifest,
 }

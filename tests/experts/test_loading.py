@@ -1,0 +1,144 @@
+"""A loader reports what it tested, where it is read from, and nothing else."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from experts import loading
+from experts.loading import Loader
+from experts.weights import Weights
+from router import bitmap
+from router.view import Member
+from tests.experts.weights_world import PAIRS, SHAPE, SOON_S, World, write
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("weights") / "model")
+
+
+@pytest.fixture
+def world(tmp_path: Path, model: Path) -> Iterator[World]:
+    made = World(tmp_path, model)
+    yield made
+    made.close()
+
+
+class Held:
+    """Stands where an expert server does."""
+
+    def __init__(self) -> None:
+        self.at: dict[tuple[int, int], tuple[int, int]] = {}
+
+    def set_expert(self, layer: int, expert: int, gate_up: int, down: int) -> None:
+        self.at[layer, expert] = (gate_up, down)
+
+    def clear_expert(self, layer: int, expert: int) -> None:
+        del self.at[layer, expert]
+
+
+class Loading:
+    """A loader that follows Views, and what it reports."""
+
+    def __init__(self, world: World, weights: Weights) -> None:
+        self.world, self.held = world, Held()
+        self.reports: list[tuple[bytes, int]] = []
+        self.faults: list[str] = []
+        self.loader = Loader(
+            name="expert/9",
+            server=self.held,
+            weights=weights,
+            report=lambda held, epoch: self.reports.append((held, epoch)),
+            failed=self.faults.append,
+        )
+        world.undo.append(self.loader.close)
+        self.loader.start()
+
+    def want(self, pairs: list[tuple[int, int]], epoch: int, *peers: Member) -> None:
+        target = bitmap.to_bytes(bitmap.of_pairs(pairs, SHAPE.experts), SHAPE.layers, SHAPE.experts)
+        me = Member(
+            name="expert/9",
+            pool="expert",
+            state="warming",
+            incarnation=9,
+            address="",
+            pid=1,
+            host="",
+            target=target,
+        )
+        self.loader.apply(self.world.view(*peers, me, epoch=epoch))
+
+    def wait(self, ready: Callable[[], object]) -> None:
+        end_s = time.monotonic() + SOON_S
+        while not ready():
+            assert time.monotonic() < end_s, (self.reports, self.faults)
+            time.sleep(0.005)
+
+
+def held_of(report: tuple[bytes, int]) -> list[tuple[int, int]]:
+    return list(bitmap.pairs(bitmap.from_bytes(report[0]), SHAPE.experts))
+
+
+def test_a_loader_serves_what_it_tested_and_drops_what_is_not_wanted(world: World) -> None:
+    run = Loading(world, Weights(name="expert/9", packed=world.whole, endpoint=None, checkpoint=None))
+    run.want(PAIRS[:5], 1)
+    run.wait(lambda: run.reports and held_of(run.reports[-1]) == PAIRS[:5])
+    for (layer, expert), at in run.held.at.items():
+        wanted = world.whole.expert(layer, expert)
+        assert at == (wanted.gate_up.ctypes.data, wanted.down.ctypes.data)
+    run.want(PAIRS[3:7], 2)
+    run.wait(lambda: held_of(run.reports[-1]) == PAIRS[3:7])
+    assert sorted(run.held.at) == PAIRS[3:7] and run.reports[-1][1] == 2
+    assert run.loader.holds(*PAIRS[3]) and not run.loader.holds(*PAIRS[2])
+
+
+def test_an_expert_mapped_at_another_ones_place_is_never_held(world: World) -> None:
+    """The bytes are right, and not where they are looked for: only the self-test row can tell."""
+    weights = Weights(name="expert/9", packed=world.whole, endpoint=None, checkpoint=world.checkpoint)
+    expert = world.whole.expert
+    world.whole.expert = lambda layer, number: expert(layer, 3 if (layer, number) == (0, 2) else number)
+    run = Loading(world, weights)
+    run.want(PAIRS, 1)
+    run.wait(lambda: run.faults)
+    assert "expert 2 of MoE layer 0 failed its self-test 3 times" in run.faults[0]
+    assert "See to this machine's memory and processor" in run.faults[0]
+    assert sorted(run.held.at) == PAIRS[:2]
+    assert all(set(held_of(report)) <= set(PAIRS[:2]) for report in run.reports)
+
+
+def test_an_expert_that_fails_its_self_test_once_is_had_anew(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, right = iter((bytes(32),)), loading.answer_of
+    monkeypatch.setattr(loading, "answer_of", lambda expert: next(answers, None) or right(expert))
+    peer, asked = world.peer(1), []
+    signal, peer.endpoint.signal = peer.endpoint.signal, lambda *what: (asked.append(what), signal(*what))
+    run = Loading(world, world.weights())
+    run.want(PAIRS, 1, peer.member())
+    run.wait(lambda: run.reports and len(held_of(run.reports[-1])) == len(PAIRS))
+    assert not run.faults and len(asked) == 3 * (len(PAIRS) + 1)
+
+
+def test_a_server_without_weights_ends_but_one_that_holds_some_waits_for_the_others(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "RETRY_S", 0.01)
+    poor = Loading(world, world.weights(peers=False))
+    poor.want(PAIRS, 1)
+    poor.wait(lambda: poor.faults)
+    assert "expert 3 of MoE layer 1: no source may be asked now" in poor.faults[0]
+
+    peer = world.peer(1)
+    run = Loading(world, world.weights())
+    run.want(PAIRS[:4], 1, peer.member())
+    run.wait(lambda: run.reports and held_of(run.reports[-1]) == PAIRS[:4])
+    run.want(PAIRS, 2)
+    run.wait(lambda: len(run.reports) > 10)
+    assert held_of(run.reports[-1]) == PAIRS[:4] and run.reports[-1][1] == 2
+    run.want(PAIRS, 3, peer.member())
+    run.wait(lambda: held_of(run.reports[-1]) == PAIRS)
+    assert not run.faults
