@@ -23,9 +23,9 @@ from eaas.gateway.generation import Choice, Generation, StreamedGeneration
 from eaas.gateway.http_guard import CLIENT_GONE, Connection
 from eaas.gateway.metrics import GatewayMetrics
 from eaas.gateway.openai_format import DONE, Events, Format, ResponseHead, error_event
+from eaas.gateway.sequence import Sequence as PoolSequence
 from eaas.gateway.served_model import ServedModel
 from eaas.gateway.stops import StopAutomaton, StopMatcher
-from eaas.gateway.worker_pool import Sequence as PoolSequence
 from eaas.gateway.worker_pool import WorkerPool
 
 _CLASS_HEADER = "x-eaas-numerics-class"

@@ -16,12 +16,11 @@ from collections.abc import Iterable
 
 import msgspec
 
-from eaas.engine.worker_protocol import Cancel, Failed, ProtocolError, SamplingParams, Submit, Token
+from eaas.engine.worker_protocol import Cancel, Failed, ProtocolError, Submit, Token
 from eaas.gateway.config import GatewayConfig
 from eaas.gateway.errors import ApiError, internal, invalid, unavailable
-from eaas.gateway.generation import Choice, Generation
 from eaas.gateway.metrics import GatewayMetrics
-from eaas.gateway.token_log import TokenLog
+from eaas.gateway.sequence import Sequence
 from eaas.gateway.worker_link import WorkerLink
 from router.view import DRAINING, SERVING, SUSPECT, Member, View
 
@@ -33,61 +32,12 @@ _RETRY_MOST_S = 1.0
 _SWEEP_S = 0.25
 _CONNECTED_STATES = frozenset({SERVING, SUSPECT, DRAINING})
 # Ends of an attempt that say nothing against the request.
-_PLANNED = frozenset({"drained", "shutting_down"})
+_PLANNED = frozenset({"drained", "shared", "shutting_down"})
 _CLIENT_FAULTS = {
     "too_long": "context_length_exceeded",
     "never_fits": "request_too_large",
     "bad_request": None,
 }
-
-
-class Sequence:
-    """One choice in flight: its log, its parameters, and where it is being served."""
-
-    __slots__ = (
-        "choice",
-        "debt",
-        "first_s",
-        "generation",
-        "id",
-        "last_s",
-        "link",
-        "log",
-        "numerics_class",
-        "open_end",
-        "params",
-        "prefill",
-        "refused_by",
-        "started_s",
-        "waiting_since_s",
-    )
-
-    def __init__(
-        self,
-        *,
-        id: str,
-        prompt: list[int],
-        params: SamplingParams,
-        choice: Choice,
-        generation: Generation,
-        open_end: bool = False,
-    ) -> None:
-        """Args: open_end: the client named no limit; that of ``params`` is lowered to what the worker has room for."""
-        self.id = id
-        self.log = TokenLog(prompt)
-        self.params = params
-        self.open_end = open_end
-        self.choice = choice
-        self.generation = generation
-        self.link: WorkerLink | None = None
-        self.prefill = 0  # tokens to compute before this attempt's first new one
-        self.debt = 0  # tokens still to be computed, the prefill included
-        self.numerics_class: str | None = None
-        self.refused_by: set[int] = set()
-        self.started_s = 0.0
-        self.first_s = 0.0
-        self.last_s = 0.0
-        self.waiting_since_s = 0.0
 
 
 class _Worker:
@@ -214,8 +164,9 @@ class WorkerPool:
                 worker = self._workers[incarnation] = _Worker(member)
                 worker.task = self._loop.create_task(self._keep_connected(worker))
             worker.member = member
-            if member.state == DRAINING:
-                worker.draining_s = worker.draining_s or time.monotonic()
+            if member.state == DRAINING and worker.draining_s is None:
+                worker.draining_s = time.monotonic()
+                self._move_from(worker.link, begun=False)
         self._place_waiting()
 
     def _remove(self, incarnation: int, reason: str) -> None:
@@ -260,6 +211,7 @@ class WorkerPool:
         if worker is not None:
             worker.link = link
         self._place_waiting()
+        self._relieve(link)
 
     def link_lost(self, link: WorkerLink, reason: str) -> None:
         """Replay every choice of a worker elsewhere."""
@@ -438,10 +390,26 @@ class WorkerPool:
             sequence.refused_by.add(link.incarnation)
         self._replay(sequence, reason)
 
-    def _move_from(self, link: WorkerLink | None) -> None:
+    def _move_from(self, link: WorkerLink | None, *, begun: bool) -> None:
+        """Move choices that another worker can take. Args: begun: those too that have tokens, at a prefill each."""
         for sequence in [s for s in self._sequences.values() if link is not None and s.link is link]:
-            if self._choose(sequence) is not None:
+            if (begun or not sequence.log.output) and self._choose(sequence) is not None:
                 self._move(sequence, "drained")
+
+    def _relieve(self, link: WorkerLink) -> None:
+        """Give a worker that has just come its part of what waits for a first token, the latest requests first.
+
+        What has at most two of its own size before it stays: its prompt may be half computed already.
+        """
+        if link not in self._candidates():
+            return
+        for sequence in reversed(list(self._sequences.values())):
+            source = sequence.link
+            if source is None or sequence.log.output or link.incarnation in sequence.refused_by:
+                continue
+            if source.outstanding >= link.outstanding + 3 * sequence.debt:
+                source.send(Cancel(id=sequence.id))
+                self._replay(sequence, "shared")
 
     def _unlink(self, sequence: Sequence) -> None:
         if sequence.link is not None:
@@ -478,7 +446,7 @@ class WorkerPool:
             )
         for worker in self._workers.values():
             if worker.draining_s is not None and now_s - worker.draining_s >= self._config.drain_move_s:
-                self._move_from(worker.link)
+                self._move_from(worker.link, begun=True)
         for link in self.links():
             if link.outstanding > 0 and now_s - link.heard_s >= self._config.silence_s:
                 link.drop("silent_with_work")

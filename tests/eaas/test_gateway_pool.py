@@ -13,7 +13,8 @@ from eaas.gateway.config import GatewayConfig
 from eaas.gateway.generation import Choice, Generation
 from eaas.gateway.load import GatewayLoad
 from eaas.gateway.metrics import GatewayMetrics, Histogram, Recent
-from eaas.gateway.worker_pool import Sequence, WorkerPool
+from eaas.gateway.sequence import Sequence
+from eaas.gateway.worker_pool import WorkerPool
 from router.view import Member, View
 from tests.eaas.gateway_world import MAX_MODEL_LEN, FakeWorker
 
@@ -237,22 +238,79 @@ def test_a_draining_worker_ends_what_it_can_and_the_rest_goes_on_elsewhere() -> 
         first, second = await worker_of(1), await worker_of(2)
         pool.apply_view(view_of(first))
         await until(lambda: len(pool.links()) == 1, "a link")
-        short, long = sequence_of("short", 5), sequence_of("long", 1000)
+        short, long, later = sequence_of("short", 40), sequence_of("long", 1000), sequence_of("later", 5)
         for _, sequence in (short, long):
             pool.submit(sequence)
-        pool.apply_view(view_of(first, second, draining=[first]))
+        await until(lambda: short[1].log.output and long[1].log.output, "tokens")
+        pool.apply_view(view_of(first, second))
         await until(lambda: len(pool.links()) == 2, "two links")
-        later = sequence_of("later", 5)
+        pool.apply_view(view_of(first, second, draining=[first]))
         pool.submit(later[1])
         await until(lambda: short[0].ended and later[0].ended, "the short ones")
-        assert [submit.id for submit in first.submits] == ["short", "long"]
-        assert [submit.id for submit in second.submits] == ["later"]
-        await until(lambda: len(second.submits) == 2, "the long one")
+        assert "short" not in [submit.id for submit in second.submits], "it would have ended soon"
+        assert "later" not in [submit.id for submit in first.submits], "sent to a worker that drains"
+        await until(lambda: "long" in [submit.id for submit in second.submits], "the long one")
         assert metrics.replays == {"drained": 1}
         assert first.cancels == ["long"]
         await until(lambda: len(long[1].log.output) >= 600, "more tokens")
         text = [ord("long"[number % 4]) for number in range(600)]
         assert long[1].log.output[:600] == text, "tokens changed when it moved"
+        pool.close()
+
+    asyncio.run(scenario())
+
+
+def test_what_has_no_token_yet_leaves_a_draining_worker_at_once() -> None:
+    async def scenario() -> None:
+        metrics = GatewayMetrics()
+        pool = WorkerPool(GatewayConfig(model_name="m"), metrics)
+        first, second = await worker_of(1), await worker_of(2)
+        first.frozen = True
+        pool.apply_view(view_of(first))
+        await until(lambda: len(pool.links()) == 1, "a link")
+        started = [sequence_of(text, 5) for text in ("one", "two")]
+        for _, sequence in started:
+            pool.submit(sequence)
+        await until(lambda: len(first.submits) == 2, "both")
+        pool.apply_view(view_of(first, second))
+        await until(lambda: len(pool.links()) == 2, "two links")
+        assert not metrics.replays, "two small requests need no second worker"
+        pool.apply_view(view_of(first, second, draining=[first]))
+        await until(lambda: all(generation.ended for generation, _ in started), "the ends")
+        assert metrics.replays == {"drained": 2}
+        assert sorted(first.cancels) == ["one", "two"]
+        pool.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_new_worker_takes_its_part_of_what_queues_at_the_others() -> None:
+    async def scenario() -> None:
+        metrics = GatewayMetrics()
+        pool = WorkerPool(GatewayConfig(model_name="m"), metrics)
+        first, second = await worker_of(1), await worker_of(2)
+        pool.apply_view(view_of(first))
+        await until(lambda: len(pool.links()) == 1, "a link")
+        begun = sequence_of("begun", 400)
+        pool.submit(begun[1])
+        await until(lambda: len(begun[1].log.output) > 3, "tokens")
+        first.frozen = True
+        queued = [sequence_of(f"queued {number:2}", 5) for number in range(20)]
+        for _, sequence in queued:
+            pool.submit(sequence)
+        await until(lambda: len(first.submits) == 21, "the queue")
+        pool.apply_view(view_of(first, second))
+        await until(lambda: len(pool.links()) == 2, "two links")
+        moved = metrics.replays["shared"]
+        # What the first has begun counts too: 400 tokens, as far as they are reckoned.
+        assert 10 < moved <= 20
+        assert abs(pool.links()[0].outstanding - pool.links()[1].outstanding) < 3 * 15 + 1
+        await until(lambda: len(second.submits) == moved, "the moved ones")
+        assert {submit.id for submit in second.submits} == {f"queued {19 - n:2}" for n in range(moved)}
+        first.frozen = False
+        await until(lambda: all(g.ended for g, _ in [begun, *queued]), "the ends")
+        assert all(len(sequence.log.output) == 5 for _, sequence in queued)
+        assert [link.outstanding for link in pool.links()] == [0, 0]
         pool.close()
 
     asyncio.run(scenario())

@@ -1,0 +1,57 @@
+"""One choice in flight, as the pool of attention workers keeps it. Pure."""
+
+from __future__ import annotations
+
+from eaas.engine.worker_protocol import SamplingParams
+from eaas.gateway.generation import Choice, Generation
+from eaas.gateway.token_log import TokenLog
+from eaas.gateway.worker_link import WorkerLink
+
+
+class Sequence:
+    """One choice in flight: its log, its parameters, and where it is being served."""
+
+    __slots__ = (
+        "choice",
+        "debt",
+        "first_s",
+        "generation",
+        "id",
+        "last_s",
+        "link",
+        "log",
+        "numerics_class",
+        "open_end",
+        "params",
+        "prefill",
+        "refused_by",
+        "started_s",
+        "waiting_since_s",
+    )
+
+    def __init__(
+        self,
+        *,
+        id: str,
+        prompt: list[int],
+        params: SamplingParams,
+        choice: Choice,
+        generation: Generation,
+        open_end: bool = False,
+    ) -> None:
+        """Args: open_end: the client named no limit; that of ``params`` is lowered to what the worker has room for."""
+        self.id = id
+        self.log = TokenLog(prompt)
+        self.params = params
+        self.open_end = open_end
+        self.choice = choice
+        self.generation = generation
+        self.link: WorkerLink | None = None
+        self.prefill = 0  # tokens to compute before this attempt's first new one
+        self.debt = 0  # tokens still to be computed, the prefill included
+        self.numerics_class: str | None = None
+        self.refused_by: set[int] = set()
+        self.started_s = 0.0
+        self.first_s = 0.0
+        self.last_s = 0.0
+        self.waiting_since_s = 0.0
