@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict
 from pathlib import Path
 
-from router.state import Gone, MemberRecord, Model, State
+from router.state import Gone, Model, State
+from router.store import JournalUnusable, record_of, record_text
 
 _LAYOUT = 1
 _TABLES = """
@@ -24,11 +25,6 @@ CREATE TABLE IF NOT EXISTS members (incarnation INTEGER PRIMARY KEY, name TEXT N
 NOT NULL); CREATE TABLE IF NOT EXISTS gone (incarnation INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, record
 TEXT NOT NULL);
 """
-_BITMAPS = ("share", "target", "loaded", "serving", "retiring")
-
-
-class JournalUnusable(Exception):
-    """The journal cannot be opened, read or written; the message says which file and why."""
 
 
 class Journal:
@@ -70,7 +66,7 @@ class Journal:
             salt, term, epoch, joined, model = counters
             named = dict(self._base.execute("SELECT pool, number FROM named"))
             records = [
-                _record(row[0])
+                record_of(row[0])
                 for row in self._base.execute("SELECT record FROM members ORDER BY incarnation")
             ]
             gone = [Gone(**json.loads(row[0])) for row in self._base.execute("SELECT record FROM gone")]
@@ -106,7 +102,7 @@ class Journal:
             self._base.executemany("INSERT OR REPLACE INTO named VALUES (?, ?)", list(after.named.items()))
             self._base.executemany(
                 "INSERT OR REPLACE INTO members VALUES (?, ?, ?)",
-                [(r.incarnation, r.name, _text(r)) for r in written.values()],
+                [(r.incarnation, r.name, record_text(r)) for r in written.values()],
             )
             self._base.executemany(
                 "DELETE FROM members WHERE incarnation = ?", [(r.incarnation,) for r in removed]
@@ -164,13 +160,3 @@ class Journal:
 
 def _counters(state: State) -> tuple[int, int, int, int, str]:
     return state.salt, state.term, state.epoch, state.joined, json.dumps(asdict(state.model))
-
-
-def _text(record: MemberRecord) -> str:
-    return json.dumps({**asdict(record), **{name: f"{getattr(record, name):x}" for name in _BITMAPS}})
-
-
-def _record(text: str) -> MemberRecord:
-    found = json.loads(text)
-    record = MemberRecord(**{field.name: found[field.name] for field in fields(MemberRecord)})
-    return replace(record, **{name: int(found[name], 16) for name in _BITMAPS})
