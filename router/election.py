@@ -14,6 +14,8 @@ from typing import Any
 
 from router.etcd import Etcd, EtcdUnavailable, Operation, created, get, pairs, put
 from router.host import boot_s
+from router.state import ConfigInvalid
+from router.store import JournalUnusable
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +31,15 @@ class Election:
     """
 
     def __init__(self, etcd: Etcd, prefix: str, ttl_s: float, clock: Callable[[], float] = boot_s) -> None:
-        """Args: prefix: of the cluster's keys. ttl_s: lease of the leader; etcd may make it longer."""
+        """Args: prefix: of the cluster's keys. ttl_s: lease of the leader; etcd may make it longer.
+
+        Raises:
+            ConfigInvalid: etcd grants no lease so short.
+        """
+        if not 2 <= ttl_s <= 600:
+            raise ConfigInvalid(
+                f"a leader's lease of {ttl_s} s found; give 2 (the least that etcd grants) to 600"
+            )
         self.leader = ""
         self.problem = ""
         self.key = f"{prefix}leader"
@@ -39,6 +49,13 @@ class Election:
         self._lease = ""
         self._revision = ""
         self._until_s = float("-inf")
+
+    async def reach(self) -> None:
+        """Raises JournalUnusable: etcd does not answer, so that nobody can be elected."""
+        try:
+            await asyncio.to_thread(self._etcd.txn, [], [get(self.key)])
+        except EtcdUnavailable as error:
+            raise JournalUnusable(self._away(error)) from error
 
     def leads(self) -> bool:
         """True while no other router can lead."""
@@ -66,7 +83,7 @@ class Election:
                     return
                 self.problem = ""
             except (EtcdUnavailable, ValueError, KeyError) as error:
-                self._tell(f"etcd at {self._etcd.urls} cannot be asked who leads: {error}. See that it runs.")
+                self._tell(self._away(error))
             await asyncio.sleep(_POLL_S)
 
     async def keep(self) -> str:
@@ -131,6 +148,9 @@ class Election:
         if ttl_s > 0 and self.leads():
             self._until_s = sent_s + _USED * ttl_s
         return ttl_s > 0
+
+    def _away(self, error: Exception) -> str:
+        return f"etcd at {self._etcd.urls} cannot be asked who leads: {error}. See that it runs and can be reached."
 
     def _tell(self, problem: str) -> None:
         if problem != self.problem:
