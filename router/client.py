@@ -15,15 +15,18 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
+import numpy as np
+from numpy.typing import NDArray
 
 from router.host import boot_s, host_id
+from router.pools import PoolSize
 from router.proto import router_pb2 as pb
 from router.proto import router_pb2_grpc as rpc
-from router.view import Member, View
+from router.replies import GoneMember, Identity, StartProcess, Status, StopProcess, pool_of, view_of
+from router.view import View
 
 log = logging.getLogger(__name__)
 
@@ -49,84 +52,8 @@ class JoinRefused(Exception):
     """The router will not have this member: another model, shape or numerics class."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Identity:
-    """What the router calls this process. Neither the name nor the incarnation is ever used again."""
-
-    name: str
-    incarnation: int
-    term: int
-    lease_s: float
-    renew_s: float
-
-
-@dataclass(frozen=True)
-class StartProcess:
-    """The pool needs one more process on this host."""
-
-    pool: str
-
-
-@dataclass(frozen=True)
-class StopProcess:
-    """This member is fenced and its process may still be there: end it."""
-
-    name: str
-    pid: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class GoneMember:
-    """A member that went, and why."""
-
-    name: str
-    incarnation: int
-    pid: int
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Status:
-    """Everything the router knows.
-
-    problem: empty when it is healthy. gone: the latest, oldest first. pid: the router's own process.
-    """
-
-    view: View
-    wanted: Mapping[str, int]
-    problem: str
-    gone: tuple[GoneMember, ...]
-    pid: int
-
-
-def view_of(message: pb.View) -> View:
-    """The View in a message."""
-    members = tuple(
-        Member(
-            name=m.name,
-            pool=m.pool,
-            state=m.state,
-            incarnation=m.incarnation,
-            address=m.address,
-            pid=m.pid,
-            host=m.host,
-            core=m.core,
-            numerics_class=m.numerics_class,
-            target=m.target,
-            serving=m.serving,
-            load=dict(m.load),
-        )
-        for m in message.members
-    )
-    return View(
-        term=message.term,
-        epoch=message.epoch,
-        replicas_wanted=message.replicas_wanted,
-        layers=message.layers,
-        experts=message.experts,
-        model_hash=message.model_hash,
-        members=members,
-    )
+class ScaleRefused(Exception):
+    """The router will not have that size."""
 
 
 class RouterClient:
@@ -145,6 +72,7 @@ class RouterClient:
         self._view: View | None = None
         self._acked = 0
         self._loaded: tuple[Identity | None, bytes, int] | None = None
+        self._routed: tuple[NDArray[np.uint32], NDArray[np.uint32]] | None = None
         self._watching: grpc.Call | None = None
         self._spoke_s = boot_s()
         self._threads: list[threading.Thread] = []
@@ -186,6 +114,7 @@ class RouterClient:
         experts: int = 0,
         capacity: int = 0,
         core: int = -1,
+        zone: str = "",
         pid: int | None = None,
         host: str | None = None,
         timeout_s: float = 30.0,
@@ -200,6 +129,7 @@ class RouterClient:
             layers, experts: Shape of the placement (MoE layers, logical experts a layer); 0 = not checked.
             capacity: (layer, expert) pairs that this server can hold; 0 = all.
             core: First core of its lanes, -1 if unpinned.
+            zone: What fails together with it, such as a rack; empty: nothing known.
             pid, host: Of the member's process; this one unless given.
             timeout_s: How long to wait for a router that is not there yet.
 
@@ -218,6 +148,7 @@ class RouterClient:
             experts=experts,
             capacity=capacity,
             core=core,
+            zone=zone,
         )
         sent_s = boot_s()
         try:
@@ -229,6 +160,7 @@ class RouterClient:
         with self._lock:
             self._acked = 0
             self._loaded = None
+            self._routed = None
             self._view = None
             self._fenced = False
             self._spoke_s = sent_s
@@ -294,6 +226,37 @@ class RouterClient:
             self._loaded = (self._identity, held, epoch)
         self._wake.set()
 
+    def routed(self, rows: NDArray[np.uint32], activated: NDArray[np.uint32]) -> None:
+        """Say what was sent since the last call: it goes with the next renewal. Does not block.
+
+        Args:
+            rows, activated: [layers * experts], in the order of bitmaps: rows, and batches that had any.
+        """
+        with self._lock:
+            if self._routed is not None:
+                rows, activated = rows + self._routed[0], activated + self._routed[1]
+            self._routed = (rows, activated)
+
+    def scale(self, pool: str, wanted: int, drain_s: float | None = None, timeout_s: float = 5.0) -> PoolSize:
+        """Change the wanted size of a pool; the change itself takes its time.
+
+        Args:
+            drain_s: Longest drain of a member that is no longer needed; None: the router's default.
+
+        Raises:
+            ScaleRefused: no such pool, or out of its bounds; the message says which.
+            RouterUnavailable: no router answered in time, or it cannot write its journal.
+        """
+        if wanted < 0:
+            raise ScaleRefused(f"{wanted} members of pool {pool!r} asked for; give at least 0")
+        request = pb.ScaleRequest(pool=pool, wanted=wanted, drain_s=drain_s or 0.0)
+        try:
+            return pool_of(self._stub.Scale(request, timeout=timeout_s, wait_for_ready=True).pool)
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+                raise ScaleRefused(error.details()) from None
+            raise self._unavailable(error, "scale") from error
+
     def suspect(self, name: str, incarnation: int, reason: str, timeout_s: float = 1.0) -> None:
         """Tell the router that a member misbehaves. Raises RouterUnavailable."""
         by = self._identity.name if self._identity else ""
@@ -352,7 +315,7 @@ class RouterClient:
         )
         return Status(
             view=view_of(reply.view),
-            wanted=dict(reply.wanted),
+            pools={name: pool_of(pool) for name, pool in reply.pools.items()},
             problem=reply.problem,
             gone=gone,
             pid=reply.pid,
@@ -414,6 +377,11 @@ class RouterClient:
         request = pb.RenewRequest(
             name=identity.name, incarnation=identity.incarnation, load=self._present_load(), acked=self._acked
         )
+        with self._lock:
+            routed, self._routed = self._routed, None
+        if routed is not None:
+            # What an unanswered renewal said is lost: it steers balance, and correctness does not rest on it.
+            request.rows, request.activated = (part.astype("<u4").tobytes() for part in routed)
         reply = self._stub.Renew(request, timeout=identity.lease_s / 2)
         if reply.fenced:
             self._fence(identity)

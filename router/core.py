@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from router import launches, leases
+import numpy as np
+
+from router import drains, launches, leases
 from router.moves import follow
 from router.records import fence, is_member, with_pulse, with_record
 from router.state import (
+    LAUNCHED_POOLS,
     NAMED_POOLS,
     Acked,
     Command,
@@ -31,6 +34,9 @@ from router.state import (
     Pulse,
     Refused,
     Renewed,
+    Routed,
+    Scale,
+    Scaled,
     Stale,
     Started,
     State,
@@ -63,7 +69,8 @@ def step(config: Config, state: State, event: Event, now_s: float) -> tuple[Stat
     state = leases.excuse_stall(config, state)
     state = _apply(config, state, event, commands)
     # By far the most frequent events: they decide nothing, and touch nothing durable.
-    if isinstance(event, Renewed) or (isinstance(event, Acked) and not _awaits_acks(before, state)):
+    quiet = isinstance(event, Renewed | Routed) and state.members is before.members
+    if quiet or (isinstance(event, Acked) and not _awaits_acks(before, state)):
         return state, commands
     if (
         state.members is not before.members
@@ -83,11 +90,17 @@ def _apply(config: Config, state: State, event: Event, commands: list[Command]) 
         case Renewed():
             return _renew(state, event, commands)
         case Tick():
-            return launches.shrink(config, leases.judge(config, state, commands))
+            state = drains.shrink(leases.judge(config, state, commands))
+            return drains.end_overdue(config, state, commands)
         case Started():
             pulses = {name: Pulse(renewed_s=state.now_s) for name in state.members}
             return replace(
-                state, salt=state.salt or event.salt, term=state.term + 1, ticked_s=state.now_s, pulses=pulses
+                state,
+                salt=state.salt or event.salt,
+                term=state.term + 1,
+                ticked_s=state.now_s,
+                pulses=pulses,
+                wanted=state.wanted or {name: config.wanted(name) for name in LAUNCHED_POOLS},
             )
         case Join():
             return _join(state, event, commands)
@@ -95,6 +108,10 @@ def _apply(config: Config, state: State, event: Event, commands: list[Command]) 
             return _ack(state, event, commands)
         case Loaded():
             return _load(state, event, commands)
+        case Routed():
+            return _count(config, state, event, commands)
+        case Scale():
+            return _scale(config, state, event, commands)
         case Suspected():
             return leases.accuse(config, state, event, commands)
         case Left():
@@ -153,10 +170,11 @@ def _join(state: State, event: Join, commands: list[Command]) -> State:
         numerics_class=event.numerics_class,
         capacity=event.capacity,
         ready=event.pool == GATEWAY,
+        ordered=launches.expects(state, event.host, event.pool),
+        zone=event.zone,
     )
     # It has seen no View yet, so it cannot use routes older than the present epoch.
-    ordered = launches.expects(state, event.host, event.pool)
-    pulse = Pulse(renewed_s=state.now_s, acked=state.epoch, ordered=ordered)
+    pulse = Pulse(renewed_s=state.now_s, acked=state.epoch)
     state = replace(
         state,
         model=model,
@@ -213,7 +231,8 @@ def _renew(state: State, event: Renewed, commands: list[Command]) -> State:
         commands.append(Stranger(name=event.name, incarnation=event.incarnation))
         return state
     pulse = state.pulses[event.name]
-    return with_pulse(state, event.name, replace(pulse, renewed_s=state.now_s, load=event.load))
+    state = with_pulse(state, event.name, replace(pulse, renewed_s=state.now_s, load=event.load))
+    return drains.end_idle(state, event.name, commands)
 
 
 def _ack(state: State, event: Acked, commands: list[Command]) -> State:
@@ -247,13 +266,50 @@ def _load(state: State, event: Loaded, commands: list[Command]) -> State:
     return with_record(state, replace(record, loaded=held))
 
 
+def _count(config: Config, state: State, event: Routed, commands: list[Command]) -> State:
+    if not is_member(state, event.name, event.incarnation):
+        commands.append(Stranger(name=event.name, incarnation=event.incarnation))
+        return state
+    pairs = state.model.layers * state.model.experts
+    if event.rows.shape != (pairs,):
+        return state
+    routed = event.rows.astype(np.float64)
+    if state.routed is not None and state.routed.shape == routed.shape:
+        routed += state.routed * 0.5 ** ((state.now_s - state.routed_s) / config.routed_half_life_s)
+    routed.flags.writeable = False
+    return replace(state, routed=routed, routed_s=state.now_s)
+
+
+def _scale(config: Config, state: State, event: Scale, commands: list[Command]) -> State:
+    if event.pool not in LAUNCHED_POOLS:
+        names = ", ".join(LAUNCHED_POOLS)
+        commands.append(Refused(message=f"pool {event.pool!r} has no size of its own; scale one of {names}"))
+        return state
+    least, most = config.bounds(event.pool)
+    if not least <= event.wanted <= most:
+        commands.append(
+            Refused(
+                message=f"{event.wanted} members of pool {event.pool!r} asked for; give {least} to {most}"
+            )
+        )
+        return state
+    if not event.drain_s > 0:
+        commands.append(Refused(message=f"drain_s is {event.drain_s}; give more than 0"))
+        return state
+    commands.append(Scaled(pool=event.pool, wanted=event.wanted))
+    state = replace(state, drain_s={**state.drain_s, event.pool: event.drain_s})
+    if state.wanted.get(event.pool) == event.wanted:
+        return state
+    return replace(state, wanted={**state.wanted, event.pool: event.wanted})
+
+
 def _leave(state: State, event: Left, commands: list[Command]) -> State:
     if not is_member(state, event.name, event.incarnation):
         commands.append(Stranger(name=event.name, incarnation=event.incarnation))
         return state
     record = state.members[event.name]
-    if event.drain and record.pool == EXPERT:
-        return with_record(state, replace(record, draining=True))
+    if event.drain and record.pool in LAUNCHED_POOLS:
+        return drains.begin(state, event.name)
     return fence(state, event.name, "left", commands)
 
 

@@ -1,7 +1,7 @@
 """The router's memory: SQLite, every commit on the disk before anyone hears of it.
 
-Tables: counters (one row: layout, salt, term, epoch, joined, model), named (pool, last number), members
-(name, one JSON record, present or gone). One router owns a journal at a time: SQLite's exclusive lock, which
+Tables: counters (one row: layout, salt, term, epoch, joined, model), named (pool, last number), wanted (pool, size),
+members and gone (name, one JSON record). One router owns a journal at a time: SQLite's exclusive lock, which
 ends with the process.
 """
 
@@ -15,12 +15,13 @@ from pathlib import Path
 from router.state import Gone, Model, State
 from router.store import JournalUnusable, record_of, record_text
 
-_LAYOUT = 1
+_LAYOUT = 2
 _TABLES = """
 CREATE TABLE IF NOT EXISTS counters (
     one INTEGER PRIMARY KEY CHECK (one = 1), layout INTEGER NOT NULL, salt INTEGER NOT NULL, term INTEGER NOT
     NULL, epoch INTEGER NOT NULL, joined INTEGER NOT NULL, model TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS named (pool TEXT PRIMARY KEY, number INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS wanted (pool TEXT PRIMARY KEY, number INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS members (incarnation INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, record TEXT
 NOT NULL); CREATE TABLE IF NOT EXISTS gone (incarnation INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, record
 TEXT NOT NULL);
@@ -65,6 +66,7 @@ class Journal:
                 return State()
             salt, term, epoch, joined, model = counters
             named = dict(self._base.execute("SELECT pool, number FROM named"))
+            wanted = dict(self._base.execute("SELECT pool, number FROM wanted"))
             records = [
                 record_of(row[0])
                 for row in self._base.execute("SELECT record FROM members ORDER BY incarnation")
@@ -79,6 +81,7 @@ class Journal:
             epoch=epoch,
             joined=joined,
             named=named,
+            wanted=wanted,
             model=known,
             members={record.name: record for record in records},
             gone=tuple(gone),
@@ -90,7 +93,8 @@ class Journal:
         Raises:
             JournalUnusable: nothing of it was committed.
         """
-        if _counters(before) == _counters(after) and before.members is after.members:
+        same = before.members is after.members and before.wanted is after.wanted
+        if same and _counters(before) == _counters(after):
             return False
         written = {n: r for n, r in after.members.items() if before.members.get(n) is not r}
         removed = [record for name, record in before.members.items() if name not in after.members]
@@ -100,6 +104,7 @@ class Journal:
             self._base.execute("BEGIN IMMEDIATE")
             self._write_counters(after)
             self._base.executemany("INSERT OR REPLACE INTO named VALUES (?, ?)", list(after.named.items()))
+            self._base.executemany("INSERT OR REPLACE INTO wanted VALUES (?, ?)", list(after.wanted.items()))
             self._base.executemany(
                 "INSERT OR REPLACE INTO members VALUES (?, ?, ?)",
                 [(r.incarnation, r.name, record_text(r)) for r in written.values()],

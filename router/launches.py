@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from router.records import doubts_itself, late_members, pool, with_record
+from router.records import doubts_itself, late_members, pool
 from router.state import (
     LAUNCHED_POOLS,
     Command,
@@ -15,7 +15,6 @@ from router.state import (
     Start,
     State,
 )
-from router.view import EXPERT
 
 
 def order(config: Config, state: State, commands: list[Command]) -> State:
@@ -37,28 +36,12 @@ def order(config: Config, state: State, commands: list[Command]) -> State:
         ordered = sum(1 for start in state.starts if start.pool == name)
         if state.now_s < state.failures.get(name, Failures()).next_s:
             continue
-        for _ in range(config.wanted(name) - live - ordered):
+        for _ in range(state.wanted[name] - live - ordered):
             host = min(state.launchers, key=lambda h: (_burden(state, h), h))
             start = Start(host=host, pool=name, until_s=state.now_s + config.start_s)
             state = replace(state, starts=(*state.starts, start))
             commands.append(Launch(host=host, pool=name))
     return state
-
-
-def shrink(config: Config, state: State) -> State:
-    """Drain the newest expert server if it was ordered in place of one that came back; one at a time, at rest.
-
-    A server that nobody ordered is its operator's, and stays.
-    """
-    servers = pool(state, EXPERT)
-    if len(servers) <= config.experts_wanted or any(start.pool == EXPERT for start in state.starts):
-        return state
-    if not all(r.ready and not r.draining and not state.pulses[r.name].suspect for r in servers):
-        return state
-    newest = servers[-1]
-    if not state.pulses[newest.name].ordered:
-        return state
-    return with_record(state, replace(newest, draining=True))
 
 
 def attach(config: Config, state: State, event: LauncherAttached) -> State:

@@ -28,7 +28,7 @@ def judge(config: Config, state: State, commands: list[Command]) -> State:
     if nobody_speaks or doubts_itself(config, state, late):
         return state
     for name in late:
-        if _is_last_replica(config, state, name):
+        if is_last_replica(config, state, name):
             continue
         record = state.members[name]
         state = fence(state, name, f"silent for {config.lease_s} s", commands)
@@ -80,7 +80,8 @@ def _doubt(state: State, late: list[str]) -> State:
     return replace(state, doubting_s=state.now_s if state.doubting_s is None else None)
 
 
-def _is_last_replica(config: Config, state: State, name: str) -> bool:
+def is_last_replica(config: Config, state: State, name: str) -> bool:
+    """True if nobody else who is heard of serves some expert that this member serves."""
     elsewhere = 0
     for record in pool(state, EXPERT):
         if record.name != name and not is_late(config, state, record.name):

@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from router import bitmap
+from router.pools import PoolSize, pool_size
 from router.proto import router_pb2 as pb
-from router.state import LAUNCHED_POOLS, Config, Exited, Join, Launch, Loaded, State, Stop
+from router.state import (
+    DRAIN_S,
+    LAUNCHED_POOLS,
+    Config,
+    Exited,
+    Join,
+    Launch,
+    Loaded,
+    Routed,
+    Scale,
+    State,
+    Stop,
+)
 from router.view import View
 
 
@@ -41,7 +56,7 @@ def status_message(config: Config, state: State, view: View, problem: str, pid: 
     """Wire form of everything that the router knows."""
     return pb.StatusReply(
         view=view_message(view),
-        wanted={pool: config.wanted(pool) for pool in LAUNCHED_POOLS},
+        pools={name: pool_message(pool_size(config, state, name)) for name in LAUNCHED_POOLS},
         problem=problem,
         pid=pid,
         gone=[
@@ -70,6 +85,7 @@ def join_event(request: pb.JoinRequest) -> Join:
         layers=request.layers,
         experts=request.experts,
         capacity=request.capacity,
+        zone=request.zone,
     )
 
 
@@ -86,3 +102,33 @@ def loaded_event(request: pb.LoadedRequest) -> Loaded:
 def exit_event(request: pb.ReportExitRequest) -> Exited:
     """The event in a request."""
     return Exited(host=request.host, pid=request.pid, pool=request.pool)
+
+
+def routed_event(request: pb.RenewRequest) -> Routed | None:
+    """What a renewal says of rows sent, if it says anything whole."""
+    whole = len(request.rows) == len(request.activated) and len(request.rows) % 4 == 0
+    if not request.rows or not whole:
+        return None
+    return Routed(
+        name=request.name,
+        incarnation=request.incarnation,
+        rows=np.frombuffer(request.rows, "<u4"),
+        activated=np.frombuffer(request.activated, "<u4"),
+    )
+
+
+def scale_event(request: pb.ScaleRequest) -> Scale:
+    """The event in a request."""
+    return Scale(pool=request.pool, wanted=request.wanted, drain_s=request.drain_s or DRAIN_S)
+
+
+def pool_message(size: PoolSize) -> pb.Pool:
+    """Wire form of a pool's sizes."""
+    return pb.Pool(
+        wanted=size.wanted,
+        live=size.live,
+        starting=size.starting,
+        draining=size.draining,
+        least=size.least,
+        most=size.most,
+    )

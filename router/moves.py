@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from router import launches
+from router import drains, launches
 from router.placement import place_what_fits
-from router.records import acked_by_all, fence, is_late, pool, with_record
+from router.records import acked_by_all, is_late, pool, with_record
 from router.state import Command, Config, MemberRecord, State
 from router.view import EXPERT
 
@@ -37,6 +37,9 @@ def follow(config: Config, state: State, commands: list[Command]) -> State:
     state = _place(config, state)
     records = pool(state, EXPERT)
     made, full = _made(state, records), _full(config, records)
+    if not state.wanted[EXPERT] and all(record.draining for record in records):
+        # Nobody is to serve any: that none holds what these let go is what was asked for.
+        made = -1
     acked = acked_by_all(state)
     for record in records:
         advanced = _advance(state, record, made, full, acked)
@@ -45,7 +48,7 @@ def follow(config: Config, state: State, commands: list[Command]) -> State:
         if advanced.ready and not record.ready:
             state = launches.succeeded(state, EXPERT)
         if advanced.draining and not advanced.target:
-            state = fence(state, record.name, "drained", commands)
+            state = drains.end(state, record.name, "drained", commands)
     return state
 
 
@@ -87,7 +90,7 @@ def _form(config: Config, state: State, placeable: list[MemberRecord]) -> State:
     """The first placement waits for the wanted servers, but not for long."""
     since_s = state.now_s if state.forming_s is None else state.forming_s
     placed = any(record.share for record in placeable)
-    waits = placeable and not placed and len(placeable) < config.experts_wanted
+    waits = placeable and not placed and len(placeable) < state.wanted[EXPERT]
     if waits and state.now_s - since_s < config.form_s:
         return replace(state, forming_s=since_s)
     return state if state.forming_s is None else replace(state, forming_s=None)

@@ -23,9 +23,13 @@ from router.messages import (
     join_event,
     launch_message,
     loaded_event,
+    pool_message,
+    routed_event,
+    scale_event,
     status_message,
     view_message,
 )
+from router.pools import pool_size
 from router.proto import router_pb2 as pb
 from router.proto import router_pb2_grpc as rpc
 from router.records import view_of
@@ -45,6 +49,7 @@ from router.state import (
     Publish,
     Refused,
     Renewed,
+    Scaled,
     Stale,
     Started,
     State,
@@ -206,6 +211,8 @@ class RouterService(rpc.RouterServicer):
         if not fenced:
             acked = Acked(name=request.name, incarnation=request.incarnation, epoch=request.acked)
             await self._answer(acked, context)
+            if routed := routed_event(request):
+                await self._answer(routed, context)
         return pb.RenewReply(fenced=fenced, term=self._state.term, epoch=self._state.epoch)
 
     async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.View]:
@@ -261,6 +268,14 @@ class RouterService(rpc.RouterServicer):
                 del self._launchers[request.host]
                 self._apply(LauncherDetached(host=request.host))
 
+    async def Scale(self, request: pb.ScaleRequest, context: Context) -> pb.ScaleReply:
+        for command in await self._answer(scale_event(request), context):
+            if isinstance(command, Refused):
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, command.message)
+            if isinstance(command, Scaled):
+                log.info("scaled pool=%s wanted=%d", command.pool, command.wanted)
+        return pb.ScaleReply(pool=pool_message(pool_size(self._config, self._state, request.pool)))
+
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusReply:
         del request, context
         view = view_of(self._config, self._state)
@@ -301,7 +316,7 @@ class RouterService(rpc.RouterServicer):
                 log.warning("fenced name=%s reason=%s", command.name, command.reason)
             case Stranger() | Stale():
                 log.info("ignored %s", command)
-            case Joined() | Refused():
+            case Joined() | Refused() | Scaled():
                 pass
 
     def _show(self, view: pb.View) -> None:

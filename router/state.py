@@ -10,7 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from router.view import ATTENTION, EXPERT, GATEWAY
+
+# A client names servers by the bits of one 64-bit word (experts/native).
+MOST_MEMBERS = 64
+DRAIN_S = 30.0
+LAUNCHED_POOLS = (EXPERT, ATTENTION)
+NAMED_POOLS = (EXPERT, ATTENTION, GATEWAY)
 
 
 class ConfigInvalid(ValueError):
@@ -21,12 +30,15 @@ class ConfigInvalid(ValueError):
 class Config:
     """Settings of the router.
 
-    experts_wanted, attention_wanted: Wanted size of each pool. replicas: Copies wanted of every expert.
+    experts_wanted, attention_wanted: Size wanted of each pool when a journal begins; afterwards State.wanted counts.
+    least, most: Bounds of it, by pool. replicas: Copies wanted of every expert.
     """
 
     experts_wanted: int = 1
     attention_wanted: int = 1
     replicas: int = 1
+    least: Mapping[str, int] = field(default_factory=dict[str, int])
+    most: Mapping[str, int] = field(default_factory=dict[str, int])
     lease_s: float = 2.0
     # The first placement waits this long for the wanted servers, so that nobody loads what the next joiner
     # takes.
@@ -41,17 +53,19 @@ class Config:
     stall_s: float = 0.5
     # When many fall silent at once the router doubts itself; 5 leases of news from the others end the doubt.
     doubt_leases: float = 5.0
+    # What was routed counts half after this long: balance follows minutes, not bursts.
+    routed_half_life_s: float = 60.0
 
     def __post_init__(self) -> None:
         for name in ("experts_wanted", "attention_wanted", "replicas"):
             least = 1 if name == "replicas" else 0
             if getattr(self, name) < least:
                 raise ConfigInvalid(f"{name} is {getattr(self, name)}; give at least {least}")
-        if self.replicas > max(1, self.experts_wanted):
+        if self.replicas > self.experts_wanted > 0:
             raise ConfigInvalid(
                 f"{self.replicas} replicas of every expert need {self.replicas} expert servers; "
                 f"{self.experts_wanted} wanted. Ask for {self.replicas} servers (--experts) or "
-                f"{max(1, self.experts_wanted)} replicas (--replicas)."
+                f"{self.experts_wanted} replicas (--replicas)."
             )
         for name in (
             "lease_s",
@@ -61,9 +75,17 @@ class Config:
             "tick_s",
             "stall_s",
             "doubt_leases",
+            "routed_half_life_s",
         ):
             if not getattr(self, name) > 0:
                 raise ConfigInvalid(f"{name} is {getattr(self, name)}; give more than 0")
+        for name in LAUNCHED_POOLS:
+            least, most = self.bounds(name)
+            if not 0 <= least <= self.wanted(name) <= most <= MOST_MEMBERS:
+                raise ConfigInvalid(
+                    f"{self.wanted(name)} members wanted in pool {name!r}, between {least} and {most}: give 0 <= least "
+                    f"<= wanted <= most <= {MOST_MEMBERS}"
+                )
         if self.lease_s < 5 * self.tick_s:
             raise ConfigInvalid(f"lease_s is {self.lease_s}; give at least {5 * self.tick_s}: five ticks")
 
@@ -72,8 +94,12 @@ class Config:
         """How often members renew: four chances a lease."""
         return self.lease_s / 4
 
+    def bounds(self, pool: str) -> tuple[int, int]:
+        """Least and most members that may be wanted of a pool."""
+        return self.least.get(pool, 0), self.most.get(pool, MOST_MEMBERS)
+
     def wanted(self, pool: str) -> int:
-        """Wanted size of a pool; 0 for one whose processes the router does not order."""
+        """Size wanted of a pool at first; 0 for one whose processes the router does not order."""
         return {EXPERT: self.experts_wanted, ATTENTION: self.attention_wanted}.get(pool, 0)
 
 
@@ -95,7 +121,8 @@ class MemberRecord:
     serving: the part of loaded that may be asked of it. retiring: no longer serving since retiring_epoch,
         held until
     every attention member has acked that epoch. dropped_epoch: when target last lost something.
-    ready: has served (expert), acked (attention) or joined (gateway).
+    ready: has served (expert), acked (attention) or joined (gateway). ordered: its process was ordered by a router
+        of this journal. draining_epoch: the first whose View shows it draining. zone: what fails together.
     """
 
     name: str
@@ -116,12 +143,15 @@ class MemberRecord:
     dropped_epoch: int = 0
     ready: bool = False
     draining: bool = False
+    draining_epoch: int = 0
+    ordered: bool = False
+    zone: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pulse:
     """The rest of a member. acked: newest epoch whose routes it uses. accused_until_s: end of a peer's
-    suspicion. ordered: its process was ordered by this router.
+    suspicion. drain_until_s: when a drain has lasted long enough, or None.
     """
 
     renewed_s: float
@@ -129,7 +159,7 @@ class Pulse:
     load: Mapping[str, float] = field(default_factory=dict[str, float])
     suspect: bool = False
     accused_until_s: float = 0.0
-    ordered: bool = False
+    drain_until_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,7 +195,10 @@ class State:
     """Everything. salt: makes incarnations of different journals differ. joined: joins ever. named: names
     ever, by pool.
 
-    plan: what the last placement was made for. forming_s: since when the first placement waits. doubting_s:
+    wanted: size of each launched pool (durable). drain_s: longest drain of a pool's members.
+
+    routed: rows sent to each (layer, expert), in the order of bitmaps, decayed since routed_s. plan: what the last
+    placement was made for. forming_s: since when the first placement waits. doubting_s:
         since when
     the router doubts its own ears, or None. Mappings keep the order of joining and are never changed in
     place.
@@ -188,6 +221,10 @@ class State:
     launchers: tuple[str, ...] = ()
     starts: tuple[Start, ...] = ()
     failures: Mapping[str, Failures] = field(default_factory=dict[str, Failures])
+    wanted: Mapping[str, int] = field(default_factory=dict[str, int])
+    drain_s: Mapping[str, float] = field(default_factory=dict[str, float])
+    routed: NDArray[np.float64] | None = field(default=None, compare=False)
+    routed_s: float = 0.0
 
 
 # What can happen.
@@ -221,6 +258,7 @@ class Join:
     layers: int = 0
     experts: int = 0
     capacity: int = 0
+    zone: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -239,6 +277,19 @@ class Acked:
     name: str
     incarnation: int
     epoch: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Routed:
+    """What an attention worker sent since it last said so, for each (layer, expert) in the order of bitmaps.
+
+    rows, activated: [layers * experts] uint32, rows and batches that had any.
+    """
+
+    name: str
+    incarnation: int
+    rows: NDArray[np.uint32] = field(compare=False)
+    activated: NDArray[np.uint32] = field(compare=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -280,6 +331,15 @@ class Exited:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Scale:
+    """A pool must have another size. drain_s: longest drain of a member that it no longer needs."""
+
+    pool: str
+    wanted: int
+    drain_s: float = DRAIN_S
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LauncherAttached:
     """A launcher can start processes on a host; starting: by pool, those that it started and that have not
     joined.
@@ -302,10 +362,12 @@ Event = (
     | Join
     | Renewed
     | Acked
+    | Routed
     | Loaded
     | Suspected
     | Left
     | Exited
+    | Scale
     | LauncherAttached
     | LauncherDetached
 )
@@ -331,9 +393,17 @@ class Joined:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refused:
-    """Answer to Join: what was found, what is needed, what to do."""
+    """Answer to Join or Scale: what was found, what is needed, what to do."""
 
     message: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scaled:
+    """Answer to Scale: this size is wanted now."""
+
+    pool: str
+    wanted: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -373,14 +443,11 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stop:
-    """The launcher of a host must end a fenced member's process."""
+    """The launcher of a host must end the process of a member that is fenced or has drained."""
 
     host: str
     name: str
     pid: int
 
 
-Command = Publish | Joined | Refused | Stranger | Stale | Fenced | Launch | Stop
-
-LAUNCHED_POOLS = (EXPERT, ATTENTION)
-NAMED_POOLS = (EXPERT, ATTENTION, GATEWAY)
+Command = Publish | Joined | Refused | Scaled | Stranger | Stale | Fenced | Launch | Stop

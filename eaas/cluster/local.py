@@ -22,8 +22,9 @@ from pathlib import Path
 
 from eaas.cluster.config import ClusterConfig, expert_cores
 from eaas.cluster.process import Child, StartFailed
-from router.client import RouterClient, RouterUnavailable, StartProcess, StopProcess
+from router.client import RouterClient, RouterUnavailable
 from router.host import host_id
+from router.replies import StartProcess, StopProcess
 
 logger = logging.getLogger(__name__)
 

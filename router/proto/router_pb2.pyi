@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class JoinRequest(_message.Message):
-    __slots__ = ("pool", "address", "pid", "host", "model_hash", "numerics_class", "layers", "experts", "capacity", "core")
+    __slots__ = ("pool", "address", "pid", "host", "model_hash", "numerics_class", "layers", "experts", "capacity", "core", "zone")
     POOL_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -18,6 +18,7 @@ class JoinRequest(_message.Message):
     EXPERTS_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_FIELD_NUMBER: _ClassVar[int]
     CORE_FIELD_NUMBER: _ClassVar[int]
+    ZONE_FIELD_NUMBER: _ClassVar[int]
     pool: str
     address: str
     pid: int
@@ -28,7 +29,8 @@ class JoinRequest(_message.Message):
     experts: int
     capacity: int
     core: int
-    def __init__(self, pool: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., model_hash: _Optional[str] = ..., numerics_class: _Optional[str] = ..., layers: _Optional[int] = ..., experts: _Optional[int] = ..., capacity: _Optional[int] = ..., core: _Optional[int] = ...) -> None: ...
+    zone: str
+    def __init__(self, pool: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., model_hash: _Optional[str] = ..., numerics_class: _Optional[str] = ..., layers: _Optional[int] = ..., experts: _Optional[int] = ..., capacity: _Optional[int] = ..., core: _Optional[int] = ..., zone: _Optional[str] = ...) -> None: ...
 
 class JoinReply(_message.Message):
     __slots__ = ("name", "incarnation", "term", "lease_s", "renew_s")
@@ -45,7 +47,7 @@ class JoinReply(_message.Message):
     def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., term: _Optional[int] = ..., lease_s: _Optional[float] = ..., renew_s: _Optional[float] = ...) -> None: ...
 
 class RenewRequest(_message.Message):
-    __slots__ = ("name", "incarnation", "load", "acked")
+    __slots__ = ("name", "incarnation", "load", "acked", "rows", "activated")
     class LoadEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -57,11 +59,15 @@ class RenewRequest(_message.Message):
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     ACKED_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    ACTIVATED_FIELD_NUMBER: _ClassVar[int]
     name: str
     incarnation: int
     load: _containers.ScalarMap[str, float]
     acked: int
-    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., load: _Optional[_Mapping[str, float]] = ..., acked: _Optional[int] = ...) -> None: ...
+    rows: bytes
+    activated: bytes
+    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., load: _Optional[_Mapping[str, float]] = ..., acked: _Optional[int] = ..., rows: _Optional[bytes] = ..., activated: _Optional[bytes] = ...) -> None: ...
 
 class RenewReply(_message.Message):
     __slots__ = ("fenced", "term", "epoch")
@@ -236,25 +242,25 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("view", "wanted", "problem", "gone", "pid")
-    class WantedEntry(_message.Message):
+    __slots__ = ("view", "pools", "problem", "gone", "pid")
+    class PoolsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
         key: str
-        value: int
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+        value: Pool
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[Pool, _Mapping]] = ...) -> None: ...
     VIEW_FIELD_NUMBER: _ClassVar[int]
-    WANTED_FIELD_NUMBER: _ClassVar[int]
+    POOLS_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
     GONE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     view: View
-    wanted: _containers.ScalarMap[str, int]
+    pools: _containers.MessageMap[str, Pool]
     problem: str
     gone: _containers.RepeatedCompositeFieldContainer[Gone]
     pid: int
-    def __init__(self, view: _Optional[_Union[View, _Mapping]] = ..., wanted: _Optional[_Mapping[str, int]] = ..., problem: _Optional[str] = ..., gone: _Optional[_Iterable[_Union[Gone, _Mapping]]] = ..., pid: _Optional[int] = ...) -> None: ...
+    def __init__(self, view: _Optional[_Union[View, _Mapping]] = ..., pools: _Optional[_Mapping[str, Pool]] = ..., problem: _Optional[str] = ..., gone: _Optional[_Iterable[_Union[Gone, _Mapping]]] = ..., pid: _Optional[int] = ...) -> None: ...
 
 class Gone(_message.Message):
     __slots__ = ("name", "incarnation", "pid", "reason")
@@ -267,3 +273,35 @@ class Gone(_message.Message):
     pid: int
     reason: str
     def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., pid: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class ScaleRequest(_message.Message):
+    __slots__ = ("pool", "wanted", "drain_s")
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    WANTED_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_S_FIELD_NUMBER: _ClassVar[int]
+    pool: str
+    wanted: int
+    drain_s: float
+    def __init__(self, pool: _Optional[str] = ..., wanted: _Optional[int] = ..., drain_s: _Optional[float] = ...) -> None: ...
+
+class ScaleReply(_message.Message):
+    __slots__ = ("pool",)
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    pool: Pool
+    def __init__(self, pool: _Optional[_Union[Pool, _Mapping]] = ...) -> None: ...
+
+class Pool(_message.Message):
+    __slots__ = ("wanted", "live", "starting", "draining", "least", "most")
+    WANTED_FIELD_NUMBER: _ClassVar[int]
+    LIVE_FIELD_NUMBER: _ClassVar[int]
+    STARTING_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    LEAST_FIELD_NUMBER: _ClassVar[int]
+    MOST_FIELD_NUMBER: _ClassVar[int]
+    wanted: int
+    live: int
+    starting: int
+    draining: int
+    least: int
+    most: int
+    def __init__(self, wanted: _Optional[int] = ..., live: _Optional[int] = ..., starting: _Optional[int] = ..., draining: _Optional[int] = ..., least: _Optional[int] = ..., most: _Optional[int] = ...) -> None: ...

@@ -74,6 +74,11 @@ class RouterStub:
                 request_serializer=router_dot_proto_dot_router__pb2.LaunchesRequest.SerializeToString,
                 response_deserializer=router_dot_proto_dot_router__pb2.LaunchCommand.FromString,
                 _registered_method=True)
+        self.Scale = channel.unary_unary(
+                '/router.v1.Router/Scale',
+                request_serializer=router_dot_proto_dot_router__pb2.ScaleRequest.SerializeToString,
+                response_deserializer=router_dot_proto_dot_router__pb2.ScaleReply.FromString,
+                _registered_method=True)
         self.Status = channel.unary_unary(
                 '/router.v1.Router/Status',
                 request_serializer=router_dot_proto_dot_router__pb2.StatusRequest.SerializeToString,
@@ -140,6 +145,13 @@ class RouterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Scale(self, request, context):
+        """Change the wanted size of a pool. INVALID_ARGUMENT: no such pool, or out of its bounds.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Status(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -188,6 +200,11 @@ def add_RouterServicer_to_server(servicer, server):
                     servicer.Launches,
                     request_deserializer=router_dot_proto_dot_router__pb2.LaunchesRequest.FromString,
                     response_serializer=router_dot_proto_dot_router__pb2.LaunchCommand.SerializeToString,
+            ),
+            'Scale': grpc.unary_unary_rpc_method_handler(
+                    servicer.Scale,
+                    request_deserializer=router_dot_proto_dot_router__pb2.ScaleRequest.FromString,
+                    response_serializer=router_dot_proto_dot_router__pb2.ScaleReply.SerializeToString,
             ),
             'Status': grpc.unary_unary_rpc_method_handler(
                     servicer.Status,
@@ -411,6 +428,33 @@ class Router:
             '/router.v1.Router/Launches',
             router_dot_proto_dot_router__pb2.LaunchesRequest.SerializeToString,
             router_dot_proto_dot_router__pb2.LaunchCommand.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Scale(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/router.v1.Router/Scale',
+            router_dot_proto_dot_router__pb2.ScaleRequest.SerializeToString,
+            router_dot_proto_dot_router__pb2.ScaleReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -18,7 +18,7 @@ from experts.proto import experts_pb2 as pb
 from experts.server import AttachRefused, ExpertServer, ServerClosed
 from p2p import ShmEndpoint, ShmPeer, ShmWindow, Status
 from p2p.window import WindowLayout
-from router.client import Identity
+from router.replies import Identity
 from tests.experts.steps import shape_of
 from tests.experts.test_service import write_checkpoint
 

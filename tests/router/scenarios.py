@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 
 from router.state import (
@@ -16,9 +16,12 @@ from router.state import (
     Launch,
     LauncherAttached,
     Loaded,
+    Refused,
     Renewed,
+    Scale,
     Started,
     State,
+    Stop,
     Tick,
 )
 
@@ -28,7 +31,7 @@ Step = Callable[[Config, State, Event, float], tuple[State, list[Command]]]
 class Told:
     """A core with a clock."""
 
-    def __init__(self, step: Step, **settings: float) -> None:
+    def __init__(self, step: Step, **settings: object) -> None:
         self.step = step
         self.config = Config(**settings)  # type: ignore[arg-type]
         self.state = State()
@@ -177,6 +180,104 @@ def who_was_not_ordered_stays(step: Step) -> None:
     assert not any(record.draining for record in told.state.members.values())
 
 
+def a_pool_that_is_too_large_drains_one_at_a_time(step: Step) -> None:
+    """Four expert servers, then two wanted: the newest go, one by one, and no expert is ever without a server."""
+    told = cluster(step)
+    told.give(Scale(pool="expert", wanted=4))
+    for _ in range(2):
+        assert told.state.starts, "two more are wanted and none was ordered"
+        told.join()
+    rest(told)
+    told.give(Scale(pool="expert", wanted=2))
+    went: list[str] = []
+    for _ in range(60):
+        before = set(told.state.members)
+        rest(told, rounds=1)
+        went += sorted(before - set(told.state.members))
+        assert sum(record.draining for record in told.state.members.values()) <= 1
+        serving = 0
+        for record in told.state.members.values():
+            serving |= record.serving
+        assert serving == 0b11, "an expert is served by nobody"
+    assert went == ["expert/4", "expert/3"], went
+
+
+def a_draining_worker_ends_when_nothing_runs_on_it(step: Step) -> None:
+    """An attention worker too many goes after it has heard of it and said that it is idle, and not before."""
+    told = cluster(step)
+    told.give(Scale(pool="attention", wanted=2))
+    told.join("attention")
+    rest(told)
+    told.give(Scale(pool="attention", wanted=1))
+    told.give(Tick(), after_s=0.1)
+    record = told.state.members["attention/2"]
+    assert record.draining and not told.state.members["attention/1"].draining
+    for load in ({"running": 0.0}, {"running": 2.0}):
+        told.give(Renewed(name=record.name, incarnation=record.incarnation, load=load), after_s=0.1)
+        assert record.name in told.state.members, "ended before it heard, or with streams on it"
+        told.ack(record.name)
+    told.give(
+        Renewed(name=record.name, incarnation=record.incarnation, load={"running": 0.0, "waiting": 1.0})
+    )
+    assert record.name in told.state.members, "ended with a stream that waits"
+    commands = told.give(Renewed(name=record.name, incarnation=record.incarnation, load={"running": 0.0}))
+    assert any(isinstance(c, Stop) and c.name == record.name for c in commands), commands
+    assert record.name not in told.state.members
+
+
+def a_drain_that_lasts_too_long_ends(step: Step) -> None:
+    """A worker whose streams never end is ended after drain_s, whatever runs on it."""
+    told = cluster(step)
+    told.give(Scale(pool="attention", wanted=2))
+    told.join("attention")
+    rest(told)
+    told.give(Scale(pool="attention", wanted=1, drain_s=3.0))
+    began_s = told.now_s
+    while "attention/2" in told.state.members:
+        rest(told, rounds=1, load={"running": 1.0})
+        assert told.now_s - began_s < 10, "never ended"
+    assert 3 <= told.now_s - began_s < 3.5, f"ended after {told.now_s - began_s:.1f} s"
+
+
+def a_pool_of_none_lets_everything_go(step: Step) -> None:
+    """Scaled to zero, expert servers go one after the other; scaled up again, new ones are ordered."""
+    told = Told(step, experts_wanted=2, replicas=2)
+    told.give(LauncherAttached(host="h"))
+    for pool in ("expert", "expert", "attention"):
+        told.join(pool)
+    rest(told)
+    told.give(Scale(pool="expert", wanted=0))
+    rest(told, rounds=40)
+    assert set(told.state.members) == {"attention/1"}, list(told.state.members)
+    commands = told.give(Scale(pool="expert", wanted=1))
+    assert [c.pool for c in commands if isinstance(c, Launch)] == ["expert"], commands
+
+
+def a_size_out_of_bounds_is_refused(step: Step) -> None:
+    """What cannot be wanted is refused with the bounds, and changes nothing."""
+    told = Told(step, experts_wanted=2, most={"expert": 4}, least={"expert": 1})
+    for event in (
+        Scale(pool="expert", wanted=5),
+        Scale(pool="expert", wanted=0),
+        Scale(pool="gateway", wanted=1),
+    ):
+        (refused,) = told.give(event)
+        assert isinstance(refused, Refused), refused
+        assert told.state.wanted == {"expert": 2, "attention": 1}
+
+
+def rest(told: Told, rounds: int = 20, load: Mapping[str, float] | None = None) -> None:
+    """Everyone speaks, loads and acks; nothing goes wrong."""
+    for _ in range(rounds):
+        for record in list(told.state.members.values()):
+            told.give(Renewed(name=record.name, incarnation=record.incarnation, load=load or {}))
+        told.load_all()
+        for record in list(told.state.members.values()):
+            if record.pool == "attention":
+                told.ack(record.name)
+        told.give(Tick(), after_s=0.1)
+
+
 def cluster(step: Step, replicas: int = 2) -> Told:
     """Two expert servers and an attention worker, all serving, and a launcher with nothing to do."""
     told = Told(step, experts_wanted=2, replicas=replicas)
@@ -197,4 +298,9 @@ STORIES = (
     a_stall_ends_no_doubt,
     who_was_replaced_in_vain_costs_a_drain,
     who_was_not_ordered_stays,
+    a_pool_that_is_too_large_drains_one_at_a_time,
+    a_draining_worker_ends_when_nothing_runs_on_it,
+    a_drain_that_lasts_too_long_ends,
+    a_pool_of_none_lets_everything_go,
+    a_size_out_of_bounds_is_refused,
 )

@@ -122,7 +122,7 @@ def test_a_journal_that_cannot_be_used_says_why(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "journal") as base:
         base.execute("UPDATE counters SET layout = 99")
     base.close()
-    with pytest.raises(JournalUnusable, match="has layout 99, this router writes 1"):
+    with pytest.raises(JournalUnusable, match="has layout 99, this router writes 2"):
         Journal(tmp_path / "journal")
 
 

@@ -19,8 +19,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from router.client import JoinRefused, RouterClient, RouterUnavailable, StartProcess, StopProcess
+from router.client import JoinRefused, RouterClient, RouterUnavailable
 from router.host import host_id
+from router.replies import StartProcess, StopProcess
 from router.view import View
 
 HOST = "a-host-of-this-test"
@@ -147,7 +148,7 @@ def test_a_lost_server_is_replaced_and_every_expert_keeps_a_replica(
     assert epochs == sorted(set(epochs))
     status = launcher.status()
     assert status.problem == ""
-    assert status.wanted == {"expert": 3, "attention": 1}
+    assert {name: size.wanted for name, size in status.pools.items()} == {"expert": 3, "attention": 1}
     assert [(g.name, g.reason) for g in status.gone] == [(lost.name, "its process ended")]
     for each in (*servers, attention):
         each.die()

@@ -462,7 +462,8 @@ class World:
                     self.check(
                         not other.routes.get(process.name), f"{process.name} went, {other.name} asks it"
                     )
-        if not isinstance(event, Tick) or command.reason == "drained":
+        drained = command.reason == "drained" or before.members[process.name].draining
+        if not isinstance(event, Tick) or drained:
             return
         now_s = self.state.now_s
         self.check(
