@@ -207,6 +207,7 @@ def _counters(state: State) -> str:
             "epoch": state.epoch,
             "joined": state.joined,
             "named": dict(state.named),
+            "wanted": dict(state.wanted),
             "model": asdict(state.model),
         }
     )

@@ -278,9 +278,10 @@ class RouterService(rpc.RouterServicer):
 
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusReply:
         del request, context
-        view = view_of(self._config, self._state)
-        problem = self._problem or (self._election.problem if self._election else "")
-        return status_message(self._config, self._state, view, problem, os.getpid())
+        problem, leader = self._problem, ""
+        if self._election is not None:
+            problem, leader = problem or self._election.problem, self._election.leader
+        return status_message(self._config, self._state, problem, leader, os.getpid())
 
     async def _answer(self, event: Event, context: Context) -> list[Command]:
         try:

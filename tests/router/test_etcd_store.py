@@ -22,7 +22,7 @@ from router.state import Config, Exited, Gone, Join, Loaded, MemberRecord, Start
 from router.store import JournalUnusable, Store
 from tests.etcd import EtcdProcess, etcd_process
 
-DURABLE = ("salt", "term", "epoch", "joined", "named", "model", "members")
+DURABLE = ("salt", "term", "epoch", "joined", "named", "wanted", "model", "members")
 CONFIG = Config(experts_wanted=3, replicas=2)
 
 
