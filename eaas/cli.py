@@ -75,6 +75,10 @@ def serve(
     deadline_s: Annotated[
         float, typer.Option(help="Longest wait for a lost expert or worker to return.")
     ] = 30.0,
+    routers: Annotated[int, typer.Option(help="Routers; one leads, the others take over. Needs --etcd.")] = 1,
+    etcd: Annotated[
+        str, typer.Option(help="Keep the routers' state in etcd, such as http://127.0.0.1:2379.")
+    ] = "",
 ) -> None:
     """Serve a model: a router, expert servers, attention workers and the HTTP gateway, each its own process.
 
@@ -101,6 +105,8 @@ def serve(
         deadline_s,
         expert_lanes,
         transport,
+        routers,
+        etcd,
     )
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -128,7 +134,7 @@ def serve(
 
 def cluster_config(
     model: str, experts: int, attention: int, replicas: int, port: int, host: str, dtype: str, name: str, cores: str,
-    kv_tokens: int, deadline_s: float, expert_lanes: int, transport: str,
+    kv_tokens: int, deadline_s: float, expert_lanes: int, transport: str, routers: int = 1, etcd: str = "",
 ):  # fmt: skip
     """The cluster's configuration from the command line; exits with the reason where it makes no sense."""
     from eaas.cluster.config import ClusterConfig
@@ -151,6 +157,8 @@ def cluster_config(
             transport=transport,
             kv_tokens=kv_tokens,
             deadline_s=deadline_s,
+            routers=routers,
+            etcd=etcd,
         )
     except (ModelNotFound, ValueError) as error:
         raise fail(str(error)) from None

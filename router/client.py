@@ -24,7 +24,7 @@ import grpc
 import numpy as np
 from numpy.typing import NDArray
 
-from router.channel import open_channel
+from router.channel import is_refused_by_standby, open_channel
 from router.host import boot_s, host_id
 from router.pools import PoolSize
 from router.proto import router_pb2 as pb
@@ -155,7 +155,7 @@ class RouterClient:
         )
         sent_s = boot_s()
         try:
-            reply = self._stub.Join(request, timeout=timeout_s, wait_for_ready=True)
+            reply = self._ask(self._stub.Join, request, timeout_s)
         except grpc.RpcError as error:
             if error.code() in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT):
                 raise JoinRefused(error.details()) from None
@@ -254,7 +254,7 @@ class RouterClient:
             raise ScaleRefused(f"{wanted} members of pool {pool!r} asked for; give at least 0")
         request = pb.ScaleRequest(pool=pool, wanted=wanted, drain_s=drain_s or 0.0)
         try:
-            return pool_of(self._stub.Scale(request, timeout=timeout_s, wait_for_ready=True).pool)
+            return pool_of(self._ask(self._stub.Scale, request, timeout_s).pool)
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
                 raise ScaleRefused(error.details()) from None
@@ -346,9 +346,19 @@ class RouterClient:
 
     def _call(self, method: Callable[..., Any], request: Any, timeout_s: float) -> Any:
         try:
-            return method(request, timeout=timeout_s, wait_for_ready=True)
+            return self._ask(method, request, timeout_s)
         except grpc.RpcError as error:
             raise self._unavailable(error, type(request).__name__.removesuffix("Request")) from error
+
+    def _ask(self, method: Callable[..., Any], request: Any, timeout_s: float) -> Any:
+        end_s = boot_s() + timeout_s
+        while True:
+            try:
+                return method(request, timeout=max(0.0, end_s - boot_s()), wait_for_ready=True)
+            except grpc.RpcError as error:
+                # A router that has just ceased to lead refuses before its health has told everyone.
+                if not is_refused_by_standby(error) or self._closed.wait(_RETRY_FIRST_S):
+                    raise
 
     def _keep_lease(self) -> None:
         while not self._closed.is_set():

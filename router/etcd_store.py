@@ -43,6 +43,11 @@ def prefix_of(cluster: str) -> str:
     return f"/eaas/{cluster}/"
 
 
+def erase(urls: str, cluster: str) -> None:
+    """Forget a cluster that has ended. Raises EtcdUnavailable, EtcdInvalid, ClusterInvalid."""
+    Etcd(urls).txn([], [delete(prefix_of(cluster), prefix=True)])
+
+
 class EtcdStore:
     """The state of one cluster, for the router that leads it. Not shared between threads."""
 

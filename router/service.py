@@ -33,7 +33,7 @@ from router.pools import pool_size
 from router.proto import router_pb2 as pb
 from router.proto import router_pb2_grpc as rpc
 from router.records import view_of
-from router.standby import LEADER, SERVICE, RefuseUnlessLeading
+from router.standby import LEADER, SERVICE, RefuseUnlessLeading, refuse_as_standby
 from router.state import (
     Acked,
     Command,
@@ -222,7 +222,7 @@ class RouterService(rpc.RouterServicer):
             changed = self._changed
             yield self._view
             await changed.wait()
-        await _abort(context, self.not_leading())
+        await refuse_as_standby(context, self.not_leading())
 
     async def Loaded(self, request: pb.LoadedRequest, context: Context) -> pb.LoadedReply:
         commands = await self._answer(loaded_event(request), context)
@@ -260,6 +260,7 @@ class RouterService(rpc.RouterServicer):
         if replaced is not None:
             replaced.put_nowait(None)
         try:
+            log.info("launcher_attached host=%s", request.host)
             await self._answer(LauncherAttached(host=request.host, starting=dict(request.starting)), context)
             while (command := await queue.get()) is not None:
                 yield launch_message(command)
@@ -287,7 +288,7 @@ class RouterService(rpc.RouterServicer):
         try:
             return self._apply(event)
         except NotLeading as error:
-            await _abort(context, str(error))
+            await refuse_as_standby(context, str(error))
         except JournalUnusable as error:
             self._set_problem(str(error))
             await _abort(context, str(error))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 
@@ -12,7 +12,16 @@ SERVICE = "router.v1.Router"
 # that leads and cannot write its journal must still hear renewals.
 LEADER = "router.v1.Leader"
 
+# Trailing metadata of a refusal.
+STANDBY = "router-standby"
+
 _ANSWERED = ("/grpc.", f"/{SERVICE}/Status")
+
+
+async def refuse_as_standby(context: grpc.aio.ServicerContext, reason: str) -> NoReturn:
+    """Abort a call with UNAVAILABLE, and say that nothing of it was carried out."""
+    await context.abort(grpc.StatusCode.UNAVAILABLE, reason, ((STANDBY, "1"),))
+    raise RuntimeError("abort returned")
 
 
 class RefuseUnlessLeading(grpc.aio.ServerInterceptor):
@@ -23,7 +32,7 @@ class RefuseUnlessLeading(grpc.aio.ServerInterceptor):
 
         async def refuse(request: Any, context: grpc.aio.ServicerContext) -> None:
             del request
-            await context.abort(grpc.StatusCode.UNAVAILABLE, reason())
+            await refuse_as_standby(context, reason())
 
         self._leads = leads
         self._refusal = grpc.unary_unary_rpc_method_handler(refuse)
