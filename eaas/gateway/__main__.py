@@ -46,6 +46,7 @@ class RouterViews:
         self.address = address
         self._client = RouterClient(address)
         self._pid: int | None = None
+        self._leader = address
 
     def start(self, on_view: Callable[[View], None]) -> None:
         """Call ``on_view``, on a thread of the client, with each newer View."""
@@ -59,10 +60,11 @@ class RouterViews:
             # A frozen router is thawed by its pid: the one last seen is better than none.
             return self._client.view, self._router("unreachable")
         self._pid = status.pid
+        self._leader = status.leader or self.address
         return status.view, self._router("serving")
 
     def _router(self, state: str) -> RouterStatus:
-        return RouterStatus(pid=self._pid, address=self.address, state=state)
+        return RouterStatus(pid=self._pid, address=self._leader, state=state)
 
     def close(self) -> None:
         """End the threads."""
