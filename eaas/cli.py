@@ -75,6 +75,10 @@ def serve(
     deadline_s: Annotated[
         float, typer.Option(help="Longest wait for a lost expert or worker to return.")
     ] = 30.0,
+    routers: Annotated[int, typer.Option(help="Routers; one leads, the others take over. Needs --etcd.")] = 1,
+    etcd: Annotated[
+        str, typer.Option(help="Keep the routers' state in etcd, such as http://127.0.0.1:2379.")
+    ] = "",
     autoscale: Annotated[
         list[str] | None,
         typer.Option(
@@ -114,6 +118,8 @@ def serve(
         deadline_s,
         expert_lanes,
         transport,
+        routers,
+        etcd,
         tuple(autoscale or ()),
         admin_port,
         admin_key_file,
@@ -132,7 +138,7 @@ def serve(
                 f"  curl {cluster.url}/v1/completions -H 'content-type: application/json' "
                 f'-d \'{{"model": "{config.served_name}", "prompt": "ROMEO:", "max_tokens": 64}}\'\n'
                 f"  eaas status --url {cluster.url}"
-                + (f"\nadmin: http://{cluster.admin_address}" if cluster.admin_address else ""),
+                + "".join(f"\nadmin: http://{address}" for address in cluster.admin_addresses),
                 highlight=False,
                 soft_wrap=True,
             )
@@ -145,8 +151,8 @@ def serve(
 
 def cluster_config(
     model: str, experts: int, attention: int, replicas: int, port: int, host: str, dtype: str, name: str, cores: str,
-    kv_tokens: int, deadline_s: float, expert_lanes: int, transport: str, autoscale: tuple[str, ...] = (),
-    admin_port: int | None = None, admin_key_file: Path | None = None,
+    kv_tokens: int, deadline_s: float, expert_lanes: int, transport: str, routers: int = 1, etcd: str = "",
+    autoscale: tuple[str, ...] = (), admin_port: int | None = None, admin_key_file: Path | None = None,
 ):  # fmt: skip
     """The cluster's configuration from the command line; exits with the reason where it makes no sense."""
     from eaas.cluster.config import ClusterConfig
@@ -169,6 +175,8 @@ def cluster_config(
             transport=transport,
             kv_tokens=kv_tokens,
             deadline_s=deadline_s,
+            routers=routers,
+            etcd=etcd,
             autoscale=autoscale,
             admin_port=admin_port,
             admin_key_file=admin_key_file,

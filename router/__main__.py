@@ -11,10 +11,14 @@ from functools import partial
 from pathlib import Path
 
 from router import child
-from router.journal import Journal, JournalUnusable
+from router.election import Election
+from router.etcd import Etcd, EtcdInvalid
+from router.etcd_store import ClusterInvalid, EtcdStore, prefix_of
+from router.journal import Journal
 from router.pools import autoscale_bounds
 from router.service import CannotListen, serve
 from router.state import Config, ConfigInvalid
+from router.store import JournalUnusable, Store
 
 log = logging.getLogger("router")
 
@@ -25,10 +29,25 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         prog="eaas router",
         description="Keep membership and placement of a cluster. Listens on 127.0.0.1.",
         epilog="Exit codes: 0 stopped by a signal, 1 could not start (the message says why), 2 bad usage. "
-        "Example: eaas router --port 7000 --journal router.db --experts 4 --replicas 2",
+        "Examples: eaas router --port 7000 --journal router.db --experts 4 --replicas 2; "
+        "eaas router --port 7000 --store etcd --etcd http://127.0.0.1:2379 --experts 4",
     )
     parser.add_argument("--port", type=int, default=0, help="port on 127.0.0.1; 0 = any (default)")
-    parser.add_argument("--journal", type=Path, required=True, help="SQLite file; created if missing")
+    parser.add_argument(
+        "--store", choices=("sqlite", "etcd"), default="sqlite", help="with etcd, several routers stand by"
+    )
+    parser.add_argument("--journal", type=Path, help="SQLite file; created if missing")
+    parser.add_argument(
+        "--etcd", metavar="URL,...", help="etcd's addresses: http on loopback, https elsewhere"
+    )
+    parser.add_argument("--cluster", default="eaas", help="name of this cluster in etcd (default eaas)")
+    parser.add_argument(
+        "--leader-ttl-s",
+        type=float,
+        default=3.0,
+        help="silence that ends a leader's term (default 3, at least 2)",
+    )
+    parser.add_argument("--number", type=int, default=0, help="it is called router/NUMBER (default 0)")
     parser.add_argument("--experts", type=int, default=1, help="wanted expert servers (default 1)")
     parser.add_argument("--attention", type=int, default=1, help="wanted attention workers (default 1)")
     parser.add_argument("--replicas", type=int, default=1, help="copies of every expert, at most --experts")
@@ -51,7 +70,20 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--admin-key-file", type=Path, help="file with the key that requests to --admin-port must bring"
     )
     child.add_options(parser)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    needed = "etcd" if options.store == "etcd" else "journal"
+    if not getattr(options, needed):
+        parser.error(f"--store {options.store} needs --{needed}")
+    return options
+
+
+def store_of(arguments: argparse.Namespace) -> tuple[Store, Election | None]:
+    """The store that was asked for; with etcd, the election too. Raises as Journal, Etcd and EtcdStore do."""
+    if arguments.store == "sqlite":
+        return Journal(arguments.journal), None
+    etcd = Etcd(arguments.etcd)
+    election = Election(etcd, prefix_of(arguments.cluster), arguments.leader_ttl_s)
+    return EtcdStore(etcd, arguments.cluster, election), election
 
 
 async def run(arguments: argparse.Namespace) -> None:
@@ -78,13 +110,14 @@ async def run(arguments: argparse.Namespace) -> None:
 
     def ready(address: str, admin_address: str) -> None:
         log.info("ready address=%s admin=%s", address, admin_address or "off")
-        child.tell_ready(arguments, "router/0", address, **{"admin": admin_address} if admin_address else {})
+        more = {"admin": admin_address} if admin_address else {}
+        child.tell_ready(arguments, f"router/{arguments.number}", address, **more)
 
-    journal = Journal(arguments.journal)
+    store, election = store_of(arguments)
     try:
-        await serve(config, journal, arguments.port, stop, ready, admin)
+        await serve(config, store, arguments.port, stop, ready, election, admin)
     finally:
-        journal.close()
+        store.close()
 
 
 def main() -> int:
@@ -92,7 +125,7 @@ def main() -> int:
     child.begin(arguments)
     try:
         asyncio.run(run(arguments))
-    except (ConfigInvalid, JournalUnusable, CannotListen) as error:
+    except (ConfigInvalid, JournalUnusable, EtcdInvalid, ClusterInvalid, CannotListen) as error:
         log.error("cannot_start reason=%s", error)
         child.tell_failed(arguments, str(error))
         return 1

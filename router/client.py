@@ -1,12 +1,15 @@
 """Synchronous client of the router, for members, launchers and the command line.
 
-    client = RouterClient("127.0.0.1:7000")
+    client = RouterClient("127.0.0.1:7000")  # or, of several routers, "10.0.0.1:7000,10.0.0.2:7000"
     client.join(pool="expert", address="127.0.0.1:7101", model_hash=..., numerics_class=..., layers=8,
     experts=32) client.start(on_view=apply, load=lambda: {"busy": 0.4}, on_fenced=stop)
 
 Two threads keep the lease and watch the View. A router that is away, frozen or restarting changes nothing:
 the last View stays, both threads try again, and the member goes on under the same name and incarnation. Only
 being told that it is fenced ends a membership; `join` then makes the process a new member, under a new name.
+
+Of several routers one leads. The channel watches the health of them all and sends every call to the one that says
+that it leads, so that a takeover is, to the threads, one more router that was away for a moment.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import grpc
 import numpy as np
 from numpy.typing import NDArray
 
+from router.channel import is_refused_by_standby, open_channel
 from router.host import boot_s, host_id, process_id
 from router.pools import PoolSize
 from router.proto import router_pb2 as pb
@@ -30,15 +34,6 @@ from router.view import View
 log = logging.getLogger(__name__)
 
 _AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
-_CHANNEL = (
-    ("grpc.initial_reconnect_backoff_ms", 50),
-    ("grpc.min_reconnect_backoff_ms", 50),
-    ("grpc.max_reconnect_backoff_ms", 500),
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.max_receive_message_length", 64 << 20),
-    ("grpc.enable_http_proxy", 0),
-)
 _RETRY_FIRST_S = 0.05
 _RETRY_MOST_S = 0.5
 
@@ -59,9 +54,17 @@ class RouterClient:
     """One process's connection to the router. Every method may be called from any thread."""
 
     def __init__(self, address: str) -> None:
-        """Args: address: "host:port". Nothing is sent yet."""
+        """Nothing is sent yet.
+
+        Args:
+            address: "host:port" of the router; of several, all with commas between, by IP address, or one name that
+                resolves to all.
+
+        Raises:
+            RouterAddressInvalid: a list that cannot be followed.
+        """
         self.address = address
-        self._channel = grpc.insecure_channel(address, options=_CHANNEL)
+        self._channel = open_channel(address)
         self._stub = rpc.RouterStub(self._channel)
         self._wake = threading.Event()
         self._closed = threading.Event()
@@ -151,7 +154,7 @@ class RouterClient:
         )
         sent_s = boot_s()
         try:
-            reply = self._stub.Join(request, timeout=timeout_s, wait_for_ready=True)
+            reply = self._ask(self._stub.Join, request, timeout_s)
         except grpc.RpcError as error:
             if error.code() in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT):
                 raise JoinRefused(error.details()) from None
@@ -250,7 +253,7 @@ class RouterClient:
             raise ScaleRefused(f"{wanted} members of pool {pool!r} asked for; give at least 0")
         request = pb.ScaleRequest(pool=pool, wanted=wanted, drain_s=drain_s or 0.0)
         try:
-            return pool_of(self._stub.Scale(request, timeout=timeout_s, wait_for_ready=True).pool)
+            return pool_of(self._ask(self._stub.Scale, request, timeout_s).pool)
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
                 raise ScaleRefused(error.details()) from None
@@ -318,6 +321,7 @@ class RouterClient:
             problem=reply.problem,
             gone=gone,
             pid=reply.pid,
+            leader=reply.leader,
         )
 
     def close(self) -> None:
@@ -341,9 +345,19 @@ class RouterClient:
 
     def _call(self, method: Callable[..., Any], request: Any, timeout_s: float) -> Any:
         try:
-            return method(request, timeout=timeout_s, wait_for_ready=True)
+            return self._ask(method, request, timeout_s)
         except grpc.RpcError as error:
             raise self._unavailable(error, type(request).__name__.removesuffix("Request")) from error
+
+    def _ask(self, method: Callable[..., Any], request: Any, timeout_s: float) -> Any:
+        end_s = boot_s() + timeout_s
+        while True:
+            try:
+                return method(request, timeout=max(0.0, end_s - boot_s()), wait_for_ready=True)
+            except grpc.RpcError as error:
+                # A router that has just ceased to lead refuses before its health has told everyone.
+                if not is_refused_by_standby(error) or self._closed.wait(_RETRY_FIRST_S):
+                    raise
 
     def _keep_lease(self) -> None:
         while not self._closed.is_set():

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict
 from pathlib import Path
 
-from router.state import Gone, MemberRecord, Model, State
+from router.state import Gone, Model, State
+from router.store import JournalUnusable, record_of, record_text
 
 _LAYOUT = 2
 _TABLES = """
@@ -25,11 +26,6 @@ CREATE TABLE IF NOT EXISTS members (incarnation INTEGER PRIMARY KEY, name TEXT N
 NOT NULL); CREATE TABLE IF NOT EXISTS gone (incarnation INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, record
 TEXT NOT NULL);
 """
-_BITMAPS = ("share", "target", "loaded", "serving", "retiring")
-
-
-class JournalUnusable(Exception):
-    """The journal cannot be opened, read or written; the message says which file and why."""
 
 
 class Journal:
@@ -72,7 +68,7 @@ class Journal:
             named = dict(self._base.execute("SELECT pool, number FROM named"))
             wanted = dict(self._base.execute("SELECT pool, number FROM wanted"))
             records = [
-                _record(row[0])
+                record_of(row[0])
                 for row in self._base.execute("SELECT record FROM members ORDER BY incarnation")
             ]
             gone = [Gone(**json.loads(row[0])) for row in self._base.execute("SELECT record FROM gone")]
@@ -111,7 +107,7 @@ class Journal:
             self._base.executemany("INSERT OR REPLACE INTO wanted VALUES (?, ?)", list(after.wanted.items()))
             self._base.executemany(
                 "INSERT OR REPLACE INTO members VALUES (?, ?, ?)",
-                [(r.incarnation, r.name, _text(r)) for r in written.values()],
+                [(r.incarnation, r.name, record_text(r)) for r in written.values()],
             )
             self._base.executemany(
                 "DELETE FROM members WHERE incarnation = ?", [(r.incarnation,) for r in removed]
@@ -169,13 +165,3 @@ class Journal:
 
 def _counters(state: State) -> tuple[int, int, int, int, str]:
     return state.salt, state.term, state.epoch, state.joined, json.dumps(asdict(state.model))
-
-
-def _text(record: MemberRecord) -> str:
-    return json.dumps({**asdict(record), **{name: f"{getattr(record, name):x}" for name in _BITMAPS}})
-
-
-def _record(text: str) -> MemberRecord:
-    found = json.loads(text)
-    record = MemberRecord(**{field.name: found[field.name] for field in fields(MemberRecord)})
-    return replace(record, **{name: int(found[name], 16) for name in _BITMAPS})

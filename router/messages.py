@@ -7,6 +7,7 @@ import numpy as np
 from router import bitmap
 from router.pools import PoolSize, pool_size
 from router.proto import router_pb2 as pb
+from router.records import view_of
 from router.state import (
     DRAIN_S,
     LAUNCHED_POOLS,
@@ -52,9 +53,11 @@ def view_message(view: View) -> pb.View:
     )
 
 
-def status_message(config: Config, state: State, view: View, problem: str, pid: int) -> pb.StatusReply:
+def status_message(config: Config, state: State, problem: str, leader: str, pid: int) -> pb.StatusReply:
     """Wire form of everything that the router knows."""
+    view = view_of(config, state)
     return pb.StatusReply(
+        leader=leader,
         view=view_message(view),
         pools={name: pool_message(pool_size(config, state, name)) for name in LAUNCHED_POOLS},
         problem=problem,

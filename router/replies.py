@@ -50,7 +50,8 @@ class GoneMember:
 class Status:
     """Everything the router knows.
 
-    problem: empty when it is healthy. gone: the latest, oldest first. pid: the router's own process.
+    problem: empty when it is healthy. gone: the latest, oldest first. pid: the router's own process. leader: address of
+        the one that leads; empty if there is only one.
     """
 
     view: View
@@ -58,6 +59,7 @@ class Status:
     problem: str
     gone: tuple[GoneMember, ...]
     pid: int
+    leader: str
 
 
 def view_of(message: pb.View) -> View:

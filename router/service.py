@@ -16,9 +16,9 @@ from grpc_reflection.v1alpha import reflection
 
 from router.core import step
 from router.counts import Counts
+from router.election import Election
 from router.exits import ExitWatch
 from router.host import boot_s, host_id
-from router.journal import Journal, JournalUnusable
 from router.keda import SERVICE as KEDA_SERVICE
 from router.keda import ExternalScaler
 from router.messages import (
@@ -37,6 +37,7 @@ from router.proto import externalscaler_pb2_grpc as keda_rpc
 from router.proto import router_pb2 as pb
 from router.proto import router_pb2_grpc as rpc
 from router.records import view_of
+from router.standby import LEADER, SERVICE, RefuseUnlessLeading, refuse_as_standby
 from router.state import (
     Acked,
     Command,
@@ -62,15 +63,16 @@ from router.state import (
     Suspected,
     Tick,
 )
+from router.store import JournalUnusable, Store
 
 if TYPE_CHECKING:
     from router.admin import AdminListener
 
 log = logging.getLogger(__name__)
 
-SERVICE = "router.v1.Router"
 _MOST_STREAMS = 4096
 _GRACE_S = 0.2
+_AGAIN_S = 1.0
 
 Context = grpc.aio.ServicerContext
 
@@ -79,29 +81,63 @@ class CannotListen(Exception):
     """An address cannot be bound, or not as asked."""
 
 
+class NotLeading(JournalUnusable):
+    """Another router decides, or none yet."""
+
+
 class RouterService(rpc.RouterServicer):
     """Carries events to the core and its commands out, each commit before its consequences."""
 
-    def __init__(self, config: Config, journal: Journal, clock: Callable[[], float] = boot_s) -> None:
-        """Must be made on the event loop that will serve.
+    def __init__(
+        self,
+        config: Config,
+        store: Store,
+        clock: Callable[[], float] = boot_s,
+        election: Election | None = None,
+    ) -> None:
+        """Must be made on the event loop that will serve; does nothing before `lead`.
 
-        Raises:
-            JournalUnusable: the new term cannot be committed.
+        Args: election: None where there is only one router.
         """
         self.health = HealthServicer()
         self._config = config
         self.counts = Counts()
-        self._journal = journal
+        self._store = store
         self._clock = clock
+        self._election = election
         self._host = host_id()
         self._exits = ExitWatch(self._ended)
-        self._state = journal.load()
+        self._state = State()
+        self._led = False
         self._problem = ""
         self._view = pb.View()
         self._changed = asyncio.Event()
         self._launchers: dict[str, asyncio.Queue[Launch | Stop | None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._apply(Started(salt=secrets.randbelow(1 << 20)))
+
+    def leads(self) -> bool:
+        """True while this router decides. False at once when its lease may have ended, whatever else waits."""
+        return self._led and (self._election is None or self._election.leads())
+
+    def not_leading(self) -> str:
+        """What a caller is told who asks for more than a standby can give."""
+        leader = self._election.leader if self._election else ""
+        return f"this router is a standby; {leader or 'no router'} leads"
+
+    def lead(self) -> None:
+        """Begin a term with the stored state.
+
+        Raises:
+            JournalUnusable: it cannot be read, or the new term not be committed.
+        """
+        self._state = self._store.load()
+        self._led = True
+        try:
+            self._apply(Started(salt=secrets.randbelow(1 << 20)))
+        except JournalUnusable:
+            self.step_down()
+            raise
+        self._set_problem("")
         for record in self._state.members.values():
             self._watch_exit(record.host, record.pid)
         log.info(
@@ -113,32 +149,60 @@ class RouterService(rpc.RouterServicer):
 
     @property
     def state(self) -> State:
-        """What is known now."""
+        """What is known now. Raises NotLeading: then nothing is."""
+        if not self.leads():
+            raise NotLeading(self.not_leading())
         return self._state
 
     @property
     def problem(self) -> str:
         """Why nothing can be committed; empty when all is well."""
-        return self._problem
+        return self._problem or (self._election.problem if self._election else "")
+
+    def step_down(self) -> None:
+        """Stop deciding: end every stream and forget what is only the leader's to know. Idempotent."""
+        self._led = False
+        self._exits.close()
+        for queue in self._launchers.values():
+            queue.put_nowait(None)
+        self._launchers.clear()
+        self._state = State()
+        self._problem = ""
+        self._show(pb.View())
+
+    async def follow(self, election: Election, address: str) -> None:
+        """Lead whenever this router, reached at `address`, wins the election; until cancelled."""
+        while True:
+            await election.win(address)
+            try:
+                self.lead()
+            except JournalUnusable as error:
+                self._set_problem(str(error))
+                await election.resign()
+                # Not at once: another router may find what this one could not.
+                await asyncio.sleep(_AGAIN_S)
+                continue
+            await self.tell_health()
+            reason = await election.keep()
+            self.step_down()
+            log.error("stepped_down reason=%s", reason)
+            await self.tell_health()
+            await election.resign()
 
     async def run(self) -> None:
         """Tick until cancelled."""
-        await self._tell_health()
+        await self.tell_health()
         while True:
             await asyncio.sleep(self._config.tick_s)
+            if not self.leads():
+                continue
             try:
                 if self._problem:
-                    self._journal.prove(self._state)
+                    self._store.prove(self._state)
                     self._set_problem("")
                 self._apply(Tick())
             except JournalUnusable as error:
                 self._set_problem(str(error))
-
-    def close(self) -> None:
-        """Stop watching processes and end the launchers' streams."""
-        self._exits.close()
-        for queue in self._launchers.values():
-            queue.put_nowait(None)
 
     async def Join(self, request: pb.JoinRequest, context: Context) -> pb.JoinReply:
         for command in await self._answer(join_event(request), context):
@@ -173,12 +237,13 @@ class RouterService(rpc.RouterServicer):
         return pb.RenewReply(fenced=fenced, term=self._state.term, epoch=self._state.epoch)
 
     async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.View]:
-        del request, context
-        while True:
+        del request
+        while self.leads():
             # Only the newest: a watcher that is slow to read skips what is already past.
             changed = self._changed
             yield self._view
             await changed.wait()
+        await refuse_as_standby(context, self.not_leading())
 
     async def Loaded(self, request: pb.LoadedRequest, context: Context) -> pb.LoadedReply:
         commands = await self._answer(loaded_event(request), context)
@@ -216,11 +281,12 @@ class RouterService(rpc.RouterServicer):
         if replaced is not None:
             replaced.put_nowait(None)
         try:
+            log.info("launcher_attached host=%s", request.host)
             await self._answer(LauncherAttached(host=request.host, starting=dict(request.starting)), context)
             while (command := await queue.get()) is not None:
                 yield launch_message(command)
         finally:
-            if self._launchers.get(request.host) is queue:
+            if self._launchers.get(request.host) is queue and self.leads():
                 del self._launchers[request.host]
                 self._apply(LauncherDetached(host=request.host))
 
@@ -242,6 +308,8 @@ class RouterService(rpc.RouterServicer):
         """
         try:
             commands = self._apply(event)
+        except NotLeading:
+            raise
         except JournalUnusable as error:
             self._set_problem(str(error))
             raise
@@ -250,22 +318,29 @@ class RouterService(rpc.RouterServicer):
 
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusReply:
         del request, context
-        view = view_of(self._config, self._state)
-        return status_message(self._config, self._state, view, self._problem, os.getpid())
+        problem, leader = self._problem, ""
+        if self._election is not None:
+            problem, leader = problem or self._election.problem, self._election.leader
+        return status_message(self._config, self._state, problem, leader, os.getpid())
 
     async def _answer(self, event: Event, context: Context) -> list[Command]:
         try:
             return self._apply(event)
+        except NotLeading as error:
+            await refuse_as_standby(context, str(error))
         except JournalUnusable as error:
             self._set_problem(str(error))
             await _abort(context, str(error))
 
     def _apply(self, event: Event) -> list[Command]:
         """Raises JournalUnusable: then nothing has happened."""
+        # Before anything is answered, even what changes nothing: another may have decided otherwise since.
+        if not self.leads():
+            raise NotLeading(self.not_leading())
         state, commands = step(self._config, self._state, event, self._clock())
         if self._problem and any(isinstance(c, Publish) for c in commands):
             raise JournalUnusable(self._problem)
-        self._journal.save(self._state, state)
+        self._store.save(self._state, state)
         self.counts.note(self._state, state, commands)
         self._state = state
         for command in commands:
@@ -275,9 +350,7 @@ class RouterService(rpc.RouterServicer):
     def _carry_out(self, command: Command) -> None:
         match command:
             case Publish():
-                self._view = view_message(view_of(self._config, self._state))
-                self._changed.set()
-                self._changed = asyncio.Event()
+                self._show(view_message(view_of(self._config, self._state)))
             case Launch() | Stop():
                 log.info("ordered %s", command)
                 self._launchers[command.host].put_nowait(command)
@@ -290,6 +363,11 @@ class RouterService(rpc.RouterServicer):
             case Joined() | Refused():
                 pass
 
+    def _show(self, view: pb.View) -> None:
+        self._view = view
+        self._changed.set()
+        self._changed = asyncio.Event()
+
     def _watch_exit(self, host: str, pid: int) -> None:
         if host == self._host:
             self._exits.watch(pid)
@@ -298,6 +376,8 @@ class RouterService(rpc.RouterServicer):
         log.info("exit_seen pid=%d", pid)
         try:
             self._apply(Exited(host=self._host, pid=pid))
+        except NotLeading:
+            return  # Whoever leads next watches every member that is then left.
         except JournalUnusable as error:
             self._set_problem(str(error))
             # The proof must not be lost: it is given again until it can be written down.
@@ -311,17 +391,23 @@ class RouterService(rpc.RouterServicer):
         else:
             log.info("journal_usable")
         self._problem = problem
-        self._spawn(self._tell_health())
+        self._spawn(self.tell_health())
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _tell_health(self) -> None:
+    async def tell_health(self) -> None:
+        """Say to whoever asks or waits how this router does."""
         status = health_pb2.HealthCheckResponse
-        for name in ("", SERVICE):
-            await self.health.set(name, status.NOT_SERVING if self._problem else status.SERVING)
+        led = self.leads()
+        for name, well in (
+            ("", led and not self._problem),
+            (SERVICE, led and not self._problem),
+            (LEADER, led),
+        ):
+            await self.health.set(name, status.SERVING if well else status.NOT_SERVING)
 
 
 async def _abort(context: Context, message: str) -> NoReturn:
@@ -331,28 +417,33 @@ async def _abort(context: Context, message: str) -> NoReturn:
 
 async def serve(
     config: Config,
-    journal: Journal,
+    store: Store,
     port: int,
     stop: asyncio.Event,
     ready: Callable[[str, str], None],
+    election: Election | None = None,
     admin: Callable[[RouterService], AdminListener] | None = None,
 ) -> None:
     """Serve on 127.0.0.1 until `stop` is set.
 
     Args:
-        port: 0 = any. ready: called with the addresses of the router and its admin listener once they are usable.
+        port: 0 = any.
+        ready: called with the addresses of the router and its admin listener once it leads, or stands by.
+        election: None where there is only one router.
         admin: makes the admin listener; None: there is none, and its address is empty.
 
     Raises:
         CannotListen: the port is taken, or the admin listener's.
         JournalUnusable: the journal cannot be read or written.
     """
+    service = RouterService(config, store, election=election)
     server = grpc.aio.server(
+        interceptors=(RefuseUnlessLeading(service.leads, service.not_leading),),
         options=(
             ("grpc.so_reuseport", 0),
             ("grpc.max_concurrent_streams", _MOST_STREAMS),
-            # Clients ping every 10 s (router/client.py); the default tolerates one in 5 minutes and then hangs up.
-            ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+            # Clients ping every second (router/client.py); the default tolerates one in 5 minutes and hangs up.
+            ("grpc.http2.min_ping_interval_without_data_ms", 500),
             ("grpc.keepalive_permit_without_calls", 1),
         ),
     )
@@ -363,28 +454,35 @@ async def serve(
             f"port {port} of 127.0.0.1 cannot be used ({error}): "
             f"stop what listens there or give another --port"
         ) from error
-    service = RouterService(config, journal)
     rpc.add_RouterServicer_to_server(service, server)
     health_pb2_grpc.add_HealthServicer_to_server(service.health, server)
     keda_rpc.add_ExternalScalerServicer_to_server(ExternalScaler(config, lambda: service.state), server)
     names = (SERVICE, KEDA_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
     listener = admin(service) if admin is not None else None
+    if election is None:
+        service.lead()
+    else:
+        await election.reach()
     await server.start()
-    ticking = asyncio.get_running_loop().create_task(service.run())
-    stopping = asyncio.get_running_loop().create_task(stop.wait())
+    address = f"127.0.0.1:{bound}"
+    working = {asyncio.create_task(service.run()), asyncio.create_task(stop.wait())}
+    if election is not None:
+        working.add(asyncio.create_task(service.follow(election, address)))
     try:
         if listener is not None:
             await listener.begin()
-        ready(f"127.0.0.1:{bound}", listener.address if listener is not None else "")
-        await asyncio.wait((ticking, stopping), return_when=asyncio.FIRST_COMPLETED)
-        if ticking.done():
-            # The ticks never end by themselves: this raises what ended them.
-            ticking.result()
+        ready(address, listener.address if listener is not None else "")
+        done, _ = await asyncio.wait(working, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            # Only the wait for `stop` ends by itself: this raises what ended another.
+            task.result()
     finally:
-        ticking.cancel()
-        stopping.cancel()
-        service.close()
+        for task in working:
+            task.cancel()
+        service.step_down()
         if listener is not None:
             await listener.shutdown()
+        if election is not None:
+            await election.resign()
         await server.stop(_GRACE_S)

@@ -45,6 +45,10 @@ class ClusterConfig:
     prefix_reuse: bool = True
     # False leaves the gateway and the attention workers out: a bare expert pool, driven by whoever joins its router.
     endpoint: bool = True
+    # Several routers, of which one leads, share what etcd holds; its addresses.
+    routers: int = 1
+    etcd: str = ""
+    leader_ttl_s: float = 3.0
     # Kill after this long when a process ignores SIGTERM; each role promises an orderly exit within 1 s.
     stop_s: float = 3.0
 
@@ -58,6 +62,11 @@ class ClusterConfig:
             raise ValueError(
                 f"{self.replicas} replicas of each expert need {self.replicas} expert servers, found --experts "
                 f"{self.experts}. Raise --experts or lower --replicas (at least 1)."
+            )
+        if self.routers < 1 or (self.routers > 1 and not self.etcd):
+            raise ValueError(
+                f"{self.routers} routers asked for, with {self.etcd or 'no etcd'} to share; one router needs none, "
+                "several need one. Name it: --etcd http://127.0.0.1:2379."
             )
         for option, port in (("--port", self.port), ("--admin-port", self.admin_port or 0)):
             if not 0 <= port <= 65535:

@@ -22,7 +22,10 @@ from pathlib import Path
 
 from eaas.cluster.config import ClusterConfig, expert_cores
 from eaas.cluster.process import Child, StartFailed
+from router.channel import answers
 from router.client import RouterClient, RouterUnavailable
+from router.etcd import EtcdUnavailable
+from router.etcd_store import erase
 from router.host import host_id
 from router.replies import StartProcess, StopProcess
 
@@ -64,9 +67,9 @@ class LocalCluster:
         self._stopping = threading.Event()
         self._ready = threading.Event()
         self._failure: StartFailed | None = None
-        self._router_address = ""
-        # host:port of the router's admin listener; empty where there is none.
-        self.admin_address = ""
+        self._router_addresses: dict[int, str] = {}
+        # host:port of each router's admin listener, by slot; empty where there is none.
+        self._admin_addresses: dict[int, str] = {}
         self._gateway_address = ""
         self._router: RouterClient | None = None
         self._restarts: dict[str, int] = {}
@@ -74,7 +77,7 @@ class LocalCluster:
         self._launch_thread = threading.Thread(target=self._follow_launches, name="launches", daemon=True)
         self._exits: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
         self._exit_thread = threading.Thread(target=self._report_exits, name="exits", daemon=True)
-        self._probe_thread = threading.Thread(target=self._probe_router, name="probe", daemon=True)
+        self._probe_thread = threading.Thread(target=self._probe_routers, name="probe", daemon=True)
 
     # -- life ----------------------------------------------------------------------------------------------------
 
@@ -89,7 +92,8 @@ class LocalCluster:
         """Start every part and return when the endpoint can answer."""
         self._check_port()
         self._supervisor.start()
-        self._order(lambda: self._spawn("router", 0, port=0))
+        for slot in range(self.config.routers):
+            self._order(lambda slot=slot: self._spawn("router", slot, port=0))
         deadline = time.monotonic() + timeout_s
         while not self._ready.wait(0.05):
             if self._failure is not None:
@@ -119,6 +123,11 @@ class LocalCluster:
         self._selector.close()
         os.close(self._wake_read)
         os.close(self._wake_write)
+        if self.config.etcd and self._router is not None:
+            try:
+                erase(self.config.etcd, self.state_dir.name)
+            except EtcdUnavailable as error:
+                logger.warning("etcd_not_cleared cluster=%s reason=%s", self.state_dir.name, error)
         shutil.rmtree(self.state_dir, ignore_errors=True)
 
     def _end_children(self) -> None:
@@ -142,9 +151,14 @@ class LocalCluster:
         return f"http://{self._gateway_address}"
 
     @property
+    def admin_addresses(self) -> list[str]:
+        """host:port of each router's admin listener."""
+        return [address for _, address in sorted(self._admin_addresses.items())]
+
+    @property
     def router_address(self) -> str:
-        """host:port of the router."""
-        return self._router_address
+        """host:port of the router; of several, all with commas between."""
+        return ",".join(address for _, address in sorted(self._router_addresses.items()))
 
     def pids(self) -> dict[str, int]:
         """Pid of every process now running, by member name."""
@@ -240,14 +254,19 @@ class LocalCluster:
     def _arguments(self, pool: str, slot: int, port: int) -> list[str]:
         config = self.config
         if pool == "router":
+            store = ["--journal", str(self.state_dir / "router.sqlite")]
+            if config.etcd:
+                store = ["--store", "etcd", "--etcd", config.etcd, "--cluster", self.state_dir.name]
+                store += ["--leader-ttl-s", str(config.leader_ttl_s)]
             return [
-                *("--port", str(port), "--journal", str(self.state_dir / "router.sqlite")),
+                *store,
+                *("--port", str(port), "--number", str(slot)),
                 *("--experts", str(config.experts), "--attention", str(config.attention)),
                 *("--replicas", str(config.replicas), "--lease-s", str(config.lease_s)),
                 *(word for pool in config.autoscale for word in ("--autoscale", pool)),
-                *self._admin_arguments(),
+                *self._admin_arguments(slot),
             ]
-        shared = ["--router", self._router_address, "--model", str(config.model)]
+        shared = ["--router", self.router_address, "--model", str(config.model)]
         workers = ["--dtype", config.dtype, "--transport", config.transport]
         if pool == "expert":
             cores = expert_cores(slot, self._experts_wanted, config.cores, config.expert_lanes)
@@ -267,11 +286,12 @@ class LocalCluster:
             *("--deadline-s", str(config.deadline_s)),
         ]
 
-    def _admin_arguments(self) -> list[str]:
-        if self.config.admin_port is None:
+    def _admin_arguments(self, slot: int) -> list[str]:
+        first = self.config.admin_port
+        if first is None:
             return []
-        # A router started again listens where the first did.
-        port = self.admin_address.rpartition(":")[2] or str(self.config.admin_port)
+        # A router started again listens where it did; several have ports side by side.
+        port = self._admin_addresses.get(slot, "").rpartition(":")[2] or str(first + slot if first else 0)
         key_file = self.config.admin_key_file
         return ["--admin-port", port, *(("--admin-key-file", str(key_file)) if key_file else ())]
 
@@ -293,12 +313,12 @@ class LocalCluster:
             self._ready.set()
 
     def _router_ready(self, child: Child) -> None:
-        restarted = bool(self._router_address)
-        self._router_address = child.address
-        self.admin_address = str((child.ready or {}).get("admin", ""))
-        if restarted:
+        self._router_addresses[child.slot] = child.address
+        if child.ready and "admin" in child.ready:
+            self._admin_addresses[child.slot] = str(child.ready["admin"])
+        if self._router is not None or len(self._router_addresses) < self.config.routers:
             return
-        self._router = RouterClient(child.address)
+        self._router = RouterClient(self.router_address)
         self._launch_thread.start()
         self._exit_thread.start()
         self._probe_thread.start()
@@ -327,9 +347,9 @@ class LocalCluster:
     def _restart(self, child: Child) -> None:
         count = self._restarts[child.pool] = self._restarts.get(child.pool, 0) + 1
         delay_s = min(RESTART_FIRST_S * 2 ** (count - 1), RESTART_MOST_S)
-        address = self._router_address if child.pool == "router" else self._gateway_address
-        port = int(address.rpartition(":")[2])
-        self._later(delay_s, lambda: self._spawn(child.pool, 0, port=port))
+        address = self._router_addresses[child.slot] if child.pool == "router" else self._gateway_address
+        port, slot = int(address.rpartition(":")[2]), child.slot
+        self._later(delay_s, lambda: self._spawn(child.pool, slot, port=port))
 
     def _later(self, delay_s: float, act: Callable[[], None]) -> None:
         """Carry out an act after a while; for the supervisor's thread."""
@@ -345,7 +365,7 @@ class LocalCluster:
         """The parts to begin with that are not ready yet, in words; empty when all are."""
         config = self.config
         wanted = {
-            "router": 1,
+            "router": config.routers,
             "gateway": config.endpoint,
             "expert": config.experts,
             "attention": config.attention,
@@ -404,22 +424,20 @@ class LocalCluster:
                 except RouterUnavailable as error:
                     logger.warning("exit_report_delayed pid=%d reason=%s", pid, error)
 
-    def _probe_router(self) -> None:
+    def _probe_routers(self) -> None:
         """End a router that has hung, so that it is started again: nobody else watches over it."""
-        router = self._router_client()
-        answered_s = time.monotonic()
+        answered_s: dict[int, float] = {}
         while not self._stopping.wait(PROBE_S):
-            try:
-                router.status(timeout_s=PROBE_S)
-                answered_s = time.monotonic()
-            except RouterUnavailable:
-                hung = [
-                    child for child in list(self._children.values()) if child.pool == "router" and child.ready
-                ]
-                if hung and time.monotonic() - answered_s > HUNG_S:
-                    self._on_event(f"{hung[0].name} has not answered for {HUNG_S:g} s")
-                    hung[0].send(signal.SIGKILL)
-                    answered_s = time.monotonic()
+            routers = [
+                child for child in list(self._children.values()) if child.pool == "router" and child.ready
+            ]
+            for child in routers:
+                now_s = time.monotonic()
+                if answers(child.address, PROBE_S):
+                    answered_s[child.pid] = now_s
+                elif now_s - answered_s.setdefault(child.pid, now_s) > HUNG_S:
+                    self._on_event(f"{child.name} has not answered for {HUNG_S:g} s")
+                    child.send(signal.SIGKILL)
 
     def _router_client(self) -> RouterClient:
         if self._router is None:

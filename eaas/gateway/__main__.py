@@ -53,6 +53,7 @@ class RouterViews:
         self._own_address = own_address
         self._client = RouterClient(address)
         self._pid: int | None = None
+        self._leader = address
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._keep_joined, name="gateway-join", daemon=True)
 
@@ -94,10 +95,11 @@ class RouterViews:
             # A frozen router is thawed by its pid: the one last seen is better than none.
             return self._client.view, self._router("unreachable")
         self._pid = status.pid
+        self._leader = status.leader or self.address
         return status.view, self._router("serving")
 
     def _router(self, state: str) -> RouterStatus:
-        return RouterStatus(pid=self._pid, address=self.address, state=state)
+        return RouterStatus(pid=self._pid, address=self._leader, state=state)
 
     def close(self) -> None:
         """Leave, and end the threads."""

@@ -242,7 +242,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("view", "pools", "problem", "gone", "pid")
+    __slots__ = ("view", "pools", "problem", "gone", "pid", "leader")
     class PoolsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -255,12 +255,14 @@ class StatusReply(_message.Message):
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
     GONE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
+    LEADER_FIELD_NUMBER: _ClassVar[int]
     view: View
     pools: _containers.MessageMap[str, Pool]
     problem: str
     gone: _containers.RepeatedCompositeFieldContainer[Gone]
     pid: int
-    def __init__(self, view: _Optional[_Union[View, _Mapping]] = ..., pools: _Optional[_Mapping[str, Pool]] = ..., problem: _Optional[str] = ..., gone: _Optional[_Iterable[_Union[Gone, _Mapping]]] = ..., pid: _Optional[int] = ...) -> None: ...
+    leader: str
+    def __init__(self, view: _Optional[_Union[View, _Mapping]] = ..., pools: _Optional[_Mapping[str, Pool]] = ..., problem: _Optional[str] = ..., gone: _Optional[_Iterable[_Union[Gone, _Mapping]]] = ..., pid: _Optional[int] = ..., leader: _Optional[str] = ...) -> None: ...
 
 class Gone(_message.Message):
     __slots__ = ("name", "incarnation", "pid", "reason")

@@ -26,7 +26,10 @@ if _version_not_supported:
 
 
 class RouterStub:
-    """Missing associated documentation comment in .proto file."""
+    """Of several routers one leads. The others answer Status; every other call is refused with UNAVAILABLE. Health tells
+    under the name "router.v1.Leader" whether a router leads.
+
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -87,7 +90,10 @@ class RouterStub:
 
 
 class RouterServicer:
-    """Missing associated documentation comment in .proto file."""
+    """Of several routers one leads. The others answer Status; every other call is refused with UNAVAILABLE. Health tells
+    under the name "router.v1.Leader" whether a router leads.
+
+    """
 
     def Join(self, request, context):
         """Become a member. FAILED_PRECONDITION: another model, shape or numerics class. UNAVAILABLE: the journal cannot be written.
@@ -220,7 +226,10 @@ def add_RouterServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Router:
-    """Missing associated documentation comment in .proto file."""
+    """Of several routers one leads. The others answer Status; every other call is refused with UNAVAILABLE. Health tells
+    under the name "router.v1.Leader" whether a router leads.
+
+    """
 
     @staticmethod
     def Join(request,

@@ -1,0 +1,190 @@
+"""etcd v3 by its JSON gateway: one HTTP request for each call, over the standard library.
+
+Every call has its own connection and one time budget over all endpoints, so that a dead etcd costs the caller
+that budget and never more than a fraction of a leader's lease.
+"""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import ipaddress
+import json
+import ssl
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+
+Operation = dict[str, Any]
+
+_ANSWER_BYTES = 256 << 20
+
+
+class EtcdUnavailable(Exception):
+    """No endpoint carried the call out, or none said that it did; the message says what each answered."""
+
+
+class EtcdInvalid(ValueError):
+    """The addresses cannot be used."""
+
+
+class Etcd:
+    """The endpoints of one etcd cluster. May be used from any thread."""
+
+    def __init__(self, urls: str, timeout_s: float = 1.0) -> None:
+        """Nothing is sent yet.
+
+        Args:
+            urls: Comma-separated, each http://LOOPBACK:PORT or https://HOST:PORT.
+            timeout_s: Budget of one call over all of them.
+
+        Raises:
+            EtcdInvalid: a URL is none, carries a password, or would send in the clear to another host.
+        """
+        self.urls = urls
+        self._endpoints = [_endpoint(url.strip()) for url in urls.split(",")]
+        self._timeout_s = timeout_s
+        self._tls = ssl.create_default_context()
+
+    def call(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """POST to /v3/`path` at the first endpoint that answers.
+
+        Raises:
+            EtcdUnavailable: none did. A write may have been carried out all the same.
+        """
+        end_s = time.monotonic() + self._timeout_s
+        text = json.dumps(body).encode()
+        failures: list[str] = []
+        for index, endpoint in enumerate(self._endpoints):
+            share_s = (end_s - time.monotonic()) / (len(self._endpoints) - index)
+            try:
+                found = self._post(endpoint, f"/v3/{path}", text, max(0.05, share_s))
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                failures.append(f"{endpoint.geturl()}: {error or type(error).__name__}")
+                continue
+            # The endpoint that answers is asked first from now on: a dead one must not eat half of each budget.
+            self._endpoints = self._endpoints[index:] + self._endpoints[:index]
+            return found
+        raise EtcdUnavailable("; ".join(failures))
+
+    def txn(
+        self, compare: Sequence[Operation], success: Sequence[Operation], failure: Sequence[Operation] = ()
+    ) -> tuple[bool, list[dict[str, Any]]]:
+        """Carry out `success` if every comparison holds, else `failure`; one transaction.
+
+        Returns:
+            Whether they held, and the answers of the branch taken, one for each operation.
+
+        Raises:
+            EtcdUnavailable: as `call`.
+        """
+        body = {"compare": compare, "success": success, "failure": failure}
+        reply = self.call("kv/txn", body)
+        return bool(reply.get("succeeded")), [
+            next(iter(answer.values()), {}) for answer in reply.get("responses", [])
+        ]
+
+    def _post(self, endpoint: SplitResult, path: str, body: bytes, timeout_s: float) -> dict[str, Any]:
+        host, port = endpoint.hostname or "", endpoint.port
+        if endpoint.scheme == "https":
+            connection = http.client.HTTPSConnection(host, port, timeout=timeout_s, context=self._tls)
+        else:
+            connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
+        try:
+            connection.request("POST", path, body, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            text = response.read(_ANSWER_BYTES)
+        finally:
+            connection.close()
+        if response.status != 200:
+            raise ValueError(f"status {response.status}, {text[:300].decode(errors='replace')}")
+        # A stream (lease/keepalive) answers one object a line, each in "result"; only the first is asked for.
+        found = json.loads(text.partition(b"\n")[0])
+        if not isinstance(found, dict):
+            raise ValueError(f"{text[:100]!r} is no answer of etcd's JSON gateway")
+        return found
+
+
+def put(key: str, value: str, lease: str = "") -> Operation:
+    """Operation: write a key, gone with its lease if one is given."""
+    body = {"key": _coded(key), "value": _coded(value)}
+    return {"request_put": {**body, "lease": lease} if lease else body}
+
+
+def delete(key: str, *, prefix: bool = False) -> Operation:
+    """Operation: delete a key, or all that begin with it."""
+    return {"request_delete_range": _span(key, prefix)}
+
+
+def get(key: str, *, prefix: bool = False) -> Operation:
+    """Operation: read a key, or all that begin with it."""
+    return {"request_range": _span(key, prefix)}
+
+
+def created(key: str, revision: str) -> Operation:
+    """Comparison: the key's present life began at that revision ("0": it is not there)."""
+    return {"key": _coded(key), "target": "CREATE", "create_revision": revision, "result": "EQUAL"}
+
+
+def modified(key: str, revision: str) -> Operation:
+    """Comparison: the key was last written at that revision ("0": it is not there)."""
+    return {"key": _coded(key), "target": "MOD", "mod_revision": revision, "result": "EQUAL"}
+
+
+def pairs(answer: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """The answer of a `get`: by key its "value", "create_revision" and "mod_revision".
+
+    Raises:
+        ValueError: a key or value is no text.
+    """
+    return {
+        _decoded(found["key"]): {**found, "value": _decoded(found.get("value", ""))}
+        for found in answer.get("kvs", [])
+    }
+
+
+def _span(key: str, prefix: bool) -> dict[str, str]:
+    if not prefix:
+        return {"key": _coded(key)}
+    return {"key": _coded(key), "range_end": _coded(key[:-1] + chr(ord(key[-1]) + 1))}
+
+
+def _coded(text: str) -> str:
+    return base64.b64encode(text.encode()).decode()
+
+
+def _decoded(text: str) -> str:
+    return base64.b64decode(text, validate=True).decode()
+
+
+def _endpoint(url: str) -> SplitResult:
+    try:
+        found = urlsplit(url)
+        port = found.port
+    except ValueError as error:
+        raise EtcdInvalid(f"etcd address {url!r} cannot be used: {error}") from None
+    if (
+        found.scheme not in ("http", "https")
+        or not found.hostname
+        or port is None
+        or found.path not in ("", "/")
+    ):
+        raise EtcdInvalid(f"etcd address {url!r} found, http://HOST:PORT or https://HOST:PORT needed")
+    if found.username or found.password or found.query or found.fragment:
+        raise EtcdInvalid(
+            f"etcd address of {found.hostname} carries more than scheme, host and port; leave it out"
+        )
+    if found.scheme == "http" and not _is_loopback(found.hostname):
+        raise EtcdInvalid(
+            f"etcd address {url} would send the cluster's state in the clear to another host; "
+            f"use https, or an etcd on 127.0.0.1"
+        )
+    return found
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,85 @@
+"""A real etcd for tests: one member on free ports, its data in memory, that can be killed, frozen and started again."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from router.etcd import Etcd, EtcdUnavailable
+
+
+class EtcdProcess:
+    """One member. It keeps its data and its address when it is started again."""
+
+    def __init__(self) -> None:
+        memory = Path("/dev/shm")
+        self.folder = Path(tempfile.mkdtemp(prefix="eaas-etcd-", dir=memory if memory.is_dir() else None))
+        self.url, self._peers = _free_url(), _free_url()
+        self.process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    def start(self) -> None:
+        with (self.folder / "log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [
+                    *("etcd", "--data-dir", str(self.folder / "data"), "--logger", "zap"),
+                    *("--listen-client-urls", self.url, "--advertise-client-urls", self.url),
+                    *("--listen-peer-urls", self._peers, "--initial-advertise-peer-urls", self._peers),
+                    *("--initial-cluster", f"default={self._peers}"),
+                ],
+                stdout=log,
+                stderr=log,
+            )
+        end_s = time.monotonic() + 30
+        while True:
+            try:
+                Etcd(self.url).call("kv/range", {"key": "YQ=="})
+                return
+            except EtcdUnavailable as error:
+                said = (self.folder / "log").read_text(errors="replace")[-1000:]
+                assert time.monotonic() < end_s and self.process.poll() is None, f"{error}: {said}"
+                time.sleep(0.05)
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
+    def freeze(self) -> None:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGCONT)
+
+    def close(self) -> None:
+        self.kill()
+        shutil.rmtree(self.folder)
+
+
+@contextlib.contextmanager
+def etcd_process() -> Iterator[EtcdProcess]:
+    """A member for the length of a `with`; the test is skipped where etcd is not installed."""
+    if shutil.which("etcd") is None:
+        pytest.skip("needs etcd on PATH (Debian: apt-get install etcd-server), found none")
+    process = EtcdProcess()
+    try:
+        yield process
+    finally:
+        process.close()
+
+
+def _free_url() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{free.getsockname()[1]}"
