@@ -40,6 +40,7 @@ from p2p.native import NativeMissing as TransportMissing
 from p2p.transport import HELP as TRANSPORT_HELP
 from p2p.transport import TransportChoice
 from router import child
+from router.channel import router_address
 from router.client import JoinRefused, RouterClient, RouterUnavailable
 from router.view import ATTENTION, EXPERT, View
 
@@ -79,7 +80,9 @@ def parser() -> argparse.ArgumentParser:
         epilog="Example: eaas attention --router 127.0.0.1:7000 --model ./checkpoint. "
         "Exit codes: 0 stopped by a signal, 1 could not start or was fenced (the log says why), 2 bad usage.",
     )
-    options.add_argument("--router", required=True, metavar="HOST:PORT", help="address of the router")
+    options.add_argument(
+        "--router", required=True, type=router_address, metavar="HOST:PORT,...", help="address of each router"
+    )
     options.add_argument("--model", required=True, type=Path, help="checkpoint folder")
     options.add_argument("--dtype", default="auto", help="auto (default), bfloat16, float32 or int8")
     options.add_argument(

@@ -30,6 +30,7 @@ from p2p.endpoint import P2PError
 from p2p.transport import HELP as TRANSPORT_HELP
 from p2p.transport import TransportChoice
 from router import child
+from router.channel import router_address
 from router.client import JoinRefused, RouterClient, RouterUnavailable
 from router.view import EXPERT
 
@@ -63,7 +64,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         epilog="Exit codes: 0 stopped by a signal, 1 cannot start or fenced (it says why), 2 bad usage."
         " Example: eaas expert --router 127.0.0.1:7000 --model ./model --cores 0,1",
     )
-    parser.add_argument("--router", required=True, help="HOST:PORT of the router")
+    parser.add_argument(
+        "--router", required=True, type=router_address, metavar="HOST:PORT,...", help="address of each router"
+    )
     parser.add_argument("--model", required=True, help="directory with config.json and *.safetensors")
     parser.add_argument(
         "--weights",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ipaddress
 import json
 from typing import Any
@@ -41,6 +42,15 @@ class RouterAddressInvalid(ValueError):
 def open_channel(address: str) -> grpc.Channel:
     """A channel that sends every call to the router that leads, as health tells. Raises RouterAddressInvalid."""
     return grpc.insecure_channel(target_of(address), options=_OPTIONS)
+
+
+def router_address(text: str) -> str:
+    """The value of a --router option. Raises argparse.ArgumentTypeError."""
+    try:
+        target_of(text)
+    except RouterAddressInvalid as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
 
 
 def answers(address: str, timeout_s: float) -> bool:

@@ -104,9 +104,11 @@ class Election:
                 if not asking.result():
                     reason = "its lease had ended"
                     break
+                self.problem = ""
                 reason = "it was not running for a whole lease"
             except (EtcdUnavailable, ValueError, KeyError) as error:
-                reason = str(error)
+                reason = self._away(error)
+                self._tell(reason)
         self._until_s = float("-inf")
         return reason
 
@@ -146,7 +148,8 @@ class Election:
         answer: dict[str, Any] = self._etcd.call("lease/keepalive", {"ID": self._lease})["result"]
         ttl_s = float(answer.get("TTL", 0))
         if ttl_s > 0 and self.leads():
-            self._until_s = sent_s + _USED * ttl_s
+            # The greater: an answer may come so late that another lease has been won since.
+            self._until_s = max(self._until_s, sent_s + _USED * ttl_s)
         return ttl_s > 0
 
     def _away(self, error: Exception) -> str:

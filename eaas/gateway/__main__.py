@@ -27,6 +27,7 @@ from eaas.gateway.http_guard import Connection, RequestIds
 from eaas.gateway.load_model import ModelUnusable, load_model
 from eaas.gateway.status import RouterStatus
 from router import child
+from router.channel import router_address
 from router.client import JoinRefused, RouterClient, RouterUnavailable
 from router.view import GATEWAY, View
 
@@ -162,7 +163,13 @@ def parser() -> argparse.ArgumentParser:
         epilog="Example: eaas gateway --router 127.0.0.1:7000 --model ./checkpoint --port 8000. "
         "Exit codes: 0 stopped, 1 it could not start (the reason is printed), 2 wrong options.",
     )
-    options.add_argument("--router", required=True, metavar="HOST:PORT", help="Address of the router.")
+    options.add_argument(
+        "--router",
+        required=True,
+        type=router_address,
+        metavar="HOST:PORT,...",
+        help="Address of each router.",
+    )
     options.add_argument(
         "--model", required=True, type=Path, help="Checkpoint folder: tokenizer and configuration."
     )

@@ -96,8 +96,8 @@ def test_killing_the_router_changes_nothing(cluster: LocalCluster, calm: list[Se
     assert_whole(struck)
     assert [one.texts for one in struck] == [one.texts for one in calm], "router killed, tokens changed"
     wait_for("the router's return", lambda: "router/0" in cluster.pids(), 10)
-    wait_for("a whole pool", lambda: whole_pool(cluster), 10)
     wait_for("a higher epoch", lambda: fetch_status(cluster.url)["epoch"] > epoch, 10)
+    wait_for("a whole pool", lambda: whole_pool(cluster), 10)
     # The new router repairs as the old one did.
     struck, _ = strike(cluster, "expert", signal.SIGKILL, seed=17)
     assert [one.texts for one in struck] == [one.texts for one in calm]

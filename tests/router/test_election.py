@@ -385,3 +385,10 @@ def test_a_list_of_routers_that_cannot_be_followed_is_refused() -> None:
     for address in ("a:7000,b:7000", "127.0.0.1:7000,127.0.0.1", "127.0.0.1:7000,[::1]:7000", "127.0.0.1:1,"):
         with pytest.raises(RouterAddressInvalid, match="IP:PORT needed"):
             RouterClient(address)
+
+
+@pytest.mark.parametrize("module", ["experts", "eaas.attention", "eaas.gateway"])
+def test_every_role_refuses_such_a_list(module: str) -> None:
+    command = [sys.executable, "-m", module, "--router", "a:7000,b:7000", "--model", "/nowhere"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, "IP:PORT needed" in done.stderr) == (2, True), done.stderr
