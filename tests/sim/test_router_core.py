@@ -15,7 +15,7 @@ from tests.router.world import Step, run
 
 SEEDS = 300
 EVENTS = 200
-CORE = ("placement", "records", "launches", "leases", "drains", "moves", "core")
+CORE = ("suspicion", "placement", "records", "launches", "leases", "drains", "orders", "moves", "core")
 
 
 def test_every_promise_holds_after_every_event_and_all_comes_back_when_faults_stop() -> None:
@@ -53,14 +53,18 @@ MUTANTS = {
     "uses incarnations again": ("core", "joined = state.joined + 1", "joined = len(state.members) + 1"),
     "listens to strangers": ("records", "record.incarnation == incarnation", "record.incarnation != -1"),
     "trusts a joiner ahead of time": ("core", "acked=state.epoch)", "acked=state.epoch + 9)"),
-    "keeps the epoch at a new term": ("core", "isinstance(event, Started) or _public", "_public"),
-    "fences last replicas": ("leases", "if is_last_replica(config, state, name):", "if not name:"),
-    "never doubts itself": ("records", "return len(late) >= 2 and", "return len(late) >= 99 and"),
+    "keeps the epoch at a new term": ("core", "isinstance(event, Started) or _shows_another", "_shows_another"),
+    "fences last replicas": ("leases", "name not in state.silent or is_last_replica(state, name)", "name not in state.silent"),
+    "never doubts itself": ("leases", "doubts = missed >= 2", "doubts = missed >= 99"),
     "doubts for one lease": ("records", "config.doubt_leases * config.lease_s", "config.lease_s"),
     "counts its own stall as silence": ("leases", "if gap_s <= config.stall_s:", "if gap_s <= 1e9:"),
-    "fences at half a lease": ("records", "renewed_s > config.lease_s", "renewed_s > config.lease_s / 2"),
-    "never fences for silence": ("records", "renewed_s > config.lease_s", "renewed_s > config.lease_s * 1e9"),
-    "never clears a suspect": ("leases", "suspect = silent or", "suspect = pulse.suspect or silent or"),
+    "fences at half a lease": ("leases", "or silence_s > config.lease_s", "or silence_s > config.lease_s / 2"),
+    "never fences for silence": ("leases", "            silent.append(name)\n", "            pass\n"),
+    "never clears a suspect": (
+        "leases",
+        "if found > SUSPECT or state.now_s",
+        "if found > SUSPECT or name in state.suspects or state.now_s",
+    ),
     "judges before it excuses its stall": (
         "core",
         "    state = leases.excuse_stall(config, state)\n    state = _apply(config, state, event, commands)\n",
@@ -68,29 +72,29 @@ MUTANTS = {
     ),
     "orders while it doubts itself": (
         "launches",
-        "[] if doubts_itself(config, state, late) else late",
-        "late",
+        "if state.silent and not doubts_itself(config, state) else",
+        "if state.silent else",
     ),
     "counts its stall as doubt": ("leases", "state.doubting_s + stall_s", "state.doubting_s"),
     "keeps a surplus": (
         "drains",
-        "            state = begin(state, members[-1].name)\n",
+        "            state = begin(state, least.name, surplus=True)\n",
         "            pass\n",
     ),
     "drains an operator's server": (
         "drains",
-        "if members[-1].ordered:",
-        "if members[-1]:",
+        "for record in members if record.ordered]",
+        "for record in members]",
     ),
-    "orders twice": ("launches", "- live - ordered", "- live"),
-    "forgets to order": ("launches", "state.wanted[name] - live - ordered", "0"),
+    "orders twice": ("launches", "live(config, state, name) - ordered", "live(config, state, name)"),
+    "forgets to order": ("launches", "missing = state.wanted[name]", "missing = 0 * state.wanted[name]"),
     "places one copy too few": ("placement", "range(1, self.copies + 1)", "range(1, self.copies)"),
     "leaves the newcomer idle": ("placement", "if most - least < 2:", "if most - least < 99:"),
     "keeps surplus copies": ("placement", "bit_count() > self.copies:", "bit_count() > 99:"),
     "exceeds capacity": ("moves", "        if room < wanted.bit_count():", "        if room < -99:"),
     "keeps who has exited": (
         "core",
-        'state = fence(state, record.name, "its process ended", commands)',
+        'state = fence(config, state, record.name, "its process ended", commands, ended=True)',
         "pass",
     ),
     "retries without waiting": ("launches", "* 2.0 **", "* 0.0 **"),
