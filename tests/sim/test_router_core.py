@@ -53,17 +53,44 @@ MUTANTS = {
     "uses incarnations again": ("core", "joined = state.joined + 1", "joined = len(state.members) + 1"),
     "listens to strangers": ("records", "record.incarnation == incarnation", "record.incarnation != -1"),
     "trusts a joiner ahead of time": ("core", "acked=state.epoch)", "acked=state.epoch + 9)"),
-    "keeps the epoch at a new term": ("core", "isinstance(event, Started) or _shows_another", "_shows_another"),
-    "fences last replicas": ("leases", "name not in state.silent or is_last_replica(state, name)", "name not in state.silent"),
+    "keeps the epoch at a new term": (
+        "core",
+        "isinstance(event, Started) or _shows_another",
+        "_shows_another",
+    ),
+    "fences last replicas": (
+        "leases",
+        "name not in state.silent or is_last_replica(state, name)",
+        "name not in state.silent",
+    ),
     "never doubts itself": ("leases", "doubts = missed >= 2", "doubts = missed >= 99"),
     "doubts for one lease": ("records", "config.doubt_leases * config.lease_s", "config.lease_s"),
     "counts its own stall as silence": ("leases", "if gap_s <= config.stall_s:", "if gap_s <= 1e9:"),
-    "fences at half a lease": ("leases", "or silence_s > config.lease_s", "or silence_s > config.lease_s / 2"),
+    "fences at half a lease": (
+        "leases",
+        "or silence_s > config.lease_s",
+        "or silence_s > config.lease_s / 2",
+    ),
     "never fences for silence": ("leases", "            silent.append(name)\n", "            pass\n"),
     "never clears a suspect": (
         "leases",
-        "if found > SUSPECT or state.now_s",
-        "if found > SUSPECT or name in state.suspects or state.now_s",
+        "suspects=frozenset(suspects)",
+        "suspects=state.suspects | frozenset(suspects)",
+    ),
+    "lets an old report overtake a new one": (
+        "core",
+        "    if event.epoch < pulse.reported:\n",
+        "    if event.epoch < 0:\n",
+    ),
+    "unloads at once what is no longer reported": (
+        "moves",
+        "withdrawn = record.serving & record.target & ~serving",
+        "withdrawn = record.serving & held & spare",
+    ),
+    "forgets what a lost launcher ordered": (
+        "launches",
+        "in state.starts + state.orphans)",
+        "in state.starts)",
     ),
     "judges before it excuses its stall": (
         "core",
@@ -103,6 +130,48 @@ MUTANTS = {
         "if advanced.draining and not advanced.target",
         "if advanced.draining",
     ),
+    "never suspects before the prior": (
+        "suspicion",
+        "if rhythm.samples < LEARNED:",
+        "if rhythm.samples >= 0:",
+    ),
+    "knows nothing of tails": ("suspicion", "max(lease_s / 50, excess_s / max(1, beyond))", "lease_s / 50"),
+    "fences before the least silence": ("leases", " and silence_s >= config.least_silence_s)", ")"),
+    "counts only the condemned when it doubts itself": (
+        "leases",
+        "missed += silence_s > 2 * config.renew_s",
+        "missed += silence_s > config.lease_s",
+    ),
+    "forgets that the fenced may live": ("records", "and not ended and until_s", "and ended and until_s"),
+    "waits for those whose end is proved": (
+        "core",
+        "    if len(ghosts) < len(state.ghosts):\n",
+        "    if len(ghosts) < 0:\n",
+    ),
+    "waits for copies for ever": (
+        "orders",
+        "if state.now_s - batch.since_s >= config.move_s:",
+        "if not batch:",
+    ),
+    "asks a stuck server again at once": ("orders", "wait_s = config.move_s * 2.0", "wait_s = 0.0 * 2.0"),
+    "orders all copies at once": (
+        "orders",
+        "config.bytes_in_flight // state.model.expert_bytes))",
+        "99))",
+    ),
+    "moves before it repairs": ("orders", "    queue = queue or {", "    queue = {"),
+    "replaces who was to go": ("drains", "draining[: max(0, missing)]", "draining[:0]"),
+    "keeps who asked to go": (
+        "drains",
+        "if record.surplus and not surplus else",
+        "if not record.draining else",
+    ),
+    "ends the worker with most streams": (
+        "drains",
+        'return load.get("running", 0) + load.get("waiting", 0)',
+        'return -load.get("running", 0)',
+    ),
+    "knows a process twice": ("core", "if event.pid > 0 and", "if event.pid < 0 and"),
 }
 
 
