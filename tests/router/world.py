@@ -459,7 +459,8 @@ class World:
             return
         if command.reason == "drained":
             for other in self.processes:
-                if other.alive and other.name in self.state.members:
+                record = self.state.members.get(other.name)
+                if other.alive and record is not None and record.ready:
                     self.check(
                         not other.routes.get(process.name), f"{process.name} went, {other.name} asks it"
                     )
@@ -511,6 +512,8 @@ class World:
                 self.check(not lacking, f"{member.name} is said to serve {lacking:x}, which it does not hold")
         for worker in self.processes:
             if worker.pool != ATTENTION or not worker.alive or worker.name not in self.state.members:
+                continue
+            if not self.state.members[worker.name].ready:
                 continue
             for name, bits in worker.routes.items():
                 member = view.member(name)

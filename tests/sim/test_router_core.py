@@ -172,6 +172,18 @@ MUTANTS = {
         'return -load.get("running", 0)',
     ),
     "knows a process twice": ("core", "if event.pid > 0 and", "if event.pid < 0 and"),
+    "waits for workers that never began": (
+        "records",
+        "if r.pool == ATTENTION and r.ready]",
+        "if r.pool == ATTENTION]",
+    ),
+    "lets a late beginner use what was given up": (
+        "core",
+        "not record.ready and event.epoch >= state.unloaded_epoch:",
+        "not record.ready:",
+    ),
+    "never exchanges without room": ("moves", "return lowest(free, wanted.bit_count())", "return 0"),
+    "moves at a stranger's word": ("core", "isinstance(commands[-1], Stranger | Refused)", "False"),
 }
 
 
