@@ -15,7 +15,20 @@ from tests.router.world import Step, run
 
 SEEDS = 300
 EVENTS = 200
-CORE = ("suspicion", "placement", "records", "launches", "leases", "drains", "orders", "moves", "core")
+CORE = (
+    "suspicion",
+    "placement",
+    "records",
+    "launches",
+    "leases",
+    "drains",
+    "orders",
+    "moves",
+    "autoscale",
+    "balance",
+    "rebalance",
+    "core",
+)
 
 
 def test_every_promise_holds_after_every_event_and_all_comes_back_when_faults_stop() -> None:
@@ -184,6 +197,19 @@ MUTANTS = {
     ),
     "never exchanges without room": ("moves", "return lowest(free, wanted.bit_count())", "return 0"),
     "moves at a stranger's word": ("core", "isinstance(commands[-1], Stranger | Refused)", "False"),
+    "balances while things move": ("rebalance", "    if not _is_at_rest(state):\n", "    if not state:\n"),
+    "balances never": (
+        "rebalance",
+        "evolve(_improve(config, state, layer), balanced",
+        "evolve(state, balanced",
+    ),
+    "makes any number of copies": (
+        "rebalance",
+        "places = experts * config.replicas + config.redundant",
+        "places = 99 * len(records)",
+    ),
+    "drops the last copy for balance": ("rebalance", "min_replicas=config.replicas", "min_replicas=0"),
+    "scales past the bounds": ("autoscale", "wanted = min(max(wanted, least), most)\n", "pass\n"),
 }
 
 
