@@ -399,8 +399,7 @@ class World:
         if not isinstance(event, Tick):
             return
         self.ticked_s = now_s
-        late = self.late(members)
-        if self.many(late):
+        if self.many(members):
             self.doubt_s = now_s if self.doubt_s is None else self.doubt_s
         else:
             self.doubt_s = None
@@ -409,16 +408,18 @@ class World:
         now_s = max(self.now_s, self.state.now_s)
         return [p for p in members if now_s - p.heard_s > self.config.lease_s]
 
-    def many(self, late: list[Process]) -> bool:
-        return len(late) >= 2 and 4 * len(late) > len(self.state.members)
+    def many(self, members: list[Process]) -> bool:
+        """True if so many have missed two renewals that it is rather the router's fault."""
+        now_s = max(self.now_s, self.state.now_s)
+        missed = [p for p in members if now_s - p.heard_s > 2 * self.config.renew_s]
+        return len(missed) >= 2 and 4 * len(missed) > len(self.state.members)
 
     def _judge_launch(self, command: Launch) -> None:
         """No process is ordered in place of one that may be presumed alive."""
         members = [p for p in self.processes if p.name in self.state.members]
         late = self.late(members)
-        doubt_s = self.state.now_s if self.doubt_s is None else self.doubt_s
         patience_s = self.config.doubt_leases * self.config.lease_s
-        if self.many(late) and self.state.now_s - doubt_s < patience_s:
+        if self.doubt_s is not None and self.state.now_s - self.doubt_s < patience_s:
             late = []
         lost = {p.name for p in late} | {n for n, r in self.state.members.items() if r.draining}
         filled = sum(p.pool == command.pool and p.name not in lost for p in members)
@@ -458,7 +459,8 @@ class World:
             return
         if command.reason == "drained":
             for other in self.processes:
-                if other.alive and other.name in self.state.members:
+                record = self.state.members.get(other.name)
+                if other.alive and record is not None and record.ready:
                     self.check(
                         not other.routes.get(process.name), f"{process.name} went, {other.name} asks it"
                     )
@@ -510,6 +512,8 @@ class World:
                 self.check(not lacking, f"{member.name} is said to serve {lacking:x}, which it does not hold")
         for worker in self.processes:
             if worker.pool != ATTENTION or not worker.alive or worker.name not in self.state.members:
+                continue
+            if not self.state.members[worker.name].ready:
                 continue
             for name, bits in worker.routes.items():
                 member = view.member(name)

@@ -15,7 +15,20 @@ from tests.router.world import Step, run
 
 SEEDS = 300
 EVENTS = 200
-CORE = ("placement", "records", "launches", "leases", "drains", "moves", "core")
+CORE = (
+    "suspicion",
+    "placement",
+    "records",
+    "launches",
+    "leases",
+    "drains",
+    "orders",
+    "moves",
+    "autoscale",
+    "balance",
+    "rebalance",
+    "core",
+)
 
 
 def test_every_promise_holds_after_every_event_and_all_comes_back_when_faults_stop() -> None:
@@ -53,14 +66,45 @@ MUTANTS = {
     "uses incarnations again": ("core", "joined = state.joined + 1", "joined = len(state.members) + 1"),
     "listens to strangers": ("records", "record.incarnation == incarnation", "record.incarnation != -1"),
     "trusts a joiner ahead of time": ("core", "acked=state.epoch)", "acked=state.epoch + 9)"),
-    "keeps the epoch at a new term": ("core", "isinstance(event, Started) or _public", "_public"),
-    "fences last replicas": ("leases", "if is_last_replica(config, state, name):", "if not name:"),
-    "never doubts itself": ("records", "return len(late) >= 2 and", "return len(late) >= 99 and"),
+    "keeps the epoch at a new term": (
+        "core",
+        "isinstance(event, Started) or _shows_another",
+        "_shows_another",
+    ),
+    "fences last replicas": (
+        "leases",
+        "name not in state.silent or is_last_replica(state, name)",
+        "name not in state.silent",
+    ),
+    "never doubts itself": ("leases", "doubts = missed >= 2", "doubts = missed >= 99"),
     "doubts for one lease": ("records", "config.doubt_leases * config.lease_s", "config.lease_s"),
     "counts its own stall as silence": ("leases", "if gap_s <= config.stall_s:", "if gap_s <= 1e9:"),
-    "fences at half a lease": ("records", "renewed_s > config.lease_s", "renewed_s > config.lease_s / 2"),
-    "never fences for silence": ("records", "renewed_s > config.lease_s", "renewed_s > config.lease_s * 1e9"),
-    "never clears a suspect": ("leases", "suspect = silent or", "suspect = pulse.suspect or silent or"),
+    "fences at half a lease": (
+        "leases",
+        "or silence_s > config.lease_s",
+        "or silence_s > config.lease_s / 2",
+    ),
+    "never fences for silence": ("leases", "            silent.append(name)\n", "            pass\n"),
+    "never clears a suspect": (
+        "leases",
+        "suspects=frozenset(suspects)",
+        "suspects=state.suspects | frozenset(suspects)",
+    ),
+    "lets an old report overtake a new one": (
+        "core",
+        "    if event.epoch < pulse.reported:\n",
+        "    if event.epoch < 0:\n",
+    ),
+    "unloads at once what is no longer reported": (
+        "moves",
+        "withdrawn = record.serving & record.target & ~serving",
+        "withdrawn = record.serving & held & spare",
+    ),
+    "forgets what a lost launcher ordered": (
+        "launches",
+        "in state.starts + state.orphans)",
+        "in state.starts)",
+    ),
     "judges before it excuses its stall": (
         "core",
         "    state = leases.excuse_stall(config, state)\n    state = _apply(config, state, event, commands)\n",
@@ -68,29 +112,29 @@ MUTANTS = {
     ),
     "orders while it doubts itself": (
         "launches",
-        "[] if doubts_itself(config, state, late) else late",
-        "late",
+        "if state.silent and not doubts_itself(config, state) else",
+        "if state.silent else",
     ),
     "counts its stall as doubt": ("leases", "state.doubting_s + stall_s", "state.doubting_s"),
     "keeps a surplus": (
         "drains",
-        "            state = begin(state, members[-1].name)\n",
+        "            state = begin(state, least.name, surplus=True)\n",
         "            pass\n",
     ),
     "drains an operator's server": (
         "drains",
-        "if members[-1].ordered:",
-        "if members[-1]:",
+        "for record in members if record.ordered]",
+        "for record in members]",
     ),
-    "orders twice": ("launches", "- live - ordered", "- live"),
-    "forgets to order": ("launches", "state.wanted[name] - live - ordered", "0"),
+    "orders twice": ("launches", "live(config, state, name) - ordered", "live(config, state, name)"),
+    "forgets to order": ("launches", "missing = state.wanted[name]", "missing = 0 * state.wanted[name]"),
     "places one copy too few": ("placement", "range(1, self.copies + 1)", "range(1, self.copies)"),
     "leaves the newcomer idle": ("placement", "if most - least < 2:", "if most - least < 99:"),
     "keeps surplus copies": ("placement", "bit_count() > self.copies:", "bit_count() > 99:"),
     "exceeds capacity": ("moves", "        if room < wanted.bit_count():", "        if room < -99:"),
     "keeps who has exited": (
         "core",
-        'state = fence(state, record.name, "its process ended", commands)',
+        'state = fence(config, state, record.name, "its process ended", commands, ended=True)',
         "pass",
     ),
     "retries without waiting": ("launches", "* 2.0 **", "* 0.0 **"),
@@ -99,6 +143,73 @@ MUTANTS = {
         "if advanced.draining and not advanced.target",
         "if advanced.draining",
     ),
+    "never suspects before the prior": (
+        "suspicion",
+        "if rhythm.samples < LEARNED:",
+        "if rhythm.samples >= 0:",
+    ),
+    "knows nothing of tails": ("suspicion", "max(lease_s / 50, excess_s / max(1, beyond))", "lease_s / 50"),
+    "fences before the least silence": ("leases", " and silence_s >= config.least_silence_s)", ")"),
+    "counts only the condemned when it doubts itself": (
+        "leases",
+        "missed += silence_s > 2 * config.renew_s",
+        "missed += silence_s > config.lease_s",
+    ),
+    "forgets that the fenced may live": ("records", "and not ended and until_s", "and ended and until_s"),
+    "waits for those whose end is proved": (
+        "core",
+        "    if len(ghosts) < len(state.ghosts):\n",
+        "    if len(ghosts) < 0:\n",
+    ),
+    "waits for copies for ever": (
+        "orders",
+        "if state.now_s - batch.since_s >= config.move_s:",
+        "if not batch:",
+    ),
+    "asks a stuck server again at once": ("orders", "wait_s = config.move_s * 2.0", "wait_s = 0.0 * 2.0"),
+    "orders all copies at once": (
+        "orders",
+        "config.bytes_in_flight // state.model.expert_bytes))",
+        "99))",
+    ),
+    "moves before it repairs": ("orders", "    queue = queue or {", "    queue = {"),
+    "replaces who was to go": ("drains", "draining[: max(0, missing)]", "draining[:0]"),
+    "keeps who asked to go": (
+        "drains",
+        "if record.surplus and not surplus else",
+        "if not record.draining else",
+    ),
+    "ends the worker with most streams": (
+        "drains",
+        'return load.get("running", 0) + load.get("waiting", 0)',
+        'return -load.get("running", 0)',
+    ),
+    "knows a process twice": ("core", "if event.pid > 0 and", "if event.pid < 0 and"),
+    "waits for workers that never began": (
+        "records",
+        "if r.pool == ATTENTION and r.ready]",
+        "if r.pool == ATTENTION]",
+    ),
+    "lets a late beginner use what was given up": (
+        "core",
+        "not record.ready and event.epoch >= state.unloaded_epoch:",
+        "not record.ready:",
+    ),
+    "never exchanges without room": ("moves", "return lowest(free, wanted.bit_count())", "return 0"),
+    "moves at a stranger's word": ("core", "isinstance(commands[-1], Stranger | Refused)", "False"),
+    "balances while things move": ("rebalance", "    if not _is_at_rest(state):\n", "    if not state:\n"),
+    "balances never": (
+        "rebalance",
+        "evolve(_improve(config, state, layer), balanced",
+        "evolve(state, balanced",
+    ),
+    "makes any number of copies": (
+        "rebalance",
+        "places = experts * config.replicas + config.redundant",
+        "places = 99 * len(records)",
+    ),
+    "drops the last copy for balance": ("rebalance", "min_replicas=config.replicas", "min_replicas=0"),
+    "scales past the bounds": ("autoscale", "wanted = min(max(wanted, least), most)\n", "pass\n"),
 }
 
 
