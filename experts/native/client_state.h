@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "experts/native/client.h"
+#include "experts/native/waterfill.h"
 #include "experts/native/wire.h"
 
 namespace experts {
@@ -131,11 +132,6 @@ struct Routes {
     std::vector<uint8_t> table;
 };
 
-struct Want {
-    uint32_t expert;
-    uint32_t count;
-    uint64_t servers;  // a mask of those that may compute it
-};
 
 // Planning scratch, all of it lane 0's.
 struct Plan {
