@@ -25,7 +25,10 @@ SCENARIOS = 8
 SWEEPS = 12
 # Of the busiest server's load: a step that gains less is not worth a copy, though the budget allows it.
 LEAST_STEP = 0.002
-CANDIDATES = 6
+CANDIDATES = 32
+SPARES = 2
+SETTLE = 4
+MOST_REPLICAS = 8  # of one expert: a client's routes have room for no more
 STEEPNESS = 12  # how much more a busy server counts than an idle one, when candidates are chosen
 
 
@@ -134,12 +137,11 @@ def improve(
     speed = np.array([server.speed for server in servers])
     if total <= 0 or not servers:
         return Change(moves=(), before=1.0, after=1.0)
-    scenarios = scenarios_of(load, spread)
-    flow = Flow(scenarios, speed)
+    flow = Flow(scenarios_of(load, spread).T.copy(), speed)
     for expert, mask in enumerate(holders):
         flow.put(expert, mask)
     flow.settle(SWEEPS)
-    before = flow.cost()
+    before = float(flow.cost().mean())
     if before < 1 + rules.least_gain:
         return Change(moves=(), before=before, after=before)
     search = _Search(flow=flow, holders=list(holders), servers=servers, rules=rules)
@@ -149,7 +151,7 @@ def improve(
         if step is None:
             break
         moves += step
-    after = search.flow.cost()
+    after = float(search.flow.cost().mean())
     if before - after < rules.least_gain * before:
         return Change(moves=(), before=before, after=before)
     return Change(moves=tuple(moves), before=before, after=after)
@@ -167,95 +169,97 @@ def scenarios_of(load: Array, spread: Array | float) -> Array:
 
 
 class Flow:
-    """Rows of several scenarios at once, split over replicas as well as the placement lets them.
+    """Rows split over replicas as well as a placement lets them, in many worlds at once.
 
-    Experts with the same holders are one group; groups are lifted out and poured again in turn until the loads
-    stand still, which is the least sum of load^2 / speed and so the least busiest server.
+    A world is one load of the experts; worlds may differ in placement too. Experts with the same holders are one
+    group; groups are lifted out and poured again in turn until the loads stand still, which is the least sum of
+    load^2 / speed, and so the least busiest server.
     """
 
     def __init__(self, load: Array, speed: Array) -> None:
         """
         Args:
-            load: [scenarios, experts] rows.
+            load: [experts, worlds] rows.
             speed: [servers].
         """
         self.load, self.speed = load, speed
-        self.fair = load.sum(1) / speed.sum()
-        self.on_server = np.zeros((len(load), len(speed)))
-        self.rows: dict[int, Array] = {}  # by mask: [scenarios, holders]
-        self.members: Counter[int] = Counter()
+        self.on_server = np.zeros((len(speed), load.shape[1]))
+        self.groups: dict[int, Array] = {}  # by mask of holders: [holders, worlds] rows
 
-    def copy(self) -> Flow:
-        """One to try changes on."""
-        other = Flow.__new__(Flow)
-        other.load, other.speed, other.fair = self.load, self.speed, self.fair
-        other.on_server, other.rows, other.members = self.on_server.copy(), dict(self.rows), self.members.copy()
-        return other
+    def select(self, worlds: NDArray[np.intp]) -> Flow:
+        """These worlds, in this order, as often as they are named."""
+        chosen = Flow(self.load[:, worlds], self.speed)
+        chosen.on_server = self.on_server[:, worlds]
+        groups = {mask: rows[:, worlds] for mask, rows in self.groups.items()}
+        chosen.groups = {mask: rows for mask, rows in groups.items() if rows.any()}
+        return chosen
 
     @property
     def level(self) -> Array:
-        """[scenarios, servers] load over speed, 1 = the mean."""
-        return self.on_server / self.speed / self.fair[:, None]
+        """[servers, worlds] load over speed, 1 = were all equally busy."""
+        return self.on_server / self.speed[:, None] * (self.speed.sum() / self.load.sum(0))
 
-    def cost(self) -> float:
-        """Of the busiest server, mean of the scenarios; plus what all have above the mean, to tell ways apart."""
+    def cost(self) -> Array:
+        """[worlds] level of the busiest server; plus the mean of what servers have above 1, to tell ways apart."""
         level = self.level
-        above = np.maximum(level - 1, 0) @ (self.speed / self.speed.sum())
-        return float(level.max(1).mean() + above.mean())
+        return level.max(0) + (self.speed / self.speed.sum()) @ np.maximum(level - 1, 0)
 
-    def put(self, expert: int, mask: int) -> None:
-        """Add an expert with its holders."""
-        self._add(mask, self.load[:, expert, None] * np.full(mask.bit_count(), 1 / max(1, mask.bit_count())))
-        self.members[mask] += 1
+    def put(self, expert: int, mask: int, worlds: slice = slice(None)) -> None:
+        """Add an expert with its holders, evenly."""
+        rows = np.zeros((mask.bit_count(), self.load.shape[1]))
+        rows[:, worlds] = self.load[expert, worlds] / mask.bit_count()
+        self._add(mask, rows)
 
-    def change(self, expert: int, old: int, new: int) -> None:
-        """Give an expert other holders."""
-        share = self.load[:, expert] / np.maximum(self.rows[old].sum(1), 1e-300)
-        flow = self.rows[old] * share[:, None]
-        self._add(old, -flow)
-        self.members[old] -= 1
-        if not self.members[old]:
-            del self.members[old], self.rows[old]
-        kept = {server: flow[:, i] for i, server in enumerate(indexes(old)) if new >> server & 1}
-        none = np.zeros(len(flow))
-        moved = np.stack([kept.get(server, none) for server in indexes(new)], 1)
-        moved[:, 0] += self.load[:, expert] - moved.sum(1)
-        self._add(new, moved)
-        self.members[new] += 1
+    def lift(self, expert: int, mask: int, worlds: slice = slice(None)) -> None:
+        """Take an expert out."""
+        rows = np.zeros_like(self.groups[mask])
+        rows[:, worlds] = self.flow(expert, mask)[:, worlds]
+        self._add(mask, -rows)
+
+    def flow(self, expert: int, mask: int) -> Array:
+        """[holders, worlds] its part of its group's rows."""
+        rows = self.groups[mask]
+        return rows * (self.load[expert] / np.maximum(rows.sum(0), 1e-300))
 
     def settle(self, sweeps: int) -> None:
         """Pour every group again, so many times at most."""
-        groups = [(mask, indexes(mask)) for mask in self.rows if mask & (mask - 1)]
+        groups = [(mask, indexes(mask)) for mask in self.groups if mask & (mask - 1)]
+        enough = 1e-3 * self.load.sum(0).min() / self.speed.sum()
         for _ in range(sweeps):
             before = self.on_server.copy()
             for mask, servers in groups:
-                self._pour(mask, servers)
-            if np.abs(self.on_server - before).max() < 1e-3 * self.fair.min():
+                if len(servers) == 2:
+                    self._level_two(self.groups[mask], *servers)
+                else:
+                    self._level_all(self.groups[mask], servers)
+            if np.abs(self.on_server - before).max() < enough:
                 return
 
-    def _pour(self, mask: int, servers: list[int]) -> None:
-        old = self.rows[mask]
-        base = self.on_server[:, servers] - old
-        speed = self.speed[servers]
-        rows = old.sum(1)
-        if len(servers) == 2:
-            first = (base.sum(1) + rows) * (speed[0] / (speed[0] + speed[1])) - base[:, 0]
-            first = np.minimum(np.maximum(first, 0), rows)
-            new = np.stack([first, rows - first], 1)
-        else:
-            level = base / speed
-            order = np.argsort(level, 1)
-            base_up = np.take_along_axis(base, order, 1).cumsum(1)
-            speed_up = speed[order].cumsum(1)
-            # The water's height over the first j servers; it is least where it drowns just those.
-            height = ((base_up + rows[:, None]) / speed_up).min(1, keepdims=True)
-            new = np.maximum(height - level, 0) * speed
-        self.on_server[:, servers] += new - old
-        self.rows[mask] = new
+    def _level_two(self, rows: Array, one: int, two: int) -> None:
+        share = self.speed[one] / (self.speed[one] + self.speed[two])
+        to_one = (self.on_server[one] + self.on_server[two]) * share
+        to_one -= self.on_server[one]
+        np.minimum(to_one, rows[1], out=to_one)
+        np.maximum(to_one, -rows[0], out=to_one)
+        rows[0] += to_one
+        rows[1] -= to_one
+        self.on_server[one] += to_one
+        self.on_server[two] -= to_one
+
+    def _level_all(self, rows: Array, servers: list[int]) -> None:
+        base = self.on_server[servers] - rows
+        speed = self.speed[servers][:, None]
+        level = base / speed
+        order = np.argsort(level, 0)
+        base_up = np.take_along_axis(base, order, 0).cumsum(0)
+        # The water's height over the first j servers; it is least where it drowns just those.
+        height = ((base_up + rows.sum(0)) / speed[order, 0].cumsum(0)).min(0)
+        rows[:] = np.maximum(height - level, 0) * speed
+        self.on_server[servers] = base + rows
 
     def _add(self, mask: int, rows: Array) -> None:
-        self.rows[mask] = self.rows[mask] + rows if mask in self.rows else rows
-        self.on_server[:, indexes(mask)] += rows
+        self.groups[mask] = self.groups[mask] + rows if mask in self.groups else rows
+        self.on_server[indexes(mask)] += rows
 
 
 def indexes(mask: int) -> list[int]:
@@ -279,64 +283,63 @@ class _Search:
 
     def best_step(self) -> list[Move] | None:
         """Take the best of the likeliest steps; None where none is worth a copy."""
-        now = self.flow.cost()
-        best: tuple[float, list[Move], Flow] | None = None
-        for expert, server in self._candidates():
-            trial = self.flow.copy()
-            moves = [Move(expert=expert, server=server, add=True)]
-            if self._held(server) >= self.servers[server].room:
-                spare = self._spare(server, expert)
-                if spare is None:
-                    continue
-                moves.append(Move(expert=spare, server=server, add=False))
-            for move in moves:
-                mask = self.holders[move.expert]
-                trial.change(move.expert, mask, mask ^ (1 << move.server))
-            trial.settle(4)
-            cost = trial.cost()
-            if best is None or cost < best[0]:
-                best = cost, moves, trial
-        if best is None or now - best[0] < LEAST_STEP:
+        steps = self._candidates()
+        if not steps:
             return None
-        for move in best[1]:
+        worlds = self.flow.load.shape[1]
+        trial = self.flow.select(np.tile(np.arange(worlds), len(steps)))
+        for number, step in enumerate(steps):
+            here = slice(number * worlds, (number + 1) * worlds)
+            for move in step:
+                mask = self.holders[move.expert]
+                trial.lift(move.expert, mask, here)
+                trial.put(move.expert, mask ^ (1 << move.server), here)
+        trial.settle(SETTLE)
+        cost = trial.cost().reshape(len(steps), worlds).mean(1)
+        best = int(cost.argmin())
+        if self.flow.cost().mean() - cost[best] < LEAST_STEP:
+            return None
+        for move in steps[best]:
             self.holders[move.expert] ^= 1 << move.server
-        self.flow = best[2]
-        return best[1]
+        self.flow = trial.select(np.arange(best * worlds, (best + 1) * worlds))
+        self.flow.settle(SETTLE)
+        return steps[best]
 
-    def _held(self, server: int) -> int:
-        return sum(mask >> server & 1 for mask in self.holders)
-
-    def _candidates(self) -> list[tuple[int, int]]:
-        """(expert, server) where a copy would take most from busy servers, by how steeply their weight rises."""
+    def _candidates(self) -> list[list[Move]]:
+        """Copies that would take most from busy servers, by how steeply their weight rises; with what gives way."""
         weight = self.flow.level**STEEPNESS
         score = np.zeros((len(self.holders), len(self.servers)))
         for expert, mask in enumerate(self.holders):
-            if not mask:
+            if not 0 < mask.bit_count() < MOST_REPLICAS:
                 continue
             held = indexes(mask)
-            rows = self.flow.rows[mask]
-            there = (rows * weight[:, held]).sum(1) / np.maximum(rows.sum(1), 1e-300)
-            gain = np.maximum(there[:, None] - weight, 0) * self.flow.load[:, expert, None]
-            score[expert] = gain.mean(0)
+            rows = self.flow.flow(expert, mask)
+            gain = (rows * weight[held]).sum(0) - rows.sum(0) * weight
+            score[expert] = np.maximum(gain, 0).mean(1)
             score[expert, held] = 0
-            if len(held) >= 8:
-                score[expert] = 0
-        best = np.argsort(score, axis=None)[::-1][:CANDIDATES]
-        return [divmod(int(i), len(self.servers)) for i in best if score.flat[i] > 0]
+        steps: list[list[Move]] = []
+        for place in np.argsort(score, axis=None)[::-1]:
+            if len(steps) >= CANDIDATES or score.flat[place] <= 0:
+                break
+            expert, server = divmod(int(place), len(self.servers))
+            add = Move(expert=expert, server=server, add=True)
+            if sum(mask >> server & 1 for mask in self.holders) < self.servers[server].room:
+                steps.append([add])
+            else:
+                steps += [
+                    [add, Move(expert=spare, server=server, add=False)]
+                    for spare in self._spares(server, expert)
+                ]
+        return steps
 
-    def _spare(self, server: int, wanted: int) -> int | None:
-        """The copy on a server that is missed least, of those that may be dropped."""
-        best: tuple[float, int] | None = None
+    def _spares(self, server: int, wanted: int) -> list[int]:
+        """The copies on a server that are missed least, of those that may be dropped."""
+        missed: list[tuple[float, int]] = []
         for expert, mask in enumerate(self.holders):
-            if expert == wanted or not mask >> server & 1 or not self._may_drop(expert, server):
-                continue
-            rows = self.flow.rows[mask]
-            column = indexes(mask).index(server)
-            share = self.flow.load[:, expert] / np.maximum(rows.sum(1), 1e-300)
-            missed = float((rows[:, column] * share).mean())
-            if best is None or missed < best[0]:
-                best = missed, expert
-        return best[1] if best else None
+            if expert != wanted and mask >> server & 1 and self._may_drop(expert, server):
+                column = indexes(mask).index(server)
+                missed.append((float(self.flow.flow(expert, mask)[column].mean()), expert))
+        return [expert for _, expert in sorted(missed)[:SPARES]]
 
     def _may_drop(self, expert: int, server: int) -> bool:
         left = self.holders[expert] & ~(1 << server)
@@ -349,8 +352,10 @@ class _Search:
                 return False
         if left.bit_count() > rules.min_replicas or rules.min_replicas < 2:
             return True
-        return all(len(self._neighbours(s) | (left & ~(1 << s) and set(indexes(left)) - {s})) <= rules.neighbours
-                   for s in indexes(left))
+        return all(
+            len(self._neighbours(s) | (left & ~(1 << s) and set(indexes(left)) - {s})) <= rules.neighbours
+            for s in indexes(left)
+        )
 
     def _neighbours(self, server: int) -> set[int]:
         """Servers with which it alone holds some expert."""

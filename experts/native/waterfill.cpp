@@ -1,7 +1,9 @@
 #include "experts/native/waterfill.h"
 
 #include <algorithm>
+#include <atomic>
 #include <bit>
+#include <cmath>
 #include <cstring>
 #include <new>
 
@@ -15,9 +17,16 @@ struct Holder {
     double load;   // without the expert
     double speed;
     double level;  // time once it is activated, before it has rows
-    uint32_t turn;
+    uint32_t lot;
     uint32_t slot;  // of the expert's shares
 };
+
+// Which of two equal servers comes first: drawn anew for each turn, whatever their indexes.
+uint32_t lot(uint32_t server, uint32_t turn) {
+    uint32_t drawn = (turn * 0x9e3779b9 + server + 1) * 0x85ebca6b;
+    drawn = (drawn ^ drawn >> 15) * 0xc2b2ae35;
+    return drawn ^ drawn >> 13;
+}
 
 double squared(double load, double speed) { return load * load / speed; }
 
@@ -28,10 +37,10 @@ uint32_t holders_of(uint64_t servers, const double* load, const double* speed, d
     for (uint64_t left = servers; left; left &= left - 1) {
         uint32_t server = uint32_t(std::countr_zero(left));
         Holder holder{load[server], speed[server], (load[server] + cost) / speed[server],
-                      (server - turn) % EXPERTS_MAX_SERVERS, n};
+                      lot(server, turn), n};
         uint32_t at = n++;
         for (; at && (holder.level < found[at - 1].level ||
-                      (holder.level == found[at - 1].level && holder.turn < found[at - 1].turn));
+                      (holder.level == found[at - 1].level && holder.lot < found[at - 1].lot));
              at--)
             found[at] = found[at - 1];
         found[at] = holder;
@@ -98,8 +107,7 @@ void round_off(Want& want, const double* share, uint32_t turn, double* owed) {
             uint32_t server = uint32_t(std::countr_zero(servers));
             if (!(share[slot] > 0)) continue;
             bool first = to_slot == EXPERTS_MAX_REPLICAS || owed[server] > owed[to] ||
-                         (owed[server] == owed[to] &&
-                          (server - turn) % EXPERTS_MAX_SERVERS < (to - turn) % EXPERTS_MAX_SERVERS);
+                         (owed[server] == owed[to] && lot(server, turn) < lot(to, turn));
             if (first) to = server, to_slot = slot;
         }
         owed[to] -= 1;
@@ -110,7 +118,6 @@ void round_off(Want& want, const double* share, uint32_t turn, double* owed) {
 }  // namespace
 
 void Waterfill::pour(Want* wants, size_t n, const double* speed, double cost, uint32_t turn) {
-    turn %= EXPERTS_MAX_SERVERS;
     order.clear();
     share.resize(n * EXPERTS_MAX_REPLICAS);
     uint64_t all = 0;
@@ -171,6 +178,28 @@ void Waterfill::pour(Want* wants, size_t n, const double* speed, double cost, ui
     }
 }
 
+void ServiceTime::learn(double of_units, double of_ns) {
+    // A server that was put aside by its host for a while is not slower for it.
+    if (double usual = ns_per_unit()) of_ns = std::min(of_ns, 4 * usual * of_units);
+    units += of_units - units / 64;
+    ns += of_ns - ns / 64;
+    replies += replies < 32;
+}
+
+void weigh(uint32_t n, const double* ns_per_unit, double* speed) {
+    double known[EXPERTS_MAX_SERVERS];
+    uint32_t count = 0;
+    for (uint32_t i = 0; i < n; i++)
+        if (ns_per_unit[i] > 0) known[count++] = ns_per_unit[i];
+    std::nth_element(known, known + count / 2, known + count);
+    for (uint32_t i = 0; i < n; i++) {
+        double found = ns_per_unit[i] > 0 ? std::clamp(known[count / 2] / ns_per_unit[i], 0.125, 8.0) : 1;
+        double off = found / speed[i];
+        if (off < 0.8 || off > 1.25)
+            std::atomic_ref(speed[i]).store(std::abs(found - 1) < 0.1 ? 1 : found, std::memory_order_relaxed);
+    }
+}
+
 }  // namespace experts
 
 P2P_API int32_t expert_waterfill(uint32_t n, const uint32_t* counts, const uint64_t* servers,
@@ -191,4 +220,10 @@ P2P_API int32_t expert_waterfill(uint32_t n, const uint32_t* counts, const uint6
     return EXPERTS_OK;
 } catch (const std::bad_alloc&) {
     return EXPERTS_E_MEMORY;
+}
+
+P2P_API int32_t expert_weigh(uint32_t n, const double* ns_per_unit, double* speed) {
+    if (n > EXPERTS_MAX_SERVERS) return EXPERTS_E_ARGUMENT;
+    experts::weigh(n, ns_per_unit, speed);
+    return EXPERTS_OK;
 }

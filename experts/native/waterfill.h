@@ -31,10 +31,25 @@ struct Waterfill {
     // at its least the busiest server is as idle as the replicas allow, and an expert is split only where that
     // is worth the further activation. All that in parts of rows, for an odd row at each of many hands is a slope
     // that no single move can level; whole rows come last, each to the server that rounding owes most.
-    // Equal servers are taken in an order that begins at `turn`, so that what is left over by many clients does
-    // not meet on one server.
+    // Equal servers are taken in an order drawn by `turn`, so that what is left over by many clients does not meet
+    // on one server.
     void pour(Want* wants, size_t n, const double* speed, double expert_cost, uint32_t turn);
 };
+
+// What a server's own service times say of its speed: sums over its replies that fade with a half-life of 44.
+struct ServiceTime {
+    double units = 0, ns = 0;
+    uint32_t replies = 0;
+
+    // units: rows, activations and the fixed cost of a request, in rows.
+    void learn(double of_units, double of_ns);
+    // 0 while too few replies were seen.
+    double ns_per_unit() const { return replies < 32 || units <= 0 ? 0 : ns / units; }
+};
+
+// Relative speeds from times: 1 is the median server, or one whose time is unknown (0). A speed stays as it is until
+// it is a quarter off, so that noise moves nobody's rows; within 1/8 and 8, for slow is not dead.
+void weigh(uint32_t n, const double* ns_per_unit, double* speed);
 
 }  // namespace experts
 
@@ -46,3 +61,5 @@ struct Waterfill {
 // EXPERTS_OK, EXPERTS_E_ARGUMENT or EXPERTS_E_MEMORY.
 P2P_API int32_t expert_waterfill(uint32_t n, const uint32_t* counts, const uint64_t* servers,
                                  const double* speed, double expert_cost, uint32_t turn, uint32_t* rows);
+// `weigh` above; speed: [n] in and out. n up to EXPERTS_MAX_SERVERS.
+P2P_API int32_t expert_weigh(uint32_t n, const double* ns_per_unit, double* speed);
