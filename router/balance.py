@@ -12,9 +12,8 @@ within a budget of copies, and all of them only when together they are worth it.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,6 +86,11 @@ class Seen:
     load: Array
     drift: float = 0.2
 
+    def spread(self, rows: float) -> Array:
+        """[experts] relative standard deviation of the load in a batch of so many rows: drift, and counting."""
+        expected = self.load * (rows / max(float(self.load.sum()), 1e-300))
+        return np.sqrt(self.drift**2 + 1 / np.maximum(expected, 1))
+
 
 def observe(seen: Seen | None, rows: Sequence[int] | Array) -> Seen:
     """What is known after another interval.
@@ -157,6 +161,15 @@ def improve(
     return Change(moves=tuple(moves), before=before, after=after)
 
 
+def apply(holders: Sequence[int], moves: Sequence[Move]) -> list[int]:
+    """Holders after moves."""
+    found = list(holders)
+    for move in moves:
+        bit = 1 << move.server
+        found[move.expert] = found[move.expert] | bit if move.add else found[move.expert] & ~bit
+    return found
+
+
 def scenarios_of(load: Array, spread: Array | float) -> Array:
     """[SCENARIOS, experts] loads, each scaled to a mean of 1 an expert; the first is `load` itself."""
     number = np.arange(SCENARIOS)[:, None] * 12.9898 + np.arange(len(load))[None, :] * 78.233
@@ -221,10 +234,10 @@ class Flow:
         rows = self.groups[mask]
         return rows * (self.load[expert] / np.maximum(rows.sum(0), 1e-300))
 
-    def settle(self, sweeps: int) -> None:
-        """Pour every group again, so many times at most."""
+    def settle(self, sweeps: int, within: float = 1e-3) -> None:
+        """Pour every group again, so many times at most, until no server's load changes by more than `within`."""
         groups = [(mask, indexes(mask)) for mask in self.groups if mask & (mask - 1)]
-        enough = 1e-3 * self.load.sum(0).min() / self.speed.sum()
+        enough = within * self.load.sum(0).min() / self.speed.sum()
         for _ in range(sweeps):
             before = self.on_server.copy()
             for mask, servers in groups:
@@ -346,16 +359,18 @@ class _Search:
         rules = self.rules
         if left.bit_count() < rules.min_replicas:
             return False
-        zones = {self.servers[s].zone for s in indexes(self.holders[expert])}
-        if len(zones) > 1 and rules.min_replicas > 1:
-            if len({self.servers[s].zone for s in indexes(left)}) < 2:
-                return False
+        if self._zones(left) < min(2, rules.min_replicas, self._zones(self.holders[expert])):
+            return False
         if left.bit_count() > rules.min_replicas or rules.min_replicas < 2:
             return True
+        # Its last copies tie these servers together.
         return all(
-            len(self._neighbours(s) | (left & ~(1 << s) and set(indexes(left)) - {s})) <= rules.neighbours
-            for s in indexes(left)
+            len(self._neighbours(server) | {*indexes(left)} - {server}) <= rules.neighbours
+            for server in indexes(left)
         )
+
+    def _zones(self, mask: int) -> int:
+        return len({self.servers[server].zone for server in indexes(mask)})
 
     def _neighbours(self, server: int) -> set[int]:
         """Servers with which it alone holds some expert."""

@@ -100,7 +100,7 @@ def test_python_finds_the_same_split(seed: int) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_small_batch_activates_no_expert_twice(seed: int) -> None:
     """Eight tokens: a second read of an expert's weights costs more than its one or two rows."""
-    counts, masks, speed = batch(seed, servers=8, experts=60, rows=64)
+    counts, masks, _ = batch(seed, servers=8, experts=60, rows=64)
     counts = np.minimum(counts, 2).astype(np.uint32)
     rows = shipped(counts, masks, np.ones(SERVERS), EXPERT_COST)
     assert ((rows > 0).sum(1) <= 1).all(), f"seed {seed}"
