@@ -50,7 +50,7 @@ def batch(
 
 
 def bound(counts: NDArray[np.uint32], masks: list[int], speed: NDArray[np.float64], servers: int) -> float:
-    """Time of the busiest server under the best split: the most confined set of servers says it (max-flow = min-cut)."""
+    """Time of the busiest server under the best split: what the most confined set of servers must do (min-cut)."""
     worst = 0.0
     for size in range(1, servers + 1):
         for chosen in combinations(range(servers), size):
