@@ -59,6 +59,7 @@ class ServerReport:
     lost: int
     corrupt: int
     late_slots: int
+    speed: float  # relative to the other servers, as rows are split by it
     totals: Totals
 
 
@@ -479,6 +480,7 @@ def _report(name: str, stats: native.ServerStats, peer: Peer) -> ServerReport:
         lost=stats.lost,
         corrupt=stats.corrupt,
         late_slots=stats.late_slots,
+        speed=stats.speed,
         totals=Totals(
             calls=stats.calls,
             replies=stats.replies,

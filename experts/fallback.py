@@ -196,6 +196,7 @@ class FallbackLibrary:
     def expert_client_stats(self, handle: int, index: int, reference: Any) -> int:
         place = self._objects[handle].places.get(index)
         stats = place.stats if place else ServerStats()
+        stats.speed = 1.0
         stats.state = (_GONE if place.gone else _ATTACHED) if place else _EMPTY
         ctypes.memmove(ctypes.addressof(reference._obj), ctypes.addressof(stats), ctypes.sizeof(ServerStats))
         return _OK

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from experts.kernels import PackedExpert, ffn
 from experts.native import ServerCounters, ServerStats
+from experts.waterfill import SERVERS, pour
 from experts.wire import (
     PAIR,
     Reply,
@@ -36,6 +37,7 @@ OVERDUE_NS = 2_000_000_000
 CHUNK_BYTES = 512 << 10
 NO_SERVER = 255
 REPLICAS = 8
+EQUAL = (1.0,) * SERVERS  # speeds: a server is not timed here
 
 
 def view_at(address: int, nbytes: int) -> memoryview:
@@ -180,7 +182,7 @@ class ClientEnd:
         self.pending: tuple[int, NDArray[np.uint8]] | None = None
         self.epoch = 0
         self.in_call = False
-        self.calls = itertools.count(1)
+        self.calls, self.turns = itertools.count(1), itertools.count()
 
     def adopt(self) -> None:
         """Take up pending routes, and between calls let go of servers; under the lock."""
@@ -251,28 +253,34 @@ class ClientEnd:
         refused: set[tuple[int, int]],
         now_ns: int,
     ) -> list[tuple[int, NDArray[np.int64]]]:
-        chosen: dict[int, list[int]] = {}
         late = {
             index
             for index, place in self.places.items()
             if any(now_ns - sent.sent_ns >= OVERDUE_NS for sent in place.waiting.values())
         }
+        ready = {
+            index
+            for index, place in self.places.items()
+            if not place.gone and len(place.waiting) < place.link.slots
+        }
+        pairs_of: dict[int, list[int]] = {}
         for pair in open_pairs:
-            expert = int(ids[pair])
-            able = [
-                int(index)
-                for index in self.routes[layer, expert]
-                if index in self.places
-                and not self.places[index].gone
-                and (int(index), expert) not in refused
-            ]
-            able = [
-                index for index in able if len(self.places[index].waiting) < self.places[index].link.slots
-            ]
-            if able:
-                best = min(able, key=lambda index: (index in late, len(chosen.get(index, ())), index))
-                chosen.setdefault(best, []).append(int(pair))
-        return [(index, np.array(pairs)) for index, pairs in chosen.items()]
+            pairs_of.setdefault(int(ids[pair]), []).append(int(pair))
+        masks = []
+        for expert in pairs_of:
+            able = {int(i) for i in self.routes[layer, expert]} & ready
+            able = {index for index in able if (index, expert) not in refused}
+            # A late server only where no other replica exists.
+            masks.append(sum(1 << index for index in able - late or able))
+        counts = [len(pairs) for pairs in pairs_of.values()]
+        turn = (self.incarnation + next(self.turns)) & 0xFFFFFFFF
+        chosen: dict[int, list[int]] = {}
+        for pairs, rows in zip(pairs_of.values(), pour(counts, masks, EQUAL, turn=turn), strict=True):
+            first = 0
+            for index, count in rows.items():
+                chosen.setdefault(index, []).extend(pairs[first : first + count])
+                first += count
+        return [(index, np.sort(pairs)) for index, pairs in chosen.items()]
 
     def _send(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-from ctypes import POINTER, Structure, c_char_p, c_int, c_int32, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_double, c_int, c_int32, c_uint32, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -52,6 +52,7 @@ class ServerStats(Structure):
         ("service_sum_ns", c_uint64),
         ("late_slots", c_uint32),
         ("state", c_uint32),
+        ("speed", c_double),
     )
 
 
@@ -202,6 +203,10 @@ def _declare_client(library: ctypes.CDLL) -> None:
     library.expert_client_begin.argtypes = [*call, c_uint64, c_uint64]
     library.expert_client_begin.restype = c_int32
     library.expert_client_step.argtypes = [c_void_p, c_uint64]
+    library.expert_waterfill.argtypes = [c_uint32, c_void_p, c_void_p, c_void_p, c_double, c_uint32, c_void_p]
+    library.expert_waterfill.restype = c_int32
+    library.expert_weigh.argtypes = [c_uint32, c_void_p, c_void_p]
+    library.expert_weigh.restype = c_int32
     library.expert_client_step.restype = c_int32
 
 

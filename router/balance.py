@@ -48,12 +48,13 @@ class Rules:
     """What a placement must keep, and what a change must be worth.
 
     min_replicas: Copies that every expert has. neighbours: Servers with which one server may share experts that
-    have no third holder: two losses at once lose only those. budget: Copies made by one change.
-    least_gain: Of the cost; less is not worth a change.
+    have no third holder: two losses at once lose only those. redundant: Copies beyond min_replicas, in all.
+    budget: Copies made by one change. least_gain: Of the cost; less is not worth a change.
     """
 
     min_replicas: int = 2
     neighbours: int = 4
+    redundant: int = 1 << 20
     budget: int = 4
     least_gain: float = 0.03
 
@@ -323,36 +324,45 @@ class _Search:
         weight = self.flow.level**STEEPNESS
         score = np.zeros((len(self.holders), len(self.servers)))
         for expert, mask in enumerate(self.holders):
-            if not 0 < mask.bit_count() < MOST_REPLICAS:
+            # An expert that lacks a replica is the placement's to repair.
+            if not max(1, self.rules.min_replicas) <= mask.bit_count() < MOST_REPLICAS:
                 continue
             held = indexes(mask)
             rows = self.flow.flow(expert, mask)
             gain = (rows * weight[held]).sum(0) - rows.sum(0) * weight
             score[expert] = np.maximum(gain, 0).mean(1)
             score[expert, held] = 0
+        on_server = [sum(mask >> server & 1 for mask in self.holders) for server in range(len(self.servers))]
+        redundant = sum(max(0, mask.bit_count() - self.rules.min_replicas) for mask in self.holders)
         steps: list[list[Move]] = []
         for place in np.argsort(score, axis=None)[::-1]:
             if len(steps) >= CANDIDATES or score.flat[place] <= 0:
                 break
             expert, server = divmod(int(place), len(self.servers))
             add = Move(expert=expert, server=server, add=True)
-            if sum(mask >> server & 1 for mask in self.holders) < self.servers[server].room:
-                steps.append([add])
+            if on_server[server] >= self.servers[server].room:
+                steps += [[add, drop] for drop in self._drops([server], expert)]
+            elif redundant >= self.rules.redundant:
+                steps += [[add, drop] for drop in self._drops(range(len(self.servers)), expert)]
             else:
-                steps += [
-                    [add, Move(expert=spare, server=server, add=False)]
-                    for spare in self._spares(server, expert)
-                ]
+                steps.append([add])
         return steps
 
-    def _spares(self, server: int, wanted: int) -> list[int]:
-        """The copies on a server that are missed least, of those that may be dropped."""
-        missed: list[tuple[float, int]] = []
+    def _drops(self, servers: Sequence[int], wanted: int) -> list[Move]:
+        """The copies on these servers that are missed least, of those that may be dropped."""
+        missed: list[tuple[float, int, int]] = []
         for expert, mask in enumerate(self.holders):
-            if expert != wanted and mask >> server & 1 and self._may_drop(expert, server):
-                column = indexes(mask).index(server)
-                missed.append((float(self.flow.flow(expert, mask)[column].mean()), expert))
-        return [expert for _, expert in sorted(missed)[:SPARES]]
+            if expert == wanted or mask.bit_count() <= self.rules.min_replicas:
+                continue
+            rows = self.flow.flow(expert, mask).mean(1)
+            missed += [
+                (float(rows[column]), expert, server)
+                for column, server in enumerate(indexes(mask))
+                if server in servers and self._may_drop(expert, server)
+            ]
+        return [
+            Move(expert=expert, server=server, add=False) for _, expert, server in sorted(missed)[:SPARES]
+        ]
 
     def _may_drop(self, expert: int, server: int) -> bool:
         left = self.holders[expert] & ~(1 << server)

@@ -1,16 +1,20 @@
 """Which server holds which experts. Pure.
 
 Goals, in this order: every expert on as many distinct servers as wanted; what is in place stays; in each
-layer all servers hold equally many experts (one more or less); a server shares its replicas with few others
-(copysets), so that two losses at once rarely meet. From nothing, experts lie on a ring: slice i of every
-layer on servers i .. i + replicas - 1. Later joins and losses move only what evenness asks for, thinnest
-pairs of servers first, which keeps the pairs few.
+layer all servers hold equally many experts for their speed (one more or less); copies of an expert lie in two zones;
+a server shares its replicas with few others (copysets), so that two losses at once rarely meet. From nothing,
+experts lie on two rings of all servers, slice i of every layer on servers i .. i + replicas - 1 of its ring: four
+neighbours, near and far, so that load which one server cannot take has a short way to any other. Later joins and
+losses move only what evenness asks for, thinnest pairs of servers first, which keeps the pairs few.
+
+Copies beyond those wanted (`redundant`) are placed by load, in router.balance; here they stay while there is room.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from math import gcd
 
 from router import bitmap
 
@@ -26,6 +30,9 @@ def place(
     replicas: int,
     capacity: Mapping[str, int],
     current: Mapping[str, int] | None = None,
+    zones: Mapping[str, str] | None = None,
+    speed: Mapping[str, float] | None = None,
+    redundant: int = 0,
 ) -> dict[str, int]:
     """Place every expert on `replicas` distinct servers, moving as little as evenness allows.
 
@@ -34,6 +41,9 @@ def place(
         replicas: Copies wanted of every expert.
         capacity: (layer, expert) pairs that fit on each live server, by name, in ring order; 0 = all.
         current: Bitmaps (see router.bitmap) of what is in place, by name. Servers not in `capacity` are lost.
+        zones: What fails together, by name; a server without one is in a zone of that sort, "".
+        speed: Relative, by name; 1 where none is given. A server of half the speed holds half as many.
+        redundant: Copies beyond `replicas` that may stay in each layer.
 
     Returns:
         A bitmap for each live server.
@@ -55,7 +65,14 @@ def place(
             f"{len(capacity)} live servers have {room}. Add {needed - room} places."
         )
     placed = place_what_fits(
-        layers=layers, experts=experts, replicas=replicas, capacity=capacity, current=current or {}
+        layers=layers,
+        experts=experts,
+        replicas=replicas,
+        capacity=capacity,
+        current=current or {},
+        zones=zones,
+        speed=speed,
+        redundant=redundant,
     )
     found = sum(bits.bit_count() for bits in placed.values())
     if found < needed:
@@ -74,6 +91,9 @@ def place_what_fits(
     capacity: Mapping[str, int],
     current: Mapping[str, int],
     doubtful: Set[str] = frozenset(),
+    zones: Mapping[str, str] | None = None,
+    speed: Mapping[str, float] | None = None,
+    redundant: int = 0,
 ) -> dict[str, int]:
     """As `place`, but with as many copies as fit: first one of every expert, then a second, and so on.
 
@@ -86,10 +106,13 @@ def place_what_fits(
     places = [min(capacity[name] or pairs, pairs) for name in names]
     healthy = sum(1 << i for i, name in enumerate(names) if name not in doubtful)
     copies = min(replicas, len(names))
-    fresh = not any(current.get(name, 0) for name in names)
-    ring_places = -(-experts * copies // len(names)) * layers if names else 0
-    if fresh and not doubtful and names and min(places) >= ring_places:
-        return _ring(names, layers, experts, copies)
+    zone = [(zones or {}).get(name, "") for name in names]
+    weight = [(speed or {}).get(name, 1.0) for name in names]
+    if names and not any(current.get(name, 0) for name in names):
+        current = _rings(names, zone, layers, experts, copies)
+        ring_places = -(-experts * copies // len(names)) * layers
+        if not doubtful and min(places) >= ring_places and len({*zone}) == 1 == len({*weight}):
+            return dict(current)
     shared = [[0] * len(names) for _ in names]
     totals = [0] * len(names)
     grid: list[_Layer] = []
@@ -98,7 +121,15 @@ def place_what_fits(
         held = [current.get(name, 0) >> (number * experts) & mask for name in names]
         room = [places[i] // layers + (number < places[i] % layers) for i in range(len(names))]
         layer = _Layer(
-            experts=experts, copies=copies, room=room, healthy=healthy, shared=shared, totals=totals
+            experts=experts,
+            copies=copies,
+            redundant=redundant,
+            room=room,
+            healthy=healthy,
+            zone=zone,
+            weight=weight,
+            shared=shared,
+            totals=totals,
         )
         layer.take(held)
         grid.append(layer)
@@ -107,24 +138,61 @@ def place_what_fits(
         layer.trim()
         layer.fill()
         layer.even()
+        layer.part_zones()
         for expert, holders in enumerate(layer.holders):
             for server in _indexes(holders):
                 result[server] |= 1 << (number * experts + expert)
     return dict(zip(names, result, strict=True))
 
 
-def _ring(names: Sequence[str], layers: int, experts: int, copies: int) -> dict[str, int]:
+def _rings(
+    names: Sequence[str], zone: Sequence[str], layers: int, experts: int, copies: int
+) -> dict[str, int]:
+    """Half of the experts on the ring of servers in order, half on the ring of every stride-th server."""
     count = len(names)
+    order = _interleaved(zone)
+    stride = _stride([zone[i] for i in order]) if copies == 2 else 1
+    near = [names[i] for i in order]
+    far = [near[place * stride % count] for place in range(count)]
+    # Equal slices on the first ring; the second, or the only one, has the rest, and with it what is uneven.
+    each = experts // (2 * count) if stride > 1 else 0
     placed = dict.fromkeys(names, 0)
     for layer in range(layers):
         for slice_ in range(count):
             # The phase hands the longer slices round, layer by layer.
-            phase = layer % count
-            first, end = (slice_ * experts + phase) // count, ((slice_ + 1) * experts + phase) // count
-            bits = bitmap.of_pairs(((layer, expert) for expert in range(first, end)), experts)
+            phase, rest = layer % count, experts - each * count
+            first, end = (slice_ * rest + phase) // count, ((slice_ + 1) * rest + phase) // count
+            near_bits = bitmap.of_pairs(((layer, each * slice_ + i) for i in range(each)), experts)
+            far_bits = bitmap.of_pairs(
+                ((layer, each * count + expert) for expert in range(first, end)), experts
+            )
             for step in range(copies):
-                placed[names[(slice_ + step) % count]] |= bits
+                placed[near[(slice_ + step) % count]] |= near_bits
+                placed[far[(slice_ + step) % count]] |= far_bits
     return placed
+
+
+def _interleaved(zone: Sequence[str]) -> list[int]:
+    """Indexes of servers, zones taking turns as long as they last; as they come where there is one zone."""
+    turn: dict[str, int] = {}
+    places: list[tuple[float, int]] = []
+    for index, name in enumerate(zone):
+        turn[name] = turn.get(name, 0) + 1
+        places.append(((turn[name] - 0.5) / zone.count(name), index))
+    return [index for _, index in sorted(places)] if len(turn) > 1 else list(range(len(zone)))
+
+
+def _stride(zone: Sequence[str]) -> int:
+    """A stride that visits all servers and meets new neighbours in other zones, near the root of their number; or 1."""
+    count = len(zone)
+
+    def cost(stride: int) -> tuple[int, float]:
+        if len({*zone}) == 1:
+            return 0, abs(stride - count**0.5)
+        return sum(zone[i] == zone[(i + stride) % count] for i in range(count)), abs(stride - count**0.5)
+
+    strides = [stride for stride in range(2, (count + 1) // 2) if gcd(stride, count) == 1]
+    return min(strides, key=cost, default=1)
 
 
 def _indexes(mask: int) -> list[int]:
@@ -145,8 +213,11 @@ class _Layer:
 
     experts: int
     copies: int
+    redundant: int
     room: list[int]
     healthy: int
+    zone: list[str]
+    weight: list[float]
     shared: list[list[int]]
     totals: list[int]
     holders: list[int] = field(default_factory=list[int])
@@ -161,13 +232,15 @@ class _Layer:
                 self._add(expert, server)
 
     def trim(self) -> None:
-        """Drop copies beyond those wanted, never the last healthy one."""
+        """Drop copies beyond those wanted and the redundant ones, never the last healthy one."""
+        beyond = sum(max(0, holders.bit_count() - self.copies) for holders in self.holders) - self.redundant
         for expert in range(self.experts):
-            while self.holders[expert].bit_count() > self.copies:
+            while beyond > 0 and self.holders[expert].bit_count() > self.copies:
                 spare = _indexes(self.holders[expert] & self.healthy)
                 if len(spare) < 2:
                     break
-                self._remove(expert, max(spare, key=lambda s: (self.load[s], self.totals[s], s)))
+                self._remove(expert, max(spare, key=lambda s: (self._level(s), self.totals[s], s)))
+                beyond -= 1
 
     def fill(self) -> None:
         """Add missing copies, first for the experts with fewest."""
@@ -178,7 +251,11 @@ class _Layer:
                     self._add_copy(expert, copy)
 
     def even(self) -> None:
-        """Move copies from the fullest to the emptiest server until they differ by one at most."""
+        """Move copies from the fullest to the emptiest server until they differ by one at most.
+
+        Redundant copies lie where the load wants them: they may make more of a difference.
+        """
+        slack = -(-self.redundant // max(1, len(self.room)))
         servers = _indexes(self.healthy)
         groups: dict[int, list[int]] = {}
         for expert, holders in enumerate(self.holders):
@@ -187,15 +264,14 @@ class _Layer:
             open_ = [s for s in servers if self.load[s] < self.room[s]]
             if not open_:
                 return
-            least = min(self.load[s] for s in open_)
-            to = min((s for s in open_ if self.load[s] == least), key=lambda s: (self.totals[s], s))
-            most = max(self.load[s] for s in servers)
-            if most - least < 2:
+            to = min(open_, key=lambda s: (self._level(s), self.totals[s], s))
+            most = max(self._level(s) for s in servers)
+            if most <= (self.load[to] + 1 + slack) / self.weight[to]:
                 return
             moves = [
                 (self._strangeness(holders, out, to), out, holders)
                 for out in servers
-                if self.load[out] == most
+                if self._level(out) == most
                 for holders, members in groups.items()
                 if members and holders >> out & 1 and not holders >> to & 1
             ]
@@ -205,22 +281,55 @@ class _Layer:
             self._add(expert, to)
             groups.setdefault(self.holders[expert], []).append(expert)
 
-    def _strangeness(self, holders: int, out: int, to: int) -> tuple[int, int, int]:
-        """How bad a move is: pairs of servers that it newly joins; how thick the pairs are that it thins."""
+    def part_zones(self) -> None:
+        """Where all copies of an expert lie in one zone, exchange one for another expert's in another zone."""
+        if len({*self.zone}) < 2 or self.copies < 2:
+            return
+        for expert in range(self.experts):
+            if self._zones(self.holders[expert]) == 1:
+                self._exchange(expert)
+
+    def _exchange(self, expert: int) -> None:
+        holders = self.holders[expert]
+        healthy = _indexes(self.healthy)
+        own = {self.zone[s] for s in _indexes(holders)}
+        for out in [s for s in healthy if holders >> s & 1]:
+            for to in [s for s in healthy if self.zone[s] not in own]:
+                for other in range(self.experts):
+                    theirs = self.holders[other]
+                    if not theirs >> to & 1 or theirs >> out & 1:
+                        continue
+                    if self._zones(theirs ^ (1 << to) ^ (1 << out)) >= min(2, self._zones(theirs)):
+                        self._remove(expert, out)
+                        self._remove(other, to)
+                        self._add(expert, to)
+                        self._add(other, out)
+                        return
+
+    def _zones(self, holders: int) -> int:
+        return len({self.zone[server] for server in _indexes(holders)})
+
+    def _level(self, server: int) -> float:
+        return self.load[server] / self.weight[server]
+
+    def _strangeness(self, holders: int, out: int, to: int) -> tuple[int, int, int, int]:
+        """How bad a move is: zones lost; pairs of servers that it newly joins; how thick the pairs that it thins."""
         others = _indexes(holders & ~(1 << out))
+        lost = self._zones(holders) - self._zones(holders ^ (1 << out) | 1 << to)
         new = sum(1 for other in others if not self.shared[to][other])
         thick = sum(self.shared[out][other] for other in others)
-        return new, thick, -self.totals[out]
+        return max(0, lost), new, thick, -self.totals[out]
 
     def _add_copy(self, expert: int, copy: int) -> None:
         absent = _indexes(self.healthy & ~self.holders[expert])
         others = _indexes(self.holders[expert])
         open_ = [s for s in absent if self.load[s] < self.room[s]]
         if open_:
+            zones = {self.zone[other] for other in others}
 
-            def key(server: int) -> tuple[int, int, int, int]:
+            def key(server: int) -> tuple[bool, float, int, int, int]:
                 known = sum(self.shared[server][other] for other in others)
-                return self.load[server], self.totals[server], -known, server
+                return self.zone[server] in zones, self._level(server), self.totals[server], -known, server
 
             self._add(expert, min(open_, key=key))
             return

@@ -1,4 +1,5 @@
 // The client's life outside calls: servers come and go, routes are published and adopted, counters are read.
+#include <algorithm>
 #include <cstdlib>
 #include <new>
 
@@ -79,6 +80,8 @@ P2P_API ExpertClient* expert_client_new(uint32_t layers, uint32_t experts, uint3
     client->call.order.reserve(pairs);
     client->plan.count.assign(experts, 0);
     client->plan.server_of.assign(experts, EXPERTS_NO_SERVER);
+    client->plan.want_of.assign(experts, 0);
+    std::fill_n(client->speed, EXPERTS_MAX_SERVERS, 1.0);
     for (std::vector<uint64_t>& refused : client->plan.refused) refused.assign(experts, 0);
     return client.release();
 } catch (const std::bad_alloc&) {
@@ -106,6 +109,7 @@ P2P_API int32_t expert_client_add_server(ExpertClient* client, const ServerLink*
         server.link = *link;
         server.sequence = 0;
         server.peak_ns_per_unit = 0;
+        server.service = {};
         server.probe_at_ns = 0;
         server.probe_wait_ns = PROBE_FIRST_NS;
         server.stats = ServerStats{};
@@ -172,7 +176,8 @@ P2P_API int32_t expert_client_stats(ExpertClient* client, uint32_t index, Server
             read(stats.latency_sum_ns),
             read(stats.service_sum_ns),
             std::atomic_ref(stats.late_slots).load(std::memory_order_relaxed),
-            server.state.load()};
+            server.state.load(),
+            std::atomic_ref(client->speed[index]).load(std::memory_order_relaxed)};
     if (server.leaving.load()) out->state = SERVER_LEFT;
     return EXPERTS_OK;
 }

@@ -62,6 +62,7 @@ struct ServerStats {
     uint64_t service_sum_ns;
     uint32_t late_slots;      // slots retired: until a late reply arrives, or after a corrupt one
     uint32_t state;           // 0 empty, 1 attached, 2 gone, 3 leaving or left
+    double speed;             // relative to the other servers, as rows are split by it
 };
 
 // `own_page` is this process's doorbell page (null: plain short sleeps). Null result: out of memory or a bad

@@ -44,10 +44,12 @@ uint64_t write_request(ExpertClient* client, LaneScratch& scratch, Chunk& chunk,
     }
     std::sort(scratch.keys.begin(), scratch.keys.end());
     scratch.pairs.resize(chunk.pairs);
+    chunk.experts = 0;
     for (uint32_t i = 0; i < chunk.pairs; i++) {
         uint64_t key = scratch.keys[i];
         uint32_t pair = uint32_t(key);
         order[i] = pair;
+        chunk.experts += i == 0 || key >> 48 != scratch.keys[i - 1] >> 48;
         scratch.pairs[i] = {uint16_t(key >> 32), uint16_t(key >> 48), uint16_t(pair % shape.top_k), 0};
     }
     uint64_t listed = chunk.pairs * sizeof(WirePair);
@@ -179,6 +181,7 @@ bool accept(ExpertClient* client, Server& server, Slot& slot, const void* memory
         refuse(call, server, chunk, final ? MAX_REFUSALS : chunk.refusals + 1);
         return true;
     }
+    server.service.learn(chunk.pairs + EXPERT_COST * chunk.experts + UNIT_BASE, double(header.service_ns));
     chunk.state = CHUNK_DONE;
     const auto* row = reinterpret_cast<const float*>(chunk.reply + sizeof(WireHeader));
     uint32_t fresh = 0;

@@ -1,4 +1,4 @@
-// Which server computes which pair: rarest replica first, then the least loaded server; then cut into chunks.
+// Which server computes which pair: experts poured over their replicas (waterfill.h), then cut into chunks.
 #include <algorithm>
 #include <bit>
 
@@ -7,9 +7,8 @@
 namespace experts {
 namespace {
 
-// An activated expert costs its weights' read plus a part for each row; about five rows weigh as much as the
-// read.
-constexpr uint32_t EXPERT_COST = 5;
+constexpr uint8_t SPLIT = 254;  // in place of a server: several share the expert's rows
+constexpr uint64_t WEIGH_CALLS = 64;
 enum PairState : uint8_t { PAIR_OPEN, PAIR_PLACED, PAIR_FILLED };
 
 struct Masks {
@@ -59,7 +58,16 @@ uint64_t most_willing(const Plan& plan, uint32_t expert, uint64_t servers) {
     return 0;
 }
 
-// Fills plan.server_of for every touched expert.
+void weigh_servers(ExpertClient* client) {
+    double ns[EXPERTS_MAX_SERVERS] = {};
+    for (uint64_t left = client->used.load(std::memory_order_acquire); left; left &= left - 1) {
+        uint32_t i = uint32_t(std::countr_zero(left));
+        ns[i] = client->servers[i].service.ns_per_unit();
+    }
+    weigh(EXPERTS_MAX_SERVERS, ns, client->speed);
+}
+
+// Fills plan.server_of for every touched expert, and plan.want_of for those that are split.
 void choose_servers(ExpertClient* client, const Masks& masks) {
     Plan& plan = client->plan;
     std::vector<Want>& wants = plan.wants;
@@ -68,22 +76,59 @@ void choose_servers(ExpertClient* client, const Masks& masks) {
         uint64_t able = replicas(client, expert);
         uint64_t servers = most_willing(plan, expert, able & masks.healthy);
         if (!servers) servers = most_willing(plan, expert, able & masks.late);
-        wants.push_back({expert, plan.count[expert], servers});
+        plan.want_of[expert] = uint32_t(wants.size());
+        wants.push_back({expert, plan.count[expert], servers, {}});
     }
-    std::sort(wants.begin(), wants.end(), [](const Want& a, const Want& b) {
-        int rarity_a = std::popcount(a.servers), rarity_b = std::popcount(b.servers);
-        if (rarity_a != rarity_b) return rarity_a < rarity_b;
-        return a.count != b.count ? a.count > b.count : a.expert < b.expert;
-    });
-    uint32_t load[EXPERTS_MAX_SERVERS] = {};
+    if (client->call.id % WEIGH_CALLS == 0) weigh_servers(client);
+    // Clients draw differently, and anew in each call.
+    uint64_t turn = (client->incarnation * 0x9e3779b97f4a7c15 >> 32) + client->call.id;
+    plan.fill.pour(wants.data(), wants.size(), client->speed, EXPERT_COST, uint32_t(turn));
     for (const Want& want : wants) {
-        uint32_t best = EXPERTS_NO_SERVER;
-        for (uint64_t left = want.servers; left; left &= left - 1) {
-            uint32_t i = uint32_t(std::countr_zero(left));
-            if (best == EXPERTS_NO_SERVER || load[i] < load[best]) best = i;
+        uint32_t server = EXPERTS_NO_SERVER, slot = 0;
+        for (uint64_t left = want.servers; left; left &= left - 1, slot++)
+            if (want.rows[slot]) server = server == EXPERTS_NO_SERVER ? uint32_t(std::countr_zero(left)) : SPLIT;
+        plan.server_of[want.expert] = uint8_t(server);
+    }
+}
+
+// One row of a split expert: where its token travels anyway, else where most rows are left.
+uint32_t take_row(Want& want, uint64_t beside) {
+    uint32_t best = EXPERTS_NO_SERVER, best_slot = 0, slot = 0;
+    bool best_beside = false;
+    for (uint64_t left = want.servers; left; left &= left - 1, slot++) {
+        uint32_t server = uint32_t(std::countr_zero(left));
+        bool travels = beside >> server & 1;
+        if (!want.rows[slot] || (best_beside && !travels)) continue;
+        if (best == EXPERTS_NO_SERVER || travels > best_beside || want.rows[slot] > want.rows[best_slot])
+            best = server, best_slot = slot, best_beside = travels;
+    }
+    if (best != EXPERTS_NO_SERVER) want.rows[best_slot]--;
+    return best;
+}
+
+// Calls give(pair, server) for every pair that open(pair) names, token after token.
+template <class Open, class Give>
+void deal(ExpertClient* client, Open open, Give give) {
+    const Call& call = client->call;
+    Plan& plan = client->plan;
+    const uint32_t top_k = client->shape.top_k;
+    for (uint32_t first = 0; first < call.n * top_k; first += top_k) {
+        uint64_t beside = 0;
+        bool split = false;
+        for (uint32_t pair = first; pair < first + top_k; pair++) {
+            if (!open(pair)) continue;
+            uint32_t server = plan.server_of[call.ids[pair]];
+            split |= server == SPLIT;
+            if (server == SPLIT) continue;
+            if (server != EXPERTS_NO_SERVER) beside |= 1ull << server;
+            give(pair, server);
         }
-        plan.server_of[want.expert] = uint8_t(best);
-        if (best != EXPERTS_NO_SERVER) load[best] += EXPERT_COST + want.count;
+        for (uint32_t pair = first; split && pair < first + top_k; pair++) {
+            if (!open(pair) || plan.server_of[call.ids[pair]] != SPLIT) continue;
+            uint32_t server = take_row(plan.wants[plan.want_of[call.ids[pair]]], beside);
+            beside |= 1ull << server;
+            give(pair, server);
+        }
     }
 }
 
@@ -220,13 +265,13 @@ void plan_first(ExpertClient* client, uint64_t now_ns) {
     choose_servers(client, masks);
     uint64_t servers = 0;
     bool in_doubt = false;
-    for (uint32_t pair = 0; pair < total; pair++) {
-        uint32_t server = plan.server_of[call.ids[pair]];
+    auto give = [&](uint32_t pair, uint32_t server) {
         in_doubt |= !masks.takes(server);
-        if (server == EXPERTS_NO_SERVER) continue;
+        if (server == EXPERTS_NO_SERVER) return;
         plan.list[server].push_back(pair);
         servers |= 1ull << server;
-    }
+    };
+    deal(client, [](uint32_t) { return true; }, give);
     clear_counts(plan);
     call.in_doubt.store(in_doubt, std::memory_order_relaxed);
     cut_all(client, servers);
@@ -256,18 +301,17 @@ void plan_again(ExpertClient* client, uint64_t now_ns) {
     choose_servers(client, masks);
     uint64_t servers = 0;
     bool in_doubt = false;
-    for (uint32_t pair = 0; pair < total; pair++) {
-        in_doubt |= plan.pair_late[pair] != 0;
-        if (plan.pair_state[pair] != PAIR_OPEN) continue;
-        uint32_t server = plan.server_of[call.ids[pair]];
+    auto give = [&](uint32_t pair, uint32_t server) {
         // A late server gets a row again only where it does not already hold it.
         in_doubt |= !masks.takes(server);
-        if (server == EXPERTS_NO_SERVER || (!masks.takes(server) && plan.pair_late[pair])) continue;
+        if (server == EXPERTS_NO_SERVER || (!masks.takes(server) && plan.pair_late[pair])) return;
         for (uint64_t left = plan.pair_late[pair]; left; left &= left - 1)
             add(client->servers[std::countr_zero(left)].stats.hedges, 1);
         plan.list[server].push_back(pair);
         servers |= 1ull << server;
-    }
+    };
+    for (uint32_t pair = 0; pair < total; pair++) in_doubt |= plan.pair_late[pair] != 0;
+    deal(client, [&](uint32_t pair) { return plan.pair_state[pair] == PAIR_OPEN; }, give);
     clear_counts(plan);
     call.in_doubt.store(in_doubt, std::memory_order_relaxed);
     cut_all(client, servers);

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "experts/native/client.h"
+#include "experts/native/waterfill.h"
 #include "experts/native/wire.h"
 
 namespace experts {
@@ -20,6 +21,8 @@ constexpr uint64_t OVERDUE_UNKNOWN_NS =
 constexpr uint64_t PROBE_FIRST_NS = 1'000'000'000;
 constexpr uint64_t PROBE_LAST_NS = 30'000'000'000;
 constexpr uint32_t MAX_REFUSALS = 3;  // in a row, of an expert by a server; then it is not asked again
+// An activated expert costs its weights' read plus a part for each row; about five rows weigh as much as the read.
+constexpr uint32_t EXPERT_COST = 5;
 constexpr double UNIT_BASE = 16;  // pairs that a chunk seems to have on top of its own: its fixed cost
 
 enum ServerState : uint32_t { SERVER_EMPTY = 0, SERVER_LIVE = 1, SERVER_GONE = 2, SERVER_LEFT = 3 };
@@ -48,6 +51,7 @@ struct Chunk {
     uint32_t first = 0;  // of its pairs in Call::order
     uint32_t pairs = 0;
     uint32_t rows = 0;
+    uint32_t experts = 0;  // distinct, once it is sent
     uint32_t attempt = 0;
     ChunkState state = CHUNK_PLANNED;
     bool refused = false;   // just now: not held, or not understood by either end
@@ -69,6 +73,7 @@ struct Server {
     uint32_t late = 0;   // slots in SLOT_LATE or SLOT_TORN
     uint32_t units = 0;  // pairs in busy slots
     double peak_ns_per_unit = 0;
+    ServiceTime service;
     uint64_t probe_at_ns = 0;
     uint64_t replan_at_ns = 0;  // of a call that waits for a late reply from here
     uint64_t probe_wait_ns = PROBE_FIRST_NS;
@@ -131,18 +136,14 @@ struct Routes {
     std::vector<uint8_t> table;
 };
 
-struct Want {
-    uint32_t expert;
-    uint32_t count;
-    uint64_t servers;  // a mask of those that may compute it
-};
-
 // Planning scratch, all of it lane 0's.
 struct Plan {
     std::vector<Want> wants;
     std::vector<uint32_t> count;     // pairs to place, of each expert
     std::vector<uint32_t> touched;   // experts with pairs to place
     std::vector<uint8_t> server_of;  // of each expert
+    std::vector<uint32_t> want_of;   // of each touched expert, in wants
+    Waterfill fill;
     // refused[i][expert]: a mask of the servers that in this call refused it more than i times in a row
     std::vector<uint64_t> refused[MAX_REFUSALS];
     bool any_refused = false;
@@ -179,6 +180,7 @@ struct ExpertClient {
 
     std::atomic<uint64_t> used{0};  // places that are not empty
     experts::Server servers[EXPERTS_MAX_SERVERS];
+    double speed[EXPERTS_MAX_SERVERS];  // relative, as the plan takes it
     experts::Call call;
     experts::Plan plan;
     experts::Arena arena;

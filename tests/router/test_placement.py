@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -138,10 +140,80 @@ def test_experts_held_only_by_servers_in_doubt_get_a_copy_elsewhere(
     assert place_what_fits(**arguments, current=after, doubtful=doubted) == after, "it must come to rest"
 
 
-@pytest.mark.parametrize("servers", [4, 8, 16, 32])
-def test_a_server_shares_its_replicas_with_two_neighbours(servers: int) -> None:
+@pytest.mark.parametrize(("servers", "neighbours"), [(4, 2), (8, 4), (16, 4), (32, 4)])
+def test_a_server_shares_its_replicas_with_four_neighbours(servers: int, neighbours: int) -> None:
     placed = place(layers=3, experts=64, replicas=2, capacity=dict.fromkeys(names(servers), 0))
-    assert {partners(placed, name) for name in placed} == {2}
+    assert {partners(placed, name) for name in placed} == {neighbours}
+
+
+def fatal_pairs(placed: dict[str, int]) -> float:
+    """Share of all pairs of servers whose loss at once leaves some expert without a replica."""
+    pairs = list(combinations(placed, 2))
+    fatal = 0
+    for one, two in pairs:
+        others = 0
+        for name, bits in placed.items():
+            others |= 0 if name in (one, two) else bits
+        fatal += bool((placed[one] | placed[two]) & ~others)
+    return fatal / len(pairs)
+
+
+def test_two_losses_at_once_rarely_meet() -> None:
+    capacity = dict.fromkeys(names(32), 0)
+    placed = place(layers=1, experts=256, replicas=2, capacity=capacity)
+    assert fatal_pairs(placed) == pytest.approx(64 / 496), "two rings: 4 neighbours"
+    for change in range(4):
+        capacity.pop(names(32)[7 * change])
+        capacity[f"expert/{90 + change}"] = 0
+        placed = place(layers=1, experts=256, replicas=2, capacity=capacity, current=placed)
+    assert fatal_pairs(placed) < 0.25, "after four replacements"
+
+
+@pytest.mark.parametrize("zones", [(4, 4), (8, 8), (4, 4, 4), (5, 3), (6, 5, 5)])
+def test_copies_lie_in_two_zones(zones: tuple[int, ...]) -> None:
+    zone = {f"expert/{number}": str(number * len(zones) // sum(zones)) for number in range(sum(zones))}
+    zone = dict(zip(zone, [str(i) for i, count in enumerate(zones) for _ in range(count)], strict=True))
+    capacity = dict.fromkeys(zone, 0)
+    placed = place(layers=2, experts=60, replicas=2, capacity=capacity, zones=zone)
+    for lost in (None, "expert/1", "expert/5"):
+        if lost:
+            capacity.pop(lost)
+            placed = place(layers=2, experts=60, replicas=2, capacity=capacity, current=placed, zones=zone)
+        sizes = [sum(zone[name] == number for name in capacity) for number in set(zone.values())]
+        found = [
+            len({zone[name] for name, bits in placed.items() if bits >> pair & 1}) for pair in range(120)
+        ]
+        # A zone with more than half of the servers has more than half of the copies.
+        together = max(0, 2 * max(sizes) - sum(sizes)) / sum(sizes) * 60
+        assert sum(count < 2 for count in found) <= 2 * (together + (1 if together else 0)), (lost, sizes)
+        for layer in range(2):
+            counts = loads(placed, layer, 60)
+            assert max(counts) - min(counts) <= 1, counts
+
+
+def test_a_slow_server_holds_less() -> None:
+    capacity = dict.fromkeys(names(8), 0)
+    speed = {"expert/1": 0.5, "expert/2": 0.5}
+    placed = place(layers=2, experts=56, replicas=2, capacity=capacity, speed=speed)
+    assert loads(placed, 0, 56) == [8, 8, 16, 16, 16, 16, 16, 16]
+    again = place(layers=2, experts=56, replicas=2, capacity=capacity, speed=speed, current=placed)
+    assert again == placed
+
+
+def test_redundant_copies_stay_while_there_is_room_and_go_first() -> None:
+    capacity = dict.fromkeys(names(4), 20)
+    placed = place(layers=1, experts=32, replicas=2, capacity=capacity, redundant=6)
+    assert sum(bits.bit_count() for bits in placed.values()) == 64, "which experts get more, the load says"
+    more = {name: bits | (0b111 << 24 if bits >> 24 & 0b111 == 0 else 0) for name, bits in placed.items()}
+    added = sum(bits.bit_count() for bits in more.values()) - 64
+    assert added == 6
+    arguments = {"layers": 1, "experts": 32, "replicas": 2, "capacity": capacity}
+    assert place(**arguments, current=more, redundant=6) == more
+    fewer = place(**arguments, current=more, redundant=2)
+    assert sum(bits.bit_count() for bits in fewer.values()) == 66
+    capacity = dict.fromkeys(names(4), 16)
+    full = place(layers=1, experts=32, replicas=2, capacity=capacity, current=more, redundant=6)
+    assert all(replicas(full, expert) >= 2 for expert in range(32)), "none that is needed gives way"
 
 
 @pytest.mark.parametrize("servers", [4, 8, 16, 32])
@@ -157,7 +229,7 @@ def test_a_replacement_restores_the_neighbourhood(servers: int) -> None:
     replaced = place(layers=2, experts=64, replicas=2, capacity=capacity, current=repaired)
     assert moved(repaired, replaced) == lost
     shared = [partners(replaced, name) for name in replaced]
-    assert sum(shared) <= 3.5 * servers, shared
+    assert sum(shared) <= 5 * servers, shared
     assert max(shared) <= 6, shared
 
 
