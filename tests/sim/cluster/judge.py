@@ -1,0 +1,466 @@
+"""The judge of the router core: every promise, after every event, from the world's own record."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NoReturn
+
+from router.state import (
+    LAUNCHED_POOLS,
+    Acked,
+    Command,
+    Event,
+    Exited,
+    Fenced,
+    Join,
+    Joined,
+    Launch,
+    Left,
+    Loaded,
+    Publish,
+    Refused,
+    Renewed,
+    Routed,
+    Scale,
+    Scaled,
+    Started,
+    State,
+    Stop,
+    Stranger,
+    Suspected,
+    Tick,
+)
+from router.view import ATTENTION, EXPERT
+from tests.sim.cluster.members import ExpertServer, Process
+from tests.sim.cluster.workers import Worker
+
+if TYPE_CHECKING:
+    from tests.sim.cluster.shell import Row, Shown
+    from tests.sim.cluster.world import World
+
+_NAMED = frozenset((Renewed, Acked, Loaded, Suspected, Left, Routed))
+
+
+class Violation(AssertionError):
+    """A promise was broken."""
+
+    def __init__(self, promise: str, story: str, seed: int, mode: str, events: int) -> None:
+        super().__init__(f"seed {seed}, {mode}, event {events}: {promise}: {story}")
+        self.promise, self.story, self.seed, self.mode, self.events = promise, story, seed, mode, events
+
+
+class Known:
+    """A member as the judge knows it: what the router said, and when it was truly heard on the router's clock."""
+
+    __slots__ = ("asked_to_drain", "heard_s", "host", "name", "pid", "pool", "process", "shrunk_epoch")
+
+    def __init__(self, name: str, event: Join, heard_s: float, process: Process | None) -> None:
+        self.name, self.pool, self.host, self.pid = name, event.pool, event.host, event.pid
+        self.heard_s, self.process = heard_s, process
+        self.asked_to_drain = False
+        self.shrunk_epoch = 0
+
+
+class Judge:
+    """present: members that were not fenced, by incarnation, in the order of joining."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.config = world.config
+        self.present: dict[int, Known] = {}
+        self.fenced: set[int] = set()
+        self.names: set[str] = set()
+        self.incarnations: set[int] = set()
+        self.told: set[tuple[str, int]] = set()
+        self.wanted = {pool: world.config.wanted(pool) for pool in LAUNCHED_POOLS}
+        self.shown: Shown | None = None
+        self.epoch = 0
+        self.now_s = self.ticked_s = 0.0
+        self.doubt_s: float | None = None
+        self.last: list[str] = []
+        self._excused = False
+        self._planned = True
+
+    def story(self, promise: str, text: str) -> tuple[str, str, int, str, int]:
+        """What a Violation says."""
+        world = self.world
+        return promise, text, world.seed, world.mode, world.router.events
+
+    def broken(self, promise: str, text: str) -> NoReturn:
+        """Raise the Violation."""
+        raise Violation(*self.story(promise, text))
+
+    # The world's account of silence, as the rules of leases have it.
+
+    def router_started(self) -> None:
+        """A new term hears everybody anew."""
+        now_s = self.world.now_s + self.world.router.clock_s
+        self.now_s = self.ticked_s = now_s
+        self.doubt_s = None
+        for known in self.present.values():
+            known.heard_s = now_s
+
+    def before(self, event: Event, now_s: float) -> None:
+        """An event is about to be given to the core."""
+        if now_s < self.now_s:
+            now_s = self.now_s
+        self.now_s = now_s
+        gap_s = now_s - self.ticked_s
+        self._excused = gap_s > self.config.stall_s
+        if self._excused:
+            stall_s = gap_s - self.config.tick_s
+            self.ticked_s = now_s
+            for known in self.present.values():
+                known.heard_s = min(now_s, known.heard_s + stall_s)
+            if self.doubt_s is not None:
+                self.doubt_s += stall_s
+        kind = type(event)
+        if kind is Renewed:
+            known = self.present.get(event.incarnation)
+            if known is not None and known.name == event.name:
+                known.heard_s = now_s
+        elif kind is Tick:
+            self.ticked_s = now_s
+            late = self._late()
+            if len(late) >= 2 and 4 * len(late) > len(self.present):
+                self.doubt_s = now_s if self.doubt_s is None else self.doubt_s
+            else:
+                self.doubt_s = None
+
+    def kept(self) -> tuple[object, ...]:
+        """What `before` may change, for `undo`."""
+        heard = [(known, known.heard_s) for known in self.present.values()]
+        return self.now_s, self.ticked_s, self.doubt_s, heard
+
+    def undo(self, kept: tuple[object, ...]) -> None:
+        """The event could not be written down: nothing has happened."""
+        self.now_s, self.ticked_s, self.doubt_s, heard = kept
+        for known, heard_s in heard:
+            known.heard_s = heard_s
+
+    def _late(self) -> list[int]:
+        end_s = self.now_s - self.config.lease_s
+        return [number for number, known in self.present.items() if known.heard_s < end_s]
+
+    # After an event.
+
+    def after_nothing(self, before: State, event: Event) -> None:
+        """The core saw an event and ordered nothing."""
+        router = self.world.router
+        if router.state.epoch != before.epoch:
+            self.broken("an epoch is published", f"{before.epoch} became {router.state.epoch} in silence")
+        if type(event) in _NAMED and event.incarnation not in self.present:
+            self.broken("strangers are told so", f"{event} was taken for a member's")
+        if type(event) is Exited:
+            self._exited(event)
+
+    def after(self, before: State, event: Event, commands: list[Command]) -> None:
+        """The core saw an event and ordered something."""
+        state = self.world.router.state
+        published = 0
+        fences = []
+        for command in commands:
+            kind = type(command)
+            if kind is Publish:
+                published += 1
+                if command.epoch != before.epoch + 1 or command.epoch <= self.epoch:
+                    self.broken("epochs only rise", f"{self.epoch}, then {before.epoch}, then {command.epoch}")
+            elif kind is Fenced:
+                fences.append(command)
+            elif kind is Joined:
+                self._joined(event, command)
+            elif kind is Stranger:
+                self._stranger(before, event)
+            elif kind is Scaled:
+                self.wanted[command.pool] = command.wanted
+            elif kind is Refused and isinstance(event, Scale):
+                least, most = self.config.bounds(event.pool)
+                if least <= event.wanted <= most:
+                    self.broken("a size within its bounds is taken", f"{event}: {command.message}")
+        if state.epoch != before.epoch + published or published > 1:
+            self.broken("epochs only rise", f"{before.epoch} became {state.epoch} with {published} publications")
+        if isinstance(event, Started) and not published:
+            self.broken("a new term publishes", f"epoch {state.epoch}")
+        if fences:
+            late = len(self._late()) if isinstance(event, Tick) else 0
+            for command in fences:
+                self._fence(before, event, command, late)
+        if isinstance(event, Left) and event.drain and event.incarnation in self.present:
+            self.present[event.incarnation].asked_to_drain = True
+        starts = [command for command in commands if type(command) is Launch]
+        if starts:
+            self._launches(starts)
+        for command in commands:
+            if type(command) is Stop and command.name in state.members:
+                self.broken("only fenced members are ended", f"{command}")
+        if published:
+            shrinks = not fences and not isinstance(event, Loaded)
+            self._planned = shrinks
+        if isinstance(event, Exited):
+            self._exited(event)
+
+    def _joined(self, event: Event, command: Joined) -> None:
+        if command.name in self.names or command.incarnation in self.incarnations:
+            self.broken("names and incarnations are given once", f"{command} again")
+        self.names.add(command.name)
+        self.incarnations.add(command.incarnation)
+        process = self.world.processes.get(event.pid - 1000)
+        self.present[command.incarnation] = Known(command.name, event, self.now_s, process)
+
+    def _stranger(self, before: State, event: Event) -> None:
+        if event.incarnation in self.present and self.present[event.incarnation].name == event.name:
+            self.broken("members are no strangers", f"{event}")
+        state = self.world.router.state
+        same = before.members == state.members and before.wanted == state.wanted
+        if not same or not (self._excused or before.pulses == state.pulses):
+            self.broken("stale events change nothing", f"{event} changed the state")
+
+    def _fence(self, before: State, event: Event, command: Fenced, late: int) -> None:
+        known = self.present.pop(command.incarnation, None)
+        if known is None:
+            self.broken("a member is fenced once", f"{command}")
+        self.fenced.add(command.incarnation)
+        record = before.members[known.name]
+        if command.reason == "drained" or record.draining:
+            # One that has nothing to hand over drains within the step that asks it to.
+            if not record.draining and not isinstance(event, Left | Tick):
+                self.broken("who drained was asked to", f"{command}")
+            if command.reason == "drained" and known.pool == EXPERT:
+                for name, bits in self._routes_to(known.name, command.incarnation):
+                    self.broken("who drained is asked no more", f"{name} asks {known.name} for {bits:x}")
+            return
+        if isinstance(event, Exited):
+            if (event.host, event.pid) != (known.host, known.pid) or (
+                known.process is not None and known.process.living
+            ):
+                self.broken("only who ended is fenced for it", f"{command}: {event}")
+            return
+        if isinstance(event, Left):
+            return
+        if not isinstance(event, Tick):
+            self.broken("a fence has a reason", f"{command} at {event}")
+        silence_s = self.now_s - known.heard_s
+        if silence_s <= self.config.lease_s:
+            self.broken("nobody is fenced within its lease", f"{command} after {silence_s:.2f} s of silence")
+        patience_s = self.config.doubt_leases * self.config.lease_s
+        # Equal sums of floats differ in their last bits.
+        if self.doubt_s is not None and self.now_s - self.doubt_s < patience_s - 1e-6:
+            self.broken("an observer doubts itself first", f"{command}, {late} of {len(before.members)} are late")
+        elsewhere = 0
+        for name, other in before.members.items():
+            if name != known.name:
+                elsewhere |= other.serving
+        if record.serving & ~elsewhere:
+            self.broken(
+                "silence takes no last replica", f"{command}: {record.serving & ~elsewhere:x} is served nowhere"
+            )
+
+    def _routes_to(self, name: str, incarnation: int) -> list[tuple[str, int]]:
+        """Workers, members still, that ask a server, and what for."""
+        found = []
+        for process in self.world.processes.values():
+            if isinstance(process, Worker) and process.incarnation in self.present:
+                link = process.links.get(name)
+                bits = process.routes.get(name, 0)
+                if bits and link is not None and link.incarnation == incarnation:
+                    found.append((process.name, bits))
+        return found
+
+    def _launches(self, starts: list[Launch]) -> None:
+        """No process is ordered in place of one that may be presumed alive."""
+        state = self.world.router.state
+        late = self._late()
+        if len(late) >= 2 and 4 * len(late) > len(self.present):
+            since_s = self.now_s if self.doubt_s is None else self.doubt_s
+            if self.now_s - since_s < self.config.doubt_leases * self.config.lease_s - 1e-6:
+                late = []
+        for pool in {command.pool for command in starts}:
+            filled = sum(start.pool == pool for start in state.starts)
+            for number, known in self.present.items():
+                record = state.members.get(known.name)
+                if known.pool == pool and number not in late and record is not None and not record.draining:
+                    filled += 1
+            if filled > self.wanted[pool]:
+                self.broken(
+                    "no more are ordered than wanted", f"{filled} in pool {pool}, {self.wanted[pool]} wanted"
+                )
+
+    # What was published.
+
+    def published(self, shown: Shown) -> None:
+        """A View went out."""
+        last, self.shown = self.shown, shown
+        self.epoch = shown.epoch
+        members = self.world.members
+        for row in shown.rows.values():
+            if row.incarnation in self.fenced or row.incarnation not in self.present:
+                self.broken("no row names a fenced incarnation", f"{row.name}")
+            if row.pool != EXPERT:
+                continue
+            if row.serving & ~row.target:
+                self.broken("who serves is to hold", f"{row.name} serves {row.serving & ~row.target:x} too many")
+            capacity = self.world.capacity
+            if capacity and row.target.bit_count() > capacity:
+                self.broken("nobody is over capacity", f"{row.name} has {row.target.bit_count()} of {capacity}")
+            if row.serving:
+                self._check_held(row, members.get(row.incarnation))
+        if last is None:
+            return
+        for row in last.experts:
+            now = shown.rows.get(row.name)
+            if now is None:
+                continue
+            shrunk = row.target & ~now.target
+            if shrunk:
+                self.present[row.incarnation].shrunk_epoch = shown.epoch
+                for name, bits in self._routes_to(row.name, row.incarnation):
+                    if bits & shrunk:
+                        self.broken(
+                            "nothing is unloaded before all acked",
+                            f"{name} asks {row.name} for {bits & shrunk:x}, out of its target",
+                        )
+        if self._planned:
+            self._moved(last, shown)
+        self._drains(last, shown)
+
+    def _check_held(self, row: Row, process: Process | None) -> None:
+        # A server whose answer to its Join was lost has no name yet, and nothing either.
+        held = process.held if isinstance(process, ExpertServer) else 0
+        if row.serving & ~held and (process is None or process.living):
+            self.broken(
+                "rows name servers that hold verified weights", f"{row.name} lacks {row.serving & ~held:x}"
+            )
+
+    def _moved(self, last: Shown, shown: Shown) -> None:
+        """A planned move takes no expert below what is wanted, and never its last row."""
+        replicas = self.config.replicas
+        fits = not self.world.capacity and len(shown.experts) >= replicas
+        if any(row.phase == "draining" for row in shown.experts):
+            fits = False
+        if not self.wanted[EXPERT]:
+            return
+        depth = replicas if fits else 1
+        had, has = _depths(last.experts, depth), _depths(shown.experts, depth)
+        for count in range(depth):
+            lost = had[count] & ~has[count]
+            if lost:
+                promise = "a planned move empties no row" if not count else "a planned move costs no copy"
+                self.broken(promise, f"epoch {shown.epoch}: {lost:x} had {count + 1} replicas")
+
+    def _drains(self, last: Shown, shown: Shown) -> None:
+        """A pool shrinks one member at a time, from the newest ordered, and never below its wanted size."""
+        for pool in LAUNCHED_POOLS:
+            rows = shown.pool(pool)
+            drained = [r for r in rows if r.phase == "draining" and not self._asked(r)]
+            fresh = [r for r in drained if r.name in last.rows and last.rows[r.name].phase != "draining"]
+            if not fresh:
+                continue
+            if len(drained) > 1:
+                self.broken("one change in flight", f"{[r.name for r in drained]} drain at once")
+            live = sum(r.phase != "draining" for r in rows)
+            if live < self.wanted[pool]:
+                self.broken("no pool is drained below its size", f"{live} of {self.wanted[pool]} in pool {pool}")
+            process = self.world.members.get(fresh[0].incarnation)
+            if process is not None and not process.ordered:
+                self.broken("an operator's member stays", f"{fresh[0].name} drains")
+
+    def _asked(self, row: Row) -> bool:
+        known = self.present.get(row.incarnation)
+        return known is not None and known.asked_to_drain
+
+    # What members and launchers do.
+
+    def unloading(self, server: ExpertServer, bits: int) -> None:
+        """A server is about to unload experts."""
+        if server.incarnation not in self.present:
+            return
+        for name, routed in self._routes_to(server.name, server.incarnation):
+            if routed & bits:
+                self.broken(
+                    "nothing is unloaded before all acked", f"{server.name} drops {routed & bits:x}, asked by {name}"
+                )
+        for process in self.world.processes.values():
+            if isinstance(process, Worker) and process.incarnation in self.present:
+                for dispatch in process.flights.values():
+                    asked = any(bits >> pair[2] & 1 for pair in dispatch.pairs)
+                    if dispatch.link.server is server and asked:
+                        self.broken("nothing is unloaded before all acked", f"{process.name} has calls in flight")
+
+    def _exited(self, event: Exited) -> None:
+        for known in self.present.values():
+            if (known.host, known.pid) == (event.host, event.pid):
+                self.broken("whose exit is proved is gone", f"{known.name} is still a member")
+
+    # Now and then, and at rest.
+
+    def look_at_all(self) -> None:
+        """Everything again, whatever changed."""
+        self.world.ledger.look()
+        shown, state = self.shown, self.world.router.state
+        if shown is None or not self.world.router.up:
+            return
+        members = {record.incarnation for record in state.members.values()}
+        if members != set(self.present):
+            self.broken("members are those that joined", f"{members ^ set(self.present)}")
+        if state.wanted and dict(state.wanted) != self.wanted:
+            self.broken("wanted sizes last", f"{dict(state.wanted)} for {self.wanted}")
+        for row in shown.experts:
+            record = state.members.get(row.name)
+            if record is not None and (record.serving, record.target) != (row.serving, row.target):
+                self.broken("what changes is published", f"{row.name}")
+            if record is not None and row.serving:
+                self._check_held(row, self.world.members.get(row.incarnation))
+
+    def unrest(self) -> str:
+        """What is not as it should be at rest; empty if all is well."""
+        shown, router = self.shown, self.world.router
+        if shown is None or not router.up or router.problem:
+            return "the router is not up"
+        starting = [p.pid for p in self.world.processes.values() if not p.name]
+        if starting or any(launcher.starting.total() for launcher in self.world.launchers):
+            return f"processes start: {starting}"
+        rows = {pool: [r for r in shown.pool(pool) if r.phase != "draining"] for pool in LAUNCHED_POOLS}
+        for pool in LAUNCHED_POOLS:
+            found, wanted = rows[pool], self.wanted[pool]
+            if len(found) < wanted:
+                return f"{len(found)} of {wanted} in pool {pool}"
+            newest = self.world.members.get(found[-1].incarnation) if found else None
+            if len(found) > wanted and newest is not None and newest.ordered:
+                return f"{len(found)} in pool {pool}, {wanted} wanted"
+        for row in shown.rows.values():
+            if row.phase != "serving":
+                return f"{row.name} is {row.phase}"
+            if row.pool == EXPERT and row.target != row.serving:
+                return f"{row.name} serves {row.serving:x} of {row.target:x}"
+        for row in shown.rows.values():
+            process = self.world.members.get(row.incarnation)
+            if process is None or not process.living:
+                return f"{row.name} is dead"
+            if row.pool == ATTENTION and process.acked < shown.epoch:
+                return f"{row.name} has acked {process.acked} of {shown.epoch}"
+        return self._uneven(rows[EXPERT])
+
+    def _uneven(self, servers: list[Row]) -> str:
+        world = self.world
+        mask = (1 << world.experts) - 1
+        wanted = min(self.config.replicas, len(servers))
+        for layer in range(world.layers if servers else 0):
+            held = [row.serving >> layer * world.experts & mask for row in servers]
+            counts = [sum(bits >> expert & 1 for bits in held) for expert in range(world.experts)]
+            if set(counts) != {wanted}:
+                return f"layer {layer} has {counts} replicas, {wanted} wanted"
+            loads = [bits.bit_count() for bits in held]
+            if max(loads) - min(loads) > 1:
+                return f"layer {layer} is uneven: {loads}"
+        return ""
+
+
+def _depths(rows: list[Row], most: int) -> list[int]:
+    """Experts with at least 1, 2, .. most rows."""
+    depths = [0] * most
+    for row in rows:
+        bits = row.serving
+        for count in range(most):
+            depths[count], bits = depths[count] | bits, depths[count] & bits
+    return depths
+
+
