@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 DEADLINE_S = 20.0
 _SILENCE_S = 2.0
 _SWEEP_S = 0.5
-_MOST_OPEN = 60
+_OPEN_PER_WORKER = 10
 _LOSSES = 6
 
 
@@ -257,7 +257,7 @@ class Clients:
         gateways = [p for p in world.processes.values() if p.pool == GATEWAY]
         if not gateways:
             gateways = [world.spawn(GATEWAY, "host-a")]
-        if len(world.ledger.open) < _MOST_OPEN:
+        if len(world.ledger.open) < _OPEN_PER_WORKER * max(1, world.judge.wanted[ATTENTION]):
             self._ids += 1
             gateway = gateways[dice.randrange(len(gateways))]
             request = Request(

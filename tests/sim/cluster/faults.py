@@ -121,7 +121,11 @@ def _freeze(s: Schedule, dice: Random) -> str:
     p = s.some(dice)
     if p is None:
         return ""
-    span_s = dice.uniform(0.1, 0.5) if p.pool == GATEWAY else dice.choice((0.3, 1.0, 2.5, 6.0)) * dice.uniform(0.5, 1.5)
+    span_s = (
+        dice.uniform(0.1, 0.5)
+        if p.pool == GATEWAY
+        else dice.choice((0.3, 1.0, 2.5, 6.0)) * dice.uniform(0.5, 1.5)
+    )
     p.asleep_s = max(p.asleep_s, s.world.now_s + span_s)
     s.healed_s = max(s.healed_s, p.asleep_s)
     return f"{p.name} for {span_s:.1f} s"

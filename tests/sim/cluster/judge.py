@@ -76,18 +76,13 @@ class Judge:
         self.epoch = 0
         self.now_s = self.ticked_s = 0.0
         self.doubt_s: float | None = None
-        self.last: list[str] = []
         self._excused = False
         self._planned = True
 
-    def story(self, promise: str, text: str) -> tuple[str, str, int, str, int]:
-        """What a Violation says."""
-        world = self.world
-        return promise, text, world.seed, world.mode, world.router.events
-
     def broken(self, promise: str, text: str) -> NoReturn:
         """Raise the Violation."""
-        raise Violation(*self.story(promise, text))
+        world = self.world
+        raise Violation(promise, text, world.seed, world.mode, world.router.events)
 
     # The world's account of silence, as the rules of leases have it.
 
@@ -150,8 +145,12 @@ class Judge:
             self.broken("an epoch is published", f"{before.epoch} became {router.state.epoch} in silence")
         if type(event) in _NAMED and event.incarnation not in self.present:
             self.broken("strangers are told so", f"{event} was taken for a member's")
-        if type(event) is Exited:
+        if type(event) is Acked and event.epoch > before.epoch:
+            self._unchanged(before, event)
+        elif type(event) is Exited:
             self._exited(event)
+        elif type(event) is Started:
+            self.broken("a new term publishes", f"epoch {router.state.epoch}")
 
     def after(self, before: State, event: Event, commands: list[Command]) -> None:
         """The core saw an event and ordered something."""
@@ -163,7 +162,9 @@ class Judge:
             if kind is Publish:
                 published += 1
                 if command.epoch != before.epoch + 1 or command.epoch <= self.epoch:
-                    self.broken("epochs only rise", f"{self.epoch}, then {before.epoch}, then {command.epoch}")
+                    self.broken(
+                        "epochs only rise", f"{self.epoch}, then {before.epoch}, then {command.epoch}"
+                    )
             elif kind is Fenced:
                 fences.append(command)
             elif kind is Joined:
@@ -177,7 +178,9 @@ class Judge:
                 if least <= event.wanted <= most:
                     self.broken("a size within its bounds is taken", f"{event}: {command.message}")
         if state.epoch != before.epoch + published or published > 1:
-            self.broken("epochs only rise", f"{before.epoch} became {state.epoch} with {published} publications")
+            self.broken(
+                "epochs only rise", f"{before.epoch} became {state.epoch} with {published} publications"
+            )
         if isinstance(event, Started) and not published:
             self.broken("a new term publishes", f"epoch {state.epoch}")
         if fences:
@@ -195,8 +198,10 @@ class Judge:
         if published:
             shrinks = not fences and not isinstance(event, Loaded)
             self._planned = shrinks
-        if isinstance(event, Exited):
+        if type(event) is Exited:
             self._exited(event)
+        elif type(event) is Acked and event.epoch > before.epoch:
+            self._unchanged(before, event)
 
     def _joined(self, event: Event, command: Joined) -> None:
         if command.name in self.names or command.incarnation in self.incarnations:
@@ -209,6 +214,9 @@ class Judge:
     def _stranger(self, before: State, event: Event) -> None:
         if event.incarnation in self.present and self.present[event.incarnation].name == event.name:
             self.broken("members are no strangers", f"{event}")
+        self._unchanged(before, event)
+
+    def _unchanged(self, before: State, event: Event) -> None:
         state = self.world.router.state
         same = before.members == state.members and before.wanted == state.wanted
         if not same or not (self._excused or before.pulses == state.pulses):
@@ -244,14 +252,17 @@ class Judge:
         patience_s = self.config.doubt_leases * self.config.lease_s
         # Equal sums of floats differ in their last bits.
         if self.doubt_s is not None and self.now_s - self.doubt_s < patience_s - 1e-6:
-            self.broken("an observer doubts itself first", f"{command}, {late} of {len(before.members)} are late")
+            self.broken(
+                "an observer doubts itself first", f"{command}, {late} of {len(before.members)} are late"
+            )
         elsewhere = 0
         for name, other in before.members.items():
             if name != known.name:
                 elsewhere |= other.serving
         if record.serving & ~elsewhere:
             self.broken(
-                "silence takes no last replica", f"{command}: {record.serving & ~elsewhere:x} is served nowhere"
+                "silence takes no last replica",
+                f"{command}: {record.serving & ~elsewhere:x} is served nowhere",
             )
 
     def _routes_to(self, name: str, incarnation: int) -> list[tuple[str, int]]:
@@ -297,10 +308,14 @@ class Judge:
             if row.pool != EXPERT:
                 continue
             if row.serving & ~row.target:
-                self.broken("who serves is to hold", f"{row.name} serves {row.serving & ~row.target:x} too many")
+                self.broken(
+                    "who serves is to hold", f"{row.name} serves {row.serving & ~row.target:x} too many"
+                )
             capacity = self.world.capacity
             if capacity and row.target.bit_count() > capacity:
-                self.broken("nobody is over capacity", f"{row.name} has {row.target.bit_count()} of {capacity}")
+                self.broken(
+                    "nobody is over capacity", f"{row.name} has {row.target.bit_count()} of {capacity}"
+                )
             if row.serving:
                 self._check_held(row, members.get(row.incarnation))
         if last is None:
@@ -358,7 +373,9 @@ class Judge:
                 self.broken("one change in flight", f"{[r.name for r in drained]} drain at once")
             live = sum(r.phase != "draining" for r in rows)
             if live < self.wanted[pool]:
-                self.broken("no pool is drained below its size", f"{live} of {self.wanted[pool]} in pool {pool}")
+                self.broken(
+                    "no pool is drained below its size", f"{live} of {self.wanted[pool]} in pool {pool}"
+                )
             process = self.world.members.get(fresh[0].incarnation)
             if process is not None and not process.ordered:
                 self.broken("an operator's member stays", f"{fresh[0].name} drains")
@@ -376,14 +393,17 @@ class Judge:
         for name, routed in self._routes_to(server.name, server.incarnation):
             if routed & bits:
                 self.broken(
-                    "nothing is unloaded before all acked", f"{server.name} drops {routed & bits:x}, asked by {name}"
+                    "nothing is unloaded before all acked",
+                    f"{server.name} drops {routed & bits:x}, asked by {name}",
                 )
         for process in self.world.processes.values():
             if isinstance(process, Worker) and process.incarnation in self.present:
                 for dispatch in process.flights.values():
                     asked = any(bits >> pair[2] & 1 for pair in dispatch.pairs)
                     if dispatch.link.server is server and asked:
-                        self.broken("nothing is unloaded before all acked", f"{process.name} has calls in flight")
+                        self.broken(
+                            "nothing is unloaded before all acked", f"{process.name} has calls in flight"
+                        )
 
     def _exited(self, event: Exited) -> None:
         for known in self.present.values():
@@ -423,8 +443,8 @@ class Judge:
             found, wanted = rows[pool], self.wanted[pool]
             if len(found) < wanted:
                 return f"{len(found)} of {wanted} in pool {pool}"
-            newest = self.world.members.get(found[-1].incarnation) if found else None
-            if len(found) > wanted and newest is not None and newest.ordered:
+            # One that joined while its launcher was away counts as its operator's.
+            if len(found) > wanted and router.state.members[found[-1].name].ordered:
                 return f"{len(found)} in pool {pool}, {wanted} wanted"
         for row in shown.rows.values():
             if row.phase != "serving":
@@ -462,5 +482,3 @@ def _depths(rows: list[Row], most: int) -> list[int]:
         for count in range(most):
             depths[count], bits = depths[count] | bits, depths[count] & bits
     return depths
-
-

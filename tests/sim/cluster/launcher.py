@@ -35,7 +35,9 @@ class Launcher:
         world, router = self.world, self.world.router
         if not self.down:
             linked = not world.network.is_cut(self.uid, ROUTER)
-            streams = router.up and self._attached_to == router.life and router.launchers.get(self.host) is self
+            streams = (
+                router.up and self._attached_to == router.life and router.launchers.get(self.host) is self
+            )
             if streams and not linked:
                 # The broken connection is noticed, here and there.
                 router.detach(self)

@@ -138,7 +138,9 @@ class Process:
         if delay_s < 0:
             world.at(now_s + world.config.lease_s / 2, self.renew_failed, serial)
             return
-        world.at(now_s + delay_s, world.router.take_renewal, (self, serial, self.incarnation, self.acked, now_s))
+        world.at(
+            now_s + delay_s, world.router.take_renewal, (self, serial, self.incarnation, self.acked, now_s)
+        )
         if not network.calm and network.again(self.dice):
             late_s = now_s + delay_s + 4.0 * self.dice.random()
             world.at(late_s, world.router.take_renewal, (self, -1, self.incarnation, self.acked, now_s))

@@ -83,6 +83,4 @@ class Network:
 
     def look(self) -> None:
         """See again whether anything is wrong."""
-        self.calm = not (
-            self._cuts or self._dumb or self.loss or self.repeat or self.tail_s or self.slow_s
-        )
+        self.calm = not (self._cuts or self._dumb or self.loss or self.repeat or self.tail_s or self.slow_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, get_args
@@ -96,6 +97,7 @@ class Router:
         self.problem = False
         self.shown: Shown | None = None
         self.launchers: dict[str, Launcher] = {}
+        self.last: deque[tuple[float, Event, list[Command]]] = deque(maxlen=40)
         self.past: list[Event] = []  # what was said lately, to be said again much later
 
     def start(self, _: Any = None) -> None:
@@ -146,6 +148,7 @@ class Router:
         kept = judge.kept() if self.unwritable or self.problem else None
         judge.before(event, now_s)
         state, commands = world.step(self.config, before, event, now_s)
+        self.last.append((world.now_s, event, commands))
         self.trace = hash((self.trace, _KINDS[type(event)], state.epoch, state.joined, len(commands), now_s))
         if kept is not None and self._cannot_write(before, state, commands):
             self.problem = True

@@ -65,7 +65,13 @@ class Dispatch:
     __slots__ = ("call", "given_up", "id", "link", "pairs", "sent_s", "table")
 
     def __init__(
-        self, id: int, call: Call, link: Attached, pairs: list[tuple[int, int, int, int]], sent_s: float, table: int
+        self,
+        id: int,
+        call: Call,
+        link: Attached,
+        pairs: list[tuple[int, int, int, int]],
+        sent_s: float,
+        table: int,
     ) -> None:
         self.id, self.call, self.link, self.pairs = id, call, link, pairs
         self.sent_s, self.table = sent_s, table
@@ -428,7 +434,11 @@ class Worker(Process):
                 continue
             elsewhere = any(link is not dispatch.link for link in table[dispatch.pairs[0][2]])
             if late_s < 3 * _PATIENCE_S:
-                if call.hedged or not elsewhere or self.hedges * HEDGES_OF_CALLS >= self.calls + HEDGES_FREE * 20:
+                if (
+                    call.hedged
+                    or not elsewhere
+                    or self.hedges * HEDGES_OF_CALLS >= self.calls + HEDGES_FREE * 20
+                ):
                     continue
                 self.hedges += 1
                 call.hedged = True

@@ -61,8 +61,8 @@ class World:
             backoff_most_s=8.0,
         )
         self.capacity = 0
-        if dice.random() < 0.25:
-            spare = dice.randint(0, 2)
+        if dice.random() < 0.35:
+            spare = dice.randint(0, 1)
             self.capacity = self.layers * (-(-self.experts * self.config.replicas // wanted) + spare)
         self.pair_s = dice.choice((0.01, 0.03, 0.1))  # seconds to load one expert
         self.step_s = dice.choice((0.2, 0.35, 0.5))  # seconds between two tokens of a stream
@@ -74,15 +74,9 @@ class World:
         self.router = Router(self, dice)
         self.launchers = [Launcher(self, host, -1 - i) for i, host in enumerate(HOSTS[: dice.randint(1, 3)])]
         self.clients = Clients(self, rate=dice.uniform(0.5, 2.0) * self.config.attention_wanted)
-        self.schedule = Schedule(self, keep, pace=dice.choice((0.5, 1.0, 2.0)))
+        self.schedule = Schedule(self, keep, pace=dice.choice((0.15, 0.3, 0.6, 1.2)))
+        self.gateways = dice.randint(1, 2)
         self.converged_s = -1.0  # how long everything took to come back
-        self.router.start()
-        for launcher in self.launchers:
-            launcher.attach(None)
-        for _ in range(dice.randint(1, 2)):
-            self.spawn(GATEWAY, HOSTS[0])
-        self.clients.start()
-        self.schedule.start()
 
     def at(self, when_s: float, act: Callable[[Any], None], what: Any) -> None:
         """Do something at a time."""
@@ -104,6 +98,7 @@ class World:
     def run(self) -> None:
         """Everything, to the end. Raises Violation."""
         try:
+            self._begin()
             if self.mode == SAFETY:
                 self._until(lambda: self.router.events >= self.events_wanted)
             else:
@@ -116,7 +111,16 @@ class World:
             # A core that fails outright has broken its promise to answer.
             if isinstance(error, Violation):
                 raise
-            raise Violation(self.judge.story("the core answers", f"{type(error).__name__}: {error}")) from error
+            self.judge.broken("the core answers", f"{type(error).__name__}: {error}")
+
+    def _begin(self) -> None:
+        self.router.start()
+        for launcher in self.launchers:
+            launcher.attach(None)
+        for _ in range(self.gateways):
+            self.spawn(GATEWAY, HOSTS[0])
+        self.clients.start()
+        self.schedule.start()
 
     def _until(self, done: Callable[[], bool]) -> None:
         heap = self.heap
