@@ -33,3 +33,15 @@ def pairs(bits: int, experts: int) -> Iterator[tuple[int, int]]:
         lowest = bits & -bits
         yield divmod(lowest.bit_length() - 1, experts)
         bits ^= lowest
+
+
+def lowest(bits: int, count: int) -> int:
+    """The lowest `count` of the bits."""
+    if bits.bit_count() <= count:
+        return bits
+    chosen = 0
+    for _ in range(count):
+        bit = bits & -bits
+        chosen |= bit
+        bits ^= bit
+    return chosen

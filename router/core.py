@@ -7,19 +7,12 @@ and processes ordered when a pool is too small (router.launches).
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
-from router import drains, launches, leases
-from router.moves import follow
-from router.records import fence, is_member, with_pulse, with_record
-from router.state import (
-    LAUNCHED_POOLS,
-    NAMED_POOLS,
+from router import drains, launches, leases, orders
+from router.events import (
     Acked,
     Command,
-    Config,
     Event,
     Exited,
     Join,
@@ -28,10 +21,7 @@ from router.state import (
     LauncherDetached,
     Left,
     Loaded,
-    MemberRecord,
-    Model,
     Publish,
-    Pulse,
     Refused,
     Renewed,
     Routed,
@@ -39,11 +29,13 @@ from router.state import (
     Scaled,
     Stale,
     Started,
-    State,
     Stranger,
     Suspected,
     Tick,
 )
+from router.moves import follow
+from router.records import evolve, fence, is_member, with_pulse, with_record
+from router.state import LAUNCHED_POOLS, NAMED_POOLS, Config, Ghost, MemberRecord, Model, Pulse, State
 from router.view import ATTENTION, EXPERT, GATEWAY
 
 # Incarnations: 20 bits of salt above 40 bits of counting, positive as a signed 64-bit number.
@@ -64,23 +56,19 @@ def step(config: Config, state: State, event: Event, now_s: float) -> tuple[Stat
     commands: list[Command] = []
     before = state
     if now_s > state.now_s:
-        state = replace(state, now_s=now_s)
+        state = evolve(state, now_s=now_s)
     # Whatever comes first after a stall, no silence may be judged before the stall is taken off it.
     state = leases.excuse_stall(config, state)
     state = _apply(config, state, event, commands)
-    # By far the most frequent events: they decide nothing, and touch nothing durable.
-    quiet = isinstance(event, Renewed | Routed) and state.members is before.members
-    if quiet or (isinstance(event, Acked) and not _awaits_acks(before, state)):
+    ticked = isinstance(event, Tick)
+    if not ticked and _decides_nothing(before, state, event):
         return state, commands
-    if (
-        state.members is not before.members
-        or state.pulses is not before.pulses
-        or isinstance(event, Tick | Started)
-    ):
+    state = drains.take_back(config, state)
+    if not state.settled or _is_stirred(before, state, event) or (ticked and state.stuck):
         state = follow(config, state, commands)
     state = launches.order(config, state, commands)
-    if isinstance(event, Started) or _public(before) != _public(state):
-        state = replace(state, epoch=before.epoch + 1)
+    if isinstance(event, Started) or _shows_another(before, state):
+        state = evolve(state, epoch=before.epoch + 1)
         commands.append(Publish(epoch=state.epoch))
     return state, commands
 
@@ -88,22 +76,14 @@ def step(config: Config, state: State, event: Event, now_s: float) -> tuple[Stat
 def _apply(config: Config, state: State, event: Event, commands: list[Command]) -> State:
     match event:
         case Renewed():
-            return _renew(state, event, commands)
+            return _renew(config, state, event, commands)
         case Tick():
             state = drains.shrink(leases.judge(config, state, commands))
-            return drains.end_overdue(config, state, commands)
+            return orders.give_up(config, drains.end_overdue(config, state, commands))
         case Started():
-            pulses = {name: Pulse(renewed_s=state.now_s) for name in state.members}
-            return replace(
-                state,
-                salt=state.salt or event.salt,
-                term=state.term + 1,
-                ticked_s=state.now_s,
-                pulses=pulses,
-                wanted=state.wanted or {name: config.wanted(name) for name in LAUNCHED_POOLS},
-            )
+            return _start(config, state, event)
         case Join():
-            return _join(state, event, commands)
+            return _join(config, state, event, commands)
         case Acked():
             return _ack(state, event, commands)
         case Loaded():
@@ -115,7 +95,7 @@ def _apply(config: Config, state: State, event: Event, commands: list[Command]) 
         case Suspected():
             return leases.accuse(config, state, event, commands)
         case Left():
-            return _leave(state, event, commands)
+            return _leave(config, state, event, commands)
         case Exited():
             return _exit(config, state, event, commands)
         case LauncherAttached():
@@ -124,28 +104,65 @@ def _apply(config: Config, state: State, event: Event, commands: list[Command]) 
             return launches.detach(state, event.host)
 
 
-def _awaits_acks(before: State, state: State) -> bool:
-    """True if an ack can let something go on: a member became ready, or something waits for its ack."""
-    return state.members is not before.members or any(record.retiring for record in state.members.values())
+def _start(config: Config, state: State, event: Started) -> State:
+    """A new term: every member was just renewed, and who had gone just before may still use what it had."""
+    until_s = state.now_s + config.lease_s
+    return evolve(
+        state,
+        salt=state.salt or event.salt,
+        term=state.term + 1,
+        ticked_s=state.now_s,
+        pulses={name: Pulse(renewed_s=state.now_s) for name in state.members},
+        ghosts=tuple(Ghost(host=g.host, pid=g.pid, acked=0, until_s=until_s) for g in state.gone),
+        wanted=state.wanted or {name: config.wanted(name) for name in LAUNCHED_POOLS},
+    )
 
 
-def _public(state: State) -> object:
-    """What a View shows and a publication must follow; load is left out on purpose."""
-    shown = [
-        (
-            record.name,
-            record.ready,
-            record.draining,
-            state.pulses[name].suspect,
-            record.target,
-            record.serving,
-        )
-        for name, record in state.members.items()
-    ]
-    return state.model, shown
+def _decides_nothing(before: State, state: State, event: Event) -> bool:
+    """True for by far the most events: news of a member on which nothing waits, and that touches nothing durable.
+
+    An unchanged part of the state is the same object: nothing need be compared.
+    """
+    if state.members is not before.members or state.suspects is not before.suspects:
+        return False
+    if isinstance(event, Acked):
+        return state.pulses is before.pulses or not any(r.retiring for r in state.members.values())
+    return isinstance(event, Renewed | Routed | Loaded) and state.silent is before.silent
 
 
-def _join(state: State, event: Join, commands: list[Command]) -> State:
+def _is_stirred(before: State, state: State, event: Event) -> bool:
+    """True if anything changed on which a placement or a move depends."""
+    return (
+        state.members is not before.members
+        or state.suspects is not before.suspects
+        or state.silent is not before.silent
+        or state.ghosts is not before.ghosts
+        or state.wanted is not before.wanted
+        or isinstance(event, Acked | Started)
+    )
+
+
+def _shows_another(before: State, state: State) -> bool:
+    """True if a View shows something else than before, load aside, so that a publication must follow."""
+    if state.suspects is not before.suspects or state.model is not before.model:
+        return True
+    if state.members is before.members:
+        return False
+    if state.members.keys() != before.members.keys():
+        return True
+    for name, record in state.members.items():
+        was = before.members[name]
+        if record is not was and (
+            record.serving != was.serving
+            or record.target != was.target
+            or record.ready != was.ready
+            or record.draining != was.draining
+        ):
+            return True
+    return False
+
+
+def _join(config: Config, state: State, event: Join, commands: list[Command]) -> State:
     state = _forget_model(state)
     refusal = _refusal(state, event)
     if refusal:
@@ -156,7 +173,12 @@ def _join(state: State, event: Join, commands: list[Command]) -> State:
         hash=known.hash or event.model_hash,
         layers=known.layers or event.layers,
         experts=known.experts or event.experts,
+        expert_bytes=known.expert_bytes or event.expert_bytes,
     )
+    for former in list(state.members.values()):
+        if event.pid > 0 and (former.host, former.pid, former.pool) == (event.host, event.pid, event.pool):
+            # Its process is no other, and what it was told as another it may still use for a while.
+            state = fence(config, state, former.name, "its process joined anew", commands)
     number = state.named.get(event.pool, 0) + 1
     joined = state.joined + 1
     record = MemberRecord(
@@ -175,9 +197,9 @@ def _join(state: State, event: Join, commands: list[Command]) -> State:
     )
     # It has seen no View yet, so it cannot use routes older than the present epoch.
     pulse = Pulse(renewed_s=state.now_s, acked=state.epoch)
-    state = replace(
+    state = evolve(
         state,
-        model=model,
+        model=known if model == known else model,
         joined=joined,
         named={**state.named, event.pool: number},
         members={**state.members, record.name: record},
@@ -191,7 +213,7 @@ def _forget_model(state: State) -> State:
     """With nobody left who holds a part of the model, the next joiner may bring another."""
     if any(record.pool != GATEWAY for record in state.members.values()):
         return state
-    return replace(state, model=Model())
+    return evolve(state, model=Model()) if state.model.hash or state.model.layers else state
 
 
 def _refusal(state: State, event: Join) -> str:
@@ -226,13 +248,12 @@ def _refusal(state: State, event: Join) -> str:
     return ""
 
 
-def _renew(state: State, event: Renewed, commands: list[Command]) -> State:
+def _renew(config: Config, state: State, event: Renewed, commands: list[Command]) -> State:
     if not is_member(state, event.name, event.incarnation):
         commands.append(Stranger(name=event.name, incarnation=event.incarnation))
         return state
-    pulse = state.pulses[event.name]
-    state = with_pulse(state, event.name, replace(pulse, renewed_s=state.now_s, load=event.load))
-    return drains.end_idle(state, event.name, commands)
+    state = leases.renewed(config, state, event)
+    return drains.end_idle(config, state, event.name, commands)
 
 
 def _ack(state: State, event: Acked, commands: list[Command]) -> State:
@@ -243,10 +264,10 @@ def _ack(state: State, event: Acked, commands: list[Command]) -> State:
     # An ack of an epoch that was never published is nonsense; taken at its word it would free weights in use.
     if not pulse.acked < event.epoch <= state.epoch:
         return state
-    state = with_pulse(state, event.name, replace(pulse, acked=event.epoch))
+    state = with_pulse(state, event.name, evolve(pulse, acked=event.epoch))
     record = state.members[event.name]
     if record.pool == ATTENTION and not record.ready:
-        state = with_record(state, replace(record, ready=True))
+        state = with_record(state, evolve(record, ready=True))
         state = launches.succeeded(state, ATTENTION)
     return state
 
@@ -263,7 +284,7 @@ def _load(state: State, event: Loaded, commands: list[Command]) -> State:
         held &= record.loaded
     if held == record.loaded:
         return state
-    return with_record(state, replace(record, loaded=held))
+    return with_record(state, evolve(record, loaded=held))
 
 
 def _count(config: Config, state: State, event: Routed, commands: list[Command]) -> State:
@@ -277,7 +298,7 @@ def _count(config: Config, state: State, event: Routed, commands: list[Command])
     if state.routed is not None and state.routed.shape == routed.shape:
         routed += state.routed * 0.5 ** ((state.now_s - state.routed_s) / config.routed_half_life_s)
     routed.flags.writeable = False
-    return replace(state, routed=routed, routed_s=state.now_s)
+    return evolve(state, routed=routed, routed_s=state.now_s)
 
 
 def _scale(config: Config, state: State, event: Scale, commands: list[Command]) -> State:
@@ -297,26 +318,29 @@ def _scale(config: Config, state: State, event: Scale, commands: list[Command]) 
         commands.append(Refused(message=f"drain_s is {event.drain_s}; give more than 0"))
         return state
     commands.append(Scaled(pool=event.pool, wanted=event.wanted))
-    state = replace(state, drain_s={**state.drain_s, event.pool: event.drain_s})
+    state = evolve(state, drain_s={**state.drain_s, event.pool: event.drain_s})
     if state.wanted.get(event.pool) == event.wanted:
         return state
-    return replace(state, wanted={**state.wanted, event.pool: event.wanted})
+    return evolve(state, wanted={**state.wanted, event.pool: event.wanted})
 
 
-def _leave(state: State, event: Left, commands: list[Command]) -> State:
+def _leave(config: Config, state: State, event: Left, commands: list[Command]) -> State:
     if not is_member(state, event.name, event.incarnation):
         commands.append(Stranger(name=event.name, incarnation=event.incarnation))
         return state
     record = state.members[event.name]
     if event.drain and record.pool in LAUNCHED_POOLS:
         return drains.begin(state, event.name)
-    return fence(state, event.name, "left", commands)
+    return fence(config, state, event.name, "left", commands, ended=True)
 
 
 def _exit(config: Config, state: State, event: Exited, commands: list[Command]) -> State:
+    ghosts = tuple(g for g in state.ghosts if (g.host, g.pid) != (event.host, event.pid))
+    if len(ghosts) < len(state.ghosts):
+        state = evolve(state, ghosts=ghosts)
     found = [r for r in state.members.values() if (r.host, r.pid) == (event.host, event.pid)]
     for record in found:
-        state = fence(state, record.name, "its process ended", commands)
+        state = fence(config, state, record.name, "its process ended", commands, ended=True)
         if not record.ready:
             state = launches.failed(config, state, record.pool)
     known = any((gone.host, gone.pid) == (event.host, event.pid) for gone in state.gone)

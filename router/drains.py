@@ -8,27 +8,45 @@ unless it holds the last replica of one.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import Counter
 
+from router.events import DRAIN_S, Command, Stop
+from router.launches import live
 from router.leases import is_last_replica
-from router.records import fence, pool, with_pulse, with_record
-from router.state import DRAIN_S, LAUNCHED_POOLS, Command, Config, State, Stop
+from router.records import evolve, fence, pool, with_pulse, with_record
+from router.state import LAUNCHED_POOLS, Config, MemberRecord, State
 from router.view import ATTENTION
 
 
-def begin(state: State, name: str) -> State:
-    """Let a member drain. Idempotent."""
+def begin(state: State, name: str, surplus: bool = False) -> State:
+    """Let a member drain. Idempotent; one that was asked to go stays asked.
+
+    Args:
+        surplus: Only because its pool is too large: this is taken back should the pool be too small again.
+    """
     record = state.members[name]
     if record.draining:
-        return state
+        return with_record(state, evolve(record, surplus=False)) if record.surplus and not surplus else state
     until_s = state.now_s + state.drain_s.get(record.pool, DRAIN_S)
-    state = with_pulse(state, name, replace(state.pulses[name], drain_until_s=until_s))
+    state = with_pulse(state, name, evolve(state.pulses[name], drain_until_s=until_s))
     # The publication of this very step is the first that shows it.
-    return with_record(state, replace(record, draining=True, draining_epoch=state.epoch + 1))
+    draining = evolve(record, draining=True, surplus=surplus, draining_epoch=state.epoch + 1)
+    return with_record(state, draining)
+
+
+def take_back(config: Config, state: State) -> State:
+    """Let members that drain as surplus stay, newest drain first, where their pool has become too small."""
+    surplus = [r for r in state.members.values() if r.surplus and r.name not in state.silent]
+    for name in LAUNCHED_POOLS if surplus else ():
+        missing = state.wanted[name] - live(config, state, name)
+        draining = sorted((r for r in surplus if r.pool == name), key=lambda r: -r.draining_epoch)
+        for record in draining[: max(0, missing)]:
+            state = with_record(state, evolve(record, draining=False, surplus=False))
+    return state
 
 
 def shrink(state: State) -> State:
-    """Drain the newest member of a pool that has more than it should; one at a time, at rest.
+    """Drain one member of a pool that has more than it should; one at a time, at rest.
 
     A member that nobody ordered is its operator's, and stays.
     """
@@ -36,42 +54,54 @@ def shrink(state: State) -> State:
         members = pool(state, name)
         if len(members) <= state.wanted[name] or any(start.pool == name for start in state.starts):
             continue
-        if not all(r.ready and not r.draining and not state.pulses[r.name].suspect for r in members):
+        if not all(r.ready and not r.draining and r.name not in state.suspects for r in members):
             continue
-        if members[-1].ordered:
-            state = begin(state, members[-1].name)
+        ordered = [record for record in members if record.ordered]
+        if ordered:
+            zones = Counter(record.zone for record in members)
+            # The last of equals: what runs longest is known best.
+            least = min(reversed(ordered), key=lambda record: _worth(state, record, zones))
+            state = begin(state, least.name, surplus=True)
     return state
 
 
-def end_idle(state: State, name: str, commands: list[Command]) -> State:
+def _worth(state: State, record: MemberRecord, zones: Counter[str]) -> float:
+    """What the pool would lose: streams that must end or move; of experts, a place in a zone that has few."""
+    if record.pool == ATTENTION:
+        load = state.pulses[record.name].load
+        return load.get("running", 0) + load.get("waiting", 0)
+    return -zones[record.zone]
+
+
+def end_idle(config: Config, state: State, name: str, commands: list[Command]) -> State:
     """End an attention worker that drains and has just said that nothing runs on it."""
     record, pulse = state.members[name], state.pulses[name]
     if not record.draining or record.pool != ATTENTION or pulse.acked < record.draining_epoch:
         return state
     if pulse.load.get("running", 0) + pulse.load.get("waiting", 0) > 0:
         return state
-    return end(state, name, "drained", commands)
+    return end(config, state, name, "drained", commands)
 
 
 def end_overdue(config: Config, state: State, commands: list[Command]) -> State:
     """End the members that have drained for too long."""
-    for record in list(state.members.values()):
+    for record in state.members.values():
         if not record.draining:
             continue
         until_s = state.pulses[record.name].drain_until_s
         if until_s is None:
             # A restarted router does not know how long it has lasted.
             until_s = state.now_s + state.drain_s.get(record.pool, DRAIN_S)
-            state = with_pulse(state, record.name, replace(state.pulses[record.name], drain_until_s=until_s))
-        if state.now_s >= until_s and not is_last_replica(config, state, record.name):
-            state = end(state, record.name, "its time to drain was over", commands)
+            state = with_pulse(state, record.name, evolve(state.pulses[record.name], drain_until_s=until_s))
+        if state.now_s >= until_s and not is_last_replica(state, record.name):
+            state = end(config, state, record.name, "its time to drain was over", commands)
     return state
 
 
-def end(state: State, name: str, reason: str, commands: list[Command]) -> State:
+def end(config: Config, state: State, name: str, reason: str, commands: list[Command]) -> State:
     """Fence a member that drained, and have its process ended where a launcher can."""
     record = state.members[name]
-    state = fence(state, name, reason, commands)
+    state = fence(config, state, name, reason, commands)
     if record.host in state.launchers:
         commands.append(Stop(host=record.host, name=name, pid=record.pid))
     return state

@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from router.records import doubts_itself, late_members, pool
-from router.state import (
-    LAUNCHED_POOLS,
-    Command,
-    Config,
-    Failures,
-    Launch,
-    LauncherAttached,
-    Start,
-    State,
-)
+from router.events import Command, Launch, LauncherAttached
+from router.records import doubts_itself, evolve
+from router.state import LAUNCHED_POOLS, Config, Failures, Start, State
 
 
 def order(config: Config, state: State, commands: list[Command]) -> State:
@@ -25,23 +15,31 @@ def order(config: Config, state: State, commands: list[Command]) -> State:
     """
     for start in state.starts:
         if state.now_s >= start.until_s:
-            state = replace(state, starts=_without(state.starts, start))
+            state = evolve(state, starts=_without(state.starts, start))
             state = failed(config, state, start.pool)
     if not state.launchers:
         return state
-    late = late_members(config, state)
-    dead = [] if doubts_itself(config, state, late) else late
     for name in LAUNCHED_POOLS:
-        live = sum(1 for r in pool(state, name) if not r.draining and r.name not in dead)
         ordered = sum(1 for start in state.starts if start.pool == name)
-        if state.now_s < state.failures.get(name, Failures()).next_s:
+        missing = state.wanted[name] - live(config, state, name) - ordered
+        if missing <= 0 or state.now_s < state.failures.get(name, Failures()).next_s:
             continue
-        for _ in range(state.wanted[name] - live - ordered):
+        for _ in range(missing):
             host = min(state.launchers, key=lambda h: (_burden(state, h), h))
             start = Start(host=host, pool=name, until_s=state.now_s + config.start_s)
-            state = replace(state, starts=(*state.starts, start))
+            state = evolve(state, starts=(*state.starts, start))
             commands.append(Launch(host=host, pool=name))
     return state
+
+
+def live(config: Config, state: State, name: str) -> int:
+    """Members of a pool that count: those which drain do not, nor those which look dead."""
+    dead = state.silent if state.silent and not doubts_itself(config, state) else frozenset[str]()
+    count = 0
+    for record in state.members.values():
+        if record.pool == name and not record.draining and record.name not in dead:
+            count += 1
+    return count
 
 
 def attach(config: Config, state: State, event: LauncherAttached) -> State:
@@ -53,12 +51,12 @@ def attach(config: Config, state: State, event: LauncherAttached) -> State:
         for name in LAUNCHED_POOLS
         for _ in range(event.starting.get(name, 0))
     )
-    return replace(state, launchers=(*state.launchers, event.host), starts=state.starts + starts)
+    return evolve(state, launchers=(*state.launchers, event.host), starts=state.starts + starts)
 
 
 def detach(state: State, host: str) -> State:
     """A launcher is gone, and with it every order that it had."""
-    return replace(
+    return evolve(
         state,
         launchers=tuple(known for known in state.launchers if known != host),
         starts=tuple(start for start in state.starts if start.host != host),
@@ -74,7 +72,7 @@ def joined(state: State, host: str, name: str) -> State:
     """A process of that host and pool became a member: the oldest order is filled."""
     for start in state.starts:
         if (start.host, start.pool) == (host, name):
-            return replace(state, starts=_without(state.starts, start))
+            return evolve(state, starts=_without(state.starts, start))
     return state
 
 
@@ -88,14 +86,14 @@ def failed(config: Config, state: State, name: str) -> State:
     count = state.failures.get(name, Failures()).count + 1
     wait_s = min(config.backoff_s * 2.0 ** min(count - 1, 30), config.backoff_most_s)
     failures = Failures(count=count, next_s=state.now_s + wait_s)
-    return replace(state, failures={**state.failures, name: failures})
+    return evolve(state, failures={**state.failures, name: failures})
 
 
 def succeeded(state: State, name: str) -> State:
     """A member of that pool became ready: earlier failures are forgiven."""
     if name not in state.failures:
         return state
-    return replace(state, failures={n: f for n, f in state.failures.items() if n != name})
+    return evolve(state, failures={n: f for n, f in state.failures.items() if n != name})
 
 
 def _without(starts: tuple[Start, ...], one: Start) -> tuple[Start, ...]:

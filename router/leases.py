@@ -1,41 +1,50 @@
-"""Who is alive: leases, silence, suspicion, and when the router rather doubts itself. Pure."""
+"""Who is alive: silence, suspicion, leases, and when the router rather doubts itself. Pure.
+
+Verdicts are judged at ticks, and taken back as soon as a member speaks.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from router import launches
-from router.records import (
-    doubts_itself,
-    fence,
-    is_late,
-    is_member,
-    is_suspicious,
-    late_members,
-    pool,
-    with_pulse,
-)
-from router.state import Command, Config, State, Stop, Stranger, Suspected
+from router.events import Command, Renewed, Stop, Stranger, Suspected
+from router.records import doubts_itself, evolve, fence, is_member, pool, with_pulse
+from router.state import Config, State
+from router.suspicion import DEAD, SUSPECT, heard, suspicion
 from router.view import EXPERT
 
 
 def judge(config: Config, state: State, commands: list[Command]) -> State:
-    """Mark suspects, fence those whose lease ended."""
-    state = _mark_suspects(config, replace(state, ticked_s=state.now_s))
-    late = late_members(config, state)
-    state = _doubt(state, late)
-    nobody_speaks = state.doubting_s is not None and len(late) == len(state.members)
-    if nobody_speaks or doubts_itself(config, state, late):
+    """Mark suspects; fence those who look dead or whose lease ended."""
+    state = _weigh(config, evolve(state, ticked_s=state.now_s))
+    if state.ghosts:
+        state = evolve(state, ghosts=tuple(ghost for ghost in state.ghosts if ghost.until_s > state.now_s))
+    nobody_speaks = state.doubting_s is not None and len(state.silent) == len(state.members)
+    if not state.silent or nobody_speaks or doubts_itself(config, state):
         return state
-    for name in late:
-        if is_last_replica(config, state, name):
+    for name, record in state.members.items():
+        if name not in state.silent or is_last_replica(state, name):
             continue
-        record = state.members[name]
-        state = fence(state, name, f"silent for {config.lease_s} s", commands)
+        silence_s = state.now_s - state.pulses[name].renewed_s
+        state = fence(config, state, name, f"silent for {silence_s:.2f} s", commands)
         if record.host in state.launchers:
             commands.append(Stop(host=record.host, name=name, pid=record.pid))
         if not record.ready:
             state = launches.failed(config, state, record.pool)
+    return state
+
+
+def renewed(config: Config, state: State, event: Renewed) -> State:
+    """A member spoke: it is not silent, whatever was thought of it."""
+    name = event.name
+    pulse = state.pulses[name]
+    rhythm = heard(pulse.rhythm, state.now_s - pulse.renewed_s, config.lease_s)
+    state = with_pulse(state, name, evolve(pulse, renewed_s=state.now_s, rhythm=rhythm, load=event.load))
+    if name in state.silent:
+        state = evolve(state, silent=state.silent - {name})
+    if name in state.suspects and state.now_s >= pulse.accused_until_s:
+        state = evolve(state, suspects=state.suspects - {name})
     return state
 
 
@@ -44,9 +53,9 @@ def accuse(config: Config, state: State, event: Suspected, commands: list[Comman
     if not is_member(state, event.name, event.incarnation):
         commands.append(Stranger(name=event.name, incarnation=event.incarnation))
         return state
-    pulse = state.pulses[event.name]
     until_s = state.now_s + config.lease_s
-    return with_pulse(state, event.name, replace(pulse, suspect=True, accused_until_s=until_s))
+    state = with_pulse(state, event.name, evolve(state.pulses[event.name], accused_until_s=until_s))
+    return evolve(state, suspects=state.suspects | {event.name})
 
 
 def excuse_stall(config: Config, state: State) -> State:
@@ -57,33 +66,45 @@ def excuse_stall(config: Config, state: State) -> State:
     # While the router did not run, nobody could reach it: that part of their silence is its own.
     stall_s = gap_s - config.tick_s
     pulses = {
-        name: replace(pulse, renewed_s=min(state.now_s, pulse.renewed_s + stall_s))
+        name: evolve(pulse, renewed_s=min(state.now_s, pulse.renewed_s + stall_s))
         for name, pulse in state.pulses.items()
     }
+    ghosts = tuple(replace(ghost, until_s=ghost.until_s + stall_s) for ghost in state.ghosts)
     doubting_s = None if state.doubting_s is None else state.doubting_s + stall_s
-    return replace(state, ticked_s=state.now_s, pulses=pulses, doubting_s=doubting_s)
+    return evolve(state, ticked_s=state.now_s, pulses=pulses, ghosts=ghosts, doubting_s=doubting_s)
 
 
-def _mark_suspects(config: Config, state: State) -> State:
-    changed = dict(state.pulses)
-    for name, pulse in state.pulses.items():
-        silent = state.now_s - pulse.renewed_s > config.lease_s / 2
-        suspect = silent or state.now_s < pulse.accused_until_s
-        if suspect != pulse.suspect:
-            changed[name] = replace(pulse, suspect=suspect)
-    return replace(state, pulses=changed) if changed != state.pulses else state
-
-
-def _doubt(state: State, late: list[str]) -> State:
-    if is_suspicious(state, late) == (state.doubting_s is not None):
-        return state
-    return replace(state, doubting_s=state.now_s if state.doubting_s is None else None)
-
-
-def is_last_replica(config: Config, state: State, name: str) -> bool:
+def is_last_replica(state: State, name: str) -> bool:
     """True if nobody else who is heard of serves some expert that this member serves."""
     elsewhere = 0
     for record in pool(state, EXPERT):
-        if record.name != name and not is_late(config, state, record.name):
+        if record.name != name and record.name not in state.silent:
             elsewhere |= record.serving
     return bool(state.members[name].serving & ~elsewhere)
+
+
+def _weigh(config: Config, state: State) -> State:
+    """Judge every silence anew, and whether so many at once are rather the router's own."""
+    suspects: list[str] = []
+    silent: list[str] = []
+    missed = 0
+    for name, pulse in state.pulses.items():
+        silence_s = state.now_s - pulse.renewed_s
+        if silence_s <= config.renew_s and state.now_s >= pulse.accused_until_s:
+            continue
+        found = suspicion(pulse.rhythm, silence_s, lease_s=config.lease_s, renew_s=config.renew_s)
+        if found > SUSPECT or state.now_s < pulse.accused_until_s:
+            suspects.append(name)
+        if (found > DEAD and silence_s >= config.least_silence_s) or silence_s > config.lease_s:
+            silent.append(name)
+        # Who fell silent together is not judged together, as some are given more time: all of them have missed two
+        # renewals before the first looks dead.
+        missed += silence_s > 2 * config.renew_s
+    if len(suspects) != len(state.suspects) or not state.suspects.issuperset(suspects):
+        state = evolve(state, suspects=frozenset(suspects))
+    if len(silent) != len(state.silent) or not state.silent.issuperset(silent):
+        state = evolve(state, silent=frozenset(silent))
+    doubts = missed >= 2 and 4 * missed > len(state.members)
+    if doubts != (state.doubting_s is not None):
+        state = evolve(state, doubting_s=state.now_s if doubts else None)
+    return state

@@ -12,18 +12,20 @@ All experts of all layers move at once: each line below is one set operation on 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from router import drains, launches
+from router import drains, launches, orders
+from router.bitmap import lowest
+from router.events import Command
 from router.placement import place_what_fits
-from router.records import acked_by_all, is_late, pool, with_record
-from router.state import Command, Config, MemberRecord, State
+from router.records import acked_by_all, evolve, pool, with_record
+from router.state import Config, MemberRecord, State
 from router.view import EXPERT
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What a placement was made for: servers with their capacity, those in doubt, and the shape."""
+    """What a placement was made for: servers with their capacity, those that get nothing, and the shape."""
 
     capacity: tuple[tuple[str, int], ...]
     doubtful: frozenset[str]
@@ -34,22 +36,27 @@ class Plan:
 
 def follow(config: Config, state: State, commands: list[Command]) -> State:
     """Place anew if the servers changed, and let every move go as far as it may."""
+    before = state
     state = _place(config, state)
     records = pool(state, EXPERT)
-    made, full = _made(state, records), _full(config, records)
+    made = _made(state, records)
+    full = orders.in_at_least(config.replicas, [record.share for record in records])
     if not state.wanted[EXPERT] and all(record.draining for record in records):
         # Nobody is to serve any: that none holds what these let go is what was asked for.
         made = -1
     acked = acked_by_all(state)
+    ordered = orders.allowed(config, state, records)
     for record in records:
-        advanced = _advance(state, record, made, full, acked)
+        advanced = _advance(state, record, made, full, acked, ordered.get(record.name, 0))
         if advanced is not record:
             state = with_record(state, advanced)
         if advanced.ready and not record.ready:
             state = launches.succeeded(state, EXPERT)
         if advanced.draining and not advanced.target:
-            state = drains.end(state, record.name, "drained", commands)
-    return state
+            state = drains.end(config, state, record.name, "drained", commands)
+    state = orders.watch(state)
+    settled = state.forming_s is None and state.members is before.members and state.plan is before.plan
+    return state if state.settled == settled else evolve(state, settled=settled)
 
 
 def _place(config: Config, state: State) -> State:
@@ -60,7 +67,9 @@ def _place(config: Config, state: State) -> State:
     plan = Plan(
         capacity=tuple((r.name, r.capacity) for r in placeable),
         doubtful=frozenset(
-            r.name for r in placeable if state.pulses[r.name].suspect or is_late(config, state, r.name)
+            r.name
+            for r in placeable
+            if r.name in state.suspects or r.name in state.silent or orders.is_shunned(state, r.name)
         ),
         layers=state.model.layers,
         experts=state.model.experts,
@@ -79,11 +88,11 @@ def _place(config: Config, state: State) -> State:
             doubtful=plan.doubtful,
         )
     members = {name: _with_share(record, shares.get(name, 0)) for name, record in state.members.items()}
-    return replace(state, members=members, plan=plan)
+    return evolve(state, members=members, plan=plan)
 
 
 def _with_share(record: MemberRecord, share: int) -> MemberRecord:
-    return record if record.share == share else replace(record, share=share)
+    return record if record.share == share else evolve(record, share=share)
 
 
 def _form(config: Config, state: State, placeable: list[MemberRecord]) -> State:
@@ -92,8 +101,8 @@ def _form(config: Config, state: State, placeable: list[MemberRecord]) -> State:
     placed = any(record.share for record in placeable)
     waits = placeable and not placed and len(placeable) < state.wanted[EXPERT]
     if waits and state.now_s - since_s < config.form_s:
-        return replace(state, forming_s=since_s)
-    return state if state.forming_s is None else replace(state, forming_s=None)
+        return state if state.forming_s == since_s else evolve(state, forming_s=since_s)
+    return state if state.forming_s is None else evolve(state, forming_s=None)
 
 
 def _made(state: State, records: list[MemberRecord]) -> int:
@@ -102,21 +111,14 @@ def _made(state: State, records: list[MemberRecord]) -> int:
     for record in records:
         held = record.share & record.target & record.loaded
         unmade |= record.share & ~held
-        if not state.pulses[record.name].suspect:
+        if record.name not in state.suspects:
             covered |= held
     return covered & ~unmade
 
 
-def _full(config: Config, records: list[MemberRecord]) -> int:
-    """The experts for which the placement found as many servers as wanted."""
-    at_least = [-1] + [0] * config.replicas
-    for record in records:
-        for count in range(config.replicas, 0, -1):
-            at_least[count] |= at_least[count - 1] & record.share
-    return at_least[-1]
-
-
-def _advance(state: State, record: MemberRecord, made: int, full: int, acked: int) -> MemberRecord:
+def _advance(
+    state: State, record: MemberRecord, made: int, full: int, acked: int, ordered: int
+) -> MemberRecord:
     held = record.loaded & record.target
     spare = record.target & ~record.share & made
     if not record.draining and not _is_crowded(record):
@@ -132,21 +134,21 @@ def _advance(state: State, record: MemberRecord, made: int, full: int, acked: in
     if retiring_epoch <= acked:
         dropped |= retiring
     target = record.target & ~dropped
-    wanted = record.share & ~target
+    wanted = record.share & ~target & ordered
     if record.capacity:
         room = record.capacity - target.bit_count()
         if room < wanted.bit_count():
             unwanted = target & ~record.share & ~held
             dropped |= unwanted
             target &= ~unwanted
-            wanted = _first(wanted, record.capacity - target.bit_count())
+            wanted = lowest(wanted, record.capacity - target.bit_count())
     target |= wanted
     loaded, serving, retiring = held & ~dropped, serving & ~dropped, retiring & ~dropped
     ready = record.ready or bool(serving) or (state.forming_s is None and not record.share)
     was = (record.target, record.loaded, record.serving, record.retiring, record.ready)
     if (target, loaded, serving, retiring, ready) == was and not dropped:
         return record
-    return replace(
+    return evolve(
         record,
         target=target,
         loaded=loaded,
@@ -160,13 +162,3 @@ def _advance(state: State, record: MemberRecord, made: int, full: int, acked: in
 
 def _is_crowded(record: MemberRecord) -> bool:
     return bool(record.capacity) and (record.target | record.share).bit_count() > record.capacity
-
-
-def _first(bits: int, count: int) -> int:
-    """The lowest `count` bits."""
-    chosen = 0
-    for _ in range(min(count, bits.bit_count())):
-        lowest = bits & -bits
-        chosen |= lowest
-        bits ^= lowest
-    return chosen

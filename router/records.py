@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from typing import TypeVar
 
 from router import bitmap
-from router.state import Command, Config, Fenced, Gone, MemberRecord, Pulse, State
+from router.events import Command, Fenced
+from router.state import Config, Ghost, Gone, MemberRecord, Pulse, State
 from router.view import ATTENTION, DRAINING, EXPERT, JOINING, SERVING, SUSPECT, WARMING, Member, View
 
 _REMEMBERED = 64
+_Whole = TypeVar("_Whole", State, MemberRecord, Pulse)
+_Value = TypeVar("_Value")
+
+
+def evolve(whole: _Whole, **changes: object) -> _Whole:
+    """A copy with some fields changed, as dataclasses.replace makes it, at a fifth of the cost.
+
+    It sets no field twice and runs no __init__; the core spent half its time there.
+    """
+    changed = object.__new__(type(whole))
+    changed.__dict__.update(whole.__dict__, **changes)
+    return changed
 
 
 def is_member(state: State, name: str, incarnation: int) -> bool:
@@ -19,25 +33,45 @@ def is_member(state: State, name: str, incarnation: int) -> bool:
 
 def with_record(state: State, record: MemberRecord) -> State:
     """The state with one member's record replaced."""
-    return replace(state, members={**state.members, record.name: record})
+    return evolve(state, members={**state.members, record.name: record})
 
 
 def with_pulse(state: State, name: str, pulse: Pulse) -> State:
     """The state with one member's pulse replaced."""
-    return replace(state, pulses={**state.pulses, name: pulse})
+    return evolve(state, pulses={**state.pulses, name: pulse})
 
 
-def fence(state: State, name: str, reason: str, commands: list[Command]) -> State:
-    """The state without a member. Its name and incarnation never return."""
-    record = state.members[name]
+def fence(
+    config: Config, state: State, name: str, reason: str, commands: list[Command], ended: bool = False
+) -> State:
+    """The state without a member. Its name and incarnation never return.
+
+    Args:
+        ended: It is proved, or it said itself, that it sends nothing more. Else it may use the routes that it has for
+            as long as its lease would have lasted.
+    """
+    record, pulse = state.members[name], state.pulses[name]
     commands.append(Fenced(name=name, incarnation=record.incarnation, reason=reason))
     gone = Gone(name=name, incarnation=record.incarnation, host=record.host, pid=record.pid, reason=reason)
-    return replace(
+    until_s = pulse.renewed_s + config.lease_s
+    ghosts = state.ghosts
+    if record.pool == ATTENTION and not ended and until_s > state.now_s:
+        ghosts = (*ghosts, Ghost(host=record.host, pid=record.pid, acked=pulse.acked, until_s=until_s))
+    return evolve(
         state,
-        members={n: r for n, r in state.members.items() if n != name},
-        pulses={n: p for n, p in state.pulses.items() if n != name},
+        members=_without(state.members, name),
+        pulses=_without(state.pulses, name),
+        batches=_without(state.batches, name),
+        stuck=_without(state.stuck, name),
+        suspects=state.suspects - {name},
+        silent=state.silent - {name},
         gone=(*state.gone, gone)[-_REMEMBERED:],
+        ghosts=ghosts,
     )
+
+
+def _without(known: Mapping[str, _Value], name: str) -> Mapping[str, _Value]:
+    return {n: value for n, value in known.items() if n != name} if name in known else known
 
 
 def pool(state: State, name: str) -> list[MemberRecord]:
@@ -45,41 +79,25 @@ def pool(state: State, name: str) -> list[MemberRecord]:
     return [record for record in state.members.values() if record.pool == name]
 
 
-def is_late(config: Config, state: State, name: str) -> bool:
-    """True if a member's lease has ended, whether or not it may be fenced for it."""
-    return state.now_s - state.pulses[name].renewed_s > config.lease_s
-
-
-def late_members(config: Config, state: State) -> list[str]:
-    """Names of those whose lease has ended."""
-    return [name for name in state.members if is_late(config, state, name)]
-
-
-def is_suspicious(state: State, late: list[str]) -> bool:
-    """Two or more, and over a quarter, silent at once: more likely the observer than they."""
-    return len(late) >= 2 and 4 * len(late) > len(state.members)
-
-
-def doubts_itself(config: Config, state: State, late: list[str]) -> bool:
+def doubts_itself(config: Config, state: State) -> bool:
     """True while the router must not yet take the silence of so many for theirs."""
-    if not is_suspicious(state, late):
+    if state.doubting_s is None:
         return False
-    # An event between ticks may be the first to see it.
-    since_s = state.now_s if state.doubting_s is None else state.doubting_s
-    return state.now_s - since_s < config.doubt_leases * config.lease_s
+    return state.now_s - state.doubting_s < config.doubt_leases * config.lease_s
 
 
 def acked_by_all(state: State) -> int:
-    """The newest epoch that no attention member is behind."""
-    acked = [state.pulses[record.name].acked for record in pool(state, ATTENTION)]
+    """The newest epoch that no attention member is behind, nor one that was fenced and may still run."""
+    acked = [state.pulses[record.name].acked for record in state.members.values() if record.pool == ATTENTION]
+    acked += [ghost.acked for ghost in state.ghosts]
     return min(acked, default=state.epoch + 1)
 
 
-def phase(record: MemberRecord, pulse: Pulse) -> str:
+def phase(state: State, record: MemberRecord) -> str:
     """The word for a member's state."""
     if record.draining:
         return DRAINING
-    if pulse.suspect:
+    if record.name in state.suspects:
         return SUSPECT
     if record.ready:
         return SERVING
@@ -100,7 +118,7 @@ def view_of(config: Config, state: State) -> View:
             Member(
                 name=record.name,
                 pool=record.pool,
-                state=phase(record, state.pulses[name]),
+                state=phase(state, record),
                 incarnation=record.incarnation,
                 address=record.address,
                 pid=record.pid,

@@ -1,4 +1,4 @@
-"""What the router knows, what can happen to it, and what it can order. Pure data.
+"""What the router knows, and its settings. Pure data.
 
 Times are seconds of one clock that counts suspend (CLOCK_BOOTTIME). A MemberRecord, the counters and the
 model are durable: the journal holds them before anyone hears of them. Pulses, launches and the rest are
@@ -13,11 +13,86 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from router.events import (
+    DRAIN_S as DRAIN_S,
+)
+from router.events import (
+    Acked as Acked,
+)
+from router.events import (
+    Command as Command,
+)
+from router.events import (
+    Event as Event,
+)
+from router.events import (
+    Exited as Exited,
+)
+from router.events import (
+    Fenced as Fenced,
+)
+from router.events import (
+    Join as Join,
+)
+from router.events import (
+    Joined as Joined,
+)
+from router.events import (
+    Launch as Launch,
+)
+from router.events import (
+    LauncherAttached as LauncherAttached,
+)
+from router.events import (
+    LauncherDetached as LauncherDetached,
+)
+from router.events import (
+    Left as Left,
+)
+from router.events import (
+    Loaded as Loaded,
+)
+from router.events import (
+    Publish as Publish,
+)
+from router.events import (
+    Refused as Refused,
+)
+from router.events import (
+    Renewed as Renewed,
+)
+from router.events import (
+    Routed as Routed,
+)
+from router.events import (
+    Scale as Scale,
+)
+from router.events import (
+    Scaled as Scaled,
+)
+from router.events import (
+    Stale as Stale,
+)
+from router.events import (
+    Started as Started,
+)
+from router.events import (
+    Stop as Stop,
+)
+from router.events import (
+    Stranger as Stranger,
+)
+from router.events import (
+    Suspected as Suspected,
+)
+from router.events import (
+    Tick as Tick,
+)
+from router.suspicion import Rhythm
 from router.view import ATTENTION, EXPERT, GATEWAY
 
 # A client names servers by the bits of one 64-bit word (experts/native).
 MOST_MEMBERS = 64
-DRAIN_S = 30.0
 LAUNCHED_POOLS = (EXPERT, ATTENTION)
 NAMED_POOLS = (EXPERT, ATTENTION, GATEWAY)
 
@@ -48,11 +123,21 @@ class Config:
     # After n failed starts in a row the next waits backoff_s * 2^(n-1), at most backoff_most_s.
     backoff_s: float = 0.5
     backoff_most_s: float = 30.0
-    # Ticks come every 0.1 s; a longer gap is the router's own stall, and is taken off everyone's silence.
+    # Ticks come every 0.1 s; a longer gap is the router's own stall, and is taken off everyone's silence. It is less
+    # than what lies between the renewal that is due and the verdict, 0.58 s at a lease of 2 s (router.suspicion).
     tick_s: float = 0.1
-    stall_s: float = 0.5
+    stall_s: float = 0.25
+    # Nobody is fenced on suspicion before a silence of this: two renewals missed.
+    least_silence_s: float = 0.5
     # When many fall silent at once the router doubts itself; 5 leases of news from the others end the doubt.
     doubt_leases: float = 5.0
+    # A copy ordered and not reported within this time is taken back and tried elsewhere; that server gets nothing new
+    # for as long, then twice as long, and so on.
+    move_s: float = 60.0
+    # Copies on their way at once, of experts that are served meanwhile: 8 GiB are 1.3 s of a 50 Gbit/s link. An expert
+    # that nobody serves waits for none of this.
+    copies_in_flight: int = 256
+    bytes_in_flight: int = 8 << 30
     # What was routed counts half after this long: balance follows minutes, not bursts.
     routed_half_life_s: float = 60.0
 
@@ -75,6 +160,9 @@ class Config:
             "tick_s",
             "stall_s",
             "doubt_leases",
+            "move_s",
+            "copies_in_flight",
+            "bytes_in_flight",
             "routed_half_life_s",
         ):
             if not getattr(self, name) > 0:
@@ -91,8 +179,8 @@ class Config:
 
     @property
     def renew_s(self) -> float:
-        """How often members renew: four chances a lease."""
-        return self.lease_s / 4
+        """How often members renew: eight chances a lease."""
+        return self.lease_s / 8
 
     def bounds(self, pool: str) -> tuple[int, int]:
         """Least and most members that may be wanted of a pool."""
@@ -105,14 +193,18 @@ class Config:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Model:
-    """The model that is served, as the first member to know it said. Empty and 0: not known yet."""
+    """The model that is served, as the first member to know it said. Empty and 0: not known yet.
+
+    expert_bytes: Weights of one expert of one layer.
+    """
 
     hash: str = ""
     layers: int = 0
     experts: int = 0
+    expert_bytes: int = 0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class MemberRecord:
     """The durable part of a member. Bitmaps are ints (router.bitmap).
 
@@ -122,7 +214,8 @@ class MemberRecord:
         held until
     every attention member has acked that epoch. dropped_epoch: when target last lost something.
     ready: has served (expert), acked (attention) or joined (gateway). ordered: its process was ordered by a router
-        of this journal. draining_epoch: the first whose View shows it draining. zone: what fails together.
+        of this journal. draining_epoch: the first whose View shows it draining. surplus: it drains because its pool was
+        too large. zone: what fails together.
     """
 
     name: str
@@ -144,20 +237,21 @@ class MemberRecord:
     ready: bool = False
     draining: bool = False
     draining_epoch: int = 0
+    surplus: bool = False
     ordered: bool = False
     zone: str = ""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Pulse:
-    """The rest of a member. acked: newest epoch whose routes it uses. accused_until_s: end of a peer's
-    suspicion. drain_until_s: when a drain has lasted long enough, or None.
+    """The rest of a member. rhythm: of its silences so far. acked: newest epoch whose routes it uses.
+    accused_until_s: end of a peer's suspicion. drain_until_s: when a drain has lasted long enough, or None.
     """
 
     renewed_s: float
+    rhythm: Rhythm = field(default_factory=Rhythm)
     acked: int = 0
     load: Mapping[str, float] = field(default_factory=dict[str, float])
-    suspect: bool = False
     accused_until_s: float = 0.0
     drain_until_s: float | None = None
 
@@ -174,6 +268,24 @@ class Gone:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Ghost:
+    """A member fenced while its process may still run, and use routes as old as `acked`, until its lease ends."""
+
+    host: str
+    pid: int
+    acked: int
+    until_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """Copies ordered together of one server that it has not reported yet. since_s: it reported one, or the order."""
+
+    copies: int
+    since_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Start:
     """A process ordered and not yet a member."""
 
@@ -184,24 +296,28 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failures:
-    """Failed starts in a row, and when the next may be tried."""
+    """Failures in a row, and when the next may be tried."""
 
     count: int = 0
     next_s: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class State:
-    """Everything. salt: makes incarnations of different journals differ. joined: joins ever. named: names
-    ever, by pool.
+    """Everything. Mappings keep the order of joining and are never changed in place.
 
-    wanted: size of each launched pool (durable). drain_s: longest drain of a pool's members.
+    Durable: salt makes incarnations of different journals differ. joined: joins ever. named: names ever, by pool.
+    wanted: size of each launched pool.
 
-    routed: rows sent to each (layer, expert), in the order of bitmaps, decayed since routed_s. plan: what the last
-    placement was made for. forming_s: since when the first placement waits. doubting_s:
-        since when
-    the router doubts its own ears, or None. Mappings keep the order of joining and are never changed in
-    place.
+    ghosts: who may still use old routes though it is no member. suspects: who may be dead, or was accused.
+    silent: who looks dead by silence alone. doubting_s: since when the router doubts its own ears, or None.
+
+    plan: what the last placement was made for. forming_s: since when the first placement waits. settled: nothing has
+    changed since every move went as far as it may. batches: copies on their way, by server. stuck: servers that did not
+    load what was ordered. taken_back: copies they were not given after all, ever.
+
+    drain_s: longest drain of a pool's members. routed: rows sent to each (layer, expert), in the order of bitmaps,
+    decayed since routed_s.
     """
 
     salt: int = 0
@@ -212,242 +328,23 @@ class State:
     model: Model = field(default_factory=Model)
     members: Mapping[str, MemberRecord] = field(default_factory=dict[str, MemberRecord])
     gone: tuple[Gone, ...] = ()
+    wanted: Mapping[str, int] = field(default_factory=dict[str, int])
     now_s: float = 0.0
     ticked_s: float = 0.0
     pulses: Mapping[str, Pulse] = field(default_factory=dict[str, Pulse])
+    ghosts: tuple[Ghost, ...] = ()
+    suspects: frozenset[str] = frozenset()
+    silent: frozenset[str] = frozenset()
+    doubting_s: float | None = None
     plan: object = None
     forming_s: float | None = None
-    doubting_s: float | None = None
+    settled: bool = field(default=False, compare=False)
+    batches: Mapping[str, tuple[Batch, ...]] = field(default_factory=dict[str, tuple[Batch, ...]])
+    stuck: Mapping[str, Failures] = field(default_factory=dict[str, Failures])
+    taken_back: int = 0
     launchers: tuple[str, ...] = ()
     starts: tuple[Start, ...] = ()
     failures: Mapping[str, Failures] = field(default_factory=dict[str, Failures])
-    wanted: Mapping[str, int] = field(default_factory=dict[str, int])
     drain_s: Mapping[str, float] = field(default_factory=dict[str, float])
     routed: NDArray[np.float64] | None = field(default=None, compare=False)
     routed_s: float = 0.0
-
-
-# What can happen.
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Started:
-    """The router itself started, with the journal's state. salt: used if that is the journal's first
-    start.
-    """
-
-    salt: int
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time has passed."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Join:
-    """A process asks to be a member."""
-
-    pool: str
-    address: str
-    pid: int
-    host: str
-    core: int = -1
-    model_hash: str = ""
-    numerics_class: str = ""
-    layers: int = 0
-    experts: int = 0
-    capacity: int = 0
-    zone: str = ""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Renewed:
-    """A member lives, and this is its load."""
-
-    name: str
-    incarnation: int
-    load: Mapping[str, float] = field(default_factory=dict[str, float])
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Acked:
-    """A member uses the routes of this epoch, and none older."""
-
-    name: str
-    incarnation: int
-    epoch: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Routed:
-    """What an attention worker sent since it last said so, for each (layer, expert) in the order of bitmaps.
-
-    rows, activated: [layers * experts] uint32, rows and batches that had any.
-    """
-
-    name: str
-    incarnation: int
-    rows: NDArray[np.uint32] = field(compare=False)
-    activated: NDArray[np.uint32] = field(compare=False)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Loaded:
-    """An expert server holds these experts, verified, having applied the target of that epoch."""
-
-    name: str
-    incarnation: int
-    held: int
-    epoch: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Suspected:
-    """A peer saw a member misbehave."""
-
-    name: str
-    incarnation: int
-    by: str
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Left:
-    """A member goes: at once, or once its experts are served elsewhere."""
-
-    name: str
-    incarnation: int
-    drain: bool
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Exited:
-    """A process is proved to have ended. pool: what it was started for, or empty."""
-
-    host: str
-    pid: int
-    pool: str = ""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Scale:
-    """A pool must have another size. drain_s: longest drain of a member that it no longer needs."""
-
-    pool: str
-    wanted: int
-    drain_s: float = DRAIN_S
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LauncherAttached:
-    """A launcher can start processes on a host; starting: by pool, those that it started and that have not
-    joined.
-    """
-
-    host: str
-    starting: Mapping[str, int] = field(default_factory=dict[str, int])
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LauncherDetached:
-    """The launcher of a host is gone."""
-
-    host: str
-
-
-Event = (
-    Started
-    | Tick
-    | Join
-    | Renewed
-    | Acked
-    | Routed
-    | Loaded
-    | Suspected
-    | Left
-    | Exited
-    | Scale
-    | LauncherAttached
-    | LauncherDetached
-)
-
-
-# What the router orders, or answers.
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Publish:
-    """Everyone must see the new epoch, once it is durable."""
-
-    epoch: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Joined:
-    """Answer to Join."""
-
-    name: str
-    incarnation: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Refused:
-    """Answer to Join or Scale: what was found, what is needed, what to do."""
-
-    message: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Scaled:
-    """Answer to Scale: this size is wanted now."""
-
-    pool: str
-    wanted: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Stranger:
-    """Answer to an event of a member that is none: it is fenced, or never was."""
-
-    name: str
-    incarnation: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Stale:
-    """Answer to Loaded: the target has lost experts since that epoch, so nothing new was taken from the
-    report.
-    """
-
-    name: str
-    epoch: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fenced:
-    """A member has gone, for ever."""
-
-    name: str
-    incarnation: int
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Launch:
-    """The launcher of a host must start a process for a pool."""
-
-    host: str
-    pool: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Stop:
-    """The launcher of a host must end the process of a member that is fenced or has drained."""
-
-    host: str
-    name: str
-    pid: int
-
-
-Command = Publish | Joined | Refused | Scaled | Stranger | Stale | Fenced | Launch | Stop

@@ -118,7 +118,7 @@ def silence_of_all_orders_nothing_at_first(step: Step) -> None:
     orders: list[Launch] = []
     while not orders and told.now_s - quiet_s < 60:
         orders += [c for c in told.give(Tick(), after_s=0.1) if isinstance(c, Launch)]
-    assert 11 < told.now_s - quiet_s < 13, f"ordered after {told.now_s - quiet_s:.1f} s of silence"
+    assert 10 < told.now_s - quiet_s < 11, f"ordered after {told.now_s - quiet_s:.1f} s of silence"
     assert len(told.state.members) == 3, "silence of all fences nobody"
 
 
@@ -128,7 +128,6 @@ def an_event_between_ticks_meets_the_same_doubt(step: Step) -> None:
     for _ in range(20):
         told.give(Tick(), after_s=0.1)
     commands = told.give(Join(pool="gateway", address="a", pid=9, host="h"), after_s=0.05)
-    assert told.state.doubting_s is None
     assert not [c for c in commands if isinstance(c, Launch)], commands
 
 

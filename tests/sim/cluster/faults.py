@@ -45,6 +45,7 @@ class Schedule:
     def stop(self) -> None:
         """No fault strikes from now on; those that last end by themselves."""
         self.stopped = True
+        self.healed_s = max(self.healed_s, self.world.now_s)
         judge, world = self.world.judge, self.world
         for pool in (EXPERT, ATTENTION):
             if not judge.wanted[pool]:

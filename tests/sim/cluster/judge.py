@@ -30,6 +30,7 @@ from router.state import (
     Tick,
 )
 from router.view import ATTENTION, EXPERT
+from tests.sim.cluster.hearing import Hearing, Known
 from tests.sim.cluster.members import ExpertServer, Process
 from tests.sim.cluster.workers import Worker
 
@@ -48,35 +49,20 @@ class Violation(AssertionError):
         self.promise, self.story, self.seed, self.mode, self.events = promise, story, seed, mode, events
 
 
-class Known:
-    """A member as the judge knows it: what the router said, and when it was truly heard on the router's clock."""
-
-    __slots__ = ("asked_to_drain", "heard_s", "host", "name", "pid", "pool", "process", "shrunk_epoch")
-
-    def __init__(self, name: str, event: Join, heard_s: float, process: Process | None) -> None:
-        self.name, self.pool, self.host, self.pid = name, event.pool, event.host, event.pid
-        self.heard_s, self.process = heard_s, process
-        self.asked_to_drain = False
-        self.shrunk_epoch = 0
-
-
 class Judge:
-    """present: members that were not fenced, by incarnation, in the order of joining."""
+    """present: members that were not fenced, by incarnation, in the order of joining. told: exits that were proved."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.config = world.config
-        self.present: dict[int, Known] = {}
+        self.hearing = Hearing(world.config)
+        self.present = self.hearing.present
         self.fenced: set[int] = set()
         self.names: set[str] = set()
         self.incarnations: set[int] = set()
-        self.told: set[tuple[str, int]] = set()
         self.wanted = {pool: world.config.wanted(pool) for pool in LAUNCHED_POOLS}
         self.shown: Shown | None = None
         self.epoch = 0
-        self.now_s = self.ticked_s = 0.0
-        self.doubt_s: float | None = None
-        self._excused = False
         self._planned = True
 
     def broken(self, promise: str, text: str) -> NoReturn:
@@ -84,57 +70,9 @@ class Judge:
         world = self.world
         raise Violation(promise, text, world.seed, world.mode, world.router.events)
 
-    # The world's account of silence, as the rules of leases have it.
-
     def router_started(self) -> None:
-        """A new term hears everybody anew."""
-        now_s = self.world.now_s + self.world.router.clock_s
-        self.now_s = self.ticked_s = now_s
-        self.doubt_s = None
-        for known in self.present.values():
-            known.heard_s = now_s
-
-    def before(self, event: Event, now_s: float) -> None:
-        """An event is about to be given to the core."""
-        if now_s < self.now_s:
-            now_s = self.now_s
-        self.now_s = now_s
-        gap_s = now_s - self.ticked_s
-        self._excused = gap_s > self.config.stall_s
-        if self._excused:
-            stall_s = gap_s - self.config.tick_s
-            self.ticked_s = now_s
-            for known in self.present.values():
-                known.heard_s = min(now_s, known.heard_s + stall_s)
-            if self.doubt_s is not None:
-                self.doubt_s += stall_s
-        kind = type(event)
-        if kind is Renewed:
-            known = self.present.get(event.incarnation)
-            if known is not None and known.name == event.name:
-                known.heard_s = now_s
-        elif kind is Tick:
-            self.ticked_s = now_s
-            late = self._late()
-            if len(late) >= 2 and 4 * len(late) > len(self.present):
-                self.doubt_s = now_s if self.doubt_s is None else self.doubt_s
-            else:
-                self.doubt_s = None
-
-    def kept(self) -> tuple[object, ...]:
-        """What `before` may change, for `undo`."""
-        heard = [(known, known.heard_s) for known in self.present.values()]
-        return self.now_s, self.ticked_s, self.doubt_s, heard
-
-    def undo(self, kept: tuple[object, ...]) -> None:
-        """The event could not be written down: nothing has happened."""
-        self.now_s, self.ticked_s, self.doubt_s, heard = kept
-        for known, heard_s in heard:
-            known.heard_s = heard_s
-
-    def _late(self) -> list[int]:
-        end_s = self.now_s - self.config.lease_s
-        return [number for number, known in self.present.items() if known.heard_s < end_s]
+        """A new term begins."""
+        self.hearing.restart(self.world.now_s + self.world.router.clock_s)
 
     # After an event.
 
@@ -183,10 +121,8 @@ class Judge:
             )
         if isinstance(event, Started) and not published:
             self.broken("a new term publishes", f"epoch {state.epoch}")
-        if fences:
-            late = len(self._late()) if isinstance(event, Tick) else 0
-            for command in fences:
-                self._fence(before, event, command, late)
+        for command in fences:
+            self._fence(before, event, command)
         if isinstance(event, Left) and event.drain and event.incarnation in self.present:
             self.present[event.incarnation].asked_to_drain = True
         starts = [command for command in commands if type(command) is Launch]
@@ -209,7 +145,7 @@ class Judge:
         self.names.add(command.name)
         self.incarnations.add(command.incarnation)
         process = self.world.processes.get(event.pid - 1000)
-        self.present[command.incarnation] = Known(command.name, event, self.now_s, process)
+        self.present[command.incarnation] = Known(command.name, event, self.hearing.now_s, process)
 
     def _stranger(self, before: State, event: Event) -> None:
         if event.incarnation in self.present and self.present[event.incarnation].name == event.name:
@@ -219,15 +155,18 @@ class Judge:
     def _unchanged(self, before: State, event: Event) -> None:
         state = self.world.router.state
         same = before.members == state.members and before.wanted == state.wanted
-        if not same or not (self._excused or before.pulses == state.pulses):
+        if not same or not (self.hearing.excused or before.pulses == state.pulses):
             self.broken("stale events change nothing", f"{event} changed the state")
 
-    def _fence(self, before: State, event: Event, command: Fenced, late: int) -> None:
+    def _fence(self, before: State, event: Event, command: Fenced) -> None:
         known = self.present.pop(command.incarnation, None)
         if known is None:
             self.broken("a member is fenced once", f"{command}")
         self.fenced.add(command.incarnation)
+        hearing = self.hearing
         record = before.members[known.name]
+        if not isinstance(event, Exited | Left):
+            hearing.ghosts[command.incarnation] = (known, known.heard_s + self.config.lease_s)
         if command.reason == "drained" or record.draining:
             # One that has nothing to hand over drains within the step that asks it to.
             if not record.draining and not isinstance(event, Left | Tick):
@@ -242,19 +181,20 @@ class Judge:
             ):
                 self.broken("only who ended is fenced for it", f"{command}: {event}")
             return
-        if isinstance(event, Left):
+        if isinstance(event, Left) or (
+            isinstance(event, Join) and (event.host, event.pid) == (known.host, known.pid)
+        ):
             return
         if not isinstance(event, Tick):
             self.broken("a fence has a reason", f"{command} at {event}")
-        silence_s = self.now_s - known.heard_s
-        if silence_s <= self.config.lease_s:
-            self.broken("nobody is fenced within its lease", f"{command} after {silence_s:.2f} s of silence")
-        patience_s = self.config.doubt_leases * self.config.lease_s
-        # Equal sums of floats differ in their last bits.
-        if self.doubt_s is not None and self.now_s - self.doubt_s < patience_s - 1e-6:
+        silence_s, patience_s = hearing.now_s - known.heard_s, hearing.patience_s(known)
+        if silence_s < patience_s:
             self.broken(
-                "an observer doubts itself first", f"{command}, {late} of {len(before.members)} are late"
+                "nobody is fenced while it may live",
+                f"{command}: {silence_s:.3f} s, {patience_s:.3f} s needed",
             )
+        if hearing.doubts():
+            self.broken("an observer doubts itself first", f"{command} of {len(before.members)}")
         elsewhere = 0
         for name, other in before.members.items():
             if name != known.name:
@@ -266,30 +206,32 @@ class Judge:
             )
 
     def _routes_to(self, name: str, incarnation: int) -> list[tuple[str, int]]:
-        """Workers, members still, that ask a server, and what for."""
+        """Workers, members still or with a lease that has not ended, that ask a server, and what for."""
         found = []
         for process in self.world.processes.values():
-            if isinstance(process, Worker) and process.incarnation in self.present:
+            if isinstance(process, Worker) and self._counts(process):
                 link = process.links.get(name)
                 bits = process.routes.get(name, 0)
                 if bits and link is not None and link.incarnation == incarnation:
                     found.append((process.name, bits))
         return found
 
+    def _counts(self, worker: Worker) -> bool:
+        if worker.incarnation in self.present:
+            return True
+        _, end_s = self.hearing.ghosts.get(worker.incarnation, (None, 0.0))
+        return self.hearing.now_s < end_s
+
     def _launches(self, starts: list[Launch]) -> None:
         """No process is ordered in place of one that may be presumed alive."""
-        state = self.world.router.state
-        late = self._late()
-        if len(late) >= 2 and 4 * len(late) > len(self.present):
-            since_s = self.now_s if self.doubt_s is None else self.doubt_s
-            if self.now_s - since_s < self.config.doubt_leases * self.config.lease_s - 1e-6:
-                late = []
+        state, hearing = self.world.router.state, self.hearing
+        doubts = hearing.doubts()
         for pool in {command.pool for command in starts}:
             filled = sum(start.pool == pool for start in state.starts)
-            for number, known in self.present.items():
+            for known in self.present.values():
                 record = state.members.get(known.name)
-                if known.pool == pool and number not in late and record is not None and not record.draining:
-                    filled += 1
+                if known.pool == pool and record is not None and not record.draining:
+                    filled += doubts or not hearing.may_be_dead(known)
             if filled > self.wanted[pool]:
                 self.broken(
                     "no more are ordered than wanted", f"{filled} in pool {pool}, {self.wanted[pool]} wanted"
@@ -326,7 +268,6 @@ class Judge:
                 continue
             shrunk = row.target & ~now.target
             if shrunk:
-                self.present[row.incarnation].shrunk_epoch = shown.epoch
                 for name, bits in self._routes_to(row.name, row.incarnation):
                     if bits & shrunk:
                         self.broken(
@@ -397,7 +338,7 @@ class Judge:
                     f"{server.name} drops {routed & bits:x}, asked by {name}",
                 )
         for process in self.world.processes.values():
-            if isinstance(process, Worker) and process.incarnation in self.present:
+            if isinstance(process, Worker) and self._counts(process):
                 for dispatch in process.flights.values():
                     asked = any(bits >> pair[2] & 1 for pair in dispatch.pairs)
                     if dispatch.link.server is server and asked:
@@ -444,7 +385,7 @@ class Judge:
             if len(found) < wanted:
                 return f"{len(found)} of {wanted} in pool {pool}"
             # One that joined while its launcher was away counts as its operator's.
-            if len(found) > wanted and router.state.members[found[-1].name].ordered:
+            if len(found) > wanted and any(router.state.members[row.name].ordered for row in found):
                 return f"{len(found)} in pool {pool}, {wanted} wanted"
         for row in shown.rows.values():
             if row.phase != "serving":

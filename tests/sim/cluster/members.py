@@ -6,7 +6,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from router.state import Command, Event, Exited, Join, Joined, Loaded, Stale, Stranger
-from router.view import ATTENTION
+from router.view import ATTENTION, EXPERT
 from tests.sim.cluster.network import ROUTER
 from tests.sim.cluster.shell import Packet, Shown
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 _RETRY_MOST_S = 0.5
 _JOIN_S = 5.0
 LATE_REPORTS = False
+EXPERT_BYTES = 1000
 IDLE: dict[str, float] = {}
 
 
@@ -67,6 +68,7 @@ class Process:
             layers=world.layers,
             experts=world.experts,
             capacity=self.capacity,
+            expert_bytes=EXPERT_BYTES if self.pool == EXPERT else 0,
         )
         serial = self._serial
         self.tell(event, lambda commands: self._joined(serial, commands))
@@ -160,7 +162,7 @@ class Process:
         # An unanswered attempt counts too: only this process's own silence ends its lease.
         self.spoke_s = world.now_s
         self._speaking = False
-        world.at(world.now_s + _RETRY_MOST_S, self.renew, serial)
+        world.at(world.now_s + min(world.config.renew_s, _RETRY_MOST_S), self.renew, serial)
 
     def renewed(self, what: tuple[int, bool]) -> None:
         """The router's answer."""

@@ -53,10 +53,9 @@ class Shown:
     __slots__ = ("epoch", "experts", "rows")
 
     def __init__(self, state: State) -> None:
-        pulses = state.pulses
         self.epoch = state.epoch
         self.rows = {
-            n: Row(n, r.pool, r.incarnation, phase(r, pulses[n]), r.target, r.serving)
+            n: Row(n, r.pool, r.incarnation, phase(state, r), r.target, r.serving)
             for n, r in state.members.items()
         }
         self.experts = [row for row in self.rows.values() if row.pool == EXPERT]
@@ -145,14 +144,14 @@ class Router:
         now_s = world.now_s + self.clock_s
         judge = world.judge
         self.events += 1
-        kept = judge.kept() if self.unwritable or self.problem else None
-        judge.before(event, now_s)
+        kept = judge.hearing.kept() if self.unwritable or self.problem else None
+        judge.hearing.before(event, now_s)
         state, commands = world.step(self.config, before, event, now_s)
         self.last.append((world.now_s, event, commands))
         self.trace = hash((self.trace, _KINDS[type(event)], state.epoch, state.joined, len(commands), now_s))
         if kept is not None and self._cannot_write(before, state, commands):
             self.problem = True
-            judge.undo(kept)
+            judge.hearing.undo(kept)
             return None
         if self.journal is not None:
             self.journal.save(before, state)

@@ -19,7 +19,7 @@ from tests.sim.cluster.faults import Schedule
 from tests.sim.cluster.judge import Judge, Violation
 from tests.sim.cluster.launcher import Launcher
 from tests.sim.cluster.ledger import Ledger
-from tests.sim.cluster.members import ExpertServer, Process
+from tests.sim.cluster.members import EXPERT_BYTES, ExpertServer, Process
 from tests.sim.cluster.network import Network
 from tests.sim.cluster.shell import Router
 from tests.sim.cluster.workers import Worker
@@ -59,6 +59,9 @@ class World:
             replicas=dice.randint(1, min(3, wanted)),
             start_s=15.0,
             backoff_most_s=8.0,
+            move_s=dice.choice((2.0, 5.0, 20.0)),
+            copies_in_flight=dice.choice((1, 2, 4, 256)),
+            bytes_in_flight=dice.choice((1, 3, 1000)) * EXPERT_BYTES,
         )
         self.capacity = 0
         if dice.random() < 0.35:
@@ -74,7 +77,7 @@ class World:
         self.router = Router(self, dice)
         self.launchers = [Launcher(self, host, -1 - i) for i, host in enumerate(HOSTS[: dice.randint(1, 3)])]
         self.clients = Clients(self, rate=dice.uniform(0.5, 2.0) * self.config.attention_wanted)
-        self.schedule = Schedule(self, keep, pace=dice.choice((0.15, 0.3, 0.6, 1.2)))
+        self.schedule = Schedule(self, keep, pace=dice.choice((0.2, 0.4, 0.8, 1.6)))
         self.gateways = dice.randint(1, 2)
         self.converged_s = -1.0  # how long everything took to come back
 

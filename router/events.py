@@ -1,0 +1,237 @@
+"""What can happen to the router, and what it orders or answers. Pure data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+DRAIN_S = 30.0
+
+# What can happen.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Started:
+    """The router itself started, with the journal's state. salt: used if that is the journal's first
+    start.
+    """
+
+    salt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Join:
+    """A process asks to be a member."""
+
+    pool: str
+    address: str
+    pid: int
+    host: str
+    core: int = -1
+    model_hash: str = ""
+    numerics_class: str = ""
+    layers: int = 0
+    experts: int = 0
+    capacity: int = 0
+    zone: str = ""
+    expert_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Renewed:
+    """A member lives, and this is its load."""
+
+    name: str
+    incarnation: int
+    load: Mapping[str, float] = field(default_factory=dict[str, float])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Acked:
+    """A member uses the routes of this epoch, and none older."""
+
+    name: str
+    incarnation: int
+    epoch: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Routed:
+    """What an attention worker sent since it last said so, for each (layer, expert) in the order of bitmaps.
+
+    rows, activated: [layers * experts] uint32, rows and batches that had any.
+    """
+
+    name: str
+    incarnation: int
+    rows: NDArray[np.uint32] = field(compare=False)
+    activated: NDArray[np.uint32] = field(compare=False)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loaded:
+    """An expert server holds these experts, verified, having applied the target of that epoch."""
+
+    name: str
+    incarnation: int
+    held: int
+    epoch: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Suspected:
+    """A peer saw a member misbehave."""
+
+    name: str
+    incarnation: int
+    by: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Left:
+    """A member goes: at once, or once its experts are served elsewhere."""
+
+    name: str
+    incarnation: int
+    drain: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exited:
+    """A process is proved to have ended. pool: what it was started for, or empty."""
+
+    host: str
+    pid: int
+    pool: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scale:
+    """A pool must have another size. drain_s: longest drain of a member that it no longer needs."""
+
+    pool: str
+    wanted: int
+    drain_s: float = DRAIN_S
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LauncherAttached:
+    """A launcher can start processes on a host; starting: by pool, those that it started and that have not
+    joined.
+    """
+
+    host: str
+    starting: Mapping[str, int] = field(default_factory=dict[str, int])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LauncherDetached:
+    """The launcher of a host is gone."""
+
+    host: str
+
+
+Event = (
+    Started
+    | Tick
+    | Join
+    | Renewed
+    | Acked
+    | Routed
+    | Loaded
+    | Suspected
+    | Left
+    | Exited
+    | Scale
+    | LauncherAttached
+    | LauncherDetached
+)
+
+
+# What the router orders, or answers.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Publish:
+    """Everyone must see the new epoch, once it is durable."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Joined:
+    """Answer to Join."""
+
+    name: str
+    incarnation: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refused:
+    """Answer to Join or Scale: what was found, what is needed, what to do."""
+
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scaled:
+    """Answer to Scale: this size is wanted now."""
+
+    pool: str
+    wanted: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stranger:
+    """Answer to an event of a member that is none: it is fenced, or never was."""
+
+    name: str
+    incarnation: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stale:
+    """Answer to Loaded: the target has lost experts since that epoch, so nothing new was taken from the
+    report.
+    """
+
+    name: str
+    epoch: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fenced:
+    """A member has gone, for ever."""
+
+    name: str
+    incarnation: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """The launcher of a host must start a process for a pool."""
+
+    host: str
+    pool: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stop:
+    """The launcher of a host must end the process of a member that is fenced or has drained."""
+
+    host: str
+    name: str
+    pid: int
+
+
+Command = Publish | Joined | Refused | Scaled | Stranger | Stale | Fenced | Launch | Stop

@@ -1,0 +1,127 @@
+"""Copies on their way: how many at once, which first, and what becomes of one that does not arrive. Pure."""
+
+from __future__ import annotations
+
+from router.bitmap import lowest
+from router.records import evolve, pool, with_record
+from router.state import Batch, Config, Failures, MemberRecord, State
+from router.view import EXPERT
+
+_DOUBLINGS = 5
+
+
+def allowed(config: Config, state: State, records: list[MemberRecord]) -> dict[str, int]:
+    """The copies that each server may be told to load now.
+
+    An expert that nobody serves waits for nothing. The others share what is left of the budget: first those with
+    fewer copies than wanted, and while any of these is left, none that only moves.
+    """
+    wanted = {r.name: lowest(r.share & ~r.target, _room(r)) for r in records if r.share & ~r.target}
+    if not wanted:
+        return {}
+    served = on_the_way = 0
+    for record in records:
+        served |= record.serving
+        on_the_way += (record.target & ~record.loaded).bit_count()
+    allowed = {name: bits & ~served for name, bits in wanted.items()}
+    free = budget(config, state) - on_the_way
+    short = served & ~in_at_least(
+        config.replicas, [r.target for r in records if r.name not in state.suspects]
+    )
+    queue = {name: bits & short for name, bits in wanted.items() if bits & short}
+    queue = queue or {name: bits & served for name, bits in wanted.items() if bits & served}
+    left = len(queue)
+    for name, bits in queue.items():
+        chosen = lowest(bits, max(0, -(-free // left)))
+        allowed[name] |= chosen
+        free -= chosen.bit_count()
+        left -= 1
+    return allowed
+
+
+def budget(config: Config, state: State) -> int:
+    """Copies that may be on their way at once: at least one, or nothing would ever move."""
+    if not state.model.expert_bytes:
+        return config.copies_in_flight
+    return max(1, min(config.copies_in_flight, config.bytes_in_flight // state.model.expert_bytes))
+
+
+def _room(record: MemberRecord) -> int:
+    if not record.capacity:
+        return record.share.bit_count()
+    return max(0, record.capacity - (record.target & (record.share | record.loaded)).bit_count())
+
+
+def in_at_least(count: int, held: list[int]) -> int:
+    """The experts that are in at least so many of these bitmaps."""
+    at_least = [-1] + [0] * count
+    for bits in held:
+        for n in range(count, 0, -1):
+            at_least[n] |= at_least[n - 1] & bits
+    return at_least[-1]
+
+
+def watch(state: State) -> State:
+    """Note what was ordered and what arrived."""
+    batches = dict(state.batches)
+    arrived: set[str] = set()
+    for record in pool(state, EXPERT):
+        missing = record.target & ~record.loaded
+        known = state.batches.get(record.name, ())
+        if not missing and not known:
+            continue
+        kept: list[Batch] = []
+        for batch in known:
+            copies = batch.copies & missing
+            if copies == batch.copies:
+                kept.append(batch)
+            elif copies:
+                kept.append(Batch(copies=copies, since_s=state.now_s))
+            missing &= ~copies
+        if missing:
+            kept.append(Batch(copies=missing, since_s=state.now_s))
+        batches[record.name] = tuple(kept)
+        if not kept and any(batch.copies & record.loaded for batch in known):
+            arrived.add(record.name)
+    watched = {name: kept for name, kept in batches.items() if kept}
+    if watched == state.batches:
+        return state
+    if arrived & state.stuck.keys():
+        state = evolve(state, stuck={n: f for n, f in state.stuck.items() if n not in arrived})
+    return evolve(state, batches=watched)
+
+
+def give_up(config: Config, state: State) -> State:
+    """Take back the copies that have not arrived in time; their server gets nothing new for a while."""
+    for name, batches in state.batches.items():
+        late = 0
+        for batch in batches:
+            if state.now_s - batch.since_s >= config.move_s:
+                late |= batch.copies
+        if not late:
+            continue
+        record = state.members[name]
+        count = state.stuck.get(name, Failures()).count + 1
+        wait_s = config.move_s * 2.0 ** min(count - 1, _DOUBLINGS)
+        state = with_record(
+            state,
+            evolve(
+                record,
+                share=record.share & ~late,
+                target=record.target & ~late,
+                dropped_epoch=state.epoch + 1,
+            ),
+        )
+        state = evolve(
+            state,
+            stuck={**state.stuck, name: Failures(count=count, next_s=state.now_s + wait_s)},
+            taken_back=state.taken_back + late.bit_count(),
+            plan=None,
+        )
+    return state
+
+
+def is_shunned(state: State, name: str) -> bool:
+    """True while a server gets nothing new, for it did not load what was ordered."""
+    failures = state.stuck.get(name)
+    return failures is not None and state.now_s < failures.next_s
