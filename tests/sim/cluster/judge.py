@@ -217,6 +217,8 @@ class Judge:
         return found
 
     def _counts(self, worker: Worker) -> bool:
+        if not worker.acked:
+            return False  # it is not ready: no gateway gives it anything, so it asks for nothing
         if worker.incarnation in self.present:
             return True
         _, end_s = self.hearing.ghosts.get(worker.incarnation, (None, 0.0))
