@@ -277,6 +277,13 @@ def _load(state: State, event: Loaded, commands: list[Command]) -> State:
         commands.append(Stranger(name=event.name, incarnation=event.incarnation))
         return state
     record = state.members[event.name]
+    pulse = state.pulses[event.name]
+    if event.epoch < pulse.reported:
+        # Overtaken by a newer report of the same server.
+        commands.append(Stale(name=event.name, epoch=event.epoch))
+        return state
+    if event.epoch > pulse.reported:
+        state = with_pulse(state, event.name, evolve(pulse, reported=min(event.epoch, state.epoch)))
     held = event.held & record.target
     if event.epoch < record.dropped_epoch:
         # The server may be unloading what it then held, so such a report can only take away.

@@ -17,6 +17,8 @@ def order(config: Config, state: State, commands: list[Command]) -> State:
         if state.now_s >= start.until_s:
             state = evolve(state, starts=_without(state.starts, start))
             state = failed(config, state, start.pool)
+    if any(state.now_s >= start.until_s for start in state.orphans):
+        state = evolve(state, orphans=tuple(start for start in state.orphans if state.now_s < start.until_s))
     if not state.launchers:
         return state
     for name in LAUNCHED_POOLS:
@@ -45,27 +47,31 @@ def live(config: Config, state: State, name: str) -> int:
 def attach(config: Config, state: State, event: LauncherAttached) -> State:
     """A launcher appears, or appears again: what it says is starting replaces what was known of its host."""
     state = detach(state, event.host)
+    orphans = tuple(start for start in state.orphans if start.host != event.host)
     until_s = state.now_s + config.start_s
     starts = tuple(
         Start(host=event.host, pool=name, until_s=until_s)
         for name in LAUNCHED_POOLS
         for _ in range(event.starting.get(name, 0))
     )
-    return evolve(state, launchers=(*state.launchers, event.host), starts=state.starts + starts)
+    return evolve(
+        state, launchers=(*state.launchers, event.host), starts=state.starts + starts, orphans=orphans
+    )
 
 
 def detach(state: State, host: str) -> State:
-    """A launcher is gone, and with it every order that it had."""
+    """A launcher is gone: nobody says any more what becomes of the orders that it had."""
     return evolve(
         state,
         launchers=tuple(known for known in state.launchers if known != host),
         starts=tuple(start for start in state.starts if start.host != host),
+        orphans=state.orphans + tuple(start for start in state.starts if start.host == host),
     )
 
 
 def expects(state: State, host: str, name: str) -> bool:
     """True if a process of that host and pool was ordered and has not joined."""
-    return any((start.host, start.pool) == (host, name) for start in state.starts)
+    return any((start.host, start.pool) == (host, name) for start in state.starts + state.orphans)
 
 
 def joined(state: State, host: str, name: str) -> State:
@@ -73,6 +79,9 @@ def joined(state: State, host: str, name: str) -> State:
     for start in state.starts:
         if (start.host, start.pool) == (host, name):
             return evolve(state, starts=_without(state.starts, start))
+    for start in state.orphans:
+        if (start.host, start.pool) == (host, name):
+            return evolve(state, orphans=_without(state.orphans, start))
     return state
 
 

@@ -1,6 +1,6 @@
 """Who is alive: silence, suspicion, leases, and when the router rather doubts itself. Pure.
 
-Verdicts are judged at ticks, and taken back as soon as a member speaks.
+Silences are judged at ticks; between them nobody falls silent.
 """
 
 from __future__ import annotations
@@ -36,15 +36,13 @@ def judge(config: Config, state: State, commands: list[Command]) -> State:
 
 
 def renewed(config: Config, state: State, event: Renewed) -> State:
-    """A member spoke: it is not silent, whatever was thought of it."""
+    """A member spoke: from now on it is not silent; a suspicion ends at the next tick."""
     name = event.name
     pulse = state.pulses[name]
     rhythm = heard(pulse.rhythm, state.now_s - pulse.renewed_s, config.lease_s)
     state = with_pulse(state, name, evolve(pulse, renewed_s=state.now_s, rhythm=rhythm, load=event.load))
     if name in state.silent:
         state = evolve(state, silent=state.silent - {name})
-    if name in state.suspects and state.now_s >= pulse.accused_until_s:
-        state = evolve(state, suspects=state.suspects - {name})
     return state
 
 

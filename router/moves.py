@@ -125,14 +125,14 @@ def _advance(
         # A copy too many is better than one too few, while there is room for it.
         spare &= full | ~held
     serving = held & ~spare
-    withdrawn = record.serving & held & spare
-    retiring = (record.retiring & held & spare) | withdrawn
+    # Whatever no longer serves, moved or not reported any more, somebody may still ask for.
+    withdrawn = record.serving & record.target & ~serving
+    retiring = (record.retiring & record.target & ~serving) | withdrawn
     next_epoch = state.epoch + 1
     retiring_epoch = next_epoch if withdrawn else record.retiring_epoch
-    # What never served, or served no client since they all acked, nobody can ask for.
-    dropped = spare & ~retiring
     if retiring_epoch <= acked:
-        dropped |= retiring
+        retiring = 0
+    dropped = spare & ~retiring
     target = record.target & ~dropped
     wanted = record.share & ~target & ordered
     if record.capacity:

@@ -244,13 +244,15 @@ class MemberRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Pulse:
-    """The rest of a member. rhythm: of its silences so far. acked: newest epoch whose routes it uses.
-    accused_until_s: end of a peer's suspicion. drain_until_s: when a drain has lasted long enough, or None.
+    """The rest of a member. rhythm: of its silences so far. acked: newest epoch whose routes it uses. reported: newest
+    epoch for which it said what it holds. accused_until_s: end of a peer's suspicion. drain_until_s: when a drain has
+    lasted long enough, or None.
     """
 
     renewed_s: float
     rhythm: Rhythm = field(default_factory=Rhythm)
     acked: int = 0
+    reported: int = 0
     load: Mapping[str, float] = field(default_factory=dict[str, float])
     accused_until_s: float = 0.0
     drain_until_s: float | None = None
@@ -316,6 +318,8 @@ class State:
     changed since every move went as far as it may. batches: copies on their way, by server. stuck: servers that did not
     load what was ordered. taken_back: copies they were not given after all, ever.
 
+    orphans: starts whose launcher went: not counted on, but known should they join after all.
+
     drain_s: longest drain of a pool's members. routed: rows sent to each (layer, expert), in the order of bitmaps,
     decayed since routed_s.
     """
@@ -344,6 +348,7 @@ class State:
     taken_back: int = 0
     launchers: tuple[str, ...] = ()
     starts: tuple[Start, ...] = ()
+    orphans: tuple[Start, ...] = ()
     failures: Mapping[str, Failures] = field(default_factory=dict[str, Failures])
     drain_s: Mapping[str, float] = field(default_factory=dict[str, float])
     routed: NDArray[np.float64] | None = field(default=None, compare=False)

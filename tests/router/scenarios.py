@@ -2,70 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from itertools import pairwise
 
 from router.state import (
-    Acked,
-    Command,
-    Config,
-    Event,
     Exited,
     Join,
-    Joined,
     Launch,
     LauncherAttached,
-    Loaded,
+    LauncherDetached,
+    Left,
     Refused,
     Renewed,
     Scale,
     Started,
-    State,
     Stop,
     Tick,
 )
-
-Step = Callable[[Config, State, Event, float], tuple[State, list[Command]]]
-
-
-class Told:
-    """A core with a clock."""
-
-    def __init__(self, step: Step, **settings: object) -> None:
-        self.step = step
-        self.config = Config(**settings)  # type: ignore[arg-type]
-        self.state = State()
-        self.now_s = 100.0
-        self.pids = 0
-        self.give(Started(salt=1))
-
-    def give(self, event: Event, after_s: float = 0.0) -> list[Command]:
-        self.now_s += after_s
-        self.state, commands = self.step(self.config, self.state, event, self.now_s)
-        return commands
-
-    def join(self, pool: str = "expert", **fields: object) -> str:
-        self.pids += 1
-        shape = {"layers": 1, "experts": 2, "model_hash": "m", **fields}
-        asked = Join(pool=pool, address="a", pid=self.pids, host="h", **shape)  # type: ignore[arg-type]
-        commands = self.give(asked)
-        return next(c.name for c in commands if isinstance(c, Joined))
-
-    def load_all(self) -> None:
-        for record in list(self.state.members.values()):
-            if record.pool == "expert":
-                self.loaded(record.name, record.target, self.state.epoch)
-
-    def renew(self, name: str, after_s: float = 0.0) -> None:
-        self.give(Renewed(name=name, incarnation=self.state.members[name].incarnation), after_s)
-
-    def ack(self, name: str) -> None:
-        incarnation = self.state.members[name].incarnation
-        self.give(Acked(name=name, incarnation=incarnation, epoch=self.state.epoch))
-
-    def loaded(self, name: str, held: int, epoch: int) -> list[Command]:
-        incarnation = self.state.members[name].incarnation
-        return self.give(Loaded(name=name, incarnation=incarnation, held=held, epoch=epoch))
+from tests.router.told import Step, Told, cluster, lively, rest
 
 
 def a_late_report_brings_nothing_back(step: Step) -> None:
@@ -265,27 +218,184 @@ def a_size_out_of_bounds_is_refused(step: Step) -> None:
         assert told.state.wanted == {"expert": 2, "attention": 1}
 
 
-def rest(told: Told, rounds: int = 20, load: Mapping[str, float] | None = None) -> None:
-    """Everyone speaks, loads and acks; nothing goes wrong."""
-    for _ in range(rounds):
-        for record in list(told.state.members.values()):
-            told.give(Renewed(name=record.name, incarnation=record.incarnation, load=load or {}))
-        told.load_all()
-        for record in list(told.state.members.values()):
-            if record.pool == "attention":
-                told.ack(record.name)
+def who_was_regular_is_missed_within_a_second(step: Step) -> None:
+    """After a minute of punctual renewals a silence is suspect in half a second and condemned before the lease ends."""
+    told = cluster(step, servers=4)
+    lively(told, 60)
+    suspect_s, fenced_s = lively(told, 3, dumb="expert/4")
+    assert 0.4 < suspect_s < 0.7, f"suspect after {suspect_s:.2f} s"
+    assert 0.8 < fenced_s < 1.0, f"fenced after {fenced_s:.2f} s"
+    assert len(told.state.members) == 4, told.state.gone
+
+
+def who_is_often_late_is_waited_for(step: Step) -> None:
+    """A server that now and then says nothing for over a second gets its whole lease."""
+    told = cluster(step, servers=4)
+    for _ in range(4):
+        lively(told, 40)
+        lively(told, 1.2, dumb="expert/4")
+        assert len(told.state.members) == 5, "the prior is more patient than that"
+    _, fenced_s = lively(told, 4, dumb="expert/4")
+    assert 2.0 < fenced_s < 2.2, f"fenced after {fenced_s:.2f} s"
+
+
+def the_least_silence_holds(step: Step) -> None:
+    """However regular a server was, it is not fenced before the silence that was configured."""
+    told = cluster(step, servers=4, least_silence_s=1.5)
+    lively(told, 60)
+    _, fenced_s = lively(told, 3, dumb="expert/4")
+    assert 1.5 <= fenced_s < 1.7, f"fenced after {fenced_s:.2f} s"
+
+
+def those_who_fall_silent_together_are_not_judged(step: Step) -> None:
+    """Two of six regular servers stop at once, one after a long acquaintance and one new: neither is fenced for it."""
+    told = cluster(step, servers=4)
+    lively(told, 60)
+    told.join()
+    lively(told, 5)
+    lively(told, 9, dumb="expert/4 expert/5")
+    assert {"expert/4", "expert/5"} <= set(told.state.members), told.state.gone
+
+
+def nothing_is_unloaded_while_a_fenced_worker_may_ask(step: Step) -> None:
+    """A worker fenced before its lease ended may use old routes until it would have ended, or its exit is proved."""
+    for proved in (False, True):
+        told = cluster(step, servers=1, replicas=1, workers=2)
+        lively(told, 60)
+        spoke_s = told.state.pulses["attention/2"].renewed_s
+        told.join()
+        while "attention/2" in told.state.members:
+            lively(told, 0.1, dumb="attention/2", step_s=0.1)
+            assert told.now_s - spoke_s < 1.2
+        if proved:
+            told.give(Exited(host="h", pid=3))
+        while not proved and told.now_s < spoke_s + 1.95:
+            held = told.state.members["expert/1"].target
+            assert held == 0b11, f"unloaded {told.now_s - spoke_s:.2f} s after the worker's last word"
+            lively(told, 0.1, step_s=0.1)
+        lively(told, 0.4)
+        assert told.state.members["expert/1"].target.bit_count() == 1, "never unloaded"
+
+
+def a_copy_that_does_not_arrive_is_ordered_elsewhere(step: Step) -> None:
+    """A server that does not load what it was told loses the order to another, and is not asked again at once."""
+    told = cluster(step, servers=3, experts=6, move_s=5.0)
+    told.give(Exited(host="h", pid=1))
+    stuck = next(
+        n for n in ("expert/2", "expert/3") if told.state.members[n].target != told.state.members[n].loaded
+    )
+    told.join(experts=6)
+    rest(told, rounds=60, but=stuck)
+    counts = [sum(r.serving >> bit & 1 for r in told.state.members.values()) for bit in range(6)]
+    assert counts == [2] * 6, f"replicas {counts}"
+    assert told.state.taken_back > 0
+    first = told.state.members[stuck]
+    assert first.target == first.loaded, "it was asked again at once"
+
+
+def copies_on_their_way_are_few_and_repairs_come_first(step: Step) -> None:
+    """Within the budget, what lost a replica is ordered before anything that only moves."""
+    told = cluster(step, servers=4, experts=16, copies_in_flight=100, bytes_in_flight=3000, expert_bytes=1000)
+    told.give(Exited(host="h", pid=4))
+    told.join(experts=16)
+    short = 0
+    for bit in range(16):
+        short |= (sum(r.serving >> bit & 1 for r in told.state.members.values()) < 2) << bit
+    assert short.bit_count() == 8
+    ordered: list[int] = []
+    for _ in range(60):
+        away = [(n, r.target & ~r.loaded) for n, r in told.state.members.items() if r.pool == "expert"]
+        assert sum(bits.bit_count() for _, bits in away) <= 3, away
+        moves = [bits for _, bits in away if bits & ~short]
+        repaired = [sum(r.target >> bit & 1 for r in told.state.members.values()) for bit in range(16)]
+        ordered += [min(repaired)] * bool(moves)
+        rest(told, rounds=1)
+    assert all(least >= 2 for least in ordered), "a move was ordered while an expert had one replica"
+    counts = [sum(r.serving >> bit & 1 for r in told.state.members.values()) for bit in range(16)]
+    assert counts == [2] * 16, counts
+
+
+def a_pool_that_grows_again_keeps_who_was_to_go(step: Step) -> None:
+    """A member that drains because there were too many stays when more are wanted, or when another is lost."""
+    for regrow in (Scale(pool="expert", wanted=3), Exited(host="h", pid=1)):
+        told = cluster(step, servers=2)
+        told.give(Scale(pool="expert", wanted=3))
+        told.join()
+        rest(told)
+        told.give(Scale(pool="expert", wanted=2))
         told.give(Tick(), after_s=0.1)
+        assert told.state.members["expert/3"].draining
+        commands = told.give(regrow)
+        assert not told.state.members["expert/3"].draining
+        assert not [c for c in commands if isinstance(c, Launch)], commands
+        told.give(Scale(pool="expert", wanted=len(told.state.members) - 2))
+        rest(told, rounds=1)
+        assert told.state.members["expert/3"].surplus
+        told.give(Left(name="expert/3", incarnation=told.state.members["expert/3"].incarnation, drain=True))
+        told.give(Scale(pool="expert", wanted=4))
+        assert told.state.members["expert/3"].draining, "it asked to go, and was kept"
 
 
-def cluster(step: Step, replicas: int = 2) -> Told:
-    """Two expert servers and an attention worker, all serving, and a launcher with nothing to do."""
-    told = Told(step, experts_wanted=2, replicas=replicas)
-    for pool in ("expert", "expert", "attention"):
-        told.join(pool)
-    told.load_all()
-    told.ack("attention/1")
-    assert not any(isinstance(c, Launch) for c in told.give(LauncherAttached(host="h")))
-    return told
+def streams_are_left_in_peace(step: Step) -> None:
+    """Of two workers that were ordered, the one with fewer streams goes."""
+    told = cluster(step)
+    told.give(Scale(pool="attention", wanted=3))
+    told.join("attention")
+    told.join("attention")
+    rest(told)
+    for name, running in (("attention/1", 0.0), ("attention/2", 1.0), ("attention/3", 7.0)):
+        incarnation = told.state.members[name].incarnation
+        told.give(Renewed(name=name, incarnation=incarnation, load={"running": running}))
+    told.give(Scale(pool="attention", wanted=2))
+    told.give(Tick(), after_s=0.1)
+    assert told.state.members["attention/2"].draining, (
+        "attention/1 is its operator's, attention/3 has more to lose"
+    )
+
+
+def a_process_that_joins_anew_replaces_itself(step: Step) -> None:
+    """Nobody is a member twice: a process that comes back has lost its former name."""
+    told = cluster(step, servers=3)
+    told.pids = 1
+    name = told.join()
+    assert name not in ("expert/1", "expert/2", "expert/3")
+    assert "expert/2" not in told.state.members
+    assert len(told.state.members) == 4
+
+
+def an_order_outlives_its_launchers_stream(step: Step) -> None:
+    """A process that was ordered, and joins while its launcher's stream is broken, is no operator's."""
+    told = cluster(step)
+    told.give(Scale(pool="expert", wanted=3))
+    told.give(LauncherDetached(host="h"))
+    told.join()
+    told.give(LauncherAttached(host="h"))
+    rest(told)
+    told.give(Scale(pool="expert", wanted=2))
+    rest(told)
+    assert set(told.state.members) == {"expert/1", "expert/2", "attention/1"}, list(told.state.members)
+
+
+def an_old_report_unloads_nothing(step: Step) -> None:
+    """What a server said it held, before it said more, comes again late: nobody loses what they still ask for."""
+    for restarted in (False, True):
+        told = Told(step)
+        told.join()
+        told.join("attention")
+        told.ack("attention/1")
+        first = told.state.epoch
+        told.loaded("expert/1", 0b01, first)
+        rest(told)
+        told.join()
+        moves = told.state.members["expert/2"].share
+        kept = told.state.members["expert/1"].share
+        if restarted:
+            told.give(Started(salt=2))
+        told.loaded("expert/1", kept, told.state.epoch - 1 if restarted else first)
+        assert restarted or told.state.members["expert/1"].serving == 0b11, "an overtaken report was believed"
+        told.loaded("expert/2", moves, told.state.epoch)
+        told.give(Tick(), after_s=0.1)
+        assert told.state.members["expert/1"].target & moves, "unloaded before the worker acked"
 
 
 STORIES = (
@@ -302,4 +412,16 @@ STORIES = (
     a_drain_that_lasts_too_long_ends,
     a_pool_of_none_lets_everything_go,
     a_size_out_of_bounds_is_refused,
+    who_was_regular_is_missed_within_a_second,
+    who_is_often_late_is_waited_for,
+    the_least_silence_holds,
+    those_who_fall_silent_together_are_not_judged,
+    nothing_is_unloaded_while_a_fenced_worker_may_ask,
+    a_copy_that_does_not_arrive_is_ordered_elsewhere,
+    copies_on_their_way_are_few_and_repairs_come_first,
+    a_pool_that_grows_again_keeps_who_was_to_go,
+    streams_are_left_in_peace,
+    a_process_that_joins_anew_replaces_itself,
+    an_order_outlives_its_launchers_stream,
+    an_old_report_unloads_nothing,
 )

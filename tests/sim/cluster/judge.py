@@ -67,8 +67,12 @@ class Judge:
 
     def broken(self, promise: str, text: str) -> NoReturn:
         """Raise the Violation."""
+        raise self.violation(promise, text)
+
+    def violation(self, promise: str, text: str) -> Violation:
+        """That a promise was broken, here and now."""
         world = self.world
-        raise Violation(promise, text, world.seed, world.mode, world.router.events)
+        return Violation(promise, text, world.seed, world.mode, world.router.events)
 
     def router_started(self) -> None:
         """A new term begins."""

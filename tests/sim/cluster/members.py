@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 _RETRY_MOST_S = 0.5
 _JOIN_S = 5.0
-LATE_REPORTS = False
 EXPERT_BYTES = 1000
 IDLE: dict[str, float] = {}
 
@@ -49,7 +48,6 @@ class Process:
         self._serial = 0
         self._speaking = False
         self._hurry = False
-        self._told_s = 0.0
 
     # Joining.
 
@@ -113,12 +111,8 @@ class Process:
         delay_s = world.network.delay(self.uid, ROUTER, self.dice)
         if delay_s < 0:
             return False
-        ordered = isinstance(event, Loaded) and not LATE_REPORTS
-        if ordered:
-            delay_s = max(delay_s, self._told_s - world.now_s)
-            self._told_s = world.now_s + delay_s
         world.at(world.now_s + delay_s, world.router.take, Packet(event, self.uid, answer))
-        if world.network.again(self.dice) and not (ordered or isinstance(event, Join)):
+        if world.network.again(self.dice) and not isinstance(event, Join):
             late_s = delay_s + 4.0 * self.dice.random()
             world.at(world.now_s + late_s, world.router.take, Packet(event, self.uid))
         return True
@@ -335,8 +329,7 @@ class ExpertServer(Process):
         report = self._report
         if report is None:
             return
-        if LATE_REPORTS:
-            self.world.router.remember(report)
+        self.world.router.remember(report)
         self.tell(report, lambda commands: self._report_answered(report, commands))
 
     def _report_answered(self, report: Loaded, commands: list[Command] | None) -> None:

@@ -110,11 +110,11 @@ class World:
                 self._until(lambda: self.router.events >= self.events_wanted)
             self.judge.look_at_all()
             self.ledger.close()
-        except (AssertionError, KeyError, IndexError, StopIteration, ValueError, TypeError) as error:
+        except Violation:
+            raise
+        except Exception as error:
             # A core that fails outright has broken its promise to answer.
-            if isinstance(error, Violation):
-                raise
-            self.judge.broken("the core answers", f"{type(error).__name__}: {error}")
+            raise self.judge.violation("the core answers", f"{type(error).__name__}: {error}") from error
 
     def _begin(self) -> None:
         self.router.start()
