@@ -14,7 +14,7 @@ import pytest
 
 from tests.sim.__main__ import parse
 from tests.sim.cluster import runner
-from tests.sim.cluster.mutation import mutated, noticed
+from tests.sim.cluster.mutation import UNCHANGED, mutated, noticed
 from tests.sim.cluster.runner import Job, run
 from tests.sim.cluster.shrink import shrink
 from tests.sim.core_mutants import MUTANTS
@@ -35,6 +35,10 @@ def test_every_promise_holds_after_every_event(mode: str) -> None:
         assert result.requests["ok"] and result.core_events >= EVENTS, f"seed {job.seed}: {result}"
         faults += result.faults.total()
     assert faults > SEEDS
+
+
+def test_planting_alone_is_not_noticed() -> None:
+    assert not noticed(UNCHANGED, seeds=6, events=EVENTS)
 
 
 @pytest.mark.parametrize("name", MUTANTS)
