@@ -60,6 +60,8 @@ def step(config: Config, state: State, event: Event, now_s: float) -> tuple[Stat
     # Whatever comes first after a stall, no silence may be judged before the stall is taken off it.
     state = leases.excuse_stall(config, state)
     state = _apply(config, state, event, commands)
+    if commands and isinstance(commands[-1], Stranger | Refused):
+        return state, commands
     ticked = isinstance(event, Tick)
     if not ticked and _decides_nothing(before, state, event):
         return state, commands
@@ -112,6 +114,7 @@ def _start(config: Config, state: State, event: Started) -> State:
         salt=state.salt or event.salt,
         term=state.term + 1,
         ticked_s=state.now_s,
+        unloaded_epoch=state.epoch + 1,
         pulses={name: Pulse(renewed_s=state.now_s) for name in state.members},
         ghosts=tuple(Ghost(host=g.host, pid=g.pid, acked=0, until_s=until_s) for g in state.gone),
         wanted=state.wanted or {name: config.wanted(name) for name in LAUNCHED_POOLS},
@@ -163,11 +166,12 @@ def _shows_another(before: State, state: State) -> bool:
 
 
 def _join(config: Config, state: State, event: Join, commands: list[Command]) -> State:
-    state = _forget_model(state)
-    refusal = _refusal(state, event)
+    known = _forget_model(state)
+    refusal = _refusal(known, event)
     if refusal:
         commands.append(Refused(message=refusal))
         return state
+    state = known
     known = state.model
     model = Model(
         hash=known.hash or event.model_hash,
@@ -266,7 +270,8 @@ def _ack(state: State, event: Acked, commands: list[Command]) -> State:
         return state
     state = with_pulse(state, event.name, evolve(pulse, acked=event.epoch))
     record = state.members[event.name]
-    if record.pool == ATTENTION and not record.ready:
+    # While it was not ready nobody waited for it: it may now use only what was not given up meanwhile.
+    if record.pool == ATTENTION and not record.ready and event.epoch >= state.unloaded_epoch:
         state = with_record(state, evolve(record, ready=True))
         state = launches.succeeded(state, ATTENTION)
     return state

@@ -47,11 +47,14 @@ def follow(config: Config, state: State, commands: list[Command]) -> State:
     acked = acked_by_all(state)
     ordered = orders.allowed(config, state, records)
     for record in records:
-        advanced = _advance(state, record, made, full, acked, ordered.get(record.name, 0))
+        yielded = made | _yielded(config, state, record)
+        advanced = _advance(state, record, yielded, full, acked, ordered.get(record.name, 0))
         if advanced is not record:
             state = with_record(state, advanced)
         if advanced.ready and not record.ready:
             state = launches.succeeded(state, EXPERT)
+        if advanced.dropped_epoch > record.dropped_epoch:
+            state = evolve(state, unloaded_epoch=advanced.dropped_epoch)
         if advanced.draining and not advanced.target:
             state = drains.end(config, state, record.name, "drained", commands)
     state = orders.watch(state)
@@ -114,6 +117,23 @@ def _made(state: State, records: list[MemberRecord]) -> int:
         if record.name not in state.suspects:
             covered |= held
     return covered & ~unmade
+
+
+def _yielded(config: Config, state: State, record: MemberRecord) -> int:
+    """Experts that a server without room may let go before they are made elsewhere, so that full servers can exchange.
+
+    They stay with as many others as there are to be replicas; where nothing else moves any more, with one fewer.
+    """
+    wanted, unwanted = record.share & ~record.target, record.target & ~record.share
+    if not wanted or not unwanted or orders.room(record):
+        return 0
+    others = [
+        r.serving for r in pool(state, EXPERT) if r.name != record.name and r.name not in state.suspects
+    ]
+    free = unwanted & orders.in_at_least(config.replicas, others)
+    if not free and not any(r.retiring or r.target & ~r.loaded for r in pool(state, EXPERT)):
+        free = unwanted & orders.in_at_least(max(1, config.replicas - 1), others)
+    return lowest(free, wanted.bit_count())
 
 
 def _advance(

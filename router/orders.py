@@ -16,7 +16,7 @@ def allowed(config: Config, state: State, records: list[MemberRecord]) -> dict[s
     An expert that nobody serves waits for nothing. The others share what is left of the budget: first those with
     fewer copies than wanted, and while any of these is left, none that only moves.
     """
-    wanted = {r.name: lowest(r.share & ~r.target, _room(r)) for r in records if r.share & ~r.target}
+    wanted = {r.name: lowest(r.share & ~r.target, room(r)) for r in records if r.share & ~r.target}
     if not wanted:
         return {}
     served = on_the_way = 0
@@ -46,7 +46,8 @@ def budget(config: Config, state: State) -> int:
     return max(1, min(config.copies_in_flight, config.bytes_in_flight // state.model.expert_bytes))
 
 
-def _room(record: MemberRecord) -> int:
+def room(record: MemberRecord) -> int:
+    """How many of the copies that a server lacks it could take now."""
     if not record.capacity:
         return record.share.bit_count()
     return max(0, record.capacity - (record.target & (record.share | record.loaded)).bit_count())
@@ -117,6 +118,7 @@ def give_up(config: Config, state: State) -> State:
             stuck={**state.stuck, name: Failures(count=count, next_s=state.now_s + wait_s)},
             taken_back=state.taken_back + late.bit_count(),
             plan=None,
+            unloaded_epoch=state.epoch + 1,
         )
     return state
 

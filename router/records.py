@@ -55,7 +55,7 @@ def fence(
     gone = Gone(name=name, incarnation=record.incarnation, host=record.host, pid=record.pid, reason=reason)
     until_s = pulse.renewed_s + config.lease_s
     ghosts = state.ghosts
-    if record.pool == ATTENTION and not ended and until_s > state.now_s:
+    if record.pool == ATTENTION and record.ready and not ended and until_s > state.now_s:
         ghosts = (*ghosts, Ghost(host=record.host, pid=record.pid, acked=pulse.acked, until_s=until_s))
     return evolve(
         state,
@@ -87,8 +87,12 @@ def doubts_itself(config: Config, state: State) -> bool:
 
 
 def acked_by_all(state: State) -> int:
-    """The newest epoch that no attention member is behind, nor one that was fenced and may still run."""
-    acked = [state.pulses[record.name].acked for record in state.members.values() if record.pool == ATTENTION]
+    """The newest epoch that no attention member is behind, nor one that was fenced and may still run.
+
+    One that is not ready has no streams, so it asks nobody for anything.
+    """
+    asking = [r.name for r in state.members.values() if r.pool == ATTENTION and r.ready]
+    acked = [state.pulses[name].acked for name in asking]
     acked += [ghost.acked for ghost in state.ghosts]
     return min(acked, default=state.epoch + 1)
 
@@ -97,11 +101,10 @@ def phase(state: State, record: MemberRecord) -> str:
     """The word for a member's state."""
     if record.draining:
         return DRAINING
-    if record.name in state.suspects:
-        return SUSPECT
-    if record.ready:
-        return SERVING
-    return WARMING if record.target or record.pool != EXPERT else JOINING
+    if not record.ready:
+        # Whatever is thought of it: nobody may give it anything yet.
+        return WARMING if record.target or record.pool != EXPERT else JOINING
+    return SUSPECT if record.name in state.suspects else SERVING
 
 
 def view_of(config: Config, state: State) -> View:

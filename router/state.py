@@ -314,7 +314,8 @@ class State:
     ghosts: who may still use old routes though it is no member. suspects: who may be dead, or was accused.
     silent: who looks dead by silence alone. doubting_s: since when the router doubts its own ears, or None.
 
-    plan: what the last placement was made for. forming_s: since when the first placement waits. settled: nothing has
+    plan: what the last placement was made for. forming_s: since when the first placement waits. unloaded_epoch: the
+    first without the latest that anyone was let unload. settled: nothing has
     changed since every move went as far as it may. batches: copies on their way, by server. stuck: servers that did not
     load what was ordered. taken_back: copies they were not given after all, ever.
 
@@ -342,6 +343,7 @@ class State:
     doubting_s: float | None = None
     plan: object = None
     forming_s: float | None = None
+    unloaded_epoch: int = 0
     settled: bool = field(default=False, compare=False)
     batches: Mapping[str, tuple[Batch, ...]] = field(default_factory=dict[str, tuple[Batch, ...]])
     stuck: Mapping[str, Failures] = field(default_factory=dict[str, Failures])

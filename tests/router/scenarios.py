@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 from router.state import (
+    Acked,
     Exited,
     Join,
     Launch,
@@ -16,6 +18,7 @@ from router.state import (
     Scale,
     Started,
     Stop,
+    Stranger,
     Tick,
 )
 from tests.router.told import Step, Told, cluster, lively, rest
@@ -398,6 +401,59 @@ def an_old_report_unloads_nothing(step: Step) -> None:
         assert told.state.members["expert/1"].target & moves, "unloaded before the worker acked"
 
 
+def a_worker_that_has_not_begun_holds_nobody_up(step: Step) -> None:
+    """Who never acked asks nobody for anything: a move does not wait for it. It begins with what is left."""
+    told = Told(step)
+    for pool in ("expert", "attention", "attention"):
+        told.join(pool)
+    told.load_all()
+    told.ack("attention/1")
+    seen = told.state.epoch
+    told.join()
+    for _ in range(5):
+        told.load_all()
+        told.ack("attention/1")
+        told.give(Tick(), after_s=0.05)
+    assert told.state.members["expert/1"].target.bit_count() == 1, "a worker that never acked holds up a move"
+    incarnation = told.state.members["attention/2"].incarnation
+    told.give(Acked(name="attention/2", incarnation=incarnation, epoch=seen))
+    assert not told.state.members["attention/2"].ready, "it would ask for what was unloaded"
+    told.ack("attention/2")
+    assert told.state.members["attention/2"].ready
+
+
+def full_servers_exchange(step: Step) -> None:
+    """Two servers without room, each of which is to hold what the other has: both get there."""
+    told = Told(step, experts_wanted=4, replicas=3)
+    for capacity in (1, 1, 2, 2):
+        told.join(capacity=capacity)
+    held = {"expert/1": 0b01, "expert/2": 0b10, "expert/3": 0b11, "expert/4": 0b11}
+    share = {**held, "expert/1": 0b10, "expert/2": 0b01}
+    members = {
+        name: replace(
+            r, share=share[name], target=held[name], loaded=held[name], serving=held[name], ready=True
+        )
+        for name, r in told.state.members.items()
+    }
+    told.state = replace(told.state, members=members, settled=False)
+    for _ in range(10):
+        serving = [record.serving for record in told.state.members.values()]
+        for bit in range(2):
+            assert sum(bits >> bit & 1 for bits in serving) >= 2, "too many copies were let go at once"
+        rest(told, rounds=1)
+    assert {name: record.serving for name, record in told.state.members.items()} == share
+
+
+def a_stranger_moves_nothing(step: Step) -> None:
+    """Whatever waits to be done is not done on the word of one who is no member."""
+    told = Told(step)
+    told.join()
+    waits = replace(told.state.members["expert/1"], target=0)
+    told.state = replace(told.state, members={"expert/1": waits}, settled=False)
+    commands = told.give(Left(name="expert/1", incarnation=1, drain=False))
+    assert [type(command) for command in commands] == [Stranger], commands
+
+
 STORIES = (
     a_late_report_brings_nothing_back,
     failed_starts_wait_longer_each_time,
@@ -424,4 +480,7 @@ STORIES = (
     a_process_that_joins_anew_replaces_itself,
     an_order_outlives_its_launchers_stream,
     an_old_report_unloads_nothing,
+    a_worker_that_has_not_begun_holds_nobody_up,
+    full_servers_exchange,
+    a_stranger_moves_nothing,
 )

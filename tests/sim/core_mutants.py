@@ -322,4 +322,28 @@ MUTANTS = {
         "if event.pid < 0 and",
         "a process that joined anew is waited for under its old name",
     ),
+    "waits for workers that never began": Mutant(
+        "records",
+        "if r.pool == ATTENTION and r.ready]",
+        "if r.pool == ATTENTION]",
+        "",
+    ),
+    "lets a late beginner use what was given up": Mutant(
+        "core",
+        "not record.ready and event.epoch >= state.unloaded_epoch:",
+        "not record.ready:",
+        "",
+    ),
+    "never exchanges without room": Mutant(
+        "moves",
+        "return lowest(free, wanted.bit_count())",
+        "return 0",
+        "",
+    ),
+    "moves at a stranger's word": Mutant(
+        "core",
+        "isinstance(commands[-1], Stranger | Refused)",
+        "False",
+        "",
+    ),
 }

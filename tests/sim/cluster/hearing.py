@@ -24,6 +24,7 @@ class Known:
 
     __slots__ = (
         "asked_to_drain",
+        "begun",
         "heard_s",
         "held",
         "host",
@@ -41,6 +42,7 @@ class Known:
         self.heard_s, self.process = heard_s, process
         self.silences: list[float] = []
         self.asked_to_drain = False
+        self.begun = False  # it was shown as serving, so that streams may run on it
         self.held = 0  # as it last reported
         self.waits = 0  # copies ordered of it that it has not reported, and since when these
         self.waits_since_s = 0.0

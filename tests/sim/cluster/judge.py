@@ -221,12 +221,12 @@ class Judge:
         return found
 
     def _counts(self, worker: Worker) -> bool:
-        if not worker.acked:
-            return False  # it is not ready: no gateway gives it anything, so it asks for nothing
-        if worker.incarnation in self.present:
-            return True
-        _, end_s = self.hearing.ghosts.get(worker.incarnation, (None, 0.0))
-        return self.hearing.now_s < end_s
+        """Whether a worker may ask for something: no gateway gives anything to one that was never shown serving."""
+        known = self.present.get(worker.incarnation)
+        if known is not None:
+            return known.begun
+        known, end_s = self.hearing.ghosts.get(worker.incarnation, (None, 0.0))
+        return known is not None and known.begun and self.hearing.now_s < end_s
 
     def _launches(self, starts: list[Launch]) -> None:
         """No process is ordered in place of one that may be presumed alive."""
@@ -253,6 +253,8 @@ class Judge:
         for row in shown.rows.values():
             if row.incarnation in self.fenced or row.incarnation not in self.present:
                 self.broken("no row names a fenced incarnation", f"{row.name}")
+            if row.phase == "serving":
+                self.present[row.incarnation].begun = True
             if row.pool != EXPERT:
                 continue
             if row.serving & ~row.target:

@@ -112,6 +112,12 @@ class Ledger:
             "who drains gets no new streams",
             f"request {request.id} was given to {worker.name}",
         )
+        known = self.world.judge.present.get(worker.incarnation)
+        self._check(
+            known is None or known.begun,
+            "who is not ready gets no streams",
+            f"request {request.id} was given to {worker.name}",
+        )
 
     # Calls.
 
