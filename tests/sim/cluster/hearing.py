@@ -23,6 +23,7 @@ class Known:
     """A member as the judge knows it: what the router was told and said, and when it was heard."""
 
     __slots__ = (
+        "acked",
         "asked_to_drain",
         "begun",
         "heard_s",
@@ -42,7 +43,8 @@ class Known:
         self.heard_s, self.process = heard_s, process
         self.silences: list[float] = []
         self.asked_to_drain = False
-        self.begun = False  # it was shown as serving, so that streams may run on it
+        self.acked = False
+        self.begun = False  # it has acked and was shown as ready, so that streams may run on it
         self.held = 0  # as it last reported
         self.waits = 0  # copies ordered of it that it has not reported, and since when these
         self.waits_since_s = 0.0

@@ -87,6 +87,7 @@ class Judge:
             self.broken("an epoch is published", f"{before.epoch} became {router.state.epoch} in silence")
         if type(event) in _NAMED and event.incarnation not in self.present:
             self.broken("strangers are told so", f"{event} was taken for a member's")
+        self._noted(event)
         if type(event) is Acked and event.epoch > before.epoch:
             self._unchanged(before, event)
         elif type(event) is Exited:
@@ -127,6 +128,7 @@ class Judge:
             self.broken("a new term publishes", f"epoch {state.epoch}")
         for command in fences:
             self._fence(before, event, command)
+        self._noted(event)
         if isinstance(event, Left) and event.drain and event.incarnation in self.present:
             self.present[event.incarnation].asked_to_drain = True
         starts = [command for command in commands if type(command) is Launch]
@@ -142,6 +144,11 @@ class Judge:
             self._exited(event)
         elif type(event) is Acked and event.epoch > before.epoch:
             self._unchanged(before, event)
+
+    def _noted(self, event: Event) -> None:
+        """What a member has told the router."""
+        if type(event) is Acked and 0 < event.epoch <= self.epoch and event.incarnation in self.present:
+            self.present[event.incarnation].acked = True
 
     def _joined(self, event: Event, command: Joined) -> None:
         if command.name in self.names or command.incarnation in self.incarnations:
@@ -253,8 +260,9 @@ class Judge:
         for row in shown.rows.values():
             if row.incarnation in self.fenced or row.incarnation not in self.present:
                 self.broken("no row names a fenced incarnation", f"{row.name}")
-            if row.phase == "serving":
-                self.present[row.incarnation].begun = True
+            known = self.present[row.incarnation]
+            if known.acked and row.phase in ("serving", "suspect"):
+                known.begun = True
             if row.pool != EXPERT:
                 continue
             if row.serving & ~row.target:
