@@ -27,7 +27,6 @@ class Known:
         "asked_to_drain",
         "begun",
         "heard_s",
-        "held",
         "host",
         "name",
         "pid",
@@ -35,7 +34,7 @@ class Known:
         "process",
         "silences",
         "waits",
-        "waits_since_s",
+        "waits_since",
     )
 
     def __init__(self, name: str, event: Join, heard_s: float, process: Process | None) -> None:
@@ -45,9 +44,8 @@ class Known:
         self.asked_to_drain = False
         self.acked = False
         self.begun = False  # it has acked and was shown as ready, so that streams may run on it
-        self.held = 0  # as it last reported
-        self.waits = 0  # copies ordered of it that it has not reported, and since when these
-        self.waits_since_s = 0.0
+        self.waits = 0  # copies ordered of it that it does not hold, and since which tick just these
+        self.waits_since = 0
 
 
 class Hearing:
@@ -63,6 +61,7 @@ class Hearing:
         self.now_s = self.ticked_s = 0.0
         self.doubt_s: float | None = None
         self.excused = False
+        self.ticks = 0
 
     def restart(self, now_s: float) -> None:
         """A new term hears everybody anew, and knows nothing of how they spoke before."""
@@ -71,6 +70,7 @@ class Hearing:
         for known in self.present.values():
             known.heard_s = now_s
             known.silences = []
+            known.waits_since = self.ticks
         end_s = now_s + self.config.lease_s
         self.ghosts = {number: (known, end_s) for number, (known, _) in self.ghosts.items()}
 
@@ -97,6 +97,7 @@ class Hearing:
                 known.heard_s = now_s
         elif kind is Tick:
             self.ticked_s = now_s
+            self.ticks += 1
             if self._many_missed():
                 self.doubt_s = now_s if self.doubt_s is None else self.doubt_s
             else:

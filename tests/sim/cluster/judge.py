@@ -32,6 +32,7 @@ from router.state import (
 from router.view import ATTENTION, EXPERT
 from tests.sim.cluster.hearing import Hearing, Known
 from tests.sim.cluster.members import ExpertServer, Process
+from tests.sim.cluster.moves import Moves
 from tests.sim.cluster.workers import Worker
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class Judge:
         self.shown: Shown | None = None
         self.epoch = 0
         self._planned = True
+        self.moves = Moves(self)
 
     def broken(self, promise: str, text: str) -> NoReturn:
         """Raise the Violation."""
@@ -290,9 +292,7 @@ class Judge:
                             "nothing is unloaded before all acked",
                             f"{name} asks {row.name} for {bits & shrunk:x}, out of its target",
                         )
-        if self._planned:
-            self._moved(last, shown)
-        self._drains(last, shown)
+        self.moves.changed(last, shown, self._planned)
 
     def _check_held(self, row: Row, process: Process | None) -> None:
         # A server whose answer to its Join was lost has no name yet, and nothing either.
@@ -301,45 +301,6 @@ class Judge:
             self.broken(
                 "rows name servers that hold verified weights", f"{row.name} lacks {row.serving & ~held:x}"
             )
-
-    def _moved(self, last: Shown, shown: Shown) -> None:
-        """A planned move takes no expert below what is wanted, and never its last row."""
-        replicas = self.config.replicas
-        fits = not self.world.capacity and len(shown.experts) >= replicas
-        if any(row.phase == "draining" for row in shown.experts):
-            fits = False
-        if not self.wanted[EXPERT]:
-            return
-        depth = replicas if fits else 1
-        had, has = _depths(last.experts, depth), _depths(shown.experts, depth)
-        for count in range(depth):
-            lost = had[count] & ~has[count]
-            if lost:
-                promise = "a planned move empties no row" if not count else "a planned move costs no copy"
-                self.broken(promise, f"epoch {shown.epoch}: {lost:x} had {count + 1} replicas")
-
-    def _drains(self, last: Shown, shown: Shown) -> None:
-        """A pool shrinks one member at a time, from the newest ordered, and never below its wanted size."""
-        for pool in LAUNCHED_POOLS:
-            rows = shown.pool(pool)
-            drained = [r for r in rows if r.phase == "draining" and not self._asked(r)]
-            fresh = [r for r in drained if r.name in last.rows and last.rows[r.name].phase != "draining"]
-            if not fresh:
-                continue
-            if len(drained) > 1:
-                self.broken("one change in flight", f"{[r.name for r in drained]} drain at once")
-            live = sum(r.phase != "draining" for r in rows)
-            if live < self.wanted[pool]:
-                self.broken(
-                    "no pool is drained below its size", f"{live} of {self.wanted[pool]} in pool {pool}"
-                )
-            process = self.world.members.get(fresh[0].incarnation)
-            if process is not None and not process.ordered:
-                self.broken("an operator's member stays", f"{fresh[0].name} drains")
-
-    def _asked(self, row: Row) -> bool:
-        known = self.present.get(row.incarnation)
-        return known is not None and known.asked_to_drain
 
     # What members and launchers do.
 
@@ -386,6 +347,20 @@ class Judge:
                 self.broken("what changes is published", f"{row.name}")
             if record is not None and row.serving:
                 self._check_held(row, self.world.members.get(row.incarnation))
+            self._watch(row)
+
+    def _watch(self, row: Row) -> None:
+        """Copies that do not come are taken back."""
+        known, process = self.present[row.incarnation], self.world.members.get(row.incarnation)
+        ticks = self.hearing.ticks
+        waits = row.target & ~(process.held if isinstance(process, ExpertServer) else 0)
+        if waits != known.waits:
+            known.waits, known.waits_since = waits, ticks
+        elif waits and ticks - known.waits_since > self.config.move_s / self.config.tick_s + 20:
+            self.broken(
+                "a copy that does not come is taken back",
+                f"{row.name} lacks {waits:x} for {ticks - known.waits_since} ticks",
+            )
 
     def unrest(self) -> str:
         """What is not as it should be at rest; empty if all is well."""
@@ -414,28 +389,4 @@ class Judge:
                 return f"{row.name} is dead"
             if row.pool == ATTENTION and process.acked < shown.epoch:
                 return f"{row.name} has acked {process.acked} of {shown.epoch}"
-        return self._uneven(rows[EXPERT])
-
-    def _uneven(self, servers: list[Row]) -> str:
-        world = self.world
-        mask = (1 << world.experts) - 1
-        wanted = min(self.config.replicas, len(servers))
-        for layer in range(world.layers if servers else 0):
-            held = [row.serving >> layer * world.experts & mask for row in servers]
-            counts = [sum(bits >> expert & 1 for bits in held) for expert in range(world.experts)]
-            if set(counts) != {wanted}:
-                return f"layer {layer} has {counts} replicas, {wanted} wanted"
-            loads = [bits.bit_count() for bits in held]
-            if max(loads) - min(loads) > 1:
-                return f"layer {layer} is uneven: {loads}"
-        return ""
-
-
-def _depths(rows: list[Row], most: int) -> list[int]:
-    """Experts with at least 1, 2, .. most rows."""
-    depths = [0] * most
-    for row in rows:
-        bits = row.serving
-        for count in range(most):
-            depths[count], bits = depths[count] | bits, depths[count] & bits
-    return depths
+        return self.moves.uneven(rows[EXPERT])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from router.state import Command, Event, Exited, Join, Joined, Loaded, Stale, Stranger
+from router.state import Command, Event, Exited, Join, Joined, Loaded, Routed, Stale, Stranger
 from router.view import ATTENTION, EXPERT
 from tests.sim.cluster.network import ROUTER
 from tests.sim.cluster.shell import Packet, Shown
@@ -67,6 +67,7 @@ class Process:
             experts=world.experts,
             capacity=self.capacity,
             expert_bytes=EXPERT_BYTES if self.pool == EXPERT else 0,
+            zone=self.host,
         )
         serial = self._serial
         self.tell(event, lambda commands: self._joined(serial, commands))
@@ -144,6 +145,10 @@ class Process:
     def measure(self) -> dict[str, float]:
         """The load report."""
         return IDLE
+
+    def routed(self) -> Routed | None:
+        """What was sent to each expert since it was last told, now and then."""
+        return None
 
     def renew_failed(self, serial: int) -> None:
         """No answer in time, or a refusal."""

@@ -246,6 +246,8 @@ class Router:
                         process.ack_given = acked
                         self.remember(Acked(name=process.name, incarnation=incarnation, epoch=acked))
                     failed = self.give(Acked(name=process.name, incarnation=incarnation, epoch=acked)) is None
+                    if not failed and serial >= 0 and (routed := process.routed()) is not None:
+                        self.give(routed)
         if serial < 0:
             return
         delay_s = world.network.delay(ROUTER, process.uid, process.dice)

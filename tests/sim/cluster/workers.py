@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from router.state import Routed
 from router.view import GATEWAY
 from tests.sim.cluster.members import ExpertServer, Process
 from tests.sim.cluster.network import LOST
@@ -109,6 +112,18 @@ class Worker(Process):
         self._complete_epoch = 0
         self._ids = 0
         self._stepping = False
+        self._sent = [0] * (world.layers * world.experts)
+        self._batches = [0] * (world.layers * world.experts)
+        self._told_s = world.now_s
+
+    def routed(self) -> Routed | None:
+        now_s = self.world.now_s
+        if now_s - self._told_s < 1.0:
+            return None
+        self._told_s = now_s
+        rows, activated = np.array(self._sent, np.uint32), np.array(self._batches, np.uint32)
+        self._sent, self._batches = [0] * len(self._sent), [0] * len(self._batches)
+        return Routed(name=self.name, incarnation=self.incarnation, rows=rows, activated=activated)
 
     def measure(self) -> dict[str, float]:
         return {"running": float(len(self.streams)), "waiting": 0.0}
@@ -279,6 +294,10 @@ class Worker(Process):
             if top_k == 2:
                 second = (first + 1 + (value >> 8) % (experts - 1)) % experts
                 call.open.append((token, 1, base + second, value))
+        for _, _, bit, _ in call.open:
+            self._sent[bit] += 1
+        for bit in {pair[2] for pair in call.open}:
+            self._batches[bit] += 1
         call.missing = len(call.open)
         call.rows = [[-1] * top_k for _ in call.values]
         self.calls += 1

@@ -64,7 +64,7 @@ class World:
             bytes_in_flight=dice.choice((1, 3, 1000)) * EXPERT_BYTES,
         )
         self.capacity = 0
-        if dice.random() < 0.35:
+        if dice.random() < 0.4:
             spare = dice.randint(0, 1)
             self.capacity = self.layers * (-(-self.experts * self.config.replicas // wanted) + spare)
         self.pair_s = dice.choice((0.01, 0.03, 0.1))  # seconds to load one expert
