@@ -67,7 +67,7 @@ class World:
         if dice.random() < 0.4:
             spare = dice.randint(0, 1)
             self.capacity = self.layers * (-(-self.experts * self.config.replicas // wanted) + spare)
-        self.pair_s = dice.choice((0.01, 0.03, 0.1))  # seconds to load one expert
+        self.pair_s = dice.choice((0.01, 0.05, 0.25))  # seconds to load one expert
         self.step_s = dice.choice((0.2, 0.35, 0.5))  # seconds between two tokens of a stream
         self.network = Network()
         self.processes: dict[int, Process] = {}  # those alive
