@@ -9,7 +9,7 @@ TORCH_INDEX ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup native serve demo test check check-native fuzz sim e2e bench proto clean
+.PHONY: help setup native serve demo test check check-native fuzz sim mutants e2e bench proto clean
 
 help: ## List the targets
 	@grep -hE '^[a-z0-9-]+:.*?## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -58,8 +58,11 @@ fuzz: setup $(VENV)/.complete-dev ## Damaged messages to every reader, guided by
 	@$(BIN)/python -c 'import atheris' 2>/dev/null || $(BIN)/python -m pip install --quiet -c constraints.txt -e '.[fuzz]' || echo "atheris cannot be installed here."
 	@$(BIN)/python -m tests.fuzz $(ARGS)
 
-sim: setup $(VENV)/.complete-dev ## Simulate the cluster by seed. Longer: make sim ARGS="--calls 1000000 --seed 1"
-	@$(BIN)/python -m pytest tests/sim $(ARGS)
+sim: setup $(VENV)/.complete-dev ## Simulate by seed: the cluster with SEEDS=2000 EVENTS=5000 (of each), the expert protocol with ARGS="--calls 1000000 --seed 1"
+	@$(BIN)/python -m $(if $(SEEDS)$(EVENTS),tests.sim --seeds $(or $(SEEDS),200) --events $(or $(EVENTS),5000) --jobs $$(nproc),pytest tests/sim) $(ARGS)
+
+mutants: setup $(VENV)/.complete-dev ## Plant each known fault in the router's core; the simulator must notice every one
+	@$(BIN)/python -m tests.sim --mutants --jobs $$(nproc)
 
 e2e: setup $(VENV)/.complete-dev ## Real processes, real sockets, real clients
 	@$(BIN)/python -m pytest tests/e2e $(ARGS)

@@ -1,6 +1,6 @@
 """How many events a second of CPU the router's core decides: python -m tests.sim.core_rate
 
-The events are those of tests/router/world.py, with every fault; they are recorded first and decided again by the
+The events are those of the simulated cluster, with every fault; they are recorded first and decided again by the
 core alone, so that neither the world nor its judge is timed.
 """
 
@@ -12,10 +12,10 @@ from collections import Counter
 
 from router.core import step
 from router.state import Command, Config, Event, State
-from tests.router.world import run
+from tests.sim.cluster.runner import jobs, run
 
 SEEDS = 60
-EVENTS = 400
+EVENTS = 1000
 ROUNDS = 7
 
 
@@ -27,8 +27,8 @@ def record(seeds: int, events: int) -> list[tuple[Config, State, Event, float]]:
         steps.append((config, state, event, now_s))
         return step(config, state, event, now_s)
 
-    for seed in range(1000, 1000 + seeds):
-        run(recording, seed, events)
+    for job in jobs(1000, seeds, events, "both"):
+        run(job, recording)
     return steps
 
 

@@ -1,0 +1,426 @@
+"""The fault schedule: what goes wrong, when, for how long. Faults and planned actions alike are numbered.
+
+When fault i strikes, and with which dice, depends on the seed and i alone; whom it hits, on who is there. So a run
+with some faults left out has the others as they were, and a failing run can be shrunk.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from random import Random
+from typing import TYPE_CHECKING
+
+from router.state import Acked, Left, Loaded, Renewed, Scale, Suspected
+from router.view import ATTENTION, EXPERT, GATEWAY
+from tests.sim.cluster.members import ExpertServer, Process
+from tests.sim.cluster.network import ROUTER
+from tests.sim.cluster.shell import Packet
+
+if TYPE_CHECKING:
+    from tests.sim.cluster.world import World
+
+Heal = Callable[[object], None]
+_MOST_PROCESSES = 22
+
+
+class Schedule:
+    """Strikes until stopped. struck: (number, time, kind, what) of those that did. healed_s: when the last ends."""
+
+    def __init__(self, world: World, keep: frozenset[int] | None, pace: float) -> None:
+        self.world, self.keep, self.pace = world, keep, pace
+        self.struck: list[tuple[int, float, str, str]] = []
+        self.counts: Counter[str] = Counter()
+        self.healed_s = 0.0
+        self.stopped = False
+        self._kinds = list(FAULTS)
+        weights = Random(f"{world.seed} weights")
+        # Each run has faults of its own choice in plenty, so that they meet.
+        self._weights = [FAULTS[kind][1] * weights.choice((0.3, 1.0, 1.0, 4.0)) for kind in self._kinds]
+
+    def start(self) -> None:
+        """The first fault is on its way; the cluster has time to form."""
+        self.world.at(4.0, self._strike, 0)
+
+    def stop(self) -> None:
+        """No fault strikes from now on; those that last end by themselves."""
+        self.stopped = True
+        self.healed_s = max(self.healed_s, self.world.now_s)
+        judge, world = self.world.judge, self.world
+        for pool in (EXPERT, ATTENTION):
+            if not judge.wanted[pool]:
+                scale = Scale(pool=pool, wanted=world.config.wanted(pool))
+                world.at(self.healed_s, world.router.take, Packet(scale, ROUTER))
+
+    def _strike(self, number: int) -> None:
+        if self.stopped:
+            return
+        world = self.world
+        dice = Random(f"{world.seed} fault {number}")
+        (kind,) = dice.choices(self._kinds, self._weights)
+        world.at(world.now_s + dice.expovariate(self.pace), self._strike, number + 1)
+        if self.keep is not None and number not in self.keep:
+            return
+        what = FAULTS[kind][0](self, dice)
+        if what:
+            self.counts[kind] += 1
+            self.struck.append((number, world.now_s, kind, what))
+
+    def heal(self, after_s: float, heal: Heal) -> None:
+        """End a fault after a time."""
+        end_s = self.world.now_s + after_s
+        self.healed_s = max(self.healed_s, end_s)
+        self.world.at(end_s, heal, None)
+
+    def some(self, dice: Random, pool: str = "") -> Process | None:
+        """A random member process."""
+        found = self.world.alive(pool)
+        if not pool and dice.random() < 0.9:
+            found = [p for p in found if p.pool != GATEWAY]
+        return dice.choice(found) if found else None
+
+
+def _kill(s: Schedule, dice: Random) -> str:
+    p = s.some(dice)
+    if p is None:
+        return ""
+    p.end(True)
+    return p.name
+
+
+def _vanish(s: Schedule, dice: Random) -> str:
+    p = s.some(dice)
+    if p is None:
+        return ""
+    p.end(False)
+    return p.name
+
+
+def _kill_several(s: Schedule, dice: Random) -> str:
+    found = s.world.alive(dice.choice((EXPERT, EXPERT, ATTENTION)))
+    chosen = [p for p in found if dice.random() < 0.4]
+    for p in chosen:
+        p.end(dice.random() < 0.7)
+    return ", ".join(p.name for p in chosen)
+
+
+def _lose_host(s: Schedule, dice: Random) -> str:
+    launcher = dice.choice(s.world.launchers)
+    chosen = [p for p in s.world.alive() if p.host == launcher.host]
+    launcher.down += 1
+    for p in chosen:
+        p.end(False)
+
+    def heal(_: object) -> None:
+        launcher.down -= 1
+
+    s.heal(dice.uniform(0.5, 6.0), heal)
+    return f"{launcher.host} with {', '.join(p.name for p in chosen)}"
+
+
+def _freeze(s: Schedule, dice: Random) -> str:
+    p = s.some(dice)
+    if p is None:
+        return ""
+    span_s = (
+        dice.uniform(0.1, 0.5)
+        if p.pool == GATEWAY
+        else dice.choice((0.3, 1.0, 2.5, 6.0)) * dice.uniform(0.5, 1.5)
+    )
+    p.asleep_s = max(p.asleep_s, s.world.now_s + span_s)
+    s.healed_s = max(s.healed_s, p.asleep_s)
+    return f"{p.name} for {span_s:.1f} s"
+
+
+def _freeze_several(s: Schedule, dice: Random) -> str:
+    span_s = dice.uniform(0.5, 8.0)
+    chosen = [p for p in s.world.alive() if p.pool != GATEWAY and dice.random() < 0.5]
+    for p in chosen:
+        p.asleep_s = max(p.asleep_s, s.world.now_s + span_s)
+        s.healed_s = max(s.healed_s, p.asleep_s)
+    return f"{', '.join(p.name for p in chosen)} for {span_s:.1f} s" if chosen else ""
+
+
+def _cut(s: Schedule, dice: Random, pairs: list[tuple[int, int]], both: bool) -> float:
+    network = s.world.network
+    ways = pairs + [(b, a) for a, b in pairs] if both else pairs
+    for source, target in ways:
+        network.cut(source, target)
+
+    def heal(_: object) -> None:
+        for source, target in ways:
+            network.join(source, target)
+
+    span_s = dice.choice((0.5, 2.0, 5.0)) * dice.uniform(0.5, 2.0)
+    s.heal(span_s, heal)
+    return span_s
+
+
+def _partition_one_way(s: Schedule, dice: Random) -> str:
+    p = s.some(dice)
+    other = s.some(dice)
+    if p is None or other is None:
+        return ""
+    to = ROUTER if dice.random() < 0.6 else other.uid
+    pair = (p.uid, to) if dice.random() < 0.5 else (to, p.uid)
+    span_s = _cut(s, dice, [pair], both=False)
+    return f"{pair[0]} to {pair[1]} for {span_s:.1f} s"
+
+
+def _partition(s: Schedule, dice: Random) -> str:
+    p = s.some(dice)
+    other = s.some(dice, dice.choice((EXPERT, ATTENTION)))
+    if p is None or other is None:
+        return ""
+    to = ROUTER if dice.random() < 0.5 else other.uid
+    span_s = _cut(s, dice, [(p.uid, to)], both=True)
+    return f"{p.name} and {to} for {span_s:.1f} s"
+
+
+def _split(s: Schedule, dice: Random) -> str:
+    """The network falls in two; the router is on one side."""
+    inside = {p.uid: dice.random() < 0.5 for p in s.world.alive()}
+    inside[ROUTER] = True
+    for launcher in s.world.launchers:
+        inside[launcher.uid] = dice.random() < 0.5
+    pairs = [(a, b) for a in inside for b in inside if inside[a] and not inside[b]]
+    span_s = _cut(s, dice, pairs, both=True)
+    return f"{sorted(uid for uid in inside if not inside[uid])} from the rest for {span_s:.1f} s"
+
+
+def _mute(s: Schedule, dice: Random) -> str:
+    p = s.some(dice)
+    if p is None:
+        return ""
+    network, uid, span_s = s.world.network, p.uid, dice.uniform(0.3, 8.0)
+    network.mute(uid, 1)
+    s.heal(span_s, lambda _: network.mute(uid, -1))
+    return f"{p.name} for {span_s:.1f} s"
+
+
+def _noise(s: Schedule, dice: Random) -> str:
+    network = s.world.network
+    loss, repeat = dice.choice((0.0, 0.02, 0.2)), dice.choice((0.0, 0.05, 0.3))
+    tail_s, span_s = dice.choice((0.0, 0.3, 3.0)), dice.uniform(1.0, 12.0)
+    network.loss, network.repeat, network.tail_s = loss, repeat, tail_s
+    network.look()
+
+    def heal(_: object) -> None:
+        network.loss = network.repeat = network.tail_s = 0.0
+        network.look()
+
+    s.heal(span_s, heal)
+    return f"loss {loss}, repeat {repeat}, tail {tail_s} s for {span_s:.1f} s"
+
+
+def _slow_link(s: Schedule, dice: Random) -> str:
+    p = s.some(dice)
+    if p is None:
+        return ""
+    network, uid = s.world.network, p.uid
+    network.slow_s[uid] = dice.choice((0.05, 0.4, 1.2))
+    network.look()
+
+    def heal(_: object) -> None:
+        network.slow_s.pop(uid, None)
+        network.look()
+
+    s.heal(dice.uniform(1.0, 10.0), heal)
+    return f"{p.name} by {network.slow_s[uid]} s"
+
+
+def _stall_router(s: Schedule, dice: Random) -> str:
+    router, span_s = s.world.router, dice.choice((0.4, 1.5, 4.0, 12.0)) * dice.uniform(0.7, 1.3)
+    router.stalled_s = max(router.stalled_s, s.world.now_s + span_s)
+    s.healed_s = max(s.healed_s, router.stalled_s)
+    return f"for {span_s:.1f} s"
+
+
+def _crash_router(s: Schedule, dice: Random) -> str:
+    router = s.world.router
+    if not router.up:
+        return ""
+    router.end()
+    span_s = dice.choice((0.1, 1.0, 4.0)) * dice.uniform(0.5, 1.5)
+    s.heal(span_s, router.start)
+    return f"for {span_s:.1f} s"
+
+
+def _full_disk(s: Schedule, dice: Random) -> str:
+    router, span_s = s.world.router, dice.uniform(0.2, 6.0)
+    router.unwritable += 1
+
+    def heal(_: object) -> None:
+        router.unwritable -= 1
+
+    s.heal(span_s, heal)
+    return f"for {span_s:.1f} s"
+
+
+def _jump_clock(s: Schedule, dice: Random) -> str:
+    jump_s = dice.choice((-5.0, -0.5, 0.6, 3.0, 30.0))
+    s.world.router.clock_s += jump_s
+    return f"by {jump_s} s"
+
+
+def _slow_server(s: Schedule, dice: Random) -> str:
+    p = s.some(dice, EXPERT)
+    if not isinstance(p, ExpertServer):
+        return ""
+    p.factor = dice.choice((2.0, 10.0, 60.0))
+
+    def heal(_: object) -> None:
+        p.factor = 1.0
+
+    s.heal(dice.uniform(2.0, 10.0), heal)
+    return f"{p.name} {p.factor} times"
+
+
+def _spike(s: Schedule, dice: Random) -> str:
+    clients = s.world.clients
+    clients.spike = dice.choice((0.2, 3.0, 8.0))
+
+    def heal(_: object) -> None:
+        clients.spike = 1.0
+
+    s.heal(dice.uniform(2.0, 8.0), heal)
+    return f"{clients.spike} times the requests"
+
+
+def _drain(s: Schedule, dice: Random) -> str:
+    p = s.some(dice, dice.choice((EXPERT, EXPERT, ATTENTION)))
+    if p is None:
+        return ""
+    s.world.router.take(Packet(Left(name=p.name, incarnation=p.incarnation, drain=True), ROUTER))
+    return p.name
+
+
+def _leave(s: Schedule, dice: Random) -> str:
+    p = s.some(dice)
+    if p is None:
+        return ""
+    p.tell(Left(name=p.name, incarnation=p.incarnation, drain=False))
+    p.end(dice.random() < 0.7)
+    return p.name
+
+
+def _surplus(s: Schedule, dice: Random) -> str:
+    if len(s.world.processes) >= _MOST_PROCESSES:
+        return ""
+    return f"pid {s.world.spawn(EXPERT, 'host-x').pid}"
+
+
+def _scale(s: Schedule, dice: Random) -> str:
+    world = s.world
+    pool = dice.choice((EXPERT, EXPERT, ATTENTION))
+    # Servers of bounded memory hold all experts only when there are enough of them.
+    least = world.config.experts_wanted if pool == EXPERT and world.capacity else dice.choice((0, 1, 1, 1, 1))
+    wanted = dice.randint(least, 9 if pool == EXPERT else 4)
+    if wanted > 8 and pool == EXPERT:
+        wanted = 999  # refused
+    world.router.take(Packet(Scale(pool=pool, wanted=wanted, drain_s=dice.choice((1.0, 5.0, 30.0))), ROUTER))
+    return f"{pool} to {wanted}"
+
+
+def _launcher_down(s: Schedule, dice: Random) -> str:
+    launcher = dice.choice(s.world.launchers)
+    launcher.down += 1
+    if dice.random() < 0.5:
+        s.world.router.detach(launcher)
+
+    def heal(_: object) -> None:
+        launcher.down -= 1
+
+    s.heal(dice.uniform(0.5, 8.0), heal)
+    return launcher.host
+
+
+def _bad_starts(s: Schedule, dice: Random) -> str:
+    launcher = dice.choice(s.world.launchers)
+    launcher.failing += 1
+
+    def heal(_: object) -> None:
+        launcher.failing -= 1
+
+    s.heal(dice.uniform(1.0, 8.0), heal)
+    return launcher.host
+
+
+def _bad_loads(s: Schedule, dice: Random) -> str:
+    p = s.some(dice, EXPERT)
+    if not isinstance(p, ExpertServer):
+        return ""
+    p.broken_s = s.world.now_s + dice.uniform(1.0, 8.0)
+    s.healed_s = max(s.healed_s, p.broken_s)
+    return p.name
+
+
+def _accuse(s: Schedule, dice: Random) -> str:
+    p = s.some(dice)
+    if p is None:
+        return ""
+    event = Suspected(name=p.name, incarnation=p.incarnation, by="attention/1", reason="slow")
+    s.world.router.take(Packet(event, ROUTER))
+    return p.name
+
+
+def _lie(s: Schedule, dice: Random) -> str:
+    """Someone speaks under another's name, or acks what never was."""
+    p, world = s.some(dice), s.world
+    if p is None:
+        return ""
+    epoch = world.router.state.epoch
+    everything = (1 << world.layers * world.experts) - 1
+    for wrong in (p.incarnation - 1, p.incarnation + 1):
+        if wrong in world.judge.present:
+            continue
+        for event in (
+            Loaded(name=p.name, incarnation=wrong, held=everything, epoch=epoch),
+            Acked(name=p.name, incarnation=wrong, epoch=epoch),
+            Renewed(name=p.name, incarnation=wrong),
+            Left(name=p.name, incarnation=wrong, drain=False),
+        ):
+            world.router.take(Packet(event, ROUTER))
+    world.router.take(Packet(Acked(name=p.name, incarnation=p.incarnation, epoch=epoch + 50), ROUTER))
+    return p.name
+
+
+def _late_messages(s: Schedule, dice: Random) -> str:
+    """What members said long ago comes once more, whoever they were."""
+    past = s.world.router.past
+    chosen = [event for event in past if dice.random() < 0.2]
+    for event in chosen:
+        s.world.router.take(Packet(event, ROUTER))
+    return f"{len(chosen)} of them" if chosen else ""
+
+
+FAULTS: dict[str, tuple[Callable[[Schedule, Random], str], float]] = {
+    "kill": (_kill, 3.0),
+    "vanish": (_vanish, 1.5),
+    "kill several": (_kill_several, 0.7),
+    "lose host": (_lose_host, 0.5),
+    "freeze": (_freeze, 4.0),
+    "freeze several": (_freeze_several, 0.7),
+    "partition one way": (_partition_one_way, 3.0),
+    "partition": (_partition, 3.0),
+    "split": (_split, 0.7),
+    "mute": (_mute, 1.0),
+    "noise": (_noise, 2.0),
+    "slow link": (_slow_link, 1.5),
+    "stall router": (_stall_router, 1.0),
+    "crash router": (_crash_router, 1.5),
+    "full disk": (_full_disk, 1.0),
+    "jump clock": (_jump_clock, 1.0),
+    "slow server": (_slow_server, 1.5),
+    "spike": (_spike, 1.0),
+    "drain": (_drain, 2.0),
+    "leave": (_leave, 1.0),
+    "surplus": (_surplus, 0.7),
+    "scale": (_scale, 2.0),
+    "launcher down": (_launcher_down, 1.0),
+    "bad starts": (_bad_starts, 0.7),
+    "bad loads": (_bad_loads, 1.0),
+    "accuse": (_accuse, 1.0),
+    "lie": (_lie, 0.7),
+    "late messages": (_late_messages, 1.5),
+}

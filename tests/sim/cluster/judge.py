@@ -1,0 +1,392 @@
+"""The judge of the router core: every promise, after every event, from the world's own record."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NoReturn
+
+from router.state import (
+    LAUNCHED_POOLS,
+    Acked,
+    Command,
+    Event,
+    Exited,
+    Fenced,
+    Join,
+    Joined,
+    Launch,
+    Left,
+    Loaded,
+    Publish,
+    Refused,
+    Renewed,
+    Routed,
+    Scale,
+    Scaled,
+    Started,
+    State,
+    Stop,
+    Stranger,
+    Suspected,
+    Tick,
+)
+from router.view import ATTENTION, EXPERT
+from tests.sim.cluster.hearing import Hearing, Known
+from tests.sim.cluster.members import ExpertServer, Process
+from tests.sim.cluster.moves import Moves
+from tests.sim.cluster.workers import Worker
+
+if TYPE_CHECKING:
+    from tests.sim.cluster.shell import Row, Shown
+    from tests.sim.cluster.world import World
+
+_NAMED = frozenset((Renewed, Acked, Loaded, Suspected, Left, Routed))
+
+
+class Violation(AssertionError):
+    """A promise was broken."""
+
+    def __init__(self, promise: str, story: str, seed: int, mode: str, events: int) -> None:
+        super().__init__(f"seed {seed}, {mode}, event {events}: {promise}: {story}")
+        self.promise, self.story, self.seed, self.mode, self.events = promise, story, seed, mode, events
+
+
+class Judge:
+    """present: members that were not fenced, by incarnation, in the order of joining. told: exits that were proved."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.config = world.config
+        self.hearing = Hearing(world.config)
+        self.present = self.hearing.present
+        self.fenced: set[int] = set()
+        self.names: set[str] = set()
+        self.incarnations: set[int] = set()
+        self.wanted = {pool: world.config.wanted(pool) for pool in LAUNCHED_POOLS}
+        self.shown: Shown | None = None
+        self.epoch = 0
+        self._planned = True
+        self.moves = Moves(self)
+
+    def broken(self, promise: str, text: str) -> NoReturn:
+        """Raise the Violation."""
+        raise self.violation(promise, text)
+
+    def violation(self, promise: str, text: str) -> Violation:
+        """That a promise was broken, here and now."""
+        world = self.world
+        return Violation(promise, text, world.seed, world.mode, world.router.events)
+
+    def router_started(self) -> None:
+        """A new term begins."""
+        self.hearing.restart(self.world.now_s + self.world.router.clock_s)
+
+    # After an event.
+
+    def after_nothing(self, before: State, event: Event) -> None:
+        """The core saw an event and ordered nothing."""
+        router = self.world.router
+        if router.state.epoch != before.epoch:
+            self.broken("an epoch is published", f"{before.epoch} became {router.state.epoch} in silence")
+        if type(event) in _NAMED and event.incarnation not in self.present:
+            self.broken("strangers are told so", f"{event} was taken for a member's")
+        self._noted(event)
+        if type(event) is Acked and event.epoch > before.epoch:
+            self._unchanged(before, event)
+        elif type(event) is Exited:
+            self._exited(event)
+        elif type(event) is Started:
+            self.broken("a new term publishes", f"epoch {router.state.epoch}")
+
+    def after(self, before: State, event: Event, commands: list[Command]) -> None:
+        """The core saw an event and ordered something."""
+        state = self.world.router.state
+        published = 0
+        fences = []
+        for command in commands:
+            kind = type(command)
+            if kind is Publish:
+                published += 1
+                if command.epoch != before.epoch + 1 or command.epoch <= self.epoch:
+                    self.broken(
+                        "epochs only rise", f"{self.epoch}, then {before.epoch}, then {command.epoch}"
+                    )
+            elif kind is Fenced:
+                fences.append(command)
+            elif kind is Joined:
+                self._joined(event, command)
+            elif kind is Stranger:
+                self._stranger(before, event)
+            elif kind is Scaled:
+                self.wanted[command.pool] = command.wanted
+            elif kind is Refused and isinstance(event, Scale):
+                least, most = self.config.bounds(event.pool)
+                if least <= event.wanted <= most:
+                    self.broken("a size within its bounds is taken", f"{event}: {command.message}")
+        if state.epoch != before.epoch + published or published > 1:
+            self.broken(
+                "epochs only rise", f"{before.epoch} became {state.epoch} with {published} publications"
+            )
+        if isinstance(event, Started) and not published:
+            self.broken("a new term publishes", f"epoch {state.epoch}")
+        for command in fences:
+            self._fence(before, event, command)
+        self._noted(event)
+        if isinstance(event, Left) and event.drain and event.incarnation in self.present:
+            self.present[event.incarnation].asked_to_drain = True
+        starts = [command for command in commands if type(command) is Launch]
+        if starts:
+            self._launches(starts)
+        for command in commands:
+            if type(command) is Stop and command.name in state.members:
+                self.broken("only fenced members are ended", f"{command}")
+        if published:
+            shrinks = not fences and not isinstance(event, Loaded)
+            self._planned = shrinks
+        if type(event) is Exited:
+            self._exited(event)
+        elif type(event) is Acked and event.epoch > before.epoch:
+            self._unchanged(before, event)
+
+    def _noted(self, event: Event) -> None:
+        """What a member has told the router."""
+        if type(event) is Acked and 0 < event.epoch <= self.epoch and event.incarnation in self.present:
+            self.present[event.incarnation].acked = True
+
+    def _joined(self, event: Event, command: Joined) -> None:
+        if command.name in self.names or command.incarnation in self.incarnations:
+            self.broken("names and incarnations are given once", f"{command} again")
+        self.names.add(command.name)
+        self.incarnations.add(command.incarnation)
+        process = self.world.processes.get(event.pid - 1000)
+        self.present[command.incarnation] = Known(command.name, event, self.hearing.now_s, process)
+
+    def _stranger(self, before: State, event: Event) -> None:
+        if event.incarnation in self.present and self.present[event.incarnation].name == event.name:
+            self.broken("members are no strangers", f"{event}")
+        self._unchanged(before, event)
+
+    def _unchanged(self, before: State, event: Event) -> None:
+        state = self.world.router.state
+        same = before.members == state.members and before.wanted == state.wanted
+        if not same or not (self.hearing.excused or before.pulses == state.pulses):
+            self.broken("stale events change nothing", f"{event} changed the state")
+
+    def _fence(self, before: State, event: Event, command: Fenced) -> None:
+        known = self.present.pop(command.incarnation, None)
+        if known is None:
+            self.broken("a member is fenced once", f"{command}")
+        self.fenced.add(command.incarnation)
+        hearing = self.hearing
+        record = before.members[known.name]
+        if not isinstance(event, Exited | Left):
+            hearing.ghosts[command.incarnation] = (known, known.heard_s + self.config.lease_s)
+        if command.reason == "drained" or record.draining:
+            # One that has nothing to hand over drains within the step that asks it to.
+            if not record.draining and not isinstance(event, Left | Tick):
+                self.broken("who drained was asked to", f"{command}")
+            if command.reason == "drained" and known.pool == EXPERT:
+                for name, bits in self._routes_to(known.name, command.incarnation):
+                    self.broken("who drained is asked no more", f"{name} asks {known.name} for {bits:x}")
+            return
+        if isinstance(event, Exited):
+            if (event.host, event.pid) != (known.host, known.pid) or (
+                known.process is not None and known.process.living
+            ):
+                self.broken("only who ended is fenced for it", f"{command}: {event}")
+            return
+        if isinstance(event, Left) or (
+            isinstance(event, Join) and (event.host, event.pid) == (known.host, known.pid)
+        ):
+            return
+        if not isinstance(event, Tick):
+            self.broken("a fence has a reason", f"{command} at {event}")
+        silence_s, patience_s = hearing.now_s - known.heard_s, hearing.patience_s(known)
+        if silence_s < patience_s:
+            self.broken(
+                "nobody is fenced while it may live",
+                f"{command}: {silence_s:.3f} s, {patience_s:.3f} s needed",
+            )
+        if hearing.doubts():
+            self.broken("an observer doubts itself first", f"{command} of {len(before.members)}")
+        elsewhere = 0
+        for name, other in before.members.items():
+            if name != known.name:
+                elsewhere |= other.serving
+        if record.serving & ~elsewhere:
+            self.broken(
+                "silence takes no last replica",
+                f"{command}: {record.serving & ~elsewhere:x} is served nowhere",
+            )
+
+    def _routes_to(self, name: str, incarnation: int) -> list[tuple[str, int]]:
+        """Workers, members still or with a lease that has not ended, that ask a server, and what for."""
+        found = []
+        for process in self.world.processes.values():
+            if isinstance(process, Worker) and self._counts(process):
+                link = process.links.get(name)
+                bits = process.routes.get(name, 0)
+                if bits and link is not None and link.incarnation == incarnation:
+                    found.append((process.name, bits))
+        return found
+
+    def _counts(self, worker: Worker) -> bool:
+        """Whether a worker may ask for something: no gateway gives anything to one that was never shown serving."""
+        known = self.present.get(worker.incarnation)
+        if known is not None:
+            return known.begun
+        known, end_s = self.hearing.ghosts.get(worker.incarnation, (None, 0.0))
+        return known is not None and known.begun and self.hearing.now_s < end_s
+
+    def _launches(self, starts: list[Launch]) -> None:
+        """No process is ordered in place of one that may be presumed alive."""
+        state, hearing = self.world.router.state, self.hearing
+        doubts = hearing.doubts()
+        for pool in {command.pool for command in starts}:
+            filled = sum(start.pool == pool for start in state.starts)
+            for known in self.present.values():
+                record = state.members.get(known.name)
+                if known.pool == pool and record is not None and not record.draining:
+                    filled += doubts or not hearing.may_be_dead(known)
+            if filled > self.wanted[pool]:
+                self.broken(
+                    "no more are ordered than wanted", f"{filled} in pool {pool}, {self.wanted[pool]} wanted"
+                )
+
+    # What was published.
+
+    def published(self, shown: Shown) -> None:
+        """A View went out."""
+        last, self.shown = self.shown, shown
+        self.epoch = shown.epoch
+        members = self.world.members
+        for row in shown.rows.values():
+            if row.incarnation in self.fenced or row.incarnation not in self.present:
+                self.broken("no row names a fenced incarnation", f"{row.name}")
+            known = self.present[row.incarnation]
+            if known.acked and row.phase in ("serving", "suspect"):
+                known.begun = True
+            if row.pool != EXPERT:
+                continue
+            if row.serving & ~row.target:
+                self.broken(
+                    "who serves is to hold", f"{row.name} serves {row.serving & ~row.target:x} too many"
+                )
+            capacity = self.world.capacity
+            if capacity and row.target.bit_count() > capacity:
+                self.broken(
+                    "nobody is over capacity", f"{row.name} has {row.target.bit_count()} of {capacity}"
+                )
+            if row.serving:
+                self._check_held(row, members.get(row.incarnation))
+        if last is None:
+            return
+        for row in last.experts:
+            now = shown.rows.get(row.name)
+            if now is None:
+                continue
+            shrunk = row.target & ~now.target
+            if shrunk:
+                for name, bits in self._routes_to(row.name, row.incarnation):
+                    if bits & shrunk:
+                        self.broken(
+                            "nothing is unloaded before all acked",
+                            f"{name} asks {row.name} for {bits & shrunk:x}, out of its target",
+                        )
+        self.moves.changed(last, shown, self._planned)
+
+    def _check_held(self, row: Row, process: Process | None) -> None:
+        # A server whose answer to its Join was lost has no name yet, and nothing either.
+        held = process.held if isinstance(process, ExpertServer) else 0
+        if row.serving & ~held and (process is None or process.living):
+            self.broken(
+                "rows name servers that hold verified weights", f"{row.name} lacks {row.serving & ~held:x}"
+            )
+
+    # What members and launchers do.
+
+    def unloading(self, server: ExpertServer, bits: int) -> None:
+        """A server is about to unload experts."""
+        if server.incarnation not in self.present:
+            return
+        for name, routed in self._routes_to(server.name, server.incarnation):
+            if routed & bits:
+                self.broken(
+                    "nothing is unloaded before all acked",
+                    f"{server.name} drops {routed & bits:x}, asked by {name}",
+                )
+        for process in self.world.processes.values():
+            if isinstance(process, Worker) and self._counts(process):
+                for dispatch in process.flights.values():
+                    asked = any(bits >> pair[2] & 1 for pair in dispatch.pairs)
+                    if dispatch.link.server is server and asked:
+                        self.broken(
+                            "nothing is unloaded before all acked", f"{process.name} has calls in flight"
+                        )
+
+    def _exited(self, event: Exited) -> None:
+        for known in self.present.values():
+            if (known.host, known.pid) == (event.host, event.pid):
+                self.broken("whose exit is proved is gone", f"{known.name} is still a member")
+
+    # Now and then, and at rest.
+
+    def look_at_all(self) -> None:
+        """Everything again, whatever changed."""
+        self.world.ledger.look()
+        shown, state = self.shown, self.world.router.state
+        if shown is None or not self.world.router.up:
+            return
+        members = {record.incarnation for record in state.members.values()}
+        if members != set(self.present):
+            self.broken("members are those that joined", f"{members ^ set(self.present)}")
+        if state.wanted and dict(state.wanted) != self.wanted:
+            self.broken("wanted sizes last", f"{dict(state.wanted)} for {self.wanted}")
+        for row in shown.experts:
+            record = state.members.get(row.name)
+            if record is not None and (record.serving, record.target) != (row.serving, row.target):
+                self.broken("what changes is published", f"{row.name}")
+            if record is not None and row.serving:
+                self._check_held(row, self.world.members.get(row.incarnation))
+            self._watch(row)
+
+    def _watch(self, row: Row) -> None:
+        """Copies that do not come are taken back."""
+        known, process = self.present[row.incarnation], self.world.members.get(row.incarnation)
+        ticks = self.hearing.ticks
+        waits = row.target & ~(process.held if isinstance(process, ExpertServer) else 0)
+        if waits != known.waits:
+            known.waits, known.waits_since = waits, ticks
+        elif waits and ticks - known.waits_since > self.config.move_s / self.config.tick_s + 20:
+            self.broken(
+                "a copy that does not come is taken back",
+                f"{row.name} lacks {waits:x} for {ticks - known.waits_since} ticks",
+            )
+
+    def unrest(self) -> str:
+        """What is not as it should be at rest; empty if all is well."""
+        shown, router = self.shown, self.world.router
+        if shown is None or not router.up or router.problem:
+            return "the router is not up"
+        starting = [p.pid for p in self.world.processes.values() if not p.name]
+        if starting or any(launcher.starting.total() for launcher in self.world.launchers):
+            return f"processes start: {starting}"
+        rows = {pool: [r for r in shown.pool(pool) if r.phase != "draining"] for pool in LAUNCHED_POOLS}
+        for pool in LAUNCHED_POOLS:
+            found, wanted = rows[pool], self.wanted[pool]
+            if len(found) < wanted:
+                return f"{len(found)} of {wanted} in pool {pool}"
+            # One that joined while its launcher was away counts as its operator's.
+            if len(found) > wanted and any(router.state.members[row.name].ordered for row in found):
+                return f"{len(found)} in pool {pool}, {wanted} wanted"
+        for row in shown.rows.values():
+            if row.phase != "serving":
+                return f"{row.name} is {row.phase}"
+            if row.pool == EXPERT and row.target != row.serving:
+                return f"{row.name} serves {row.serving:x} of {row.target:x}"
+        for row in shown.rows.values():
+            process = self.world.members.get(row.incarnation)
+            if process is None or not process.living:
+                return f"{row.name} is dead"
+            if row.pool == ATTENTION and process.acked < shown.epoch:
+                return f"{row.name} has acked {process.acked} of {shown.epoch}"
+        return self.moves.uneven(rows[EXPERT])

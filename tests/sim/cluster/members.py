@@ -1,0 +1,373 @@
+"""Processes that are members: they join, renew, follow the View, and end."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from router.state import Command, Event, Exited, Join, Joined, Loaded, Routed, Stale, Stranger
+from router.view import ATTENTION, EXPERT
+from tests.sim.cluster.network import ROUTER
+from tests.sim.cluster.shell import Packet, Shown
+
+if TYPE_CHECKING:
+    from tests.sim.cluster.workers import Dispatch
+    from tests.sim.cluster.world import World
+
+_RETRY_MOST_S = 0.5
+_JOIN_S = 5.0
+EXPERT_BYTES = 1000
+IDLE: dict[str, float] = {}
+
+
+class Process:
+    """One process as it truly is.
+
+    heard_s: router's clock when the router last heard it. spoke_s: when it last tried to speak. acked: newest epoch
+    that it has told; ack_given: newest that the router was told. asleep_s: frozen until then.
+    """
+
+    capacity = 0
+
+    def __init__(self, world: World, uid: int, pool: str, host: str, ordered: bool) -> None:
+        self.world, self.uid, self.pool, self.host, self.ordered = world, uid, pool, host, ordered
+        self.dice = Random(f"{world.seed} process {uid}")
+        self.pid = 1000 + uid
+        self.name = ""
+        self.incarnation = 0
+        self.living = True
+        self.asleep_s = 0.0
+        self.proved = False
+        self.epoch = 0
+        self.acked = 0
+        self.ack_given = 0
+        self.spoke_s = self.heard_s = world.now_s
+        self.load = IDLE
+        self.view: Shown | None = None
+        self.view_coming = False
+        self._serial = 0
+        self._speaking = False
+        self._hurry = False
+
+    # Joining.
+
+    def join(self, _: Any) -> None:
+        """Ask to be a member."""
+        world = self.world
+        if not self.living:
+            return
+        self._serial += 1
+        event = Join(
+            pool=self.pool,
+            address="",
+            pid=self.pid,
+            host=self.host,
+            model_hash="m",
+            layers=world.layers,
+            experts=world.experts,
+            capacity=self.capacity,
+            expert_bytes=EXPERT_BYTES if self.pool == EXPERT else 0,
+            zone=self.host,
+        )
+        serial = self._serial
+        self.tell(event, lambda commands: self._joined(serial, commands))
+        world.at(world.now_s + _JOIN_S, self._join_failed, serial)
+
+    def _joined(self, serial: int, commands: list[Command] | None) -> None:
+        world = self.world
+        if not self.living or serial != self._serial:
+            return
+        if commands is None:
+            # The router is away or cannot write: the process waits for it.
+            self._serial += 1
+            world.at(world.now_s + _RETRY_MOST_S, self.join, None)
+            return
+        if self.asleep_s > world.now_s:
+            world.at(self.asleep_s, lambda _: self._joined(serial, commands), None)
+            return
+        joined = next((c for c in commands if isinstance(c, Joined)), None)
+        if joined is None:
+            world.judge.broken("who fits may join", f"{commands} answered a {self.pool} that fits")
+        self.name, self.incarnation = joined.name, joined.incarnation
+        self.spoke_s = world.now_s
+        world.members[self.incarnation] = self
+        self._serial += 1
+        self.begin()
+        world.router.show_to(self)
+        self.renew(self._serial)
+
+    def _join_failed(self, serial: int) -> None:
+        if self.living and serial == self._serial:
+            # The answer was lost: this process ends, and with it the member that it may have become.
+            self.end(True)
+
+    def begin(self) -> None:
+        """What a new member does first."""
+
+    # Speaking.
+
+    def tell(self, event: Event, answer: Any = None) -> bool:
+        """Send the router something; False if it is lost."""
+        world = self.world
+        delay_s = world.network.delay(self.uid, ROUTER, self.dice)
+        if delay_s < 0:
+            return False
+        world.at(world.now_s + delay_s, world.router.take, Packet(event, self.uid, answer))
+        if world.network.again(self.dice) and not isinstance(event, Join):
+            late_s = delay_s + 4.0 * self.dice.random()
+            world.at(world.now_s + late_s, world.router.take, Packet(event, self.uid))
+        return True
+
+    def renew(self, serial: int) -> None:
+        """Keep the lease; the ack goes with it."""
+        if serial != self._serial or not self.living:
+            return
+        world = self.world
+        now_s = world.now_s
+        if self.asleep_s > now_s:
+            world.at(self.asleep_s, self.renew, serial)
+            return
+        serial = self._serial = serial + 1
+        self._speaking, self._hurry = True, False
+        self.load = self.measure()
+        network = world.network
+        delay_s = network.delay(self.uid, ROUTER, self.dice)
+        if delay_s < 0:
+            world.at(now_s + world.config.lease_s / 2, self.renew_failed, serial)
+            return
+        world.at(
+            now_s + delay_s, world.router.take_renewal, (self, serial, self.incarnation, self.acked, now_s)
+        )
+        if not network.calm and network.again(self.dice):
+            late_s = now_s + delay_s + 4.0 * self.dice.random()
+            world.at(late_s, world.router.take_renewal, (self, -1, self.incarnation, self.acked, now_s))
+
+    def measure(self) -> dict[str, float]:
+        """The load report."""
+        return IDLE
+
+    def routed(self) -> Routed | None:
+        """What was sent to each expert since it was last told, now and then."""
+        return None
+
+    def renew_failed(self, serial: int) -> None:
+        """No answer in time, or a refusal."""
+        if serial != self._serial or not self.living:
+            return
+        world = self.world
+        if self.asleep_s > world.now_s:
+            world.at(self.asleep_s, self.renew_failed, serial)
+            return
+        # An unanswered attempt counts too: only this process's own silence ends its lease.
+        self.spoke_s = world.now_s
+        self._speaking = False
+        world.at(world.now_s + min(world.config.renew_s, _RETRY_MOST_S), self.renew, serial)
+
+    def renewed(self, what: tuple[int, bool]) -> None:
+        """The router's answer."""
+        serial, fenced = what
+        world = self.world
+        if serial != self._serial or not self.living:
+            return
+        now_s = world.now_s
+        if self.asleep_s > now_s:
+            world.at(self.asleep_s, self.renewed, what)
+            return
+        world.happened += 1
+        self.spoke_s = now_s
+        if fenced:
+            self.fenced()
+            return
+        self._speaking = False
+        self.spoken()
+        world.at(now_s if self._hurry else now_s + world.config.renew_s, self.renew, serial)
+
+    def spoken(self) -> None:
+        """The router has just been told that this process lives."""
+
+    def wake(self) -> None:
+        """Renew now: there is something to tell."""
+        if self._speaking:
+            self._hurry = True
+        else:
+            self._serial += 1
+            self.world.at(self.world.now_s, self.renew, self._serial)
+
+    def lease_held(self) -> bool:
+        """False when this process itself was silent for a lease."""
+        return self.world.now_s - self.spoke_s < self.world.config.lease_s
+
+    def fenced(self) -> None:
+        """The router has said that this member is no more."""
+        self.end(True)
+
+    # The View.
+
+    def view_arrives(self, shown: Shown) -> None:
+        """A View came on the watch stream."""
+        world = self.world
+        if not self.living:
+            return
+        if self.asleep_s > world.now_s:
+            world.at(self.asleep_s, self.view_arrives, shown)
+            return
+        world.happened += 1
+        self.view_coming = False
+        if self.view is None or shown.epoch > self.view.epoch:
+            self.view = shown
+            self.epoch = shown.epoch
+            self.see(shown)
+        newest = world.router.shown
+        if self.living and (newest is None or newest.epoch > shown.epoch):
+            world.router.show_to(self)
+
+    def see(self, shown: Shown) -> None:
+        """Follow a newer View."""
+
+    # Ending.
+
+    def end(self, proved: bool) -> None:
+        """This process is no more. proved: someone saw it end and will say so."""
+        if not self.living:
+            return
+        self.living = False
+        self.proved = proved
+        world = self.world
+        world.processes.pop(self.uid, None)
+        if not proved:
+            return
+        self.hang_up()
+        for launcher in world.launchers:
+            if launcher.host == self.host:
+                launcher.saw_exit(self)
+        # The router watches the processes of its own host.
+        if self.host == "host-a" and self.dice.random() < 0.5:
+            world.at(world.now_s + 0.02 * self.dice.random(), self._seen_by_router, None)
+
+    def hang_up(self) -> None:
+        """Tell those who are connected, as the kernel does."""
+
+    def _seen_by_router(self, _: Any) -> None:
+        router, world = self.world.router, self.world
+        if not router.up or router.stalled_s > world.now_s:
+            # A restarted router looks again at every process that its journal names.
+            world.at(max(router.stalled_s, world.now_s + 0.2), self._seen_by_router, None)
+        elif router.give(Exited(host=self.host, pid=self.pid)) is None:
+            world.at(world.now_s + 0.1, self._seen_by_router, None)
+
+
+class ExpertServer(Process):
+    """An expert server: what it truly holds, and what it answers.
+
+    target: as the newest View says. held: verified experts. broken_s: loading fails until then. factor: how many
+    times slower than usual it works.
+    """
+
+    def __init__(self, world: World, uid: int, pool: str, host: str, ordered: bool) -> None:
+        super().__init__(world, uid, pool, host, ordered)
+        self.capacity = world.capacity
+        self.target = 0
+        self.held = 0
+        self.broken_s = 0.0
+        self.factor = 1.0
+        self.served = 0
+        self._loading = 0
+        self._report: Loaded | None = None
+
+    def measure(self) -> dict[str, float]:
+        return {"busy": min(1.0, 0.01 * self.served), "rows_per_s": float(self.served)}
+
+    def hang_up(self) -> None:
+        for worker in self.world.alive(ATTENTION):
+            if not self.world.network.is_cut(self.uid, worker.uid):
+                self.world.at(self.world.now_s + 0.01 * self.dice.random(), worker.hung_up, self.incarnation)
+
+    def see(self, shown: Shown) -> None:
+        row = shown.rows.get(self.name)
+        target = row.target if row is not None and row.incarnation == self.incarnation else 0
+        unloaded = self.held & ~target
+        if unloaded:
+            self.world.judge.unloading(self, unloaded)
+            self.held &= target
+        self.target = target
+        if target & ~self.held:
+            if not self._loading:
+                self._load()
+        else:
+            self._tell_held()
+
+    def _load(self) -> None:
+        missing = self.target & ~self.held
+        chosen, count = 0, self.dice.choice((1, 4, 100))
+        while missing and count:
+            lowest = missing & -missing
+            chosen |= lowest
+            missing ^= lowest
+            count -= 1
+        self._loading = chosen
+        world = self.world
+        world.at(world.now_s + world.pair_s * self.factor * chosen.bit_count(), self._loaded, None)
+
+    def _loaded(self, _: Any) -> None:
+        world = self.world
+        if not self.living:
+            return
+        if self.asleep_s > world.now_s:
+            world.at(self.asleep_s, self._loaded, None)
+            return
+        chosen, self._loading = self._loading, 0
+        if self.broken_s <= world.now_s:
+            # Weights that do not verify are fetched again; a target may have shrunk meanwhile.
+            self.held |= chosen & self.target
+        if self.target & ~self.held:
+            if self.dice.random() < 0.3:
+                self._tell_held()
+            self._load()
+        else:
+            self._tell_held()
+
+    def _tell_held(self) -> None:
+        self._report = Loaded(name=self.name, incarnation=self.incarnation, held=self.held, epoch=self.epoch)
+        self.wake()
+
+    def spoken(self) -> None:
+        report = self._report
+        if report is None:
+            return
+        self.world.router.remember(report)
+        self.tell(report, lambda commands: self._report_answered(report, commands))
+
+    def _report_answered(self, report: Loaded, commands: list[Command] | None) -> None:
+        if commands is None or self._report is not report:
+            return
+        self._report = None
+        if any(isinstance(c, Stale) for c in commands) or any(isinstance(c, Stranger) for c in commands):
+            self.world.happened += 1
+
+    def serve(self, dispatch: Dispatch) -> None:
+        """A request has been worked on: answer with a row for each pair, or with what is not held."""
+        world = self.world
+        if not self.living:
+            return
+        if self.asleep_s > world.now_s:
+            world.at(self.asleep_s, self.serve, dispatch)
+            return
+        world.happened += 1
+        if not self.lease_held():
+            # It may have been fenced meanwhile; the client asks another.
+            return
+        self.served += 1
+        held, found = self.held, []
+        for token, k, bit, value in dispatch.pairs:
+            found.append((token, k, bit, expert_row(bit, value) if held >> bit & 1 else -1))
+        delay_s = world.network.delay(self.uid, dispatch.link.worker.uid, self.dice)
+        if delay_s >= 0:
+            world.at(world.now_s + delay_s, dispatch.link.worker.replied, (dispatch, found))
+            if not world.network.calm and world.network.again(self.dice):
+                late_s = world.now_s + delay_s + 2.0 * self.dice.random()
+                world.at(late_s, dispatch.link.worker.replied, (dispatch, found))
+
+
+def expert_row(bit: int, value: int) -> int:
+    """What the true weights of an expert make of a row."""
+    return (value * (2 * bit + 3) + 7919 * (bit + 1)) & 0xFFFFFFFF

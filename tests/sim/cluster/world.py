@@ -1,0 +1,159 @@
+"""A whole cluster on one clock, by seed: router core, members, launchers, network, clients.
+
+Everything that happens is an entry of one heap. Nothing here depends on the machine, on the wall clock or on
+the order of a set: the same seed gives the same run. Each process draws from dice of its own, so that a fault
+taken out of the schedule leaves the rest of the run as it was, as far as it can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from heapq import heappop, heappush
+from random import Random
+from typing import Any
+
+from router.state import Command, Config, Event, State
+from router.view import ATTENTION, EXPERT, GATEWAY
+from tests.sim.cluster.clients import Clients, Gateway
+from tests.sim.cluster.faults import Schedule
+from tests.sim.cluster.judge import Judge, Violation
+from tests.sim.cluster.launcher import Launcher
+from tests.sim.cluster.ledger import Ledger
+from tests.sim.cluster.members import EXPERT_BYTES, ExpertServer, Process
+from tests.sim.cluster.network import Network
+from tests.sim.cluster.shell import Router
+from tests.sim.cluster.workers import Worker
+
+Step = Callable[[Config, State, Event, float], tuple[State, list[Command]]]
+SAFETY, LIVENESS = "safety", "liveness"
+HOSTS = ("host-a", "host-b", "host-c")
+# After the last fault all must be well within this time, and then stay so.
+SETTLE_TICKS = 900
+REST_S = 4.0
+_CLASSES: dict[str, type[Process]] = {EXPERT: ExpertServer, ATTENTION: Worker, GATEWAY: Gateway}
+
+
+class World:
+    """One run.
+
+    mode: "safety" has faults to the end; "liveness" stops them for the last third, and all must come back. events:
+    core events of the run. keep: numbers of the faults that strike; None = all.
+    """
+
+    def __init__(
+        self, step: Step, seed: int, mode: str, events: int, keep: frozenset[int] | None = None
+    ) -> None:
+        dice = Random(f"{seed} shape")
+        self.step, self.seed, self.mode, self.events_wanted = step, seed, mode, events
+        self.now_s = 0.0
+        self.happened = 0  # messages delivered and calls completed
+        self.heap: list[tuple[float, int, Callable[[Any], None], Any]] = []
+        self._order = 0
+        self._spawned = 0
+        wanted = dice.choice((1, 2, 2, 3, 3, 4, 4, 5, 6, 8))
+        self.layers, self.experts = dice.randint(1, 3), dice.randint(2, 8)
+        self.top_k = min(2, self.experts)
+        self.config = Config(
+            experts_wanted=wanted,
+            attention_wanted=dice.randint(1, 3),
+            replicas=dice.randint(1, min(3, wanted)),
+            start_s=15.0,
+            backoff_most_s=8.0,
+            move_s=dice.choice((2.0, 5.0, 20.0)),
+            copies_in_flight=dice.choice((1, 2, 4, 256)),
+            bytes_in_flight=dice.choice((1, 3, 1000)) * EXPERT_BYTES,
+        )
+        self.capacity = 0
+        if dice.random() < 0.4:
+            spare = dice.randint(0, 1)
+            self.capacity = self.layers * (-(-self.experts * self.config.replicas // wanted) + spare)
+        self.pair_s = dice.choice((0.01, 0.05, 0.25))  # seconds to load one expert
+        self.step_s = dice.choice((0.2, 0.35, 0.5))  # seconds between two tokens of a stream
+        self.network = Network()
+        self.processes: dict[int, Process] = {}  # those alive
+        self.members: dict[int, Process] = {}  # by incarnation, dead ones too
+        self.judge = Judge(self)
+        self.ledger = Ledger(self)
+        self.router = Router(self, dice)
+        self.launchers = [Launcher(self, host, -1 - i) for i, host in enumerate(HOSTS[: dice.randint(1, 3)])]
+        self.clients = Clients(self, rate=dice.uniform(0.5, 2.0) * self.config.attention_wanted)
+        self.schedule = Schedule(self, keep, pace=dice.choice((0.2, 0.4, 0.8, 1.6)))
+        self.gateways = dice.randint(1, 2)
+        self.converged_s = -1.0  # how long everything took to come back
+
+    def at(self, when_s: float, act: Callable[[Any], None], what: Any) -> None:
+        """Do something at a time."""
+        self._order += 1
+        heappush(self.heap, (when_s, self._order, act, what))
+
+    def spawn(self, pool: str, host: str, *, ordered: bool = False) -> Process:
+        """Start a process of a pool on a host; it asks to join."""
+        self._spawned += 1
+        process = _CLASSES[pool](self, self._spawned, pool, host, ordered)
+        self.processes[process.uid] = process
+        process.join(None)
+        return process
+
+    def alive(self, pool: str = "") -> list[Process]:
+        """Processes that are members as far as they know, oldest first."""
+        return [p for p in self.processes.values() if p.name and (not pool or p.pool == pool)]
+
+    def run(self) -> None:
+        """Everything, to the end. Raises Violation."""
+        try:
+            self._begin()
+            if self.mode == SAFETY:
+                self._until(lambda: self.router.events >= self.events_wanted)
+            else:
+                self._until(lambda: self.router.events >= self.events_wanted * 2 // 3)
+                self._recover()
+                self._until(lambda: self.router.events >= self.events_wanted)
+            self.judge.look_at_all()
+            self.ledger.close()
+        except Violation:
+            raise
+        except Exception as error:
+            # A core that fails outright has broken its promise to answer.
+            raise self.judge.violation("the core answers", f"{type(error).__name__}: {error}") from error
+
+    def _begin(self) -> None:
+        self.router.start()
+        for launcher in self.launchers:
+            launcher.attach(None)
+        for _ in range(self.gateways):
+            self.spawn(GATEWAY, HOSTS[0])
+        self.clients.start()
+        self.schedule.start()
+
+    def _until(self, done: Callable[[], bool]) -> None:
+        heap = self.heap
+        while not done():
+            # The end is looked for now and then: the heap is never empty, the router ticks.
+            for _ in range(64):
+                self.now_s, _, act, what = heappop(heap)
+                act(what)
+
+    def _until_s(self, end_s: float) -> None:
+        self._until(lambda: self.now_s >= end_s)
+
+    def _recover(self) -> None:
+        """Faults stop; all must come back within a bounded time, and stay."""
+        self.schedule.stop()
+        # Who spoke to the router last while messages were lost is heard again within a lease.
+        self._until_s(self.schedule.healed_s + self.config.lease_s)
+        began_s, end_s = self.now_s, self.now_s + SETTLE_TICKS * self.config.tick_s
+        while (unrest := self.judge.unrest()) and self.now_s < end_s:
+            self._until_s(self.now_s + 0.5)
+        if unrest:
+            self.judge.broken("all comes back", f"{SETTLE_TICKS} ticks after the faults stopped, {unrest}")
+        self.converged_s = self.now_s - began_s
+        epoch = self.router.state.epoch
+        self._until_s(self.now_s + REST_S)
+        unrest = self.judge.unrest()
+        if unrest:
+            self.judge.broken("what came back stays", f"{REST_S} s after all was well, {unrest}")
+        if self.router.state.epoch != epoch:
+            self.judge.broken(
+                "what came back stays", f"epoch {epoch} became {self.router.state.epoch} at rest"
+            )
+        self.ledger.all_must_succeed_from(self.now_s)

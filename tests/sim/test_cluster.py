@@ -1,0 +1,80 @@
+"""Whole clusters by seed, every promise after every event; and proof that a broken one is found, replayed and shrunk.
+
+Longer: make sim SEEDS=2000 EVENTS=5000; every mutant over more seeds: make mutants.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.sim.__main__ import parse
+from tests.sim.cluster import runner
+from tests.sim.cluster.mutation import UNCHANGED, mutated, noticed
+from tests.sim.cluster.runner import Job, run
+from tests.sim.cluster.shrink import shrink
+from tests.sim.core_mutants import MUTANTS
+
+ROOT = Path(__file__).resolve().parents[2]
+SEEDS = 40
+EVENTS = 1200
+
+
+@pytest.mark.parametrize("mode", runner.MODES)
+def test_every_promise_holds_after_every_event(mode: str) -> None:
+    faults = 0
+    for job in runner.jobs(0, SEEDS // 2, EVENTS, mode):
+        result = run(job)
+        assert not result.promise, (
+            f"seed {job.seed}, {mode}: {result.promise}: {result.story}\n{job.command()}"
+        )
+        assert result.requests["ok"] and result.core_events >= EVENTS, f"seed {job.seed}: {result}"
+        faults += result.faults.total()
+    assert faults > SEEDS
+
+
+def test_planting_alone_is_not_noticed() -> None:
+    assert not noticed(UNCHANGED, seeds=6, events=EVENTS)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_core_that_is_wrong_is_noticed(name: str) -> None:
+    found = noticed(MUTANTS[name], seeds=40, events=EVENTS, stories_first=True)
+    assert found, f"a core that {name} passes: {MUTANTS[name].why}"
+
+
+def test_a_failing_run_is_replayed_and_shrinks_to_fewer_faults() -> None:
+    wrong = mutated(MUTANTS["fences last replicas"])
+    failed = next(result for job in runner.jobs(0, 30, 2500, "both") if (result := run(job, wrong)).promise)
+    again = run(failed.job, wrong)
+    assert (again.promise, again.story, again.trace) == (failed.promise, failed.story, failed.trace)
+    smallest = shrink(failed, lambda job: run(job, wrong))
+    assert smallest.promise == failed.promise
+    assert 0 < len(smallest.struck) < len(failed.struck)
+    options = parse(smallest.job.command().split()[3:])
+    keep = frozenset(int(number) for number in options.keep.split(","))
+    replayed = run(Job(seed=options.replay, mode=options.mode, events=options.events, keep=keep), wrong)
+    assert (replayed.promise, replayed.story) == (smallest.promise, smallest.story)
+    assert {number for number, *_ in replayed.struck} <= keep
+    for number in keep:
+        fewer = Job(seed=options.replay, mode=options.mode, events=options.events, keep=keep - {number})
+        assert run(fewer, wrong).promise != failed.promise, f"fault {number} of {sorted(keep)} is not needed"
+
+
+def test_the_same_seed_gives_the_same_run_in_every_process() -> None:
+    traces = set()
+    for salt in ("1", "2"):
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.sim", "--seeds", "4", "--events", "600", "--jobs", salt],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONHASHSEED": salt},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        traces.add(done.stdout.splitlines()[0])
+    assert len(traces) == 1, traces
