@@ -401,13 +401,12 @@ class WorkerPool:
 
         What has at most two of its own size before it stays: its prompt may be half computed already.
         """
-        if link not in self._candidates():
-            return
         for sequence in reversed(list(self._sequences.values())):
             source = sequence.link
-            if source is None or sequence.log.output or link.incarnation in sequence.refused_by:
+            if source is None or sequence.log.output:
                 continue
-            if source.outstanding >= link.outstanding + 3 * sequence.debt:
+            much = source.outstanding >= link.outstanding + 3 * sequence.debt
+            if much and self._choose(sequence) is link:
                 source.send(Cancel(id=sequence.id))
                 self._replay(sequence, "shared")
 
