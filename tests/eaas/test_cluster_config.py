@@ -30,3 +30,10 @@ def test_cores_are_dealt_out_or_given_by_the_wanted_lanes(
 def test_more_lanes_than_cores_are_refused(lanes: int) -> None:
     with pytest.raises(ValueError, match=f"{lanes} lanes for each expert server; 0 .* to 2"):
         ClusterConfig(model=Path(), served_name="m", cores=(0, 1), expert_lanes=lanes)
+
+
+@pytest.mark.parametrize(("routers", "etcd"), [(0, ""), (2, ""), (0, "http://127.0.0.1:2379")])
+def test_routers_that_share_nothing_are_refused(routers: int, etcd: str) -> None:
+    with pytest.raises(ValueError, match=f"{routers} routers asked for"):
+        ClusterConfig(model=Path(), served_name="m", routers=routers, etcd=etcd)
+    ClusterConfig(model=Path(), served_name="m", routers=2, etcd="http://127.0.0.1:2379")
