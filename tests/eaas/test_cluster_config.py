@@ -43,3 +43,10 @@ def test_a_pool_may_begin_with_nothing_and_keep_its_replicas_for_later() -> None
 def test_more_lanes_than_cores_are_refused(lanes: int) -> None:
     with pytest.raises(ValueError, match=f"{lanes} lanes for each expert server; 0 .* to 2"):
         ClusterConfig(model=Path(), served_name="m", cores=(0, 1), expert_lanes=lanes)
+
+
+@pytest.mark.parametrize(("routers", "etcd"), [(0, ""), (2, ""), (0, "http://127.0.0.1:2379")])
+def test_routers_that_share_nothing_are_refused(routers: int, etcd: str) -> None:
+    with pytest.raises(ValueError, match=f"{routers} routers asked for"):
+        ClusterConfig(model=Path(), served_name="m", routers=routers, etcd=etcd)
+    ClusterConfig(model=Path(), served_name="m", routers=2, etcd="http://127.0.0.1:2379")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import grpc
 import pytest
@@ -21,8 +23,11 @@ from router.channel import RouterAddressInvalid, target_of
 from router.client import RouterClient, RouterUnavailable, StartProcess
 from router.etcd import Etcd, get, pairs
 from router.etcd_store import prefix_of
+from router.journal import Journal
 from router.proto import router_pb2 as pb
 from router.proto import router_pb2_grpc as rpc
+from router.service import RouterService
+from router.state import Config
 from tests.etcd import EtcdProcess, etcd_process
 from tests.router.test_service import HOST, SHAPE, Server, complete, until
 
@@ -263,6 +268,37 @@ def test_an_orderly_stop_hands_over_at_once(started: Start) -> None:
         assert leader.end(signal.SIGTERM) == 0
         leader = routers.await_leader(but=leader, seconds=15)
         routers.all = [router for router in routers.all if router.process.poll() is None]
+
+
+def test_a_call_in_progress_when_the_lease_ends_decides_nothing(tmp_path: Path) -> None:
+    """Admitted while this router led, carried on when it does no more: even what writes nothing is refused."""
+
+    class Lease:
+        leader, problem, held = "127.0.0.1:2", "", True
+
+        def leads(self) -> bool:
+            return self.held
+
+    class Refused(Exception):
+        pass
+
+    class Call:
+        async def abort(self, code: grpc.StatusCode, details: str, metadata: object = ()) -> None:
+            raise Refused(code, details)
+
+    async def scene() -> None:
+        lease, call = Lease(), Call()
+        service = RouterService(Config(), Journal(tmp_path / "journal"), election=lease)
+        service.lead()
+        joined = await service.Join(pb.JoinRequest(pool="gateway", host=HOST, pid=1), call)
+        renewal = pb.RenewRequest(name=joined.name, incarnation=joined.incarnation)
+        assert not (await service.Renew(renewal, call)).fenced
+        lease.held = False
+        with pytest.raises(Refused, match=r"this router is a standby; 127[.]0[.]0[.]1:2 leads"):
+            await service.Renew(renewal, call)
+        service.step_down()
+
+    asyncio.run(scene())
 
 
 def test_a_standby_says_who_leads_and_decides_nothing(started: Start) -> None:

@@ -205,6 +205,25 @@ def test_a_deposed_leader_writes_nothing(running: EtcdProcess, cluster: str) -> 
     second.resign()
 
 
+def test_of_two_that_see_no_leader_one_wins(running: EtcdProcess, cluster: str) -> None:
+    winners: list[Leader] = []
+
+    class Slow(Etcd):
+        """Between this router's look at the key and its own attempt, another wins."""
+
+        def call(self, path, body):
+            if path == "lease/grant":
+                winners.append(Leader(running.url, cluster))
+            return super().call(path, body)
+
+    late = Election(Slow(running.url), prefix_of(cluster), ttl_s=60)
+    assert not late._campaign("127.0.0.1:2")
+    assert not late.leads()
+    assert late.leader == "127.0.0.1:1"
+    assert winners[0].store.load() == State()
+    winners[0].resign()
+
+
 def test_a_leader_whose_key_is_gone_writes_nothing(running: EtcdProcess, cluster: str) -> None:
     leader = Leader(running.url, cluster)
     state = history(leader.store)
@@ -283,9 +302,9 @@ def test_a_lost_answer_is_repaired_by_the_leader_itself(
         store._etcd = CutEtcd(running.url, calls, carried_out=carried_out)
         with pytest.raises(JournalUnusable):
             store.save(old, lost)
+        store._etcd = leader.etcd
         with pytest.raises(JournalUnusable, match="cut"):
             store.save(old, new)  # Without asking: what is stored is not known.
-        store._etcd = leader.etcd
         store.prove(old)
         assert_equal(store.load(), old, f"cut at call {calls}")
         store.save(old, new)
