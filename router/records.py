@@ -101,11 +101,9 @@ def phase(state: State, record: MemberRecord) -> str:
     """The word for a member's state."""
     if record.draining:
         return DRAINING
-    if record.name in state.suspects:
-        return SUSPECT
-    if record.ready:
-        return SERVING
-    return WARMING if record.target or record.pool != EXPERT else JOINING
+    if not record.ready:
+        return WARMING if record.target or record.pool != EXPERT else JOINING
+    return SUSPECT if record.name in state.suspects else SERVING
 
 
 def view_of(config: Config, state: State) -> View:
