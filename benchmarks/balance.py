@@ -185,7 +185,7 @@ def first_placement(world: Any) -> list[int]:
         layers=1,
         experts=world.experts,
         replicas=world.min_replicas,
-        capacity=dict.fromkeys(names, world.slots // world.servers),
+        capacity={name: world.slots // world.servers for name in names},
     )
     return [
         sum(1 << server for server, name in enumerate(names) if placed[name] >> expert & 1)
