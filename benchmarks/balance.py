@@ -181,11 +181,12 @@ def _repaired(holders: list[int], min_replicas: int, servers: int) -> list[int]:
 def first_placement(world: Any) -> list[int]:
     """Where the experts lie before anything was seen."""
     names = [f"expert/{number + 1}" for number in range(world.servers)]
+    room: int = world.slots // world.servers
     placed = place(
         layers=1,
         experts=world.experts,
         replicas=world.min_replicas,
-        capacity=dict.fromkeys(names, world.slots // world.servers),
+        capacity=dict.fromkeys(names, room),
     )
     return [
         sum(1 << server for server, name in enumerate(names) if placed[name] >> expert & 1)

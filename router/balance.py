@@ -21,6 +21,9 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 SCENARIOS = 8
+# Scenarios change the load by this much more than it has been changing: a copy made early costs as much as one
+# made late.
+MARGIN = 2.0
 SWEEPS = 12
 # Of the busiest server's load: a step that gains less is not worth a copy, though the budget allows it.
 LEAST_STEP = 0.002
@@ -142,7 +145,7 @@ def improve(
     speed = np.array([server.speed for server in servers])
     if total <= 0 or not servers:
         return Change(moves=(), before=1.0, after=1.0)
-    flow = Flow(scenarios_of(load, spread).T.copy(), speed)
+    flow = Flow(scenarios_of(load, MARGIN * spread).T.copy(), speed)
     for expert, mask in enumerate(holders):
         flow.put(expert, mask)
     flow.settle(SWEEPS)

@@ -85,7 +85,9 @@ def test_a_change_lowers_the_bound_and_keeps_every_rule(seed: int) -> None:
         assert len({s for mask in pairs for s in indexes(mask)} - {server}) <= 4, f"seed {seed}"
     if change.moves:
         before, now = least(load, holders, speed), least(load, after, speed)
-        assert now < before and change.after < 0.97 * change.before, f"seed {seed}: {before} to {now}"
+        assert change.after < 0.97 * change.before
+        # What is even already is only prepared for changes.
+        assert now < before or now < 1.001, f"seed {seed}: {before} to {now}"
     again = improve(load=load, spread=0.1, holders=holders, servers=servers, rules=rules)
     assert again == change, "the same decision from the same observation"
 
