@@ -7,9 +7,8 @@ and processes ordered when a pool is too small (router.launches).
 
 from __future__ import annotations
 
-import numpy as np
-
 from router import drains, launches, leases, orders
+from router.autoscale import autoscale
 from router.events import (
     Acked,
     Command,
@@ -34,6 +33,7 @@ from router.events import (
     Tick,
 )
 from router.moves import follow
+from router.rebalance import rebalance
 from router.records import evolve, fence, is_member, with_pulse, with_record
 from router.state import LAUNCHED_POOLS, NAMED_POOLS, Config, Ghost, MemberRecord, Model, Pulse, State
 from router.view import ATTENTION, EXPERT, GATEWAY
@@ -81,7 +81,8 @@ def _apply(config: Config, state: State, event: Event, commands: list[Command]) 
             return _renew(config, state, event, commands)
         case Tick():
             state = drains.shrink(leases.judge(config, state, commands))
-            return orders.give_up(config, drains.end_overdue(config, state, commands))
+            state = orders.give_up(config, drains.end_overdue(config, state, commands))
+            return rebalance(config, autoscale(config, state, commands))
         case Started():
             return _start(config, state, event)
         case Join():
@@ -217,7 +218,7 @@ def _forget_model(state: State) -> State:
     """With nobody left who holds a part of the model, the next joiner may bring another."""
     if any(record.pool != GATEWAY for record in state.members.values()):
         return state
-    return evolve(state, model=Model()) if state.model.hash or state.model.layers else state
+    return evolve(state, model=Model(), routed=None, seen=()) if state.model.hash or state.model.layers else state
 
 
 def _refusal(state: State, event: Join) -> str:
@@ -304,9 +305,9 @@ def _count(config: Config, state: State, event: Routed, commands: list[Command])
         commands.append(Stranger(name=event.name, incarnation=event.incarnation))
         return state
     pairs = state.model.layers * state.model.experts
-    if event.rows.shape != (pairs,):
+    if event.rows.shape != (pairs,) or event.activated.shape != (pairs,):
         return state
-    routed = event.rows.astype(np.float64)
+    routed = event.rows + config.activation_rows * event.activated
     if state.routed is not None and state.routed.shape == routed.shape:
         routed += state.routed * 0.5 ** ((state.now_s - state.routed_s) / config.routed_half_life_s)
     routed.flags.writeable = False

@@ -184,10 +184,11 @@ class Refused:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scaled:
-    """Answer to Scale: this size is wanted now."""
+    """Answer to Scale: this size is wanted now. why: in words, where the load asked for it rather than anybody."""
 
     pool: str
     wanted: int
+    why: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from router.balance import Seen
 from router.events import (
     DRAIN_S as DRAIN_S,
 )
@@ -88,6 +89,7 @@ from router.events import (
 from router.events import (
     Tick as Tick,
 )
+from router.scaling import Memory, Policy
 from router.suspicion import Rhythm
 from router.view import ATTENTION, EXPERT, GATEWAY
 
@@ -140,6 +142,17 @@ class Config:
     bytes_in_flight: int = 8 << 30
     # What was routed counts half after this long: balance follows minutes, not bursts.
     routed_half_life_s: float = 60.0
+    # A batch that has any row of an expert reads its weights: b bytes at 44 GB/s, when a row takes b operations at
+    # 413 Gflop/s, are as long as 9 rows.
+    activation_rows: float = 9.0
+    # Copies of each layer beyond the replicas, which balance may place: none unless asked for.
+    redundant: int = 0
+    # How often balance looks at the load, how many copies it makes of a layer at once, and what they must be worth.
+    balance_s: float = 60.0
+    balance_copies: int = 4
+    balance_gain: float = 0.03
+    # Pools whose wanted size follows their load.
+    autoscale: Mapping[str, Policy] = field(default_factory=dict[str, Policy])
 
     def __post_init__(self) -> None:
         for name in ("experts_wanted", "attention_wanted", "replicas"):
@@ -164,9 +177,19 @@ class Config:
             "copies_in_flight",
             "bytes_in_flight",
             "routed_half_life_s",
+            "balance_s",
+            "balance_copies",
         ):
             if not getattr(self, name) > 0:
                 raise ConfigInvalid(f"{name} is {getattr(self, name)}; give more than 0")
+        for name in ("redundant", "activation_rows", "balance_gain"):
+            if not getattr(self, name) >= 0:
+                raise ConfigInvalid(f"{name} is {getattr(self, name)}; give 0 or more")
+        for name in self.autoscale:
+            if name not in LAUNCHED_POOLS:
+                raise ConfigInvalid(
+                    f"pool {name!r} cannot be scaled; give one of {', '.join(LAUNCHED_POOLS)}"
+                )
         for name in LAUNCHED_POOLS:
             least, most = self.bounds(name)
             if not 0 <= least <= self.wanted(name) <= most <= MOST_MEMBERS:
@@ -321,8 +344,10 @@ class State:
 
     orphans: starts whose launcher went: not counted on, but known should they join after all.
 
-    drain_s: longest drain of a pool's members. routed: rows sent to each (layer, expert), in the order of bitmaps,
-    decayed since routed_s.
+    drain_s: longest drain of a pool's members. memories: of the policies that scale pools.
+
+    routed: work of each (layer, expert), in rows, in the order of bitmaps, decayed since routed_s. seen: what balance
+    knows of each layer since balanced_s. balanced_layer: the next that it looks at.
     """
 
     salt: int = 0
@@ -355,3 +380,7 @@ class State:
     drain_s: Mapping[str, float] = field(default_factory=dict[str, float])
     routed: NDArray[np.float64] | None = field(default=None, compare=False)
     routed_s: float = 0.0
+    seen: tuple[Seen, ...] = field(default=(), compare=False)
+    balanced_layer: int = 0
+    balanced_s: float = 0.0
+    memories: Mapping[str, Memory] = field(default_factory=dict[str, Memory])

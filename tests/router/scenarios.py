@@ -21,6 +21,7 @@ from router.state import (
     Stranger,
     Tick,
 )
+from tests.router.load_stories import LOAD_STORIES
 from tests.router.told import Step, Told, cluster, lively, rest
 
 
@@ -483,4 +484,5 @@ STORIES = (
     a_worker_that_has_not_begun_holds_nobody_up,
     full_servers_exchange,
     a_stranger_moves_nothing,
+    *LOAD_STORIES,
 )

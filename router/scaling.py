@@ -1,0 +1,369 @@
+"""How many servers a pool should have: fast up, slow down, and always a reason. Pure.
+
+    wanted, memory = decide(policy, signals, memory, now_s)     # memory.why says it in words
+
+Load is counted in servers: one fully busy server is 1. It is what servers worked on plus the growth of the queue, so
+that work which had to wait is not overlooked. GPU utilisation is no signal: a polling kernel shows 100% when idle.
+
+A server ordered now serves `start_s` later, so the load to provide for is a forecast: the larger of the trend (a mean
+over `trend_s`, carried `start_s` further along its slope) and of most of the last burst (a mean over `burst_s`), times
+the headroom for what no forecast sees. Up at once; down when the largest need of the last `hold_s` allows it. A profile
+of the day was tried and left out: it saved less than 0.1% on the week of benchmarks.elasticity.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from router.view import ATTENTION, EXPERT, GATEWAY
+
+HOUR_S = 3600.0
+# A lower load than this, in servers, is no work: lease keeping and health checks.
+IDLE_LOAD = 0.005
+# Forgetting of the measured speed of a server; it changes with the mix of requests, not with the load.
+SPEED_S = 300.0
+# The word for what a pool does per second, in the unit of its queue.
+RATES = {EXPERT: "rows_per_s", ATTENTION: "tokens_per_s"}
+
+
+class PolicyInvalid(ValueError):
+    """A setting makes no sense."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Policy:
+    """Settings for one pool; times in seconds.
+
+    least, most, unit: bounds of the size, and what it changes by (8: nodes of eight servers).
+    start_s: from order to serving. clear_s: a queue is to be gone after this long.
+    """
+
+    least: int = 1
+    most: int = 64
+    unit: int = 1
+    # 1.75 x the mean just keeps 99.9% of an hour of real chat tokens in time, in steps of 10 s (benchmarks.elasticity).
+    headroom: float = 1.75
+    start_s: float = 30.0
+    # Loads are means over this long. Ticks are 0.1 s, far less than any server takes to start.
+    sample_s: float = 10.0
+    # Load wanders by 10% in half an hour: with samples that scatter by 25%, a mean over 5 to 10 minutes errs least.
+    trend_s: float = 450.0
+    # Bursts last some minutes: three samples tell one from scatter. 0.92 of it, so that scatter alone rarely counts.
+    burst_s: float = 25.0
+    burst_share: float = 0.92
+    # Giving back early costs another start; hold and band trade money against changes: 50 s and 6% make about 30 an hour.
+    hold_s: float = 50.0
+    band: float = 0.06
+    clear_s: float = 10.0
+    # Shrinking may use four fifths of the changes, so that growing always finds some left: 36 of 45.
+    changes_per_h: int = 45
+    shrink_share: float = 0.8
+    # At 85% of the KV cache preemption is near.
+    kv_most: float = 0.85
+    # p99 over the SLO for one window of 60 s and one start: a quarter more headroom, forgotten within hours, 2 at most.
+    strain_step: float = 1.25
+    strain_s: float = 90.0
+    strain_most: float = 2.0
+    # With least = 0: without any work for this long, nothing is kept.
+    idle_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.least <= self.most or self.most < 1:
+            raise PolicyInvalid(f"bounds {self.least} to {self.most}; give 0 <= least <= most, and most >= 1")
+        if self.unit < 1 or self.least % self.unit or self.most % self.unit:
+            raise PolicyInvalid(
+                f"unit {self.unit} with bounds {self.least} to {self.most}; give a unit of at least 1 that divides both"
+            )
+        for name in ("start_s", "sample_s", "burst_s", "hold_s", "clear_s", "strain_s", "idle_s", "kv_most"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise PolicyInvalid(f"{name} is {getattr(self, name)}; give a number above 0")
+        for name in ("headroom", "strain_step", "strain_most"):
+            if not 0.01 <= getattr(self, name) <= 100:
+                raise PolicyInvalid(f"{name} is {getattr(self, name)}; give 0.01 to 100, such as 1.75")
+        for name in ("burst_share", "band", "shrink_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise PolicyInvalid(f"{name} is {getattr(self, name)}; give 0 to 1")
+        if not self.burst_s < self.trend_s < math.inf:
+            raise PolicyInvalid(f"trend_s is {self.trend_s}; give more than burst_s, which is {self.burst_s}")
+        if self.hold_s > 200 * self.sample_s:
+            raise PolicyInvalid(
+                f"hold_s is {self.hold_s}; give at most 200 times sample_s, {200 * self.sample_s}: every sample is kept"
+            )
+        if not 1 <= self.changes_per_h <= 3600:
+            raise PolicyInvalid(f"changes_per_h is {self.changes_per_h}; give 1 to 3600")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Signals:
+    """One pool at one moment. What is None is not known, and never taken for nothing.
+
+    wanted: size wanted now. live: members that serve. starting: ordered or warming up. draining: on their way out.
+    busy: mean over the live servers, 0 to 1. tokens_per_s: of the pool, in the unit of backlog_tokens (rows, for the
+    expert pool). queue_s: age of the oldest waiting request. kv_use: mean, 0 to 1. lateness: p99 over its SLO, the worse
+    of TTFT and TPOT; above 1 the SLO is missed.
+    """
+
+    wanted: int
+    live: int
+    starting: int = 0
+    draining: int = 0
+    busy: float | None = None
+    backlog_tokens: float | None = None
+    tokens_per_s: float | None = None
+    queue_s: float | None = None
+    kv_use: float | None = None
+    lateness: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Past:
+    """What samples have shown of the load, in servers.
+
+    age_s: how much was seen. trend, base, burst: means over trend_s, 4 trend_s and burst_s. needs: (time, servers) of
+    the last hold_s, each larger than all later ones. strain: factor on the headroom, last raised at strained_s.
+    """
+
+    age_s: float = 0.0
+    trend: float = 0.0
+    base: float = 0.0
+    burst: float = 0.0
+    needs: tuple[tuple[float, float], ...] = ()
+    strain: float = 1.0
+    strained_s: float = -math.inf
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Memory:
+    """What the policy remembers of one pool. A new one is always safe: nothing is given up until a trend was seen.
+
+    at_s: last call. known_s, work: seconds of known load in the open sample, and server-seconds done in them. backlog:
+    server-seconds that waited when it began. speed: tokens per second of a busy server; 0: unknown. worked_s: when
+    there was work. changes: times of the last hour's. why: the last decision in words.
+    """
+
+    at_s: float | None = None
+    known_s: float = 0.0
+    work: float = 0.0
+    backlog: float | None = None
+    speed: float = 0.0
+    worked_s: float = -math.inf
+    past: Past = Past()
+    changes: tuple[float, ...] = ()
+    why: str = "nothing seen yet"
+
+
+def decide(policy: Policy, signals: Signals, memory: Memory, now_s: float) -> tuple[int, Memory]:
+    """The size that a pool should have now; call it at every tick, with `signals.wanted` as it stands.
+
+    Args:
+        now_s: Of a clock that counts suspend. A step back is ignored.
+
+    Returns:
+        Servers wanted, within the bounds and in whole units, and what to remember.
+    """
+    seen = _observe(policy, signals, memory, now_s)
+    wanted = signals.wanted
+    bounded = min(_units(policy, max(wanted, policy.least)), policy.most)
+    if bounded != wanted:
+        return bounded, replace(seen, why=f"{wanted} -> {bounded}: the bounds")
+    if not wanted and _waiting(signals):
+        size = min(_units(policy, max((seen.backlog or 0.0) / policy.clear_s, 1.0)), policy.most)
+        changes = _with(policy, seen.changes, now_s)
+        return size, replace(seen, changes=changes, why=f"0 -> {size}: requests wait and nothing serves")
+    if seen.known_s < 0.999 * policy.sample_s:
+        return wanted, seen
+
+    backlog = _backlog(signals, seen.speed)
+    need, past, reason = _forecast(policy, signals, seen, backlog, now_s)
+    changes = seen.changes
+    if changes and changes[0] <= now_s - HOUR_S:
+        changes = tuple(at_s for at_s in changes if at_s > now_s - HOUR_S)
+    if wanted and not policy.least and min(now_s - seen.worked_s, past.age_s) >= policy.idle_s:
+        # What was before a pause says nothing of what comes after it.
+        size, past, why = 0, Past(), f"no work for {policy.idle_s:.0f} s"
+    else:
+        size, why = _resize(policy, signals, past, changes, need, now_s)
+    if size != wanted:
+        changes, why = _with(policy, changes, now_s), f"{wanted} -> {size}: {why}"
+    else:
+        why = f"{wanted}: {why}"
+    return size, Memory(
+        at_s=seen.at_s,
+        backlog=backlog,
+        speed=seen.speed,
+        worked_s=seen.worked_s,
+        past=past,
+        changes=changes,
+        why=f"{why}; {reason}",
+    )
+
+
+def _observe(policy: Policy, signals: Signals, memory: Memory, now_s: float) -> Memory:
+    """Add the time since the last call to the open sample, where the load is known."""
+    # After a longer gap (the router stalled) what is seen now says nothing about most of it.
+    elapsed_s = 0.0 if memory.at_s is None else min(max(now_s - memory.at_s, 0.0), policy.sample_s)
+    speed, rate, waiting = memory.speed, signals.tokens_per_s, _waiting(signals)
+    working = None if signals.busy is None else min(signals.busy, 1.0) * signals.live
+    if working is None and rate is not None and speed:
+        working = min(rate / speed, signals.live)
+    elif working is not None and rate and working > 0.2:
+        speed += (rate / working - speed) * (_gain(elapsed_s, SPEED_S, memory.past.age_s) if speed else 1.0)
+    if working is None and (waiting or not signals.live):
+        # Whoever lets requests wait has no time left.
+        working = float(signals.live)
+    known = working is not None
+    return Memory(
+        at_s=now_s if memory.at_s is None else max(now_s, memory.at_s),
+        known_s=memory.known_s + elapsed_s if known else memory.known_s,
+        work=memory.work + elapsed_s * working if known else memory.work,
+        backlog=_backlog(signals, speed) if memory.backlog is None else memory.backlog,
+        speed=speed,
+        worked_s=now_s if not known or working > IDLE_LOAD or waiting else memory.worked_s,
+        past=memory.past,
+        changes=memory.changes,
+        why=memory.why if known else f"{signals.wanted}: no load is reported",
+    )
+
+
+def _backlog(signals: Signals, speed: float) -> float | None:
+    """Server-seconds of work that wait; the queue's age says it where tokens or the speed are unknown."""
+    if signals.backlog_tokens is not None and speed:
+        return signals.backlog_tokens / speed
+    return None if signals.queue_s is None else signals.queue_s * signals.live
+
+
+def _waiting(signals: Signals) -> bool:
+    return bool(signals.backlog_tokens or signals.queue_s)
+
+
+def _forecast(
+    policy: Policy, signals: Signals, seen: Memory, backlog: float | None, now_s: float
+) -> tuple[float, Past, str]:
+    """Close the sample: servers needed once one ordered now serves, what the past is now, and the sum in words."""
+    span_s, past = seen.known_s, seen.past
+    grown = 0.0 if backlog is None or seen.backlog is None else backlog - seen.backlog
+    load = max(0.0, (seen.work + grown) / span_s)
+    age_s = past.age_s + span_s
+    trend = past.trend + (load - past.trend) * _gain(span_s, policy.trend_s, age_s)
+    base = past.base + (load - past.base) * _gain(span_s, 4 * policy.trend_s, age_s)
+    burst = past.burst + (load - past.burst) * _gain(span_s, policy.burst_s, age_s)
+    # The two means lag by their lengths, so their difference over 3 trend_s is the slope.
+    rise = max(0.0, trend - base) / (3 * policy.trend_s) * (policy.start_s + policy.sample_s)
+    ahead = max(trend + rise, policy.burst_share * burst)
+
+    strain, strained_s = 1 + (past.strain - 1) * math.exp(-span_s / HOUR_S), past.strained_s
+    # Late with idle servers is not for want of servers.
+    late = (
+        signals.lateness is not None and signals.lateness > 1 and (signals.busy is None or signals.busy > 0.5)
+    )
+    if late and now_s - strained_s >= policy.strain_s:
+        strain, strained_s = min(strain * policy.strain_step, policy.strain_most), now_s
+
+    headroom = policy.headroom * strain
+    need = headroom * ahead + (backlog or 0.0) / policy.clear_s
+    reason = f"load {load:.1f}, trend {trend:.1f}, burst {burst:.1f}: {ahead:.1f} x {headroom:.2f}"
+    if backlog:
+        reason += f" + {backlog / policy.clear_s:.1f} for the queue"
+    if signals.kv_use is not None and signals.kv_use * signals.live > need * policy.kv_most:
+        need = signals.kv_use * signals.live / policy.kv_most
+        reason = f"KV cache {signals.kv_use:.0%} full, {policy.kv_most:.0%} allowed"
+    held = (*[h for h in past.needs if h[0] > now_s - policy.hold_s and h[1] > need], (now_s, need))
+    new = Past(
+        age_s=age_s, trend=trend, base=base, burst=burst, needs=held, strain=strain, strained_s=strained_s
+    )
+    return need, new, reason
+
+
+def _resize(
+    policy: Policy, signals: Signals, past: Past, changes: tuple[float, ...], need: float, now_s: float
+) -> tuple[int, str]:
+    """Grow for the need, shrink to the largest of the hold, or say why not yet."""
+    wanted = signals.wanted
+    floor = max(policy.least, min(policy.unit, wanted))
+    size = min(max(_units(policy, need), floor), policy.most)
+    if size > wanted:
+        # A start that is overdue may have failed: what is ordered meanwhile counts, but holds up no more.
+        if signals.starting and changes and now_s - changes[-1] < policy.start_s:
+            return wanted, f"needs {size}, {signals.starting} starting"
+        if len(changes) >= policy.changes_per_h:
+            return wanted, f"needs {size}, {len(changes)} changes this hour"
+        return size, "at once"
+    size = min(max(_units(policy, past.needs[0][1]), floor), policy.most)
+    if size >= wanted or size > wanted * (1 - policy.band):
+        return wanted, "enough"
+    if past.age_s < policy.trend_s:
+        return wanted, f"{size} would do, {past.age_s:.0f} s seen of {policy.trend_s:.0f}"
+    if signals.starting or signals.draining:
+        return wanted, f"{size} would do, a change is under way"
+    if len(changes) >= policy.shrink_share * policy.changes_per_h:
+        return wanted, f"{size} would do, {len(changes)} changes this hour"
+    return size, f"no more needed for {policy.hold_s:.0f} s"
+
+
+def _with(policy: Policy, changes: tuple[float, ...], now_s: float) -> tuple[float, ...]:
+    # Waking from zero is never refused, so there may be more than the limit: the newest count.
+    return (*changes, now_s)[-policy.changes_per_h :]
+
+
+def _units(policy: Policy, servers: float) -> int:
+    """The least size in whole units that is not below."""
+    # 1e-9: 1.75 x 4 must be 7, whatever the last bit says.
+    return math.ceil(servers / policy.unit - 1e-9) * policy.unit
+
+
+def _gain(span_s: float, length_s: float, age_s: float) -> float:
+    """Weight of a new sample in a mean over length_s: a plain mean until that much has been seen."""
+    return max(1 - math.exp(-span_s / length_s), span_s / age_s if age_s > span_s else 1.0)
+
+
+def signals_of(
+    pool: str,
+    loads: Mapping[str, Sequence[Mapping[str, float]]],
+    *,
+    wanted: int,
+    live: int,
+    starting: int,
+    draining: int,
+    ttft_slo_s: float = 2.0,
+    tpot_slo_s: float = 0.1,
+) -> Signals:
+    """What the members' load words say of one launched pool.
+
+    Args:
+        loads: By pool, the last report of each member that serves; words and whole reports may be missing.
+        ttft_slo_s, tpot_slo_s: What p99 of TTFT and TPOT may be.
+    """
+    own, gates = loads.get(pool, ()), loads.get(GATEWAY, ())
+    late = [*(_over(gates, "ttft_p99_s", ttft_slo_s)), *(_over(gates, "tpot_p99_s", tpot_slo_s))]
+    # Streams wait at gateways and in attention workers. Their tokens are no measure for expert servers, which show
+    # what they lack by being busy; but any wait must wake an empty pool.
+    queues = [*loads.get(ATTENTION, ()), *gates]
+    queue = max(_words(queues, "queue_s"), default=None)
+    tokens = _words(queues, "backlog_tokens")
+    asks = pool == ATTENTION or live == 0
+    return Signals(
+        wanted=wanted,
+        live=live,
+        starting=starting,
+        draining=draining,
+        busy=_mean(_words(own, "busy")),
+        backlog_tokens=sum(tokens) if tokens and asks else None,
+        tokens_per_s=sum(rates) if (rates := _words(own, RATES[pool])) else None,
+        queue_s=queue if asks else None,
+        kv_use=_mean(_words(own, "kv_use")),
+        lateness=max(late, default=None),
+    )
+
+
+def _words(loads: Sequence[Mapping[str, float]], word: str) -> list[float]:
+    return [load[word] for load in loads if word in load and math.isfinite(load[word])]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _over(loads: Sequence[Mapping[str, float]], word: str, slo: float) -> list[float]:
+    return [value / slo for value in _words(loads, word)]
