@@ -12,7 +12,7 @@ All experts of all layers move at once: each line below is one set operation on 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from router import drains, launches, orders
 from router.bitmap import lowest
@@ -25,13 +25,17 @@ from router.view import EXPERT
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What a placement was made for: servers with their capacity, those that get nothing, and the shape."""
+    """What a placement was made for: servers with their capacity, those that get nothing, and the shape.
+
+    clean: Nobody was in doubt when it was made.
+    """
 
     capacity: tuple[tuple[str, int], ...]
     doubtful: frozenset[str]
     layers: int
     experts: int
     replicas: int
+    clean: bool = field(default=False, compare=False)
 
 
 def follow(config: Config, state: State, commands: list[Command]) -> State:
@@ -80,6 +84,8 @@ def _place(config: Config, state: State) -> State:
     )
     if plan == state.plan:
         return state
+    if _stands(state, plan, placeable):
+        return evolve(state, plan=replace(plan, clean=True))
     shares: dict[str, int] = {}
     if placeable:
         shares = place_what_fits(
@@ -91,7 +97,19 @@ def _place(config: Config, state: State) -> State:
             doubtful=plan.doubtful,
         )
     members = {name: _with_share(record, shares.get(name, 0)) for name, record in state.members.items()}
-    return evolve(state, members=members, plan=plan)
+    return evolve(state, members=members, plan=replace(plan, clean=not plan.doubtful))
+
+
+def _stands(state: State, plan: Plan, placeable: list[MemberRecord]) -> bool:
+    """True if only doubts changed and every expert is held beyond them: a placement made without doubts then stays."""
+    was = state.plan
+    if not isinstance(was, Plan) or not was.clean or replace(was, doubtful=plan.doubtful) != plan:
+        return False
+    beyond_doubt = 0
+    for record in placeable:
+        if record.name not in plan.doubtful:
+            beyond_doubt |= record.share
+    return beyond_doubt == (1 << plan.layers * plan.experts) - 1
 
 
 def _with_share(record: MemberRecord, share: int) -> MemberRecord:
