@@ -49,7 +49,8 @@ class Moves:
         """Copies of what is served meanwhile are ordered within the budget."""
         had = has = 0
         for row in last.experts:
-            had |= row.serving
+            if row.name in shown.rows:
+                had |= row.serving
         for row in shown.experts:
             has |= row.serving
         served = had & has
