@@ -229,13 +229,16 @@ class Flow:
 
     def lift(self, expert: int, mask: int, worlds: slice = slice(None)) -> None:
         """Take an expert out."""
-        rows = np.zeros_like(self.groups[mask])
+        rows = np.zeros((mask.bit_count(), self.load.shape[1]))
         rows[:, worlds] = self.flow(expert, mask)[:, worlds]
         self._add(mask, -rows)
 
     def flow(self, expert: int, mask: int) -> Array:
         """[holders, worlds] its part of its group's rows."""
-        rows = self.groups[mask]
+        rows = self.groups.get(mask)
+        if rows is None:
+            # Nothing was asked of any expert with these holders.
+            return np.zeros((mask.bit_count(), self.load.shape[1]))
         return rows * (self.load[expert] / np.maximum(rows.sum(0), 1e-300))
 
     def settle(self, sweeps: int, within: float = 1e-3) -> None:

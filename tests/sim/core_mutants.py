@@ -346,4 +346,34 @@ MUTANTS = {
         "False",
         "",
     ),
+    "balances while things move": Mutant(
+        "rebalance",
+        "    if not _is_at_rest(state):\n",
+        "    if not state:\n",
+        "two plans pull at the same copies",
+    ),
+    "balances never": Mutant(
+        "rebalance",
+        "evolve(_improve(config, state, layer), balanced",
+        "evolve(state, balanced",
+        "the busiest expert stays the bottleneck",
+    ),
+    "makes any number of copies": Mutant(
+        "rebalance",
+        "places = experts * config.replicas + config.redundant",
+        "places = 99 * len(records)",
+        "memory fills with copies that nobody allowed",
+    ),
+    "drops the last copy for balance": Mutant(
+        "rebalance",
+        "min_replicas=config.replicas",
+        "min_replicas=0",
+        "an expert falls under its wanted replicas",
+    ),
+    "scales past the bounds": Mutant(
+        "autoscale",
+        "wanted = min(max(wanted, least), most)\n",
+        "pass\n",
+        "a policy orders more than the operator allowed",
+    ),
 }

@@ -66,6 +66,7 @@ class Judge:
         self.epoch = 0
         self._planned = True
         self.moves = Moves(self)
+        self.changes = 0  # of wanted sizes by load, in this term; no run lasts an hour
 
     def broken(self, promise: str, text: str) -> NoReturn:
         """Raise the Violation."""
@@ -78,6 +79,7 @@ class Judge:
 
     def router_started(self) -> None:
         """A new term begins."""
+        self.changes = 0
         self.hearing.restart(self.world.now_s + self.world.router.clock_s)
 
     # After an event.
@@ -117,7 +119,7 @@ class Judge:
             elif kind is Stranger:
                 self._stranger(before, event)
             elif kind is Scaled:
-                self.wanted[command.pool] = command.wanted
+                self._scaled(event, command)
             elif kind is Refused and isinstance(event, Scale):
                 least, most = self.config.bounds(event.pool)
                 if least <= event.wanted <= most:
@@ -146,6 +148,21 @@ class Judge:
             self._exited(event)
         elif type(event) is Acked and event.epoch > before.epoch:
             self._unchanged(before, event)
+
+    def _scaled(self, event: Event, command: Scaled) -> None:
+        """A pool has another wanted size: somebody asked, or its load did, within its bounds and its rate."""
+        self.wanted[command.pool] = command.wanted
+        least, most = self.config.bounds(command.pool)
+        if not least <= command.wanted <= most:
+            self.broken("sizes stay within their bounds", f"{command}, {least} to {most}")
+        if isinstance(event, Scale):
+            return
+        policy = self.config.autoscale.get(command.pool)
+        self.changes += 1
+        if policy is None or not command.why:
+            self.broken("sizes change for a reason", f"{command} at {event}")
+        if self.changes > policy.changes_per_h:
+            self.broken("scaling stays within its rate", f"{self.changes} changes within an hour")
 
     def _noted(self, event: Event) -> None:
         """What a member has told the router."""

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 _RETRY_MOST_S = 0.5
 _JOIN_S = 5.0
 EXPERT_BYTES = 1000
+_ROW_S = 0.005
 IDLE: dict[str, float] = {}
 
 
@@ -270,12 +271,16 @@ class ExpertServer(Process):
         self.held = 0
         self.broken_s = 0.0
         self.factor = 1.0
-        self.served = 0
+        self.served = 0  # rows since they were last measured
+        self._measured_s = world.now_s
         self._loading = 0
         self._report: Loaded | None = None
 
     def measure(self) -> dict[str, float]:
-        return {"busy": min(1.0, 0.01 * self.served), "rows_per_s": float(self.served)}
+        elapsed_s = max(self.world.now_s - self._measured_s, 1e-3)
+        rows, self.served, self._measured_s = self.served, 0, self.world.now_s
+        busy = min(1.0, _ROW_S * self.factor * rows / elapsed_s)
+        return {"busy": busy, "rows_per_s": rows / elapsed_s, "speed": 1 / (_ROW_S * self.factor)}
 
     def hang_up(self) -> None:
         for worker in self.world.alive(ATTENTION):
@@ -356,7 +361,7 @@ class ExpertServer(Process):
         if not self.lease_held():
             # It may have been fenced meanwhile; the client asks another.
             return
-        self.served += 1
+        self.served += len(dispatch.pairs)
         held, found = self.held, []
         for token, k, bit, value in dispatch.pairs:
             found.append((token, k, bit, expert_row(bit, value) if held >> bit & 1 else -1))

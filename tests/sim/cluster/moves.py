@@ -49,7 +49,8 @@ class Moves:
         """Copies of what is served meanwhile are ordered within the budget."""
         had = has = 0
         for row in last.experts:
-            had |= row.serving
+            if row.name in shown.rows:
+                had |= row.serving
         for row in shown.experts:
             has |= row.serving
         served = had & has
@@ -117,10 +118,11 @@ class Moves:
         for layer in range(world.layers if servers else 0):
             held = [row.serving >> layer * world.experts & mask for row in servers]
             counts = [sum(bits >> expert & 1 for bits in held) for expert in range(world.experts)]
-            if set(counts) != {wanted}:
+            redundant = self.config.redundant
+            if min(counts) < wanted or (max(counts) > wanted and not redundant):
                 return f"layer {layer} has {counts} replicas, {wanted} wanted"
             loads = [bits.bit_count() for bits in held]
-            if max(loads) - min(loads) > 1:
+            if max(loads) - min(loads) > 1 and not redundant:
                 return f"layer {layer} is uneven: {loads}"
         return ""
 

@@ -12,6 +12,7 @@ from heapq import heappop, heappush
 from random import Random
 from typing import Any
 
+from router.scaling import Policy
 from router.state import Command, Config, Event, State
 from router.view import ATTENTION, EXPERT, GATEWAY
 from tests.sim.cluster.clients import Clients, Gateway
@@ -30,6 +31,9 @@ HOSTS = ("host-a", "host-b", "host-c")
 # After the last fault all must be well within this time, and then stay so.
 SETTLE_TICKS = 900
 REST_S = 4.0
+POLICY = Policy(
+    least=1, most=16, sample_s=1.0, start_s=2.0, trend_s=20.0, burst_s=5.0, hold_s=5.0, changes_per_h=20
+)
 _CLASSES: dict[str, type[Process]] = {EXPERT: ExpertServer, ATTENTION: Worker, GATEWAY: Gateway}
 
 
@@ -62,6 +66,11 @@ class World:
             move_s=dice.choice((2.0, 5.0, 20.0)),
             copies_in_flight=dice.choice((1, 2, 4, 256)),
             bytes_in_flight=dice.choice((1, 3, 1000)) * EXPERT_BYTES,
+            redundant=dice.choice((0, 0, 1, self.experts)),
+            balance_s=dice.choice((2.0, 8.0)),
+            most={EXPERT: 10},
+            # Load is never at rest, so what follows it cannot be asked to be.
+            autoscale={EXPERT: POLICY} if mode == SAFETY and dice.random() < 0.25 else {},
         )
         self.capacity = 0
         if dice.random() < 0.4:
@@ -149,10 +158,13 @@ class World:
         self.converged_s = self.now_s - began_s
         epoch = self.router.state.epoch
         self._until_s(self.now_s + REST_S)
-        unrest = self.judge.unrest()
+        end_s = self.now_s + REST_S * bool(self.config.redundant)
+        while (unrest := self.judge.unrest()) and self.now_s < end_s:
+            # Replicas follow the load; a move for it does not last.
+            self._until_s(self.now_s + 0.1)
         if unrest:
             self.judge.broken("what came back stays", f"{REST_S} s after all was well, {unrest}")
-        if self.router.state.epoch != epoch:
+        if self.router.state.epoch != epoch and not self.config.redundant:
             self.judge.broken(
                 "what came back stays", f"epoch {epoch} became {self.router.state.epoch} at rest"
             )
