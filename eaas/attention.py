@@ -51,6 +51,7 @@ STUCK_STEP_S = 0.6
 BLOCK_TOKENS = 16
 COVER_POLL_S = 0.01
 WANTED_POLL_S = 1.0
+ROUTED_S = 1.0
 START_ERRORS = (
     DecoderError,
     IsaUnavailable,
@@ -235,9 +236,10 @@ class Placement:
 class Load:
     """The load report that goes with each lease renewal."""
 
-    def __init__(self, client: ExpertClient) -> None:
+    def __init__(self, client: ExpertClient, router: RouterClient) -> None:
         self.engine: Engine | None = None
-        self._client = client
+        self._client, self._router = client, router
+        self._routed_s = time.monotonic()
         self._tracks: dict[str, Track] = {}
         self._at_s = time.monotonic()
         self._computed, self._busy_s = 0, 0.0
@@ -249,6 +251,7 @@ class Load:
         engine = self.engine
         if engine is None:
             return {}
+        self._tell_routed()
         now_s, computed, busy_s = time.monotonic(), engine.computed, engine.busy_s
         elapsed_s = max(now_s - self._at_s, 1e-3)
         rate = (computed - self._computed) / elapsed_s
@@ -257,6 +260,16 @@ class Load:
         found = {report.name: report.totals for report in self._client.stats()}
         self._tracks = observe_all(self._tracks, found)
         return {**engine.load(), "busy": busy, "tokens_per_s": rate, **load_entries(self._tracks)}
+
+    def _tell_routed(self) -> None:
+        """Rows to each expert go with this renewal: about once a second, which is enough to balance by."""
+        now_s = time.monotonic()
+        if now_s - self._routed_s < ROUTED_S:
+            return
+        self._routed_s = now_s
+        rows, activated = self._client.take_routed()
+        if rows.any():
+            self._router.routed(rows, activated)
 
 
 class ClosingDecoder(StepDecoder, Protocol):
@@ -340,7 +353,7 @@ def prepare(options: argparse.Namespace, ending: Ending, closing: contextlib.Exi
     )
     closing.callback(client.close)
     placement = Placement(router, client)
-    load_report = Load(client)
+    load_report = Load(client, router)
     # The lease runs from the join on, and packing the weights may take longer than it lasts.
     router.start(on_view=placement.apply, load=load_report, on_fenced=ending.fenced)
     decoder = new_decoder(spec, weights, client, cores, kv_blocks=kv_blocks, max_rows=options.step_tokens)

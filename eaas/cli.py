@@ -54,6 +54,9 @@ def serve(
     replicas: Annotated[
         int, typer.Option(help="Servers that hold each expert; 2 survive any single loss.")
     ] = 2,
+    redundant_experts: Annotated[
+        int, typer.Option(min=0, help="Copies in each layer beyond the replicas; they follow the load.")
+    ] = 0,
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="TCP port of the HTTP endpoint; 0 takes a free one.")
     ] = 8000,
@@ -123,6 +126,7 @@ def serve(
         tuple(autoscale or ()),
         admin_port,
         admin_key_file,
+        redundant_experts,
     )
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -153,6 +157,7 @@ def cluster_config(
     model: str, experts: int, attention: int, replicas: int, port: int, host: str, dtype: str, name: str, cores: str,
     kv_tokens: int, deadline_s: float, expert_lanes: int, transport: str, routers: int = 1, etcd: str = "",
     autoscale: tuple[str, ...] = (), admin_port: int | None = None, admin_key_file: Path | None = None,
+    redundant: int = 0,
 ):  # fmt: skip
     """The cluster's configuration from the command line; exits with the reason where it makes no sense."""
     from eaas.cluster.config import ClusterConfig
@@ -180,6 +185,7 @@ def cluster_config(
             autoscale=autoscale,
             admin_port=admin_port,
             admin_key_file=admin_key_file,
+            redundant_experts=redundant,
         )
     except (ModelNotFound, ValueError) as error:
         raise fail(str(error)) from None

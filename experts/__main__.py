@@ -197,6 +197,7 @@ def serve(options: argparse.Namespace, ending: Ending) -> None:
             experts=shape.experts,
             core=cores[0],
             zone=options.zone,
+            expert_bytes=packed.layout.blob_bytes,
         )
         closing.callback(_leave, router)
         endpoint = new_endpoint(identity.name, identity.incarnation, len(cores))

@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 from experts import fallback, native
 from experts.links import Attacher, AttachFailed, Closer, Link
 from experts.model import Dtype, ExpertShape
-from experts.pace import Totals
 from experts.proto import experts_pb2 as pb
+from experts.report import ServerReport, report_of
 from experts.wire import MAX_ROWS, WireShape, model_hash_of
-from p2p.endpoint import Endpoint, Peer, Watched
+from p2p.endpoint import Endpoint
 from p2p.window import WindowLayout
 from router.view import Member, View
 
@@ -41,26 +41,6 @@ _GONE = 2
 
 class ExpertsLost(Exception):
     """No live replica of some expert answered before the deadline. The client is usable again."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerReport:
-    """What this client saw of one server. Latencies in microseconds, ring to accepted reply."""
-
-    name: str
-    rows: int
-    pairs: int
-    calls: int
-    latency_us: float
-    latency_max_us: float
-    service_us: float
-    hedges: int
-    redispatches: int
-    lost: int
-    corrupt: int
-    late_slots: int
-    speed: float  # relative to the other servers, as rows are split by it
-    totals: Totals
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -442,7 +422,18 @@ class ExpertClient:
         """What was seen of each attached server, in the order of `attached`."""
         with self._lock:
             servers = self._servers.items()
-            return tuple(_report(name, self._stats(server), server.link.peer) for name, server in servers)
+            return tuple(report_of(name, self._stats(server), server.link.peer) for name, server in servers)
+
+    def take_routed(self) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+        """Rows sent to each logical expert since the last time, and calls that had any; each [layers * experts]."""
+        rows = np.empty(self.shape.layers * self.shape.experts, np.uint32)
+        activated = np.empty_like(rows)
+        with self._lock:
+            if self._handle:
+                self._library.expert_client_take_routed(self._handle, rows.ctypes.data, activated.ctypes.data)
+            else:
+                rows[:] = activated[:] = 0
+        return rows, activated
 
     def close(self) -> None:
         """Detach from all servers; the endpoint stays. No call may be running, nor come. Idempotent."""
@@ -464,30 +455,3 @@ class ExpertClient:
             handle, self._handle = self._handle, 0
             self._library.expert_client_free(handle)
         self._closer.close()
-
-
-def _report(name: str, stats: native.ServerStats, peer: Peer) -> ServerReport:
-    return ServerReport(
-        name=name,
-        rows=stats.rows,
-        pairs=stats.pairs,
-        calls=stats.calls,
-        latency_us=stats.latency_ns / 1e3,
-        latency_max_us=stats.latency_max_ns / 1e3,
-        service_us=stats.service_ns / 1e3,
-        hedges=stats.hedges,
-        redispatches=stats.redispatches,
-        lost=stats.lost,
-        corrupt=stats.corrupt,
-        late_slots=stats.late_slots,
-        speed=stats.speed,
-        totals=Totals(
-            calls=stats.calls,
-            replies=stats.replies,
-            in_flight=stats.in_flight,
-            latency_ns=stats.latency_sum_ns,
-            service_ns=stats.service_sum_ns,
-            late=stats.late_slots,
-            link_slow=isinstance(peer, Watched) and peer.slow,
-        ),
-    )

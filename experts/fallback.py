@@ -193,6 +193,13 @@ class FallbackLibrary:
     def expert_client_adopted_epoch(self, handle: int) -> int:
         return self._objects[handle].epoch
 
+    def expert_client_take_routed(self, handle: int, rows: int, activated: int) -> None:
+        client: ClientEnd = self._objects[handle]
+        with client.lock:
+            for address, counts in ((rows, client.routed_rows), (activated, client.routed_calls)):
+                np.frombuffer(view_at(address, counts.nbytes), np.uint32)[:] = counts.ravel()
+                counts[:] = 0
+
     def expert_client_stats(self, handle: int, index: int, reference: Any) -> int:
         place = self._objects[handle].places.get(index)
         stats = place.stats if place else ServerStats()

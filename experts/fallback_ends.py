@@ -180,6 +180,8 @@ class ClientEnd:
         self.left: set[int] = set()
         self.routes = np.full((wire.shape.layers, wire.shape.experts, REPLICAS), NO_SERVER, np.uint8)
         self.pending: tuple[int, NDArray[np.uint8]] | None = None
+        self.routed_rows = np.zeros((wire.shape.layers, wire.shape.experts), np.uint32)
+        self.routed_calls = np.zeros_like(self.routed_rows)
         self.epoch = 0
         self.in_call = False
         self.calls, self.turns = itertools.count(1), itertools.count()
@@ -201,6 +203,9 @@ class ClientEnd:
         with self.lock:
             self.adopt()
             self.in_call = True
+            chosen, counts = np.unique(ids, return_counts=True)
+            self.routed_rows[layer, chosen] += counts.astype(np.uint32)
+            self.routed_calls[layer, chosen] += 1
         try:
             return self._call(next(self.calls), layer, rows, ids, deadline_ns)
         finally:

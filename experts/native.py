@@ -197,6 +197,8 @@ def _declare_client(library: ctypes.CDLL) -> None:
     library.expert_client_adopted_epoch.restype = c_uint64
     library.expert_client_stats.argtypes = [c_void_p, c_uint32, POINTER(ServerStats)]
     library.expert_client_stats.restype = c_int32
+    library.expert_client_take_routed.argtypes = [c_void_p, c_void_p, c_void_p]
+    library.expert_client_take_routed.restype = None
     call = [c_void_p, c_uint32, c_void_p, c_uint32, c_void_p, c_void_p, c_void_p]
     library.expert_exchange.argtypes = [*call, c_uint64]
     library.expert_exchange.restype = c_int32

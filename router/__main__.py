@@ -16,6 +16,7 @@ from router.etcd import Etcd, EtcdInvalid
 from router.etcd_store import ClusterInvalid, EtcdStore, prefix_of
 from router.journal import Journal
 from router.pools import autoscale_bounds
+from router.scaling import Policy
 from router.service import CannotListen, serve
 from router.state import Config, ConfigInvalid
 from router.store import JournalUnusable, Store
@@ -51,6 +52,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--experts", type=int, default=1, help="wanted expert servers (default 1)")
     parser.add_argument("--attention", type=int, default=1, help="wanted attention workers (default 1)")
     parser.add_argument("--replicas", type=int, default=1, help="copies of every expert, at most --experts")
+    parser.add_argument(
+        "--redundant-experts",
+        type=int,
+        default=0,
+        help="copies of each layer beyond --replicas, for the experts with most load (default 0)",
+    )
     parser.add_argument(
         "--lease-s", type=float, default=2.0, help="silence that ends a membership (default 2)"
     )
@@ -95,7 +102,8 @@ async def run(arguments: argparse.Namespace) -> None:
         replicas=arguments.replicas,
         least={pool: least for pool, (least, _) in bounds.items()},
         most={pool: most for pool, (_, most) in bounds.items()},
-        autoscaled=tuple(bounds),
+        autoscale={pool: Policy(least=least, most=most) for pool, (least, most) in bounds.items()},
+        redundant=arguments.redundant_experts,
         lease_s=arguments.lease_s,
     )
     admin = None

@@ -25,11 +25,12 @@ from typing import Any
 
 import uvicorn
 
+from router.events import DRAIN_S, Refused, Scale
 from router.journal import JournalUnusable
 from router.metrics import CONTENT_TYPE, RouterMetrics
 from router.pools import PoolSize, pool_size
 from router.service import CannotListen, RouterService
-from router.state import DRAIN_S, LAUNCHED_POOLS, Config, Refused, Scale
+from router.state import LAUNCHED_POOLS, Config
 
 log = logging.getLogger(__name__)
 

@@ -117,6 +117,7 @@ class RouterClient:
         capacity: int = 0,
         core: int = -1,
         zone: str = "",
+        expert_bytes: int = 0,
         pid: int | None = None,
         host: str | None = None,
         timeout_s: float = 30.0,
@@ -131,6 +132,7 @@ class RouterClient:
             layers, experts: Shape of the placement (MoE layers, logical experts a layer); 0 = not checked.
             capacity: (layer, expert) pairs that this server can hold; 0 = all.
             core: First core of its lanes, -1 if unpinned.
+            expert_bytes: Weights of one expert of one layer, as this server loads them; 0 = not known.
             zone: What fails together with it, such as a rack; empty: nothing known.
             pid, host: Of the member's process; this one unless given.
             timeout_s: How long to wait for a router that is not there yet.
@@ -151,6 +153,7 @@ class RouterClient:
             capacity=capacity,
             core=core,
             zone=zone,
+            expert_bytes=expert_bytes,
         )
         sent_s = boot_s()
         try:

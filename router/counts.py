@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from router.state import Command, Fenced, Launch, State
+from router.events import Command, Fenced, Launch
+from router.state import State
 
 
 class Counts:

@@ -15,7 +15,7 @@ from pathlib import Path
 from router.state import Gone, Model, State
 from router.store import JournalUnusable, record_of, record_text
 
-_LAYOUT = 2
+_LAYOUT = 3
 _TABLES = """
 CREATE TABLE IF NOT EXISTS counters (
     one INTEGER PRIMARY KEY CHECK (one = 1), layout INTEGER NOT NULL, salt INTEGER NOT NULL, term INTEGER NOT

@@ -10,7 +10,7 @@ from dataclasses import replace
 from router import launches
 from router.events import Command, Renewed, Stop, Stranger, Suspected
 from router.records import doubts_itself, evolve, fence, is_member, pool, with_pulse
-from router.state import Config, State
+from router.state import LAUNCHED_POOLS, Config, State
 from router.suspicion import DEAD, SUSPECT, heard, suspicion
 from router.view import EXPERT
 
@@ -28,7 +28,7 @@ def judge(config: Config, state: State, commands: list[Command]) -> State:
             continue
         silence_s = state.now_s - state.pulses[name].renewed_s
         state = fence(config, state, name, f"silent for {silence_s:.2f} s", commands)
-        if record.host in state.launchers:
+        if record.host in state.launchers and record.pool in LAUNCHED_POOLS:
             commands.append(Stop(host=record.host, name=name, pid=record.pid))
         if not record.ready:
             state = launches.failed(config, state, record.pool)

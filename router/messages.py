@@ -5,22 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from router import bitmap
+from router.events import DRAIN_S, Exited, Join, Launch, Loaded, Routed, Scale, Stop
 from router.pools import PoolSize, pool_size
 from router.proto import router_pb2 as pb
 from router.records import view_of
-from router.state import (
-    DRAIN_S,
-    LAUNCHED_POOLS,
-    Config,
-    Exited,
-    Join,
-    Launch,
-    Loaded,
-    Routed,
-    Scale,
-    State,
-    Stop,
-)
+from router.state import LAUNCHED_POOLS, Config, State
 from router.view import View
 
 
@@ -89,6 +78,7 @@ def join_event(request: pb.JoinRequest) -> Join:
         experts=request.experts,
         capacity=request.capacity,
         zone=request.zone,
+        expert_bytes=request.expert_bytes,
     )
 
 

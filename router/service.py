@@ -17,6 +17,29 @@ from grpc_reflection.v1alpha import reflection
 from router.core import step
 from router.counts import Counts
 from router.election import Election
+from router.events import (
+    Acked,
+    Command,
+    Event,
+    Exited,
+    Fenced,
+    Joined,
+    Launch,
+    LauncherAttached,
+    LauncherDetached,
+    Left,
+    Publish,
+    Refused,
+    Renewed,
+    Scale,
+    Scaled,
+    Stale,
+    Started,
+    Stop,
+    Stranger,
+    Suspected,
+    Tick,
+)
 from router.exits import ExitWatch
 from router.host import boot_s, host_id
 from router.keda import SERVICE as KEDA_SERVICE
@@ -38,31 +61,7 @@ from router.proto import router_pb2 as pb
 from router.proto import router_pb2_grpc as rpc
 from router.records import view_of
 from router.standby import LEADER, SERVICE, RefuseUnlessLeading, refuse_as_standby
-from router.state import (
-    Acked,
-    Command,
-    Config,
-    Event,
-    Exited,
-    Fenced,
-    Joined,
-    Launch,
-    LauncherAttached,
-    LauncherDetached,
-    Left,
-    Publish,
-    Refused,
-    Renewed,
-    Scale,
-    Scaled,
-    Stale,
-    Started,
-    State,
-    Stop,
-    Stranger,
-    Suspected,
-    Tick,
-)
+from router.state import Config, State
 from router.store import JournalUnusable, Store
 
 if TYPE_CHECKING:
@@ -359,7 +358,7 @@ class RouterService(rpc.RouterServicer):
             case Stranger() | Stale():
                 log.info("ignored %s", command)
             case Scaled():
-                log.info("scaled pool=%s wanted=%d", command.pool, command.wanted)
+                log.info("scaled pool=%s wanted=%d why=%r", command.pool, command.wanted, command.why)
             case Joined() | Refused():
                 pass
 

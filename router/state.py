@@ -14,81 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from router.balance import Seen
-from router.events import (
-    DRAIN_S as DRAIN_S,
-)
-from router.events import (
-    Acked as Acked,
-)
-from router.events import (
-    Command as Command,
-)
-from router.events import (
-    Event as Event,
-)
-from router.events import (
-    Exited as Exited,
-)
-from router.events import (
-    Fenced as Fenced,
-)
-from router.events import (
-    Join as Join,
-)
-from router.events import (
-    Joined as Joined,
-)
-from router.events import (
-    Launch as Launch,
-)
-from router.events import (
-    LauncherAttached as LauncherAttached,
-)
-from router.events import (
-    LauncherDetached as LauncherDetached,
-)
-from router.events import (
-    Left as Left,
-)
-from router.events import (
-    Loaded as Loaded,
-)
-from router.events import (
-    Publish as Publish,
-)
-from router.events import (
-    Refused as Refused,
-)
-from router.events import (
-    Renewed as Renewed,
-)
-from router.events import (
-    Routed as Routed,
-)
-from router.events import (
-    Scale as Scale,
-)
-from router.events import (
-    Scaled as Scaled,
-)
-from router.events import (
-    Stale as Stale,
-)
-from router.events import (
-    Started as Started,
-)
-from router.events import (
-    Stop as Stop,
-)
-from router.events import (
-    Stranger as Stranger,
-)
-from router.events import (
-    Suspected as Suspected,
-)
-from router.events import (
-    Tick as Tick,
-)
 from router.scaling import Memory, Policy
 from router.suspicion import Rhythm
 from router.view import ATTENTION, EXPERT, GATEWAY
@@ -116,8 +41,6 @@ class Config:
     replicas: int = 1
     least: Mapping[str, int] = field(default_factory=dict[str, int])
     most: Mapping[str, int] = field(default_factory=dict[str, int])
-    # Pools whose wanted size follows their load, within these bounds (router.scaling).
-    autoscaled: tuple[str, ...] = ()
     lease_s: float = 2.0
     # The first placement waits this long for the wanted servers, so that nobody loads what the next joiner
     # takes.

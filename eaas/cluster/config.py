@@ -25,6 +25,8 @@ class ClusterConfig:
     experts: int = 2
     attention: int = 1
     replicas: int = 2
+    # Copies in each layer beyond them; they follow the load.
+    redundant_experts: int = 0
     host: str = "127.0.0.1"
     port: int = 8000
     dtype: str = "auto"

@@ -263,6 +263,7 @@ class LocalCluster:
                 *("--port", str(port), "--number", str(slot)),
                 *("--experts", str(config.experts), "--attention", str(config.attention)),
                 *("--replicas", str(config.replicas), "--lease-s", str(config.lease_s)),
+                *("--redundant-experts", str(config.redundant_experts)),
                 *(word for pool in config.autoscale for word in ("--autoscale", pool)),
                 *self._admin_arguments(slot),
             ]

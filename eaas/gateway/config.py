@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from router.state import DRAIN_S
+from router.events import DRAIN_S
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -78,6 +78,8 @@ P2P_API ExpertClient* expert_client_new(uint32_t layers, uint32_t experts, uint3
     client->call.filled = std::make_unique<std::atomic<uint64_t>[]>((pairs + 63) / 64);
     client->call.row.assign(pairs, nullptr);
     client->call.order.reserve(pairs);
+    client->routed_rows.assign(uint64_t(layers) * experts, 0);
+    client->routed_calls.assign(uint64_t(layers) * experts, 0);
     client->plan.count.assign(experts, 0);
     client->plan.server_of.assign(experts, EXPERTS_NO_SERVER);
     client->plan.want_of.assign(experts, 0);
@@ -155,6 +157,13 @@ P2P_API void expert_client_publish_routes(ExpertClient* client, uint64_t epoch, 
 }
 
 P2P_API uint64_t expert_client_adopted_epoch(ExpertClient* client) { return client->adopted_epoch.load(); }
+
+P2P_API void expert_client_take_routed(ExpertClient* client, uint32_t* rows, uint32_t* activated) {
+    for (size_t i = 0; i < client->routed_rows.size(); i++) {
+        rows[i] = std::atomic_ref(client->routed_rows[i]).exchange(0, std::memory_order_relaxed);
+        activated[i] = std::atomic_ref(client->routed_calls[i]).exchange(0, std::memory_order_relaxed);
+    }
+}
 
 P2P_API int32_t expert_client_stats(ExpertClient* client, uint32_t index, ServerStats* out) {
     if (index >= EXPERTS_MAX_SERVERS) return EXPERTS_E_ARGUMENT;

@@ -85,6 +85,8 @@ P2P_API void expert_client_publish_routes(ExpertClient* client, uint64_t epoch, 
 // Nothing that the running call has out was asked by routes older than this epoch's.
 P2P_API uint64_t expert_client_adopted_epoch(ExpertClient* client);
 P2P_API int32_t expert_client_stats(ExpertClient* client, uint32_t index, ServerStats* out);
+// rows, activated: [layers][experts]: rows sent to each logical expert since the last time, and calls that had any.
+P2P_API void expert_client_take_routed(ExpertClient* client, uint32_t* rows, uint32_t* activated);
 
 // Phases of a call, as a traced pool's lanes stamp them (p2p/native/lanes.h). Numbers from 100 on are these.
 enum { EXPERTS_PHASE_PLAN = 100, EXPERTS_PHASE_SEND, EXPERTS_PHASE_AWAY, EXPERTS_PHASE_REPLY,

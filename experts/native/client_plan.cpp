@@ -199,6 +199,16 @@ void count_pair(Plan& plan, uint32_t expert) {
     plan.count[expert]++;
 }
 
+// What the router balances by: each row once, however often it is sent.
+void count_routed(ExpertClient* client) {
+    uint64_t first = uint64_t(client->call.layer) * client->shape.experts;
+    for (uint32_t expert : client->plan.touched) {
+        std::atomic_ref rows(client->routed_rows[first + expert]);
+        rows.fetch_add(client->plan.count[expert], std::memory_order_relaxed);
+        std::atomic_ref(client->routed_calls[first + expert]).fetch_add(1, std::memory_order_relaxed);
+    }
+}
+
 void clear_counts(Plan& plan) {
     for (uint32_t expert : plan.touched) plan.count[expert] = 0;
     plan.touched.clear();
@@ -261,6 +271,7 @@ void plan_first(ExpertClient* client, uint64_t now_ns) {
     for (std::vector<uint32_t>& list : plan.list) list.clear();
     forget_refusals(plan);
     for (uint32_t pair = 0; pair < total; pair++) count_pair(plan, call.ids[pair]);
+    count_routed(client);
     Masks masks = server_masks(client, now_ns);
     choose_servers(client, masks);
     uint64_t servers = 0;

@@ -181,6 +181,8 @@ struct ExpertClient {
     std::atomic<uint64_t> used{0};  // places that are not empty
     experts::Server servers[EXPERTS_MAX_SERVERS];
     double speed[EXPERTS_MAX_SERVERS];  // relative, as the plan takes it
+    // Of each (layer, expert) since they were last taken: rows, and calls that had any.
+    std::vector<uint32_t> routed_rows, routed_calls;
     experts::Call call;
     experts::Plan plan;
     experts::Arena arena;

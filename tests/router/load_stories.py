@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from router.events import Launch, Renewed, Routed, Scaled, Tick
 from router.scaling import Policy
-from router.state import Launch, Renewed, Routed, Scaled, Tick
 from tests.router.told import Step, Told, cluster, lively, rest
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
-from router.state import (
+from router.events import (
     Acked,
     Exited,
     Join,

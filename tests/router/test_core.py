@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from router.core import step
+from router.events import Acked, Exited, Join, Refused, Renewed, Tick
 from router.records import view_of
-from router.state import Acked, Config, ConfigInvalid, Exited, Join, Refused, Renewed, Tick
+from router.state import Config, ConfigInvalid
 from tests.router.scenarios import STORIES, Step, Told
 
 

@@ -17,8 +17,9 @@ from router.core import step
 from router.election import Election
 from router.etcd import Etcd, EtcdInvalid, delete, get, pairs, put
 from router.etcd_store import ClusterInvalid, EtcdStore, prefix_of
+from router.events import Exited, Join, Loaded, Started
 from router.journal import Journal
-from router.state import Config, Exited, Gone, Join, Loaded, MemberRecord, Started, State
+from router.state import Config, Gone, MemberRecord, State
 from router.store import JournalUnusable, Store
 from tests.etcd import EtcdProcess, etcd_process
 

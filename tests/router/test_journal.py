@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from router.core import step
+from router.events import Exited, Join, Loaded, Started
 from router.journal import Journal, JournalUnusable
-from router.state import Config, Exited, Join, Loaded, Started, State
+from router.state import Config, State
 
 DURABLE = ("salt", "term", "epoch", "joined", "named", "model", "members")
 
@@ -25,7 +26,8 @@ import itertools, sys
 from pathlib import Path
 from router.core import step
 from router.journal import Journal
-from router.state import Config, Exited, Join, Publish, Started
+from router.events import Exited, Join, Publish, Started
+from router.state import Config
 
 journal = Journal(Path(sys.argv[1]))
 config, state = Config(experts_wanted=3, replicas=2), journal.load()
@@ -122,7 +124,7 @@ def test_a_journal_that_cannot_be_used_says_why(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "journal") as base:
         base.execute("UPDATE counters SET layout = 99")
     base.close()
-    with pytest.raises(JournalUnusable, match="has layout 99, this router writes 2"):
+    with pytest.raises(JournalUnusable, match="has layout 99, this router writes 3"):
         Journal(tmp_path / "journal")
 
 

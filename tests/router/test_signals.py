@@ -6,9 +6,7 @@ from dataclasses import replace
 
 from router.scaling import Signals
 from router.signals import pool_signals
-from router.state import Config, MemberRecord, Pulse, Start, State
-
-CONFIG = Config(experts_wanted=4, attention_wanted=2)
+from router.state import MemberRecord, Pulse, Start, State
 
 
 def cluster(loads: dict[str, dict[str, float]], **marked: frozenset[str]) -> State:
@@ -42,7 +40,7 @@ def test_who_serves_who_comes_and_who_goes_are_told_apart() -> None:
         draining=frozenset({"expert/4"}),
     )
     state = replace(state, starts=(Start(host="h", pool="expert", until_s=9.0),))
-    assert pool_signals(CONFIG, state, "expert") == Signals(
+    assert pool_signals(state, "expert") == Signals(
         wanted=4, live=2, starting=2, draining=1, busy=0.6, tokens_per_s=240.0
     )
 
@@ -54,7 +52,7 @@ def test_what_waits_at_gateways_and_workers_is_the_queue_of_the_attention_pool()
             "gateway/1": {"running": 3.0, "waiting": 2.0, "backlog_tokens": 30.0, "queue_s": 1.5},
         }
     )
-    signals = pool_signals(CONFIG, state, "attention")
+    signals = pool_signals(state, "attention")
     assert (signals.wanted, signals.live) == (2, 1)
     assert (signals.busy, signals.backlog_tokens, signals.queue_s, signals.tokens_per_s) == (
         0.9,
@@ -67,7 +65,7 @@ def test_what_waits_at_gateways_and_workers_is_the_queue_of_the_attention_pool()
 def test_an_empty_pool_hears_that_requests_wait_and_silence_is_not_nothing() -> None:
     state = cluster({"gateway/1": {"waiting": 1.0, "backlog_tokens": 12.0, "queue_s": 0.1}})
     for pool in ("expert", "attention"):
-        signals = pool_signals(CONFIG, state, pool)
+        signals = pool_signals(state, pool)
         assert (signals.live, signals.backlog_tokens, signals.queue_s) == (0, 12.0, 0.1), pool
-    signals = pool_signals(CONFIG, cluster({"attention/1": {}}), "attention")
+    signals = pool_signals(cluster({"attention/1": {}}), "attention")
     assert (signals.busy, signals.backlog_tokens, signals.queue_s, signals.kv_use) == (None,) * 4

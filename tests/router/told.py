@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from router.state import (
+from router.events import (
     Acked,
     Command,
-    Config,
     Event,
     Join,
     Joined,
@@ -16,9 +15,9 @@ from router.state import (
     Loaded,
     Renewed,
     Started,
-    State,
     Tick,
 )
+from router.state import Config, State
 
 Step = Callable[[Config, State, Event, float], tuple[State, list[Command]]]
 

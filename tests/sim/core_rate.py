@@ -11,7 +11,8 @@ import time
 from collections import Counter
 
 from router.core import step
-from router.state import Command, Config, Event, State
+from router.events import Command, Event
+from router.state import Config, State
 from tests.sim.cluster.runner import jobs, run
 
 SEEDS = 60

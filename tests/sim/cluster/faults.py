@@ -11,7 +11,7 @@ from collections.abc import Callable
 from random import Random
 from typing import TYPE_CHECKING
 
-from router.state import Acked, Left, Loaded, Renewed, Scale, Suspected
+from router.events import Acked, Left, Loaded, Renewed, Scale, Suspected
 from router.view import ATTENTION, EXPERT, GATEWAY
 from tests.sim.cluster.members import ExpertServer, Process
 from tests.sim.cluster.network import ROUTER

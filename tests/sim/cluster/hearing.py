@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from router.state import Config, Event, Join, Renewed, Tick
+from router.events import Event, Join, Renewed, Tick
+from router.state import Config
 
 if TYPE_CHECKING:
     from tests.sim.cluster.members import Process

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NoReturn
 
-from router.state import (
-    LAUNCHED_POOLS,
+from router.events import (
     Acked,
     Command,
     Event,
@@ -23,12 +22,12 @@ from router.state import (
     Scale,
     Scaled,
     Started,
-    State,
     Stop,
     Stranger,
     Suspected,
     Tick,
 )
+from router.state import LAUNCHED_POOLS, State
 from router.view import ATTENTION, EXPERT
 from tests.sim.cluster.hearing import Hearing, Known
 from tests.sim.cluster.members import ExpertServer, Process

@@ -6,7 +6,7 @@ from collections import Counter
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from router.state import Command, Exited, Launch, LauncherAttached, Stop
+from router.events import Command, Exited, Launch, LauncherAttached, Stop
 from tests.sim.cluster.network import ROUTER
 from tests.sim.cluster.shell import Packet
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from router.state import Command, Event, Exited, Join, Joined, Loaded, Routed, Stale, Stranger
+from router.events import Command, Event, Exited, Join, Joined, Loaded, Routed, Stale, Stranger
 from router.view import ATTENTION, EXPERT
 from tests.sim.cluster.network import ROUTER
 from tests.sim.cluster.shell import Packet, Shown

@@ -7,9 +7,7 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, get_args
 
-from router.journal import Journal
-from router.records import phase
-from router.state import (
+from router.events import (
     Acked,
     Command,
     Event,
@@ -18,11 +16,13 @@ from router.state import (
     Publish,
     Renewed,
     Started,
-    State,
     Stop,
     Stranger,
     Tick,
 )
+from router.journal import Journal
+from router.records import phase
+from router.state import State
 from router.view import EXPERT
 from tests.sim.cluster.network import LOST, ROUTER
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from router.state import Routed
+from router.events import Routed
 from router.view import GATEWAY
 from tests.sim.cluster.members import ExpertServer, Process
 from tests.sim.cluster.network import LOST

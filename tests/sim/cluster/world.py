@@ -12,8 +12,9 @@ from heapq import heappop, heappush
 from random import Random
 from typing import Any
 
+from router.events import Command, Event
 from router.scaling import Policy
-from router.state import Command, Config, Event, State
+from router.state import Config, State
 from router.view import ATTENTION, EXPERT, GATEWAY
 from tests.sim.cluster.clients import Clients, Gateway
 from tests.sim.cluster.faults import Schedule
