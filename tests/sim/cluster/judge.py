@@ -280,7 +280,9 @@ class Judge:
             if row.incarnation in self.fenced or row.incarnation not in self.present:
                 self.broken("no row names a fenced incarnation", f"{row.name}")
             known = self.present[row.incarnation]
-            if known.acked and row.phase in ("serving", "suspect"):
+            if row.phase in ("serving", "suspect"):
+                if row.pool == ATTENTION and not known.acked:
+                    self.broken("who is not ready is not shown as usable", f"{row.name} is {row.phase}")
                 known.begun = True
             if row.pool != EXPERT:
                 continue

@@ -64,8 +64,8 @@ class World:
             start_s=15.0,
             backoff_most_s=8.0,
             move_s=dice.choice((2.0, 5.0, 20.0)),
-            copies_in_flight=dice.choice((1, 2, 4, 256)),
-            bytes_in_flight=dice.choice((1, 3, 1000)) * EXPERT_BYTES,
+            copies_in_flight=dice.choice((1, 4, 256)),
+            bytes_in_flight=dice.choice((2, 1000, 1000)) * EXPERT_BYTES,
             redundant=dice.choice((0, 0, 1, self.experts)),
             balance_s=dice.choice((2.0, 8.0)),
             most={EXPERT: 10},
@@ -73,10 +73,12 @@ class World:
             autoscale={EXPERT: POLICY} if mode == SAFETY and dice.random() < 0.25 else {},
         )
         self.capacity = 0
+        self.pair_s = dice.choice((0.01, 0.05, 0.25))  # seconds to load one expert
         if dice.random() < 0.4:
             spare = dice.randint(0, 1)
             self.capacity = self.layers * (-(-self.experts * self.config.replicas // wanted) + spare)
-        self.pair_s = dice.choice((0.01, 0.05, 0.25))  # seconds to load one expert
+            # Placements change while copies are on their way: then room is scarcest.
+            self.pair_s *= dice.choice((1.0, 4.0))
         self.step_s = dice.choice((0.2, 0.35, 0.5))  # seconds between two tokens of a stream
         self.network = Network()
         self.processes: dict[int, Process] = {}  # those alive
