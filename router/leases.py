@@ -18,7 +18,7 @@ from router.view import EXPERT
 def judge(config: Config, state: State, commands: list[Command]) -> State:
     """Mark suspects; fence those who look dead or whose lease ended."""
     state = _weigh(config, evolve(state, ticked_s=state.now_s))
-    if state.ghosts:
+    if any(ghost.until_s <= state.now_s for ghost in state.ghosts):
         state = evolve(state, ghosts=tuple(ghost for ghost in state.ghosts if ghost.until_s > state.now_s))
     nobody_speaks = state.doubting_s is not None and len(state.silent) == len(state.members)
     if not state.silent or nobody_speaks or doubts_itself(config, state):

@@ -145,12 +145,16 @@ def _yielded(config: Config, state: State, record: MemberRecord) -> int:
     wanted, unwanted = record.share & ~record.target, record.target & ~record.share
     if not wanted or not unwanted or orders.room(record):
         return 0
-    others = [
-        r.serving for r in pool(state, EXPERT) if r.name != record.name and r.name not in state.suspects
-    ]
+    servers = [r for r in pool(state, EXPERT) if r.name != record.name]
+    others = [r.serving for r in servers if r.name not in state.suspects]
+    thinner = unwanted & orders.in_at_least(max(1, config.replicas - 1), others)
     free = unwanted & orders.in_at_least(config.replicas, others)
-    if not free and not any(r.retiring or r.target & ~r.loaded for r in pool(state, EXPERT)):
-        free = unwanted & orders.in_at_least(max(1, config.replicas - 1), others)
+    # What it lets go already it goes on letting go, or it would serve it again and nobody got anywhere.
+    begun = record.retiring & thinner
+    if not free | begun and not any(r.retiring or r.target & ~r.loaded for r in servers):
+        free = thinner
+    if begun:
+        return begun
     return lowest(free, wanted.bit_count())
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from router.balance import Rules, Seen, Server, improve, observe
 from router.records import evolve, pool
 from router.state import Config, MemberRecord, State
@@ -66,8 +68,10 @@ def _improve(config: Config, state: State, layer: int) -> State:
         for record, share, room, speed in zip(records, shares, rooms, speeds, strict=True)
     ]
     seen = state.seen[layer]
+    # Who was not asked for yet may be at any time; and a search divides by what it finds.
+    load = np.maximum(seen.load, 0.01 * seen.load.mean())
     rules = Rules(min_replicas=config.replicas, budget=config.balance_copies, least_gain=config.balance_gain)
-    change = improve(load=seen.load, spread=seen.drift, holders=holders, servers=servers, rules=rules)
+    change = improve(load=load, spread=seen.drift, holders=holders, servers=servers, rules=rules)
     if not change.moves:
         return state
     moved = dict(state.members)

@@ -102,7 +102,6 @@ def phase(state: State, record: MemberRecord) -> str:
     if record.draining:
         return DRAINING
     if not record.ready:
-        # Whatever is thought of it: nobody may give it anything yet.
         return WARMING if record.target or record.pool != EXPERT else JOINING
     return SUSPECT if record.name in state.suspects else SERVING
 
