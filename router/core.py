@@ -218,11 +218,7 @@ def _forget_model(state: State) -> State:
     """With nobody left who holds a part of the model, the next joiner may bring another."""
     if any(record.pool != GATEWAY for record in state.members.values()):
         return state
-    return (
-        evolve(state, model=Model(), routed=None, seen=())
-        if state.model.hash or state.model.layers
-        else state
-    )
+    return evolve(state, model=Model(), routed=None, seen=()) if state.model.hash or state.model.layers else state
 
 
 def _refusal(state: State, event: Join) -> str:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from tests.sim.cluster.shell import Row, Shown
     from tests.sim.cluster.world import World
 
+_WATCH_S = 1.0
 _NAMED = frozenset((Renewed, Acked, Loaded, Suspected, Left, Routed))
 
 
@@ -371,14 +372,14 @@ class Judge:
     def _watch(self, row: Row) -> None:
         """Copies that do not come are taken back."""
         known, process = self.present[row.incarnation], self.world.members.get(row.incarnation)
-        ticks = self.hearing.ticks
+        now_s = self.hearing.now_s
         waits = row.target & ~(process.held if isinstance(process, ExpertServer) else 0)
         if waits != known.waits:
-            known.waits, known.waits_since = waits, ticks
-        elif waits and ticks - known.waits_since > self.config.move_s / self.config.tick_s + 20:
+            known.waits, known.waits_since_s = waits, now_s
+        elif waits and now_s - known.waits_since_s > self.config.move_s + _WATCH_S:
             self.broken(
                 "a copy that does not come is taken back",
-                f"{row.name} lacks {waits:x} for {ticks - known.waits_since} ticks",
+                f"{row.name} lacks {waits:x} for {now_s - known.waits_since_s:.1f} s",
             )
 
     def unrest(self) -> str:
