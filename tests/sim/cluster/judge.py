@@ -169,6 +169,9 @@ class Judge:
         """What a member has told the router."""
         if type(event) is Acked and 0 < event.epoch <= self.epoch and event.incarnation in self.present:
             self.present[event.incarnation].acked = True
+        elif type(event) is Loaded and event.incarnation in self.present:
+            # Whatever it says, it is at work.
+            self.present[event.incarnation].waits_since_s = self.hearing.now_s
 
     def _joined(self, event: Event, command: Joined) -> None:
         if command.name in self.names or command.incarnation in self.incarnations:
