@@ -59,6 +59,7 @@ class Hearing:
         self.present: dict[int, Known] = {}
         self.ghosts: dict[int, tuple[Known, float]] = {}
         self.now_s = self.ticked_s = 0.0
+        self.judged_s = 0.0  # the last tick, when the core looks at what is late
         self.doubt_s: float | None = None
         self.excused = False
 
@@ -95,7 +96,7 @@ class Hearing:
                 known.silences.append(now_s - known.heard_s)
                 known.heard_s = now_s
         elif kind is Tick:
-            self.ticked_s = now_s
+            self.ticked_s = self.judged_s = now_s
             if self._many_missed():
                 self.doubt_s = now_s if self.doubt_s is None else self.doubt_s
             else:

@@ -375,7 +375,7 @@ class Judge:
     def _watch(self, row: Row) -> None:
         """Copies that do not come are taken back."""
         known, process = self.present[row.incarnation], self.world.members.get(row.incarnation)
-        now_s = self.hearing.now_s
+        now_s = self.hearing.judged_s
         waits = row.target & ~(process.held if isinstance(process, ExpertServer) else 0)
         if waits != known.waits:
             known.waits, known.waits_since_s = waits, now_s
