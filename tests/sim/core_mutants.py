@@ -376,4 +376,34 @@ MUTANTS = {
         "pass\n",
         "a policy orders more than the operator allowed",
     ),
+    "shares experts with everybody": Mutant(
+        "placement",
+        "placed[names[(slice_ + step) % count]] |= bits",
+        "placed[names[(slice_ + step * (layer + 1)) % count]] |= bits",
+        "any two losses meet in some expert",
+    ),
+    "drains several at once": Mutant(
+        "drains",
+        "if not all(r.ready and not r.draining and",
+        "if not all(r.ready and",
+        "a pool shrinks faster than its experts can move",
+    ),
+    "drains one too many": Mutant(
+        "drains",
+        "len(members) <= state.wanted[name]",
+        "len(members) < state.wanted[name]",
+        "the pool falls below its wanted size, and grows, and shrinks",
+    ),
+    "forgets the wanted sizes": Mutant(
+        "core",
+        "wanted=state.wanted or {",
+        "wanted={",
+        "a restarted router undoes what was scaled",
+    ),
+    "shows the unready as suspect": Mutant(
+        "records",
+        "    if not record.ready:\n",
+        "    if not record.ready and record.name not in state.suspects:\n",
+        "gateways give it streams before it may ask for anything",
+    ),
 }

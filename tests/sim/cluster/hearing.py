@@ -35,7 +35,7 @@ class Known:
         "process",
         "silences",
         "waits",
-        "waits_since",
+        "waits_since_s",
     )
 
     def __init__(self, name: str, event: Join, heard_s: float, process: Process | None) -> None:
@@ -45,8 +45,8 @@ class Known:
         self.asked_to_drain = False
         self.acked = False
         self.begun = False  # it has acked and was shown as ready, so that streams may run on it
-        self.waits = 0  # copies ordered of it that it does not hold, and since which tick just these
-        self.waits_since = 0
+        self.waits = 0  # copies ordered of it that it does not hold, and since when just these
+        self.waits_since_s = 0.0
 
 
 class Hearing:
@@ -60,9 +60,9 @@ class Hearing:
         self.present: dict[int, Known] = {}
         self.ghosts: dict[int, tuple[Known, float]] = {}
         self.now_s = self.ticked_s = 0.0
+        self.judged_s = 0.0  # the last tick, when the core looks at what is late
         self.doubt_s: float | None = None
         self.excused = False
-        self.ticks = 0
 
     def restart(self, now_s: float) -> None:
         """A new term hears everybody anew, and knows nothing of how they spoke before."""
@@ -71,7 +71,7 @@ class Hearing:
         for known in self.present.values():
             known.heard_s = now_s
             known.silences = []
-            known.waits_since = self.ticks
+            known.waits_since_s = now_s
         end_s = now_s + self.config.lease_s
         self.ghosts = {number: (known, end_s) for number, (known, _) in self.ghosts.items()}
 
@@ -97,8 +97,7 @@ class Hearing:
                 known.silences.append(now_s - known.heard_s)
                 known.heard_s = now_s
         elif kind is Tick:
-            self.ticked_s = now_s
-            self.ticks += 1
+            self.ticked_s = self.judged_s = now_s
             if self._many_missed():
                 self.doubt_s = now_s if self.doubt_s is None else self.doubt_s
             else:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from tests.sim.cluster.shell import Row, Shown
     from tests.sim.cluster.world import World
 
+_WATCH_S = 1.0
 _NAMED = frozenset((Renewed, Acked, Loaded, Suspected, Left, Routed))
 
 
@@ -167,6 +168,9 @@ class Judge:
         """What a member has told the router."""
         if type(event) is Acked and 0 < event.epoch <= self.epoch and event.incarnation in self.present:
             self.present[event.incarnation].acked = True
+        elif type(event) is Loaded and event.incarnation in self.present:
+            # Whatever it says, it is at work.
+            self.present[event.incarnation].waits_since_s = self.hearing.now_s
 
     def _joined(self, event: Event, command: Joined) -> None:
         if command.name in self.names or command.incarnation in self.incarnations:
@@ -279,7 +283,9 @@ class Judge:
             if row.incarnation in self.fenced or row.incarnation not in self.present:
                 self.broken("no row names a fenced incarnation", f"{row.name}")
             known = self.present[row.incarnation]
-            if known.acked and row.phase in ("serving", "suspect"):
+            if row.phase in ("serving", "suspect"):
+                if row.pool == ATTENTION and not known.acked:
+                    self.broken("who is not ready is not shown as usable", f"{row.name} is {row.phase}")
                 known.begun = True
             if row.pool != EXPERT:
                 continue
@@ -368,14 +374,14 @@ class Judge:
     def _watch(self, row: Row) -> None:
         """Copies that do not come are taken back."""
         known, process = self.present[row.incarnation], self.world.members.get(row.incarnation)
-        ticks = self.hearing.ticks
+        now_s = self.hearing.judged_s
         waits = row.target & ~(process.held if isinstance(process, ExpertServer) else 0)
         if waits != known.waits:
-            known.waits, known.waits_since = waits, ticks
-        elif waits and ticks - known.waits_since > self.config.move_s / self.config.tick_s + 20:
+            known.waits, known.waits_since_s = waits, now_s
+        elif waits and now_s - known.waits_since_s > self.config.move_s + _WATCH_S:
             self.broken(
                 "a copy that does not come is taken back",
-                f"{row.name} lacks {waits:x} for {ticks - known.waits_since} ticks",
+                f"{row.name} lacks {waits:x} for {now_s - known.waits_since_s:.1f} s",
             )
 
     def unrest(self) -> str:

@@ -18,7 +18,7 @@ from tests.sim.core_mutants import MUTANTS, Mutant
 _SHARED = {"state", "events", "view", "bitmap"}
 # Changes nothing: whoever notices it notices the planting.
 UNCHANGED = Mutant("core", "def step(", "def step(", "")
-SEEDS = 60
+SEEDS = 300
 EVENTS = 2500
 
 
