@@ -22,6 +22,8 @@ TITLES = {"transformers": "transformers", "llamacpp": "llama.cpp"}
 DECODE = ("shape", "experts", "lanes_per_server", "busy_core", "peers", "batch")
 HANDOVER = ("shape", "batch", "servers", "lanes_per_server")
 GATEWAY = ("shape", "experts", "streams")
+BALANCE = ("setting",)
+RECOVERY = ("experts", "attention", "pool")
 P2P = ("topology", "measure", "bytes", "footprint")
 
 
@@ -49,6 +51,9 @@ def latest(folder: Path = RESULTS) -> str:
     handover, gateway = newest("handover", HANDOVER, folder), newest("gateway", GATEWAY, folder)
     parts += [handover_table(handover)] if handover else []
     parts += [gateway_table(gateway)] if gateway else []
+    parts += balance_table(newest("balance", BALANCE, folder))
+    parts += elasticity_table(newest("elasticity", ("measure",), folder))
+    parts += recovery_table(newest("recovery", RECOVERY, folder))
     parts += p2p_tables(newest("p2p", P2P, folder))
     if (folder / "p2p.svg").exists():
         parts.append("Every transport, size and topology: [plot](benchmarks/results/p2p.svg).")
@@ -144,6 +149,74 @@ def gateway_table(rows: Sequence[Row]) -> str:
         cpu, ratio = cell(row["gateway_cpu_us_per_token"], 1), cell(row["ratio"]["http/ours"], 2)
         lines.append(f"| {row['shape']} | {row['streams']} | {cpu} | {ratio} |")
     return "\n".join(lines)
+
+
+def balance_table(rows: Sequence[Row]) -> list[str]:
+    """Load of the busiest server over the mean, beside the public algorithm and the bound."""
+    if not rows:
+        return []
+    lines = [
+        "Balance: load of the busiest server over the mean, mean and 95th percentile over all batches of a drifting "
+        "world; over the best fractional assignment for the same placement; bytes copied an interval, and as a share "
+        "of EPLB's, run at each interval.",
+        "",
+        "| world | seeds | EaaS | over the bound | GB copied (of EPLB's) | EPLB, even split | EPLB, our waterfill |",
+        "|---" * 7 + "|",
+    ]
+    for row in rows:
+        ours, even, poured = (row["policies"][name] for name in ("ours", "eplb_even", "eplb_waterfill"))
+        cells = [f"{found['mean']:.3f}, {found['p95']:.3f}" for found in (ours, even, poured)]
+        lines.append(
+            f"| {row['setting']} | {row['seeds']} | {cells[0]} | {ours['over_bound']['mean']:.3f} | "
+            f"{ours['gb_per_interval']:.3f} ({row['bytes_of_eplb']:.2%}) | {cells[1]} | {cells[2]} |"
+        )
+    return ["\n".join(lines), "[Plot](benchmarks/results/balance.svg)."]
+
+
+def elasticity_table(rows: Sequence[Row]) -> list[str]:
+    """Servers paid over a week, by policy and by the unit in which a fleet changes."""
+    parts = []
+    for row in rows:
+        if row["measure"] != "week":
+            continue
+        lines = [
+            f"Elasticity: mean servers paid over a week made from {row['trace']}, servers that start in 30 s, headroom "
+            f"tuned to 0.1% late tokens on seeds 0-4, read on seeds 5-14 (mean demand {row['bound']['mean_demand']}).",
+            "",
+            "| fleet changes by | servers paid | under the static fleet | late tokens | changes an hour |",
+            "|---" * 5 + "|",
+        ]
+        lines += [
+            f"| {name} | {found['paid']:.1f} | {found['saving']:.1%} | {found['late']:.2%} | "
+            f"{found['changes_per_h']:.1f} |"
+            for name, found in row["policies"].items()
+        ]
+        parts += ["\n".join(lines), "[One day of it](benchmarks/results/elasticity.svg)."]
+    return parts
+
+
+def recovery_table(rows: Sequence[Row]) -> list[str]:
+    """Seconds from the kill of a server until its replicas, and the pool, are back."""
+    if not rows:
+        return []
+    lines = [
+        "Recovery on the demonstration model, seconds from SIGKILL under streams (p50, worst): every expert on as many "
+        "servers as wanted again; the replacement serves.",
+        "",
+        "| servers + workers | killed | kills | replicas back | pool whole |",
+        "|---" * 5 + "|",
+    ]
+    for row in rows:
+        found = [
+            f"{row['seconds'][phase]['p50']:.2f}, {row['seconds'][phase]['worst']:.2f}"
+            if phase in row["seconds"]
+            else "–"
+            for phase in ("replicas", "whole")
+        ]
+        lines.append(
+            f"| {row['experts']} + {row['attention']} | {row['pool']} | {row['kills']} | {found[0]} | {found[1]} |"
+        )
+    return ["\n".join(lines)]
 
 
 def p2p_tables(rows: Sequence[Row]) -> list[str]:
