@@ -94,6 +94,8 @@ class CheckpointSource:
             return pack_blob(self._layout, self._checkpoint, layer, expert)
         except CheckpointInvalid as error:
             raise SourceFailed(str(error)) from error
+        except OSError as error:
+            raise SourceFailed(f"{self._checkpoint.directory}: cannot be read: {error}.") from error
 
     def close(self) -> None:
         """Nothing to do."""
@@ -185,16 +187,13 @@ class Weights:
             try:
                 blob = self._source(name, servers).blob(layer, expert)
                 took_s = time.monotonic() - began_s
-                self.packed.fill(layer, expert, blob)
+                self._put(layer, expert, blob)
             except BlobCorrupt as corrupt:
                 faults.append(f"{name} gave wrong bytes: {corrupt}")
                 self._leave(name, math.inf)
             except SourceFailed as failed:
                 faults.append(str(failed))
                 self._leave(name, time.monotonic() + SPARED_S)
-            except OSError as error:
-                # Another source would not help.
-                raise WeightsUnavailable(f"{self.packed.path}: cannot be written: {error}.") from error
             else:
                 if connected:
                     self._rates.measured(name, len(blob), took_s)
@@ -204,6 +203,22 @@ class Weights:
         raise WeightsUnavailable(
             f"expert {expert} of MoE layer {layer}: {'; '.join(faults) or 'no source may be asked now'}."
         )
+
+    def _put(self, layer: int, expert: int, blob: NDArray[np.uint8]) -> None:
+        """Fill a place and see that it holds what was given. Raises BlobCorrupt: these are not the expert's bytes."""
+        try:
+            self.packed.fill(layer, expert, blob)
+        except OSError as error:
+            # Another source would not help.
+            raise WeightsUnavailable(f"{self.packed.path}: cannot be written: {error}.") from error
+        try:
+            self.packed.manifest.check(layer, expert, self.packed.blob(layer, expert))
+        except BlobCorrupt as corrupt:
+            # What was written was right, so its source is not to blame.
+            raise WeightsUnavailable(
+                f"{self.packed.path}: reads otherwise than it was written: {corrupt} See to this machine's memory and"
+                " disk."
+            ) from corrupt
 
     def _source(self, name: str, servers: dict[str, Member]) -> Source:
         if name not in self._sources and self._endpoint is not None:

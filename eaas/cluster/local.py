@@ -320,6 +320,7 @@ class LocalCluster:
         if self._router is not None or len(self._router_addresses) < self.config.routers:
             return
         self._router = RouterClient(self.router_address)
+        self._router.start()
         self._launch_thread.start()
         self._exit_thread.start()
         self._probe_thread.start()
@@ -391,9 +392,12 @@ class LocalCluster:
             self._order(lambda command=command: self._obey(command))
 
     def _starting(self) -> dict[str, int]:
-        """Processes by pool that have been started and are not ready yet."""
-        unready = [child.pool for child in list(self._children.values()) if child.ready is None]
-        return {pool: unready.count(pool) for pool in ("expert", "attention")}
+        """Processes by pool that have been started and have not joined yet."""
+        view = self._router_client().view
+        joined = {member.pid for member in view.members if member.host == host_id()} if view else set[int]()
+        # A worker joins long before it is ready; counted twice, it would hold up the next that is needed.
+        pools = [c.pool for c in list(self._children.values()) if c.ready is None and c.pid not in joined]
+        return {pool: pools.count(pool) for pool in ("expert", "attention")}
 
     def _obey(self, command: StartProcess | StopProcess) -> None:
         if isinstance(command, StopProcess):

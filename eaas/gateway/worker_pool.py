@@ -164,7 +164,9 @@ class WorkerPool:
                 worker = self._workers[incarnation] = _Worker(member)
                 worker.task = self._loop.create_task(self._keep_connected(worker))
             worker.member = member
-            if member.state == DRAINING and worker.draining_s is None:
+            if member.state != DRAINING:
+                worker.draining_s = None
+            elif worker.draining_s is None:
                 worker.draining_s = time.monotonic()
                 self._move_from(worker.link, begun=False)
         self._place_waiting()
@@ -387,7 +389,9 @@ class WorkerPool:
         link = sequence.link
         if link is not None:
             link.send(Cancel(id=sequence.id))
-            sequence.refused_by.add(link.incarnation)
+            # A drain may be taken back, and until then its worker is chosen for nothing anyway.
+            if reason != "drained":
+                sequence.refused_by.add(link.incarnation)
         self._replay(sequence, reason)
 
     def _move_from(self, link: WorkerLink | None, *, begun: bool) -> None:

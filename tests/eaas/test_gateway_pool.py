@@ -367,6 +367,60 @@ def test_a_draining_worker_keeps_its_choices_while_nobody_else_can_take_them() -
     asyncio.run(scenario())
 
 
+def test_what_a_drain_moved_goes_back_when_the_drain_is_taken_back() -> None:
+    async def scenario() -> None:
+        metrics = GatewayMetrics()
+        pool = WorkerPool(GatewayConfig(model_name="m", deadline_s=30), metrics)
+        first, second = await worker_of(1), await worker_of(2)
+        first.frozen = second.frozen = True
+        pool.apply_view(view_of(first, second))
+        await until(lambda: len(pool.links()) == 2, "two links")
+        started = [sequence_of(f"request {number}", 5) for number in range(4)]
+        for _, sequence in started:
+            pool.submit(sequence)
+        await until(lambda: len(first.submits) == len(second.submits) == 2, "two each")
+        pool.apply_view(view_of(first, second, draining=[first]))
+        await until(lambda: len(second.submits) == 4, "all on the second")
+        first.frozen = False
+        pool.apply_view(view_of(first))
+        await until(lambda: all(generation.ended for generation, _ in started), "the ends")
+        assert [generation.error for generation, _ in started] == [None] * 4
+        assert metrics.replays == {"drained": 2, "worker_lost": 4}
+        pool.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_whose_drain_was_taken_back_is_like_any_other() -> None:
+    async def scenario() -> None:
+        metrics = GatewayMetrics()
+        pool = WorkerPool(GatewayConfig(model_name="m", drain_move_s=0.05, max_losses=1), metrics)
+        first, second = await worker_of(1), await worker_of(2)
+        pool.apply_view(view_of(first))
+        await until(lambda: len(pool.links()) == 1, "a link")
+        _, sequence = sequence_of("goes on", 2000)
+        pool.submit(sequence)
+        await until(lambda: sequence.log.output, "tokens")
+        pool.apply_view(view_of(first, draining=[first]))
+        pool.apply_view(view_of(first, second))
+        await until(lambda: len(pool.links()) == 2, "two links")
+        # The fake sends a token each 2 ms: this is several sweeps, each after drain_move_s.
+        many = len(sequence.log.output) + 300
+        await until(lambda: len(sequence.log.output) >= many, "more tokens")
+        assert (metrics.replays, len(second.submits)) == ({}, 0), "moved from a worker that serves"
+        first.frozen = True
+        lost_generation, lost = sequence_of("lost", 5)
+        lost.refused_by.add(second.incarnation)
+        pool.submit(lost)
+        await until(lambda: len(first.submits) == 2, "the one to be lost")
+        pool.apply_view(view_of(second))
+        assert lost_generation.error is not None and "1 attempts in a row" in str(lost_generation.error)
+        assert "drained" not in metrics.replays
+        pool.close()
+
+    asyncio.run(scenario())
+
+
 def test_histogram_buckets_are_cumulative() -> None:
     histogram = Histogram((0.1, 1.0))
     for duration_s in (0.05, 0.1, 0.5, 7.0):

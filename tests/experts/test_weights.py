@@ -216,6 +216,38 @@ def test_a_full_disk_is_said_and_costs_no_source_its_name(world: World) -> None:
     assert same(weights.expert(0, 0, view), world.whole.expert(0, 0))
 
 
+def test_a_checkpoint_that_cannot_be_read_is_one_source_less(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreadable(*_: Any) -> np.ndarray:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(weights_module, "pack_blob", unreadable)
+    weights, view = world.weights(checkpoint=True), world.view(world.peer(1).member())
+    assert same(weights.expert(0, 0, view), world.whole.expert(0, 0))
+    weights.rest()
+    with pytest.raises(WeightsUnavailable, match=r"model: cannot be read: .*Input/output error"):
+        world.weights(checkpoint=True, peers=False).expert(0, 1, view)
+
+
+def test_what_reads_otherwise_than_it_was_written_is_not_held_and_not_its_sources_fault(world: World) -> None:
+    weights, view = world.weights(), world.view(world.peer(1).member())
+    fill = weights.packed.fill
+
+    def spoilt(layer: int, expert: int, blob: np.ndarray) -> None:
+        fill(layer, expert, blob)
+        with weights.packed.path.open("r+b") as file:
+            file.seek(weights.packed.layout.offset(layer, expert))
+            file.write(b"bad")
+
+    weights.packed.fill = spoilt
+    with pytest.raises(WeightsUnavailable, match="reads otherwise than it was written"):
+        weights.expert(0, 0, view)
+    weights.packed.fill = fill
+    assert same(weights.expert(0, 0, view), world.whole.expert(0, 0))
+    weights.rest()
+
+
 def test_what_is_meant_for_another_server_model_or_packing_is_refused(world: World) -> None:
     peer, layout = world.peer(1), world.whole.layout
     assert manifest_of(peer.member(), layout) == world.whole.manifest
