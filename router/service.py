@@ -285,9 +285,9 @@ class RouterService(rpc.RouterServicer):
             while (command := await queue.get()) is not None:
                 yield launch_message(command)
         finally:
-            if self._launchers.get(request.host) is queue and self.leads():
+            if self._launchers.get(request.host) is queue:
                 del self._launchers[request.host]
-                self._apply(LauncherDetached(host=request.host))
+                self._detached(request.host)
 
     async def Scale(self, request: pb.ScaleRequest, context: Context) -> pb.ScaleReply:
         try:
@@ -317,10 +317,8 @@ class RouterService(rpc.RouterServicer):
 
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusReply:
         del request, context
-        problem, leader = self._problem, ""
-        if self._election is not None:
-            problem, leader = problem or self._election.problem, self._election.leader
-        return status_message(self._config, self._state, problem, leader, os.getpid())
+        leader = self._election.leader if self._election else ""
+        return status_message(self._config, self._state, self.problem, leader, os.getpid())
 
     async def _answer(self, event: Event, context: Context) -> list[Command]:
         try:
@@ -351,8 +349,12 @@ class RouterService(rpc.RouterServicer):
             case Publish():
                 self._show(view_message(view_of(self._config, self._state)))
             case Launch() | Stop():
-                log.info("ordered %s", command)
-                self._launchers[command.host].put_nowait(command)
+                if queue := self._launchers.get(command.host):
+                    log.info("ordered %s", command)
+                    queue.put_nowait(command)
+                else:
+                    # It has just gone, which is not written down yet; the core orders again elsewhere, or later.
+                    log.warning("not_ordered %s: the host has no launcher", command)
             case Fenced():
                 log.warning("fenced name=%s reason=%s", command.name, command.reason)
             case Stranger() | Stale():
@@ -381,6 +383,17 @@ class RouterService(rpc.RouterServicer):
             self._set_problem(str(error))
             # The proof must not be lost: it is given again until it can be written down.
             asyncio.get_running_loop().call_later(self._config.tick_s, self._ended, pid)
+
+    def _detached(self, host: str) -> None:
+        if host in self._launchers:
+            return  # Another launcher has come: what it said replaces what was known of this one.
+        try:
+            self._apply(LauncherDetached(host=host))
+        except NotLeading:
+            return
+        except JournalUnusable as error:
+            self._set_problem(str(error))
+            asyncio.get_running_loop().call_later(self._config.tick_s, self._detached, host)
 
     def _set_problem(self, problem: str) -> None:
         if problem == self._problem:
