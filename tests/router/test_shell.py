@@ -9,9 +9,10 @@ from collections.abc import Callable
 import grpc
 import pytest
 
+from router import service as shell
 from router.events import Event, Launch, Loaded, Renewed, Tick
 from router.journal import JournalUnusable
-from router.messages import join_event
+from router.messages import join_event, renewed_event
 from router.proto import router_pb2 as pb
 from router.service import RouterService
 from router.state import Config, State
@@ -107,6 +108,76 @@ def test_a_launcher_that_goes_while_nothing_can_be_written_is_forgotten_once_it_
         await asyncio.sleep(3 * Config.tick_s)
         assert service.state.launchers == ()
         scene.go_on(800)
+        service.step_down()
+
+    asyncio.run(scene())
+
+
+def test_a_load_that_cannot_be_is_not_taken_from_a_report() -> None:
+    odd = {"huge": 1e308, "negative": -1.0, "nan": math.nan, "inf": math.inf, "x" * 65: 1.0}
+    true = {"busy": 0.5, "running": 0.0, "backlog_tokens": 1e15}
+    assert renewed_event(pb.RenewRequest(name="a", load={**odd, **true})).load == true
+    many = {f"word{number}": 1.0 for number in range(1000)}
+    assert len(renewed_event(pb.RenewRequest(name="a", load=many)).load) == 256
+
+
+def test_a_tick_that_fails_does_not_end_the_router_unless_all_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, faults = shell.step, 3
+
+    def faulty(config: Config, state: State, event: Event, now_s: float) -> object:
+        nonlocal faults
+        if isinstance(event, Tick) and faults:
+            faults -= 1
+            raise OverflowError("too large")
+        return step(config, state, event, now_s)
+
+    monkeypatch.setattr(shell, "step", faulty)
+
+    async def status(service: RouterService) -> str:
+        return (await service.Status(pb.StatusRequest(), Call())).problem
+
+    async def scene() -> None:
+        nonlocal faults
+        service = Scene(Config(tick_s=0.001)).service
+        running = asyncio.create_task(service.run())
+        while faults:
+            await asyncio.sleep(0.001)
+        assert "OverflowError('too large')" in await status(service)
+        while await status(service):
+            await asyncio.sleep(0.001)
+        assert service.counts.failed_ticks == 3
+        faults = 10**6
+        with pytest.raises(OverflowError):
+            await running
+        service.step_down()
+
+    asyncio.run(scene())
+
+
+def test_what_was_saved_too_late_orders_no_process() -> None:
+    class Lease:
+        leader, problem, held = "127.0.0.1:2", "", True
+
+        def leads(self) -> bool:
+            return self.held
+
+    async def scene() -> None:
+        lease = Lease()
+        scene = Scene(Config(experts_wanted=1, attention_wanted=0, form_s=1.0), lease)
+        service = scene.service
+
+        def lose() -> None:
+            lease.held = False
+
+        scene.store.on_save = lose
+        orders = service.Launches(pb.LaunchesRequest(host=HOST), Call())
+        first = asyncio.create_task(anext(orders))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert [start.pool for start in service._state.starts] == ["expert"]
+        assert not first.done()
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
         service.step_down()
 
     asyncio.run(scene())
