@@ -15,9 +15,9 @@ from router.election import Election
 from router.etcd import Etcd, EtcdInvalid
 from router.etcd_store import ClusterInvalid, EtcdStore, prefix_of
 from router.journal import Journal
+from router.listening import CannotListen, serve
 from router.pools import autoscale_bounds
 from router.scaling import Policy
-from router.service import CannotListen, serve
 from router.state import Config, ConfigInvalid
 from router.store import JournalUnusable, Store
 

@@ -27,9 +27,10 @@ import uvicorn
 
 from router.events import DRAIN_S, Refused, Scale
 from router.journal import JournalUnusable
+from router.listening import CannotListen
 from router.metrics import CONTENT_TYPE, RouterMetrics
 from router.pools import PoolSize, pool_size
-from router.service import CannotListen, RouterService
+from router.service import RouterService
 from router.state import LAUNCHED_POOLS, Config
 
 log = logging.getLogger(__name__)

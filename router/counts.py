@@ -16,6 +16,7 @@ class Counts:
         self.scale_changes: Counter[str] = Counter()
         self.fenced: Counter[str] = Counter()
         self.launches: Counter[str] = Counter()
+        self.failed_ticks = 0
 
     def note(self, before: State, after: State, commands: Iterable[Command]) -> None:
         """Count what one step did."""

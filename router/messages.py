@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 import numpy as np
 
 from router import bitmap
-from router.events import DRAIN_S, Exited, Join, Launch, Loaded, Routed, Scale, Stop
+from router.events import DRAIN_S, Exited, Join, Launch, Loaded, Renewed, Routed, Scale, Stop
 from router.pools import PoolSize, pool_size
 from router.proto import router_pb2 as pb
 from router.records import view_of
 from router.state import LAUNCHED_POOLS, Config, State
 from router.view import View
+
+# Of one load report: more than any role says, and numbers whose sums over all members stay exact enough.
+_MOST_WORDS, _LONGEST_WORD, _MOST_LOAD = 256, 64, 1e15
 
 
 def view_message(view: View) -> pb.View:
@@ -80,6 +85,13 @@ def join_event(request: pb.JoinRequest) -> Join:
         zone=request.zone,
         expert_bytes=request.expert_bytes,
     )
+
+
+def renewed_event(request: pb.RenewRequest) -> Renewed:
+    """The event in a request, less what no load can be: negative, not finite, or too large to reckon with."""
+    words = islice(request.load.items(), _MOST_WORDS)
+    load = {word: x for word, x in words if len(word) <= _LONGEST_WORD and 0 <= x <= _MOST_LOAD}
+    return Renewed(name=request.name, incarnation=request.incarnation, load=load)
 
 
 def loaded_event(request: pb.LoadedRequest) -> Loaded:

@@ -47,6 +47,8 @@ class RouterMetrics:
             state, problem = None, str(error)
         up = "1 while the router decides, and can commit what it decides."
         yield GaugeMetricFamily("eaas_router_up", up, value=float(not problem))
+        failed = "Ticks that a fault of the router ended; its log has the cause."
+        yield CounterMetricFamily("eaas_router_failed_ticks", failed, value=self._counts.failed_ticks)
         if state is not None:
             yield from self._cluster(state)
 

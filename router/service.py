@@ -7,12 +7,11 @@ import logging
 import os
 import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 from grpc_health.v1._async import HealthServicer
-from grpc_reflection.v1alpha import reflection
 
 from router.core import step
 from router.counts import Counts
@@ -30,7 +29,6 @@ from router.events import (
     Left,
     Publish,
     Refused,
-    Renewed,
     Scale,
     Scaled,
     Stale,
@@ -42,42 +40,33 @@ from router.events import (
 )
 from router.exits import ExitWatch
 from router.host import boot_s, host_id
-from router.keda import SERVICE as KEDA_SERVICE
-from router.keda import ExternalScaler
 from router.messages import (
     exit_event,
     join_event,
     launch_message,
     loaded_event,
     pool_message,
+    renewed_event,
     routed_event,
     scale_event,
     status_message,
     view_message,
 )
 from router.pools import PoolSize, pool_size
-from router.proto import externalscaler_pb2_grpc as keda_rpc
 from router.proto import router_pb2 as pb
 from router.proto import router_pb2_grpc as rpc
 from router.records import view_of
-from router.standby import LEADER, SERVICE, RefuseUnlessLeading, refuse_as_standby
+from router.standby import LEADER, SERVICE, refuse_as_standby
 from router.state import Config, State
 from router.store import JournalUnusable, Store
 
-if TYPE_CHECKING:
-    from router.admin import AdminListener
-
 log = logging.getLogger(__name__)
 
-_MOST_STREAMS = 4096
-_GRACE_S = 0.2
 _AGAIN_S = 1.0
+# Ticks that fail in a row before the router gives up: it judges nobody meanwhile.
+_MOST_FAILED_TICKS = 100
 
 Context = grpc.aio.ServicerContext
-
-
-class CannotListen(Exception):
-    """An address cannot be bound, or not as asked."""
 
 
 class NotLeading(JournalUnusable):
@@ -109,6 +98,7 @@ class RouterService(rpc.RouterServicer):
         self._state = State()
         self._led = False
         self._problem = ""
+        self._fault = ""
         self._view = pb.View()
         self._changed = asyncio.Event()
         self._launchers: dict[str, asyncio.Queue[Launch | Stop | None]] = {}
@@ -155,8 +145,8 @@ class RouterService(rpc.RouterServicer):
 
     @property
     def problem(self) -> str:
-        """Why nothing can be committed; empty when all is well."""
-        return self._problem or (self._election.problem if self._election else "")
+        """Why nothing can be committed, or decided; empty when all is well."""
+        return self._problem or self._fault or (self._election.problem if self._election else "")
 
     def step_down(self) -> None:
         """Stop deciding: end every stream and forget what is only the leader's to know. Idempotent."""
@@ -189,8 +179,9 @@ class RouterService(rpc.RouterServicer):
             await election.resign()
 
     async def run(self) -> None:
-        """Tick until cancelled."""
+        """Tick until cancelled. Raises what a tick raises, once too many in a row have failed."""
         await self.tell_health()
+        failed = 0
         while True:
             await asyncio.sleep(self._config.tick_s)
             if not self.leads():
@@ -200,8 +191,17 @@ class RouterService(rpc.RouterServicer):
                     self._store.prove(self._state)
                     self._set_problem("")
                 self._apply(Tick())
+                failed, self._fault = 0, ""
             except JournalUnusable as error:
                 self._set_problem(str(error))
+            except Exception as error:
+                # A fault of the core that a restart would meet again; leases and streams of all members go on.
+                failed += 1
+                self.counts.failed_ticks += 1
+                self._fault = f"the router cannot decide, see its log: {error!r}"
+                log.exception("tick_failed in_a_row=%d", failed)
+                if failed >= _MOST_FAILED_TICKS:
+                    raise
 
     async def Join(self, request: pb.JoinRequest, context: Context) -> pb.JoinReply:
         for command in await self._answer(join_event(request), context):
@@ -226,8 +226,8 @@ class RouterService(rpc.RouterServicer):
         raise RuntimeError("the core answered a Join with neither Joined nor Refused")
 
     async def Renew(self, request: pb.RenewRequest, context: Context) -> pb.RenewReply:
-        renewed = Renewed(name=request.name, incarnation=request.incarnation, load=dict(request.load))
-        fenced = any(isinstance(c, Stranger) for c in await self._answer(renewed, context))
+        commands = await self._answer(renewed_event(request), context)
+        fenced = any(isinstance(c, Stranger) for c in commands)
         if not fenced:
             acked = Acked(name=request.name, incarnation=request.incarnation, epoch=request.acked)
             await self._answer(acked, context)
@@ -285,9 +285,9 @@ class RouterService(rpc.RouterServicer):
             while (command := await queue.get()) is not None:
                 yield launch_message(command)
         finally:
-            if self._launchers.get(request.host) is queue and self.leads():
+            if self._launchers.get(request.host) is queue:
                 del self._launchers[request.host]
-                self._apply(LauncherDetached(host=request.host))
+                self._detached(request.host)
 
     async def Scale(self, request: pb.ScaleRequest, context: Context) -> pb.ScaleReply:
         try:
@@ -317,10 +317,8 @@ class RouterService(rpc.RouterServicer):
 
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusReply:
         del request, context
-        problem, leader = self._problem, ""
-        if self._election is not None:
-            problem, leader = problem or self._election.problem, self._election.leader
-        return status_message(self._config, self._state, problem, leader, os.getpid())
+        leader = self._election.leader if self._election else ""
+        return status_message(self._config, self._state, self.problem, leader, os.getpid())
 
     async def _answer(self, event: Event, context: Context) -> list[Command]:
         try:
@@ -342,8 +340,11 @@ class RouterService(rpc.RouterServicer):
         self._store.save(self._state, state)
         self.counts.note(self._state, state, commands)
         self._state = state
+        # Another may have begun to lead while that was saved; whoever leads orders what is missing.
+        leads = self.leads()
         for command in commands:
-            self._carry_out(command)
+            if leads or not isinstance(command, Launch | Stop):
+                self._carry_out(command)
         return commands
 
     def _carry_out(self, command: Command) -> None:
@@ -351,8 +352,12 @@ class RouterService(rpc.RouterServicer):
             case Publish():
                 self._show(view_message(view_of(self._config, self._state)))
             case Launch() | Stop():
-                log.info("ordered %s", command)
-                self._launchers[command.host].put_nowait(command)
+                if queue := self._launchers.get(command.host):
+                    log.info("ordered %s", command)
+                    queue.put_nowait(command)
+                else:
+                    # It has just gone, which is not written down yet; the core orders again elsewhere, or later.
+                    log.warning("not_ordered %s: the host has no launcher", command)
             case Fenced():
                 log.warning("fenced name=%s reason=%s", command.name, command.reason)
             case Stranger() | Stale():
@@ -381,6 +386,17 @@ class RouterService(rpc.RouterServicer):
             self._set_problem(str(error))
             # The proof must not be lost: it is given again until it can be written down.
             asyncio.get_running_loop().call_later(self._config.tick_s, self._ended, pid)
+
+    def _detached(self, host: str) -> None:
+        if host in self._launchers:
+            return  # Another launcher has come: what it said replaces what was known of this one.
+        try:
+            self._apply(LauncherDetached(host=host))
+        except NotLeading:
+            return
+        except JournalUnusable as error:
+            self._set_problem(str(error))
+            asyncio.get_running_loop().call_later(self._config.tick_s, self._detached, host)
 
     def _set_problem(self, problem: str) -> None:
         if problem == self._problem:
@@ -412,76 +428,3 @@ class RouterService(rpc.RouterServicer):
 async def _abort(context: Context, message: str) -> NoReturn:
     await context.abort(grpc.StatusCode.UNAVAILABLE, message)
     raise RuntimeError("abort returned")
-
-
-async def serve(
-    config: Config,
-    store: Store,
-    port: int,
-    stop: asyncio.Event,
-    ready: Callable[[str, str], None],
-    election: Election | None = None,
-    admin: Callable[[RouterService], AdminListener] | None = None,
-) -> None:
-    """Serve on 127.0.0.1 until `stop` is set.
-
-    Args:
-        port: 0 = any.
-        ready: called with the addresses of the router and its admin listener once it leads, or stands by.
-        election: None where there is only one router.
-        admin: makes the admin listener; None: there is none, and its address is empty.
-
-    Raises:
-        CannotListen: the port is taken, or the admin listener's.
-        JournalUnusable: the journal cannot be read or written.
-    """
-    service = RouterService(config, store, election=election)
-    server = grpc.aio.server(
-        interceptors=(RefuseUnlessLeading(service.leads, service.not_leading),),
-        options=(
-            ("grpc.so_reuseport", 0),
-            ("grpc.max_concurrent_streams", _MOST_STREAMS),
-            # Clients ping every second (router/client.py); the default tolerates one in 5 minutes and hangs up.
-            ("grpc.http2.min_ping_interval_without_data_ms", 500),
-            ("grpc.keepalive_permit_without_calls", 1),
-        ),
-    )
-    try:
-        bound = server.add_insecure_port(f"127.0.0.1:{port}")
-    except RuntimeError as error:
-        raise CannotListen(
-            f"port {port} of 127.0.0.1 cannot be used ({error}): "
-            f"stop what listens there or give another --port"
-        ) from error
-    rpc.add_RouterServicer_to_server(service, server)
-    health_pb2_grpc.add_HealthServicer_to_server(service.health, server)
-    keda_rpc.add_ExternalScalerServicer_to_server(ExternalScaler(config, lambda: service.state), server)
-    names = (SERVICE, KEDA_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
-    reflection.enable_server_reflection(names, server)
-    listener = admin(service) if admin is not None else None
-    if election is None:
-        service.lead()
-    else:
-        await election.reach()
-    await server.start()
-    address = f"127.0.0.1:{bound}"
-    working = {asyncio.create_task(service.run()), asyncio.create_task(stop.wait())}
-    if election is not None:
-        working.add(asyncio.create_task(service.follow(election, address)))
-    try:
-        if listener is not None:
-            await listener.begin()
-        ready(address, listener.address if listener is not None else "")
-        done, _ = await asyncio.wait(working, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            # Only the wait for `stop` ends by itself: this raises what ended another.
-            task.result()
-    finally:
-        for task in working:
-            task.cancel()
-        service.step_down()
-        if listener is not None:
-            await listener.shutdown()
-        if election is not None:
-            await election.resign()
-        await server.stop(_GRACE_S)

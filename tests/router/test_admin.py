@@ -301,7 +301,10 @@ def test_a_router_that_does_not_decide_says_only_that() -> None:
         raise JournalUnusable("this router is a standby")
 
     page = RouterMetrics(Config(), state, Counts(), lambda: "").page().decode()
-    assert [line for line in page.splitlines() if not line.startswith("#")] == ["eaas_router_up 0.0"]
+    assert [line for line in page.splitlines() if not line.startswith("#")] == [
+        "eaas_router_up 0.0",
+        "eaas_router_failed_ticks_total 0.0",
+    ]
 
 
 @pytest.mark.skipif(not shutil.which("promtool"), reason="needs promtool, found none on PATH")

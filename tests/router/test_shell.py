@@ -1,0 +1,183 @@
+"""The shell around the core, driven without sockets: what it does where the store or a member misbehaves."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+
+import grpc
+import pytest
+
+from router import service as shell
+from router.events import Event, Launch, Loaded, Renewed, Tick
+from router.journal import JournalUnusable
+from router.messages import join_event, renewed_event
+from router.proto import router_pb2 as pb
+from router.service import RouterService
+from router.state import Config, State
+
+HOST = "a-host-of-this-test"
+
+
+class Memory:
+    """A store that can be full."""
+
+    def __init__(self) -> None:
+        self.is_full = False
+        self.on_save: Callable[[], None] = lambda: None
+
+    def load(self) -> State:
+        return State()
+
+    def save(self, before: State, after: State) -> bool:
+        if self.is_full and (before.members is not after.members or before.epoch != after.epoch):
+            raise JournalUnusable("disk full")
+        self.on_save()
+        return True
+
+    def prove(self, state: State) -> None:
+        if self.is_full:
+            raise JournalUnusable("disk full")
+
+    def close(self) -> None:
+        pass
+
+
+class Refused(Exception):
+    pass
+
+
+class Call:
+    async def abort(self, code: grpc.StatusCode, details: str, metadata: object = ()) -> None:
+        raise Refused(code, details)
+
+
+class Scene:
+    """A leading router whose time passes by hand."""
+
+    def __init__(self, config: Config, election: object = None) -> None:
+        self.store = Memory()
+        self.now_s = 0.0
+        self.service = RouterService(config, self.store, clock=lambda: self.now_s, election=election)
+        self.service.lead()
+
+    def give(self, event: Event) -> None:
+        self.now_s += 0.03
+        try:
+            self.service._apply(event)
+        except JournalUnusable as error:
+            self.service._problem = str(error)
+
+    def go_on(self, rounds: int) -> None:
+        """Members live and load what they must; the router ticks."""
+        for _ in range(rounds):
+            for record in list(self.service.state.members.values()):
+                self.give(Renewed(name=record.name, incarnation=record.incarnation))
+                epoch = self.service.state.epoch
+                if record.target != record.loaded:
+                    self.give(
+                        Loaded(
+                            name=record.name, incarnation=record.incarnation, held=record.target, epoch=epoch
+                        )
+                    )
+            self.give(Tick())
+
+
+def test_a_launcher_that_goes_while_nothing_can_be_written_is_forgotten_once_it_can() -> None:
+    async def scene() -> None:
+        scene = Scene(Config(experts_wanted=3, attention_wanted=0, form_s=1.0))
+        service, store = scene.service, scene.store
+        orders = service.Launches(pb.LaunchesRequest(host=HOST), Call())
+        first = asyncio.create_task(anext(orders))
+        await asyncio.sleep(0)
+        for pid in (100, 101):
+            request = pb.JoinRequest(pool="expert", address="a", pid=pid, host=HOST, layers=2, experts=4)
+            scene.give(join_event(request))
+        assert service.state.launchers == (HOST,)
+        store.is_full = True
+        scene.now_s += 1.0
+        scene.give(Tick())
+        assert service.problem == "disk full"
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        await orders.aclose()
+        store.is_full, service._problem = False, ""
+        service._carry_out(Launch(host=HOST, pool="expert"))
+        scene.go_on(50)
+        await asyncio.sleep(3 * Config.tick_s)
+        assert service.state.launchers == ()
+        scene.go_on(800)
+        service.step_down()
+
+    asyncio.run(scene())
+
+
+def test_a_load_that_cannot_be_is_not_taken_from_a_report() -> None:
+    odd = {"huge": 1e308, "negative": -1.0, "nan": math.nan, "inf": math.inf, "x" * 65: 1.0}
+    true = {"busy": 0.5, "running": 0.0, "backlog_tokens": 1e15}
+    assert renewed_event(pb.RenewRequest(name="a", load={**odd, **true})).load == true
+    many = {f"word{number}": 1.0 for number in range(1000)}
+    assert len(renewed_event(pb.RenewRequest(name="a", load=many)).load) == 256
+
+
+def test_a_tick_that_fails_does_not_end_the_router_unless_all_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, faults = shell.step, 3
+
+    def faulty(config: Config, state: State, event: Event, now_s: float) -> object:
+        nonlocal faults
+        if isinstance(event, Tick) and faults:
+            faults -= 1
+            raise OverflowError("too large")
+        return step(config, state, event, now_s)
+
+    monkeypatch.setattr(shell, "step", faulty)
+
+    async def status(service: RouterService) -> str:
+        return (await service.Status(pb.StatusRequest(), Call())).problem
+
+    async def scene() -> None:
+        nonlocal faults
+        service = Scene(Config(tick_s=0.001)).service
+        running = asyncio.create_task(service.run())
+        while faults:
+            await asyncio.sleep(0.001)
+        assert "OverflowError('too large')" in await status(service)
+        while await status(service):
+            await asyncio.sleep(0.001)
+        assert service.counts.failed_ticks == 3
+        faults = 10**6
+        with pytest.raises(OverflowError):
+            await running
+        service.step_down()
+
+    asyncio.run(scene())
+
+
+def test_what_was_saved_too_late_orders_no_process() -> None:
+    class Lease:
+        leader, problem, held = "127.0.0.1:2", "", True
+
+        def leads(self) -> bool:
+            return self.held
+
+    async def scene() -> None:
+        lease = Lease()
+        scene = Scene(Config(experts_wanted=1, attention_wanted=0, form_s=1.0), lease)
+        service = scene.service
+
+        def lose() -> None:
+            lease.held = False
+
+        scene.store.on_save = lose
+        orders = service.Launches(pb.LaunchesRequest(host=HOST), Call())
+        first = asyncio.create_task(anext(orders))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert [start.pool for start in service._state.starts] == ["expert"]
+        assert not first.done()
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        service.step_down()
+
+    asyncio.run(scene())
