@@ -317,10 +317,13 @@ def test_a_launcher_that_makes_no_sense_says_why(tmp_path: Path, flags: list[str
 
 
 @pytest.mark.parametrize("host", ["", "elsewhere"])
-def test_only_what_a_launcher_started_is_ended(tmp_path: Path, host: str) -> None:
+def test_only_what_a_launcher_started_is_ended(
+    tmp_path: Path, host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ended = tmp_path / "ended"
     options = parse(["--router", "127.0.0.1:1", "--host", host, "--exec", f"echo $EAAS_PID >> {ended}"])
     launcher = launcher_of(options)
+    monkeypatch.setattr(launcher, "_report", lambda pid, pool: None)
     foreign = subprocess.Popen(["sleep", "60"])
     ours = subprocess.Popen(["sleep", "60"], env={**os.environ, "EAAS_HOST": host_id()})
     try:
