@@ -81,6 +81,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     needed = "etcd" if options.store == "etcd" else "journal"
     if not getattr(options, needed):
         parser.error(f"--store {options.store} needs --{needed}")
+    if options.etcd and options.store != "etcd":
+        parser.error("--etcd without --store etcd: the state would be kept in --journal alone")
+    if options.admin_key_file is not None and options.admin_port is None:
+        parser.error("--admin-key-file without --admin-port: there is no listener to ask for the key")
     return options
 
 

@@ -28,6 +28,7 @@ import uvicorn
 from router.events import DRAIN_S, Refused, Scale
 from router.journal import JournalUnusable
 from router.listening import CannotListen
+from router.messages import LONGEST_DRAIN_S
 from router.metrics import CONTENT_TYPE, RouterMetrics
 from router.pools import PoolSize, pool_size
 from router.service import RouterService
@@ -38,7 +39,6 @@ log = logging.getLogger(__name__)
 _BODY_BYTES = 4096
 _BODY_S = 5.0
 _CONNECTIONS = 64
-_LONGEST_DRAIN_S = 1e6
 _LEAST_KEY = 16
 _JSON = b"application/json"
 _HOSTS = ("127.0.0.1", "localhost", "[::1]")
@@ -258,11 +258,11 @@ def _read_scale(body: bytes) -> tuple[int, float]:
     wanted, drain_s = said["wanted"], said.get("drain_s", DRAIN_S)
     if type(wanted) is not int or not 0 <= wanted < 1 << 31:
         raise _Refused(status=400, found=f"wanted {wanted!r}"[:100], needed="a whole number from 0", do=do)
-    if type(drain_s) not in (int, float) or not 0 < drain_s <= _LONGEST_DRAIN_S:
+    if type(drain_s) not in (int, float) or not 0 < drain_s <= LONGEST_DRAIN_S:
         raise _Refused(
             status=400,
             found=f"drain_s {drain_s!r}"[:100],
-            needed=f"seconds, over 0 and at most {_LONGEST_DRAIN_S:g}",
+            needed=f"seconds, over 0 and at most {LONGEST_DRAIN_S:g}",
             do=do,
         )
     return wanted, float(drain_s)

@@ -1,15 +1,18 @@
 """etcd v3 by its JSON gateway: one HTTP request for each call, over the standard library.
 
-Every call has its own connection and one time budget over all endpoints, so that a dead etcd costs the caller
-that budget and never more than a fraction of a leader's lease.
+Every call has its own connection and one time budget over all endpoints, so that a dead etcd, or one that answers
+byte by byte, costs the caller that budget and never more than a fraction of a leader's lease. Only the look-up of a
+name is outside it, for which the system's resolver has its own limit: give IP addresses where that counts.
 """
 
 from __future__ import annotations
 
 import base64
 import http.client
+import io
 import ipaddress
 import json
+import socket
 import ssl
 import time
 from collections.abc import Mapping, Sequence
@@ -27,6 +30,34 @@ class EtcdUnavailable(Exception):
 
 class EtcdInvalid(ValueError):
     """The addresses cannot be used."""
+
+
+class _Timed(io.RawIOBase):
+    """What http.client needs of a connected socket, until `end_s` at the latest, however the peer behaves."""
+
+    def __init__(self, link: socket.socket, end_s: float) -> None:
+        self._link = link
+        self._end_s = end_s
+
+    def sendall(self, data: bytes) -> None:
+        rest = memoryview(data)
+        while rest:
+            self._link.settimeout(_left_s(self._end_s))
+            rest = rest[self._link.send(rest) :]
+
+    def makefile(self, mode: str) -> io.BufferedReader:
+        del mode
+        return io.BufferedReader(self)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        self._link.settimeout(_left_s(self._end_s))
+        return self._link.recv_into(buffer)
+
+    def close(self) -> None:
+        """Nothing: who opened the socket closes it, once the answer is read."""
 
 
 class Etcd:
@@ -57,9 +88,10 @@ class Etcd:
         text = json.dumps(body).encode()
         failures: list[str] = []
         for index, endpoint in enumerate(self._endpoints):
-            share_s = (end_s - time.monotonic()) / (len(self._endpoints) - index)
+            now_s = time.monotonic()
+            share_s = (end_s - now_s) / (len(self._endpoints) - index)
             try:
-                found = self._post(endpoint, f"/v3/{path}", text, max(0.05, share_s))
+                found = self._post(endpoint, f"/v3/{path}", text, now_s + share_s)
             except (OSError, http.client.HTTPException, ValueError) as error:
                 failures.append(f"{endpoint.geturl()}: {error or type(error).__name__}")
                 continue
@@ -85,18 +117,13 @@ class Etcd:
             next(iter(answer.values()), {}) for answer in reply.get("responses", [])
         ]
 
-    def _post(self, endpoint: SplitResult, path: str, body: bytes, timeout_s: float) -> dict[str, Any]:
-        host, port = endpoint.hostname or "", endpoint.port
-        if endpoint.scheme == "https":
-            connection = http.client.HTTPSConnection(host, port, timeout=timeout_s, context=self._tls)
-        else:
-            connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
-        try:
+    def _post(self, endpoint: SplitResult, path: str, body: bytes, end_s: float) -> dict[str, Any]:
+        connection = http.client.HTTPConnection(endpoint.hostname or "", endpoint.port)
+        with self._connect(endpoint, end_s) as link:
+            connection.sock = _Timed(link, end_s)
             connection.request("POST", path, body, {"Content-Type": "application/json"})
             response = connection.getresponse()
             text = response.read(_ANSWER_BYTES)
-        finally:
-            connection.close()
         if response.status != 200:
             raise ValueError(f"status {response.status}, {text[:300].decode(errors='replace')}")
         # A stream (lease/keepalive) answers one object a line, each in "result"; only the first is asked for.
@@ -104,6 +131,32 @@ class Etcd:
         if not isinstance(found, dict):
             raise ValueError(f"{text[:100]!r} is no answer of etcd's JSON gateway")
         return found
+
+    def _connect(self, endpoint: SplitResult, end_s: float) -> socket.socket:
+        host, port = endpoint.hostname or "", endpoint.port
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        for index, (family, kind, protocol, _, address) in enumerate(found):
+            link = socket.socket(family, kind, protocol)
+            try:
+                link.settimeout(_left_s(end_s) / (len(found) - index))
+                link.connect(address)
+                link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                if endpoint.scheme == "http":
+                    return link
+                link.settimeout(_left_s(end_s))
+                return self._tls.wrap_socket(link, server_hostname=host)
+            except OSError:
+                link.close()
+                if index == len(found) - 1:
+                    raise
+        raise OSError(f"{host} has no address")
+
+
+def _left_s(end_s: float) -> float:
+    left_s = end_s - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError("timed out")
+    return left_s
 
 
 def put(key: str, value: str, lease: str = "") -> Operation:

@@ -14,6 +14,7 @@ import argparse
 import ipaddress
 import json
 import logging
+import math
 import os
 import secrets
 import signal
@@ -43,6 +44,8 @@ _BACKOFF_FIRST_S = 0.5
 _BACKOFF_MOST_S = 30.0
 # Linux gives no process a pid from here on (PID_MAX_LIMIT).
 _PID_LIMIT = 1 << 22
+# All tries of a start by webhook: the router gives up on an order after `start_s` and orders again.
+_START_TRIES_S = 0.75 * Config.start_s
 # Answers that another try may better: too early, too many, or the far side's own trouble.
 _TRY_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
 
@@ -67,7 +70,7 @@ class Order:
     """One thing to do. key: the same for every try of this order.
 
     pid: of the member's process. For a start elsewhere the number under which it must join, above every real pid; 0 for
-    one on this machine, which joins under its own.
+    one on this machine, which joins under its own. until_s: on the monotonic clock, no try may last longer.
     """
 
     key: str
@@ -77,6 +80,7 @@ class Order:
     router: str
     member: str = ""
     pid: int = 0
+    until_s: float = math.inf
 
 
 class Way(Protocol):
@@ -170,7 +174,8 @@ class Webhook:
             headers["authorization"] = f"Bearer {self.key}"
         request = urllib.request.Request(self.url, json.dumps(said).encode(), headers, method="POST")
         try:
-            with urllib.request.build_opener(_NoRedirect).open(request, timeout=self.timeout_s):
+            timeout_s = min(self.timeout_s, max(0.1, order.until_s - time.monotonic()))
+            with urllib.request.build_opener(_NoRedirect).open(request, timeout=timeout_s):
                 return 0
         except urllib.error.HTTPError as error:
             with error:
@@ -218,7 +223,13 @@ class Launcher:
         if isinstance(command, StartProcess):
             pid = 0 if self._is_here() else _PID_LIMIT + secrets.randbelow((1 << 31) - _PID_LIMIT)
             return Order(
-                key=key, action="start", pool=command.pool, pid=pid, host=self._host, router=self._router
+                key=key,
+                action="start",
+                pool=command.pool,
+                pid=pid,
+                host=self._host,
+                router=self._router,
+                until_s=time.monotonic() + _START_TRIES_S,
             )
         return Order(
             key=key,
@@ -231,6 +242,9 @@ class Launcher:
         )
 
     def _carry_out(self, order: Order) -> None:
+        if order.action == "stop" and (foreign := self._foreign(order.pid)):
+            log.error("not_stopped member=%s pid=%d reason=%s", order.member, order.pid, foreign)
+            return
         # A command that starts a process may have done so before it failed; only the router may order another.
         tries = 1 if order.action == "start" and isinstance(self._way, Exec) else self._tries
         for number, wait_s in enumerate(_backoff(), start=1):
@@ -239,7 +253,7 @@ class Launcher:
             except OrderFailed as error:
                 said = (order.action, order.pool, order.member, number, error)
                 log.warning("order_failed action=%s pool=%s member=%s try=%d reason=%s", *said)
-                if error.is_final or number >= tries:
+                if error.is_final or number >= tries or time.monotonic() + wait_s >= order.until_s:
                     self._give_up(order, error.pid)
                     return
                 if self._closed.wait(wait_s):
@@ -248,6 +262,25 @@ class Launcher:
                 log.info("done action=%s pool=%s member=%s", order.action, order.pool, order.member)
                 self._report(pid, "")
                 return
+
+    def _foreign(self, pid: int) -> str:
+        """Why a process must not be ended, or empty: a member may claim any pid, and a command may kill by it.
+
+        What an earlier launcher of this host started is this one's to end too: the proof is what a start leaves
+        in the process's environment, or, elsewhere, a number that no process has and only a launcher gives.
+        """
+        if pid <= 1:
+            return "no pid of a member"
+        if not self._is_here():
+            return "" if pid >= _PID_LIMIT else "no number of an order"
+        try:
+            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError as error:
+            return f"it has ended, or is not ours: {error}"
+        mark = f"{HOST_VARIABLE}={self._host}".encode()
+        return (
+            "" if mark in environment else f"no launcher started it: {HOST_VARIABLE} is not this host there"
+        )
 
     def _give_up(self, order: Order, pid: int) -> None:
         if order.action == "stop":
@@ -314,7 +347,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "The command finds EAAS_ACTION (start or stop), EAAS_POOL (expert or attention), EAAS_ROUTER, EAAS_HOST, "
         "EAAS_PID, EAAS_ORDER and for a stop EAAS_MEMBER in its environment; the webhook gets the same as JSON. "
         "A process started so must have EAAS_HOST and EAAS_PID in its own environment: the order to stop it has the "
-        "same EAAS_PID.",
+        "same EAAS_PID. A process of this machine without that EAAS_HOST is never ordered to stop.",
         epilog="Exit codes: 0 stopped by a signal, 1 could not start (the message says why), 2 bad usage. "
         "Example: eaas launcher --router 127.0.0.1:7000 --exec 'if [ $EAAS_ACTION = stop ]; then kill -9 $EAAS_PID; "
         "else exec eaas $EAAS_POOL --router $EAAS_ROUTER --model ./checkpoint; fi'",
@@ -335,7 +368,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--timeout-s", type=float, default=30.0, help="for a POST or a stop command (default 30)"
     )
     parser.add_argument(
-        "--tries", type=int, default=5, help="of a POST or a stop command, 0.5, 1, 2 ... s apart (default 5)"
+        "--tries",
+        type=int,
+        default=5,
+        help="of a POST or a stop command, 0.5, 1, 2 ... s apart (default 5); "
+        f"a start by POST is tried for {_START_TRIES_S:g} s in all",
     )
     child.add_options(parser)
     return parser.parse_args(arguments)
@@ -355,6 +392,10 @@ def launcher_of(options: argparse.Namespace) -> Launcher:
     if options.webhook and not options.host:
         raise LauncherInvalid(
             "--webhook starts processes elsewhere: give --host NAME, which they get as EAAS_HOST"
+        )
+    if options.webhook_key_file and not options.webhook:
+        raise LauncherInvalid(
+            "--webhook-key-file with --exec: there is no POST to send the key with; leave it out"
         )
     way: Way
     if options.webhook:

@@ -14,6 +14,8 @@ from router.records import view_of
 from router.state import LAUNCHED_POOLS, Config, State
 from router.view import View
 
+# What a core can add to its clock, and over 11 days.
+LONGEST_DRAIN_S = 1e6
 # Of one load report: more than any role says, and numbers whose sums over all members stay exact enough.
 _MOST_WORDS, _LONGEST_WORD, _MOST_LOAD = 256, 64, 1e15
 

@@ -41,6 +41,7 @@ from router.events import (
 from router.exits import ExitWatch
 from router.host import boot_s, host_id
 from router.messages import (
+    LONGEST_DRAIN_S,
     exit_event,
     join_event,
     launch_message,
@@ -290,6 +291,9 @@ class RouterService(rpc.RouterServicer):
                 self._detached(request.host)
 
     async def Scale(self, request: pb.ScaleRequest, context: Context) -> pb.ScaleReply:
+        if not 0 <= request.drain_s <= LONGEST_DRAIN_S:
+            found = f"drain_s {request.drain_s:g} found; give seconds, 0 (the default) to {LONGEST_DRAIN_S:g}"
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, found)
         try:
             scaled = self.scale(scale_event(request))
         except JournalUnusable as error:

@@ -409,9 +409,14 @@ def test_a_start_that_fails_says_why(flags: list[str], message: str) -> None:
 
 
 def test_a_store_without_its_address_is_bad_usage() -> None:
-    for flags, needed in ((["--store", "etcd"], "--etcd"), ([], "--journal")):
+    for flags, message in (
+        (["--store", "etcd"], "needs --etcd"),
+        ([], "needs --journal"),
+        (["--journal", "j", "--etcd", "http://127.0.0.1:1"], "--etcd without --store etcd"),
+        (["--journal", "j", "--admin-key-file", "key"], "--admin-key-file without --admin-port"),
+    ):
         done = subprocess.run([sys.executable, "-m", "router", *flags], capture_output=True, text=True)
-        assert (done.returncode, f"needs {needed}" in done.stderr) == (2, True), done.stderr
+        assert (done.returncode, message in done.stderr) == (2, True), done.stderr
 
 
 def test_a_list_of_routers_that_cannot_be_followed_is_refused() -> None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
+import socket
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -426,7 +430,6 @@ def test_an_address_that_cannot_be_used_is_refused(urls: str, message: str) -> N
 
 def test_a_peer_that_is_no_etcd_is_no_success(cluster: str) -> None:
     import http.server
-    import threading
 
     class Page(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -443,3 +446,34 @@ def test_a_peer_that_is_no_etcd_is_no_success(cluster: str) -> None:
         with pytest.raises(etcd_store.EtcdUnavailable):
             etcd.call("kv/range", {"key": "YQ=="})
         server.shutdown()
+
+
+@pytest.mark.parametrize(
+    "answer", [b"HTTP/1.1 200 OK\r\nContent-Length: 9999\r\n\r\n", b"HTTP/1.1 200 OK\r\nX: "]
+)
+@pytest.mark.parametrize("endpoints", [1, 3])
+def test_a_peer_that_answers_byte_by_byte_costs_one_budget(answer: bytes, endpoints: int) -> None:
+    sent = 0
+
+    def drip(link: socket.socket) -> None:
+        nonlocal sent
+        with link, contextlib.suppress(OSError):
+            link.sendall(answer)
+            for _ in range(200):
+                link.sendall(b" ")
+                sent += 1
+                time.sleep(0.02)
+
+    def accept(server: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                threading.Thread(target=drip, args=(server.accept()[0],), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=accept, args=(server,), daemon=True).start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(etcd_store.EtcdUnavailable, match="timed out"):
+            Etcd(",".join([url] * endpoints), timeout_s=0.6).call("kv/range", {})
+        # Bytes that were sent in the budget, at 50 a second; without it all of them are.
+        assert sent <= 100
+        server.shutdown(socket.SHUT_RDWR)

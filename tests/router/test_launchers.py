@@ -17,9 +17,11 @@ from pathlib import Path
 
 import pytest
 
-from router.client import RouterClient
+from router import launcher as launching
+from router.client import RouterClient, StartProcess, StopProcess
 from router.host import host_id
 from router.launcher import Exec, LauncherInvalid, Order, OrderFailed, Webhook, launcher_of, parse
+from router.state import Config
 from tests.router.test_service import SHAPE, RouterProcess, started, until
 
 __all__ = ["started"]
@@ -302,6 +304,7 @@ def test_a_stop_command_that_hangs_is_ended_with_its_children(tmp_path: Path) ->
         (["--webhook", "http://a.example/", "--host", "x", "--webhook-key-file", "KEY"], "use https://"),
         (["--webhook", "https://a.example/", "--host", "x", "--webhook-key-file", "NONE"], "cannot be read"),
         (["--webhook", "https://a.example/", "--host", "x", "--webhook-key-file", "EMPTY"], "holds no key"),
+        (["--exec", "true", "--webhook-key-file", "KEY"], "there is no POST to send the key with"),
         (["--exec", "true", "--tries", "0"], "give at least 1 and more than 0"),
     ],
 )
@@ -311,3 +314,43 @@ def test_a_launcher_that_makes_no_sense_says_why(tmp_path: Path, flags: list[str
     named = [str(tmp_path / flag) if flag in ("KEY", "NONE", "EMPTY") else flag for flag in flags]
     with pytest.raises(LauncherInvalid, match=message):
         launcher_of(parse(["--router", "127.0.0.1:1", *named]))
+
+
+@pytest.mark.parametrize("host", ["", "elsewhere"])
+def test_only_what_a_launcher_started_is_ended(
+    tmp_path: Path, host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = tmp_path / "ended"
+    options = parse(["--router", "127.0.0.1:1", "--host", host, "--exec", f"echo $EAAS_PID >> {ended}"])
+    launcher = launcher_of(options)
+    monkeypatch.setattr(launcher, "_report", lambda pid, pool: None)
+    foreign = subprocess.Popen(["sleep", "60"])
+    ours = subprocess.Popen(["sleep", "60"], env={**os.environ, "EAAS_HOST": host_id()})
+    try:
+        for pid in (-1, 0, 1, os.getpid(), foreign.pid, ours.pid, 1 << 22, (1 << 31) - 1):
+            launcher._carry_out(launcher._order(StopProcess("expert/1", pid)))
+    finally:
+        for process in (foreign, ours):
+            process.kill()
+            process.wait()
+    allowed = [1 << 22, (1 << 31) - 1] if host else [ours.pid]
+    assert [int(line) for line in ended.read_text().splitlines()] == allowed
+    launcher.close()
+
+
+def test_a_start_by_webhook_is_given_up_before_the_router_orders_again(
+    hook: Hook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert Config.start_s > launching._START_TRIES_S
+    monkeypatch.setattr(launching, "_START_TRIES_S", 1.0)
+    hook.answer = 503
+    flags = ["--router", "127.0.0.1:1", "--host", "cloud", "--webhook", hook.url, "--tries", "50"]
+    launcher = launcher_of(parse(flags))
+    given_up: list[str] = []
+    monkeypatch.setattr(launcher, "_report", lambda pid, pool: given_up.append(pool))
+    start = launcher._order(StartProcess("expert"))
+    launcher._starting[start.key] = ("expert", 0.0)
+    launcher._carry_out(start)
+    assert given_up == ["expert"]
+    assert 1 <= len(hook.seen) <= 2
+    launcher.close()

@@ -181,3 +181,14 @@ def test_what_was_saved_too_late_orders_no_process() -> None:
         service.step_down()
 
     asyncio.run(scene())
+
+
+@pytest.mark.parametrize("drain_s", [math.nan, math.inf, -1.0, 1e7])
+def test_a_drain_without_end_is_refused(drain_s: float) -> None:
+    async def scene() -> None:
+        service = Scene(Config()).service
+        with pytest.raises(Refused, match=r"drain_s .* found; give seconds"):
+            await service.Scale(pb.ScaleRequest(pool="expert", wanted=1, drain_s=drain_s), Call())
+        service.step_down()
+
+    asyncio.run(scene())
