@@ -35,7 +35,17 @@ from router.events import (
 from router.moves import follow
 from router.rebalance import rebalance
 from router.records import evolve, fence, is_member, pool, with_pulse, with_record
-from router.state import LAUNCHED_POOLS, MOST_MEMBERS, NAMED_POOLS, Config, Ghost, MemberRecord, Model, Pulse, State
+from router.state import (
+    LAUNCHED_POOLS,
+    MOST_MEMBERS,
+    NAMED_POOLS,
+    Config,
+    Ghost,
+    MemberRecord,
+    Model,
+    Pulse,
+    State,
+)
 from router.view import ATTENTION, EXPERT, GATEWAY
 
 # Incarnations: 20 bits of salt above 40 bits of counting, positive as a signed 64-bit number.

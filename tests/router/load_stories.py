@@ -6,9 +6,22 @@ from dataclasses import replace
 
 import numpy as np
 
-from router.events import Join, Joined, Launch, LauncherAttached, Refused, Renewed, Routed, Scale, Scaled, Tick
+from router.events import (
+    Exited,
+    Join,
+    Joined,
+    Launch,
+    LauncherAttached,
+    Refused,
+    Renewed,
+    Routed,
+    Scale,
+    Scaled,
+    Started,
+    Tick,
+)
 from router.scaling import Policy
-from router.state import MOST_MEMBERS, Config, ConfigInvalid
+from router.state import MOST_MEMBERS, Config, ConfigInvalid, State
 from tests.router.told import Step, Told, cluster, lively, rest
 
 
@@ -127,6 +140,52 @@ def a_drain_needs_a_time_and_a_word(step: Step) -> None:
     assert drains not in told.state.members
 
 
+def replicas_lie_in_two_zones(step: Step) -> None:
+    """From nothing, after a join to each zone, and after a loss in each: no expert has all its copies in one zone."""
+    told = Told(step, experts_wanted=4, replicas=2)
+    for zone in "aabb":
+        told.join(layers=2, experts=12, zone=zone)
+    rest(told)
+    apart(told, "from nothing")
+    for zone in "ab":
+        told.join(layers=2, experts=12, zone=zone)
+        rest(told)
+    apart(told, "after two joins")
+    for name in ("expert/1", "expert/3"):
+        told.give(Exited(host="h", pid=told.state.members[name].pid))
+        rest(told)
+    apart(told, "after two losses")
+
+
+def apart(told: Told, when: str) -> None:
+    """Every expert is served in two zones."""
+    for bit in range(told.state.model.layers * told.state.model.experts):
+        zones = [record.zone for record in told.state.members.values() if record.serving >> bit & 1]
+        assert {*zones} == {"a", "b"} and len(zones) == 2, f"{when} expert {bit} is served in {zones}"
+
+
+def what_balance_placed_stays(step: Step) -> None:
+    """A restart of the router moves nothing at all; a join takes no redundant copy away."""
+    for event in ("restart", "join"):
+        told = cluster(step, servers=3, replicas=1, experts=8, redundant=3, balance_s=5.0)
+        for _ in range(30):
+            route(told, hot=3)
+            lively(told, 1)
+        shares = {name: record.share for name, record in told.state.members.items()}
+        copies = sum(share.bit_count() for share in shares.values())
+        assert copies > 8, "balance placed nothing: the story tells nothing"
+        if event == "join":
+            told.join(experts=8)
+        else:
+            kept = ("salt", "term", "epoch", "joined", "named", "model", "members", "gone", "wanted")
+            told.state = State(**{name: getattr(told.state, name) for name in kept})
+            told.give(Started(salt=2))
+            rest(told, rounds=3)
+            assert {name: record.share for name, record in told.state.members.items()} == shares
+        found = sum(record.share.bit_count() for record in told.state.members.values())
+        assert found == copies, f"{copies} copies before the {event}, {found} after"
+
+
 def route(told: Told, hot: int) -> None:
     """The attention worker sent rows: to one expert twenty times as many as to any other."""
     pairs = told.state.model.layers * told.state.model.experts
@@ -145,4 +204,6 @@ LOAD_STORIES = (
     nothing_of_any_size_is_kept,
     no_more_expert_servers_than_a_client_can_name,
     a_drain_needs_a_time_and_a_word,
+    replicas_lie_in_two_zones,
+    what_balance_placed_stays,
 )
