@@ -61,7 +61,7 @@ class Config:
     # When many fall silent at once the router doubts itself; 5 leases of news from the others end the doubt.
     doubt_leases: float = 5.0
     # A copy ordered and not reported within this time is taken back and tried elsewhere; that server gets nothing new
-    # for as long, then twice as long, and so on.
+    # for as long, then twice, then four times as long.
     move_s: float = 60.0
     # Copies on their way at once, of experts that are served meanwhile: 8 GiB are 1.3 s of a 50 Gbit/s link. An expert
     # that nobody serves waits for none of this.

@@ -186,6 +186,20 @@ def what_balance_placed_stays(step: Step) -> None:
         assert found == copies, f"{copies} copies before the {event}, {found} after"
 
 
+def a_slow_spell_is_soon_forgiven(step: Step) -> None:
+    """A server that loads nothing for long is tried again within four times move_s, however often it was late."""
+    told = cluster(step, servers=3, replicas=2, experts=6, move_s=1.0, copies_in_flight=1)
+    told.give(Exited(host="h", pid=told.state.members["expert/1"].pid))
+    slow = "expert/2"
+    for _ in range(400):
+        rest(told, rounds=1, but=slow)
+        wait_s = max((f.next_s - told.now_s for f in told.state.stuck.values()), default=0.0)
+        assert wait_s <= 4.0, f"gets nothing new for {wait_s:.1f} s"
+    assert told.state.stuck, "it was never late: the story tells nothing"
+    rest(told, rounds=100)
+    assert told.state.members[slow].serving == 0b111111, "it recovered, and did not get its copies"
+
+
 def route(told: Told, hot: int) -> None:
     """The attention worker sent rows: to one expert twenty times as many as to any other."""
     pairs = told.state.model.layers * told.state.model.experts
@@ -206,4 +220,5 @@ LOAD_STORIES = (
     a_drain_needs_a_time_and_a_word,
     replicas_lie_in_two_zones,
     what_balance_placed_stays,
+    a_slow_spell_is_soon_forgiven,
 )
