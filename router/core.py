@@ -34,13 +34,30 @@ from router.events import (
 )
 from router.moves import follow
 from router.rebalance import rebalance
-from router.records import evolve, fence, is_member, with_pulse, with_record
-from router.state import LAUNCHED_POOLS, NAMED_POOLS, Config, Ghost, MemberRecord, Model, Pulse, State
+from router.records import evolve, fence, is_member, pool, with_pulse, with_record
+from router.state import (
+    LAUNCHED_POOLS,
+    MOST_MEMBERS,
+    NAMED_POOLS,
+    Config,
+    Ghost,
+    MemberRecord,
+    Model,
+    Pulse,
+    State,
+)
 from router.view import ATTENTION, EXPERT, GATEWAY
 
 # Incarnations: 20 bits of salt above 40 bits of counting, positive as a signed 64-bit number.
 _COUNT_BITS = 40
 _SALT_MASK = (1 << 20) - 1
+
+# What is kept of a process must be of a size that the journal and every View can bear: the largest model known has
+# 61 layers with 384 experts, 23,424 pairs.
+_MOST_PAIRS = 1 << 20
+_MOST_EXPERT_BYTES = 1 << 40
+_LONGEST = 256
+_LONGEST_DRAIN_S = 1e6
 
 
 def step(config: Config, state: State, event: Event, now_s: float) -> tuple[State, list[Command]]:
@@ -227,7 +244,10 @@ def _forget_model(state: State) -> State:
 
 def _refusal(state: State, event: Join) -> str:
     if event.pool not in NAMED_POOLS:
-        return f"pool {event.pool!r} is unknown; join one of {', '.join(NAMED_POOLS)}"
+        return f"pool {event.pool[:_LONGEST]!r} is unknown; join one of {', '.join(NAMED_POOLS)}"
+    oversized = _oversized(state.model, event)
+    if oversized:
+        return oversized
     if event.pool == EXPERT and not (event.layers > 0 and event.experts > 0):
         return (
             f"an expert server of {event.layers} layers with {event.experts} experts cannot be placed; "
@@ -245,6 +265,13 @@ def _refusal(state: State, event: Join) -> str:
     ):
         if found and needed and found != needed:
             return f"{found} {what} found, {needed} needed: start this process with the model of the cluster"
+    if event.pool == EXPERT:
+        others = [r for r in pool(state, EXPERT) if (r.host, r.pid) != (event.host, event.pid)]
+        if len(others) >= MOST_MEMBERS:
+            return (
+                f"{len(others)} expert servers found, room for {MOST_MEMBERS}: attention workers name no more. "
+                f"End one of them first, or serve with fewer that have more memory."
+            )
     for record in state.members.values():
         if record.pool != event.pool or not record.numerics_class or not event.numerics_class:
             continue
@@ -254,6 +281,31 @@ def _refusal(state: State, event: Join) -> str:
                 f"as {record.name} has: equal bits need equal kernels. Start this process with the same "
                 f"--dtype and instruction set."
             )
+    return ""
+
+
+def _oversized(known: Model, event: Join) -> str:
+    """Why what a Join says is kept by nobody: bitmaps, the journal and every View would be as large as it says."""
+    for what in ("address", "host", "zone", "model_hash", "numerics_class"):
+        found = len(getattr(event, what))
+        if found > _LONGEST:
+            return f"{what} of {found} characters found, at most {_LONGEST} needed: give a shorter one"
+    for what, found, most in (
+        ("pid", event.pid, (1 << 63) - 1),
+        ("layers", event.layers, _MOST_PAIRS),
+        ("experts", event.experts, _MOST_PAIRS),
+        ("capacity", event.capacity, _MOST_PAIRS),
+        ("expert_bytes", event.expert_bytes, _MOST_EXPERT_BYTES),
+    ):
+        if not 0 <= found <= most:
+            return f"{what} {found} found, 0 to {most} needed: check how this process was started"
+    # Members may each know one half of the shape.
+    layers, experts = known.layers or event.layers, known.experts or event.experts
+    if layers * experts > _MOST_PAIRS:
+        return (
+            f"{layers} layers with {experts} experts found, at most {_MOST_PAIRS} experts in all needed: "
+            f"check the model folder"
+        )
     return ""
 
 
@@ -331,8 +383,9 @@ def _scale(config: Config, state: State, event: Scale, commands: list[Command]) 
             )
         )
         return state
-    if not event.drain_s > 0:
-        commands.append(Refused(message=f"drain_s is {event.drain_s}; give more than 0"))
+    if not 0 < event.drain_s <= _LONGEST_DRAIN_S:
+        message = f"drain_s is {event.drain_s}; give more than 0 and at most {_LONGEST_DRAIN_S:.0f}"
+        commands.append(Refused(message=message))
         return state
     commands.append(Scaled(pool=event.pool, wanted=event.wanted))
     state = evolve(state, drain_s={**state.drain_s, event.pool: event.drain_s})

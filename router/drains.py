@@ -1,7 +1,8 @@
 """How a pool shrinks: one member at a time drains, then its process is ended. Pure.
 
 An expert server has drained when its experts are served elsewhere (router.moves); an attention worker when it has
-said, after everyone was told to send it nothing new, that nothing runs on it. Whoever takes longer than the pool's
+said, having seen itself shown as draining, that nothing runs on it: a gateway that sends it a stream later, from an
+older View, has the stream go on elsewhere. Whoever takes longer than the pool's
 drain_s is ended all the same: streams of an attention worker go on elsewhere, and an expert server's experts too,
 unless it holds the last replica of one.
 """
@@ -78,7 +79,8 @@ def end_idle(config: Config, state: State, name: str, commands: list[Command]) -
     record, pulse = state.members[name], state.pulses[name]
     if not record.draining or record.pool != ATTENTION or pulse.acked < record.draining_epoch:
         return state
-    if pulse.load.get("running", 0) + pulse.load.get("waiting", 0) > 0:
+    # A report without the word says nothing of what runs.
+    if pulse.load.get("running", 1) + pulse.load.get("waiting", 0) > 0:
         return state
     return end(config, state, name, "drained", commands)
 

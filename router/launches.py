@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from router.events import Command, Launch, LauncherAttached
 from router.records import doubts_itself, evolve
-from router.state import LAUNCHED_POOLS, Config, Failures, Start, State
+from router.state import LAUNCHED_POOLS, MOST_MEMBERS, Config, Failures, Start, State
 
 
 def order(config: Config, state: State, commands: list[Command]) -> State:
@@ -52,7 +52,7 @@ def attach(config: Config, state: State, event: LauncherAttached) -> State:
     starts = tuple(
         Start(host=event.host, pool=name, until_s=until_s)
         for name in LAUNCHED_POOLS
-        for _ in range(event.starting.get(name, 0))
+        for _ in range(min(event.starting.get(name, 0), MOST_MEMBERS))
     )
     return evolve(
         state, launchers=(*state.launchers, event.host), starts=state.starts + starts, orphans=orphans

@@ -25,7 +25,7 @@ from router.view import EXPERT
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What a placement was made for: servers with their capacity, those that get nothing, and the shape.
+    """What a placement was made for: servers with their capacity and zone, those that get nothing, and the shape.
 
     clean: Nobody was in doubt when it was made.
     """
@@ -35,6 +35,8 @@ class Plan:
     layers: int
     experts: int
     replicas: int
+    redundant: int
+    zones: tuple[str, ...]
     clean: bool = field(default=False, compare=False)
 
 
@@ -81,6 +83,8 @@ def _place(config: Config, state: State) -> State:
         layers=state.model.layers,
         experts=state.model.experts,
         replicas=config.replicas,
+        redundant=config.redundant,
+        zones=tuple(r.zone for r in placeable),
     )
     if plan == state.plan:
         return state
@@ -95,14 +99,20 @@ def _place(config: Config, state: State) -> State:
             capacity=dict(plan.capacity),
             current={r.name: r.share for r in placeable},
             doubtful=plan.doubtful,
+            zones=dict(zip((r.name for r in placeable), plan.zones, strict=True)),
+            redundant=plan.redundant,
         )
     members = {name: _with_share(record, shares.get(name, 0)) for name, record in state.members.items()}
     return evolve(state, members=members, plan=replace(plan, clean=not plan.doubtful))
 
 
 def _stands(state: State, plan: Plan, placeable: list[MemberRecord]) -> bool:
-    """True if only doubts changed and every expert is held beyond them: a placement made without doubts then stays."""
+    """True if what is placed may stay: only doubts changed and every expert is held beyond them, or a new term knows
+    no plan and finds every expert in place, as often and in as many zones as there are to be.
+    """
     was = state.plan
+    if was is None:
+        return _is_whole(state, plan, placeable)
     if not isinstance(was, Plan) or not was.clean or replace(was, doubtful=plan.doubtful) != plan:
         return False
     beyond_doubt = 0
@@ -110,6 +120,24 @@ def _stands(state: State, plan: Plan, placeable: list[MemberRecord]) -> bool:
         if record.name not in plan.doubtful:
             beyond_doubt |= record.share
     return beyond_doubt == (1 << plan.layers * plan.experts) - 1
+
+
+def _is_whole(state: State, plan: Plan, placeable: list[MemberRecord]) -> bool:
+    everything = (1 << plan.layers * plan.experts) - 1
+    if plan.doubtful or state.stuck or not everything:
+        return False
+    shares = [record.share for record in placeable]
+    zones = dict.fromkeys(plan.zones, 0)
+    for zone, share in zip(plan.zones, shares, strict=True):
+        zones[zone] |= share
+    copies = min(plan.replicas, len(shares))
+    apart = orders.in_at_least(min(2, copies, len(zones)), [*zones.values()])
+    beyond = sum(share.bit_count() for share in shares) - copies * everything.bit_count()
+    return (
+        all(shares)
+        and orders.in_at_least(copies, shares) == apart == everything
+        and beyond <= plan.redundant * plan.layers
+    )
 
 
 def _with_share(record: MemberRecord, share: int) -> MemberRecord:

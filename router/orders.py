@@ -7,7 +7,8 @@ from router.records import evolve, pool, with_record
 from router.state import Batch, Config, Failures, MemberRecord, State
 from router.view import EXPERT
 
-_DOUBLINGS = 5
+# A server that was slow for a while may have recovered: it is tried again within four times move_s.
+_DOUBLINGS = 2
 
 
 def allowed(config: Config, state: State, records: list[MemberRecord]) -> dict[str, int]:
@@ -102,8 +103,11 @@ def give_up(config: Config, state: State) -> State:
         if not late:
             continue
         record = state.members[name]
-        count = state.stuck.get(name, Failures()).count + 1
-        wait_s = config.move_s * 2.0 ** min(count - 1, _DOUBLINGS)
+        failures = state.stuck.get(name, Failures())
+        if not is_shunned(state, name):
+            # What was ordered before, and comes late one after the other, is the same failure.
+            wait_s = config.move_s * 2.0 ** min(failures.count, _DOUBLINGS)
+            failures = Failures(count=failures.count + 1, next_s=state.now_s + wait_s)
         state = with_record(
             state,
             evolve(
@@ -115,7 +119,7 @@ def give_up(config: Config, state: State) -> State:
         )
         state = evolve(
             state,
-            stuck={**state.stuck, name: Failures(count=count, next_s=state.now_s + wait_s)},
+            stuck={**state.stuck, name: failures},
             taken_back=state.taken_back + late.bit_count(),
             plan=None,
             unloaded_epoch=state.epoch + 1,

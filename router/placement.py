@@ -255,7 +255,8 @@ class _Layer:
 
         Redundant copies lie where the load wants them: they may make more of a difference.
         """
-        slack = -(-self.redundant // max(1, len(self.room)))
+        beyond = sum(max(0, holders.bit_count() - self.copies) for holders in self.holders)
+        slack = -(-min(beyond, self.redundant) // max(1, len(self.room)))
         servers = _indexes(self.healthy)
         groups: dict[int, list[int]] = {}
         for expert, holders in enumerate(self.holders):

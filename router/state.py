@@ -22,6 +22,8 @@ from router.view import ATTENTION, EXPERT, GATEWAY
 MOST_MEMBERS = 64
 LAUNCHED_POOLS = (EXPERT, ATTENTION)
 NAMED_POOLS = (EXPERT, ATTENTION, GATEWAY)
+# The replacement of an expert server that drains must fit beside it, or the pool could never let the old one go.
+_MOST_WANTED = {EXPERT: MOST_MEMBERS - 1}
 
 
 class ConfigInvalid(ValueError):
@@ -59,7 +61,7 @@ class Config:
     # When many fall silent at once the router doubts itself; 5 leases of news from the others end the doubt.
     doubt_leases: float = 5.0
     # A copy ordered and not reported within this time is taken back and tried elsewhere; that server gets nothing new
-    # for as long, then twice as long, and so on.
+    # for as long, then twice, then four times as long.
     move_s: float = 60.0
     # Copies on their way at once, of experts that are served meanwhile: 8 GiB are 1.3 s of a 50 Gbit/s link. An expert
     # that nobody serves waits for none of this.
@@ -117,10 +119,11 @@ class Config:
                 )
         for name in LAUNCHED_POOLS:
             least, most = self.bounds(name)
-            if not 0 <= least <= self.wanted(name) <= most <= MOST_MEMBERS:
+            bound = _MOST_WANTED.get(name, MOST_MEMBERS)
+            if not 0 <= least <= self.wanted(name) <= most <= bound:
                 raise ConfigInvalid(
                     f"{self.wanted(name)} members wanted in pool {name!r}, between {least} and {most}: give 0 <= least "
-                    f"<= wanted <= most <= {MOST_MEMBERS}"
+                    f"<= wanted <= most <= {bound}"
                 )
         if self.lease_s < 5 * self.tick_s:
             raise ConfigInvalid(f"lease_s is {self.lease_s}; give at least {5 * self.tick_s}: five ticks")
@@ -132,7 +135,7 @@ class Config:
 
     def bounds(self, pool: str) -> tuple[int, int]:
         """Least and most members that may be wanted of a pool."""
-        return self.least.get(pool, 0), self.most.get(pool, MOST_MEMBERS)
+        return self.least.get(pool, 0), self.most.get(pool, _MOST_WANTED.get(pool, MOST_MEMBERS))
 
     def wanted(self, pool: str) -> int:
         """Size wanted of a pool at first; 0 for one whose processes the router does not order."""

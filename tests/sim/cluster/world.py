@@ -30,9 +30,9 @@ Step = Callable[[Config, State, Event, float], tuple[State, list[Command]]]
 SAFETY, LIVENESS = "safety", "liveness"
 HOSTS = ("host-a", "host-b", "host-c")
 # After the last fault all must be well within this time, and then stay so; a server that did not load what it was
-# told gets nothing new for up to 32 times move_s.
+# told gets nothing new for up to 4 times move_s.
 SETTLE_TICKS = 900
-SETTLE_MOVES = 32
+SETTLE_MOVES = 8
 REST_S = 4.0
 POLICY = Policy(
     least=1, most=16, sample_s=1.0, start_s=2.0, trend_s=20.0, burst_s=5.0, hold_s=5.0, changes_per_h=20
