@@ -188,11 +188,11 @@ class Task:
         return 2 if self.overlap else 1
 
     def __post_init__(self) -> None:
-        if not (self.tpot_s > 0 and self.context >= 0 and self.devices >= 1 and self.replicas >= 1):
-            raise ValueError(
-                f"tpot_s {self.tpot_s}, context {self.context}, devices {self.devices}, replicas {self.replicas}: "
-                f"more than 0, at least 0, 1 and 1 are needed"
-            )
+        for name, least in (("context", 0), ("devices", 1), ("replicas", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}; give at least {least}")
+        if not self.tpot_s > 0:
+            raise ValueError(f"the time for a token is {self.tpot_s * 1e3:g} ms; give more than 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -424,9 +424,10 @@ def _obstacle(work: Work, attention: Hardware, expert: Hardware, task: Task) -> 
             f"GB and one attention worker; {task.devices} devices are allowed"
         )
     if work.dense_bytes + max(1.0, task.context) * work.kv_bytes > attention.memory_bytes:
+        one = max(1.0, task.context) * work.kv_bytes
         return (
-            f"the dense weights and one sequence need {work.dense_bytes / 1e9:.0f} GB and more; an attention worker "
-            f"has {attention.memory_bytes / 1e9:.0f} GB"
+            f"the dense weights need {work.dense_bytes / 1e9:.1f} GB and one sequence {one / 1e9:.1f} GB; an attention "
+            f"worker has {attention.memory_bytes / 1e9:.0f} GB"
         )
     return (
         f"no batch meets {task.tpot_s * 1e3:g} ms for a token: allow more time, more devices or faster ones"

@@ -186,8 +186,8 @@ MUTANTS = {
     ),
     "leaves the newcomer idle": Mutant(
         "placement",
-        "if most - least < 2:",
-        "if most - least < 99:",
+        "if most <= (self.load[to] + 1 + slack) / self.weight[to]:",
+        "if most <= (self.load[to] + 99 + slack) / self.weight[to]:",
         "load stays where it was",
     ),
     "keeps surplus copies": Mutant(
@@ -378,8 +378,8 @@ MUTANTS = {
     ),
     "shares experts with everybody": Mutant(
         "placement",
-        "placed[names[(slice_ + step) % count]] |= bits",
-        "placed[names[(slice_ + step * (layer + 1)) % count]] |= bits",
+        "placed[far[(slice_ + step) % count]] |= far_bits",
+        "placed[far[(slice_ + step * (layer + 1)) % count]] |= far_bits",
         "any two losses meet in some expert",
     ),
     "drains several at once": Mutant(
