@@ -40,13 +40,14 @@ def pool_size(config: Config, state: State, name: str) -> PoolSize:
     """The sizes of one launched pool."""
     members = pool(state, name)
     draining = sum(record.draining for record in members)
+    least, most = config.bounds(name)
     return PoolSize(
         wanted=state.wanted.get(name, config.wanted(name)),
         live=len(members) - draining,
         starting=sum(start.pool == name for start in state.starts),
         draining=draining,
-        least=config.least.get(name, 0),
-        most=config.most.get(name, MOST_MEMBERS),
+        least=least,
+        most=most,
     )
 
 
