@@ -333,7 +333,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in chosen.setting.split(","):
         rows.append(measure(name, chosen))
         record("balance", rows[-1], packages=("numpy",), folder=chosen.results)
-    plot(rows, chosen.results / "balance.svg")
+    try:
+        plot(rows, chosen.results / "balance.svg")
+    except ImportError:
+        print("plot: skipped, needs the package matplotlib. Get it: pip install matplotlib", file=sys.stderr)
 
 
 if __name__ == "__main__":

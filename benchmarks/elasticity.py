@@ -19,6 +19,7 @@ import datetime
 import importlib.util
 import json
 import math
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -341,7 +342,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         "policies": found,
     }
     record("elasticity", result, (), chosen.results)
-    plot(_weeks[READING[0]], wanted, chosen.results)
+    try:
+        plot(_weeks[READING[0]], wanted, chosen.results)
+    except ImportError:
+        print("plot: skipped, needs the package matplotlib. Get it: pip install matplotlib", file=sys.stderr)
 
 
 if __name__ == "__main__":

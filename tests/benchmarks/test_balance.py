@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -53,4 +54,5 @@ def test_ours_is_within_its_bound_and_moves_little(tmp_path: Path) -> None:
     assert ours["gb_per_interval"] < even["gb_per_interval"]
     assert row["bound_gap"] < 1e-3
     assert len(row["by_interval"]["ours"]) == 6
-    assert (tmp_path / "balance.svg").stat().st_size > 1000
+    drawn = importlib.util.find_spec("matplotlib") is not None
+    assert (tmp_path / "balance.svg").exists() == drawn
