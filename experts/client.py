@@ -181,8 +181,10 @@ class ExpertClient:
         """Publish the routes to attached servers, begin to attach new ones, let go of those no longer named.
 
         Does not wait for a server: its routes are published when it is attached. One that cannot be reached
-        is tried again until a View drops it. Until then the epoch is not adopted: an expert that only it
-        would serve stays with the servers that had it.
+        is tried again until a View drops it. Until then an expert that only it would serve stays with the
+        servers that had it, and the epoch is not adopted; where none of them is left, it is, for nothing older
+        is in use, and somebody may have to unload before the expert can be served again. The first epoch is
+        adopted when every server is attached.
         """
         with self._lock:
             # Views may still come while this process ends.
@@ -234,12 +236,13 @@ class ExpertClient:
             table[layers, experts, depth[layers, experts]] = server.index
             depth[layers, experts] += 1
         if not complete:
-            # Not adopted yet, so whoever served these experts before still holds them.
+            # While it is not adopted, whoever served these experts before still holds them.
             usable = np.isin(self._table, [server.index for server in self._servers.values()])
             empty = depth == 0
             kept = np.where(usable, self._table, np.uint8(NO_SERVER))
             table[empty] = kept[empty]
-        else:
+            complete = self._complete_epoch > 0 and bool((kept[empty] == NO_SERVER).all())
+        if complete:
             self._complete_epoch = view.epoch
         self._table = table
         self._library.expert_client_publish_routes(self._handle, self._complete_epoch, table.ctypes.data)

@@ -64,8 +64,9 @@ def suspicion(rhythm: Rhythm, silence_s: float, *, lease_s: float, renew_s: floa
     if silence_s <= percentile_s:
         longer = sum(counts[int(silence_s / width_s) :])
         return min(2.0, math.log10(rhythm.samples / max(1, longer)))
-    # Upper ends of buckets, so that the mean errs towards patience.
-    excess_s = sum(count * (i + 1 - end) for i, count in enumerate(counts) if i >= end) * width_s
+    # From the lower end of the percentile's bucket to the upper ends of theirs, so that the mean errs towards patience:
+    # 14 times as much hangs on it as on the percentile.
+    excess_s = sum(count * (i + 2 - end) for i, count in enumerate(counts) if i >= end) * width_s
     mean_s = max(lease_s / 50, excess_s / max(1, beyond))
     return 2.0 + (silence_s - percentile_s) / mean_s / math.log(10)
 

@@ -303,6 +303,25 @@ def test_a_server_that_drains_serves_until_its_heir_is_attached(world: World) ->
     world.check(client)
 
 
+def test_a_server_that_nobody_reaches_keeps_no_route_of_others_in_use(world: World) -> None:
+    (_, first), (_, second) = world.server(5), world.server(6)
+    dead = (7, "127.0.0.1:1", EVERY)
+    client, _ = world.client()
+    client.apply_view(world.view((5, first, EVERY), dead))
+    assert until(lambda: client.covers)
+    assert client.adopted_epoch == 0, "begun before every server was attached"
+    client.apply_view(world.view((5, first, EVERY), (6, second, EVERY)))
+    assert until(lambda: client.adopted_epoch == 2)
+    client.apply_view(world.view((5, first, b""), (6, second, EVERY), dead))
+    assert until(lambda: client.adopted_epoch == 3), "others serve all: the first need not wait to unload"
+    world.check(client)
+    client.apply_view(world.view((5, first, b""), dead))
+    assert until(lambda: client.adopted_epoch == 4), "nobody is left who had it"
+    client.apply_view(world.view((5, first, EVERY), dead))
+    assert until(lambda: client.covers)
+    world.check(client)
+
+
 def test_a_server_that_does_not_answer_delays_no_other_and_no_newer_view(world: World) -> None:
     (_, good), (_, newer) = world.server(5), world.server(6)
     client, _ = world.client()

@@ -200,6 +200,17 @@ def a_slow_spell_is_soon_forgiven(step: Step) -> None:
     assert told.state.members[slow].serving == 0b111111, "it recovered, and did not get its copies"
 
 
+def who_was_late_once_is_given_the_time_for_it(step: Step) -> None:
+    """One silence of 0.34 s among 240 of 0.25 s is an excess of 0.09 s: condemned after 0.25 + 6 * 2.3 * 0.09 s."""
+    told = cluster(step, servers=4)
+    lively(told, 60)
+    told.renew("expert/4")
+    lively(told, 0.34, dumb="expert/4", step_s=0.085)
+    told.renew("expert/4")
+    _, fenced_s = lively(told, 4, dumb="expert/4")
+    assert 1.49 < fenced_s < 2.2, f"fenced after {fenced_s:.2f} s"
+
+
 def route(told: Told, hot: int) -> None:
     """The attention worker sent rows: to one expert twenty times as many as to any other."""
     pairs = told.state.model.layers * told.state.model.experts
@@ -221,4 +232,5 @@ LOAD_STORIES = (
     replicas_lie_in_two_zones,
     what_balance_placed_stays,
     a_slow_spell_is_soon_forgiven,
+    who_was_late_once_is_given_the_time_for_it,
 )

@@ -75,6 +75,24 @@ def test_one_long_silence_in_150_buys_the_whole_lease() -> None:
     assert crossing(rhythm_of(often), DEAD) > LEASE_S
 
 
+@pytest.mark.parametrize("seed", range(200))
+def test_counting_in_buckets_condemns_nobody_sooner(seed: int) -> None:
+    """Against the silences themselves: their 99th percentile, and six decades of the mean beyond it."""
+    dice = random.Random(seed)
+    late_s = dice.uniform(0.005, 0.2)
+    silences = [
+        RENEW_S + (dice.expovariate(1 / late_s) if dice.random() < 0.02 else dice.uniform(0.0, 0.01))
+        for _ in range(dice.randrange(LEARNED, REMEMBERED))
+    ]
+    ordered = sorted(silences)
+    percentile_s = ordered[math.ceil(0.99 * len(ordered)) - 1]
+    beyond = [silence_s - percentile_s for silence_s in ordered if silence_s > percentile_s]
+    mean_s = max(LEASE_S / 50, sum(beyond) / len(beyond) if beyond else 0.0)
+    dead_s = percentile_s + 6 * math.log(10) * mean_s
+    sooner_s = crossing(rhythm_of(silences), DEAD)
+    assert sooner_s >= min(dead_s, LEASE_S), f"seed {seed}: {sooner_s:.2f} s for {dead_s:.2f} s"
+
+
 def test_what_was_long_ago_is_forgotten() -> None:
     rhythm = rhythm_of([1.5] * 300)
     for _ in range(12 * REMEMBERED):

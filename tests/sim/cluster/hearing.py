@@ -65,8 +65,8 @@ class Hearing:
         self.excused = False
 
     def restart(self, now_s: float) -> None:
-        """A new term hears everybody anew, and knows nothing of how they spoke before."""
-        self.now_s = self.ticked_s = now_s
+        """A new term hears everybody anew: how they spoke and since when they load is not known."""
+        self.now_s = self.ticked_s = self.judged_s = now_s
         self.doubt_s = None
         for known in self.present.values():
             known.heard_s = now_s

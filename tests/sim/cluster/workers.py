@@ -1,8 +1,8 @@
 """Attention workers: streams of tokens, each made by calls to expert servers by the routes of the newest View.
 
-The client half follows experts/client.py: a View is adopted when every server that it names is attached and no
-call in flight uses older routes; a slot is used again only after its reply; what a server does not answer in time
-goes to another replica, the first time as a hedge within its cap.
+The client half follows experts/client.py: a View is adopted when no route is kept from older ones (the first, when each
+server that it names is attached) and no call in flight uses older routes; a slot is used again only after its reply;
+what a server does not answer in time goes to another replica, the first time as a hedge within its cap.
 """
 
 from __future__ import annotations
@@ -145,6 +145,7 @@ class Worker(Process):
             self._let_go(self.links.pop(name))
         links = self.links
         routes = {row.name: row.serving for row in wanted if row.name in links}
+        kept = False
         if missing:
             covered = 0
             for bits in routes.values():
@@ -152,7 +153,8 @@ class Worker(Process):
             for name, bits in self.routes.items():
                 if name in links and bits & ~covered:
                     routes[name] = routes.get(name, 0) | bits & ~covered
-        else:
+                    kept = True
+        if not missing or (self._complete_epoch and not kept):
             self._complete_epoch = shown.epoch
         self.routes = routes
         self._table = None
