@@ -28,15 +28,16 @@ RARE = {"exceeds capacity", "drains several at once", "shows the unready as susp
 
 @pytest.mark.parametrize("mode", runner.MODES)
 def test_every_promise_holds_after_every_event(mode: str) -> None:
-    faults = 0
+    faults = served = 0
     for job in runner.jobs(0, SEEDS // 2, EVENTS, mode):
         result = run(job)
         assert not result.promise, (
             f"seed {job.seed}, {mode}: {result.promise}: {result.story}\n{job.command()}"
         )
-        assert result.requests["ok"] and result.core_events >= EVENTS, f"seed {job.seed}: {result}"
+        assert result.core_events >= EVENTS, f"seed {job.seed}: {result.core_events}"
+        served += result.requests["ok"]
         faults += result.faults.total()
-    assert faults > SEEDS
+    assert faults > SEEDS and served > SEEDS
 
 
 def test_planting_alone_is_not_noticed() -> None:

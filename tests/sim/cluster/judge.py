@@ -376,7 +376,7 @@ class Judge:
         known, process = self.present[row.incarnation], self.world.members.get(row.incarnation)
         now_s = self.hearing.judged_s
         waits = row.target & ~(process.held if isinstance(process, ExpertServer) else 0)
-        if waits != known.waits or self.world.router.problem:
+        if waits != known.waits or self.world.router.problem or self.world.router.unwritable:
             # A router that cannot write takes nothing back.
             known.waits, known.waits_since_s = waits, now_s
         elif waits and now_s - known.waits_since_s > self.config.move_s + _WATCH_S:
