@@ -67,11 +67,11 @@ def test_pools_are_shown_and_one_is_scaled_through_the_gateways_address_of_the_r
     status, shown = scale("--url", url)
     assert status == 0, shown
     assert rows(shown) == {
-        "expert": ["2", "0", "0", "0", "0 to 64"],
+        "expert": ["2", "0", "0", "0", "0 to 63"],
         "attention": ["3", "0", "0", "0", "0 to 64"],
     }
     status, shown = scale("expert", "6", "--url", url)
-    assert (status, rows(shown)) == (0, {"expert": ["6", "0", "0", "0", "0 to 64"]})
+    assert (status, rows(shown)) == (0, {"expert": ["6", "0", "0", "0", "0 to 63"]})
     client = RouterClient(router.address)
     assert client.status().pools["expert"].wanted == 6
     assert client.status().pools["attention"].wanted == 3
@@ -105,7 +105,10 @@ def test_it_waits_until_the_pool_has_its_size_or_says_that_it_has_not(
             "pool 'experts' has no size of its own; scale one of expert",
         ),
         (["expert", "65", "--router", "ROUTER"], "65 members of pool 'expert' asked for; give 0 to 63"),
-        (["expert", "2", "--drain-s", "-1", "--router", "ROUTER"], "drain_s"),
+        (
+            ["expert", "2", "--drain-s", "-1", "--router", "ROUTER"],
+            "drain_s -1 found; give seconds, 0 (the default) to 1e+06",
+        ),
         (["--url", "http://127.0.0.1:1"], "No EaaS gateway answers at http://127.0.0.1:1"),
         (["--url", "LONELY"], "names no router; name it with --router HOST:PORT"),
         (["--router", "127.0.0.1:1"], "the router at 127.0.0.1:1 did not answer"),
