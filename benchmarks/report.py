@@ -38,6 +38,15 @@ def hardware() -> dict[str, Any]:
     }
 
 
+def command_of(benchmark: str, words: Sequence[str]) -> str:
+    """What was run. Of an absolute path only the name is kept: folders of one machine say nothing elsewhere."""
+    named = [
+        option + equals + (Path(value).name if value.startswith("/") else value)
+        for option, equals, value in (("", "", w) if "=" not in w else w.partition("=") for w in words)
+    ]
+    return " ".join(["python", "-m", f"benchmarks.{benchmark}", *named])
+
+
 def record(
     benchmark: str, result: Mapping[str, Any], packages: Sequence[str] = (), folder: Path = RESULTS
 ) -> None:
@@ -52,7 +61,7 @@ def record(
     line = {
         "benchmark": benchmark,
         "commit": commit or "unknown",
-        "command": " ".join(["python", "-m", f"benchmarks.{benchmark}", *sys.argv[1:]]),
+        "command": command_of(benchmark, sys.argv[1:]),
         "hardware": hardware(),
         "versions": {name: importlib.metadata.version(name) for name in ("torch", *packages)},
         **result,
