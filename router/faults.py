@@ -128,9 +128,7 @@ class Fault:
         for name, value in values.items():
             default = "" if name in ("id", "kind") else known[name].default
             if name == "peers":
-                if not isinstance(value, list | tuple) or not all(isinstance(peer, str) for peer in value):
-                    raise FaultInvalid(f"peers is {value!r}; a list of members' names is needed.")
-                values[name] = tuple(value)
+                values[name] = _names(value)
             elif isinstance(value, bool) or not isinstance(
                 value, (int, float) if isinstance(default, float) else type(default)
             ):
@@ -139,3 +137,10 @@ class Fault:
             if name not in values:
                 raise FaultInvalid(f"{name} is missing.")
         return cls(**values)
+
+
+def _names(found: Any) -> tuple[str, ...]:
+    names: list[Any] = list(found) if isinstance(found, list | tuple) else [None]  # pyright: ignore[reportUnknownArgumentType]
+    if not all(isinstance(name, str) for name in names):
+        raise FaultInvalid(f"peers is {found!r}; a list of members' names is needed.")
+    return tuple(names)
