@@ -32,8 +32,8 @@ from router.replies import StartProcess, StopProcess
 logger = logging.getLogger(__name__)
 
 MODULES = {"router": "router", "expert": "experts", "attention": "eaas.attention", "gateway": "eaas.gateway"}
-# A part that keeps dying is restarted ever more slowly: 0.1, 0.2, 0.4 ... 5 s.
-RESTART_FIRST_S, RESTART_MOST_S = 0.1, 5.0
+# A part that keeps dying is restarted ever more slowly: 0.1, 0.2, 0.4 ... 5 s; one that lived so long begins anew.
+RESTART_FIRST_S, RESTART_MOST_S, RESTART_FORGIVEN_S = 0.1, 5.0, 30.0
 # A router that answers no probe for so long is ended and started again; the token path does not miss it.
 PROBE_S, HUNG_S = 1.0, 5.0
 # A member that is stopped ends within a second if it is well, as all roles promise; one that is frozen never does.
@@ -72,7 +72,8 @@ class LocalCluster:
         self._admin_addresses: dict[int, str] = {}
         self._gateway_address = ""
         self._router: RouterClient | None = None
-        self._restarts: dict[str, int] = {}
+        # By pool: how often in a row, and when last.
+        self._restarts: dict[str, tuple[int, float]] = {}
         self._supervisor = threading.Thread(target=self._supervise, name="supervisor", daemon=True)
         self._launch_thread = threading.Thread(target=self._follow_launches, name="launches", daemon=True)
         self._exits: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
@@ -347,8 +348,11 @@ class LocalCluster:
             self._restart(child)
 
     def _restart(self, child: Child) -> None:
-        count = self._restarts[child.pool] = self._restarts.get(child.pool, 0) + 1
-        delay_s = min(RESTART_FIRST_S * 2 ** (count - 1), RESTART_MOST_S)
+        now_s = time.monotonic()
+        count, last_s = self._restarts.get(child.pool, (0, now_s))
+        count = 1 if now_s - last_s > RESTART_FORGIVEN_S else count + 1
+        self._restarts[child.pool] = count, now_s
+        delay_s = min(RESTART_FIRST_S * 2.0 ** min(count - 1, 30), RESTART_MOST_S)
         address = self._router_addresses[child.slot] if child.pool == "router" else self._gateway_address
         port, slot = int(address.rpartition(":")[2]), child.slot
         self._later(delay_s, lambda: self._spawn(child.pool, slot, port=port))

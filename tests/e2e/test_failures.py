@@ -6,8 +6,6 @@ import os
 import random
 import signal
 import threading
-import time
-from typing import Any
 
 import pytest
 
@@ -15,6 +13,7 @@ from eaas.cluster.local import LocalCluster
 from eaas.cluster.status import fetch_status
 from router.client import RouterClient
 from tests.e2e.clients import Seen, stream_all
+from tests.e2e.waiting import wait_for
 
 CLIENTS, TOKENS = 16, 48
 PROMPTS = [f"{'word ' * (number % 7)}client {number} asks" for number in range(CLIENTS)]
@@ -32,15 +31,6 @@ def assert_whole(seen: list[Seen]) -> None:
     assert [one.error for one in seen] == [None] * len(seen)
     assert [one.finish for one in seen] == [["length"]] * len(seen)
     assert [len(one.texts) for one in seen] == [TOKENS] * len(seen)
-
-
-def wait_for(what: str, reached: Any, timeout_s: float) -> float:
-    """Seconds until `reached()` holds."""
-    started = time.monotonic()
-    while not reached():
-        assert time.monotonic() - started < timeout_s, f"{what} not reached within {timeout_s} s"
-        time.sleep(0.05)
-    return time.monotonic() - started
 
 
 def whole_pool(cluster: LocalCluster, servers: int = 4, replicas: int = 2) -> bool:
@@ -66,22 +56,22 @@ def strike(cluster: LocalCluster, pool: str, number: signal.Signals, seed: int) 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_killing_an_expert_server_changes_nothing(cluster: LocalCluster, calm: list[Seen], seed: int) -> None:
-    wait_for("a whole pool", lambda: whole_pool(cluster), 10)
+    wait_for("a whole pool", lambda: whole_pool(cluster), cluster)
     struck, victim = strike(cluster, "expert", signal.SIGKILL, seed)
     assert_whole(struck)
     assert [one.texts for one in struck] == [one.texts for one in calm], (
         f"seed {seed}: {victim} killed, tokens changed"
     )
-    wait_for("4 serving members with 2 replicas of every expert", lambda: whole_pool(cluster), 10)
+    wait_for("4 serving members with 2 replicas of every expert", lambda: whole_pool(cluster), cluster)
     assert victim not in {m["name"] for m in fetch_status(cluster.url)["members"] if m["state"] == "serving"}
 
 
 def test_a_frozen_expert_server_changes_nothing(cluster: LocalCluster, calm: list[Seen]) -> None:
-    wait_for("a whole pool", lambda: whole_pool(cluster), 10)
+    wait_for("a whole pool", lambda: whole_pool(cluster), cluster)
     struck, victim = strike(cluster, "expert", signal.SIGSTOP, seed=7)
     assert_whole(struck)
     assert [one.texts for one in struck] == [one.texts for one in calm], f"{victim} frozen, tokens changed"
-    wait_for("4 serving members after the freeze", lambda: whole_pool(cluster), 15)
+    wait_for("4 serving members after the freeze", lambda: whole_pool(cluster), cluster)
 
 
 def test_killing_the_attention_worker_changes_nothing(cluster: LocalCluster, calm: list[Seen]) -> None:
@@ -95,20 +85,20 @@ def test_killing_the_router_changes_nothing(cluster: LocalCluster, calm: list[Se
     struck, _ = strike(cluster, "router", signal.SIGKILL, seed=13)
     assert_whole(struck)
     assert [one.texts for one in struck] == [one.texts for one in calm], "router killed, tokens changed"
-    wait_for("the router's return", lambda: "router/0" in cluster.pids(), 10)
-    wait_for("a higher epoch", lambda: fetch_status(cluster.url)["epoch"] > epoch, 10)
-    wait_for("a whole pool", lambda: whole_pool(cluster), 10)
+    wait_for("the router's return", lambda: "router/0" in cluster.pids(), cluster)
+    wait_for("a higher epoch", lambda: fetch_status(cluster.url)["epoch"] > epoch, cluster)
+    wait_for("a whole pool", lambda: whole_pool(cluster), cluster)
     # The new router repairs as the old one did.
     struck, _ = strike(cluster, "expert", signal.SIGKILL, seed=17)
     assert [one.texts for one in struck] == [one.texts for one in calm]
-    wait_for("4 serving members under the new router", lambda: whole_pool(cluster), 15)
+    wait_for("4 serving members under the new router", lambda: whole_pool(cluster), cluster)
 
 
 def test_a_frozen_gateway_goes_on_where_it_was(cluster: LocalCluster, calm: list[Seen]) -> None:
     """Frozen for longer than its lease, it is no member any more when it wakes; its streams are its own."""
 
     def thaw() -> None:
-        wait_for("the end of its membership", lambda: not router.status().view.pool("gateway"), 10)
+        wait_for("the end of its membership", lambda: not router.status().view.pool("gateway"), cluster)
         os.kill(pid, signal.SIGCONT)
 
     def on_token(count: int) -> None:
@@ -123,7 +113,7 @@ def test_a_frozen_gateway_goes_on_where_it_was(cluster: LocalCluster, calm: list
         struck = stream_all(cluster.url, "tiny", PROMPTS, TOKENS, on_token)
         thawing.join()
         assert [one.texts for one in struck] == [one.texts for one in calm], "gateway frozen, tokens changed"
-        wait_for("another membership", lambda: len(router.status().view.pool("gateway")) == 1, 10)
+        wait_for("another membership", lambda: len(router.status().view.pool("gateway")) == 1, cluster)
         assert cluster.pids()[name] == pid, "the gateway was ended"
     finally:
         os.kill(pid, signal.SIGCONT)
@@ -134,8 +124,8 @@ def test_a_hung_router_is_replaced(cluster: LocalCluster, calm: list[Seen]) -> N
     hung = cluster.pids()["router/0"]
     struck, _ = strike(cluster, "router", signal.SIGSTOP, seed=19)
     assert [one.texts for one in struck] == [one.texts for one in calm], "router frozen, tokens changed"
-    wait_for("another router", lambda: cluster.pids().get("router/0", hung) != hung, 15)
-    wait_for("a whole pool", lambda: whole_pool(cluster), 10)
+    wait_for("another router", lambda: cluster.pids().get("router/0", hung) != hung, cluster)
+    wait_for("a whole pool", lambda: whole_pool(cluster), cluster)
 
 
 def test_a_client_that_goes_away_frees_everything(cluster: LocalCluster) -> None:
@@ -167,4 +157,4 @@ def test_a_client_that_goes_away_frees_everything(cluster: LocalCluster) -> None
         ]
         return all(load.get("running") == 0 and load.get("waiting") == 0 for load in loads if load)
 
-    wait_for("no request left in the attention worker", idle, 5)
+    wait_for("no request left in the attention worker", idle, cluster)

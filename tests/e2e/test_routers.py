@@ -18,7 +18,8 @@ from router.client import RouterClient
 from router.replies import Status
 from router.view import View
 from tests.e2e.clients import Seen, stream_all
-from tests.e2e.test_failures import CLIENTS, PROMPTS, TOKENS, assert_whole, wait_for, whole_pool
+from tests.e2e.test_failures import CLIENTS, PROMPTS, TOKENS, assert_whole, whole_pool
+from tests.e2e.waiting import wait_for
 from tests.etcd import EtcdProcess, etcd_process
 
 TTL_S = 2.0
@@ -64,7 +65,7 @@ def world(tiny: Path) -> Iterator[World]:
             client = RouterClient(cluster.router_address)
             views: list[tuple[float, View]] = []
             client.start(on_view=lambda view: views.append((time.monotonic(), view)))
-            wait_for("a whole pool", lambda: whole_pool(cluster), 20)
+            wait_for("a whole pool", lambda: whole_pool(cluster), cluster)
             yield World(etcd=etcd, cluster=cluster, client=client, views=views)
             epochs = [(view.term, view.epoch) for _, view in views]
             assert epochs == sorted(set(epochs)), "an epoch or a term went back"
@@ -116,12 +117,14 @@ def test_a_lost_leader_is_followed_and_nobody_notices(
     assert after.view.term > before.view.term
     assert after.view.epoch > before.view.epoch
     assert members(after) == members(before), "a member was lost with the leader"
-    wait_for("both routers again", lambda: {"router/0", "router/1"} <= set(world.cluster.pids()), 15)
+    wait_for(
+        "both routers again", lambda: {"router/0", "router/1"} <= set(world.cluster.pids()), world.cluster
+    )
     # The new leader repairs as the old one did.
     victim = next(pid for name, pid in world.cluster.pids().items() if name.startswith("expert/"))
     struck = world.strike(lambda: os.kill(victim, signal.SIGKILL), at=CLIENTS * 2)
     assert [one.texts for one in struck] == [one.texts for one in calm]
-    wait_for("4 serving members under the new leader", lambda: whole_pool(world.cluster), 20)
+    wait_for("4 serving members under the new leader", lambda: whole_pool(world.cluster), world.cluster)
 
 
 def test_etcd_may_die_and_return_while_requests_run(world: World, calm: list[Seen]) -> None:

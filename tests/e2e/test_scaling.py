@@ -7,7 +7,7 @@ import json
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,10 +18,10 @@ from eaas.cluster.status import fetch_status
 from router.client import RouterClient
 from router.view import ATTENTION, EXPERT, GATEWAY, Member
 from tests.e2e.clients import Seen, stream_all
+from tests.e2e.waiting import wait_for
 
 CLIENTS, TOKENS = 8, 96
 PROMPTS = [f"{'word ' * (number % 5)}client {number} asks" for number in range(CLIENTS)]
-LIMIT_S = 40.0
 # Shorter than the streams last together, so that some are cut off and go on elsewhere.
 DRAIN_S = 0.5
 
@@ -50,13 +50,6 @@ class Scaled:
             return len(names) == wanted and sorted(names) == sorted(running) and not sizes.is_scaling
 
         wait_for(f"{wanted} in pool {pool}", done)
-
-
-def wait_for(what: str, reached: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + LIMIT_S
-    while not reached():
-        assert time.monotonic() < end_s, f"not within {LIMIT_S} s: {what}"
-        time.sleep(0.05)
 
 
 @contextlib.contextmanager
