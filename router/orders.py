@@ -15,9 +15,11 @@ def allowed(config: Config, state: State, records: list[MemberRecord]) -> dict[s
     """The copies that each server may be told to load now.
 
     An expert that nobody serves waits for nothing. The others share what is left of the budget: first those with
-    fewer copies than wanted, and while any of these is left, none that only moves.
+    fewer copies than wanted, and while any of these is left, none that only moves. One that looks dead gets nothing:
+    it would hold the budget of those that could load.
     """
-    wanted = {r.name: lowest(r.share & ~r.target, room(r)) for r in records if r.share & ~r.target}
+    heard = [r for r in records if r.name not in state.silent]
+    wanted = {r.name: lowest(r.share & ~r.target, room(r)) for r in heard if r.share & ~r.target}
     if not wanted:
         return {}
     served = on_the_way = 0
@@ -68,7 +70,8 @@ def watch(state: State) -> State:
     batches = dict(state.batches)
     arrived: set[str] = set()
     for record in pool(state, EXPERT):
-        missing = record.target & ~record.loaded
+        # What somebody may still ask for is not taken back, so neither is it waited for.
+        missing = record.target & ~(record.loaded | record.serving | record.retiring)
         known = state.batches.get(record.name, ())
         if not missing and not known:
             continue

@@ -21,6 +21,7 @@ from router.events import (
     Stranger,
     Tick,
 )
+from tests.router.copy_stories import COPY_STORIES
 from tests.router.load_stories import LOAD_STORIES
 from tests.router.told import Step, Told, cluster, lively, rest
 
@@ -488,4 +489,5 @@ STORIES = (
     full_servers_exchange,
     a_stranger_moves_nothing,
     *LOAD_STORIES,
+    *COPY_STORIES,
 )

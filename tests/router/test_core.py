@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from router.core import step
 from router.events import Acked, Exited, Join, Refused, Renewed, Tick
+from router.orders import allowed
 from router.records import view_of
 from router.state import Config, ConfigInvalid
 from tests.router.scenarios import STORIES, Step, Told
+from tests.router.told import cluster
 
 
 @pytest.mark.parametrize("story", STORIES)
@@ -153,3 +157,20 @@ def test_many_silent_servers_make_the_router_doubt_itself_first() -> None:
 def test_last_replicas_are_copied_not_fenced() -> None:
     """Silence alone never costs an expert; here nobody loads the copies."""
     assert len(silent(step, servers=4, dumb=1, replicas=1, seconds=60)) == 4
+
+
+def test_who_looks_dead_holds_no_budget_of_copies() -> None:
+    """With one copy at a time, the server that is heard loads, and not the one before it that never will."""
+    told = cluster(step, replicas=1, servers=3, copies_in_flight=1)
+    shares = {"expert/1": 0b01, "expert/2": 0b10, "expert/3": 0}
+    members = dict(told.state.members)
+    for name, share in shares.items():
+        serving = 0b11 if name == "expert/3" else 0
+        members[name] = replace(
+            members[name], share=share, target=serving, loaded=serving, serving=serving, retiring=0
+        )
+    records = [members[name] for name in shares]
+    state = replace(told.state, members=members)
+    assert allowed(told.config, state, records) == {"expert/1": 0b01, "expert/2": 0}
+    state = replace(state, silent=frozenset({"expert/1"}))
+    assert allowed(told.config, state, records) == {"expert/2": 0b10}
