@@ -26,7 +26,6 @@ import torch
 from benchmarks.kernels import measure, product_case
 from benchmarks.probe import Lanes
 from benchmarks.report import record, spread
-from eaas.attention import Placement
 from eaas.cluster.config import ClusterConfig
 from eaas.cluster.local import LocalCluster
 from eaas.engine.decoder import Decoder, ExpertBackend, client_backend
@@ -36,6 +35,7 @@ from eaas.engine.scheduler import SchedulerConfig
 from eaas.engine.worker_protocol import SamplingParams, Submit
 from eaas.model.loader import load_spec, load_weights
 from eaas.model.make_model import SHAPES, Shape, make_model
+from eaas.placement import Placement
 from experts.checkpoint import Checkpoint
 from experts.client import ExpertClient
 from experts.kernels import numerics_class
@@ -98,7 +98,7 @@ def expert_pool(model: Path, servers: int, cores: tuple[int, ...]) -> Iterator[E
             deadline_s=20.0,
         )  # fmt: skip
         closing.callback(client.close)
-        placement = Placement(router, client)
+        placement = Placement(router, client, numerics_class(Dtype.BFLOAT16))
         router.start(on_view=placement.apply)
         placement.wait(60, threading.Event())
         yield client

@@ -24,6 +24,9 @@ HANDOVER = ("shape", "batch", "servers", "lanes_per_server")
 GATEWAY = ("shape", "experts", "streams")
 BALANCE = ("setting",)
 RECOVERY = ("experts", "attention", "pool")
+FAILOVER = ("what", "share_of_core", "streams", "model")
+FAULT_POINTS = ("experts", "attention", "model")
+SEEN = ("failed", "lost", "repeated", "changed")
 P2P = ("topology", "measure", "bytes", "footprint")
 
 
@@ -33,7 +36,9 @@ def newest(benchmark: str, fields: Sequence[str], folder: Path = RESULTS) -> lis
     found: dict[tuple[Any, ...], Row] = {}
     for line in path.read_text().splitlines() if path.exists() else []:
         row = json.loads(line)
-        row["peers"] = ",".join(peer for peer in PEERS if peer in row.get("tokens_per_s", {}))
+        # By engine where several were measured; some benchmarks have one, and its figure alone.
+        speeds = row.get("tokens_per_s")
+        row["peers"] = ",".join(peer for peer in PEERS if isinstance(speeds, dict) and peer in speeds)
         found[key(row, fields)] = row
     return [found[name] for name in sorted(found)]
 
@@ -54,6 +59,8 @@ def latest(folder: Path = RESULTS) -> str:
     parts += balance_table(newest("balance", BALANCE, folder))
     parts += elasticity_table(newest("elasticity", ("measure",), folder))
     parts += recovery_table(newest("recovery", RECOVERY, folder))
+    parts += failover_table(newest("failover", FAILOVER, folder))
+    parts += fault_points_table(newest("fault_points", FAULT_POINTS, folder))
     parts += p2p_tables(newest("p2p", P2P, folder))
     if (folder / "p2p.svg").exists():
         parts.append("Every transport, size and topology: [plot](benchmarks/results/p2p.svg).")
@@ -217,6 +224,69 @@ def recovery_table(rows: Sequence[Row]) -> list[str]:
             f"| {row['experts']} + {row['attention']} | {row['pool']} | {row['kills']} | {found[0]} | {found[1]} |"
         )
     return ["\n".join(lines)]
+
+
+def failover_table(rows: Sequence[Row]) -> list[str]:
+    """What failures cost in throughput and in silence, and what clients saw of them."""
+    if not rows:
+        return []
+    first = rows[0]
+    lines = [
+        f"Failures on the {first['model']} model, {first['streams']} streams, {first['experts']} expert servers with "
+        f"every expert on {first['replicas']}, {first['attention']} attention workers, {first['hardware']['cores']} "
+        "cores: throughput lost after the fault beside calm runs by turns (median, 95% interval), also per second of a "
+        "serving server; added stall, of all streams and of each fault's worst one; every expert on as many live "
+        "servers again; the pool whole. Servers that share cores lose no capacity when one dies; a share of a core is "
+        "a lane of its own for each.",
+        "",
+        "| fault | lane | pairs | loss | loss per server-second | faults | added stall, ms: p50, p99 | "
+        "worst of each fault: p50, p99, most | redundant, s: p50, most | whole, s: p50, most | "
+        "failed, lost, repeated, changed |",
+        "|---" * 11 + "|",
+    ]
+    for row in rows:
+        stall, worst, share = row["added_stall_ms"], row["worst_stall_ms"], row.get("share_of_core")
+        losses = [
+            f"{row[name]['median']:.2f}% ({row[name]['low']:.2f} to {row[name]['high']:.2f})"
+            if name in row
+            else "–"
+            for name in ("loss_percent", "loss_percent_per_server_second")
+        ]
+        times = [
+            f"{row[name]['p50']:.2f}, {row[name]['max']:.2f}" if row.get(name) else "–"
+            for name in ("redundant_s", "whole_s")
+        ]
+        silence = [
+            f"{stall['p50']:.0f}, {stall['p99']:.0f}",
+            f"{worst['p50']:.0f}, {worst['p99']:.0f}, {worst['max']:.0f}",
+        ]
+        cells = [row["what"], f"{share:g} core" if share else "shared", str(row.get("pairs", "–")), *losses]
+        cells += [str(row["faults"]), *silence, *times, ", ".join(str(row[name]) for name in SEEN)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return ["\n".join(lines)]
+
+
+def fault_points_table(rows: Sequence[Row]) -> list[str]:
+    """Kills and freezes at named points of the protocol, and what clients saw of them."""
+    parts = []
+    for row in rows:
+        lines = [
+            f"{row['struck']:,} kills and freezes of real processes at named points of the protocol, one after "
+            f"another under {row['streams']} streams ({row['requests']:,} requests, seed {row['seed']}): "
+            f"{', '.join(f'{row[name]} {name}' for name in SEEN)}. Worst added stall of any stream, ms, after a kill "
+            "and after a freeze (of 0.1 to 4 s).",
+            "",
+            "| point | kills | freezes | failed, lost, repeated, changed | kill | freeze |",
+            "|---" * 6 + "|",
+        ]
+        for point, found in row["points"].items():
+            seen = ", ".join(str(found[name]) for name in SEEN)
+            lines.append(
+                f"| {point} | {found['kill']} | {found['freeze']} | {seen} | {found['worst_kill_ms']:.0f} | "
+                f"{found['worst_freeze_ms']:.0f} |"
+            )
+        parts.append("\n".join(lines))
+    return parts
 
 
 def p2p_tables(rows: Sequence[Row]) -> list[str]:

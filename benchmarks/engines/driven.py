@@ -17,7 +17,6 @@ import numpy as np
 
 from benchmarks.engines.gate_tap import GateTap
 from benchmarks.engines.run import Run
-from eaas.attention import Placement
 from eaas.engine.decoder import Decoder, ExpertBackend, client_backend
 from eaas.engine.engine import Engine, EngineConfig
 from eaas.engine.local_experts import LocalExperts
@@ -25,6 +24,7 @@ from eaas.engine.request import Request
 from eaas.engine.scheduler import SchedulerConfig
 from eaas.engine.worker_protocol import SamplingParams, Submit
 from eaas.model.loader import load_spec, load_weights
+from eaas.placement import Placement
 from experts.checkpoint import Checkpoint
 from experts.client import ExpertClient
 from experts.kernels import numerics_class
@@ -186,7 +186,7 @@ def ours(
             deadline_s=DEADLINE_S,
         )
         closing.callback(client.close)
-        placement = Placement(client_of_router, client)
+        placement = Placement(client_of_router, client, numerics_class(dtype))
         client_of_router.start(on_view=placement.apply)
         placement.wait(ATTACH_S, threading.Event())
         driven = _driven(

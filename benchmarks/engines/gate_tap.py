@@ -6,32 +6,26 @@ Every lane of every layer passes through Python, so a run with a tap is never ti
 from __future__ import annotations
 
 import ctypes
-from ctypes import CFUNCTYPE, c_int32, c_uint32, c_uint64, c_void_p
 
 import numpy as np
 
 from eaas.engine.decoder import ExpertBackend
-
-# ExpertCall of eaas/native/decoder.h.
-_CALL = CFUNCTYPE(
-    c_int32, c_void_p, c_void_p, c_uint32, c_uint32, c_void_p, c_uint32, c_void_p, c_void_p, c_void_p,
-    c_uint64, c_void_p, c_void_p,
-)  # fmt: skip
+from eaas.native import EXPERT_CALL
 
 
 class GateTap:
     """Passes calls on; `backend` is what the decoder gets. Must outlive the decoder."""
 
     def __init__(self, backend: ExpertBackend, top_k: int) -> None:
-        self._inner = _CALL(backend.call)
+        self._inner = EXPERT_CALL(backend.call)
         self._top_k = top_k
         self._rows = -1
         self._counting = False
         self._distinct = 0
         self._calls = 0
         self._layers: set[int] = set()
-        self._function = _CALL(self._pass_on)
-        call = ctypes.cast(self._function, c_void_p).value or 0
+        self._function = EXPERT_CALL(self._pass_on)
+        call = ctypes.cast(self._function, ctypes.c_void_p).value or 0
         self.backend = ExpertBackend(call=call, state=backend.state)
 
     def start(self, rows: int) -> None:
@@ -48,7 +42,7 @@ class GateTap:
         """Distinct (layer, expert) pairs of a step, mean over the steps counted."""
         return self._distinct / max(1, self.steps)
 
-    def _pass_on(self, state, pool, lane, layer, rows, n, ids, weights, out, deadline_ns, away, arg):  # type: ignore[no-untyped-def]
+    def _pass_on(self, state, pool, lane, layer, rows, n, ids, weights, out, drop, deadline_ns, away, arg):  # type: ignore[no-untyped-def]
         if lane == 0 and layer == 0:
             # The last layer of a prefill may have as few rows as a step that decodes; its first layer has not.
             self._counting = n == self._rows
@@ -57,4 +51,4 @@ class GateTap:
             self._distinct += len(np.unique(chosen))
             self._calls += 1
             self._layers.add(layer)
-        return self._inner(state, pool, lane, layer, rows, n, ids, weights, out, deadline_ns, away, arg)
+        return self._inner(state, pool, lane, layer, rows, n, ids, weights, out, drop, deadline_ns, away, arg)
