@@ -9,10 +9,10 @@ TORCH_INDEX ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup native serve demo test check check-native fuzz sim mutants e2e bench proto clean
+.PHONY: help setup native serve demo test test-optimized check check-native fuzz sim mutants e2e soak bench gpu proto screenshots clean
 
 help: ## List the targets
-	@grep -hE '^[a-z0-9-]+:.*?## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z0-9-]+:.*?## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 setup: $(VENV)/.complete native ## Create .venv, install what serving needs, build the native code. CPU-only torch: make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu
 
@@ -23,13 +23,14 @@ $(VENV)/.complete: pyproject.toml constraints.txt
 	@echo "Installing torch $(if $(TORCH_INDEX),from $(TORCH_INDEX),from the default index; for the small CPU build: make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu)"
 	@$(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$$(grep '^torch==' constraints.txt)"
 	@echo "Installing EaaS and compiling its native code"
-	@$(BIN)/python -m pip install --quiet -c constraints.txt -e .
+	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[top]'
 	@touch $@
 
 $(VENV)/.complete-dev: $(VENV)/.complete
 	@echo "Installing what the tests and checks need"
 	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	@$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt nixl-cu13 || echo "nixl-cu13 cannot be installed here: the tests of that transport will skip."
+	@$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/python -m pip install --quiet --no-deps -c constraints.txt triton || echo "triton cannot be installed here: the tests of GPU kernels will skip."
 	@touch $@
 
 native: $(VENV)/.complete
@@ -43,6 +44,9 @@ demo: setup ## Kill an expert server in mid-stream and show that nothing changes
 
 test: setup $(VENV)/.complete-dev ## Run every test. One file: make test ARGS=tests/p2p/test_frame.py
 	@$(BIN)/python -m pytest $(ARGS)
+
+test-optimized: setup $(VENV)/.complete-dev ## The tests with every process under python -O, which drops assert. Options as for test
+	@PYTHONOPTIMIZE=1 $(BIN)/python -m pytest $(ARGS)
 
 check: setup $(VENV)/.complete-dev ## Lint, types, layers and tidiness; under a minute
 	@$(BIN)/ruff check .
@@ -67,8 +71,19 @@ mutants: setup $(VENV)/.complete-dev ## Plant each known fault in the router's c
 e2e: setup $(VENV)/.complete-dev ## Real processes, real sockets, real clients
 	@$(BIN)/python -m pytest tests/e2e $(ARGS)
 
+soak: setup $(VENV)/.complete-dev ## Random faults by seed under streams, everything checked: make soak MINUTES=30 ARGS="--seed 7"
+	@$(BIN)/python -m benchmarks.soak --minutes $(or $(MINUTES),30) $(ARGS)
+
 bench: setup $(VENV)/.complete-dev ## Decode speed beside other engines (llamacpp: pip install -e '.[bench]'). Options: make bench ARGS="--shape S --batch 1,8,32 --peers inproc,transformers,llamacpp"
 	@$(BIN)/python -m benchmarks.decode $(ARGS)
+
+gpu: ## Check and time the GPU data path on this machine's GPU, in under 8 minutes; installs nothing. One part: make gpu ARGS=ffn
+	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu $(ARGS)
+
+screenshots: setup $(VENV)/.complete-dev ## Pictures of eaas top and of the dashboard page while a server is killed, in screenshots/; needs Debian's chromium
+	@command -v chromium >/dev/null || { echo "chromium needed, none found: apt-get install --no-install-recommends chromium"; exit 1; }
+	@EAAS_SCREENSHOTS=$(CURDIR)/screenshots $(BIN)/python -m pytest tests/e2e/test_dashboard.py -k pictures $(ARGS)
+	@ls screenshots
 
 proto: setup $(VENV)/.complete-dev ## Generate the gRPC code again
 	@$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. router/proto/router.proto router/proto/externalscaler.proto experts/proto/experts.proto

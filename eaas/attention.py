@@ -22,18 +22,27 @@ from pathlib import Path
 from typing import Protocol
 
 from eaas import native
+from eaas.engine.constraint import Grammars
 from eaas.engine.decoder import Decoder, DecoderError
 from eaas.engine.engine import Engine, EngineConfig, StepDecoder
 from eaas.engine.scheduler import SchedulerConfig
+from eaas.engine.secure_door import SecureDoor
 from eaas.engine.worker import Worker
 from eaas.engine.worker_protocol import Hello
 from eaas.model.loader import load_spec, load_weights
+from eaas.placement import Placement, StartFailed, Stopped
+from eaas.tracing import add_options as add_tracing_options
+from eaas.tracing import open_tracing, version
 from experts.checkpoint import Checkpoint
 from experts.client import ExpertClient
+from experts.devices import HELP as DEVICE_HELP
+from experts.devices import Device, DeviceUnavailable
+from experts.faults import CLIENT_FAULTS, SelfInflicted
 from experts.kernels import numerics_class
 from experts.model import Dtype, ExpertShape
 from experts.native import IsaUnavailable, NativeMissing
 from experts.pace import Track, load_entries, observe_all
+from experts.paths import DataPath
 from p2p.cores import named_cores
 from p2p.endpoint import P2PError
 from p2p.native import NativeMissing as TransportMissing
@@ -42,18 +51,19 @@ from p2p.transport import TransportChoice
 from router import child
 from router.channel import router_address
 from router.client import JoinRefused, RouterClient, RouterUnavailable
-from router.view import ATTENTION, EXPERT, View
+from router.exposure import bound_address, host_port, told_address
+from router.faults import CLIENT_POINTS
+from router.view import ATTENTION
 
 log = logging.getLogger("eaas.attention")
 
 # An orderly end is promised within a second; a step that waits for experts may take far longer.
 STUCK_STEP_S = 0.6
 BLOCK_TOKENS = 16
-COVER_POLL_S = 0.01
-WANTED_POLL_S = 1.0
 ROUTED_S = 1.0
 START_ERRORS = (
     DecoderError,
+    DeviceUnavailable,
     IsaUnavailable,
     JoinRefused,
     NativeMissing,
@@ -65,21 +75,13 @@ START_ERRORS = (
 )
 
 
-class StartFailed(Exception):
-    """The worker cannot start; the text says why and what to do."""
-
-
-class Stopped(Exception):
-    """Told to stop before it was ready."""
-
-
 def parser() -> argparse.ArgumentParser:
     """The options of this process."""
     options = argparse.ArgumentParser(
         prog="eaas attention",
         description="Compute attention, gates and sampling for gateways; expert servers compute the experts.",
         epilog="Example: eaas attention --router 127.0.0.1:7000 --model ./checkpoint. "
-        "Exit codes: 0 stopped by a signal, 1 could not start or was fenced (the log says why), 2 bad usage.",
+        "Exit codes: 0 stopped by a signal or drained, 1 could not start or fenced (the log says why), 2 bad usage.",
     )
     options.add_argument(
         "--router", required=True, type=router_address, metavar="HOST:PORT,...", help="address of each router"
@@ -100,22 +102,25 @@ def parser() -> argparse.ArgumentParser:
         default=True,
         help="compute a common beginning of prompts once",
     )
+    options.add_argument("--device", default="cpu", help=DEVICE_HELP)
     options.add_argument("--transport", default="shm", help=TRANSPORT_HELP)
-    options.add_argument("--port", type=int, default=0, help="port on 127.0.0.1; 0 = any (default)")
+    options.add_argument("--port", type=int, default=0, help="port to listen on; 0 = any (default)")
+    child.add_listener(options)
+    add_tracing_options(options, begins=False)
     child.add_options(options)
     return options
 
 
-def listen(port: int) -> socket.socket:
-    """A listening socket on 127.0.0.1.
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket on an IP address.
 
     Raises:
         StartFailed: the port is taken, or is none.
     """
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("127.0.0.1", port))
+        listener.bind((host, port))
         listener.listen(128)
     except (OSError, OverflowError) as error:
         listener.close()
@@ -156,9 +161,16 @@ class Ending:
         self.code = 1
         self._write.send(bytes([signal.SIGTERM]))
 
+    def drained(self) -> None:
+        """The router had ordered this worker to drain, and nothing runs here any more: an orderly end."""
+        self._write.send(bytes([signal.SIGTERM]))
+
     def done(self) -> None:
         """The orderly end is complete: no force."""
         self._done.set()
+        # Python takes its handlers away while it ends; one more SIGTERM would then look like a crash.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
 
     def _wait(self) -> None:
         while self._read.recv(1)[0] not in (signal.SIGTERM, signal.SIGINT):
@@ -172,72 +184,12 @@ class Ending:
             os._exit(self.code)
 
 
-class Placement:
-    """Follows the router's Views: routes go to the expert client, epochs in use are told to the router."""
-
-    def __init__(self, router: RouterClient, client: ExpertClient) -> None:
-        self._router = router
-        self._client = client
-        self._acked = 0
-
-    def apply(self, view: View) -> None:
-        """Use a newer View; on the router client's thread."""
-        self._client.apply_view(view)
-        self.ack()
-
-    def ack(self) -> None:
-        """Tell the router which epoch is in use. Any thread; cheap when nothing changed."""
-        epoch = self._client.adopted_epoch
-        if epoch != self._acked:
-            self._acked = epoch
-            self._router.ack(epoch)
-
-    def wait(self, timeout_s: float, asked: threading.Event) -> None:
-        """Return once every expert has a replica that this process can reach, or the router wants no expert server:
-        then requests wait for the pool to grow, each up to its own deadline.
-
-        Raises:
-            StartFailed: not within the time.
-            Stopped: asked to end.
-        """
-        end_s = time.monotonic() + timeout_s
-        ask_s = 0.0
-        while not self._client.covers:
-            if asked.wait(COVER_POLL_S):
-                raise Stopped
-            now_s = time.monotonic()
-            if now_s > end_s:
-                raise StartFailed(f"After {timeout_s:g} s {self._problem()}")
-            if now_s > ask_s:
-                ask_s = now_s + WANTED_POLL_S
-                if self._none_wanted():
-                    return
-
-    def _none_wanted(self) -> bool:
-        view = self._router.view
-        if view is None or view.pool(EXPERT):
-            return False
-        try:
-            return not self._router.status(timeout_s=WANTED_POLL_S).pools[EXPERT].wanted
-        except RouterUnavailable:
-            return False
-
-    def _problem(self) -> str:
-        view = self._router.view
-        if view is None:
-            return "the router has shown no placement. See that it runs."
-        known = [f"{m.name} ({m.state}, {m.serving_count} experts)" for m in view.pool(EXPERT)]
-        return (
-            f"some of {view.layers} x {view.experts} experts are on no server that can be reached. Expert "
-            f"servers: {', '.join(known) or 'none'}. Start as many as the model needs."
-        )
-
-
 class Load:
     """The load report that goes with each lease renewal."""
 
-    def __init__(self, client: ExpertClient, router: RouterClient) -> None:
+    def __init__(self, client: ExpertClient, router: RouterClient, placement: Placement) -> None:
         self.engine: Engine | None = None
+        self._placement = placement
         self._client, self._router = client, router
         self._routed_s = time.monotonic()
         self._tracks: dict[str, Track] = {}
@@ -248,10 +200,11 @@ class Load:
         """The engine's load; since the last report busy (0 to 1, the share of time in steps) and tokens_per_s
         (computed, those of prompts too); and the paces of expert servers. Empty without an engine.
         """
+        self._placement.judge()
         engine = self.engine
         if engine is None:
             return {}
-        self._tell_routed()
+        self._tell_routed(engine)
         now_s, computed, busy_s = time.monotonic(), engine.computed, engine.busy_s
         elapsed_s = max(now_s - self._at_s, 1e-3)
         rate = (computed - self._computed) / elapsed_s
@@ -261,8 +214,8 @@ class Load:
         self._tracks = observe_all(self._tracks, found)
         return {**engine.load(), "busy": busy, "tokens_per_s": rate, **load_entries(self._tracks)}
 
-    def _tell_routed(self) -> None:
-        """Rows to each expert go with this renewal: about once a second, which is enough to balance by."""
+    def _tell_routed(self, engine: Engine) -> None:
+        """Rows to each expert, and counters, go with this renewal: about once a second, enough to balance by."""
         now_s = time.monotonic()
         if now_s - self._routed_s < ROUTED_S:
             return
@@ -270,6 +223,8 @@ class Load:
         rows, activated = self._client.take_routed()
         if rows.any():
             self._router.routed(rows, activated)
+        mine, *links = self._client.totals()
+        self._router.counted([replace(mine, counted={**mine.counted, **engine.totals()}), *links])
 
 
 class ClosingDecoder(StepDecoder, Protocol):
@@ -278,11 +233,17 @@ class ClosingDecoder(StepDecoder, Protocol):
     def close(self) -> None: ...
 
 
-def backend() -> tuple[Callable[[Dtype], str], Callable[..., ClosingDecoder]]:
+def backend(device: Device, path: DataPath) -> tuple[Callable[[Dtype], str], Callable[..., ClosingDecoder]]:
     """Who computes: the name of its arithmetic, and what makes a decoder of (spec, weights, client, cores, ...).
 
-    Native code; where it is missing torch, of which the log has warned.
+    On CPUs native code; where it is missing torch, of which the log has warned.
     """
+    if device.runs_kernels:
+        from eaas.gpu.decoder import GpuDecoder
+
+        return path.numerics_class, lambda spec, weights, client, cores, **sizes: GpuDecoder(
+            spec, weights, path.library.client(client.handle), device=path.library.device, **sizes
+        )
     if native.load_or_none() is not None:
         return numerics_class, lambda spec, weights, client, cores, **sizes: Decoder(
             spec, weights, client.handle, cores, **sizes
@@ -306,7 +267,11 @@ def prepare(options: argparse.Namespace, ending: Ending, closing: contextlib.Exi
     """
     began_s = time.monotonic()
     cores = named_cores(options.cores)
-    new_endpoint = TransportChoice.parse(options.transport).opener()
+    device, transport = Device.parse(options.device), TransportChoice.parse(options.transport)
+    path, new_endpoint = device.data_path(), device.opener(transport)
+    faults = None
+    if options.allow_chaos:
+        faults = SelfInflicted(kinds=CLIENT_FAULTS, points=CLIENT_POINTS, rails=transport.named_rails)
     kv_blocks = options.kv_tokens // BLOCK_TOKENS
     if kv_blocks < 1 or options.step_tokens < 1 or options.max_running < 1:
         raise StartFailed(
@@ -318,11 +283,21 @@ def prepare(options: argparse.Namespace, ending: Ending, closing: contextlib.Exi
     spec = replace(spec, dtype=Dtype.resolve(options.dtype, checkpoint.config))
     shape = ExpertShape.from_config(checkpoint.config)
     weights = load_weights(checkpoint, spec)
-    class_of, new_decoder = backend()
+    # Before there is a lease to renew: a large vocabulary takes seconds in which nothing else runs.
+    grammars = Grammars.open(options.model, spec.vocab, spec.eos_ids)
+    if grammars is not None:
+        closing.callback(grammars.close)
+    class_of, new_decoder = backend(device, path)
     kernels = class_of(spec.dtype)
-    listener = closing.enter_context(listen(options.port))
-    address = f"127.0.0.1:{listener.getsockname()[1]}"
-    router = RouterClient(options.router)
+    credentials = child.credentials(options, ATTENTION)
+    host = bound_address("--host", options.host, {"TLS (--tls-dir)": credentials is not None})
+    told_host = told_address("--host", host, options.advertise)
+    listener = closing.enter_context(listen(host, options.port))
+    address = host_port(told_host, listener.getsockname()[1])
+    door = listener
+    if credentials is not None:
+        door = closing.enter_context(contextlib.closing(SecureDoor(listener, credentials)))
+    router = RouterClient(options.router, credentials)
     closing.callback(router.close)
     identity = router.join(
         pool=ATTENTION,
@@ -336,6 +311,14 @@ def prepare(options: argparse.Namespace, ending: Ending, closing: contextlib.Exi
     closing.callback(leave, router)
     ending.attach(lambda reason: None, lambda: leave(router))
     log.info("joined name=%s incarnation=%d", identity.name, identity.incarnation)
+    tracing = open_tracing(
+        options.trace_url,
+        service="eaas-attention",
+        instance=identity.name,
+        version=version(),
+    )
+    if tracing is not None:
+        closing.callback(tracing.close)
     endpoint = new_endpoint(identity.name, identity.incarnation, len(cores))
     closing.callback(endpoint.close)
     client = ExpertClient(
@@ -350,12 +333,20 @@ def prepare(options: argparse.Namespace, ending: Ending, closing: contextlib.Exi
         on_adopted=router.ack,
         max_tokens=options.step_tokens,
         deadline_s=options.deadline_s,
+        path=path,
+        credentials=credentials,
     )
     closing.callback(client.close)
-    placement = Placement(router, client)
-    load_report = Load(client, router)
+    placement = Placement(router, client, kernels, obsolete_s=options.deadline_s, on_obsolete=ending.drained)
+    load_report = Load(client, router, placement)
     # The lease runs from the join on, and packing the weights may take longer than it lasts.
-    router.start(on_view=placement.apply, load=load_report, on_fenced=ending.fenced)
+    router.start(
+        on_view=placement.apply,
+        load=load_report,
+        on_fenced=ending.fenced,
+        on_drained=ending.drained,
+        faults=faults,
+    )
     decoder = new_decoder(spec, weights, client, cores, kv_blocks=kv_blocks, max_rows=options.step_tokens)
     closing.callback(decoder.close)
     engine = load_report.engine = Engine(
@@ -374,19 +365,36 @@ def prepare(options: argparse.Namespace, ending: Ending, closing: contextlib.Exi
             deadline_s=options.deadline_s,
             prefix_reuse=options.prefix_reuse,
         ),
+        grammars=grammars,
+        wake=lambda: worker.wake(),
     )
+    # Not before: which class of servers answers is part of what a gateway is told.
+    placement.wait(options.start_s, ending.asked)
     hello = Hello(
         name=identity.name,
         incarnation=identity.incarnation,
         model_hash=checkpoint.fingerprint,
-        numerics_class=kernels,
+        numerics_class=placement.numerics_class,
         max_model_len=min(spec.max_model_len, kv_blocks * BLOCK_TOKENS),
         vocab=spec.vocab,
         kv_tokens=kv_blocks * BLOCK_TOKENS,
+        block_tokens=BLOCK_TOKENS,
     )
-    worker = Worker(engine, hello, listener, between_steps=placement.ack, may_answer=router.lease_held)
+    spans = None
+    if tracing is not None:
+        from eaas.engine.traced import WorkerSpans
+
+        spans = WorkerSpans(tracing, engine)
+    worker = Worker(
+        engine,
+        hello,
+        door,
+        between_steps=placement.ack,
+        may_answer=router.lease_held,
+        spans=spans,
+        elsewhere=lambda: placement.elsewhere,
+    )
     ending.attach(worker.stop, lambda: leave(router))
-    placement.wait(options.start_s, ending.asked)
     log.info("ready address=%s start_s=%.2f", address, time.monotonic() - began_s)
     child.tell_ready(options, identity.name, address)
     return worker

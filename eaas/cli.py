@@ -12,11 +12,18 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
+
+from eaas.certs import certs
+from eaas.chaos.cli import DEFAULT_URL, chaos_app, fail
+from eaas.cluster.pool_command import pool
+from eaas.cluster.roll_command import roll
+from eaas.keys_command import keys_app
+from eaas.load.cli import load
+from eaas.top.cli import top
 
 app = typer.Typer(
     name="eaas",
@@ -28,20 +35,21 @@ app = typer.Typer(
     "Exit codes: 0 done, 1 it failed or an option makes no sense (the reason is printed), 2 the command line can't "
     "be read.",
 )
-chaos_app = typer.Typer(no_args_is_help=True, help="Break a process of a local cluster on purpose.")
+app.command()(pool)
+app.command()(roll)
 app.add_typer(chaos_app, name="chaos")
+app.command()(load)
+app.command()(certs)
+app.add_typer(keys_app, name="keys")
+app.command()(top)
 console = Console()
-errors = Console(stderr=True)
 
 Url = Annotated[str, typer.Option(help="Address of the gateway, as `eaas serve` prints it.")]
-DEFAULT_URL = "http://127.0.0.1:8000"
+TlsDir = Annotated[
+    Path | None,
+    typer.Option(help="TLS between the processes: a folder with one of each role, as `eaas certs` makes it."),
+]
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-
-
-def fail(message: str) -> typer.Exit:
-    """Print why a verb failed; raise the result."""
-    errors.print("[bold red]eaas:[/]", escape(message), highlight=False, soft_wrap=True)
-    return typer.Exit(1)
 
 
 @app.command()
@@ -60,7 +68,12 @@ def serve(
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="TCP port of the HTTP endpoint; 0 takes a free one.")
     ] = 8000,
-    host: Annotated[str, typer.Option(help="Address to listen on; loopback only.")] = "127.0.0.1",
+    host: Annotated[
+        str,
+        typer.Option(
+            help="IP address to listen on; beyond loopback it needs --tls-cert, --tls-key and --keys-file."
+        ),
+    ] = "127.0.0.1",
     dtype: Annotated[
         str, typer.Option(help="bfloat16, float32, int8, or auto: what the checkpoint says.")
     ] = "auto",
@@ -74,6 +87,13 @@ def serve(
     transport: Annotated[
         str, typer.Option(help="How processes reach each other: shm, nixl, or nixl:eth0,eth1 (its rails).")
     ] = "shm",
+    device: Annotated[
+        str,
+        typer.Option(
+            help="What computes, dealt out in each pool: cpu, GPUs as cuda:0,cuda:1, both as cuda:0,cpu, or "
+            "interpreter (the GPUs' kernels on the CPU, very slowly)."
+        ),
+    ] = "cpu",
     kv_tokens: Annotated[int, typer.Option(min=16, help="Tokens of KV cache per attention worker.")] = 65536,
     deadline_s: Annotated[
         float, typer.Option(help="Longest wait for a lost expert or worker to return.")
@@ -95,6 +115,23 @@ def serve(
     admin_key_file: Annotated[
         Path | None, typer.Option(help="File with the key that requests to --admin-port must bring.")
     ] = None,
+    allow_chaos: Annotated[
+        bool, typer.Option("--allow-chaos", help="Take faults injected on purpose.")
+    ] = False,
+    trace_url: Annotated[
+        str,
+        typer.Option(help="Send traces there by OTLP over HTTP, such as http://127.0.0.1:4318/v1/traces."),
+    ] = "",
+    trace_share: Annotated[
+        float, typer.Option(help="Share of requests traced, 0 to 1, where the client does not say.")
+    ] = 1.0,
+    tls_cert: Annotated[Path | None, typer.Option(help="PEM chain: the endpoint speaks HTTPS.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Private key of --tls-cert.")] = None,
+    keys_file: Annotated[
+        Path | None, typer.Option(help="Who may ask: API keys, as `eaas keys` makes them.")
+    ] = None,
+    tls_dir: TlsDir = None,
+    log_format: Annotated[str, typer.Option(help="text, or json: one object for each line.")] = "text",
 ) -> None:
     """Serve a model: a router, expert servers, attention workers and the HTTP gateway, each its own process.
 
@@ -106,6 +143,9 @@ def serve(
     """
     from eaas.cluster.local import LocalCluster
     from eaas.cluster.process import StartFailed
+    from eaas.cluster.starting import start_or_stop
+    from eaas.prepare import prepare_model
+    from router.tls import CredentialsInvalid
 
     config = cluster_config(
         model,
@@ -127,25 +167,50 @@ def serve(
         admin_port,
         admin_key_file,
         redundant_experts,
+        allow_chaos,
+        device,
+        trace_url=trace_url,
+        trace_share=trace_share,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+        keys_file=keys_file,
+        tls_dir=tls_dir,
+        log_format=log_format,
     )
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: stop.set())
     prepare_model(config.model, config.dtype)
-    cluster = LocalCluster(config, on_event=lambda text: console.print(f"[dim]{text}[/]", highlight=False))
+    try:
+        cluster = LocalCluster(
+            config, on_event=lambda text: console.print(f"[dim]{text}[/]", highlight=False)
+        )
+    except CredentialsInvalid as error:
+        raise fail(str(error)) from None
+    # What curl needs beside the address.
+    needed = ' -H "authorization: Bearer $EAAS_API_KEY"' if config.keys_file else ""
     try:
         start_or_stop(cluster, stop)
         if not stop.is_set():
             console.print(
                 f"[bold green]ready[/] {config.served_name} at {cluster.url}/v1 "
                 f"({experts} expert servers, {replicas} replicas), logs in {cluster.state_dir}. Ctrl-C stops it. Try:\n"
-                f"  curl {cluster.url}/v1/completions -H 'content-type: application/json' "
+                f"  curl{needed} {cluster.url}/v1/completions -H 'content-type: application/json' "
                 f'-d \'{{"model": "{config.served_name}", "prompt": "ROMEO:", "max_tokens": 64}}\'\n'
                 f"  eaas status --url {cluster.url}"
-                + "".join(f"\nadmin: http://{address}" for address in cluster.admin_addresses),
+                + "".join(
+                    f"\nadmin: {'https' if config.tls_dir else 'http'}://{address}"
+                    for address in cluster.admin_addresses
+                ),
                 highlight=False,
                 soft_wrap=True,
             )
+            if not experts:
+                console.print(
+                    f"No expert server runs, so requests wait for one: eaas scale expert 2 --url {cluster.url}",
+                    highlight=False,
+                    soft_wrap=True,
+                )
             stop.wait()
     except StartFailed as error:
         raise fail(str(error)) from None
@@ -157,7 +222,7 @@ def cluster_config(
     model: str, experts: int, attention: int, replicas: int, port: int, host: str, dtype: str, name: str, cores: str,
     kv_tokens: int, deadline_s: float, expert_lanes: int, transport: str, routers: int = 1, etcd: str = "",
     autoscale: tuple[str, ...] = (), admin_port: int | None = None, admin_key_file: Path | None = None,
-    redundant: int = 0,
+    redundant: int = 0, allow_chaos: bool = False, device: str = "cpu", **more: Any,
 ):  # fmt: skip
     """The cluster's configuration from the command line; exits with the reason where it makes no sense."""
     from eaas.cluster.config import ClusterConfig
@@ -178,6 +243,7 @@ def cluster_config(
             cores=named_cores(cores),
             expert_lanes=expert_lanes,
             transport=transport,
+            devices=tuple(device.split(",")),
             kv_tokens=kv_tokens,
             deadline_s=deadline_s,
             routers=routers,
@@ -186,64 +252,10 @@ def cluster_config(
             admin_port=admin_port,
             admin_key_file=admin_key_file,
             redundant_experts=redundant,
+            allow_chaos=allow_chaos,
+            **more,
         )
     except (ModelNotFound, ValueError) as error:
-        raise fail(str(error)) from None
-
-
-def start_or_stop(cluster, stop: threading.Event) -> None:
-    """Start the cluster, giving up at once when Ctrl-C comes first."""
-    from eaas.cluster.process import StartFailed
-
-    failures: list[BaseException] = []
-
-    def start() -> None:
-        try:
-            cluster.start()
-        except StartFailed as failure:
-            failures.append(failure)
-        finally:
-            done.set()
-
-    done = threading.Event()
-    threading.Thread(target=start, name="start", daemon=True).start()
-    while not done.wait(0.05):
-        if stop.is_set():
-            return
-    if failures:
-        raise failures[0]
-
-
-def prepare_model(model: Path, dtype: str) -> None:
-    """Find what is wrong with a model before any process starts, and pack its experts once, with a progress bar, so
-    that every expert server of the host maps the same file.
-    """
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
-
-    from eaas import native
-    from eaas.model.tokenizer import Tokenizer, TokenizerInvalid
-    from experts.checkpoint import Checkpoint, CheckpointInvalid
-    from experts.model import ConfigInvalid, Dtype, ExpertShape
-    from experts.native import IsaUnavailable
-    from experts.pack import PackedExperts, PackUnavailable
-
-    try:
-        # Here too, though others compute: their warnings go to logs that nobody has open.
-        native.load_or_none()
-        checkpoint = Checkpoint.open(model)
-        shape = ExpertShape.from_config(checkpoint.config)
-        Tokenizer.load(model)
-        with Progress(
-            TextColumn("packing experts"), BarColumn(), TaskProgressColumn(), transient=True
-        ) as progress:
-            task = progress.add_task("pack", total=None)
-            PackedExperts.open(
-                checkpoint,
-                shape,
-                Dtype.resolve(dtype, checkpoint.config),
-                progress=lambda done, total: progress.update(task, completed=done, total=total),
-            )
-    except (CheckpointInvalid, ConfigInvalid, IsaUnavailable, PackUnavailable, TokenizerInvalid) as error:
         raise fail(str(error)) from None
 
 
@@ -341,6 +353,7 @@ def scale(
     router: Annotated[
         str, typer.Option(help="HOST:PORT of the router; default: what the gateway says.")
     ] = "",
+    tls_dir: TlsDir = None,
     url: Url = DEFAULT_URL,
 ) -> None:
     """Show the pools of a running cluster, or make one larger or smaller; requests go on meanwhile.
@@ -353,14 +366,21 @@ def scale(
 
       eaas scale attention 2 --wait-s 60
     """
-    from eaas.cluster.scale import RouterUnknown, pools_table, router_address, wait_for_size
+    from eaas.cluster.scale import (
+        RouterUnknown,
+        operator_credentials,
+        pools_table,
+        router_address,
+        wait_for_size,
+    )
     from eaas.cluster.status import GatewayUnreachable
     from router.client import RouterClient, RouterUnavailable, ScaleRefused
+    from router.tls import CredentialsInvalid
 
     if pool and size is None:
         raise fail(f"eaas scale {pool} lacks the size. Give it: eaas scale {pool} 2")
     try:
-        client = RouterClient(router or router_address(url))
+        client = RouterClient(router or router_address(url), operator_credentials(tls_dir))
         try:
             if size is None:
                 console.print(pools_table(client.status().pools))
@@ -370,7 +390,7 @@ def scale(
                 state = wait_for_size(client, pool, wait_s)
         finally:
             client.close()
-    except (GatewayUnreachable, RouterUnknown, RouterUnavailable, ScaleRefused) as error:
+    except (CredentialsInvalid, GatewayUnreachable, RouterUnknown, RouterUnavailable, ScaleRefused) as error:
         raise fail(str(error)) from None
     console.print(pools_table({pool: state}))
     if wait_s and state.is_scaling:
@@ -412,6 +432,7 @@ def demo(
     """
     from eaas.cluster.process import StartFailed
     from eaas.demo import run_demo
+    from eaas.prepare import prepare_model
 
     config = cluster_config(model, 4, 1, 2, 0, "127.0.0.1", "auto", "", "", 65536, 30.0, 0, "shm")
     prepare_model(config.model, config.dtype)
@@ -436,40 +457,6 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
     else:
         console.print(report_table(findings))
     raise typer.Exit(0 if all(finding.usable or not finding.required for finding in findings) else 1)
-
-
-Target = Annotated[str, typer.Argument(help="A member, such as expert/2; `eaas status` lists them.")]
-
-
-@chaos_app.command()
-def kill(target: Target, url: Url = DEFAULT_URL) -> None:
-    """End a process with SIGKILL, as a crash would."""
-    from eaas.chaos import ChaosRefused, kill_member
-
-    try:
-        pid = kill_member(url, target)
-    except ChaosRefused as error:
-        raise fail(str(error)) from None
-    console.print(f"killed {target} (pid {pid})")
-
-
-@chaos_app.command()
-def freeze(
-    target: Target,
-    url: Url = DEFAULT_URL,
-    for_s: Annotated[
-        float, typer.Option("--for", min=0, help="Seconds until it is thawed; Ctrl-C thaws it too.")
-    ] = 5.0,
-) -> None:
-    """Freeze a process with SIGSTOP for a while, as a hung host would."""
-    from eaas.chaos import ChaosRefused, freeze_member
-
-    console.print(f"freezing {target} for {for_s:g} s")
-    try:
-        survived = freeze_member(url, target, for_s)
-    except ChaosRefused as error:
-        raise fail(str(error)) from None
-    console.print(f"thawed {target}" if survived else f"{target} was replaced while frozen")
 
 
 def main() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -13,7 +15,16 @@ from typing import Any
 
 from rich.table import Table
 
+from p2p.cuda_driver import CudaDriver, DeviceFacts
+from p2p.endpoint import P2PError
 from p2p.trial import Trial, try_out
+
+# Of a GPU: bfloat16 products, and asynchronous copies into shared memory.
+_LEAST_CAPABILITY = (8, 0)
+_SHARING = {
+    True: "memory can be shared between processes",
+    False: "memory cannot be shared between processes: no transport cuda here",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,17 +134,74 @@ def _names(folder: Path) -> list[str]:
 
 
 def _accelerators() -> list[Finding]:
-    cuda = shutil.which("nvidia-smi")
-    triton = importlib.util.find_spec("triton") is not None
-    return [
-        Finding(
-            what="GPU",
-            usable=False,
-            found=(cuda or "no nvidia-smi on the PATH")
-            + "; this version serves on CPUs only"
-            + (", triton is installed" * triton),
+    return [*_gpus(), _triton(), _torch()]
+
+
+def _gpus() -> list[Finding]:
+    try:
+        driver = CudaDriver.load()
+        version, gpus = driver.version, driver.devices()
+    except P2PError as error:
+        return [Finding(what="GPU", usable=False, found=str(error))]
+    findings = [Finding(what="GPU driver", usable=True, found=f"for CUDA {version[0]}.{version[1]}")]
+    for gpu in gpus:
+        findings.append(_gpu(gpu))
+        for way, reach in (("cuda", "one host"), ("nixl@cuda", "between hosts")):
+            choice = f"{way}:{gpu.ordinal}"
+            findings.append(_tried(f"transport {choice} ({reach})", try_out(choice)))
+    if gpus:
+        findings.append(_mps(gpus))
+    return findings
+
+
+def _gpu(gpu: DeviceFacts) -> Finding:
+    major, minor = gpu.capability
+    found = (
+        f"{gpu.name}, {gpu.total_bytes / 2**30:.0f} GiB, {gpu.multiprocessors} multiprocessors, compute capability "
+        f"{major}.{minor}, {_SHARING[gpu.exports_fds]}"
+    )
+    if gpu.capability < _LEAST_CAPABILITY:
+        found += f"; the kernels need {_LEAST_CAPABILITY[0]}.{_LEAST_CAPABILITY[1]}: use another GPU"
+    if gpu.exclusive:
+        found += "; for one process at a time: `nvidia-smi -c DEFAULT` lets in several, as serving needs"
+    usable = gpu.capability >= _LEAST_CAPABILITY and gpu.exports_fds and not gpu.exclusive
+    return Finding(what=f"GPU {gpu.ordinal}", usable=usable, found=found)
+
+
+def _mps(gpus: Sequence[DeviceFacts]) -> Finding:
+    shared = [str(gpu.ordinal) for gpu in gpus if gpu.mps]
+    found = (
+        f"running for GPU {', '.join(shared)}"
+        if shared
+        else "not running: processes on one GPU take turns, and a kernel that waits for another process waits for its "
+        "turn; `nvidia-cuda-mps-control -d` before they start lets them run at once"
+    )
+    return Finding(what="MPS (several processes on one GPU at once)", usable=bool(shared), found=found)
+
+
+def _triton() -> Finding:
+    try:
+        return Finding(what="triton (GPU kernels)", usable=True, found=importlib.metadata.version("triton"))
+    except importlib.metadata.PackageNotFoundError:
+        why = "not installed: pip install 'triton>=3.6'; needed to serve on a GPU"
+        return Finding(what="triton (GPU kernels)", usable=False, found=why)
+
+
+def _torch() -> Finding:
+    """What torch was built for, read and not imported: that takes seconds."""
+    what = "torch for CUDA"
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return Finding(
+            what=what, usable=False, found="no torch: pip install 'torch>=2.11'; needed to serve on a GPU"
         )
-    ]
+    stated = (Path(spec.origin).parent / "version.py").read_text()
+    built = dict(re.findall(r"^(__version__|cuda)\b[^=]*= *'([^']*)'", stated, re.MULTILINE))
+    version = built.get("__version__", "of an unknown version")
+    if "cuda" not in built:
+        why = f"{version} is built without CUDA: pip install 'torch>=2.11' from an index with CUDA builds"
+        return Finding(what=what, usable=False, found=f"{why}; needed to serve on a GPU")
+    return Finding(what=what, usable=True, found=f"{version}, for CUDA {built['cuda']}")
 
 
 def report_table(findings: Sequence[Finding]) -> Table:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, c_float, c_int32, c_uint32, c_uint64, c_void_p
+from ctypes import CFUNCTYPE, POINTER, c_float, c_int32, c_uint32, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -27,6 +27,13 @@ DECODER_E_WEIGHT = -109
 SAMPLER_E_NOT_FINITE = -1
 SAMPLER_E_TOKEN = -2
 SAMPLER_E_NOTHING_LEFT = -3
+
+# ExpertCall of eaas/native/decoder.h, for who stands between a decoder and its experts: state, pool, lane, layer,
+# rows, n, expert_ids, weights, out, drop, deadline_ns, while_away, arg.
+EXPERT_CALL = CFUNCTYPE(
+    c_int32, c_void_p, c_void_p, c_uint32, c_uint32, c_void_p, c_uint32, c_void_p, c_void_p, c_void_p,
+    c_void_p, c_uint64, c_void_p, c_void_p,
+)  # fmt: skip
 
 QK_NORMS = ("none", "head", "full")
 # Order of enum DecoderRole.
@@ -96,7 +103,7 @@ class DecoderPlan(ctypes.Structure):
     _fields_ = [
         *[
             (name, c_void_p)
-            for name in ("tokens", "positions", "sequences", "tables", "logits_rows", "logits")
+            for name in ("tokens", "positions", "sequences", "tables", "logits_rows", "logits", "drop")
         ],
         ("deadline_ns", c_uint64),
         *[(name, c_uint32) for name in ("rows", "tables_rows", "table_blocks", "logits_count")],
@@ -110,12 +117,18 @@ SAMPLE_ROW = np.dtype(
             "prompt",
             "output",
             "forbidden",
+            "allowed",
+            "allowed_too",
+            "biased",
+            "biases",
             "seed",
             "index",
             "prompt_count",
             "output_count",
             "forbidden_count",
+            "biased_count",
             "choice",
+            "given",
             "temperature",
             "top_p",
             "min_p",
@@ -125,7 +138,7 @@ SAMPLE_ROW = np.dtype(
             "top_k",
             "top_count",
         ],
-        "formats": ["u8"] * 5 + ["u4"] * 4 + ["f4"] * 6 + ["i4"] * 2,
+        "formats": ["u8"] * 9 + ["u4"] * 6 + ["f4"] * 6 + ["i4"] * 2,
     },
     align=True,
 )

@@ -120,6 +120,7 @@ class Work:
         kv_bytes, kv_flops: For each token and position before it, over all layers.
         expert_bytes: Of one expert. expert_flops: For each (token, expert) row.
         row_bytes: Of a hidden row on its way out; the rows that come back are float32.
+        max_context: Positions that the model has.
     """
 
     layers: int
@@ -133,6 +134,7 @@ class Work:
     expert_flops: float
     row_bytes: float
     reply_bytes: float
+    max_context: float
 
     @classmethod
     def of(cls, spec: ModelSpec) -> Work:
@@ -154,6 +156,7 @@ class Work:
             expert_flops=2 * expert,
             row_bytes=size * spec.hidden,
             reply_bytes=4 * spec.hidden,
+            max_context=spec.max_model_len,
         )
 
     def chosen(self, tokens: float) -> float:
@@ -239,8 +242,13 @@ def plan(work: Work, attention: Hardware, expert: Hardware, task: Task) -> Plan:
         attention, expert: Devices of the two pools; the monolithic fleet is tried on each.
 
     Raises:
-        PlanInfeasible: neither kind can do it.
+        PlanInfeasible: neither kind can do it, or the model has fewer positions than the task.
     """
+    if task.context > work.max_context:
+        raise PlanInfeasible(
+            f"{task.context:,.0f} tokens before an output token asked for; the model has {work.max_context:,.0f} "
+            "positions. Lower --context."
+        )
     split = _best(
         disaggregated(work, attention, expert, task, workers, servers)
         for servers in range(least_servers(work, expert, task), task.devices)

@@ -15,9 +15,13 @@ from types import FrameType
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from experts.accounts import server_totals
 from experts.checkpoint import Checkpoint, CheckpointInvalid, read_config
+from experts.devices import HELP as DEVICE_HELP
+from experts.devices import Device, DeviceUnavailable
+from experts.faults import SERVER_FAULTS, SelfInflicted
 from experts.give import Giver
-from experts.kernels import KernelsBroken, numerics_class, self_test
+from experts.kernels import KernelsBroken
 from experts.loading import Loader
 from experts.model import ConfigInvalid, Dtype, ExpertShape
 from experts.native import IsaUnavailable
@@ -32,6 +36,10 @@ from p2p.transport import TransportChoice
 from router import child
 from router.channel import router_address
 from router.client import JoinRefused, RouterClient, RouterUnavailable
+from router.exposure import bound_address, host_port, told_address
+from router.faults import SERVER_POINTS
+from router.role_check import RequireRolesThreaded
+from router.tls import Credentials
 from router.view import EXPERT
 
 log = logging.getLogger("experts")
@@ -41,13 +49,13 @@ AUTO, CHECKPOINT, PEERS = "auto", "checkpoint", "peers"
 _ASK_ROUTER_S = 2.0
 _WAIT_ROUTER_S = 30.0
 _TICK_S = 0.05
+# Of the control service, answered and waiting together: 64 clients that attach and as many servers that take weights.
+_MOST_CALLS = 128
 _LEAVE_S = 0.3
 _SPEED_HALF_LIFE_S = 2.0
-# An activated expert costs what it takes to read its weights: 2 bytes for the 2 operations of each row, so
-# 165 GFLOP/s over 30 GB/s make it about as dear as 5 rows.
-_ACTIVATION_ROWS = 5.0
+_COUNTED_S = 1.0
 _START_ERRORS = (
-    CheckpointInvalid, ConfigInvalid, IsaUnavailable, JoinRefused, KernelsBroken, OSError,
+    CheckpointInvalid, ConfigInvalid, DeviceUnavailable, IsaUnavailable, JoinRefused, KernelsBroken, OSError,
     P2PError, PackUnavailable, RouterUnavailable, ValueError,
 )  # fmt: skip
 
@@ -60,8 +68,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
         prog="eaas expert",
-        description="Serve experts of one model, as the router places them. Listens on 127.0.0.1.",
-        epilog="Exit codes: 0 stopped by a signal, 1 cannot start or fenced (it says why), 2 bad usage."
+        description="Serve experts of one model, as the router places them. Listens on loopback unless told otherwise.",
+        epilog="Exit codes: 0 stopped by a signal or drained, 1 cannot start or fenced (it says why), 2 bad usage."
         " Example: eaas expert --router 127.0.0.1:7000 --model ./model --cores 0,1",
     )
     parser.add_argument(
@@ -86,44 +94,60 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         default=MOST_SLOTS,
         help=f"most requests in flight of one client, 1 to {MOST_SLOTS} (the default)",
     )
+    parser.add_argument("--device", default="cpu", help=DEVICE_HELP)
     parser.add_argument("--transport", default="shm", help=TRANSPORT_HELP)
     parser.add_argument(
         "--zone", default="", help="what fails together, such as a rack: copies of an expert avoid one zone"
     )
-    parser.add_argument("--port", type=int, default=0, help="control port on 127.0.0.1; 0 = any (default)")
+    parser.add_argument("--port", type=int, default=0, help="control port; 0 = any (default)")
+    child.add_listener(parser)
     child.add_options(parser)
     return parser.parse_args(arguments)
 
 
 def listen(
-    port: int, service: ExpertsService, closing: ExitStack
+    options: argparse.Namespace, credentials: Credentials | None, service: ExpertsService, closing: ExitStack
 ) -> tuple[str, grpc.Server, health.HealthServicer]:
-    """Start the control service. Returns its address, itself and the health servicer.
+    """Start the control service. Returns the address that others call, itself and the health servicer.
 
     Raises:
         StartFailed: the port is taken.
+        Exposed: other machines could reach it, and there is no TLS.
     """
-    control = grpc.server(ThreadPoolExecutor(max_workers=8), options=(("grpc.so_reuseport", 0),))
+    host = bound_address("--host", options.host, {"TLS (--tls-dir)": credentials is not None})
+    told = told_address("--host", host, options.advertise)
+    control = grpc.server(
+        ThreadPoolExecutor(max_workers=8),
+        interceptors=[RequireRolesThreaded()] if credentials is not None else [],
+        options=(("grpc.so_reuseport", 0),),
+        maximum_concurrent_rpcs=_MOST_CALLS,
+    )
     healthy = health.HealthServicer()
     experts_pb2_grpc.add_ExpertsServicer_to_server(service, control)
     health_pb2_grpc.add_HealthServicer_to_server(healthy, control)
     try:
-        bound = control.add_insecure_port(f"127.0.0.1:{port}")
+        at = host_port(host, options.port)
+        bound = (
+            control.add_secure_port(at, credentials.server())
+            if credentials
+            else control.add_insecure_port(at)
+        )
     except RuntimeError as error:
         raise StartFailed(
-            f"port {port} on 127.0.0.1 cannot be used ({error}). Choose another, or 0 for any."
+            f"port {options.port} on {host} cannot be used ({error}). Choose another, or 0 for any."
         ) from error
     control.start()
     closing.callback(control.stop, 0)
-    return f"127.0.0.1:{bound}", control, healthy
+    return host_port(told, bound), control, healthy
 
 
 class Load:
     """The load report that goes with each lease renewal."""
 
-    def __init__(self, server: ExpertServer) -> None:
-        self._server = server
-        self._at_s = time.monotonic()
+    def __init__(self, server: ExpertServer, router: RouterClient, activation_rows: float) -> None:
+        """Args: activation_rows: Rows that cost as much as an activated expert (`experts.paths.DataPath`)."""
+        self._server, self._router, self._activation_rows = server, router, activation_rows
+        self._at_s = self._counted_s = time.monotonic()
         self._before = server.counters()
         # Fading sums; their ratio is the speed.
         self._cost = self._busy_lane_s = 0.0
@@ -134,6 +158,9 @@ class Load:
         speed: cost-rows for each second that a lane is busy, over the last seconds with work; absent before any.
         """
         now_s, counters = time.monotonic(), self._server.counters()
+        if now_s - self._counted_s >= _COUNTED_S:
+            self._counted_s = now_s
+            self._router.counted([server_totals(counters, self._server.shape, self._server.dtype)])
         elapsed_s = max(now_s - self._at_s, 1e-3)
         change = {name: value - self._before[name] for name, value in counters.items()}
         self._at_s, self._before = now_s, counters
@@ -141,7 +168,7 @@ class Load:
         busy_s = change["busy_ns"] / 1e9
         if busy_s > 0:
             kept = 0.5 ** (elapsed_s / _SPEED_HALF_LIFE_S)
-            cost = change["pairs"] + _ACTIVATION_ROWS * change["experts"]
+            cost = change["pairs"] + self._activation_rows * change["experts"]
             self._cost = kept * self._cost + cost
             self._busy_lane_s = kept * self._busy_lane_s + busy_s * len(self._server.cores)
         speed = {"speed": self._cost / self._busy_lane_s} if self._busy_lane_s else {}
@@ -173,26 +200,32 @@ class Ending:
 def serve(options: argparse.Namespace, ending: Ending) -> None:
     """Join, load, serve until told to end. Raises _START_ERRORS or StartFailed."""
     cores = named_cores(options.cores) if options.cores else (-1,)
-    new_endpoint = TransportChoice.parse(options.transport).opener()
+    device, transport = Device.parse(options.device), TransportChoice.parse(options.transport)
+    path, new_endpoint = device.data_path(), device.opener(transport)
     if not 1 <= options.slots <= MOST_SLOTS:
         raise StartFailed(f"--slots {options.slots}: 1 to {MOST_SLOTS} is needed.")
+    credentials = child.credentials(options, EXPERT)
     checkpoint = None if options.weights == PEERS else Checkpoint.open(options.model)
     config = checkpoint.config if checkpoint else read_config(options.model)
     shape = ExpertShape.from_config(config)
     dtype = Dtype.resolve(options.dtype, config)
-    self_test(dtype)
+    path.self_test(dtype)
+    kernels = shape.numerics_class(path.numerics_class(dtype))
+    faults = None
+    if options.allow_chaos:
+        faults = SelfInflicted(kinds=SERVER_FAULTS, points=SERVER_POINTS, rails=transport.named_rails)
     with ExitStack() as closing:
         service = ExpertsService()
-        address, control, healthy = listen(options.port, service, closing)
-        router = RouterClient(options.router)
+        address, control, healthy = listen(options, credentials, service, closing)
+        router = RouterClient(options.router, credentials)
         closing.callback(router.close)
-        packed = _packed(router, options.weights, checkpoint, shape, dtype)
+        packed = _packed(router, options.weights, checkpoint, shape, dtype, credentials)
         model_hash = packed.layout.fingerprint
         identity = router.join(
             pool=EXPERT,
             address=address,
             model_hash=model_hash,
-            numerics_class=numerics_class(dtype),
+            numerics_class=kernels,
             layers=shape.layers,
             experts=shape.experts,
             core=cores[0],
@@ -209,6 +242,7 @@ def serve(options: argparse.Namespace, ending: Ending) -> None:
             model_hash=model_hash,
             cores=cores,
             slots=options.slots,
+            path=path,
         )
         closing.callback(server.close)
         weights = Weights(
@@ -216,6 +250,7 @@ def serve(options: argparse.Namespace, ending: Ending) -> None:
             packed=packed,
             endpoint=None if options.weights == CHECKPOINT else endpoint,
             checkpoint=checkpoint,
+            credentials=credentials,
         )
         loader = Loader(
             name=identity.name, server=server, weights=weights, report=router.loaded, failed=ending.fail
@@ -234,15 +269,24 @@ def serve(options: argparse.Namespace, ending: Ending) -> None:
         service.giver, service.server = giver, server
         server.start()
         loader.start()
-        router.start(on_view=loader.apply, load=Load(server), on_fenced=fenced)
+        router.start(
+            on_view=loader.apply,
+            load=Load(server, router, path.activation_rows),
+            on_fenced=fenced,
+            on_drained=ending.wanted.set,
+            faults=faults,
+        )
         healthy.set(
             experts_pb2.DESCRIPTOR.services_by_name["Experts"].full_name,
             health_pb2.HealthCheckResponse.SERVING,
         )
         healthy.set("", health_pb2.HealthCheckResponse.SERVING)
-        log.info("ready name=%s address=%s isa=%s", identity.name, address, numerics_class(dtype))
+        log.info("ready name=%s address=%s isa=%s", identity.name, address, kernels)
         child.tell_ready(options, identity.name, address)
         while not ending.wanted.wait(_TICK_S):
+            if server.broken:
+                ending.fail(server.broken)
+                continue
             # Half a lease: native code stops by itself when this process slept, whoever wakes first.
             if router.lease_held():
                 server.set_lease(_lease_end_ns(identity.lease_s / 2))
@@ -251,7 +295,12 @@ def serve(options: argparse.Namespace, ending: Ending) -> None:
 
 
 def _packed(
-    router: RouterClient, weights: str, checkpoint: Checkpoint | None, shape: ExpertShape, dtype: Dtype
+    router: RouterClient,
+    weights: str,
+    checkpoint: Checkpoint | None,
+    shape: ExpertShape,
+    dtype: Dtype,
+    credentials: Credentials | None,
 ) -> PackedExperts:
     """This host's packed file: as it is; else begun with what a server of the cluster says; else packed here."""
     model_hash = checkpoint.fingerprint if checkpoint else router.status(_WAIT_ROUTER_S).view.model_hash
@@ -266,7 +315,7 @@ def _packed(
     if weights != CHECKPOINT:
         # A router that is not there yet has no servers to ask.
         with suppress(RouterUnavailable):
-            manifest = manifest_from(router.status(_ASK_ROUTER_S).view, layout)
+            manifest = manifest_from(router.status(_ASK_ROUTER_S).view, layout, credentials)
     if manifest:
         return PackedExperts.begin(manifest)
     if checkpoint:
@@ -314,6 +363,9 @@ def main() -> int:
         log.error("cannot_start reason=%s", error)
         child.tell_failed(options, str(error))
         return 1
+    # Python takes its handlers away while it ends; one more SIGTERM would then look like a crash.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
     if ending.fault:
         log.error("ended reason=%s", ending.fault)
         return 1

@@ -18,22 +18,28 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from experts import fallback, native
+from experts import native
+from experts.accounts import Accounts
 from experts.links import Attacher, AttachFailed, Closer, Link
 from experts.model import Dtype, ExpertShape
+from experts.paths import DataPath, cpu_path
 from experts.proto import experts_pb2 as pb
 from experts.report import ServerReport, report_of
-from experts.wire import MAX_ROWS, WireShape, model_hash_of
+from experts.routes import NO_SERVER, empty_table, table_of
+from experts.wire import WireShape, model_hash_of
+from p2p import faults
 from p2p.endpoint import Endpoint
-from p2p.window import WindowLayout
+from router.tls import Credentials
+from router.totals import Totals
 from router.view import Member, View
 
 log = logging.getLogger(__name__)
 
-MOST_REPLICAS = 8  # EXPERTS_MAX_REPLICAS
-NO_SERVER = 255
-CHUNK_BYTES = 512 << 10
 RETRY_S = 0.25
+# Replies that were lost for good hold their slots for ever, so the link is made anew: so long after all slots wait, or
+# some that will hardly be answered. Not more often: what is under way on the old link is asked for again.
+RELINK_S = 2.0
+RELINK_LOST_S = 10.0
 
 _OK, _LOST = 0, -1
 _GONE = 2
@@ -68,6 +74,8 @@ class ExpertClient:
         max_tokens: int = 4096,
         slots: int = 4,
         on_adopted: Callable[[int], None] | None = None,
+        path: DataPath | None = None,
+        credentials: Credentials | None = None,
     ) -> None:
         """
         Args:
@@ -80,6 +88,8 @@ class ExpertClient:
             max_tokens: Most rows of one call.
             slots: Requests in flight to one server, 1 to 16.
             on_adopted: Called with each newly adopted epoch, from whichever thread saw it, to acknowledge it.
+            path: Who carries the rows; that of CPUs unless given.
+            credentials: Of this process; None: no TLS.
 
         Raises:
             ValueError: a size is out of range, or one token does not fit in a slot.
@@ -92,19 +102,10 @@ class ExpertClient:
             raise ValueError(
                 f"{lanes} lanes and cores {list(cores)} were given; name one core for each lane."
             )
-        self._library = fallback.load()
+        path = path or cpu_path()
+        self._library = path.library
         wire = WireShape(shape=shape, dtype=dtype, model_hash=model_hash_of(model_hash))
-        most = max(
-            wire.reply_bytes(max_tokens * shape.top_k),
-            wire.request_bytes(max_tokens, max_tokens * shape.top_k),
-        )
-        self._layout = WindowLayout(slots=slots, payload_bytes=min(CHUNK_BYTES, most))
-        one_token = max(wire.reply_bytes(shape.top_k), wire.request_bytes(1, shape.top_k))
-        if one_token > self._layout.payload_bytes or not 1 <= max_tokens <= MAX_ROWS:
-            raise ValueError(
-                f"One token takes {one_token} bytes and a slot holds {self._layout.payload_bytes};"
-                f" max_tokens is {max_tokens}, of 1 to {MAX_ROWS}. Fewer or smaller tokens are needed."
-            )
+        self._layout = path.window(wire, max_tokens, slots)
         self._handle = self._library.expert_client_new(
             shape.layers,
             shape.experts,
@@ -123,8 +124,10 @@ class ExpertClient:
             )
         self._attacher = Attacher(
             endpoint=endpoint,
+            path=path,
             layout=self._layout,
             incarnation=incarnation,
+            credentials=credentials,
             request=pb.AttachRequest(
                 name=endpoint.name,
                 incarnation=incarnation,
@@ -140,14 +143,17 @@ class ExpertClient:
             ),
         )
         self._closer = Closer(endpoint)
+        self._accounts = Accounts(shape, dtype, endpoint)
         # Guards all below. The lease waits for it too: never held while native code calls, a server is awaited or
         # a link is closed.
         self._lock = threading.RLock()
         self._servers: dict[str, _Server] = {}
         self._leaving: list[_Server] = []
         self._attaching: dict[tuple[str, int], threading.Thread] = {}
+        self._unreached: set[tuple[str, int]] = set()  # name and incarnation, since they were last attached
+        self._stuck_since_s: dict[str, float] = {}
         self._view: View | None = None
-        self._table = self._empty_table()
+        self._table = empty_table(self.shape)
         self._complete = True
         self._complete_epoch = 0
         self._acked_epoch = 0
@@ -196,6 +202,7 @@ class ExpertClient:
     def _settle(self, view: View) -> None:
         members = {member.name: member for member in view.pool("expert")}
         wanted = {name: member for name, member in members.items() if member.serving_count}
+        self._unreached &= {(name, member.incarnation) for name, member in wanted.items()}
         leaving = {name for name in self._servers if self._is_lost(name, members.get(name))}
         missing = [m for name, m in wanted.items() if name not in self._servers or name in leaving]
         if not missing:
@@ -218,30 +225,17 @@ class ExpertClient:
         server = self._servers[name]
         return member is None or member.incarnation != server.link.member.incarnation or self._is_gone(server)
 
-    def _empty_table(self) -> NDArray[np.uint8]:
-        return np.full((self.shape.layers, self.shape.experts, MOST_REPLICAS), NO_SERVER, np.uint8)
-
     def _publish(self, view: View, *, complete: bool) -> None:
-        table = self._empty_table()
-        depth = np.zeros((self.shape.layers, self.shape.experts), np.intp)
-        pairs = self.shape.layers * self.shape.experts
-        for member in view.pool("expert"):
-            server = self._servers.get(member.name)
-            if server is None:
-                continue
-            bits = np.unpackbits(np.frombuffer(member.serving, np.uint8), bitorder="little")[:pairs]
-            held = np.zeros(pairs, bool)
-            held[: len(bits)] = bits.astype(bool)
-            layers, experts = np.nonzero(held.reshape(depth.shape) & (depth < MOST_REPLICAS))
-            table[layers, experts, depth[layers, experts]] = server.index
-            depth[layers, experts] += 1
+        places = {name: server.index for name, server in self._servers.items()}
+        given_up = {name for name, _ in self._unreached}
+        table = table_of(self.shape, view, places, given_up)
         if not complete:
             # While it is not adopted, whoever served these experts before still holds them.
-            usable = np.isin(self._table, [server.index for server in self._servers.values()])
-            empty = depth == 0
-            kept = np.where(usable, self._table, np.uint8(NO_SERVER))
+            usable = np.isin(self._table, list(places.values()))
+            empty = ~np.isin(table, list(places.values())).any(axis=2)
+            kept = np.where(usable, self._table, table)
+            complete = self._complete_epoch > 0 and not usable[empty].any()
             table[empty] = kept[empty]
-            complete = self._complete_epoch > 0 and bool((kept[empty] == NO_SERVER).all())
         if complete:
             self._complete_epoch = view.epoch
         self._table = table
@@ -270,6 +264,8 @@ class ExpertClient:
             with self._lock:
                 self._take(link)
         except AttachFailed as error:
+            with self._lock:
+                self._unreached.add((member.name, member.incarnation))
             log.warning("attach_failed server=%s address=%s error=%s", member.name, member.address, error)
         except Exception:
             log.exception("attach_broken server=%s address=%s", member.name, member.address)
@@ -299,11 +295,14 @@ class ExpertClient:
             lane=lane,
             lanes=len(link.cores) if link.rings_lanes and self._shares_cores(link.cores) else 1,
         )
+        faults.link(link.peer.address, member.name)
         index = self._library.expert_client_add_server(self._handle, ctypes.byref(place))
         if index < 0:
             log.error("attach_refused server=%s code=%d", member.name, index)
             self._closer.give_back(link.peer, link.window)
             return
+        before = self._servers.get(member.name)
+        self._unreached.discard((member.name, member.incarnation))
         servers = {**self._servers, member.name: _Server(index=index, link=link)}
         # As they joined, whichever answered first: reports keep their order.
         self._servers = dict(sorted(servers.items(), key=lambda item: item[1].link.member.incarnation))
@@ -315,6 +314,10 @@ class ExpertClient:
             lane,
         )
         self._settle(view)
+        if before:
+            # After the routes. Its server has dropped it, so that its slots are freed when that hang-up is seen.
+            self._library.expert_client_remove_server(self._handle, before.index)
+            self._leaving.append(before)
 
     def _shares_cores(self, cores: Sequence[int]) -> bool:
         return min(cores, default=-1) >= 0 and tuple(cores) == self._cores[: len(cores)]
@@ -340,6 +343,7 @@ class ExpertClient:
             if not self._library.expert_client_server_idle(self._handle, server.index):
                 continue
             self._leaving.remove(server)
+            self._accounts.leave(server.link.member.name, self._stats(server))
             self._closer.give_back(server.link.peer, server.link.window)
             member = server.link.member
             log.info("server_detached server=%s incarnation=%d", member.name, member.incarnation)
@@ -359,7 +363,19 @@ class ExpertClient:
         self._release_idle()
         if not self._complete or any(self._is_gone(server) for server in self._servers.values()):
             self._settle(self._view)
+        self._relink(time.monotonic())
         self._tell_adopted()
+
+    def _relink(self, now_s: float) -> None:
+        stats = {name: self._stats(server) for name, server in self._servers.items()}
+        full = {name for name, seen in stats.items() if seen.late_slots >= self._layout.slots}
+        stuck = full | {name for name, seen in stats.items() if seen.lost_slots}
+        self._stuck_since_s = {name: self._stuck_since_s.get(name, now_s) for name in stuck}
+        for name, since_s in self._stuck_since_s.items():
+            if now_s - since_s >= (RELINK_S if name in full else RELINK_LOST_S):
+                log.warning("link_stuck server=%s stuck_s=%.1f", name, now_s - since_s)
+                self._stuck_since_s[name] = now_s
+                self._begin_attach(self._servers[name].link.member)
 
     def exchange(
         self,
@@ -369,6 +385,7 @@ class ExpertClient:
         weights: NDArray[np.float32],
         out: NDArray[np.float32] | None = None,
         deadline_s: float | None = None,
+        drop: NDArray[np.uint8] | None = None,
     ) -> NDArray[np.float32]:
         """One expert call, from a thread without lanes.
 
@@ -378,6 +395,8 @@ class ExpertClient:
             ids: [n, top_k] experts.
             weights: [n, top_k] gate weights.
             out: [n, hidden] to add to; zeros unless given.
+            drop: [n] of routes.KEEP or MAY_DROP: where the latter stands, a term that no live server can compute is
+                left out at once, and DROPPED stands there afterwards.
 
         Returns:
             out + sum over k of weights[:, k] * expert rows, in k order.
@@ -399,6 +418,8 @@ class ExpertClient:
                 raise ValueError(
                     f"{name} is {array.dtype} {array.shape}; contiguous {dtype} ({count}, {width}) is needed"
                 )
+        if drop is not None and (drop.dtype != np.uint8 or drop.shape != (count,)):
+            raise ValueError(f"drop is {drop.dtype} {drop.shape}; uint8 ({count},) is needed")
         patience_s = self.deadline_s if deadline_s is None else deadline_s
         deadline_ns = time.clock_gettime_ns(time.CLOCK_MONOTONIC) + int(patience_s * 1e9)
         with self._calls:
@@ -410,6 +431,7 @@ class ExpertClient:
                 ids.ctypes.data,
                 weights.ctypes.data,
                 result.ctypes.data,
+                None if drop is None else drop.ctypes.data,
                 deadline_ns,
             )
         if status == _LOST:
@@ -426,6 +448,13 @@ class ExpertClient:
         with self._lock:
             servers = self._servers.items()
             return tuple(report_of(name, self._stats(server), server.link.peer) for name, server in servers)
+
+    def totals(self) -> list[Totals]:
+        """What was done with each server since this client began, as the router's metrics show it."""
+        with self._lock:
+            servers = [*self._servers.values(), *self._leaving]
+            links = [(s.link.member.name, self._stats(s), s.link.peer) for s in servers]
+            return self._accounts.totals(links)
 
     def take_routed(self) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
         """Rows sent to each logical expert since the last time, and calls that had any; each [layers * experts]."""

@@ -9,13 +9,16 @@ from __future__ import annotations
 import ctypes
 import itertools
 import struct
+import time
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import numpy as np
 
 from experts import native
-from experts.fallback_ends import ClientEnd, Place, ServerEnd, ServerSide, SlotView, view_at
+from experts.activation import Activation
+from experts.fallback_ends import OVERDUE_NS, ClientEnd, Place, ServerEnd, ServerSide, SlotView, view_at
 from experts.kernels import PackedExpert, packed_bytes
 from experts.model import Dtype, ExpertShape
 from experts.native import ClientLink, ServerCounters, ServerLink, ServerStats
@@ -30,9 +33,10 @@ _WINDOW_HEADER = struct.Struct("<IIQIIQQ")
 _WINDOW_MAGIC, _WINDOW_VERSION = 0x57503250, 1
 
 
-def _wire(
+def wire_of(
     layers: int, experts: int, hidden: int, inter: int, top_k: int, dtype: int, model_hash: int
 ) -> WireShape:
+    """What the sizes and the dtype's number say that a native library is given."""
     shape = ExpertShape(
         architecture="",
         layer_ids=tuple(range(layers)),
@@ -81,8 +85,14 @@ class FallbackLibrary:
         self, layers: int, experts: int, hidden: int, intermediate: int, top_k: int, dtype: int,
         model_hash: int, incarnation: int, lanes: int, cores: object, page: int | None, most_slot_bytes: int,
     ) -> int:  # fmt: skip
-        wire = _wire(layers, experts, hidden, intermediate, top_k, dtype, model_hash)
+        wire = wire_of(layers, experts, hidden, intermediate, top_k, dtype, model_hash)
         return self._keep(ServerEnd(wire, incarnation, page or 0))
+
+    def expert_server_set_form(self, handle: int, form: native.ExpertForm) -> None:
+        server: ServerEnd = self._objects[handle]
+        activation = Activation(alpha=form.alpha, limit=form.limit, shift=form.shift)
+        shape = replace(server.wire.shape, activation=activation, biased=bool(form.biased))
+        server.wire = replace(server.wire, shape=shape)
 
     def expert_server_free(self, handle: int) -> None:
         del self._objects[handle]
@@ -107,14 +117,16 @@ class FallbackLibrary:
     def expert_server_set_expert(self, handle: int, layer: int, expert: int, gate_up: int, down: int) -> int:
         server: ServerEnd = self._objects[handle]
         shape, dtype = server.wire.shape, server.wire.dtype
-        up_bytes = packed_bytes(dtype, -(-shape.intermediate // 32), shape.hidden)
-        down_bytes = packed_bytes(dtype, -(-shape.hidden // 64), shape.intermediate)
+        up_bytes = packed_bytes(dtype, -(-shape.intermediate // 32), shape.hidden, shape.biased)
+        down_bytes = packed_bytes(dtype, -(-shape.hidden // 64), shape.intermediate, shape.biased)
         packed = PackedExpert(
             dtype=dtype,
             hidden=shape.hidden,
             intermediate=shape.intermediate,
             gate_up=np.frombuffer(view_at(gate_up, up_bytes), np.uint8),
             down=np.frombuffer(view_at(down, down_bytes), np.uint8),
+            activation=shape.activation,
+            biased=shape.biased,
         )
         with server.lock:
             server.experts[layer, expert] = packed
@@ -146,7 +158,7 @@ class FallbackLibrary:
         self, layers: int, experts: int, hidden: int, top_k: int, dtype: int, model_hash: int,
         incarnation: int, lanes: int, page: int, most_tokens: int,
     ) -> int:  # fmt: skip
-        wire = _wire(layers, experts, hidden, 1, top_k, dtype, model_hash)
+        wire = wire_of(layers, experts, hidden, 1, top_k, dtype, model_hash)
         return self._keep(ClientEnd(wire, incarnation, page or 0, most_tokens))
 
     def expert_client_free(self, handle: int) -> None:
@@ -204,6 +216,10 @@ class FallbackLibrary:
         place = self._objects[handle].places.get(index)
         stats = place.stats if place else ServerStats()
         stats.speed = 1.0
+        # Nothing probes a server here: whatever is overdue may have been lost.
+        now_ns = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
+        waiting = list(place.waiting.values()) if place else []
+        stats.late_slots = stats.lost_slots = sum(now_ns - sent.sent_ns >= OVERDUE_NS for sent in waiting)
         stats.state = (_GONE if place.gone else _ATTACHED) if place else _EMPTY
         ctypes.memmove(ctypes.addressof(reference._obj), ctypes.addressof(stats), ctypes.sizeof(ServerStats))
         return _OK
@@ -217,6 +233,7 @@ class FallbackLibrary:
         ids: int,
         weights: int,
         out: int,
+        drop: int | None,
         deadline_ns: int,
     ) -> int:
         client: ClientEnd = self._objects[handle]
@@ -235,7 +252,8 @@ class FallbackLibrary:
             or experts.max() >= shape.experts
         ):
             return _ARGUMENT
-        rows_of = client.call(layer, x.reshape(count, shape.hidden), experts, deadline_ns)
+        marks = None if drop is None else np.frombuffer(view_at(drop, count), np.uint8)
+        rows_of = client.call(layer, x.reshape(count, shape.hidden), experts, marks, deadline_ns)
         if rows_of is None:
             return _LOST
         total = gates[:, 0, None] * rows_of[:, 0]

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from experts.kernels import PackedExpert, ffn
 from experts.native import ServerCounters, ServerStats
+from experts.routes import AWAITED, DROPPED, MOST_REPLICAS, NO_SERVER
 from experts.waterfill import SERVERS, pour
 from experts.wire import (
     PAIR,
@@ -27,6 +28,7 @@ from experts.wire import (
     decode_request,
     encode_reply,
     encode_request,
+    rows_digest,
 )
 from p2p import doorbell
 from p2p.frame import FrameInvalid, Header, load_signal, open_frame, seal_frame, store_signal
@@ -34,9 +36,8 @@ from p2p.window import WindowLayout
 
 WAIT_NS = 5_000_000
 OVERDUE_NS = 2_000_000_000
+PAUSE_S = 0.002  # before it is asked again what was spoiled on its way
 CHUNK_BYTES = 512 << 10
-NO_SERVER = 255
-REPLICAS = 8
 EQUAL = (1.0,) * SERVERS  # speeds: a server is not timed here
 
 
@@ -142,7 +143,7 @@ class ServerEnd:
             out[chosen] = ffn(packed, request.rows[request.pairs["row"][chosen]])
         self.counters.rows += len(request.rows)
         self.counters.pairs += len(request.pairs)
-        return Reply(status=Status.OK, rows=out)
+        return Reply(status=Status.OK, rows=out, digest=rows_digest(out))
 
 
 @dataclass
@@ -178,7 +179,7 @@ class ClientEnd:
         self.places: dict[int, Place] = {}
         self.leaving: set[int] = set()
         self.left: set[int] = set()
-        self.routes = np.full((wire.shape.layers, wire.shape.experts, REPLICAS), NO_SERVER, np.uint8)
+        self.routes = np.full((wire.shape.layers, wire.shape.experts, MOST_REPLICAS), NO_SERVER, np.uint8)
         self.pending: tuple[int, NDArray[np.uint8]] | None = None
         self.routed_rows = np.zeros((wire.shape.layers, wire.shape.experts), np.uint32)
         self.routed_calls = np.zeros_like(self.routed_rows)
@@ -197,9 +198,14 @@ class ClientEnd:
             self.leaving = set()
 
     def call(
-        self, layer: int, rows: NDArray[Any], ids: NDArray[np.uint16], deadline_ns: int
+        self,
+        layer: int,
+        rows: NDArray[Any],
+        ids: NDArray[np.uint16],
+        drop: NDArray[np.uint8] | None,
+        deadline_ns: int,
     ) -> NDArray[np.float32] | None:
-        """Rows of every pair, [n, top_k, hidden]; None where some were lost."""
+        """Rows of every pair, [n, top_k, hidden]; None where some were lost. `drop`: as expert_call's."""
         with self.lock:
             self.adopt()
             self.in_call = True
@@ -207,14 +213,20 @@ class ClientEnd:
             self.routed_rows[layer, chosen] += counts.astype(np.uint32)
             self.routed_calls[layer, chosen] += 1
         try:
-            return self._call(next(self.calls), layer, rows, ids, deadline_ns)
+            return self._call(next(self.calls), layer, rows, ids, drop, deadline_ns)
         finally:
             with self.lock:
                 self.in_call = False
                 self.adopt()
 
     def _call(
-        self, call: int, layer: int, rows: NDArray[Any], ids: NDArray[np.uint16], deadline_ns: int
+        self,
+        call: int,
+        layer: int,
+        rows: NDArray[Any],
+        ids: NDArray[np.uint16],
+        drop: NDArray[np.uint8] | None,
+        deadline_ns: int,
     ) -> NDArray[np.float32] | None:
         top_k = self.wire.shape.top_k
         result = np.empty((ids.size, self.wire.shape.hidden), np.float32)
@@ -230,6 +242,10 @@ class ClientEnd:
                 refused.clear()
             seen = doorbell.read(self.page, 0)
             moved = self._collect(call, result, missing, refused)
+            if drop is not None and self.epoch:
+                gone = missing & np.repeat(drop != 0, top_k) & self._unserved(layer, ids.ravel())
+                result[gone], missing[gone], moved = 0, False, moved or bool(gone.any())
+                drop[np.flatnonzero(gone) // top_k] = DROPPED
             asked = np.zeros(ids.size, bool)
             for place in self.places.values():
                 for sent in place.waiting.values():
@@ -244,6 +260,14 @@ class ClientEnd:
             if not moved:
                 doorbell.wait(self.page, 0, seen, WAIT_NS)
         return result.reshape(len(rows), top_k, -1)
+
+    def _unserved(self, layer: int, ids: NDArray[np.uint16]) -> NDArray[np.bool_]:
+        """Of these experts those with no live replica, attached or awaited."""
+        live = [index for index, place in self.places.items() if not place.gone]
+        served: NDArray[np.bool_] = np.logical_or.reduce(
+            np.isin(self.routes[layer], [*live, AWAITED]), axis=1
+        )
+        return ~served[ids]
 
     def _room(self, top_k: int) -> int:
         slot_bytes = min([CHUNK_BYTES, *(place.link.slot_bytes for place in self.places.values())])
@@ -337,16 +361,16 @@ class ClientEnd:
                 if load_signal(place.replies.slots[slot]) != sent.sequence:
                     continue
                 reply = self._read(place, slot, sent) if sent.call == call else None
-                if sent.call == call and reply is None:
-                    continue
                 del place.waiting[slot]
                 moved = True
                 if reply is not None and reply.status is Status.OK:
                     result[sent.pairs] = reply.rows
                     missing[sent.pairs] = False
-                elif reply is not None:
+                elif reply is not None and reply.status is Status.NOT_HELD:
                     refused |= {(index, int(expert)) for expert in sent.request.pairs["expert"]}
                     place.stats.redispatches += len(sent.pairs)
+                elif sent.call == call:
+                    time.sleep(PAUSE_S)
             moved |= self._bury(place)
         return moved
 
@@ -361,7 +385,6 @@ class ClientEnd:
             )
             return decode_reply(self.wire, frame.payload, sent.request)
         except (FrameInvalid, WireInvalid):
-            # As if it had not come: what is torn now may be whole later.
             place.stats.corrupt += 1
             return None
 

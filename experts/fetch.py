@@ -14,12 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experts.give import STREAM_S, WINDOW
-from experts.links import CHANNEL, brief
+from experts.links import brief
 from experts.manifest import Manifest, ManifestInvalid, PackLayout
 from experts.proto import experts_pb2 as pb
 from experts.proto import experts_pb2_grpc as rpc
 from p2p.endpoint import Endpoint, P2PError, Window
 from p2p.frame import PAYLOAD_OFFSET
+from router.channel import PLAIN, channel_to
+from router.roles import EXPERT
+from router.tls import Credentials
 from router.view import Member
 
 ASK_S = 2.0
@@ -33,8 +36,11 @@ class SourceFailed(Exception):
     """An expert could not be had from one source; the text says why."""
 
 
-def manifest_of(member: Member, layout: PackLayout) -> Manifest:
+def manifest_of(member: Member, layout: PackLayout, credentials: Credentials | None = None) -> Manifest:
     """Ask a server what its experts are. Blocks, at most ASK_S.
+
+    Args:
+        credentials: Of this process; None: no TLS.
 
     Raises:
         SourceFailed: it does not answer, or packs them otherwise.
@@ -42,7 +48,7 @@ def manifest_of(member: Member, layout: PackLayout) -> Manifest:
     request = pb.ManifestRequest(server_incarnation=member.incarnation, model_hash=layout.fingerprint)
     limit = ("grpc.max_receive_message_length", layout.head_bytes + 1024)
     try:
-        with grpc.insecure_channel(member.address, options=(*CHANNEL, limit)) as channel:
+        with channel_to(member.address, EXPERT, credentials, (*PLAIN, limit)) as channel:
             reply = rpc.ExpertsStub(channel).Manifest(request, timeout=ASK_S)
         return Manifest.decode(reply.manifest, layout)
     except (grpc.RpcError, ManifestInvalid) as error:
@@ -57,12 +63,20 @@ class PeerSource:
         member: The server.
         manifest: Of both.
         stop: When it is set, what waits fails.
+        credentials: Of this process; None: no TLS.
     """
 
     def __init__(
-        self, *, endpoint: Endpoint, member: Member, manifest: Manifest, stop: threading.Event
+        self,
+        *,
+        endpoint: Endpoint,
+        member: Member,
+        manifest: Manifest,
+        stop: threading.Event,
+        credentials: Credentials | None = None,
     ) -> None:
         self._endpoint, self._member, self._manifest, self._stop = endpoint, member, manifest, stop
+        self._credentials = credentials
         self._stream: _Stream | None = None
 
     def blob(self, layer: int, expert: int) -> NDArray[np.uint8]:
@@ -76,7 +90,10 @@ class PeerSource:
             if self._stream is not None and self._stream.age_s > STREAM_S / 2:
                 self.close()
             if self._stream is None:
-                self._stream = _Stream(self._endpoint, self._member, self._manifest.identity, self._stop)
+                channel = channel_to(self._member.address, EXPERT, self._credentials)
+                self._stream = _Stream(
+                    self._endpoint, self._member, channel, self._manifest.identity, self._stop
+                )
             return self._stream.take(layer, expert, self._manifest.layout.blob_bytes)
         except (P2PError, OSError) as error:
             raise SourceFailed(f"{self._member.name}: {error}") from error
@@ -91,7 +108,14 @@ class PeerSource:
 class _Stream:
     """One call of Give."""
 
-    def __init__(self, endpoint: Endpoint, member: Member, identity: bytes, stop: threading.Event) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        member: Member,
+        channel: grpc.Channel,
+        identity: bytes,
+        stop: threading.Event,
+    ) -> None:
         self._endpoint, self._name, self._stop = endpoint, member.name, stop
         self._began_s = time.monotonic()
         self._sequence = 0
@@ -101,7 +125,7 @@ class _Stream:
             server_incarnation=member.incarnation, identity=identity, descriptor=self._window.descriptor
         )
         self._requests.put(pb.GiveRequest(opening=opening))
-        self._channel = grpc.insecure_channel(member.address, options=CHANNEL)
+        self._channel = channel
         self._call: Any = rpc.ExpertsStub(self._channel).Give.future(self._asked(), timeout=STREAM_S)
 
     @property

@@ -3,6 +3,8 @@
 Definition, for activations x [m, hidden] and one expert's weights:
     act = round(silu(x @ gate.T) * (x @ up.T))   [m, intermediate], in the dtype
     out = act @ down.T                           [m, hidden], float32
+Where an expert has biases they are added to each product in float32; `experts.activation` has what else may be
+between the two.
 Cost: 6 * m * hidden * intermediate flops; 3 * hidden * intermediate elements of weights are read whatever m
 is, so up to about four rows the floor is their bytes over the memory's bandwidth.
 
@@ -21,6 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from experts import int8, native
+from experts.activation import SWIGLU, Activation
 from experts.model import Dtype
 
 TILE_ROWS = 64
@@ -52,13 +55,15 @@ class PackedMatrix:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PackedExpert:
-    """One expert: gate and up interleaved by 16 rows, and down."""
+    """One expert: gate and up interleaved by 16 rows, and down; behind each, where it has biases, those of its rows."""
 
     dtype: Dtype
     hidden: int
     intermediate: int
     gate_up: np.ndarray  # uint8, contiguous, aligned to 64 bytes
     down: np.ndarray
+    activation: Activation = SWIGLU
+    biased: bool = False
 
     @property
     def gate_up_tiles(self) -> int:
@@ -69,6 +74,15 @@ class PackedExpert:
     def down_matrix(self) -> PackedMatrix:
         """The down projection, [hidden, intermediate]."""
         return PackedMatrix(dtype=self.dtype, rows=self.hidden, k=self.intermediate, data=self.down)
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is SwiGLU without biases."""
+        return self.activation == SWIGLU and not self.biased
+
+    def biases(self, data: np.ndarray, tiles: int) -> np.ndarray | None:
+        """float32 [64 * tiles] behind the tiles of `data`, in the order of its rows; None where there are none."""
+        return data[-4 * tiles * TILE_ROWS :].view(np.float32) if self.biased else None
 
 
 def _library() -> CDLL | None:
@@ -143,12 +157,22 @@ def pack_matrix(w: np.ndarray, dtype: Dtype) -> PackedMatrix:
     return PackedMatrix(dtype=dtype, rows=rows, k=k, data=data)
 
 
-def pack_expert(gate: np.ndarray, up: np.ndarray, down: np.ndarray, dtype: Dtype) -> PackedExpert:
-    """Pack one expert: gate and up [intermediate, hidden], down [hidden, intermediate].
+def pack_expert(
+    gate: np.ndarray,
+    up: np.ndarray,
+    down: np.ndarray,
+    dtype: Dtype,
+    *,
+    activation: Activation = SWIGLU,
+    biases: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None,
+) -> PackedExpert:
+    """Pack one expert: gate and up [intermediate, hidden], down [hidden, intermediate], and biases of each.
 
     Raises:
-        ValueError: shapes do not fit each other, or another element type.
+        ValueError: shapes do not fit each other, another element type, or int8 with more than SwiGLU.
     """
+    if dtype is Dtype.INT8 and (biases is not None or activation != SWIGLU):
+        raise ValueError("int8 experts are SwiGLU without biases; serve these in bfloat16 or float32.")
     gate, up, down = _weights(gate), _weights(up), _weights(down)
     if not gate.shape == up.shape == down.shape[::-1]:
         raise ValueError(f"gate {gate.shape}, up {up.shape}, down {down.shape}: need [I, H], [I, H], [H, I].")
@@ -164,7 +188,18 @@ def pack_expert(gate: np.ndarray, up: np.ndarray, down: np.ndarray, dtype: Dtype
             dtype, gate.ctypes.data, up.ctypes.data, _dtype_of(gate), inter, hidden, gate_up.ctypes.data
         )
     packed_down = pack_matrix(down, dtype).data
-    return PackedExpert(dtype=dtype, hidden=hidden, intermediate=inter, gate_up=gate_up, down=packed_down)
+    if biases is not None:
+        both = _interleave(*(from_dtype(bias)[:, None] for bias in biases[:2]))
+        gate_up, packed_down = _with_biases(gate_up, both), _with_biases(packed_down, from_dtype(biases[2]))
+    return PackedExpert(
+        dtype=dtype,
+        hidden=hidden,
+        intermediate=inter,
+        gate_up=gate_up,
+        down=packed_down,
+        activation=activation,
+        biased=biases is not None,
+    )
 
 
 def linear(packed: PackedMatrix, x: np.ndarray, tiles: range | None = None) -> np.ndarray:
@@ -196,7 +231,7 @@ def linear(packed: PackedMatrix, x: np.ndarray, tiles: range | None = None) -> n
 
 
 def ffn_gate_up(expert: PackedExpert, x: np.ndarray, tiles: range | None = None) -> np.ndarray:
-    """silu(gate) * up, rounded to the dtype, [m, intermediate]; columns outside `tiles` are zero.
+    """The activation, as silu(gate) * up, rounded to the dtype, [m, intermediate]; zero outside `tiles`.
 
     Arguments and errors as for `linear`; a tile is 32 columns.
     """
@@ -206,13 +241,25 @@ def ffn_gate_up(expert: PackedExpert, x: np.ndarray, tiles: range | None = None)
     library = _library()
     if library is None:
         product = _products(expert.gate_up, expert.dtype, expert.hidden, x)
-        silu = int8.silu if expert.dtype is Dtype.INT8 else silu_reference
+        biases = expert.biases(expert.gate_up, expert.gate_up_tiles)
         for tile in tiles:
             columns = slice(tile * GATE_UP_COLUMNS, min((tile + 1) * GATE_UP_COLUMNS, expert.intermediate))
-            both = product(tile).reshape(-1, 2, 2, 16)
-            activated = (silu(both[:, :, 0]) * both[:, :, 1]).reshape(-1, GATE_UP_COLUMNS)
+            both = product(tile)
+            if biases is not None:
+                both = both + biases[tile * TILE_ROWS : (tile + 1) * TILE_ROWS]
+            both = both.reshape(-1, 2, 2, 16)
+            gate, up = both[:, :, 0], both[:, :, 1]
+            acted = int8.silu(gate) * up if expert.dtype is Dtype.INT8 else expert.activation.apply(gate, up)
+            activated = acted.reshape(-1, GATE_UP_COLUMNS)
             rounded = to_dtype(activated.astype(np.float32), expert.dtype)
             act[:, columns] = rounded[:, : columns.stop - columns.start]
+        return act
+    if not expert.plain:
+        library.experts_ffn_gate_up_formed(
+            native.ExpertForm.of(expert.activation, expert.biased), expert.dtype, expert.gate_up.ctypes.data,
+            expert.hidden, expert.intermediate, x.ctypes.data, _stride(x), len(x), act.ctypes.data,
+            expert.intermediate, tiles.start, tiles.stop,
+        )  # fmt: skip
         return act
     library.experts_ffn_gate_up(
         expert.dtype, expert.gate_up.ctypes.data, expert.hidden, expert.intermediate, x.ctypes.data,
@@ -227,7 +274,9 @@ def ffn(expert: PackedExpert, x: np.ndarray) -> np.ndarray:
     Raises:
         ValueError: x has another type or width.
     """
-    return linear(expert.down_matrix, ffn_gate_up(expert, x))
+    out = linear(expert.down_matrix, ffn_gate_up(expert, x))
+    biases = expert.biases(expert.down, expert.down_matrix.tiles)
+    return out if biases is None else out + biases[: expert.hidden]
 
 
 def silu_reference(x: np.ndarray) -> np.ndarray:
@@ -340,9 +389,19 @@ def _interleave(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
     return both.reshape(-1, hidden)
 
 
-def packed_bytes(dtype: Dtype, tiles: int, k: int) -> int:
-    """Bytes of that many packed tiles."""
-    return tiles * (int8.tile_bytes(k) if dtype is Dtype.INT8 else TILE_ROWS * (k + k % 2) * dtype.nbytes)
+def packed_bytes(dtype: Dtype, tiles: int, k: int, biased: bool = False) -> int:
+    """Bytes of that many packed tiles, and of the biases behind them."""
+    biases = 4 * TILE_ROWS * biased
+    weights = int8.tile_bytes(k) if dtype is Dtype.INT8 else TILE_ROWS * (k + k % 2) * dtype.nbytes
+    return tiles * (weights + biases)
+
+
+def _with_biases(packed: np.ndarray, biases: np.ndarray) -> np.ndarray:
+    flat = np.ascontiguousarray(biases, np.float32).reshape(-1)
+    padded = np.pad(flat, (0, -len(flat) % TILE_ROWS)).view(np.uint8)
+    data = aligned_bytes(packed.nbytes + padded.nbytes)
+    data[: packed.nbytes], data[packed.nbytes :] = packed, padded
+    return data
 
 
 def _pack_reference(w: np.ndarray, dtype: Dtype) -> np.ndarray:

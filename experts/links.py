@@ -13,11 +13,15 @@ from typing import Any
 
 import grpc
 
-from experts import fallback
+from experts.paths import DataPath
 from experts.proto import experts_pb2 as pb
 from experts.proto import experts_pb2_grpc as rpc
+from p2p import faults
 from p2p.endpoint import Endpoint, P2PError, Peer, Status, Window
 from p2p.window import WindowLayout
+from router.channel import channel_to
+from router.roles import EXPERT
+from router.tls import Credentials
 from router.view import Member
 
 log = logging.getLogger(__name__)
@@ -27,7 +31,6 @@ ATTACH_S = 2.0
 CONNECT_BACK_S = ATTACH_S / 2
 
 _LEAST_CONNECT_S = 0.05
-CHANNEL = (("grpc.enable_http_proxy", 0),)
 
 
 class AttachFailed(Exception):
@@ -49,17 +52,26 @@ class Attacher:
     """Attaches to servers, any number at a time. For use from any thread.
 
     Args:
+        path: Who carries the rows.
         layout: Of the windows, both ways.
         incarnation: Of this member.
         request: What every server is asked; its own fields are filled in.
+        credentials: Of this process; None: no TLS.
     """
 
     def __init__(
-        self, *, endpoint: Endpoint, layout: WindowLayout, incarnation: int, request: pb.AttachRequest
+        self,
+        *,
+        endpoint: Endpoint,
+        path: DataPath,
+        layout: WindowLayout,
+        incarnation: int,
+        request: pb.AttachRequest,
+        credentials: Credentials | None = None,
     ) -> None:
         self._endpoint, self._layout, self._incarnation = endpoint, layout, incarnation
         self._request = request
-        self._library = fallback.load()
+        self._path, self._credentials = path, credentials
         self._lock = threading.Lock()
         self._calls: set[Any] = set()
         self._closed = False
@@ -75,7 +87,7 @@ class Attacher:
             try:
                 window = self._endpoint.export_window(self._layout.nbytes, self._incarnation)
                 undo.callback(window.close)
-                self._library.p2p_window_init(
+                self._path.library.p2p_window_init(
                     window.address,
                     window.nbytes,
                     window.incarnation,
@@ -83,6 +95,10 @@ class Attacher:
                     self._layout.payload_bytes,
                 )
                 reply = self._ask(member, window)
+                if (found := reply.wire_version or 1) != (needed := self._path.wire_version):
+                    raise AttachFailed(
+                        f"wire version {found} found, {needed} needed: run one release on both sides."
+                    )
                 left_s = max(_LEAST_CONNECT_S, end_s - time.monotonic())
                 peer = self._endpoint.connect(reply.request_descriptor, left_s)
                 undo.callback(self._endpoint.disconnect, peer)
@@ -108,9 +124,10 @@ class Attacher:
         request.CopyFrom(self._request)
         request.server_incarnation = member.incarnation
         request.reply_descriptor = window.descriptor
+        request.wire_version = self._path.wire_version
         # A channel for each try: one that is kept waits longer after each failure, and longest just when
         # its server is back.
-        with grpc.insecure_channel(member.address, options=CHANNEL) as channel:
+        with channel_to(member.address, EXPERT, self._credentials) as channel:
             with self._lock:
                 if self._closed:
                     raise AttachFailed("this client is being closed.")
@@ -151,6 +168,7 @@ class Closer:
         self._thread.submit(self._give_back, peer, window)
 
     def _give_back(self, peer: Peer, window: Window) -> None:
+        faults.unlink(peer.address)
         for what, close in (("peer", lambda: self._endpoint.disconnect(peer)), ("window", window.close)):
             try:
                 close()

@@ -16,6 +16,7 @@ from typing import Protocol
 from experts.give import at_low_priority
 from experts.kernels import PackedExpert, WeightsBroken, answer_of
 from experts.weights import Weights, WeightsUnavailable
+from p2p import faults
 from router.view import View
 
 log = logging.getLogger(__name__)
@@ -156,6 +157,7 @@ class Loader:
             if (fault := self._fault(layer, expert, weights)) is None:
                 self._server.set_expert(layer, expert, weights.gate_up.ctypes.data, weights.down.ctypes.data)
                 self._held.add((layer, expert))
+                faults.point("weights-loaded")
                 return
             log.error("self_test_failed layer=%d expert=%d reason=%s", layer, expert, fault)
         raise WeightsBroken(

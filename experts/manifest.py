@@ -78,13 +78,15 @@ class PackLayout:
     @property
     def gate_up_bytes(self) -> int:
         """Bytes of one expert's gate_up: tiles of 32 columns, 64 rows each."""
-        return packed_bytes(self.dtype, -(-self.shape.intermediate // 32), self.shape.hidden)
+        shape = self.shape
+        return packed_bytes(self.dtype, -(-shape.intermediate // 32), shape.hidden, shape.biased)
 
     @property
     def blob_bytes(self) -> int:
         """Bytes of one expert."""
         down_tiles = -(-self.shape.hidden // 64)
-        return self.gate_up_bytes + packed_bytes(self.dtype, down_tiles, self.shape.intermediate)
+        down = packed_bytes(self.dtype, down_tiles, self.shape.intermediate, self.shape.biased)
+        return self.gate_up_bytes + down
 
     @property
     def blob_stride(self) -> int:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
+
+from experts.activation import SWIGLU, Activation
+from experts.families import FAMILIES, DenseLayers, ExpertFamily
 
 
 class ConfigInvalid(ValueError):
@@ -56,50 +59,24 @@ class Dtype(IntEnum):
                 return dtype
         raise ConfigInvalid(f"dtype {wanted!r} is not served. Use auto, bfloat16, float32 or int8.")
 
+    @classmethod
+    def of_class(cls, numerics_class: str) -> Dtype:
+        """The type that a numerics class, such as "cpu-bf16-fma-1", serves in.
 
-@dataclass(frozen=True, kw_only=True)
-class ExpertFamily:
-    """How one architecture spells its experts."""
-
-    experts_field: str
-    intermediate_field: str
-    prefix: str  # of one expert's tensors; {layer} and {expert} are filled in
-    gate: str
-    up: str
-    down: str
-    dense_layers: bool = False  # honours decoder_sparse_step and mlp_only_layers
-
-
-_QWEN = ExpertFamily(
-    experts_field="num_experts",
-    intermediate_field="moe_intermediate_size",
-    prefix="model.layers.{layer}.mlp.experts.{expert}.",
-    gate="gate_proj.weight",
-    up="up_proj.weight",
-    down="down_proj.weight",
-    dense_layers=True,
-)
-
-FAMILIES: Mapping[str, ExpertFamily] = {
-    "Qwen3MoeForCausalLM": _QWEN,
-    "Qwen2MoeForCausalLM": _QWEN,
-    "OlmoeForCausalLM": replace(_QWEN, intermediate_field="intermediate_size", dense_layers=False),
-    "MixtralForCausalLM": ExpertFamily(
-        experts_field="num_local_experts",
-        intermediate_field="intermediate_size",
-        prefix="model.layers.{layer}.block_sparse_moe.experts.{expert}.",
-        gate="w1.weight",
-        up="w3.weight",
-        down="w2.weight",
-    ),
-}
+        Raises:
+            ConfigInvalid: it names none.
+        """
+        for word, dtype in (("f32", cls.FLOAT32), ("bf16", cls.BFLOAT16), ("int8", cls.INT8)):
+            if word in numerics_class.split("-"):
+                return dtype
+        raise ConfigInvalid(f"numerics class {numerics_class!r} names no type; f32, bf16 or int8 is needed.")
 
 
 def architecture_of(config: Mapping[str, Any]) -> str:
-    """The first served architecture that config.json names.
+    """The first architecture that config.json names whose experts are served.
 
     Raises:
-        UnknownArchitecture: none of them is served.
+        UnknownArchitecture: there is none.
     """
     named = config.get("architectures")
     names = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
@@ -107,7 +84,9 @@ def architecture_of(config: Mapping[str, Any]) -> str:
         if name in FAMILIES:
             return name
     found = ", ".join(names) or "no architecture"
-    raise UnknownArchitecture(f"config.json names {found}. Served are {', '.join(sorted(FAMILIES))}.")
+    raise UnknownArchitecture(
+        f"config.json names {found}. Experts are served of {', '.join(sorted(FAMILIES))}."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,11 +99,27 @@ class ExpertShape:
     hidden: int
     intermediate: int
     top_k: int
+    activation: Activation = SWIGLU
+    biased: bool = False  # both products have biases
 
     @property
     def layers(self) -> int:
         """Number of MoE layers."""
         return len(self.layer_ids)
+
+    @property
+    def plain(self) -> bool:
+        """Whether an expert is SwiGLU without biases, which every kernel computes."""
+        return self.activation == SWIGLU and not self.biased
+
+    def numerics_class(self, kernels: str) -> str:
+        """The name of what kernels of that class compute of these experts."""
+        return kernels if self.plain else f"{kernels}-clamped-1"
+
+    @property
+    def family(self) -> ExpertFamily:
+        """How its checkpoints spell them."""
+        return FAMILIES[self.architecture]
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ExpertShape:
@@ -140,11 +135,7 @@ class ExpertShape:
         if activation != "silu":
             raise ConfigInvalid(f"hidden_act is {activation!r}; the expert kernels compute 'silu' only.")
         depth = _count(config, "num_hidden_layers")
-        layer_ids = tuple(range(depth))
-        if family.dense_layers:
-            step = _count(config, "decoder_sparse_step") if "decoder_sparse_step" in config else 1
-            dense = _dense_layers(config)
-            layer_ids = tuple(layer for layer in layer_ids if layer not in dense and (layer + 1) % step == 0)
+        layer_ids = _sparse_layers(config, family, depth)
         if not layer_ids:
             raise ConfigInvalid(
                 f"None of the {depth} layers has experts: a dense model has nothing to serve here."
@@ -159,6 +150,8 @@ class ExpertShape:
             hidden=_count(config, "hidden_size"),
             intermediate=_count(config, family.intermediate_field),
             top_k=_count(config, "num_experts_per_tok"),
+            activation=_clamped(config) if family.clamped else SWIGLU,
+            biased=family.fused.biased,
         )
         if shape.top_k > shape.experts:
             raise ConfigInvalid(
@@ -171,13 +164,16 @@ class ExpertShape:
 
         Raises:
             IndexError: no such MoE layer or expert.
+            ConfigInvalid: the family has no tensors of single experts.
         """
         if not (0 <= layer < self.layers and 0 <= expert < self.experts):
             raise IndexError(
                 f"expert {expert} of MoE layer {layer} does not exist; there are {self.layers} layers"
                 f" of {self.experts} experts"
             )
-        family = FAMILIES[self.architecture]
+        family = self.family
+        if not family.prefix:
+            raise ConfigInvalid(f"{self.architecture} has no tensors of single experts.")
         prefix = family.prefix.format(layer=self.layer_ids[layer], expert=expert)
         return prefix + family.gate, prefix + family.up, prefix + family.down
 
@@ -187,6 +183,33 @@ def _count(config: Mapping[str, Any], field: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 1 << 31:
         raise ConfigInvalid(f"config.json: {field} is {value!r}; a whole number from 1 is needed.")
     return value
+
+
+def _clamped(config: Mapping[str, Any]) -> Activation:
+    """GPT-OSS's; its first configurations leave alpha out."""
+    values = [config.get("swiglu_alpha", 1.702), config.get("swiglu_limit", 7.0)]
+    if not all(isinstance(value, float | int) and 0 < value < float("inf") for value in values):
+        raise ConfigInvalid(
+            f"config.json: swiglu_alpha and swiglu_limit are {values}; positive numbers are needed."
+        )
+    return Activation(alpha=values[0], limit=values[1], shift=1.0)
+
+
+def _sparse_layers(config: Mapping[str, Any], family: ExpertFamily, depth: int) -> tuple[int, ...]:
+    if family.dense is DenseLayers.FIRST:
+        first = config.get("first_k_dense_replace") or 0
+        if not isinstance(first, int) or first < 0:
+            raise ConfigInvalid(
+                f"config.json: first_k_dense_replace is {first!r}; a number from 0 is needed."
+            )
+        if (step := config.get("moe_layer_freq", 1)) != 1:
+            raise ConfigInvalid(f"config.json: moe_layer_freq is {step!r}; only 1 is served.")
+        return tuple(range(first, depth))
+    if family.dense is DenseLayers.NONE:
+        return tuple(range(depth))
+    step = _count(config, "decoder_sparse_step") if "decoder_sparse_step" in config else 1
+    dense = _dense_layers(config)
+    return tuple(layer for layer in range(depth) if layer not in dense and (layer + 1) % step == 0)
 
 
 def _dense_layers(config: Mapping[str, Any]) -> frozenset[int]:

@@ -5,9 +5,22 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-from ctypes import POINTER, Structure, c_char_p, c_double, c_int, c_int32, c_uint32, c_uint64, c_void_p
+from ctypes import (
+    POINTER,
+    Structure,
+    c_char_p,
+    c_double,
+    c_float,
+    c_int,
+    c_int32,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+)
 from functools import cache
 from pathlib import Path
+
+from experts.activation import Activation
 
 LIBRARY = Path(__file__).resolve().parent / "_experts.so"
 
@@ -50,7 +63,10 @@ class ServerStats(Structure):
         ("in_flight", c_uint64),
         ("latency_sum_ns", c_uint64),
         ("service_sum_ns", c_uint64),
+        ("extra", c_uint64),
+        ("quarantined_until_ns", c_uint64),
         ("late_slots", c_uint32),
+        ("lost_slots", c_uint32),
         ("state", c_uint32),
         ("speed", c_double),
     )
@@ -71,6 +87,17 @@ class ClientLink(Structure):
         ("slots", c_uint32),
         ("slot_bytes", c_uint64),
     )
+
+
+class ExpertForm(Structure):
+    """What experts compute beside their products (kernels.h)."""
+
+    _fields_ = (("alpha", c_float), ("limit", c_float), ("shift", c_float), ("biased", c_uint32))
+
+    @classmethod
+    def of(cls, activation: Activation, biased: bool) -> ExpertForm:
+        """As native code takes it."""
+        return cls(activation.alpha, activation.limit, activation.shift, biased)
 
 
 class ServerCounters(Structure):
@@ -165,6 +192,8 @@ def _declare_kernels(library: ctypes.CDLL) -> None:
         # Arrays are passed by address: experts.kernels checks shapes and strides first.
         function.argtypes = [*product, c_void_p, *tiles]
         function.restype = None
+    library.experts_ffn_gate_up_formed.argtypes = [POINTER(ExpertForm), *product, c_void_p, *tiles]
+    library.experts_ffn_gate_up_formed.restype = None
     library.experts_to_dtype.argtypes = [c_int, c_void_p, c_void_p, c_uint64]
     library.experts_to_dtype.restype = None
 
@@ -197,12 +226,14 @@ def _declare_client(library: ctypes.CDLL) -> None:
     library.expert_client_adopted_epoch.restype = c_uint64
     library.expert_client_stats.argtypes = [c_void_p, c_uint32, POINTER(ServerStats)]
     library.expert_client_stats.restype = c_int32
+    library.expert_client_missing.argtypes = [c_void_p, c_void_p, c_uint32]
+    library.expert_client_missing.restype = c_uint32
     library.expert_client_take_routed.argtypes = [c_void_p, c_void_p, c_void_p]
     library.expert_client_take_routed.restype = None
     call = [c_void_p, c_uint32, c_void_p, c_uint32, c_void_p, c_void_p, c_void_p]
-    library.expert_exchange.argtypes = [*call, c_uint64]
+    library.expert_exchange.argtypes = [*call, c_void_p, c_uint64]
     library.expert_exchange.restype = c_int32
-    library.expert_client_begin.argtypes = [*call, c_uint64, c_uint64]
+    library.expert_client_begin.argtypes = [*call, c_void_p, c_uint64, c_uint64]
     library.expert_client_begin.restype = c_int32
     library.expert_client_step.argtypes = [c_void_p, c_uint64]
     library.expert_waterfill.argtypes = [c_uint32, c_void_p, c_void_p, c_void_p, c_double, c_uint32, c_void_p]
@@ -238,6 +269,7 @@ def _declare_server(library: ctypes.CDLL) -> None:
         ("remove_client", [c_uint32]),
         ("clear_expert", [c_uint32, c_uint32]),
         ("set_lease", [c_uint64]),
+        ("set_form", [POINTER(ExpertForm)]),
         ("counters", [POINTER(ServerCounters)]),
     ):
         function = getattr(library, f"expert_server_{name}")

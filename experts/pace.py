@@ -37,6 +37,8 @@ class Totals:
     """Of one server since it was attached. in_flight: pairs in flight when each answered chunk was sent, summed.
 
     late: slots that wait for a late reply now. link_slow: what the transport's monitor says of the way there.
+    corrupt: replies that failed a check. quarantined: so many of late that the server is asked only where no other
+    replica exists.
     """
 
     calls: int = 0
@@ -46,6 +48,8 @@ class Totals:
     service_ns: int = 0
     late: int = 0
     link_slow: bool = False
+    corrupt: int = 0
+    quarantined: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +73,7 @@ class Track:
     learned: int = 0
     suspected: Pace = Pace.OK
     in_row: int = 0
+    corrupt: int = 0  # of a server that is quarantined
 
     @property
     def pace(self) -> Pace:
@@ -81,7 +86,8 @@ def observe(track: Track, totals: Totals) -> Track:
         track = Track()  # attached anew
     # A server that owes a reply is not idle; its silence is judged elsewhere.
     idle = totals.calls == track.seen_calls and not totals.late
-    track = replace(track, idle=idle, seen_calls=totals.calls)
+    corrupt = totals.corrupt if totals.quarantined else 0
+    track = replace(track, idle=idle, seen_calls=totals.calls, corrupt=corrupt)
     replies = totals.replies - track.judged.replies
     if replies < LEAST_REPLIES:
         return track
@@ -136,8 +142,10 @@ def observe_all(tracks: Mapping[str, Track], found: Mapping[str, Totals]) -> dic
 
 
 def load_entries(tracks: Mapping[str, Track]) -> dict[str, float]:
-    """The load report's words: how many servers go at each pace, and each slow one by name."""
+    """The load report's words: how many servers go at each pace, each slow one by name, and each whose replies come
+    corrupt, with their number."""
     paces = [track.pace for track in tracks.values()]
     counts = {f"servers_{pace.value}": float(paces.count(pace)) for pace in Pace if pace in paces}
     slow = {name: track.pace for name, track in tracks.items() if track.pace not in (Pace.IDLE, Pace.OK)}
-    return counts | {f"{pace.value}:{name}": 1.0 for name, pace in slow.items()}
+    corrupt = {f"corrupt:{name}": float(track.corrupt) for name, track in tracks.items() if track.corrupt}
+    return counts | {f"{pace.value}:{name}": 1.0 for name, pace in slow.items()} | corrupt

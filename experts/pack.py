@@ -33,7 +33,8 @@ from experts.kernels import (
     pack_expert,
 )
 from experts.manifest import Blob, BlobCorrupt, Manifest, ManifestInvalid, PackLayout, entry
-from experts.model import Dtype, ExpertShape
+from experts.model import ConfigInvalid, Dtype, ExpertShape
+from experts.tensors import tensors_of
 
 _HUGE_PAGE = 2 << 20
 
@@ -52,8 +53,14 @@ def layout_of(shape: ExpertShape, dtype: Dtype, fingerprint: str) -> PackLayout:
 
     Raises:
         ValueError: the fingerprint is none.
+        ConfigInvalid: these experts are not served in this type.
     """
-    return PackLayout(shape=shape, dtype=dtype, fingerprint=fingerprint, numerics_class=numerics_class(dtype))
+    if dtype is Dtype.INT8 and not shape.plain:
+        raise ConfigInvalid(
+            f"experts of {shape.architecture} are not served in int8. Use bfloat16 or float32."
+        )
+    kernels = shape.numerics_class(numerics_class(dtype))
+    return PackLayout(shape=shape, dtype=dtype, fingerprint=fingerprint, numerics_class=kernels)
 
 
 def cache_directory() -> Path:
@@ -171,6 +178,8 @@ def unpacked(layout: PackLayout, blob: np.ndarray) -> PackedExpert:
         intermediate=layout.shape.intermediate,
         gate_up=blob[: layout.gate_up_bytes],
         down=blob[layout.gate_up_bytes :],
+        activation=layout.shape.activation,
+        biased=layout.shape.biased,
     )
 
 
@@ -276,22 +285,15 @@ def pack_blob(layout: PackLayout, checkpoint: Checkpoint, layer: int, expert: in
     Raises:
         CheckpointInvalid: a tensor is missing or has the wrong shape or type.
     """
-    inter, hidden = layout.shape.intermediate, layout.shape.hidden
-    names = layout.shape.names(layer, expert)
-    gate, up, down = (
-        _weights(checkpoint, name, wanted)
-        for name, wanted in zip(names, ((inter, hidden), (inter, hidden), (hidden, inter)), strict=True)
+    tensors = tensors_of(checkpoint, layout.shape, layer, expert)
+    packed = pack_expert(
+        tensors.gate,
+        tensors.up,
+        tensors.down,
+        layout.dtype,
+        activation=layout.shape.activation,
+        biases=tensors.biases,
     )
-    packed = pack_expert(gate, up, down, layout.dtype)
     blob = aligned_bytes(layout.blob_bytes)
     blob[: layout.gate_up_bytes], blob[layout.gate_up_bytes :] = packed.gate_up, packed.down
     return blob
-
-
-def _weights(checkpoint: Checkpoint, name: str, wanted: tuple[int, int]) -> np.ndarray:
-    tensor, dtype = checkpoint.tensor(name), checkpoint.dtype(name)
-    if tensor.shape != wanted:
-        raise CheckpointInvalid(f"{name} is {tensor.shape}; config.json says {wanted}.")
-    if dtype not in ("BF16", "F32", "F16"):
-        raise CheckpointInvalid(f"{name} is stored as {dtype}; experts are read from BF16, F32 or F16.")
-    return tensor.astype(np.float32) if dtype == "F16" else tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 from experts.native import ServerStats
@@ -53,5 +54,7 @@ def report_of(name: str, stats: ServerStats, peer: Peer) -> ServerReport:
             service_ns=stats.service_sum_ns,
             late=stats.late_slots,
             link_slow=isinstance(peer, Watched) and peer.slow,
+            corrupt=stats.corrupt,
+            quarantined=time.monotonic_ns() < stats.quarantined_until_ns,
         ),
     )

@@ -12,20 +12,21 @@ from typing import TypeVar
 
 import grpc
 
-from experts import fallback, native
+from experts import native
 from experts.give import Giver, Refused
 from experts.links import CONNECT_BACK_S, Closer
 from experts.model import Dtype, ExpertShape
+from experts.paths import DataPath, cpu_path
 from experts.proto import experts_pb2 as pb
 from experts.proto import experts_pb2_grpc as rpc
 from experts.wire import model_hash_of
+from p2p import faults
 from p2p.endpoint import Endpoint, P2PError, Peer, Status, Window
 from p2p.window import WindowLayout
 
 log = logging.getLogger(__name__)
 
 MOST_SLOTS = 16
-MOST_SLOT_BYTES = 1 << 20
 RUN_NS = 1_000_000_000
 
 Reply = TypeVar("Reply")
@@ -57,6 +58,7 @@ class ExpertServer:
         model_hash: str,
         cores: Sequence[int] = (-1,),
         slots: int = MOST_SLOTS,
+        path: DataPath | None = None,
     ) -> None:
         """
         Args:
@@ -64,6 +66,7 @@ class ExpertServer:
             model_hash: The checkpoint's fingerprint (hex).
             cores: One for each lane, -1 unpinned.
             slots: Most requests in flight of one client.
+            path: Who carries and computes the rows; that of CPUs unless given.
 
         Raises:
             ValueError: the lanes cannot be started, or a size is out of range.
@@ -72,7 +75,8 @@ class ExpertServer:
         self.cores = tuple(cores)
         self._most_slots = slots
         self._endpoint = endpoint
-        self._library = fallback.load()
+        self._path = path or cpu_path()
+        self._library = self._path.library
         core_array = (ctypes.c_int32 * len(self.cores))(*self.cores)
         self._handle = self._library.expert_server_new(
             shape.layers,
@@ -86,12 +90,14 @@ class ExpertServer:
             len(self.cores),
             core_array,
             endpoint.page_address or None,
-            MOST_SLOT_BYTES,
+            self._path.most_slot_bytes,
         )
         if not self._handle:
             raise ValueError(
                 f"lanes on cores {list(self.cores)} could not start for {shape}. Name cores that may be used."
             )
+        if not shape.plain:
+            self._set_form(shape)
         self._closer = Closer(endpoint)
         self._exporting = (
             threading.Lock()
@@ -102,6 +108,16 @@ class ExpertServer:
         self._counters = native.ServerCounters()
         self._clients: dict[str, _Attached] = {}
         self._thread: threading.Thread | None = None
+        self.broken = ""  # why nothing is served any more, once that is so
+
+    def _set_form(self, shape: ExpertShape) -> None:
+        if not hasattr(self._library, "expert_server_set_form"):
+            raise ValueError(
+                f"experts of {shape.architecture} have an activation and biases that only CPUs compute; serve them"
+                " with --device cpu."
+            )
+        form = native.ExpertForm.of(shape.activation, shape.biased)
+        self._library.expert_server_set_form(self._handle, form)
 
     @property
     def incarnation(self) -> int:
@@ -147,8 +163,13 @@ class ExpertServer:
         self._thread.start()
 
     def _run(self) -> None:
-        while not self._library.expert_server_run(self._handle, RUN_NS):
-            pass
+        try:
+            while not self._library.expert_server_run(self._handle, RUN_NS):
+                pass
+        except Exception as error:
+            # A member that renews its lease and answers nobody would never be replaced.
+            log.exception("serving_ended name=%s", self._endpoint.name)
+            self.broken = f"{self._endpoint.name} serves no more: {error}"
 
     def attach(self, request: pb.AttachRequest) -> pb.AttachReply:
         """Exchange windows with a client; one that attaches again is given new ones.
@@ -180,6 +201,7 @@ class ExpertServer:
                 with self._lock:
                     self._admit(request, layout, window, peer)
             undo.pop_all()
+        faults.point("client-attached")
         log.info(
             "client_attached name=%s incarnation=%d slots=%d",
             request.name,
@@ -191,6 +213,7 @@ class ExpertServer:
             server_incarnation=self.incarnation,
             cores=self.cores,
             rings_lanes=isinstance(self._library, ctypes.CDLL) and self._endpoint.shares_doorbells,
+            wire_version=self._path.wire_version,
         )
 
     def _export(self, name: str, layout: WindowLayout) -> Window:
@@ -221,6 +244,7 @@ class ExpertServer:
             slot_bytes=layout.payload_bytes,
         )
         self._drop(request.name)
+        faults.link(peer.address, request.name)
         index = self._library.expert_server_add_client(self._handle, ctypes.byref(link))
         if index < 0:
             raise Refused(
@@ -233,7 +257,7 @@ class ExpertServer:
 
     def _check(self, request: pb.AttachRequest) -> None:
         ours = (self.incarnation, self.model_hash, self.shape.layers, self.shape.experts, self.shape.hidden)
-        ours = (*ours, self.shape.top_k, int(self.dtype))
+        ours = (*ours, self.shape.top_k, int(self.dtype), self._path.wire_version)
         theirs = (
             request.server_incarnation,
             request.model_hash,
@@ -241,8 +265,9 @@ class ExpertServer:
             request.experts,
             request.hidden,
         )
-        theirs = (*theirs, request.top_k, request.dtype)
-        words = ("incarnation", "model", "layers", "experts", "hidden", "top_k", "dtype")
+        # Before it could be said there was only the first.
+        theirs = (*theirs, request.top_k, request.dtype, request.wire_version or 1)
+        words = ("incarnation", "model", "layers", "experts", "hidden", "top_k", "dtype", "wire version")
         wrong = [
             f"{word} {found} (here {needed})"
             for word, found, needed in zip(words, theirs, ours, strict=True)
@@ -251,13 +276,16 @@ class ExpertServer:
         if wrong:
             raise Refused(
                 grpc.StatusCode.FAILED_PRECONDITION,
-                f"{request.name} asks for {', '.join(wrong)}. Serve one model.",
+                f"{request.name} asks for {', '.join(wrong)}. Serve one model, from one release.",
             )
-        if not 1 <= request.slots <= self._most_slots or not 1 <= request.slot_bytes <= MOST_SLOT_BYTES:
+        if (
+            not 1 <= request.slots <= self._most_slots
+            or not 1 <= request.slot_bytes <= self._path.most_slot_bytes
+        ):
             raise Refused(
                 grpc.StatusCode.INVALID_ARGUMENT,
                 f"{request.name} asks for {request.slots} slots of {request.slot_bytes} bytes;"
-                f" at most {self._most_slots} of {MOST_SLOT_BYTES} are given.",
+                f" at most {self._most_slots} of {self._path.most_slot_bytes} are given.",
             )
 
     def reap(self) -> None:

@@ -63,6 +63,7 @@ def pour(
             break
         if _sweep(wants, load, speed, expert_cost, turn) <= most * most * speeds * 1e-6:
             break
+    _relieve(wants, involved, load, speed, expert_cost, turn)
     owed = [0.0] * SERVERS
     found: list[dict[int, int]] = [{} for _ in counts]
     for want in wants:
@@ -89,13 +90,49 @@ def _sweep(
     return gained
 
 
+def _relieve(
+    wants: Sequence[_Want],
+    involved: Sequence[int],
+    load: list[float],
+    speed: Sequence[float],
+    cost: float,
+    turn: int,
+) -> None:
+    """Have a slow server that ends last give up whatever others hold as well, where all then end sooner."""
+
+    def end() -> tuple[float, int]:
+        return max(((load[server] / speed[server], -server) for server in involved), default=(0.0, 0))
+
+    ends, last = end()
+    while speed[-last] < 1:
+        kept, was = [want.share for want in wants], list(load)
+        for want in wants:
+            if len(want.servers) < 2 or -last not in want.servers:
+                continue
+            if not want.share[want.servers.index(-last)] > 0:
+                continue
+            _add(load, want, cost, -1)
+            want.share, _ = _split(want, load, speed, cost, turn, without=-last)
+            _add(load, want, cost, 1)
+        sooner, following = end()
+        if not sooner < ends:
+            load[:] = was
+            for want, share in zip(wants, kept, strict=True):
+                want.share = share
+            return
+        ends, last = sooner, following
+
+
 def _split(
-    want: _Want, load: Sequence[float], speed: Sequence[float], cost: float, turn: int
+    want: _Want, load: Sequence[float], speed: Sequence[float], cost: float, turn: int, without: int = -1
 ) -> tuple[list[float], float]:
-    """Rows for each of its servers, and what they add to the sum of load^2 / speed."""
+    """Rows for each of its servers but one, and what they add to the sum of load^2 / speed."""
     servers = want.servers
     level = {server: (load[server] + cost) / speed[server] for server in servers}
-    order = sorted(range(len(servers)), key=lambda slot: (level[servers[slot]], _lot(servers[slot], turn)))
+    order = sorted(
+        (slot for slot, server in enumerate(servers) if server != without),
+        key=lambda slot: (level[servers[slot]], _lot(servers[slot], turn)),
+    )
 
     def squared(amount: float, server: int) -> float:
         return amount * amount / speed[server]

@@ -28,6 +28,7 @@ from experts.kernels import PackedExpert
 from experts.manifest import BlobCorrupt, Manifest, PackLayout
 from experts.pack import PackedExperts, pack_blob
 from p2p.endpoint import Endpoint
+from router.tls import Credentials
 from router.view import EXPERT, Member, View
 
 log = logging.getLogger(__name__)
@@ -101,12 +102,12 @@ class CheckpointSource:
         """Nothing to do."""
 
 
-def manifest_from(view: View, layout: PackLayout) -> Manifest | None:
+def manifest_from(view: View, layout: PackLayout, credentials: Credentials | None = None) -> Manifest | None:
     """What the experts are, as a server of this View says; None where none says it."""
     servers = [member for member in view.pool(EXPERT) if _gives(member, layout)]
     for member in servers[:MANIFEST_TRIES]:
         try:
-            return manifest_of(member, layout)
+            return manifest_of(member, layout, credentials)
         except SourceFailed as error:
             log.warning("no_manifest reason=%s", error)
     return None
@@ -124,12 +125,19 @@ class Weights:
         packed: This host's file.
         endpoint: Over which others give; None: ask nobody.
         checkpoint: None where this host has none.
+        credentials: Of this process; None: no TLS.
     """
 
     def __init__(
-        self, *, name: str, packed: PackedExperts, endpoint: Endpoint | None, checkpoint: Checkpoint | None
+        self,
+        *,
+        name: str,
+        packed: PackedExperts,
+        endpoint: Endpoint | None,
+        checkpoint: Checkpoint | None,
+        credentials: Credentials | None = None,
     ) -> None:
-        self.packed = packed
+        self.packed, self._credentials = packed, credentials
         self._name, self._endpoint = name, endpoint
         self._stop = threading.Event()
         self._rates = Rates()
@@ -227,6 +235,7 @@ class Weights:
                 member=servers[name],
                 manifest=self.packed.manifest,
                 stop=self._stop,
+                credentials=self._credentials,
             )
         return self._sources[name]
 

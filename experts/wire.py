@@ -4,7 +4,7 @@ All fields little-endian:
 
     offset size  field
          0    4  magic "EXPT"
-         4    2  version (1)
+         4    2  version (2)
          6    2  kind: 1 request, 2 reply
          8    8  model hash: first 8 bytes of the checkpoint's fingerprint
         16    8  routing hash: of the routing list; a reply repeats the request's
@@ -17,7 +17,7 @@ All fields little-endian:
         44    2  reply lane: the client's doorbell to ring
         46    2  zero
         48    8  service time in ns (reply), 0 in a request
-        56    8  zero
+        56    8  digest of the rows (reply, OK), else 0; what it tells of: wire.h
     request: routing list of pairs x {row u16, expert u16, k_slot u16, zero u16}, padded to 64;
              then rows of hidden elements, each padded to 64 bytes
     reply:   pairs x hidden float32 in the order of the routing list; nothing where the status is not OK
@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from experts.model import Dtype, ExpertShape
 
 MAGIC = 0x54505845
-VERSION = 1
+VERSION = 2
 HEADER_BYTES = 64
 MAX_ROWS = 65535
 
@@ -55,13 +55,14 @@ HEADER = np.dtype(
         ("reply_lane", "<u2"),
         ("zero0", "<u2"),
         ("service_ns", "<u8"),
-        ("zero1", "<u8"),
+        ("digest", "<u8"),
     ]
 )
 PAIR = np.dtype([("row", "<u2"), ("expert", "<u2"), ("k_slot", "<u2"), ("zero", "<u2")])
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 _MIX = np.uint64(0xD6E8FEB86659FD93)
+_COLUMN_KEY = np.uint32(0x9E3779B1)
 
 
 class Kind(IntEnum):
@@ -122,6 +123,7 @@ class Reply:
     status: Status
     rows: NDArray[np.float32]  # [pairs, hidden]; [0, hidden] where the status is not OK
     service_ns: int = 0
+    digest: int | None = None  # of the rows as they were computed; None: of the rows as they are
 
 
 def model_hash_of(fingerprint: str) -> int:
@@ -135,6 +137,17 @@ def routing_hash(pairs: NDArray[np.void]) -> int:
     mixed = (words + (np.arange(len(words), dtype=np.uint64) + np.uint64(1)) * _STEP) * _MIX
     mixed ^= mixed >> np.uint64(32)
     return (len(words) + int(np.sum(mixed * _MIX, dtype=np.uint64))) % (1 << 64)
+
+
+def rows_digest(rows: NDArray[np.float32]) -> int:
+    """Digest of a reply's rows, [pairs, hidden], in their order."""
+    keys = (np.arange(rows.shape[1], dtype=np.uint32) * _COLUMN_KEY) | np.uint32(1)
+    bits = np.ascontiguousarray(rows, np.float32).view(np.uint32)
+    total = 0
+    for folded in (bits.astype(np.uint64) * keys.astype(np.uint64)).sum(axis=1, dtype=np.uint64):
+        total = (total ^ int(folded)) * int(_MIX) % (1 << 64)
+        total ^= total >> 32
+    return total
 
 
 def encode_request(wire: WireShape, request: Request) -> bytes:
@@ -211,6 +224,8 @@ def encode_reply(wire: WireShape, request: Request | None, reply: Reply) -> byte
     header = _header(wire, Kind.REPLY, request.layer, len(request.rows), request.pairs)
     header["status"], header["service_ns"] = reply.status, reply.service_ns
     header["reply_lane"] = request.reply_lane
+    if reply.status is Status.OK:
+        header["digest"] = rows_digest(reply.rows) if reply.digest is None else reply.digest
     return header.tobytes() + np.ascontiguousarray(reply.rows, np.float32).tobytes()
 
 
@@ -236,7 +251,9 @@ def decode_reply(wire: WireShape, payload: bytes, request: Request) -> Reply:
     needed = wire.reply_bytes(len(request.pairs))
     _need(len(payload) == needed, "length", len(payload), needed)
     rows = np.frombuffer(payload, "<f4", offset=HEADER_BYTES).reshape(-1, wire.shape.hidden)
-    return Reply(status=Status.OK, rows=rows, service_ns=service_ns)
+    digest = rows_digest(rows)
+    _need(int(header["digest"]) == digest, "digest", header["digest"], digest)
+    return Reply(status=Status.OK, rows=rows, service_ns=service_ns, digest=digest)
 
 
 def _pad(nbytes: int) -> int:
@@ -258,7 +275,9 @@ def _read_header(wire: WireShape, payload: bytes, kind: Kind) -> np.void:
     _need(int(header["magic"]) == MAGIC, "magic", hex(header["magic"]), hex(MAGIC))
     _need(int(header["version"]) == VERSION, "version", header["version"], VERSION)
     _need(int(header["kind"]) == kind, "kind", header["kind"], int(kind))
-    _need(not header["zero0"] and not header["zero1"], "reserved bytes", "not zero", 0)
+    _need(not header["zero0"], "reserved bytes", "not zero", 0)
+    answers = kind is Kind.REPLY and int(header["status"]) == Status.OK
+    _need(answers or not header["digest"], "digest", header["digest"], 0)
     return header
 
 

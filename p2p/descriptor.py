@@ -5,7 +5,7 @@ Layout, little-endian::
     offset  size  field
          0     4  magic "P2PD"
          4     1  version (1)
-         5     1  transport: 1 shm, 2 sim, 3 nixl
+         5     1  transport: 1 shm, 2 sim, 3 nixl, 4 cuda
          6     2  length A of the address
          8     2  length N of the name, UTF-8
         10     2  zero
@@ -47,6 +47,7 @@ class Transport(IntEnum):
     SHM = 1
     SIM = 2
     NIXL = 3
+    CUDA = 4
 
     @property
     def address_limit(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, c_int, c_int32, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, c_char_p, c_int, c_int32, c_uint32, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -45,6 +45,11 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "p2p_lanes_count": (c_uint32, (c_void_p,)),
     "p2p_lanes_run": (c_int, (c_void_p, LANE_FUNCTION, c_void_p)),
     "p2p_lanes_barrier": (None, (c_void_p, c_uint32)),
+    "p2p_fault_arm": (c_int, (c_void_p, c_char_p, c_char_p)),
+    "p2p_fault_disarm": (c_int, (c_uint64,)),
+    "p2p_fault_link": (None, (c_void_p, c_char_p)),
+    "p2p_fault_unlink": (None, (c_void_p,)),
+    "p2p_fault_pass": (None, (c_char_p,)),
     "p2p_monitor_new": (c_void_p, (c_uint32,)),
     "p2p_monitor_free": (None, (c_void_p,)),
     "p2p_monitor_posted": (None, (c_void_p, c_uint64, c_uint64)),

@@ -1,8 +1,8 @@
-"""The nixl transport: endpoints of different hosts, joined over UCX (RDMA, NVLink, TCP) on one rail or several.
+"""The nixl transport: endpoints of different hosts, joined over UCX (RDMA, TCP) on one rail or several.
 
 Bytes land in the owner's window by one-sided writes. What is put, and the frames that native code writes to
 `Peer.address`, goes out of an image of the window on this side. A rail that fails costs nothing but its bandwidth:
-see native/channel.h. Threads, connections and their ends are native/carrier.h's.
+see native/channel.h. Threads, connections and their ends are native/carrier.h's; windows on GPUs nixl_memory.py's.
 
 UCX over TCP neither encrypts nor asks who writes to the memory of a process that it can reach: keep these rails on a
 network of their own. The token keeps out peers that were not invited, not attackers on that network.
@@ -11,12 +11,11 @@ network of their own. The token keeps out peers that were not invited, not attac
 from __future__ import annotations
 
 import ctypes
-import math
 import mmap
+import os
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import TracebackType
 from typing import ClassVar, Final, TypeVar
@@ -25,6 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from p2p import doorbell, nixl_native
+from p2p.cuda_device import Device
+from p2p.cuda_driver import CudaDriver
 from p2p.descriptor import NAME_LIMIT, WINDOW_LIMIT_BYTES, Descriptor, Transport, decode
 from p2p.endpoint import (
     CONNECT_S,
@@ -38,91 +39,29 @@ from p2p.endpoint import (
 from p2p.frame import check_words
 from p2p.monitor import ChannelState, Monitor
 from p2p.nixl_carrier import Carrier
+from p2p.nixl_memory import DeviceWindow, HostMemory, PinnedMemory, gpu_of
+from p2p.nixl_rails import RailConfig, RailCounts
 from p2p.shm_link import new_token
 
 # 256 MB put over 1 Gbit/s take 2 s. What does not move is given up sooner: see native/link.cpp.
 CLOSE_S: Final = 5.0
-PIECE_LIMIT_BYTES: Final = 512 * 1024
-
-
-@dataclass(frozen=True, kw_only=True)
-class RailConfig:
-    """How rails are used and given up.
-
-    Args:
-        silence_ms: A rail that says nothing for so long, with writes under way, is doubted and then probed. TCP's
-            own first retransmission comes after 200 ms; a switch costs nothing but that rail.
-        grace_ms: Time for the probe's answer.
-        piece_bytes: A write is cut into pieces of so many, at most 512 KiB: incast hurts only above that.
-        reopen_first_s: From giving up a rail to trying it again.
-        reopen_last_s: The same after many failures, doubled each time in between.
-
-    Raises:
-        ValueError: a value is out of its bounds.
-    """
-
-    silence_ms: float = 100.0
-    grace_ms: float = 20.0
-    piece_bytes: int = 512 * 1024
-    reopen_first_s: float = 0.5
-    reopen_last_s: float = 30.0
-
-    def __post_init__(self) -> None:
-        times = (self.silence_ms, self.grace_ms, self.reopen_first_s, self.reopen_last_s)
-        if not all(math.isfinite(value) and value > 0 for value in times):
-            raise ValueError(f"times of {times} given; each has to be positive.")
-        if self.reopen_last_s < self.reopen_first_s:
-            raise ValueError(
-                f"reopen_last_s {self.reopen_last_s} is under reopen_first_s {self.reopen_first_s}; raise it."
-            )
-        if not 4096 <= self.piece_bytes <= PIECE_LIMIT_BYTES:
-            raise ValueError(f"pieces of {self.piece_bytes} bytes; 4096 to {PIECE_LIMIT_BYTES} needed.")
-
-    def native(self) -> nixl_native.ChannelConfig:
-        """As native code reads it."""
-        return nixl_native.ChannelConfig(
-            piece_bytes=self.piece_bytes,
-            silence_ns=int(self.silence_ms * 1e6),
-            grace_ns=int(self.grace_ms * 1e6),
-            reopen_first_ns=int(self.reopen_first_s * 1e9),
-            reopen_last_ns=int(self.reopen_last_s * 1e9),
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class RailCounts:
-    """What one rail of a peer has done, and does."""
-
-    live: bool
-    generation: int
-    in_flight_bytes: int
-    bytes_per_s: int
-    sent_bytes: int
-    switch_ns: int
-
-
-def _new_memory(nbytes: int, flags: int = 0) -> NDArray[np.uint8]:
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | flags)
-    return np.frombuffer(memory, dtype=np.uint8)
 
 
 class NixlWindow:
     """Memory that one peer writes from afar and this process reads. Made by `NixlEndpoint.export_window`."""
 
     def __init__(
-        self, endpoint: NixlEndpoint, offer: Descriptor, memory: NDArray[np.uint8], link: int
+        self, endpoint: NixlEndpoint, offer: Descriptor, memory: HostMemory | DeviceWindow, link: int
     ) -> None:
         self._endpoint = endpoint
         self._offer = offer
-        self._memory: NDArray[np.uint8] | None = memory
-        # Asked for once: numpy takes microseconds to say it.
-        self._address = int(memory.ctypes.data)
+        self._memory: HostMemory | DeviceWindow | None = memory
         self._link = link
 
     @property
     def address(self) -> int:
-        self._require_open()
-        return self._address
+        """Where the memory starts: for kernels, where the endpoint has a GPU."""
+        return self._require_open().address
 
     @property
     def nbytes(self) -> int:
@@ -138,7 +77,8 @@ class NixlWindow:
 
     @property
     def memory(self) -> NDArray[np.uint8]:
-        return self._require_open()
+        """The memory as u8[nbytes]; a copy of it where it lies on a GPU."""
+        return self._require_open().array
 
     @property
     def peer_incarnation(self) -> int:
@@ -155,13 +95,11 @@ class NixlWindow:
         Raises:
             ValueError: a word would lie outside the window or off 8 bytes.
         """
-        self._require_open()
+        memory = self._require_open()
         check_words(self.nbytes, offset, count, stride_bytes)
-        words = (ctypes.c_uint64 * count)()
-        self._endpoint.library.p2p_signals_load(self._address + offset, stride_bytes, count, words)
-        return np.ctypeslib.as_array(words)
+        return memory.poll(self._endpoint.library, offset, count, stride_bytes)
 
-    def _require_open(self) -> NDArray[np.uint8]:
+    def _require_open(self) -> HostMemory | DeviceWindow:
         if self._memory is None:
             raise EndpointClosed("this window was closed; export a new one.")
         return self._memory
@@ -174,13 +112,10 @@ class NixlWindow:
 class NixlPeer:
     """Another endpoint's window, as an image that is sent. Made by `NixlEndpoint.connect`."""
 
-    def __init__(
-        self, endpoint: NixlEndpoint, offer: Descriptor, image: NDArray[np.uint8], link: int
-    ) -> None:
+    def __init__(self, endpoint: NixlEndpoint, offer: Descriptor, image: HostMemory, link: int) -> None:
         self._endpoint = endpoint
         self._offer = offer
-        self._memory: NDArray[np.uint8] | None = image
-        self._address = int(image.ctypes.data)
+        self._memory: HostMemory | None = image
         self._link = link
 
     @property
@@ -190,8 +125,12 @@ class NixlPeer:
     @property
     def address(self) -> int:
         """The image: a frame that native code stores in a slot of it, signal last, is sent."""
-        self._require_open()
-        return self._address
+        return self._require_open().address
+
+    @property
+    def device_address(self) -> int:
+        """The same image for kernels: what they store in a slot, signal last, is sent. 0 without a GPU."""
+        return self._require_open().device_address
 
     @property
     def nbytes(self) -> int:
@@ -217,7 +156,7 @@ class NixlPeer:
         """Whether its channel moves bytes much more slowly than it did (native/monitor.h)."""
         return self._endpoint._is_slow(self)
 
-    def _require_open(self) -> NDArray[np.uint8]:
+    def _require_open(self) -> HostMemory:
         if self._memory is None:
             raise EndpointClosed(f"this side disconnected from {self.name}; connect with a new descriptor.")
         return self._memory
@@ -236,10 +175,12 @@ class NixlEndpoint:
         rails: Network devices to use, each for a path of its own; an empty name leaves the choice to UCX
             (and its variable UCX_NET_DEVICES). Of two endpoints, equal places in this list meet.
         config: How rails are used and given up.
+        device: The GPU on which windows lie, in the driver's order; none: host memory. See nixl_memory.py.
+        driver: Loaded already; where not given, the machine's own.
 
     Raises:
         NixlMissing: NIXL is not installed, or another version.
-        P2PError: a rail is no device of this machine.
+        P2PError: a rail is no device of this machine, or the GPU cannot be used (CudaMissing, CudaError).
     """
 
     shares_doorbells: ClassVar[bool] = False
@@ -252,6 +193,8 @@ class NixlEndpoint:
         *,
         rails: tuple[str, ...] = ("",),
         config: RailConfig | None = None,
+        device: int | None = None,
+        driver: CudaDriver | None = None,
     ) -> None:
         if not 1 <= len(name.encode()) <= NAME_LIMIT or not 0 <= incarnation < 1 << 64:
             raise ValueError(
@@ -265,19 +208,28 @@ class NixlEndpoint:
         self.rails = rails
         self.library = nixl_native.load()
         self._links: list[NixlWindow | NixlPeer] = []
-        self._page = _new_memory(mmap.PAGESIZE)
-        self._page[: len(header)] = np.frombuffer(header, dtype=np.uint8)
+        self._page = HostMemory(mmap.PAGESIZE)
+        self._page.array[: len(header)] = np.frombuffer(header, dtype=np.uint8)
+        if device is not None:
+            nixl_native.check_transports(os.environ.get("UCX_TLS"), nixl_native.UNFENCED_GPU)
+        self.device = None if device is None else Device(driver or CudaDriver.load(), device)
         names = (ctypes.c_char_p * len(rails))(*(rail.encode() for rail in rails))
-        handle: int | None = self.library.p2p_carrier_new(
-            *(incarnation, names, len(rails), self._page.ctypes.data, lanes),
-            (config or RailConfig()).native(),
-        )
+        with ExitStack() as undo:
+            if self.device:
+                undo.callback(self.device.close)
+            gpu = gpu_of(self.device) if self.device else None
+            handle: int | None = self.library.p2p_carrier_new(
+                *(incarnation, names, len(rails), self._page.address, lanes),
+                *((config or RailConfig()).native(), ctypes.byref(gpu) if gpu else None),
+            )
+            if handle is not None:
+                undo.pop_all()
         if handle is None:
             raise P2PError(
                 f"no threads are left for endpoint {name}; raise the limit on processes (ulimit -u)."
             )
         self._pump_page = int(self.library.p2p_carrier_page(handle))
-        self._carrier = Carrier(name, self.library, handle, self._page)
+        self._carrier = Carrier(name, self.library, handle, self._page, self.device, gpu)
         self._lock = self._carrier.lock
         # Also at the interpreter's exit: threads that write to memory must not outlive it.
         self._unclosed = weakref.finalize(self, self._carrier.abandon)
@@ -294,7 +246,7 @@ class NixlEndpoint:
     def page_address(self) -> int:
         """This endpoint's own doorbell page: rung when a signal lands in one of its windows."""
         self._carrier.require_open()
-        return int(self._page.ctypes.data)
+        return self._page.address
 
     def export_window(self, nbytes: int, incarnation: int | None = None) -> NixlWindow:
         """Offer `nbytes` of zeroed memory to one peer, as the endpoint's incarnation unless given.
@@ -308,12 +260,16 @@ class NixlEndpoint:
         if not 1 <= nbytes <= WINDOW_LIMIT_BYTES:
             raise ValueError(f"a window of {nbytes} bytes asked for; 1 to {WINDOW_LIMIT_BYTES} needed.")
         incarnation = self.incarnation if incarnation is None else incarnation
-        # Allocated now: without memory this fails here, and not in the token path.
-        memory, token = _new_memory(nbytes, mmap.MAP_POPULATE), new_token()
-        error = ctypes.create_string_buffer(nixl_native.ERROR_BYTES)
-        with self._carrier.call() as carrier:
+        token, error = new_token(), ctypes.create_string_buffer(nixl_native.ERROR_BYTES)
+        with self._carrier.call() as carrier, ExitStack() as undo:
+            # Allocated now: without memory this fails here, and not in the token path.
+            if self.device:
+                memory = DeviceWindow(self.device, nbytes)
+            else:
+                memory = HostMemory(nbytes, mmap.MAP_PRIVATE | mmap.MAP_POPULATE)
+            undo.callback(memory.close)
             link = self.library.p2p_link_export(
-                *(carrier, memory.ctypes.data, nbytes, incarnation, token, error, len(error))
+                *(carrier, memory.address, nbytes, incarnation, token, error, len(error))
             )
             if link is None:
                 raise P2PError(
@@ -335,7 +291,7 @@ class NixlEndpoint:
                 name=self.name,
                 token=token,
             )
-            return self._adopt(NixlWindow(self, offer, memory, link), memory)
+            return self._adopt(NixlWindow(self, offer, memory, link), memory, undo)
 
     def connect(self, descriptor: bytes, timeout_s: float = CONNECT_S) -> NixlPeer:
         """Join the window that the descriptor invites to, over every rail that answers in time.
@@ -348,11 +304,12 @@ class NixlEndpoint:
         offer = decode(descriptor)
         if offer.transport is not Transport.NIXL:
             raise DescriptorInvalid(f"a {offer.transport.name} descriptor; this endpoint speaks NIXL.")
-        image = _new_memory(offer.nbytes)
         error = ctypes.create_string_buffer(nixl_native.ERROR_BYTES)
-        with self._carrier.call() as carrier:
+        with self._carrier.call() as carrier, ExitStack() as undo:
+            image = PinnedMemory(self.device, offer.nbytes) if self.device else HostMemory(offer.nbytes)
+            undo.callback(image.close)
             link = self.library.p2p_link_connect(
-                *(carrier, image.ctypes.data, offer.nbytes, offer.incarnation, offer.token),
+                *(carrier, image.address, offer.nbytes, offer.incarnation, offer.token),
                 *(offer.address, len(offer.address), int(timeout_s * 1e9), error, len(error)),
             )
             if link is None:
@@ -361,7 +318,7 @@ class NixlEndpoint:
                     f"{offer.name} cannot be joined over {self._rails_text()}: {error.value.decode()}. Its process "
                     "has ended or is out of reach, or the descriptor was withdrawn or taken: ask for a new one."
                 )
-            return self._adopt(NixlPeer(self, offer, image, link), image)
+            return self._adopt(NixlPeer(self, offer, image, link), image, undo)
 
     def put(
         self, peer: NixlPeer, offset: int, source: bytes | bytearray | memoryview | NDArray[np.uint8]
@@ -377,7 +334,7 @@ class NixlEndpoint:
         if offset < 0 or offset + len(data) > peer.nbytes:
             raise ValueError(f"{len(data)} bytes at {offset} do not lie in a window of {peer.nbytes}.")
         with self._lock:
-            image = peer._require_open()
+            image = peer._require_open().array
             self._require_alive(peer)
             image[offset : offset + len(data)] = data
             self.library.p2p_link_put(peer._link, offset, len(data))
@@ -464,9 +421,10 @@ class NixlEndpoint:
         if not self.library.p2p_link_alive(peer._link):
             raise PeerGone(f"{peer.name} has ended or withdrew the window; use another.")
 
-    def _adopt(self, link: L, memory: NDArray[np.uint8]) -> L:
+    def _adopt(self, link: L, memory: HostMemory | DeviceWindow, undo: ExitStack) -> L:
         with self._lock:
             self._carrier.adopt(link._link, memory)
+            undo.pop_all()
             self._links.append(link)
         return link
 

@@ -8,9 +8,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from numpy.typing import NDArray
-
+from p2p.cuda_device import Device
 from p2p.endpoint import EndpointClosed
+from p2p.nixl_memory import DeviceWindow, Gpu, HostMemory
 
 
 class Carrier:
@@ -21,20 +21,32 @@ class Carrier:
     Args:
         handle: From p2p_carrier_new; this object frees it.
         page: Memory that the carrier uses.
+        device: Where its windows lie, if not in host memory; this object closes it.
+        gpu: The same, as the carrier knows it.
     """
 
-    def __init__(self, name: str, library: ctypes.CDLL, handle: int, page: NDArray) -> None:
+    def __init__(
+        self,
+        name: str,
+        library: ctypes.CDLL,
+        handle: int,
+        page: HostMemory,
+        device: Device | None,
+        gpu: Gpu | None,
+    ) -> None:
         self.lock = threading.RLock()
         self._idle = threading.Condition(self.lock)
         self._name = name
         self._library = library
         self._handle: int | None = handle
         self._page = page
+        self._device = device
+        self._gpu = gpu
         self._process = os.getpid()
         self._closing = False
         self._calls = 0
         # Native code uses it until the link is closed, whatever became of its Python end.
-        self._memory: dict[int, NDArray] = {}
+        self._memory: dict[int, HostMemory | DeviceWindow] = {}
 
     def require_open(self) -> int:
         """The handle; hold the lock while it is used, or be inside `call`.
@@ -67,7 +79,7 @@ class Carrier:
             if self._handle is not None:
                 self._library.p2p_carrier_progress(self._handle)
 
-    def adopt(self, link: int, memory: NDArray) -> None:
+    def adopt(self, link: int, memory: HostMemory | DeviceWindow) -> None:
         """Keep a new link, inside `call`.
 
         Raises:
@@ -89,7 +101,7 @@ class Carrier:
         try:
             # Not under the lock: it may take as long as the network does.
             self._library.p2p_link_close(link, int(bound_s * 1e9))
-            del memory
+            memory.close()
         finally:
             self._leave()
 
@@ -110,6 +122,8 @@ class Carrier:
             handle, self._handle = self._handle, None
         if handle is not None:
             self._library.p2p_carrier_free(handle)
+        if handle is not None and self._device is not None:
+            self._device.close()
 
     def abandon(self) -> None:
         """For an endpoint that nobody closed: its threads must not outlive its memory."""

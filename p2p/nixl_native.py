@@ -26,7 +26,15 @@ _INSTALL: Final = (
 )
 # By these the kernel of a frozen peer writes to our memory later, whatever this side has closed.
 UNFENCED: Final = frozenset({"cma", "knem", "xpmem"})
-_UNFENCED_BY: Final = {"all": UNFENCED, "sm": UNFENCED, "shm": UNFENCED, "mm": frozenset({"xpmem"})}
+# And by this its GPU to ours.
+UNFENCED_GPU: Final = UNFENCED | {"cuda_ipc"}
+_UNFENCED_BY: Final = {
+    "all": UNFENCED_GPU,
+    "cuda": frozenset({"cuda_ipc"}),
+    "sm": UNFENCED,
+    "shm": UNFENCED,
+    "mm": frozenset({"xpmem"}),
+}
 _INFINIBAND: Final = Path("/sys/class/infiniband")
 
 
@@ -69,7 +77,7 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "p2p_nixl_load": (c_int, (c_char_p, c_char_p, c_uint64)),
     "p2p_carrier_new": (
         c_void_p,
-        (c_uint64, POINTER(c_char_p), c_uint32, c_void_p, c_uint32, POINTER(ChannelConfig)),
+        (c_uint64, POINTER(c_char_p), c_uint32, c_void_p, c_uint32, POINTER(ChannelConfig), c_void_p),
     ),
     "p2p_carrier_leave": (None, (c_void_p,)),
     "p2p_carrier_free": (None, (c_void_p,)),
@@ -136,8 +144,11 @@ def load() -> ctypes.CDLL:
     return library
 
 
-def check_transports(chosen: str | None) -> None:
+def check_transports(chosen: str | None, unfenced: frozenset[str] = UNFENCED) -> None:
     """Refuse a value of UCX_TLS that allows unfenced transports; without one this package forbids them.
+
+    Args:
+        unfenced: Which those are: UNFENCED_GPU where windows lie on a GPU.
 
     Raises:
         P2PError: it allows some.
@@ -147,13 +158,13 @@ def check_transports(chosen: str | None) -> None:
     listed = chosen.strip().removeprefix("^").split(",")
     # As UCX reads them: `\name` is that name alone, `name:aux` its auxiliary use.
     names = [name.strip().removeprefix("\\").partition(":")[0] for name in listed]
-    meant = frozenset[str]().union(*(_UNFENCED_BY.get(name, UNFENCED & {name}) for name in names))
-    allowed = UNFENCED - meant if chosen.strip().startswith("^") else meant
+    meant = unfenced & frozenset[str]().union(*(_UNFENCED_BY.get(name, {name}) for name in names))
+    allowed = unfenced - meant if chosen.strip().startswith("^") else meant
     if allowed:
         raise P2PError(
             f"UCX_TLS={chosen} found, which allows {', '.join(sorted(allowed))}: what peers write by them lands even "
-            "after a window was closed. Forbid them with UCX_TLS=^cma,knem,xpmem, name others such as UCX_TLS=tcp, or "
-            "unset it."
+            "after a window was closed. Forbid them with UCX_TLS=^cma,knem,xpmem,cuda_ipc, name others such as "
+            "UCX_TLS=tcp, or unset it."
         )
 
 

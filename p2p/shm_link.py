@@ -1,4 +1,4 @@
-"""The links of the shm transport: sealed memory, the handshake that passes it, the thread that answers.
+"""The links of one host: sealed memory, the handshake that passes a window's memory, the thread that answers.
 
 Hello, from the connecting side, 64 bytes little-endian::
 
@@ -37,7 +37,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Final
+from typing import Final, Protocol, TypeVar
 
 from p2p.descriptor import TOKEN_BYTES, Descriptor
 from p2p.endpoint import ConnectRefused, Status
@@ -133,10 +133,23 @@ def answer(link: socket.socket, verdict: Verdict, nbytes: int = 0, fds: Sequence
             link.shutdown(socket.SHUT_RDWR)
 
 
+class Mapped(Protocol):
+    """What a window's descriptor was mapped as."""
+
+    def close(self) -> None: ...
+
+
+M = TypeVar("M", bound=Mapped)
+
+
 def call(
-    descriptor: Descriptor, incarnation: int, timeout_s: float
-) -> tuple[socket.socket, mmap.mmap, mmap.mmap]:
+    descriptor: Descriptor, address: bytes, incarnation: int, timeout_s: float, map_window: Callable[[int], M]
+) -> tuple[socket.socket, M, mmap.mmap]:
     """Connect to the window's owner: (link, window, doorbell page).
+
+    Args:
+        address: Of the owner's socket.
+        map_window: Maps the window that a file descriptor stands for, which stays this function's to close.
 
     Raises:
         ConnectRefused: with the reason.
@@ -145,13 +158,13 @@ def call(
     fds: list[int] = []
     try:
         link.settimeout(timeout_s)
-        link.connect(descriptor.address)
+        link.connect(address)
         if not same_user(link):
             raise ConnectRefused(f"{descriptor.name}'s socket belongs to another user; run both as one.")
         link.sendall(_HELLO.pack(b"P2PH", _VERSION, 0, incarnation, descriptor.token, bytes(16)))
         answer, fds, flags, _ = socket.recv_fds(link, _ANSWER.size, 2, socket.MSG_CMSG_CLOEXEC)
         _check_answer(descriptor, answer, len(fds), flags)
-        window = map_memory(fds[0], descriptor.nbytes)
+        window = map_window(fds[0])
         try:
             page = map_memory(fds[1], mmap.PAGESIZE)
         except BaseException:

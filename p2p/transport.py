@@ -1,4 +1,4 @@
-"""Which transport a process speaks, as its command line says it: `shm`, `nixl`, or `nixl:RAIL,RAIL`."""
+"""Which transport a process speaks, as its command line says it: `shm`, `nixl`, `nixl:RAIL,RAIL` or `cuda:DEVICE`."""
 
 from __future__ import annotations
 
@@ -7,40 +7,88 @@ from dataclasses import dataclass
 from typing import Any
 
 from p2p.descriptor import Transport
-from p2p.endpoint import Endpoint
+from p2p.endpoint import Endpoint, P2PError
 from p2p.shm import ShmEndpoint
 
-HELP = "how processes reach each other: shm (one host, default), nixl (between hosts), or nixl:eth0,eth1 (its rails)"
+HELP = (
+    "how processes reach each other: shm (one host, default), nixl (between hosts), nixl:eth0,eth1 (its rails), "
+    "cuda:0 (GPU kernels of one host; which GPU), or nixl@cuda:0 (GPU kernels between hosts)"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransportChoice:
-    """A transport, and the rails (names of network devices) it may use; none: the transport's own choice."""
+    """A transport, the rails (names of network devices) it may use, and the GPU its windows lie on.
+
+    No rails: the transport's own choice. No device: windows lie in host memory.
+    """
 
     transport: Transport
     rails: tuple[str, ...] = ()
+    device: int | None = None
 
     @classmethod
     def parse(cls, text: str) -> TransportChoice:
-        """Read `shm`, `nixl` or `nixl:RAIL,RAIL`.
+        """Read `shm`, `nixl`, `nixl:RAIL,RAIL`, `cuda` or `cuda:DEVICE`; nixl also with `@cuda:DEVICE` behind it.
 
         Raises:
             ValueError: it is none of them, or names a rail twice.
         """
-        name, colon, listed = text.partition(":")
-        rails = tuple(listed.split(",")) if colon else ()
-        known = {"shm": Transport.SHM, "nixl": Transport.NIXL}
-        if name not in known or (rails and name == "shm") or not all(rails) or len(set(rails)) < len(rails):
-            raise ValueError(f"transport {text!r} is not known; shm, nixl or nixl:eth0,eth1 is needed.")
-        return cls(transport=known[name], rails=rails)
+        way, at, place = text.partition("@")
+        name, colon, rest = way.partition(":")
+        listed = tuple(rest.split(",")) if colon else ()
+        device = _device_of(place if at else way)
+        if (
+            name == "nixl"
+            and all(listed)
+            and len(set(listed)) == len(listed)
+            and (device is not None or not at)
+        ):
+            return cls(transport=Transport.NIXL, rails=listed, device=device)
+        if device is not None and not at:
+            return cls(transport=Transport.CUDA, device=device)
+        if text == "shm":
+            return cls(transport=Transport.SHM)
+        raise ValueError(
+            f"transport {text!r} is not known; shm, nixl, nixl:eth0,eth1, cuda:1 or nixl:eth0@cuda:1 is needed."
+        )
 
-    def opener(self) -> Callable[[str, int, int], Endpoint[Any, Any]]:
-        """What makes an endpoint from (name, incarnation, lanes); it raises P2PError where it cannot be used here."""
+    @property
+    def named_rails(self) -> tuple[str, ...]:
+        """What the endpoint's rails are called: ("",) where nixl chooses, none where nothing goes over a network."""
+        return self.rails or ("",) if self.transport is Transport.NIXL else ()
+
+    def opener(self, *, on_device: bool = False) -> Callable[[str, int, int], Endpoint[Any, Any]]:
+        """What makes an endpoint from (name, incarnation, lanes); it raises P2PError where it cannot be used here.
+
+        Args:
+            on_device: Whether the caller can do with windows that the CPU can neither read nor write.
+
+        Raises:
+            P2PError: it cannot, and this choice makes such windows.
+        """
+        if self.device is not None and not on_device:
+            raise P2PError(
+                f"windows on GPU {self.device} are asked for, and this process computes on CPUs: choose shm or nixl."
+            )
         if self.transport is Transport.SHM:
             return ShmEndpoint
-        # Not before it is asked for: an optional package, and a library of many megabytes.
+        # Not before they are asked for: optional packages, and libraries of many megabytes.
+        if self.transport is Transport.CUDA:
+            from p2p.cuda import CudaEndpoint
+
+            device = self.device or 0
+            return lambda name, incarnation, lanes: CudaEndpoint(name, incarnation, lanes, device=device)
         from p2p.nixl import NixlEndpoint
 
         return lambda name, incarnation, lanes: NixlEndpoint(
-            name, incarnation, lanes, rails=self.rails or ("",)
+            name, incarnation, lanes, rails=self.named_rails, device=self.device
         )
+
+
+def _device_of(text: str) -> int | None:
+    """The GPU that `cuda` or `cuda:NUMBER` names; None where it is neither."""
+    name, colon, number = text.partition(":")
+    if name != "cuda" or (colon and not (number.isascii() and number.isdecimal())):
+        return None
+    return int(number or 0)

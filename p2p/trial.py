@@ -47,7 +47,7 @@ class Trial:
 def try_out(choice: str, limit_s: float = LIMIT_S) -> Trial:
     """Move bytes between this process and another that it starts; at most about `limit_s`."""
     try:
-        endpoint = TransportChoice.parse(choice).opener()("trial", _OWN, 1)
+        endpoint = TransportChoice.parse(choice).opener(on_device=True)("trial", _OWN, 1)
     except (P2PError, OSError, ValueError) as error:
         return Trial(choice=choice, problem=str(error))
     command = [sys.executable, "-m", "p2p.trial", "--echo", choice]
@@ -102,7 +102,7 @@ def _measure(
 
 def echo(choice: str) -> None:
     """The other process: answers every signal with its own, until the first ends."""
-    endpoint = TransportChoice.parse(choice).opener()("trial-echo", _OTHER, 1)
+    endpoint = TransportChoice.parse(choice).opener(on_device=True)("trial-echo", _OTHER, 1)
     window = endpoint.export_window(_WINDOW_BYTES)
     offered = sys.stdin.readline().strip()
     print(window.descriptor.hex(), flush=True)
@@ -121,5 +121,5 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--echo"]:
         echo(sys.argv[2])
     else:
-        for name in sys.argv[1:] or ["shm", "nixl"]:
+        for name in sys.argv[1:] or ["shm", "nixl", "cuda"]:
             print(try_out(name))

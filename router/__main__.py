@@ -14,12 +14,15 @@ from router import child
 from router.election import Election
 from router.etcd import Etcd, EtcdInvalid
 from router.etcd_store import ClusterInvalid, EtcdStore, prefix_of
+from router.exposure import LOOPBACK, Exposed
 from router.journal import Journal
 from router.listening import CannotListen, serve
 from router.pools import autoscale_bounds
+from router.roles import ROUTER
 from router.scaling import Policy
 from router.state import Config, ConfigInvalid
 from router.store import JournalUnusable, Store
+from router.tls import CredentialsInvalid
 
 log = logging.getLogger("router")
 
@@ -28,12 +31,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
         prog="eaas router",
-        description="Keep membership and placement of a cluster. Listens on 127.0.0.1.",
+        description="Keep membership and placement of a cluster. Listens on loopback unless told otherwise.",
         epilog="Exit codes: 0 stopped by a signal, 1 could not start (the message says why), 2 bad usage. "
         "Examples: eaas router --port 7000 --journal router.db --experts 4 --replicas 2; "
         "eaas router --port 7000 --store etcd --etcd http://127.0.0.1:2379 --experts 4",
     )
-    parser.add_argument("--port", type=int, default=0, help="port on 127.0.0.1; 0 = any (default)")
+    parser.add_argument("--port", type=int, default=0, help="port to listen on; 0 = any (default)")
+    child.add_listener(parser)
     parser.add_argument(
         "--store", choices=("sqlite", "etcd"), default="sqlite", help="with etcd, several routers stand by"
     )
@@ -71,7 +75,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--admin-port",
         type=int,
-        help="port on 127.0.0.1 for scaling, health and metrics over HTTP; 0 = any; default: none",
+        help="port for scaling, health and metrics over HTTP, and https with --tls-dir; 0 = any; default: none",
+    )
+    parser.add_argument(
+        "--admin-host",
+        default=LOOPBACK,
+        help=f"IP address of --admin-port (default {LOOPBACK}); one that others can reach needs --tls-dir and a key",
     )
     parser.add_argument(
         "--admin-key-file", type=Path, help="file with the key that requests to --admin-port must bring"
@@ -110,12 +119,17 @@ async def run(arguments: argparse.Namespace) -> None:
         redundant=arguments.redundant_experts,
         lease_s=arguments.lease_s,
     )
+    credentials = child.credentials(arguments, ROUTER)
     admin = None
     if arguments.admin_port is not None:
         # Here: only a router that has this listener loads its libraries.
         from router.admin import listen
 
-        admin = partial(listen, config, arguments.admin_port, arguments.admin_key_file)
+        admin = partial(
+            *(listen, config, arguments.admin_port, arguments.admin_key_file),
+            host=arguments.admin_host,
+            credentials=credentials,
+        )
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -127,7 +141,12 @@ async def run(arguments: argparse.Namespace) -> None:
 
     store, election = store_of(arguments)
     try:
-        await serve(config, store, arguments.port, stop, ready, election, admin)
+        await serve(
+            *(config, store, arguments.port, stop, ready, election, admin, arguments.allow_chaos),
+            host=arguments.host,
+            advertise=arguments.advertise,
+            credentials=credentials,
+        )
     finally:
         store.close()
 
@@ -137,7 +156,10 @@ def main() -> int:
     child.begin(arguments)
     try:
         asyncio.run(run(arguments))
-    except (ConfigInvalid, JournalUnusable, EtcdInvalid, ClusterInvalid, CannotListen) as error:
+    except (
+        *(ConfigInvalid, JournalUnusable, EtcdInvalid, ClusterInvalid, CannotListen),
+        *(Exposed, CredentialsInvalid),
+    ) as error:
         log.error("cannot_start reason=%s", error)
         child.tell_failed(arguments, str(error))
         return 1

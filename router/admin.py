@@ -1,13 +1,22 @@
-"""The admin listener: pools, health and metrics over HTTP on loopback, apart from what members use.
+"""The admin listener: pools, health and metrics over HTTP, apart from what members use.
 
     GET  /admin/pools               every pool, as below
-    GET  /admin/pools/{pool}/scale  {"pool", "wanted", "live", "starting", "draining", "least", "most", "is_scaling"}
+    GET  /admin/pools/{pool}/scale  {"pool", "wanted", "live", "starting", "draining", "least", "most", "held_up",
+                                     "is_scaling"}
     PUT  /admin/pools/{pool}/scale  {"wanted": 6, "drain_s": 30} -> the same, once it is durable
+    GET  /admin/experts             {"rows": [[...]]}, sent to each expert since the router began, by layer
+    GET  /admin/faults              {"faults": [as below], "members": [{"name", "pool", "state"}]}
+    POST /admin/faults              {"names": ["expert/3"], "fault": {...}} -> {"fault": {...}, "names", "remaining_s"}
+    DELETE /admin/faults[/{id}]     one, or all, before their time -> {"cleared": [ids]}
     GET  /healthz                   200, or 503 while the router cannot write its journal
     GET  /metrics                   Prometheus
 
-What fails answers {"error": {"message", "found", "needed", "do"}}. A page in a browser of this machine can neither read
-this (no CORS, and a foreign Host, as after DNS rebinding, is refused) nor change it (a PUT of JSON asks first).
+What fails answers {"error": {"message", "found", "needed", "do"}}. Faults, in the words of router/faults.py, are only
+for a router with --allow-chaos. A page in a browser of this machine can neither read this (no CORS, and a foreign Host,
+as after DNS rebinding, is refused) nor change it (a PUT, a DELETE, and a POST of JSON ask first).
+
+It listens on loopback; anywhere else it needs TLS and a key. With --tls-dir it speaks TLS with the router's own
+certificate. Who shows a certificate must be an operator: a member's is refused, key or not.
 """
 
 from __future__ import annotations
@@ -18,21 +27,30 @@ import hmac
 import json
 import logging
 import socket
+import urllib.parse
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from router.events import DRAIN_S, Refused, Scale
+from router.exposure import LOOPBACK, bound_address, host_port, is_loopback
+from router.faults import Fault, FaultInvalid
+from router.faults_wire import Injection
+from router.injection import ChaosNotAllowed, FaultRefused, TooManyFaults
 from router.journal import JournalUnusable
 from router.listening import CannotListen
 from router.messages import LONGEST_DRAIN_S
 from router.metrics import CONTENT_TYPE, RouterMetrics
 from router.pools import PoolSize, pool_size
+from router.records import view_of
+from router.roles import OPERATOR
 from router.service import RouterService
 from router.state import LAUNCHED_POOLS, Config
+from router.tls import Credentials, peer_role
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +60,8 @@ _CONNECTIONS = 64
 _LEAST_KEY = 16
 _JSON = b"application/json"
 _HOSTS = ("127.0.0.1", "localhost", "[::1]")
+
+_FAULT_STATUS = {FaultInvalid: 400, ChaosNotAllowed: 403, TooManyFaults: 429}
 
 Reply = tuple[int, bytes, bytes]
 
@@ -85,12 +105,19 @@ def key_digest(path: Path) -> bytes:
 class AdminApp:
     """The routes, as an ASGI application."""
 
-    def __init__(self, config: Config, router: RouterService, digest: bytes | None = None) -> None:
-        """Args: digest: of the key that every request but /healthz must bring; None: no key."""
+    def __init__(
+        self, config: Config, router: RouterService, digest: bytes | None = None, exposed: bool = False
+    ) -> None:
+        """Args: digest: of the key that every request but /healthz must bring; None: no key. exposed: it may be asked
+        under any name, not only those of loopback."""
+        self._exposed = exposed
         self._config = config
         self._router = router
         self._digest = digest
-        self._metrics = RouterMetrics(config, lambda: router.state, router.counts, lambda: router.problem)
+        router.injections.keyed = digest is not None
+        self._metrics = RouterMetrics(
+            config, lambda: router.state, router.counts, lambda: router.problem, router.injections
+        )
 
     async def __call__(
         self,
@@ -132,7 +159,8 @@ class AdminApp:
 
     async def _answer(self, scope: dict[str, Any], receive: Callable[[], Awaitable[dict[str, Any]]]) -> Reply:
         headers = dict(scope["headers"])
-        _check_host(headers.get(b"host", b""))
+        if not self._exposed:
+            _check_host(headers.get(b"host", b""))
         method, path = scope["method"], scope["path"]
         if path == "/healthz":
             _check_method(method, "GET", "HEAD")
@@ -145,12 +173,17 @@ class AdminApp:
         if path == "/admin/pools":
             _check_method(method, "GET", "HEAD")
             return _json({"pools": [_words(pool, self._size(pool)) for pool in LAUNCHED_POOLS]})
+        if path == "/admin/experts":
+            _check_method(method, "GET", "HEAD")
+            return _json({"rows": self._rows()})
+        if path == "/admin/faults" or (path.startswith("/admin/faults/") and path != "/admin/faults/"):
+            return await self._faults(method, path.removeprefix("/admin/faults")[1:], headers, receive)
         parts = path.split("/")
         if len(parts) != 5 or parts[:3] != ["", "admin", "pools"] or parts[4] != "scale":
             raise _Refused(
                 status=404,
                 found=f"path {path}",
-                needed="/admin/pools, /admin/pools/{pool}/scale, /healthz or /metrics",
+                needed="/admin/pools, /admin/pools/{pool}/scale, /admin/experts, /admin/faults, /healthz or /metrics",
                 do="ask for one of these",
             )
         pool = parts[3]
@@ -176,6 +209,50 @@ class AdminApp:
                 message=scaled.message,
             )
         return _json(_words(pool, scaled))
+
+    def _rows(self) -> list[list[int]]:
+        model, rows = self._router.state.model, self._router.counts.rows
+        known = model.layers > 0 and len(rows) == model.layers * model.experts
+        return rows.reshape(model.layers, -1).tolist() if known else []
+
+    async def _faults(
+        self,
+        method: str,
+        id: str,
+        headers: dict[bytes, bytes],
+        receive: Callable[[], Awaitable[dict[str, Any]]],
+    ) -> Reply:
+        """Everything under /admin/faults."""
+        injections = self._router.injections
+        if not injections.allowed:
+            raise _Refused(
+                status=403,
+                found="a router without --allow-chaos",
+                needed="one with it",
+                do="start router and members with --allow-chaos, where faults may be injected",
+            )
+        _check_method(method, *(("DELETE",) if id else ("GET", "HEAD", "POST", "DELETE")))
+        if method == "DELETE":
+            return _json({"cleared": injections.clear(urllib.parse.unquote(id))})
+        if method != "POST":
+            members = view_of(self._config, self._router.state).members
+            return _json(
+                {
+                    "faults": [_injected(injection) for injection in injections.known()],
+                    "members": [{"name": m.name, "pool": m.pool, "state": m.state} for m in members],
+                }
+            )
+        names, said = _read_fault(await _read_body(headers, receive))
+        try:
+            return _json(_injected(await injections.inject(names, Fault.from_dict(said))))
+        except (FaultInvalid, FaultRefused) as error:
+            raise _Refused(
+                status=_FAULT_STATUS.get(type(error), 409),
+                found=f"{said.get('kind')} of {', '.join(names)}"[:100],
+                needed="a fault that each of them takes",
+                do="GET /admin/faults lists members and faults",
+                message=str(error),
+            ) from None
 
     def _size(self, pool: str) -> PoolSize:
         return pool_size(self._config, self._router.state, pool)
@@ -237,7 +314,7 @@ async def _read_body(headers: dict[bytes, bytes], receive: Callable[[], Awaitabl
                         status=413,
                         found=f"over {_BODY_BYTES} bytes",
                         needed=f"at most {_BODY_BYTES}",
-                        do="send only wanted and drain_s",
+                        do="send only what is asked for",
                     )
     except TimeoutError:
         raise _Refused(
@@ -268,6 +345,33 @@ def _read_scale(body: bytes) -> tuple[int, float]:
     return wanted, float(drain_s)
 
 
+def _read_fault(body: bytes) -> tuple[list[str], dict[str, Any]]:
+    try:
+        said = json.loads(body)
+    except (ValueError, RecursionError):
+        said = None
+    if isinstance(said, dict) and said.keys() == {"names", "fault"}:
+        names, fault = said["names"], said["fault"]
+        listed = isinstance(names, list) and names and all(isinstance(name, str) for name in names)
+        if listed and isinstance(fault, dict):
+            # The router gives the id.
+            return names, {"id": "", **fault}
+    raise _Refused(
+        status=400,
+        found=f"body {body[:64].decode('utf-8', 'replace')!r}",
+        needed='{"names": ["expert/3"], "fault": {"kind": "slow", "for_s": 10, "times": 10}}',
+        do="send such a body",
+    )
+
+
+def _injected(injection: Injection) -> dict[str, Any]:
+    return {
+        "fault": injection.fault.to_dict(),
+        "names": list(injection.names),
+        "remaining_s": injection.remaining_s,
+    }
+
+
 def _words(pool: str, size: PoolSize) -> dict[str, Any]:
     return {"pool": pool, **asdict(size), "is_scaling": size.is_scaling}
 
@@ -276,22 +380,37 @@ def _json(value: object) -> Reply:
     return 200, _JSON, json.dumps(value).encode()
 
 
+class _Connection(H11Protocol):
+    """Closed at once where the client shows a certificate of any role but an operator's.
+
+    h11 bounds the size of a request's head, which httptools does not.
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        super().connection_made(transport)
+        shown = transport.get_extra_info("peercert")
+        if shown and (role := peer_role(shown)) != OPERATOR:
+            log.warning("admin_refused peer=%s role=%s needed=%s", self.client, role or "none", OPERATOR)
+            transport.abort()
+
+
 class AdminListener(uvicorn.Server):
     """uvicorn on the router's own event loop, between `begin` and `shutdown`: it takes no signals and ticks never."""
 
-    def __init__(self, app: AdminApp, port: int) -> None:
-        """Args: port: on 127.0.0.1, 0 = any.
+    def __init__(self, app: AdminApp, host: str, port: int, credentials: Credentials | None = None) -> None:
+        """Args: host: IP address. port: 0 = any. credentials: of the router, to speak TLS with.
 
         Raises:
             OSError: the port cannot be had.
         """
-        self._listener = socket.create_server(("127.0.0.1", port), backlog=_CONNECTIONS)
-        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, port), family=family, backlog=_CONNECTIONS)
+        self.address = host_port(host, self._listener.getsockname()[1])
+        self._tls = credentials.open_context() if credentials is not None else None
         super().__init__(
             uvicorn.Config(
                 app,  # pyright: ignore[reportArgumentType]
-                # Bounds the size of a request's head, which httptools does not.
-                http="h11",
+                http=_Connection,
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -308,24 +427,36 @@ class AdminListener(uvicorn.Server):
     async def begin(self) -> None:
         """Answer from now on, until `shutdown`."""
         self.config.load()
+        self.config.ssl = self._tls
         self.lifespan = self.config.lifespan_class(self.config)
         await self.startup(sockets=[self._listener])
 
 
-def listen(config: Config, port: int, key_file: Path | None, router: RouterService) -> AdminListener:
+def listen(
+    config: Config,
+    port: int,
+    key_file: Path | None,
+    router: RouterService,
+    host: str = LOOPBACK,
+    credentials: Credentials | None = None,
+) -> AdminListener:
     """The admin listener of a router, which `begin` lets answer.
 
     Args:
-        port: On 127.0.0.1, 0 = any. key_file: None: nobody needs a key.
+        port: 0 = any. key_file: None: nobody needs a key. host: IP address. credentials: of the router; None: no TLS.
 
     Raises:
         CannotListen: the port cannot be had, or there is no key in the file.
+        Exposed: other machines could reach it, and it has no TLS or no key.
     """
+    needed = {"TLS (--tls-dir)": credentials is not None, "key (--admin-key-file)": key_file is not None}
+    bound = bound_address("--admin-host", host, needed)
     digest = key_digest(key_file) if key_file is not None else None
     try:
-        return AdminListener(AdminApp(config, router, digest), port)
+        app = AdminApp(config, router, digest, exposed=not is_loopback(bound))
+        return AdminListener(app, bound, port, credentials)
     except (OSError, OverflowError) as error:
         raise CannotListen(
-            f"port {port} of 127.0.0.1 cannot be used for --admin-port ({error}): "
+            f"port {port} of {bound} cannot be used for --admin-port ({error}): "
             f"stop what listens there or give another"
         ) from error

@@ -45,3 +45,24 @@ def lowest(bits: int, count: int) -> int:
         chosen |= bit
         bits ^= bit
     return chosen
+
+
+def copies(bitmaps: Iterable[int], everything: int) -> tuple[int, int]:
+    """In how many of the bitmaps the bit of `everything` is that is in the fewest, and how many bits are in so few."""
+    # on[k]: the bits that are in more than k of them.
+    on: list[int] = []
+    for bits in bitmaps:
+        more = bits & everything
+        for count, known in enumerate(on):
+            on[count], more = more | known, more & known
+        if more:
+            on.append(more)
+    least = sum(known == everything for known in on) if everything else 0
+    more = on[least] if least < len(on) else 0
+    return least, (everything & ~more).bit_count()
+
+
+def by_layer(bits: int, layers: int, experts: int) -> list[int]:
+    """How many experts of each layer a bitmap names."""
+    mask = (1 << experts) - 1
+    return [(bits >> (layer * experts) & mask).bit_count() for layer in range(layers)]

@@ -1,4 +1,4 @@
-"""What a process of the cluster owes the one that started it: one line when it is ready, and an end with it."""
+"""What every process of the cluster has in common: its options, its log, and what it owes the one that started it."""
 
 from __future__ import annotations
 
@@ -10,20 +10,62 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
+from pathlib import Path
+
+from router import logs
+from router.exposure import LOOPBACK
+from router.tls import Credentials
 
 _PR_SET_PDEATHSIG = 1
-_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that every process of the cluster takes from its launcher."""
     parser.add_argument("--ready-fd", type=int, default=-1, help="write one JSON line here when usable")
     parser.add_argument("--die-with", type=int, default=0, metavar="PID", help="stop when this parent ends")
+    parser.add_argument(
+        "--allow-chaos",
+        action="store_true",
+        help="take faults that are injected on purpose (default: refuse)",
+    )
+    parser.add_argument(
+        "--tls-dir",
+        type=Path,
+        metavar="DIR",
+        help="ca.pem, cert.pem and key.pem of this process's role, as `eaas certs` makes them: TLS with every other "
+        "process, both ways (default: none, on loopback only)",
+    )
+    parser.add_argument(
+        "--log-format",
+        choices=logs.FORMATS,
+        default=logs.TEXT,
+        help="json: one object for each line of the log",
+    )
+
+
+def add_listener(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a process that other processes connect to, beside its port."""
+    parser.add_argument(
+        "--host",
+        default=LOOPBACK,
+        help=f"IP address to listen on (default {LOOPBACK}); one that other machines can reach needs --tls-dir",
+    )
+    parser.add_argument(
+        "--advertise",
+        default="",
+        metavar="NAME",
+        help="name or address under which others reach this process (default: that of --host)",
+    )
+
+
+def credentials(options: argparse.Namespace, role: str) -> Credentials | None:
+    """What --tls-dir holds; None without it. Raises CredentialsInvalid."""
+    return Credentials(options.tls_dir, role) if options.tls_dir else None
 
 
 def begin(options: argparse.Namespace, level: str = "info") -> None:
     """Log to stderr; with --die-with, get SIGTERM when the launcher ends, however and whenever it ends."""
-    logging.basicConfig(level=level.upper(), stream=sys.stderr, format=_LOG_FORMAT)
+    logs.begin(options.log_format, level)
     if options.die_with:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
         # It may have ended before the request was made: then somebody else is the parent by now.

@@ -1,8 +1,8 @@
 """Synchronous client of the router, for members, launchers and the command line.
 
     client = RouterClient("127.0.0.1:7000")  # or, of several routers, "10.0.0.1:7000,10.0.0.2:7000"
-    client.join(pool="expert", address="127.0.0.1:7101", model_hash=..., numerics_class=..., layers=8,
-    experts=32) client.start(on_view=apply, load=lambda: {"busy": 0.4}, on_fenced=stop)
+    client.join(pool="expert", address="127.0.0.1:7101", model_hash=..., numerics_class=..., layers=8, experts=32)
+    client.start(on_view=apply, load=lambda: {"busy": 0.4}, on_fenced=stop)
 
 Two threads keep the lease and watch the View. A router that is away, frozen or restarting changes nothing:
 the last View stays, both threads try again, and the member goes on under the same name and incarnation. Only
@@ -16,72 +16,82 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import grpc
 import numpy as np
 from numpy.typing import NDArray
 
-from router.channel import is_refused_by_standby, open_channel
+from router.connection import (
+    AWAY,
+    RETRY_MOST_S,
+    Connection,
+    FaultRefused,
+    JoinRefused,
+    RouterUnavailable,
+    ScaleRefused,
+)
+from router.faults import Fault, FaultTaker
+from router.faults_wire import Injection, fault_message, fault_of, injection_of, taken_message
 from router.host import boot_s, host_id, process_id
+from router.news import News
 from router.pools import PoolSize
 from router.proto import router_pb2 as pb
-from router.proto import router_pb2_grpc as rpc
-from router.replies import GoneMember, Identity, StartProcess, Status, StopProcess, pool_of, view_of
-from router.view import View
+from router.replies import Identity, StartProcess, Status, StopProcess, pool_of, status_of, view_of
+from router.tls import Credentials
+from router.totals import Totals
+from router.view import PROTOCOL, Member, View
+
+__all__ = ["FaultRefused", "JoinRefused", "RouterClient", "RouterUnavailable", "ScaleRefused"]
 
 log = logging.getLogger(__name__)
 
-_AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
-_RETRY_FIRST_S = 0.05
-_RETRY_MOST_S = 0.5
-
-
-class RouterUnavailable(Exception):
-    """The router cannot be reached, or cannot write its journal."""
-
-
-class JoinRefused(Exception):
-    """The router will not have this member: another model, shape or numerics class."""
-
-
-class ScaleRefused(Exception):
-    """The router will not have that size."""
+_REFUSALS = (
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.PERMISSION_DENIED,
+)
 
 
 class RouterClient:
     """One process's connection to the router. Every method may be called from any thread."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, credentials: Credentials | None = None) -> None:
         """Nothing is sent yet.
 
         Args:
             address: "host:port" of the router; of several, all with commas between, by IP address, or one name that
                 resolves to all.
+            credentials: Of this process; None: no TLS.
 
         Raises:
             RouterAddressInvalid: a list that cannot be followed.
         """
         self.address = address
-        self._channel = open_channel(address)
-        self._stub = rpc.RouterStub(self._channel)
+        self._connection = Connection(address, credentials)
         self._wake = threading.Event()
-        self._closed = threading.Event()
+        self._closed = self._connection.closed
         self._lock = threading.Lock()
         self._identity: Identity | None = None
         self._fenced = False
         self._view: View | None = None
         self._acked = 0
         self._loaded: tuple[Identity | None, bytes, int] | None = None
-        self._routed: tuple[NDArray[np.uint32], NDArray[np.uint32]] | None = None
+        self._news = News()
         self._watching: grpc.Call | None = None
         self._spoke_s = boot_s()
         self._threads: list[threading.Thread] = []
-        self._streams: set[grpc.Call] = set()
         self._on_view: Callable[[View], None] | None = None
         self._on_fenced: Callable[[str], None] | None = None
+        self._on_drained: Callable[[], None] | None = None
         self._load: Callable[[], Mapping[str, float]] | None = None
+        self._faults: FaultTaker | None = None
+
+    @property
+    def _stub(self) -> Any:
+        return self._connection.stub
 
     @property
     def identity(self) -> Identity | None:
@@ -125,10 +135,10 @@ class RouterClient:
         """Become a member, under a new name.
 
         Args:
-            pool: "expert", "attention" or "gateway".
+            pool: "expert", "attention", "gateway" or "client".
             address: Where peers reach this member; opaque to the router.
             model_hash: Fingerprint of the checkpoint; that of every other member. Empty: not checked.
-            numerics_class: Must equal that of the pool. Empty: not checked.
+            numerics_class: Of the format of the pool's, such as bf16. Empty: not checked.
             layers, experts: Shape of the placement (MoE layers, logical experts a layer); 0 = not checked.
             capacity: (layer, expert) pairs that this server can hold; 0 = all.
             core: First core of its lanes, -1 if unpinned.
@@ -138,7 +148,7 @@ class RouterClient:
             timeout_s: How long to wait for a router that is not there yet.
 
         Raises:
-            JoinRefused: another model, shape or numerics class; the message says which was found and needed.
+            JoinRefused: another model, shape or format of numbers; the message says which was found and needed.
             RouterUnavailable: no router answered in time, or it cannot write its journal.
         """
         request = pb.JoinRequest(
@@ -154,18 +164,19 @@ class RouterClient:
             core=core,
             zone=zone,
             expert_bytes=expert_bytes,
+            protocol=PROTOCOL,
         )
         sent_s = boot_s()
         try:
-            reply = self._ask(self._stub.Join, request, timeout_s)
+            reply = self._connection.ask(self._stub.Join, request, timeout_s)
         except grpc.RpcError as error:
             if error.code() in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT):
                 raise JoinRefused(error.details()) from None
-            raise self._unavailable(error, "join") from error
+            raise self._connection.unavailable(error, "join") from error
         with self._lock:
             self._acked = 0
             self._loaded = None
-            self._routed = None
+            self._news.forget()
             self._view = None
             self._fenced = False
             self._spoke_s = sent_s
@@ -189,6 +200,8 @@ class RouterClient:
         on_view: Callable[[View], None] | None = None,
         load: Callable[[], Mapping[str, float]] | None = None,
         on_fenced: Callable[[str], None] | None = None,
+        on_drained: Callable[[], None] | None = None,
+        faults: FaultTaker | None = None,
     ) -> None:
         """Start the threads: watch the View, and keep the lease if this process has joined (now or later).
 
@@ -198,10 +211,13 @@ class RouterClient:
                 is absent, load what is new) and call `loaded`.
             load: Called on the lease thread before each renewal.
             on_fenced: Called once on the lease thread, with the reason, when this member is no more.
+            on_drained: Called instead, where given, when that is because it was ordered to drain, and has.
+            faults: Told on the watch thread of each fault that this process is to do to itself; None: it takes none.
         """
         if self._threads:
             raise RuntimeError("start was called twice; one RouterClient serves one process, once")
-        self._on_view, self._load, self._on_fenced = on_view, load, on_fenced
+        self._on_view, self._load, self._on_fenced, self._on_drained = on_view, load, on_fenced, on_drained
+        self._faults = faults
         self._threads = [
             threading.Thread(target=self._keep_lease, name="router-lease", daemon=True),
             threading.Thread(target=self._watch, name="router-watch", daemon=True),
@@ -210,8 +226,7 @@ class RouterClient:
             thread.start()
 
     def ack(self, epoch: int) -> None:
-        """Say that the routes of `epoch` are in use and that no call in flight uses older ones. Does not
-        block."""
+        """Say that the routes of `epoch` are in use and no call in flight uses older ones. Does not block."""
         with self._lock:
             if epoch <= self._acked:
                 return
@@ -219,8 +234,7 @@ class RouterClient:
         self._wake.set()
 
     def loaded(self, held: bytes, epoch: int) -> None:
-        """Say which experts are held, verified. Does not block; sent until the router has it, the newest
-        only.
+        """Say which experts are held, verified. Does not block; sent until the router has it, the newest only.
 
         Args:
             held: Bitmap of the (layer, expert) pairs held, as in `Member.target`.
@@ -237,10 +251,11 @@ class RouterClient:
         Args:
             rows, activated: [layers * experts], in the order of bitmaps: rows, and batches that had any.
         """
-        with self._lock:
-            if self._routed is not None:
-                rows, activated = rows + self._routed[0], activated + self._routed[1]
-            self._routed = (rows, activated)
+        self._news.routed(rows, activated)
+
+    def counted(self, totals: Iterable[Totals]) -> None:
+        """Say what this process has counted since it began: it goes with the next renewal. Does not block."""
+        self._news.counted(totals)
 
     def scale(self, pool: str, wanted: int, drain_s: float | None = None, timeout_s: float = 5.0) -> PoolSize:
         """Change the wanted size of a pool; the change itself takes its time.
@@ -256,21 +271,56 @@ class RouterClient:
             raise ScaleRefused(f"{wanted} members of pool {pool!r} asked for; give at least 0")
         request = pb.ScaleRequest(pool=pool, wanted=wanted, drain_s=drain_s or 0.0)
         try:
-            return pool_of(self._ask(self._stub.Scale, request, timeout_s).pool)
+            return pool_of(self._connection.ask(self._stub.Scale, request, timeout_s).pool)
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
                 raise ScaleRefused(error.details()) from None
-            raise self._unavailable(error, "scale") from error
+            raise self._connection.unavailable(error, "scale") from error
+
+    def inject(self, names: Sequence[str], fault: Fault, timeout_s: float = 5.0) -> str:
+        """Have members do a fault to themselves: each that is named is told, or none. Returns the fault's id.
+
+        Args:
+            fault: An empty id is replaced; one that is active may not be used again.
+
+        Raises:
+            FaultRefused: the router or a member does not take it; the message says what was found and needed.
+            RouterUnavailable: no router answered in time.
+        """
+        request = pb.InjectRequest(names=names, fault=fault_message(fault))
+        return self._ask_for_faults(self._stub.Inject, request, timeout_s).id
+
+    def clear(self, fault_id: str = "", timeout_s: float = 5.0) -> list[str]:
+        """End a fault, or all; the ids of those that were active. Raises as `inject`."""
+        request = pb.ClearRequest(id=fault_id)
+        return list(self._ask_for_faults(self._stub.Clear, request, timeout_s).ids)
+
+    def faults(self, timeout_s: float = 5.0) -> list[Injection]:
+        """What is injected, and what was lately, oldest first. Raises RouterUnavailable."""
+        reply = self._connection.call(self._stub.Faults, pb.FaultsRequest(), timeout_s)
+        return [injection_of(message) for message in reply.injections]
+
+    def _ask_for_faults(self, method: Callable[..., Any], request: Any, timeout_s: float) -> Any:
+        try:
+            return self._connection.ask(method, request, timeout_s)
+        except grpc.RpcError as error:
+            if error.code() in _REFUSALS:
+                raise FaultRefused(error.details()) from None
+            raise self._connection.unavailable(error, "faults") from error
 
     def suspect(self, name: str, incarnation: int, reason: str, timeout_s: float = 1.0) -> None:
         """Tell the router that a member misbehaves. Raises RouterUnavailable."""
         by = self._identity.name if self._identity else ""
         request = pb.SuspectRequest(by=by, name=name, incarnation=incarnation, reason=reason)
-        self._call(self._stub.Suspect, request, timeout_s)
+        self._connection.call(self._stub.Suspect, request, timeout_s)
+
+    def replace(self, member: Member, timeout_s: float = 1.0) -> None:
+        """Have another process take a member's place, and then have that member drain. Raises RouterUnavailable."""
+        going = pb.LeaveRequest(name=member.name, incarnation=member.incarnation, drain=True, replace=True)
+        self._connection.call(self._stub.Leave, going, timeout_s)
 
     def leave(self, drain: bool = False, timeout_s: float = 1.0) -> None:
-        """Stop being a member: at once, or (drain) once its experts are served elsewhere, which ends in
-        `on_fenced`.
+        """Stop being a member: at once, or (drain) once its work is done elsewhere, which ends in `on_drained`.
 
         Raises RouterUnavailable; the lease then ends by itself.
         """
@@ -280,7 +330,7 @@ class RouterClient:
         request = pb.LeaveRequest(name=identity.name, incarnation=identity.incarnation, drain=drain)
         if not drain:
             self._fenced = True
-        self._call(self._stub.Leave, request, timeout_s)
+        self._connection.call(self._stub.Leave, request, timeout_s)
 
     def report_exit(self, host: str, pid: int, pool: str = "", timeout_s: float = 5.0) -> str:
         """Say that a process has ended. Returns the name of the member that it was, or "". Raises
@@ -290,7 +340,7 @@ class RouterClient:
             host: `host_id()` of the machine.
             pool: What it was started for: if it never joined, that start has failed.
         """
-        return self._call(
+        return self._connection.call(
             self._stub.ReportExit, pb.ReportExitRequest(host=host, pid=pid, pool=pool), timeout_s
         ).name
 
@@ -304,7 +354,7 @@ class RouterClient:
             starting: Processes by pool that were started here and have not joined; asked at each
                 (re)connection.
         """
-        for command in self._stream(
+        for command in self._connection.stream(
             lambda: self._stub.Launches(pb.LaunchesRequest(host=host, starting=dict(starting())))
         ):
             if command.WhichOneof("command") == "start":
@@ -312,55 +362,18 @@ class RouterClient:
             else:
                 yield StopProcess(command.stop.name, command.stop.pid)
 
-    def status(self, timeout_s: float = 5.0) -> Status:
-        """Everything the router knows. Raises RouterUnavailable."""
-        reply = self._call(self._stub.Status, pb.StatusRequest(), timeout_s)
-        gone = tuple(
-            GoneMember(name=g.name, incarnation=g.incarnation, pid=g.pid, reason=g.reason) for g in reply.gone
-        )
-        return Status(
-            view=view_of(reply.view),
-            pools={name: pool_of(pool) for name, pool in reply.pools.items()},
-            problem=reply.problem,
-            gone=gone,
-            pid=reply.pid,
-            leader=reply.leader,
-        )
+    def status(self, timeout_s: float = 5.0, rows: bool = False) -> Status:
+        """Everything the router knows, rows sent to each expert only if asked for. Raises RouterUnavailable."""
+        return status_of(self._connection.call(self._stub.Status, pb.StatusRequest(rows=rows), timeout_s))
 
     def close(self) -> None:
         """Stop the threads and the connection, without leaving. Idempotent."""
-        self._closed.set()
+        self._connection.close()
         self._wake.set()
-        with self._lock:
-            streams = list(self._streams)
-        for stream in streams:
-            stream.cancel()
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(timeout=1.0)
-        self._channel.close()
-
-    def _unavailable(self, error: grpc.RpcError, what: str) -> RouterUnavailable:
-        return RouterUnavailable(
-            f"{what}: the router at {self.address} did not answer ({error.code().name}: {error.details()}); "
-            f"see that it runs and that the address is right"
-        )
-
-    def _call(self, method: Callable[..., Any], request: Any, timeout_s: float) -> Any:
-        try:
-            return self._ask(method, request, timeout_s)
-        except grpc.RpcError as error:
-            raise self._unavailable(error, type(request).__name__.removesuffix("Request")) from error
-
-    def _ask(self, method: Callable[..., Any], request: Any, timeout_s: float) -> Any:
-        end_s = boot_s() + timeout_s
-        while True:
-            try:
-                return method(request, timeout=max(0.0, end_s - boot_s()), wait_for_ready=True)
-            except grpc.RpcError as error:
-                # A router that has just ceased to lead refuses before its health has told everyone.
-                if not is_refused_by_standby(error) or self._closed.wait(_RETRY_FIRST_S):
-                    raise
+        self._connection.hang_up()
 
     def _keep_lease(self) -> None:
         while not self._closed.is_set():
@@ -379,11 +392,11 @@ class RouterClient:
             except grpc.RpcError as error:
                 if self._closed.is_set():
                     return
-                if error.code() not in _AWAY:
+                if error.code() not in AWAY:
                     log.warning(
                         "renew_failed name=%s code=%s detail=%s", identity.name, error.code(), error.details()
                     )
-                wait_s = min(identity.renew_s, _RETRY_MOST_S)
+                wait_s = min(identity.renew_s, RETRY_MOST_S)
             # A refused or unanswered attempt counts too: only this process's own silence ends its lease.
             self._spoke_s = boot_s()
             if not self._fenced:
@@ -393,18 +406,17 @@ class RouterClient:
         request = pb.RenewRequest(
             name=identity.name, incarnation=identity.incarnation, load=self._present_load(), acked=self._acked
         )
-        with self._lock:
-            routed, self._routed = self._routed, None
-        if routed is not None:
-            # What an unanswered renewal said is lost: it steers balance, and correctness does not rest on it.
-            request.rows, request.activated = (part.astype("<u4").tobytes() for part in routed)
+        self._news.take_into(request)
         reply = self._stub.Renew(request, timeout=identity.lease_s / 2)
         if reply.fenced:
-            self._fence(identity)
+            self._fence(
+                identity, reply.drained, reply.reason or "its lease ended or its process was reported dead"
+            )
 
     def _present_load(self) -> dict[str, float]:
         try:
-            return dict(self._load()) if self._load else {}
+            load = dict(self._load()) if self._load else {}
+            return load | {"faults": float(self._faults.active)} if self._faults else load
         except Exception:
             # A caller's fault must not cost its membership.
             log.exception("load_failed")
@@ -427,17 +439,24 @@ class RouterClient:
             if self._loaded is loaded:
                 self._loaded = None
 
-    def _fence(self, identity: Identity) -> None:
+    def _fence(self, identity: Identity, drained: bool, reason: str) -> None:
         with self._lock:
             if self._fenced or self._identity is not identity:
                 return
             self._fenced = True
-        log.warning("fenced name=%s incarnation=%d", identity.name, identity.incarnation)
-        if self._on_fenced:
-            self._on_fenced(f"{identity.name} is fenced: its lease ended or its process was reported dead")
+        level = logging.INFO if drained else logging.WARNING
+        log.log(level, "fenced name=%s incarnation=%d reason=%s", identity.name, identity.incarnation, reason)
+        if drained and self._on_drained:
+            self._on_drained()
+        elif self._on_fenced:
+            self._on_fenced(f"{identity.name} is fenced: {reason}")
 
     def _watch(self) -> None:
-        for message in self._stream(self._open_watch):
+        for message in self._connection.stream(self._open_watch):
+            if message.HasField("order"):
+                if self._faults:
+                    self._obey(self._faults, message.order)
+                continue
             view = view_of(message)
             # A restarted router may for a moment know less than the one before it published.
             if self._view is not None and view.epoch < self._view.epoch:
@@ -450,32 +469,23 @@ class RouterClient:
                 except Exception:
                     log.exception("on_view_failed epoch=%d", view.epoch)
 
+    def _obey(self, faults: FaultTaker, order: pb.FaultOrder) -> None:
+        try:
+            if order.WhichOneof("order") == "begin":
+                faults.begin(fault_of(order.begin))
+            else:
+                faults.end(order.end)
+        except Exception:
+            log.exception("fault_order_failed %s", order)
+
     def _open_watch(self) -> Any:
         identity = self._identity
         request = pb.WatchRequest(
-            name=identity.name if identity else "", incarnation=identity.incarnation if identity else 0
+            name=identity.name if identity else "",
+            incarnation=identity.incarnation if identity else 0,
+            takes=taken_message(self._faults.takes) if self._faults else None,
         )
         stream = self._stub.Watch(request)
         with self._lock:
             self._watching = stream
         return stream
-
-    def _stream(self, call: Callable[[], Any]) -> Iterator[Any]:
-        retry_s = _RETRY_FIRST_S
-        while not self._closed.is_set():
-            stream = call()
-            with self._lock:
-                self._streams.add(stream)
-            try:
-                for message in stream:
-                    retry_s = _RETRY_FIRST_S
-                    yield message
-            except grpc.RpcError as error:
-                if not self._closed.is_set() and error.code() not in _AWAY:
-                    log.warning("stream_failed code=%s detail=%s", error.code(), error.details())
-            finally:
-                with self._lock:
-                    self._streams.discard(stream)
-                stream.cancel()
-            self._closed.wait(retry_s)
-            retry_s = min(2 * retry_s, _RETRY_MOST_S)

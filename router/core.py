@@ -7,8 +7,9 @@ and processes ordered when a pool is too small (router.launches).
 
 from __future__ import annotations
 
-from router import drains, launches, leases, orders
+from router import blame, drains, launches, leases, orders
 from router.autoscale import autoscale
+from router.classes import can_mix
 from router.events import (
     Acked,
     Command,
@@ -46,7 +47,7 @@ from router.state import (
     Pulse,
     State,
 )
-from router.view import ATTENTION, EXPERT, GATEWAY
+from router.view import ASKING_POOLS, CLIENT, EXPERT, GATEWAY, PROTOCOL
 
 # Incarnations: 20 bits of salt above 40 bits of counting, positive as a signed 64-bit number.
 _COUNT_BITS = 40
@@ -97,7 +98,8 @@ def _apply(config: Config, state: State, event: Event, commands: list[Command]) 
         case Renewed():
             return _renew(config, state, event, commands)
         case Tick():
-            state = drains.shrink(leases.judge(config, state, commands))
+            state = blame.judge(config, leases.judge(config, state, commands), commands)
+            state = drains.shrink(state)
             state = orders.give_up(config, drains.end_overdue(config, state, commands))
             return rebalance(config, autoscale(config, state, commands))
         case Started():
@@ -198,7 +200,9 @@ def _join(config: Config, state: State, event: Join, commands: list[Command]) ->
         expert_bytes=known.expert_bytes or event.expert_bytes,
     )
     for former in list(state.members.values()):
-        if event.pid > 0 and (former.host, former.pid, former.pool) == (event.host, event.pid, event.pool):
+        same = (former.host, former.pid, former.pool) == (event.host, event.pid, event.pool)
+        # One process may be several clients.
+        if same and event.pid > 0 and event.pool != CLIENT:
             # Its process is no other, and what it was told as another it may still use for a while.
             state = fence(config, state, former.name, "its process joined anew", commands)
     number = state.named.get(event.pool, 0) + 1
@@ -245,6 +249,11 @@ def _forget_model(state: State) -> State:
 def _refusal(state: State, event: Join) -> str:
     if event.pool not in NAMED_POOLS:
         return f"pool {event.pool[:_LONGEST]!r} is unknown; join one of {', '.join(NAMED_POOLS)}"
+    if event.protocol != PROTOCOL:
+        return (
+            f"protocol {event.protocol or 'none'} found, {PROTOCOL} needed: this process and the router are of "
+            f"versions that do not understand each other. Start both from the same release."
+        )
     oversized = _oversized(state.model, event)
     if oversized:
         return oversized
@@ -275,11 +284,10 @@ def _refusal(state: State, event: Join) -> str:
     for record in state.members.values():
         if record.pool != event.pool or not record.numerics_class or not event.numerics_class:
             continue
-        if record.numerics_class != event.numerics_class:
+        if not can_mix(record.numerics_class, event.numerics_class):
             return (
-                f"numerics class {event.numerics_class} found, {record.numerics_class} needed, "
-                f"as {record.name} has: equal bits need equal kernels. Start this process with the same "
-                f"--dtype and instruction set."
+                f"numerics class {event.numerics_class} found, one of the format of {record.numerics_class} needed, "
+                f"as {record.name} has: other numbers make another model. Start this process with the same --dtype."
             )
     return ""
 
@@ -328,9 +336,9 @@ def _ack(state: State, event: Acked, commands: list[Command]) -> State:
     state = with_pulse(state, event.name, evolve(pulse, acked=event.epoch))
     record = state.members[event.name]
     # While it was not ready nobody waited for it: it may now use only what was not given up meanwhile.
-    if record.pool == ATTENTION and not record.ready and event.epoch >= state.unloaded_epoch:
+    if record.pool in ASKING_POOLS and not record.ready and event.epoch >= state.unloaded_epoch:
         state = with_record(state, evolve(record, ready=True))
-        state = launches.succeeded(state, ATTENTION)
+        state = launches.succeeded(state, record.pool)
     return state
 
 
@@ -399,7 +407,9 @@ def _leave(config: Config, state: State, event: Left, commands: list[Command]) -
         commands.append(Stranger(name=event.name, incarnation=event.incarnation))
         return state
     record = state.members[event.name]
-    if event.drain and record.pool in LAUNCHED_POOLS:
+    if event.drain and event.replace and record.pool in LAUNCHED_POOLS:
+        return with_record(state, evolve(record, leaving=True))
+    if event.drain:
         return drains.begin(state, event.name)
     return fence(config, state, event.name, "left", commands, ended=True)
 

@@ -4,7 +4,7 @@ An expert server has drained when its experts are served elsewhere (router.moves
 said, having seen itself shown as draining, that nothing runs on it: a gateway that sends it a stream later, from an
 older View, has the stream go on elsewhere. Whoever takes longer than the pool's
 drain_s is ended all the same: streams of an attention worker go on elsewhere, and an expert server's experts too,
-unless it holds the last replica of one.
+unless it holds the last replica of one. A gateway drains by itself, once another listens in its place, and then leaves.
 """
 
 from __future__ import annotations
@@ -16,7 +16,12 @@ from router.launches import live
 from router.leases import is_last_replica
 from router.records import evolve, fence, pool, with_pulse, with_record
 from router.state import LAUNCHED_POOLS, Config, MemberRecord, State
-from router.view import ATTENTION
+from router.view import ASKING_POOLS, ATTENTION, GATEWAY
+
+DRAINED = "drained"
+OVERDUE = "its time to drain was over"
+# Reasons for which a member has gone as it was told to.
+ORDERLY = frozenset({DRAINED, OVERDUE})
 
 
 def begin(state: State, name: str, surplus: bool = False) -> State:
@@ -47,23 +52,44 @@ def take_back(config: Config, state: State) -> State:
 
 
 def shrink(state: State) -> State:
-    """Drain one member of a pool that has more than it should; one at a time, at rest.
+    """Drain one member of a pool that has more than it should; one at a time, at rest. First those to be replaced.
 
-    A member that nobody ordered is its operator's, and stays.
+    A member that nobody ordered is its operator's, and stays unless it is to be replaced.
     """
     for name in LAUNCHED_POOLS:
         members = pool(state, name)
-        if len(members) <= state.wanted[name] or any(start.pool == name for start in state.starts):
+        if len(members) <= state.wanted[name] or held_up(state, name):
             continue
-        if not all(r.ready and not r.draining and r.name not in state.suspects for r in members):
-            continue
+        leaving = next((record for record in members if record.leaving), None)
         ordered = [record for record in members if record.ordered]
-        if ordered:
+        if leaving is not None:
+            state = begin(state, leaving.name)
+        elif ordered:
             zones = Counter(record.zone for record in members)
-            # The last of equals: what runs longest is known best.
-            least = min(reversed(ordered), key=lambda record: _worth(state, record, zones))
+            classes = Counter(record.numerics_class for record in members)
+            # The last of a class goes last, for its requests would have to leave the class. Of equals the last: what
+            # runs longest is known best.
+            least = min(
+                reversed(ordered),
+                key=lambda record: (classes[record.numerics_class] == 1, _worth(state, record, zones)),
+            )
             state = begin(state, least.name, surplus=True)
     return state
+
+
+def held_up(state: State, name: str) -> str:
+    """Why no member of a pool may begin to drain now, in words; empty if one may."""
+    if any(start.pool == name for start in state.starts):
+        return "a process is starting"
+    for record in pool(state, name):
+        if record.draining:
+            return f"{record.name} drains"
+        if not record.ready:
+            return f"{record.name} does not serve yet"
+        if record.name in state.suspects:
+            corrupt = record.name in state.accused
+            return f"{record.name} is suspect" + (": it is said to give corrupt replies" if corrupt else "")
+    return ""
 
 
 def _worth(state: State, record: MemberRecord, zones: Counter[str]) -> float:
@@ -75,20 +101,20 @@ def _worth(state: State, record: MemberRecord, zones: Counter[str]) -> float:
 
 
 def end_idle(config: Config, state: State, name: str, commands: list[Command]) -> State:
-    """End an attention worker that drains and has just said that nothing runs on it."""
+    """End a client of expert servers that drains and has just said that nothing runs on it."""
     record, pulse = state.members[name], state.pulses[name]
-    if not record.draining or record.pool != ATTENTION or pulse.acked < record.draining_epoch:
+    if not record.draining or record.pool not in ASKING_POOLS or pulse.acked < record.draining_epoch:
         return state
     # A report without the word says nothing of what runs.
     if pulse.load.get("running", 1) + pulse.load.get("waiting", 0) > 0:
         return state
-    return end(config, state, name, "drained", commands)
+    return end(config, state, name, DRAINED, commands)
 
 
 def end_overdue(config: Config, state: State, commands: list[Command]) -> State:
     """End the members that have drained for too long."""
     for record in state.members.values():
-        if not record.draining:
+        if not record.draining or record.pool == GATEWAY:
             continue
         until_s = state.pulses[record.name].drain_until_s
         if until_s is None:
@@ -96,7 +122,7 @@ def end_overdue(config: Config, state: State, commands: list[Command]) -> State:
             until_s = state.now_s + state.drain_s.get(record.pool, DRAIN_S)
             state = with_pulse(state, record.name, evolve(state.pulses[record.name], drain_until_s=until_s))
         if state.now_s >= until_s and not is_last_replica(state, record.name):
-            state = end(config, state, record.name, "its time to drain was over", commands)
+            state = end(config, state, record.name, OVERDUE, commands)
     return state
 
 

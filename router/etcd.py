@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import http.client
 import io
-import ipaddress
 import json
 import socket
 import ssl
@@ -18,6 +17,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
+
+from router.exposure import is_loopback
 
 Operation = dict[str, Any]
 
@@ -228,16 +229,9 @@ def _endpoint(url: str) -> SplitResult:
         raise EtcdInvalid(
             f"etcd address of {found.hostname} carries more than scheme, host and port; leave it out"
         )
-    if found.scheme == "http" and not _is_loopback(found.hostname):
+    if found.scheme == "http" and not is_loopback(found.hostname):
         raise EtcdInvalid(
             f"etcd address {url} would send the cluster's state in the clear to another host; "
             f"use https, or an etcd on 127.0.0.1"
         )
     return found
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

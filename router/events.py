@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from router.view import PROTOCOL
+
 DRAIN_S = 30.0
 
 # What can happen.
@@ -43,6 +45,7 @@ class Join:
     capacity: int = 0
     zone: str = ""
     expert_bytes: int = 0
+    protocol: int = PROTOCOL
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,11 +101,15 @@ class Suspected:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Left:
-    """A member goes: at once, or once its experts are served elsewhere."""
+    """A member goes: at once, or (drain) once its experts are served elsewhere.
+
+    replace: it drains when another has come in its place.
+    """
 
     name: str
     incarnation: int
     drain: bool
+    replace: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,7 +11,6 @@ before the next. What was started outlives the launcher, and joins the router un
 from __future__ import annotations
 
 import argparse
-import ipaddress
 import json
 import logging
 import math
@@ -34,8 +33,11 @@ from typing import Protocol
 
 from router import child
 from router.client import RouterClient, RouterUnavailable, StartProcess, StopProcess
+from router.exposure import is_loopback
 from router.host import HOST_VARIABLE, PID_VARIABLE, host_id
+from router.roles import LAUNCHER
 from router.state import Config
+from router.tls import Credentials, CredentialsInvalid
 from router.view import View
 
 log = logging.getLogger("router.launcher")
@@ -154,7 +156,7 @@ class Webhook:
         parts = urllib.parse.urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise LauncherInvalid(f"--webhook {self.url} found, an http:// or https:// address needed")
-        if self.key and parts.scheme == "http" and not _is_loopback(parts.hostname):
+        if self.key and parts.scheme == "http" and not is_loopback(parts.hostname):
             raise LauncherInvalid(
                 f"--webhook {self.url} would carry the key unencrypted to another host; use https://"
             )
@@ -189,9 +191,11 @@ class Webhook:
 class Launcher:
     """Follows the router's orders for one host; each order on a thread of its own, so that none waits for another."""
 
-    def __init__(self, *, router: str, host: str, way: Way, tries: int) -> None:
+    def __init__(
+        self, *, router: str, host: str, way: Way, tries: int, credentials: Credentials | None = None
+    ) -> None:
         """Args: tries: of each order but a start by command, which the router itself orders again."""
-        self._client = RouterClient(router)
+        self._client = RouterClient(router, credentials)
         self._router = router
         self._host = host
         self._way = way
@@ -332,13 +336,6 @@ def _backoff() -> Iterator[float]:
         wait_s = min(2 * wait_s, _BACKOFF_MOST_S)
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
@@ -383,6 +380,7 @@ def launcher_of(options: argparse.Namespace) -> Launcher:
 
     Raises:
         LauncherInvalid: it makes no sense, or the key file cannot be read.
+        CredentialsInvalid: as --tls-dir says.
     """
     if options.tries < 1 or not options.timeout_s > 0:
         raise LauncherInvalid(
@@ -410,7 +408,13 @@ def launcher_of(options: argparse.Namespace) -> Launcher:
         way = Webhook(url=options.webhook, timeout_s=options.timeout_s, key=key)
     else:
         way = Exec(command=options.command, timeout_s=options.timeout_s)
-    return Launcher(router=options.router, host=options.host or host_id(), way=way, tries=options.tries)
+    return Launcher(
+        router=options.router,
+        host=options.host or host_id(),
+        way=way,
+        tries=options.tries,
+        credentials=child.credentials(options, LAUNCHER),
+    )
 
 
 def main() -> int:
@@ -418,7 +422,7 @@ def main() -> int:
     child.begin(options)
     try:
         launcher = launcher_of(options)
-    except LauncherInvalid as error:
+    except (LauncherInvalid, CredentialsInvalid) as error:
         log.error("cannot_start reason=%s", error)
         child.tell_failed(options, str(error))
         return 1

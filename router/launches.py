@@ -35,11 +35,11 @@ def order(config: Config, state: State, commands: list[Command]) -> State:
 
 
 def live(config: Config, state: State, name: str) -> int:
-    """Members of a pool that count: those which drain do not, nor those which look dead."""
+    """Members of a pool that count: those which drain or are to be replaced do not, nor those which look dead."""
     dead = state.silent if state.silent and not doubts_itself(config, state) else frozenset[str]()
     count = 0
     for record in state.members.values():
-        if record.pool == name and not record.draining and record.name not in dead:
+        if record.pool == name and not (record.draining or record.leaving) and record.name not in dead:
             count += 1
     return count
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from router import launches
+from router.classes import peers
 from router.events import Command, Renewed, Stop, Stranger, Suspected
-from router.records import doubts_itself, evolve, fence, is_member, pool, with_pulse
+from router.records import doubts_itself, evolve, fence, is_member, with_pulse
 from router.state import LAUNCHED_POOLS, Config, State
 from router.suspicion import DEAD, SUSPECT, heard, suspicion
-from router.view import EXPERT
 
 
 def judge(config: Config, state: State, commands: list[Command]) -> State:
@@ -73,10 +73,10 @@ def excuse_stall(config: Config, state: State) -> State:
 
 
 def is_last_replica(state: State, name: str) -> bool:
-    """True if nobody else who is heard of serves some expert that this member serves."""
+    """True if none of its peers that is heard of serves some expert that this member serves."""
     elsewhere = 0
-    for record in pool(state, EXPERT):
-        if record.name != name and record.name not in state.silent:
+    for record in peers(state, state.members[name]):
+        if record.name not in state.silent:
             elsewhere |= record.serving
     return bool(state.members[name].serving & ~elsewhere)
 

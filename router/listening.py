@@ -1,4 +1,4 @@
-"""The router's listener: the service, health, reflection and the scaler of KEDA on one port of loopback."""
+"""The router's listener: the service, health, reflection and the scaler of KEDA on one port."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from router.election import Election
+from router.exposure import LOOPBACK, bound_address, host_port, told_address
 from router.keda import SERVICE as KEDA_SERVICE
 from router.keda import ExternalScaler
 from router.proto import externalscaler_pb2_grpc as keda_rpc
 from router.proto import router_pb2_grpc as rpc
+from router.role_check import RequireRoles
 from router.service import RouterService
 from router.standby import SERVICE, RefuseUnlessLeading
 from router.state import Config
 from router.store import Store
+from router.tls import Credentials
 
 if TYPE_CHECKING:
     from router.admin import AdminListener
@@ -39,22 +42,36 @@ async def serve(
     ready: Callable[[str, str], None],
     election: Election | None = None,
     admin: Callable[[RouterService], AdminListener] | None = None,
+    allow_chaos: bool = False,
+    host: str = LOOPBACK,
+    advertise: str = "",
+    credentials: Credentials | None = None,
 ) -> None:
-    """Serve on 127.0.0.1 until `stop` is set.
+    """Serve until `stop` is set.
 
     Args:
         port: 0 = any.
         ready: called with the addresses of the router and its admin listener once it leads, or stands by.
         election: None where there is only one router.
         admin: makes the admin listener; None: there is none, and its address is empty.
+        allow_chaos: faults may be injected into members that allow it.
+        host: IP address to listen on.
+        advertise: name of this machine for the others; empty: the host.
+        credentials: every caller must prove its role; None: no TLS, on loopback alone.
 
     Raises:
+        Exposed: other machines could reach it, and there is no TLS.
         CannotListen: the port is taken, or the admin listener's.
         JournalUnusable: the journal cannot be read or written.
     """
-    service = RouterService(config, store, election=election)
+    bound_host = bound_address("--host", host, {"TLS (--tls-dir)": credentials is not None})
+    told_host = told_address("--host", bound_host, advertise)
+    service = RouterService(config, store, election=election, allow_chaos=allow_chaos)
     server = grpc.aio.server(
-        interceptors=(RefuseUnlessLeading(service.leads, service.not_leading),),
+        interceptors=(
+            *((RequireRoles(),) if credentials is not None else ()),
+            RefuseUnlessLeading(service.leads, service.not_leading),
+        ),
         options=(
             ("grpc.so_reuseport", 0),
             ("grpc.max_concurrent_streams", _MOST_STREAMS),
@@ -64,10 +81,13 @@ async def serve(
         ),
     )
     try:
-        bound = server.add_insecure_port(f"127.0.0.1:{port}")
+        at = host_port(bound_host, port)
+        bound = (
+            server.add_secure_port(at, credentials.server()) if credentials else server.add_insecure_port(at)
+        )
     except RuntimeError as error:
         raise CannotListen(
-            f"port {port} of 127.0.0.1 cannot be used ({error}): "
+            f"port {port} of {bound_host} cannot be used ({error}): "
             f"stop what listens there or give another --port"
         ) from error
     rpc.add_RouterServicer_to_server(service, server)
@@ -81,7 +101,7 @@ async def serve(
     else:
         await election.reach()
     await server.start()
-    address = f"127.0.0.1:{bound}"
+    address = host_port(told_host, bound)
     working = {asyncio.create_task(service.run()), asyncio.create_task(stop.wait())}
     if election is not None:
         working.add(asyncio.create_task(service.follow(election, address)))

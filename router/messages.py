@@ -12,12 +12,15 @@ from router.pools import PoolSize, pool_size
 from router.proto import router_pb2 as pb
 from router.records import view_of
 from router.state import LAUNCHED_POOLS, Config, State
+from router.totals import Totals
 from router.view import View
 
 # What a core can add to its clock, and over 11 days.
 LONGEST_DRAIN_S = 1e6
 # Of one load report: more than any role says, and numbers whose sums over all members stay exact enough.
 _MOST_WORDS, _LONGEST_WORD, _MOST_LOAD = 256, 64, 1e15
+# Of one report of counters: each server of the most that there may be, over four rails; and bytes of many years.
+_MOST_TOTALS, _MOST_COUNTED, _MOST_COUNT = 512, 32, 1e21
 
 
 def view_message(view: View) -> pb.View:
@@ -49,11 +52,14 @@ def view_message(view: View) -> pb.View:
     )
 
 
-def status_message(config: Config, state: State, problem: str, leader: str, pid: int) -> pb.StatusReply:
+def status_message(
+    config: Config, state: State, problem: str, leader: str, pid: int, rows: bytes = b""
+) -> pb.StatusReply:
     """Wire form of everything that the router knows."""
     view = view_of(config, state)
     return pb.StatusReply(
         leader=leader,
+        rows=rows,
         view=view_message(view),
         pools={name: pool_message(pool_size(config, state, name)) for name in LAUNCHED_POOLS},
         problem=problem,
@@ -86,6 +92,7 @@ def join_event(request: pb.JoinRequest) -> Join:
         capacity=request.capacity,
         zone=request.zone,
         expert_bytes=request.expert_bytes,
+        protocol=request.protocol,
     )
 
 
@@ -124,6 +131,21 @@ def routed_event(request: pb.RenewRequest) -> Routed | None:
     )
 
 
+def totals_of(request: pb.RenewRequest) -> tuple[Totals, ...]:
+    """What a renewal says of a member's counters, less what no counter can be."""
+    return tuple(
+        Totals(
+            peer=each.peer,
+            rail=each.rail,
+            counted={
+                word: x for word, x in islice(each.counted.items(), _MOST_COUNTED) if 0 <= x <= _MOST_COUNT
+            },
+        )
+        for each in islice(request.totals, _MOST_TOTALS)
+        if max(len(each.peer), len(each.rail)) <= _LONGEST_WORD
+    )
+
+
 def scale_event(request: pb.ScaleRequest) -> Scale:
     """The event in a request."""
     return Scale(pool=request.pool, wanted=request.wanted, drain_s=request.drain_s or DRAIN_S)
@@ -138,4 +160,5 @@ def pool_message(size: PoolSize) -> pb.Pool:
         draining=size.draining,
         least=size.least,
         most=size.most,
+        held_up=size.held_up,
     )

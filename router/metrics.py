@@ -8,10 +8,14 @@ from collections.abc import Callable, Iterable
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from router.counts import Counts
+from router.counts import EVICTIONS, Counts
+from router.coverage import coverage
+from router.faults import KINDS
+from router.injection import Injections
 from router.journal import JournalUnusable
+from router.member_metrics import member_families
 from router.pools import moves_in_flight, pool_load, pool_size, replicas_min
-from router.records import view_of
+from router.records import phase
 from router.state import LAUNCHED_POOLS, Config, State
 from router.view import POOLS
 
@@ -22,12 +26,18 @@ class RouterMetrics:
     """A prometheus-client collector."""
 
     def __init__(
-        self, config: Config, state: Callable[[], State], counts: Counts, problem: Callable[[], str]
+        self,
+        config: Config,
+        state: Callable[[], State],
+        counts: Counts,
+        problem: Callable[[], str],
+        injections: Injections | None = None,
     ) -> None:
         self._config = config
         self._state = state
         self._counts = counts
         self._problem = problem
+        self._injections = injections
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -51,8 +61,11 @@ class RouterMetrics:
         yield CounterMetricFamily("eaas_router_failed_ticks", failed, value=self._counts.failed_ticks)
         if state is not None:
             yield from self._cluster(state)
+        if self._injections is not None and self._injections.allowed:
+            yield from self._faults(self._injections)
 
     def _cluster(self, state: State) -> Iterable[Metric]:
+        cover = coverage(self._config, state)
         for name, text, value in (
             ("router_term", "Starts of a router on this journal.", state.term),
             ("router_epoch", "Number of the newest placement.", state.epoch),
@@ -60,14 +73,24 @@ class RouterMetrics:
             ("replicas_min", "Copies of the expert that has the fewest.", replicas_min(state)),
             ("moves_in_flight", "Copies of experts being loaded or given up.", moves_in_flight(state)),
             ("launchers", "Launchers attached.", len(state.launchers)),
+            ("experts_lost", "Experts, each layer's counted, that no server may be asked for.", cover.lost),
+            ("experts_below_wanted", "Experts, each layer's counted, with too few copies.", cover.below),
         ):
             yield GaugeMetricFamily(f"eaas_{name}", text, value=float(value))
         members = GaugeMetricFamily("eaas_members", "Members, by state.", labels=["pool", "state"])
-        phases = Counter((m.pool, m.state) for m in view_of(self._config, state).members)
+        phases = Counter((record.pool, phase(state, record)) for record in state.members.values())
         for labels, count in sorted(phases.items()):
             members.add_metric(labels, count)
         yield members
+        balance = GaugeMetricFamily(
+            "eaas_balancedness", "Mean over greatest load of an expert server; absent without load."
+        )
+        if cover.balancedness is not None:
+            balance.add_metric([], cover.balancedness)
+        yield balance
         yield from self._pools(state)
+        yield from self._moves()
+        yield from member_families(state, self._counts.totals, cover)
         for name, text, counted in (
             ("scale_changes", "Times that a pool's wanted size changed.", self._counts.scale_changes),
             ("members_fenced", "Members that have gone.", self._counts.fenced),
@@ -78,6 +101,35 @@ class RouterMetrics:
             for pool in LAUNCHED_POOLS:
                 family.add_metric([pool], counted[pool])
             yield family
+
+    def _moves(self) -> Iterable[Metric]:
+        for name, text, count in (
+            ("copies_loaded", "Copies of experts that servers loaded and verified.", self._counts.loaded),
+            ("copies_unloaded", "Copies of experts that servers gave up.", self._counts.unloaded),
+            (
+                "migrations",
+                "Copies of experts that a server took up while it served already.",
+                self._counts.migrated,
+            ),
+        ):
+            yield CounterMetricFamily(f"eaas_{name}", text, value=count)
+        evictions = CounterMetricFamily(
+            "eaas_evictions", "Members ended that did not go by themselves.", labels=["pool", "reason"]
+        )
+        for pool in POOLS:
+            for why in EVICTIONS.values():
+                evictions.add_metric([pool, why], self._counts.evictions[pool, why])
+        yield evictions
+
+    def _faults(self, injections: Injections) -> Iterable[Metric]:
+        family = CounterMetricFamily(
+            "eaas_faults_injected", "Faults injected on purpose, by kind.", labels=["kind"]
+        )
+        for kind in KINDS:
+            family.add_metric([kind], injections.counts[kind])
+        yield family
+        text = "Faults injected on purpose that last."
+        yield GaugeMetricFamily("eaas_faults_active", text, value=float(injections.active))
 
     def _pools(self, state: State) -> Iterable[Metric]:
         sizes = {pool: pool_size(self._config, state, pool) for pool in LAUNCHED_POOLS}
@@ -104,5 +156,7 @@ class RouterMetrics:
         )
         for pool in POOLS:
             for word, value in sorted(pool_load(state, pool).items()):
-                load.add_metric([pool, word], value)
+                # What is said of one server is no load of the pool.
+                if ":" not in word:
+                    load.add_metric([pool, word], value)
         yield load

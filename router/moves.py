@@ -7,15 +7,18 @@ stops:
     not in share, made elsewhere -> retiring (published without it) -> all attention members acked -> out of
     target
 
-All experts of all layers move at once: each line below is one set operation on a bitmap of the whole model.
+All experts of all layers move at once: each line below is one set operation on a bitmap of the whole model. Each
+numerics class is placed by itself, and moves within itself.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from router import drains, launches, orders
 from router.bitmap import lowest
+from router.classes import by_class, peers
 from router.events import Command
 from router.placement import place_what_fits
 from router.records import acked_by_all, evolve, pool, with_record
@@ -37,6 +40,7 @@ class Plan:
     replicas: int
     redundant: int
     zones: tuple[str, ...]
+    classes: tuple[str, ...] = ()
     clean: bool = field(default=False, compare=False)
 
 
@@ -45,16 +49,21 @@ def follow(config: Config, state: State, commands: list[Command]) -> State:
     before = state
     state = _place(config, state)
     records = pool(state, EXPERT)
-    made = _made(state, records)
-    full = orders.in_at_least(config.replicas, [record.share for record in records])
-    if not state.wanted[EXPERT] and all(record.draining for record in records):
-        # Nobody is to serve any: that none holds what these let go is what was asked for.
-        made = -1
+    classes = {members[0].numerics_class: members for members in by_class(records)}
+    made = {name: _made(state, members) for name, members in classes.items()}
+    for name, members in classes.items():
+        if all(record.draining for record in members):
+            made[name] = _made_elsewhere(state, name, made)
+    full = {
+        name: orders.in_at_least(config.replicas, [record.share for record in members])
+        for name, members in classes.items()
+    }
     acked = acked_by_all(state)
     ordered = orders.allowed(config, state, records)
     for record in records:
-        yielded = made | _yielded(config, state, record)
-        advanced = _advance(state, record, yielded, full, acked, ordered.get(record.name, 0))
+        own = record.numerics_class
+        yielded = made[own] | _yielded(config, state, record)
+        advanced = _advance(state, record, yielded, full[own], acked, ordered.get(record.name, 0))
         if advanced is not record:
             state = with_record(state, advanced)
         if advanced.ready and not record.ready:
@@ -85,21 +94,22 @@ def _place(config: Config, state: State) -> State:
         replicas=config.replicas,
         redundant=config.redundant,
         zones=tuple(r.zone for r in placeable),
+        classes=tuple(r.numerics_class for r in placeable),
     )
     if plan == state.plan:
         return state
     if _stands(state, plan, placeable):
         return evolve(state, plan=replace(plan, clean=True))
     shares: dict[str, int] = {}
-    if placeable:
-        shares = place_what_fits(
+    for members in by_class(placeable):
+        shares |= place_what_fits(
             layers=plan.layers,
             experts=plan.experts,
             replicas=plan.replicas,
-            capacity=dict(plan.capacity),
-            current={r.name: r.share for r in placeable},
+            capacity={r.name: r.capacity for r in members},
+            current={r.name: r.share for r in members},
             doubtful=plan.doubtful,
-            zones=dict(zip((r.name for r in placeable), plan.zones, strict=True)),
+            zones={r.name: r.zone for r in members},
             redundant=plan.redundant,
         )
     members = {name: _with_share(record, shares.get(name, 0)) for name, record in state.members.items()}
@@ -115,26 +125,35 @@ def _stands(state: State, plan: Plan, placeable: list[MemberRecord]) -> bool:
         return _is_whole(state, plan, placeable)
     if not isinstance(was, Plan) or not was.clean or replace(was, doubtful=plan.doubtful) != plan:
         return False
-    beyond_doubt = 0
-    for record in placeable:
-        if record.name not in plan.doubtful:
-            beyond_doubt |= record.share
-    return beyond_doubt == (1 << plan.layers * plan.experts) - 1
+    everything = (1 << plan.layers * plan.experts) - 1
+    for members in by_class(placeable):
+        beyond_doubt = 0
+        for record in members:
+            if record.name not in plan.doubtful:
+                beyond_doubt |= record.share
+        if beyond_doubt != everything:
+            return False
+    return bool(placeable)
 
 
 def _is_whole(state: State, plan: Plan, placeable: list[MemberRecord]) -> bool:
-    everything = (1 << plan.layers * plan.experts) - 1
-    if plan.doubtful or state.stuck or not everything:
+    if plan.doubtful or state.stuck or not placeable:
         return False
-    shares = [record.share for record in placeable]
-    zones = dict.fromkeys(plan.zones, 0)
-    for zone, share in zip(plan.zones, shares, strict=True):
-        zones[zone] |= share
+    return all(_is_placed(plan, members) for members in by_class(placeable))
+
+
+def _is_placed(plan: Plan, members: list[MemberRecord]) -> bool:
+    everything = (1 << plan.layers * plan.experts) - 1
+    shares = [record.share for record in members]
+    zones = {record.zone: 0 for record in members}
+    for record in members:
+        zones[record.zone] |= record.share
     copies = min(plan.replicas, len(shares))
     apart = orders.in_at_least(min(2, copies, len(zones)), [*zones.values()])
     beyond = sum(share.bit_count() for share in shares) - copies * everything.bit_count()
     return (
-        all(shares)
+        bool(everything)
+        and all(shares)
         and orders.in_at_least(copies, shares) == apart == everything
         and beyond <= plan.redundant * plan.layers
     )
@@ -165,6 +184,14 @@ def _made(state: State, records: list[MemberRecord]) -> int:
     return covered & ~unmade
 
 
+def _made_elsewhere(state: State, own: str, made: Mapping[str, int]) -> int:
+    """What a class of which every server drains may let go: what others have made; all, where nobody is to serve."""
+    found = 0
+    for name, held in made.items():
+        found |= held if name != own else 0
+    return found if state.wanted[EXPERT] else -1
+
+
 def _yielded(config: Config, state: State, record: MemberRecord) -> int:
     """Experts that a server without room may let go before they are made elsewhere, so that full servers can exchange.
 
@@ -173,7 +200,7 @@ def _yielded(config: Config, state: State, record: MemberRecord) -> int:
     wanted, unwanted = record.share & ~record.target, record.target & ~record.share
     if not wanted or not unwanted or orders.room(record):
         return 0
-    servers = [r for r in pool(state, EXPERT) if r.name != record.name]
+    servers = peers(state, record)
     others = [r.serving for r in servers if r.name not in state.suspects]
     thinner = unwanted & orders.in_at_least(max(1, config.replicas - 1), others)
     free = unwanted & orders.in_at_least(config.replicas, others)

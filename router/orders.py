@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from router.bitmap import lowest
+from router.classes import by_class
 from router.records import evolve, pool, with_record
 from router.state import Batch, Config, Failures, MemberRecord, State
 from router.view import EXPERT
@@ -14,25 +15,29 @@ _DOUBLINGS = 2
 def allowed(config: Config, state: State, records: list[MemberRecord]) -> dict[str, int]:
     """The copies that each server may be told to load now.
 
-    An expert that nobody serves waits for nothing. The others share what is left of the budget: first those with
-    fewer copies than wanted, and while any of these is left, none that only moves. One that looks dead gets nothing:
-    it would hold the budget of those that could load.
+    An expert that nobody of the server's class serves waits for nothing. The others share what is left of the budget:
+    first those with fewer copies than wanted, and while any of these is left, none that only moves. One that looks
+    dead gets nothing: it would hold the budget of those that could load.
     """
     heard = [r for r in records if r.name not in state.silent]
     wanted = {r.name: lowest(r.share & ~r.target, room(r)) for r in heard if r.share & ~r.target}
     if not wanted:
         return {}
-    served = on_the_way = 0
-    for record in records:
-        served |= record.serving
-        on_the_way += (record.target & ~record.loaded).bit_count()
-    allowed = {name: bits & ~served for name, bits in wanted.items()}
+    served: dict[str, int] = {}
+    short: dict[str, int] = {}
+    for members in by_class(records):
+        held = 0
+        for record in members:
+            held |= record.serving
+        targets = [record.target for record in members if record.name not in state.suspects]
+        thin = held & ~in_at_least(config.replicas, targets)
+        served |= {record.name: held for record in members}
+        short |= {record.name: thin for record in members}
+    on_the_way = sum((record.target & ~record.loaded).bit_count() for record in records)
+    allowed = {name: bits & ~served[name] for name, bits in wanted.items()}
     free = budget(config, state) - on_the_way
-    short = served & ~in_at_least(
-        config.replicas, [r.target for r in records if r.name not in state.suspects]
-    )
-    queue = {name: bits & short for name, bits in wanted.items() if bits & short}
-    queue = queue or {name: bits & served for name, bits in wanted.items() if bits & served}
+    queue = {name: bits & short[name] for name, bits in wanted.items() if bits & short[name]}
+    queue = queue or {name: bits & served[name] for name, bits in wanted.items() if bits & served[name]}
     left = len(queue)
     for name, bits in queue.items():
         chosen = lowest(bits, max(0, -(-free // left)))

@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from router import bitmap
+from router.drains import held_up
 from router.records import pool
 from router.state import LAUNCHED_POOLS, MOST_MEMBERS, Config, ConfigInvalid, State
 from router.view import ATTENTION, GATEWAY
@@ -20,7 +22,7 @@ class PoolSize:
     """One launched pool at one moment.
 
     live: members that are not draining. starting: ordered from a launcher, not yet members. least, most: bounds of
-    wanted.
+    wanted. held_up: why a pool that has more than it should, or one to replace, lets nobody go; else empty.
     """
 
     wanted: int
@@ -29,6 +31,7 @@ class PoolSize:
     draining: int
     least: int
     most: int
+    held_up: str = ""
 
     @property
     def is_scaling(self) -> bool:
@@ -41,13 +44,15 @@ def pool_size(config: Config, state: State, name: str) -> PoolSize:
     members = pool(state, name)
     draining = sum(record.draining for record in members)
     least, most = config.bounds(name)
+    wanted = state.wanted.get(name, config.wanted(name))
     return PoolSize(
-        wanted=state.wanted.get(name, config.wanted(name)),
+        wanted=wanted,
         live=len(members) - draining,
         starting=sum(start.pool == name for start in state.starts),
         draining=draining,
         least=least,
         most=most,
+        held_up=held_up(state, name) if len(members) > wanted else "",
     )
 
 
@@ -74,15 +79,7 @@ def pool_load(state: State, name: str) -> dict[str, float]:
 def replicas_min(state: State) -> int:
     """Servers that may be asked for the expert which has the fewest; 0 when some expert can be asked of none."""
     everything = (1 << state.model.layers * state.model.experts) - 1
-    # on[k]: the experts on more than k servers.
-    on: list[int] = []
-    for record in state.members.values():
-        more = record.serving
-        for count, held in enumerate(on):
-            on[count], more = held | more, held & more
-        if more:
-            on.append(more)
-    return sum(held == everything for held in on) if everything else 0
+    return bitmap.copies((record.serving for record in state.members.values()), everything)[0]
 
 
 def moves_in_flight(state: State) -> int:

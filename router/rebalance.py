@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from router.balance import Rules, Seen, Server, improve, observe
+from router.classes import by_class
 from router.records import evolve, pool
 from router.state import Config, MemberRecord, State
 from router.view import EXPERT
@@ -26,7 +27,9 @@ def rebalance(config: Config, state: State) -> State:
     if not _is_at_rest(state):
         return state
     layer = state.balanced_layer
-    return evolve(_improve(config, state, layer), balanced_layer=layer + 1)
+    for members in by_class(pool(state, EXPERT)):
+        state = _improve(config, state, layer, members)
+    return evolve(state, balanced_layer=layer + 1)
 
 
 def _observe(state: State) -> State:
@@ -47,8 +50,8 @@ def _is_at_rest(state: State) -> bool:
     )
 
 
-def _improve(config: Config, state: State, layer: int) -> State:
-    records = pool(state, EXPERT)
+def _improve(config: Config, state: State, layer: int, records: list[MemberRecord]) -> State:
+    """One class, of which each is taken to get its part of every expert's load."""
     experts = state.model.experts
     shift, mask = layer * experts, (1 << experts) - 1
     shares = [record.share >> shift & mask for record in records]
@@ -56,7 +59,8 @@ def _improve(config: Config, state: State, layer: int) -> State:
     if len(records) < 2 or not all(holders):
         return state
     # Redundant experts are spread as evenly as the others; what a layer has beyond that stays where it is.
-    places = experts * config.replicas + config.redundant
+    replicas = min(config.replicas, len(records))
+    places = experts * replicas + config.redundant
     rooms = [places // len(records) + (i < places % len(records)) for i in range(len(records))]
     speeds = _speeds(state, records)
     servers = [
@@ -70,7 +74,7 @@ def _improve(config: Config, state: State, layer: int) -> State:
     seen = state.seen[layer]
     # Who was not asked for yet may be at any time; and a search divides by what it finds.
     load = np.maximum(seen.load, 0.01 * seen.load.mean())
-    rules = Rules(min_replicas=config.replicas, budget=config.balance_copies, least_gain=config.balance_gain)
+    rules = Rules(min_replicas=replicas, budget=config.balance_copies, least_gain=config.balance_gain)
     change = improve(load=load, spread=seen.drift, holders=holders, servers=servers, rules=rules)
     if not change.moves:
         return state

@@ -8,7 +8,7 @@ from typing import TypeVar
 from router import bitmap
 from router.events import Command, Fenced
 from router.state import Config, Ghost, Gone, MemberRecord, Pulse, State
-from router.view import ATTENTION, DRAINING, EXPERT, JOINING, SERVING, SUSPECT, WARMING, Member, View
+from router.view import ASKING_POOLS, DRAINING, EXPERT, JOINING, SERVING, SUSPECT, WARMING, Member, View
 
 _REMEMBERED = 64
 _Whole = TypeVar("_Whole", State, MemberRecord, Pulse)
@@ -55,7 +55,7 @@ def fence(
     gone = Gone(name=name, incarnation=record.incarnation, host=record.host, pid=record.pid, reason=reason)
     until_s = pulse.renewed_s + config.lease_s
     ghosts = state.ghosts
-    if record.pool == ATTENTION and record.ready and not ended and until_s > state.now_s:
+    if record.pool in ASKING_POOLS and record.ready and not ended and until_s > state.now_s:
         ghosts = (*ghosts, Ghost(host=record.host, pid=record.pid, acked=pulse.acked, until_s=until_s))
     return evolve(
         state,
@@ -87,11 +87,11 @@ def doubts_itself(config: Config, state: State) -> bool:
 
 
 def acked_by_all(state: State) -> int:
-    """The newest epoch that no attention member is behind, nor one that was fenced and may still run.
+    """The newest epoch that nobody who asks expert servers is behind, nor one that was fenced and may still run.
 
     One that is not ready has no streams, so it asks nobody for anything.
     """
-    asking = [r.name for r in state.members.values() if r.pool == ATTENTION and r.ready]
+    asking = [r.name for r in state.members.values() if r.pool in ASKING_POOLS and r.ready]
     acked = [state.pulses[name].acked for name in asking]
     acked += [ghost.acked for ghost in state.ghosts]
     return min(acked, default=state.epoch + 1)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
 
 from router.pools import PoolSize
 from router.proto import router_pb2 as pb
@@ -51,7 +54,8 @@ class Status:
     """Everything the router knows.
 
     problem: empty when it is healthy. gone: the latest, oldest first. pid: the router's own process. leader: address of
-        the one that leads; empty if there is only one.
+        the one that leads; empty if there is only one. rows: [layers * experts] sent to each expert since this router
+        began; empty where that was not asked for, or nothing is known.
     """
 
     view: View
@@ -60,6 +64,7 @@ class Status:
     gone: tuple[GoneMember, ...]
     pid: int
     leader: str
+    rows: NDArray[np.uint64] = field(compare=False)
 
 
 def view_of(message: pb.View) -> View:
@@ -101,4 +106,22 @@ def pool_of(message: pb.Pool) -> PoolSize:
         draining=message.draining,
         least=message.least,
         most=message.most,
+        held_up=message.held_up,
+    )
+
+
+def status_of(message: pb.StatusReply) -> Status:
+    """The status in a message; rows that are not whole are none."""
+    rows = message.rows if len(message.rows) % 8 == 0 else b""
+    return Status(
+        view=view_of(message.view),
+        pools={name: pool_of(pool) for name, pool in message.pools.items()},
+        problem=message.problem,
+        gone=tuple(
+            GoneMember(name=g.name, incarnation=g.incarnation, pid=g.pid, reason=g.reason)
+            for g in message.gone
+        ),
+        pid=message.pid,
+        leader=message.leader,
+        rows=np.frombuffer(rows, "<u8"),
     )

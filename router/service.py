@@ -15,6 +15,7 @@ from grpc_health.v1._async import HealthServicer
 
 from router.core import step
 from router.counts import Counts
+from router.drains import ORDERLY
 from router.election import Election
 from router.events import (
     Acked,
@@ -39,7 +40,10 @@ from router.events import (
     Tick,
 )
 from router.exits import ExitWatch
+from router.faults import FaultInvalid
+from router.faults_wire import fault_of, injection_message, taken_of
 from router.host import boot_s, host_id
+from router.injection import FaultRefused, Injections, Watcher, status_of
 from router.messages import (
     LONGEST_DRAIN_S,
     exit_event,
@@ -51,6 +55,7 @@ from router.messages import (
     routed_event,
     scale_event,
     status_message,
+    totals_of,
     view_message,
 )
 from router.pools import PoolSize, pool_size
@@ -83,10 +88,11 @@ class RouterService(rpc.RouterServicer):
         store: Store,
         clock: Callable[[], float] = boot_s,
         election: Election | None = None,
+        allow_chaos: bool = False,
     ) -> None:
         """Must be made on the event loop that will serve; does nothing before `lead`.
 
-        Args: election: None where there is only one router.
+        Args: election: None where there is only one router. allow_chaos: faults may be injected.
         """
         self.health = HealthServicer()
         self._config = config
@@ -101,7 +107,12 @@ class RouterService(rpc.RouterServicer):
         self._problem = ""
         self._fault = ""
         self._view = pb.View()
-        self._changed = asyncio.Event()
+        self._watchers: set[Watcher] = set()
+        self.injections = Injections(
+            allow_chaos,
+            lambda: {record.name: record.incarnation for record in self._state.members.values()},
+            lambda: self._state.term,
+        )
         self._launchers: dict[str, asyncio.Queue[Launch | Stop | None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -228,21 +239,38 @@ class RouterService(rpc.RouterServicer):
 
     async def Renew(self, request: pb.RenewRequest, context: Context) -> pb.RenewReply:
         commands = await self._answer(renewed_event(request), context)
-        fenced = any(isinstance(c, Stranger) for c in commands)
-        if not fenced:
-            acked = Acked(name=request.name, incarnation=request.incarnation, epoch=request.acked)
-            await self._answer(acked, context)
-            if routed := routed_event(request):
-                await self._answer(routed, context)
-        return pb.RenewReply(fenced=fenced, term=self._state.term, epoch=self._state.epoch)
+        if any(isinstance(c, Stranger) for c in commands):
+            gone = next((g for g in self._state.gone if g.incarnation == request.incarnation), None)
+            reason = gone.reason if gone else ""
+            return pb.RenewReply(fenced=True, drained=reason in ORDERLY, reason=reason)
+        acked = Acked(name=request.name, incarnation=request.incarnation, epoch=request.acked)
+        await self._answer(acked, context)
+        if routed := routed_event(request):
+            await self._answer(routed, context)
+            self.counts.add_rows(self._state, routed)
+        if request.totals:
+            self.counts.add_totals(request.name, totals_of(request))
+        return pb.RenewReply(term=self._state.term, epoch=self._state.epoch)
 
     async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.View]:
-        del request
-        while self.leads():
-            # Only the newest: a watcher that is slow to read skips what is already past.
-            changed = self._changed
-            yield self._view
-            await changed.wait()
+        watcher = Watcher(request.incarnation, taken_of(request))
+        self._watchers.add(watcher)
+        self.injections.attach(request.name, watcher)
+        shown = None
+        try:
+            while self.leads():
+                for order in watcher.take():
+                    yield pb.View(order=order)
+                if not watcher.orders:
+                    watcher.told.set()
+                # Only the newest: a watcher that is slow to read skips what is already past.
+                if shown is not self._view:
+                    shown = self._view
+                    yield shown
+                await watcher.changed.wait()
+        finally:
+            self._watchers.discard(watcher)
+            self.injections.detach(request.name, watcher)
         await refuse_as_standby(context, self.not_leading())
 
     async def Loaded(self, request: pb.LoadedRequest, context: Context) -> pb.LoadedReply:
@@ -264,7 +292,13 @@ class RouterService(rpc.RouterServicer):
 
     async def Leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveReply:
         await self._answer(
-            Left(name=request.name, incarnation=request.incarnation, drain=request.drain), context
+            Left(
+                name=request.name,
+                incarnation=request.incarnation,
+                drain=request.drain,
+                replace=request.replace,
+            ),
+            context,
         )
         return pb.LeaveReply()
 
@@ -320,9 +354,31 @@ class RouterService(rpc.RouterServicer):
         return refused or pool_size(self._config, self._state, event.pool)
 
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusReply:
-        del request, context
+        del context
         leader = self._election.leader if self._election else ""
-        return status_message(self._config, self._state, self.problem, leader, os.getpid())
+        rows = self.counts.rows.astype("<u8").tobytes() if request.rows else b""
+        return status_message(self._config, self._state, self.problem, leader, os.getpid(), rows)
+
+    async def Inject(self, request: pb.InjectRequest, context: Context) -> pb.InjectReply:
+        try:
+            self.injections.require_no_key()
+            injection = await self.injections.inject(request.names, fault_of(request.fault))
+        except (FaultRefused, FaultInvalid) as error:
+            await context.abort(status_of(error), str(error))
+            raise RuntimeError("abort returned") from error
+        return pb.InjectReply(id=injection.fault.id)
+
+    async def Clear(self, request: pb.ClearRequest, context: Context) -> pb.ClearReply:
+        try:
+            self.injections.require_no_key()
+            return pb.ClearReply(ids=self.injections.clear(request.id))
+        except FaultRefused as error:
+            await context.abort(status_of(error), str(error))
+            raise RuntimeError("abort returned") from error
+
+    async def Faults(self, request: pb.FaultsRequest, context: Context) -> pb.FaultsReply:
+        del request, context
+        return pb.FaultsReply(injections=[injection_message(known) for known in self.injections.known()])
 
     async def _answer(self, event: Event, context: Context) -> list[Command]:
         try:
@@ -373,8 +429,8 @@ class RouterService(rpc.RouterServicer):
 
     def _show(self, view: pb.View) -> None:
         self._view = view
-        self._changed.set()
-        self._changed = asyncio.Event()
+        for watcher in self._watchers:
+            watcher.changed.set()
 
     def _watch_exit(self, host: str, pid: int) -> None:
         if host == self._host:

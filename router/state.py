@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from router.balance import Seen
 from router.scaling import Memory, Policy
 from router.suspicion import Rhythm
-from router.view import ATTENTION, EXPERT, GATEWAY
+from router.view import ATTENTION, CLIENT, EXPERT, GATEWAY
 
 # A client names servers by the bits of one 64-bit word (experts/native).
 MOST_MEMBERS = 64
 LAUNCHED_POOLS = (EXPERT, ATTENTION)
-NAMED_POOLS = (EXPERT, ATTENTION, GATEWAY)
+NAMED_POOLS = (EXPERT, ATTENTION, GATEWAY, CLIENT)
 # The replacement of an expert server that drains must fit beside it, or the pool could never let the old one go.
 _MOST_WANTED = {EXPERT: MOST_MEMBERS - 1}
 
@@ -166,7 +166,7 @@ class MemberRecord:
     every attention member has acked that epoch. dropped_epoch: when target last lost something.
     ready: has served (expert), acked (attention) or joined (gateway). ordered: its process was ordered by a router
         of this journal. draining_epoch: the first whose View shows it draining. surplus: it drains because its pool was
-        too large. zone: what fails together.
+        too large. leaving: it drains once another has come in its place. zone: what fails together.
     """
 
     name: str
@@ -189,6 +189,7 @@ class MemberRecord:
     draining: bool = False
     draining_epoch: int = 0
     surplus: bool = False
+    leaving: bool = False
     ordered: bool = False
     zone: str = ""
 
@@ -263,7 +264,9 @@ class State:
     wanted: size of each launched pool.
 
     ghosts: who may still use old routes though it is no member. suspects: who may be dead, or was accused.
-    silent: who looks dead by silence alone. doubting_s: since when the router doubts its own ears, or None.
+    silent: who looks dead by silence alone. accused: servers said to give corrupt replies, and since when.
+    blame_again_s: when the next may be fenced for that.
+    doubting_s: since when the router doubts its own ears, or None.
 
     plan: what the last placement was made for. forming_s: since when the first placement waits. unloaded_epoch: the
     first without the latest that anyone was let unload. settled: nothing has
@@ -294,6 +297,8 @@ class State:
     suspects: frozenset[str] = frozenset()
     silent: frozenset[str] = frozenset()
     doubting_s: float | None = None
+    accused: Mapping[str, float] = field(default_factory=dict[str, float])
+    blame_again_s: float = 0.0
     plan: object = None
     forming_s: float | None = None
     unloaded_epoch: int = 0

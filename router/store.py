@@ -48,5 +48,7 @@ def record_text(record: MemberRecord) -> str:
 def record_of(text: str) -> MemberRecord:
     """The member in a text of `record_text`. Raises ValueError, TypeError or KeyError if it is none."""
     found = json.loads(text)
-    record = MemberRecord(**{field.name: found[field.name] for field in fields(MemberRecord)})
+    # A field that it lacks came after the router that wrote it.
+    known = {field.name: found[field.name] for field in fields(MemberRecord) if field.name in found}
+    record = MemberRecord(**known)
     return replace(record, **{name: int(found[name], 16) for name in _BITMAPS})

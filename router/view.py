@@ -10,7 +10,13 @@ from router import bitmap
 EXPERT = "expert"
 ATTENTION = "attention"
 GATEWAY = "gateway"
+# Asks expert servers as attention workers do, and serves nobody: no gateway sends it anything.
+CLIENT = "client"
+ASKING_POOLS = (ATTENTION, CLIENT)
 POOLS = (EXPERT, ATTENTION, GATEWAY)
+
+# Of the calls between a member and the router; who says another is refused.
+PROTOCOL = 1
 
 JOINING = "joining"
 WARMING = "warming"

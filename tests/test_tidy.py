@@ -101,7 +101,10 @@ def test_no_large_or_built_file_is_tracked() -> None:
     ]
     built = [name_of(p) for p in tracked if p.suffix in (".so", ".o", ".pyc")]
     assert not large, f"over 5 MB: {large}"
+    links = [name_of(p) for p in tracked if p.is_symlink()]
     assert not built, f"built files: {built}"
+    # Archives, and checkouts without links, make text of them, which then is read as what it points to.
+    assert not links, f"links: {links}"
 
 
 def test_the_readme_states_the_recorded_figures() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from eaas.tracing import check_options
+from experts.devices import Device
 from p2p.transport import TransportChoice
+from router.exposure import bound_address
 from router.pools import autoscale_bounds
 
 
@@ -32,6 +34,8 @@ class ClusterConfig:
     dtype: str = "auto"
     cores: tuple[int, ...] = (0,)
     transport: str = "shm"
+    # What computes, dealt out among the members of each pool.
+    devices: tuple[str, ...] = ("cpu",)
     # Lanes of each expert server; 0: the cores are dealt out among the servers.
     expert_lanes: int = 0
     # 65,536 tokens x 2 (K and V) x 8 layers x 4 heads x 64 x 2 bytes = 512 MiB on shape S.
@@ -44,6 +48,15 @@ class ClusterConfig:
     # Of the router's admin listener; None: there is none, 0: any free one.
     admin_port: int | None = None
     admin_key_file: Path | None = None
+    # Of the endpoint: HTTPS, and who may ask.
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    keys_file: Path | None = None
+    # Between the processes: a folder with one of each role, as `eaas certs` makes it; None: no TLS, on loopback.
+    tls_dir: Path | None = None
+    log_format: str = "text"
+    # Of the first router; the others have the next ones. 0: any free one.
+    router_port: int = 0
     prefix_reuse: bool = True
     # False leaves the gateway and the attention workers out: a bare expert pool, driven by whoever joins its router.
     endpoint: bool = True
@@ -51,6 +64,11 @@ class ClusterConfig:
     routers: int = 1
     etcd: str = ""
     leader_ttl_s: float = 3.0
+    # Every process takes the faults that the router passes on to it.
+    allow_chaos: bool = False
+    # Where traces go, by OTLP over HTTP, and of how many requests; empty: none are made.
+    trace_url: str = ""
+    trace_share: float = 1.0
     # Kill after this long when a process ignores SIGTERM; each role promises an orderly exit within 1 s.
     stop_s: float = 3.0
 
@@ -70,20 +88,36 @@ class ClusterConfig:
                 f"{self.routers} routers asked for, with {self.etcd or 'no etcd'} to share; one router needs none, "
                 "several need one. Name it: --etcd http://127.0.0.1:2379."
             )
-        for option, port in (("--port", self.port), ("--admin-port", self.admin_port or 0)):
+        ports = {"--port": self.port, "--admin-port": self.admin_port or 0, "router port": self.router_port}
+        for option, port in ports.items():
             if not 0 <= port <= 65535:
                 raise ValueError(f"{option} {port} is no TCP port; choose 0 (any free one) to 65535.")
         if self.admin_key_file is not None and self.admin_port is None:
             raise ValueError(
                 "--admin-key-file without --admin-port: there is no listener to ask for the key."
             )
-        if not _is_loopback(self.host):
-            raise ValueError(
-                f"--host {self.host} can be reached from outside; without TLS and keys EaaS listens on loopback only. "
-                "Use 127.0.0.1 and put a reverse proxy in front."
-            )
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("--tls-cert and --tls-key belong together: give both, or neither.")
+        bound_address(
+            "--host",
+            self.host,
+            {
+                "TLS (--tls-cert and --tls-key)": self.tls_cert is not None,
+                "keys (--keys-file)": self.keys_file is not None,
+            },
+        )
         autoscale_bounds(self.autoscale)
+        check_options(self.trace_url, self.trace_share)
         TransportChoice.parse(self.transport)
+        kinds = [Device.parse(device).kind.value for device in self.devices]
+        ask, answer = ({kinds[i % len(kinds)] for i in range(n)} for n in (self.attention, self.experts))
+        if self.endpoint and ask and answer and ask != answer:
+            raise ValueError(
+                f"--device {','.join(self.devices)} deals {self.attention} attention workers out to "
+                f"{' and '.join(sorted(ask))}, {self.experts} expert servers to {' and '.join(sorted(answer))}; "
+                "workers ask servers of their own kind only. Give as many of each as devices are listed: --attention "
+                f"{len(kinds)} --experts {len(kinds)}."
+            )
         if not self.cores:
             raise ValueError("No CPU core given; name at least one.")
         if not 0 <= self.expert_lanes <= len(self.cores):
@@ -91,13 +125,6 @@ class ClusterConfig:
                 f"{self.expert_lanes} lanes for each expert server; 0 (deal out the cores) to {len(self.cores)}, one "
                 "for each core, are possible."
             )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def expert_cores(slot: int, servers: int, cores: Sequence[int], lanes: int = 0) -> list[int]:

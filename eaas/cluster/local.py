@@ -2,7 +2,8 @@
 
 The supervisor decides nothing about the pools: the router says what to start and stop, and learns from the
 supervisor, through pidfds, at once when a process has ended. Only the two parts that the router cannot replace,
-itself and the gateway, are restarted here, on the addresses they had.
+itself and the gateway, are restarted here, on the addresses they had. A gateway that drains gets its successor first:
+both listen on the supervisor's socket.
 """
 
 from __future__ import annotations
@@ -20,14 +21,19 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from eaas.cluster.config import ClusterConfig, expert_cores
+from eaas.cluster.arguments import Surroundings, arguments_of
+from eaas.cluster.config import ClusterConfig
 from eaas.cluster.process import Child, StartFailed
+from eaas.gateway.listening import ListenFailed, address_of, listen
 from router.channel import answers
 from router.client import RouterClient, RouterUnavailable
 from router.etcd import EtcdUnavailable
 from router.etcd_store import erase
 from router.host import host_id
 from router.replies import StartProcess, StopProcess
+from router.roles import LAUNCHER
+from router.tls import Credentials
+from router.view import DRAINING, GATEWAY, View
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +44,6 @@ RESTART_FIRST_S, RESTART_MOST_S, RESTART_FORGIVEN_S = 0.1, 5.0, 30.0
 PROBE_S, HUNG_S = 1.0, 5.0
 # A member that is stopped ends within a second if it is well, as all roles promise; one that is frozen never does.
 STOP_MOMENT_S = 1.5
-
-
 STATE_PREFIX = "eaas-"
 
 
@@ -48,10 +52,13 @@ class LocalCluster:
 
     Raises (from `start`):
         StartFailed: a part did not become ready, with its name and the reason.
+    Raises CredentialsInvalid where the launcher has no certificate in `tls_dir`.
     """
 
     def __init__(self, config: ClusterConfig, *, on_event: Callable[[str], None] | None = None) -> None:
         self.config = config
+        tls = config.tls_dir
+        self._credentials = Credentials(tls / LAUNCHER, LAUNCHER) if tls is not None else None
         _sweep()
         self.state_dir = Path(tempfile.mkdtemp(prefix=f"{STATE_PREFIX}{os.getpid()}-"))
         self._show = on_event or (lambda text: logger.info("%s", text))
@@ -71,6 +78,7 @@ class LocalCluster:
         # host:port of each router's admin listener, by slot; empty where there is none.
         self._admin_addresses: dict[int, str] = {}
         self._gateway_address = ""
+        self._listener: socket.socket | None = None
         self._router: RouterClient | None = None
         # By pool: how often in a row, and when last.
         self._restarts: dict[str, tuple[int, float]] = {}
@@ -91,10 +99,12 @@ class LocalCluster:
 
     def start(self, timeout_s: float = 120.0) -> None:
         """Start every part and return when the endpoint can answer."""
-        self._check_port()
+        if self.config.endpoint:
+            self._listen()
         self._supervisor.start()
+        first = self.config.router_port
         for slot in range(self.config.routers):
-            self._order(lambda slot=slot: self._spawn("router", slot, port=0))
+            self._order(lambda slot=slot: self._spawn("router", slot, port=first and first + slot))
         deadline = time.monotonic() + timeout_s
         while not self._ready.wait(0.05):
             if self._failure is not None:
@@ -121,6 +131,8 @@ class LocalCluster:
         for thread in (self._launch_thread, self._exit_thread, self._probe_thread):
             if thread.ident is not None:
                 thread.join(timeout=2)
+        if self._listener is not None:
+            self._listener.close()
         self._selector.close()
         os.close(self._wake_read)
         os.close(self._wake_write)
@@ -149,7 +161,7 @@ class LocalCluster:
     @property
     def url(self) -> str:
         """Base URL of the gateway, such as http://127.0.0.1:8000."""
-        return f"http://{self._gateway_address}"
+        return f"{'https' if self.config.tls_cert else 'http'}://{self._gateway_address}"
 
     @property
     def admin_addresses(self) -> list[str]:
@@ -165,19 +177,19 @@ class LocalCluster:
         """Pid of every process now running, by member name."""
         return {child.name: child.pid for child in list(self._children.values())}
 
-    def _check_port(self) -> None:
-        """Find a port in use before anything starts: a large model takes minutes."""
-        family = socket.AF_INET6 if ":" in self.config.host else socket.AF_INET
-        with socket.socket(family) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((self.config.host, self.config.port))
-            except OSError as error:
-                self.stop()
-                raise StartFailed(
-                    f"gateway: port {self.config.port} on {self.config.host} cannot be had ({error.strerror}). Stop "
-                    "what holds it, or choose another with --port (0 takes a free one)."
-                ) from None
+    def _listen(self) -> None:
+        """Take the endpoint's port, before anything starts: a large model takes minutes.
+
+        The socket stays here and goes to one gateway after the other, so that clients who come while one is replaced,
+        or started again, wait a moment and are refused by nobody.
+        """
+        try:
+            protected = {"tls": self.config.tls_cert is not None, "keys": self.config.keys_file is not None}
+            self._listener = listen(self.config.host, self.config.port, **protected)
+        except ListenFailed as error:
+            self.stop()
+            raise StartFailed(f"gateway: {error}") from None
+        self._gateway_address = address_of(self._listener)
 
     # -- the supervisor's thread -----------------------------------------------------------------------------------
 
@@ -227,10 +239,8 @@ class LocalCluster:
     def _on_event(self, text: str) -> None:
         try:
             self._show(text)
-        except (
-            Exception,
-            SystemExit,
-        ) as error:  # rich exits on a closed pipe; whoever reads may leave, we stay.
+        except (Exception, SystemExit) as error:
+            # rich exits on a closed pipe; whoever reads may leave, we stay.
             logger.warning("event_not_shown text=%s reason=%r", text, error)
 
     def _spawn(self, pool: str, slot: int, port: int) -> None:
@@ -243,6 +253,7 @@ class LocalCluster:
                 module=MODULES[pool],
                 arguments=self._arguments(pool, slot, port),
                 log=log,
+                pass_fds=[self._listener.fileno()] if pool == "gateway" and self._listener else (),
             )
         except OSError as error:
             # The router counts on what it ordered; no process has the pid 0, so this reports a start that failed.
@@ -253,49 +264,14 @@ class LocalCluster:
         self._selector.register(child.ready_fd, selectors.EVENT_READ, (child, False))
 
     def _arguments(self, pool: str, slot: int, port: int) -> list[str]:
-        config = self.config
-        if pool == "router":
-            store = ["--journal", str(self.state_dir / "router.sqlite")]
-            if config.etcd:
-                store = ["--store", "etcd", "--etcd", config.etcd, "--cluster", self.state_dir.name]
-                store += ["--leader-ttl-s", str(config.leader_ttl_s)]
-            return [
-                *store,
-                *("--port", str(port), "--number", str(slot)),
-                *("--experts", str(config.experts), "--attention", str(config.attention)),
-                *("--replicas", str(config.replicas), "--lease-s", str(config.lease_s)),
-                *("--redundant-experts", str(config.redundant_experts)),
-                *(word for pool in config.autoscale for word in ("--autoscale", pool)),
-                *self._admin_arguments(slot),
-            ]
-        shared = ["--router", self.router_address, "--model", str(config.model)]
-        workers = ["--dtype", config.dtype, "--transport", config.transport]
-        if pool == "expert":
-            cores = expert_cores(slot, self._experts_wanted, config.cores, config.expert_lanes)
-            return [*shared, *workers, "--cores", ",".join(map(str, cores))]
-        if pool == "attention":
-            return [
-                *shared,
-                *workers,
-                *("--cores", ",".join(map(str, config.cores))),
-                *("--kv-tokens", str(config.kv_tokens), "--step-tokens", str(config.step_tokens)),
-                *("--deadline-s", str(config.deadline_s)),
-                "--prefix-reuse" if config.prefix_reuse else "--no-prefix-reuse",
-            ]
-        return [
-            *shared,
-            *("--served-model-name", config.served_name, "--host", config.host, "--port", str(port)),
-            *("--deadline-s", str(config.deadline_s)),
-        ]
-
-    def _admin_arguments(self, slot: int) -> list[str]:
-        first = self.config.admin_port
-        if first is None:
-            return []
-        # A router started again listens where it did; several have ports side by side.
-        port = self._admin_addresses.get(slot, "").rpartition(":")[2] or str(first + slot if first else 0)
-        key_file = self.config.admin_key_file
-        return ["--admin-port", port, *(("--admin-key-file", str(key_file)) if key_file else ())]
+        surroundings = Surroundings(
+            state_dir=self.state_dir,
+            router_address=self.router_address,
+            experts_wanted=self._experts_wanted,
+            listen_fd=self._listener.fileno() if self._listener else -1,
+            admin_address=self._admin_addresses.get(slot, ""),
+        )
+        return arguments_of(self.config, surroundings, pool, slot, port)
 
     def _report(self, child: Child) -> None:
         descriptor = child.ready_fd
@@ -309,8 +285,6 @@ class LocalCluster:
         self._on_event(f"{child.name} ready")
         if child.pool == "router":
             self._router_ready(child)
-        elif child.pool == "gateway":
-            self._gateway_address = child.address
         if not self._missing():
             self._ready.set()
 
@@ -320,13 +294,25 @@ class LocalCluster:
             self._admin_addresses[child.slot] = str(child.ready["admin"])
         if self._router is not None or len(self._router_addresses) < self.config.routers:
             return
-        self._router = RouterClient(self.router_address)
-        self._router.start()
+        self._router = RouterClient(self.router_address, self._credentials)
+        self._router.start(on_view=self._look_for_drains)
         self._launch_thread.start()
         self._exit_thread.start()
         self._probe_thread.start()
         if self.config.endpoint:
-            self._spawn("gateway", 0, port=self.config.port)
+            self._spawn("gateway", 0, port=0)
+
+    def _look_for_drains(self, view: View) -> None:
+        pids = [member.pid for member in view.pool(GATEWAY) if member.state == DRAINING]
+        if pids:
+            self._order(lambda: self._until_started(GATEWAY, lambda: self._succeed(pids)))
+
+    def _succeed(self, pids: list[int]) -> None:
+        """Start the successor of each gateway that drains; it goes when it sees the new one among the members."""
+        for child in [self._children[pid] for pid in pids if pid in self._children]:
+            if not child.replaced:
+                self._spawn(child.pool, child.slot, port=0)
+                child.replaced = True
 
     def _ended(self, child: Child) -> None:
         descriptor = child.ready_fd
@@ -344,18 +330,31 @@ class LocalCluster:
             raise StartFailed(
                 f"{child.pool} ended ({_words(status)}) before it was ready. Its last words:\n{child.tail()}"
             )
-        if child.pool in ("router", "gateway"):
-            self._restart(child)
+        if child.pool in ("router", "gateway") and not child.replaced:
+            self._restart(child, status)
 
-    def _restart(self, child: Child) -> None:
+    def _restart(self, child: Child, status: int) -> None:
+        pool, slot = child.pool, child.slot
+        address = self._router_addresses[slot] if pool == "router" else self._gateway_address
+        port = int(address.rpartition(":")[2])
+        # One that was told to end did not fail.
+        delay_s = self._backoff_s(pool) if status else 0.0
+        self._later(delay_s, lambda: self._until_started(pool, lambda: self._spawn(pool, slot, port=port)))
+
+    def _until_started(self, pool: str, start: Callable[[], None]) -> None:
+        """Start what no order of the router's asks for again; if there is no process to be had, again and again."""
+        try:
+            start()
+        except StartFailed:
+            self._later(self._backoff_s(pool), lambda: self._until_started(pool, start))
+            raise
+
+    def _backoff_s(self, pool: str) -> float:
         now_s = time.monotonic()
-        count, last_s = self._restarts.get(child.pool, (0, now_s))
+        count, last_s = self._restarts.get(pool, (0, now_s))
         count = 1 if now_s - last_s > RESTART_FORGIVEN_S else count + 1
-        self._restarts[child.pool] = count, now_s
-        delay_s = min(RESTART_FIRST_S * 2.0 ** min(count - 1, 30), RESTART_MOST_S)
-        address = self._router_addresses[child.slot] if child.pool == "router" else self._gateway_address
-        port, slot = int(address.rpartition(":")[2]), child.slot
-        self._later(delay_s, lambda: self._spawn(child.pool, slot, port=port))
+        self._restarts[pool] = count, now_s
+        return min(RESTART_FIRST_S * 2.0 ** min(count - 1, 30), RESTART_MOST_S)
 
     def _later(self, delay_s: float, act: Callable[[], None]) -> None:
         """Carry out an act after a while; for the supervisor's thread."""
@@ -442,7 +441,7 @@ class LocalCluster:
             ]
             for child in routers:
                 now_s = time.monotonic()
-                if answers(child.address, PROBE_S):
+                if answers(child.address, PROBE_S, self._credentials):
                     answered_s[child.pid] = now_s
                 elif now_s - answered_s.setdefault(child.pid, now_s) > HUNG_S:
                     self._on_event(f"{child.name} has not answered for {HUNG_S:g} s")

@@ -31,11 +31,24 @@ class Child:
     log: Path
     process: subprocess.Popen[bytes]
     ready: dict[str, object] | None = None
+    replaced: bool = False  # its successor has been started
     pending: bytearray = field(default_factory=bytearray)
 
     @classmethod
-    def start(cls, *, pool: str, slot: int, module: str, arguments: Sequence[str], log: Path) -> Child:
-        """Start `python -m module` in a session of its own, so that Ctrl-C reaches the launcher alone."""
+    def start(
+        cls,
+        *,
+        pool: str,
+        slot: int,
+        module: str,
+        arguments: Sequence[str],
+        log: Path,
+        pass_fds: Sequence[int] = (),
+    ) -> Child:
+        """Start `python -m module` in a session of its own, so that Ctrl-C reaches the launcher alone.
+
+        Args: pass_fds: Descriptors that it inherits.
+        """
         read_fd, write_fd = os.pipe()
         command = [sys.executable, "-m", module, *arguments, "--ready-fd", str(write_fd)]
         command += ["--die-with", str(os.getpid())]
@@ -48,7 +61,7 @@ class Child:
                     stderr=output,
                     # Rows are computed by native lanes; numpy's own threads only spin when it is imported.
                     env={"OPENBLAS_NUM_THREADS": "1", **os.environ},
-                    pass_fds=(write_fd,),
+                    pass_fds=(write_fd, *pass_fds),
                     start_new_session=True,
                 )
             try:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 from rich.table import Table
 
 from eaas.cluster.status import fetch_status
 from router.client import RouterClient
 from router.pools import PoolSize
+from router.roles import OPERATOR
+from router.tls import Credentials
 
 LOOK_S = 0.2
 
@@ -18,14 +21,19 @@ class RouterUnknown(RuntimeError):
     """The gateway does not know its router; the text says what to do."""
 
 
+def operator_credentials(tls_dir: Path | None) -> Credentials | None:
+    """What a command proves itself with to the router; None without a folder. Raises CredentialsInvalid."""
+    return Credentials(tls_dir / OPERATOR, OPERATOR) if tls_dir is not None else None
+
+
 def router_address(url: str) -> str:
-    """host:port of the router of the gateway at `url`.
+    """host:port of the router of the gateway at `url`; of several, all with commas between.
 
     Raises:
         GatewayUnreachable: no gateway there. RouterUnknown: one without a router.
     """
     members = fetch_status(url)["members"]
-    address = next((member["address"] for member in members if member["pool"] == "router"), "")
+    address = ",".join(member["address"] for member in members if member["pool"] == "router")
     if not address:
         raise RouterUnknown(f"The gateway at {url} names no router; name it with --router HOST:PORT.")
     return address
@@ -44,9 +52,9 @@ def wait_for_size(client: RouterClient, pool: str, wait_s: float) -> PoolSize:
 def pools_table(pools: Mapping[str, PoolSize]) -> Table:
     """One line for each pool."""
     table = Table()
-    for heading in ("pool", "wanted", "live", "starting", "draining", "bounds"):
-        table.add_column(heading, justify="left" if heading in ("pool", "bounds") else "right")
+    for heading in ("pool", "wanted", "live", "starting", "draining", "bounds", "held up"):
+        table.add_column(heading, justify="left" if heading in ("pool", "bounds", "held up") else "right")
     for name, size in pools.items():
         numbers = (size.wanted, size.live, size.starting, size.draining)
-        table.add_row(name, *map(str, numbers), f"{size.least} to {size.most}")
+        table.add_row(name, *map(str, numbers), f"{size.least} to {size.most}", size.held_up)
     return table

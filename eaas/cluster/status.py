@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import http.client
 import json
+import os
+import ssl
+import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
 from rich.table import Table
 
+# The key that verbs of the command line send to a gateway.
+KEY_VARIABLE = "EAAS_API_KEY"
+
 
 class GatewayUnreachable(RuntimeError):
     """No gateway answered at the address; the text says what to check."""
+
+
+def asking(url: str, body: bytes | None = None) -> urllib.request.Request:
+    """A GET, or a POST of JSON, with the key of EAAS_API_KEY where there is one."""
+    key = os.environ.get(KEY_VARIABLE, "")
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    return urllib.request.Request(url, body, headers | ({"content-type": "application/json"} if body else {}))
 
 
 def fetch_status(url: str, timeout_s: float = 5.0) -> dict[str, Any]:
@@ -23,9 +37,21 @@ def fetch_status(url: str, timeout_s: float = 5.0) -> dict[str, Any]:
     base = url if "://" in url else f"http://{url}"
     base = base.rstrip("/").removesuffix("/v1")
     try:
-        with urllib.request.urlopen(f"{base}/status", timeout=timeout_s) as response:
+        with urllib.request.urlopen(asking(f"{base}/status"), timeout=timeout_s) as response:
             return json.load(response)
-    except (OSError, ValueError) as error:
+    except urllib.error.HTTPError as error:
+        if error.code not in (401, 403):
+            raise GatewayUnreachable(f"The gateway at {url} answers {error.code} to /status.") from None
+        raise GatewayUnreachable(
+            f"The gateway at {url} asks for an operator's key (status {error.code}). Put one that "
+            f"`eaas keys new FILE NAME --operator` made into {KEY_VARIABLE}."
+        ) from None
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        if isinstance(getattr(error, "reason", None), ssl.SSLError):
+            raise GatewayUnreachable(
+                f"What answers at {url} is not trusted ({error}). If it is yours, name the CA that signed its "
+                "certificate: SSL_CERT_FILE=certs/ca/ca.pem; and its certificate must be for that name."
+            ) from None
         raise GatewayUnreachable(
             f"No EaaS gateway answers at {url} ({error}). Start one with `eaas serve`, or name it with --url."
         ) from None
@@ -35,7 +61,10 @@ def headline(state: Mapping[str, Any]) -> str:
     """One line: whole or degraded, and in what."""
     members, wanted = state["members"], state["replicas_wanted"]
     serving = sum(member["pool"] == "expert" and member["state"] == "serving" for member in members)
-    away = next((m["name"] for m in members if m["pool"] == "router" and m["state"] != "serving"), "")
+    routers = {m["name"]: m["state"] for m in members if m["pool"] == "router"}
+    # Standbys are well while one leads.
+    well = ("serving", "standby") if "serving" in routers.values() else ()
+    away = next((name for name, state in routers.items() if state not in well), "")
     held = state["replicas_min"]
     verdict = "DEGRADED" if away or not state["gateway"]["ready"] or (held or 0) < (wanted or 1) else "whole"
     text = (

@@ -1,13 +1,15 @@
 """Choosing the tokens of a step; sampling parameters are kept by slot, so that a row costs no object.
 
 A request's parameters are written into its slot's row once; a step gathers the rows of its slots and calls
-the native sampler. Only requests with penalties, or still short of min_tokens, cost Python in every step.
+the native sampler. Only requests with penalties, or still short of min_tokens, cost Python in every step; the mask
+of a grammar lies where its row points. Where the decoder chooses by itself, on a GPU, only the rows that it leaves
+are chosen here.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,16 +17,18 @@ import numpy as np
 from eaas import native
 from eaas.engine import fallback_sampler
 from eaas.engine.request import Request
+from eaas.engine.sampler import bits_of
+from eaas.engine.steps import Judged
 from eaas.engine.worker_protocol import MAX_TOP_LOGPROBS
 from eaas.native import SAMPLE_ROW
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """What was chosen for each row.
+    """What was chosen for each request's row; the rows of judged tokens come after them.
 
     Args:
-        tokens: One a row.
+        tokens: One a request; below 0 where none could be chosen yet.
         logprobs: float32, one a row; meaningful where the request asked for them. None where no row did.
         top_ids, top_logprobs: [rows, most asked for].
         refused: Rows for which nothing could be chosen, and why; their token means nothing.
@@ -42,6 +46,23 @@ class Choice:
         return list(zip(ids.tolist(), logprobs.tolist(), strict=True))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """What a decoder chose by itself; its arrays are valid until its next step.
+
+    Args:
+        chosen: bool [rows], whether it did.
+        tokens: int32 [rows], which mean something where it did and they are sound.
+        sound: bool [rows], whether the row's logits were finite.
+        logits: float32 [rows not chosen, vocab], contiguous, in the order of rows.
+    """
+
+    chosen: np.ndarray
+    tokens: np.ndarray
+    sound: np.ndarray
+    logits: np.ndarray
+
+
 @dataclass(kw_only=True, slots=True)
 class _Slot:
     """What a slot's row points at, which must live as long as the row does."""
@@ -50,6 +71,9 @@ class _Slot:
     prompt: np.ndarray
     output: np.ndarray
     forbidden: np.ndarray
+    allowed: np.ndarray
+    biased: np.ndarray
+    biases: np.ndarray
     penalised: bool
     copied: int = field(default=0)
 
@@ -73,29 +97,115 @@ class Chooser:
         # Gathered as words: numpy copies structures field by field, ten times slower.
         self._words = self._rows.view(np.uint64).reshape(slots, -1)
         self._slots: list[_Slot | None] = [None] * slots
-        self._tokens = np.empty(slots, dtype=np.int32)
-        self._logprobs = np.empty(slots, dtype=np.float32)
-        self._top_ids = np.empty((slots, MAX_TOP_LOGPROBS), dtype=np.int32)
-        self._top_logprobs = np.empty((slots, MAX_TOP_LOGPROBS), dtype=np.float32)
-        results = (self._tokens, self._logprobs, self._top_ids, self._top_logprobs)
-        self._results = [array.ctypes.data for array in results]
         self._where = ctypes.c_uint32()
+        self._make_room(slots)
 
-    def choose(self, logits: np.ndarray, slots: np.ndarray, requests: Sequence[Request]) -> Choice:
-        """Choose the next token of each request.
+    def choose(
+        self,
+        logits: np.ndarray,
+        slots: np.ndarray,
+        requests: Sequence[Request],
+        judged: Sequence[Judged] = (),
+        barred: Mapping[int, str] = {},
+    ) -> Choice:
+        """Choose the next token of each request, and judge tokens of prompts.
 
         Args:
             logits: float32 [rows, vocab], contiguous; a refused row's are overwritten.
-            slots: int32 [rows].
-            requests: [rows], each in its slot.
+            slots: int32 [requests].
+            requests: Each in its slot.
+            judged: What the rows after those of requests are for.
+            barred: Rows for which no token can be chosen, and why not at all; "": not yet.
         """
+        words = self._gather(slots, requests, judged)
+        self._check(logits, len(words))
         count = len(requests)
+        refused = self._run(logits, words, barred)
+        return Choice(
+            tokens=self._tokens[:count].tolist(),
+            logprobs=self._logprobs[: len(words)].tolist() if _wants_logprobs(requests, judged) else None,
+            top_ids=self._top_ids,
+            top_logprobs=self._top_logprobs,
+            refused=refused,
+        )
+
+    def ways(
+        self, slots: np.ndarray, requests: Sequence[Request], judged: Sequence[Judged] = ()
+    ) -> np.ndarray:
+        """How the next token of each request is to be chosen: `eaas.native.SAMPLE_ROW` [rows], for a decoder that
+        chooses by itself. What its rows point at is valid until the requests' next tokens are known.
+
+        Args:
+            slots, requests, judged: As for `choose`.
+        """
+        return self._gather(slots, requests, judged).view(SAMPLE_ROW)[:, 0]
+
+    def complete(
+        self,
+        ways: np.ndarray,
+        requests: Sequence[Request],
+        found: Found,
+        judged: Sequence[Judged] = (),
+        barred: Mapping[int, str] = {},
+    ) -> Choice:
+        """What a decoder chose, with the tokens of rows that it left.
+
+        Args:
+            ways: What `ways` gave for these requests.
+            found: What the decoder did with them; a refused row's logits are overwritten.
+            judged, barred: As for `choose`.
+        """
+        broken = np.flatnonzero(found.chosen & ~found.sound)
+        refused = {int(row): _REASONS[native.SAMPLER_E_NOT_FINITE] for row in broken}
+        left = np.flatnonzero(~found.chosen)
+        count = len(left)
+        if not count:
+            none = self._top_ids[:0], self._top_logprobs[:0]
+            return Choice(
+                tokens=found.tokens.tolist(),
+                logprobs=None,
+                top_ids=none[0],
+                top_logprobs=none[1],
+                refused=refused,
+            )
+        self._check(found.logits, count)
+        words = ways[left].view(np.uint64).reshape(count, -1)
+        # A grammar's rows are never chosen for on a device.
+        here = {number: barred[row] for number, row in enumerate(left.tolist()) if row in barred}
+        refused |= {int(left[row]): reason for row, reason in self._run(found.logits, words, here).items()}
+
+        def spread(array: np.ndarray) -> np.ndarray:
+            whole = np.zeros((len(ways), *array.shape[1:]), dtype=array.dtype)
+            whole[left] = array[:count]
+            return whole
+
+        tokens = np.where(found.chosen, found.tokens, spread(self._tokens))
+        return Choice(
+            tokens=tokens[: len(requests)].tolist(),
+            logprobs=spread(self._logprobs).tolist() if _wants_logprobs(requests, judged) else None,
+            top_ids=spread(self._top_ids),
+            top_logprobs=spread(self._top_logprobs),
+            refused=refused,
+        )
+
+    def _check(self, logits: np.ndarray, count: int) -> None:
         wanted = (count, self._vocab)
         if logits.dtype != np.float32 or logits.shape != wanted or not logits.flags.c_contiguous:
             raise ValueError(
                 f"Logits are {logits.dtype} {list(logits.shape)}; contiguous float32 {list(wanted)} needed."
             )
-        wants_logprobs = False
+
+    def _make_room(self, rows: int) -> None:
+        """Results of so many rows."""
+        self._tokens = np.empty(rows, dtype=np.int32)
+        self._logprobs = np.empty(rows, dtype=np.float32)
+        self._top_ids = np.empty((rows, MAX_TOP_LOGPROBS), dtype=np.int32)
+        self._top_logprobs = np.empty((rows, MAX_TOP_LOGPROBS), dtype=np.float32)
+        results = (self._tokens, self._logprobs, self._top_ids, self._top_logprobs)
+        self._results = [array.ctypes.data for array in results]
+
+    def _gather(self, slots: np.ndarray, requests: Sequence[Request], judged: Sequence[Judged]) -> np.ndarray:
+        """The rows of slots, as words, brought up to date; after them those of judged tokens."""
         indexes: list[int] = []
         for slot, request in zip(slots.tolist(), requests, strict=True):
             held = self._slots[slot]
@@ -103,21 +213,19 @@ class Chooser:
                 held = self._slots[slot] = self._enter(slot, request)
             if held.special:
                 self._update(slot, held)
-            wants_logprobs |= request.params.logprobs >= 0
             indexes.append(len(request.output))
         words = self._words.take(slots, axis=0)
         words[:, _INDEX_WORD] = indexes
-        refused = self._run(logits, words)
-        return Choice(
-            tokens=self._tokens[:count].tolist(),
-            logprobs=self._logprobs[:count].tolist() if wants_logprobs else None,
-            top_ids=self._top_ids,
-            top_logprobs=self._top_logprobs,
-            refused=refused,
-        )
+        if judged:
+            words = np.concatenate([words, *(_judging(piece) for piece in judged)])
+        if len(words) > len(self._tokens):
+            self._make_room(len(words))
+        return words
 
-    def _run(self, logits: np.ndarray, words: np.ndarray) -> dict[int, str]:
-        refused: dict[int, str] = {}
+    def _run(self, logits: np.ndarray, words: np.ndarray, barred: Mapping[int, str]) -> dict[int, str]:
+        refused = {row: reason for row, reason in barred.items() if reason}
+        for row in barred:
+            words[row] = _ANY_TOKEN
         while True:
             status = self._sample(
                 logits.ctypes.data,
@@ -129,6 +237,7 @@ class Chooser:
                 self._where,
             )
             if not status:
+                self._tokens[[row for row, reason in barred.items() if not reason]] = -1
                 return refused
             row = self._where.value
             if status not in _REASONS or row in refused:
@@ -142,7 +251,9 @@ class Chooser:
         params = request.params
         repeats = params.repetition_penalty != 1.0
         penalised = repeats or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
-        early = params.min_tokens > len(request.output)
+        constraint = request.constraint
+        # A grammar's mask keeps the end back by itself, as long as it can.
+        early = params.min_tokens > len(request.output) and constraint is None
         held = _Slot(
             request=request,
             prompt=request.prompt if repeats else _NOTHING,
@@ -150,9 +261,16 @@ class Chooser:
             forbidden=np.array(
                 sorted(token for token in request.stops if early and token < self._vocab), dtype=np.int32
             ),
+            allowed=bits_of(params.allowed_token_ids, self._vocab) if params.allowed_token_ids else _NOTHING,
+            biased=np.array([token for token, _ in params.logit_bias], dtype=np.int32),
+            biases=np.array([bias for _, bias in params.logit_bias], dtype=np.float32),
             penalised=penalised,
         )
         row = self._rows[slot]
+        row["allowed"] = 0 if constraint is None else constraint.mask.ctypes.data
+        row["allowed_too"] = held.allowed.ctypes.data if len(held.allowed) else 0
+        row["biased"], row["biases"] = held.biased.ctypes.data, held.biases.ctypes.data
+        row["biased_count"] = len(held.biased)
         row["prompt"], row["prompt_count"] = held.prompt.ctypes.data, len(held.prompt)
         row["output"], row["output_count"] = held.output.ctypes.data, 0
         row["forbidden"], row["forbidden_count"] = held.forbidden.ctypes.data, len(held.forbidden)
@@ -173,6 +291,18 @@ class Chooser:
         if len(output) >= held.request.params.min_tokens:
             row["forbidden_count"] = 0
             held.forbidden = _NOTHING
+
+
+def _wants_logprobs(requests: Sequence[Request], judged: Sequence[Judged]) -> bool:
+    return bool(judged) or any(request.params.logprobs >= 0 for request in requests)
+
+
+def _judging(piece: Judged) -> np.ndarray:
+    """Rows, as words, that choose the tokens of a prompt that are there, for their log-probabilities."""
+    rows = _ANY_TOKEN.view(SAMPLE_ROW).repeat(piece.stop - piece.start)
+    rows["given"] = piece.request.prompt[piece.start : piece.stop] + 1
+    rows["top_count"] = piece.request.params.prompt_logprobs
+    return rows.view(np.uint64).reshape(len(rows), -1)
 
 
 def _any_token() -> np.ndarray:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -28,7 +28,15 @@ class DecoderError(RuntimeError):
 
 
 class ExpertsLost(DecoderError):
-    """No replica of an expert answered before the deadline. The step may be run again: nothing is broken."""
+    """No replica of an expert answered before the deadline. The step may be run again: nothing is broken.
+
+    Attributes:
+        rows: Those rows of the plan whose experts did not answer; None where that is not known.
+    """
+
+    def __init__(self, text: str = "", rows: np.ndarray | None = None) -> None:
+        super().__init__(text)
+        self.rows = rows
 
 
 class PlanInvalid(DecoderError):
@@ -46,15 +54,25 @@ class ExpertBackend:
     Attributes:
         call: Address of the function.
         state: Address of its first argument; it must outlive the decoder.
+        missing: What says which tokens of the call made last had no answer: indexes, and how many tokens it had.
+            Takes the most there may be.
     """
 
     call: int
     state: int
+    missing: Callable[[int], tuple[np.ndarray, int]] | None = None
 
 
 def client_backend(handle: int) -> ExpertBackend:
     """Expert servers, through the client of that handle (`experts.client.ExpertClient.handle`)."""
-    return ExpertBackend(call=native.address_of(experts_native.load(), "expert_call"), state=handle)
+    library = experts_native.load()
+
+    def missing(capacity: int) -> tuple[np.ndarray, int]:
+        rows = np.zeros(capacity, np.uint8)
+        count = library.expert_client_missing(handle, rows.ctypes.data, capacity)
+        return np.flatnonzero(rows), count
+
+    return ExpertBackend(call=native.address_of(library, "expert_call"), state=handle, missing=missing)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +86,8 @@ class StepPlan:
         block_tables: [sequences, blocks]: cache block of positions b * block_tokens and on; what no row needs
             may hold anything.
         logits_rows: [wanted]: rows whose logits the step returns.
+        drop: uint8 [rows] of experts.routes.KEEP or MAY_DROP; the step writes DROPPED where an expert's term was left
+            out. None: nothing may be.
     """
 
     token_ids: np.ndarray
@@ -75,6 +95,7 @@ class StepPlan:
     seqs: np.ndarray
     block_tables: np.ndarray
     logits_rows: np.ndarray
+    drop: np.ndarray | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +116,36 @@ class StepLimits:
     max_positions: int
     block_tokens: int
     kv_blocks: int
+
+    def fault(self, arrays: Sequence[np.ndarray]) -> tuple[int, int] | None:
+        """The first thing in a plan that is outside the limits: one of CODES, and the row; None where nothing is."""
+        return self.fault_of_rows(arrays) or self.fault_of_blocks(arrays, self.sound_blocks(arrays[3]))
+
+    def fault_of_rows(self, arrays: Sequence[np.ndarray]) -> tuple[int, int] | None:
+        """As `fault`, but for the blocks that tables name."""
+        tokens, positions, sequences, tables, wanted = arrays
+        if not 1 <= len(tokens) <= self.max_rows or len(wanted) > self.max_rows:
+            return native.DECODER_E_ROWS, 0
+        room = min(self.max_positions, tables.shape[1] * self.block_tokens)
+        for code, array, end in (
+            (native.DECODER_E_TOKEN, tokens, self.vocab),
+            (native.DECODER_E_POSITION, positions, room),
+            (native.DECODER_E_SEQUENCE, sequences, len(tables)),
+            (native.DECODER_E_LOGITS_ROW, wanted, len(tokens)),
+        ):
+            outside = np.flatnonzero((array < 0) | (array >= end))
+            if len(outside):
+                return code, int(outside[0])
+        return None
+
+    def sound_blocks(self, tables: np.ndarray) -> np.ndarray:
+        """How many blocks of each table, from the first, name a block that exists."""
+        return np.logical_and.accumulate((tables >= 0) & (tables < self.kv_blocks), axis=1).sum(axis=1)
+
+    def fault_of_blocks(self, arrays: Sequence[np.ndarray], sound: np.ndarray) -> tuple[int, int] | None:
+        """As `fault`, for the blocks alone: `sound` of each table, as `sound_blocks` counts."""
+        outside = np.flatnonzero(arrays[1] // self.block_tokens >= sound[arrays[2]])
+        return (native.DECODER_E_BLOCK, int(outside[0])) if len(outside) else None
 
     def refusal(self, status: int, where: int, arrays: Sequence[np.ndarray]) -> PlanInvalid:
         """In words, why a plan is refused: one of CODES, the row, and what `plan_arrays` gave."""
@@ -173,6 +224,7 @@ class Decoder:
         self._library = native.load()
         self._logits = np.empty((0, spec.vocab), dtype=np.float32)
         backend = experts if isinstance(experts, ExpertBackend) else client_backend(experts)
+        self._missing = backend.missing
         self._handle = self._new(backend, cores)
         self._finalizer = weakref.finalize(self, self._library.decoder_free, self._handle)
         # Read in place, so that workers of one host share its pages.
@@ -217,6 +269,7 @@ class Decoder:
             tables=tables.ctypes.data,
             logits_rows=wanted.ctypes.data,
             logits=self._logits.ctypes.data,
+            drop=None if plan.drop is None else plan.drop.ctypes.data,
             deadline_ns=time.monotonic_ns() + round(max(deadline_s, 0.0) * 1e9),
             rows=len(tokens),
             tables_rows=tables.shape[0],
@@ -332,8 +385,17 @@ class Decoder:
         if status in StepLimits.CODES:
             raise self._limits.refusal(status, where, arrays)
         raise ExpertsLost(
-            f"The expert call ended with code {status}: an expert had no live replica until the deadline."
+            f"The expert call ended with code {status}: an expert had no live replica until the deadline.",
+            self._missing_rows(arrays),
         )
+
+    def _missing_rows(self, arrays: Sequence[np.ndarray]) -> np.ndarray | None:
+        tokens, wanted = arrays[0], arrays[-1]
+        if self._missing is None:
+            return None
+        rows, count = self._missing(self.max_rows)
+        # The last layer computes only the rows that give logits.
+        return rows if count == len(tokens) else wanted[rows] if count == len(wanted) else None
 
 
 def rope_tables(spec: ModelSpec, positions: int) -> tuple[np.ndarray, np.ndarray]:
@@ -397,5 +459,12 @@ def plan_arrays(plan: StepPlan) -> list[np.ndarray]:
     if not len(arrays[0]) == len(arrays[1]) == len(arrays[2]):
         raise PlanInvalid(
             f"{len(arrays[0])} tokens, {len(arrays[1])} positions and {len(arrays[2])} sequences differ."
+        )
+    drop = plan.drop
+    if drop is not None and (
+        drop.dtype != np.uint8 or drop.shape != arrays[0].shape or not drop.flags.c_contiguous
+    ):
+        raise PlanInvalid(
+            f"drop is {drop.dtype} {list(drop.shape)}; contiguous uint8, one for each row, is needed."
         )
     return arrays

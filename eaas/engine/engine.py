@@ -8,25 +8,37 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from eaas.engine.blocks import BlockPool
-from eaas.engine.choice import Chooser
+from eaas.engine.choice import Choice, Chooser, Found
+from eaas.engine.compiling import Compiling
+from eaas.engine.constraint import Grammars
 from eaas.engine.decoder import ExpertsLost, StepPlan
 from eaas.engine.request import Refused, Request
 from eaas.engine.scheduler import Plan, Scheduler, SchedulerConfig
-from eaas.engine.worker_protocol import Failed, Submit, Token
+from eaas.engine.worker_protocol import Failed, PromptLogprobs, Submit, Token, WorkerLoad
+from experts.routes import DROPPED
 
 log = logging.getLogger(__name__)
 
-# A step's wait is never shorter, and a request this close to its deadline has reached it.
-LEAST_WAIT_S = 0.01
+# A request this close to its deadline has reached it.
+NEARLY_S = 0.01
+# A step's wait is never a smaller share of the deadline: others than those who are overdue have rows in it too, whose
+# experts are there and must have time to answer.
+LEAST_WAIT = 1 / 20
 # Output tokens reckoned for a request that waits, at most: limits are mostly far above what is generated.
 RECKONED_TOKENS = 256
+# How long a step waits for masks that are not ready: less than computing their rows again costs. Where all its rows
+# wait, nobody else is held up, and the longest is what one mask may take.
+MASK_GRACE_S = 0.001
+LONGEST_MASK_S = 0.05
+# Logits of judged prompt tokens, at most so many bytes in a step.
+JUDGED_BYTES = 64 << 20
 LogitsHook = Callable[[Request, int, np.ndarray], None]
 
 
@@ -35,6 +47,15 @@ class StepDecoder(Protocol):
 
     def step(self, plan: StepPlan, deadline_s: float) -> np.ndarray:
         """float32 [m, vocab], valid until the next step. Raises ExpertsLost."""
+        ...
+
+
+@runtime_checkable
+class TokenDecoder(Protocol):
+    """A decoder that can choose tokens where it computes logits, which then need not leave it."""
+
+    def step_tokens(self, plan: StepPlan, rows: np.ndarray, deadline_s: float) -> Found:
+        """As `StepDecoder.step`; rows: `eaas.native.SAMPLE_ROW`, one for each of the plan's logits rows."""
         ...
 
 
@@ -66,7 +87,9 @@ class Outcome:
     """What a step made, by owner."""
 
     tokens: dict[int, list[Token]] = field(default_factory=dict)
+    dropped: dict[int, list[tuple[str, int]]] = field(default_factory=dict)
     failed: dict[int, list[Failed]] = field(default_factory=dict)
+    prompts: dict[int, list[PromptLogprobs]] = field(default_factory=dict)
 
 
 class Engine:
@@ -78,26 +101,46 @@ class Engine:
         config: EngineConfig,
         on_logits: LogitsHook | None = None,
         clock: Callable[[], float] = time.monotonic,
+        grammars: Grammars | None = None,
+        wake: Callable[[], None] = lambda: None,
     ) -> None:
-        """Args: on_logits: called with (request, index, float32 [vocab]) before each choice; copy it."""
+        """Args:
+        on_logits: Called with (request, index, float32 [vocab]) before each choice; copy it.
+        grammars: Who compiles grammars; None: requests with one are refused.
+        wake: Called, on another thread, when a request whose grammar was compiled can be queued.
+        """
         self.config = config
         self.computed = 0
         self.busy_s = 0.0
         self._decoder = decoder
+        # Who looks at logits needs them here.
+        self._by_token = decoder if isinstance(decoder, TokenDecoder) and on_logits is None else None
         self._on_logits = on_logits
         self._clock = clock
         # Since when no step has succeeded for want of experts; None while all is well.
         self._lost_since_s: float | None = None
+        # When requests that steps leave out for want of experts are tried again.
+        self._unpark_s = 0.0
         self._pool = BlockPool(
             blocks=config.kv_blocks, block_tokens=config.block_tokens, reuse=config.prefix_reuse
         )
-        self.scheduler = Scheduler(config.scheduler, self._pool)
+        judged = max(1, min(config.scheduler.judged_rows, JUDGED_BYTES // (4 * config.vocab)))
+        self.scheduler = Scheduler(replace(config.scheduler, judged_rows=judged), self._pool)
+        self.compiling = Compiling(grammars, wake, clock)
         self._chooser = Chooser(vocab=config.vocab, slots=config.scheduler.slots)
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would compute anything."""
-        return self.scheduler.running > 0 or self.scheduler.waiting > 0
+        """Whether a step would do anything."""
+        return self.scheduler.running > 0 or self.scheduler.waiting > 0 or self.compiling.ready
+
+    def live(self) -> list[Request]:
+        """Every request that has not ended, those whose grammars are being compiled included."""
+        return [*self.compiling.requests(), *self.scheduler.live()]
+
+    def find(self, owner: int, id: str) -> Request | None:
+        """The request of that name that has not ended, its grammar compiled or not."""
+        return self.compiling.get(owner, id) or self.scheduler.get(owner, id)
 
     def load(self) -> dict[str, float]:
         """Requests running and waiting, what is queued, and the share of KV blocks held, 0 to 1. Any thread.
@@ -121,15 +164,39 @@ class Engine:
             "kv_use": 1.0 - self._pool.free / self._pool.blocks,
         }
 
-    def submit(self, message: Submit, owner: int = 0) -> Failed | None:
+    def worker_load(self) -> WorkerLoad:
+        """The same in brief, with what was counted, for gateways."""
+        scheduler = self.scheduler
+        return WorkerLoad(
+            running=scheduler.running,
+            waiting=scheduler.waiting,
+            kv_use=1.0 - self._pool.free / self._pool.blocks,
+            preemptions=scheduler.preemptions,
+            looked_up=scheduler.looked_up_tokens,
+            reused=scheduler.reused_tokens,
+        )
+
+    def totals(self) -> dict[str, float]:
+        """What was done since the start: tokens computed and found again, preemptions, seconds in steps. Any thread."""
+        return {
+            "computed_tokens": float(self.computed),
+            "reused_tokens": float(self.scheduler.reused_tokens),
+            "preemptions": float(self.scheduler.preemptions),
+            "busy_s": self.busy_s,
+        }
+
+    def submit(self, message: Submit, owner: int = 0, came_s: float | None = None) -> Failed | None:
         """Queue a request. A newer attempt takes the place of an older one of the same id.
+
+        Args:
+            came_s: When it came, by the engine's clock; now unless given.
 
         Returns:
             The refusal, or None when it was taken.
         """
-        older = self.scheduler.get(owner, message.id)
+        older = self.find(owner, message.id)
         if older is not None and older.attempt < message.attempt:
-            self.scheduler.cancel(owner, message.id)
+            self.cancel(message.id, owner)
         request = Request(
             owner=owner,
             id=message.id,
@@ -138,39 +205,65 @@ class Engine:
             output=message.output,
             params=message.params,
             eos=self.config.eos_ids,
-            submitted_s=self._clock(),
+            submitted_s=self._clock() if came_s is None else came_s,
         )
         try:
             self._check_vocabulary(request)
-            self.scheduler.add(request)
+            if request.params.grammar is None:
+                self.scheduler.add(request)
+            else:
+                self.compiling.add(request, request.params.grammar)
         except Refused as refused:
-            return Failed(
-                id=message.id,
-                attempt=message.attempt,
-                code=refused.code,
-                message=str(refused),
-                retryable=refused.retryable,
-            )
+            return refused.reply(request)
         return None
 
     def cancel(self, id: str, owner: int = 0) -> bool:
         """Forget a request and free its blocks at once; False if there is none of that name."""
-        return self.scheduler.cancel(owner, id)
+        return self.compiling.cancel(owner, id) or self.scheduler.cancel(owner, id)
 
     def cancel_owner(self, owner: int) -> int:
         """Forget every request of an owner; returns how many there were."""
-        ids = [request.id for request in self.scheduler.live() if request.owner == owner]
+        ids = [request.id for request in self.live() if request.owner == owner]
         for id in ids:
-            self.scheduler.cancel(owner, id)
+            self.cancel(id, owner)
         return len(ids)
 
     def step(self) -> Outcome | None:
         """Compute one step; None when there is nothing to do.
 
-        When experts are lost, a request fails, retryably, once it has waited for the deadline, whether in a step
-        or in the queue; the engine goes on with the others.
+        When experts are lost, a request fails, retryably, once it has waited for the deadline, whether in the queue or
+        in a step with rows that need them; the engine goes on with the others, and tries again with those from time to
+        time.
         """
+        refused = self._admit_compiled() if self.compiling else []
+        outcome = self._step()
+        if refused:
+            outcome = Outcome() if outcome is None else outcome
+            for owner, failed in refused:
+                outcome.failed.setdefault(owner, []).append(failed)
+        return outcome
+
+    # -- inside ----------------------------------------------------------------------------------------------
+
+    def _admit_compiled(self) -> list[tuple[int, Failed]]:
+        """Queue requests whose grammars have been compiled; those that are refused."""
+        refused: list[tuple[int, Failed]] = []
+        for request, fault in self.compiling.take():
+            try:
+                if fault is not None:
+                    raise fault
+                self.scheduler.add(request)
+            except Refused as reason:
+                refused.append((request.owner, reason.reply(request)))
+        return refused
+
+    def _step(self) -> Outcome | None:
+        if self.scheduler.parked and self._clock() >= self._unpark_s:
+            self.scheduler.unpark()
         plan = self.scheduler.plan()
+        if plan is None and self.scheduler.parked:
+            self.scheduler.unpark()
+            plan = self.scheduler.plan()
         if plan is None:
             return None
         step = StepPlan(
@@ -179,35 +272,74 @@ class Engine:
             seqs=plan.seqs,
             block_tables=plan.block_tables,
             logits_rows=plan.logits_rows,
+            drop=plan.drop,
         )
         began_s = self._clock()
         try:
-            logits = self._decoder.step(step, self._budget_s(began_s))
+            choice = self._compute(step, plan, self._budget_s(began_s))
         except ExpertsLost as lost:
-            return self._fail_overdue(lost, began_s)
-        self._lost_since_s = None
-        outcome = self._hand_out(plan, logits)
+            return self._fail_overdue(lost, began_s, plan)
+        if not self.scheduler.parked:
+            self._lost_since_s = None
+        else:
+            for request in self.scheduler.live():
+                if request.slot in plan.seqs:
+                    request.moved_s = self._clock()
+        if plan.drop is not None:
+            self._note_dropped(plan.seqs[plan.drop == DROPPED])
+        outcome = self._hand_out(plan, choice)
         # A step that ended for want of experts is not counted: it waited.
         self.busy_s += self._clock() - began_s
         self.computed += len(plan.token_ids)
         return outcome
 
-    # -- inside ----------------------------------------------------------------------------------------------
+    def _note_dropped(self, slots: np.ndarray) -> None:
+        without = set(slots.tolist())
+        for request in self.scheduler.live():
+            if request.slot in without and not request.dropped:
+                request.dropped = True
+                log.warning("experts_dropped id=%s at=%d", request.id, len(request.output))
 
-    def _hand_out(self, plan: Plan, logits: np.ndarray) -> Outcome:
+    def _compute(self, step: StepPlan, plan: Plan, budget_s: float) -> Choice | None:
+        """Run a step and choose its tokens; None where it has none to choose."""
+        requests, judged, chooser = plan.requests, plan.judged, self._chooser
+        if self._by_token is not None and len(plan.logits_rows):
+            ways = chooser.ways(plan.slots, requests, judged)
+            found = self._by_token.step_tokens(step, ways, budget_s)
+            return chooser.complete(ways, requests, found, judged, self._barred(requests))
+        logits = self._decoder.step(step, budget_s)
+        if not len(plan.logits_rows):
+            return None
+        if self._on_logits is not None:
+            for request, row in zip(requests, logits[: len(requests)], strict=True):
+                self._on_logits(request, len(request.output), row)
+        return chooser.choose(logits, plan.slots, requests, judged, self._barred(requests))
+
+    def _barred(self, requests: Sequence[Request]) -> dict[int, str]:
+        """Rows whose grammars say nothing yet, and "", or nothing any more, and why."""
+        bound = [(row, r.constraint) for row, r in enumerate(requests) if r.constraint is not None]
+        if not bound:
+            return {}
+        end_s = time.monotonic() + (MASK_GRACE_S if len(bound) < len(requests) else LONGEST_MASK_S)
+        barred: dict[int, str] = {}
+        for row, constraint in bound:
+            if not constraint.ready(0) and not constraint.ready(max(0.0, end_s - time.monotonic())):
+                barred[row] = ""
+            elif constraint.fault:
+                barred[row] = constraint.fault
+        return barred
+
+    def _hand_out(self, plan: Plan, choice: Choice | None) -> Outcome:
         outcome = Outcome()
         requests = plan.requests
-        if not requests:
+        if choice is None:
             self.scheduler.complete([])
             return outcome
-        if self._on_logits is not None:
-            for request, row in zip(requests, logits, strict=True):
-                self._on_logits(request, len(request.output), row)
-        choice = self._chooser.choose(logits, plan.slots, requests)
-        refused = [(requests[row], reason) for row, reason in choice.refused.items()]
+        refused = {requests[row]: reason for row, reason in choice.refused.items() if row < len(requests)}
+        self._judge(plan, choice, outcome, refused)
         by_owner = outcome.tokens
         for row, (request, number, token, finish) in enumerate(self.scheduler.complete(choice.tokens)):
-            if row in choice.refused:
+            if token < 0 or row in choice.refused:
                 continue
             wanted = request.params.logprobs
             if choice.logprobs is None or wanted < 0:
@@ -220,32 +352,64 @@ class Engine:
                 by_owner[request.owner] = [made]
             else:
                 tokens.append(made)
-        for request, reason in refused:
+            if request.dropped:
+                outcome.dropped.setdefault(request.owner, []).append((request.id, request.attempt))
+        for request, reason in refused.items():
             self.scheduler.cancel(request.owner, request.id)
             log.error("choice_failed id=%s reason=%s", request.id, reason)
-            _fail(outcome, [request], "internal", f"No token could be chosen: {reason}.", retryable=False)
+            # What the client bound the choice by leaves nothing, or its grammar has become too much.
+            code = "bad_request" if request.constraint or request.params.allowed_token_ids else "internal"
+            _fail(outcome, [request], code, f"No token could be chosen: {reason}.", retryable=False)
         return outcome
+
+    def _judge(self, plan: Plan, choice: Choice, outcome: Outcome, refused: dict[Request, str]) -> None:
+        """Hand out what a step says of prompts."""
+        row = len(plan.requests)
+        for request, start, stop in plan.judged:
+            rows = range(row, row + stop - start)
+            row = rows.stop
+            broken = next((choice.refused[number] for number in rows if number in choice.refused), None)
+            if broken is not None:
+                refused[request] = broken
+            elif choice.logprobs is not None:
+                count = request.params.prompt_logprobs
+                tokens = [(choice.logprobs[number], choice.top(number, count)) for number in rows]
+                piece = PromptLogprobs(request.id, request.attempt, start, tokens)
+                outcome.prompts.setdefault(request.owner, []).append(piece)
 
     def _waited_s(self, request: Request, now_s: float) -> float:
         """How long a request has waited for lost experts."""
         since_s = now_s if self._lost_since_s is None else self._lost_since_s
-        return now_s - max(since_s, request.submitted_s)
+        return now_s - max(since_s, request.moved_s)
 
     def _budget_s(self, now_s: float) -> float:
         """How long the next step may wait: until the first request that waits has waited for the deadline."""
         if self._lost_since_s is None:
             return self.config.deadline_s
         longest_s = max(self._waited_s(request, now_s) for request in self.scheduler.live())
-        return max(LEAST_WAIT_S, self.config.deadline_s - longest_s)
+        return max(self.config.deadline_s * LEAST_WAIT, self.config.deadline_s - longest_s)
 
-    def _fail_overdue(self, lost: ExpertsLost, began_s: float) -> Outcome:
+    def _fail_overdue(self, lost: ExpertsLost, began_s: float, plan: Plan) -> Outcome:
+        # A request whose rows all came is not to blame for the step, and goes on; who queues waits for those that are.
+        # With no row to blame, all wait: else nobody would ever have waited for too long.
+        rows = lost.rows
+        waiting = {-1, *plan.seqs[rows].tolist()} if rows is not None and len(rows) else None
         self.scheduler.abandon()
         if self._lost_since_s is None:
             self._lost_since_s = began_s
-        latest_s = self._clock() + LEAST_WAIT_S
-        overdue = [r for r in self.scheduler.live() if self._waited_s(r, latest_s) >= self.config.deadline_s]
+        latest_s = self._clock() + NEARLY_S
+        overdue = [
+            request
+            for request in self.scheduler.live()
+            if (waiting is None or request.slot in waiting)
+            and self._waited_s(request, latest_s) >= self.config.deadline_s
+        ]
         for request in overdue:
             self.scheduler.cancel(request.owner, request.id)
+        if waiting is not None:
+            # However many more come that need them, the others are not held up by them for ever.
+            self.scheduler.park(r for r in list(self.scheduler.live()) if r.slot in waiting and r.slot >= 0)
+            self._unpark_s = self._clock() + self.config.deadline_s * LEAST_WAIT
         log.error("step_failed requests=%d reason=%s", len(overdue), lost)
         outcome = Outcome()
         message = (
@@ -259,6 +423,8 @@ class Engine:
         for what, tokens in (
             ("prompt", request.prompt),
             ("output", np.array(request.output, dtype=np.int32)),
+            ("allowed_token_ids", np.array(request.params.allowed_token_ids, dtype=np.int32)),
+            ("logit_bias", np.array([token for token, _ in request.params.logit_bias], dtype=np.int32)),
         ):
             if len(tokens) and (tokens.max() >= self.config.vocab or tokens.min() < 0):
                 raise Refused(

@@ -6,14 +6,13 @@ row's position alone, and a row's bits on its own sequence alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from eaas import native
 from eaas.engine.decoder import (
     BLOCK_TOKENS,
     DecoderError,
@@ -37,9 +36,16 @@ class Exchange(Protocol):
     """Who computes routed experts: `experts.client.ExpertClient`, or a stand-in."""
 
     def exchange(
-        self, layer: int, rows: np.ndarray, ids: np.ndarray, weights: np.ndarray, *, deadline_s: float
+        self,
+        layer: int,
+        rows: np.ndarray,
+        ids: np.ndarray,
+        weights: np.ndarray,
+        *,
+        deadline_s: float,
+        drop: np.ndarray | None = None,
     ) -> np.ndarray:
-        """Sums over the experts, float32 [rows, hidden]. Raises experts.client.ExpertsLost."""
+        """Sums over the experts, float32 [rows, hidden]; `drop`: as in `StepPlan`. Raises client.ExpertsLost."""
         ...
 
 
@@ -132,7 +138,7 @@ class FallbackDecoder:
         if self._closed:
             raise DecoderError("The decoder is closed; make another one.")
         arrays = plan_arrays(plan)
-        fault = _fault(self._limits, arrays)
+        fault = self._limits.fault(arrays)
         if fault:
             raise self._limits.refusal(*fault, arrays)
         tables = torch.from_numpy(arrays[3]).long()
@@ -158,7 +164,9 @@ class FallbackDecoder:
         def route(layer: int, h: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
             rows, chosen = to_dtype(h.numpy(), self.dtype), ids.numpy().astype(np.uint16)
             try:
-                out = self._experts.exchange(layer, rows, chosen, weights.numpy(), deadline_s=deadline_s)
+                out = self._experts.exchange(
+                    layer, rows, chosen, weights.numpy(), deadline_s=deadline_s, drop=plan.drop
+                )
             except client.ExpertsLost as lost:
                 raise ExpertsLost(str(lost)) from lost
             return torch.from_numpy(out)
@@ -168,24 +176,3 @@ class FallbackDecoder:
         for number, row in enumerate(wanted):
             logits[number] = self._math.head(rows[row])[0]
         return logits
-
-
-def _fault(limits: StepLimits, arrays: Sequence[np.ndarray]) -> tuple[int, int] | None:
-    """The first thing in a plan that is outside the limits: its code and its row."""
-    tokens, positions, sequences, tables, wanted = arrays
-    if not 1 <= len(tokens) <= limits.max_rows or len(wanted) > limits.max_rows:
-        return native.DECODER_E_ROWS, 0
-    room = min(limits.max_positions, tables.shape[1] * limits.block_tokens)
-    for code, array, end in (
-        (native.DECODER_E_TOKEN, tokens, limits.vocab),
-        (native.DECODER_E_POSITION, positions, room),
-        (native.DECODER_E_SEQUENCE, sequences, len(tables)),
-        (native.DECODER_E_LOGITS_ROW, wanted, len(tokens)),
-    ):
-        outside = np.flatnonzero((array < 0) | (array >= end))
-        if len(outside):
-            return code, int(outside[0])
-    # How many blocks of its table, from the first, name a block that exists.
-    sound = np.logical_and.accumulate((tables >= 0) & (tables < limits.kv_blocks), axis=1).sum(axis=1)
-    outside = np.flatnonzero(positions // limits.block_tokens >= sound[sequences])
-    return (native.DECODER_E_BLOCK, int(outside[0])) if len(outside) else None

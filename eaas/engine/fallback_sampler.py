@@ -83,14 +83,21 @@ def _normaliser(x: Floats) -> float:
 def _choose(logits: Floats, row: np.void) -> int:
     if not np.isfinite(logits).all():
         return native.SAMPLER_E_NOT_FINITE
-    prompt, output, forbidden = (
+    prompt, output, forbidden, biased = (
         _array(int(row[name]), np.int32, int(row[f"{name}_count"]))
-        for name in ("prompt", "output", "forbidden")
+        for name in ("prompt", "output", "forbidden", "biased")
     )
-    for tokens in (prompt, output, forbidden):
+    for tokens in (prompt, output, forbidden, biased):
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < len(logits):
             return native.SAMPLER_E_TOKEN
+    if row["given"]:
+        return int(row["given"]) - 1 if row["given"] <= len(logits) else native.SAMPLER_E_TOKEN
     x = logits.copy()
+    for name in ("allowed", "allowed_too"):
+        if row[name]:
+            words = _array(int(row[name]), np.uint8, 4 * (-(-len(x) // 32)))
+            x[np.unpackbits(words, bitorder="little")[: len(x)] == 0] = -np.inf
+    np.add.at(x, biased, _array(int(row["biases"]), np.float32, len(biased)))
     seen = np.union1d(prompt, output)
     x[seen] = np.where(x[seen] > 0, x[seen] / row["repetition"], x[seen] * row["repetition"])
     tokens, counts = np.unique(output, return_counts=True)

@@ -9,7 +9,8 @@ import numpy as np
 from eaas import native
 from eaas.engine.decoder import ExpertBackend, WeightsInvalid
 from experts.checkpoint import Checkpoint
-from experts.model import Dtype, ExpertShape
+from experts.model import ConfigInvalid, Dtype, ExpertShape
+from experts.tensors import tensors_of
 
 
 class LocalExperts:
@@ -65,6 +66,8 @@ class LocalExperts:
             CheckpointInvalid, WeightsInvalid: a tensor is missing, or of another shape or type.
         """
         shape = ExpertShape.from_config(checkpoint.config)
+        if not shape.plain:
+            raise ConfigInvalid(f"experts of {shape.architecture} are computed by expert servers alone.")
         local = cls(
             layers=shape.layers,
             experts=shape.experts,
@@ -77,7 +80,8 @@ class LocalExperts:
         )
         for layer in range(shape.layers):
             for expert in range(shape.experts):
-                local.set(layer, expert, *(checkpoint.tensor(name) for name in shape.names(layer, expert)))
+                tensors = tensors_of(checkpoint, shape, layer, expert)
+                local.set(layer, expert, tensors.gate, tensors.up, tensors.down)
         return local
 
     def set(self, layer: int, expert: int, gate: np.ndarray, up: np.ndarray, down: np.ndarray) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-if TYPE_CHECKING:
-    from eaas.engine.worker_protocol import SamplingParams
+from eaas.engine.worker_protocol import Failed, SamplingParams
 
 TokenArray = npt.NDArray[np.int32]
 
@@ -22,6 +21,27 @@ class Refused(Exception):
         self.code = code
         self.retryable = retryable
 
+    def reply(self, request: Request) -> Failed:
+        """What its owner is told."""
+        return Failed(
+            id=request.id,
+            attempt=request.attempt,
+            code=self.code,
+            message=str(self),
+            retryable=self.retryable,
+        )
+
+
+class Follower(Protocol):
+    """Where an output stands in its grammar: `eaas.engine.constraint.Constraint`, or a stand-in."""
+
+    fault: str
+    mask: npt.NDArray[np.uint32]
+
+    def ready(self, timeout_s: float) -> bool: ...
+
+    def advance(self, token: int) -> bool: ...
+
 
 class Request:
     """A request from its admission to its end.
@@ -32,6 +52,7 @@ class Request:
         output: Tokens emitted so far, those of earlier attempts included; the next index is its length.
         stops: Tokens that end it.
         submitted_s: When it was submitted, by the engine's clock.
+        moved_s: When a step last computed rows of it while experts were lost; before one has, when it was submitted.
         order: Arrival number; the youngest has the highest.
         slot: Its row in the scheduler's tables while it runs, else -1.
         context: int32; what must be computed before the next token can be chosen: prompt and output as they
@@ -39,15 +60,22 @@ class Request:
         computed: Tokens whose keys and values are in the KV pool.
         blocks, digests: Blocks held, and the names of the first full ones.
         published: How many of its blocks have been named to the pool.
+        dropped: Some of it was computed without the terms of lost experts.
+        constraint: What says which tokens its grammar lets through; None: all.
+        judged: Tokens of the prompt whose log-probabilities were told, the first included; all where none are wanted.
     """
 
     __slots__ = (
         "attempt",
         "blocks",
         "computed",
+        "constraint",
         "context",
         "digests",
+        "dropped",
         "id",
+        "judged",
+        "moved_s",
         "order",
         "output",
         "owner",
@@ -76,6 +104,7 @@ class Request:
         self.id = id
         self.attempt = attempt
         self.submitted_s = submitted_s
+        self.moved_s = submitted_s
         self.prompt: TokenArray = np.array(prompt, dtype=np.int32)
         self.output: list[int] = list(output)
         self.params = params
@@ -89,6 +118,11 @@ class Request:
         self.digests: list[bytes] = []
         self.preemptions = 0
         self.published = 0
+        self.dropped = False
+        self.constraint: Follower | None = None
+        # What has a token has told them all.
+        judges = params.prompt_logprobs >= 0 and not self.output
+        self.judged = 1 if judges else len(self.prompt)
 
     @property
     def length(self) -> int:

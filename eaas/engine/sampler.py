@@ -1,8 +1,8 @@
 """From logits to tokens, in native code where there is some: deterministic, and independent of the batch around a row.
 
-Order, as vLLM has it: log-probabilities from the untouched logits; forbidden tokens; repetition, then
-frequency and presence penalties; temperature; min-p; top-k; top-p; one draw by Philox4x32-10 keyed by (seed,
-choice, index).
+Order, as vLLM has it: log-probabilities from the untouched logits; tokens that are not allowed, biases; repetition,
+then frequency and presence penalties; forbidden tokens; temperature; min-p; top-k; top-p; one draw by Philox4x32-10
+keyed by (seed, choice, index).
 """
 
 from __future__ import annotations
@@ -42,6 +42,9 @@ class SamplingRow:
         prompt: Token ids; needed for the repetition penalty only.
         output: Token ids so far; needed for penalties only.
         forbidden: Token ids never chosen, such as end tokens before min_tokens.
+        allowed, allowed_too: uint32 bits of the vocabulary, as `bits_of` makes them: what may be chosen; None: all may.
+        biased, biases: Token ids, and what is added to their logits.
+        given: A token that is chosen whatever its logits, such as a prompt's own; -1: none.
         logprobs: Likeliest tokens to report beside the chosen one's log-probability; -1: neither.
     """
 
@@ -58,6 +61,11 @@ class SamplingRow:
     prompt: Sequence[int] | np.ndarray = ()
     output: Sequence[int] | np.ndarray = ()
     forbidden: Sequence[int] | np.ndarray = ()
+    allowed: np.ndarray | None = None
+    allowed_too: np.ndarray | None = None
+    biased: Sequence[int] | np.ndarray = ()
+    biases: Sequence[float] | np.ndarray = ()
+    given: int = -1
     logprobs: int = -1
 
     def __post_init__(self) -> None:
@@ -78,6 +86,8 @@ class SamplingRow:
             and abs(self.presence_penalty) < float("inf")
             and abs(self.frequency_penalty) < float("inf")
             and -1 <= self.logprobs < 1 << 31
+            and -1 <= self.given < 1 << 31
+            and len(self.biased) == len(self.biases)
         )
         if not sound:
             raise SamplingInvalid(f"A parameter is out of range: {self}.")
@@ -99,6 +109,17 @@ class Sampled:
 
 
 _NONE = np.empty(0, dtype=np.int32)
+
+
+def bits_of(tokens: Sequence[int] | np.ndarray, vocab: int) -> np.ndarray:
+    """One bit a token, 32 in a word, the lowest first: uint32 [(vocab + 31) / 32], set for the tokens given.
+
+    Raises:
+        IndexError: a token is outside the vocabulary.
+    """
+    chosen = np.zeros(-(-vocab // 32) * 32, dtype=np.uint8)
+    chosen[:vocab][np.asarray(tokens, dtype=np.int64)] = 1
+    return np.packbits(chosen, bitorder="little").view(np.uint32)
 
 
 class Sampler:
@@ -131,6 +152,12 @@ class Sampler:
         plan = np.zeros(len(rows), dtype=SAMPLE_ROW)
         kept: list[np.ndarray] = []
         for number, row in enumerate(rows):
+            for bits in (row.allowed, row.allowed_too):
+                if bits is not None and (bits.dtype != np.uint32 or bits.shape != (-(-self.vocab // 32),)):
+                    raise SamplingInvalid(
+                        f"Row {number}: allowed tokens are {bits.dtype} {list(bits.shape)}; one bit a token, as "
+                        f"`bits_of` makes them, is needed."
+                    )
             kept += _fill(plan[number], row)
         tops = max((min(row.logprobs, self.vocab) for row in rows), default=0)
         tokens = np.empty(len(rows), dtype=np.int32)
@@ -174,6 +201,7 @@ def _fill(to: np.void, row: SamplingRow) -> list[np.ndarray]:
         "prompt": row.prompt if repeated else _NONE,
         "output": row.output if repeated or penalised else _NONE,
         "forbidden": row.forbidden,
+        "biased": row.biased,
     }
     arrays = []
     for name, tokens in lists.items():
@@ -181,6 +209,13 @@ def _fill(to: np.void, row: SamplingRow) -> list[np.ndarray]:
         to[name] = array.ctypes.data if array.size else 0
         to[f"{name}_count"] = array.size
         arrays.append(array)
+    biases = np.ascontiguousarray(row.biases, dtype=np.float32)
+    for name, array in (("biases", biases), ("allowed", row.allowed), ("allowed_too", row.allowed_too)):
+        if array is not None and array.size:
+            array = np.ascontiguousarray(array)
+            to[name] = array.ctypes.data
+            arrays.append(array)
+    to["given"] = row.given + 1
     to["seed"], to["index"], to["choice"] = row.seed, row.index, row.choice
     to["temperature"], to["top_p"], to["min_p"] = row.temperature, row.top_p, row.min_p
     to["repetition"], to["presence"] = row.repetition_penalty, row.presence_penalty

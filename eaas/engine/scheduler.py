@@ -14,12 +14,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from eaas.engine.blocks import BlockPool, next_digest, root_digest
 from eaas.engine.request import Refused, Request, TokenArray
+from eaas.engine.steps import Chunk, Emitted, Flight, Judged, Plan, judged_of, rows_to_judge
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,7 @@ class SchedulerConfig:
         step_tokens: Most rows in one step.
         max_running: Most requests with blocks; `step_tokens` caps it, so that each has a row in every step.
         max_waiting: Requests in the queue; one more is refused as overloaded.
+        judged_rows: Prompt tokens whose log-probabilities are computed in one step, about: each needs a row of logits.
         fingerprint: Names the model's weights and dtype; blocks are only shared under the same one.
 
     Raises:
@@ -42,9 +44,10 @@ class SchedulerConfig:
     max_running: int = 256
     max_waiting: int = 4096
     fingerprint: str = ""
+    judged_rows: int = 512
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "step_tokens", "max_running", "max_waiting"):
+        for name in ("max_model_len", "step_tokens", "max_running", "max_waiting", "judged_rows"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1.")
 
@@ -54,54 +57,6 @@ class SchedulerConfig:
         return min(self.max_running, self.step_tokens)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
-    """One step: n rows, of which m give logits.
-
-    Args:
-        token_ids: int32 [n].
-        positions: int32 [n]; rows of one sequence are in ascending order.
-        seqs: int32 [n], row -> row of `block_tables`.
-        block_tables: int32 [slots, blocks of the longest sequence]; a view, valid for this step.
-        logits_rows: int32 [m], indexes into the n rows.
-        requests: The m requests, in the order of `logits_rows`; valid for this step.
-        slots: int32 [m], their slots.
-    """
-
-    token_ids: TokenArray
-    positions: TokenArray
-    seqs: TokenArray
-    block_tables: TokenArray
-    logits_rows: TokenArray
-    requests: list[Request]
-    slots: TokenArray
-
-
-class Emitted(NamedTuple):
-    """A token that a step made: number `number` of the request's output; the last says how it finished."""
-
-    request: Request
-    number: int
-    token: int
-    finish: Literal["", "stop", "length"]
-
-
-class Chunk(NamedTuple):
-    """Tokens `start` to `stop` - 1 of a request's context, computed in one step."""
-
-    request: Request
-    start: int
-    stop: int
-
-
-class Flight(NamedTuple):
-    """The step between `plan` and `complete`."""
-
-    decoding: list[Request]
-    slots: TokenArray
-    chunks: list[Chunk]
-
-
 class Scheduler:
     """Admits, orders, preempts and ends requests; owns their blocks."""
 
@@ -109,6 +64,7 @@ class Scheduler:
         self.config = config
         self.pool = pool
         self.preemptions = 0
+        self.looked_up_tokens = 0
         self.reused_tokens = 0
         slots = config.slots
         table_blocks = min(-(-config.max_model_len // pool.block_tokens), pool.blocks)
@@ -117,12 +73,15 @@ class Scheduler:
         self._waiting: deque[Request] = deque()
         self._prefilling: list[Request] = []
         self._decoding: list[Request] = []
+        self._parked: list[Request] = []
         self._arrivals = 0
         self._free_slots = list(range(slots - 1, -1, -1))
         self._tables: TokenArray = np.zeros((slots, table_blocks), dtype=np.int32)
         self._last: TokenArray = np.zeros(slots, dtype=np.int32)
         self._computed: TokenArray = np.zeros(slots, dtype=np.int32)
         self._ranks: TokenArray = np.arange(slots, dtype=np.int32)
+        self._may_drop = np.zeros(slots, np.uint8)
+        self._droppers = 0
         self._decode_slots: TokenArray | None = None
         self._in_flight: Flight | None = None
 
@@ -131,7 +90,12 @@ class Scheduler:
     @property
     def running(self) -> int:
         """Requests that hold blocks."""
-        return len(self._prefilling) + len(self._decoding)
+        return len(self._prefilling) + len(self._decoding) + len(self._parked)
+
+    @property
+    def parked(self) -> int:
+        """Of these, requests that steps leave out."""
+        return len(self._parked)
 
     @property
     def waiting(self) -> int:
@@ -226,13 +190,15 @@ class Scheduler:
                 logits_rows=self._ranks[: len(slots)],
                 requests=self._decoding,
                 slots=slots,
+                drop=self._droppable(slots),
             )
         return self._mixed(slots, chunks)
 
     def complete(self, tokens: Sequence[int]) -> list[Emitted]:
-        """Take the tokens chosen from the plan's logits, in their order; returns what is to be emitted.
+        """Take the tokens chosen from the plan's logits, in their order; returns what is to be emitted, as many.
 
-        Requests that end free their blocks before this returns.
+        A token below 0 says that none could be chosen yet: the next step computes that row again. Requests that end
+        free their blocks before this returns.
         """
         if self._in_flight is None:
             raise RuntimeError("complete was called without a plan; call plan first.")
@@ -242,9 +208,14 @@ class Scheduler:
         block_tokens = self.pool.block_tokens
         ended: list[Request] = []
         if decoding:
-            self._computed[slots] += 1
-            self._last[slots] = tokens[: len(decoding)]
+            chosen = np.array(tokens[: len(decoding)], dtype=np.int32)
+            known = chosen >= 0
+            self._computed[slots] += known
+            self._last[slots] = np.where(known, chosen, self._last[slots])
             for request, token in zip(decoding, tokens, strict=False):
+                if token < 0:
+                    emitted.append(Emitted(request, len(request.output), -1, ""))
+                    continue
                 request.computed = computed = request.computed + 1
                 if computed % block_tokens == 0:
                     self._publish(request)
@@ -253,14 +224,21 @@ class Scheduler:
                 if step.finish:
                     ended.append(request)
         ranked = len(decoding)
-        for request, _, stop in chunks:
-            request.computed = stop
-            self._computed[request.slot] = stop
+        for request, start, stop in chunks:
+            first, last = judged_of(request, start, stop)
+            request.judged += last - first
+            ends = stop == len(request.context)
+            again = ends and tokens[ranked] < 0
+            request.computed = stop - again
+            self._computed[request.slot] = stop - again
             self._publish(request)
-            if stop < len(request.context):
+            if not ends:
                 continue
             token = tokens[ranked]
             ranked += 1
+            if again:
+                emitted.append(Emitted(request, len(request.output), -1, ""))
+                continue
             self._prefilling.remove(request)
             self._decoding.append(request)
             self._decode_slots = None
@@ -279,10 +257,28 @@ class Scheduler:
             raise RuntimeError("abandon was called without a plan; call plan first.")
         self._in_flight = None
 
+    def park(self, requests: Iterable[Request]) -> None:
+        """Leave running requests out of the steps to come, and admit none, until `unpark`; they keep their blocks."""
+        self._between_steps()
+        for request in requests:
+            (self._prefilling if request in self._prefilling else self._decoding).remove(request)
+            self._parked.append(request)
+        self._decode_slots = None
+
+    def unpark(self) -> None:
+        """Take those that were left out into the steps again."""
+        self._between_steps()
+        for request in self._parked:
+            is_prompt = request.computed < len(request.context)
+            (self._prefilling if is_prompt else self._decoding).append(request)
+        self._prefilling.sort(key=_arrival)
+        self._parked = []
+        self._decode_slots = None
+
     def preempt_youngest(self) -> Request | None:
         """Make the youngest running request give up its blocks and wait again, first in the queue."""
         self._between_steps()
-        running = [*self._prefilling, *self._decoding]
+        running = [*self._prefilling, *self._decoding, *self._parked]
         if not running:
             return None
         youngest = max(running, key=_arrival)
@@ -316,17 +312,24 @@ class Scheduler:
 
     def _chunks(self, budget: int) -> list[Chunk]:
         chunks: list[Chunk] = []
+        judged = 0
         for request in self._prefilling:
             if budget <= 0:
                 return chunks
-            budget -= self._take_chunk(request, budget, chunks)
+            taken = self._take_chunk(request, budget, judged, chunks)
+            budget, judged = budget - taken, judged + rows_to_judge(chunks[-1])
+        if self._parked:
+            return chunks
         while budget > 0 and self._waiting and self._free_slots and self._admit(self._waiting[0]):
-            budget -= self._take_chunk(self._waiting.popleft(), budget, chunks)
+            taken = self._take_chunk(self._waiting.popleft(), budget, judged, chunks)
+            budget, judged = budget - taken, judged + rows_to_judge(chunks[-1])
         return chunks
 
-    @staticmethod
-    def _take_chunk(request: Request, budget: int, chunks: list[Chunk]) -> int:
+    def _take_chunk(self, request: Request, budget: int, judged: int, chunks: list[Chunk]) -> int:
         start = request.computed
+        if request.judged < len(request.prompt):
+            # At least one, so that it goes on whoever came before it.
+            budget = min(budget, max(1, self.config.judged_rows - judged))
         stop = min(len(request.context), start + budget)
         chunks.append(Chunk(request, start, stop))
         return stop - start
@@ -335,7 +338,9 @@ class Scheduler:
         pool = self.pool
         context = request.tokens(0, request.length)
         # The last token is always computed, since its logits choose the next one.
-        full = (len(context) - 1) // pool.block_tokens if pool.reuse else 0
+        # So is every token of a prompt that is judged.
+        shares = pool.reuse and request.judged >= len(request.prompt)
+        full = (len(context) - 1) // pool.block_tokens if shares else 0
         self._extend_digests(request, context, full)
         # One spare block for each running request: else the newcomer would soon be preempted for one of them.
         got = pool.acquire(request.digests[:full], self._blocks_for(len(context)), spare=self.running)
@@ -346,9 +351,12 @@ class Scheduler:
         request.blocks = got.blocks
         request.computed = got.reused * pool.block_tokens
         request.published = got.reused
+        self.looked_up_tokens += len(context) if pool.reuse else 0
         self.reused_tokens += request.computed
         self._tables[request.slot, : len(got.blocks)] = got.blocks
         self._computed[request.slot] = request.computed
+        self._may_drop[request.slot] = request.params.drop_lost_experts
+        self._droppers += request.params.drop_lost_experts
         self._prefilling.append(request)
         return True
 
@@ -363,12 +371,18 @@ class Scheduler:
         seqs[:count] = slots
         logits_rows = list(range(count))
         requests = list(self._decoding)
+        judged: list[Judged] = []
+        judged_rows: list[int] = []
         row = count
         for request, start, stop in chunks:
             end = row + stop - start
             token_ids[row:end] = request.context[start:stop]
             positions[row:end] = np.arange(start, stop, dtype=np.int32)
             seqs[row:end] = request.slot
+            first, last = judged_of(request, start, stop)
+            if first < last:
+                judged.append(Judged(request, first, last))
+                judged_rows += range(row + first - 1 - start, row + last - 1 - start)
             row = end
             if stop == len(request.context):
                 logits_rows.append(end - 1)
@@ -380,10 +394,15 @@ class Scheduler:
             positions=positions,
             seqs=seqs,
             block_tables=self._tables,
-            logits_rows=np.array(logits_rows, dtype=np.int32),
+            logits_rows=np.array(logits_rows + judged_rows, dtype=np.int32),
             requests=requests,
             slots=np.array([request.slot for request in requests], dtype=np.int32),
+            drop=self._droppable(seqs),
+            judged=judged,
         )
+
+    def _droppable(self, seqs: TokenArray) -> NDArray[np.uint8] | None:
+        return self._may_drop[seqs] if self._droppers else None
 
     def _emit(self, request: Request, token: int) -> Emitted:
         output = request.output
@@ -392,12 +411,15 @@ class Scheduler:
         params = request.params
         if token in request.stops and index >= params.min_tokens:
             return Emitted(request, index, token, "stop")
+        if request.constraint is not None and request.constraint.advance(token):
+            return Emitted(request, index, token, "complete")
         return Emitted(request, index, token, "length" if index + 1 >= params.max_tokens else "")
 
     def _publish(self, request: Request) -> None:
         """Name the blocks that the last step filled, so that others can share them."""
         pool = self.pool
-        if not pool.reuse:
+        # What was computed without some experts must answer for nobody else.
+        if not pool.reuse or request.params.drop_lost_experts:
             return
         full = request.computed // pool.block_tokens
         self._extend_digests(request, None, full)
@@ -420,10 +442,13 @@ class Scheduler:
             return
         if request in self._prefilling:
             self._prefilling.remove(request)
+        elif request in self._parked:
+            self._parked.remove(request)
         else:
             self._decoding.remove(request)
             self._decode_slots = None
         self.pool.release(request.blocks)
+        self._droppers -= request.params.drop_lost_experts
         self._free_slots.append(request.slot)
         request.blocks = []
         request.slot = -1

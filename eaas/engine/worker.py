@@ -3,6 +3,11 @@
 Between two steps it takes what has arrived and writes what fits into the sockets' buffers; with nothing to
 compute it sleeps in select. A gateway that goes away loses its requests before the next step. One that does
 not read is dropped once its unread messages pass a bound: memory is for the others too.
+
+While there is work a second thread says every BEAT_S to each gateway that heard nothing else that this process
+lives, however long a step takes: a frozen process is told from a busy one within a few beats. It falls silent once
+a step has gone on longer than any may. It also reads what comes in such a step, so that a request's time to wait
+counts from when it came and not from when the step was over.
 """
 
 from __future__ import annotations
@@ -10,11 +15,15 @@ from __future__ import annotations
 import logging
 import selectors
 import socket
+import threading
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from eaas.engine.engine import Engine
+from eaas.engine.secure_door import SecureConnection, SecureDoor
 from eaas.engine.worker_protocol import (
+    Cancel,
     Failed,
     Hello,
     ProtocolError,
@@ -24,51 +33,101 @@ from eaas.engine.worker_protocol import (
     encode,
     for_worker,
 )
+from p2p import faults
+
+if TYPE_CHECKING:
+    from eaas.engine.traced import WorkerSpans
 
 log = logging.getLogger(__name__)
 
 READ_BYTES = 1 << 18
 UNREAD_LIMIT_BYTES = 32 << 20
 LINKS_LIMIT = 64
-# An engine that only computes prompts has no tokens to send; this says that it lives.
-HEARTBEAT_S = 1.0
+# Twenty frames of 12 bytes a second, and only where no token was sent: a gateway that misses five of them suspects.
+BEAT_S = 0.05
+# A step ends by its deadline; one that has gone on for so much longer never ends.
+STUCK_MARGIN_S = 5.0
 LEASE_POLL_S = 0.02
+# A grammar that was compiled wakes the loop; one that takes too long is noticed so soon.
+COMPILE_POLL_S = 0.1
+# Those who choose among gateways by their load ask some ten times a second.
+LOAD_S = 0.1
 FLUSH_S = 0.3
 
 
 class GatewayLink:
     """One gateway's connection."""
 
-    def __init__(self, owner: int, connection: socket.socket, selector: selectors.BaseSelector) -> None:
+    def __init__(
+        self, owner: int, connection: socket.socket | SecureConnection, selector: selectors.BaseSelector
+    ) -> None:
         self.owner = owner
         self.connection = connection
         self.reader = for_worker()
         self.unread = bytearray()
+        # Bytes that have not been looked at yet, each piece with when it came.
+        self.arrived: list[tuple[float, bytes]] = []
         self.spoke_s = 0.0
         self.lost = ""
         self._selector = selector
+        # The thread that beats writes too.
+        self._lock = threading.Lock()
 
     def send(self, message: ToGateway) -> None:
-        """Write what the socket takes now and keep the rest; sets `lost` when the connection is no more."""
-        if self.lost:
-            return
+        """Write what the socket takes now and keep the rest; sets `lost` when the connection is no more. Any thread."""
         frame = encode(message)
-        if not self.unread:
-            taken = self._write(frame)
-            if taken < len(frame) and not self.lost:
-                self.unread += frame[taken:]
-                self._watch(selectors.EVENT_READ | selectors.EVENT_WRITE)
-        elif len(self.unread) + len(frame) > UNREAD_LIMIT_BYTES:
-            self.lost = f"{len(self.unread)} bytes lie unread"
-        else:
-            self.unread += frame
+        with self._lock:
+            if self.lost:
+                return
+            self.spoke_s = time.monotonic()
+            if not self.unread:
+                taken = self._write(frame)
+                if taken < len(frame) and not self.lost:
+                    self.unread += frame[taken:]
+                    self._watch(selectors.EVENT_READ | selectors.EVENT_WRITE)
+            elif len(self.unread) + len(frame) > UNREAD_LIMIT_BYTES:
+                self.lost = f"{len(self.unread)} bytes lie unread"
+            else:
+                self.unread += frame
 
     def flush(self) -> None:
         """Write more of what is kept."""
-        taken = self._write(self.unread)
-        del self.unread[:taken]
-        if not self.unread and not self.lost:
-            self._watch(selectors.EVENT_READ)
+        with self._lock:
+            taken = self._write(self.unread)
+            del self.unread[:taken]
+            if not self.unread and not self.lost:
+                self._watch(selectors.EVENT_READ)
+
+    def read(self) -> bool:
+        """Take what the socket holds; True if there was something, or the connection is no more. Any thread."""
+        with self._lock:
+            if self.lost or sum(len(data) for _, data in self.arrived) > UNREAD_LIMIT_BYTES:
+                return False
+            try:
+                data = self.connection.recv(READ_BYTES)
+            except BlockingIOError:
+                return False
+            except OSError as error:
+                self.lost = f"read failed: {error}"
+                return True
+            if data:
+                self.arrived.append((time.monotonic(), data))
+            else:
+                self.lost = "it disconnected"
+            return True
+
+    def take(self) -> list[tuple[float, bytes]]:
+        """What has been read since the last call."""
+        with self._lock:
+            arrived, self.arrived = self.arrived, []
+        return arrived
+
+    def close(self, reason: str) -> None:
+        """End the connection; nothing is sent after it."""
+        with self._lock:
+            self.lost = self.lost or reason
+            self._selector.unregister(self.connection)
+            self.connection.close()
 
     def _write(self, data: bytes | bytearray) -> int:
         try:
@@ -90,26 +149,35 @@ class Worker:
         self,
         engine: Engine,
         hello: Hello,
-        listener: socket.socket,
+        listener: socket.socket | SecureDoor,
         *,
         between_steps: Callable[[], None] = lambda: None,
         may_answer: Callable[[], bool] = lambda: True,
+        spans: WorkerSpans | None = None,
+        elsewhere: Callable[[], str] = lambda: "",
     ) -> None:
         """Args:
         listener: Bound and listening; the worker closes it.
         between_steps: Called after each step, and after each sleep.
         may_answer: False while this process must not answer, because its lease may have ended.
+        spans: Told what becomes of traced choices; None: nothing is traced.
+        elsewhere: Why new requests should go to other workers; "" while they should not.
         """
         self._engine = engine
         self._hello = hello
         self._listener = listener
         self._between_steps = between_steps
         self._may_answer = may_answer
+        self._spans = spans
+        self._elsewhere = elsewhere
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = socket.socketpair()
         self._links: dict[int, GatewayLink] = {}
         self._owners = 0
         self._stopping = ""
+        self._step_began_s: float | None = None
+        self._told_s, self._told_idle = 0.0, False
+        self._busy, self._ended = threading.Event(), threading.Event()
         for waker in (self._wake_read, self._wake_write, listener):
             waker.setblocking(False)
         self._selector.register(self._wake_read, selectors.EVENT_READ)
@@ -129,16 +197,33 @@ class Worker:
 
     def run(self) -> None:
         """Serve until `stop`; then tell every gateway that its requests must go elsewhere, and close."""
+        beats = threading.Thread(target=self._beat, name="beats", daemon=True)
+        beats.start()
         try:
             while not self._stopping:
                 self._exchange(self._sleep_s())
                 if self._engine.has_work and self._may_answer():
+                    self._busy.set()
                     self._step()
+                # Grammars are compiled elsewhere, but those who wait for them must hear that this process lives.
+                if (self._engine.has_work or self._engine.compiling) and self._may_answer():
+                    self._busy.set()
+                else:
+                    # Before the next sleep, which may be long.
+                    self._busy.clear()
+                if self._spans is not None:
+                    self._spans.between()
+                self._tell_load()
                 self._between_steps()
             self._dismiss(self._stopping)
         finally:
+            self._ended.set()
+            self._busy.set()
+            beats.join()
+            if self._spans is not None:
+                self._spans.stop()
             for link in self._links.values():
-                link.connection.close()
+                link.close("the worker stops")
             self._selector.close()
             for waker in (self._wake_read, self._wake_write, self._listener):
                 waker.close()
@@ -147,27 +232,56 @@ class Worker:
 
     def _sleep_s(self) -> float | None:
         if not self._engine.has_work:
-            return None
+            return COMPILE_POLL_S if self._engine.compiling else None
         return 0.0 if self._may_answer() else LEASE_POLL_S
 
     def _step(self) -> None:
-        outcome = self._engine.step()
+        self._step_began_s = time.monotonic()
+        if self._spans is None:
+            outcome = self._engine.step()
+        else:
+            began_ns, computed = self._spans.begin_step(), self._engine.computed
+            outcome = self._engine.step()
+            self._spans.end_step(began_ns, outcome, self._engine.computed - computed)
+        self._step_began_s = None
         if outcome is None:
             return
-        now_s = time.monotonic()
+        faults.point("step-before-tokens")
+        for owner, prompts in outcome.prompts.items():
+            self._links[owner].send(Step(tokens=[], prompts=prompts))
         for owner, tokens in outcome.tokens.items():
-            link = self._links[owner]
-            link.spoke_s = now_s
-            link.send(Step(tokens=tokens))
+            self._links[owner].send(Step(tokens=tokens, dropped=outcome.dropped.get(owner, [])))
+        faults.point("step-after-tokens")
         for owner, failures in outcome.failed.items():
             for failed in failures:
                 self._links[owner].send(failed)
         for link in list(self._links.values()):
-            if now_s - link.spoke_s >= HEARTBEAT_S:
-                link.spoke_s = now_s
-                link.send(Step(tokens=[]))
             if link.lost:
                 self._drop(link)
+
+    def _tell_load(self) -> None:
+        """Say how busy this worker is: from time to time, and once when it has nothing to do."""
+        idle, now_s = not self._engine.has_work, time.monotonic()
+        if self._told_idle if idle else now_s - self._told_s < LOAD_S:
+            return
+        if self._may_answer():
+            self._told_s, self._told_idle = now_s, idle
+            load = self._engine.worker_load()
+            for link in self._links.values():
+                link.send(Step(tokens=[], load=load))
+
+    def _beat(self) -> None:
+        longest_s = self._engine.config.deadline_s + STUCK_MARGIN_S
+        while self._busy.wait() and not self._ended.wait(BEAT_S):
+            now_s, began_s = time.monotonic(), self._step_began_s
+            if began_s is not None and sum(link.read() for link in list(self._links.values())):
+                # The step may have ended meanwhile: who sleeps in select sees nothing in the sockets any more.
+                self.wake()
+            if not self._busy.is_set() or not self._may_answer() or now_s - (began_s or now_s) > longest_s:
+                continue
+            for link in list(self._links.values()):
+                if now_s - link.spoke_s >= BEAT_S:
+                    link.send(Step(tokens=[]))
 
     # -- sockets ---------------------------------------------------------------------------------------------
 
@@ -182,9 +296,13 @@ class Worker:
                 if events & selectors.EVENT_WRITE:
                     link.flush()
                 if events & selectors.EVENT_READ:
-                    self._receive(link)
-                if link.lost:
-                    self._drop(link)
+                    link.read()
+        for link in list(self._links.values()):
+            for came_s, data in link.take():
+                if not link.lost:
+                    self._receive(link, came_s, data)
+            if link.lost:
+                self._drop(link)
 
     def _accept(self) -> None:
         try:
@@ -200,22 +318,13 @@ class Worker:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._owners += 1
         link = GatewayLink(self._owners, connection, self._selector)
-        self._links[link.owner] = link
         self._selector.register(connection, selectors.EVENT_READ, link)
         log.info("gateway_connected peer=%s owner=%d", peer, link.owner)
         link.send(self._hello)
+        self._links[link.owner] = link
+        self._told_idle = False
 
-    def _receive(self, link: GatewayLink) -> None:
-        try:
-            data = link.connection.recv(READ_BYTES)
-        except BlockingIOError:
-            return
-        except OSError as error:
-            link.lost = f"read failed: {error}"
-            return
-        if not data:
-            link.lost = "it disconnected"
-            return
+    def _receive(self, link: GatewayLink, came_s: float, data: bytes) -> None:
         try:
             messages = link.reader.feed(data)
         except ProtocolError as error:
@@ -223,21 +332,38 @@ class Worker:
             return
         for message in messages:
             if isinstance(message, Submit):
-                refusal = self._engine.submit(message, link.owner)
+                refusal = self._send_on(message) or self._engine.submit(message, link.owner, came_s)
                 if refusal is not None:
                     link.send(refusal)
+                elif self._spans is not None:
+                    self._spans.submitted(message, link.owner)
             else:
                 self._engine.cancel(message.id, link.owner)
+        if any(isinstance(message, Cancel) for message in messages):
+            # With nothing left to do it would be silent, and a gateway that thought it frozen would never know better.
+            link.send(Step(tokens=[]))
+
+    def _send_on(self, message: Submit) -> Failed | None:
+        """The refusal of a request that is better off elsewhere."""
+        reason = self._elsewhere()
+        if not reason:
+            return None
+        return Failed(
+            id=message.id,
+            attempt=message.attempt,
+            code="class_lost",
+            message=f"{self._hello.name}: {reason}.",
+            retryable=True,
+        )
 
     def _drop(self, link: GatewayLink) -> None:
         cancelled = self._engine.cancel_owner(link.owner)
         log.info("gateway_gone owner=%d cancelled=%d reason=%s", link.owner, cancelled, link.lost)
-        self._selector.unregister(link.connection)
-        link.connection.close()
+        link.close(link.lost)
         del self._links[link.owner]
 
     def _dismiss(self, reason: str) -> None:
-        for request in list(self._engine.scheduler.live()):
+        for request in self._engine.live():
             self._engine.cancel(request.id, request.owner)
             self._links[request.owner].send(
                 Failed(

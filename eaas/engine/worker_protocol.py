@@ -12,15 +12,21 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import msgspec
 
+from eaas.engine.grammar import Grammar
+
+# Of these messages; a worker of another is not used.
+PROTOCOL = 2
 MAX_BODY_BYTES = 64 << 20
 MAX_TOP_LOGPROBS = 20
+MAX_BIASES = 1024
+MOST_BIAS = 100.0
 LENGTH_BYTES = 4
 
 RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 Incarnation = Annotated[int, msgspec.Meta(ge=0)]
-Finish = Literal["", "stop", "length"]
+Finish = Literal["", "stop", "length", "complete"]
 
 
 class ProtocolError(ValueError):
@@ -48,6 +54,13 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tr
     logprobs: int = -1  # alternatives wanted beside the chosen token's own logprob; -1: neither
     ignore_eos: bool = False
     stop_token_ids: tuple[TokenId, ...] = ()
+    drop_lost_experts: bool = (
+        False  # leave out the terms of experts that no server has, and say so, instead of waiting
+    )
+    grammar: Grammar | None = None  # the language that the output must be in; None: any
+    logit_bias: tuple[tuple[TokenId, float], ...] = ()  # added to the logits of these tokens
+    allowed_token_ids: tuple[TokenId, ...] = ()  # no other token is chosen; none given: all are allowed
+    prompt_logprobs: int = -1  # as logprobs, for each token of the prompt but the first; -1: none
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_tokens < 1 << 31:
@@ -72,17 +85,29 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tr
             raise ValueError(f"logprobs is {self.logprobs}; it must be -1 (none) to {MAX_TOP_LOGPROBS}")
         if not 0 <= self.seed < 1 << 64:
             raise ValueError(f"seed is {self.seed}; it must be 0 to 2**64 - 1")
+        if not -1 <= self.prompt_logprobs <= MAX_TOP_LOGPROBS:
+            raise ValueError(
+                f"prompt_logprobs is {self.prompt_logprobs}; it must be -1 (none) to {MAX_TOP_LOGPROBS}"
+            )
+        if len(self.logit_bias) > MAX_BIASES:
+            raise ValueError(f"{len(self.logit_bias)} biases were given; at most {MAX_BIASES} are possible")
+        if not all(-MOST_BIAS <= bias <= MOST_BIAS for _, bias in self.logit_bias):
+            raise ValueError(f"a bias is outside -{MOST_BIAS:g} to {MOST_BIAS:g}")
+        if self.grammar is not None and self.ignore_eos:
+            raise ValueError("a grammar says where an output ends: it cannot be given with ignore_eos")
 
 
-class Submit(msgspec.Struct, kw_only=True, frozen=True, tag="submit"):
+class Submit(msgspec.Struct, kw_only=True, frozen=True, tag="submit", omit_defaults=True):
     """Generate for one choice. `output` holds the tokens already emitted by an earlier attempt: they become
-    part of the context, count towards max_tokens, and the next token's index is len(output)."""
+    part of the context, count towards max_tokens, and the next token's index is len(output). `traceparent`: the W3C
+    header of the gateway's span, where the request is traced."""
 
     id: RequestId
     attempt: Count
     prompt: list[TokenId]
     output: list[TokenId] = []
     params: SamplingParams
+    traceparent: Annotated[str, msgspec.Meta(max_length=55)] = ""
 
 
 class Cancel(msgspec.Struct, kw_only=True, frozen=True, tag="cancel"):
@@ -101,12 +126,15 @@ class Hello(msgspec.Struct, kw_only=True, frozen=True, tag="hello"):
     max_model_len: int
     vocab: int
     kv_tokens: int
+    protocol: int = PROTOCOL
+    block_tokens: Annotated[int, msgspec.Meta(ge=1)] = 16
 
 
 class Token(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One token of one request. `finish` is not empty on its last: "stop" for an end or stop token (which
-    is this one, carried so that the log is complete), "length" at max_tokens. `top`: the likeliest (token,
-    logprob) pairs, the best first; empty unless asked for."""
+    is this one, carried so that the log is complete), "complete" when this token is text and the grammar lets
+    nothing follow it, "length" at max_tokens. `top`: the likeliest (token, logprob) pairs, the best first; empty
+    unless asked for."""
 
     id: str
     attempt: int
@@ -117,16 +145,47 @@ class Token(msgspec.Struct, frozen=True, array_like=True, gc=False):
     top: list[tuple[int, float]] = []
 
 
-class Step(msgspec.Struct, kw_only=True, frozen=True, tag="step", gc=False):
-    """All tokens that one engine step made for one gateway."""
+class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Log-probabilities of tokens number `start` (1 or more) and on of a prompt: each its own, and the likeliest
+    (token, logprob) pairs at its place. All of a prompt come before its request's first token."""
+
+    id: str
+    attempt: int
+    start: int
+    tokens: list[tuple[float, list[tuple[int, float]]]]
+
+
+class WorkerLoad(msgspec.Struct, kw_only=True, frozen=True, gc=False, omit_defaults=True):
+    """How busy a worker is, with all gateways: requests in steps and in the queue, and the share of KV blocks held.
+
+    Counted since it began: `preemptions`, and tokens of prompts `looked_up` in the KV cache and `reused` from there.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    kv_use: float = 0.0
+    preemptions: int = 0
+    looked_up: int = 0
+    reused: int = 0
+
+
+class Step(msgspec.Struct, kw_only=True, frozen=True, tag="step", gc=False, omit_defaults=True):
+    """All tokens that one engine step made for one gateway; none: a sign of life.
+
+    `dropped`: (request, attempt) of each request among them that was computed, in this step or before, without the
+    terms of lost experts. `load`: a few times a second while there is work, and when there is none any more.
+    """
 
     tokens: list[Token]
+    dropped: list[tuple[str, int]] = []
+    prompts: list[PromptLogprobs] = []
+    load: WorkerLoad | None = None
 
 
 class Failed(msgspec.Struct, kw_only=True, frozen=True, tag="failed"):
     """The request ended without a result. `retryable`: it may succeed here later, or elsewhere now.
 
-    Codes: expert_lost, too_long, never_fits, bad_request, overloaded, internal, shutting_down.
+    Codes: expert_lost, class_lost, too_long, never_fits, bad_request, overloaded, internal, shutting_down.
     """
 
     id: str

@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import errno
 import gc
-import importlib.metadata
-import ipaddress
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -20,16 +18,28 @@ from pathlib import Path
 
 import grpc
 import uvicorn
+from starlette.types import ASGIApp
 
-from eaas.gateway.app import Gateway, create_app
+from eaas.gateway import protection
+from eaas.gateway.app import create_app
 from eaas.gateway.config import GatewayConfig
+from eaas.gateway.gateway import Gateway
 from eaas.gateway.http_guard import Connection, RequestIds
+from eaas.gateway.listening import ListenFailed, address_of, checked_address, listen
 from eaas.gateway.load_model import ModelUnusable, load_model
 from eaas.gateway.status import RouterStatus
+from eaas.tracing import add_options, open_tracing, version
+from eaas.view.board import Router
+from eaas.view.sight import Sight
+from experts.faults import SelfInflicted
 from router import child
-from router.channel import router_address
+from router.channel import pid_at, router_address
 from router.client import JoinRefused, RouterClient, RouterUnavailable
-from router.view import GATEWAY, View
+from router.faults import FaultTaker
+from router.host import process_id
+from router.replies import Status
+from router.tls import Credentials
+from router.view import DRAINING, GATEWAY, View
 
 log = logging.getLogger("eaas.gateway")
 
@@ -37,10 +47,8 @@ _STATUS_TIMEOUT_S = 0.5
 # Longest wait for the router at the start, and then between two tries.
 _JOIN_S = 1.0
 _LEAVE_S = 0.2
-
-
-class StartFailed(Exception):
-    """The gateway cannot start; the text says why and what to do."""
+# A client that keeps its connection may be sending its next request just now: one idle for this long is not.
+_LINGER_S = 2
 
 
 class RouterViews:
@@ -49,11 +57,26 @@ class RouterViews:
     A gateway serves whether or not it is a member. One that was fenced joins again, under a new name.
     """
 
-    def __init__(self, address: str, own_address: str = "") -> None:
+    def __init__(
+        self,
+        address: str,
+        own_address: str = "",
+        on_drain: Callable[[], None] = lambda: None,
+        faults: FaultTaker | None = None,
+        credentials: Credentials | None = None,
+    ) -> None:
+        """Args: on_drain: called once, on another thread, when the router wants this gateway replaced and another
+        listens at the same address. faults: what this process may be told to do to itself. credentials: of this
+        process; None: no TLS towards the router.
+        """
+        self._on_drain = on_drain
+        self._ordered = self._drains = False
         self.address = address
         self._own_address = own_address
-        self._client = RouterClient(address)
-        self._pid: int | None = None
+        self._faults = faults
+        self._credentials = credentials
+        self._client = RouterClient(address, credentials)
+        self._pids: dict[str, int] = {}
         self._leader = address
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._keep_joined, name="gateway-join", daemon=True)
@@ -72,9 +95,28 @@ class RouterViews:
         Args:
             load: Called on another thread of the client before each renewal.
         """
-        self._client.start(on_view=on_view, load=load)
+
+        def seen(view: View) -> None:
+            on_view(view)
+            self._look_for_drain(view)
+
+        self._client.start(on_view=seen, load=load, faults=self._faults)
         self._join()
         self._thread.start()
+
+    def _look_for_drain(self, view: View) -> None:
+        mine = view.member(self.name)
+        # Once ordered, though it was silent for a lease since and has joined again, under a name that nobody ordered.
+        self._ordered = self._ordered or (mine is not None and mine.state == DRAINING)
+        here = [
+            member
+            for member in view.pool(GATEWAY)
+            if member.address == self._own_address and member.state != DRAINING and member.pid != process_id()
+        ]
+        if self._ordered and here and not self._drains:
+            self._drains = True
+            log.info("draining successor=%s", here[0].name)
+            self._on_drain()
 
     def _keep_joined(self) -> None:
         while not self._closed.wait(_JOIN_S):
@@ -88,19 +130,46 @@ class RouterViews:
         except (RouterUnavailable, JoinRefused) as error:
             log.info("join_delayed reason=%s", error)
 
-    def latest(self) -> tuple[View | None, RouterStatus]:
-        """The router's present View, or the last one seen; and how the router does. Blocks shortly."""
-        try:
-            status = self._client.status(timeout_s=_STATUS_TIMEOUT_S)
-        except (RouterUnavailable, grpc.RpcError):
-            # A frozen router is thawed by its pid: the one last seen is better than none.
-            return self._client.view, self._router("unreachable")
-        self._pid = status.pid
-        self._leader = status.leader or self.address
-        return status.view, self._router("serving")
+    def latest(self) -> tuple[View | None, list[RouterStatus]]:
+        """The newest View, or the last one seen; and how each router does, the leader first. Blocks shortly."""
+        status, routers = self._ask(rows=False)
+        return status.view if status else self._client.view, routers
 
-    def _router(self, state: str) -> RouterStatus:
-        return RouterStatus(pid=self._pid, address=self._leader, state=state)
+    def sight(self) -> Sight:
+        """All that the router tells, for a view of the cluster. Blocks shortly."""
+        status, routers = self._ask(rows=True)
+        states = tuple(Router(name=router.name, state=router.state) for router in routers)
+        if status is None:
+            return Sight(view=self._client.view, heard=False, routers=states)
+        return Sight(
+            view=status.view,
+            heard=True,
+            routers=states,
+            pools=status.pools,
+            gone=status.gone,
+            problem=status.problem,
+            rows=status.rows if len(status.rows) else None,
+        )
+
+    def _ask(self, rows: bool) -> tuple[Status | None, list[RouterStatus]]:
+        status, led = None, False
+        with contextlib.suppress(RouterUnavailable, grpc.RpcError):
+            status = self._client.status(timeout_s=_STATUS_TIMEOUT_S, rows=rows)
+            led, self._leader = True, status.leader or self.address
+            self._pids[self._leader] = status.pid
+        # One name may stand for several, of which only the leader can be asked.
+        addresses = self.address.split(",") if "," in self.address else [self._leader]
+        routers = [self._router(number, address, led) for number, address in enumerate(addresses)]
+        return status, sorted(routers, key=lambda router: router.address != self._leader)
+
+    def _router(self, number: int, address: str, led: bool) -> RouterStatus:
+        state = "serving" if led and address == self._leader else "unreachable"
+        if address != self._leader and (pid := pid_at(address, _STATUS_TIMEOUT_S, self._credentials)):
+            self._pids[address], state = pid, "standby"
+        # A frozen router is thawed by its pid: the one last seen is better than none.
+        return RouterStatus(
+            name=f"router/{number}", pid=self._pids.get(address), address=address, state=state
+        )
 
     def close(self) -> None:
         """Leave, and end the threads."""
@@ -113,15 +182,31 @@ class RouterViews:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, which reports when it listens, and ends streams at once when it is told to stop."""
+    """uvicorn, which reports when it listens, and ends streams at once when it is told to stop.
+
+    Told to drain it stops listening, and goes on until the last connection has ended or ``drain_s`` is over.
+    """
 
     def __init__(
-        self, config: uvicorn.Config, *, on_started: Callable[[], None], on_stop: Callable[[], None]
+        self,
+        config: uvicorn.Config,
+        *,
+        on_started: Callable[[], None],
+        on_stop: Callable[[], None],
+        on_second: Callable[[], None],
+        on_hangup: Callable[[], None],
+        on_term: Callable[[], None] | None,
+        drain_s: float,
     ) -> None:
+        """Args: on_term: Called at the first SIGTERM, instead of stopping; None: SIGTERM stops the server."""
         super().__init__(config)
+        self._on_term = on_term
+        self._drain_s = drain_s
+        self._on_second, self._on_hangup = on_second, on_hangup
         self._on_started = on_started
         self._on_stop = on_stop
         self._stopping = asyncio.Event()
+        self._draining = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, then report."""
@@ -131,26 +216,45 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """SIGTERM and SIGINT stop the server; the process then ends with status 0, not by the signal."""
+        """SIGTERM, unless it is to drain, and SIGINT stop the server; the process then ends with status 0, not by the
+        signal. SIGHUP has it read keys and certificate again."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop)
+        acts = {signal.SIGTERM: self._term, signal.SIGINT: self._stop, signal.SIGHUP: self._on_hangup}
+        for number, act in acts.items():
+            loop.add_signal_handler(number, act)
         try:
             yield
         finally:
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in acts:
                 loop.remove_signal_handler(number)
 
     async def main_loop(self) -> None:
         """Keep the date header right until told to stop; uvicorn's own loop wakes ten times a second for it."""
-        while not self._stopping.is_set():
+        while not (self._stopping.is_set() or (self._draining and not self.server_state.connections)):
             await self.on_tick(0)
+            self._on_second()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), 1.0)
 
+    def drain(self) -> None:
+        """Stop listening, and end when every client has gone or was told to connect anew; on the event loop."""
+        self._draining = True
+        for server in self.servers:
+            server.close()
+        for connection in self.server_state.connections:
+            if isinstance(connection, Connection):
+                connection.linger(_LINGER_S)
+        asyncio.get_running_loop().call_later(self._drain_s, self._stop)
+
+    def _term(self) -> None:
+        if self._on_term is None or self._draining:
+            self._stop()
+        else:
+            log.info("draining longest_s=%g", self._drain_s)
+            self._on_term()
+
     def _stop(self) -> None:
         log.info("stopping pid=%d", os.getpid())
-        self.should_exit = True
         self._stopping.set()
         self._on_stop()
 
@@ -176,92 +280,113 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument(
         "--served-model-name", default="", help="Name that clients use; default: the folder's name."
     )
-    options.add_argument("--host", default="127.0.0.1", help="Address to listen on; loopback only.")
+    options.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="IP address to listen on; beyond loopback it needs --tls-cert, --tls-key and --keys-file.",
+    )
     options.add_argument("--port", type=int, default=8000, help="TCP port; 0 takes a free one.")
+    options.add_argument(
+        "--listen-fd",
+        type=int,
+        default=-1,
+        help="Listening socket from the launcher, instead of host and port.",
+    )
     options.add_argument(
         "--deadline-s", type=float, default=30.0, help="Longest wait for an attention worker."
     )
     options.add_argument(
-        "--max-requests", type=int, default=1024, help="Requests in progress; more are refused."
+        "--max-requests",
+        type=int,
+        default=GatewayConfig.max_requests,
+        help="Requests in progress; more are refused.",
+    )
+    options.add_argument(
+        "--max-owed-tokens",
+        type=int,
+        default=GatewayConfig.max_owed_tokens,
+        help="Tokens to be computed for all requests, as reckoned; requests beyond are refused.",
     )
     options.add_argument("--max-body-bytes", type=int, default=4 << 20, help="Largest request body.")
     options.add_argument(
+        "--drain-s",
+        type=float,
+        default=GatewayConfig.drain_s,
+        help="Longest that it goes on with its streams once another gateway has taken its place.",
+    )
+    options.add_argument(
+        "--drain-on-term",
+        action="store_true",
+        help="At SIGTERM go on with the streams that there are, as after a replacement; a second one ends them. For "
+        "orchestrators that have started another gateway before (default: they end at once, with an error).",
+    )
+    options.add_argument(
         "--stall-s", type=float, default=60.0, help="End a client that reads nothing for so long."
     )
+    add_options(options, begins=True)
+    protection.add_options(options)
     child.add_options(options)
     options.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     return options
-
-
-def listen(host: str, port: int, stall_s: float) -> socket.socket:
-    """A listening socket on a loopback address.
-
-    Raises:
-        StartFailed: not loopback, not an address, or the port is taken.
-    """
-    name = "127.0.0.1" if host == "localhost" else host
-    try:
-        address = ipaddress.ip_address(name)
-    except ValueError:
-        raise StartFailed(f"--host {host} is no IP address; use 127.0.0.1 or ::1.") from None
-    if not address.is_loopback:
-        raise StartFailed(
-            f"--host {host} can be reached from outside, and this gateway has neither TLS nor keys. Listen "
-            "on 127.0.0.1 and put a proxy with TLS in front."
-        )
-    family = socket.AF_INET if address.version == 4 else socket.AF_INET6
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Inherited by every connection: the kernel ends one whose client takes no bytes for so long.
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(stall_s * 1000))
-        listener.bind((str(address), port))
-        listener.listen(1024)
-    except (OSError, OverflowError) as error:
-        listener.close()
-        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
-            raise StartFailed(
-                f"Port {port} on {host} is in use by another process. Stop that process, or choose another "
-                "port with --port (0 takes a free one)."
-            ) from None
-        raise StartFailed(
-            f"Port {port} on {host} cannot be opened: {error}. Choose another with --port."
-        ) from None
-    listener.setblocking(False)
-    return listener
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the gateway until SIGTERM or SIGINT. Returns the exit code."""
     options = parser().parse_args(arguments)
     child.begin(options, options.log_level)
+    # Every connection is a descriptor, and the usual soft limit is 1,024.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     try:
-        listener = listen(options.host, options.port, options.stall_s)
+        guards = protection.of(options)
+        tls, keys = guards.tls is not None, guards.keys is not None
+        if options.listen_fd >= 0:
+            listener = socket.socket(fileno=options.listen_fd)
+            checked_address(listener.getsockname()[0], tls=tls, keys=keys, option="--listen-fd")
+        else:
+            listener = listen(options.host, options.port, options.stall_s, tls=tls, keys=keys)
         with contextlib.closing(listener):
-            return _serve(options, listener)
-    except (StartFailed, ModelUnusable, ValueError) as error:
+            return _serve(options, listener, guards)
+    except (ListenFailed, ModelUnusable, OSError, ValueError) as error:
         log.error("start_failed error=%s", error)
         child.tell_failed(options, str(error))
         return 1
 
 
-def _serve(options: argparse.Namespace, listener: socket.socket) -> int:
+def _serve(options: argparse.Namespace, listener: socket.socket, guards: protection.Protection) -> int:
     name = options.served_model_name or options.model.resolve().name
     config = GatewayConfig(
         model_name=name,
         deadline_s=options.deadline_s,
         max_requests=options.max_requests,
+        max_owed_tokens=options.max_owed_tokens,
+        stall_s=options.stall_s,
+        drain_s=options.drain_s,
         body_limit_bytes=options.max_body_bytes,
+        max_connections=options.max_connections,
+        tls_dir=options.tls_dir,
     )
-    host, port = listener.getsockname()[:2]
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    address = address_of(listener)
+    tracing = open_tracing(
+        options.trace_url, options.trace_share, service="eaas-gateway", instance=address, version=version()
+    )
     gateway = Gateway(
         config=config,
         model=load_model(options.model, name),
-        views=RouterViews(options.router, address),
-        version=_version(),
+        views=RouterViews(
+            options.router,
+            address,
+            on_drain=lambda: gateway.call(drain),
+            faults=SelfInflicted() if options.allow_chaos else None,
+            credentials=child.credentials(options, GATEWAY),
+        ),
+        version=version(),
     )
     gateway.address = address
+
+    def drain() -> None:
+        gateway.draining = True
+        server.drain()
 
     def started() -> None:
         # What start-up made stays for ever: no collection of garbage need walk over it again.
@@ -269,9 +394,16 @@ def _serve(options: argparse.Namespace, listener: socket.socket) -> int:
         log.info("ready address=%s model=%s pid=%d", gateway.address, name, os.getpid())
         child.tell_ready(options, gateway.name, gateway.address)
 
+    app: ASGIApp = guards.around(create_app(gateway), gateway.metrics.count_refused)
+    app = RequestIds(app, closing=lambda: gateway.draining, logs_requests=options.log_requests)
+    if tracing is not None:
+        from eaas.gateway.traced import TracedRequests
+
+        app = TracedRequests(app, tracing, name)
     settings = uvicorn.Config(
-        RequestIds(create_app(gateway)),
-        http=Connection,
+        app,
+        http=Connection.bounded(protection.bounds_of(config)),
+        ws="none",
         loop="uvloop",
         lifespan="on",
         log_config=None,
@@ -280,15 +412,21 @@ def _serve(options: argparse.Namespace, listener: socket.socket) -> int:
         timeout_keep_alive=75,
         timeout_graceful_shutdown=1,
     )
-    _Server(settings, on_started=started, on_stop=gateway.stop).run(sockets=[listener])
+    settings.load()
+    settings.ssl = guards.tls.context if guards.tls is not None else None
+    server = _Server(
+        settings,
+        on_started=started,
+        on_stop=gateway.stop,
+        on_second=guards.refresh,
+        on_hangup=guards.refresh_anew,
+        on_term=drain if options.drain_on_term else None,
+        drain_s=config.drain_s,
+    )
+    server.run(sockets=[listener])
+    if tracing is not None:
+        tracing.close()
     return 0
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("eaas")
-    except importlib.metadata.PackageNotFoundError:
-        return "0+source"
 
 
 if __name__ == "__main__":

@@ -93,11 +93,10 @@ def unavailable(message: str, *, code: str = "service_unavailable", retry_after_
     return ApiError(reply)
 
 
-def too_many(running: int) -> ApiError:
-    """A 429: admission is bounded, and the bound is reached."""
-    message = f"{running} requests are in progress, the most that this server takes. Try again shortly."
-    code = "too_many_requests"
-    return ApiError(ErrorReply(status=429, message=message, kind=OVERLOADED, code=code, retry_after_s=1))
+def full(message: str, *, code: str = "too_many_requests", retry_after_s: int = 1) -> ApiError:
+    """A 429: what waits is bounded, and the bound is reached."""
+    reply = ErrorReply(status=429, message=message, kind=OVERLOADED, code=code, retry_after_s=retry_after_s)
+    return ApiError(reply)
 
 
 def internal(message: str, *, code: str = "internal_error") -> ApiError:

@@ -8,13 +8,17 @@ response: a slow reader holds up nobody but itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from eaas.gateway.errors import ErrorReply
 from eaas.gateway.openai_format import Events, FinishedChoice, TokenLogprobs, TokenText, Usage
+from eaas.gateway.prompt_scores import PromptScores, Scores, TokenNames
 from eaas.gateway.stops import StopMatcher
 
 Alternatives = Sequence[tuple[int, float]]
+
+# Events that a slow reader's stream keeps, some 300 tokens; the connection's own buffers come before them.
+HELD_BYTES = 1 << 16
 
 
 class Detokenizer(Protocol):
@@ -25,24 +29,25 @@ class Detokenizer(Protocol):
     def flush(self) -> str: ...
 
 
-class TokenNames(Protocol):
-    """Text and bytes of single tokens, for log-probabilities."""
+class Echo(NamedTuple):
+    """The prompt's text, shown before the first token; alone: and nothing after it."""
 
-    def token_text(self, token: int) -> str: ...
-
-    def token_bytes(self, token: int) -> bytes: ...
+    text: str
+    alone: bool
 
 
 class Piece(NamedTuple):
     """What became visible of one choice.
 
     Attributes:
+        tokens: Ids that it came from, when they were asked for.
         finish: OpenAI's finish_reason when the choice ends with this piece, else None.
     """
 
     index: int
     text: str
     logprobs: list[TokenLogprobs] | None
+    tokens: list[int] | None
     finish: str | None
 
 
@@ -56,6 +61,7 @@ class Generation:
     __slots__ = (
         "choices",
         "completion_tokens",
+        "dropped",
         "error",
         "numerics_classes",
         "on_change",
@@ -70,6 +76,7 @@ class Generation:
         self.pieces: list[Piece] = []
         self.error: ErrorReply | None = None
         self.numerics_classes: tuple[str, ...] = ()
+        self.dropped = False  # computed without some experts that were lost, as the client allowed
         self.on_change = on_change
 
     @property
@@ -92,15 +99,26 @@ class Generation:
         if numerics_class not in self.numerics_classes:
             self.numerics_classes = (*self.numerics_classes, numerics_class)
 
+    def experts_dropped(self) -> None:
+        """Note that from here on terms of lost experts are missing."""
+        self.dropped = True
+
     def show(
-        self, index: int, text: str, logprobs: list[TokenLogprobs] | None, offset: int, finish: str | None
+        self,
+        index: int,
+        text: str,
+        logprobs: list[TokenLogprobs] | None,
+        offset: int,
+        finish: str | None,
+        tokens: list[int] | None = None,
     ) -> None:
         """Take what became visible of a choice, ``offset`` characters after its start.
 
         Args:
             finish: OpenAI's finish_reason when the choice ends with this piece, else None.
+            tokens: Ids of its tokens, when they were asked for.
         """
-        self.pieces.append(Piece(index, text, logprobs, finish))
+        self.pieces.append(Piece(index, text, logprobs, tokens, finish))
         if finish is not None:
             self.open_choices -= 1
             if self.open_choices == 0:
@@ -121,10 +139,12 @@ class Generation:
         error."""
         texts: list[list[str]] = [[] for _ in self.choices]
         logprobs: list[list[TokenLogprobs]] = [[] for _ in self.choices]
+        tokens: list[list[int]] = [[] for _ in self.choices]
         reasons = ["length"] * len(self.choices)
         for piece in self.pieces:
             texts[piece.index].append(piece.text)
             logprobs[piece.index].extend(piece.logprobs or ())
+            tokens[piece.index].extend(piece.tokens or ())
             reasons[piece.index] = piece.finish or reasons[piece.index]
         return [
             FinishedChoice(
@@ -132,6 +152,8 @@ class Generation:
                 text="".join(texts[index]),
                 finish_reason=reasons[index],
                 logprobs=logprobs[index] if choice.wants_logprobs else None,
+                tokens=tokens[index] if choice.wants_tokens else None,
+                prompt_logprobs=choice.prompt_logprobs,
             )
             for index, choice in enumerate(self.choices)
         ]
@@ -142,15 +164,24 @@ class StreamedGeneration(Generation):
 
     Attributes:
         chunks: Events that the response has yet to take.
+        full: HELD_BYTES of them lay there, and ``on_full`` was called; whoever has taken them sets it back.
         write: Takes each new event at once, past ``chunks``; None while the response is at work itself.
     """
 
-    __slots__ = ("_events", "_make_events", "_opened", "chunks", "write")
+    __slots__ = ("_events", "_held_bytes", "_make_events", "_on_full", "_opened", "chunks", "full", "write")
 
-    def __init__(self, on_change: Callable[[], None], make_events: Callable[[], Events]) -> None:
+    def __init__(
+        self,
+        on_change: Callable[[], None],
+        make_events: Callable[[], Events],
+        on_full: Callable[[], None] = lambda: None,
+    ) -> None:
         """Args: make_events: event templates under the present numerics classes."""
         super().__init__(on_change)
         self._make_events = make_events
+        self._on_full = on_full
+        self._held_bytes = 0
+        self.full = False
         self._events: Events | None = None
         self._opened = False
         self.chunks: list[bytes] = []
@@ -166,24 +197,39 @@ class StreamedGeneration(Generation):
         super().computed_by(numerics_class)
         self._events = None
 
+    def experts_dropped(self) -> None:
+        """Note that from here on terms of lost experts are missing; later events say so."""
+        super().experts_dropped()
+        self._events = None
+
     def show(
-        self, index: int, text: str, logprobs: list[TokenLogprobs] | None, offset: int, finish: str | None
+        self,
+        index: int,
+        text: str,
+        logprobs: list[TokenLogprobs] | None,
+        offset: int,
+        finish: str | None,
+        tokens: list[int] | None = None,
     ) -> None:
         """Make an event of what became visible, and write it if that can be done at once."""
         events = self._events or self._open()
-        event = events.text(index, text, logprobs, offset) if text or logprobs else b""
+        event = events.text(index, text, logprobs, offset, tokens) if text or logprobs or tokens else b""
         if finish is not None:
             event += events.finish(index, finish)
             self.open_choices -= 1
         if self.write is not None and self.open_choices and event:
             self.write(event)
-        else:
+        elif event or finish is not None or self.chunks:
             self.chunks.append(event)
+            self._held_bytes += len(event)
+            if self._held_bytes > HELD_BYTES and not self.full and self.open_choices:
+                self.full = True
+                self._on_full()
             self.on_change()
 
     def take(self) -> bytes:
         """The events since the last call."""
-        chunks, self.chunks = self.chunks, []
+        chunks, self.chunks, self._held_bytes = self.chunks, [], 0
         return b"".join(chunks)
 
     def _open(self) -> Events:
@@ -199,7 +245,9 @@ class Choice:
 
     __slots__ = (
         "_detokenizer",
+        "_echo",
         "_generation",
+        "_ids",
         "_index",
         "_matcher",
         "_min_tokens",
@@ -207,10 +255,13 @@ class Choice:
         "_plain",
         "_push",
         "_read",
+        "_scores",
         "_shown",
+        "_stop_shown",
         "_tokens",
         "_waiting",
         "wants_logprobs",
+        "wants_tokens",
     )
 
     def __init__(
@@ -222,6 +273,10 @@ class Choice:
         matcher: StopMatcher | None,
         min_tokens: int,
         names: TokenNames | None,
+        wants_tokens: bool = False,
+        stop_shown: bool = False,
+        echo: Echo | None = None,
+        scores: PromptScores | None = None,
     ) -> None:
         """Join ``generation`` as choice ``index``.
 
@@ -229,6 +284,10 @@ class Choice:
             matcher: None when there are no stop strings.
             min_tokens: Tokens before which no stop string counts.
             names: Given when log-probabilities are wanted.
+            wants_tokens: Token ids are handed on with the text.
+            stop_shown: What a stop token stands for is shown.
+            echo: What is shown before the first token.
+            scores: Takes the log-probabilities of the prompt, where they are wanted.
         """
         self._generation = generation
         self._index = index
@@ -242,16 +301,21 @@ class Choice:
         self._shown = 0  # characters handed to the response
         # Log-probabilities of tokens not yet visible, each with the offset of its first character.
         self._waiting: list[tuple[int, TokenLogprobs]] = []
-        self._plain = matcher is None and names is None
+        self._plain = matcher is None and names is None and not wants_tokens and echo is None
+        self._echo = echo
+        self._scores = scores
         self.wants_logprobs = names is not None
+        self.wants_tokens = wants_tokens
+        self._ids: list[int] = []  # of tokens not yet handed on
+        self._stop_shown = stop_shown
         generation.add(self)
 
     def token(self, token: int, finish: str, logprob: float | None, top: Alternatives) -> bool:
         """Take the next token of this choice.
 
         Args:
-            finish: "" while it goes on; "length" at its limit; "stop" when ``token`` is an end token, which
-                has no text of its own.
+            finish: "" while it goes on; "length" at its limit; "complete" when a grammar lets nothing follow;
+                "stop" when ``token`` is an end token, which has no text of its own.
 
         Returns:
             True when a stop string ended the choice: the worker does not know of it yet.
@@ -265,9 +329,13 @@ class Choice:
                 self._shown = offset + len(text)
                 generation.show(self._index, text, None, offset, None)
             return False
+        if self._echo is not None and self._show_echo(self._echo):
+            return True
         self._tokens += 1
+        if self.wants_tokens:
+            self._ids.append(token)
         if finish == "stop":
-            self._end("stop")
+            self._end("stop", self._push(token) if self._stop_shown else "")
             return False
         text = self._push(token)
         if self._names is not None:
@@ -280,10 +348,35 @@ class Choice:
                 self._show(text, "stop", everything=False)
                 return True
         if finish:
-            self._end(finish, text)
+            self._end("stop" if finish == "complete" else finish, text)
         elif text:
             self._show(text, None, everything=False)
         return False
+
+    def judged(self, start: int, scores: Scores) -> None:
+        """Take log-probabilities of tokens number ``start`` and on of the prompt; all come before the first token."""
+        if self._scores is not None:
+            self._scores.take(start, scores)
+
+    @property
+    def prompt_logprobs(self) -> list[dict[str, Any] | None] | None:
+        """Those of the prompt by token id, where the client wants them so."""
+        return None if self._scores is None else self._scores.by_id()
+
+    def _show_echo(self, echo: Echo) -> bool:
+        """Show the prompt, once; True when that is all."""
+        self._echo = None
+        logprobs = None if self._scores is None else self._scores.named()
+        self._read = self._shown = len(echo.text)
+        # The token that made the worker speak is not the client's.
+        self._generation.completion_tokens -= echo.alone
+        finish = "length" if echo.alone else None
+        self._generation.show(self._index, echo.text, logprobs, 0, finish, [] if self.wants_tokens else None)
+        return echo.alone
+
+    def end(self, finish: str) -> None:
+        """End the choice here, for a reason of the gateway's own."""
+        self._end(finish)
 
     def _end(self, finish: str, text: str = "") -> None:
         rest = self._detokenizer.flush()
@@ -307,7 +400,10 @@ class Choice:
                 count += 1
             logprobs = [entry for _, entry in waiting[:count]]
             del waiting[:count]
-        self._generation.show(self._index, text, logprobs, offset, finish)
+        tokens: list[int] | None = None
+        if self.wants_tokens:
+            tokens, self._ids = self._ids, []
+        self._generation.show(self._index, text, logprobs, offset, finish, tokens)
 
     def _name(self, token: int, logprob: float | None, top: Alternatives) -> TokenLogprobs:
         names = self._names

@@ -1,37 +1,169 @@
-"""What stands before every route: the connection, request ids, body limits, content types."""
+"""What stands before every route: the connection and its bounds, request ids, body limits, content types."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from eaas.gateway.errors import ApiError, ErrorReply
+from eaas.gateway.authentication import account_of
+from eaas.gateway.errors import OVERLOADED, ApiError, ErrorReply
+from router.logs import REQUEST_ID
+
+log = logging.getLogger(__name__)
 
 _HEADER = b"x-request-id"
 _LONGEST_ID = 128
+_LONGEST_PATH = 256
 
 _CONNECTION = "eaas.connection"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """What a client may make this process hold before its request is looked at; see GatewayConfig."""
+
+    connections: int = 4096
+    head_bytes: int = 64 << 10
+    headers: int = 128
+    head_timeout_s: float = 30.0
+    # Beside its payload a body may carry so much: sizes of chunks, and what clients write behind these.
+    body_overhead_bytes: int = 4 << 20
+
+
+class _OutOfBounds(Exception):
+    """Raised through the parser, which stops there."""
+
+
 class Connection(HttpToolsProtocol):
-    """uvicorn's connection, which a response may write to past ASGI once its body has begun."""
+    """uvicorn's connection, with bounds, which a response may write to past ASGI once its body has begun."""
+
+    bounds: ClassVar[Bounds] = Bounds()
 
     _running: RequestResponseCycle | None = None
+    timed_out = False  # the client took nothing for too long, and the kernel ended it
+
+    # Of the message that comes in: what was received of it beside its body, and of that the headers; the head is open
+    # until the blank line.
+    _received_bytes = 0
+    _header_bytes = 0
+    _head_open = True
+    _began_here = False
+    _head_timer: asyncio.TimerHandle | None = None
+
+    @classmethod
+    def bounded(cls, bounds: Bounds) -> type[Connection]:
+        """A class of connections with these bounds."""
+        return type(cls.__name__, (cls,), {"bounds": bounds})
 
     @classmethod
     def of(cls, scope: Scope) -> Connection | None:
         """The connection of a request; None under another server."""
         return scope.get("state", {}).get(_CONNECTION)
 
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """asyncio: a client is here, and TLS is agreed."""
+        super().connection_made(transport)
+        if len(self.connections) > self.bounds.connections:
+            log.warning("connection_refused open=%d", len(self.connections) - 1)
+            self._refuse(_TOO_MANY_CONNECTIONS)
+            return
+        self._await_head()
+
+    def data_received(self, data: bytes) -> None:
+        """asyncio: some bytes, of which no more than the bounds are kept."""
+        self._began_here = False
+        super().data_received(data)
+        if self.transport.is_closing():
+            return
+        if not self._began_here:
+            self._received_bytes += len(data)
+        if self._head_open:
+            if self._received_bytes > self.bounds.head_bytes:
+                self._refuse(_HEAD_TOO_LARGE)
+            elif self._head_timer is None:
+                self._await_head()
+        elif self._received_bytes > self.bounds.head_bytes + self.bounds.body_overhead_bytes:
+            self._refuse(_HEAD_TOO_LARGE)
+
     def on_message_begin(self) -> None:
         """httptools: a request begins."""
         super().on_message_begin()
         self.scope.setdefault("state", {})[_CONNECTION] = self
+        self._received_bytes = self._header_bytes = 0
+        self._head_open = self._began_here = True
+
+    def on_url(self, url: bytes) -> None:
+        """httptools: a piece of the request's target."""
+        super().on_url(url)
+        self._count(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """httptools: a header, or one after a chunked body."""
+        super().on_header(name, value)
+        self._count(len(name) + len(value))
+        if len(self.headers) > self.bounds.headers:
+            raise _OutOfBounds
+
+    def on_headers_complete(self) -> None:
+        """httptools: the head is complete."""
+        self._head_open = False
+        self._cancel_head_timer()
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """httptools: a piece of the body, which the route bounds."""
+        self._received_bytes -= len(body)
+        super().on_body(body)
+
+    def _count(self, nbytes: int) -> None:
+        self._header_bytes += nbytes
+        if self._header_bytes > self.bounds.head_bytes:
+            raise _OutOfBounds
+
+    def send_400_response(self, msg: str) -> None:
+        """uvicorn: the parser stopped. In the form of every other error, and 431 where a bound was the reason."""
+        large = self._header_bytes > self.bounds.head_bytes or len(self.headers or ()) > self.bounds.headers
+        self._refuse(_HEAD_TOO_LARGE if large else _NOT_HTTP)
+
+    def _refuse(self, reply: ErrorReply) -> None:
+        """Answer without a request, and close."""
+        self._cancel_head_timer()
+        running = self._running
+        # In the middle of another's answer there is nothing to say.
+        if running is None or running.response_complete or not running.response_started:
+            body = reply.body()
+            head = (
+                f"HTTP/1.1 {reply.status} {_PHRASES[reply.status]}\r\ncontent-type: application/json\r\n"
+                f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+            )
+            self.transport.write(head.encode() + body)
+        self.transport.close()
+
+    def _await_head(self) -> None:
+        self._head_timer = self.loop.call_later(self.bounds.head_timeout_s, self._head_is_late)
+
+    def _head_is_late(self) -> None:
+        self._head_timer = None
+        if self.headers is None:
+            # A client that has asked nothing would take an answer for that to its first question.
+            self.transport.close()
+        elif self._head_open and not self.transport.is_closing():
+            self._refuse(_HEAD_LATE)
+
+    def _cancel_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._running = cycle
@@ -39,6 +171,8 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """asyncio: the client has gone. uvicorn tells the request that came last; this, the one being answered."""
+        self.timed_out = isinstance(exc, TimeoutError)
+        self._cancel_head_timer()
         super().connection_lost(exc)
         running = self._running
         if running is not None and not running.response_complete:
@@ -56,12 +190,39 @@ class Connection(HttpToolsProtocol):
         self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         return True
 
+    async def drained(self) -> None:
+        """Return when the client has read most of what was written, or has gone."""
+        await self.flow.drain()
+
+    def linger(self, idle_s: int) -> None:
+        """From now on close once idle for so long.
+
+        Not at the end of a response that began without a word of it: its client may send another request at once.
+        """
+        self.timeout_keep_alive = idle_s
+        if self.cycle is None or self.cycle.response_complete:
+            self._unset_keepalive_if_required()
+            self.timeout_keep_alive_task = self.loop.call_later(idle_s, self.timeout_keep_alive_handler)
+
+    def cut(self) -> None:
+        """End the connection now; what was not read yet is lost."""
+        self.transport.abort()
+
 
 class RequestIds:
-    """Outermost layer: echoes a client's x-request-id, or draws one, on every response, errors included."""
+    """Outermost layer: echoes a client's x-request-id, or draws one, on every response, errors included.
 
-    def __init__(self, app: ASGIApp) -> None:
+    While ``closing()`` it asks clients to connect anew for their next request. What is logged for a request bears its
+    id; with ``logs_requests`` one line is logged for each when it has been answered: of what was asked only method and
+    path.
+    """
+
+    def __init__(
+        self, app: ASGIApp, closing: Callable[[], bool] = lambda: False, *, logs_requests: bool = False
+    ) -> None:
         self._app = app
+        self._closing = closing
+        self._logs_requests = logs_requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -71,12 +232,32 @@ class RequestIds:
         usable = 0 < len(given) <= _LONGEST_ID and all(0x21 <= byte <= 0x7E for byte in given)
         request_id = given if usable else f"req-{uuid.uuid4().hex}".encode()
 
+        REQUEST_ID.set(request_id.decode())
+        began_s, status = time.monotonic(), 0
+
         async def send_with_id(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
+                status = message["status"]
                 message["headers"] = [*message.get("headers", ()), (_HEADER, request_id)]
+                if self._closing():
+                    message["headers"].append((b"connection", b"close"))
             await send(message)
 
-        await self._app(scope, receive, send_with_id)
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            if self._logs_requests:
+                account = account_of(scope)
+                log.info(
+                    "request method=%s path=%s status=%d elapsed_ms=%.1f key=%s request_id=%s",
+                    scope["method"],
+                    scope["path"][:_LONGEST_PATH],
+                    status,
+                    (time.monotonic() - began_s) * 1e3,
+                    account.name if account is not None else "-",
+                    REQUEST_ID.get(),
+                )
 
 
 def require_json(request: Request) -> None:
@@ -125,7 +306,34 @@ def _too_large(limit_bytes: int) -> ApiError:
     return ApiError(ErrorReply(status=413, message=message, code="request_too_large"))
 
 
+_PHRASES = {
+    400: "Bad Request",
+    408: "Request Timeout",
+    431: "Request Header Fields Too Large",
+    503: "Service Unavailable",
+}
+_NOT_HTTP = ErrorReply(
+    status=400, message="That is no HTTP request. Speak HTTP/1.1 here.", code="invalid_http"
+)
+_HEAD_TOO_LARGE = ErrorReply(
+    status=431,
+    message="The request line and headers are over this server's limits. Send fewer or shorter ones.",
+    code="headers_too_large",
+)
+_HEAD_LATE = ErrorReply(
+    status=408, message="The request's headers did not arrive in time. Send it again.", code="request_timeout"
+)
+_TOO_MANY_CONNECTIONS = ErrorReply(
+    status=503,
+    message="This server has as many connections as it takes. Try again shortly.",
+    kind=OVERLOADED,
+    code="too_many_connections",
+)
+
 # Nobody reads this reply; the status is what proxies log for a client that closed its connection.
 CLIENT_GONE = ErrorReply(
     status=499, message="The client closed the connection.", code="client_closed_request"
+)
+CLIENT_STALLED = ErrorReply(
+    status=499, message="The client read too slowly for too long.", code="client_stalled"
 )

@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
+
+from eaas.gateway.errors import ErrorReply
 
 DONE = b"data: [DONE]\n\n"
 # JSON has no infinity; OpenAI reports an impossible token by this value.
@@ -21,11 +23,11 @@ _encode = msgspec.json.encode
 
 
 class TokenText(NamedTuple):
-    """One token as a client sees it: its text, its bytes, and its natural-log probability."""
+    """One token as a client sees it: its text, its bytes, and its log-probability; a prompt's first token has none."""
 
     text: str
     raw: bytes
-    logprob: float
+    logprob: float | None
 
 
 class TokenLogprobs(NamedTuple):
@@ -59,6 +61,8 @@ class FinishedChoice:
     text: str
     finish_reason: str
     logprobs: Sequence[TokenLogprobs] | None
+    tokens: Sequence[int] | None = None
+    prompt_logprobs: Sequence[dict[str, Any] | None] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,15 +72,32 @@ class ResponseHead:
     Attributes:
         created: Unix time in seconds.
         fingerprint: OpenAI's system_fingerprint: the model's weights and the numerics class.
+        dropped: Terms of lost experts are missing, as the client allowed; then `eaas_dropped_experts` is true.
     """
 
     id: str
     created: int
     model: str
     fingerprint: str | None
+    dropped: bool = False
+
+    def fields(self, kind: str) -> dict[str, Any]:
+        """What every object of the response begins with; `kind` is its "object"."""
+        marks = {"eaas_dropped_experts": True} if self.dropped else {}
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+            **marks,
+        }
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float | None) -> float | None:
+    """A log-probability as JSON can say it; None where there is none."""
+    if logprob is None:
+        return None
     return logprob if math.isfinite(logprob) and logprob > IMPOSSIBLE_LOGPROB else IMPOSSIBLE_LOGPROB
 
 
@@ -85,10 +106,60 @@ def error_event(body: bytes) -> bytes:
     return b"data: " + body + b"\n\n"
 
 
+class Events(Protocol):
+    """The events of one stream; bytes in OpenAI's shapes, and nothing where there is nothing to say."""
+
+    def first(self, index: int) -> bytes:
+        """What opens a choice."""
+        ...
+
+    def text(
+        self,
+        index: int,
+        text: str,
+        logprobs: Sequence[TokenLogprobs] | None,
+        offset: int,
+        tokens: Sequence[int] | None = None,
+    ) -> bytes:
+        """One piece of text, ``offset`` characters after the start of its choice, with the ids of its tokens where they
+        are wanted."""
+        ...
+
+    def finish(self, index: int, reason: str) -> bytes:
+        """What ends a choice, once."""
+        ...
+
+    def end(self, usage: Usage) -> bytes:
+        """What ends a stream in which nothing went wrong."""
+        ...
+
+    def failure(self, reply: ErrorReply) -> bytes:
+        """What ends a stream that failed."""
+        ...
+
+
+class Format(Protocol):
+    """The shapes of one request's response, whole or streamed."""
+
+    prefix: str
+
+    def body(self, head: ResponseHead, choices: Sequence[FinishedChoice], usage: Usage) -> bytes:
+        """The whole response."""
+        ...
+
+    def events(self, head: ResponseHead, choices: int, include_usage: bool) -> Events:
+        """The event templates of one stream of so many choices."""
+        ...
+
+
 class ChatFormat:
     """Shapes of POST /v1/chat/completions."""
 
     prefix = "chatcmpl-"
+
+    def __init__(self, prompt_ids: list[int] | None = None) -> None:
+        """Args: prompt_ids: The prompt's tokens, where token ids were asked for."""
+        self.shown_ids = {} if prompt_ids is None else {"prompt_token_ids": prompt_ids}
 
     def logprobs(self, tokens: Sequence[TokenLogprobs] | None, offset: int = 0) -> Any:
         """OpenAI's chat ``logprobs`` object; None when they were not asked for."""
@@ -101,29 +172,29 @@ class ChatFormat:
         return {"content": content, "refusal": None}
 
     def _token(self, token: TokenText) -> dict[str, Any]:
-        return {"token": token.text, "logprob": _finite(token.logprob), "bytes": list(token.raw)}
+        return {"token": token.text, "logprob": finite(token.logprob), "bytes": list(token.raw)}
 
     def body(self, head: ResponseHead, choices: Sequence[FinishedChoice], usage: Usage) -> bytes:
         """The whole response."""
         return _encode(
             {
-                "id": head.id,
-                "object": "chat.completion",
-                "created": head.created,
-                "model": head.model,
-                "system_fingerprint": head.fingerprint,
-                "choices": [
-                    {
-                        "index": choice.index,
-                        "message": {"role": "assistant", "content": choice.text, "refusal": None},
-                        "logprobs": self.logprobs(choice.logprobs),
-                        "finish_reason": choice.finish_reason,
-                    }
-                    for choice in choices
-                ],
+                **head.fields("chat.completion"),
+                "choices": [self.choice(choice) for choice in choices],
                 "usage": usage.as_dict(),
+                **self.shown_ids,
+                **_prompt_logprobs(choices[0]),
             }
         )
+
+    def choice(self, choice: FinishedChoice) -> dict[str, Any]:
+        """One entry of the response's ``choices``."""
+        return {
+            "index": choice.index,
+            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "logprobs": self.logprobs(choice.logprobs),
+            "finish_reason": choice.finish_reason,
+            **_token_ids(choice.tokens),
+        }
 
     def events(self, head: ResponseHead, choices: int, include_usage: bool) -> ChatEvents:
         """The event templates of one stream of so many choices."""
@@ -134,6 +205,17 @@ class CompletionFormat:
     """Shapes of POST /v1/completions."""
 
     prefix = "cmpl-"
+
+    def __init__(self, prompt_ids: Sequence[list[int]] | None = None, choices: int = 1) -> None:
+        """Args: prompt_ids: The tokens of each prompt, where token ids were asked for. choices: For each prompt."""
+        self._prompt_ids = prompt_ids
+        self._choices = choices
+
+    def shown_ids(self, index: int) -> dict[str, list[int]]:
+        """The prompt of a choice, where token ids were asked for."""
+        return (
+            {} if self._prompt_ids is None else {"prompt_token_ids": self._prompt_ids[index // self._choices]}
+        )
 
     def logprobs(self, tokens: Sequence[TokenLogprobs] | None, offset: int = 0) -> Any:
         """OpenAI's completion ``logprobs`` object; None when they were not asked for.
@@ -149,10 +231,12 @@ class CompletionFormat:
             offset += len(token.chosen.text)
         return {
             "tokens": [token.chosen.text for token in tokens],
-            "token_logprobs": [_finite(token.chosen.logprob) for token in tokens],
+            "token_logprobs": [finite(token.chosen.logprob) for token in tokens],
             # The chosen token is always among them, so there may be one more than was asked for.
             "top_logprobs": [
-                {other.text: _finite(other.logprob) for other in (*token.top, token.chosen)}
+                None
+                if token.chosen.logprob is None
+                else {other.text: finite(other.logprob) for other in (*token.top, token.chosen)}
                 for token in tokens
             ],
             "text_offset": offsets,
@@ -162,17 +246,16 @@ class CompletionFormat:
         """The whole response."""
         return _encode(
             {
-                "id": head.id,
-                "object": "text_completion",
-                "created": head.created,
-                "model": head.model,
-                "system_fingerprint": head.fingerprint,
+                **head.fields("text_completion"),
                 "choices": [
                     {
                         "index": choice.index,
                         "text": choice.text,
                         "logprobs": self.logprobs(choice.logprobs),
                         "finish_reason": choice.finish_reason,
+                        **_token_ids(choice.tokens),
+                        **_prompt_logprobs(choice),
+                        **self.shown_ids(choice.index),
                     }
                     for choice in choices
                 ],
@@ -185,27 +268,47 @@ class CompletionFormat:
         return CompletionEvents(self, head, choices, include_usage)
 
 
-Format = ChatFormat | CompletionFormat
+def _prompt_logprobs(choice: FinishedChoice) -> dict[str, Any]:
+    return {} if choice.prompt_logprobs is None else {"prompt_logprobs": choice.prompt_logprobs}
+
+
+def _token_ids(tokens: Sequence[int] | None) -> dict[str, Any]:
+    return {} if tokens is None else {"token_ids": tokens}
+
+
+def _shown_tokens(tokens: Sequence[int] | None) -> bytes:
+    return b"" if tokens is None else b',"token_ids":' + _encode(tokens)
 
 
 def _opening(head: ResponseHead, kind: str) -> bytes:
-    fixed = {
-        "id": head.id,
-        "object": kind,
-        "created": head.created,
-        "model": head.model,
-        "system_fingerprint": head.fingerprint,
-    }
-    return b"data: " + _encode(fixed)[:-1] + b',"choices":['
+    return b"data: " + _encode(head.fields(kind))[:-1] + b',"choices":['
 
 
-class ChatEvents:
+class _ChunkEvents:
+    """What streams of both kinds of completion share."""
+
+    def __init__(self, head: ResponseHead, kind: str, include_usage: bool) -> None:
+        self._include_usage = include_usage
+        self._opening = _opening(head, kind)
+        self._token_end = b"}]" + (b',"usage":null' if include_usage else b"") + b"}\n\n"
+
+    def end(self, usage: Usage) -> bytes:
+        """What ends a stream in which nothing went wrong: the usage if it was asked for, and [DONE]."""
+        if not self._include_usage:
+            return DONE
+        return self._opening + b'],"usage":' + _encode(usage.as_dict()) + b"}\n\n" + DONE
+
+    def failure(self, reply: ErrorReply) -> bytes:
+        """What ends a stream that failed: no [DONE] follows it."""
+        return error_event(reply.body())
+
+
+class ChatEvents(_ChunkEvents):
     """Stream events of one chat completion; bytes in, bytes out."""
 
     def __init__(self, shape: ChatFormat, head: ResponseHead, choices: int, include_usage: bool) -> None:
+        super().__init__(head, "chat.completion.chunk", include_usage)
         self._shape = shape
-        self._opening = _opening(head, "chat.completion.chunk")
-        self._token_end = b"}]" + (b',"usage":null' if include_usage else b"") + b"}\n\n"
         self._plain_end = b'},"logprobs":null,"finish_reason":null' + self._token_end
         self._starts = [
             self._opening + b'{"index":%d,"delta":{"content":' % index for index in range(choices)
@@ -214,58 +317,70 @@ class ChatEvents:
     def first(self, index: int) -> bytes:
         """The event that opens a choice: its role."""
         delta = b'%d,"delta":{"role":"assistant","content":""' % index
-        return self._opening + b'{"index":' + delta + self._plain_end
+        event = self._opening + b'{"index":' + delta + self._plain_end
+        shown = self._shape.shown_ids
+        return event.replace(b"}\n\n", b"," + _encode(shown)[1:] + b"\n\n") if shown else event
 
-    def text(self, index: int, text: str, logprobs: Sequence[TokenLogprobs] | None, offset: int) -> bytes:
-        """The event of one piece of text; ``offset`` is for completions only."""
+    def text(
+        self,
+        index: int,
+        text: str,
+        logprobs: Sequence[TokenLogprobs] | None,
+        offset: int,
+        tokens: Sequence[int] | None = None,
+    ) -> bytes:
+        """The event of one piece of text."""
         start = self._starts[index] + _encode(text)
-        if logprobs is None:
+        if logprobs is None and tokens is None:
             return start + self._plain_end
-        body = b'},"logprobs":' + _encode(self._shape.logprobs(logprobs)) + b',"finish_reason":null'
-        return start + body + self._token_end
+        return start + self.rest(logprobs, tokens)
+
+    def rest(self, logprobs: Sequence[TokenLogprobs] | None, tokens: Sequence[int] | None) -> bytes:
+        """What follows the last field of a delta."""
+        shown = b'},"logprobs":' + _encode(self._shape.logprobs(logprobs)) + b',"finish_reason":null'
+        return shown + _shown_tokens(tokens) + self._token_end
 
     def finish(self, index: int, reason: str) -> bytes:
         """The event that ends a choice, once."""
         tail = b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":' % index
         return self._opening + tail + _encode(reason) + self._token_end
 
-    def usage(self, usage: Usage) -> bytes:
-        """The event after all choices, when usage was asked for."""
-        return self._opening + b'],"usage":' + _encode(usage.as_dict()) + b"}\n\n"
 
-
-class CompletionEvents:
+class CompletionEvents(_ChunkEvents):
     """Stream events of one plain completion; bytes in, bytes out."""
 
     def __init__(
         self, shape: CompletionFormat, head: ResponseHead, choices: int, include_usage: bool
     ) -> None:
+        super().__init__(head, "text_completion", include_usage)
         self._shape = shape
-        self._opening = _opening(head, "text_completion")
-        self._token_end = b"}]" + (b',"usage":null' if include_usage else b"") + b"}\n\n"
         self._plain_end = b',"logprobs":null,"finish_reason":null' + self._token_end
         self._starts = [self._opening + b'{"index":%d,"text":' % index for index in range(choices)]
 
     def first(self, index: int) -> bytes:
-        """Nothing: a plain completion has no role to announce."""
-        return b""
+        """Nothing, since a plain completion has no role to announce; its prompt where token ids are wanted."""
+        shown = self._shape.shown_ids(index)
+        if not shown:
+            return b""
+        fields = b'"","logprobs":null,"finish_reason":null,"token_ids":[],' + _encode(shown)[1:-1]
+        return self._starts[index] + fields + self._token_end
 
-    def text(self, index: int, text: str, logprobs: Sequence[TokenLogprobs] | None, offset: int) -> bytes:
-        """The event of one piece of text, ``offset`` characters after the start of the choice."""
+    def text(
+        self,
+        index: int,
+        text: str,
+        logprobs: Sequence[TokenLogprobs] | None,
+        offset: int,
+        tokens: Sequence[int] | None = None,
+    ) -> bytes:
+        """The event of one piece of text."""
         start = self._starts[index] + _encode(text)
-        if logprobs is None:
+        if logprobs is None and tokens is None:
             return start + self._plain_end
         body = b',"logprobs":' + _encode(self._shape.logprobs(logprobs, offset)) + b',"finish_reason":null'
-        return start + body + self._token_end
+        return start + body + _shown_tokens(tokens) + self._token_end
 
     def finish(self, index: int, reason: str) -> bytes:
         """The event that ends a choice, once."""
         tail = b'{"index":%d,"text":"","logprobs":null,"finish_reason":' % index
         return self._opening + tail + _encode(reason) + self._token_end
-
-    def usage(self, usage: Usage) -> bytes:
-        """The event after all choices, when usage was asked for."""
-        return self._opening + b'],"usage":' + _encode(usage.as_dict()) + b"}\n\n"
-
-
-Events = ChatEvents | CompletionEvents

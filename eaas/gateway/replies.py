@@ -18,17 +18,23 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from eaas.engine.worker_protocol import SamplingParams
+from eaas.gateway.authentication import account_of, reserve_tokens
+from eaas.gateway.budgets import Account
 from eaas.gateway.errors import ApiError, ErrorReply
-from eaas.gateway.generation import Choice, Generation, StreamedGeneration
-from eaas.gateway.http_guard import CLIENT_GONE, Connection
+from eaas.gateway.generation import Choice, Echo, Generation, StreamedGeneration
+from eaas.gateway.http_guard import CLIENT_GONE, CLIENT_STALLED, Connection
 from eaas.gateway.metrics import GatewayMetrics
-from eaas.gateway.openai_format import DONE, Events, Format, ResponseHead, error_event
+from eaas.gateway.openai_format import Events, Format, ResponseHead
+from eaas.gateway.prompt_scores import PromptScores
 from eaas.gateway.sequence import Sequence as PoolSequence
 from eaas.gateway.served_model import ServedModel
 from eaas.gateway.stops import StopAutomaton, StopMatcher
 from eaas.gateway.worker_pool import WorkerPool
 
+# Of an answer's tokens, so many at most are taken from its key's budget before it begins; the rest when it has ended.
+_RESERVED_OUTPUT = 256
 _CLASS_HEADER = "x-eaas-numerics-class"
+_DROPPED_HEADER = "x-eaas-dropped-experts"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +47,12 @@ class Work:
         limits: Tokens that each prompt's choices may generate.
         stops: Stop strings.
         open_end: The client named no limit of tokens.
+        return_token_ids: The client wants the ids of the tokens as well.
+        stop_shown: What stops a choice is part of its text.
+        shown_tokens: Special tokens that the format reads in the text.
+        request_id: The client's name for the request; None draws one.
+        echoes: What is shown of each prompt before its choices' first tokens; None: nothing.
+        prompt_counts: Likeliest tokens to report beside each of the prompt, where it is shown, and by id; -1: none.
     """
 
     format: Format
@@ -52,6 +64,19 @@ class Work:
     stream: bool
     include_usage: bool
     open_end: bool
+    return_token_ids: bool = False
+    stop_shown: bool = False
+    shown_tokens: frozenset[int] = frozenset()
+    request_id: str | None = None
+    echoes: Sequence[Echo] | None = None
+    prompt_counts: tuple[int, int] = (-1, -1)
+
+    def cost(self, most_output: int) -> int:
+        """Tokens to be computed for it, of which at most so many are reckoned for the output of each choice."""
+        outputs = (min(limit, most_output) for limit in self.limits)
+        return self.choices * sum(
+            len(prompt) + output for prompt, output in zip(self.prompts, outputs, strict=True)
+        )
 
 
 class Exchange:
@@ -64,22 +89,29 @@ class Exchange:
         model: ServedModel,
         pool: WorkerPool,
         metrics: GatewayMetrics,
+        stall_s: float,
         on_close: Callable[[], None],
     ) -> None:
         self._work = work
         self._model = model
         self._pool = pool
         self._metrics = metrics
+        self._stall_s = stall_s
         self._on_close = on_close
         self._loop = asyncio.get_running_loop()
         self._created = int(time.time())
-        self._id = work.format.prefix + uuid.uuid4().hex
+        drawn = uuid.uuid4().hex
+        # Two clients may choose the same name: within this process requests go by the drawn one.
+        self._own_id = work.format.prefix + drawn
+        self.id = work.format.prefix + (work.request_id or drawn)
         self._changed = asyncio.Event()
         self._listener: asyncio.Task[None] | None = None
         self._closed = False
+        self._account: Account | None = None
+        self._reserved = 0
         on_change = self._changed.set
         self.generation = (
-            StreamedGeneration(on_change, self._events) if work.stream else Generation(on_change)
+            StreamedGeneration(on_change, self._events, self._pause) if work.stream else Generation(on_change)
         )
         self._sequences = self._make_sequences()
         self.prompt_tokens = sum(len(prompt) for prompt in work.prompts)
@@ -87,7 +119,8 @@ class Exchange:
     def _make_sequences(self) -> list[PoolSequence]:
         work, model = self._work, self._model
         automaton = StopAutomaton(work.stops) if work.stops else None
-        names = model.tokenizer if work.params.logprobs >= 0 else None
+        tokenizer, (named, by_id) = model.tokenizer, work.prompt_counts
+        names = tokenizer if work.params.logprobs >= 0 else None
         sequences: list[PoolSequence] = []
         for number, prompt in enumerate(work.prompts):
             for draw in range(work.choices):
@@ -95,16 +128,24 @@ class Exchange:
                 choice = Choice(
                     generation=self.generation,
                     index=index,
-                    detokenizer=model.tokenizer.detokenizer(),
-                    matcher=StopMatcher(automaton) if automaton is not None else None,
+                    detokenizer=tokenizer.detokenizer(shown=work.shown_tokens),
+                    matcher=StopMatcher(automaton, stop_shown=work.stop_shown)
+                    if automaton is not None
+                    else None,
                     min_tokens=work.params.min_tokens,
                     names=names,
+                    wants_tokens=work.return_token_ids,
+                    stop_shown=work.stop_shown,
+                    echo=None if work.echoes is None else work.echoes[number],
+                    scores=None
+                    if max(named, by_id) < 0
+                    else PromptScores(prompt, tokenizer, named=named, by_id=by_id),
                 )
                 limit = work.limits[number]
                 params = msgspec.structs.replace(work.params, choice=draw, max_tokens=limit)
                 sequences.append(
                     PoolSequence(
-                        id=f"{self._id}-{index}",
+                        id=f"{self._own_id}-{index}",
                         prompt=prompt,
                         params=params,
                         choice=choice,
@@ -118,9 +159,10 @@ class Exchange:
         """Submit the choices and wait for what the response begins with.
 
         Raises:
-            ApiError: the request failed before anything was sent.
+            ApiError: the request failed before anything was sent, or its key's budget is spent.
         """
-        self._listener = self._loop.create_task(self._listen(request.receive))
+        self._reserve(account_of(request.scope))
+        self._listener = self._loop.create_task(self._listen(request))
         self._metrics.prompt_tokens += self.prompt_tokens
         for sequence in self._sequences:
             self._pool.submit(sequence)
@@ -130,24 +172,44 @@ class Exchange:
         if generation.error is not None:
             raise ApiError(generation.error)
         headers = {_CLASS_HEADER: ",".join(generation.numerics_classes)}
+        if generation.dropped:
+            headers[_DROPPED_HEADER] = "true"
         if isinstance(generation, StreamedGeneration):
-            return EventStream(self, generation, headers)
+            return EventStream(self, generation, headers, self._stall_s)
+        return Response(self.body(), media_type="application/json", headers=headers)
+
+    def body(self) -> bytes:
+        """The whole response, once the generation has ended without error."""
+        generation = self.generation
         usage = generation.usage(self.prompt_tokens)
-        body = self._work.format.body(self.head(), generation.finished_choices(), usage)
-        return Response(body, media_type="application/json", headers=headers)
+        return self._work.format.body(self.head(), generation.finished_choices(), usage)
 
     async def wait(self) -> None:
         """Sleep until the generation has changed."""
         await self._changed.wait()
         self._changed.clear()
 
+    def _pause(self) -> None:
+        self._pool.pause(self._sequences)
+
+    def resume(self) -> None:
+        """Go on after a pause: the client has read what there was."""
+        self._pool.resume(self._sequences)
+
+    def end_slow(self) -> None:
+        """Count a client that read too slowly."""
+        self._metrics.slow_readers += 1
+
     def head(self) -> ResponseHead:
-        """What all events share; its fingerprint changes when another numerics class has taken over."""
+        """What all events share; its fingerprint changes when another numerics class has taken over, or experts are
+        dropped."""
+        generation = self.generation
         return ResponseHead(
-            id=self._id,
+            id=self.id,
             created=self._created,
             model=self._model.name,
-            fingerprint=self._model.system_fingerprint(self.generation.numerics_classes),
+            fingerprint=self._model.system_fingerprint(generation.numerics_classes, generation.dropped),
+            dropped=generation.dropped,
         )
 
     def _events(self) -> Events:
@@ -155,8 +217,17 @@ class Exchange:
 
     def last_events(self) -> bytes:
         """What ends a stream in which nothing went wrong."""
-        usage = self.generation.usage(self.prompt_tokens)
-        return (self._events().usage(usage) if self._work.include_usage else b"") + DONE
+        return self._events().end(self.generation.usage(self.prompt_tokens))
+
+    def failure(self, error: ErrorReply) -> bytes:
+        """What ends a stream that failed."""
+        return self._events().failure(error)
+
+    def cancel(self) -> None:
+        """End a request of one choice here and now, on a client's word; its response ends with what there is."""
+        self._pool.cancel(self._sequences)
+        for choice in [] if self.generation.ended else self.generation.choices:
+            choice.end("cancelled")
 
     def close(self) -> None:
         """Cancel what still runs and let the next request in. Idempotent."""
@@ -166,16 +237,44 @@ class Exchange:
         self._pool.cancel(self._sequences)
         if self._listener is not None:
             self._listener.cancel()
+        if self._account is not None:
+            self._account.settle(self._reserved, self._used(), time.monotonic())
         self._on_close()
 
-    async def _listen(self, receive: Receive) -> None:
+    def _reserve(self, account: Account | None) -> None:
+        if account is None:
+            return
+        outputs = (min(limit, _RESERVED_OUTPUT) for limit in self._work.limits)
+        reserved = self.prompt_tokens + self._work.choices * sum(outputs)
+        try:
+            reserve_tokens(account, reserved)
+        except ApiError:
+            self._metrics.count_refused("key_tokens")
+            raise
+        self._account, self._reserved = account, reserved
+
+    def _used(self) -> int:
+        """Tokens on its key's account: none where it failed by our fault before there were any."""
+        generation = self.generation
+        if (
+            generation.error is not None
+            and generation.error.status >= 500
+            and not generation.completion_tokens
+        ):
+            return 0
+        return self.prompt_tokens + generation.completion_tokens
+
+    async def _listen(self, request: Request) -> None:
         while True:
-            message = await receive()
+            message = await request.receive()
             if message["type"] == "http.disconnect":
                 break
         if not self._closed:
             # At once, not when the response next wakes: the worker frees the blocks within one step.
             self._metrics.disconnects += 1
+            connection = Connection.of(request.scope)
+            if connection is not None and connection.timed_out:
+                self.end_slow()
             self._pool.cancel(self._sequences)
             self.generation.fail(CLIENT_GONE)
 
@@ -186,13 +285,18 @@ class EventStream(Response):
     The first and the last events go the way of ASGI. Between them each event is written to the connection when its
     token arrives: waking a task and walking through the layers of ASGI costs several times the token's own work.
     While the connection takes no more, events wait in the generation and go the way of ASGI again, which waits too.
+    Once HELD_BYTES of them wait, the workers stop computing for this stream until the client has read; a client that
+    does not read for ``stall_s``, or takes longer than that for what the connection and the generation hold, is ended.
 
     ``on_end`` is told the status: 200, that of the error event, or 499 when the client went away.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, exchange: Exchange, generation: StreamedGeneration, headers: dict[str, str]) -> None:
+    def __init__(
+        self, exchange: Exchange, generation: StreamedGeneration, headers: dict[str, str], stall_s: float
+    ) -> None:
+        self._stall_s = stall_s
         self._exchange = exchange
         self._generation = generation
         self.on_end: Callable[[int], None] | None = None
@@ -207,7 +311,15 @@ class EventStream(Response):
         status = 500
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            error = await self._send_events(send, Connection.of(scope))
+            connection = Connection.of(scope)
+            try:
+                error = await self._send_events(send, connection)
+            except TimeoutError:
+                error = CLIENT_STALLED
+                self._exchange.end_slow()
+                if connection is not None:
+                    connection.cut()
+                    await connection.drained()
             status = 200 if error is None else error.status
         finally:
             self._exchange.close()
@@ -231,11 +343,17 @@ class EventStream(Response):
             if error is CLIENT_GONE:
                 return error
             if error is not None:
-                body += error_event(error.body())
+                body += exchange.failure(error)
             elif ended:
                 body += exchange.last_events()
-            if body or ended:
-                await send({"type": "http.response.body", "body": body, "more_body": not ended})
+            async with asyncio.timeout(self._stall_s):
+                if body or ended:
+                    await send({"type": "http.response.body", "body": body, "more_body": not ended})
+                if generation.full and not ended:
+                    if connection is not None:
+                        await connection.drained()
+                    generation.full = False
+                    exchange.resume()
             if ended:
                 return error
             if not generation.ready:

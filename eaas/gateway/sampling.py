@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 
 from eaas.engine.worker_protocol import SamplingParams
+from eaas.gateway.constraints import outside
 from eaas.gateway.errors import context_too_long, invalid
 from eaas.gateway.schema import ChatRequest, CompletionRequest
 
@@ -32,7 +33,8 @@ def token_limit(wanted: ChatRequest | CompletionRequest, prompt: int, context: i
         if given:
             raise context_too_long(limit=context, prompt=prompt, wanted=limit, param=wanted.token_limit_field)
         limit = room
-    return limit
+    # A prompt that is shown alone takes a token too: the worker answers with nothing less.
+    return max(1, limit)
 
 
 def sampling_params(wanted: ChatRequest | CompletionRequest, limit: int, vocab: int) -> SamplingParams:
@@ -50,11 +52,16 @@ def sampling_params(wanted: ChatRequest | CompletionRequest, limit: int, vocab: 
     if least > limit:
         message = f"min_tokens is {least}, over the limit of {limit} tokens. Lower it or raise max_tokens."
         raise invalid(message, param="min_tokens", code="invalid_value")
-    stop_ids = tuple(wanted.stop_token_ids or ())
-    wrong = next((token for token in stop_ids if token >= vocab), None)
-    if wrong is not None:
-        message = f"Token {wrong} is outside the vocabulary; token ids are 0 to {vocab - 1}."
-        raise invalid(message, param="stop_token_ids", code="invalid_value")
+    stop_ids, allowed = tuple(wanted.stop_token_ids or ()), tuple(wanted.allowed_token_ids or ())
+    for param, tokens in (
+        ("stop_token_ids", stop_ids),
+        ("allowed_token_ids", allowed),
+        ("logit_bias", [token for token, _ in wanted.biases]),
+    ):
+        wrong = outside(tokens, vocab)
+        if wrong is not None:
+            message = f"Token {wrong} is outside the vocabulary; token ids are 0 to {vocab - 1}."
+            raise invalid(message, param=param, code="invalid_value")
     seed = secrets.randbits(63) if wanted.seed is None else wanted.seed % _SEEDS
     return SamplingParams(
         max_tokens=limit,
@@ -71,6 +78,11 @@ def sampling_params(wanted: ChatRequest | CompletionRequest, limit: int, vocab: 
         logprobs=wanted.top_count,
         ignore_eos=bool(wanted.ignore_eos),
         stop_token_ids=stop_ids,
+        drop_lost_experts=bool(wanted.eaas_drop_lost_experts),
+        grammar=wanted.grammar,
+        logit_bias=wanted.biases,
+        allowed_token_ids=allowed,
+        prompt_logprobs=max(wanted.prompt_count, wanted.echo_count),
     )
 
 

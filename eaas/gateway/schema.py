@@ -7,9 +7,11 @@ ignored.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from eaas.gateway.constraints import ConstrainedRequest
 
 MAX_CHOICES = 16
 MAX_STOPS = 16
@@ -17,6 +19,7 @@ MAX_STOP_CHARACTERS = 1024
 MAX_TOP_LOGPROBS = 20
 MAX_PROMPTS = 64
 MAX_MESSAGES = 4096
+MAX_TOOLS = 128
 
 _STRICT = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
@@ -50,8 +53,32 @@ class Message(BaseModel):
             texts.append(text)
         return "".join(texts)
 
+    @model_validator(mode="after")
+    def _says_something(self) -> Message:
+        # An assistant's turn may be its tool calls alone.
+        if self.content is None and self.role in ("developer", "system", "tool", "user"):
+            raise ValueError(f"a message of role '{self.role}' needs 'content'")
+        return self
 
-class GenerationRequest(BaseModel):
+
+class Function(BaseModel):
+    """What a tool of type "function" does; ``parameters`` is a JSON schema of an object."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+    name: Annotated[str, Field(pattern=r"^[\w.:/-]{1,128}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(BaseModel):
+    """One of ``tools``; fields beyond these reach the chat template untouched."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+    type: Literal["function"]
+    function: Function
+
+
+class GenerationRequest(ConstrainedRequest):
     """What chat and plain completions share."""
 
     model_config = _STRICT
@@ -73,10 +100,13 @@ class GenerationRequest(BaseModel):
     ignore_eos: bool | None = None
     stop: list[str] | None = None
     stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
+    include_stop_str_in_output: bool | None = None
+    return_token_ids: bool | None = None
+    request_id: Annotated[str, Field(pattern=r"^[!-~]{1,128}$")] | None = None
+    routed_experts: bool | None = None
+    eaas_drop_lost_experts: bool | None = None
 
     best_of: Any = None
-    logit_bias: Any = None
-    response_format: Any = None
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -100,13 +130,11 @@ class GenerationRequest(BaseModel):
             raise ValueError(f"{len(ids)} stop tokens were given; at most {MAX_STOPS} are allowed")
         return ids
 
-    @field_validator("logit_bias", "response_format", mode="after")
+    @field_validator("routed_experts", mode="after")
     @classmethod
-    def _unsupported(cls, value: Any) -> Any:
-        plain_text = isinstance(value, dict) and value.get("type") == "text"
-        if value and not plain_text:
-            raise ValueError("this server does not support it; leave it out")
-        return None
+    def _no_experts_shown(cls, value: bool | None) -> None:
+        if value:
+            raise ValueError("this server does not record which experts a token used; leave it out")
 
     @model_validator(mode="after")
     def _agree(self) -> GenerationRequest:
@@ -115,6 +143,11 @@ class GenerationRequest(BaseModel):
         if self.best_of is not None and self.best_of != self.choices:
             raise ValueError("'best_of' other than 'n' is not supported; leave it out")
         return self
+
+    @property
+    def echo_count(self) -> int:
+        """Alternatives reported for each token of a prompt that is shown first; -1: none are."""
+        return -1
 
     @property
     def choices(self) -> int:
@@ -135,21 +168,53 @@ class ChatRequest(GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: Any = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    reasoning_effort: str | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     functions: Any = None
+    function_call: Any = None
+    modalities: list[str] | None = None
+    audio: Any = None
 
-    @field_validator("tools", "functions", mode="after")
+    @field_validator("functions", "function_call", mode="after")
     @classmethod
-    def _no_tools(cls, value: Any) -> Any:
+    def _no_functions(cls, value: Any) -> Any:
         if value:
-            raise ValueError("this server does not support tools; leave it out")
+            raise ValueError("it is deprecated and not supported; use 'tools' and 'tool_choice'")
         return None
+
+    @field_validator("modalities", "audio", mode="after")
+    @classmethod
+    def _text_alone(cls, value: Any) -> Any:
+        if value and value != ["text"]:
+            raise ValueError("this model answers with text alone; leave it out")
+        return None
+
+    @model_validator(mode="after")
+    def _agree_on_the_turn(self) -> ChatRequest:
+        if self.add_generation_prompt and self.continue_final_message:
+            raise ValueError("'add_generation_prompt' and 'continue_final_message' exclude each other")
+        return self
 
     @model_validator(mode="after")
     def _agree_on_logprobs(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
             raise ValueError("'top_logprobs' needs 'logprobs': true")
         return self
+
+    @property
+    def tool_dicts(self) -> list[dict[str, Any]]:
+        """The tools as the client gave them."""
+        return [tool.model_dump(exclude_unset=True) for tool in self.tools or ()]
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """More names for the chat template."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return {**effort, **(self.chat_template_kwargs or {})}
 
     @property
     def prompt_field(self) -> str:
@@ -176,6 +241,7 @@ class CompletionRequest(GenerationRequest):
     """Body of POST /v1/completions."""
 
     prompt: Any
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     echo: bool | None = None
     suffix: Any = None
@@ -200,7 +266,13 @@ class CompletionRequest(GenerationRequest):
             "need a string, a list of strings, a list of token ids, or a list of lists of token ids"
         )
 
-    @field_validator("echo", "suffix", mode="after")
+    @model_validator(mode="after")
+    def _says_something(self) -> CompletionRequest:
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("'max_tokens' of 0 needs 'echo': true; else there is nothing to answer with")
+        return self
+
+    @field_validator("suffix", mode="after")
     @classmethod
     def _not_here(cls, value: Any) -> Any:
         if value:
@@ -226,3 +298,8 @@ class CompletionRequest(GenerationRequest):
     def top_count(self) -> int:
         """Alternatives reported for each token; -1 when no log-probabilities are wanted."""
         return -1 if self.logprobs is None else self.logprobs
+
+    @property
+    def echo_count(self) -> int:
+        """The same for each token of the prompt that is shown first."""
+        return self.top_count if self.echo else -1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from eaas.engine.worker_protocol import SamplingParams
+from eaas.gateway.choice_of_worker import beginning
 from eaas.gateway.generation import Choice, Generation
 from eaas.gateway.token_log import TokenLog
 from eaas.gateway.worker_link import WorkerLink
@@ -24,8 +25,11 @@ class Sequence:
         "open_end",
         "params",
         "prefill",
+        "prefix",
         "refused_by",
+        "refused_since_s",
         "started_s",
+        "traceparent",
         "waiting_since_s",
     )
 
@@ -42,6 +46,7 @@ class Sequence:
         """Args: open_end: the client named no limit; that of ``params`` is lowered to what the worker has room for."""
         self.id = id
         self.log = TokenLog(prompt)
+        self.prefix = beginning(prompt)
         self.params = params
         self.open_end = open_end
         self.choice = choice
@@ -50,8 +55,16 @@ class Sequence:
         self.prefill = 0  # tokens to compute before this attempt's first new one
         self.debt = 0  # tokens still to be computed, the prefill included
         self.numerics_class: str | None = None
+        self.traceparent = ""  # of the request's span, where it is traced
         self.refused_by: set[int] = set()
+        self.refused_since_s = 0.0  # every worker was full; 0: not since the last token
         self.started_s = 0.0
         self.first_s = 0.0
         self.last_s = 0.0
         self.waiting_since_s = 0.0
+
+    def cost(self, most_output: int) -> int:
+        """Tokens to be computed from here on: prefill, and at most so many reckoned for the output."""
+        log = self.log
+        left = self.params.max_tokens - len(log.output)
+        return len(log.prompt) + len(log.output) + max(1, min(left, most_output))

@@ -6,9 +6,12 @@ import asyncio
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
+from eaas.gateway.conversation import for_template
 from eaas.gateway.errors import invalid
+from eaas.gateway.tool_calls import CallStyle, style_of
 from eaas.model.chat import TemplateRefused
 from eaas.model.tokenizer import Tokenizer
 
@@ -36,10 +39,30 @@ class ServedModel:
     fingerprint: str
     created: int
 
-    def system_fingerprint(self, numerics_classes: Sequence[str]) -> str:
-        """OpenAI's system_fingerprint: changes with the weights and with the numerics that computed the
-        answer."""
-        text = "\n".join([self.fingerprint, *numerics_classes])
+    @cached_property
+    def call_style(self) -> CallStyle:
+        """How the model writes tool calls."""
+        return style_of(self.tokenizer.chat_template or "")
+
+    @cached_property
+    def shows_tools(self) -> bool:
+        """Whether the chat template tells the model of tools."""
+        return "tools" in (self.tokenizer.chat_template or "")
+
+    @cached_property
+    def call_token(self) -> int | None:
+        """The special token with which the model begins a call; None where it begins one with plain text."""
+        return self.tokenizer.special_token(self.call_style.begin)
+
+    @cached_property
+    def call_tokens(self) -> frozenset[int]:
+        """The special tokens by which calls are found, and which are no text otherwise."""
+        return frozenset() if self.call_token is None else frozenset({self.call_token})
+
+    def system_fingerprint(self, numerics_classes: Sequence[str], dropped: bool) -> str:
+        """OpenAI's system_fingerprint: changes with the weights, with the numerics that computed the answer, and when
+        experts were dropped."""
+        text = "\n".join([self.fingerprint, *numerics_classes, *("dropped",) * dropped])
         return f"fp_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
     async def encode_prompts(self, prompts: Sequence[str] | Sequence[list[int]]) -> list[list[int]]:
@@ -51,8 +74,7 @@ class ServedModel:
         encoded: list[list[int]] = []
         for prompt in prompts:
             if isinstance(prompt, str):
-                text = prompt
-                tokens = await _inline_or_thread(len(text), lambda text=text: self.tokenizer.encode(text))
+                tokens = await self.encode_text(prompt)
             else:
                 tokens = prompt
                 wrong = next((token for token in tokens if not 0 <= token < self.vocab), None)
@@ -66,26 +88,58 @@ class ServedModel:
             encoded.append(tokens)
         return encoded
 
+    async def encode_text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, by default with what the model wants around a prompt."""
+        encode = self.tokenizer.encode
+        return await _inline_or_thread(len(text), lambda: encode(text, add_special_tokens=add_special_tokens))
+
+    async def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, special ones included."""
+        return await _inline_or_thread(len(tokens), lambda: self.tokenizer.decode(tokens, skip_special=False))
+
     async def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any] | None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        options: Mapping[str, Any] | None,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        add_special_tokens: bool = False,
+        field: str = "messages",
     ) -> list[int]:
         """Token ids of a conversation, ready for the assistant's turn.
 
         Args:
+            messages: As clients send them.
             options: More names for the chat template.
+            tools: Descriptions for the chat template.
+            continue_final_message: The last message is one to go on with.
+            field: Where the messages stand in the request, for an error.
 
         Raises:
             ApiError: the chat template refuses the messages, or gives nothing.
         """
-        characters = sum(len(message.get("content") or "") for message in messages)
-        try:
-            tokens = await _inline_or_thread(
-                characters, lambda: self.tokenizer.encode_chat(messages, options=options)
+        prepared = for_template(messages)
+        plain = not tools and not options and all(len(message) == 2 for message in prepared)
+        characters = sum(len(message["content"]) for message in prepared) if plain else _INLINE_CHARACTERS + 1
+
+        def encode() -> list[int]:
+            return self.tokenizer.encode_chat(
+                prepared,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                add_special_tokens=add_special_tokens,
+                tools=tools or None,
+                options=options,
             )
+
+        try:
+            tokens = await _inline_or_thread(characters, encode)
         except TemplateRefused as error:
-            raise invalid(str(error), param="messages", code="invalid_value") from error
+            raise invalid(str(error), param=field, code="invalid_value") from error
         if not tokens:
-            raise invalid("The messages give an empty prompt.", param="messages", code="invalid_value")
+            raise invalid("The messages give an empty prompt.", param=field, code="invalid_value")
         return tokens
 
 

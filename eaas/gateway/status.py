@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from eaas.view.history import copies
 from router.view import EXPERT, Member, View
 
 
 @dataclass(frozen=True, kw_only=True)
 class RouterStatus:
-    """The router as the gateway last saw it. pid: None until it first answered. state: "serving" or
+    """A router as the gateway last saw it. pid: None until it first answered. state: "serving", "standby" or
     "unreachable".
     """
 
+    name: str = "router/0"
     pid: int | None
     address: str
     state: str
@@ -22,8 +24,7 @@ class RouterStatus:
 
 def replicas_min(view: View) -> int:
     """Servers that hold the expert which has the fewest; 0 when some expert is held by none."""
-    experts = range(view.experts)
-    return min((len(view.replicas(layer, e)) for layer in range(view.layers) for e in experts), default=0)
+    return copies(view)[0]
 
 
 def _member(member: Member) -> dict[str, Any]:
@@ -43,17 +44,18 @@ def _member(member: Member) -> dict[str, Any]:
 
 
 def cluster_status(
-    *, model: str, view: View | None, gateway: Mapping[str, Any], router: RouterStatus
+    *, model: str, view: View | None, gateway: Mapping[str, Any], routers: Sequence[RouterStatus]
 ) -> dict[str, Any]:
     """The whole answer.
 
     Args:
         view: Newest View, or None before the first.
         gateway: The gateway's own figures; with "name", "pid" and "address".
+        routers: The one that leads first.
     """
     own = {"incarnation": None, "experts": None, "load": {}}
     members: list[dict[str, Any]] = [
-        {"name": "router/0", "pool": "router", **own, **asdict(router)},
+        *({"pool": "router", **own, **asdict(router)} for router in routers),
         {
             "name": gateway["name"],
             "pool": "gateway",

@@ -72,10 +72,12 @@ class StopAutomaton:
 class StopMatcher:
     """Reads one choice's text and says what may be shown; ``stopped`` once a stop string has been found."""
 
-    __slots__ = ("_automaton", "_held", "_node", "stopped")
+    __slots__ = ("_automaton", "_held", "_node", "_stop_shown", "stopped")
 
-    def __init__(self, automaton: StopAutomaton) -> None:
+    def __init__(self, automaton: StopAutomaton, *, stop_shown: bool = False) -> None:
+        """Args: stop_shown: the stop string that ends the text is part of it."""
         self._automaton = automaton
+        self._stop_shown = stop_shown
         self._held = ""
         self._node = 0
         self.stopped = False
@@ -91,7 +93,7 @@ class StopMatcher:
             if automaton.matched[node]:
                 self.stopped = True
                 self._held = ""
-                return pending[: position - automaton.matched[node]]
+                return pending[: position - (0 if self._stop_shown else automaton.matched[node])]
         self._node = node
         keep = len(pending) - automaton.depth[node]
         self._held = pending[keep:]

@@ -10,33 +10,33 @@ from __future__ import annotations
 class TokenLog:
     """Prompt, output so far, and the attempt that may extend it."""
 
-    __slots__ = ("attempt", "losses", "output", "prompt")
+    __slots__ = ("attempt", "losses", "lost_alone", "output", "prompt")
 
     def __init__(self, prompt: list[int]) -> None:
         self.prompt = prompt
         self.output: list[int] = []
         self.attempt = 1
-        self.losses = 0
+        # Attempts lost since the last accepted token, and those of them in which nothing else can have been the cause.
+        self.losses = self.lost_alone = 0
 
     def accept(self, attempt: int, index: int, token: int) -> bool:
         """Append ``token`` if it is the next of the current attempt; else change nothing and say False."""
         if attempt != self.attempt or index != len(self.output):
             return False
         self.output.append(token)
-        self.losses = 0
+        self.losses = self.lost_alone = 0
         return True
 
     def move(self) -> None:
         """End the current attempt, for no fault of the request or its worker."""
         self.attempt += 1
 
-    def lose(self) -> int:
-        """End the current attempt: nothing more is accepted from it.
+    def lose(self, *, alone: bool = False) -> None:
+        """End the current attempt with its worker: nothing more is accepted from it.
 
-        Returns:
-            Attempts lost since the last accepted token: a request that brings down every worker that takes it
-            must not be handed on for ever.
+        Args:
+            alone: No other request there waited for its first token, so that this one may have brought it down.
         """
         self.attempt += 1
         self.losses += 1
-        return self.losses
+        self.lost_alone += alone

@@ -10,13 +10,16 @@ from typing import Protocol, cast
 from eaas.engine.worker_protocol import (
     Failed,
     Hello,
+    PromptLogprobs,
     ProtocolError,
     Step,
     Token,
     ToWorker,
+    WorkerLoad,
     encode,
     for_gateway,
 )
+from eaas.gateway.silence import Silence
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +33,13 @@ class LinkOwner(Protocol):
 
     def tokens(self, link: WorkerLink, tokens: list[Token]) -> None: ...
 
+    def dropped(self, marks: list[tuple[str, int]]) -> None: ...
+
+    def judged(self, pieces: list[PromptLogprobs]) -> None: ...
+
     def failed(self, link: WorkerLink, message: Failed) -> None: ...
+
+    def woke(self, link: WorkerLink, silence_s: float) -> None: ...
 
 
 class WorkerLink(asyncio.Protocol):
@@ -40,6 +49,8 @@ class WorkerLink(asyncio.Protocol):
         hello: What the worker said of itself; None until then.
         outstanding: Tokens still to be computed for the choices sent here.
         heard_s: Monotonic time of the last message.
+        silence: What is known of its silences while it had work.
+        load: What it last said of its load; None before.
         closed: Done when the connection has ended.
     """
 
@@ -49,8 +60,10 @@ class WorkerLink(asyncio.Protocol):
         self.hello: Hello | None = None
         self.outstanding = 0
         self.chosen = 0
+        self.load: WorkerLoad | None = None
         loop = asyncio.get_running_loop()
         self.heard_s = time.monotonic()
+        self.silence = Silence()
         self.closed: asyncio.Future[None] = loop.create_future()
         self._owner = owner
         self._reader = for_gateway()
@@ -90,7 +103,10 @@ class WorkerLink(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """asyncio: decode what is complete and pass it on."""
-        self.heard_s = time.monotonic()
+        now_s = time.monotonic()
+        silence_s, self.heard_s = now_s - self.heard_s, now_s
+        if (self.outstanding or self.silence.alarmed) and self.silence.heard(silence_s, now_s):
+            self._owner.woke(self, silence_s)
         try:
             messages = self._reader.feed(data)
         except ProtocolError as error:
@@ -100,7 +116,12 @@ class WorkerLink(asyncio.Protocol):
             if self._lost:
                 return
             if type(message) is Step:
+                if message.dropped:
+                    self._owner.dropped(message.dropped)
+                if message.prompts:
+                    self._owner.judged(message.prompts)
                 self._owner.tokens(self, message.tokens)
+                self.load = message.load or self.load
             elif type(message) is Failed:
                 self._owner.failed(self, message)
             elif type(message) is Hello:

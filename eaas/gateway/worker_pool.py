@@ -16,38 +16,26 @@ from collections.abc import Iterable
 
 import msgspec
 
-from eaas.engine.worker_protocol import Cancel, Failed, ProtocolError, Submit, Token
+from eaas.engine.worker_protocol import Cancel, Failed, PromptLogprobs, ProtocolError, Submit, Token
 from eaas.gateway.config import GatewayConfig
-from eaas.gateway.errors import ApiError, internal, invalid, unavailable
+from eaas.gateway.errors import ApiError, full, internal, invalid, unavailable
+from eaas.gateway.fleet import Seen
 from eaas.gateway.metrics import GatewayMetrics
+from eaas.gateway.refusals import BLAMELESS, LOST, REFUSALS, error_of
 from eaas.gateway.sequence import Sequence
+from eaas.gateway.trial import Trial
 from eaas.gateway.worker_link import WorkerLink
-from router.view import DRAINING, SERVING, SUSPECT, Member, View
+from eaas.gateway.workers import Workers
+from eaas.tracing import TRACEPARENT
+from router.roles import GATEWAY
+from router.tls import Credentials
+from router.view import View
 
 log = logging.getLogger(__name__)
 
-_CONNECT_TIMEOUT_S = 2.0
-_RETRY_FIRST_S = 0.05
-_RETRY_MOST_S = 1.0
-_SWEEP_S = 0.25
-_CONNECTED_STATES = frozenset({SERVING, SUSPECT, DRAINING})
-# Ends of an attempt that say nothing against the request.
-_PLANNED = frozenset({"drained", "shared", "shutting_down"})
-_CLIENT_FAULTS = {
-    "too_long": "context_length_exceeded",
-    "never_fits": "request_too_large",
-    "bad_request": None,
-}
-
-
-class _Worker:
-    """A member of the attention pool and its present connection."""
-
-    def __init__(self, member: Member) -> None:
-        self.member = member
-        self.link: WorkerLink | None = None
-        self.task: asyncio.Task[None] | None = None
-        self.draining_s: float | None = None  # since when
+_SWEEP_S = 0.05
+# A choice that has tokens already asks again so often at a worker that was full.
+_AGAIN_S = 0.5
 
 
 class WorkerPool:
@@ -58,14 +46,16 @@ class WorkerPool:
         self._config = config
         self.metrics = metrics
         self._loop = asyncio.get_running_loop()
-        self._workers: dict[int, _Worker] = {}
+        credentials = Credentials(config.tls_dir, GATEWAY) if config.tls_dir is not None else None
+        self._workers = Workers(self, model_hash, credentials)
         self._sequences: dict[str, Sequence] = {}
         self._waiting: dict[str, Sequence] = {}
+        # Those whose client reads too slowly: no worker computes for them.
+        self._paused: dict[str, Sequence] = {}
+        self._trial = Trial()
         self._ids = itertools.count(1)
         self._sweeper: asyncio.TimerHandle | None = None
         self._closed = False
-        self.model_hash = model_hash
-        self.view: View | None = None
 
     # -- what others ask
 
@@ -85,35 +75,45 @@ class WorkerPool:
 
     def cost_of(self, sequence: Sequence) -> int:
         """Tokens to be computed for a choice from here on, as far as can be reckoned: prefill and output."""
-        log = sequence.log
-        left = sequence.params.max_tokens - len(log.output)
-        return len(log.prompt) + len(log.output) + max(1, min(left, self._config.batch_tokens))
+        return sequence.cost(self._config.batch_tokens)
 
     @property
     def max_model_len(self) -> int | None:
         """Tokens that fit in the context on every connected worker; None when there is none."""
-        return min((link.hello.max_model_len for link in self._ready_links() if link.hello), default=None)
+        return min((link.hello.max_model_len for link in self.links() if link.hello), default=None)
 
     @property
     def numerics_classes(self) -> list[str]:
         """Numerics classes of the connected workers."""
-        return sorted({link.hello.numerics_class for link in self._ready_links() if link.hello})
+        return sorted({link.hello.numerics_class for link in self.links() if link.hello})
+
+    @property
+    def view(self) -> View | None:
+        """The router's newest View; None before the first."""
+        return self._workers.view
+
+    @property
+    def owed_tokens(self) -> int:
+        """Tokens still to be computed for all choices, as far as can be reckoned."""
+        waiting = sum(self.cost_of(sequence) for sequence in self._waiting.values())
+        return waiting + sum(link.outstanding for link in self.links())
+
+    @property
+    def paused(self) -> int:
+        """Choices that wait for their client to read."""
+        return len(self._paused)
+
+    def seen(self) -> list[Seen]:
+        """The connected workers, as metrics show them."""
+        return self._workers.seen()
 
     def unready_reason(self) -> str:
         """Why no request can be served now; empty when one can."""
-        if self.view is None:
-            return "the router has not been heard yet"
-        members = self.view.pool("attention")
-        if not members:
-            return "the router knows no attention worker"
-        if self._candidates():
-            return ""
-        states = ", ".join(f"{member.name} is {member.state}" for member in members)
-        return f"no attention worker serves: {states}; {len(list(self._ready_links()))} connected"
+        return self._workers.unready_reason()
 
     def links(self) -> list[WorkerLink]:
         """Connections that are ready."""
-        return list(self._ready_links())
+        return self._workers.ready()
 
     # -- requests
 
@@ -121,6 +121,7 @@ class WorkerPool:
         """Send a choice to the worker with the least work, or let it wait for one until the deadline."""
         now_s = time.monotonic()
         sequence.started_s = sequence.last_s = now_s
+        sequence.traceparent = TRACEPARENT.get()
         self._sequences[sequence.id] = sequence
         if self._closed:
             self._fail(sequence, unavailable("The gateway is shutting down.", code="shutting_down"))
@@ -134,16 +135,35 @@ class WorkerPool:
             if self._sequences.get(sequence.id) is sequence:
                 link = sequence.link
                 self._forget(sequence)
+                self.metrics.count_end("abort")
                 if link is not None:
                     link.send(Cancel(id=sequence.id))
+
+    def pause(self, sequences: Iterable[Sequence]) -> None:
+        """Take choices from their workers until `resume`: their client has too much to read already. Idempotent."""
+        for sequence in sequences:
+            if sequence.id in self._sequences and sequence.id not in self._paused:
+                if sequence.link is not None:
+                    sequence.link.send(Cancel(id=sequence.id))
+                self._unlink(sequence)
+                self._waiting.pop(sequence.id, None)
+                sequence.log.move()
+                self._paused[sequence.id] = sequence
+        self.metrics.pauses += 1
+
+    def resume(self, sequences: Iterable[Sequence]) -> None:
+        """Have choices that were paused go on: the tokens that they have are computed again, as in any replay."""
+        for sequence in sequences:
+            if self._paused.pop(sequence.id, None) is not None:
+                self.metrics.count_replay("resumed")
+                self._place(sequence)
 
     def close(self) -> None:
         """End every choice with a retryable error and every connection."""
         self._closed = True
         for sequence in list(self._sequences.values()):
             self._fail(sequence, unavailable("The gateway is shutting down.", code="shutting_down"))
-        for incarnation in list(self._workers):
-            self._remove(incarnation, "gateway_closes")
+        self._workers.close()
         if self._sweeper is not None:
             self._sweeper.cancel()
             self._sweeper = None
@@ -154,75 +174,31 @@ class WorkerPool:
         """Connect to new attention workers and give up those that the router has fenced."""
         if self._closed:
             return
-        self.view = view
-        present = {m.incarnation: m for m in view.pool("attention") if m.state in _CONNECTED_STATES}
-        for incarnation in [i for i in self._workers if i not in present]:
-            self._remove(incarnation, "left_the_view")
-        for incarnation, member in present.items():
-            worker = self._workers.get(incarnation)
-            if worker is None:
-                worker = self._workers[incarnation] = _Worker(member)
-                worker.task = self._loop.create_task(self._keep_connected(worker))
-            worker.member = member
-            if member.state != DRAINING:
-                worker.draining_s = None
-            elif worker.draining_s is None:
-                worker.draining_s = time.monotonic()
-                self._move_from(worker.link, begun=False)
+        for link in self._workers.follow(view):
+            self._move_from(link, begun=False)
         self._place_waiting()
-
-    def _remove(self, incarnation: int, reason: str) -> None:
-        worker = self._workers[incarnation]
-        if worker.task is not None:
-            worker.task.cancel()
-        if worker.link is not None:
-            worker.link.drop(reason)
-        del self._workers[incarnation]
-
-    async def _keep_connected(self, worker: _Worker) -> None:
-        retry_s = _RETRY_FIRST_S
-        while True:
-            member = worker.member
-            host, _, port = member.address.rpartition(":")
-            link = WorkerLink(self, member.name, member.incarnation)
-            try:
-                async with asyncio.timeout(_CONNECT_TIMEOUT_S):
-                    await self._loop.create_connection(lambda link=link: link, host, int(port))
-            except (OSError, ValueError) as error:
-                log.info(
-                    "worker_connect_failed name=%s address=%s error=%s", member.name, member.address, error
-                )
-            else:
-                worker.link = link
-                await link.closed
-                worker.link = None
-                if link.hello is not None:
-                    retry_s = _RETRY_FIRST_S
-            await asyncio.sleep(retry_s)
-            retry_s = min(2 * retry_s, _RETRY_MOST_S)
 
     # -- what links report
 
     def link_ready(self, link: WorkerLink) -> None:
         """A worker can take requests."""
-        hello = link.hello
-        if hello is not None and self.model_hash and hello.model_hash and hello.model_hash != self.model_hash:
-            link.drop(f"it serves model {hello.model_hash[:12]}, this gateway {self.model_hash[:12]}")
-            return
-        worker = self._workers.get(link.incarnation)
-        if worker is not None:
-            worker.link = link
+        if self._workers.accepts(link):
+            self._place_waiting()
+            self._relieve(link)
+
+    def woke(self, link: WorkerLink, silence_s: float) -> None:
+        """A worker that was silent speaks again: what nobody else could take goes on there, and what waited begins."""
+        log.info("worker_woke name=%s silence_s=%.3f", link.name, silence_s)
         self._place_waiting()
-        self._relieve(link)
 
     def link_lost(self, link: WorkerLink, reason: str) -> None:
         """Replay every choice of a worker elsewhere."""
-        worker = self._workers.get(link.incarnation)
-        if worker is not None and worker.link is link:
-            worker.link = None
-        lost = [sequence for sequence in self._sequences.values() if sequence.link is link]
+        reason_known = "drained" if self._workers.draining(link) else "worker_lost"
+        self._workers.lost(link)
+        self.metrics.ledger.heard(link.incarnation, link.load)
+        lost = self._at(link)
         for sequence in lost:
-            self._replay(sequence, "drained" if worker and worker.draining_s else "worker_lost")
+            self._replay(sequence, reason_known)
         if lost:
             log.warning("replay name=%s choices=%d reason=%s", link.name, len(lost), reason)
 
@@ -242,6 +218,7 @@ class WorkerPool:
                     log.error(
                         "token_gap id=%s index=%d next=%d", token.id, token.index, len(token_log.output)
                     )
+                    sequence.refused_by.add(link.incarnation)
                     self._move(sequence, "token_gap")
                 continue
             if len(token_log.output) == 1:
@@ -254,7 +231,8 @@ class WorkerPool:
             metrics.output_tokens += 1
             if sequence.prefill:
                 # The first token of an attempt says that the prompt has been computed.
-                paid, sequence.prefill = sequence.prefill, 0
+                paid, sequence.prefill, sequence.refused_since_s = sequence.prefill, 0, 0.0
+                self._next_trial(sequence)
                 sequence.generation.computed_by(sequence.numerics_class or "")
             else:
                 paid = 1 if sequence.debt > 1 else 0
@@ -270,11 +248,24 @@ class WorkerPool:
                 continue
             if token.finish or stopped:
                 self._forget(sequence)
-                later = len(token_log.output) - 1
-                if later:
-                    metrics.recent_tpot.add(now_s, (now_s - sequence.first_s) / later)
+                metrics.count_whole("length" if token.finish == "length" else "stop", now_s, sequence)
                 if not token.finish:
                     link.send(Cancel(id=sequence.id))
+
+    def dropped(self, marks: list[tuple[str, int]]) -> None:
+        """Choices, by id and attempt, that a worker computes without the terms of lost experts."""
+        for id, attempt in marks:
+            sequence = self._sequences.get(id)
+            if sequence is not None and sequence.log.attempt == attempt and not sequence.generation.dropped:
+                self.metrics.dropped += 1
+                sequence.generation.experts_dropped()
+
+    def judged(self, pieces: list[PromptLogprobs]) -> None:
+        """What a worker says of prompts, token by token."""
+        for piece in pieces:
+            sequence = self._sequences.get(piece.id)
+            if sequence is not None and sequence.log.attempt == piece.attempt:
+                sequence.choice.judged(piece.start, piece.tokens)
 
     def failed(self, link: WorkerLink, message: Failed) -> None:
         """A worker gave up one choice: move it, or tell the client."""
@@ -292,42 +283,53 @@ class WorkerPool:
             sequence.refused_by.add(link.incarnation)
             self._replay(sequence, "shutting_down")
             return
-        if message.code in ("overloaded", "too_long", "never_fits"):
-            # Another worker may have room, or a larger KV pool.
-            sequence.refused_by.add(link.incarnation)
+        behind = self._workers.left_behind(link) if message.code in LOST else set()
+        if behind or message.code in REFUSALS:
+            # Another worker may have room, a larger KV pool, or a class whose experts are there.
+            sequence.refused_by |= behind | {link.incarnation}
             if self._choose(sequence) is not None:
                 self._replay(sequence, message.code)
                 return
-        if message.code in _CLIENT_FAULTS and not sequence.log.output:
-            self._fail(sequence, invalid(message.message, code=_CLIENT_FAULTS[message.code]))
-        elif message.retryable:
+        if message.code in ("overloaded", "class_lost"):
+            self._refused(sequence, message)
+        else:
+            self._fail(sequence, error_of(message, begun=bool(sequence.log.output)))
+
+    def _refused(self, sequence: Sequence, message: Failed) -> None:
+        """Every worker is full or lacks experts: a choice waits, up to the deadline; no new one where full."""
+        now_s = time.monotonic()
+        sequence.refused_since_s = sequence.refused_since_s or now_s
+        if message.code == "overloaded" and not sequence.log.output:
+            self._fail(sequence, full(message.message, code=message.code))
+        elif now_s - sequence.refused_since_s >= self._config.deadline_s:
             self._fail(sequence, unavailable(message.message, code=message.code))
         else:
-            self._fail(sequence, internal(message.message, code=message.code))
+            self._replay(sequence, message.code)
+            self._loop.call_later(_AGAIN_S, self._ask_again, sequence)
+
+    def _ask_again(self, sequence: Sequence) -> None:
+        if sequence.id in self._waiting:
+            sequence.refused_by.clear()
+            self._place(sequence)
 
     # -- placing
 
-    def _ready_links(self) -> Iterable[WorkerLink]:
-        return (
-            worker.link for worker in self._workers.values() if worker.link is not None and worker.link.ready
-        )
-
-    def _candidates(self) -> list[WorkerLink]:
-        by_state: dict[str, list[WorkerLink]] = {}
-        for worker in self._workers.values():
-            if worker.link is not None and worker.link.ready:
-                by_state.setdefault(worker.member.state, []).append(worker.link)
-        # A suspect worker is better than none, and may be slow rather than dead.
-        return by_state.get(SERVING) or by_state.get(SUSPECT) or []
-
-    def _choose(self, sequence: Sequence) -> WorkerLink | None:
-        links = [link for link in self._candidates() if link.incarnation not in sequence.refused_by]
+    def _choose(self, sequence: Sequence, *, cross: bool = True) -> WorkerLink | None:
+        """Who may take a choice. Args: cross: one that has begun may leave its numerics class."""
+        links = [x for x in self._workers.candidates() if x.incarnation not in sequence.refused_by]
         wanted = sequence.numerics_class
         same_class = [link for link in links if link.hello and link.hello.numerics_class == wanted]
-        return min(same_class or links, key=lambda link: (link.outstanding, link.chosen), default=None)
+        return self._trial.worker(same_class or (links if cross or not sequence.log.output else []), sequence)
 
     def _place(self, sequence: Sequence) -> None:
         link = self._choose(sequence)
+        if link is not None and sequence.log.losses >= self._config.suspect_losses:
+            if sequence.id not in self._waiting:
+                # Turns are had in order: one that was just lost comes after those that wait for theirs.
+                self._loop.call_soon(self._place_waiting)
+                link = None
+            elif not self._trial.admits(sequence, link, self._sequences.values()):
+                link = None
         if link is None:
             if sequence.id not in self._waiting:
                 self._waiting[sequence.id] = sequence
@@ -364,6 +366,7 @@ class WorkerPool:
             prompt=token_log.prompt,
             output=token_log.output,
             params=sequence.params,
+            traceparent=sequence.traceparent,
         )
         try:
             link.send(submit)
@@ -374,14 +377,29 @@ class WorkerPool:
         for sequence in list(self._waiting.values()):
             self._place(sequence)
 
+    def _next_trial(self, sequence: Sequence) -> None:
+        """A choice has its first token, or leaves its worker: who waits for that may be placed now."""
+        if self._trial.tried is not None:
+            if sequence is self._trial.tried:
+                self._trial.end()
+            self._loop.call_soon(self._place_waiting)
+
     def _replay(self, sequence: Sequence, reason: str) -> None:
+        alone = sequence is self._trial.tried
         self._unlink(sequence)
-        if reason in _PLANNED:
+        if reason in BLAMELESS:
             sequence.log.move()
-        elif (losses := sequence.log.lose()) >= self._config.max_losses:
-            message = f"{losses} attempts in a row ended without a new token ({reason}); it is given up."
-            self._fail(sequence, internal(message, code="attempts_exhausted"))
-            return
+        else:
+            sequence.log.lose(alone=alone)
+            # Choices of one request are mostly of one prompt: what one of them does, all do.
+            family = [s.log for s in self._sequences.values() if s.generation is sequence.generation]
+            if sum(log.lost_alone for log in family) >= self._config.max_losses:
+                message = (
+                    f"{sequence.log.losses} attempts in a row ended without a new token ({reason}), the last with no "
+                    "other request to blame; it is given up."
+                )
+                self._fail(sequence, internal(message, code="attempts_exhausted"))
+                return
         self.metrics.count_replay(reason)
         self._place(sequence)
 
@@ -389,15 +407,15 @@ class WorkerPool:
         link = sequence.link
         if link is not None:
             link.send(Cancel(id=sequence.id))
-            # A drain may be taken back, and until then its worker is chosen for nothing anyway.
-            if reason != "drained":
-                sequence.refused_by.add(link.incarnation)
         self._replay(sequence, reason)
 
-    def _move_from(self, link: WorkerLink | None, *, begun: bool) -> None:
+    def _at(self, link: WorkerLink) -> list[Sequence]:
+        return [sequence for sequence in self._sequences.values() if sequence.link is link]
+
+    def _move_from(self, link: WorkerLink, *, begun: bool) -> None:
         """Move choices that another worker can take. Args: begun: those too that have tokens, at a prefill each."""
-        for sequence in [s for s in self._sequences.values() if link is not None and s.link is link]:
-            if (begun or not sequence.log.output) and self._choose(sequence) is not None:
+        for sequence in self._at(link):
+            if (begun or not sequence.log.output) and self._choose(sequence, cross=False) is not None:
                 self._move(sequence, "drained")
 
     def _relieve(self, link: WorkerLink) -> None:
@@ -419,39 +437,62 @@ class WorkerPool:
             sequence.link.outstanding -= sequence.debt
             sequence.link = None
         sequence.debt = 0
+        self._next_trial(sequence)
 
     def _forget(self, sequence: Sequence) -> None:
         self._unlink(sequence)
         self._sequences.pop(sequence.id, None)
         self._waiting.pop(sequence.id, None)
+        self._paused.pop(sequence.id, None)
 
     def _fail(self, sequence: Sequence, error: ApiError) -> None:
         self._forget(sequence)
+        self.metrics.count_end("error")
         sequence.generation.fail(error.reply)
 
     # -- time
 
     def _watch_time(self) -> None:
         if self._sweeper is None:
-            self._sweeper = self._loop.call_later(_SWEEP_S, self._sweep)
+            self._sweeper = self._loop.call_later(_SWEEP_S, self._sweep, time.monotonic() + _SWEEP_S)
 
-    def _sweep(self) -> None:
+    def _sweep(self, due_s: float) -> None:
         self._sweeper = None
         now_s = time.monotonic()
+        late_s = now_s - due_s
+        if late_s > _SWEEP_S:
+            # While this process did not run it heard nobody: that part of their silence is its own.
+            for link in self.links():
+                link.heard_s = min(now_s, link.heard_s + late_s)
         overdue = [s for s in self._waiting.values() if now_s - s.waiting_since_s >= self._config.deadline_s]
         for sequence in overdue:
             reason = self.unready_reason() or "every attention worker refused the request"
-            self._fail(
-                sequence,
-                unavailable(
-                    f"No attention worker took the request within {self._config.deadline_s:g} s: {reason}."
-                ),
-            )
-        for worker in self._workers.values():
-            if worker.draining_s is not None and now_s - worker.draining_s >= self._config.drain_move_s:
-                self._move_from(worker.link, begun=True)
+            waited = f"No attention worker took the request within {self._config.deadline_s:g} s: {reason}."
+            self._fail(sequence, unavailable(waited))
+        for link in self._workers.drained_for(self._config.drain_move_s, now_s):
+            self._move_from(link, begun=True)
         for link in self.links():
-            if link.outstanding > 0 and now_s - link.heard_s >= self._config.silence_s:
-                link.drop("silent_with_work")
+            if link.outstanding > 0:
+                self._judge(link, now_s - link.heard_s, now_s)
         if self._sequences:
             self._watch_time()
+
+    def _judge(self, link: WorkerLink, silence_s: float, now_s: float) -> None:
+        """Have the choices of a worker that is silent for too long go on elsewhere, or wait where nobody else can take
+        them: for it, or for the next to come.
+        """
+        if silence_s >= self._config.silence_s:
+            link.drop("silent_with_work")
+        elif silence_s >= link.silence.bound_s(now_s) or link.silence.alarmed:
+            if not link.silence.alarmed:
+                link.silence.alarmed = True
+                self.metrics.silences += 1
+                log.warning("worker_silent name=%s silence_s=%.3f", link.name, silence_s)
+            for sequence in self._at(link):
+                # Silence is little evidence: within the deadline nobody leaves the class for it.
+                if self._choose(sequence, cross=silence_s >= self._config.deadline_s) is not None:
+                    self._move(sequence, "silent")
+                elif silence_s >= self._config.deadline_s:
+                    link.send(Cancel(id=sequence.id))
+                    waited = f"{link.name} has been silent for {silence_s:.1f} s, and no other serves."
+                    self._fail(sequence, unavailable(waited))

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import datetime
 import json
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from eaas.model.template_limits import LimitedEnvironment, TooMuch, limited, metered
 
 
 class TemplateRefused(ValueError):
@@ -39,23 +41,25 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
-        )
-        environment.filters["tojson"] = _to_json
+        environment = LimitedEnvironment([_GenerationTag, loopcontrols], {"tojson": _to_json})
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
+        self.source = source
         self._special_tokens = dict(special_tokens)
         try:
-            self._template = environment.from_string(source)
+            with metered():
+                self._template = environment.from_string(limited(environment.parse(source)))
         except TemplateSyntaxError as error:
             raise TemplateRefused(f"The chat template, line {error.lineno}: {error.message}.") from error
+        except (TemplateError, TooMuch) as error:
+            raise TemplateRefused(f"The chat template: {error}.") from error
 
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> str:
@@ -64,12 +68,34 @@ class ChatTemplate:
         Args:
             messages: Each with "role" and "content", oldest first.
             add_generation_prompt: End with the beginning of the assistant's turn.
+            continue_final_message: End with the last message's content, instead of what comes after it.
             tools: Tool descriptions, for templates that know them.
             options: More names for the template, for example {"enable_thinking": False}.
 
         Raises:
             TemplateRefused: the template does not accept the messages.
         """
+        if continue_final_message:
+            # A word that stands nowhere else marks the end of the content, whatever the template puts around it.
+            mark = secrets.token_hex(16)
+            *before, last = messages
+            marked = [*before, {**last, "content": str(last.get("content") or "") + mark}]
+            text = self._rendered(marked, False, tools, options)
+            head, found, _ = text.rpartition(mark)
+            if not found:
+                raise TemplateRefused(
+                    "The chat template leaves out the last message, so it cannot be continued."
+                )
+            return head
+        return self._rendered(messages, add_generation_prompt, tools, options)
+
+    def _rendered(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None,
+        options: Mapping[str, Any] | None,
+    ) -> str:
         names = {
             **self._special_tokens,
             **(options or {}),
@@ -79,7 +105,8 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return self._template.render(names)
+            with metered():
+                return self._template.render(names)
         except TemplateError as error:
             raise TemplateRefused(
                 f"The chat template refuses these messages: {error.message or error}."

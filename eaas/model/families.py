@@ -12,7 +12,7 @@ from typing import Any
 
 from eaas.model.rope import rope_of
 from eaas.model.spec import ModelSpec, MoeSpec, QkNorm
-from experts.model import ConfigInvalid, Dtype, ExpertShape
+from experts.model import ConfigInvalid, Dtype, ExpertShape, UnknownArchitecture
 
 # Read here, in rope.py or in experts.model.
 _HONOURED = frozenset(
@@ -87,7 +87,12 @@ def spec_of(config: Mapping[str, Any], generation: Mapping[str, Any] | None = No
         ConfigInvalid: a field is missing, makes no sense, or asks for what is not served.
     """
     shape = ExpertShape.from_config(config)
-    family = FAMILIES[shape.architecture]
+    family = FAMILIES.get(shape.architecture)
+    if family is None:
+        raise UnknownArchitecture(
+            f"config.json names {shape.architecture}, of which only the experts are served (eaas pool; see "
+            f"docs/transformers.md). Served whole are {', '.join(sorted(FAMILIES))}."
+        )
     if config.get("quantization_config"):
         method = config["quantization_config"]
         method = method.get("quant_method", "unnamed") if isinstance(method, Mapping) else method

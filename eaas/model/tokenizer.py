@@ -80,19 +80,25 @@ class Tokenizer:
         template = None if source is None else ChatTemplate(source, _special_tokens(config))
         return cls(rust, template)
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, with what the model wants around it (such as a begin-of-text token)."""
-        return self._rust.encode(text).ids
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt, by default with what the model wants around it (such as a begin-of-text token)."""
+        return self._rust.encode(text, add_special_tokens=add_special_tokens).ids
 
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        add_special_tokens: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Token ids of a conversation; arguments as ChatTemplate.render.
+
+        Args:
+            add_special_tokens: Put around the text what the model wants around a prompt. Templates mostly do so
+                themselves.
 
         Raises:
             TemplateRefused: there is no chat template, or it does not accept the messages.
@@ -100,19 +106,38 @@ class Tokenizer:
         if self._template is None:
             raise TemplateRefused("This model has no chat template. Use /v1/completions.")
         text = self._template.render(
-            messages, add_generation_prompt=add_generation_prompt, tools=tools, options=options
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            options=options,
         )
-        return self._rust.encode(text, add_special_tokens=False).ids
+        return self._rust.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
         """Text of a whole sequence."""
         return self._rust.decode(list(tokens), skip_special_tokens=skip_special)
 
-    def detokenizer(self, *, skip_special: bool = True) -> Detokenizer:
-        """For one sequence: all that it returns, joined, equals `decode` of the same tokens."""
-        skipped = self._special if skip_special else frozenset[int]()
+    @property
+    def chat_template(self) -> str | None:
+        """The chat template's text; None where there is none."""
+        return None if self._template is None else self._template.source
+
+    def special_token(self, text: str) -> int | None:
+        """The id of a special token, which no other text produces; None where ``text`` is none."""
+        token = self._rust.token_to_id(text)
+        return token if token in self._special else None
+
+    def detokenizer(self, *, skip_special: bool = True, shown: frozenset[int] = frozenset()) -> Detokenizer:
+        """For one sequence: all that it returns, joined, equals `decode` of the same tokens.
+
+        Args:
+            shown: Special tokens that appear in the text even so.
+        """
+        skipped = self._special - shown if skip_special else frozenset[int]()
         if self._byte_level:
-            return _ByteLevelDetokenizer(self._rust, skipped, self._whole_texts if skip_special else {})
+            shared = self._whole_texts if skip_special and not shown else {}
+            return _ByteLevelDetokenizer(self._rust, skipped, shared)
         return _WindowDetokenizer(self._rust, skipped, self._byte_fallback)
 
     def token_bytes(self, token: int) -> bytes:

@@ -83,6 +83,7 @@ void lay_out_scratch(Decoder& d, Arena& arena) {
     d.gate_logits = arena.take<float>(rows * s.experts);
     d.expert_ids = arena.take<uint16_t>(rows * s.top_k);
     d.expert_weights = arena.take<float>(rows * s.top_k);
+    d.drop = arena.take(rows);
     for (LaneScratch& lane : d.lane_scratch) {
         lane.row = arena.take<float>(s.hidden);
         lane.normed = arena.take(static_cast<uint64_t>(kFewRows) * s.hidden * element);

@@ -43,7 +43,8 @@ struct DecoderShape {
 // As expert_call of experts/native/client.h, whose client is the usual `state`.
 typedef int32_t (*ExpertCall)(void* state, LanePool* pool, uint32_t lane, uint32_t layer, const void* rows,
                               uint32_t n, const uint16_t* expert_ids, const float* weights, float* out,
-                              uint64_t deadline_ns, void (*while_away)(void*, uint32_t), void* arg);
+                              uint8_t* drop, uint64_t deadline_ns, void (*while_away)(void*, uint32_t),
+                              void* arg);
 
 struct Decoder;
 
@@ -90,6 +91,7 @@ struct DecoderPlan {
     const int32_t* tables;       // [tables_rows][table_blocks] block numbers
     const int32_t* logits_rows;  // [logits_count]
     float* logits;               // [logits_count][vocab]
+    uint8_t* drop;               // [rows], as expert_call's; or null: nothing may be left out
     uint64_t deadline_ns;        // CLOCK_MONOTONIC
     uint32_t rows, tables_rows, table_blocks, logits_count;
 };
@@ -134,5 +136,5 @@ P2P_API int32_t local_experts_set(LocalExperts* local, uint32_t layer, uint32_t 
                                   const void* up, const void* down, int32_t dtype);
 P2P_API int32_t local_experts_call(void* state, LanePool* pool, uint32_t lane, uint32_t layer,
                                    const void* rows, uint32_t n, const uint16_t* expert_ids,
-                                   const float* weights, float* out, uint64_t deadline_ns,
+                                   const float* weights, float* out, uint8_t* drop, uint64_t deadline_ns,
                                    void (*while_away)(void*, uint32_t), void* arg);

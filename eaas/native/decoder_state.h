@@ -85,6 +85,7 @@ struct Decoder {
     float* gate_logits;     // experts
     uint16_t* expert_ids;   // top_k
     float* expert_weights;  // top_k
+    uint8_t* drop;          // 1: the plan's, of the last layer's rows
     std::vector<eaas::LaneScratch> lane_scratch;
     std::vector<eaas::RowGroup> groups;
     std::vector<eaas::RowGroup> wanted;  // those of the last layer, where only some rows' logits are wanted

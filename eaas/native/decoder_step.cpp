@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "eaas/native/decoder_state.h"
+#include "experts/native/client.h"
 
 namespace eaas {
 namespace {
@@ -312,6 +313,22 @@ void choose_experts(const Lane& lane, const Layer& layer) {
                     d.expert_weights + row * s.top_k);
 }
 
+// What may be left out of the layer's rows; the call writes there, and only lane 0 of it.
+uint8_t* droppable(const Lane& lane, const Layer& layer) {
+    const DecoderPlan& plan = lane.plan;
+    if (!plan.drop || !lane.narrows(layer)) return plan.drop;
+    for (uint32_t i = 0; lane.index == 0 && i < plan.logits_count; ++i)
+        lane.d.drop[i] = plan.drop[plan.logits_rows[i]];
+    return lane.d.drop;
+}
+
+void keep_dropped(const Lane& lane, const Layer& layer) {
+    const DecoderPlan& plan = lane.plan;
+    if (!plan.drop || !lane.narrows(layer) || lane.index) return;
+    for (uint32_t i = 0; i < plan.logits_count; ++i)
+        if (lane.d.drop[i] == EXPERTS_DROPPED) plan.drop[plan.logits_rows[i]] = EXPERTS_DROPPED;
+}
+
 int32_t experts(const Lane& lane, const Layer& layer) {
     const Decoder& d = lane.d;
     const uint32_t rows = lane.live_rows(layer);
@@ -323,7 +340,9 @@ int32_t experts(const Lane& lane, const Layer& layer) {
     if (lane.live_rows(layer) >= kFewRows) lane.barrier();
     const int32_t status = d.call(d.state, d.pool, lane.index, static_cast<uint32_t>(layer.moe_layer),
                                   d.normed, rows, d.expert_ids, d.expert_weights, d.x,
-                                  lane.plan.deadline_ns, shared ? run_shared : nullptr, &lane.step);
+                                  droppable(lane, layer), lane.plan.deadline_ns,
+                                  shared ? run_shared : nullptr, &lane.step);
+    keep_dropped(lane, layer);
     if (status != DECODER_OK || !shared) return status;
     const Span tiles = lane.share(layer.shared.down.tiles());
     const uint32_t begin = tiles.begin * EXPERTS_TILE_ROWS;

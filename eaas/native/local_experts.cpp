@@ -135,8 +135,10 @@ int32_t local_experts_set(LocalExperts* local, uint32_t layer, uint32_t expert, 
 
 int32_t local_experts_call(void* state, LanePool* pool, uint32_t lane, uint32_t layer, const void* rows,
                            uint32_t n, const uint16_t* expert_ids, const float* weights, float* out,
-                           uint64_t deadline_ns, void (*while_away)(void*, uint32_t), void* arg) {
+                           uint8_t* drop, uint64_t deadline_ns, void (*while_away)(void*, uint32_t),
+                           void* arg) {
     (void)deadline_ns;
+    (void)drop;  // Every expert is here.
     LocalExperts& local = *static_cast<LocalExperts*>(state);
     const auto ended = [&](uint64_t phase) {
         p2p_lanes_stamp(pool, lane, phase);

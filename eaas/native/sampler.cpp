@@ -37,8 +37,21 @@ bool inside(const int32_t* tokens, uint32_t count, uint32_t vocab) {
     return std::all_of(tokens, tokens + count, [&](int32_t t) { return static_cast<uint32_t>(t) < vocab; });
 }
 
+// Takes away tokens whose bits are not set.
+void keep_allowed(const uint32_t* allowed, uint32_t vocab, float* x) {
+    for (uint32_t base = 0; allowed && base < vocab; base += 32) {
+        const uint32_t word = allowed[base / 32], end = std::min(vocab, base + 32);
+        if (word == ~0u) continue;
+        for (uint32_t i = base; i < end; ++i)
+            if (!(word >> (i - base) & 1u)) x[i] = kNone;
+    }
+}
+
 // Applies what changes logits; `x` is a copy of them.
-void penalise(const SampleRow& row, std::vector<uint32_t>& counts, float* x) {
+void penalise(const SampleRow& row, uint32_t vocab, std::vector<uint32_t>& counts, float* x) {
+    keep_allowed(row.allowed, vocab, x);
+    keep_allowed(row.allowed_too, vocab, x);
+    for (uint32_t i = 0; i < row.biased_count; ++i) x[static_cast<uint32_t>(row.biased[i])] += row.biases[i];
     for (uint32_t i = 0; i < row.output_count; ++i) ++counts[static_cast<uint32_t>(row.output[i])];
     constexpr uint32_t kSeen = 1u << 31;
     const auto apply = [&](uint32_t token) {
@@ -200,21 +213,25 @@ int32_t sample_row(const float* logits, uint32_t vocab, const SampleRow& row, Sc
     const float raw_top = current().highest(logits, vocab, &finite);
     if (!finite) return SAMPLER_E_NOT_FINITE;
     if (!inside(row.prompt, row.prompt_count, vocab) || !inside(row.output, row.output_count, vocab) ||
-        !inside(row.forbidden, row.forbidden_count, vocab))
+        !inside(row.forbidden, row.forbidden_count, vocab) || !inside(row.biased, row.biased_count, vocab) ||
+        row.given > vocab)
         return SAMPLER_E_TOKEN;
     const float* x = logits;
     float top = raw_top;
-    if (row.prompt_count || row.output_count || row.forbidden_count) {
+    if (row.prompt_count || row.output_count || row.forbidden_count || row.allowed || row.allowed_too ||
+        row.biased_count) {
         scratch.logits.assign(logits, logits + vocab);
         scratch.counts.resize(vocab);
-        penalise(row, scratch.counts, scratch.logits.data());
+        penalise(row, vocab, scratch.counts, scratch.logits.data());
         x = scratch.logits.data();
         int unused = 0;
         top = current().highest(x, vocab, &unused);
         if (!(top > kNone)) return SAMPLER_E_NOTHING_LEFT;
     }
     uint32_t chosen = 0;
-    if (row.temperature < kGreedyBelow) {
+    if (row.given) {
+        chosen = row.given - 1;
+    } else if (row.temperature < kGreedyBelow) {
         chosen = lowest_at(x, vocab, top);
     } else {
         current().weights(x, top, 1.0f / row.temperature, vocab, scratch.weights.data());

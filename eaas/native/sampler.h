@@ -1,8 +1,8 @@
 // From logits to tokens. Deterministic: a row's token depends on its logits and its SampleRow only. Plain C
 // ABI.
 //
-// Order, as vLLM has it: log-probabilities from the untouched logits; forbidden tokens; repetition, then
-// frequency and presence penalties; temperature; min-p; top-k; top-p; one draw.
+// Order, as vLLM has it: log-probabilities from the untouched logits; tokens that are not allowed, biases; repetition,
+// then frequency and presence penalties; forbidden tokens; temperature; min-p; top-k; top-p; one draw.
 #pragma once
 #include <cstdint>
 
@@ -20,10 +20,15 @@ struct SampleRow {
     const int32_t* prompt;     // for the repetition penalty
     const int32_t* output;     // for all penalties
     const int32_t* forbidden;  // never chosen
+    const uint32_t* allowed;   // bit i % 32 of word i / 32: whether token i may be chosen; null: all may
+    const uint32_t* allowed_too;  // the same; a token must be allowed by both
+    const int32_t* biased;     // tokens to whose logits are added
+    const float* biases;       // these
     uint64_t seed;
     uint64_t index;  // of the token in the output
-    uint32_t prompt_count, output_count, forbidden_count;
+    uint32_t prompt_count, output_count, forbidden_count, biased_count;
     uint32_t choice;
+    uint32_t given;             // 1 + the token that is chosen whatever its logits, such as a prompt's own; 0: none
     float temperature;          // below 1e-5: the highest logit, lowest id on a tie
     float top_p;                // 1: off
     float min_p;                // 0: off

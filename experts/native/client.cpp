@@ -37,7 +37,7 @@ static void vacate(ExpertClient* client, uint32_t index) {
     Server& server = client->servers[index];
     client->used.fetch_and(~(1ull << index));
     for (Slot& slot : server.slots) slot = Slot{};
-    server.busy = server.late = server.units = 0;
+    server.units = 0;
     server.queue.clear();
     server.queue_head = 0;
     server.leaving.store(false);
@@ -80,11 +80,19 @@ P2P_API ExpertClient* expert_client_new(uint32_t layers, uint32_t experts, uint3
     client->call.order.reserve(pairs);
     client->routed_rows.assign(uint64_t(layers) * experts, 0);
     client->routed_calls.assign(uint64_t(layers) * experts, 0);
+    client->nothing.assign(hidden, 0);
     client->plan.count.assign(experts, 0);
     client->plan.server_of.assign(experts, EXPERTS_NO_SERVER);
     client->plan.want_of.assign(experts, 0);
     std::fill_n(client->speed, EXPERTS_MAX_SERVERS, 1.0);
     for (std::vector<uint64_t>& refused : client->plan.refused) refused.assign(experts, 0);
+    client->plan.not_held.assign(experts, 0);
+    // While rows travel nothing is allocated.
+    uint64_t chunk_pairs = std::min(pairs, CHUNK_BYTES / client->shape.reply_row_bytes());
+    for (uint32_t lane = 0; lane < lanes; lane++) {
+        client->scratch[lane].keys.reserve(chunk_pairs);
+        client->scratch[lane].pairs.reserve(chunk_pairs);
+    }
     return client.release();
 } catch (const std::bad_alloc&) {
     return nullptr;
@@ -108,13 +116,28 @@ P2P_API int32_t expert_client_add_server(ExpertClient* client, const ServerLink*
     for (uint32_t i = 0; i < EXPERTS_MAX_SERVERS; i++) {
         Server& server = client->servers[i];
         if (server.state.load() != SERVER_EMPTY) continue;
+        server.overheard.reset(new (std::nothrow) uint8_t[link->slot_bytes]);
+        if (!server.overheard) return EXPERTS_E_MEMORY;
         server.link = *link;
+        std::fill_n(server.in_state, SLOT_STATES, 0);
+        server.in_state[SLOT_FREE] = link->slots;
         server.sequence = 0;
-        server.peak_ns_per_unit = 0;
+        server.latency = {};
+        std::fill_n(server.corrupt_ns, CORRUPT_MOST, 0);
+        server.asked_ns = 0;
         server.service = {};
         server.probe_at_ns = 0;
         server.probe_wait_ns = PROBE_FIRST_NS;
         server.stats = ServerStats{};
+        for (uint32_t other = 0; other < EXPERTS_MAX_SERVERS; other++) {
+            uint32_t state = client->servers[other].state.load();
+            if ((state != SERVER_LIVE && state != SERVER_GONE) ||
+                client->servers[other].link.server_incarnation != link->server_incarnation)
+                continue;
+            // The same server over another link: what it did counts.
+            expert_client_stats(client, other, &server.stats);
+            server.stats.late_slots = server.stats.lost_slots = 0;
+        }
         server.state.store(SERVER_LIVE, std::memory_order_release);
         client->used.fetch_or(1ull << i, std::memory_order_release);
         return int32_t(i);
@@ -165,6 +188,16 @@ P2P_API void expert_client_take_routed(ExpertClient* client, uint32_t* rows, uin
     }
 }
 
+P2P_API uint32_t expert_client_missing(ExpertClient* client, uint8_t* rows, uint32_t capacity) {
+    const Call& call = client->call;
+    if (call.n > capacity) return 0;
+    std::fill_n(rows, call.n, 0);
+    for (uint32_t pair = 0; pair < call.n * client->shape.top_k; pair++)
+        if (!(call.filled[pair / 64].load(std::memory_order_relaxed) >> (pair % 64) & 1))
+            rows[pair / client->shape.top_k] = 1;
+    return call.n;
+}
+
 P2P_API int32_t expert_client_stats(ExpertClient* client, uint32_t index, ServerStats* out) {
     if (index >= EXPERTS_MAX_SERVERS) return EXPERTS_E_ARGUMENT;
     Server& server = client->servers[index];
@@ -184,7 +217,10 @@ P2P_API int32_t expert_client_stats(ExpertClient* client, uint32_t index, Server
             read(stats.in_flight),
             read(stats.latency_sum_ns),
             read(stats.service_sum_ns),
+            read(stats.extra),
+            read(stats.quarantined_until_ns),
             std::atomic_ref(stats.late_slots).load(std::memory_order_relaxed),
+            std::atomic_ref(stats.lost_slots).load(std::memory_order_relaxed),
             server.state.load(),
             std::atomic_ref(client->speed[index]).load(std::memory_order_relaxed)};
     if (server.leaving.load()) out->state = SERVER_LEFT;

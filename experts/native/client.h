@@ -21,6 +21,9 @@ constexpr uint32_t EXPERTS_MAX_SERVERS = 64;
 constexpr uint32_t EXPERTS_MAX_REPLICAS = 8;
 constexpr uint32_t EXPERTS_MAX_LANES = 63;
 constexpr uint8_t EXPERTS_NO_SERVER = 255;  // pads a replica list of the routes table
+constexpr uint8_t EXPERTS_AWAITED = 254;    // last in a list: one more lives, and is not attached yet
+// Of a token: may a term that nobody can compute be left out of its sum, and was one?
+enum { EXPERTS_KEEP = 0, EXPERTS_MAY_DROP = 1, EXPERTS_DROPPED = 2 };
 
 struct ExpertClient;
 
@@ -42,7 +45,7 @@ struct ServerLink {
     uint32_t lanes;
 };
 
-// Counters since the server was attached; latencies in nanoseconds from ring to accepted reply.
+// Counters since the server was first attached; latencies in nanoseconds from ring to accepted reply.
 struct ServerStats {
     uint64_t rows;            // rows sent
     uint64_t pairs;           // (token, k) pairs sent
@@ -60,7 +63,10 @@ struct ServerStats {
     uint64_t in_flight;
     uint64_t latency_sum_ns;
     uint64_t service_sum_ns;
-    uint32_t late_slots;      // slots retired: until a late reply arrives, or after a corrupt one
+    uint64_t extra;           // of the chunks sent here, those that another server was only slow to answer: hedges
+    uint64_t quarantined_until_ns;  // gave corrupt replies, and until then is asked only where no other replica exists
+    uint32_t late_slots;      // slots retired: until a late reply arrives, or for a while after a corrupt one
+    uint32_t lost_slots;      // of those: a later request was answered, so that theirs will hardly be
     uint32_t state;           // 0 empty, 1 attached, 2 gone, 3 leaving or left
     double speed;             // relative to the other servers, as rows are split by it
 };
@@ -88,6 +94,10 @@ P2P_API int32_t expert_client_stats(ExpertClient* client, uint32_t index, Server
 // rows, activated: [layers][experts]: rows sent to each logical expert since the last time, and calls that had any.
 P2P_API void expert_client_take_routed(ExpertClient* client, uint32_t* rows, uint32_t* activated);
 
+// Of the call made last: 1 in rows for each token that some pair was missing of when it ended. Its tokens; 0, and
+// nothing written, where these are more than `capacity`.
+P2P_API uint32_t expert_client_missing(ExpertClient* client, uint8_t* rows, uint32_t capacity);
+
 // Phases of a call, as a traced pool's lanes stamp them (p2p/native/lanes.h). Numbers from 100 on are these.
 enum { EXPERTS_PHASE_PLAN = 100, EXPERTS_PHASE_SEND, EXPERTS_PHASE_AWAY, EXPERTS_PHASE_REPLY,
        EXPERTS_PHASE_COMBINE, EXPERTS_PHASE_MEET };
@@ -100,18 +110,21 @@ enum { EXPERTS_PHASE_PLAN = 100, EXPERTS_PHASE_SEND, EXPERTS_PHASE_AWAY, EXPERTS
 //   for k = 1.. in order; each
 //               product and each sum is rounded to float32 on its own, so every instruction set gives the
 //               same bits
+//   drop        null, or n of EXPERTS_KEEP or EXPERTS_MAY_DROP: where the latter stands, a term whose expert has
+//               no live replica by the routes counts as zeros, at once, and EXPERTS_DROPPED stands there on return
 //   deadline_ns CLOCK_MONOTONIC nanoseconds
 //   while_away  called once by each lane between dispatch and the first wait; may be null
 // Inputs must be lane 0's to see; for the others a barrier within is enough. `out` is complete for all on return.
 // Returns EXPERTS_OK or a negative code, the same on every lane; `out` is untouched on failure.
 P2P_API int32_t expert_call(ExpertClient* client, LanePool* pool, uint32_t lane, uint32_t layer,
                             const void* rows, uint32_t n, const uint16_t* expert_ids, const float* weights,
-                            float* out, uint64_t deadline_ns, void (*while_away)(void*, uint32_t), void* arg);
+                            float* out, uint8_t* drop, uint64_t deadline_ns,
+                            void (*while_away)(void*, uint32_t), void* arg);
 
 // The same call in steps that never block, for one thread that owns all lanes (simulators, event loops).
 P2P_API int32_t expert_client_begin(ExpertClient* client, uint32_t layer, const void* rows, uint32_t n,
                                     const uint16_t* expert_ids, const float* weights, float* out,
-                                    uint64_t now_ns, uint64_t deadline_ns);
+                                    uint8_t* drop, uint64_t now_ns, uint64_t deadline_ns);
 // EXPERTS_PENDING, or the result of the call.
 P2P_API int32_t expert_client_step(ExpertClient* client, uint64_t now_ns);
 
@@ -119,4 +132,4 @@ P2P_API int32_t expert_client_step(ExpertClient* client, uint64_t now_ns);
 // pool.
 P2P_API int32_t expert_exchange(ExpertClient* client, uint32_t layer, const void* rows, uint32_t n,
                                 const uint16_t* expert_ids, const float* weights, float* out,
-                                uint64_t deadline_ns);
+                                uint8_t* drop, uint64_t deadline_ns);

@@ -26,18 +26,19 @@ void finish(ExpertClient* client) {
     for (uint64_t left = client->used.load(); left; left &= left - 1) {
         Server& server = client->servers[std::countr_zero(left)];
         for (const Slot& slot : server.slots)
-            if (call.missing.load() && slot.awaited_by(call.id))
+            if (call.missing.load() && slot.awaited_by(call.id) && !slot.probe)
                 add(server.stats.lost, call.chunks[slot.chunk].pairs);
         server.queue.clear();
         server.queue_head = 0;
     }
+    if (!call.missing.load()) blame(client);
     std::lock_guard lock(client->mutex);
     client->in_call = false;
     adopt_locked(client);
 }
 
 int32_t begin(ExpertClient* client, uint32_t layer, const void* rows, uint32_t n, const uint16_t* ids,
-              const float* weights, float* out, uint64_t now_ns, uint64_t deadline_ns) try {
+              const float* weights, float* out, uint8_t* drop, uint64_t now_ns, uint64_t deadline_ns) try {
     Call& call = client->call;
     uint32_t total = n * client->shape.top_k;
     if (layer >= client->shape.layers || n == 0 || n > client->max_tokens || !rows || !ids || !weights ||
@@ -60,15 +61,22 @@ int32_t begin(ExpertClient* client, uint32_t layer, const void* rows, uint32_t n
     call.ids = ids;
     call.weights = weights;
     call.out = out;
+    call.drop = drop;
     call.deadline_ns = deadline_ns;
     call.attempt = 0;
     call.routes_since = 0;
     call.replan.store(0);
     call.missing.store(total);
+    call.settled = 0;
     call.chunks.clear();
     call.order.clear();
     for (uint32_t i = 0; i < (total + 63) / 64; i++) call.filled[i].store(0, std::memory_order_relaxed);
     for (LaneWord& word : call.outstanding) word.value = 0;
+    for (uint32_t lane = 0; lane < client->lanes; lane++) {
+        client->scratch[lane].doubts.clear();
+        client->scratch[lane].doubts.reserve(total);
+    }
+    client->plan.doubts.clear();
     client->arena.reset();
     plan_first(client, now_ns);
     return EXPERTS_OK;
@@ -120,8 +128,8 @@ void wait_lane(ExpertClient* client, uint32_t lane, const Dispatched& dispatched
             checked_ns = now_ns;
         }
         if (lane_finished(client, lane, now_ns)) break;
-        uint64_t timeout = std::min(P2P_WAIT_NS, call.deadline_ns - now_ns);
-        p2p_bell_wait(client->page, lane, seen, timeout);
+        uint64_t wake_ns = std::min(call.deadline_ns, next_due_ns(client, lane));
+        p2p_bell_wait(client->page, lane, seen, wake_ns > now_ns ? std::min(P2P_WAIT_NS, wake_ns - now_ns) : 0);
     }
     // Another lane may wait for a reply that is no longer needed, or must come and plan again.
     if (call.replan.load() || call.in_doubt.load(std::memory_order_relaxed)) ring_lanes(client, lane);
@@ -137,14 +145,15 @@ void meet(ExpertClient* client, LanePool* pool, uint32_t lane) {
 
 P2P_API int32_t expert_call(ExpertClient* client, LanePool* pool, uint32_t lane, uint32_t layer,
                             const void* rows, uint32_t n, const uint16_t* expert_ids, const float* weights,
-                            float* out, uint64_t deadline_ns, void (*while_away)(void*, uint32_t),
-                            void* arg) {
+                            float* out, uint8_t* drop, uint64_t deadline_ns,
+                            void (*while_away)(void*, uint32_t), void* arg) {
     Call& call = client->call;
     const auto ended = [&](uint64_t phase) { p2p_lanes_stamp(pool, lane, phase); };
     if (lane == 0)
-        call.status = begin(client, layer, rows, n, expert_ids, weights, out, clock_ns(), deadline_ns);
+        call.status = begin(client, layer, rows, n, expert_ids, weights, out, drop, clock_ns(), deadline_ns);
     ended(EXPERTS_PHASE_PLAN);
     meet(client, pool, lane);
+    if (lane == 0) count_settled(call);
     int32_t status = call.status;
     Dispatched dispatched{};
     if (status == EXPERTS_OK) {
@@ -168,6 +177,7 @@ P2P_API int32_t expert_call(ExpertClient* client, LanePool* pool, uint32_t lane,
             if (call.status != EXPERTS_OK) finish(client);
         }
         meet(client, pool, lane);
+        if (lane == 0) count_settled(call);
         status = call.status;
         if (status == EXPERTS_OK) dispatched = dispatch(client, lane);
     }
@@ -177,8 +187,9 @@ P2P_API int32_t expert_call(ExpertClient* client, LanePool* pool, uint32_t lane,
 
 P2P_API int32_t expert_client_begin(ExpertClient* client, uint32_t layer, const void* rows, uint32_t n,
                                     const uint16_t* expert_ids, const float* weights, float* out,
-                                    uint64_t now_ns, uint64_t deadline_ns) {
-    int32_t status = begin(client, layer, rows, n, expert_ids, weights, out, now_ns, deadline_ns);
+                                    uint8_t* drop, uint64_t now_ns, uint64_t deadline_ns) {
+    int32_t status = begin(client, layer, rows, n, expert_ids, weights, out, drop, now_ns, deadline_ns);
+    if (status == EXPERTS_OK) count_settled(client->call);
     for (uint32_t lane = 0; status == EXPERTS_OK && lane < client->lanes; lane++)
         post_chunks(client, lane, now_ns);
     client->checked_ns = now_ns;
@@ -206,22 +217,23 @@ P2P_API int32_t expert_client_step(ExpertClient* client, uint64_t now_ns) {
         finish(client);
         return status;
     }
+    count_settled(call);
     for (uint32_t lane = 0; lane < client->lanes; lane++) post_chunks(client, lane, now_ns);
     return EXPERTS_PENDING;
 }
 
 P2P_API int32_t expert_exchange(ExpertClient* client, uint32_t layer, const void* rows, uint32_t n,
                                 const uint16_t* expert_ids, const float* weights, float* out,
-                                uint64_t deadline_ns) {
+                                uint8_t* drop, uint64_t deadline_ns) {
     if (client->lanes == 1)
-        return expert_call(client, nullptr, 0, layer, rows, n, expert_ids, weights, out, deadline_ns, nullptr,
-                           nullptr);
+        return expert_call(client, nullptr, 0, layer, rows, n, expert_ids, weights, out, drop, deadline_ns,
+                           nullptr, nullptr);
     if (!client->own_pool) client->own_pool.reset(p2p_lanes_new(client->lanes, nullptr));
     if (!client->own_pool) return EXPERTS_E_MEMORY;
     int32_t status = EXPERTS_E_ARGUMENT;
     auto lane_call = [&](uint32_t lane) {
         int32_t mine = expert_call(client, client->own_pool.get(), lane, layer, rows, n, expert_ids, weights,
-                                   out, deadline_ns, nullptr, nullptr);
+                                   out, drop, deadline_ns, nullptr, nullptr);
         if (lane == 0) status = mine;
     };
     auto run = [](void* arg, uint32_t lane) { (*static_cast<decltype(lane_call)*>(arg))(lane); };

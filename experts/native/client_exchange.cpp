@@ -6,6 +6,7 @@
 
 #include "experts/native/client_state.h"
 #include "p2p/native/doorbell.h"
+#include "p2p/native/faults.h"
 #include "p2p/native/frame.h"
 #include "p2p/native/window.h"
 
@@ -42,6 +43,7 @@ uint64_t write_request(ExpertClient* client, LaneScratch& scratch, Chunk& chunk,
         }
         scratch.keys.push_back(uint64_t(call.ids[pair]) << 48 | uint64_t(row - 1) << 32 | pair);
     }
+    p2p_fault_point(P2P_POINT_REQUEST_HALF_WRITTEN);
     std::sort(scratch.keys.begin(), scratch.keys.end());
     scratch.pairs.resize(chunk.pairs);
     chunk.experts = 0;
@@ -72,6 +74,21 @@ uint64_t write_request(ExpertClient* client, LaneScratch& scratch, Chunk& chunk,
     return request_bytes(shape, chunk.rows, chunk.pairs);
 }
 
+void shift(ExpertClient* client, Server& server, Slot& slot, SlotState to) {
+    SlotState from = slot.state;
+    if (from == SLOT_BUSY) server.units -= slot.pairs;
+    slot.state = to;
+    server.in_state[from]--;
+    server.in_state[to]++;
+    uint32_t kept = server.in_state[SLOT_LATE] + server.in_state[SLOT_LOST] + server.in_state[SLOT_ASIDE];
+    std::atomic_ref(server.stats.late_slots).store(kept, std::memory_order_relaxed);
+    std::atomic_ref(server.stats.lost_slots).store(server.in_state[SLOT_LOST], std::memory_order_relaxed);
+    // A server that catches up may take what no other replica could.
+    if (from == SLOT_LATE && !server.in_state[SLOT_LATE] &&
+        client->call.in_doubt.load(std::memory_order_relaxed))
+        client->call.replan.store(1);
+}
+
 void send(ExpertClient* client, Server& server, uint32_t lane, uint32_t slot_index, uint32_t chunk_index,
           uint64_t now_ns) {
     Call& call = client->call;
@@ -87,16 +104,36 @@ void send(ExpertClient* client, Server& server, uint32_t lane, uint32_t slot_ind
     fields.remaining_ns = call.deadline_ns > now_ns ? call.deadline_ns - now_ns : 0;
     fields.sender = client->incarnation;
     p2p_frame_seal(memory, &fields);
-    // Signal last: the server may read the payload as soon as it changes.
-    p2p_signal_store(memory, fields.sequence);
-    p2p_bell_ring(server.link.bell_page, 0);
-    server.busy++;
+    p2p_fault_point(P2P_POINT_REQUEST_BEFORE_SIGNAL);
+    if (!p2p_fault_takes(server.link.tx, memory, fields.sequence, server.link.bell_page, 0, 1)) {
+        // Signal last: the server may read the payload as soon as it changes.
+        p2p_signal_store(memory, fields.sequence);
+        p2p_fault_point(P2P_POINT_REQUEST_AFTER_SIGNAL);
+        p2p_bell_ring(server.link.bell_page, 0);
+    }
     server.units += chunk.pairs;
-    double expected_ns = server.peak_ns_per_unit * (server.units + UNIT_BASE);
-    uint64_t patience = server.peak_ns_per_unit == 0 ? OVERDUE_UNKNOWN_NS
-                                                     : std::max(OVERDUE_FLOOR_NS, uint64_t(4 * expected_ns));
-    slot = {SLOT_BUSY, chunk_index,     chunk.pairs, server.units,
-            call.id,   fields.sequence, now_ns,      now_ns + patience};
+    server.asked_ns = now_ns;
+    // A deadline that passed is for lane_finished to see.
+    uint64_t most_ns = std::max<uint64_t>(1, fields.remaining_ns / 4);
+    uint64_t q99_ns = server.latency.q99_ns(server.units);
+    if (uint64_t least_ns = client->least_q99_ns[Latency::class_of(server.units)])
+        q99_ns = std::min(q99_ns, LONG_TIMES * least_ns);
+    uint64_t hedge_ns = q99_ns ? std::max(HEDGE_FLOOR_NS, 2 * q99_ns) : UNKNOWN_NS;
+    uint64_t suspect_ns = q99_ns ? std::max(SUSPECT_FLOOR_NS, 4 * q99_ns) : UNKNOWN_NS;
+    shift(client, server, slot, SLOT_BUSY);
+    slot = {.state = SLOT_BUSY,
+            .chunk = chunk_index,
+            .pairs = chunk.pairs,
+            .experts = chunk.experts,
+            .units = server.units,
+            .probe = chunk.probe,
+            .call = call.id,
+            .sequence = fields.sequence,
+            .posted_ns = now_ns,
+            .due_ns = now_ns + std::min(hedge_ns, most_ns),
+            .suspect_ns = now_ns + std::min(suspect_ns, most_ns)};
+    if (!chunk.probe && client->hedge_credit.load(std::memory_order_relaxed) < HEDGE_MOST)
+        client->hedge_credit.fetch_add(HEDGE_EARNED, std::memory_order_relaxed);
     chunk.state = CHUNK_SENT;
     add(server.stats.rows, chunk.rows);
     add(server.stats.pairs, chunk.pairs);
@@ -109,25 +146,17 @@ void post(ExpertClient* client, Server& server, uint32_t lane, uint64_t now_ns) 
             send(client, server, lane, i, server.queue[server.queue_head++], now_ns);
 }
 
-void release(ExpertClient* client, Server& server, Slot& slot) {
-    if (slot.state == SLOT_BUSY) {
-        server.busy--;
-        server.units -= slot.pairs;
-    } else {
-        server.late--;
-        std::atomic_ref(server.stats.late_slots).store(server.late, std::memory_order_relaxed);
-        // A server that catches up may take what no other replica could.
-        if (server.late == 0 && client->call.in_doubt.load(std::memory_order_relaxed))
-            client->call.replan.store(1);
-    }
-    slot.state = SLOT_FREE;
+// The server answers: what was late before it was asked this is hardly under way any more.
+void heard(ExpertClient* client, Server& server, const Slot& slot) {
+    for (Slot& other : server.slots)
+        if (other.state == SLOT_LATE && other.due_ns <= slot.posted_ns) shift(client, server, other, SLOT_LOST);
 }
 
-void learn(Server& server, const Slot& slot, uint64_t now_ns, uint64_t service_ns) {
-    uint64_t patience = slot.due_ns - slot.posted_ns;
+// Nobody may be waiting for a probe when it is answered, so that it says nothing of latency.
+void learn(ExpertClient* client, Server& server, const Slot& slot, uint64_t now_ns, uint64_t service_ns) {
     uint64_t latency = now_ns > slot.posted_ns ? now_ns - slot.posted_ns : 0;
-    double sample = double(std::min(latency, patience)) / (slot.units + UNIT_BASE);
-    server.peak_ns_per_unit = std::max(sample, server.peak_ns_per_unit * (63.0 / 64));
+    // No longer than until it was suspect: one freeze does not excuse the next.
+    if (!slot.probe) server.latency.learn(slot.units, std::min(latency, slot.suspect_ns - slot.posted_ns));
     if (slot.state == SLOT_BUSY) server.probe_wait_ns = PROBE_FIRST_NS;
     ServerStats& stats = server.stats;
     auto average = [](uint64_t old, uint64_t value) { return old ? old - old / 16 + value / 16 : value; };
@@ -138,6 +167,8 @@ void learn(Server& server, const Slot& slot, uint64_t now_ns, uint64_t service_n
     add(stats.in_flight, slot.units);
     add(stats.latency_sum_ns, latency);
     add(stats.service_sum_ns, service_ns);
+    bool slow = client->speed[&server - client->servers] < 1;
+    server.service.learn(slot.pairs + EXPERT_COST * slot.experts + UNIT_BASE, double(service_ns), slow);
 }
 
 // Its pairs go to another server, or to this one again.
@@ -155,7 +186,24 @@ bool of_one_expert(const Call& call, const Chunk& chunk) {
     return call.ids[pairs[0]] == call.ids[pairs[chunk.pairs - 1]];
 }
 
-// Reads and judges the reply. False where it does not validate: nothing of it was used.
+// A reply that its call did not wait for, or a probe's: it says how its server does, and nothing of it is used. False
+// where it does not validate.
+bool overhear(ExpertClient* client, Server& server, const Slot& slot, const void* memory, uint64_t now_ns) {
+    P2pHeader frame;
+    WireHeader header{};
+    int length = p2p_frame_open(memory, server.link.slot_bytes, client->incarnation,
+                                server.link.server_incarnation, slot.sequence, &frame, server.overheard.get());
+    if (length >= int(sizeof header)) std::memcpy(&header, server.overheard.get(), sizeof header);
+    if (header.magic != WIRE_MAGIC || header.kind != WIRE_REPLY) {
+        count_corrupt(server, now_ns);
+        return false;
+    }
+    heard(client, server, slot);
+    if (header.status == STATUS_OK) learn(client, server, slot, now_ns, header.service_ns);
+    return true;
+}
+
+// Reads and judges the reply. False where some of it was of no use, and may be the next time.
 bool accept(ExpertClient* client, Server& server, Slot& slot, const void* memory, uint64_t now_ns) {
     Call& call = client->call;
     Chunk& chunk = call.chunks[slot.chunk];
@@ -167,68 +215,91 @@ bool accept(ExpertClient* client, Server& server, Slot& slot, const void* memory
     bool valid = length >= 0 && reply_valid(shape, chunk.reply, uint64_t(length), call.layer, chunk.rows,
                                             chunk.pairs, chunk.routing, &status);
     call.outstanding[server.link.lane].value--;
+    p2p_fault_point(P2P_POINT_REPLY_TAKEN);
+    // Only for good is a server barred: others are preferred to one that refused, and where there is none it is asked on.
+    const uint32_t again = std::min(chunk.refusals + 1, MAX_REFUSALS - 1);
     if (!valid || (status != STATUS_INVALID && frame.attempt != chunk.attempt)) {
-        add(server.stats.corrupt, 1);
-        refuse(call, server, chunk, chunk.refusals + 1);
+        if (length < 0 || !of_another_release(chunk.reply, uint64_t(length))) count_corrupt(server, now_ns);
+        refuse(call, server, chunk, again);
         return false;
     }
+    heard(client, server, slot);
     WireHeader header;
     std::memcpy(&header, chunk.reply, sizeof header);
-    learn(server, slot, now_ns, header.service_ns);
     if (status != STATUS_OK) {
         // A corrupt request may pass the next time; an expert that is not held stays so under these routes.
-        bool final = status == STATUS_NOT_HELD && of_one_expert(call, chunk);
-        refuse(call, server, chunk, final ? MAX_REFUSALS : chunk.refusals + 1);
-        return true;
+        chunk.not_held = status == STATUS_NOT_HELD;
+        refuse(call, server, chunk, chunk.not_held && of_one_expert(call, chunk) ? MAX_REFUSALS : again);
+        return chunk.not_held;
     }
-    server.service.learn(chunk.pairs + EXPERT_COST * chunk.experts + UNIT_BASE, double(header.service_ns));
-    chunk.state = CHUNK_DONE;
     const auto* row = reinterpret_cast<const float*>(chunk.reply + sizeof(WireHeader));
-    uint32_t fresh = 0;
-    for (uint32_t i = 0; i < chunk.pairs; i++, row += shape.hidden) {
+    const uint32_t hidden = shape.hidden;
+    RowsDigest digest;
+    for (uint32_t i = 0; i < chunk.pairs; i++) digest.add(fold_row(row + uint64_t(i) * hidden, 0, hidden));
+    if (digest.sum != header.digest) {
+        // The frame is whole: it was sealed like this.
+        count_corrupt(server, now_ns);
+        refuse(call, server, chunk, again);
+        return false;
+    }
+    learn(client, server, slot, now_ns, header.service_ns);
+    chunk.state = CHUNK_DONE;
+    uint32_t fresh = 0, doubted = 0;
+    for (uint32_t i = 0; i < chunk.pairs; i++, row += hidden) {
         uint32_t pair = call.order[chunk.first + i];
-        uint64_t bit = 1ull << (pair % 64);
-        if (call.filled[pair / 64].fetch_or(bit, std::memory_order_relaxed) & bit) continue;
-        call.row[pair] = row;
-        fresh++;
+        if (!digest.finite && !finite_row(row, hidden)) {
+            // Beyond what was reserved the row only stays missing.
+            std::vector<Doubt>& doubts = client->scratch[server.link.lane].doubts;
+            if (doubts.size() < doubts.capacity()) doubts.push_back({pair, chunk.server, now_ns, row});
+            doubted++;
+            continue;
+        }
+        fresh += fill(call, pair, row);
     }
     call.missing.fetch_sub(fresh);
-    return true;
+    // A second answer is not delayed: where it equals the first it may be all the evidence that can be had.
+    bool useful = !doubted || chunk.refusals < again;
+    if (doubted) refuse(call, server, chunk, again);
+    return useful;
 }
 
-void retire(Server& server, Slot& slot, SlotState state) {
-    if (slot.state == SLOT_BUSY) {
-        server.busy--;
-        server.units -= slot.pairs;
-        server.late++;
-        std::atomic_ref(server.stats.late_slots).store(server.late, std::memory_order_relaxed);
-    }
-    slot.state = state;
+// Whether the rows of an overdue request may go elsewhere as well: at once from a suspect, else for credit.
+bool may_hedge(ExpertClient* client, Server& server, Slot& slot, uint64_t now_ns) {
+    if (now_ns >= slot.suspect_ns || server.suspect(now_ns)) return true;
+    if (client->hedge_credit.load(std::memory_order_relaxed) >= HEDGE_COST) return true;
+    slot.due_ns = slot.suspect_ns;
+    return false;
 }
 
 void scan(ExpertClient* client, Server& server, uint64_t now_ns) {
     Call& call = client->call;
+    const bool cut = p2p_fault_cut(server.link.tx);
     for (uint32_t i = 0; i < server.link.slots; i++) {
         Slot& slot = server.slots[i];
         if (slot.state == SLOT_FREE) continue;
         const void* memory = p2p_slot(server.link.rx, i, server.link.slot_bytes);
         bool current = slot.call == call.id;
-        if (current && slot.state == SLOT_TORN) continue;
-        if (p2p_signal_load(memory) == slot.sequence) {
-            if (!current || accept(client, server, slot, memory, now_ns))
-                release(client, server, slot);
-            else
-                retire(server, slot, SLOT_TORN);
-        } else if (slot.state == SLOT_BUSY && now_ns >= slot.due_ns) {
-            retire(server, slot, SLOT_LATE);
+        if (slot.state == SLOT_ASIDE) {
+            if (!current || now_ns >= slot.due_ns) shift(client, server, slot, SLOT_FREE);
+            continue;
+        }
+        if (p2p_signal_load(memory) == slot.sequence && !cut) {
+            bool awaited = current && !slot.probe;
+            bool useful = awaited ? accept(client, server, slot, memory, now_ns)
+                                  : overhear(client, server, slot, memory, now_ns);
+            shift(client, server, slot, useful ? SLOT_FREE : SLOT_ASIDE);
+            slot.due_ns = now_ns + ASIDE_NS;
+        } else if (slot.state == SLOT_BUSY && now_ns >= slot.due_ns && may_hedge(client, server, slot, now_ns)) {
+            shift(client, server, slot, SLOT_LATE);
+            if (slot.probe) server.probe_wait_ns = std::min(PROBE_LAST_NS, server.probe_wait_ns * 2);
             server.probe_at_ns = server.replan_at_ns = now_ns + server.probe_wait_ns;
-            server.probe_wait_ns = std::min(PROBE_LAST_NS, server.probe_wait_ns * 2);
+            if (slot.probe) continue;
             if (current) call.chunks[slot.chunk].state = CHUNK_LATE;
             bool others_wait = server.queue_head < server.queue.size();
             if (!current && !others_wait) continue;
             call.in_doubt.store(true, std::memory_order_relaxed);
             call.replan.store(1);
-        } else if (current && slot.state == SLOT_LATE && now_ns >= server.replan_at_ns) {
+        } else if (current && !slot.probe && slot.state != SLOT_BUSY && now_ns >= server.replan_at_ns) {
             // What travelled may be lost for good: rows that nobody else has are asked for again, in another slot.
             server.replan_at_ns = now_ns + server.probe_wait_ns;
             call.replan.store(1);
@@ -242,6 +313,7 @@ void bury(ExpertClient* client, Server& server) {
     auto fail = [&](uint32_t index) {
         Chunk& chunk = call.chunks[index];
         chunk.state = CHUNK_FAILED;
+        if (chunk.probe) return;
         call.outstanding[server.link.lane].value--;
         add(server.stats.redispatches, chunk.pairs);
     };
@@ -249,10 +321,13 @@ void bury(ExpertClient* client, Server& server) {
         if (slot.awaited_by(call.id)) fail(slot.chunk);
         slot.state = SLOT_FREE;
     }
+    std::fill_n(server.in_state, SLOT_STATES, 0);
+    server.in_state[SLOT_FREE] = server.link.slots;
     for (; server.queue_head < server.queue.size(); server.queue_head++)
         fail(server.queue[server.queue_head]);
-    server.busy = server.late = server.units = 0;
-    std::atomic_ref(server.stats.late_slots).store(0u, std::memory_order_relaxed);
+    server.units = 0;
+    for (uint32_t* kept : {&server.stats.late_slots, &server.stats.lost_slots})
+        std::atomic_ref(*kept).store(0u, std::memory_order_relaxed);
     server.state.store(SERVER_GONE);
     call.replan.store(1);
 }
@@ -294,6 +369,15 @@ void check_liveness(ExpertClient* client, uint32_t lane, uint64_t now_ns, bool i
     });
 }
 
+uint64_t next_due_ns(ExpertClient* client, uint32_t lane) {
+    uint64_t due_ns = UINT64_MAX;
+    each_server(client, lane, [&](Server& server) {
+        for (uint32_t i = 0; server.in_state[SLOT_BUSY] && i < server.link.slots; i++)
+            if (server.slots[i].state == SLOT_BUSY) due_ns = std::min(due_ns, server.slots[i].due_ns);
+    });
+    return due_ns;
+}
+
 bool lane_finished(ExpertClient* client, uint32_t lane, uint64_t now_ns) {
     Call& call = client->call;
     if (call.missing.load() == 0 || call.replan.load() || now_ns >= call.deadline_ns) return true;
@@ -327,6 +411,7 @@ void combine(ExpertClient* client, uint32_t lane, uint32_t lanes) {
             for (uint32_t i = 0; i < width; i++) out[j + i] += sum[i];
         }
     }
+    p2p_fault_point(P2P_POINT_COMBINED);
 }
 
 }  // namespace experts

@@ -1,6 +1,7 @@
 // Which server computes which pair: experts poured over their replicas (waterfill.h), then cut into chunks.
 #include <algorithm>
 #include <bit>
+#include <cstring>
 
 #include "experts/native/client_state.h"
 
@@ -8,14 +9,18 @@ namespace experts {
 namespace {
 
 constexpr uint8_t SPLIT = 254;  // in place of a server: several share the expert's rows
-constexpr uint64_t WEIGH_CALLS = 64;
+constexpr uint64_t WEIGH_CALLS = 16;
 enum PairState : uint8_t { PAIR_OPEN, PAIR_PLACED, PAIR_FILLED };
 
 struct Masks {
-    uint64_t healthy = 0;  // takes rows
-    uint64_t late = 0;     // alive, but owes a reply past its time: only where no other replica exists
+    uint64_t healthy = 0;     // takes rows
+    uint64_t distrusted = 0;  // prompt, but its replies come corrupt: only where no other replica exists
+    uint64_t late = 0;        // alive, but owes a reply past its time: only where neither of those exists
 
-    bool takes(uint32_t server) const { return server != EXPERTS_NO_SERVER && healthy >> server & 1; }
+    uint64_t live() const { return healthy | distrusted | late; }
+    bool takes(uint32_t server) const {
+        return server != EXPERTS_NO_SERVER && (healthy | distrusted) >> server & 1;
+    }
 };
 
 Masks server_masks(ExpertClient* client, uint64_t now_ns) {
@@ -24,10 +29,37 @@ Masks server_masks(ExpertClient* client, uint64_t now_ns) {
         uint32_t i = uint32_t(std::countr_zero(left));
         Server& server = client->servers[i];
         if (server.state.load(std::memory_order_acquire) != SERVER_LIVE || server.leaving.load()) continue;
-        bool probe = now_ns >= server.probe_at_ns && server.busy + server.late < server.link.slots;
-        (server.late == 0 || probe ? masks.healthy : masks.late) |= 1ull << i;
+        bool distrusted = now_ns < server.stats.quarantined_until_ns;
+        (server.owes() ? masks.late : distrusted ? masks.distrusted : masks.healthy) |= 1ull << i;
     }
     return masks;
+}
+
+void compare_latencies(ExpertClient* client) {
+    for (uint32_t size = 0; size < Latency::SIZES; size++) {
+        uint64_t least_ns = UINT64_MAX;
+        for (uint64_t left = client->used.load(std::memory_order_acquire); left; left &= left - 1)
+            if (uint64_t q99_ns = client->servers[std::countr_zero(left)].latency.class_q99_ns(size))
+                least_ns = std::min(least_ns, q99_ns);
+        client->least_q99_ns[size] = least_ns == UINT64_MAX ? 0 : least_ns;
+    }
+}
+
+// A server that has not answered yet is expected to be as the one that is known best, or a freeze of it would not be
+// told from a slow start.
+void reckon_latencies(ExpertClient* client) {
+    const Server* best = nullptr;
+    bool unknown = false;
+    for (uint64_t left = client->used.load(std::memory_order_acquire); left; left &= left - 1) {
+        const Server& server = client->servers[std::countr_zero(left)];
+        unknown |= !server.latency.known();
+        if (server.latency.known() && (!best || server.stats.replies > best->stats.replies)) best = &server;
+    }
+    if (!unknown || !best) return;
+    for (uint64_t left = client->used.load(std::memory_order_acquire); left; left &= left - 1) {
+        Server& server = client->servers[std::countr_zero(left)];
+        if (!server.latency.known()) server.latency = best->latency;
+    }
 }
 
 uint64_t replicas(const ExpertClient* client, uint32_t expert) {
@@ -39,9 +71,17 @@ uint64_t replicas(const ExpertClient* client, uint32_t expert) {
     return mask;
 }
 
+// Whether one lives that is not attached yet.
+bool awaits_replica(const ExpertClient* client, uint32_t expert) {
+    uint64_t row = uint64_t(client->call.layer) * client->shape.experts + expert;
+    return client->routes.table[(row + 1) * EXPERTS_MAX_REPLICAS - 1] == EXPERTS_AWAITED;
+}
+
 void forget_refusals(Plan& plan) {
-    if (plan.any_refused)
+    if (plan.any_refused) {
         for (std::vector<uint64_t>& refused : plan.refused) std::fill(refused.begin(), refused.end(), 0);
+        std::fill(plan.not_held.begin(), plan.not_held.end(), 0);
+    }
     plan.any_refused = false;
 }
 
@@ -75,11 +115,15 @@ void choose_servers(ExpertClient* client, const Masks& masks) {
     for (uint32_t expert : plan.touched) {
         uint64_t able = replicas(client, expert);
         uint64_t servers = most_willing(plan, expert, able & masks.healthy);
+        if (!servers) servers = most_willing(plan, expert, able & masks.distrusted);
         if (!servers) servers = most_willing(plan, expert, able & masks.late);
         plan.want_of[expert] = uint32_t(wants.size());
         wants.push_back({expert, plan.count[expert], servers, {}});
     }
-    if (client->call.id % WEIGH_CALLS == 0) weigh_servers(client);
+    if (client->call.id % WEIGH_CALLS == 0) {
+        weigh_servers(client);
+        compare_latencies(client);
+    }
     // Clients draw differently, and anew in each call.
     uint64_t turn = (client->incarnation * 0x9e3779b97f4a7c15 >> 32) + client->call.id;
     plan.fill.pour(wants.data(), wants.size(), client->speed, EXPERT_COST, uint32_t(turn));
@@ -143,10 +187,10 @@ void cut_chunks(ExpertClient* client, uint32_t index) {
         server.queue.clear();
         server.queue_head = 0;
     }
-    // An expert that the server refused goes alone: who refuses a chunk does not say for which expert.
+    // An expert that the server may not hold goes alone: who refuses a chunk does not say for which expert.
     auto part = [&](uint32_t pair) {
         uint32_t expert = call.ids[pair];
-        return plan.any_refused && refusals(plan, expert, index) ? expert + 1 : 0;
+        return plan.any_refused && plan.not_held[expert] >> index & 1 ? expert + 1 : 0;
     };
     if (plan.any_refused)
         std::sort(list.begin(), list.end(), [&](uint32_t a, uint32_t b) {
@@ -175,7 +219,13 @@ void cut_chunks(ExpertClient* client, uint32_t index) {
                     .rows = rows,
                     .attempt = call.attempt,
                     .reply = client->arena.take(reply_bytes(shape, end - at))};
-        if (part(list[at])) chunk.refusals = refusals(plan, call.ids[list[at]], index);
+        for (size_t i = at; plan.any_refused && i < end; i++)
+            chunk.refusals = std::max(chunk.refusals, refusals(plan, call.ids[list[i]], index));
+        auto hedged = [&](uint32_t pair) { return plan.pair_late[pair] & ~plan.suspects; };
+        if (call.attempt && std::any_of(list.begin() + at, list.begin() + end, hedged)) {
+            client->hedge_credit.fetch_sub(HEDGE_COST, std::memory_order_relaxed);
+            add(server.stats.extra, 1);
+        }
         call.order.insert(call.order.end(), list.begin() + at, list.begin() + end);
         server.queue.push_back(uint32_t(call.chunks.size()));
         call.chunks.push_back(chunk);
@@ -183,6 +233,30 @@ void cut_chunks(ExpertClient* client, uint32_t index) {
         at = end;
     }
     list.clear();
+}
+
+// Whether it is time to learn how a server does to which nothing is given: one that owes a reply, or a slow one.
+bool wants_probe(const ExpertClient* client, uint32_t index, uint64_t now_ns) {
+    const Server& server = client->servers[index];
+    if (server.state.load(std::memory_order_acquire) != SERVER_LIVE || server.leaving.load()) return false;
+    if (!server.has_slot() || server.queue_head < server.queue.size()) return false;
+    if (server.in_state[SLOT_LATE]) return now_ns >= server.probe_at_ns;
+    return client->speed[index] < 1 && server.drained() && now_ns >= server.asked_ns + PROBE_SLOW_NS;
+}
+
+// A copy of one pair that it holds as well; whoever was given the pair answers for it.
+void plan_probe(ExpertClient* client, uint32_t index, uint64_t now_ns) {
+    Call& call = client->call;
+    Server& server = client->servers[index];
+    for (uint32_t pair = 0; pair < call.n * client->shape.top_k; pair++) {
+        if (!(replicas(client, call.ids[pair]) >> index & 1)) continue;
+        server.queue.assign(1, uint32_t(call.chunks.size()));
+        server.queue_head = 0;
+        call.chunks.push_back({.server = index, .first = uint32_t(call.order.size()), .pairs = 1, .rows = 1, .probe = true});
+        call.order.push_back(pair);
+        server.probe_at_ns = now_ns + server.probe_wait_ns;
+        return;
+    }
 }
 
 void cut_all(ExpertClient* client, uint64_t servers) {
@@ -218,22 +292,38 @@ bool pair_filled(const Call& call, uint32_t pair) {
     return call.filled[pair / 64].load(std::memory_order_relaxed) >> (pair % 64) & 1;
 }
 
+// A pair that nobody can compute, by routes that are in use, is left out of its token's sum where the caller allows it.
+bool drop_pair(ExpertClient* client, const Masks& masks, uint32_t pair) {
+    Call& call = client->call;
+    if (!call.drop || !client->routes.epoch) return false;
+    uint8_t& mark = call.drop[pair / client->shape.top_k];
+    if (mark == EXPERTS_KEEP || awaits_replica(client, call.ids[pair])) return false;
+    if (replicas(client, call.ids[pair]) & masks.live()) return false;
+    mark = EXPERTS_DROPPED;
+    call.settled += fill(call, pair, client->nothing.data());
+    return true;
+}
+
 // Planned by routes that are no longer in use: its refusal says nothing about those that are.
 bool outdated(const Call& call, const Chunk& chunk) { return chunk.attempt < call.routes_since; }
 
 // Chunks that will not bring their pairs, or not soon, free them for another server.
-void survey(ExpertClient* client, const Masks& masks) {
+void survey(ExpertClient* client, const Masks& masks, uint64_t now_ns) {
     Call& call = client->call;
     Plan& plan = client->plan;
     uint32_t total = call.n * client->shape.top_k;
     plan.pair_state.assign(total, PAIR_OPEN);
     plan.pair_late.assign(total, 0);
     for (LaneWord& word : call.outstanding) word.value = 0;
+    plan.suspects = 0;
+    for (const Server& server : client->servers)
+        if (server.suspect(now_ns)) plan.suspects |= 1ull << (&server - client->servers);
     for (Chunk& chunk : call.chunks) {
         Server& server = client->servers[chunk.server];
         uint64_t bit = 1ull << chunk.server;
         // Not sent yet, by old routes or to a server that became late: another replica may take it.
-        if (chunk.state == CHUNK_PLANNED && (outdated(call, chunk) || !(masks.healthy & bit)))
+        if (chunk.probe) continue;
+        if (chunk.state == CHUNK_PLANNED && (outdated(call, chunk) || !masks.takes(chunk.server)))
             chunk.state = CHUNK_FAILED;
         if (outdated(call, chunk)) chunk.refused = false;
         for (uint32_t i = 0; i < chunk.pairs; i++) {
@@ -243,6 +333,7 @@ void survey(ExpertClient* client, const Masks& masks) {
             if (chunk.state == CHUNK_LATE) plan.pair_late[pair] |= bit;
             for (uint32_t count = 0; chunk.refused && count < chunk.refusals; count++)
                 plan.refused[count][call.ids[pair]] |= bit;
+            if (chunk.refused && chunk.not_held) plan.not_held[call.ids[pair]] |= bit;
         }
         plan.any_refused |= chunk.refused;
         chunk.refused = false;
@@ -260,6 +351,42 @@ void survey(ExpertClient* client, const Masks& masks) {
     }
 }
 
+void collect_doubts(ExpertClient* client) {
+    std::vector<Doubt>& doubts = client->plan.doubts;
+    for (uint32_t lane = 0; lane < client->lanes; lane++) {
+        std::vector<Doubt>& fresh = client->scratch[lane].doubts;
+        doubts.insert(doubts.end(), fresh.begin(), fresh.end());
+        fresh.clear();
+    }
+}
+
+// Rows that are not finite: the model's own answer where two servers agree on them bit for bit, or, where nobody else
+// can be asked, where the only one repeats them.
+void settle_doubts(ExpertClient* client, uint64_t now_ns) {
+    Call& call = client->call;
+    collect_doubts(client);
+    const std::vector<Doubt>& doubts = client->plan.doubts;
+    for (const Doubt& doubt : doubts) {
+        uint64_t said = 0, others = 0;
+        bool confirmed = false, repeated = false;
+        for (const Doubt& other : doubts) {
+            if (other.pair != doubt.pair) continue;
+            said |= 1ull << other.server;
+            if (&other == &doubt || std::memcmp(other.row, doubt.row, client->shape.reply_row_bytes())) continue;
+            (other.server == doubt.server ? repeated : confirmed) = true;
+        }
+        for (uint64_t left = replicas(client, call.ids[doubt.pair]); left; left &= left - 1) {
+            uint32_t index = uint32_t(std::countr_zero(left));
+            const Server& server = client->servers[index];
+            bool asked = server.state.load(std::memory_order_acquire) == SERVER_LIVE && !server.suspect(now_ns) &&
+                         refusals(client->plan, call.ids[doubt.pair], index) < MAX_REFUSALS;
+            if (asked && index != doubt.server) others |= left & -left;
+        }
+        bool alone = std::popcount(said) == 1 && !others;
+        if (confirmed || (repeated && alone)) call.settled += fill(call, doubt.pair, doubt.row);
+    }
+}
+
 }  // namespace
 
 void plan_first(ExpertClient* client, uint64_t now_ns) {
@@ -270,6 +397,7 @@ void plan_first(ExpertClient* client, uint64_t now_ns) {
     clear_counts(plan);
     for (std::vector<uint32_t>& list : plan.list) list.clear();
     forget_refusals(plan);
+    reckon_latencies(client);
     for (uint32_t pair = 0; pair < total; pair++) count_pair(plan, call.ids[pair]);
     count_routed(client);
     Masks masks = server_masks(client, now_ns);
@@ -277,6 +405,7 @@ void plan_first(ExpertClient* client, uint64_t now_ns) {
     uint64_t servers = 0;
     bool in_doubt = false;
     auto give = [&](uint32_t pair, uint32_t server) {
+        if (server == EXPERTS_NO_SERVER && drop_pair(client, masks, pair)) return;
         in_doubt |= !masks.takes(server);
         if (server == EXPERTS_NO_SERVER) return;
         plan.list[server].push_back(pair);
@@ -286,6 +415,10 @@ void plan_first(ExpertClient* client, uint64_t now_ns) {
     clear_counts(plan);
     call.in_doubt.store(in_doubt, std::memory_order_relaxed);
     cut_all(client, servers);
+    for (uint64_t left = client->used.load(std::memory_order_acquire); left; left &= left - 1) {
+        uint32_t index = uint32_t(std::countr_zero(left));
+        if (wants_probe(client, index, now_ns)) plan_probe(client, index, now_ns);
+    }
 }
 
 void plan_again(ExpertClient* client, uint64_t now_ns) {
@@ -301,7 +434,8 @@ void plan_again(ExpertClient* client, uint64_t now_ns) {
     }
     for (uint32_t lane = 0; lane < client->lanes; lane++) check_liveness(client, lane, now_ns, true);
     Masks masks = server_masks(client, now_ns);
-    survey(client, masks);
+    settle_doubts(client, now_ns);
+    survey(client, masks, now_ns);
     // Whoever hears of the epoch may take away what older routes still ask for.
     auto behind = [&](const Chunk& chunk) { return chunk.out() && outdated(call, chunk); };
     if (std::none_of(call.chunks.begin(), call.chunks.end(), behind))
@@ -313,9 +447,13 @@ void plan_again(ExpertClient* client, uint64_t now_ns) {
     uint64_t servers = 0;
     bool in_doubt = false;
     auto give = [&](uint32_t pair, uint32_t server) {
-        // A late server gets a row again only where it does not already hold it.
+        if (server == EXPERTS_NO_SERVER && !plan.pair_late[pair] && drop_pair(client, masks, pair)) return;
         in_doubt |= !masks.takes(server);
-        if (server == EXPERTS_NO_SERVER || (!masks.takes(server) && plan.pair_late[pair])) return;
+        if (server == EXPERTS_NO_SERVER) return;
+        // A late server gets a row that it already holds again only after a while: what travelled may be lost.
+        const Server& chosen = client->servers[server];
+        bool again = masks.takes(server) || (now_ns >= chosen.probe_at_ns && chosen.has_slot());
+        if (plan.pair_late[pair] && !again) return;
         for (uint64_t left = plan.pair_late[pair]; left; left &= left - 1)
             add(client->servers[std::countr_zero(left)].stats.hedges, 1);
         plan.list[server].push_back(pair);
@@ -326,6 +464,20 @@ void plan_again(ExpertClient* client, uint64_t now_ns) {
     clear_counts(plan);
     call.in_doubt.store(in_doubt, std::memory_order_relaxed);
     cut_all(client, servers);
+}
+
+void blame(ExpertClient* client) {
+    const Call& call = client->call;
+    uint64_t blamed = 0;
+    auto judge = [&](const Doubt& doubt) {
+        if (blamed >> doubt.server & 1) return;
+        if (!std::memcmp(call.row[doubt.pair], doubt.row, client->shape.reply_row_bytes())) return;
+        blamed |= 1ull << doubt.server;
+        count_corrupt(client->servers[doubt.server], doubt.seen_ns);
+    };
+    std::for_each(client->plan.doubts.begin(), client->plan.doubts.end(), judge);
+    for (uint32_t lane = 0; lane < client->lanes; lane++)
+        std::for_each(client->scratch[lane].doubts.begin(), client->scratch[lane].doubts.end(), judge);
 }
 
 }  // namespace experts

@@ -1,6 +1,7 @@
 // What the parts of the client share. One call runs at a time; within it each server belongs to one lane, and
 // lane 0 plans while the other lanes stand at a barrier. That is why most fields need no lock.
 #pragma once
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -8,6 +9,7 @@
 #include <vector>
 
 #include "experts/native/client.h"
+#include "experts/native/latency.h"
 #include "experts/native/waterfill.h"
 #include "experts/native/wire.h"
 
@@ -15,34 +17,51 @@ namespace experts {
 
 constexpr uint32_t MAX_SLOTS = 16;
 constexpr uint64_t CHUNK_BYTES = 512 * 1024;  // incast hurts only above that
-constexpr uint64_t OVERDUE_FLOOR_NS = 20'000'000;
-constexpr uint64_t OVERDUE_UNKNOWN_NS =
-    1'000'000'000;  // before a server's first reply: its pages may be cold
+// What a reply's time is measured by, of replies of its size: 2 x q99 and it is hedged, if there is credit; 4 x q99
+// and its server is suspect. Both at most a quarter of the time left. A server's q99 counts up to LONG_TIMES that of
+// the best: who freezes often earns no patience by it.
+constexpr uint64_t LONG_TIMES = 4;
+constexpr uint64_t HEDGE_FLOOR_NS = 1'000'000;
+constexpr uint64_t SUSPECT_FLOOR_NS = 20'000'000;
+constexpr uint64_t UNKNOWN_NS = 250'000'000;  // while no server has answered yet: pages may be cold
+// Hedges are at most 5% of the requests, over calls; in thousandths of a request.
+constexpr int32_t HEDGE_EARNED = 50, HEDGE_COST = 1000, HEDGE_MOST = 8000;
+// Probes carry a copy of one row that a better server has as well: nobody waits for them.
 constexpr uint64_t PROBE_FIRST_NS = 1'000'000'000;
 constexpr uint64_t PROBE_LAST_NS = 30'000'000'000;
-constexpr uint32_t MAX_REFUSALS = 3;  // in a row, of an expert by a server; then it is not asked again
+constexpr uint64_t PROBE_SLOW_NS = 250'000'000;  // of a server too slow to be given rows
+constexpr uint32_t CORRUPT_MOST = 3;  // replies within CORRUPT_NS; then only where no other replica exists
+constexpr uint64_t CORRUPT_NS = 60'000'000'000;
+constexpr uint32_t MAX_REFUSALS = 3;  // so many of an expert by a server, and it is not asked again
+// A slot whose reply was of no use rests so long: nobody is asked again and again without a pause, and whoever wrote
+// it may still be writing.
+constexpr uint64_t ASIDE_NS = 50'000'000;
 // An activated expert costs its weights' read plus a part for each row; about five rows weigh as much as the read.
 constexpr uint32_t EXPERT_COST = 5;
 constexpr double UNIT_BASE = 16;  // pairs that a chunk seems to have on top of its own: its fixed cost
 
 enum ServerState : uint32_t { SERVER_EMPTY = 0, SERVER_LIVE = 1, SERVER_GONE = 2, SERVER_LEFT = 3 };
-// Torn: signalled, but its reply does not validate. Neither read again nor reused while the call lasts: whoever
-// wrote it may still be writing.
-enum SlotState : uint8_t { SLOT_FREE, SLOT_BUSY, SLOT_LATE, SLOT_TORN };
+// Lost: still late when a request sent after that was answered. Its reply may yet come and is waited for, but says
+// nothing against the server. Aside: ASIDE_NS, or until the call is over.
+enum SlotState : uint8_t { SLOT_FREE, SLOT_BUSY, SLOT_LATE, SLOT_LOST, SLOT_ASIDE };
+constexpr uint32_t SLOT_STATES = 5;
 enum ChunkState : uint8_t { CHUNK_PLANNED, CHUNK_SENT, CHUNK_LATE, CHUNK_DONE, CHUNK_FAILED };
 
 struct Slot {
     SlotState state = SLOT_FREE;
     uint32_t chunk = 0;
     uint32_t pairs = 0;  // of its chunk
+    uint32_t experts = 0;
     uint32_t units = 0;  // pairs in flight when it was sent, its own included
+    bool probe = false;
     uint64_t call = 0;
     uint64_t sequence = 0;
     uint64_t posted_ns = 0;
-    uint64_t due_ns = 0;
+    uint64_t due_ns = 0;      // then it is late, and hedged; once aside, when it is free
+    uint64_t suspect_ns = 0;  // then its server is suspect, while it is late
 
     bool awaited_by(uint64_t running) const {
-        return call == running && (state == SLOT_BUSY || state == SLOT_LATE);
+        return call == running && (state == SLOT_BUSY || state == SLOT_LATE || state == SLOT_LOST);
     }
 };
 
@@ -54,8 +73,10 @@ struct Chunk {
     uint32_t experts = 0;  // distinct, once it is sent
     uint32_t attempt = 0;
     ChunkState state = CHUNK_PLANNED;
-    bool refused = false;   // just now: not held, or not understood by either end
-    uint32_t refusals = 0;  // of its experts by this server, in a row
+    bool probe = false;
+    bool refused = false;   // just now: not held, not understood by either end, or not finite
+    bool not_held = false;  // that was why
+    uint32_t refusals = 0;  // of its experts by this server
     uint64_t routing = 0;
     uint8_t* reply = nullptr;  // private memory: wire header, then one row for each pair
 
@@ -69,11 +90,13 @@ struct Server {
     ServerLink link{};
     Slot slots[MAX_SLOTS];
     uint64_t sequence = 0;
-    uint32_t busy = 0;   // slots in SLOT_BUSY
-    uint32_t late = 0;   // slots in SLOT_LATE or SLOT_TORN
+    uint32_t in_state[SLOT_STATES] = {};  // slots
     uint32_t units = 0;  // pairs in busy slots
-    double peak_ns_per_unit = 0;
+    std::unique_ptr<uint8_t[]> overheard;  // a slot's payload
+    Latency latency;
     ServiceTime service;
+    uint64_t corrupt_ns[CORRUPT_MOST] = {};  // when the latest corrupt replies came
+    uint64_t asked_ns = 0;                   // last request
     uint64_t probe_at_ns = 0;
     uint64_t replan_at_ns = 0;  // of a call that waits for a late reply from here
     uint64_t probe_wait_ns = PROBE_FIRST_NS;
@@ -81,7 +104,15 @@ struct Server {
     size_t queue_head = 0;
     ServerStats stats{};
 
-    bool drained() const { return busy + late == 0; }
+    bool drained() const { return in_state[SLOT_FREE] == link.slots; }
+    bool has_slot() const { return in_state[SLOT_FREE] > 0; }
+    // Gets no rows that another can take.
+    bool owes() const { return in_state[SLOT_LATE] || in_state[SLOT_LOST] == link.slots; }
+    // A reply is missing for so long that sending its rows elsewhere is no hedge.
+    bool suspect(uint64_t now_ns) const {
+        auto missing = [&](const Slot& slot) { return slot.state == SLOT_LATE && now_ns >= slot.suspect_ns; };
+        return in_state[SLOT_LATE] && std::any_of(slots, slots + link.slots, missing);
+    }
 };
 
 // A value that several lanes write, each its own.
@@ -97,12 +128,14 @@ struct Call {
     const uint16_t* ids = nullptr;
     const float* weights = nullptr;
     float* out = nullptr;
+    uint8_t* drop = nullptr;
     uint64_t deadline_ns = 0;
     uint32_t attempt = 0;
     uint32_t routes_since = 0;  // the first attempt that was planned by the routes in use
     int32_t status = EXPERTS_OK;
     std::atomic<bool> in_doubt{false};  // some pairs wait for a replica, or for a late server
     std::atomic<uint32_t> missing{0};
+    uint32_t settled = 0;  // pairs that the plan itself filled, still counted as missing
     std::atomic<uint32_t> replan{0};
     uint64_t shared = 0;  // of the plan made last: servers with chunks whose lanes run beside this client's
     std::vector<Chunk> chunks;
@@ -136,6 +169,14 @@ struct Routes {
     std::vector<uint8_t> table;
 };
 
+// A reply's row that is not finite, and that only an equal one can confirm: another server's, where one can be asked.
+struct Doubt {
+    uint32_t pair;
+    uint32_t server;
+    uint64_t seen_ns;
+    const float* row;
+};
+
 // Planning scratch, all of it lane 0's.
 struct Plan {
     std::vector<Want> wants;
@@ -144,17 +185,21 @@ struct Plan {
     std::vector<uint8_t> server_of;  // of each expert
     std::vector<uint32_t> want_of;   // of each touched expert, in wants
     Waterfill fill;
-    // refused[i][expert]: a mask of the servers that in this call refused it more than i times in a row
+    // refused[i][expert]: a mask of the servers that in this call refused it more than i times
     std::vector<uint64_t> refused[MAX_REFUSALS];
+    std::vector<uint64_t> not_held;  // [expert]: a mask of those that lack it, or one that was asked for beside it
     bool any_refused = false;
     std::vector<uint8_t> pair_state;
     std::vector<uint64_t> pair_late;  // servers whose late reply may still bring the pair
+    uint64_t suspects = 0;            // of those, the ones beyond which asking elsewhere is no hedge
+    std::vector<Doubt> doubts;        // of all lanes
     std::vector<uint32_t> list[EXPERTS_MAX_SERVERS];
 };
 
 struct LaneScratch {
     std::vector<uint64_t> keys;
     std::vector<WirePair> pairs;
+    std::vector<Doubt> doubts;  // of the call, since they were last collected
 };
 
 struct FreeLanes {
@@ -181,8 +226,11 @@ struct ExpertClient {
     std::atomic<uint64_t> used{0};  // places that are not empty
     experts::Server servers[EXPERTS_MAX_SERVERS];
     double speed[EXPERTS_MAX_SERVERS];  // relative, as the plan takes it
+    std::atomic<int32_t> hedge_credit{experts::HEDGE_MOST};
+    uint64_t least_q99_ns[experts::Latency::SIZES] = {};  // of the servers, by size; 0: unknown
     // Of each (layer, expert) since they were last taken: rows, and calls that had any.
     std::vector<uint32_t> routed_rows, routed_calls;
+    std::vector<float> nothing;  // the row of a pair that was dropped
     experts::Call call;
     experts::Plan plan;
     experts::Arena arena;
@@ -201,10 +249,32 @@ inline void set(uint64_t& field, uint64_t value) {
     std::atomic_ref(field).store(value, std::memory_order_relaxed);
 }
 
+// 1 where the pair had no row yet.
+inline uint32_t fill(Call& call, uint32_t pair, const float* row) {
+    uint64_t bit = 1ull << (pair % 64);
+    if (call.filled[pair / 64].fetch_or(bit, std::memory_order_relaxed) & bit) return 0;
+    call.row[pair] = row;
+    return 1;
+}
+// What the plan filled is missing no longer. Lane 0, once all lanes have read `missing` to decide that it must plan: else
+// they would decide differently.
+inline void count_settled(Call& call) {
+    if (call.settled) call.missing.fetch_sub(call.settled);
+    call.settled = 0;
+}
+inline void count_corrupt(Server& server, uint64_t now_ns) {
+    add(server.stats.corrupt, 1);
+    *std::min_element(server.corrupt_ns, server.corrupt_ns + CORRUPT_MOST) = now_ns;
+    uint64_t first = *std::min_element(server.corrupt_ns, server.corrupt_ns + CORRUPT_MOST);
+    if (first) set(server.stats.quarantined_until_ns, first + CORRUPT_NS);
+}
+
 // client_plan.cpp, lane 0 only
 void plan_first(ExpertClient* client, uint64_t now_ns);
 void plan_again(ExpertClient* client, uint64_t now_ns);
 void adopt_locked(ExpertClient* client);
+// Counts against each server the rows that another one gave differently. Once, when the call is complete.
+void blame(ExpertClient* client);
 
 // client_exchange.cpp, each lane for its own servers
 void post_chunks(ExpertClient* client, uint32_t lane, uint64_t now_ns);
@@ -214,6 +284,8 @@ bool ring_shared(ExpertClient* client, uint32_t lane);
 // Servers of the lane that it waits for, or all of the lane's where `idle_too`.
 void check_liveness(ExpertClient* client, uint32_t lane, uint64_t now_ns, bool idle_too);
 bool lane_finished(ExpertClient* client, uint32_t lane, uint64_t now_ns);
+// When the first of the lane's requests will be overdue.
+uint64_t next_due_ns(ExpertClient* client, uint32_t lane);
 void combine(ExpertClient* client, uint32_t lane, uint32_t lanes);
 
 }  // namespace experts

@@ -4,6 +4,8 @@
 
 #include <stdint.h>
 
+struct ExpertForm;
+
 struct KernelTable {
     const char* name;
     const char* bf16_class;
@@ -18,6 +20,10 @@ struct KernelTable {
     void (*int8_gate_up)(const void* packed, uint32_t hidden, uint32_t inter, const void* x,
                          uint64_t x_stride, uint32_t m, void* act, uint64_t act_stride, uint32_t tile0,
                          uint32_t tile1);
+    // biases: those of the whole matrix, or null.
+    void (*gate_up_formed)(const ExpertForm& form, const float* biases, int dtype, const void* packed,
+                           uint32_t hidden, uint32_t inter, const void* x, uint64_t x_stride, uint32_t m,
+                           void* act, uint64_t act_stride, uint32_t tile0, uint32_t tile1);
 };
 
 namespace isa_portable {

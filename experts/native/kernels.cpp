@@ -100,6 +100,24 @@ P2P_API void experts_ffn_gate_up(int dtype, const void* packed, uint32_t hidden,
     table().gate_up(dtype, packed, hidden, inter, x, x_stride, m, act, act_stride, tile0, tile1);
 }
 
+P2P_API void experts_ffn_gate_up_formed(const ExpertForm* form, int dtype, const void* packed, uint32_t hidden,
+                                        uint32_t inter, const void* x, uint64_t x_stride, uint32_t m,
+                                        void* act, uint64_t act_stride, uint32_t tile0, uint32_t tile1) {
+    const void* biases = static_cast<const char*>(packed) + experts_gate_up_bytes(dtype, inter, hidden);
+    table().gate_up_formed(*form, form->biased ? static_cast<const float*>(biases) : nullptr, dtype, packed,
+                           hidden, inter, x, x_stride, m, act, act_stride, tile0, tile1);
+}
+
+P2P_API void experts_add_down_biases(int dtype, const void* packed, uint32_t hidden, uint32_t inter, uint32_t m,
+                                     float* out, uint64_t out_stride, uint32_t tile0, uint32_t tile1) {
+    const void* behind = static_cast<const char*>(packed) + experts_pack_bytes(dtype, hidden, inter);
+    const float* biases = static_cast<const float*>(behind);
+    const uint32_t last = tile1 * EXPERTS_TILE_ROWS < hidden ? tile1 * EXPERTS_TILE_ROWS : hidden;
+    for (uint32_t i = 0; i < m; ++i)
+        for (uint32_t column = tile0 * EXPERTS_TILE_ROWS; column < last; ++column)
+            out[i * out_stride + column] += biases[column];
+}
+
 P2P_API void experts_ffn_down(int dtype, const void* packed, uint32_t hidden, uint32_t inter,
                               const void* act, uint64_t act_stride, uint32_t m, float* out,
                               uint64_t out_stride, uint32_t tile0, uint32_t tile1) {

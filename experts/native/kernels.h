@@ -59,6 +59,23 @@ P2P_API void experts_linear(int dtype, const void* packed, uint32_t rows, uint32
 P2P_API void experts_ffn_gate_up(int dtype, const void* packed, uint32_t hidden, uint32_t inter,
                                  const void* x, uint64_t x_stride, uint32_t m, void* act,
                                  uint64_t act_stride, uint32_t tile0, uint32_t tile1);
+// What an expert computes beside its products: act = g * sigmoid(alpha * g) * (u + shift), where g = min(gate, limit) and
+// u = up within -limit to limit. Where it is biased, 64 floats for each tile lie behind the tiles of a packed matrix, in
+// the order of the tile's rows: what is added to each product. alpha 1, limit infinite, shift 0, not biased: SwiGLU.
+struct ExpertForm {
+    float alpha;
+    float limit;
+    float shift;
+    uint32_t biased;
+};
+// As experts_ffn_gate_up, of f32 and bf16 alone.
+P2P_API void experts_ffn_gate_up_formed(const struct ExpertForm* form, int dtype, const void* packed,
+                                        uint32_t hidden, uint32_t inter, const void* x, uint64_t x_stride,
+                                        uint32_t m, void* act, uint64_t act_stride, uint32_t tile0,
+                                        uint32_t tile1);
+// Adds the biases behind down's tiles to out[m][hidden], for tiles [tile0, tile1).
+P2P_API void experts_add_down_biases(int dtype, const void* packed, uint32_t hidden, uint32_t inter, uint32_t m,
+                                     float* out, uint64_t out_stride, uint32_t tile0, uint32_t tile1);
 // out[m][hidden] = act @ down^T, for tiles [tile0, tile1) of ceil(hidden / 64): experts_linear by its role.
 P2P_API void experts_ffn_down(int dtype, const void* packed, uint32_t hidden, uint32_t inter,
                               const void* act, uint64_t act_stride, uint32_t m, float* out,

@@ -317,28 +317,55 @@ void store_act(uint16_t* to, f32x16 x, uint32_t count) {
     count == 16 ? store_bf16(to, x) : store_bf16_part(to, x, count);
 }
 
-template <class Step>
+// activate(place, gate, up): sixteen columns; the gates of the first have row `place` of the packed matrix.
+template <class Step, class Activate>
 void gate_up_of(const void* packed, uint32_t hidden, uint32_t inter, const void* x, uint64_t x_stride,
-                uint32_t m, void* act, uint64_t act_stride, uint32_t tile0, uint32_t tile1) {
+                uint32_t m, void* act, uint64_t act_stride, uint32_t tile0, uint32_t tile1, Activate activate) {
     auto* const to = static_cast<typename Step::Element*>(act);
     const auto finish = [=](uint32_t tile, uint32_t row, const float* acc) {
         for (uint32_t half = 0; half < 2; ++half) {
             const uint32_t column = tile * EXPERTS_GATE_UP_COLUMNS + half * 16;
             if (column >= inter) return;
-            const f32x16 product = silu(load(acc + half * 32)) * load(acc + half * 32 + 16);
+            const f32x16 product =
+                activate(uint64_t{tile} * kTile + half * 32, load(acc + half * 32), load(acc + half * 32 + 16));
             store_act(to + row * act_stride + column, product, inter - column < 16 ? inter - column : 16);
         }
     };
     tiles<Step>(packed, hidden, x, x_stride, m, tile0, tile1, finish);
 }
 
+template <class Activate>
+void gate_up_in(int dtype, const void* packed, uint32_t hidden, uint32_t inter, const void* x,
+                uint64_t x_stride, uint32_t m, void* act, uint64_t act_stride, uint32_t tile0, uint32_t tile1,
+                Activate activate) {
+    if (dtype == EAAS_F32) {
+        gate_up_of<StepF32>(packed, hidden, inter, x, x_stride, m, act, act_stride, tile0, tile1, activate);
+    } else {
+        gate_up_of<StepBf16>(packed, hidden, inter, x, x_stride, m, act, act_stride, tile0, tile1, activate);
+    }
+}
+
 void gate_up(int dtype, const void* packed, uint32_t hidden, uint32_t inter, const void* x, uint64_t x_stride,
              uint32_t m, void* act, uint64_t act_stride, uint32_t tile0, uint32_t tile1) {
-    if (dtype == EAAS_F32) {
-        gate_up_of<StepF32>(packed, hidden, inter, x, x_stride, m, act, act_stride, tile0, tile1);
-    } else {
-        gate_up_of<StepBf16>(packed, hidden, inter, x, x_stride, m, act, act_stride, tile0, tile1);
-    }
+    gate_up_in(dtype, packed, hidden, inter, x, x_stride, m, act, act_stride, tile0, tile1,
+               [](uint64_t, f32x16 gate, f32x16 up) { return silu(gate) * up; });
+}
+
+void gate_up_formed(const ExpertForm& form, const float* biases, int dtype, const void* packed,
+                    uint32_t hidden, uint32_t inter, const void* x, uint64_t x_stride, uint32_t m, void* act,
+                    uint64_t act_stride, uint32_t tile0, uint32_t tile1) {
+    const float alpha = form.alpha, limit = form.limit, shift = form.shift;
+    gate_up_in(dtype, packed, hidden, inter, x, x_stride, m, act, act_stride, tile0, tile1,
+               [=](uint64_t place, f32x16 gate, f32x16 up) {
+                   if (biases) {
+                       gate = gate + load(biases + place);
+                       up = up + load(biases + place + 16);
+                   }
+                   // Whatever is compared comes second: that is what a NaN is passed on from.
+                   gate = min(splat(limit), gate);
+                   up = max(splat(-limit), min(splat(limit), up));
+                   return gate / (splat(1.0f) + exp(-(splat(alpha) * gate))) * (up + splat(shift));
+               });
 }
 
 void rows_to_bf16(const float* x, uint16_t* out, uint64_t n) {
@@ -358,6 +385,6 @@ constexpr const char* kName = "portable";
 }  // namespace
 
 extern const KernelTable kernel_table = {kName,   kBf16Class,   linear,      gate_up,
-                                         rows_to_bf16, int8_linear, int8_gate_up};
+                                         rows_to_bf16, int8_linear, int8_gate_up, gate_up_formed};
 
 }  // namespace EAAS_ISA_NS

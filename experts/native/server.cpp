@@ -154,6 +154,12 @@ P2P_API void expert_server_remove_client(ExpertServer* server, uint32_t index) {
     server->clients[index].attached = false;
 }
 
+P2P_API void expert_server_set_form(ExpertServer* server, const ExpertForm* form) {
+    Turn turn(server);
+    server->form = *form;
+    server->formed = true;
+}
+
 P2P_API int32_t expert_server_set_expert(ExpertServer* server, uint32_t layer, uint32_t expert,
                                          const void* gate_up, const void* down) {
     if (layer >= server->shape.layers || expert >= server->shape.experts || !gate_up != !down)

@@ -18,6 +18,7 @@ enum {
 };
 constexpr uint32_t EXPERT_SERVER_MAX_CLIENTS = 64;
 
+struct ExpertForm;  // kernels.h
 struct ExpertServer;
 
 // One attached client. Both windows are laid out by p2p/native/window.h with `slots` slots of `slot_bytes`
@@ -59,6 +60,9 @@ P2P_API void expert_server_free(ExpertServer* server);
 P2P_API int32_t expert_server_add_client(ExpertServer* server, const ClientLink* link);
 // On return the server no longer touches the client's memory.
 P2P_API void expert_server_remove_client(ExpertServer* server, uint32_t index);
+
+// What experts compute beside their products; SwiGLU without biases unless told. Before the first expert is set.
+P2P_API void expert_server_set_form(ExpertServer* server, const struct ExpertForm* form);
 
 // Packed weights (experts/native/kernels.h) that stay mapped until cleared. Null gate_up clears; on return
 // the old weights are no longer read.

@@ -6,6 +6,7 @@
 #include "experts/native/kernels.h"
 #include "experts/native/server_state.h"
 #include "p2p/native/doorbell.h"
+#include "p2p/native/faults.h"
 #include "p2p/native/frame.h"
 #include "p2p/native/window.h"
 
@@ -17,6 +18,7 @@ uint32_t tiles(uint32_t rows, uint32_t tile) { return (rows + tile - 1) / tile; 
 // Looks for the client's oldest request that was not answered yet.
 bool take(ExpertServer* server, uint32_t index, uint64_t now_ns) {
     Client& client = server->clients[index];
+    if (p2p_fault_cut(client.link.tx)) return false;
     uint32_t oldest = client.link.slots;
     uint64_t sequence = 0;
     for (uint32_t i = 0; i < client.link.slots; i++) {
@@ -36,6 +38,7 @@ bool take(ExpertServer* server, uint32_t index, uint64_t now_ns) {
     int length =
         p2p_frame_open(p2p_slot(client.link.rx, oldest, client.link.slot_bytes), client.link.slot_bytes,
                        server->incarnation, client.link.client_incarnation, sequence, &frame, payload);
+    p2p_fault_point(P2P_POINT_REQUEST_TAKEN);
     bool opened = length >= 0;
     bool valid = opened && request_valid(server->shape, payload, uint64_t(length), client.link.slot_bytes);
     if (valid) std::memcpy(&job.header, payload, sizeof job.header);
@@ -85,6 +88,13 @@ void group(ExpertServer* server) {
     uint8_t* x = server->x.need(items.size() * row_bytes);
     server->act.need(items.size() * ((uint64_t(server->intermediate) + 63) / 64 * 64) * 4);
     float* out = reinterpret_cast<float*>(server->out.need(items.size() * shape.reply_row_bytes()));
+    auto* folds = reinterpret_cast<uint64_t*>(server->folds.need(items.size() * sizeof(uint64_t)));
+    std::fill_n(folds, items.size(), 0);
+    for (uint32_t i = 0; i < server->job_count; i++) {
+        Job& job = server->jobs[i];
+        job.folds = folds;
+        if (job.status == STATUS_OK) folds += job.header.pairs;
+    }
     for (size_t first = 0; first < items.size();) {
         size_t end = first;
         bool direct = true;
@@ -122,13 +132,18 @@ void answer(ExpertServer* server, uint32_t job_index) {
                             shape.reply_row_bytes());
             }
         }
+        p2p_fault_rows(link.tx, rows, uint64_t(job.header.pairs) * shape.hidden);
     }
+    p2p_fault_point(P2P_POINT_REPLY_HALF_WRITTEN);
     WireHeader header = job.header;
     header.magic = WIRE_MAGIC;
     header.version = WIRE_VERSION;
     header.kind = WIRE_REPLY;
     header.status = job.status;
     header.service_ns = monotonic_ns() - job.picked_ns;
+    RowsDigest digest;
+    for (uint32_t i = 0; ok && i < header.pairs; i++) digest.add({job.folds[i], 0});
+    header.digest = digest.sum;
     std::memcpy(p2p_payload(memory), &header, sizeof header);
     P2pHeader fields{};
     fields.incarnation = link.client_incarnation;
@@ -137,13 +152,16 @@ void answer(ExpertServer* server, uint32_t job_index) {
     fields.length = uint32_t(ok ? reply_bytes(shape, header.pairs) : sizeof(WireHeader));
     fields.sender = server->incarnation;
     p2p_frame_seal(memory, &fields);
+    // A request that could not be read does not say which lane waits: all are rung.
+    bool read = job.header.magic;
+    uint32_t first = read ? std::min<uint32_t>(job.header.reply_lane, link.bell_lanes - 1) : 0;
+    uint32_t count = read ? 1 : link.bell_lanes;
+    p2p_fault_point(P2P_POINT_REPLY_BEFORE_SIGNAL);
+    if (p2p_fault_takes(link.tx, memory, job.sequence, link.bell_page, first, count)) return;
     // Signal last: the client may read the reply as soon as it changes.
     p2p_signal_store(memory, job.sequence);
-    // A request that could not be read does not say which lane waits.
-    if (job.header.magic)
-        p2p_bell_ring(link.bell_page, std::min<uint32_t>(job.header.reply_lane, link.bell_lanes - 1));
-    else
-        for (uint32_t lane = 0; lane < link.bell_lanes; lane++) p2p_bell_ring(link.bell_page, lane);
+    p2p_fault_point(P2P_POINT_REPLY_AFTER_SIGNAL);
+    for (uint32_t lane = first; lane < first + count; lane++) p2p_bell_ring(link.bell_page, lane);
 }
 
 void count_batch(ExpertServer* server) {
@@ -236,6 +254,11 @@ bool whole_groups(const ExpertServer* server) {
     return found == server->lanes;
 }
 
+void computed(const ExpertServer* server) {
+    p2p_fault_point(P2P_POINT_COMPUTED);
+    p2p_fault_stretch(server->jobs[0].picked_ns);
+}
+
 }  // namespace
 
 void serve_batch(ExpertServer* server, uint32_t lane) {
@@ -248,6 +271,11 @@ void serve_batch(ExpertServer* server, uint32_t lane) {
     const uint32_t up_tiles = tiles(server->intermediate, EXPERTS_GATE_UP_COLUMNS);
     const uint32_t down_tiles = tiles(shape.hidden, EXPERTS_TILE_ROWS);
     auto up = [&](const Group& g, uint32_t tile0, uint32_t tile1) {
+        if (server->formed)
+            return experts_ffn_gate_up_formed(
+                &server->form, int(shape.dtype), g.expert->gate_up, shape.hidden, server->intermediate,
+                server->x.data() + g.first * row_bytes, x_stride, g.count,
+                server->act.data() + g.first * act_stride * element, act_stride, tile0, tile1);
         experts_ffn_gate_up(int(shape.dtype), g.expert->gate_up, shape.hidden, server->intermediate,
                             server->x.data() + g.first * row_bytes, x_stride, g.count,
                             server->act.data() + g.first * act_stride * element, act_stride, tile0, tile1);
@@ -256,9 +284,21 @@ void serve_batch(ExpertServer* server, uint32_t lane) {
         experts_ffn_down(int(shape.dtype), g.expert->down, shape.hidden, server->intermediate,
                          server->act.data() + g.first * act_stride * element, act_stride, g.count, g.out,
                          shape.hidden, tile0, tile1);
+        if (server->form.biased)
+            experts_add_down_biases(int(shape.dtype), g.expert->down, shape.hidden, server->intermediate, g.count,
+                                    g.out, shape.hidden, tile0, tile1);
+        const uint32_t column0 = tile0 * EXPERTS_TILE_ROWS;
+        const uint32_t column1 = std::min<uint32_t>(tile1 * EXPERTS_TILE_ROWS, shape.hidden);
+        for (uint32_t i = 0; i < g.count; i++) {
+            const Item& item = server->items[g.first + i];
+            std::atomic_ref fold(server->jobs[item.key & 0xFFFF].folds[item.pair]);
+            fold.fetch_add(fold_row(g.out + uint64_t(i) * shape.hidden, column0, column1).sum,
+                           std::memory_order_relaxed);
+        }
     };
     if (lanes == 1) {
         for (const Group& g : server->groups) up(g, 0, up_tiles), down(g, 0, down_tiles);
+        computed(server);
         for (uint32_t i = 0; i < server->job_count; i++) answer(server, i);
         count_batch(server);
         return;
@@ -267,6 +307,7 @@ void serve_batch(ExpertServer* server, uint32_t lane) {
     if (!whole_groups(server)) p2p_lanes_barrier(server->pool, lane);
     over_tiles(server, lane, down_tiles, down);
     p2p_lanes_barrier(server->pool, lane);
+    computed(server);
     for (uint32_t i = lane; i < server->job_count; i += lanes) answer(server, i);
     if (lane == 0) {
         count_batch(server);

@@ -7,6 +7,7 @@
 #include <mutex>
 #include <vector>
 
+#include "experts/native/kernels.h"
 #include "experts/native/server.h"
 #include "experts/native/wire.h"
 
@@ -59,6 +60,7 @@ struct Job {
     uint16_t status;
     uint64_t picked_ns;
     WireHeader header;
+    uint64_t* folds;  // of each pair's row, summed over the columns computed so far (RowFold)
     Buffer payload;
     const WirePair* pairs() const {
         return reinterpret_cast<const WirePair*>(payload.data() + sizeof(WireHeader));
@@ -85,6 +87,8 @@ struct Group {
 struct ExpertServer {
     experts::WireShape shape{};
     uint32_t intermediate = 0;
+    ExpertForm form{};
+    bool formed = false;  // experts are more than SwiGLU without biases
     uint64_t incarnation = 0;
     uint32_t lanes = 1;
     LanePool* pool = nullptr;
@@ -103,7 +107,7 @@ struct ExpertServer {
     uint32_t job_count = 0;
     std::vector<experts::Item> items;
     std::vector<experts::Group> groups;
-    experts::Buffer x, act, out;
+    experts::Buffer x, act, out, folds;
     ServerCounters counters{};
 
     std::atomic<uint32_t> batch{0};  // rises when a batch is ready for the other lanes

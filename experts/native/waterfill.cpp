@@ -91,6 +91,18 @@ double squares(const double* load, const double* speed, uint64_t servers) {
     return sum;
 }
 
+// The server that ends last, and when.
+uint32_t last_of(uint64_t all, const double* load, const double* speed, double* ends) {
+    uint32_t last = 0;
+    *ends = -1;
+    for (; all; all &= all - 1) {
+        uint32_t server = uint32_t(std::countr_zero(all));
+        double time = load[server] / speed[server];
+        if (time > *ends) *ends = time, last = server;
+    }
+    return last;
+}
+
 // Whole rows. owed: by server, what rounding has taken from it so far.
 void round_off(Want& want, const double* share, uint32_t turn, double* owed) {
     uint32_t left = want.count, slot = 0;
@@ -170,6 +182,7 @@ void Waterfill::pour(Want* wants, size_t n, const double* speed, double cost, ui
         }
         if (gained <= most * most * speeds * 1e-6) break;
     }
+    relieve(wants, movable, all, speed, cost, turn);
     double owed[EXPERTS_MAX_SERVERS] = {};
     for (size_t at = 0; at < n; at++) {
         size_t i = order[at] & 0xffffff;
@@ -178,11 +191,43 @@ void Waterfill::pour(Want* wants, size_t n, const double* speed, double cost, ui
     }
 }
 
-void ServiceTime::learn(double of_units, double of_ns) {
+void Waterfill::relieve(const Want* wants, size_t movable, uint64_t all, const double* speed, double cost,
+                        uint32_t turn) {
+    if (!all) return;
+    double ends, sooner, was[EXPERTS_MAX_SERVERS];
+    for (uint32_t last = last_of(all, load, speed, &ends); speed[last] < 1; ends = sooner) {
+        before = share;
+        std::copy_n(load, EXPERTS_MAX_SERVERS, was);
+        for (size_t at = movable; at < order.size(); at++) {
+            const Want& want = wants[order[at] & 0xffffff];
+            double* own = &share[(order[at] & 0xffffff) * EXPERTS_MAX_REPLICAS];
+            if (!(want.servers >> last & 1)) continue;
+            uint32_t slot = uint32_t(std::popcount(want.servers & ((uint64_t(1) << last) - 1)));
+            if (!(own[slot] > 0)) continue;
+            add_to(load, want.servers, own, cost, -1);
+            Holder holders[EXPERTS_MAX_REPLICAS];
+            uint32_t found = holders_of(want.servers, load, speed, cost, turn, holders);
+            Holder* end = std::remove_if(holders, holders + found, [slot](const Holder& h) { return h.slot == slot; });
+            split(want.count, holders, uint32_t(end - holders), cost, own);
+            add_to(load, want.servers, own, cost, 1);
+        }
+        uint32_t next = last_of(all, load, speed, &sooner);
+        if (!(sooner < ends)) {
+            share.swap(before);
+            std::copy_n(was, EXPERTS_MAX_SERVERS, load);
+            return;
+        }
+        last = next;
+    }
+}
+
+void ServiceTime::learn(double of_units, double of_ns, bool slow) {
+    double usual = ns_per_unit(), share = 1.0 / 64;
     // A server that was put aside by its host for a while is not slower for it.
-    if (double usual = ns_per_unit()) of_ns = std::min(of_ns, 4 * usual * of_units);
-    units += of_units - units / 64;
-    ns += of_ns - ns / 64;
+    if (usual) of_ns = std::min(of_ns, 4 * usual * of_units);
+    if (slow && of_ns * 2 < usual * of_units) share = 1.0 / 4;
+    units += share * (64 * of_units - units);
+    ns += share * (64 * of_ns - ns);
     replies += replies < 32;
 }
 

@@ -21,6 +21,7 @@ struct Want {
 struct Waterfill {
     std::vector<uint64_t> order;
     std::vector<double> share;  // [wants][EXPERTS_MAX_REPLICAS], in parts of rows
+    std::vector<double> before;  // the same, before a slow server was relieved
     double load[EXPERTS_MAX_SERVERS];
 
     // Fills wants[i].rows so that the busiest server ends early: a server's time is
@@ -31,9 +32,14 @@ struct Waterfill {
     // at its least the busiest server is as idle as the replicas allow, and an expert is split only where that
     // is worth the further activation. All that in parts of rows, for an odd row at each of many hands is a slope
     // that no single move can level; whole rows come last, each to the server that rounding owes most.
+    // A slow server may still end last by a single expert: one that does gives up whatever others hold as well, where
+    // all then end sooner.
     // Equal servers are taken in an order drawn by `turn`, so that what is left over by many clients does not meet
     // on one server.
     void pour(Want* wants, size_t n, const double* speed, double expert_cost, uint32_t turn);
+
+  private:
+    void relieve(const Want* wants, size_t movable, uint64_t all, const double* speed, double cost, uint32_t turn);
 };
 
 // What a server's own service times say of its speed: sums over its replies that fade with a half-life of 44.
@@ -41,8 +47,9 @@ struct ServiceTime {
     double units = 0, ns = 0;
     uint32_t replies = 0;
 
-    // units: rows, activations and the fixed cost of a request, in rows.
-    void learn(double of_units, double of_ns);
+    // units: rows, activations and the fixed cost of a request, in rows. A server that was found slow shows by few
+    // replies that it is so no more: what may stretch one reply cannot shorten it.
+    void learn(double of_units, double of_ns, bool slow);
     // 0 while too few replies were seen.
     double ns_per_unit() const { return replies < 32 || units <= 0 ? 0 : ns / units; }
 };

@@ -2,7 +2,7 @@
 //
 //   offset size  field
 //        0    4  magic "EXPT"
-//        4    2  version (1)
+//        4    2  version (2)
 //        6    2  kind: 1 request, 2 reply
 //        8    8  model hash: first 8 bytes of the checkpoint's fingerprint
 //       16    8  routing hash: of the routing list; a reply repeats the request's
@@ -15,7 +15,7 @@
 //       44    2  reply lane: the client's doorbell to ring
 //       46    2  zero
 //       48    8  service time in ns (reply), 0 in a request
-//       56    8  zero
+//       56    8  digest of the rows (reply, OK), else 0: RowsDigest
 //   request: routing list of pairs x {row u16, expert u16, k_slot u16, zero u16}, padded to 64;
 //            then rows of hidden elements, each padded to 64 bytes
 //   reply:   pairs x hidden float32 in the order of the routing list; nothing where the status is not OK
@@ -29,7 +29,7 @@ namespace experts {
 static_assert(std::endian::native == std::endian::little, "the wire format is little-endian");
 
 constexpr uint32_t WIRE_MAGIC = 0x54505845;
-constexpr uint16_t WIRE_VERSION = 1;
+constexpr uint16_t WIRE_VERSION = 2;
 constexpr uint16_t WIRE_REQUEST = 1;
 constexpr uint16_t WIRE_REPLY = 2;
 constexpr uint16_t STATUS_OK = 0;
@@ -52,7 +52,7 @@ struct WireHeader {
     uint16_t reply_lane;
     uint16_t zero0;
     uint64_t service_ns;
-    uint64_t zero1;
+    uint64_t digest;
 };
 static_assert(sizeof(WireHeader) == 64);
 
@@ -98,6 +98,54 @@ inline uint64_t routing_hash(const WirePair* pairs, uint32_t count) {
     return sum;
 }
 
+// What the digest is made of. It is taken of each row as the kernel leaves it, still in the cache, before the row is
+// copied, sealed and sent; the client takes it again of the rows that it will sum. So it tells of whatever damages a
+// row in between, in the memory of either host too, and the frame's checksum only of what came after it. It tells
+// nothing of an arithmetic that is wrong, or of weights that are: those are for the self-test and SHA-256 at loading.
+struct RowFold {
+    uint64_t sum = 0;    // of each element's bits times a key that differs from column to column
+    uint32_t over = 0;   // its top bit: some element is not finite
+};
+
+constexpr uint32_t COLUMN_KEY = 0x9E3779B1;
+
+inline __attribute__((always_inline)) RowFold fold_columns(const float* row, uint32_t first, uint32_t last) {
+    RowFold fold;
+    for (uint32_t j = first; j < last; j++) {
+        uint32_t bits;
+        std::memcpy(&bits, row + j, sizeof bits);
+        fold.sum += uint64_t(bits) * uint64_t((j * COLUMN_KEY) | 1);
+        fold.over |= (bits & 0x7FFFFFFF) + 0x00800000;
+    }
+    return fold;
+}
+
+#if defined(__x86_64__)
+__attribute__((target("avx2"))) inline RowFold fold_columns_avx2(const float* row, uint32_t first, uint32_t last) {
+    return fold_columns(row, first, last);
+}
+inline const bool HAS_AVX2 = __builtin_cpu_supports("avx2");
+inline RowFold fold_row(const float* row, uint32_t first, uint32_t last) {
+    return HAS_AVX2 ? fold_columns_avx2(row, first, last) : fold_columns(row, first, last);
+}
+#else
+inline RowFold fold_row(const float* row, uint32_t first, uint32_t last) { return fold_columns(row, first, last); }
+#endif
+
+inline bool finite_row(const float* row, uint32_t hidden) { return !(fold_row(row, 0, hidden).over >> 31); }
+
+// Of all rows of a reply, in their order.
+struct RowsDigest {
+    uint64_t sum = 0;
+    bool finite = true;
+
+    void add(const RowFold& row) {
+        sum = (sum ^ row.sum) * 0xD6E8FEB86659FD93ull;
+        sum ^= sum >> 32;
+        finite &= !(row.over >> 31);
+    }
+};
+
 // Whether a request of `length` bytes, already in private memory at `payload`, may be served. Every later
 // access is covered by what is checked here.
 inline bool request_valid(const WireShape& shape, const uint8_t* payload, uint64_t length,
@@ -109,7 +157,7 @@ inline bool request_valid(const WireShape& shape, const uint8_t* payload, uint64
         return false;
     if (header.model_hash != shape.model_hash || header.layer >= shape.layers) return false;
     if (header.hidden != shape.hidden || header.dtype != shape.dtype) return false;
-    if (header.status != STATUS_OK || header.zero0 || header.zero1 || header.service_ns) return false;
+    if (header.status != STATUS_OK || header.zero0 || header.digest || header.service_ns) return false;
     if (header.rows == 0 || header.rows > MAX_ROWS) return false;
     if (header.pairs == 0 || header.pairs > uint64_t(header.rows) * shape.top_k) return false;
     if (length != request_bytes(shape, header.rows, header.pairs)) return false;
@@ -124,6 +172,14 @@ inline bool request_valid(const WireShape& shape, const uint8_t* payload, uint64
     return header.routing_hash == routing_hash(pairs, header.pairs);
 }
 
+// Whether what came whole speaks another version: no reason to think that its sender damages anything.
+inline bool of_another_release(const uint8_t* payload, uint64_t length) {
+    WireHeader header;
+    if (length < sizeof header) return false;
+    std::memcpy(&header, payload, sizeof header);
+    return header.magic == WIRE_MAGIC && header.version != WIRE_VERSION;
+}
+
 // Whether a reply, already in private memory, answers that request; `status` receives its verdict.
 inline bool reply_valid(const WireShape& shape, const uint8_t* payload, uint64_t length, uint32_t layer,
                         uint32_t rows, uint32_t pairs, uint64_t routing, uint16_t* status) {
@@ -132,7 +188,7 @@ inline bool reply_valid(const WireShape& shape, const uint8_t* payload, uint64_t
     std::memcpy(&header, payload, sizeof header);
     if (header.magic != WIRE_MAGIC || header.version != WIRE_VERSION || header.kind != WIRE_REPLY)
         return false;
-    if (header.zero0 || header.zero1) return false;
+    if (header.zero0 || (header.digest && header.status != STATUS_OK)) return false;
     *status = header.status;
     // A request that the server could not read comes back without its particulars.
     if (header.status == STATUS_INVALID) return length == sizeof(WireHeader);

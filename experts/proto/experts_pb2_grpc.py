@@ -55,7 +55,7 @@ class ExpertsServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Attach(self, request, context):
-        """Exchange windows; both are given back when either side hangs up the link. FAILED_PRECONDITION: another incarnation, model, shape or dtype. RESOURCE_EXHAUSTED: no place left.
+        """Exchange windows; both are given back when either side hangs up the link. FAILED_PRECONDITION: another incarnation, model, shape, dtype or release. RESOURCE_EXHAUSTED: no place left.
         UNAVAILABLE: not yet a member.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -66,6 +66,7 @@ bool P2pCarrier::round(uint64_t now) {
 void P2pCarrier::run_pump() {
     // Naps of 20 microseconds are not rounded up to 70.
     prctl(PR_SET_TIMERSLACK, 1'000, 0, 0, 0);
+    p2p::OnGpu on(gpu);
     uint64_t active_ns = p2p::now_ns();
     std::unique_lock held(lock);
     while (!stopping) {
@@ -86,6 +87,7 @@ void P2pCarrier::run_pump() {
 }
 
 void P2pCarrier::run_builder() {
+    p2p::OnGpu on(gpu);
     std::unique_lock held(lock);
     while (true) {
         work.wait(held, [this] { return stopping || !queue.empty(); });
@@ -114,7 +116,7 @@ P2pNixlPath* P2pCarrier::make_path(const P2pLink& link, uint32_t rail, const std
     // The owner's rails count. A writer with fewer uses some of its own twice.
     const char* name = rails[rail % rails.size()].c_str();
     int owns = link.owner != nullptr;
-    P2pNixlPath* path = p2p_nixl_path_new(name, link.memory, link.nbytes, owns, error, error_bytes);
+    P2pNixlPath* path = p2p_nixl_path_new(name, link.memory, link.nbytes, owns, link.gpu(), error, error_bytes);
     if (!path || address.empty()) return path;
     if (p2p_nixl_path_join(path, address.data(), uint32_t(address.size())) == 0) return path;
     std::snprintf(error, error_bytes, "NIXL refuses the other side's address");
@@ -226,7 +228,8 @@ void P2pLink::path_closed(uint32_t rail, uint32_t generation) {
 }
 
 P2P_API P2pCarrier* p2p_carrier_new(uint64_t incarnation, const char* const* rails, uint32_t rail_count,
-                                    void* page, uint32_t lanes, const P2pChannelConfig* config) {
+                                    void* page, uint32_t lanes, const P2pChannelConfig* config,
+                                    const P2pGpu* gpu) {
     if (rail_count < 1 || rail_count > P2P_PATHS) return nullptr;
     auto carrier = std::make_unique<P2pCarrier>();
     carrier->incarnation = incarnation;
@@ -235,6 +238,7 @@ P2P_API P2pCarrier* p2p_carrier_new(uint64_t incarnation, const char* const* rai
     carrier->lanes = lanes;
     carrier->config = *config;
     carrier->config.paths = rail_count;
+    carrier->gpu = gpu;
     p2p_bell_init(carrier->bells, incarnation, 1);
     P2pCarrier* running = carrier.get();
     running->pump = p2p::quiet_thread("p2p-pump", [running] { running->run_pump(); });
@@ -268,6 +272,7 @@ P2P_API void* p2p_carrier_page(P2pCarrier* carrier) { return carrier->bells; }
 P2P_API int p2p_carrier_progress(P2pCarrier* carrier) {
     std::unique_lock held(carrier->lock, std::try_to_lock);
     if (!held) return 0;
+    p2p::OnGpu on(carrier->gpu);
     uint64_t now = p2p::now_ns();
     carrier->inline_ns.store(now);
     return carrier->round(now);

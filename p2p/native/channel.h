@@ -18,6 +18,7 @@
 #include "p2p/native/note.h"
 #include "p2p/native/path.h"
 
+struct P2pGpu;
 struct P2pMonitor;
 struct P2pWriter;
 struct P2pOwner;
@@ -93,6 +94,8 @@ P2P_API void p2p_writer_path_counts(const P2pWriter* writer, uint32_t path, P2pP
 P2P_API P2pOwner* p2p_owner_new(void* window, uint64_t nbytes, uint64_t incarnation, void* page, uint32_t lanes,
                                 const P2pChannelConfig* config);
 P2P_API void p2p_owner_free(P2pOwner* owner);
+// The window lies on a GPU (gpu.h); before the first step, which then runs inside an OnGpu.
+P2P_API void p2p_owner_lies_on(P2pOwner* owner, const P2pGpu* gpu);
 P2P_API int p2p_owner_path_open(P2pOwner* owner, uint32_t path, uint32_t generation, P2pPath ends,
                                 uint64_t now_ns);
 P2P_API void p2p_owner_path_closed(P2pOwner* owner, uint32_t path, uint32_t generation, uint64_t now_ns);

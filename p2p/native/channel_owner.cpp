@@ -6,7 +6,7 @@
 
 #include "p2p/native/channel_end.h"
 #include "p2p/native/doorbell.h"
-#include "p2p/native/frame.h"
+#include "p2p/native/gpu.h"
 
 using namespace p2p;
 
@@ -49,6 +49,7 @@ struct Deferred {
 
 struct P2pOwner : End {
     uint8_t* window = nullptr;
+    const P2pGpu* gpu = nullptr;
     void* page = nullptr;
     uint32_t lanes = 0;
     OwnerPath paths[P2P_PATHS];
@@ -125,7 +126,7 @@ bool complete(P2pOwner* o, const Deferred& signal) {
 }
 
 void store(P2pOwner* o, const Deferred& signal) {
-    p2p_signal_store(o->window + signal.offset, signal.value);
+    if (!store_signal(o->gpu, o->window + signal.offset, signal.value)) return o->lose();
     for (uint32_t lane = 0; lane < o->lanes; lane++) p2p_bell_ring(o->page, lane);
 }
 
@@ -272,6 +273,8 @@ P2P_API P2pOwner* p2p_owner_new(void* window, uint64_t nbytes, uint64_t incarnat
 }
 
 P2P_API void p2p_owner_free(P2pOwner* owner) { delete owner; }
+
+P2P_API void p2p_owner_lies_on(P2pOwner* owner, const P2pGpu* gpu) { owner->gpu = gpu; }
 
 P2P_API int p2p_owner_path_open(P2pOwner* owner, uint32_t index, uint32_t generation, P2pPath ends,
                                 uint64_t now_ns) {

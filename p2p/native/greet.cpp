@@ -112,8 +112,8 @@ bool P2pLink::hear_hello(uint32_t rail, const std::string& blob, uint64_t now) {
         connection = number;
         peer_incarnation = theirs;
     }
-    std::string page(reinterpret_cast<const char*>(memory), std::min<uint64_t>(nbytes, P2P_WELCOME_BYTES));
-    if (say(at.path, note(P2P_NOTE_WELCOME, rail), page) < 0 ||
+    std::string page(std::min<uint64_t>(nbytes, P2P_WELCOME_BYTES), 0);
+    if (!p2p::copy_from(gpu(), page.data(), memory, page.size()) || say(at.path, note(P2P_NOTE_WELCOME, rail), page) < 0 ||
         p2p_owner_path_open(owner, rail, at.generation, p2p_nixl_path_ends(at.path), now) < 0) {
         give_up(rail);
         return true;

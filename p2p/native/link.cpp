@@ -127,6 +127,8 @@ void say_goodbye(P2pLink& link, std::unique_lock<std::mutex>& held) {
 
 }  // namespace
 
+const P2pGpu* P2pLink::gpu() const { return owner ? carrier->gpu : nullptr; }
+
 void P2pLink::hang_up() {
     alive.store(false);
     if (fds[1] >= 0) close(fds[1]);
@@ -135,8 +137,10 @@ void P2pLink::hang_up() {
 
 P2P_API P2pLink* p2p_link_export(P2pCarrier* carrier, void* window, uint64_t nbytes, uint64_t incarnation,
                                  const void* token, char* error, uint64_t error_bytes) {
+    p2p::OnGpu on(carrier->gpu);
     auto link = new_link(carrier, window, nbytes, incarnation, token, carrier->rails.size());
     link->owner = p2p_owner_new(window, nbytes, incarnation, carrier->page, carrier->lanes, &carrier->config);
+    if (link->owner) p2p_owner_lies_on(link->owner, carrier->gpu);
     char scratch[256];
     const char* wrong = link->owner ? prepare(*link, nullptr, scratch, sizeof scratch)
                                     : "the channel's configuration is out of range";
@@ -167,6 +171,7 @@ P2P_API uint32_t p2p_link_address(P2pLink* link, void* out) {
 P2P_API P2pLink* p2p_link_connect(P2pCarrier* carrier, void* image, uint64_t nbytes, uint64_t incarnation,
                                   const void* token, const void* address, uint32_t address_bytes,
                                   uint64_t timeout_ns, char* error, uint64_t error_bytes) {
+    p2p::OnGpu on(carrier->gpu);
     uint64_t deadline = p2p::now_ns() + timeout_ns;
     std::vector<std::string> addresses = split(address, address_bytes);
     auto link = new_link(carrier, image, nbytes, incarnation, token, addresses.size());
@@ -215,6 +220,7 @@ P2P_API P2pLink* p2p_link_connect(P2pCarrier* carrier, void* image, uint64_t nby
 
 P2P_API void p2p_link_close(P2pLink* link, uint64_t bound_ns) {
     P2pCarrier* carrier = link->carrier;
+    p2p::OnGpu on(carrier->gpu);
     {
         p2p::Visit visit(carrier);
         if (link->opened && !link->lost) {

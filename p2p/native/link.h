@@ -11,6 +11,7 @@
 
 #include "p2p/native/carrier.h"
 #include "p2p/native/doorbell.h"
+#include "p2p/native/gpu.h"
 #include "p2p/native/monitor.h"
 #include "p2p/native/nixl_path.h"
 
@@ -68,6 +69,8 @@ struct P2pLink {
     std::atomic<bool> alive{true};
 
     P2pNote note(uint8_t kind, uint32_t rail) const;
+    // On which the memory lies: images lie in host memory.
+    const P2pGpu* gpu() const;
     // HELLO and WELCOME on a path that is not open yet. True where anything happened.
     bool greet(uint32_t rail, uint64_t now);
     bool step(uint64_t now);
@@ -91,6 +94,7 @@ struct P2pCarrier {
     void* page = nullptr;  // the endpoint's
     uint32_t lanes = 0;
     P2pChannelConfig config{};
+    const P2pGpu* gpu = nullptr;
 
     std::mutex lock;
     std::condition_variable changed;  // for callers that wait

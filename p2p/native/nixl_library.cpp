@@ -26,9 +26,9 @@ void choose(const char* devices) {
 }
 
 void prepare_environment() {
-    // By cma a frozen writer's kernel could write to our memory later, and by xpmem or knem likewise: no
+    // By cma a frozen writer's kernel could write to our memory later, by xpmem or knem likewise, by cuda_ipc its GPU: no
     // closing of this side's end would stop that.
-    setenv("UCX_TLS", "^cma,knem,xpmem", 0);
+    setenv("UCX_TLS", "^cma,knem,xpmem,cuda_ipc", 0);
     // Every failure is reported by this package; the libraries' own lines would only repeat it.
     setenv("UCX_LOG_LEVEL", "fatal", 0);
     setenv("NIXL_LOG_LEVEL", "FATAL", 0);

@@ -13,6 +13,7 @@ namespace p2p::nixl {
 constexpr int DONE = 0;
 constexpr int UNDER_WAY = 1;  // negative: an error
 constexpr int HOST_MEMORY = 0;
+constexpr int GPU_MEMORY = 1;
 constexpr int WRITE = 1;
 
 using Handle = void*;  // agents, descriptor lists, requests...

@@ -10,6 +10,8 @@
 #include <string>
 #include <vector>
 
+#include "p2p/native/faults.h"
+#include "p2p/native/gpu.h"
 #include "p2p/native/nixl_library.h"
 
 namespace {
@@ -17,7 +19,7 @@ namespace {
 using p2p::nixl::Functions;
 using p2p::nixl::Handle;
 
-constexpr uint32_t ADDRESS_HEADER = 16;
+constexpr uint32_t ADDRESS_HEADER = 24;
 constexpr size_t LOOKS = 4;  // requests asked after in one poll
 constexpr char BEAT = 0;     // shorter than any note
 constexpr uint64_t BEAT_NS = 20'000'000;
@@ -31,6 +33,13 @@ struct Carried {
     uint64_t magic, offset, bytes;
 };
 
+// As it stands at the head of an address.
+struct Place {
+    uint64_t at, bytes;
+    uint32_t kind, device;
+};
+static_assert(sizeof(Place) == ADDRESS_HEADER);
+
 struct Request {
     uint64_t ticket;
     Handle handle;
@@ -39,6 +48,14 @@ struct Request {
 struct Note {
     const void* data;
     size_t bytes;
+};
+
+// A write or a note that waits for its rail: as a network that retransmits, an outage delays and loses nothing.
+struct Held {
+    uint64_t ticket, offset;
+    const void* source;
+    uint64_t bytes;
+    std::string note;
 };
 
 // Zero in every field, whatever the library's version calls them: no thread, no listener, no locks.
@@ -63,17 +80,20 @@ struct P2pNixlPath {
     Handle options = nullptr;
     Handle map = nullptr;
     std::string address;
+    const P2pGpu* gpu = nullptr;  // on which this end's memory lies
     uint8_t* window = nullptr;  // where carried bytes go; the writer's end has none
     uint64_t window_bytes = 0;
     std::string carried;
     std::string other;  // name of the other end's agent; empty until joined
-    uint64_t other_memory = 0, other_bytes = 0;
+    Place there{};
     bool broken = false;
     uint64_t heard = 1, heard_at_beat = 0;
     uint64_t beat_ns = BEAT_NS, next_beat_ns = 0;
     std::deque<Request> requests;
     std::vector<Note> notes;  // of the last fetch, from `next` on not yet told
     size_t next = 0;
+    std::string rail;
+    std::deque<Held> held;  // while a fault keeps the rail down
 
     ~P2pNixlPath() {
         if (!nixl) return;
@@ -91,29 +111,29 @@ struct P2pNixlPath {
     }
 
     // Null where all went well, else what did not.
-    const char* open(const char* rail, void* memory, uint64_t nbytes) {
+    const char* open(const char* device, void* memory, uint64_t nbytes) {
+        rail = device;
+        if (p2p_fault_rail(device)) return "this rail is down, by a fault injected on purpose";
         std::string name = unique_name();
         if (name.empty()) return "the system has no random numbers";
         if (nixl->create_configured_agent(name.c_str(), PLAIN_CONFIG, &agent) != 0) {
             agent = nullptr;
             return "NIXL makes no agent";
         }
-        if (!open_backend(rail)) return "UCX opens nothing on this rail";
+        if (!open_backend(device)) return "UCX opens nothing on this rail";
         if (!register_memory(memory, nbytes)) return "UCX cannot register the memory";
-        bool made = nixl->create_xfer_dlist(p2p::nixl::HOST_MEMORY, &local) == 0 &&
-                    nixl->create_xfer_dlist(p2p::nixl::HOST_MEMORY, &remote) == 0 &&
-                    nixl->create_opt_args(&options) == 0 &&
+        bool made = nixl->create_xfer_dlist(kind(), &local) == 0 && nixl->create_opt_args(&options) == 0 &&
                     nixl->opt_args_set_has_notif(options, true) == 0 && nixl->create_notif_map(&map) == 0;
         if (!made) return "NIXL is out of memory";
         return describe(memory, nbytes) ? nullptr : "the agent's metadata is missing or too long";
     }
 
-    bool open_backend(const char* rail) {
+    bool open_backend(const char* device) {
         Handle params = nullptr;
         if (nixl->create_params(&params) != 0) return false;
         int made;
         {
-            p2p::nixl::RailChoice choice(rail);
+            p2p::nixl::RailChoice choice(device);
             made = nixl->create_backend(agent, "UCX", params, &backend);
         }
         nixl->destroy_params(params);
@@ -121,10 +141,13 @@ struct P2pNixlPath {
         return made == 0;
     }
 
+    int kind() const { return gpu ? int(gpu->kind) : p2p::nixl::HOST_MEMORY; }
+    uint32_t device() const { return gpu ? gpu->device : 0; }
+
     bool register_memory(void* memory, uint64_t nbytes) {
         Handle list = nullptr;
-        if (nixl->create_reg_dlist(p2p::nixl::HOST_MEMORY, &list) != 0) return false;
-        bool done = nixl->reg_dlist_add_desc(list, uintptr_t(memory), nbytes, 0, nullptr, 0) == 0 &&
+        if (nixl->create_reg_dlist(kind(), &list) != 0) return false;
+        bool done = nixl->reg_dlist_add_desc(list, uintptr_t(memory), nbytes, device(), nullptr, 0) == 0 &&
                     nixl->register_mem(agent, list, nullptr) == 0;
         nixl->destroy_reg_dlist(list);
         return done;
@@ -136,8 +159,8 @@ struct P2pNixlPath {
         if (nixl->get_local_md(agent, &metadata, &bytes) != 0) return false;
         bool fits = bytes > 0 && bytes <= P2P_NIXL_ADDRESS_BYTES - ADDRESS_HEADER;
         if (fits) {
-            uint64_t fields[2] = {uint64_t(uintptr_t(memory)), nbytes};
-            address.assign(reinterpret_cast<const char*>(fields), sizeof fields);
+            Place here{uint64_t(uintptr_t(memory)), nbytes, uint32_t(kind()), device()};
+            address.assign(reinterpret_cast<const char*>(&here), sizeof here);
             address.append(static_cast<const char*>(metadata), bytes);
         }
         std::free(metadata);
@@ -146,16 +169,20 @@ struct P2pNixlPath {
 
     int join(const void* theirs, uint32_t bytes) {
         if (!other.empty() || bytes <= ADDRESS_HEADER || bytes > P2P_NIXL_ADDRESS_BYTES) return -1;
-        uint64_t fields[2];
-        std::memcpy(fields, theirs, sizeof fields);
-        if (!fields[0] || !fields[1] || fields[0] + fields[1] < fields[0]) return -1;
+        Place place;
+        std::memcpy(&place, theirs, sizeof place);
+        if (!place.at || !place.bytes || place.at + place.bytes < place.at) return -1;
+        if (place.kind > uint32_t(p2p::nixl::GPU_MEMORY)) return -1;
+        // Left by a try with metadata that made no sense.
+        if (remote) nixl->destroy_xfer_dlist(remote);
+        remote = nullptr;
+        if (nixl->create_xfer_dlist(int(place.kind), &remote) != 0) return -1;
         char* name = nullptr;
         const char* metadata = static_cast<const char*>(theirs) + ADDRESS_HEADER;
         if (nixl->load_remote_md(agent, metadata, bytes - ADDRESS_HEADER, &name) != 0 || !name) return -1;
         other = name;
         std::free(name);
-        other_memory = fields[0];
-        other_bytes = fields[1];
+        there = place;
         // What the others said has been told by now, or does not matter.
         forget_notes();
         return other.empty() ? -1 : 0;
@@ -166,22 +193,41 @@ struct P2pNixlPath {
         return -1;
     }
 
+    // Whether the rail is down and has taken what was to be sent.
+    bool holds(uint64_t ticket, uint64_t offset, const void* source, uint64_t bytes, const void* note,
+               size_t note_bytes) {
+        if (!p2p_fault_rail(rail.c_str())) return false;
+        held.push_back({ticket, offset, source, bytes, {static_cast<const char*>(note), note_bytes}});
+        return true;
+    }
+
+    void send_held() {
+        // Not what comes back because the rail has just gone down again.
+        for (size_t left = held.size(); left > 0; left--) {
+            Held one = std::move(held.front());
+            held.pop_front();
+            write(one.ticket, one.offset, one.source, one.bytes, one.note.data(), uint32_t(one.note.size()));
+        }
+    }
+
     int tell(const void* note, size_t bytes) {
         if (broken || other.empty()) return -1;
+        if (holds(0, 0, nullptr, 0, note, bytes)) return 0;
         return nixl->gen_notif(agent, other.c_str(), note, bytes, nullptr) == 0 ? 0 : fail();
     }
 
     int write(uint64_t ticket, uint64_t offset, const void* source, uint64_t bytes, const void* note,
               uint32_t note_bytes) {
-        if (broken || other.empty() || offset > other_bytes || bytes > other_bytes - offset) return -1;
+        if (broken || other.empty() || offset > there.bytes || bytes > there.bytes - offset) return -1;
         if (bytes == 0) return tell(note, note_bytes);
+        if (holds(ticket, offset, source, bytes, note, note_bytes)) return 0;
         Carried header{CARRIED_MAGIC, offset, bytes};
         if (bytes <= CARRIED_BYTES) return carry(header, source, note, note_bytes);
         Handle handle = nullptr;
         nixl->xfer_dlist_clear(local);
         nixl->xfer_dlist_clear(remote);
-        bool made = nixl->xfer_dlist_add_desc(local, uintptr_t(source), bytes, 0) == 0 &&
-                    nixl->xfer_dlist_add_desc(remote, other_memory + offset, bytes, 0) == 0 &&
+        bool made = nixl->xfer_dlist_add_desc(local, uintptr_t(source), bytes, device()) == 0 &&
+                    nixl->xfer_dlist_add_desc(remote, there.at + offset, bytes, there.device) == 0 &&
                     nixl->opt_args_set_notif_msg(options, note, note_bytes) == 0 &&
                     nixl->create_xfer_req(agent, p2p::nixl::WRITE, local, remote, other.c_str(), &handle,
                                           options) == 0;
@@ -198,7 +244,7 @@ struct P2pNixlPath {
     }
 
     // Puts the bytes that a notification carries where they belong; what is left is its note. False: neither.
-    bool unpack(Note* note) const {
+    bool unpack(Note* note) {
         Carried header;
         bool carries = note->bytes > sizeof header;
         if (carries) std::memcpy(&header, note->data, sizeof header);
@@ -208,12 +254,17 @@ struct P2pNixlPath {
         bool whole = header.bytes < rest && rest - header.bytes <= P2P_NOTE_BYTES;
         if (other.empty() || !inside || !whole) return false;
         const uint8_t* data = static_cast<const uint8_t*>(note->data) + sizeof header;
-        std::memcpy(window + header.offset, data, header.bytes);
+        if (!p2p::copy_to(gpu, window + header.offset, data, header.bytes)) {
+            broken = true;
+            return false;
+        }
         *note = {data + header.bytes, rest - header.bytes};
         return true;
     }
 
     int poll(P2pPathEvent* event) {
+        if (p2p_fault_rail(rail.c_str())) return 0;
+        send_held();
         if (next < notes.size()) return tell_note(event);
         if (!broken && poll_requests(event) > 0) return 1;
         // What had come before it broke is told first.
@@ -239,7 +290,7 @@ struct P2pNixlPath {
     }
 
     void beat(uint64_t now_ns) {
-        if (now_ns < next_beat_ns) return;
+        if (now_ns < next_beat_ns || p2p_fault_rail(rail.c_str())) return;
         beat_ns = heard != heard_at_beat ? BEAT_NS : std::min(beat_ns * 5 / 4, SLOW_BEAT_NS);
         next_beat_ns = now_ns + beat_ns;
         heard_at_beat = heard;
@@ -297,13 +348,14 @@ constexpr P2pPathOps OPS = {
 
 }  // namespace
 
-P2P_API P2pNixlPath* p2p_nixl_path_new(const char* rail, void* memory, uint64_t nbytes, int owns, char* error,
-                                       uint64_t error_bytes) {
+P2P_API P2pNixlPath* p2p_nixl_path_new(const char* rail, void* memory, uint64_t nbytes, int owns,
+                                       const P2pGpu* gpu, char* error, uint64_t error_bytes) {
     const Functions* nixl = p2p::nixl::functions();
     const char* wrong = "NIXL is not loaded";
     if (nixl) {
         auto* path = new P2pNixlPath;
         path->nixl = nixl;
+        path->gpu = gpu;
         if (owns) path->window = static_cast<uint8_t*>(memory), path->window_bytes = nbytes;
         wrong = path->open(rail, memory, nbytes);
         if (!wrong) return path;

@@ -7,7 +7,9 @@
 //   offset  size  field
 //        0     8  where the memory lies in its process
 //        8     8  its bytes
-//       16     -  the agent's metadata, NIXL's own format
+//       16     4  0: host memory, 1: a GPU's
+//       20     4  which GPU, as that process counts; else 0
+//       24     -  the agent's metadata, NIXL's own format
 #pragma once
 #include <cstdint>
 
@@ -17,12 +19,14 @@
 constexpr uint32_t P2P_NIXL_ADDRESS_BYTES = 4096;  // longest
 constexpr uint64_t P2P_NIXL_SILENCE_NS = 400'000'000;
 
+struct P2pGpu;
 struct P2pNixlPath;
 
 // An end on that rail (a name for UCX_NET_DEVICES; empty: UCX's choice) whose memory the other may write to
-// (`owns`: the window) or is read from (the image). 10 to 40 ms. Null: see `error`. Needs p2p_nixl_load.
-P2P_API P2pNixlPath* p2p_nixl_path_new(const char* rail, void* memory, uint64_t nbytes, int owns, char* error,
-                                       uint64_t error_bytes);
+// (`owns`: the window) or is read from (the image). On a `gpu`, null for host memory, it is called inside an OnGpu,
+// here and later. 10 to 40 ms. Null: see `error`. Needs p2p_nixl_load.
+P2P_API P2pNixlPath* p2p_nixl_path_new(const char* rail, void* memory, uint64_t nbytes, int owns,
+                                       const P2pGpu* gpu, char* error, uint64_t error_bytes);
 // 5 to 10 ms. Null is fine.
 P2P_API void p2p_nixl_path_free(P2pNixlPath* path);
 // This end's address: its bytes. `out` holds P2P_NIXL_ADDRESS_BYTES.

@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class JoinRequest(_message.Message):
-    __slots__ = ("pool", "address", "pid", "host", "model_hash", "numerics_class", "layers", "experts", "capacity", "core", "expert_bytes", "zone")
+    __slots__ = ("pool", "address", "pid", "host", "model_hash", "numerics_class", "layers", "experts", "capacity", "core", "protocol", "expert_bytes", "zone")
     POOL_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -18,6 +18,7 @@ class JoinRequest(_message.Message):
     EXPERTS_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_FIELD_NUMBER: _ClassVar[int]
     CORE_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     EXPERT_BYTES_FIELD_NUMBER: _ClassVar[int]
     ZONE_FIELD_NUMBER: _ClassVar[int]
     pool: str
@@ -30,9 +31,10 @@ class JoinRequest(_message.Message):
     experts: int
     capacity: int
     core: int
+    protocol: int
     expert_bytes: int
     zone: str
-    def __init__(self, pool: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., model_hash: _Optional[str] = ..., numerics_class: _Optional[str] = ..., layers: _Optional[int] = ..., experts: _Optional[int] = ..., capacity: _Optional[int] = ..., core: _Optional[int] = ..., expert_bytes: _Optional[int] = ..., zone: _Optional[str] = ...) -> None: ...
+    def __init__(self, pool: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., model_hash: _Optional[str] = ..., numerics_class: _Optional[str] = ..., layers: _Optional[int] = ..., experts: _Optional[int] = ..., capacity: _Optional[int] = ..., core: _Optional[int] = ..., protocol: _Optional[int] = ..., expert_bytes: _Optional[int] = ..., zone: _Optional[str] = ...) -> None: ...
 
 class JoinReply(_message.Message):
     __slots__ = ("name", "incarnation", "term", "lease_s", "renew_s")
@@ -49,7 +51,7 @@ class JoinReply(_message.Message):
     def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., term: _Optional[int] = ..., lease_s: _Optional[float] = ..., renew_s: _Optional[float] = ...) -> None: ...
 
 class RenewRequest(_message.Message):
-    __slots__ = ("name", "incarnation", "load", "acked", "rows", "activated")
+    __slots__ = ("name", "incarnation", "load", "acked", "rows", "activated", "totals")
     class LoadEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -63,34 +65,69 @@ class RenewRequest(_message.Message):
     ACKED_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     ACTIVATED_FIELD_NUMBER: _ClassVar[int]
+    TOTALS_FIELD_NUMBER: _ClassVar[int]
     name: str
     incarnation: int
     load: _containers.ScalarMap[str, float]
     acked: int
     rows: bytes
     activated: bytes
-    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., load: _Optional[_Mapping[str, float]] = ..., acked: _Optional[int] = ..., rows: _Optional[bytes] = ..., activated: _Optional[bytes] = ...) -> None: ...
+    totals: _containers.RepeatedCompositeFieldContainer[Totals]
+    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., load: _Optional[_Mapping[str, float]] = ..., acked: _Optional[int] = ..., rows: _Optional[bytes] = ..., activated: _Optional[bytes] = ..., totals: _Optional[_Iterable[_Union[Totals, _Mapping]]] = ...) -> None: ...
+
+class Totals(_message.Message):
+    __slots__ = ("peer", "rail", "counted")
+    class CountedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    RAIL_FIELD_NUMBER: _ClassVar[int]
+    COUNTED_FIELD_NUMBER: _ClassVar[int]
+    peer: str
+    rail: str
+    counted: _containers.ScalarMap[str, float]
+    def __init__(self, peer: _Optional[str] = ..., rail: _Optional[str] = ..., counted: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class RenewReply(_message.Message):
-    __slots__ = ("fenced", "term", "epoch")
+    __slots__ = ("fenced", "term", "epoch", "drained", "reason")
     FENCED_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    DRAINED_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
     fenced: bool
     term: int
     epoch: int
-    def __init__(self, fenced: _Optional[bool] = ..., term: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+    drained: bool
+    reason: str
+    def __init__(self, fenced: _Optional[bool] = ..., term: _Optional[int] = ..., epoch: _Optional[int] = ..., drained: _Optional[bool] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
-    __slots__ = ("name", "incarnation")
+    __slots__ = ("name", "incarnation", "takes")
     NAME_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    TAKES_FIELD_NUMBER: _ClassVar[int]
     name: str
     incarnation: int
-    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
+    takes: FaultsTaken
+    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., takes: _Optional[_Union[FaultsTaken, _Mapping]] = ...) -> None: ...
+
+class FaultsTaken(_message.Message):
+    __slots__ = ("kinds", "points", "rails")
+    KINDS_FIELD_NUMBER: _ClassVar[int]
+    POINTS_FIELD_NUMBER: _ClassVar[int]
+    RAILS_FIELD_NUMBER: _ClassVar[int]
+    kinds: _containers.RepeatedScalarFieldContainer[str]
+    points: _containers.RepeatedScalarFieldContainer[str]
+    rails: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, kinds: _Optional[_Iterable[str]] = ..., points: _Optional[_Iterable[str]] = ..., rails: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class View(_message.Message):
-    __slots__ = ("term", "epoch", "replicas_wanted", "layers", "experts", "model_hash", "members")
+    __slots__ = ("term", "epoch", "replicas_wanted", "layers", "experts", "model_hash", "members", "order")
     TERM_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_WANTED_FIELD_NUMBER: _ClassVar[int]
@@ -98,6 +135,7 @@ class View(_message.Message):
     EXPERTS_FIELD_NUMBER: _ClassVar[int]
     MODEL_HASH_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
     term: int
     epoch: int
     replicas_wanted: int
@@ -105,7 +143,42 @@ class View(_message.Message):
     experts: int
     model_hash: str
     members: _containers.RepeatedCompositeFieldContainer[Member]
-    def __init__(self, term: _Optional[int] = ..., epoch: _Optional[int] = ..., replicas_wanted: _Optional[int] = ..., layers: _Optional[int] = ..., experts: _Optional[int] = ..., model_hash: _Optional[str] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ...) -> None: ...
+    order: FaultOrder
+    def __init__(self, term: _Optional[int] = ..., epoch: _Optional[int] = ..., replicas_wanted: _Optional[int] = ..., layers: _Optional[int] = ..., experts: _Optional[int] = ..., model_hash: _Optional[str] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., order: _Optional[_Union[FaultOrder, _Mapping]] = ...) -> None: ...
+
+class FaultOrder(_message.Message):
+    __slots__ = ("begin", "end")
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    begin: Fault
+    end: str
+    def __init__(self, begin: _Optional[_Union[Fault, _Mapping]] = ..., end: _Optional[str] = ...) -> None: ...
+
+class Fault(_message.Message):
+    __slots__ = ("id", "kind", "for_s", "by_s", "times", "share", "peers", "where", "after", "rail", "seed")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    FOR_S_FIELD_NUMBER: _ClassVar[int]
+    BY_S_FIELD_NUMBER: _ClassVar[int]
+    TIMES_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
+    WHERE_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    RAIL_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    kind: str
+    for_s: float
+    by_s: float
+    times: float
+    share: float
+    peers: _containers.RepeatedScalarFieldContainer[str]
+    where: str
+    after: int
+    rail: str
+    seed: int
+    def __init__(self, id: _Optional[str] = ..., kind: _Optional[str] = ..., for_s: _Optional[float] = ..., by_s: _Optional[float] = ..., times: _Optional[float] = ..., share: _Optional[float] = ..., peers: _Optional[_Iterable[str]] = ..., where: _Optional[str] = ..., after: _Optional[int] = ..., rail: _Optional[str] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class Member(_message.Message):
     __slots__ = ("name", "pool", "state", "incarnation", "address", "pid", "host", "core", "numerics_class", "target", "serving", "load")
@@ -179,14 +252,16 @@ class SuspectReply(_message.Message):
     def __init__(self) -> None: ...
 
 class LeaveRequest(_message.Message):
-    __slots__ = ("name", "incarnation", "drain")
+    __slots__ = ("name", "incarnation", "drain", "replace")
     NAME_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
+    REPLACE_FIELD_NUMBER: _ClassVar[int]
     name: str
     incarnation: int
     drain: bool
-    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., drain: _Optional[bool] = ...) -> None: ...
+    replace: bool
+    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., drain: _Optional[bool] = ..., replace: _Optional[bool] = ...) -> None: ...
 
 class LeaveReply(_message.Message):
     __slots__ = ()
@@ -240,11 +315,13 @@ class Stop(_message.Message):
     def __init__(self, name: _Optional[str] = ..., pid: _Optional[int] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("rows",)
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    rows: bool
+    def __init__(self, rows: _Optional[bool] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("view", "pools", "problem", "gone", "pid", "leader")
+    __slots__ = ("view", "pools", "problem", "gone", "pid", "leader", "rows")
     class PoolsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -258,13 +335,15 @@ class StatusReply(_message.Message):
     GONE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     LEADER_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
     view: View
     pools: _containers.MessageMap[str, Pool]
     problem: str
     gone: _containers.RepeatedCompositeFieldContainer[Gone]
     pid: int
     leader: str
-    def __init__(self, view: _Optional[_Union[View, _Mapping]] = ..., pools: _Optional[_Mapping[str, Pool]] = ..., problem: _Optional[str] = ..., gone: _Optional[_Iterable[_Union[Gone, _Mapping]]] = ..., pid: _Optional[int] = ..., leader: _Optional[str] = ...) -> None: ...
+    rows: bytes
+    def __init__(self, view: _Optional[_Union[View, _Mapping]] = ..., pools: _Optional[_Mapping[str, Pool]] = ..., problem: _Optional[str] = ..., gone: _Optional[_Iterable[_Union[Gone, _Mapping]]] = ..., pid: _Optional[int] = ..., leader: _Optional[str] = ..., rows: _Optional[bytes] = ...) -> None: ...
 
 class Gone(_message.Message):
     __slots__ = ("name", "incarnation", "pid", "reason")
@@ -295,17 +374,69 @@ class ScaleReply(_message.Message):
     def __init__(self, pool: _Optional[_Union[Pool, _Mapping]] = ...) -> None: ...
 
 class Pool(_message.Message):
-    __slots__ = ("wanted", "live", "starting", "draining", "least", "most")
+    __slots__ = ("wanted", "live", "starting", "draining", "least", "most", "held_up")
     WANTED_FIELD_NUMBER: _ClassVar[int]
     LIVE_FIELD_NUMBER: _ClassVar[int]
     STARTING_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     LEAST_FIELD_NUMBER: _ClassVar[int]
     MOST_FIELD_NUMBER: _ClassVar[int]
+    HELD_UP_FIELD_NUMBER: _ClassVar[int]
     wanted: int
     live: int
     starting: int
     draining: int
     least: int
     most: int
-    def __init__(self, wanted: _Optional[int] = ..., live: _Optional[int] = ..., starting: _Optional[int] = ..., draining: _Optional[int] = ..., least: _Optional[int] = ..., most: _Optional[int] = ...) -> None: ...
+    held_up: str
+    def __init__(self, wanted: _Optional[int] = ..., live: _Optional[int] = ..., starting: _Optional[int] = ..., draining: _Optional[int] = ..., least: _Optional[int] = ..., most: _Optional[int] = ..., held_up: _Optional[str] = ...) -> None: ...
+
+class InjectRequest(_message.Message):
+    __slots__ = ("names", "fault")
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    FAULT_FIELD_NUMBER: _ClassVar[int]
+    names: _containers.RepeatedScalarFieldContainer[str]
+    fault: Fault
+    def __init__(self, names: _Optional[_Iterable[str]] = ..., fault: _Optional[_Union[Fault, _Mapping]] = ...) -> None: ...
+
+class InjectReply(_message.Message):
+    __slots__ = ("id",)
+    ID_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    def __init__(self, id: _Optional[str] = ...) -> None: ...
+
+class ClearRequest(_message.Message):
+    __slots__ = ("id",)
+    ID_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    def __init__(self, id: _Optional[str] = ...) -> None: ...
+
+class ClearReply(_message.Message):
+    __slots__ = ("ids",)
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class FaultsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class FaultsReply(_message.Message):
+    __slots__ = ("injections",)
+    INJECTIONS_FIELD_NUMBER: _ClassVar[int]
+    injections: _containers.RepeatedCompositeFieldContainer[Injection]
+    def __init__(self, injections: _Optional[_Iterable[_Union[Injection, _Mapping]]] = ...) -> None: ...
+
+class Injection(_message.Message):
+    __slots__ = ("fault", "names", "began_s", "ends_s", "remaining_s")
+    FAULT_FIELD_NUMBER: _ClassVar[int]
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    BEGAN_S_FIELD_NUMBER: _ClassVar[int]
+    ENDS_S_FIELD_NUMBER: _ClassVar[int]
+    REMAINING_S_FIELD_NUMBER: _ClassVar[int]
+    fault: Fault
+    names: _containers.RepeatedScalarFieldContainer[str]
+    began_s: float
+    ends_s: float
+    remaining_s: float
+    def __init__(self, fault: _Optional[_Union[Fault, _Mapping]] = ..., names: _Optional[_Iterable[str]] = ..., began_s: _Optional[float] = ..., ends_s: _Optional[float] = ..., remaining_s: _Optional[float] = ...) -> None: ...

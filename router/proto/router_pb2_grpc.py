@@ -87,6 +87,21 @@ class RouterStub:
                 request_serializer=router_dot_proto_dot_router__pb2.StatusRequest.SerializeToString,
                 response_deserializer=router_dot_proto_dot_router__pb2.StatusReply.FromString,
                 _registered_method=True)
+        self.Inject = channel.unary_unary(
+                '/router.v1.Router/Inject',
+                request_serializer=router_dot_proto_dot_router__pb2.InjectRequest.SerializeToString,
+                response_deserializer=router_dot_proto_dot_router__pb2.InjectReply.FromString,
+                _registered_method=True)
+        self.Clear = channel.unary_unary(
+                '/router.v1.Router/Clear',
+                request_serializer=router_dot_proto_dot_router__pb2.ClearRequest.SerializeToString,
+                response_deserializer=router_dot_proto_dot_router__pb2.ClearReply.FromString,
+                _registered_method=True)
+        self.Faults = channel.unary_unary(
+                '/router.v1.Router/Faults',
+                request_serializer=router_dot_proto_dot_router__pb2.FaultsRequest.SerializeToString,
+                response_deserializer=router_dot_proto_dot_router__pb2.FaultsReply.FromString,
+                _registered_method=True)
 
 
 class RouterServicer:
@@ -96,7 +111,7 @@ class RouterServicer:
     """
 
     def Join(self, request, context):
-        """Become a member. FAILED_PRECONDITION: another model, shape or numerics class. UNAVAILABLE: the journal cannot be written.
+        """Become a member. FAILED_PRECONDITION: another model, shape or format of numbers. UNAVAILABLE: the journal cannot be written.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -164,6 +179,29 @@ class RouterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Inject(self, request, context):
+        """Have members hurt themselves on purpose. FAILED_PRECONDITION: one of them, or this router, was not started with
+        --allow-chaos. INVALID_ARGUMENT: no such member or fault, or one that it does not take. RESOURCE_EXHAUSTED: too many.
+        PERMISSION_DENIED: the admin listener of this router has a key, and faults are for whoever brings it there.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Clear(self, request, context):
+        """End faults before their time.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Faults(self, request, context):
+        """Those that last and the latest that are over.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RouterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -216,6 +254,21 @@ def add_RouterServicer_to_server(servicer, server):
                     servicer.Status,
                     request_deserializer=router_dot_proto_dot_router__pb2.StatusRequest.FromString,
                     response_serializer=router_dot_proto_dot_router__pb2.StatusReply.SerializeToString,
+            ),
+            'Inject': grpc.unary_unary_rpc_method_handler(
+                    servicer.Inject,
+                    request_deserializer=router_dot_proto_dot_router__pb2.InjectRequest.FromString,
+                    response_serializer=router_dot_proto_dot_router__pb2.InjectReply.SerializeToString,
+            ),
+            'Clear': grpc.unary_unary_rpc_method_handler(
+                    servicer.Clear,
+                    request_deserializer=router_dot_proto_dot_router__pb2.ClearRequest.FromString,
+                    response_serializer=router_dot_proto_dot_router__pb2.ClearReply.SerializeToString,
+            ),
+            'Faults': grpc.unary_unary_rpc_method_handler(
+                    servicer.Faults,
+                    request_deserializer=router_dot_proto_dot_router__pb2.FaultsRequest.FromString,
+                    response_serializer=router_dot_proto_dot_router__pb2.FaultsReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -491,6 +544,87 @@ class Router:
             '/router.v1.Router/Status',
             router_dot_proto_dot_router__pb2.StatusRequest.SerializeToString,
             router_dot_proto_dot_router__pb2.StatusReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Inject(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/router.v1.Router/Inject',
+            router_dot_proto_dot_router__pb2.InjectRequest.SerializeToString,
+            router_dot_proto_dot_router__pb2.InjectReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Clear(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/router.v1.Router/Clear',
+            router_dot_proto_dot_router__pb2.ClearRequest.SerializeToString,
+            router_dot_proto_dot_router__pb2.ClearReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Faults(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/router.v1.Router/Faults',
+            router_dot_proto_dot_router__pb2.FaultsRequest.SerializeToString,
+            router_dot_proto_dot_router__pb2.FaultsReply.FromString,
             options,
             channel_credentials,
             insecure,

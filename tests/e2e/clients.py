@@ -24,6 +24,7 @@ def stream_all(
     prompts: Sequence[str],
     tokens: int,
     on_token: Callable[[int], None] = lambda count: None,
+    timeout_s: float = 60.0,
 ) -> list[Seen]:
     """Stream a greedy completion for every prompt at once, through the real openai client.
 
@@ -33,7 +34,7 @@ def stream_all(
     count, lock = [0], threading.Lock()
 
     def run(prompt: str, mine: Seen) -> None:
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=timeout_s)
         try:
             stream = client.completions.create(
                 model=model,
@@ -53,7 +54,8 @@ def stream_all(
                     count[0] += 1
                     number = count[0]
                 on_token(number)
-        except openai.OpenAIError as error:
+        except Exception as error:
+            # Of `on_token` too: a fault that could not be struck must not look like a stream that broke off.
             mine.error = error
 
     threads = [threading.Thread(target=run, args=pair) for pair in zip(prompts, seen, strict=True)]

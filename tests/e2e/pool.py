@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 
-from eaas.attention import Placement
 from eaas.cluster.config import ClusterConfig
 from eaas.cluster.local import LocalCluster
 from eaas.engine.decoder import Decoder, client_backend
@@ -21,6 +20,7 @@ from eaas.engine.request import Request
 from eaas.engine.scheduler import SchedulerConfig
 from eaas.engine.worker_protocol import SamplingParams, Submit
 from eaas.model.loader import load_spec, load_weights
+from eaas.placement import Placement
 from experts.checkpoint import Checkpoint
 from experts.client import ExpertClient
 from experts.kernels import numerics_class
@@ -163,7 +163,7 @@ class Pool:
             deadline_s=20.0,
         )
         self._closing.callback(self.client.close)
-        self.placement = Placement(self.router, self.client)
+        self.placement = Placement(self.router, self.client, numerics_class(element))
         self.router.start(on_view=self.placement.apply)
         self.placement.wait(30, threading.Event())
         self.replicas = replicas

@@ -16,6 +16,7 @@ from eaas.engine.decoder import Decoder, ExpertBackend, StepPlan
 from eaas.model.loader import load_spec, load_weights
 from eaas.model.make_model import make_model
 from eaas.model.resolve import resolve_model
+from eaas.native import EXPERT_CALL
 from experts.checkpoint import Checkpoint
 from experts.model import Dtype, ExpertShape
 from tests.e2e.pool import BLOCK_TOKENS, CORES, local_experts, pool_of
@@ -100,23 +101,7 @@ class Watched:
     def __init__(self, model: Path) -> None:
         self._experts = local_experts(model, lanes=1)
         self.chosen: dict[int, list[np.ndarray]] = {}
-        pointer, word, long = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint64
-        shape = (
-            pointer,
-            pointer,
-            word,
-            word,
-            pointer,
-            word,
-            pointer,
-            pointer,
-            pointer,
-            long,
-            pointer,
-            pointer,
-        )
-        signature = ctypes.CFUNCTYPE(ctypes.c_int32, *shape)
-        real = signature(self._experts.backend.call)
+        real = EXPERT_CALL(self._experts.backend.call)
         top_k = ExpertShape.from_config(Checkpoint.open(model).config).top_k
 
         def call(
@@ -126,8 +111,8 @@ class Watched:
             self.chosen.setdefault(layer, []).append(np.sort(asked.astype(np.int64), axis=-1))
             return real(state, pool, lane, layer, rows, n, ids, *rest)
 
-        self._call = signature(call)
-        address = ctypes.cast(self._call, pointer).value
+        self._call = EXPERT_CALL(call)
+        address = ctypes.cast(self._call, ctypes.c_void_p).value
         self.backend = ExpertBackend(call=address or 0, state=self._experts.backend.state)
 
     def table(self) -> np.ndarray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ import pytest
 
 from eaas.cluster.config import ClusterConfig
 from eaas.cluster.local import LocalCluster
+from eaas.cluster.roll import Roll
+from eaas.cluster.scale import router_address
 from eaas.cluster.status import fetch_status
 from router.client import RouterClient
 from router.replies import Status
@@ -141,6 +144,26 @@ def test_etcd_may_die_and_return_while_requests_run(world: World, calm: list[See
     assert after.view.epoch > before.view.epoch
     assert members(after) == members(before)
     assert fetch_status(world.cluster.url)["gateway"]["ready"]
+
+
+def test_every_router_is_rolled_and_not_the_leader_alone(world: World, calm: list[Seen]) -> None:
+    wait_for("both routers", lambda: {"router/0", "router/1"} <= set(world.cluster.pids()), world.cluster)
+    before = world.cluster.pids()
+    # As the command does, which knows a gateway only.
+    client = RouterClient(router_address(world.cluster.url))
+    lines: list[str] = []
+    roll = Roll(world.cluster.url, client, wait_s=60, drain_s=10, show=lines.append)
+    thread = threading.Thread(target=roll.roll, args=(["router", "gateway"],))
+    try:
+        struck = world.strike(thread.start, at=CLIENTS * 2)
+        thread.join()
+    finally:
+        client.close()
+    assert [one.texts for one in struck] == [one.texts for one in calm], "tokens changed"
+    assert sorted(line.partition(" ")[0] for line in lines) == ["gateway/1", "router/0", "router/1"]
+    after = world.cluster.pids()
+    for name in ("router/0", "router/1"):
+        assert after[name] != before[name], f"{name} is the process that it was"
 
 
 def test_what_a_cluster_kept_in_etcd_goes_with_it(tiny: Path) -> None:

@@ -48,9 +48,10 @@ class FakeDecoder:
         self.before_step: Callable[[float], None] | None = None
         self.rows_per_step: list[int] = []
         self.logits: Callable[[Sequence[int]], np.ndarray] = logits_of
+        self.vocab = VOCAB
 
     def step(self, plan: Any, deadline_s: float) -> np.ndarray:
-        """float32 [m, VOCAB]; as the real one writes what all rows keep before any row looks back."""
+        """float32 [m, vocab]; as the real one writes what all rows keep before any row looks back."""
         if self.before_step is not None:
             self.before_step(deadline_s)
         count = len(plan.token_ids)
@@ -62,7 +63,7 @@ class FakeDecoder:
         if len(set(cells.tolist())) != count:
             raise ValueError("two rows write the same place")
         self.kv.reshape(-1)[cells] = plan.token_ids
-        out = np.empty((len(plan.logits_rows), VOCAB), dtype=np.float32)
+        out = np.empty((len(plan.logits_rows), self.vocab), dtype=np.float32)
         for number, row in enumerate(plan.logits_rows):
             length = int(plan.positions[row]) + 1
             table = plan.block_tables[plan.seqs[row], : -(-length // self.block_tokens)]

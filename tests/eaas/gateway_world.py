@@ -21,7 +21,18 @@ from typing import Any
 import grpc
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from eaas.engine.worker_protocol import Cancel, Failed, Hello, Step, Submit, Token, encode, for_worker
+from eaas.engine.worker import BEAT_S
+from eaas.engine.worker_protocol import (
+    PROTOCOL,
+    Cancel,
+    Failed,
+    Hello,
+    Step,
+    Submit,
+    Token,
+    encode,
+    for_worker,
+)
 from router.proto import router_pb2 as pb
 from router.proto import router_pb2_grpc as rpc
 
@@ -51,8 +62,11 @@ CONFIG = {
     "eos_token_id": EOS,
 }
 CHAT_TEMPLATE = (
+    "{% if tools %}(tools{% for t in tools %} {{ t.function.name }}{% endfor %}){% endif %}"
     "{% for m in messages %}{% if m.role == 'bad' %}{{ raise_exception('no such role') }}{% endif %}"
-    "<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    "<{{ m.role }}>{{ m.content }}"
+    "{% for c in m.tool_calls %}[{{ c.function.name }} {{ c.function.arguments.at }} {{ c.id }}]{% endfor %}"
+    "{% if mark %}{{ mark }}{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
 
@@ -89,6 +103,7 @@ class FakeRouter(rpc.RouterServicer):
 
     def __init__(self) -> None:
         self.pid = 41
+        self.expert_classes = ("",)  # an expert server of each is shown, which serves every expert
         self._condition = threading.Condition()
         self._view = pb.View(term=1, epoch=0, replicas_wanted=1, layers=2, experts=4)
         self._server = grpc.server(ThreadPoolExecutor(16))
@@ -100,10 +115,12 @@ class FakeRouter(rpc.RouterServicer):
         """Publish a View with these attention workers, serving unless ``states`` says otherwise by name."""
         with self._condition:
             self._view = pb.View(term=1, epoch=self._view.epoch + 1, replicas_wanted=1, layers=2, experts=4)
-            self._view.members.add(
-                name="expert/1", pool="expert", state="serving", incarnation=77, address="127.0.0.1:1",
-                pid=os.getpid(), serving=b"\xff", load={"busy": 0.25},
-            )  # fmt: skip
+            for number, numerics_class in enumerate(self.expert_classes, 1):
+                self._view.members.add(
+                    name=f"expert/{number}", pool="expert", state="serving", incarnation=76 + number,
+                    address="127.0.0.1:1", pid=os.getpid(), serving=b"\xff", load={"busy": 0.25},
+                    numerics_class=numerics_class,
+                )  # fmt: skip
             for worker in workers:
                 self._view.members.add(
                     name=worker.name, pool="attention",
@@ -111,6 +128,14 @@ class FakeRouter(rpc.RouterServicer):
                     incarnation=worker.incarnation, address=worker.address, pid=os.getpid(),
                     numerics_class=worker.numerics_class,
                 )  # fmt: skip
+            self._condition.notify_all()
+
+    def drain(self, address: str) -> None:
+        """Order gateway/0, which listens there, to drain: another does too."""
+        with self._condition:
+            self._view.epoch += 1
+            for name, state in (("gateway/0", "draining"), ("gateway/9", "serving")):
+                self._view.members.add(name=name, pool="gateway", state=state, address=address)
             self._condition.notify_all()
 
     def Watch(self, request: Any, context: Any) -> Iterator[pb.View]:
@@ -142,7 +167,8 @@ class Job:
 @dataclass
 class FakeWorker:
     """Speaks the worker protocol. Token i of a request is byte i of its prompt, over and over; the end token
-    in a prompt ends it. ``frozen`` stops the steps; what was submitted stays."""
+    in a prompt ends it. ``frozen`` stops the steps; what was submitted stays, and the worker says that it lives.
+    ``silent`` stops that too, as SIGSTOP would."""
 
     loop: asyncio.AbstractEventLoop
     name: str
@@ -151,10 +177,14 @@ class FakeWorker:
     numerics_class: str = "cpu-f32-fma-1"
     step_s: float = 0.001
     frozen: bool = False
+    silent: bool = False
+    protocol: int = PROTOCOL
+    drops_at: int = 1 << 30  # token from which on it lacks experts, for requests that allow that
     address: str = ""
     submits: list[Submit] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)
     refuse: Callable[[Submit], Failed | None] = lambda _: None
+    script: list[str] = field(default_factory=list)  # the last of them is said instead of the prompt
     jobs: dict[str, Job] = field(default_factory=dict)
     writers: set[asyncio.StreamWriter] = field(default_factory=set)
     sent: int = 0
@@ -170,6 +200,7 @@ class FakeWorker:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         self._stepper = self.loop.create_task(self._steps())
+        self._beater = self.loop.create_task(self._beats())
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.writers.add(writer)
@@ -178,7 +209,7 @@ class FakeWorker:
                 Hello(
                     name=self.name, incarnation=self.incarnation, model_hash=self.model_hash,
                     numerics_class=self.numerics_class, max_model_len=MAX_MODEL_LEN, vocab=260,
-                    kv_tokens=1 << 20,
+                    kv_tokens=1 << 20, protocol=self.protocol,
                 )
             )
         )  # fmt: skip
@@ -189,6 +220,8 @@ class FakeWorker:
                     if isinstance(message, Cancel):
                         self.cancels.append(message.id)
                         self.jobs.pop(message.id, None)
+                        if not self.silent:
+                            writer.write(encode(Step(tokens=[])))
                         continue
                     self.submits.append(message)
                     failed = self.refuse(message)
@@ -204,21 +237,30 @@ class FakeWorker:
     async def _steps(self) -> None:
         while True:
             await asyncio.sleep(self.step_s)
-            if not self.frozen:
+            if not (self.frozen or self.silent):
                 self.step()
+
+    async def _beats(self) -> None:
+        while True:
+            await asyncio.sleep(BEAT_S)
+            for writer in self.writers if self.jobs and not self.silent else ():
+                writer.write(encode(Step(tokens=[])))
 
     def step(self) -> None:
         """One engine step: a token for every request, one message for every gateway."""
         by_writer: dict[asyncio.StreamWriter, list[Token]] = {}
+        dropped: dict[asyncio.StreamWriter, list[tuple[str, int]]] = {}
         for id, job in list(self.jobs.items()):
-            token = make_token(job.submit, job.index)
+            token = make_token(job.submit, job.index, self.script[-1] if self.script else None)
+            if job.submit.params.drop_lost_experts and job.index >= self.drops_at:
+                dropped.setdefault(job.writer, []).append((id, job.submit.attempt))
             job.index += 1
             self.sent += 1
             by_writer.setdefault(job.writer, []).append(token)
             if token.finish:
                 del self.jobs[id]
         for writer, tokens in by_writer.items():
-            writer.write(encode(Step(tokens=tokens)))
+            writer.write(encode(Step(tokens=tokens, dropped=dropped.get(writer, []))))
 
     def send(self, message: Step | Failed) -> None:
         """Say something out of turn to every gateway."""
@@ -233,19 +275,27 @@ class FakeWorker:
         """Die: every connection is reset at once and the address answers no more."""
 
         async def abort() -> None:
-            self._server.close()
-            self._stepper.cancel()
-            for writer in list(self.writers):
-                writer.transport.abort()
+            self.stop_now()
 
         self.run(abort())
 
+    def stop_now(self) -> None:
+        """Die; on the worker's own loop."""
+        self._server.close()
+        self._stepper.cancel()
+        self._beater.cancel()
+        for writer in list(self.writers):
+            writer.transport.abort()
 
-def make_token(submit: Submit, index: int) -> Token:
-    token = submit.prompt[index % len(submit.prompt)]
+
+def make_token(submit: Submit, index: int, script: str | None = None) -> Token:
+    said = submit.prompt if script is None else [*script.encode(), EOS]
+    token = said[index % len(said)]
     params = submit.params
     finish = "length" if index + 1 == params.max_tokens else ""
-    if token == EOS and not params.ignore_eos and index >= params.min_tokens:
+    if (
+        token == EOS and not params.ignore_eos and index >= params.min_tokens
+    ) or token in params.stop_token_ids:
         finish = "stop"
     if params.logprobs < 0:
         return Token(submit.id, submit.attempt, index, token, finish)
@@ -312,6 +362,16 @@ class GatewayProcess:
         self.process.terminate()
         _, log = self.process.communicate(timeout=10)
         return self.process.returncode, log.decode()
+
+
+@contextlib.contextmanager
+def gateway_url(world: World, *arguments: str) -> Iterator[str]:
+    """Address of a gateway process with these options; at the end it must stop cleanly, its log without traceback."""
+    gateway = GatewayProcess(world, *arguments)
+    yield gateway.url
+    status, log = gateway.stop()
+    assert status == 0
+    assert "Traceback" not in log, log
 
 
 def eventually(condition: Callable[[], Any], what: str, timeout_s: float = 5.0) -> None:

@@ -17,7 +17,7 @@ from typing import cast
 
 import pytest
 
-from eaas.attention import Ending, StartFailed, listen, parser, prepare
+from eaas.attention import Ending, listen, parser, prepare
 from eaas.cluster.process import Child
 from eaas.engine.worker_protocol import (
     Failed,
@@ -30,6 +30,7 @@ from eaas.engine.worker_protocol import (
     for_gateway,
 )
 from eaas.model.make_model import make_model
+from eaas.placement import StartFailed
 from experts.checkpoint import Checkpoint
 from router.client import RouterClient
 
@@ -247,7 +248,7 @@ def test_a_port_in_use_is_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(StartFailed, match=f"Port {port} cannot be used: .*Choose another with --port"):
-            listen(port)
+            listen("127.0.0.1", port)
 
 
 def test_experts_that_never_come_are_named(tmp_path: Path, model: Path) -> None:

@@ -50,3 +50,21 @@ def test_routers_that_share_nothing_are_refused(routers: int, etcd: str) -> None
     with pytest.raises(ValueError, match=f"{routers} routers asked for"):
         ClusterConfig(model=Path(), served_name="m", routers=routers, etcd=etcd)
     ClusterConfig(model=Path(), served_name="m", routers=2, etcd="http://127.0.0.1:2379")
+
+
+def test_kinds_of_devices_may_be_mixed_where_each_has_workers_and_servers() -> None:
+    def config(devices: tuple[str, ...], experts: int, attention: int) -> ClusterConfig:
+        return ClusterConfig(
+            model=Path(), served_name="m", devices=devices, experts=experts, attention=attention, replicas=1
+        )
+
+    config(("cuda:0", "cpu"), 2, 2)
+    config(("cuda:0", "cpu"), 3, 4)
+    config(("cuda:0", "cuda:1"), 2, 1)
+    # A pool that is empty yet will have some of each.
+    config(("cuda:0", "cpu"), 0, 2)
+    for experts, attention in ((2, 1), (1, 2)):
+        with pytest.raises(
+            ValueError, match=r"ask servers of their own kind only\. .* --attention 2 --experts 2"
+        ):
+            config(("cuda:0", "cpu"), experts, attention)

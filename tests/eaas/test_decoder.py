@@ -19,6 +19,7 @@ from eaas.engine.decoder import (
     WeightsInvalid,
 )
 from eaas.engine.reference import choose_experts
+from eaas.native import EXPERT_CALL
 from experts import native as experts_native
 from experts.model import Dtype
 from tests.eaas.decoder_world import VARIANTS, World, spec_of, tokens_of
@@ -244,19 +245,9 @@ def test_a_lost_expert_is_an_error_that_leaves_the_decoder_usable() -> None:
     world = World.make(spec_of(layers=2), SEED)
     local = world.decoder().local
     left = [1]
-    kind = ctypes.CFUNCTYPE(
-        ctypes.c_int32,
-        *[ctypes.c_void_p] * 2,
-        *[ctypes.c_uint32] * 2,
-        ctypes.c_void_p,
-        ctypes.c_uint32,
-        *[ctypes.c_void_p] * 3,
-        ctypes.c_uint64,
-        *[ctypes.c_void_p] * 2,
-    )
-    real = kind(local.backend.call)
+    real = EXPERT_CALL(local.backend.call)
 
-    @kind
+    @EXPERT_CALL
     def sometimes(*arguments: int) -> int:
         left[0] -= 1
         return -1 if left[0] == -1 else real(*arguments)

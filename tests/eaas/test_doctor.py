@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import uuid
+from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
 
 from eaas import doctor
+from p2p.cuda_driver import CudaMissing, DeviceFacts
 from p2p.trial import Trial
 
 MEASURED = {"round_trip_us": 41.0, "bandwidth_bytes_per_s": 2e9}
@@ -48,3 +52,99 @@ def test_only_devices_that_are_up_are_rails(tmp_path: Path) -> None:
     (tmp_path / "gone").mkdir()
     (tmp_path / "bonding_masters").write_text("\n")
     assert doctor._rails(tmp_path) == ["eth0", "lo"]
+
+
+GPU = DeviceFacts(
+    ordinal=1,
+    name="H200",
+    uuid=uuid.UUID(int=7),
+    total_bytes=140 << 30,
+    capability=(9, 0),
+    multiprocessors=132,
+    exports_fds=True,
+    exports_rdma=True,
+    exclusive=False,
+    mps=False,
+)
+
+
+class Driver:
+    """A driver that finds one GPU."""
+
+    version = (13, 0)
+
+    def __init__(self, gpu: DeviceFacts) -> None:
+        self.gpu = gpu
+
+    def devices(self) -> list[DeviceFacts]:
+        return [self.gpu]
+
+
+def found_gpus(gpu: DeviceFacts, monkeypatch: pytest.MonkeyPatch) -> dict[str, doctor.Finding]:
+    monkeypatch.setattr(doctor.CudaDriver, "load", lambda: Driver(gpu))
+    monkeypatch.setattr(doctor, "try_out", lambda choice: Trial(choice=choice, **MEASURED))
+    return {finding.what: finding for finding in doctor._gpus()}
+
+
+def test_a_gpu_is_described_with_its_driver_and_transport(monkeypatch: pytest.MonkeyPatch) -> None:
+    findings = found_gpus(GPU, monkeypatch)
+    assert findings["GPU driver"].found == "for CUDA 13.0"
+    assert findings["GPU 1"].usable
+    for words in ("H200, 140 GiB", "132 multiprocessors", "compute capability 9.0", "memory can be shared"):
+        assert words in findings["GPU 1"].found
+    for what in ("transport cuda:1 (one host)", "transport nixl@cuda:1 (between hosts)"):
+        assert "41 us" in findings[what].found
+    mps = findings["MPS (several processes on one GPU at once)"]
+    assert not mps.usable and "nvidia-cuda-mps-control -d" in mps.found
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"capability": (7, 5)}, "the kernels need 8.0: use another GPU"),
+        ({"exports_fds": False}, "memory cannot be shared between processes"),
+        ({"exclusive": True}, "`nvidia-smi -c DEFAULT` lets in several"),
+    ],
+)
+def test_a_gpu_that_cannot_serve_says_why(
+    change: dict[str, object], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finding = found_gpus(replace(GPU, **change), monkeypatch)["GPU 1"]  # type: ignore[arg-type]
+    assert not finding.usable and words in finding.found
+
+
+def test_mps_names_the_gpus_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    mps = found_gpus(replace(GPU, mps=True), monkeypatch)["MPS (several processes on one GPU at once)"]
+    assert mps.usable and mps.found == "running for GPU 1"
+
+
+def test_without_a_driver_the_reason_stands_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load() -> None:
+        raise CudaMissing("no driver: install one")
+
+    monkeypatch.setattr(doctor.CudaDriver, "load", load)
+    (finding,) = doctor._gpus()
+    assert (finding.what, finding.usable, finding.found) == ("GPU", False, "no driver: install one")
+
+
+@pytest.mark.parametrize(
+    "stated, usable, words",
+    [
+        ("__version__ = '2.11.0+cu130'\ncuda: Optional[str] = '13.0'\n", True, "2.11.0+cu130, for CUDA 13.0"),
+        (
+            "__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\n",
+            False,
+            "2.13.0+cpu is built without CUDA",
+        ),
+    ],
+)
+def test_torch_is_read_and_not_imported(
+    stated: str, usable: bool, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "version.py").write_text(stated)
+    origin = str(tmp_path / "__init__.py")
+    monkeypatch.setattr(
+        doctor.importlib.util, "find_spec", lambda name: ModuleSpec(name, None, origin=origin)
+    )
+    finding = doctor._torch()
+    assert finding.usable is usable and words in finding.found

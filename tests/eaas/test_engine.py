@@ -347,6 +347,117 @@ def test_lost_experts_fail_each_request_at_its_own_deadline_and_no_other() -> No
     assert len(world.failed) == 2
 
 
+def test_a_request_whose_rows_all_came_goes_on_when_the_step_is_lost_for_another() -> None:
+    world = World()
+    now_s = [100.0]
+    world.engine = Engine(world.decoder, world.engine.config, on_logits=world.keep, clock=lambda: now_s[0])
+    world.submit("a", [1, 2, 3], max_tokens=9)
+    world.submit("b", [4, 5, 6], max_tokens=9)
+    world.step()
+
+    def lost(deadline_s: float) -> None:
+        now_s[0] += deadline_s
+        raise ExpertsLost("expert 3 of layer 1 has no live replica", np.array([1]))
+
+    world.decoder.before_step = lost
+    world.step()
+    assert [(f.id, f.code, f.retryable) for f in world.failed] == [("b", "expert_lost", True)]
+    waits: list[float] = []
+    world.decoder.before_step = waits.append
+    world.run()
+    assert world.tokens["a"] == expected_output([1, 2, 3], 9)
+    assert waits[:2] == [1.5, 30.0], "a waited with b; its own experts still have time to answer"
+
+
+def test_requests_that_keep_coming_for_lost_experts_hold_up_no_other_for_ever() -> None:
+    """Deadline 30 s. One more request that needs them comes every second; "a" needs none of them."""
+    world = World()
+    now_s = [100.0]
+    world.engine = Engine(world.decoder, world.engine.config, on_logits=world.keep, clock=lambda: now_s[0])
+    whole = world.decoder.step
+    came_s: dict[str, float] = {}
+
+    def step(plan: StepPlan, deadline_s: float) -> np.ndarray:
+        lost = [
+            row for row, position in enumerate(plan.positions) if plan.token_ids[row] == 1 and not position
+        ]
+        if not lost:
+            now_s[0] += 0.01
+            return whole(plan, deadline_s)
+        now_s[0] += deadline_s
+        raise ExpertsLost("expert 3 of layer 1 has no live replica", np.array(lost))
+
+    world.decoder.step = step  # type: ignore[method-assign]
+    world.submit("a", [2, 3, 4], max_tokens=40)
+    while len(world.tokens["a"]) < 40:
+        if now_s[0] - max(came_s.values(), default=0.0) >= 1:
+            id = f"n{len(came_s)}"
+            came_s[id] = now_s[0]
+            world.submit(id, [1, 5], max_tokens=2)
+        ended = len(world.failed)
+        world.step()
+        assert now_s[0] < 200, f"a has {len(world.tokens['a'])} of 40 tokens"
+        for failed in world.failed[ended:]:
+            assert now_s[0] - came_s[failed.id] < 35, failed
+    assert world.tokens["a"] == expected_output([2, 3, 4], 40)
+    world.decoder.step = whole  # type: ignore[method-assign]
+    left = [id for id in came_s if id not in {f.id for f in world.failed}]
+    assert left
+    world.run()
+    assert [world.tokens[id] for id in left] == [expected_output([1, 5], 2)] * len(left)
+
+
+def test_a_request_that_went_on_while_experts_were_lost_has_not_waited_for_them() -> None:
+    """Deadline 30 s. Lost from 100 s on for b and c; a is computed meanwhile, and once is to blame too."""
+    world = World()
+    now_s = [100.0]
+    world.engine = Engine(world.decoder, world.engine.config, on_logits=world.keep, clock=lambda: now_s[0])
+    world.submit("a", [2, 3, 4], max_tokens=9)
+    world.step()
+    world.submit("b", [1, 5], max_tokens=9)
+
+    def lost(blamed: Sequence[int], deadline_s: float, comes: str = "") -> None:
+        if comes:
+            now_s[0] += 25
+            world.submit(comes, [1, 6], max_tokens=9)
+        now_s[0] += deadline_s - (25 if comes else 0)
+        raise ExpertsLost("expert 3 of layer 1 has no live replica", np.array(blamed))
+
+    world.decoder.before_step = lambda deadline_s: lost([1, 2], deadline_s, "c")
+    world.step()
+    assert [f.id for f in world.failed] == ["b"]
+    world.decoder.before_step = lambda deadline_s: lost([1, 2], deadline_s)
+    world.step()
+    world.decoder.before_step = None
+    world.step()
+    assert len(world.tokens["a"]) == 2, "a goes on without c"
+    world.decoder.before_step = lambda deadline_s: lost([0], deadline_s)
+    world.step()
+    world.decoder.before_step = None
+    world.run()
+    assert [f.id for f in world.failed] == ["b"], "a was lost for a moment only"
+    assert world.tokens["a"] == expected_output([2, 3, 4], 9)
+    assert world.tokens["c"] == expected_output([1, 6], 9)
+
+
+def test_a_step_lost_for_no_row_is_lost_for_all_and_none_waits_past_its_deadline() -> None:
+    world = World()
+    now_s = [100.0]
+    world.engine = Engine(world.decoder, world.engine.config, on_logits=world.keep, clock=lambda: now_s[0])
+    world.submit("a", [1, 2, 3])
+    world.submit("b", [4, 5, 6])
+
+    def lost(deadline_s: float) -> None:
+        now_s[0] += 1
+        raise ExpertsLost("the expert call ended with code -2", np.zeros(0, np.int64))
+
+    world.decoder.before_step = lost
+    while world.engine.has_work:
+        assert now_s[0] < 131, "nobody fails"
+        world.step()
+    assert sorted((f.id, f.code) for f in world.failed) == [("a", "expert_lost"), ("b", "expert_lost")]
+
+
 def test_requests_that_queue_while_experts_are_lost_fail_at_their_deadline_too() -> None:
     world = World(step_tokens=4)
     now_s = [0.0]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from eaas.engine.choice import Chooser
+from eaas.engine.choice import Chooser, Found
 from eaas.engine.request import Request
-from eaas.engine.sampler import Sampler, SamplingRow
+from eaas.engine.sampler import Sampler, SamplingRow, bits_of
+from eaas.engine.steps import Judged
 from eaas.engine.worker_protocol import SamplingParams
 
 VOCAB = 50
@@ -34,6 +35,8 @@ def params_of(source: np.random.Generator) -> SamplingParams:
         repetition_penalty=maybe(1.4, 1.0),
         logprobs=int(maybe(3, -1)),
         stop_token_ids=(1, 2, 3, VOCAB + 5),
+        logit_bias=((7, 2.5), (8, -3.0)) if source.random() < 0.3 else (),
+        allowed_token_ids=tuple(range(4, VOCAB, 3)) if source.random() < 0.3 else (),
     )
 
 
@@ -54,6 +57,9 @@ def row_of(request: Request) -> SamplingRow:
         prompt=request.prompt,
         output=np.array(request.output, dtype=np.int32),
         forbidden=[token for token in request.stops if early and token < VOCAB],
+        allowed_too=bits_of(params.allowed_token_ids, VOCAB) if params.allowed_token_ids else None,
+        biased=[token for token, _ in params.logit_bias],
+        biases=[bias for _, bias in params.logit_bias],
         logprobs=params.logprobs,
     )
 
@@ -94,6 +100,55 @@ def test_every_mixture_of_parameters_gives_the_samplers_choice() -> None:
                 del live[slot]
 
 
+def test_what_a_decoder_chose_is_kept_and_what_it_left_is_chosen() -> None:
+    source = np.random.default_rng(SEED)
+    for step in range(200):
+        count = int(source.integers(1, 7))
+        requests = [
+            request_of(params_of(source), source.integers(0, VOCAB, 5).tolist(), [4]) for _ in range(count)
+        ]
+        slots = source.permutation(6)[:count].astype(np.int32)
+        logits = source.standard_normal((count, VOCAB), dtype=np.float32)
+        wanted = Chooser(vocab=VOCAB, slots=6).choose(logits.copy(), slots, requests)
+        here = source.random(count) < 0.5
+        for number, request in enumerate(requests):
+            here[number] &= request.params.logprobs < 0
+        chooser = Chooser(vocab=VOCAB, slots=6)
+        # Of the rows that it leaves, a decoder's tokens mean nothing.
+        tokens = np.where(here, wanted.tokens, -5).astype(np.int32)
+        found = Found(chosen=here, tokens=tokens, sound=here, logits=logits[~here])
+        choice = chooser.complete(chooser.ways(slots, requests), requests, found)
+        assert choice.tokens == wanted.tokens, f"seed {SEED}, step {step}"
+        assert choice.refused == {}
+        for number, request in enumerate(requests):
+            if (asked := request.params.logprobs) >= 0:
+                assert choice.logprobs is not None
+                assert wanted.logprobs is not None
+                assert choice.logprobs[number] == wanted.logprobs[number]
+                assert choice.top(number, asked) == wanted.top(number, asked)
+
+
+def test_rows_are_refused_alone_whoever_chooses() -> None:
+    chooser = Chooser(vocab=4, slots=4)
+    barred = SamplingParams(max_tokens=2, min_tokens=1, stop_token_ids=(0, 1, 2, 3))
+    free = SamplingParams(max_tokens=2, temperature=0.0)
+    requests = [request_of(params, [1]) for params in (free, barred, free, free)]
+    ways = chooser.ways(np.arange(4, dtype=np.int32), requests)
+    found = Found(
+        chosen=np.array([True, False, True, False]),
+        tokens=np.array([9, 9, 2, 9], dtype=np.int32),
+        sound=np.array([False, False, True, True]),
+        logits=np.array([[1, 2, 3, 4], [4, 5, 2, 1]], dtype=np.float32),
+    )
+    choice = chooser.complete(ways, requests, found)
+    assert choice.refused == {
+        0: "its logits hold NaN or infinity: the model or its weights are broken",
+        1: "every token is forbidden; at least one must be left",
+    }
+    assert choice.tokens[2:] == [2, 1]
+    assert choice.logprobs is None
+
+
 def test_a_row_with_nothing_to_choose_is_refused_alone() -> None:
     chooser = Chooser(vocab=4, slots=2)
     barred = SamplingParams(max_tokens=2, min_tokens=1, stop_token_ids=(0, 1, 2, 3))
@@ -110,3 +165,27 @@ def test_logits_of_another_shape_are_refused() -> None:
     request = request_of(SamplingParams(max_tokens=1), [1])
     with pytest.raises(ValueError, match=r"\[1, 5\]; contiguous float32 \[1, 4\] needed"):
         chooser.choose(np.zeros((1, 5), dtype=np.float32), np.zeros(1, dtype=np.int32), [request])
+
+
+@pytest.mark.parametrize("by_decoder", [False, True])
+def test_barred_rows_have_no_token_and_judged_rows_come_after_them(by_decoder: bool) -> None:
+    source = np.random.default_rng(SEED)
+    logits = source.standard_normal((6, VOCAB), dtype=np.float32)
+    requests = [request_of(SamplingParams(max_tokens=2, temperature=0.0), [1]) for _ in range(3)]
+    asks = request_of(SamplingParams(max_tokens=2, prompt_logprobs=2), [4, 9, 17, 30])
+    judged, barred = [Judged(asks, 1, 4)], {0: "", 2: "it is too much"}
+    slots, chooser = np.arange(3, dtype=np.int32), Chooser(vocab=VOCAB, slots=3)
+    if by_decoder:
+        ways = chooser.ways(slots, requests, judged)
+        none = np.zeros(6, dtype=bool)
+        found = Found(chosen=none, tokens=np.zeros(6, np.int32), sound=none, logits=logits.copy())
+        choice = chooser.complete(ways, requests, found, judged, barred)
+    else:
+        choice = chooser.choose(logits.copy(), slots, requests, judged, barred)
+    assert choice.tokens[0] == -1 and choice.tokens[1] == logits[1].argmax() and len(choice.tokens) == 3
+    assert choice.refused == {2: "it is too much"}
+    assert choice.logprobs is not None
+    for row, token in ((3, 9), (4, 17), (5, 30)):
+        chances = logits[row] - np.log(np.exp(logits[row].astype(np.float64)).sum())
+        assert choice.logprobs[row] == pytest.approx(chances[token], abs=1e-5)
+        assert [other for other, _ in choice.top(row, 2)] == np.argsort(-chances)[:2].tolist()

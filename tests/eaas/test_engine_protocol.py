@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from eaas.engine import worker_protocol as protocol
+from eaas.engine.grammar import Grammar
 from eaas.engine.worker_protocol import (
     Cancel,
     Failed,
@@ -102,6 +103,11 @@ def test_a_message_for_the_other_side_is_refused() -> None:
         ({"presence_penalty": float("inf")}, "must be finite numbers"),
         ({"frequency_penalty": float("nan")}, "must be finite numbers"),
         ({"logprobs": 21}, "logprobs is 21; it must be -1"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs is 21; it must be -1"),
+        ({"logit_bias": ((1, 100.5),)}, "a bias is outside -100 to 100"),
+        ({"logit_bias": ((1, float("nan")),)}, "a bias is outside -100 to 100"),
+        ({"logit_bias": ((1, 1.0),) * 1025}, "1025 biases were given; at most 1024"),
+        ({"grammar": Grammar("regex", "a"), "ignore_eos": True}, "cannot be given with ignore_eos"),
         ({"seed": 2**64}, "seed is|out of range|integer value too large"),
     ],
 )

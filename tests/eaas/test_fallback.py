@@ -21,7 +21,7 @@ from eaas.cluster.status import fetch_status
 from eaas.engine import fallback_sampler
 from eaas.engine.decoder import BLOCK_TOKENS, DecoderError, ExpertsLost, PlanInvalid, StepPlan
 from eaas.engine.fallback import FallbackDecoder, numerics_class
-from eaas.engine.sampler import LogitsInvalid, Sampled, Sampler, SamplingInvalid, SamplingRow, philox
+from eaas.engine.sampler import LogitsInvalid, Sampled, Sampler, SamplingInvalid, SamplingRow, bits_of, philox
 from eaas.model.make_model import make_model
 from eaas.model.tokenizer import Tokenizer
 from experts import client, kernels
@@ -44,7 +44,14 @@ class PythonExperts:
         self.lost = False
 
     def exchange(
-        self, layer: int, rows: np.ndarray, ids: np.ndarray, weights: np.ndarray, *, deadline_s: float
+        self,
+        layer: int,
+        rows: np.ndarray,
+        ids: np.ndarray,
+        weights: np.ndarray,
+        *,
+        deadline_s: float,
+        drop: np.ndarray | None = None,
     ) -> np.ndarray:
         if self.lost:
             raise client.ExpertsLost(f"nobody within {deadline_s} s")
@@ -183,6 +190,11 @@ def test_the_samplers_agree(monkeypatch: pytest.MonkeyPatch) -> None:
             prompt=source.integers(0, vocab, 9),
             output=source.integers(0, vocab, 6),
             forbidden=source.integers(0, vocab, 2),
+            allowed=bits_of(source.permutation(vocab)[:40], vocab) if index % 5 == 0 else None,
+            allowed_too=bits_of(source.permutation(vocab)[:250], vocab) if index % 4 == 0 else None,
+            biased=source.permutation(vocab)[: index % 3],
+            biases=source.standard_normal(index % 3) * 4,
+            given=index % 50 if index % 11 == 5 else -1,
             logprobs=index % 7 - 1,
         )
         for index in range(count)

@@ -12,6 +12,7 @@ import httpx
 import openai
 import pytest
 
+from eaas.engine.grammar import Grammar
 from eaas.gateway.__main__ import RouterViews
 from eaas.gateway.status import RouterStatus
 from router.proto import router_pb2 as pb
@@ -20,17 +21,10 @@ from tests.eaas.gateway_world import (
     MAX_MODEL_LEN,
     FakeRouter,
     FakeWorker,
-    GatewayProcess,
     World,
     eventually,
+    gateway_url,
 )
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    world = World(tmp_path_factory.mktemp("model"))
-    yield world
-    world.close()
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +36,8 @@ def worker(world: World) -> FakeWorker:
 
 @pytest.fixture(scope="module")
 def url(world: World, worker: FakeWorker) -> Iterator[str]:
-    gateway = GatewayProcess(world)
-    yield gateway.url
-    status, log = gateway.stop()
-    assert status == 0
-    assert "Traceback" not in log, log
+    with gateway_url(world) as url:
+        yield url
 
 
 @pytest.fixture(scope="module")
@@ -170,6 +161,53 @@ def test_every_sampling_parameter_reaches_the_worker(url: str, worker: FakeWorke
     for name, value in given.items():
         expected = {"seed": 2**64 - 3, "stop_token_ids": (9,)}.get(name, value)
         assert getattr(params, name) == expected, name
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "text"),
+    [
+        ({"response_format": {"type": "json_object"}}, "json_schema", '{"type":"object"}'),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"b": 1, "a": 2}}}},
+            "json_schema", '{"b":1,"a":2}',
+        ),
+        ({"structured_outputs": {"json": '{"type": "null"}'}}, "json_schema", '{"type":"null"}'),
+        ({"structured_outputs": {"regex": "[a-z]+"}}, "regex", "[a-z]+"),
+        ({"structured_outputs": {"choice": ["a", "\u00e9"]}}, "lark", 'start: "a" | "\u00e9"'),
+        ({"guided_grammar": 'start: "x"'}, "lark", 'start: "x"'),
+        ({"response_format": {"type": "text"}, "logit_bias": {"5": -100, "7": 1.5}}, None, ""),
+        ({"allowed_token_ids": [72, 105], "prompt_logprobs": 3}, None, ""),
+    ],
+)  # fmt: skip
+def test_what_binds_the_output_reaches_the_worker(
+    url: str, worker: FakeWorker, given: dict[str, Any], kind: str | None, text: str
+) -> None:
+    for path, prompt in (
+        ("/v1/completions", {"prompt": "abc"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+    ):
+        reply = httpx.post(f"{url}{path}", json={"model": "tiny", "max_tokens": 2, **prompt, **given})
+        assert reply.status_code == 200, reply.text
+        params = worker.submits[-1].params
+        assert params.grammar == (None if kind is None else Grammar(kind, text))  # type: ignore[arg-type]
+        assert params.logit_bias == (((5, -100.0), (7, 1.5)) if "logit_bias" in given else ())
+        assert params.allowed_token_ids == tuple(given.get("allowed_token_ids", ()))
+        assert params.prompt_logprobs == given.get("prompt_logprobs", -1)
+
+
+def test_an_echo_comes_first_and_alone_costs_no_completion(client: openai.OpenAI) -> None:
+    for prompt in (["Hi", "!?"], [[72, 105], [33, 63]]):
+        reply = client.completions.create(model="tiny", prompt=prompt, max_tokens=2, echo=True, n=2)  # type: ignore[arg-type]
+        assert [choice.text for choice in reply.choices] == ["HiHi", "HiHi", "!?!?", "!?!?"]
+    alone = client.completions.create(model="tiny", prompt="Hi", max_tokens=0, echo=True)
+    assert alone.choices[0].text == "Hi" and alone.choices[0].finish_reason == "length"
+    assert alone.usage is not None and alone.usage.completion_tokens == 0
+    stream = client.completions.create(
+        model="tiny", prompt="Hi", max_tokens=3, echo=True, stream=True, stop="iH"
+    )
+    assert "".join(chunk.choices[0].text for chunk in stream) == "HiH", (
+        "a stop string is sought in the output alone"
+    )
 
 
 def test_a_seed_is_drawn_for_each_request_that_gives_none(client: openai.OpenAI, worker: FakeWorker) -> None:
@@ -362,9 +400,9 @@ def test_a_gateway_is_a_member_whose_lease_carries_its_load_and_joins_again_when
 def test_a_router_that_does_not_answer_is_shown_with_its_last_process() -> None:
     router = FakeRouter()
     views = RouterViews(router.address)
-    assert views.latest()[1] == RouterStatus(pid=router.pid, address=router.address, state="serving")
+    assert views.latest()[1] == [RouterStatus(pid=router.pid, address=router.address, state="serving")]
     router.stop()
-    assert views.latest()[1] == RouterStatus(pid=router.pid, address=router.address, state="unreachable")
+    assert views.latest()[1] == [RouterStatus(pid=router.pid, address=router.address, state="unreachable")]
     views.close()
 
 

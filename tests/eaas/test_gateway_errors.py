@@ -17,18 +17,15 @@ import openai
 import pytest
 
 from eaas.engine.worker_protocol import Failed
-from tests.eaas.gateway_world import MAX_MODEL_LEN, FakeWorker, GatewayProcess, World, eventually
+from tests.eaas.gateway_world import MAX_MODEL_LEN, FakeWorker, World, eventually, gateway_url
 
 CHAT = "/v1/chat/completions"
 PLAIN = "/v1/completions"
 LIMIT = 64 << 10
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    world = World(tmp_path_factory.mktemp("model"))
-    yield world
-    world.close()
+MULTIPLE = 'start: %json {"multipleOf": 99999989}'
+DEEP: dict[str, Any] = {"type": "integer"}
+for _ in range(40):
+    DEEP = {"items": DEEP}
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +37,10 @@ def worker(world: World) -> FakeWorker:
 
 @pytest.fixture(scope="module")
 def url(world: World, worker: FakeWorker) -> Iterator[str]:
-    gateway = GatewayProcess(
+    with gateway_url(
         world, "--max-body-bytes", str(LIMIT), "--max-requests", "3", "--deadline-s", "1"
-    )
-    yield gateway.url
-    status, log = gateway.stop()
-    assert status == 0
-    assert "Traceback" not in log, log
+    ) as url:
+        yield url
 
 
 def error_of(reply: httpx.Response, status: int) -> dict[str, Any]:
@@ -131,7 +125,7 @@ def test_an_undeclared_body_over_the_limit_is_a_413(url: str) -> None:
 
 
 def test_an_unknown_path_is_a_404(url: str) -> None:
-    for method, path in (("GET", "/"), ("POST", "/v1/embeddings"), ("GET", "/v1"), ("GET", "/v1/models/")):
+    for method, path in (("GET", "/"), ("POST", "/v1/audio/speech"), ("GET", "/v1"), ("GET", "/v1/models/")):
         error = error_of(httpx.request(method, f"{url}{path}"), 404)
         assert error["type"] == "invalid_request_error"
 
@@ -165,9 +159,19 @@ WRONG = [
     ("stop", ""), ("stop", ["a", ""]), ("stop", ["a"] * 17), ("stop", ["x" * 1025]), ("stop", [1]),
     ("stop_token_ids", [10**6]), ("stop_token_ids", "x"), ("stream", "yes"), ("stream", 1),
     ("ignore_eos", "no"),
-    ("stream_options", {"include_usage": True}), ("stream_options", 1), ("logit_bias", {"5": 1}),
-    ("best_of", 3),
-    ("response_format", {"type": "json_object"}),
+    ("stream_options", {"include_usage": True}), ("stream_options", 1),
+    ("logit_bias", {"x": 1}), ("logit_bias", {"5": 101}), ("logit_bias", {"-5": 1}), ("logit_bias", {"999": 1}),
+    ("logit_bias", [5]), ("allowed_token_ids", []), ("allowed_token_ids", [260]), ("allowed_token_ids", 5),
+    ("prompt_logprobs", 21), ("prompt_logprobs", True), ("best_of", 3),
+    ("response_format", {"type": "xml"}), ("response_format", {"type": "json_schema"}),
+    ("response_format", {"type": "json_schema", "json_schema": {"name": "x", "schema": [1]}}),
+    ("response_format", {"type": "json_schema", "json_schema": {"name": "x", "schema": DEEP}}),
+    ("structured_outputs", {}), ("structured_outputs", {"regex": "a", "choice": ["a"]}),
+    ("structured_outputs", {"json": "{"}), ("structured_outputs", {"choice": []}),
+    ("structured_outputs", {"regex": "a" * 5000}), ("structured_outputs", {"grammar": ""}),
+    ("structured_outputs", {"structural_tag": "x"}), ("guided_choice", [""]),
+    ("logit_bias", {"1" * 5000: 1}), ("structured_outputs", {"grammar": MULTIPLE}), ("guided_grammar", MULTIPLE),
+    ("structured_outputs", {"json": {"multipleOf": 10**399}}),
 ]  # fmt: skip
 
 
@@ -181,24 +185,35 @@ def test_a_wrong_value_is_a_400_that_names_the_field(url: str, name: str, value:
 
 CHAT_ONLY = [
     ("messages", []), ("messages", "hi"), ("messages", [{"content": "no role"}]), ("messages", [3]),
-    ("messages", [{"role": "user", "content": 7}]),
+    ("messages", [{"role": "user", "content": 7}]), ("messages", [{"role": "user"}]),
+    ("messages", [{"role": "tool", "tool_call_id": "a", "content": None}]),
     ("messages", [{"role": "user", "content": [{"type": "image_url"}]}]),
     ("messages", [{"role": "bad", "content": "refused by the template"}]), ("max_completion_tokens", 0),
     ("logprobs", 3), ("top_logprobs", 21), ("top_logprobs", 2), ("tools", [{"type": "function"}]),
+    ("tools", [{"type": "function", "function": {"name": "f", "parameters": {"multipleOf": 99999989}}}]),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "value"), CHAT_ONLY, ids=[f"{n}={str(v)[:30]}" for n, v in CHAT_ONLY])
 def test_a_wrong_chat_is_a_400_that_names_the_field(url: str, name: str, value: Any) -> None:
-    error = refused(url, CHAT, **{name: value})
+    error = refused(url, CHAT, **{name: value, **({"tool_choice": "required"} if name == "tools" else {})})
     assert name in (error["param"] or "") or name in error["message"], error
+
+
+@pytest.mark.parametrize("field", ["prompt_logprobs", "logprobs"])
+def test_more_of_prompts_than_is_kept_is_a_400(url: str, field: str) -> None:
+    """20 alternatives, and the token itself, of each of 200 tokens of 64 prompts, are some 268,800."""
+    echo = {"echo": True} if field == "logprobs" else {}
+    prompts = [[5] * 200] * 64
+    error = refused(url, PLAIN, prompt=prompts, max_tokens=1, **{field: 20}, **echo)
+    assert error["param"] == field and "268800" in error["message"], error
 
 
 PLAIN_ONLY = [
     ("prompt", None), ("prompt", 5), ("prompt", []), ("prompt", ["a", 5]), ("prompt", [[]]),
     ("prompt", [1, -1]),
     ("prompt", [260]), ("prompt", [[5], [10**9]]), ("prompt", ""), ("prompt", ["a"] * 65), ("prompt", [True]),
-    ("logprobs", 21), ("logprobs", True), ("echo", True), ("suffix", "end"),
+    ("logprobs", 21), ("logprobs", True), ("echo", 1), ("suffix", "end"),
 ]  # fmt: skip
 
 
@@ -233,7 +248,7 @@ def test_a_completion_over_the_context_is_a_400_that_says_how_much_fits(url: str
 FAILURES = [
     ("expert_lost", True, 503, "1"), ("internal", False, 500, None), ("internal", True, 503, "1"),
     ("too_long", False, 400, None), ("never_fits", False, 400, None), ("bad_request", False, 400, None),
-    ("overloaded", True, 503, "1"),
+    ("overloaded", True, 429, "1"),
 ]  # fmt: skip
 
 
@@ -369,7 +384,7 @@ def test_a_port_in_use_is_named_with_what_to_do(world: World) -> None:
         port = taken.getsockname()[1]
         status, report, log = run_gateway("--model", str(world.model), "--port", str(port))
     assert status == 1
-    assert f"Port {port}" in report["error"] and "--port" in report["error"]
+    assert f"port {port}" in report["error"] and "--port" in report["error"]
     assert report["error"] in log
 
 

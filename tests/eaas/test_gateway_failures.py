@@ -15,26 +15,16 @@ import httpx
 import pytest
 
 from eaas.engine.worker_protocol import Failed, Step, Submit, Token
-from tests.eaas.gateway_world import FakeWorker, GatewayProcess, World, eventually
+from tests.eaas.gateway_world import FakeWorker, GatewayProcess, World, eventually, gateway_url
 
 PLAIN = "/v1/completions"
 PROMPT = "The quick brown fox jumps over the lazy dog. "
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    world = World(tmp_path_factory.mktemp("model"))
-    yield world
-    world.close()
-
-
-@pytest.fixture(scope="module")
 def url(world: World) -> Iterator[str]:
-    gateway = GatewayProcess(world, "--deadline-s", "5", "--stall-s", "1")
-    yield gateway.url
-    status, log = gateway.stop()
-    assert status == 0
-    assert "Traceback" not in log, log
+    with gateway_url(world, "--deadline-s", "5", "--stall-s", "1") as url:
+        yield url
 
 
 @pytest.fixture
@@ -208,27 +198,62 @@ def test_an_overloaded_worker_hands_the_request_on(
     for _ in range(4):
         assert list(stream(url, 5)) == expected(5)
     second.refuse = full
-    assert httpx.post(f"{url}{PLAIN}", json={"model": "tiny", "prompt": "a"}).status_code == 503
+    reply = httpx.post(f"{url}{PLAIN}", json={"model": "tiny", "prompt": "a"})
+    assert (reply.status_code, reply.headers["retry-after"]) == (429, "1")
 
 
-def test_a_request_that_brings_down_every_worker_is_given_up(
-    url: str, world: World, workers: Callable[..., list[FakeWorker]]
-) -> None:
-    group = workers(6)
+def dies_of_poison(worker: FakeWorker, deaths: list[str]) -> FakeWorker:
+    """The worker, which from now on ends with all that it has taken when a prompt begins so."""
 
-    def die(worker: FakeWorker) -> Callable[[Any], None]:
-        def refuse(_: Any) -> None:
+    def refuse(submit: Submit) -> None:
+        if bytes(submit.prompt).startswith(b"poison"):
+            deaths.append(worker.name)
+            worker.jobs.clear()
             for writer in list(worker.writers):
                 writer.transport.abort()
 
-        return refuse
+    worker.refuse = refuse
+    return worker
 
-    for worker in group:
-        worker.refuse = die(worker)
-    reply = httpx.post(f"{url}{PLAIN}", json={"model": "tiny", "prompt": "poison"}, timeout=10)
+
+@pytest.mark.parametrize(("choices", "most"), [(1, 2 + 3), (3, 3 + 3 + 3)])
+def test_a_request_that_brings_down_every_worker_is_given_up(
+    url: str, workers: Callable[..., list[FakeWorker]], choices: int, most: int
+) -> None:
+    deaths: list[str] = []
+    for worker in workers(2):
+        dies_of_poison(worker, deaths)
+    body = {"model": "tiny", "prompt": "poison", "n": choices}
+    reply = httpx.post(f"{url}{PLAIN}", json=body, timeout=10)
     assert reply.status_code == 500
     assert reply.json()["error"]["code"] == "attempts_exhausted"
-    assert sum(len(worker.submits) for worker in group) == 4
+    assert 2 + 3 <= len(deaths) <= most
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_request_that_brings_down_every_worker_takes_no_other_with_it(
+    url: str, workers: Callable[..., list[FakeWorker]], count: int
+) -> None:
+    """The innocent are with it twice, and wait for their first token. Workers that died are there again at once."""
+    deaths: list[str] = []
+    group = [dies_of_poison(worker, deaths) for worker in workers(count, step_s=0.02)]
+    for worker in group:
+        worker.frozen = True
+    with ThreadPoolExecutor(20) as threads:
+        streams = [threads.submit(list, stream(url, 9, f"innocent {number} ")) for number in range(8)]
+        eventually(lambda: sum(len(worker.submits) for worker in group) == 8, "the innocent ones")
+        body = {"model": "tiny", "prompt": "poison"}
+        poison = threads.submit(httpx.post, f"{url}{PLAIN}", json=body, timeout=20)
+        eventually(lambda: len(deaths) >= 2, "two deaths")
+        for worker in group:
+            worker.frozen = False
+        late = [threads.submit(list, stream(url, 9, f"late one {number} ")) for number in range(8)]
+        for kind, results in (("innocent", streams), ("late one", late)):
+            for number, result in enumerate(results):
+                assert result.result() == expected(9, f"{kind} {number} ")
+        assert poison.result().status_code == 500
+        assert poison.result().json()["error"]["code"] == "attempts_exhausted"
+    assert len(deaths) == 2 + 3
 
 
 def test_a_worker_with_another_model_is_never_used(url: str, world: World) -> None:
@@ -263,6 +288,69 @@ def test_another_numerics_class_is_a_last_resort_and_is_told(
     assert len(set(prints)) == 2
     assert prints == sorted(prints, key=prints.index), "it changes once"
     assert "eaas_class_crossings_total 1.0" in httpx.get(f"{url}/metrics").text
+
+
+@pytest.mark.parametrize("code", ["expert_lost", "class_lost"])
+def test_a_choice_whose_class_lost_experts_goes_on_where_another_class_has_them(
+    url: str, world: World, workers: Callable[..., list[FakeWorker]], code: str
+) -> None:
+    """Those of its own class are not asked: they would wait for the same experts."""
+    world.router.expert_classes = ("cpu-f32-fma-1", "cuda-sm90-f32-triton3.6-1")
+    first, second = workers(2, step_s=0.003)
+    other = world.worker(step_s=0.003, numerics_class="cuda-sm90-f32-triton3.6-1")
+    lost: list[str] = []
+
+    def refuse(submit: Submit) -> Failed | None:
+        lost.append(submit.id)
+        return Failed(id=submit.id, attempt=submit.attempt, code=code, message="no replica", retryable=True)
+
+    first.refuse = second.refuse = refuse
+    before = crossings(url)
+    world.router.show(first, second, other)
+    eventually(lambda: len(status_of(url)["gateway"]["attention_workers"]) == 3, "three workers")
+    for _ in range(4):
+        assert list(stream(url, 20)) == expected(20)
+    assert len(other.submits) == 4
+    assert 0 < len(lost) <= 4, "one of a class is enough to ask"
+    assert crossings(url) == before, "what had not begun has not crossed"
+    # One that has begun crosses, and says so.
+    first.refuse = second.refuse = lambda _: None
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 60, "stream": True}
+    begun = 0
+    while not begun:
+        prints: list[str] = []
+        with httpx.stream("POST", f"{url}{PLAIN}", json=body) as reply:
+            for line in reply.iter_lines():
+                data = line.removeprefix("data: ")
+                if not data or data == "[DONE]":
+                    continue
+                prints.append(json.loads(data)["system_fingerprint"])
+                if len(prints) == 10:
+                    begun = sum(give_up(worker, code) for worker in (first, second))
+        assert len(prints) >= 60, "a token is missing"
+        assert len(set(prints)) == 1 + begun
+    assert crossings(url) == before + 1
+    world.router.expert_classes = ("",)
+
+
+def give_up(worker: FakeWorker, code: str) -> int:
+    """Have a worker fail all that it has; how many that were."""
+    worker.frozen = True
+    jobs = list(worker.jobs.values())
+    for job in jobs:
+        del worker.jobs[job.submit.id]
+        id, attempt = job.submit.id, job.submit.attempt
+        worker.send(Failed(id=id, attempt=attempt, code=code, message="gone", retryable=True))
+    worker.frozen = False
+    return len(jobs)
+
+
+def crossings(url: str) -> float:
+    """Choices that went on in another class, so far."""
+    text = httpx.get(f"{url}/metrics").text
+    return float(
+        next(line.split()[-1] for line in text.splitlines() if line.startswith("eaas_class_crossings_total "))
+    )
 
 
 def test_new_work_goes_to_the_worker_with_the_least(

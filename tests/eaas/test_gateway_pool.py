@@ -71,27 +71,6 @@ async def until(condition, what: str) -> None:
         await asyncio.sleep(0.002)
 
 
-def test_a_worker_silent_past_the_deadline_is_replaced_even_when_the_router_says_nothing() -> None:
-    async def scenario() -> None:
-        metrics = GatewayMetrics()
-        pool = WorkerPool(GatewayConfig(model_name="m", deadline_s=0.3, silence_margin_s=0.1), metrics)
-        first, second = await worker_of(1), await worker_of(2)
-        pool.apply_view(view_of(first, second))
-        await until(lambda: len(pool.links()) == 2, "two links")
-        generation, sequence = sequence_of("hello ", 50)
-        pool.submit(sequence)
-        await until(lambda: len(sequence.log.output) > 5, "tokens")
-        frozen = first if first.submits else second
-        frozen.frozen = True
-        await until(lambda: generation.ended, "the end")
-        assert generation.error is None
-        assert generation.finished_choices()[0].text == ("hello " * 9)[:50]
-        assert metrics.replays == {"worker_lost": 1}
-        pool.close()
-
-    asyncio.run(scenario())
-
-
 def test_an_idle_worker_may_be_silent_for_ever() -> None:
     async def scenario() -> None:
         pool = WorkerPool(
@@ -394,7 +373,7 @@ def test_what_a_drain_moved_goes_back_when_the_drain_is_taken_back() -> None:
 def test_a_worker_whose_drain_was_taken_back_is_like_any_other() -> None:
     async def scenario() -> None:
         metrics = GatewayMetrics()
-        pool = WorkerPool(GatewayConfig(model_name="m", drain_move_s=0.05, max_losses=1), metrics)
+        pool = WorkerPool(GatewayConfig(model_name="m", drain_move_s=0.05), metrics)
         first, second = await worker_of(1), await worker_of(2)
         pool.apply_view(view_of(first))
         await until(lambda: len(pool.links()) == 1, "a link")
@@ -409,12 +388,12 @@ def test_a_worker_whose_drain_was_taken_back_is_like_any_other() -> None:
         await until(lambda: len(sequence.log.output) >= many, "more tokens")
         assert (metrics.replays, len(second.submits)) == ({}, 0), "moved from a worker that serves"
         first.frozen = True
-        lost_generation, lost = sequence_of("lost", 5)
+        _, lost = sequence_of("lost", 5)
         lost.refused_by.add(second.incarnation)
         pool.submit(lost)
         await until(lambda: len(first.submits) == 2, "the one to be lost")
         pool.apply_view(view_of(second))
-        assert lost_generation.error is not None and "1 attempts in a row" in str(lost_generation.error)
+        assert lost.log.losses == 1
         assert "drained" not in metrics.replays
         pool.close()
 

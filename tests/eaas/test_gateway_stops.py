@@ -91,6 +91,10 @@ def test_only_the_next_token_of_the_current_attempt_is_accepted() -> None:
 
 def test_losses_are_counted_only_while_no_token_comes() -> None:
     log = TokenLog([1])
-    assert [log.lose(), log.lose()] == [1, 2]
+    log.lose()
+    log.lose(alone=True)
+    assert (log.losses, log.lost_alone) == (2, 1)
     assert log.accept(3, 0, 7)
-    assert log.lose() == 1
+    assert (log.losses, log.lost_alone) == (0, 0)
+    log.move()
+    assert (log.losses, log.lost_alone) == (0, 0)

@@ -8,6 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+
+from eaas.cluster import local
 from eaas.cluster.config import ClusterConfig
 from eaas.cluster.local import LocalCluster
 from router.client import RouterClient
@@ -46,3 +49,50 @@ def test_a_worker_that_has_joined_and_is_not_ready_yet_is_not_counted_twice_when
         cluster.stop()
         worker.close()
         watcher.close()
+
+
+@pytest.mark.parametrize("which", ["a router that ended", "a gateway that ended", "a gateway that drains"])
+def test_what_cannot_be_started_at_once_is_started_when_it_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str
+) -> None:
+    tried: list[str] = []
+
+    def start(*, pool: str, **_: object) -> SimpleNamespace:
+        tried.append(pool)
+        if len(tried) < 4:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        return SimpleNamespace(pool=pool, pid=2, pidfd=-1, ready_fd=-1)
+
+    monkeypatch.setattr(local.Child, "start", start)
+    monkeypatch.setattr(local, "RESTART_FIRST_S", 0.01)
+    events: list[str] = []
+    cluster = LocalCluster(ClusterConfig(model=tmp_path, served_name="m"), on_event=events.append)
+    # The supervisor does not run: its acts are carried out here.
+    monkeypatch.setattr(cluster._selector, "register", lambda *_: None)
+    cluster._gateway_address, cluster._router_addresses[0] = "127.0.0.1:1", "127.0.0.1:2"
+    cluster._ready.set()
+    pool = which.split()[1]
+    child = SimpleNamespace(pool=pool, slot=0, pid=1, replaced=False)
+    cluster._children[1] = child
+    try:
+        if which.endswith("ended"):
+            cluster._restart(child, -9)
+        else:
+            view = SimpleNamespace(pool=lambda _: [SimpleNamespace(pid=1, state="draining")])
+            cluster._look_for_drains(view)
+            cluster._carry_out(cluster._orders.get())
+            assert not child.replaced, "nothing has come in its place"
+
+        def again() -> bool:
+            for act in cluster._take_due():
+                cluster._carry_out(act)
+            return 2 in cluster._children
+
+        until(again)
+        assert tried == [pool] * 4
+        assert len(events) == 3 and all("could not be started" in event for event in events)
+        assert not cluster._due, "it is started once"
+        assert child.replaced == (which == "a gateway that drains")
+    finally:
+        cluster._children.clear()
+        cluster.stop()

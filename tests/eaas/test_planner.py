@@ -27,6 +27,7 @@ WORK = Work(
     expert_flops=1e8,
     row_bytes=8192,
     reply_bytes=16384,
+    max_context=8192,
 )
 
 
@@ -143,6 +144,7 @@ def test_what_cannot_be_served_says_what_stands_in_the_way() -> None:
         ),
         (Task(tpot_s=0.05, context=64), replace(WORK, dense_bytes=1e12), "an attention worker has 141 GB"),
         (Task(tpot_s=1e-6, context=64), WORK, "no batch meets 0.001 ms"),
+        (Task(tpot_s=0.05, context=8193), WORK, "8,193 tokens .* the model has 8,192 positions"),
     ):
         with pytest.raises(PlanInfeasible, match=words):
             plan(work, device, device, task)

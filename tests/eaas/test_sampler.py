@@ -8,7 +8,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from eaas.engine.sampler import LogitsInvalid, Sampled, Sampler, SamplingInvalid, SamplingRow, philox
+from eaas.engine.sampler import (
+    LogitsInvalid,
+    Sampled,
+    Sampler,
+    SamplingInvalid,
+    SamplingRow,
+    bits_of,
+    philox,
+)
 
 SEED = 20261121
 VOCAB = 2500  # more than one block of sums, and no multiple of 16 or 1024
@@ -250,3 +258,60 @@ def test_the_likeliest_token_stays_however_small_top_p(vocab: int, top_p: float)
     logits = random().standard_normal(vocab).astype(np.float32)
     tokens = draws(logits, SamplingRow(seed=SEED, index=0, top_p=top_p), 8)
     assert set(tokens.tolist()) == {int(logits.argmax())}, f"seed {SEED}"
+
+
+@pytest.mark.parametrize("vocab", [31, 32, 33, VOCAB])
+def test_only_tokens_allowed_by_both_masks_are_chosen(vocab: int) -> None:
+    logits = random().standard_normal(vocab).astype(np.float32)
+    first, second = set(range(0, vocab, 2)) | {vocab - 1}, set(range(0, vocab, 3)) | {vocab - 1}
+    row = SamplingRow(
+        seed=5, index=0, temperature=3.0, allowed=bits_of(sorted(first), vocab),
+        allowed_too=bits_of(sorted(second), vocab),
+    )  # fmt: skip
+    assert set(draws(logits, row, 4000).tolist()) <= first & second, f"seed {SEED}"
+    for token in (0, vocab - 1):
+        assert one(logits, SamplingRow(seed=1, index=0, allowed=bits_of([token], vocab))).token == token
+    with pytest.raises(LogitsInvalid, match="every token is forbidden"):
+        one(logits, SamplingRow(seed=1, index=0, allowed=bits_of([], vocab)))
+    with pytest.raises(SamplingInvalid, match="one bit a token"):
+        one(
+            logits,
+            SamplingRow(
+                seed=1, index=0, allowed=np.zeros(1, np.uint32), allowed_too=np.zeros(200, np.uint32)
+            ),
+        )
+
+
+def test_biases_are_added_before_penalties_and_do_not_show_in_log_probabilities() -> None:
+    logits = random().standard_normal(VOCAB).astype(np.float32)
+    biased, biases = [3, 700, VOCAB - 1], [2.0, -1.5, 30.0]
+    row = SamplingRow(seed=1, index=0, temperature=0.8, biased=biased, biases=biases)
+    changed = logits.copy()
+    changed[biased] += np.float32(biases)
+    plain = SamplingRow(seed=1, index=0, temperature=0.8)
+    assert draws(logits, row, 300).tolist() == draws(changed, plain, 300).tolist()
+    penalties = {"output": [3, 700], "repetition_penalty": 1.3, "presence_penalty": 0.5, "temperature": 0.0}
+    one_by_one = one(changed, SamplingRow(seed=1, index=0, **penalties)).token
+    assert (
+        one(logits, SamplingRow(seed=1, index=0, biased=biased, biases=biases, **penalties)).token
+        == one_by_one
+    )
+    found = one(
+        logits, SamplingRow(seed=1, index=0, temperature=0.0, biased=biased, biases=biases, logprobs=0)
+    )
+    assert found.token == VOCAB - 1
+    assert found.logprob == pytest.approx(float(np.log(softmax(logits)[VOCAB - 1])), abs=1e-5)
+    for wrong in ({"biased": [VOCAB], "biases": [1.0]}, {"biased": [1], "biases": []}):
+        with pytest.raises(SamplingInvalid):
+            one(logits, SamplingRow(seed=1, index=0, **wrong))
+
+
+def test_a_given_token_is_taken_whatever_its_logits() -> None:
+    logits = random().standard_normal(VOCAB).astype(np.float32)
+    for token in (0, 17, VOCAB - 1):
+        found = one(logits, SamplingRow(seed=1, index=0, given=token, logprobs=2))
+        assert found.token == token
+        assert found.logprob == pytest.approx(float(np.log(softmax(logits)[token])), abs=1e-5)
+        assert [other for other, _ in found.top] == np.argsort(-logits)[:2].tolist()
+    with pytest.raises(SamplingInvalid, match="outside the vocabulary"):
+        one(logits, SamplingRow(seed=1, index=0, given=VOCAB))

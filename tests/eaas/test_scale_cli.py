@@ -67,11 +67,11 @@ def test_pools_are_shown_and_one_is_scaled_through_the_gateways_address_of_the_r
     status, shown = scale("--url", url)
     assert status == 0, shown
     assert rows(shown) == {
-        "expert": ["2", "0", "0", "0", "0 to 63"],
-        "attention": ["3", "0", "0", "0", "0 to 64"],
+        "expert": ["2", "0", "0", "0", "0 to 63", ""],
+        "attention": ["3", "0", "0", "0", "0 to 64", ""],
     }
     status, shown = scale("expert", "6", "--url", url)
-    assert (status, rows(shown)) == (0, {"expert": ["6", "0", "0", "0", "0 to 63"]})
+    assert (status, rows(shown)) == (0, {"expert": ["6", "0", "0", "0", "0 to 63", ""]})
     client = RouterClient(router.address)
     assert client.status().pools["expert"].wanted == 6
     assert client.status().pools["attention"].wanted == 3

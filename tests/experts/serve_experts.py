@@ -2,7 +2,8 @@
 
     python -m tests.experts.serve_experts '{"seed": 1, "incarnation": 7, "held": [[0, 1]], ...}'
 
-Prints its address as one line, then obeys lines on stdin: "hold L E", "drop L E", "clients"; ends with stdin.
+Prints its address as one line, then obeys lines on stdin: "hold L E", "drop L E", "fault JSON", "clear ID", "clients";
+ends with stdin.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 
+from experts.faults import SERVER_FAULTS, SelfInflicted
 from experts.model import Dtype
 from experts.proto import experts_pb2_grpc as rpc
 from experts.server import ExpertServer, ExpertsService
 from p2p import ShmEndpoint
+from router.faults import SERVER_POINTS, Fault
 from tests.experts.steps import Weights, shape_of
 
 
@@ -53,10 +56,15 @@ def main(order: dict) -> None:
     reaper = threading.Thread(target=reap)
     reaper.start()
     print(f"127.0.0.1:{port}", flush=True)
+    faults = SelfInflicted(kinds=SERVER_FAULTS, points=SERVER_POINTS)
     for line in sys.stdin:
         word, *numbers = line.split()
         if word == "hold":
             hold(*map(int, numbers))
+        elif word == "fault":
+            faults.begin(Fault.from_dict(json.loads(line.removeprefix("fault "))))
+        elif word == "clear":
+            faults.end(numbers[0])
         elif word == "drop":
             server.clear_expert(*map(int, numbers))
         print(len(server.clients), flush=True)

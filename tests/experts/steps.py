@@ -202,9 +202,10 @@ class World:
         seed: int,
         slots: int = 2,
         slot_bytes: int = 1 << 16,
+        library: ctypes.CDLL | None = None,
     ) -> None:
         self.shape, self.dtype, self.slots, self.slot_bytes = shape, dtype, slots, slot_bytes
-        self.library = native.load()
+        self.library = library or native.load()
         self.weights = Weights(shape, dtype, seed)
         self.now_ns = 1_000_000_000
         self.servers: list[Server] = []
@@ -378,6 +379,7 @@ class Call:
         layer: int,
         deadline_ns: int = 10**9,
         begun_under: AbstractContextManager[None] | None = None,
+        drop: np.ndarray | None = None,
     ) -> None:
         shape = world.shape
         self.world, self.client, self.layer = world, client, layer
@@ -397,6 +399,7 @@ class Call:
                 self.ids.ctypes.data,
                 self.gates.ctypes.data,
                 self.out.ctypes.data,
+                None if drop is None else drop.ctypes.data,
                 world.now_ns,
                 world.now_ns + deadline_ns,
             )

@@ -14,12 +14,12 @@ import grpc
 import numpy as np
 import pytest
 
-from experts import client as client_module
 from experts import fallback
-from experts import server as server_module
 from experts.client import ExpertClient, ExpertsLost
 from experts.model import Dtype
+from experts.paths import cpu_path
 from experts.proto import experts_pb2_grpc as rpc
+from experts.routes import DROPPED, KEEP, MAY_DROP
 from experts.server import ExpertServer, ExpertsService
 from p2p import ShmEndpoint
 from router import bitmap
@@ -32,20 +32,22 @@ FINGERPRINT = "ab" * 32
 
 @pytest.mark.parametrize("native_side", ["neither", "server", "client"])
 @pytest.mark.parametrize("dtype", list(Dtype))
-def test_python_and_native_ends_understand_each_other(
-    native_side: str, dtype: Dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    python = fallback.FallbackLibrary()
+def test_python_and_native_ends_understand_each_other(native_side: str, dtype: Dtype) -> None:
+    python = cpu_path(fallback.FallbackLibrary())
     shape = shape_of()
     weights = Weights(shape, dtype, 1)
     servers: list[tuple[ExpertServer, ShmEndpoint, grpc.Server]] = []
     members = []
-    if native_side != "server":
-        monkeypatch.setattr(server_module.fallback, "load", lambda: python)
     every = [(layer, expert) for layer in range(shape.layers) for expert in range(shape.experts)]
     for incarnation in (5, 6):
         endpoint = ShmEndpoint(f"expert/{incarnation}", incarnation)
-        server = ExpertServer(endpoint=endpoint, shape=shape, dtype=dtype, model_hash=FINGERPRINT)
+        server = ExpertServer(
+            endpoint=endpoint,
+            shape=shape,
+            dtype=dtype,
+            model_hash=FINGERPRINT,
+            path=None if native_side == "server" else python,
+        )
         held = every if incarnation == 5 else every[::2]
         for key in held:
             server.set_expert(*key, weights.gate_up[key].ctypes.data, weights.down[key].ctypes.data)
@@ -64,11 +66,15 @@ def test_python_and_native_ends_understand_each_other(
                 address=address, pid=1, host="here", serving=serving,
             )
         )  # fmt: skip
-    monkeypatch.undo()
-    if native_side != "client":
-        monkeypatch.setattr(client_module.fallback, "load", lambda: python)
     endpoint = ShmEndpoint("attention/1", 9)
-    client = ExpertClient(endpoint=endpoint, shape=shape, dtype=dtype, model_hash=FINGERPRINT, incarnation=9)
+    client = ExpertClient(
+        endpoint=endpoint,
+        shape=shape,
+        dtype=dtype,
+        model_hash=FINGERPRINT,
+        incarnation=9,
+        path=None if native_side == "client" else python,
+    )
     empty = View(term=1, epoch=1, replicas_wanted=1, layers=shape.layers, experts=shape.experts)
     view = replace(empty, members=tuple(members))
     client.apply_view(view)
@@ -89,6 +95,12 @@ def test_python_and_native_ends_understand_each_other(
     assert client.adopted_epoch == 2
     with pytest.raises(ExpertsLost):
         client.exchange(1, rows, ids, gates, deadline_s=0.05)
+    drop = np.full(len(rows), MAY_DROP, np.uint8)
+    assert client.exchange(1, rows, ids, gates, out.copy(), drop=drop).tobytes() == out.tobytes()
+    assert (drop == DROPPED).all()
+    with pytest.raises(ExpertsLost):
+        drop = np.full(len(rows), KEEP, np.uint8)
+        client.exchange(1, rows, ids, gates, drop=drop, deadline_s=0.05)
     client.close()
     endpoint.close()
     for server, server_endpoint, control in servers:

@@ -8,20 +8,27 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
 
 import grpc
 import numpy as np
 import pytest
 
-from experts.client import ExpertClient
+from experts import fallback, fallback_ends
+from experts.client import ExpertClient, ExpertsLost
+from experts.faults import SERVER_FAULTS, SelfInflicted
 from experts.links import ATTACH_S, CONNECT_BACK_S
 from experts.model import Dtype
+from experts.paths import DataPath, cpu_path
 from experts.proto import experts_pb2 as pb
 from experts.proto import experts_pb2_grpc as rpc
 from experts.server import ExpertServer, ExpertsService
+from experts.wire import VERSION
 from p2p import ShmEndpoint, ShmPeer, ShmWindow
 from p2p.descriptor import Descriptor, Transport
 from p2p.shm_link import new_token
+from router.faults import Fault
 from router.view import Member, View
 from tests.experts.steps import Weights, shape_of
 
@@ -47,7 +54,8 @@ class PoorEndpoint(ShmEndpoint):
 class Frozen(rpc.ExpertsServicer):
     """Answers an Attach with the window of an endpoint that takes connections and never speaks."""
 
-    def __init__(self) -> None:
+    def __init__(self, wire_version: int = VERSION) -> None:
+        self.wire_version = wire_version
         name = b"\0p2p-" + new_token().hex().encode()
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.listener.bind(name)
@@ -58,7 +66,12 @@ class Frozen(rpc.ExpertsServicer):
         self.descriptor = offer.encode()
 
     def Attach(self, request: pb.AttachRequest, context: grpc.ServicerContext) -> pb.AttachReply:
-        return pb.AttachReply(request_descriptor=self.descriptor, server_incarnation=8, cores=[-1])
+        return pb.AttachReply(
+            request_descriptor=self.descriptor,
+            server_incarnation=8,
+            cores=[-1],
+            wire_version=self.wire_version,
+        )
 
 
 class World:
@@ -96,7 +109,10 @@ class World:
         return f"127.0.0.1:{listener.getsockname()[1]}"
 
     def client(
-        self, on_adopted: Callable[[int], None] | None = None, incarnation: int = 100
+        self,
+        on_adopted: Callable[[int], None] | None = None,
+        incarnation: int = 100,
+        path: DataPath | None = None,
     ) -> tuple[ExpertClient, PoorEndpoint]:
         endpoint = PoorEndpoint(f"attention/{incarnation}", incarnation)
         client = ExpertClient(
@@ -106,6 +122,7 @@ class World:
             model_hash=FINGERPRINT,
             incarnation=incarnation,
             on_adopted=on_adopted,
+            path=path,
         )
         self.undo += [endpoint.close, client.close]
         return client, endpoint
@@ -353,6 +370,28 @@ def test_a_server_frozen_in_the_handshake_costs_no_more_than_an_attach(
     assert until(lambda: not endpoint._windows, ATTACH_S + SOON_S)
 
 
+def test_a_server_of_another_release_is_not_used_whichever_side_is_newer(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    newer, address = world.server(7)
+    newer._path = replace(cpu_path(), wire_version=VERSION + 1)
+    # It does not know the word, as none did at first, and lets everybody in.
+    older = Frozen(wire_version=0)
+    world.undo.append(older.listener.close)
+    client, _ = world.client()
+    client.apply_view(world.view((7, address, EVERY), (8, world.listen(older), EVERY)))
+    for words in (
+        f"asks for wire version {VERSION} (here {VERSION + 1})",
+        f"wire version 1 found, {VERSION} needed",
+    ):
+        assert until(lambda words=words: words in caplog.text, 10), caplog.text
+    assert not client.attached and not newer.clients
+    newer._path = cpu_path()
+    client.apply_view(world.view((7, address, EVERY)))
+    assert until(lambda: client.attached == ("expert/7",), 10)
+    world.check(client)
+
+
 def test_a_withdrawn_window_is_replaced_and_the_reply_window_waits_for_the_servers_hang_up(
     world: World,
 ) -> None:
@@ -373,4 +412,30 @@ def test_a_withdrawn_window_is_replaced_and_the_reply_window_waits_for_the_serve
     server._endpoint.disconnect(before.peer)
     endpoint.progress()
     assert endpoint.retired_bytes == 0
+    world.check(client)
+
+
+def test_a_client_in_python_asks_again_what_was_spoiled_and_replaces_a_link_that_lost_a_reply(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, address = world.server(5)
+    monkeypatch.setattr("experts.client.RELINK_LOST_S", 0.5)
+    for module in (fallback, fallback_ends):
+        monkeypatch.setattr(module, "OVERDUE_NS", 200_000_000)
+    client, _ = world.client(path=cpu_path(fallback.FallbackLibrary()))
+    client.apply_view(world.view((5, address, EVERY)))
+    assert until(lambda: client.adopted_epoch == 1, 10)
+    server = SelfInflicted(kinds=SERVER_FAULTS)
+    server.begin(Fault(id="a", kind="corrupt", where="wire", share=0.5, for_s=30.0, seed=3))
+    monkeypatch.setattr(fallback_ends, "OVERDUE_NS", 30_000_000_000)
+    for _ in range(20):
+        world.check(client)
+    server.end("a")
+    assert client.stats()[0].corrupt > 0
+    monkeypatch.setattr(fallback_ends, "OVERDUE_NS", 200_000_000)
+    server.begin(Fault(id="b", kind="loss", for_s=0.1, seed=3))
+    with suppress(ExpertsLost):
+        world.check(client)
+    assert until(lambda: client.stats()[0].late_slots, 5)
+    assert until(lambda: not client.stats()[0].late_slots, 10), "the slot waits for ever"
     world.check(client)

@@ -6,6 +6,10 @@ import pytest
 
 import experts.__main__ as process
 from experts.__main__ import Load
+from experts.model import Dtype
+from experts.paths import CPU_ACTIVATION_ROWS
+from router.totals import Totals
+from tests.experts.steps import shape_of
 
 
 class Counted:
@@ -13,9 +17,12 @@ class Counted:
 
     cores = (0, 1)
     clients = ("attention/1",)
+    shape = shape_of()
+    dtype = Dtype.FLOAT32
 
     def __init__(self) -> None:
-        self.found = dict.fromkeys(("rows", "pairs", "experts", "busy_ns"), 0)
+        names = ("batches", "requests", "rows", "pairs", "experts", "not_held", "invalid", "busy_ns")
+        self.found = dict.fromkeys(names, 0)
 
     def counters(self) -> dict[str, int]:
         return dict(self.found)
@@ -24,6 +31,16 @@ class Counted:
         for name, more in (("rows", rows), ("pairs", 2 * rows), ("experts", experts)):
             self.found[name] += more
         self.found["busy_ns"] += int(busy_s * 1e9)
+
+
+class Told:
+    """A router that hears totals."""
+
+    def __init__(self) -> None:
+        self.totals: list[Totals] = []
+
+    def counted(self, totals: list[Totals]) -> None:
+        self.totals += totals
 
 
 @pytest.fixture
@@ -35,7 +52,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def test_the_load_is_that_of_the_time_since_the_last_report(clock: list[float]) -> None:
     server = Counted()
-    load = Load(server)  # type: ignore[arg-type]
+    load = Load(server, Told(), CPU_ACTIVATION_ROWS)  # type: ignore[arg-type]
     clock[0] += 2
     assert load() == {"busy": 0, "rows_per_s": 0, "pairs_per_s": 0, "clients": 1}
     server.work(rows=100, experts=20, busy_s=0.5)
@@ -52,10 +69,10 @@ def test_speed_does_not_depend_on_how_rows_are_batched_and_follows_the_last_seco
 ) -> None:
     """Pairs and weights read cost alike whether few rows activate many experts or many rows few."""
     server = Counted()
-    load = Load(server)  # type: ignore[arg-type]
+    load = Load(server, Told(), CPU_ACTIVATION_ROWS)  # type: ignore[arg-type]
 
     def report(rows: int, experts: int, cost_s: float) -> float:
-        cost = 2 * rows + process._ACTIVATION_ROWS * experts
+        cost = 2 * rows + CPU_ACTIVATION_ROWS * experts
         server.work(rows=rows, experts=experts, busy_s=cost * cost_s)
         clock[0] += 0.5
         return load()["speed"]
@@ -67,3 +84,14 @@ def test_speed_does_not_depend_on_how_rows_are_batched_and_follows_the_last_seco
     for _ in range(40):
         slow = report(1000, 10, 2e-4)
     assert slow == pytest.approx(0.5e4 / 2, rel=1e-2)
+
+
+def test_the_router_hears_once_a_second_what_was_counted_since_the_process_began(clock: list[float]) -> None:
+    server, told = Counted(), Told()
+    load = Load(server, told, CPU_ACTIVATION_ROWS)  # type: ignore[arg-type]
+    for _ in range(8):
+        server.work(rows=10, experts=3, busy_s=0.125)
+        clock[0] += 0.25
+        load()
+    assert [totals.counted["rows"] for totals in told.totals] == [40, 80]
+    assert [totals.counted["busy_s"] for totals in told.totals] == [0.5, 1.0]

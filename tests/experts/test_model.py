@@ -51,8 +51,8 @@ def test_olmoe_reads_intermediate_size_and_ignores_dense_layers() -> None:
 
 
 def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(UnknownArchitecture, match=r"GptOss.*MixtralForCausalLM.*Qwen3MoeForCausalLM"):
-        ExpertShape.from_config({"architectures": ["GptOssForCausalLM"]})
+    with pytest.raises(UnknownArchitecture, match=r"GPT2.*MixtralForCausalLM.*Qwen3MoeForCausalLM"):
+        ExpertShape.from_config({"architectures": ["GPT2LMHeadModel"]})
     with pytest.raises(UnknownArchitecture, match="no architecture"):
         ExpertShape.from_config({})
 

@@ -125,6 +125,13 @@ def test_a_server_attached_anew_begins_a_new_history(server: Server) -> None:
     assert server.intervals(8, service_us=1500) == [Pace.OK] * 8
 
 
+def test_the_load_report_names_who_gives_corrupt_replies_while_it_is_quarantined() -> None:
+    track = observe(Track(), Totals(calls=9, corrupt=4, quarantined=True))
+    assert load_entries({"expert/3": track})["corrupt:expert/3"] == 4.0
+    track = observe(track, Totals(calls=9, corrupt=4))
+    assert not any("corrupt" in word for word in load_entries({"expert/3": track}))
+
+
 def test_the_load_report_counts_paces_and_names_the_slow(server: Server) -> None:
     server.intervals(4, service_us=1500)
     tracks = {"expert/1": server.track, "expert/2": Track(), "expert/3": Track(idle=False)}

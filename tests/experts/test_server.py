@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from experts.give import Refused
 from experts.model import Dtype
 from experts.proto import experts_pb2 as pb
 from experts.server import ExpertServer, ServerClosed
+from experts.wire import VERSION
 from p2p import ShmEndpoint, ShmPeer, ShmWindow, Status
 from p2p.window import WindowLayout
 from router.replies import Identity
@@ -61,6 +63,7 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ExpertServer, Endpoi
 def request_for(server: ExpertServer, window: ShmWindow) -> pb.AttachRequest:
     shape = server.shape
     return pb.AttachRequest(
+        wire_version=VERSION,
         name="attention/9", incarnation=9, server_incarnation=5, model_hash=FINGERPRINT,
         layers=shape.layers, experts=shape.experts, hidden=shape.hidden, top_k=shape.top_k,
         dtype=server.dtype, reply_descriptor=window.descriptor, lanes=1, slots=LAYOUT.slots,
@@ -112,9 +115,30 @@ def test_a_server_closed_during_an_attach_is_not_touched_again(
     assert not endpoint._windows
 
 
-def test_an_ending_process_frees_its_server_after_those_who_call_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_server_that_can_serve_no_more_says_why(
+    ends: tuple[ExpertServer, Endpoint, ShmEndpoint], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    server, _, _ = ends
+    until = threading.Event()
+
+    def run(handle: int, max_ns: int) -> int:
+        if not until.wait(10.0):
+            raise AssertionError("nobody went on")
+        raise RuntimeError("the GPU fell off the bus")
+
+    monkeypatch.setattr(server._library, "expert_server_run", run)
+    server.start()
+    assert server.broken == ""
+    until.set()
+    server._thread.join(10.0)  # type: ignore[union-attr]
+    assert server.broken == "expert/5 serves no more: the GPU fell off the bus"
+
+
+@pytest.mark.parametrize("fault", ["", "the GPU fell off the bus"])
+def test_an_ending_process_frees_its_server_after_those_who_call_it(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Told to end, or because its server cannot serve any more: then the exit code is to say so."""
     write_checkpoint(tmp_path / "model", 1)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     events: list[str] = []
@@ -123,14 +147,16 @@ def test_an_ending_process_frees_its_server_after_those_who_call_it(
     class Router:
         """A router client that only listens."""
 
-        def __init__(self, address: str) -> None:
+        def __init__(self, address: str, credentials: None) -> None:
             self.loaded = lambda held, epoch: None
 
         def join(self, **asked: Any) -> Identity:
             return Identity(name="expert/5", incarnation=5, term=1, lease_s=2.0, renew_s=0.5)
 
         def start(self, **callbacks: Any) -> None:
-            ending.wanted.set()
+            services[0].server.broken = fault  # type: ignore[union-attr]
+            if not fault:
+                ending.wanted.set()
 
         def lease_held(self) -> bool:
             return True
@@ -166,9 +192,15 @@ def test_an_ending_process_frees_its_server_after_those_who_call_it(
         dtype="float32",
         port=0,
         router="127.0.0.1:1",
+        device="cpu",
         transport="shm",
         weights="checkpoint",
+        allow_chaos=False,
         zone="",
+        tls_dir=None,
+        host="127.0.0.1",
+        advertise="",
     )
     process.serve(options, ending)  # pyright: ignore[reportArgumentType]
+    assert ending.fault == fault
     assert events[:3] == ["leave", "router closed", "server closed, services[0].server is None=True"], events

@@ -146,7 +146,8 @@ def test_a_frozen_server_is_avoided_and_its_slot_comes_back_with_the_late_reply(
     began_ns = world.now_ns
     assert call.run() == OK
     assert call.exact()
-    assert 20_000_000 <= world.now_ns - began_ns < 40_000_000
+    # Hedged after the least time: every reply so far came within the first tick.
+    assert 1_000_000 <= world.now_ns - began_ns < 2_000_000
     assert world.stats(client, 0).late_slots == 1
     asked = world.stats(client, 0).calls
     for _ in range(5):
@@ -184,6 +185,23 @@ def test_without_a_live_replica_a_call_is_lost_at_its_deadline_and_the_next_succ
     call = Call(world, client, rng, 4, 0)
     assert call.run() == OK
     assert call.exact()
+    world.close()
+
+
+def test_a_lost_call_says_which_tokens_it_was_lost_for() -> None:
+    world = World(shape=shape_of(), dtype=Dtype.FLOAT32, servers=2, seed=21)
+    spread(world, 1)
+    client = world.add_client()
+    world.publish(client, 1)
+    call = Call(world, client, np.random.default_rng(21), 12, 0, deadline_ns=50_000_000)
+    world.kill(0)
+    assert call.run() == LOST
+    rows = np.full(64, 7, np.uint8)
+    assert world.library.expert_client_missing(world.clients[client], rows.ctypes.data, 11) == 0
+    assert (rows == 7).all()
+    assert world.library.expert_client_missing(world.clients[client], rows.ctypes.data, 64) == 12
+    needed = [any((0, int(expert)) in world.servers[0].held for expert in ids) for ids in call.ids]
+    assert rows[:12].tolist() == needed and 0 < sum(needed) < 12
     world.close()
 
 
@@ -353,12 +371,12 @@ def test_a_torn_reply_is_judged_once_and_its_slot_is_not_used_again_in_that_call
     world.close()
 
 
-def test_a_server_that_understands_nothing_is_asked_three_times() -> None:
+def test_a_server_that_understands_nothing_is_asked_until_the_deadline_with_pauses() -> None:
     world = World(shape=shape_of(experts=1, top_k=1), dtype=Dtype.FLOAT32, servers=1, seed=17)
     spread(world, 1)
     client = world.add_client()
     world.publish(client, 1)
-    call = Call(world, client, np.random.default_rng(17), 4, 0, deadline_ns=50_000_000)
+    call = Call(world, client, np.random.default_rng(17), 4, 0, deadline_ns=500_000_000)
     while call.status == PENDING:
         for slot in range(2):
             world.links[client, 0].request.slot(slot)[300] ^= 1
@@ -367,7 +385,7 @@ def test_a_server_that_understands_nothing_is_asked_three_times() -> None:
         call.step()
     assert call.status == LOST
     assert call.untouched()
-    assert world.stats(client, 0).calls == 3
+    assert 18 <= world.stats(client, 0).calls <= 20
     world.close()
 
 

@@ -119,6 +119,47 @@ def test_a_slow_server_gets_less_work_and_not_none() -> None:
     assert rows[:, :2].sum(0).tolist() == [400, 200]
 
 
+def test_a_slow_server_does_not_end_last_for_an_expert_that_others_hold() -> None:
+    """20 experts of two rows on four servers, of which one is eight times slower: one expert takes it longer than all
+    of them take the others."""
+    speed = np.ones(SERVERS)
+    speed[1] = 0.125
+    masks = [0b11 << at % 3 for at in range(20)]
+    for turn in range(32):
+        rows = shipped(np.full(20, 2, np.uint32), masks, speed, EXPERT_COST, turn)
+        assert not rows[:, 1].any(), f"turn {turn}"
+    alone = shipped(np.full(20, 2, np.uint32), [*masks[:19], 0b10], speed, EXPERT_COST)
+    assert alone[:, 1].tolist() == [0] * 19 + [2], "what nobody else holds"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_whoever_ends_last_could_not_be_relieved_by_leaving_one_of_its_experts_to_another(seed: int) -> None:
+    """Of a slow server whose experts all have others: every way to move one of them whole ends no sooner."""
+    rng = np.random.default_rng(seed)
+    servers = int(rng.integers(2, 6))
+    masks = [
+        int(sum(1 << int(at) for at in rng.choice(servers, 2, replace=False)))
+        for _ in range(int(rng.integers(3, 24)))
+    ]
+    counts = rng.integers(1, 4, len(masks)).astype(np.uint32)
+    speed = np.ones(SERVERS)
+    slow = int(rng.integers(servers))
+    speed[slow] = 0.125
+    rows = shipped(counts, masks, speed, EXPERT_COST, seed)[:, :servers]
+
+    def times(split: NDArray[np.int64]) -> NDArray[np.float64]:
+        return (split.sum(0) + EXPERT_COST * (split > 0).sum(0)) / speed[:servers]
+
+    # Rounding and one expert's own weight are what the others may be off by.
+    others = np.delete(times(rows), slow).max()
+    without = rows.copy()
+    for expert in np.flatnonzero(rows[:, slow]):
+        (other,) = (at for at in range(servers) if masks[expert] >> at & 1 and at != slow)
+        without[expert, other] += without[expert, slow]
+        without[expert, slow] = 0
+    assert times(rows)[slow] <= max(others, times(without).max()) + 1e-9, f"seed {seed}"
+
+
 def test_rows_flow_through_experts_that_neighbours_share() -> None:
     """A chain: what is too much at its one end leaves over three hops."""
     rows = shipped(np.array([160, 80, 80, 0], np.uint32), [0b1, 0b11, 0b110, 0b1100], np.ones(SERVERS), 0.0)

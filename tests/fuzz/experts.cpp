@@ -242,7 +242,7 @@ void fuzz::client(Choices& choices) {
         Called call(choices, row_bytes);
         uint64_t deadline_ns = now_ns + 1 + choices.bits(5);
         int32_t status = expert_client_begin(client, choices.below(LAYERS), call.rows.data(), call.n, call.ids.data(),
-                                             call.weights.data(), call.out.data(), now_ns, deadline_ns);
+                                             call.weights.data(), call.out.data(), nullptr, now_ns, deadline_ns);
         require(status == EXPERTS_OK, "a call begins");
         status = EXPERTS_PENDING;
         for (uint32_t turn = 0; choices.left() && turn < 30 && status == EXPERTS_PENDING; turn++) {

@@ -1,14 +1,20 @@
-"""The other process of the shm tests: `python peer_process.py ROLE`, lines over stdin and stdout."""
+"""The other process of the tests of one host: `python peer_process.py ROLE [STAND_IN]`, lines over stdin and stdout.
+
+It speaks shm, or cuda where the file of a stand-in for libcuda is named.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import sys
 import time
+from typing import Any
 
 import numpy as np
 
 from p2p import ShmEndpoint, ShmPeer, Status, WindowLayout, native, open_frame
+from p2p.cuda import CudaEndpoint
+from p2p.cuda_driver import CudaDriver
 
 LAYOUT = WindowLayout(slots=2, payload_bytes=256 * 1024)
 PARENT, CHILD = 101, 202
@@ -22,13 +28,19 @@ def hear() -> str:
     return sys.stdin.readline().strip()
 
 
-def connect(endpoint: ShmEndpoint) -> ShmPeer:
+def new_endpoint() -> Any:
+    if len(sys.argv) < 3:
+        return ShmEndpoint("child", CHILD, 3)
+    return CudaEndpoint("child", CHILD, 3, driver=CudaDriver.load(sys.argv[2]))
+
+
+def connect(endpoint: Any) -> Any:
     return endpoint.connect(bytes.fromhex(hear()))
 
 
 def echo() -> None:
     """Export a window, connect to the parent's, and send every frame back with its payload reversed."""
-    with ShmEndpoint("child", CHILD) as endpoint:
+    with new_endpoint() as endpoint:
         window = endpoint.export_window(LAYOUT.nbytes)
         say(window.descriptor.hex())
         peer = connect(endpoint)
@@ -44,7 +56,9 @@ def echo() -> None:
             sequence += 1
 
 
-def send(peer: ShmPeer, index: int, sequence: int, payload: bytes, attempt: int = 0) -> None:
+def send(
+    peer: ShmPeer, index: int, sequence: int, payload: bytes, attempt: int = 0, sender: int | None = None
+) -> None:
     """One frame by native code: payload, header, signal, doorbell."""
     library, at = native.load(), peer.address + LAYOUT.slot_offset(index)
     ctypes.memmove(at + 128, payload, len(payload))
@@ -52,7 +66,7 @@ def send(peer: ShmPeer, index: int, sequence: int, payload: bytes, attempt: int 
     fields[1], fields[2], fields[5] = (
         peer.incarnation,
         sequence,
-        CHILD if peer.incarnation == PARENT else PARENT,
+        sender or (CHILD if peer.incarnation == PARENT else PARENT),
     )
     fields[3] = attempt | len(payload) << 32
     library.p2p_frame_seal(at, fields.ctypes.data)
@@ -62,15 +76,29 @@ def send(peer: ShmPeer, index: int, sequence: int, payload: bytes, attempt: int 
 
 def hold() -> None:
     """Connect and live on."""
-    endpoint = ShmEndpoint("child", CHILD)
+    endpoint = new_endpoint()
     connect(endpoint)
     say("connected")
     time.sleep(60)
 
 
+def own() -> None:
+    """Export a window of 8192 bytes and put the answer, reversed, into the peer's for each signal in it."""
+    endpoint = new_endpoint()
+    window = endpoint.export_window(8192)
+    say(window.descriptor.hex())
+    peer = connect(endpoint)
+    say("connected")
+    for sequence in range(1, 1 << 30):
+        while window.poll(0, 1)[0] != sequence:
+            time.sleep(0.0005)
+        endpoint.put(peer, 64, window.memory[64:1064][::-1].copy())
+        endpoint.signal(peer, 0, sequence)
+
+
 def leave() -> None:
     """Connect, then disconnect when told."""
-    endpoint = ShmEndpoint("child", CHILD)
+    endpoint = new_endpoint()
     peer = connect(endpoint)
     say("connected")
     hear()
@@ -81,7 +109,7 @@ def leave() -> None:
 
 def tear() -> None:
     """Overwrite slot 0 for ever, without waiting for anyone: one sequence, another content each time."""
-    endpoint = ShmEndpoint("child", CHILD)
+    endpoint = new_endpoint()
     peer = connect(endpoint)
     payloads = [
         np.full(LAYOUT.payload_bytes // 8, 0x0101010101010101 * i, np.uint64).tobytes() for i in range(200)
@@ -94,7 +122,7 @@ def tear() -> None:
 
 def wake() -> None:
     """Wait on the own doorbell for signal 1, 2, 3...; say how long after the ring each wait ended, in ns."""
-    with ShmEndpoint("child", CHILD, lanes=3) as endpoint:
+    with new_endpoint() as endpoint:
         window = endpoint.export_window(4096)
         say(window.descriptor.hex())
         library, sequence = native.load(), 1
@@ -109,4 +137,4 @@ def wake() -> None:
 
 
 if __name__ == "__main__":
-    {role.__name__: role for role in (echo, hold, leave, tear, wake)}[sys.argv[1]]()
+    {role.__name__: role for role in (echo, hold, own, leave, tear, wake)}[sys.argv[1]]()

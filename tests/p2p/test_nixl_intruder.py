@@ -55,7 +55,9 @@ class Intruder:
     def __init__(self, address: bytes) -> None:
         self.library = nixl_native.load()
         self.library.p2p_nixl_path_new.restype = c_void_p
-        self.library.p2p_nixl_path_new.argtypes = (c_char_p, c_void_p, c_uint64, c_int, c_char_p, c_uint64)
+        self.library.p2p_nixl_path_new.argtypes = (
+            *(c_char_p, c_void_p, c_uint64, c_int, c_void_p, c_char_p, c_uint64),
+        )
         self.library.p2p_nixl_path_join.argtypes = (c_void_p, c_char_p, c_uint32)
         self.library.p2p_nixl_path_ends.argtypes = (c_void_p,)
         self.library.p2p_nixl_path_ends.restype = Path
@@ -63,7 +65,7 @@ class Intruder:
         self.library.p2p_note_seal.argtypes = (ctypes.POINTER(Note), c_char_p, c_void_p)
         self.memory = np.zeros(4096, np.uint8)
         error = ctypes.create_string_buffer(200)
-        self.path = self.library.p2p_nixl_path_new(b"", self.memory.ctypes.data, 4096, 0, error, 200)
+        self.path = self.library.p2p_nixl_path_new(b"", self.memory.ctypes.data, 4096, 0, None, error, 200)
         assert self.path, error.value
         (length,) = struct.unpack_from("<I", address)
         assert self.library.p2p_nixl_path_join(self.path, address[4 : 4 + length], length) == 0

@@ -21,6 +21,7 @@ from router.events import (
     Stranger,
     Tick,
 )
+from tests.router.blame_stories import BLAME_STORIES
 from tests.router.copy_stories import COPY_STORIES
 from tests.router.load_stories import LOAD_STORIES
 from tests.router.told import Step, Told, cluster, lively, rest
@@ -490,4 +491,5 @@ STORIES = (
     a_stranger_moves_nothing,
     *LOAD_STORIES,
     *COPY_STORIES,
+    *BLAME_STORIES,
 )

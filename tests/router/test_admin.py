@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -25,13 +26,13 @@ from router.counts import Counts
 from router.journal import JournalUnusable
 from router.metrics import RouterMetrics
 from router.state import MOST_MEMBERS, Config, State
-from tests.router.test_service import HOST, RouterProcess, Server, failing, started, until
+from tests.router.test_service import HOST, SHAPE, RouterProcess, Server, failing, started, until
 
 __all__ = ["started"]
 
 ROOT = Path(__file__).resolve().parents[2]
 JSON = {"content-type": "application/json"}
-POOL = {"least": 0, "is_scaling": False, "starting": 0, "draining": 0}
+POOL = {"least": 0, "is_scaling": False, "starting": 0, "draining": 0, "held_up": ""}
 
 
 class Admin:
@@ -89,6 +90,27 @@ def test_the_launcher_is_told_where_the_admin_listener_is(started: Callable[...,
     router = started("--admin-port", "0")
     assert Admin(int(router.admin.rpartition(":")[2])).ask("GET", "/healthz") == (200, {"problem": ""})
     assert router.stop() == 0
+
+
+def test_rows_of_each_expert_add_up_over_all_attention_workers(
+    started: Callable[..., RouterProcess], port: int
+) -> None:
+    router = started("--admin-port", str(port), "--experts", "1", "--attention", "2", "--lease-s", "1")
+    admin, workers = Admin(port), [Server(router, "attention") for _ in range(2)]
+    assert admin.ask("GET", "/admin/experts") == (200, {"rows": []})
+    layers, experts = SHAPE["layers"], SHAPE["experts"]
+    rows = np.arange(layers * experts, dtype=np.uint32)
+    for worker in workers:
+        worker.client.routed(rows, rows)
+    expected = (2 * rows.reshape(layers, experts)).tolist()
+    until(lambda: admin.ask("GET", "/admin/experts") == (200, {"rows": expected}))
+    # Of another shape, it is of no model here.
+    workers[0].client.routed(rows[:1], rows[:1])
+    workers[1].client.routed(rows, rows)
+    expected = (3 * rows.reshape(layers, experts)).tolist()
+    until(lambda: admin.ask("GET", "/admin/experts") == (200, {"rows": expected}))
+    for worker in workers:
+        worker.die()
 
 
 def test_pools_are_shown_and_scaled(started: Callable[..., RouterProcess], port: int) -> None:
@@ -154,7 +176,12 @@ def admin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Admin]:
 @pytest.mark.parametrize(
     ("method", "path", "status", "message"),
     [
-        ("GET", "/", 404, "/admin/pools, /admin/pools/{pool}/scale, /healthz or /metrics needed"),
+        (
+            "GET",
+            "/",
+            404,
+            "/admin/pools, /admin/pools/{pool}/scale, /admin/experts, /admin/faults, /healthz or /metrics needed",
+        ),
         ("GET", "/admin/pools/experts/scale", 404, "pool 'experts' found, one of expert, attention needed"),
         ("GET", "/admin/pools/gateway/scale", 404, "pool 'gateway' found"),
         ("GET", "/admin/pools/expert/scale/more", 404, "path /admin/pools/expert/scale/more found"),

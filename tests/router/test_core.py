@@ -9,7 +9,7 @@ import pytest
 from router.core import step
 from router.events import Acked, Exited, Join, Refused, Renewed, Tick
 from router.orders import allowed
-from router.records import view_of
+from router.records import acked_by_all, view_of
 from router.state import Config, ConfigInvalid
 from tests.router.scenarios import STORIES, Step, Told
 from tests.router.told import cluster
@@ -42,8 +42,11 @@ def test_settings_that_make_no_sense_are_refused(settings: dict[str, float], mes
         ({"model_hash": "other"}, "model other found, m needed"),
         ({"layers": 3}, "3 MoE layers found, 2 needed"),
         ({"experts": 5}, "5 experts in each layer found, 4 needed"),
-        ({"numerics_class": "cpu-f32"}, "numerics class cpu-f32 found, cpu-bf16 needed, as expert/1 has"),
-        ({"pool": "gpu"}, "pool 'gpu' is unknown; join one of expert, attention, gateway"),
+        (
+            {"numerics_class": "cpu-f32"},
+            "numerics class cpu-f32 found, one of the format of cpu-bf16 needed, as expert/1 has",
+        ),
+        ({"pool": "gpu"}, "pool 'gpu' is unknown; join one of expert, attention, gateway, client"),
         ({"layers": 0, "experts": 0}, "an expert server of 0 layers with 0 experts cannot be placed"),
     ],
 )
@@ -112,6 +115,29 @@ def test_an_attention_worker_serves_once_it_acked() -> None:
     assert view_of(told.config, told.state).members[0].state == "warming"
     told.give(Acked(name=record.name, incarnation=record.incarnation, epoch=told.state.epoch))
     assert view_of(told.config, told.state).members[0].state == "serving"
+
+
+def test_a_client_is_waited_for_like_a_worker_and_counts_as_none() -> None:
+    told = Told(step, attention_wanted=0, experts_wanted=1, replicas=1)
+    told.join("expert")
+    name = told.join("client")
+    told.load_all()
+    assert view_of(told.config, told.state).member(name).state == "warming"
+    told.ack(name)
+    assert view_of(told.config, told.state).member(name).state == "serving"
+    acked = acked_by_all(told.state)
+    told.load_all()
+    told.join("expert")
+    told.load_all()
+    assert told.state.epoch > acked_by_all(told.state) == acked, "what it may still ask for could be unloaded"
+    assert not any(record.draining for record in told.state.members.values())
+
+
+def test_one_process_may_be_several_clients() -> None:
+    told = Told(step)
+    for number in (1, 2):
+        told.give(Join(pool="client", address="", pid=7, host="h"))
+        assert [f"client/{n}" for n in range(1, number + 1)] == list(told.state.members)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

@@ -28,6 +28,7 @@ from router.proto import router_pb2 as pb
 from router.proto import router_pb2_grpc as rpc
 from router.service import RouterService
 from router.state import Config
+from router.view import PROTOCOL
 from tests.etcd import EtcdProcess, etcd_process
 from tests.router.test_service import HOST, SHAPE, Server, complete, until
 
@@ -229,7 +230,8 @@ def test_a_leader_that_was_frozen_neither_writes_nor_publishes(started: Start) -
     try:
         waiting = [
             routers.stub(leader).Join.future(
-                pb.JoinRequest(pool="expert", address="a", pid=n, host=HOST, **SHAPE), timeout=60
+                pb.JoinRequest(protocol=PROTOCOL, pool="expert", address="a", pid=n, host=HOST, **SHAPE),
+                timeout=60,
             )
             for n in range(1, 4)
         ]
@@ -290,7 +292,7 @@ def test_a_call_in_progress_when_the_lease_ends_decides_nothing(tmp_path: Path) 
         lease, call = Lease(), Call()
         service = RouterService(Config(), Journal(tmp_path / "journal"), election=lease)
         service.lead()
-        joined = await service.Join(pb.JoinRequest(pool="gateway", host=HOST, pid=1), call)
+        joined = await service.Join(pb.JoinRequest(protocol=PROTOCOL, pool="gateway", host=HOST, pid=1), call)
         renewal = pb.RenewRequest(name=joined.name, incarnation=joined.incarnation)
         assert not (await service.Renew(renewal, call)).fenced
         lease.held = False
@@ -307,7 +309,7 @@ def test_a_standby_says_who_leads_and_decides_nothing(started: Start) -> None:
     standby = next(router for router in routers.all if router is not leader)
     stub = routers.stub(standby)
     refused = [
-        (stub.Join, pb.JoinRequest(pool="gateway", host=HOST, pid=1)),
+        (stub.Join, pb.JoinRequest(protocol=PROTOCOL, pool="gateway", host=HOST, pid=1)),
         (stub.Renew, pb.RenewRequest()),
         (stub.Scale, pb.ScaleRequest(pool="expert", wanted=3)),
         (stub.ReportExit, pb.ReportExitRequest(host=HOST, pid=1)),

@@ -16,6 +16,7 @@ from router.messages import join_event, renewed_event
 from router.proto import router_pb2 as pb
 from router.service import RouterService
 from router.state import Config, State
+from router.view import PROTOCOL
 
 HOST = "a-host-of-this-test"
 
@@ -92,7 +93,9 @@ def test_a_launcher_that_goes_while_nothing_can_be_written_is_forgotten_once_it_
         first = asyncio.create_task(anext(orders))
         await asyncio.sleep(0)
         for pid in (100, 101):
-            request = pb.JoinRequest(pool="expert", address="a", pid=pid, host=HOST, layers=2, experts=4)
+            request = pb.JoinRequest(
+                protocol=PROTOCOL, pool="expert", address="a", pid=pid, host=HOST, layers=2, experts=4
+            )
             scene.give(join_event(request))
         assert service.state.launchers == (HOST,)
         store.is_full = True

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
+from eaas.chaos.plan import PlanInvalid, read_plan
 from tests.sim.cluster import runner
 from tests.sim.cluster.mutation import run_mutants
+from tests.sim.cluster.planned import check
 from tests.sim.cluster.shrink import shrink
+from tests.sim.cluster.world import LIVENESS
 
 _EXAMPLES = """
   python -m tests.sim --seeds 2000 --events 5000           2,000 runs of 5,000 core events, two at a time
   python -m tests.sim --replay 17 --mode safety --events 5000 --keep 3,17
+  python -m tests.sim --plan PLAN.toml --seed 3            the faults that `eaas chaos run PLAN.toml` injects
   python -m tests.sim --mutants                            every planted mutant of the core must be noticed
 
 Exit codes: 0 every promise held (or every mutant was noticed), 1 not so, 2 bad usage."""
@@ -37,11 +42,36 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=2, help="processes (default 2)")
     parser.add_argument("--replay", type=int, metavar="SEED", help="make one run again and show it")
     parser.add_argument("--keep", help="numbers of the faults that strike in a replay, as 3,17, or none")
+    parser.add_argument("--plan", type=Path, help="a chaos plan: its faults strike and no others")
+    parser.add_argument(
+        "--seed", type=int, help="with --plan: one run, of this seed; default: --seeds of them"
+    )
     parser.add_argument("--mutants", nargs="?", const="", metavar="NAME", help="run the planted mutants")
     options = parser.parse_args(arguments)
     if options.replay is not None and options.mode == "both":
         options.mode = runner.MODES[options.replay % 2]
+    if options.plan is not None:
+        try:
+            options.chaos = check(read_plan(options.plan))
+        except PlanInvalid as error:
+            parser.error(str(error))
     return options
+
+
+def planned(options: argparse.Namespace) -> int:
+    """A plan's faults, by one seed or by many."""
+    totals = runner.Totals()
+    seeds = range(options.first, options.first + options.seeds) if options.seed is None else [options.seed]
+    for seed in seeds:
+        job = runner.Job(seed=seed, mode=LIVENESS, events=0, plan=options.chaos, plan_path=str(options.plan))
+        result = runner.run(job)
+        totals.add(result)
+        if result.promise:
+            runner.show(result)
+        elif options.seed is not None:
+            runner.show_faults(result)
+    print(totals)
+    return 1 if totals.broken else 0
 
 
 def replay(options: argparse.Namespace) -> int:
@@ -83,6 +113,8 @@ def main() -> int:
     options = parse(sys.argv[1:])
     if options.mutants is not None:
         return run_mutants(options.mutants, options.jobs)
+    if options.plan is not None:
+        return planned(options)
     return many(options) if options.replay is None else replay(options)
 
 

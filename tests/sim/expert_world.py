@@ -225,7 +225,7 @@ class World:
         rows, ids, gates = ask.addresses
         out = ctypes.addressof(client.out)
         status = self.library.expert_client_begin(
-            client.handle, ask.layer, rows, ask.n, ids, gates, out, now_ns, client.deadline_ns
+            client.handle, ask.layer, rows, ask.n, ids, gates, out, None, now_ns, client.deadline_ns
         )
         if status != OK:
             raise AssertionError(f"seed {self.network.seed}: a call could not begin, code {status}")

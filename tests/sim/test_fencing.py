@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from experts.model import Dtype
-from experts.wire import HEADER, Kind
+from experts.wire import HEADER, Kind, rows_digest
 from p2p import build
 from p2p.sim import Adversary
 from tests.sim.expert_world import LAYOUT, WAKE_NS, Faults, Link, World
@@ -188,8 +188,9 @@ def forge_reply(link: Link, attempt: int) -> None:
     header = request[128:192].copy().view(HEADER)
     header["kind"] = Kind.REPLY
     rows = int(header["pairs"][0]) * 64
-    window[128:192] = header.view(np.uint8)
     window[192 : 192 + rows] = 1
+    header["digest"] = rows_digest(window[192 : 192 + rows].view(np.float32).reshape(-1, 16))
+    window[128:192] = header.view(np.uint8)
     length, owner, sender = 64 + rows, link.client.endpoint.incarnation, link.server.endpoint.incarnation
     fields = np.array([0, owner, 1, attempt | length << 32, 0, sender, 0, 0], np.uint64)
     library = ctypes.CDLL(str(build.ROOT / "p2p" / "_p2p.so"))

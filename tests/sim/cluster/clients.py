@@ -167,7 +167,8 @@ class Gateway(Process):
 
     def _replay(self, request: Request) -> None:
         self._unlink(request)
-        if request.log.lose() >= _LOSSES:
+        request.log.lose()
+        if request.log.losses >= _LOSSES:
             self._end(request, "given up")
         else:
             self._place(request)

@@ -16,12 +16,15 @@ from router.view import ATTENTION, EXPERT, GATEWAY
 from tests.sim.cluster.members import ExpertServer, Process
 from tests.sim.cluster.network import ROUTER
 from tests.sim.cluster.shell import Packet
+from tests.sim.cluster.workers import Worker
 
 if TYPE_CHECKING:
     from tests.sim.cluster.world import World
 
 Heal = Callable[[object], None]
 _MOST_PROCESSES = 22
+# The cluster has this long to form before anything strikes.
+FORM_S = 4.0
 
 
 class Schedule:
@@ -39,8 +42,8 @@ class Schedule:
         self._weights = [FAULTS[kind][1] * weights.choice((0.3, 1.0, 1.0, 4.0)) for kind in self._kinds]
 
     def start(self) -> None:
-        """The first fault is on its way; the cluster has time to form."""
-        self.world.at(4.0, self._strike, 0)
+        """The first fault is on its way."""
+        self.world.at(FORM_S, self._strike, 0)
 
     def stop(self) -> None:
         """No fault strikes from now on; those that last end by themselves."""
@@ -276,6 +279,29 @@ def _slow_server(s: Schedule, dice: Random) -> str:
     return f"{p.name} {p.factor} times"
 
 
+def _corrupt(s: Schedule, dice: Random) -> str:
+    """What a server answers is damaged, or so it seems to a worker that damages what it reads, or so a worker says."""
+    p = s.some(dice, dice.choice((EXPERT, EXPERT, ATTENTION)))
+    if isinstance(p, ExpertServer):
+        p.corrupt = p.ever_corrupt = True
+
+        def heal(_: object) -> None:
+            p.corrupt = False
+    elif isinstance(p, Worker):
+        victim = s.some(dice, EXPERT) if dice.random() < 0.7 else None
+        p.damaged = victim is None
+        if victim is not None:
+            p.slanders = victim.name
+            p.slandered.add(victim.name)
+
+        def heal(_: object) -> None:
+            p.damaged, p.slanders = False, ""
+    else:
+        return ""
+    s.heal(dice.uniform(1.0, 6.0), heal)
+    return p.name
+
+
 def _spike(s: Schedule, dice: Random) -> str:
     clients = s.world.clients
     clients.spike = dice.choice((0.2, 3.0, 8.0))
@@ -291,7 +317,9 @@ def _drain(s: Schedule, dice: Random) -> str:
     p = s.some(dice, dice.choice((EXPERT, EXPERT, ATTENTION)))
     if p is None:
         return ""
-    s.world.router.take(Packet(Left(name=p.name, incarnation=p.incarnation, drain=True), ROUTER))
+    replace = dice.choice((False, True))
+    left = Left(name=p.name, incarnation=p.incarnation, drain=True, replace=replace)
+    s.world.router.take(Packet(left, ROUTER))
     return p.name
 
 
@@ -412,6 +440,7 @@ FAULTS: dict[str, tuple[Callable[[Schedule, Random], str], float]] = {
     "full disk": (_full_disk, 1.0),
     "jump clock": (_jump_clock, 1.0),
     "slow server": (_slow_server, 1.5),
+    "corrupt": (_corrupt, 1.0),
     "spike": (_spike, 1.0),
     "drain": (_drain, 2.0),
     "leave": (_leave, 1.0),

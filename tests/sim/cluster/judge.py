@@ -67,6 +67,7 @@ class Judge:
         self._planned = True
         self.moves = Moves(self)
         self.changes = 0  # of wanted sizes by load, in this term; no run lasts an hour
+        self.blamed = 0  # fenced for their replies, in this term
 
     def broken(self, promise: str, text: str) -> NoReturn:
         """Raise the Violation."""
@@ -79,7 +80,7 @@ class Judge:
 
     def router_started(self) -> None:
         """A new term begins."""
-        self.changes = 0
+        self.changes = self.blamed = 0
         self.hearing.restart(self.world.now_s + self.world.router.clock_s)
 
     # After an event.
@@ -133,8 +134,6 @@ class Judge:
         for command in fences:
             self._fence(before, event, command)
         self._noted(event)
-        if isinstance(event, Left) and event.drain and event.incarnation in self.present:
-            self.present[event.incarnation].asked_to_drain = True
         starts = [command for command in commands if type(command) is Launch]
         if starts:
             self._launches(starts)
@@ -171,6 +170,8 @@ class Judge:
         elif type(event) is Loaded and event.incarnation in self.present:
             # Whatever it says, it is at work.
             self.present[event.incarnation].waits_since_s = self.hearing.now_s
+        elif type(event) is Left and event.drain and event.incarnation in self.present:
+            self.present[event.incarnation].asked_to_drain = True
 
     def _joined(self, event: Event, command: Joined) -> None:
         if command.name in self.names or command.incarnation in self.incarnations:
@@ -221,12 +222,14 @@ class Judge:
         if not isinstance(event, Tick):
             self.broken("a fence has a reason", f"{command} at {event}")
         silence_s, patience_s = hearing.now_s - known.heard_s, hearing.patience_s(known)
-        if silence_s < patience_s:
+        if command.reason == "gave corrupt replies":
+            self._blamed(before, known)
+        elif silence_s < patience_s:
             self.broken(
                 "nobody is fenced while it may live",
                 f"{command}: {silence_s:.3f} s, {patience_s:.3f} s needed",
             )
-        if hearing.doubts():
+        elif hearing.doubts():
             self.broken("an observer doubts itself first", f"{command} of {len(before.members)}")
         elsewhere = 0
         for name, other in before.members.items():
@@ -237,6 +240,24 @@ class Judge:
                 "silence takes no last replica",
                 f"{command}: {record.serving & ~elsewhere:x} is served nowhere",
             )
+
+    def _blamed(self, before: State, known: Known) -> None:
+        """Fenced for its replies: rightly, unless most workers lie; and no other server was missing or going."""
+        members = [r for r in before.members.values() if r.incarnation in self.present]
+        workers = [self.present[r.incarnation].process for r in members if r.pool == ATTENTION and r.ready]
+        liars = sum(isinstance(worker, Worker) and known.name in worker.slandered for worker in workers)
+        right = isinstance(known.process, ExpertServer) and known.process.ever_corrupt
+        if not right and 2 * liars <= len(workers):
+            self.broken(
+                "who gives right replies is not fenced for wrong ones",
+                f"{known.name}, by {liars} of {len(workers)}",
+            )
+        others = [record for record in members if record.pool == EXPERT]
+        if len(others) + 1 < self.wanted[EXPERT] or any(not r.ready or r.draining for r in others):
+            self.broken("none is fenced for its replies while another is missing", f"{known.name}")
+        self.blamed += 1
+        if self.blamed > 1:
+            self.broken("an hour lies between two that are fenced for their replies", f"{known.name}")
 
     def _routes_to(self, name: str, incarnation: int) -> list[tuple[str, int]]:
         """Workers, members still or with a lease that has not ended, that ask a server, and what for."""
@@ -265,7 +286,11 @@ class Judge:
             filled = sum(start.pool == pool for start in state.starts)
             for known in self.present.values():
                 record = state.members.get(known.name)
-                if known.pool == pool and record is not None and not record.draining:
+                if (
+                    known.pool == pool
+                    and record is not None
+                    and not (record.draining or known.asked_to_drain)
+                ):
                     filled += doubts or not hearing.may_be_dead(known)
             if filled > self.wanted[pool]:
                 self.broken(

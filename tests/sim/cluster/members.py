@@ -261,7 +261,7 @@ class ExpertServer(Process):
     """An expert server: what it truly holds, and what it answers.
 
     target: as the newest View says. held: verified experts. broken_s: loading fails until then. factor: how many
-    times slower than usual it works.
+    times slower than usual it works. corrupt: its replies fail every check.
     """
 
     def __init__(self, world: World, uid: int, pool: str, host: str, ordered: bool) -> None:
@@ -271,6 +271,8 @@ class ExpertServer(Process):
         self.held = 0
         self.broken_s = 0.0
         self.factor = 1.0
+        self.corrupt = False
+        self.ever_corrupt = False
         self.served = 0  # rows since they were last measured
         self._measured_s = world.now_s
         self._loading = 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 from random import Random
 
 ROUTER = 0
@@ -11,20 +13,42 @@ _NEAR_S = 0.0004
 _SPREAD_S = 0.004
 
 
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """What the messages suffer of which `hits(source, target)` is true: odds of a loss, and a delay."""
+
+    hits: Callable[[int, int], bool]
+    loss: float
+    delay_s: float
+
+
 class Network:
     """Delay, loss, repetition and cuts between endpoints; an endpoint is a number, the router's is 0.
 
     loss, repeat: odds of a message. tail_s: one message in eight is up to this much later than the rest, so that
     it is overtaken. slow_s: what every message of an endpoint takes longer. A cut is one-way; faults may overlap.
+    filters: by whoever set them.
     """
 
-    __slots__ = ("_cuts", "_dumb", "calm", "loss", "lost", "repeat", "repeated", "slow_s", "tail_s")
+    __slots__ = (
+        "_cuts",
+        "_dumb",
+        "calm",
+        "filters",
+        "loss",
+        "lost",
+        "repeat",
+        "repeated",
+        "slow_s",
+        "tail_s",
+    )
 
     def __init__(self) -> None:
         self.loss = 0.0
         self.repeat = 0.0
         self.tail_s = 0.0
         self.slow_s: dict[int, float] = {}
+        self.filters: dict[object, Filter] = {}
         self._cuts: Counter[tuple[int, int]] = Counter()
         self._dumb: Counter[int] = Counter()
         self.calm = True
@@ -46,6 +70,12 @@ class Network:
             delay_s += self.tail_s * dice.random()
         if self.slow_s:
             delay_s += self.slow_s.get(source, 0.0) + self.slow_s.get(target, 0.0)
+        for filter in self.filters.values():
+            if filter.hits(source, target):
+                if filter.loss and dice.random() < filter.loss:
+                    self.lost += 1
+                    return LOST
+                delay_s += filter.delay_s
         return delay_s
 
     def again(self, dice: Random) -> bool:
@@ -60,7 +90,9 @@ class Network:
         if self.calm:
             return False
         cuts, dumb = self._cuts, self._dumb
-        return (one, other) in cuts or (other, one) in cuts or one in dumb or other in dumb
+        if (one, other) in cuts or (other, one) in cuts or one in dumb or other in dumb:
+            return True
+        return any(filter.loss == 1.0 and filter.hits(one, other) for filter in self.filters.values())
 
     def cut(self, source: int, target: int) -> None:
         """Lose everything from one endpoint to another."""
@@ -83,4 +115,5 @@ class Network:
 
     def look(self) -> None:
         """See again whether anything is wrong."""
-        self.calm = not (self._cuts or self._dumb or self.loss or self.repeat or self.tail_s or self.slow_s)
+        noisy = self.loss or self.repeat or self.tail_s or self.slow_s
+        self.calm = not (self._cuts or self._dumb or self.filters or noisy)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from multiprocessing import get_context
 from zlib import crc32
 
+from eaas.chaos.plan import Plan
 from router.core import step as core_step
 from tests.sim.cluster.judge import Violation
 from tests.sim.cluster.world import LIVENESS, SAFETY, Step, World
@@ -18,15 +19,19 @@ MODES = (SAFETY, LIVENESS)
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One run to be made. keep: numbers of the faults that strike; None = all."""
+    """One run to be made. keep: numbers of the faults that strike; None = all. plan: its faults alone; from a file."""
 
     seed: int
     mode: str
     events: int
     keep: frozenset[int] | None = None
+    plan: Plan | None = None
+    plan_path: str = ""
 
     def command(self) -> str:
         """What replays it."""
+        if self.plan is not None:
+            return f"python -m tests.sim --plan {self.plan_path} --seed {self.seed}"
         text = f"python -m tests.sim --replay {self.seed} --mode {self.mode} --events {self.events}"
         if self.keep is None:
             return text
@@ -55,7 +60,7 @@ class Result:
 def run(job: Job, step: Step = core_step) -> Result:
     """Make one run. A broken promise is in the result."""
     result = Result(job=job)
-    world = World(step, job.seed, job.mode, job.events, job.keep)
+    world = World(step, job.seed, job.mode, job.events, job.keep, job.plan)
     try:
         world.run()
     except Violation as violation:
@@ -127,13 +132,18 @@ class Totals:
         )
 
 
+def show_faults(result: Result) -> None:
+    """Print which faults struck in a run, and when."""
+    print("faults that struck:")
+    for number, now_s, kind, what in result.struck:
+        print(f"  {number:4}  {now_s:8.3f} s  {kind}: {what}")
+
+
 def show(result: Result) -> None:
     """Print what went wrong in a run, and how to see it again."""
     print(f"seed {result.job.seed}, {result.job.mode}, event {result.core_events}")
     print(f"broken: {result.promise}\n  {result.story}")
-    print("faults that struck:")
-    for number, now_s, kind, what in result.struck:
-        print(f"  {number:4}  {now_s:8.3f} s  {kind}: {what}")
+    show_faults(result)
     print("last events of the core:")
     for line in result.last[-20:]:
         print(f"  {line}")

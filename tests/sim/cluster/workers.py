@@ -51,7 +51,7 @@ class Stream:
 class Attached:
     """A worker's link to one server: free slots, requests in flight, slots that wait for a late reply."""
 
-    __slots__ = ("flying", "free", "gone", "incarnation", "name", "server", "shunned", "worker")
+    __slots__ = ("corrupt", "flying", "free", "gone", "incarnation", "name", "server", "shunned", "worker")
 
     def __init__(self, worker: Worker, server: ExpertServer) -> None:
         self.worker, self.server = worker, server
@@ -60,6 +60,7 @@ class Attached:
         self.flying: dict[int, Dispatch] = {}
         self.gone = False
         self.shunned = False
+        self.corrupt = 0
 
 
 class Dispatch:
@@ -112,6 +113,9 @@ class Worker(Process):
         self._complete_epoch = 0
         self._ids = 0
         self._stepping = False
+        self.damaged = False  # reads every reply as corrupt
+        self.slanders = ""  # says so of this server, whatever it reads
+        self.slandered: set[str] = set()
         self._sent = [0] * (world.layers * world.experts)
         self._batches = [0] * (world.layers * world.experts)
         self._told_s = world.now_s
@@ -126,7 +130,17 @@ class Worker(Process):
         return Routed(name=self.name, incarnation=self.incarnation, rows=rows, activated=activated)
 
     def measure(self) -> dict[str, float]:
-        return {"running": float(len(self.streams)), "waiting": 0.0}
+        corrupt = {
+            f"corrupt:{name}": 3.0
+            for name, link in self.links.items()
+            if link.corrupt >= 3 or self.damaged or name == self.slanders
+        }
+        return {
+            "running": float(len(self.streams)),
+            "waiting": 0.0,
+            "servers_ok": float(len(self.links)),
+            **corrupt,
+        }
 
     # Routes.
 
@@ -327,7 +341,7 @@ class Worker(Process):
                 continue  # a late reply brought it
             best, best_key = None, (9, 9)
             for link in table[pair[2]]:
-                key = (link.shunned, -link.free)
+                key = (link.shunned + (link.corrupt >= 3), -link.free)
                 if link.free and key < best_key:
                     best, best_key = link, key
             if best is None:
@@ -359,7 +373,10 @@ class Worker(Process):
         if link.flying.pop(dispatch.id, None) is None or self.links.get(link.name) is not link:
             return  # a repetition, or of a link that was torn down
         link.free += 1
-        link.shunned = False
+        link.shunned = link.corrupt >= 3
+        if link.server.corrupt:
+            link.corrupt += 1
+            found = [(token, k, bit, -1) for token, k, bit, _ in found]
         self.flights.pop(dispatch.id, None)
         call = dispatch.call
         if call is not self.call or call.layer != dispatch.pairs[0][2] // world.experts:

@@ -12,17 +12,19 @@ from heapq import heappop, heappush
 from random import Random
 from typing import Any
 
+from eaas.chaos.plan import Plan
 from router.events import Command, Event
 from router.scaling import Policy
 from router.state import Config, State
 from router.view import ATTENTION, EXPERT, GATEWAY
 from tests.sim.cluster.clients import Clients, Gateway
-from tests.sim.cluster.faults import Schedule
+from tests.sim.cluster.faults import FORM_S, Schedule
 from tests.sim.cluster.judge import Judge, Violation
 from tests.sim.cluster.launcher import Launcher
 from tests.sim.cluster.ledger import Ledger
 from tests.sim.cluster.members import EXPERT_BYTES, ExpertServer, Process
 from tests.sim.cluster.network import Network
+from tests.sim.cluster.planned import Planned
 from tests.sim.cluster.shell import Router
 from tests.sim.cluster.workers import Worker
 
@@ -34,6 +36,8 @@ HOSTS = ("host-a", "host-b", "host-c")
 SETTLE_TICKS = 900
 SETTLE_MOVES = 8
 REST_S = 4.0
+# After a plan, requests are served for this long, and none may fail.
+SERVED_S = 30.0
 POLICY = Policy(
     least=1, most=16, sample_s=1.0, start_s=2.0, trend_s=20.0, burst_s=5.0, hold_s=5.0, changes_per_h=20
 )
@@ -44,11 +48,18 @@ class World:
     """One run.
 
     mode: "safety" has faults to the end; "liveness" stops them for the last third, and all must come back. events:
-    core events of the run. keep: numbers of the faults that strike; None = all.
+    core events of the run. keep: numbers of the faults that strike; None = all. plan: its faults strike and no others,
+    and the run ends when all has come back after the last; for mode "liveness".
     """
 
     def __init__(
-        self, step: Step, seed: int, mode: str, events: int, keep: frozenset[int] | None = None
+        self,
+        step: Step,
+        seed: int,
+        mode: str,
+        events: int,
+        keep: frozenset[int] | None = None,
+        plan: Plan | None = None,
     ) -> None:
         dice = Random(f"{seed} shape")
         self.step, self.seed, self.mode, self.events_wanted = step, seed, mode, events
@@ -91,7 +102,9 @@ class World:
         self.router = Router(self, dice)
         self.launchers = [Launcher(self, host, -1 - i) for i, host in enumerate(HOSTS[: dice.randint(1, 3)])]
         self.clients = Clients(self, rate=dice.uniform(0.5, 2.0) * self.config.attention_wanted)
-        self.schedule = Schedule(self, keep, pace=dice.choice((0.2, 0.4, 0.8, 1.6)))
+        schedule = Schedule(self, keep, pace=dice.choice((0.2, 0.4, 0.8, 1.6)))
+        self.plan = plan
+        self.schedule = schedule if plan is None else Planned(self, plan)
         self.gateways = dice.randint(1, 2)
         self.converged_s = -1.0  # how long everything took to come back
 
@@ -116,7 +129,11 @@ class World:
         """Everything, to the end. Raises Violation."""
         try:
             self._begin()
-            if self.mode == SAFETY:
+            if self.plan is not None:
+                self._until_s(FORM_S + self.plan.end_s)
+                self._recover()
+                self._until_s(self.now_s + SERVED_S)
+            elif self.mode == SAFETY:
                 self._until(lambda: self.router.events >= self.events_wanted)
             else:
                 self._until(lambda: self.router.events >= self.events_wanted * 2 // 3)

@@ -1,0 +1,259 @@
+"""Grammars at work: compiled and followed by llguidance, beside the steps rather than in them.
+
+A grammar is compiled on a thread of its own before its request is queued. After each token the next mask, one bit
+for every token that may follow, is made on another, while the engine hands tokens out and computes the next step;
+llguidance holds no lock of Python meanwhile. A mask that is not ready when the step's logits are holds up its own
+request alone, whose row is computed again. All state is a function of the tokens, so a replay rebuilds it from them.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from eaas.engine.grammar import Grammar, GrammarInvalid
+
+log = logging.getLogger(__name__)
+
+# One space, or a new line with its indentation: what JSON is printed with. Without a bound a weak model may well go on
+# with blanks until it has no tokens left.
+_WHITESPACE = r"( |\n[ \t]{0,16})"
+_TOKENIZER_LIMIT_BYTES = 64 << 20
+_KEPT = 32
+_COMPILERS = 2
+_MESSAGE_CHARACTERS = 500
+_BROKEN = "the grammar's library failed"
+
+
+def _limits() -> LLParserLimits:
+    """What one grammar may cost, by llguidance's own measures."""
+    return LLParserLimits(
+        max_items_in_row=2000,
+        initial_lexer_fuel=1_000_000,  # some 20 ms
+        step_lexer_fuel=200_000,  # some 14 ms a mask
+        step_max_items=50_000,  # some 3 ms a mask
+        max_lexer_states=10_000,  # some 20 MB
+        max_grammar_size=200_000,
+        verbose_errors=False,
+    )
+
+
+class Constraint:
+    """How far one request's output has come in its grammar. The engine's thread calls everything but `compute`.
+
+    Attributes:
+        mask: uint32 [words]: bit i % 32 of word i / 32 says whether token i may be next; valid once `ready`.
+        fault: Why it can go no further; empty while all is well.
+    """
+
+    __slots__ = ("_address", "_busy", "_early", "_ends", "_matcher", "_queue", "fault", "mask")
+
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        words: int,
+        work: queue.SimpleQueue[Constraint | None],
+        *,
+        ends: np.ndarray,
+        early: int,
+    ) -> None:
+        """Args:
+        matcher: After the tokens so far.
+        words: Of a mask.
+        work: Where masks to be made are put; the caller makes the first.
+        ends: uint32 [words]: tokens that end the request.
+        early: How many tokens are to come before these are let through; where nothing else is possible, they are.
+        """
+        self.mask = np.zeros(words, dtype=np.uint32)
+        self.fault = ""
+        self._address = self.mask.ctypes.data
+        self._matcher = matcher
+        self._queue = work
+        self._ends = ends
+        self._early = early
+        # Held from when a mask is wanted until it is there.
+        self._busy = threading.Lock()
+        self._busy.acquire()
+
+    def ready(self, timeout_s: float) -> bool:
+        """Whether the mask of the next token is there, or comes within the time; 0: at once."""
+        if not (
+            self._busy.acquire(timeout=timeout_s) if timeout_s > 0 else self._busy.acquire(blocking=False)
+        ):
+            return False
+        self._busy.release()
+        return True
+
+    def advance(self, token: int) -> bool:
+        """Take the token that was chosen by the mask, and have the next mask made.
+
+        Returns:
+            True when the grammar lets nothing follow it.
+        """
+        matcher = self._matcher
+        self._early -= 1
+        try:
+            if not matcher.consume_token(token):
+                self.fault = _message(matcher)
+                return False
+            if matcher.is_stopped():
+                return True
+        except BaseException as error:  # as in `compute`
+            self.fault = f"{_BROKEN}: {_short(str(error))}"
+            return False
+        self._busy.acquire()
+        self._queue.put(self)
+        return False
+
+    def compute(self) -> None:
+        """Make the mask that is wanted; on whichever thread does such things."""
+        try:
+            matcher = self._matcher
+            matcher.unsafe_compute_mask_ptr(self._address, self.mask.nbytes)
+            if matcher.is_error():
+                self.fault = _message(matcher)
+            elif self._early > 0:
+                others = self.mask & ~self._ends
+                if others.any():
+                    self.mask[:] = others
+        except (
+            BaseException
+        ) as error:  # a panic of the library is no Exception, and must end this request alone
+            self.fault = f"{_BROKEN}: {_short(str(error))}"
+        finally:
+            self._busy.release()
+
+
+class Grammars:
+    """The grammars of one worker: compiles them for its tokenizer, and makes masks, on threads of its own."""
+
+    def __init__(self, tokenizer: LLTokenizer, *, mask_threads: int = 2) -> None:
+        """Args: tokenizer: with the model's end tokens. mask_threads: two, so that one slow mask holds up few."""
+        self._tokenizer = tokenizer
+        self._words = -(-tokenizer.vocab_size // 32)
+        self._kept: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+        self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="grammar")
+        self._work: queue.SimpleQueue[Constraint | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._make_masks, name=f"mask-{number}", daemon=True)
+            for number in range(mask_threads)
+        ]
+
+    @classmethod
+    def open(cls, folder: Path, vocab: int, eos_ids: Sequence[int]) -> Grammars | None:
+        """For the tokenizer of a checkpoint folder; None, with a warning, where it has none that llguidance knows.
+
+        Reading a vocabulary of 150,000 takes two seconds in which no other Python runs: not for a worker that serves.
+
+        Args:
+            vocab: Logits of a row.
+            eos_ids: Tokens that end an output.
+        """
+        path = folder / "tokenizer.json"
+        try:
+            if path.stat().st_size > _TOKENIZER_LIMIT_BYTES:
+                raise ValueError(f"{path} has over {_TOKENIZER_LIMIT_BYTES} bytes")
+            text = path.read_text(encoding="utf-8")
+            tokenizer = LLTokenizer(text, n_vocab=vocab, eos_token=sorted(eos_ids) or None)
+        except (OSError, ValueError) as error:
+            log.warning("grammars_unavailable reason=%s", error)
+            return None
+        return cls(tokenizer)
+
+    def begin(
+        self, grammar: Grammar, output: Sequence[int], ends: Sequence[int], min_tokens: int
+    ) -> Future[Constraint]:
+        """Compile a grammar and follow it through the tokens that there are already.
+
+        Args:
+            output: Tokens so far.
+            ends: Tokens that end the request.
+            min_tokens: Tokens before which none of these is chosen, unless nothing else is possible.
+
+        Returns:
+            What comes of it, with the first mask; or GrammarInvalid.
+        """
+        if not any(thread.is_alive() for thread in self._threads):
+            for thread in self._threads:
+                thread.start()
+        return self._compilers.submit(self._begin, grammar, list(output), list(ends), min_tokens)
+
+    def close(self) -> None:
+        """End the threads; what is being compiled is not waited for."""
+        self._compilers.shutdown(wait=False, cancel_futures=True)
+        for _ in self._threads:
+            self._work.put(None)
+
+    # -- inside ----------------------------------------------------------------------------------------------
+
+    def _begin(self, grammar: Grammar, output: list[int], ends: list[int], min_tokens: int) -> Constraint:
+        try:
+            return self._begun(grammar, output, ends, min_tokens)
+        except GrammarInvalid:
+            raise
+        except BaseException as error:  # as in `Constraint.compute`: who asks for the result is the engine
+            log.exception("grammar_broken kind=%s", grammar.kind)
+            raise GrammarInvalid(f"{_BROKEN}: {_short(str(error))}") from error
+
+    def _begun(self, grammar: Grammar, output: list[int], ends: list[int], min_tokens: int) -> Constraint:
+        matcher = self._compiled(grammar).deep_copy()
+        if output and not matcher.consume_tokens(output):
+            raise GrammarInvalid(f"the tokens so far are not of the grammar: {_message(matcher)}")
+        bits = np.zeros(self._words * 32, dtype=np.uint8)
+        bits[[token for token in ends if token < len(bits)]] = 1
+        constraint = Constraint(
+            matcher,
+            self._words,
+            self._work,
+            ends=np.packbits(bits, bitorder="little").view(np.uint32),
+            early=min_tokens - len(output),
+        )
+        constraint.compute()
+        return constraint
+
+    def _compiled(self, grammar: Grammar) -> LLMatcher:
+        with self._lock:
+            kept = self._kept.get(grammar)
+            if kept is not None:
+                self._kept.move_to_end(grammar)
+                return kept
+        try:
+            matcher = LLMatcher(self._tokenizer, _source(grammar), log_level=0, limits=_limits())
+        except ValueError as error:
+            raise GrammarInvalid(_short(str(error))) from None
+        if matcher.is_error():
+            raise GrammarInvalid(_message(matcher))
+        with self._lock:
+            self._kept[grammar] = matcher
+            if len(self._kept) > _KEPT:
+                self._kept.popitem(last=False)
+        return matcher
+
+    def _make_masks(self) -> None:
+        while (constraint := self._work.get()) is not None:
+            constraint.compute()
+
+
+def _source(grammar: Grammar) -> str:
+    if grammar.kind == "json_schema":
+        return LLMatcher.grammar_from_json_schema(grammar.text, overrides={"whitespace_pattern": _WHITESPACE})
+    if grammar.kind == "regex":
+        return LLMatcher.grammar_from_regex(grammar.text)
+    return LLMatcher.grammar_from_lark(grammar.text)
+
+
+def _message(matcher: LLMatcher) -> str:
+    return _short(matcher.get_error())
+
+
+def _short(text: str) -> str:
+    return " ".join(text.split())[:_MESSAGE_CHARACTERS]

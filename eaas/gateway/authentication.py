@@ -1,0 +1,170 @@
+"""Who may ask: every request brings a key, but those that only ask whether this process lives.
+
+A key goes in ``Authorization: Bearer KEY``, as OpenAI's clients send it; or, for browsers, as the password of Basic
+authentication with any user name. It stays in the request's headers, which nothing writes anywhere.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import time
+from collections.abc import Callable, Sequence
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from eaas.gateway.budgets import Account, Overdrawn
+from eaas.gateway.errors import ApiError, ErrorReply
+from eaas.gateway.keys import KeyRing
+
+# Load balancers and the kubelet ask these, and have no key to ask with.
+OPEN_PATHS = frozenset({"/health", "/ping", "/version"})
+METRICS_PATH = "/metrics"
+# What shows the cluster, and the load of everybody.
+OPERATOR_PATHS = frozenset(
+    {METRICS_PATH, "/status", "/dashboard", "/dashboard/events", "/load", "/server_info"}
+)
+
+_ACCOUNT = "eaas.account"
+_RATE_LIMITED = "rate_limit_error"
+
+
+def account_of(scope: Scope) -> Account | None:
+    """On whose account a request goes; None where this gateway asks for no key."""
+    return scope.get(_ACCOUNT)
+
+
+def reserve_tokens(account: Account | None, tokens: int) -> None:
+    """Spend what a request is reckoned to take.
+
+    Raises:
+        ApiError: 429, with the time after which there is enough.
+    """
+    overdrawn = account.reserve(tokens, time.monotonic()) if account is not None else None
+    if overdrawn is not None:
+        raise ApiError(_overdrawn_reply(overdrawn))
+
+
+class Authentication:
+    """Lets a request through to ``app`` once its key is known and its budget allows it."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        ring: KeyRing,
+        *,
+        open_metrics: bool = False,
+        on_refused: Callable[[str], None] = lambda reason: None,
+    ) -> None:
+        """Args:
+        open_metrics: GET /metrics needs no key.
+        on_refused: Told "key", "key_requests" or "key_tokens" for each that is refused here.
+        """
+        self._app, self._ring, self._on_refused = app, ring, on_refused
+        self._open = OPEN_PATHS | ({METRICS_PATH} if open_metrics else frozenset[str]())
+        self._accounts: dict[str, Account] = {}
+        self._set_accounts()
+
+    def refresh(self, *, anew: bool = False) -> None:
+        """Use the keys that the file has now, if it has changed."""
+        if self._ring.refresh(anew=anew):
+            self._set_accounts()
+
+    def _set_accounts(self) -> None:
+        now_s = time.monotonic()
+        # The last entry of each name says its budgets.
+        by_name = {key.name: key for key in self._ring.keys}
+        self._accounts = {name: self._accounts.get(name) or Account(name) for name in by_name}
+        for name, key in by_name.items():
+            self._accounts[name].set(key.requests_per_minute, key.tokens_per_minute, now_s)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or (scope["path"] in self._open and scope["method"] in ("GET", "HEAD")):
+            await self._app(scope, receive, send)
+            return
+        key = _key_in(scope["headers"])
+        entry = self._ring.find(key, time.time()) if key else None
+        if entry is None:
+            self._on_refused("key")
+            await _send(send, _unknown(scope["path"], given=bool(key)))
+            return
+        # The patterns of routes end in `$`, which a newline at the end satisfies too.
+        if scope["path"].rstrip("\n") in OPERATOR_PATHS and not entry.operator:
+            self._on_refused("key")
+            await _send(send, _NOT_AN_OPERATORS)
+            return
+        account = self._accounts[entry.name]
+        # What only reads costs nothing.
+        if scope["method"] == "POST" and (overdrawn := account.begin(time.monotonic())) is not None:
+            self._on_refused(f"key_{overdrawn.kind}")
+            await _send(send, _overdrawn_reply(overdrawn), account.headers(time.monotonic()))
+            return
+        scope[_ACCOUNT] = account
+        if account.requests is None and account.tokens is None:
+            await self._app(scope, receive, send)
+            return
+
+        async def send_with_budgets(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), *account.headers(time.monotonic())]
+            await send(message)
+
+        await self._app(scope, receive, send_with_budgets)
+
+
+def _key_in(headers: Sequence[tuple[bytes, bytes]]) -> str:
+    given = [value for name, value in headers if name == b"authorization"]
+    scheme, _, rest = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
+    rest = rest.strip()
+    if scheme.lower() == b"bearer":
+        return rest.decode("latin-1")
+    if scheme.lower() == b"basic":
+        try:
+            return base64.b64decode(rest, validate=True).partition(b":")[2].decode("latin-1")
+        except (binascii.Error, ValueError):
+            return ""
+    return ""
+
+
+def _unknown(path: str, *, given: bool) -> ErrorReply:
+    found = "The API key is not known here, or has expired." if given else "No API key was given."
+    # Only pages that people open in a browser ask it to ask them.
+    challenge = "Bearer" if path.startswith("/v1") else 'Bearer, Basic realm="EaaS"'
+    return ErrorReply(
+        status=401,
+        message=f"{found} Send the header Authorization: Bearer KEY; whoever runs this server gives out keys.",
+        code="invalid_api_key",
+        headers={"www-authenticate": challenge},
+    )
+
+
+_NOT_AN_OPERATORS = ErrorReply(
+    status=403,
+    message="This key may ask for tokens, not look at the cluster. Use one made with: eaas keys new --operator.",
+    code="operator_key_needed",
+)
+
+
+def _overdrawn_reply(overdrawn: Overdrawn) -> ErrorReply:
+    return ErrorReply(
+        status=429,
+        message=f"This key's budget of {overdrawn.per_minute} {overdrawn.kind} a minute is spent. "
+        f"Try again in {overdrawn.retry_after_s} s.",
+        kind=_RATE_LIMITED,
+        code="rate_limit_exceeded",
+        retry_after_s=overdrawn.retry_after_s,
+    )
+
+
+async def _send(send: Send, reply: ErrorReply, more: Sequence[tuple[bytes, bytes]] = ()) -> None:
+    body = reply.body()
+    headers = [(name.encode(), value.encode()) for name, value in reply.all_headers().items()]
+    headers += [
+        (b"content-type", b"application/json"),
+        (b"content-length", b"%d" % len(body)),
+        # Its body may still be coming, and nobody here reads it.
+        (b"connection", b"close"),
+        *more,
+    ]
+    await send({"type": "http.response.start", "status": reply.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

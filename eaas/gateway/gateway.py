@@ -1,0 +1,197 @@
+"""What all routes of one gateway share: configuration, model, workers, metrics, and who is let in."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, Protocol, TypeVar
+
+from fastapi import FastAPI, Request, Response
+from pydantic import BaseModel, ValidationError
+
+from eaas.gateway import errors
+from eaas.gateway.config import GatewayConfig
+from eaas.gateway.dashboard import Dashboard
+from eaas.gateway.errors import ApiError
+from eaas.gateway.http_guard import read_body, require_json
+from eaas.gateway.load import GatewayLoad
+from eaas.gateway.metrics import GatewayMetrics
+from eaas.gateway.replies import EventStream, Work
+from eaas.gateway.served_model import ServedModel
+from eaas.gateway.status import RouterStatus
+from eaas.gateway.worker_pool import WorkerPool
+from eaas.view.sight import Sight
+from router.view import View
+
+R = TypeVar("R", bound=BaseModel)
+
+
+class ViewSource(Protocol):
+    """Where Views come from: the router's client, or a stand-in."""
+
+    @property
+    def name(self) -> str: ...
+
+    def start(self, on_view: Callable[[View], None], load: Callable[[], Mapping[str, float]]) -> None: ...
+
+    def latest(self) -> tuple[View | None, list[RouterStatus]]: ...
+
+    def sight(self) -> Sight: ...
+
+    def close(self) -> None: ...
+
+
+class Gateway:
+    """Everything that the routes share, for the life of the process."""
+
+    def __init__(
+        self,
+        *,
+        config: GatewayConfig,
+        model: ServedModel,
+        views: ViewSource,
+        version: str,
+    ) -> None:
+        self.config = config
+        self.model = model
+        self.version = version
+        self.address = ""
+        self.metrics = GatewayMetrics(model.name, config.ttft_target_s, config.tpot_target_s)
+        self.running = 0
+        self.draining = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.views = views
+        self.dashboard = Dashboard(self, views.sight)
+        self._pool: WorkerPool | None = None
+        self.started_s = time.monotonic()
+
+    @property
+    def name(self) -> str:
+        """This gateway's name as a member; ``gateway/0`` until the router has given it one."""
+        return self.views.name
+
+    @property
+    def pool(self) -> WorkerPool:
+        """The attention workers; there from start-up to shutdown."""
+        if self._pool is None:
+            raise RuntimeError("the gateway has not started: run it under an ASGI server with lifespan on")
+        return self._pool
+
+    @asynccontextmanager
+    async def lifespan(self, _: FastAPI) -> AsyncIterator[None]:
+        """Start the pool and follow the router until shutdown."""
+        loop = self._loop = asyncio.get_running_loop()
+        pool = self._pool = WorkerPool(self.config, self.metrics, self.model.fingerprint)
+        self.metrics.workers, self.metrics.waiting = pool.seen, lambda: pool.waiting
+        gauges = self.metrics.gauges
+        gauges["eaas_running"] = ("Requests in progress.", lambda: self.running)
+        gauges["eaas_choices"] = ("Choices in flight.", lambda: pool.running)
+        gauges["eaas_waiting"] = ("Choices that wait for an attention worker.", lambda: pool.waiting)
+        gauges["eaas_paused"] = ("Choices that wait for their client to read.", lambda: pool.paused)
+        gauges["eaas_owed_tokens"] = ("Tokens still to be computed, as reckoned.", lambda: pool.owed_tokens)
+        gauges["eaas_attention_workers"] = ("Attention workers connected.", lambda: len(pool.links()))
+
+        def on_view(view: View) -> None:
+            loop.call_soon_threadsafe(pool.apply_view, view)
+            loop.call_soon_threadsafe(self.dashboard.follow, view)
+
+        # It may wait a moment for the router.
+        await asyncio.to_thread(self.views.start, on_view, GatewayLoad(pool))
+        try:
+            async with self.dashboard.running():
+                yield
+        finally:
+            pool.close()
+            await asyncio.to_thread(self.views.close)
+
+    def call(self, act: Callable[[], None]) -> None:
+        """Carry out an act on the event loop; from any thread."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(act)
+
+    def stop(self) -> None:
+        """Fail what is in progress with a retryable error, so that every response ends now."""
+        self.dashboard.close()
+        if self._pool is not None:
+            self._pool.close()
+
+    # -- requests
+
+    async def parse(self, request: Request, shape: type[R]) -> R:
+        """The body of a request.
+
+        Raises:
+            ApiError: it is no JSON, too large, too slow, or not of that shape.
+        """
+        require_json(request)
+        body = await read_body(request, self.config.body_limit_bytes, self.config.body_timeout_s)
+        try:
+            return shape.model_validate_json(body)
+        except ValidationError as error:
+            problems = error.errors(include_url=False, include_context=False, include_input=False)
+            raise errors.from_validation(problems) from None
+
+    def require_model(self, name: str) -> None:
+        """Refuse another model than the one served here.
+
+        Raises:
+            ApiError: 404.
+        """
+        if name != self.model.name:
+            raise errors.unknown_model(name, self.model.name)
+
+    async def counted(self, endpoint: str, reply: Coroutine[Any, Any, Response]) -> Response:
+        """Await a reply and count it under ``endpoint``."""
+        # A stream is counted when it ends: its status is not known before.
+        started_s = time.monotonic()
+        status = 500
+        try:
+            response = await reply
+            if isinstance(response, EventStream):
+                response.on_end = lambda status: self._count(endpoint, status, started_s)
+                status = 0
+            else:
+                status = response.status_code
+            return response
+        except ApiError as error:
+            status = error.reply.status
+            raise
+        finally:
+            if status:
+                self._count(endpoint, status, started_s)
+
+    def _count(self, endpoint: str, status: int, started_s: float) -> None:
+        self.metrics.count_request(endpoint, status, time.monotonic() - started_s)
+
+    def admit(self) -> None:
+        """Let one request in; ``release`` must follow.
+
+        Raises:
+            ApiError: 429, as many are in progress as may be.
+        """
+        if self.running >= self.config.max_requests:
+            self.metrics.count_refused("requests")
+            raise errors.full(
+                f"{self.running} requests are in progress, the most that this server takes. Try again shortly."
+            )
+        self.running += 1
+
+    def admit_tokens(self, work: Work) -> None:
+        """Refuse a request that would make what is owed too much.
+
+        Raises:
+            ApiError: 429.
+        """
+        owed, most = self.pool.owed_tokens, self.config.max_owed_tokens
+        if owed and owed + work.cost(self.config.batch_tokens) > most:
+            self.metrics.count_refused("tokens")
+            raise errors.full(
+                f"{owed} tokens are still to be computed here, and this request would make them more than {most}. "
+                "Try again shortly."
+            )
+
+    def release(self) -> None:
+        """One request has ended."""
+        self.running -= 1

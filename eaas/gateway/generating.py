@@ -1,0 +1,258 @@
+"""POST /v1/chat/completions and /v1/completions, and what every route that makes tokens goes through."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+
+from eaas.engine.grammar import Grammar, GrammarInvalid, check_schemas
+from eaas.gateway.errors import invalid
+from eaas.gateway.gateway import Gateway
+from eaas.gateway.generation import Echo
+from eaas.gateway.openai_format import ChatFormat, CompletionFormat, Format
+from eaas.gateway.prompt_scores import MOST_SCORES
+from eaas.gateway.replies import EventStream, Exchange, Work
+from eaas.gateway.sampling import sampling_params, token_limit
+from eaas.gateway.schema import ChatRequest, CompletionRequest
+from eaas.gateway.served_model import ServedModel
+from eaas.gateway.tool_choice import ToolUse, call_grammar, tool_use
+from eaas.gateway.tool_format import ToolChatFormat
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A request that has been read and encoded.
+
+    Attributes:
+        prompts: Token ids of each prompt.
+        grammar: The language of the output, where the route asks for one rather than the client.
+        shown_tokens: Special tokens that the format reads in the text.
+    """
+
+    wanted: ChatRequest | CompletionRequest
+    format: Format
+    prompts: Sequence[list[int]]
+    grammar: Grammar | None = None
+    shown_tokens: frozenset[int] = frozenset()
+
+
+async def generate(
+    gateway: Gateway,
+    request: Request,
+    prepare: Callable[[], Awaitable[Prepared]],
+    on_begin: Callable[[Exchange], Callable[[], None]] | None = None,
+) -> Response:
+    """Admit a request, read it, submit it, and answer.
+
+    Args:
+        on_begin: Told of the exchange; what it returns is called when that ends.
+
+    Raises:
+        ApiError: the request was refused, or failed before anything was sent.
+    """
+    gateway.admit()
+    exchange: Exchange | None = None
+    response: Response | None = None
+    ended: Callable[[], None] | None = None
+
+    def on_close() -> None:
+        gateway.release()
+        if ended is not None:
+            ended()
+
+    try:
+        prepared = await prepare()
+        work = _work(gateway, prepared)
+        gateway.admit_tokens(work)
+        exchange = Exchange(
+            work=work,
+            model=gateway.model,
+            pool=gateway.pool,
+            metrics=gateway.metrics,
+            stall_s=gateway.config.stall_s,
+            on_close=on_close,
+        )
+        if on_begin is not None:
+            ended = on_begin(exchange)
+        response = await exchange.answer(request)
+        return response
+    finally:
+        if exchange is None:
+            gateway.release()
+        elif not isinstance(response, EventStream):
+            exchange.close()
+
+
+def _work(gateway: Gateway, prepared: Prepared) -> Work:
+    wanted, prompts = prepared.wanted, prepared.prompts
+    context = min(gateway.model.max_model_len, gateway.pool.max_model_len or gateway.model.max_model_len)
+    limits = [token_limit(wanted, len(prompt), context) for prompt in prompts]
+    params = sampling_params(wanted, min(limits), gateway.model.vocab)
+    _check_scores(wanted, prompts, params.prompt_logprobs)
+    if prepared.grammar is not None:
+        if params.ignore_eos:
+            raise invalid(
+                "A call that must be made ends where it is complete: it cannot be asked for with ignore_eos.",
+                param="ignore_eos",
+                code="invalid_value",
+            )
+        params = msgspec.structs.replace(params, grammar=prepared.grammar)
+    return Work(
+        format=prepared.format,
+        prompts=prompts,
+        limits=limits,
+        choices=wanted.choices,
+        params=params,
+        stops=tuple(wanted.stop or ()),
+        stream=bool(wanted.stream),
+        include_usage=wanted.include_usage,
+        open_end=wanted.token_limit is None,
+        return_token_ids=bool(wanted.return_token_ids),
+        stop_shown=bool(wanted.include_stop_str_in_output),
+        shown_tokens=prepared.shown_tokens,
+        request_id=wanted.request_id,
+        echoes=_echoes(gateway.model, wanted, prompts),
+        prompt_counts=(wanted.echo_count, wanted.prompt_count),
+    )
+
+
+def _check_scores(
+    wanted: ChatRequest | CompletionRequest, prompts: Sequence[list[int]], likeliest: int
+) -> None:
+    """Bound what this process would keep of prompts; -1: nothing is told of them."""
+    scores = (likeliest + 1) * wanted.choices * sum(map(len, prompts))
+    if scores > MOST_SCORES:
+        raise invalid(
+            f"{scores} log-probabilities of prompts were asked for, counting each choice and each alternative; at most "
+            f"{MOST_SCORES} are told at once. Send fewer or shorter prompts, or ask for fewer alternatives.",
+            param="prompt_logprobs" if wanted.prompt_count >= 0 else "logprobs",
+            code="invalid_value",
+        )
+
+
+def _echoes(
+    model: ServedModel, wanted: ChatRequest | CompletionRequest, prompts: Sequence[list[int]]
+) -> list[Echo] | None:
+    if not isinstance(wanted, CompletionRequest) or not wanted.echo:
+        return None
+    texts = (
+        given if isinstance(given, str) else model.tokenizer.decode(tokens, skip_special=False)
+        for given, tokens in zip(wanted.prompt, prompts, strict=True)
+    )
+    return [Echo(text, wanted.max_tokens == 0) for text in texts]
+
+
+def tools_of(wanted: ChatRequest) -> ToolUse:
+    """The tools that the model is shown, and whether it must call one.
+
+    Raises:
+        ApiError: ``tool_choice`` makes no sense.
+    """
+    try:
+        return tool_use(wanted.tool_dicts, wanted.tool_choice, wanted.parallel_tool_calls)
+    except ValueError as error:
+        raise invalid(
+            f"Invalid value for 'tool_choice': {error}.", param="tool_choice", code="invalid_value"
+        ) from None
+
+
+def grammar_of(model: ServedModel, use: ToolUse) -> Grammar | None:
+    """The language of the calls that the model must make; None where it is free.
+
+    Raises:
+        ApiError: the tools' schemas are over a limit, or the model would never hear of its tools.
+    """
+    if use.must_call:
+        try:
+            check_schemas([tool["function"].get("parameters") for tool in use.shown])
+            return Grammar("lark", call_grammar(use, model.call_style, model.call_token))
+        except GrammarInvalid as error:
+            raise invalid(
+                f"Invalid value for 'tools': {error}", param="tools", code="invalid_value"
+            ) from None
+    if use.shown and not model.shows_tools:
+        raise invalid(
+            "This model's chat template does not tell it of tools, so it cannot choose to call one. Leave 'tools' out, "
+            "or set 'tool_choice' to 'required' or to a function: then the answer is a call in any case.",
+            param="tools",
+            code="unsupported_value",
+        )
+    return None
+
+
+async def encode_conversation(model: ServedModel, wanted: ChatRequest, use: ToolUse) -> list[int]:
+    """The prompt of a chat request.
+
+    Raises:
+        ApiError: the chat template refuses it.
+    """
+    going_on = bool(wanted.continue_final_message)
+    begins = wanted.add_generation_prompt
+    return await model.encode_chat(
+        [message.model_dump(exclude_none=True) for message in wanted.messages],
+        wanted.template_options,
+        tools=use.shown,
+        add_generation_prompt=not going_on if begins is None else begins,
+        continue_final_message=going_on,
+        field=wanted.prompt_field,
+    )
+
+
+class GenerationRoutes:
+    """The routes of both kinds of completions."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def chat(self, request: Request) -> Response:
+        """POST /v1/chat/completions."""
+        gateway = self._gateway
+
+        async def prepare() -> Prepared:
+            wanted, model = await gateway.parse(request, ChatRequest), gateway.model
+            gateway.require_model(wanted.model)
+            use = tools_of(wanted)
+            grammar = grammar_of(model, use)
+            prompt = await encode_conversation(model, wanted, use)
+            prompt_ids = prompt if wanted.return_token_ids else None
+            if not use.shown:
+                return Prepared(wanted=wanted, format=ChatFormat(prompt_ids), prompts=[prompt])
+            return Prepared(
+                wanted=wanted,
+                format=ToolChatFormat(model.call_style, prompt_ids),
+                prompts=[prompt],
+                grammar=grammar,
+                shown_tokens=model.call_tokens,
+            )
+
+        return await gateway.counted("chat", generate(gateway, request, prepare))
+
+    async def complete(self, request: Request) -> Response:
+        """POST /v1/completions."""
+        gateway = self._gateway
+
+        async def prepare() -> Prepared:
+            wanted = await gateway.parse(request, CompletionRequest)
+            gateway.require_model(wanted.model)
+            prompts = await gateway.model.encode_prompts(wanted.prompt)
+            shape = CompletionFormat(prompts if wanted.return_token_ids else None, wanted.choices)
+            return Prepared(wanted=wanted, format=shape, prompts=prompts)
+
+        return await gateway.counted("completions", generate(gateway, request, prepare))
+
+
+def add_routes(app: FastAPI, gateway: Gateway) -> None:
+    """Serve them under ``app``."""
+    routes = GenerationRoutes(gateway)
+    # Bodies are read and checked here rather than by FastAPI: limits come first, parsing once.
+    for path, route, shape in (
+        ("/v1/chat/completions", routes.chat, ChatRequest),
+        ("/v1/completions", routes.complete, CompletionRequest),
+    ):
+        body = {"content": {"application/json": {"schema": shape.model_json_schema()}}, "required": True}
+        app.add_api_route(
+            path, route, methods=["POST"], response_model=None, openapi_extra={"requestBody": body}
+        )

@@ -1,0 +1,64 @@
+"""The socket that clients connect to. Its owner may be the launcher, which hands it to one gateway after another."""
+
+from __future__ import annotations
+
+import socket
+
+from router.exposure import Exposed, bound_address, host_port
+
+
+class ListenFailed(Exception):
+    """The address cannot be listened on; the text says why and what to do."""
+
+
+def checked_address(host: str, *, tls: bool, keys: bool, option: str = "--host") -> str:
+    """The IP address to listen on.
+
+    Raises:
+        ListenFailed: it is none, or other machines could reach a gateway without TLS or without keys.
+    """
+    protection = {"TLS (--tls-cert and --tls-key)": tls, "keys (--keys-file)": keys}
+    try:
+        return bound_address(option, host, protection)
+    except Exposed as error:
+        raise ListenFailed(str(error)) from None
+
+
+def listen(
+    host: str, port: int, stall_s: float = 60.0, *, tls: bool = False, keys: bool = False
+) -> socket.socket:
+    """A listening socket.
+
+    Args:
+        tls, keys: Whether the gateway speaks TLS, and asks for keys: both are needed beyond loopback.
+
+    Raises:
+        ListenFailed: as `checked_address` says, or the port is taken.
+    """
+    address = checked_address(host, tls=tls, keys=keys)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Inherited by every connection: the kernel ends one whose client takes no bytes for so long. Streams are
+        # ended earlier, and counted; this is for all else.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(stall_s * 1500))
+        # What the kernel keeps for a slow reader, else up to 4 MiB each: 128 KiB a round trip is far above any stream.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 17)
+        listener.bind((address, port))
+        listener.listen(1024)
+    except (OSError, OverflowError) as error:
+        listener.close()
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ListenFailed(
+            f"port {port} on {host} cannot be had ({reason}). Stop what holds it, or choose another with --port "
+            "(0 takes a free one)."
+        ) from None
+    listener.setblocking(False)
+    return listener
+
+
+def address_of(listener: socket.socket) -> str:
+    """host:port, in the form of a URL."""
+    host, port = listener.getsockname()[:2]
+    return host_port(host, port)

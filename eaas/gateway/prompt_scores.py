@@ -1,0 +1,80 @@
+"""Log-probabilities of one choice's prompt, as its worker tells them, and in the shapes that clients know. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from eaas.gateway.openai_format import TokenLogprobs, TokenText, finite
+
+# Of one request, over all its prompts, choices and alternatives: some 60 MB until it is answered.
+MOST_SCORES = 1 << 18
+
+Scores = Sequence[tuple[float, list[tuple[int, float]]]]
+
+
+class TokenNames(Protocol):
+    """Text and bytes of single tokens."""
+
+    def token_text(self, token: int) -> str: ...
+
+    def token_bytes(self, token: int) -> bytes: ...
+
+
+class PromptScores:
+    """Gathered piece by piece; what a replay tells again is the same, and counts once."""
+
+    __slots__ = ("_by_id", "_named", "_names", "_prompt", "_scores")
+
+    def __init__(self, prompt: Sequence[int], names: TokenNames, *, named: int, by_id: int) -> None:
+        """Args: named, by_id: Likeliest tokens that the client wants beside each, in either shape; -1: not in it."""
+        self._named = named
+        self._by_id = by_id
+        self._prompt = prompt
+        self._names = names
+        self._scores: list[tuple[float, list[tuple[int, float]]]] = []
+
+    def take(self, start: int, scores: Scores) -> None:
+        """Take those of tokens number ``start`` and on; what leaves a gap is left out."""
+        known = len(self._scores) + 1
+        if start <= known:
+            self._scores += scores[known - start :]
+
+    def named(self) -> list[TokenLogprobs] | None:
+        """As those of chosen tokens; the first token has no log-probability."""
+        if self._named < 0:
+            return None
+        first = self._text(self._prompt[0], None)
+        scored = zip(self._prompt[1:], self._scores, strict=False)
+        return [
+            TokenLogprobs(first, []),
+            *(
+                TokenLogprobs(self._text(token, logprob), [self._text(*pair) for pair in top[: self._named]])
+                for token, (logprob, top) in scored
+            ),
+        ]
+
+    def by_id(self) -> list[dict[str, Any] | None] | None:
+        """vLLM's ``prompt_logprobs``: for each token but the first, itself and the likeliest by id. The rank of a token
+        that is not among these is not known."""
+        if self._by_id < 0:
+            return None
+        shown: list[dict[str, Any] | None] = [None]
+        for token, (logprob, top) in zip(self._prompt[1:], self._scores, strict=False):
+            entries = {token: (logprob, None)} | {
+                other: (value, rank) for rank, (other, value) in enumerate(top[: self._by_id], start=1)
+            }
+            shown.append(
+                {
+                    str(other): {
+                        "logprob": finite(value),
+                        "rank": rank,
+                        "decoded_token": self._names.token_text(other),
+                    }
+                    for other, (value, rank) in entries.items()
+                }
+            )
+        return shown
+
+    def _text(self, token: int, logprob: float | None) -> TokenText:
+        return TokenText(self._names.token_text(token), self._names.token_bytes(token), logprob)

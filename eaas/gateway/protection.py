@@ -1,0 +1,109 @@
+"""What protects a gateway's listener, as its command line asks: TLS, keys, bounds."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from starlette.types import ASGIApp
+
+from eaas.gateway.authentication import Authentication
+from eaas.gateway.config import GatewayConfig
+from eaas.gateway.http_guard import Bounds
+from eaas.gateway.keys import KeyRing
+from eaas.gateway.server_tls import ServerTls
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that `of` reads."""
+    parser.add_argument(
+        "--tls-cert", type=Path, metavar="FILE", help="PEM chain to speak HTTPS with, own certificate first."
+    )
+    parser.add_argument("--tls-key", type=Path, metavar="FILE", help="Private key of --tls-cert.")
+    parser.add_argument(
+        "--keys-file",
+        type=Path,
+        metavar="FILE",
+        help="API keys as `eaas keys` writes them: every request must bring one, but GET /health, /ping and /version. "
+        "Read again when it changes, and on SIGHUP.",
+    )
+    parser.add_argument(
+        "--open-metrics",
+        action="store_true",
+        help="Answer GET /metrics without a key, as Prometheus asks by default.",
+    )
+    parser.add_argument(
+        "--max-connections",
+        type=int,
+        default=GatewayConfig.max_connections,
+        help="Connections of clients; one more is closed at once.",
+    )
+    parser.add_argument(
+        "--log-requests",
+        action="store_true",
+        help="Log a line for each request: method, path, status, time and the name of its key; never what was asked.",
+    )
+
+
+@dataclass(kw_only=True)
+class Protection:
+    """TLS and keys of one listener; None: there is none of that kind."""
+
+    tls: ServerTls | None
+    keys: KeyRing | None
+    open_metrics: bool
+    _authentication: Authentication | None = None
+
+    def around(self, app: ASGIApp, on_refused: Callable[[str], None]) -> ASGIApp:
+        """The application behind the keys.
+
+        Args:
+            on_refused: Told why, for each request that is refused.
+        """
+        if self.keys is None:
+            return app
+        self._authentication = Authentication(
+            app, self.keys, open_metrics=self.open_metrics, on_refused=on_refused
+        )
+        return self._authentication
+
+    def refresh(self, *, anew: bool = False) -> None:
+        """Take up what has changed in the files; cheap when nothing has."""
+        if self.tls is not None:
+            self.tls.refresh(anew=anew)
+        if self._authentication is not None:
+            self._authentication.refresh(anew=anew)
+
+    def refresh_anew(self) -> None:
+        """Read the files again though they look the same."""
+        self.refresh(anew=True)
+
+
+def of(options: argparse.Namespace) -> Protection:
+    """What the command line asks for.
+
+    Raises:
+        ValueError: a file cannot be used, or one of two that belong together is missing.
+    """
+    if (options.tls_cert is None) != (options.tls_key is None):
+        raise ValueError("--tls-cert and --tls-key belong together: give both, or neither")
+    if options.open_metrics and options.keys_file is None:
+        raise ValueError("--open-metrics without --keys-file: nothing asks for a key; leave it out")
+    return Protection(
+        tls=ServerTls(options.tls_cert, options.tls_key) if options.tls_cert else None,
+        keys=KeyRing(options.keys_file) if options.keys_file else None,
+        open_metrics=options.open_metrics,
+    )
+
+
+def bounds_of(config: GatewayConfig) -> Bounds:
+    """What each connection may hold."""
+    return Bounds(
+        connections=config.max_connections,
+        head_bytes=config.head_limit_bytes,
+        headers=config.max_headers,
+        head_timeout_s=config.head_timeout_s,
+        body_overhead_bytes=config.body_limit_bytes,
+    )

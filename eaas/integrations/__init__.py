@@ -1,0 +1,1 @@
+"""Other programs' front doors to an expert pool."""

@@ -1,0 +1,1 @@
+"""`eaas top`: the cluster, live, in a terminal."""

@@ -1,0 +1,1 @@
+"""What an operator sees of a cluster: one view-model, for the terminal and for the page. Pure."""

@@ -1,0 +1,131 @@
+"""What both ends of the expert protocol count of themselves, in the words of router/totals.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Final, Protocol, runtime_checkable
+
+from experts.model import Dtype, ExpertShape
+from experts.native import ServerStats
+from p2p.endpoint import Peer
+from router.totals import Totals
+
+# Names of servers that left, whose counters are still told: the series of others end.
+_REMEMBERED: Final = 64
+
+
+class RailCount(Protocol):
+    """What one rail has done."""
+
+    @property
+    def live(self) -> bool: ...
+
+    @property
+    def sent_bytes(self) -> int: ...
+
+
+@runtime_checkable
+class Railed(Protocol):
+    """An endpoint whose writes go over named rails."""
+
+    rails: tuple[str, ...]
+
+    def rail_counts(self, peer: Peer) -> Iterable[RailCount]:
+        """In the order of the peer's rails; empty once this side disconnected."""
+        ...
+
+
+def row_bytes(shape: ExpertShape, dtype: Dtype) -> int:
+    """Of one row on its way to a server."""
+    return shape.hidden * (4 if dtype is Dtype.FLOAT32 else 2)
+
+
+def reply_bytes(shape: ExpertShape) -> int:
+    """Of the row that comes back for one (row, expert) pair."""
+    return shape.hidden * 4
+
+
+def server_totals(counters: Mapping[str, int], shape: ExpertShape, dtype: Dtype) -> Totals:
+    """An expert server's counters. Args: counters: by the names in server.h."""
+    same = ("batches", "rows", "pairs", "experts", "not_held", "invalid")
+    return Totals(
+        counted={word: float(counters[word]) for word in same}
+        | {
+            "calls": float(counters["requests"]),
+            "busy_s": counters["busy_ns"] / 1e9,
+            "received_bytes": float(counters["rows"] * row_bytes(shape, dtype)),
+            "sent_bytes": float(counters["pairs"] * reply_bytes(shape)),
+        }
+    )
+
+
+class Accounts:
+    """What a client did with each server since it began, with those that have left too. One thread at a time."""
+
+    def __init__(self, shape: ExpertShape, dtype: Dtype, endpoint: object) -> None:
+        """Args: endpoint: asked for its rails where it has any."""
+        self._row_bytes, self._reply_bytes = row_bytes(shape, dtype), reply_bytes(shape)
+        self._endpoint = endpoint
+        self._left: dict[str, dict[str, float]] = {}
+        self._all_left: dict[str, float] = {}
+
+    def leave(self, name: str, stats: ServerStats) -> None:
+        """Keep what was done over a link that ends; one server may have had several."""
+        counted = self._counted(stats)
+        self._left[name] = _sum(self._left.pop(name, {}), counted)
+        self._all_left = _sum(self._all_left, counted)
+        if len(self._left) > _REMEMBERED:
+            del self._left[next(iter(self._left))]
+
+    def totals(self, links: Iterable[tuple[str, ServerStats, Peer]]) -> list[Totals]:
+        """Of all servers together first, then of each, then of each of its rails.
+
+        Args:
+            links: Name, counters and peer of each server that is attached, or that still has an answer to give.
+        """
+        seen = [(name, self._counted(stats), peer) for name, stats, peer in links]
+        everything, each = self._all_left, dict(self._left)
+        for name, counted, _ in seen:
+            everything = _sum(everything, counted)
+            each[name] = _sum(each.get(name, {}), counted)
+        rails = [rail for name, _, peer in seen for rail in self._rails(name, peer)]
+        return [
+            Totals(counted=everything),
+            *(Totals(peer=name, counted=counted) for name, counted in each.items()),
+            *rails,
+        ]
+
+    def _counted(self, stats: ServerStats) -> dict[str, float]:
+        return {
+            "calls": stats.calls,
+            "rows": stats.rows,
+            "pairs": stats.pairs,
+            "replies": stats.replies,
+            "latency_s": stats.latency_sum_ns / 1e9,
+            "service_s": stats.service_sum_ns / 1e9,
+            "hedges": stats.hedges,
+            "failovers": stats.redispatches,
+            "lost": stats.lost,
+            "corrupt": stats.corrupt,
+            "sent_bytes": stats.rows * self._row_bytes,
+            # Pairs answered: those sent, less what went elsewhere for want of an answer.
+            "received_bytes": max(0, stats.pairs - stats.redispatches - stats.lost) * self._reply_bytes,
+        }
+
+    def _rails(self, name: str, peer: Peer) -> list[Totals]:
+        if not isinstance(self._endpoint, Railed):
+            return []
+        names = self._endpoint.rails
+        return [
+            Totals(
+                peer=name,
+                # Rails that the transport chose itself have no name but their number.
+                rail=(names[number] if number < len(names) else "") or f"rail-{number}",
+                counted={"sent_bytes": float(count.sent_bytes), "live": float(count.live)},
+            )
+            for number, count in enumerate(self._endpoint.rail_counts(peer))
+        ]
+
+
+def _sum(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
+    return {word: one.get(word, 0.0) + value for word, value in other.items()} if other else dict(one)

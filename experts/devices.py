@@ -1,0 +1,85 @@
+"""Which processor computes, as command lines name it: `cpu`, `cuda:0`, or `interpreter`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from experts.paths import DataPath, cpu_path
+from p2p.descriptor import Transport
+from p2p.endpoint import Endpoint
+from p2p.transport import TransportChoice
+
+HELP = (
+    "what computes: cpu (default), cuda:0 (a GPU, by its number), or interpreter (the GPU's kernels on the CPU, "
+    "thousands of times slower: to study and test them)"
+)
+
+
+class DeviceUnavailable(RuntimeError):
+    """The device cannot be used here; the text says what was found, what is needed and how to get it."""
+
+
+class Kind(Enum):
+    """Kinds of processors."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+    INTERPRETER = "interpreter"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """A processor, and its number among those of its kind."""
+
+    kind: Kind = Kind.CPU
+    index: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> Device:
+        """Read `cpu`, `cuda`, `cuda:N` or `interpreter`.
+
+        Raises:
+            ValueError: it is none of them.
+        """
+        name, colon, number = text.partition(":")
+        if name == "cuda" and (not colon or (number.isascii() and number.isdecimal())):
+            return cls(kind=Kind.CUDA, index=int(number or 0))
+        if text in ("cpu", "interpreter"):
+            return cls(kind=Kind(text))
+        raise ValueError(f"device {text!r} is not known; cpu, cuda:0 or interpreter is needed.")
+
+    def __str__(self) -> str:
+        return f"cuda:{self.index}" if self.kind is Kind.CUDA else self.kind.value
+
+    @property
+    def runs_kernels(self) -> bool:
+        """Whether the GPU's kernels compute, on whatever."""
+        return self.kind is not Kind.CPU
+
+    def data_path(self) -> DataPath:
+        """What carries and computes rows.
+
+        Raises:
+            DeviceUnavailable: this device is not here, or what it needs is not installed.
+        """
+        if not self.runs_kernels:
+            return cpu_path()
+        # Not before it is asked for: torch takes seconds and hundreds of megabytes.
+        from experts.gpu.path import device_path
+
+        return device_path(self)
+
+    def opener(self, transport: TransportChoice) -> Callable[[str, int, int], Endpoint[Any, Any]]:
+        """What makes an endpoint whose windows this device reaches, from (name, incarnation, lanes).
+
+        On a GPU the windows lie in its memory, unless the transport says otherwise than its default.
+
+        Raises:
+            P2PError: the transport's windows cannot be reached.
+        """
+        if self.kind is Kind.CUDA and transport.transport is Transport.SHM:
+            transport = TransportChoice(transport=Transport.CUDA, device=self.index)
+        return transport.opener(on_device=self.kind is Kind.CUDA)

@@ -1,0 +1,257 @@
+"""Dispatch: each token's row to the servers of its experts, listed, sealed and signalled, in one launch.
+
+Definition, for every token t < n of a call: pair (t, k) goes to the first of the best graded replicas of its expert
+(`pack.choose_servers`); the row goes once to every server that has one of its pairs; the server's list says which. The
+last program to finish writes the headers of all servers that are asked anything, and releases their signals. It also
+notes in `asked` what a reply must say, and begins the step's time when this is the step's first call.
+
+Cost: reads n * hidden bf16; writes n * min(top_k, servers) rows. At 128 tokens of 7,168 columns to one server: 1.8 MB
+read, 0.9 (e4m3) or 1.8 MB written: under 1 us of an H200's copy rate. So launch, three dependent loads (ids, routes,
+then nothing), one pass over a row in registers, and two fences: about 5 us.
+
+Nothing waits here: a program that finds itself last does what is left, the others end.
+"""
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from experts.gpu.layout import FIRST_SLOT, WIRE_BYTES, AskedWord, ClientWord, PeerWord, Verdict
+from experts.gpu.layout import REQUEST as REQUEST_KIND
+from experts.gpu.pack import (
+    choose_servers,
+    covered_blocks,
+    grade_servers,
+    list_row,
+    send_row,
+    write_header,
+)
+from experts.gpu.tables import ClientTables
+from p2p.device import clock_ns, is_last, store_release
+
+_COPY = tl.constexpr(int(ClientWord.COPY))
+_STEP = tl.constexpr(int(ClientWord.STEP))
+_STEP_SEEN = tl.constexpr(int(ClientWord.STEP_SEEN))
+_BUDGET = tl.constexpr(int(ClientWord.BUDGET_NS))
+_DEADLINE = tl.constexpr(int(ClientWord.DEADLINE_NS))
+_CLOCK = tl.constexpr(int(ClientWord.CLOCK))
+_ARRIVALS = tl.constexpr(int(ClientWord.ARRIVALS))
+_OWN = tl.constexpr(int(ClientWord.INCARNATION))
+_PEER_WORDS = tl.constexpr(int(PeerWord.WORDS))
+_REQUEST = tl.constexpr(int(PeerWord.REQUEST))
+_REPLY = tl.constexpr(int(PeerWord.REPLY))
+_INCARNATION = tl.constexpr(int(PeerWord.INCARNATION))
+_ASKED_WORDS = tl.constexpr(int(AskedWord.WORDS))
+_A_VERDICT = tl.constexpr(int(AskedWord.VERDICT))
+_A_SLOT = tl.constexpr(int(AskedWord.SLOT))
+_A_SEQUENCE = tl.constexpr(int(AskedWord.SEQUENCE))
+_A_CHECKSUM = tl.constexpr(int(AskedWord.CHECKSUM))
+_A_REPLY = tl.constexpr(int(AskedWord.REPLY))
+_A_PAIRS = tl.constexpr(int(AskedWord.PAIRS))
+_A_INCARNATION = tl.constexpr(int(AskedWord.INCARNATION))
+_NONE = tl.constexpr(int(Verdict.NONE))
+_WAITING = tl.constexpr(int(Verdict.WAITING))
+_FIRST_SLOT = tl.constexpr(FIRST_SLOT)
+_WIRE_BYTES = tl.constexpr(WIRE_BYTES)
+_REQUEST_KIND = tl.constexpr(REQUEST_KIND)
+
+
+def dispatch_reference(
+    ids: np.ndarray, routes: np.ndarray, grade: np.ndarray
+) -> tuple[np.ndarray, dict[int, set[int]]]:
+    """The definition: server of each pair (-1: nobody), and the tokens whose row each server gets.
+
+    Args:
+        ids: [n, top_k].
+        routes: [experts, replicas] of this layer.
+        grade: [servers], as `pack.grade_servers` gives it.
+    """
+    chosen = np.full(ids.shape, -1)
+    rows: dict[int, set[int]] = {}
+    for token, k in np.ndindex(*ids.shape):
+        expert = ids[token, k]
+        if not 0 <= expert < len(routes):
+            continue
+        candidates = [server for server in routes[expert] if server >= 0 and grade[server] > 0]
+        if candidates:
+            best = max(grade[server] for server in candidates)
+            chosen[token, k] = next(server for server in candidates if grade[server] == best)
+            rows.setdefault(int(chosen[token, k]), set()).add(token)
+    return chosen, rows
+
+
+def dispatch(
+    tables: ClientTables,
+    layer: int,
+    rows: torch.Tensor,
+    ids: torch.Tensor,
+    n_rows: torch.Tensor,
+    first: int = 0,
+) -> None:
+    """Send one frame's tokens: those from `first` on, at most the shape's capacity.
+
+    Args:
+        rows: bf16 [B, hidden].
+        ids: int32 [B, top_k]; outside 0 to experts - 1: a pair that nobody can answer.
+        n_rows: int32 [1] on the device: tokens of `rows` that count.
+
+    Raises:
+        ValueError: a shape or type does not fit.
+    """
+    shape = tables.shape
+    check_rows(tables, layer, rows, ids, n_rows)
+    grid = min(shape.capacity, len(rows) - first)
+    if not 0 <= first < len(rows):
+        raise ValueError(f"first is {first}; {len(rows)} rows are there.")
+    dispatch_kernel[(grid,)](
+        rows, ids, n_rows, tables.peers, tables.routes, tables.suspect, tables.owed, tables.sequence,
+        tables.control, tables.place, tables.asked, tables.listed, tables.counted, tables.routed, layer, first,
+        **tables.constants(dispatch_kernel.arg_names), num_warps=tables.send_warps, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def check_rows(
+    tables: ClientTables, layer: int, rows: torch.Tensor, ids: torch.Tensor, n_rows: torch.Tensor
+) -> None:
+    """What a call's rows, ids and count must be.
+
+    Raises:
+        ValueError: they are not.
+    """
+    shape = tables.shape
+    if not 0 <= layer < shape.layers:
+        raise ValueError(f"layer is {layer}; this model has MoE layers 0 to {shape.layers - 1}.")
+    for name, tensor, dtype, needed in (
+        ("rows", rows, torch.bfloat16, (len(rows), shape.hidden)),
+        ("ids", ids, torch.int32, (len(rows), shape.top_k)),
+        ("n_rows", n_rows, torch.int32, (1,)),
+    ):
+        if tensor.dtype != dtype or tuple(tensor.shape) != needed or not tensor.is_contiguous():
+            found = f"{tensor.dtype} {tuple(tensor.shape)}"
+            raise ValueError(f"{name}: found {found}, needed {dtype} {needed}, contiguous.")
+    if not 1 <= len(rows) <= tables.tokens:
+        raise ValueError(f"{len(rows)} rows; this client was made for 1 to {tables.tokens}.")
+
+
+@triton.jit
+def send_headers(
+    peers, copy, control, asked, sequence, slot_at, slot, counted, listed, layer, rows, attempt, remaining_ns,
+    SERVERS: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr, HIDDEN: tl.constexpr, MODEL_HASH: tl.constexpr,
+    ROWS_OUT: tl.constexpr, ROWS_OFFSET: tl.constexpr, ROW_STRIDE: tl.constexpr, REPLY_STRIDE: tl.constexpr,
+):  # fmt: skip
+    """Write the headers of all servers with pairs, note what their replies must say, and release their signals.
+
+    By one program, after a barrier behind all rows and lists.
+
+    Args:
+        slot_at, slot: Where each server is asked, int64 and int32 [WIDTH].
+        counted, listed: Pairs of each server, int64, and what its list contributes to the checksum, u64 [WIDTH].
+    """
+    server = tl.arange(0, WIDTH)
+    there = server < SERVERS
+    asks = there & (counted > 0)
+    peer = peers + (copy * SERVERS + server) * _PEER_WORDS
+    incarnation = tl.load(peer + _INCARNATION, mask=there, other=0)
+    number = tl.load(sequence + server, mask=there, other=0) + 1
+    one = number * 0
+    length = one + rows * ROW_STRIDE + ROWS_OFFSET
+    checksum = write_header(
+        slot_at, asks, one + _REQUEST_KIND, incarnation, number, one + attempt, length, one + remaining_ns,
+        one + tl.load(control + _OWN), one + rows * (4 * K) + _WIRE_BYTES, covered_blocks(one + rows, K), listed,
+        one, one + layer, one + rows, counted, one + ROWS_OUT, one, HIDDEN, MODEL_HASH,
+    )  # fmt: skip
+    tl.store(sequence + server, number, mask=asks)
+    row = asked + (attempt * SERVERS + server) * _ASKED_WORDS
+    reply_at = tl.load(peer + _REPLY, mask=there, other=0) + _FIRST_SLOT + slot.to(tl.int64) * REPLY_STRIDE
+    tl.store(row + _A_VERDICT, tl.where(asks, _WAITING, _NONE).to(tl.int64), mask=there)
+    tl.store(row + _A_SLOT, slot.to(tl.int64), mask=there)
+    tl.store(row + _A_SEQUENCE, number, mask=there)
+    tl.store(row + _A_CHECKSUM, checksum, mask=there)
+    tl.store(row + _A_REPLY, reply_at, mask=there)
+    tl.store(row + _A_PAIRS, counted, mask=there)
+    tl.store(row + _A_INCARNATION, incarnation, mask=there)
+    # One thread signals for what all threads stored.
+    tl.debug_barrier()
+    # Signal last: the server may read the frame as soon as it changes.
+    store_release(slot_at.to(tl.pointer_type(tl.int64)), number, mask=asks)
+
+
+@triton.jit
+def slots_at(peers, copy, slot, SERVERS: tl.constexpr, WIDTH: tl.constexpr, REQUEST_STRIDE: tl.constexpr):
+    """Address of the slot in which each server is asked, int64 [WIDTH]; without meaning where slot is -1."""
+    server = tl.arange(0, WIDTH)
+    peer = peers + (copy * SERVERS + server) * _PEER_WORDS
+    window = tl.load(peer + _REQUEST, mask=server < SERVERS, other=0)
+    return window + _FIRST_SLOT + slot.to(tl.int64) * REQUEST_STRIDE
+
+
+@triton.jit
+def count_routed(routed, layer, expert, here, step, LAYERS: tl.constexpr, EXPERTS: tl.constexpr):
+    """Count a row for each of its experts, and a step for each expert that it is the first to ask."""
+    spot = routed + (layer * EXPERTS + expert)
+    tl.atomic_add(spot, 1, mask=here, sem="relaxed")
+    met = tl.atomic_xchg(spot + 2 * LAYERS * EXPERTS, step, mask=here, sem="relaxed")
+    tl.atomic_add(spot + LAYERS * EXPERTS, 1, mask=here & (met != step), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["layer", "first"])
+def dispatch_kernel(
+    rows, ids, n_rows, peers, routes, suspect, owed, sequence, control, place, asked, listed, counted, routed,
+    layer, first,
+    LAYERS: tl.constexpr, EXPERTS: tl.constexpr, REPLICAS: tl.constexpr, SERVERS: tl.constexpr,
+    HIDDEN: tl.constexpr, K: tl.constexpr, CAPACITY: tl.constexpr, SLOTS: tl.constexpr, ROWS_OUT: tl.constexpr,
+    MODEL_HASH: tl.constexpr, ROW_SEAL: tl.constexpr, ROW_STRIDE: tl.constexpr, ROWS_OFFSET: tl.constexpr,
+    REQUEST_STRIDE: tl.constexpr, REPLY_STRIDE: tl.constexpr,
+    WIDTH: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr, SEND_THREADS: tl.constexpr,
+):  # fmt: skip
+    """One token: choose its servers and write its row and list; the last one signals."""
+    token = tl.program_id(0)
+    copy = tl.load(control + _COPY)
+    count = tl.minimum(tl.maximum(tl.load(n_rows) - first, 0), CAPACITY)
+    server = tl.arange(0, WIDTH)
+    k = tl.arange(0, WIDE)
+    here = k < tl.where(token < count, K, 0)
+    expert = tl.load(ids + (first + token) * K + k, mask=here, other=-1)
+    none = tl.zeros([WIDTH], tl.int32)
+    grade, slot = grade_servers(peers, suspect, owed, copy, none, none, SERVERS, WIDTH, SLOTS)
+    slot_at = slots_at(peers, copy, slot, SERVERS, WIDTH, REQUEST_STRIDE)
+    if token < count:
+        chosen = choose_servers(
+            routes, layer, expert, here, grade, copy, LAYERS, EXPERTS, REPLICAS, WIDTH, WIDE
+        )
+        tl.store(place + token * K + k, chosen, mask=here)
+        peer = peers + (copy * SERVERS + server) * _PEER_WORDS
+        incarnation = tl.load(peer + _INCARNATION, mask=server < SERVERS, other=0)
+        number = tl.load(sequence + server, mask=server < SERVERS, other=0) + 1
+        send_row(
+            rows, first + token, token, slot_at, chosen, number, incarnation,
+            HIDDEN, K, ROWS_OUT, ROW_SEAL, ROW_STRIDE, ROWS_OFFSET, WIDTH, WIDE, TILE,
+        )  # fmt: skip
+        fold, pairs = list_row(slot_at, grade > 0, chosen, expert, token, count, K, WIDTH, WIDE)
+        tl.atomic_add(listed + server, fold, mask=pairs > 0, sem="relaxed")
+        tl.atomic_add(counted + server, pairs, mask=pairs > 0, sem="relaxed")
+    if is_last(control + _ARRIVALS, tl.num_programs(0)):
+        there = server < SERVERS
+        # Read and cleared for the next call in one.
+        pairs = tl.atomic_xchg(counted + server, tl.zeros([WIDTH], tl.int64), mask=there, sem="relaxed")
+        fold = tl.atomic_xchg(listed + server, tl.zeros([WIDTH], tl.uint64), mask=there, sem="relaxed")
+        now = clock_ns(control + _CLOCK, SEND_THREADS)
+        step = tl.load(control + _STEP)
+        fresh = step != tl.load(control + _STEP_SEEN)
+        deadline = tl.where(fresh, now + tl.load(control + _BUDGET), tl.load(control + _DEADLINE))
+        # All threads have read both before one writes them.
+        tl.debug_barrier()
+        tl.store(control + _DEADLINE, deadline)
+        tl.store(control + _STEP_SEEN, step)
+        send_headers(
+            peers, copy, control, asked, sequence, slot_at, slot, tl.where(there, pairs, 0), fold, layer, count, 0,
+            tl.maximum(deadline - now, 0),
+            SERVERS, WIDTH, K, HIDDEN, MODEL_HASH, ROWS_OUT, ROWS_OFFSET, ROW_STRIDE, REPLY_STRIDE,
+        )  # fmt: skip
+    # Last: nobody waits for it.
+    known = here & (expert >= 0) & (expert < EXPERTS)
+    count_routed(routed, layer, expert, known, tl.load(control + _STEP), LAYERS, EXPERTS)

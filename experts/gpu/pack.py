@@ -1,0 +1,284 @@
+"""What sending and receiving share: choosing servers, packing rows and lists, writing and checking headers.
+
+Device functions only. `dispatch` packs one token a program, `arrive` what has to go again, token after token; both
+by the same functions, so that what a server receives does not depend on who sent it. "Width" is the number of
+servers up to a power of two, "wide" the number of k-slots likewise.
+
+Rows in e4m3: of each 128 columns, with a = max(|x|, 2^-100), scale = a * (1 / 448) and codes of x * (448 / a) to
+nearest even, in float32, as `experts.gpu.ffn_fp8` has them. The rounding is written out: the interpreter's own loses
+subnormals.
+"""
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from experts.gpu.layout import (
+    FRAME_WORD,
+    LISTED,
+    PAYLOAD,
+    SCALE_GROUP,
+    WIRE_BYTES,
+    WIRE_WORD,
+    PeerWord,
+    RowsOut,
+)
+from p2p.device import block_power, folded, frame_folded, frame_key, mix, row_stamp, word_keys
+from p2p.frame import SIGNAL_BYTES
+
+_FRAME_WORD = tl.constexpr(FRAME_WORD)
+_WIRE_WORD = tl.constexpr(WIRE_WORD)
+_LISTED = tl.constexpr(LISTED)
+_PAYLOAD = tl.constexpr(PAYLOAD)
+_HEADER = tl.constexpr(SIGNAL_BYTES)
+_WIRE_BYTES = tl.constexpr(WIRE_BYTES)
+_WIRE_WORDS = tl.constexpr(WIRE_BYTES // 4)
+_GROUP = tl.constexpr(SCALE_GROUP)
+_BF16_OUT = tl.constexpr(int(RowsOut.BF16))
+_PEER_WORDS = tl.constexpr(int(PeerWord.WORDS))
+_PEER_LIVE = tl.constexpr(int(PeerWord.LIVE))
+_BLOCK_WORDS = tl.constexpr(256)
+_LEAST = tl.constexpr(2.0**-100)
+_LARGEST = tl.constexpr(448.0)
+_ONE_PART = tl.constexpr(1 / 448.0)
+
+
+@triton.jit
+def grade_servers(
+    peers, suspect, owed, copy, barred, used, SERVERS: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr
+):
+    """How far each server can be asked: grades int32 [WIDTH], and the slot it would be asked in, or -1.
+
+    2: trusted. 1: suspect, for want of another. 0: gone, barred, or without a free slot.
+
+    Args:
+        barred: int32 [WIDTH], not 0: not in this call.
+        used: int32 [WIDTH], bits of the slots that this call has used.
+    """
+    server = tl.arange(0, WIDTH)
+    there = server < SERVERS
+    live = tl.load(peers + (copy * SERVERS + server) * _PEER_WORDS + _PEER_LIVE, mask=there, other=0) != 0
+    trusted = tl.load(suspect + server, mask=there, other=1) == 0
+    slot = tl.full([WIDTH], -1, tl.int32)
+    for i in tl.static_range(SLOTS):
+        owes = tl.load(owed + server * SLOTS + (SLOTS - 1 - i), mask=there, other=1) != 0
+        free = (owes == 0) & (((used >> (SLOTS - 1 - i)) & 1) == 0)
+        slot = tl.where(free, SLOTS - 1 - i, slot)
+    can = live & (slot >= 0) & (barred == 0)
+    return tl.where(can, tl.where(trusted, 2, 1), 0), slot
+
+
+@triton.jit
+def choose_servers(
+    routes, layer, expert, wanted, grade, copy,
+    LAYERS: tl.constexpr, EXPERTS: tl.constexpr, REPLICAS: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """The server of each pair: the first of the best grade among its expert's replicas, or -1: int32 [WIDE]."""
+    server = tl.arange(0, WIDTH)
+    known = wanted & (expert >= 0) & (expert < EXPERTS)
+    row = routes + ((copy * LAYERS + layer) * EXPERTS + expert) * REPLICAS
+    chosen = tl.full([WIDE], -1, tl.int32)
+    best = tl.zeros([WIDE], tl.int32)
+    for replica in tl.static_range(REPLICAS):
+        candidate = tl.load(row + replica, mask=known, other=-1)
+        found = tl.max(tl.where(candidate[:, None] == server[None, :], grade[None, :], 0), axis=1)
+        chosen = tl.where(found > best, candidate, chosen)
+        best = tl.maximum(best, found)
+    return chosen
+
+
+@triton.jit
+def list_row(
+    slot_at, usable, chosen, expert, token, rows, K: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr
+):
+    """Write one token's words into the lists of all usable servers, its own pairs among them or not.
+
+    Returns:
+        What the words contribute to each list's checksum (u64 [WIDTH]), and the pairs of each server (int64).
+    """
+    k = tl.arange(0, WIDE)
+    match = chosen[:, None] == tl.arange(0, WIDTH)[None, :]
+    word = tl.where(match, (expert + _LISTED)[:, None], 0)
+    at = token * K + k
+    address = slot_at[None, :] + (at * 4 + (_PAYLOAD + _WIRE_BYTES))[:, None]
+    tl.store(address.to(tl.pointer_type(tl.int32)), word, mask=(k < K)[:, None] & usable[None, :])
+    index = at + _WIRE_WORDS
+    blocks = covered_blocks(rows, K)
+    weight = frame_key((index % _BLOCK_WORDS).to(tl.uint64)) * block_power(blocks - 1 - index // _BLOCK_WORDS)
+    fold = tl.sum(word.to(tl.uint64) * weight[:, None], axis=0)
+    return fold, tl.sum(match.to(tl.int64), axis=0)
+
+
+@triton.jit
+def covered_blocks(rows, K: tl.constexpr):
+    """Blocks of a request's payload that its checksum covers."""
+    return (rows * K + (_WIRE_WORDS + _BLOCK_WORDS - 1)) // _BLOCK_WORDS
+
+
+@triton.jit
+def send_row(
+    rows, source, token, slot_at, chosen, sequence, incarnation,
+    HIDDEN: tl.constexpr, K: tl.constexpr, ROWS_OUT: tl.constexpr, ROW_SEAL: tl.constexpr, ROW_STRIDE: tl.constexpr,
+    ROWS_OFFSET: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Pack row `source` of `rows` (bf16) and put it to every server that is asked for it, once, under its seal.
+
+    Args:
+        token: Its number in this frame.
+        slot_at: int64 [WIDTH], address of each server's slot.
+        chosen: int32 [WIDE], server of each pair, or -1.
+        sequence, incarnation: int64 [WIDTH], of each server's frame.
+        TILE: HIDDEN up to a power of two.
+    """
+    k = tl.arange(0, WIDE)
+    match = chosen[:, None] == tl.arange(0, WIDTH)[None, :]
+    earlier = (chosen[:, None] == chosen[None, :]) & (k[None, :] < k[:, None])
+    first = (chosen >= 0) & (tl.max(earlier.to(tl.int32), axis=1) == 0)
+    place = token.to(tl.int64) * ROW_STRIDE + (_PAYLOAD + ROWS_OFFSET)
+    row_at = tl.where(first, tl.sum(tl.where(match, slot_at[None, :], 0), axis=1) + place, 0)
+    stamps = row_stamp(sequence, incarnation, token)
+    stamp = tl.sum(tl.where(match, stamps[None, :], 0), axis=1)
+    if ROWS_OUT == _BF16_OUT:
+        index = tl.arange(0, TILE // 2)
+        words = tl.load(
+            rows.to(tl.pointer_type(tl.uint32)) + source.to(tl.int64) * (HIDDEN // 2) + index,
+            mask=index < HIDDEN // 2,
+            other=0,
+        )
+        fold = tl.sum(folded(words, index, token), axis=0)
+        for i in tl.static_range(K):
+            at = tl.sum(tl.where(k == i, row_at, 0), axis=0)
+            if at != 0:
+                to = tl.multiple_of(at.to(tl.pointer_type(tl.uint32)), 64)
+                tl.store(to + index, words, mask=index < HIDDEN // 2)
+                store_seal(at + ROW_SEAL, fold + tl.sum(tl.where(k == i, stamp, 0), axis=0))
+    else:
+        group = tl.arange(0, TILE // _GROUP)
+        column = group[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
+        inside = column < HIDDEN
+        x = tl.load(rows + source.to(tl.int64) * HIDDEN + column, mask=inside, other=0.0).to(tl.float32)
+        codes, scale = quantized(x)
+        scales = scale.to(tl.uint32, bitcast=True)
+        fold = tl.sum(tl.sum(tl.where(inside, folded_bytes(codes, column, token), 0), axis=1), axis=0)
+        scale_index = group + HIDDEN // 4
+        scaled = group < HIDDEN // _GROUP
+        fold += tl.sum(tl.where(scaled, folded(scales, scale_index, token), 0), axis=0)
+        for i in tl.static_range(K):
+            at = tl.sum(tl.where(k == i, row_at, 0), axis=0)
+            if at != 0:
+                to = tl.multiple_of(at.to(tl.pointer_type(tl.uint8)), 64)
+                tl.store(to + column, codes, mask=inside)
+                tl.store((at + 4 * scale_index).to(tl.pointer_type(tl.uint32)), scales, mask=scaled)
+                store_seal(at + ROW_SEAL, fold + tl.sum(tl.where(k == i, stamp, 0), axis=0))
+
+
+@triton.jit
+def store_seal(at, seal):
+    """Write a row's seal at the address `at`."""
+    tl.store(at.to(tl.pointer_type(tl.uint64)), seal)
+
+
+@triton.jit
+def quantized(x):
+    """Groups of 128 columns, float32 [groups, 128], as codes of e4m3 (uint8) and scales (float32 [groups])."""
+    largest = tl.maximum(tl.max(tl.abs(x), axis=1), _LEAST)
+    inverse = tl.div_rn(tl.full(largest.shape, _LARGEST, tl.float32), largest)
+    return e4m3_codes(x * inverse[:, None]), largest * _ONE_PART
+
+
+@triton.jit
+def e4m3_codes(y):
+    """float32 to e4m3 (uint8), to nearest even; beyond 448 is 448, NaN is NaN."""
+    bits = y.to(tl.uint32, bitcast=True)
+    sign = (bits >> 24) & 0x80
+    size = tl.minimum(tl.abs(y), 448.0)
+    whole = size.to(tl.uint32, bitcast=True)
+    normal = ((whole + 0x7FFFF + ((whole >> 20) & 1)) >> 20) - (120 << 3)
+    # Below 2^-6 codes count multiples of 2^-9, which is what the last place of a float32 near 2^14 counts.
+    small = (size + 16384.0).to(tl.uint32, bitcast=True) - 0x46800000
+    code = tl.where(size < 0.015625, small, normal)
+    code = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7F, code)
+    return (code | sign).to(tl.uint8)
+
+
+@triton.jit
+def folded_bytes(codes, column, place):
+    """As `folded`, of single bytes of the words."""
+    shift = (column % 4 * 8).to(tl.uint64)
+    return codes.to(tl.uint64) * (word_keys(column // 4, place).to(tl.uint64) << shift)
+
+
+@triton.jit
+def write_header(
+    slot_at, mask, kind, incarnation, sequence, attempt, length, remaining_ns, sender, covered, blocks, listed,
+    routing, layer, rows, pairs, form, service_ns, HIDDEN: tl.constexpr, MODEL_HASH: tl.constexpr,
+):  # fmt: skip
+    """Write both headers of a frame at the address of its slot, or of one frame per server: all int64 of one shape.
+
+    Args:
+        listed: u64, what a routing list contributes to the checksum of `blocks` blocks.
+        form: The words of offset 40 and 42.
+
+    Returns:
+        The checksum, int64.
+    """
+    one = sequence * 0
+    w0, v0 = one + _FRAME_WORD, kind << 48 | _WIRE_WORD
+    w3, v3 = attempt | length << 32, layer | rows << 32
+    v4 = pairs | one + (HIDDEN << 32)
+    v1 = one + MODEL_HASH
+    head = _at(w0, 0) + _at(incarnation, 1) + _at(sequence, 2) + _at(w3, 3)
+    head += _at(remaining_ns, 4) + _at(sender, 5) + _at(covered, 6)
+    wire = (
+        _at(v0, 0)
+        + _at(v1, 1)
+        + _at(routing, 2)
+        + _at(v3, 3)
+        + _at(v4, 4)
+        + _at(form, 5)
+        + _at(service_ns, 6)
+    )
+    checksum = mix(head * block_power(blocks) + wire * block_power(blocks - 1) + listed).to(tl.int64)
+    _put(slot_at, 0, w0, mask)
+    _put(slot_at, 1, incarnation, mask)
+    _put(slot_at, 2, sequence, mask)
+    _put(slot_at, 3, w3, mask)
+    _put(slot_at, 4, remaining_ns, mask)
+    _put(slot_at, 5, sender, mask)
+    _put(slot_at, 6, covered, mask)
+    _put(slot_at, 7, checksum, mask)
+    _put(slot_at, 8, v0, mask)
+    _put(slot_at, 9, v1, mask)
+    _put(slot_at, 10, routing, mask)
+    _put(slot_at, 11, v3, mask)
+    _put(slot_at, 12, v4, mask)
+    _put(slot_at, 13, form, mask)
+    _put(slot_at, 14, service_ns, mask)
+    _put(slot_at, 15, one, mask)
+    return checksum
+
+
+@triton.jit
+def _at(word, INDEX: tl.constexpr):
+    return frame_folded(word, tl.full((), INDEX, tl.uint64))
+
+
+@triton.jit
+def _put(slot_at, INDEX: tl.constexpr, word, mask):
+    tl.store((slot_at + (_HEADER + 8 * INDEX)).to(tl.pointer_type(tl.int64)), word, mask=mask)
+
+
+@triton.jit
+def header_words(slot_at, lane):
+    """Addresses of the 16 words of both headers."""
+    return (slot_at + (_HEADER + 8 * lane)).to(tl.pointer_type(tl.int64))
+
+
+@triton.jit
+def header_fold(words, lane, blocks):
+    """What each of the 16 header words contributes to the checksum before it is mixed; the checksum's own: 0."""
+    part = frame_folded(words, (lane % 8).to(tl.uint64))
+    weight = tl.where(lane < 8, block_power(blocks), block_power(blocks - 1))
+    return tl.where(lane == 7, 0, part * weight)

@@ -1,0 +1,311 @@
+"""Taking: a pass's first kernel looks for requests and lists their pairs; one program for each client.
+
+Definition: wait until a slot of the client has a signal above its last answered sequence, or another client's program
+found one, at most `idle_ns`, and not at all once the stop word is set. Of several such slots take the oldest. Copy its
+headers, then judge the copy: magic, versions, flags, incarnations, the signal's own sequence, lengths, model hash,
+layer, counts, the frame's checksum over headers and list. Each listed pair claims a place of the pass's batch, with
+its expert's weight slot; a request that is unsound, or asks for an expert that is not held, leaves its places at -1
+and is answered with its status alone. Whose header is unsound is not believed its sequence: only that very signal is
+put aside. A pass takes one request of each client, so a long one delays the others by one frame.
+
+Cost: 4 bytes for each possible pair; one look at the signals, one at the headers, one at the list, one at the table of
+held experts, each waiting for the one before: about 4 us on an H200 from signal to end. An empty pass ends after
+`idle_ns`, at most a millisecond.
+
+Deadlock: at most CLIENTS programs of four warps wait, each 1/16 of one of 132 processors' warps, and no shared memory
+to speak of: 64 of them hold 4 processors of 132 where they stand sixteen to each, or 1/16 of 64. They wait for kernels
+of other streams only, and never longer than `idle_ns`.
+"""
+# pyright: reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import triton
+import triton.language as tl
+
+from experts.gpu.layout import (
+    FIRST_SLOT,
+    FRAME_WORD,
+    LISTED,
+    PAYLOAD,
+    REQUEST,
+    WIRE_BYTES,
+    WIRE_WORD,
+    CountWord,
+    JobWord,
+    PeerWord,
+    ServerWord,
+    Status,
+)
+from experts.gpu.pack import covered_blocks, header_fold, header_words
+from experts.gpu.tables import ServerTables
+from p2p.device import block_power, clock_ns, frame_key, load_acquire, load_once, mix, pause_ns, store_release
+from p2p.frame import ATTEMPT_LIMIT
+
+TAKE_WARPS = 4
+
+_STOP = tl.constexpr(int(ServerWord.STOP))
+_FOUND = tl.constexpr(int(ServerWord.FOUND))
+_PASS = tl.constexpr(int(ServerWord.PASS))
+_CLOCK = tl.constexpr(int(ServerWord.CLOCK))
+_OWN = tl.constexpr(int(ServerWord.INCARNATION))
+_PEER_WORDS = tl.constexpr(int(PeerWord.WORDS))
+_REQUEST = tl.constexpr(int(PeerWord.REQUEST))
+_REPLY = tl.constexpr(int(PeerWord.REPLY))
+_INCARNATION = tl.constexpr(int(PeerWord.INCARNATION))
+_LIVE = tl.constexpr(int(PeerWord.LIVE))
+_JOB_WORDS = tl.constexpr(int(JobWord.WORDS))
+_J_STATE = tl.constexpr(int(JobWord.STATE))
+_J_STATUS = tl.constexpr(int(JobWord.STATUS))
+_J_REQUEST = tl.constexpr(int(JobWord.REQUEST))
+_J_REPLY = tl.constexpr(int(JobWord.REPLY))
+_J_SEQUENCE = tl.constexpr(int(JobWord.SEQUENCE))
+_J_ATTEMPT = tl.constexpr(int(JobWord.ATTEMPT))
+_J_ROWS = tl.constexpr(int(JobWord.ROWS))
+_J_PAIRS = tl.constexpr(int(JobWord.PAIRS))
+_J_LAYER = tl.constexpr(int(JobWord.LAYER))
+_J_CHECKSUM = tl.constexpr(int(JobWord.CHECKSUM))
+_J_CLIENT = tl.constexpr(int(JobWord.CLIENT))
+_J_PICKED = tl.constexpr(int(JobWord.PICKED_NS))
+_J_ANSWERED = tl.constexpr(int(JobWord.ANSWERED))
+_J_BAD = tl.constexpr(int(JobWord.BAD))
+_OK = tl.constexpr(int(Status.OK))
+_NOT_HELD = tl.constexpr(int(Status.NOT_HELD))
+_INVALID = tl.constexpr(int(Status.INVALID))
+_N_ROWS = tl.constexpr(int(CountWord.ROWS))
+_N_PAIRS = tl.constexpr(int(CountWord.PAIRS))
+_N_EXPERTS = tl.constexpr(int(CountWord.EXPERTS))
+_FRAME_WORD = tl.constexpr(FRAME_WORD)
+_REQUEST_WORD = tl.constexpr(WIRE_WORD | REQUEST << 48)
+_LISTED = tl.constexpr(LISTED)
+_LIST = tl.constexpr(PAYLOAD + WIRE_BYTES)
+_PAYLOAD = tl.constexpr(PAYLOAD)
+_WIRE_BYTES = tl.constexpr(WIRE_BYTES)
+_WIRE_WORDS = tl.constexpr(WIRE_BYTES // 4)
+_FIRST_SLOT = tl.constexpr(FIRST_SLOT)
+_BLOCK_WORDS = tl.constexpr(256)
+_LIST_TILE = tl.constexpr(1024)
+_ATTEMPTS = tl.constexpr(ATTEMPT_LIMIT)
+_THREADS = tl.constexpr(32 * TAKE_WARPS)
+_FIRST_PAUSE_NS = tl.constexpr(32)
+_LAST_PAUSE_NS = tl.constexpr(256)
+_LOOKS = tl.constexpr(16)  # at the signals, for one at the stop word
+_NEVER = tl.constexpr(0x7FFFFFFFFFFFFFFF)
+
+
+def take_reference(signals: Mapping[int, int], done: Mapping[int, int]) -> int | None:
+    """The definition of which slot is taken, by slot's signal and last answered sequence."""
+    fresh = {slot: seen for slot, seen in signals.items() if seen > done[slot]}
+    return min(fresh, key=lambda slot: fresh[slot]) if fresh else None
+
+
+def take(tables: ServerTables, idle_ns: int) -> None:
+    """Look for requests for at most `idle_ns`, and list what is to be computed."""
+    take_kernel[(tables.clients,)](
+        tables.control, tables.peers, tables.held, tables.done, tables.rejected, tables.jobs, tables.wanted,
+        tables.slots, tables.row_of, tables.origin, tables.n_pairs, tables.counts, tables.served, tables.asked_in,
+        idle_ns,
+        **tables.constants(take_kernel.arg_names), num_warps=TAKE_WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+@triton.jit
+def is_fresh(seen, answered, refused):
+    """Whether a signal tells of a request that was not answered yet. An older one came late or twice."""
+    return (seen > answered) & (seen != refused)
+
+
+@triton.jit
+def await_signal(
+    window, live, client, done, rejected, control, number, idle_ns,
+    SLOTS: tl.constexpr, SLOTS_WIDE: tl.constexpr, REQUEST_STRIDE: tl.constexpr,
+):  # fmt: skip
+    """Wait for a request: the oldest fresh signal and its slot, or 0 and -1.
+
+    Args:
+        number: Of this pass; whoever finds something writes it where the other programs look.
+    """
+    slot = tl.arange(0, SLOTS_WIDE)
+    mine = slot < tl.where(live, SLOTS, 0)
+    pointer = (window + _FIRST_SLOT + slot.to(tl.int64) * REQUEST_STRIDE).to(tl.pointer_type(tl.int64))
+    answered = tl.load(done + client * SLOTS + slot, mask=slot < SLOTS, other=0)
+    refused = tl.load(rejected + client * SLOTS + slot, mask=slot < SLOTS, other=0)
+    start = clock_ns(control + _CLOCK, _THREADS)
+    pause = tl.full((), _FIRST_PAUSE_NS, tl.int32)
+    looks = tl.zeros((), tl.int32)
+    stopped = load_acquire(control + _STOP)
+    oldest = tl.full((), _NEVER, tl.int64)
+    which = tl.full((), -1, tl.int32)
+    # Who has no client only keeps the pass from ending at once, and one program is enough for that.
+    going = ((stopped == 0) & (live | (client == 0))).to(tl.int32)
+    while going > 0:
+        elsewhere = load_acquire(control + _FOUND) == number
+        seen = load_acquire(pointer, mine)
+        fresh = mine & is_fresh(seen, answered, refused)
+        oldest = tl.min(tl.where(fresh, seen, _NEVER), axis=0)
+        which = tl.max(tl.where(fresh & (seen == oldest), slot, -1), axis=0)
+        late = clock_ns(control + _CLOCK, _THREADS) - start > idle_ns
+        looks += 1
+        if looks % _LOOKS == 0:
+            stopped = load_acquire(control + _STOP)
+        going = tl.where((which >= 0) | elsewhere | late | (stopped != 0), 0, 1)
+        if going > 0:
+            pause_ns(pause)
+            pause = tl.minimum(pause * 2, _LAST_PAUSE_NS)
+    if which >= 0:
+        store_release(control + _FOUND, number)
+    # What one thread acquired, the others may read.
+    tl.debug_barrier()
+    return tl.where(which >= 0, oldest, 0), which
+
+
+@triton.jit
+def word_of(words, lane, INDEX: tl.constexpr):
+    """One of the header words."""
+    return tl.sum(tl.where(lane == INDEX, words, 0), axis=0)
+
+
+@triton.jit
+def head_sound(
+    words, lane, own, sender, sequence,
+    LAYERS: tl.constexpr, CAPACITY: tl.constexpr, K: tl.constexpr, HIDDEN: tl.constexpr, MODEL_HASH: tl.constexpr,
+    ROWS_OUT: tl.constexpr, ROWS_OFFSET: tl.constexpr, ROW_STRIDE: tl.constexpr,
+):  # fmt: skip
+    """Whether all of a request's header is as it must be, the checksum aside."""
+    attempt = word_of(words, lane, 3) & 0xFFFFFFFF
+    layer = word_of(words, lane, 11) & 0xFFFFFFFF
+    rows = word_of(words, lane, 11) >> 32
+    pairs = word_of(words, lane, 12) & 0xFFFFFFFF
+    ranges = (attempt < _ATTEMPTS) & (layer < LAYERS) & (rows >= 1) & (rows <= CAPACITY)
+    ranges = ranges & (pairs >= 1) & (pairs <= rows * K)
+    needed = tl.where(lane == 0, _FRAME_WORD, words * 0)
+    needed = tl.where(lane == 1, own, needed)
+    needed = tl.where(lane == 2, sequence, needed)
+    needed = tl.where(lane == 3, attempt | (rows * ROW_STRIDE + ROWS_OFFSET) << 32, needed)
+    needed = tl.where(lane == 5, sender, needed)
+    needed = tl.where(lane == 6, rows * (4 * K) + _WIRE_BYTES, needed)
+    needed = tl.where(lane == 8, _REQUEST_WORD, needed)
+    needed = tl.where(lane == 9, MODEL_HASH, needed)
+    needed = tl.where(lane == 12, pairs | pairs * 0 + (HIDDEN << 32), needed)
+    needed = tl.where(lane == 13, ROWS_OUT, needed)
+    free = (lane == 4) | (lane == 7) | (lane == 11)
+    return ranges & (tl.min((free | (words == needed)).to(tl.int32), axis=0) != 0)
+
+
+@triton.jit
+def checksum_holds(words, lane, listed, blocks):
+    """Whether the header's checksum is that of the words and of the list that was read."""
+    sums = tl.sum(header_fold(words, lane, blocks), axis=0) + listed
+    return mix(sums).to(tl.int64) == word_of(words, lane, 7)
+
+
+@triton.jit(do_not_specialize=["idle_ns"])
+def take_kernel(
+    control, peers, held, done, rejected, jobs, wanted, slots, row_of, origin, n_pairs, counts, served, asked_in,
+    idle_ns,
+    LAYERS: tl.constexpr, EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, K: tl.constexpr, CAPACITY: tl.constexpr,
+    SLOTS: tl.constexpr, ROWS_OUT: tl.constexpr, MODEL_HASH: tl.constexpr, ROW_STRIDE: tl.constexpr,
+    ROWS_OFFSET: tl.constexpr, REQUEST_STRIDE: tl.constexpr, REPLY_STRIDE: tl.constexpr, SLOTS_WIDE: tl.constexpr,
+):  # fmt: skip
+    """One client: await a request, judge it, and list its pairs."""
+    client = tl.program_id(0)
+    job = jobs + client * _JOB_WORDS
+    number = tl.load(control + _PASS) + 1
+    peer = peers + client * _PEER_WORDS
+    # The host writes a client's row while passes run: live last.
+    live = load_acquire(peer + _LIVE) != 0
+    request = load_once(peer + _REQUEST)
+    reply = load_once(peer + _REPLY)
+    sender = load_once(peer + _INCARNATION)
+    tl.store(job + _J_STATE, 0)
+    tl.store(job + _J_ANSWERED, 0)
+    tl.store(job + _J_BAD, 0)
+    sequence, slot = await_signal(
+        request, live, client, done, rejected, control, number, idle_ns, SLOTS, SLOTS_WIDE, REQUEST_STRIDE
+    )
+    if slot >= 0:
+        picked = clock_ns(control + _CLOCK, _THREADS)
+        at = request + _FIRST_SLOT + slot.to(tl.int64) * REQUEST_STRIDE
+        lane = tl.arange(0, 16)
+        # The copy: each word is read once, and the same for all threads.
+        words = load_once(header_words(at, lane), lane < 16)
+        sound = head_sound(
+            words, lane, tl.load(control + _OWN), sender, sequence,
+            LAYERS, CAPACITY, K, HIDDEN, MODEL_HASH, ROWS_OUT, ROWS_OFFSET, ROW_STRIDE,
+        )  # fmt: skip
+        attempt = tl.where(sound, word_of(words, lane, 3) & 0xFFFFFFFF, 0)
+        layer = tl.where(sound, word_of(words, lane, 11) & 0xFFFFFFFF, 0)
+        rows = tl.where(sound, word_of(words, lane, 11) >> 32, 0).to(tl.int32)
+        claimed = tl.where(sound, word_of(words, lane, 12) & 0xFFFFFFFF, 0).to(tl.int32)
+        base = tl.atomic_add(n_pairs, claimed, sem="relaxed")
+        blocks = covered_blocks(rows, K)
+        block = tl.arange(0, _LIST_TILE // _BLOCK_WORDS)
+        listed = tl.zeros((), tl.uint64)
+        taken = tl.zeros((), tl.int32)
+        wrong = tl.zeros((), tl.int32)
+        unheld = tl.zeros((), tl.int32)
+        activated = tl.zeros((), tl.int64)
+        for start in tl.range(0, tl.where(sound, rows * K + _WIRE_WORDS, 0), _LIST_TILE):
+            index = start + tl.arange(0, _LIST_TILE)
+            entry = index - _WIRE_WORDS
+            inside = (entry >= 0) & (entry < rows * K)
+            # Volatile: loaded once, and what is used is what is summed.
+            word = tl.load(
+                (at + _PAYLOAD + 4 * index.to(tl.int64)).to(tl.pointer_type(tl.uint32)),
+                mask=inside, other=0, volatile=True,
+            )  # fmt: skip
+            keyed = word.to(tl.uint64) * frame_key((index % _BLOCK_WORDS).to(tl.uint64))
+            sums = tl.sum(tl.reshape(keyed, [_LIST_TILE // _BLOCK_WORDS, _BLOCK_WORDS]), axis=1)
+            after = tl.maximum(blocks - 1 - start // _BLOCK_WORDS - block, 0)
+            listed += tl.sum(sums * block_power(after), axis=0)
+            asks = word != 0
+            expert = word.to(tl.int64) - _LISTED
+            known = asks & (expert >= 0) & (expert < EXPERTS)
+            place = tl.load(held + layer * EXPERTS + expert, mask=known, other=-1)
+            rank = taken + tl.cumsum(asks.to(tl.int32), axis=0) - 1
+            mine = asks & (rank < claimed)
+            tl.store(slots + base + rank, place, mask=mine)
+            tl.store(row_of + base + rank, client * CAPACITY + entry // K, mask=mine)
+            tl.store(origin + base + rank, client * (CAPACITY * K) + entry, mask=mine)
+            tl.store(wanted + client * CAPACITY + entry // K, number + index * 0, mask=mine)
+            tl.atomic_add(served + layer * EXPERTS + expert, 1, mask=known, sem="relaxed")
+            # Whoever asks for it first in this pass, of all clients, counts it.
+            last = tl.atomic_xchg(
+                asked_in + layer * EXPERTS + expert, number + index * 0, mask=known, sem="relaxed"
+            )
+            activated += tl.sum((known & (last != number)).to(tl.int64), axis=0)
+            taken += tl.sum(asks.to(tl.int32), axis=0)
+            wrong += tl.sum((asks & (known == 0)).to(tl.int32), axis=0)
+            unheld += tl.sum((known & (place < 0)).to(tl.int32), axis=0)
+        sound = sound & (taken == claimed) & (wrong == 0) & checksum_holds(words, lane, listed, blocks)
+        status = tl.where(sound, tl.where(unheld > 0, _NOT_HELD, _OK), _INVALID)
+        if status != _OK:
+            # Other threads wrote these places above.
+            tl.debug_barrier()
+            for start in tl.range(0, claimed, _LIST_TILE):
+                rank = start + tl.arange(0, _LIST_TILE)
+                tl.store(slots + base + rank, -1, mask=rank < claimed)
+                tl.store(row_of + base + rank, 0, mask=rank < claimed)
+                tl.store(origin + base + rank, client * (CAPACITY * K), mask=rank < claimed)
+        # A header that does not hold has no sequence to trust: only this very signal is put aside.
+        tl.store(done + client * SLOTS + slot, sequence, mask=sound)
+        tl.store(rejected + client * SLOTS + slot, sequence, mask=sound == 0)
+        tl.atomic_add(counts + status, 1, sem="relaxed")
+        tl.atomic_add(counts + _N_ROWS, rows.to(tl.int64), sem="relaxed")
+        tl.atomic_add(counts + _N_PAIRS, claimed.to(tl.int64), sem="relaxed")
+        tl.atomic_add(counts + _N_EXPERTS, activated, sem="relaxed")
+        tl.store(job + _J_STATE, 1)
+        tl.store(job + _J_STATUS, status.to(tl.int64))
+        tl.store(job + _J_REQUEST, at)
+        tl.store(job + _J_REPLY, reply + _FIRST_SLOT + slot.to(tl.int64) * REPLY_STRIDE)
+        tl.store(job + _J_SEQUENCE, sequence)
+        tl.store(job + _J_ATTEMPT, attempt)
+        tl.store(job + _J_ROWS, rows.to(tl.int64))
+        tl.store(job + _J_PAIRS, claimed.to(tl.int64))
+        tl.store(job + _J_LAYER, layer)
+        tl.store(job + _J_CHECKSUM, word_of(words, lane, 7))
+        tl.store(job + _J_CLIENT, sender)
+        tl.store(job + _J_PICKED, picked)

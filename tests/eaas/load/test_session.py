@@ -1,0 +1,325 @@
+"""A whole load test, by its command line: what it reports is what the server did, and what it exits with follows."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from typer.testing import CliRunner, Result
+
+from eaas.cli import app
+from eaas.load.cli import duration_s
+from eaas.load.members import AdminUnreachable
+from eaas.load.record import StreamRecord
+from tests.eaas.load.fake_server import FakeServer, fake_server
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    with fake_server() as running:
+        yield running
+
+
+def load(server: FakeServer, *arguments: str) -> Result:
+    return CliRunner().invoke(app, ["load", server.url, *arguments])
+
+
+def report_of(server: FakeServer, folder: Path, *arguments: str) -> tuple[dict[str, Any], int]:
+    result = load(server, *arguments, "--json", str(folder / "report.json"))
+    assert result.exit_code in (0, 1), result.output
+    return json.loads((folder / "report.json").read_text()), result.exit_code
+
+
+def script_file(folder: Path, *scripts: str) -> Path:
+    path = folder / "prompts.txt"
+    path.write_text("\n".join(scripts) + "\n")
+    return path
+
+
+def test_counts_are_those_of_the_server(server: FakeServer, tmp_path: Path) -> None:
+    prompts = script_file(tmp_path, "say:5", "say:9 pause:5", "status:503", "say:2 drop")
+    report, code = report_of(
+        server, tmp_path, "--prompts", str(prompts), "--arrivals", "closed:3", "--requests", "20",
+        "--records", str(tmp_path / "records"), "--html", str(tmp_path / "page.html"),
+    )  # fmt: skip
+    summary = report["summary"]
+    assert (summary["requests"], summary["failed"]) == (20, 10)
+    assert summary["errors"] == {"http 503": 5, "closed": 5}
+    assert summary["output_tokens"] == sum(len(served.texts) for served in server.served) == 5 * (5 + 9 + 2)
+    assert code == 1, "requests failed"
+    lines = (tmp_path / "records").read_bytes().splitlines()
+    records = [msgspec.json.decode(line, type=StreamRecord) for line in lines]
+    assert sorted(r.text for r in records) == sorted("".join(s.texts) for s in server.served)
+    assert "<svg" in (tmp_path / "page.html").read_text()
+
+
+def test_an_open_loop_sends_what_was_planned_and_succeeds(server: FakeServer, tmp_path: Path) -> None:
+    server.script = "say:3"
+    report, code = report_of(
+        server, tmp_path, "--rate", "100", "--requests", "30", "--arrivals", "constant", "--chat"
+    )
+    assert code == 0
+    assert report["summary"]["requests"] == 30
+    loaded = [served for served in server.served if served.body["max_tokens"] == 64]
+    assert len({served.body["messages"][0]["content"] for served in loaded}) == 30, (
+        "each prompt its own words"
+    )
+    assert {served.path for served in loaded} == {"/v1/chat/completions"}
+
+
+def test_a_trace_is_replayed_with_its_lengths(server: FakeServer, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    rows = [f"2023-11-16 18:00:0{n}.0000000,{100 + n},{7 + n}" for n in range(5)]
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "\n".join(rows))
+    server.script = "say:3"
+    report, code = report_of(server, tmp_path, "--arrivals", f"trace:{trace}", "--speed", "50")
+    assert code == 0
+    assert report["summary"]["requests"] == 5
+    asked = [(s.body["max_tokens"], len(s.body["prompt"].split())) for s in server.served[2:]]
+    # 3 tokens and 2 for each word, as the server counts.
+    assert asked == [(7 + n, (100 + n - 3) // 2) for n in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("second", "found"),
+    [
+        ("say:30", (0, 0, 0)),
+        ("say:10 skip:4 say:16", (4, 0, 0)),
+        ("say:10 again:3 say:20", (0, 3, 0)),
+        ("say:10 otherwise say:20", (0, 0, 1)),
+    ],
+)
+def test_a_text_unlike_the_reference_is_found_and_ends_with_1(
+    server: FakeServer, tmp_path: Path, second: str, found: tuple[int, int, int]
+) -> None:
+    prompts = script_file(tmp_path, "say:30")
+
+    class Scripts(str):
+        """Holds from the third request on; the first two are the reference."""
+
+        def __bool__(self) -> bool:
+            return len(server.served) > 2
+
+    server.script = Scripts(second)
+    report, code = report_of(
+        server,
+        tmp_path,
+        "--prompts",
+        str(prompts),
+        "--arrivals",
+        "closed:1",
+        "--requests",
+        "2",
+        "--reference",
+    )
+    verdict = report["verdict"]
+    per_stream = (verdict["lost"] / 2, verdict["repeated"] / 2, verdict["changed"] / 2)
+    assert per_stream == found, verdict
+    assert verdict["compared"] == 2
+    assert code == (1 if any(found) else 0)
+
+
+def test_a_plan_runs_beside_the_load_and_its_faults_are_on_the_time_line(
+    server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan's runner is a stand-in, which says what it did and when by its own clock."""
+    struck: dict[str, Any] = {}
+
+    def run_plan(
+        plan: object, url: str, *, on_event: Callable[[Any], None], stop: threading.Event
+    ) -> list[Any]:
+        struck.update(plan=plan, url=url)
+        while len(server.served) < 30:
+            time.sleep(0.005)
+        struck["at_s"] = time.monotonic()
+        said = {"id": "f1", "kind": "kill", "targets": ("expert/1",), "text": "killed", "at_s": 0.0}
+        on_event(SimpleNamespace(phase="began", **said))
+        on_event(SimpleNamespace(**{**said, "phase": "refused", "id": "", "text": "no member expert/9"}))
+        struck["stopped"] = stop.wait(20)
+        return []
+
+    for name, words in (
+        ("plan", {"read_plan": lambda path: f"plan of {path}"}),
+        ("runner", {"run_plan": run_plan}),
+    ):
+        module = ModuleType(f"eaas.chaos.{name}")
+        vars(module).update(words)
+        monkeypatch.setitem(sys.modules, f"eaas.chaos.{name}", module)
+    server.script = "say:20"
+    report, code = report_of(
+        server, tmp_path, "--rate", "100", "--requests", "80", "--chaos", "kill.toml", "--warmup", "10ms"
+    )
+    assert struck["plan"] == "plan of kill.toml" and struck["url"] == server.url
+    assert struck["stopped"], "the load's end ends the plan"
+    assert code == 1, "a fault was refused"
+    chaos = report["chaos"]
+    assert [event["phase"] for event in chaos["events"]] == ["began", "refused"]
+    (span,) = chaos["spans"]
+    assert span["text"] == "kill expert/1" and span["ended_s"] == span["began_s"]
+    # By the server's own record: as many requests had come when the fault struck as the load's clock says.
+    before = sum(served.written_s[0] < struck["at_s"] for served in server.served)
+    assert 28 <= before <= 80
+    assert chaos["windows"]["before"] > 0
+
+
+def test_a_plan_that_breaks_off_is_told_and_ends_with_1(
+    server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_plan(plan: object, url: str, **rest: object) -> list[Any]:
+        raise ConnectionError("no gateway")
+
+    for name, words in (("plan", {"read_plan": str}), ("runner", {"run_plan": run_plan})):
+        module = ModuleType(f"eaas.chaos.{name}")
+        vars(module).update(words)
+        monkeypatch.setitem(sys.modules, f"eaas.chaos.{name}", module)
+    server.script = "say:2"
+    report, code = report_of(server, tmp_path, "--rate", "100", "--requests", "5", "--chaos", "x.toml")
+    assert report["chaos"]["problem"] == "ConnectionError: no gateway"
+    assert code == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_a_freeze_ends_with_the_load_however_that_ends(
+    server: FakeServer, tmp_path: Path, number: signal.Signals
+) -> None:
+    """The frozen member is a process that only has a member's name; the kernel says whether it is stopped."""
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)", "experts"]) as member:
+
+        def until_state(*wanted: str) -> None:
+            end_s = time.monotonic() + 60
+            while (
+                state := Path(f"/proc/{member.pid}/stat").read_text().rpartition(")")[2].split()[0]
+            ) not in wanted:
+                assert time.monotonic() < end_s, f"{state}, {wanted} needed; {load.poll()}"
+                time.sleep(0.02)
+
+        server.members = [
+            {
+                "name": "expert/1",
+                "pool": "expert",
+                "state": "serving",
+                "pid": member.pid,
+                "address": "",
+                "load": {},
+            }
+        ]
+        server.script = "say:1"
+        plan = tmp_path / "plan.toml"
+        plan.write_text('[[fault]]\nat = "100ms"\nkind = "freeze"\ntarget = "expert/1"\nfor = "10m"\n')
+        report = tmp_path / "report.json"
+        words = ["--rate", "5", "--for", "100s", "--chaos", str(plan), "--json", str(report)]
+        load = subprocess.Popen(
+            [sys.executable, "-m", "eaas.cli", "load", server.url, *words], stdout=subprocess.DEVNULL
+        )
+        try:
+            until_state("T")
+            load.send_signal(number)
+            load.wait(60)
+            until_state("S", "R")
+            assert report.exists() == (number != signal.SIGKILL)
+        finally:
+            load.kill()
+            load.wait()
+            member.kill()
+
+
+def test_a_router_that_is_gone_at_the_end_costs_its_rows_and_no_more_of_the_report(
+    server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[list[list[int]]] = [[[5, 7], [3, 9]]]
+
+    def expert_rows(admin: str, key: str) -> list[list[int]]:
+        if not said:
+            raise AdminUnreachable(f"No router answers at {admin}")
+        return said.pop()
+
+    monkeypatch.setattr("eaas.load.session.expert_rows", expert_rows)
+    report, code = report_of(server, tmp_path, "--rate", "100", "--requests", "5", "--admin", "h:1")
+    assert (report["summary"]["requests"], code) == (5, 0)
+    assert (report["expert_rows"], report["expert_rows_note"]) == ([], "No router answers at h:1")
+
+
+def test_a_sweep_ends_at_the_rate_where_the_promise_breaks(server: FakeServer, tmp_path: Path) -> None:
+    """The server has enough after two probes and two rates of three requests."""
+
+    class Scripts(str):
+        def split(self, *_: object) -> list[str]:  # type: ignore[override]
+            return ["say:2"] if len(server.served) <= 8 else ["status:503"]
+
+    server.script = Scripts("x")
+    report, _ = report_of(
+        server,
+        tmp_path,
+        "--sweep",
+        "--rate",
+        "200",
+        "--requests",
+        "3",
+        "--arrivals",
+        "constant",
+        "--slo-e2e",
+        "1m",
+    )
+    assert [(p["rate"], p["kept"]) for p in report["sweep"][:3]] == [(200, True), (400, True), (800, False)]
+    assert report["settings"]["rate"] == 400
+    assert report["summary"]["failed"] == 0, "the report is of the knee's run"
+
+
+def test_nobody_there_ends_with_1_and_says_what_to_do() -> None:
+    with fake_server() as gone:
+        pass
+    result = load(gone)
+    assert result.exit_code == 1
+    assert "eaas serve" in result.output
+
+
+def test_an_endpoint_that_asks_for_a_key_is_told_from_none(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.key, server.script = "right", "say:2"
+    for given, said in (("", "asks for a key and was sent none"), ("wrong", "does not take the key")):
+        monkeypatch.setenv("SOME_KEY", given)
+        result = load(server, "--requests", "1", "--api-key-env", "SOME_KEY")
+        assert result.exit_code == 1
+        assert said in result.output.replace("\n", " ") and "--api-key-env" in result.output
+    monkeypatch.setenv("SOME_KEY", "right")
+    assert load(server, "--requests", "1", "--api-key-env", "SOME_KEY").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--arrivals", "often"], "closed:STREAMS"),
+        (["--for", "5 bananas"], "no duration"),
+        (["--model", "other"], "--model"),
+        (["--sweep", "--arrivals", "closed:4"], "--sweep needs"),
+        (["--sweep"], "--slo-ttft"),
+        (["--rate", "0"], "rate over 0"),
+        (["--arrivals", "trace:/no/such"], "/no/such"),
+        (["--slo-ttft", "-1s"], "no duration"),
+    ],
+)
+def test_an_option_that_makes_no_sense_ends_with_1_and_the_reason(
+    server: FakeServer, arguments: list[str], said: str
+) -> None:
+    result = load(server, *arguments)
+    assert result.exit_code == 1, result.output
+    assert said in result.output.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("500ms", 0.5), ("60s", 60.0), ("2m", 120.0), ("1.5h", 5400.0), ("7", 7.0), ("10us", 1e-5)],
+)
+def test_durations_are_read_with_their_units(text: str, seconds: float) -> None:
+    assert duration_s(text) == pytest.approx(seconds)

@@ -1,0 +1,115 @@
+"""Attention workers and expert servers of two numerics classes in one cluster, as processes: native and not."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from eaas.cluster.process import Child
+from eaas.engine.worker_protocol import Failed, Hello, Step
+from eaas.model.make_model import make_model
+from router.client import RouterClient
+from tests.eaas.test_attention_process import Gateway, cluster, exit_code
+from tests.eaas.test_fallback import bare  # noqa: F401 - a fixture
+
+NATIVE, NUMPY = "cpu-f32-fma-1", "cpu-f32-numpy-1"
+PROMPT = list(range(3, 20))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model("tiny", "qwen3_moe", tmp_path_factory.mktemp("model"), seed=1, dtype="float32")
+
+
+def hello_of(gateway: Gateway) -> Hello:
+    assert isinstance(gateway.hello, Hello)
+    return gateway.hello
+
+
+def failure(gateway: Gateway) -> Failed:
+    """The next failure that a gateway is told."""
+    message = gateway.next()
+    while isinstance(message, Step):
+        message = gateway.next()
+    assert isinstance(message, Failed)
+    return message
+
+
+def test_requests_stay_in_their_class_and_go_on_in_another_only_when_theirs_is_gone(
+    tmp_path: Path,
+    model: Path,
+    bare: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def without_native(start: Callable[[], Child]) -> Child:
+        with monkeypatch.context() as patch:
+            patch.chdir(bare)
+            patch.setenv("PYTHONPATH", str(bare))
+            return start()
+
+    with cluster(tmp_path, model, 1) as world:
+        world.wait(without_native(world.expert))
+        plain = without_native(world.attention)
+        second = Gateway(world.wait(plain))
+        native_expert = world.expert()
+        world.wait(native_expert)
+        native = world.attention("--deadline-s", "2")
+        first = Gateway(world.wait(native))
+        router = RouterClient(world.router)
+        assert hello_of(first).numerics_class == NATIVE
+        assert hello_of(second).numerics_class == f"cpu-f32-torch-1+{NUMPY}"
+        held = {m.numerics_class: m.serving_count for m in router.status().view.pool("expert")}
+        view = router.status().view
+        assert held == dict.fromkeys((NATIVE, NUMPY), view.layers * view.experts), "each class is whole"
+        first.submit("calm", PROMPT)
+        calm = first.tokens("calm", 40)
+        second.submit("calm", PROMPT)
+        second.tokens("calm", 40)
+
+        first.submit("storm", PROMPT, max_tokens=1500)
+        storm = first.tokens("storm", 5)
+        native_expert.send(signal.SIGKILL)
+        lost = failure(first)
+        assert (lost.id, lost.code, lost.retryable) == ("storm", "expert_lost", True)
+        assert storm == calm[:5]
+        # What comes now is sent on at once, and whoever asks the other class computes it.
+        first.submit("late", PROMPT)
+        late = failure(first)
+        assert (late.id, late.code, late.retryable) == ("late", "class_lost", True)
+        assert plain.name in late.message
+        second.submit("late", PROMPT, output=storm, max_tokens=40)
+        assert len(second.tokens("late", 35)) == 35
+
+        # Its class does not come back: it ends, and who comes in its place asks those that are there.
+        assert exit_code(native, 30.0) == 0, native.tail()
+        successor = world.attention("--deadline-s", "2")
+        third = Gateway(world.wait(successor))
+        assert hello_of(third).numerics_class == f"{NATIVE}+{NUMPY}"
+        third.submit("again", PROMPT)
+        assert len(third.tokens("again", 40)) == 40
+        router.close()
+
+
+def test_a_worker_waits_for_a_class_that_it_can_talk_with(tmp_path: Path, model: Path) -> None:
+    """An expert server of GPUs is no help to a worker on a CPU."""
+    with cluster(tmp_path, model, 1) as world:
+        router = RouterClient(world.router)
+        spec = {"model_hash": "", "layers": 0, "experts": 0}
+        world.wait(world.expert())
+        view = router.status().view
+        other = RouterClient(world.router)
+        other.join(
+            pool="expert", address="127.0.0.1:1", numerics_class="cuda-sm90-f32-triton3.6-1",
+            **{**spec, "layers": view.layers, "experts": view.experts, "model_hash": view.model_hash},
+        )  # fmt: skip
+        classes = {member.numerics_class for member in router.status().view.pool("expert")}
+        assert classes == {NATIVE, "cuda-sm90-f32-triton3.6-1"}, "both have joined"
+        gateway = Gateway(world.wait(world.attention()))
+        assert hello_of(gateway).numerics_class == NATIVE
+        gateway.submit("a", PROMPT)
+        assert len(gateway.tokens("a", 40)) == 40
+        other.close()
+        router.close()

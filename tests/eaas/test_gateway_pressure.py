@@ -1,0 +1,196 @@
+"""More than there is room for: slow readers, full queues, a gateway that is killed. Memory stays bounded, nobody else
+is held up, and every answer says what it is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from eaas.gateway.generation import HELD_BYTES, Choice, StreamedGeneration
+from eaas.gateway.openai_format import CompletionFormat, ResponseHead
+from eaas.gateway.tool_calls import HERMES
+from eaas.gateway.tool_format import ToolChatFormat
+from tests.eaas.gateway_world import FakeWorker, GatewayProcess, World, eventually, gateway_url
+from tests.eaas.test_gateway_failures import PLAIN, PROMPT, expected, stream
+from tests.eaas.test_gateway_pool import Letters
+
+TOKENS = 1500
+STALL_S = 5.0
+
+
+@pytest.fixture(scope="module")
+def url(world: World) -> Iterator[str]:
+    with gateway_url(world, "--stall-s", str(STALL_S), "--max-owed-tokens", "2000") as url:
+        yield url
+
+
+@pytest.fixture
+def worker(world: World, url: str) -> Iterator[FakeWorker]:
+    worker = world.worker(step_s=0.0002)
+    world.router.show(worker)
+    eventually(lambda: status_of(url)["gateway"]["attention_workers"] == [worker.name], "a connection")
+    yield worker
+    world.router.show()
+    world.stop_workers()
+
+
+def status_of(url: str) -> dict[str, Any]:
+    return httpx.get(f"{url}/status").json()
+
+
+def metric(url: str, name: str) -> float:
+    for line in httpx.get(f"{url}/metrics").text.splitlines():
+        if line.startswith(f"{name} "):
+            return float(line.rpartition(" ")[2])
+    return 0.0
+
+
+class SlowReader:
+    """A client with a small buffer that reads when it is told to."""
+
+    def __init__(self, url: str) -> None:
+        # Twenty alternatives make each token's event about 2 KB: far more than the sockets' buffers take.
+        body = json.dumps(
+            {
+                "model": "tiny", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": TOKENS,
+                "stream": True, "logprobs": True, "top_logprobs": 20, "temperature": 0,
+            }
+        ).encode()  # fmt: skip
+        host, _, port = url.removeprefix("http://").partition(":")
+        self.connection = socket.socket()
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        self.connection.connect((host, int(port)))
+        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+        head += "Content-Type: application/json\r\n"
+        self.connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+
+    def read(self) -> list[dict[str, Any]]:
+        """Read to the end, fast."""
+        self.connection.settimeout(30)
+        data = bytearray()
+        while part := self.connection.recv(1 << 20):
+            data += part
+        assert b"data: [DONE]" in data, data[-300:]
+        return [json.loads(line[6:]) for line in bytes(data).split(b"\n") if line.startswith(b"data: {")]
+
+
+def test_a_slow_reader_is_paused_and_gets_every_token_once_when_it_reads(
+    url: str, worker: FakeWorker
+) -> None:
+    slow = SlowReader(url)
+    eventually(lambda: metric(url, "eaas_paused") == 1, "the pause", timeout_s=20)
+    eventually(lambda: not worker.jobs, "its worker's freedom")
+    assert worker.cancels
+    sent = worker.sent
+    assert sent < TOKENS
+    assert list(stream(url, 50)) == expected(50), "another stream goes on meanwhile"
+    assert worker.sent == sent + 50, "nothing is computed for the slow one"
+    events = slow.read()
+    text = "".join(event["choices"][0]["delta"].get("content") or "" for event in events if event["choices"])
+    prompt = worker.submits[0].prompt
+    assert text == (bytes(prompt) * (TOKENS // len(prompt) + 1))[:TOKENS].decode()
+    resumed = [submit for submit in worker.submits if submit.id == worker.submits[0].id]
+    assert [submit.attempt for submit in resumed] == list(range(1, len(resumed) + 1))
+    assert len({submit.params for submit in resumed}) == 1, "the seed is the gateway's, and stays"
+    eventually(lambda: status_of(url)["gateway"]["running"] == 0, "an empty gateway")
+
+
+def test_a_reader_that_stays_slow_is_ended_and_counted(url: str, worker: FakeWorker) -> None:
+    ended = metric(url, "eaas_slow_readers_total")
+    slow = SlowReader(url)
+    eventually(lambda: metric(url, "eaas_slow_readers_total") == ended + 1, "its end", timeout_s=20)
+    eventually(lambda: status_of(url)["gateway"]["running"] == 0, "an empty gateway")
+    assert not worker.jobs
+    assert metric(url, "eaas_paused") == 0
+    slow.connection.close()
+
+
+def test_what_a_slow_reader_holds_is_bounded() -> None:
+    calls: list[str] = []
+    head = ResponseHead(id="x", created=1, model="m", fingerprint="f")
+    generation = StreamedGeneration(
+        lambda: None, lambda: CompletionFormat().events(head, 1, False), lambda: calls.append("full")
+    )
+    choice = Choice(
+        generation=generation, index=0, detokenizer=Letters(), matcher=None, min_tokens=0, names=None
+    )
+    while not generation.full:
+        choice.token(ord("a"), "", None, ())
+    held = len(generation.take())
+    assert HELD_BYTES < held < HELD_BYTES + 1000
+    assert calls == ["full"]
+    generation.full = False
+    choice.token(ord("a"), "", None, ())
+    assert calls == ["full"], "it counts from what was taken"
+
+
+def test_text_that_is_held_back_wakes_nobody() -> None:
+    """A reader of tool calls keeps text back until it is certain: no response need look at that."""
+    woken: list[bool] = []
+    head = ResponseHead(id="x", created=1, model="m", fingerprint="f")
+    shape = ToolChatFormat(HERMES)
+    generation = StreamedGeneration(lambda: woken.append(True), lambda: shape.events(head, 1, False))
+    choice = Choice(
+        generation=generation, index=0, detokenizer=Letters(), matcher=None, min_tokens=0, names=None
+    )
+    for number, letter in enumerate("<tool_cal"):
+        choice.token(ord(letter), "", None, ())
+        assert len(woken) == 1, "the role alone, at the first token"
+        assert (b'"role":"assistant"' in generation.take()) is (number == 0)
+    choice.token(ord("x"), "length", None, ())
+    said = generation.take()
+    assert len(woken) == 2 and b'"content":"<tool_calx"' in said and b'"finish_reason":"length"' in said
+
+
+def test_tokens_that_wait_are_bounded_and_one_request_alone_is_always_taken(
+    url: str, worker: FakeWorker
+) -> None:
+    worker.frozen = True
+    body = {"model": "tiny", "max_tokens": 10, "prompt": "x" * 5000}
+    with ThreadPoolExecutor(2) as threads:
+        large = threads.submit(httpx.post, f"{url}{PLAIN}", json=body, timeout=30)
+        eventually(lambda: worker.submits, "the large request")
+        refused = httpx.post(f"{url}{PLAIN}", json={"model": "tiny", "prompt": "small", "max_tokens": 3})
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert "5010 tokens are still to be computed" in refused.json()["error"]["message"]
+        assert metric(url, 'eaas_refused_total{reason="tokens"}') == 1
+        worker.frozen = False
+        assert large.result().status_code == 200
+    assert list(stream(url, 3)) == expected(3), "there is room again"
+
+
+def test_a_gateway_that_is_killed_ends_its_streams_cleanly_and_frees_its_workers(world: World) -> None:
+    worker = world.worker(step_s=0.01)
+    world.router.show(worker)
+    gateway = GatewayProcess(world)
+    errors: list[Exception] = []
+
+    def read() -> None:
+        try:
+            list(stream(gateway.url, 5000))
+        except httpx.HTTPError as error:
+            errors.append(error)
+
+    readers = [threading.Thread(target=read) for _ in range(5)]
+    for reader in readers:
+        reader.start()
+    eventually(lambda: worker.sent > 20 and len(worker.jobs) == 5, "streams", timeout_s=20)
+    os.kill(gateway.process.pid, signal.SIGKILL)
+    for reader in readers:
+        reader.join(10)
+    gateway.process.communicate()
+    assert len(errors) == 5
+    assert all(isinstance(error, httpx.RemoteProtocolError | httpx.ReadError) for error in errors), errors
+    eventually(lambda: not worker.jobs, "a free worker")
+    world.router.show()
+    world.stop_workers()

@@ -1,0 +1,333 @@
+"""`eaas top`: the picture at any size, what keys do, and what it says when the gateway goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import http.server
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eaas.gateway.dashboard import event_of
+from eaas.top.app import Help, Top
+from eaas.top.draw import MARK_GLYPHS, MOOD_GLYPHS, STATE_GLYPHS, Show, draw
+from eaas.top.feed import Feed, FeedRefused, NoNews, boards_in
+from eaas.view.board import Board, Happening, Heat, Server
+from tests.eaas.view_world import board, member, past, reading, size, story, two_of_each, view
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+ONE, TWO, THREE = two_of_each()
+WORKER = member("attention/1", running=12.0, waiting=3.0, kv_use=0.42, tokens_per_s=1234.0, busy=0.93)
+POOLS = {"expert": size(3, 2, starting=1), "attention": size(1, 1)}
+CALM = board(story((0.0, view(5, ONE, TWO, THREE, WORKER))), 5.0, rows=[40] * 8)
+LOST = board(
+    story((0.0, view(5, ONE, TWO, THREE, WORKER)), (10.0, view(6, TWO, THREE, WORKER))),
+    13.0,
+    pools=POOLS,
+    rows=[40] * 8,
+    seen=past(*(reading(float(s), tokens=100 * s, requests=s, ended=s, good=s - s // 5) for s in range(60))),
+)
+
+
+def large() -> Board:
+    """64 servers of 61 layers, in every state."""
+    states = [state for state in STATE_GLYPHS for _ in range(11)]
+    marks = [mark for mark in MARK_GLYPHS for _ in range(16)]
+    servers = tuple(
+        Server(
+            name=f"expert/{n + 1}",
+            state=states[n],
+            experts=366,
+            rows_per_s=100.0 * n,
+            busy=n / 64,
+            held=(6,) * 61,
+            rows=tuple(float(n * layer) for layer in range(61)),
+            marks=(marks[n],) * 61,
+        )
+        for n in range(64)
+    )
+    heat = Heat(layers=61, experts=384, servers=servers, hottest=63 * 60.0, balance=2.0)
+    workers = tuple(replace(LOST.workers[0], name=f"attention/{n}") for n in range(20))
+    return replace(LOST, heat=heat, workers=workers)
+
+
+def picture(shown: Board, width: int = 80, height: int = 24, **show: str) -> list[str]:
+    lines = draw(shown, Show(width=width, height=height, **show))
+    assert len(lines) == height
+    wide = [line.plain for line in lines if line.cell_len > width]
+    assert not wide, f"wider than {width}: {wide}"
+    return [line.plain.rstrip() for line in lines]
+
+
+def test_eighty_by_twenty_four_says_it_all() -> None:
+    lines = picture(LOST)
+    text = "\n".join(lines)
+    assert lines[0].startswith(" ▲ DEGRADED  demo · servers 2/3 · copies 1/2 · epoch 6")
+    assert lines[0].endswith("00:00:13 UTC")
+    for said in (
+        "▲ expert/1 lost 3 s ago; a replacement starts",
+        "▲ 6 experts on 1 of 2 servers: the next loss there makes requests wait",
+        "→ Nothing to do. After a minute: eaas scale, then the newest expert log.",
+        "tokens/s 100", "requests/s 1", "goodput 0.8/s 80%", "failed 0",
+        "KV ███░░░  42%", "run 12", "wait 3", "tok/s 1,234", "busy 93%",
+        "1✕", "lost", "✕ expert/1 lost; its experts go on at expert/2, expert/3", "q  quit",
+    ):  # fmt: skip
+        assert said in text, f"{said!r} is not in\n{text}"
+    assert "…" not in text.replace("… loads", ""), f"something is cut off:\n{text}"
+    # The whole screen is used: what happened ends just above the keys, and the heat map has every layer.
+    assert [line.split()[:2] for line in lines if line.startswith(" layer")] == [
+        ["layer", "0"],
+        ["layer", "1"],
+    ]
+
+
+def test_nothing_is_said_by_colour_alone() -> None:
+    states, marks, moods = set(STATE_GLYPHS.values()), set(MARK_GLYPHS.values()), set(MOOD_GLYPHS.values())
+    assert len(moods) == len(MOOD_GLYPHS)
+    assert len(marks) == len(MARK_GLYPHS)
+    # Joining and warming are one to whoever looks: it loads.
+    assert len(states) == len(STATE_GLYPHS) - 1
+    lines = picture(LOST)
+    layer = next(line for line in lines if line.startswith(" layer 0"))
+    assert (layer.count("✕"), layer.count("»")) == (1, 2), layer
+
+
+@pytest.mark.parametrize("shown", [CALM, LOST, large()], ids=["calm", "lost", "large"])
+@pytest.mark.parametrize("size", [(80, 24), (200, 60), (60, 18), (40, 10), (20, 4), (5, 2), (1, 1)])
+def test_any_size_of_screen_is_filled_and_never_left(shown: Board, size: tuple[int, int]) -> None:
+    picture(shown, *size)
+
+
+def test_layers_that_do_not_fit_are_folded_and_the_worst_of_them_is_shown() -> None:
+    shown = large()
+    quiet = tuple(replace(s, rows=(0.0,) * 61, marks=("",) * 61, state="serving") for s in shown.heat.servers)
+    hot = replace(quiet[3], rows=(*(0.0,) * 30, shown.heat.hottest, *(0.0,) * 30))
+    heat = replace(shown.heat, servers=(*quiet[:3], hot, *quiet[4:]))
+    lines = [line for line in picture(replace(shown, heat=heat)) if re.match(r" \d+–\d+", line)]
+    labels = [line.split()[0] for line in lines]
+    assert labels[0].startswith("0–")
+    assert labels[-1].endswith("–60")
+    row = next(line for line in lines if "█" in line)
+    first, last = map(int, row.split()[0].split("–"))
+    assert first <= 30 <= last
+    assert row.index("█") == 1 + 9 + 3
+
+
+def test_servers_are_sorted_as_asked() -> None:
+    heads = {
+        sort: next(line for line in picture(LOST, sort=sort) if line.startswith(" server")).split()[1:]
+        for sort in ("number", "load", "state")
+    }
+    assert heads == {"number": ["1✕", "2", "3"], "load": ["2", "3", "1✕"], "state": ["1✕", "2", "3"]}
+
+
+def test_text_that_looks_like_markup_is_shown_as_it_is() -> None:
+    nasty = "[bold red]x[/] [link=file:///etc]y"
+    happening = Happening(at_s=1.0, kind="lost", mood="bad", text=nasty)
+    assert any(nasty in line for line in picture(replace(CALM, happenings=(happening,))))
+
+
+# -- keys, in the application itself
+
+
+class Still:
+    """A feed that tells what a test wants."""
+
+    url = "http://gateway/dashboard/events"
+
+    def __init__(self) -> None:
+        self.tell: Callable[[Board | NoNews], None] = lambda _: None
+        self._ready, self._closed = threading.Event(), threading.Event()
+
+    def read(self, tell: Callable[[Board | NoNews], None]) -> None:
+        self.tell = tell
+        self._ready.set()
+        self._closed.wait()
+
+    def wait(self) -> None:
+        assert self._ready.wait(10)
+
+    def close(self) -> None:
+        self._closed.set()
+
+
+def shown_by(app: Top) -> str:
+    """The screen, as text."""
+    width = app.size.width
+    strips = app.screen._compositor.render_strips()
+    return "\n".join(strip.text[:width].rstrip() for strip in strips)
+
+
+def test_keys_pause_sort_explain_and_quit() -> None:
+    async def play() -> None:
+        feed = Still()
+        app = Top(feed, CALM)  # type: ignore[arg-type]
+        async with app.run_test(size=(80, 24)) as pilot:
+            await pilot.pause()
+            assert "● WHOLE" in shown_by(app)
+            await asyncio.to_thread(feed.wait)
+            await asyncio.to_thread(feed.tell, LOST)
+            await pilot.pause()
+            assert "▲ DEGRADED" in shown_by(app)
+            await pilot.press("p")
+            assert "paused at 00:00:13" in shown_by(app)
+            await asyncio.to_thread(feed.tell, CALM)
+            await pilot.pause()
+            assert "▲ DEGRADED" in shown_by(app), "a paused picture has changed"
+            await pilot.press("p")
+            await asyncio.to_thread(feed.tell, CALM)
+            await pilot.pause()
+            assert "● WHOLE" in shown_by(app)
+            await pilot.press("s")
+            assert "sort: load" in shown_by(app)
+            await pilot.press("question_mark")
+            await pilot.pause()
+            assert isinstance(app.screen, Help)
+            assert "took over from a lost server" in shown_by(app)
+            await pilot.press("q")
+            await pilot.pause()
+            assert not isinstance(app.screen, Help)
+            await asyncio.to_thread(feed.tell, NoNews(reason="nothing listens there"))
+            await pilot.pause()
+            assert "? NO NEWS, was whole" in shown_by(app)
+            assert re.search(r"✕ no news for \S+ s: nothing listens there", shown_by(app))
+            await asyncio.to_thread(feed.tell, CALM)
+            await pilot.pause()
+            assert "● WHOLE" in shown_by(app)
+            await pilot.resize_terminal(100, 30)
+            for _ in range(100):
+                await pilot.pause(0.02)
+                if "q  quit" in shown_by(app).splitlines()[-1]:
+                    break
+            lines = shown_by(app).splitlines()
+            assert len(lines) == 30
+            assert lines[-1].endswith("✓ live")
+            assert len(lines[-1]) == 99
+            await pilot.press("q")
+        assert app.return_value is None
+        assert feed._closed.is_set()
+
+    asyncio.run(play())
+
+
+# -- the feed
+
+
+class Gateway:
+    """Answers /dashboard/events as a test wants, one answer for each connection."""
+
+    def __init__(self, *answers: tuple[int, list[bytes]]) -> None:
+        left = list(answers)
+        self.headers: list[dict[str, str]] = []
+        seen = self.headers
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                seen.append(dict(self.headers))
+                status, parts = left.pop(0) if left else (503, [])
+                self.send_response(status)
+                self.send_header("content-type", "text/event-stream")
+                self.end_headers()
+                for part in parts:
+                    self.wfile.write(part)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def test_the_feed_goes_on_after_every_end_of_the_connection() -> None:
+    event = event_of(CALM)
+    torn = event_of(LOST)[:-40] + b"\n\n"
+    answers = (
+        (200, [b"retry: 1000\n\n", event, b": nothing new\n\n", event]),
+        (200, [torn]),
+        (500, []),
+        (200, [event_of(LOST)]),
+    )
+    gateway = Gateway(*answers)
+    feed = Feed(gateway.url + "/v1", key="secret-key")
+    told: list[str] = []
+
+    def tell(news: Board | NoNews) -> None:
+        told.append(news.verdict if isinstance(news, Board) else news.reason)
+        if told[-1] == "degraded":
+            feed.close()
+
+    feed.read(tell)
+    gateway.close()
+    assert told[:2] == ["whole", "whole"]
+    assert told[2] == "the gateway ended the connection"
+    assert told[3].startswith("it cannot be read")
+    assert told[4:] == ["the gateway answers 500", "degraded"]
+    assert {headers["Authorization"] for headers in gateway.headers} == {"Bearer secret-key"}
+
+
+def test_a_line_without_end_is_refused_and_a_half_board_is_no_board() -> None:
+    with pytest.raises(ValueError, match="a line over"):
+        list(boards_in([b"data:" + b"x" * (4 << 20)]))
+    with pytest.raises(ValueError):
+        list(boards_in([b'data: {"at_s": 1}\n']))
+
+
+@pytest.mark.parametrize(("status", "said"), [(401, "asks for a key"), (404, "no EaaS gateway")])
+def test_what_asking_again_cannot_cure_is_said_at_once(status: int, said: str) -> None:
+    gateway = Gateway((status, []))
+    with pytest.raises(FeedRefused, match=said):
+        Feed(gateway.url).first(5.0)
+    gateway.close()
+
+
+# -- the command
+
+
+def run_top(*arguments: str, without: str = "") -> subprocess.CompletedProcess[str]:
+    """`eaas top` in a process of its own. without: a module that it cannot import."""
+    start = "import sys\n"
+    if without:
+        start += f"sys.modules[{without!r}] = None\n"
+    start += "from eaas.cli import main\nmain()\n"
+    return subprocess.run(
+        [sys.executable, "-c", start, "top", *arguments],
+        capture_output=True, text=True, timeout=60, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+
+
+def test_without_textual_it_says_what_to_install() -> None:
+    ended = run_top(without="textual")
+    assert ended.returncode == 1
+    assert "pip install 'eaas[top]'" in " ".join(ended.stderr.split())
+    assert "Traceback" not in ended.stderr
+
+
+def test_without_a_gateway_it_says_so() -> None:
+    gateway = Gateway((404, []), (401, []))
+    for said in ("no EaaS gateway", "Put one into EAAS_API_KEY"):
+        ended = run_top("--url", gateway.url)
+        assert ended.returncode == 1
+        assert said in " ".join(ended.stderr.split())
+        assert "Traceback" not in ended.stderr
+    gateway.close()
+
+
+def test_without_a_terminal_it_says_so_and_ends() -> None:
+    gateway = Gateway((200, [event_of(CALM)]))
+    ended = run_top("--url", gateway.url)
+    gateway.close()
+    assert ended.returncode == 1
+    assert "there is none here. Use eaas status" in " ".join(ended.stderr.split())

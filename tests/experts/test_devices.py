@@ -1,0 +1,40 @@
+"""Devices by their names on command lines."""
+
+from __future__ import annotations
+
+import pytest
+
+from experts.devices import Device, Kind
+from p2p import P2PError, ShmEndpoint
+from p2p.transport import TransportChoice
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "index"),
+    [
+        ("cpu", Kind.CPU, 0),
+        ("cuda", Kind.CUDA, 0),
+        ("cuda:3", Kind.CUDA, 3),
+        ("interpreter", Kind.INTERPRETER, 0),
+    ],
+)
+def test_a_device_is_read_as_it_is_named(text: str, kind: Kind, index: int) -> None:
+    assert Device.parse(text) == Device(kind=kind, index=index)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "gpu", "cpu:0", "cuda:", "cuda:-1", "cuda:x", "cuda:\u0662", "interpreter:1"]
+)
+def test_another_word_is_refused_with_those_there_are(text: str) -> None:
+    with pytest.raises(ValueError, match="cpu, cuda:0 or interpreter is needed"):
+        Device.parse(text)
+
+
+def test_windows_lie_where_the_device_reaches_them() -> None:
+    shm, cuda = TransportChoice.parse("shm"), TransportChoice.parse("cuda:1")
+    assert Device.parse("cpu").opener(shm) is ShmEndpoint
+    assert Device.parse("interpreter").opener(shm) is ShmEndpoint
+    assert Device.parse("cuda:1").opener(shm) is not ShmEndpoint
+    for device in ("cpu", "interpreter"):
+        with pytest.raises(P2PError, match="choose shm or nixl"):
+            Device.parse(device).opener(cuda)
