@@ -94,9 +94,16 @@ class Connection:
         """The messages of a stream, which is opened again whenever it ends, until `close`."""
         retry_s = _RETRY_FIRST_S
         while not self.closed.is_set():
-            stream = call()
+            try:
+                stream = call()
+            except ValueError:  # what grpc raises over a channel that was closed meanwhile
+                if self.closed.is_set():
+                    return
+                raise
             with self._lock:
                 self._streams.add(stream)
+            if self.closed.is_set():  # `close` may have looked before it was there
+                stream.cancel()
             try:
                 for message in stream:
                     retry_s = _RETRY_FIRST_S

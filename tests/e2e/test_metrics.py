@@ -135,8 +135,15 @@ def test_servers_links_and_failovers_are_counted_through_a_kill(cluster: LocalCl
     def router() -> Page:
         return pages(cluster)["router"]
 
-    before = router()
     (victim, *_) = sorted(name for name in cluster.pids() if name.startswith("expert"))
+    complete(cluster)
+    # A worker tells its rows when it renews its lease.
+    wait_for(
+        "rows sent to the victim",
+        lambda: total(router(), "eaas_link_rows_total", server=victim) > 0,
+        cluster,
+    )
+    before = router()
     rows = total(before, "eaas_link_rows_total", server=victim)
     os.kill(cluster.pids()[victim], signal.SIGKILL)
     complete(cluster)

@@ -285,7 +285,10 @@ def test_a_line_without_end_is_refused_and_a_half_board_is_no_board() -> None:
         list(boards_in([b'data: {"at_s": 1}\n']))
 
 
-@pytest.mark.parametrize(("status", "said"), [(401, "asks for a key"), (404, "no EaaS gateway")])
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [(401, "asks for an operator's key"), (403, "asks for an operator's key"), (404, "no EaaS gateway")],
+)
 def test_what_asking_again_cannot_cure_is_said_at_once(status: int, said: str) -> None:
     gateway = Gateway((status, []))
     with pytest.raises(FeedRefused, match=said):
@@ -317,7 +320,7 @@ def test_without_textual_it_says_what_to_install() -> None:
 
 def test_without_a_gateway_it_says_so() -> None:
     gateway = Gateway((404, []), (401, []))
-    for said in ("no EaaS gateway", "Put one into EAAS_API_KEY"):
+    for said in ("no EaaS gateway", "made into EAAS_API_KEY"):
         ended = run_top("--url", gateway.url)
         assert ended.returncode == 1
         assert said in " ".join(ended.stderr.split())
