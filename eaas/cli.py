@@ -206,8 +206,10 @@ def serve(
                 soft_wrap=True,
             )
             if not experts:
+                proof = f" --tls-dir {config.tls_dir}" if config.tls_dir else ""
                 console.print(
-                    f"No expert server runs, so requests wait for one: eaas scale expert 2 --url {cluster.url}",
+                    "No expert server runs, so requests wait for one: "
+                    f"eaas scale expert 2 --url {cluster.url}{proof}",
                     highlight=False,
                     soft_wrap=True,
                 )
@@ -305,7 +307,10 @@ def plan_command(
     ],
     expert_hardware: Annotated[str, typer.Option(help="Of expert servers; default: the same.")] = "",
     tpot_ms: Annotated[float, typer.Option(help="Longest time for an output token.")] = 50.0,
-    context: Annotated[int, typer.Option(min=1, help="Tokens before an output token, mean.")] = 2048,
+    context: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens before an output token, mean; default: 2048, or as many as fit."),
+    ] = None,
     devices: Annotated[int, typer.Option(min=1, max=512, help="Most devices in all.")] = 64,
     replicas: Annotated[int, typer.Option(min=1, help="Servers that hold each expert.")] = 2,
     overlap: Annotated[
@@ -327,10 +332,10 @@ def plan_command(
     try:
         attention = read_hardware(hardware)
         expert = read_hardware(expert_hardware) if expert_hardware else attention
-        task = Task(
-            tpot_s=tpot_ms / 1e3, context=context, devices=devices, replicas=replicas, overlap=overlap
-        )
-        found = plan(read_work(model), attention, expert, task)
+        work = read_work(model)
+        before = min(2048, work.max_context - 1) if context is None else context
+        task = Task(tpot_s=tpot_ms / 1e3, context=before, devices=devices, replicas=replicas, overlap=overlap)
+        found = plan(work, attention, expert, task)
     except (ModelNotFound, ValueError) as error:
         raise fail(str(error)) from None
     if as_json:

@@ -242,12 +242,13 @@ def plan(work: Work, attention: Hardware, expert: Hardware, task: Task) -> Plan:
         attention, expert: Devices of the two pools; the monolithic fleet is tried on each.
 
     Raises:
-        PlanInfeasible: neither kind can do it, or the model has fewer positions than the task.
+        PlanInfeasible: neither kind can do it, or the model has no position left after the task's context.
     """
-    if task.context > work.max_context:
+    # The output token needs a position too.
+    if task.context > work.max_context - 1:
         raise PlanInfeasible(
             f"{task.context:,.0f} tokens before an output token asked for; the model has {work.max_context:,.0f} "
-            "positions. Lower --context."
+            f"positions, one of them for that token. Give --context at most {work.max_context - 1:,.0f}."
         )
     split = _best(
         disaggregated(work, attention, expert, task, workers, servers)

@@ -4,11 +4,13 @@ A client counts the replies that fail a check, asks a server that gives such onl
 says so with its load: `corrupt:expert/3` with their number. That is evidence of this one server, unlike silence; but
 it is a word, and a client may lie, or damage what it reads itself. So a server goes only where
 
-- more than half of the clients name it, each for some time and of late, and none that names over a quarter of the pool;
+- more than half of its judges name it, each for some time and of late, and none that names over a quarter of the pool:
+  the attention workers that can ask it; only where there is none, as in a bare expert pool, the clients that can, each
+  process with one voice;
 - none went for this within AGAIN_S, and no other is missing, suspect or on its way out;
 - its experts are served elsewhere: before that it is only suspect, which has them copied.
 
-Fewer liars than honest clients cost nothing; if all lie, it is a server an hour, one at a time. Whoever is not believed
+Fewer liars than honest judges cost nothing; if most lie, it is a server an hour, one at a time. Whoever is not believed
 loses little: it goes on asking other replicas.
 """
 
@@ -19,8 +21,8 @@ from router.classes import can_talk
 from router.events import Command
 from router.leases import is_last_replica
 from router.records import evolve, pool, with_pulse
-from router.state import Config, State
-from router.view import ASKING_POOLS, EXPERT
+from router.state import Config, MemberRecord, State
+from router.view import ASKING_POOLS, ATTENTION, EXPERT
 
 WORD = "corrupt:"
 REACHED = "servers_"  # the servers that the client is attached to, by their pace
@@ -51,28 +53,44 @@ def judge(config: Config, state: State, commands: list[Command]) -> State:
 
 
 def _accused(state: State, long_s: float) -> list[str]:
-    """Expert servers that enough clients accuse, in the order of joining."""
+    """Expert servers that enough of their judges accuse, in the order of joining."""
     servers = [record.name for record in pool(state, EXPERT)]
-    clients = [r.name for r in state.members.values() if r.pool in ASKING_POOLS and r.ready]
-    accusers = dict.fromkeys(servers, 0)
-    for client in clients:
-        pulse = state.pulses[client]
-        named = {word.removeprefix(WORD) for word in pulse.load if word.startswith(WORD)}.intersection(
-            servers
-        )
-        reached = sum(count for word, count in pulse.load.items() if word.startswith(REACHED))
-        reached = min(reached, len(servers))
-        believed = len(named) < reached and (len(named) < 2 or 4 * len(named) <= reached)
-        if believed and state.now_s - pulse.renewed_s < long_s:
-            for name in named:
-                accusers[name] += 1
-    return [name for name, count in accusers.items() if 2 * count > _clients_of(state, name, clients)]
+    asking = [r for r in state.members.values() if r.pool in ASKING_POOLS and r.ready]
+    named = {record.name: _named(state, record.name, servers, long_s) for record in asking}
+    if not any(named.values()):
+        return []
+    accused: list[str] = []
+    for name in servers:
+        judges = _judges(state, name, asking)
+        accusers = [record for record in judges if name in named[record.name]]
+        if 2 * _voices(accusers) > _voices(judges):
+            accused.append(name)
+    return accused
 
 
-def _clients_of(state: State, name: str, clients: list[str]) -> int:
-    """How many of these attention workers can ask a server: others have nothing to say of it."""
+def _named(state: State, client: str, servers: list[str], long_s: float) -> set[str]:
+    """The servers that a client accuses; none where it is not to be believed."""
+    pulse = state.pulses[client]
+    named = {word.removeprefix(WORD) for word in pulse.load if word.startswith(WORD)}.intersection(servers)
+    reached = sum(count for word, count in pulse.load.items() if word.startswith(REACHED))
+    reached = min(reached, len(servers))
+    believed = len(named) < reached and (len(named) < 2 or 4 * len(named) <= reached)
+    return named if believed and state.now_s - pulse.renewed_s < long_s else set()
+
+
+def _judges(state: State, name: str, asking: list[MemberRecord]) -> list[MemberRecord]:
+    """Who has a say about a server: attention workers that can ask it; where there is none, clients that can.
+
+    Any program may be a client, as often as it likes; attention workers are the cluster's own.
+    """
     own = state.members[name].numerics_class
-    return sum(can_talk(state.members[client].numerics_class, own) for client in clients)
+    able = [record for record in asking if can_talk(record.numerics_class, own)]
+    return [record for record in able if record.pool == ATTENTION] or able
+
+
+def _voices(records: list[MemberRecord]) -> int:
+    """How many processes these are: what one reads damaged, all its connections call corrupt."""
+    return len({(record.host, record.pid) if record.pid > 0 else record.name for record in records})
 
 
 def _others_are_well(state: State, name: str) -> bool:

@@ -192,13 +192,15 @@ def _join(config: Config, state: State, event: Join, commands: list[Command]) ->
         commands.append(Refused(message=refusal))
         return state
     state = known
-    known = state.model
-    model = Model(
-        hash=known.hash or event.model_hash,
-        layers=known.layers or event.layers,
-        experts=known.experts or event.experts,
-        expert_bytes=known.expert_bytes or event.expert_bytes,
-    )
+    known = model = state.model
+    # A client only asks: the cluster's own members say what is served.
+    if event.pool != CLIENT:
+        model = Model(
+            hash=known.hash or event.model_hash,
+            layers=known.layers or event.layers,
+            experts=known.experts or event.experts,
+            expert_bytes=known.expert_bytes or event.expert_bytes,
+        )
     for former in list(state.members.values()):
         same = (former.host, former.pid, former.pool) == (event.host, event.pid, event.pool)
         # One process may be several clients.
@@ -274,6 +276,11 @@ def _refusal(state: State, event: Join) -> str:
     ):
         if found and needed and found != needed:
             return f"{found} {what} found, {needed} needed: start this process with the model of the cluster"
+    if event.pool == CLIENT and not pool(state, EXPERT):
+        return (
+            "no expert server has joined yet, and a client does not say which model is served. Start expert "
+            "servers (eaas pool MODEL), then connect again."
+        )
     if event.pool == EXPERT:
         others = [r for r in pool(state, EXPERT) if (r.host, r.pid) != (event.host, event.pid)]
         if len(others) >= MOST_MEMBERS:
@@ -281,8 +288,10 @@ def _refusal(state: State, event: Join) -> str:
                 f"{len(others)} expert servers found, room for {MOST_MEMBERS}: attention workers name no more. "
                 f"End one of them first, or serve with fewer that have more memory."
             )
+    # What clients say of themselves binds no other: each is held to the servers that it asks.
+    alike = EXPERT if event.pool == CLIENT else event.pool
     for record in state.members.values():
-        if record.pool != event.pool or not record.numerics_class or not event.numerics_class:
+        if record.pool != alike or not record.numerics_class or not event.numerics_class:
             continue
         if not can_mix(record.numerics_class, event.numerics_class):
             return (

@@ -144,7 +144,7 @@ class Config:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Model:
-    """The model that is served, as the first member to know it said. Empty and 0: not known yet.
+    """The model that is served, as the first member to know it said, clients aside. Empty and 0: not known yet.
 
     expert_bytes: Weights of one expert of one layer.
     """

@@ -142,6 +142,8 @@ _NOT_AN_OPERATORS = ErrorReply(
     status=403,
     message="This key may ask for tokens, not look at the cluster. Use one made with: eaas keys new --operator.",
     code="operator_key_needed",
+    # Another key would be answered otherwise; this is RFC 6750's word for it.
+    headers={"www-authenticate": 'Bearer error="insufficient_scope", Basic realm="EaaS"'},
 )
 
 

@@ -145,9 +145,11 @@ def test_what_cannot_be_served_says_what_stands_in_the_way() -> None:
         (Task(tpot_s=0.05, context=64), replace(WORK, dense_bytes=1e12), "an attention worker has 141 GB"),
         (Task(tpot_s=1e-6, context=64), WORK, "no batch meets 0.001 ms"),
         (Task(tpot_s=0.05, context=8193), WORK, "8,193 tokens .* the model has 8,192 positions"),
+        (Task(tpot_s=0.05, context=8192), WORK, "one of them for that token.* at most 8,191"),
     ):
         with pytest.raises(PlanInfeasible, match=words):
             plan(work, device, device, task)
+    plan(WORK, device, device, Task(tpot_s=0.05, context=8191))
 
 
 def test_the_command_plans_from_a_configuration_alone(tmp_path: Path) -> None:
@@ -161,5 +163,8 @@ def test_the_command_plans_from_a_configuration_alone(tmp_path: Path) -> None:
     found = json.loads(ran.output)
     assert found["monolithic"]["workers"] >= 1 and found["pays"] in (True, False)
     assert CliRunner().invoke(app, options).output.count("tokens/s") >= 2
+    # The demonstration model has 2,048 positions: the default leaves room for the token, and so must a number given.
+    assert CliRunner().invoke(app, [*options, "--context", "2047"]).exit_code == 0
+    assert CliRunner().invoke(app, [*options, "--context", "2048"]).exit_code == 1
     wrong = CliRunner().invoke(app, ["plan", str(tmp_path), "--hardware", "abacus"])
     assert wrong.exit_code == 1

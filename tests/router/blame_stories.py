@@ -171,6 +171,45 @@ def the_only_server_stays(step: Step) -> None:
     assert not fenced(run(told, by_all(told, accused(1, reached=2.0)), 5.0))
 
 
+def join_clients(told: Told, count: int, pid: int) -> list[str]:
+    """So many clients of one process, ready to speak."""
+    names: list[str] = []
+    for _ in range(count):
+        told.pids = pid - 1
+        names.append(told.join("client"))
+        told.ack(names[-1])
+    return names
+
+
+def clients_neither_outvote_attention_workers_nor_shield_a_server_from_them(step: Step) -> None:
+    told = cluster(step, servers=4, workers=2)
+    clients = [name for pid in range(91, 96) for name in join_clients(told, 1, pid)]
+    assert not fenced(run(told, by_all(told, OK) | dict.fromkeys(clients, accused(3)), 3.0))
+    loads = by_all(told, accused(3)) | dict.fromkeys(clients, OK)
+    assert fenced(run(told, loads, 1.0)) == ["expert/3"]
+
+
+def in_a_pool_of_clients_alone_a_process_has_one_voice(step: Step) -> None:
+    told = cluster(step, servers=4, workers=0)
+    liars = join_clients(told, 5, 91)
+    honest = join_clients(told, 1, 92) + join_clients(told, 1, 93)
+    lies = dict.fromkeys(liars, accused(3))
+    assert not fenced(run(told, lies | dict.fromkeys(honest, OK), 3.0))
+    assert fenced(run(told, lies | dict.fromkeys(honest, accused(3)), 1.0)) == ["expert/3"]
+
+
+def who_cannot_ask_a_server_has_no_say_about_it(step: Step) -> None:
+    told = Told(step, experts_wanted=4, attention_wanted=2, replicas=2)
+    cpu, cuda = "cpu-bf16-fma-1", "cuda-sm90-bf16-1"
+    for pool, numerics_class in (*[("expert", cpu)] * 4, ("attention", cpu), ("attention", cuda)):
+        told.join(pool, numerics_class=numerics_class)
+    told.load_all()
+    told.ack("attention/1")
+    told.ack("attention/2")
+    assert not fenced(run(told, {"attention/1": OK, "attention/2": accused(3)}, 3.0))
+    assert fenced(run(told, {"attention/1": accused(3), "attention/2": OK}, 1.0)) == ["expert/3"]
+
+
 BLAME_STORIES = (
     a_server_that_the_clients_accuse_is_fenced_within_a_second_and_replaced,
     the_only_client_is_believed,
@@ -186,4 +225,7 @@ BLAME_STORIES = (
     a_last_replica_is_fenced_only_once_its_experts_are_served_elsewhere,
     who_holds_up_a_drain_is_named,
     the_only_server_stays,
+    clients_neither_outvote_attention_workers_nor_shield_a_server_from_them,
+    in_a_pool_of_clients_alone_a_process_has_one_voice,
+    who_cannot_ask_a_server_has_no_say_about_it,
 )

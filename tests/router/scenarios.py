@@ -22,6 +22,7 @@ from router.events import (
     Tick,
 )
 from tests.router.blame_stories import BLAME_STORIES
+from tests.router.client_stories import CLIENT_STORIES
 from tests.router.copy_stories import COPY_STORIES
 from tests.router.load_stories import LOAD_STORIES
 from tests.router.told import Step, Told, cluster, lively, rest
@@ -492,4 +493,5 @@ STORIES = (
     *LOAD_STORIES,
     *COPY_STORIES,
     *BLAME_STORIES,
+    *CLIENT_STORIES,
 )

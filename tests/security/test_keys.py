@@ -294,6 +294,7 @@ def test_only_an_operators_key_looks_at_the_cluster(world: World, tmp_path: Path
                     if reply.status_code == 403:
                         error = json.loads(reply.read())["error"]
                         assert error["code"] == "operator_key_needed" and "--operator" in error["message"]
+                        assert "insufficient_scope" in reply.headers["www-authenticate"]
                     elif reply.status_code == 404:
                         assert path not in OPERATOR_PATHS
         assert ask(guarded.url, asker).status_code == 200

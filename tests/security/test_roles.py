@@ -121,7 +121,7 @@ def test_a_member_speaks_only_for_its_own_kind(
     assert (reason == "") == allowed, reason
 
 
-def test_a_client_attaches_as_itself_alone_and_can_do_little_else() -> None:
+def test_a_client_attaches_as_a_client_alone_and_can_do_little_else() -> None:
     allowed = {method.rsplit("/", 1)[1] for method, callers in CALLERS.items() if "client" in callers}
     assert allowed == {"Join", "Renew", "Watch", "Leave", "Status", "Attach", "Check", "List"}
     attach = "/experts.v1.Experts/Attach"

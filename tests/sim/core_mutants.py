@@ -414,9 +414,33 @@ MUTANTS = {
     ),
     "believes a single liar": Mutant(
         "blame",
-        "if 2 * count > _clients_of(state, name, clients)]",
-        "if count]",
+        "if 2 * _voices(accusers) > _voices(judges):",
+        "if accusers:",
         "a worker that lies takes a good server",
+    ),
+    "lets clients judge beside attention workers": Mutant(
+        "blame",
+        "return [record for record in able if record.pool == ATTENTION] or able",
+        "return able",
+        "one program that joins often takes a good server",
+    ),
+    "counts a process as often as it joined": Mutant(
+        "blame",
+        "(record.host, record.pid) if record.pid > 0 else record.name",
+        "record.name",
+        "one program with damaged memory outvotes the others",
+    ),
+    "hears who cannot ask a server": Mutant(
+        "blame",
+        "able = [record for record in asking if can_talk(record.numerics_class, own)]",
+        "able = asking",
+        "those who cannot know take a good server",
+    ),
+    "has a client say which model is served": Mutant(
+        "core",
+        "if event.pool != CLIENT:\n        model = Model(",
+        "if event.pool:\n        model = Model(",
+        "a program that came first keeps the cluster's own model out",
     ),
     "takes servers for their replies one after another": Mutant(
         "blame",
