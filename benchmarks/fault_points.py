@@ -118,11 +118,18 @@ def strike(struck: Struck, blow: Blow) -> Hit:
         if state_of(pid) in (*GONE, *FROZEN):
             hit = Hit(blow=blow, victim=victim, armed_s=armed_s, struck_s=struck.streams.now_s)
             struck.wait(f"{victim} thawed or gone", lambda: state_of(pid) not in FROZEN)
+            # The router keeps a freeze at a point until it could not strike any more, and would refuse another.
+            take_back(struck, blow)
             return hit
         time.sleep(LOOK_S)
+    take_back(struck, blow)
+    return Hit(blow=blow, victim=victim, armed_s=armed_s, struck_s=None)
+
+
+def take_back(struck: Struck, blow: Blow) -> None:
+    """Disarm a blow, or forget it if it has struck."""
     with contextlib.suppress(FaultRefused):  # The router forgets what is over.
         struck.router.clear(blow.fault().id)
-    return Hit(blow=blow, victim=victim, armed_s=armed_s, struck_s=None)
 
 
 def is_ready(struck: Struck) -> bool:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 from eaas.cluster.local import LocalCluster
 from eaas.cluster.status import fetch_status
 from tests.e2e.clients import Seen, stream_all
+from tests.e2e.waiting import wait_for
 
 CLIENTS, TOKENS = 12, 48
 PROMPTS = [f"{'word ' * (number % 7)}client {number} asks" for number in range(CLIENTS)]
@@ -61,14 +61,6 @@ class Calm:
         config, state = self.cluster.config, fetch_status(self.cluster.url)
         return len(self.serving()) == config.experts and state["replicas_min"] >= config.replicas
 
-    def wait_whole(self, timeout_s: float = 20.0) -> None:
+    def wait_whole(self) -> None:
         """Wait until the expert pool is as it was begun with."""
-        wait_for("a whole pool", self.is_whole, timeout_s)
-
-
-def wait_for(what: str, reached: Callable[[], bool], timeout_s: float) -> None:
-    """Wait until `reached()` holds."""
-    end_s = time.monotonic() + timeout_s
-    while not reached():
-        assert time.monotonic() < end_s, f"{what} not reached within {timeout_s} s"
-        time.sleep(0.05)
+        wait_for("a whole pool", self.is_whole, self.cluster)

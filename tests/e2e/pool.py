@@ -28,6 +28,7 @@ from experts.model import Dtype, ExpertShape
 from p2p import ShmEndpoint
 from router.client import RouterClient
 from router.view import Member
+from tests.e2e.waiting import LIMIT_S
 
 CORES = (0, 1)
 BLOCK_TOKENS = 16
@@ -182,14 +183,14 @@ class Pool:
         view = self.router.view
         return [member for member in view.pool("expert") if member.state == "serving"] if view else []
 
-    def wait_exit(self, name: str, timeout_s: float = 5.0) -> None:
+    def wait_exit(self, name: str, timeout_s: float = LIMIT_S) -> None:
         """Wait until the launcher has seen the end of a member's process."""
         end_s = time.monotonic() + timeout_s
         while name in self.cluster.pids():
             assert time.monotonic() < end_s, f"{name} still runs {timeout_s} s after it was killed"
             time.sleep(0.001)
 
-    def settle(self, servers: int, timeout_s: float = 15.0) -> None:
+    def settle(self, servers: int, timeout_s: float = LIMIT_S) -> None:
         """Wait until that many servers serve and are attached here, with every expert on its wanted replicas."""
         end_s = time.monotonic() + timeout_s
         while True:

@@ -90,6 +90,7 @@ def test_preemption_changes_nothing(tiny: Path, pool: Pool, alone: Logits) -> No
     driver.close()
 
 
+@pytest.mark.timeout(900)
 def test_a_server_killed_at_a_random_step(tiny: Path, pool: Pool, alone: Logits) -> None:
     """200 trials: 4 random requests, one random server killed at a random moment of a random step."""
     driver = Driver(tiny, pool.client)
@@ -100,8 +101,14 @@ def test_a_server_killed_at_a_random_step(tiny: Path, pool: Pool, alone: Logits)
         rng = random.Random(seed)
         chosen = {id: asked[id] for id in rng.sample(sorted(asked), 4)}
         at_step, delay_s = rng.randrange(NEW_TOKENS), rng.uniform(0, 0.004)
-        victim = rng.choice(pool.serving())
-        timer = threading.Timer(delay_s, os.kill, (victim.pid, signal.SIGKILL))
+        victim = rng.choice([one for one in pool.serving() if one.name in pool.cluster.pids()])
+        killed: list[int] = []
+
+        def kill(pid: int = victim.pid, killed: list[int] = killed) -> None:
+            os.kill(pid, signal.SIGKILL)
+            killed.append(pid)
+
+        timer = threading.Timer(delay_s, kill)
 
         def strike(step: int, at: int = at_step, timer: threading.Timer = timer) -> None:
             if step == at:
@@ -109,6 +116,7 @@ def test_a_server_killed_at_a_random_step(tiny: Path, pool: Pool, alone: Logits)
 
         logits = driver.run(chosen, NEW_TOKENS, before=strike)
         timer.join()
+        assert killed == [victim.pid], f"seed {seed}: {victim.name} was gone before it could be killed"
         pool.wait_exit(victim.name)
         assert len(logits) == 4 * NEW_TOKENS, f"seed {seed}"
         wrong = different(logits, alone)

@@ -16,7 +16,8 @@ from eaas.cluster.config import ClusterConfig
 from eaas.cluster.local import LocalCluster
 from eaas.cluster.process import StartFailed
 from router.client import RouterClient
-from tests.e2e.calm import Calm, wait_for
+from tests.e2e.calm import Calm
+from tests.e2e.waiting import wait_for
 
 
 @pytest.fixture(scope="module")
@@ -93,10 +94,10 @@ def test_a_full_journal_disk_under_streams_changes_nothing_and_heals(calm: Calm)
 
     try:
         calm.check("no room for the journal", fill)
-        wait_for("the router's word on it", lambda: "cannot be written" in client.status().problem, 10)
+        wait_for("the router's word on it", lambda: "cannot be written" in client.status().problem)
         resource.prlimit(router, resource.RLIMIT_FSIZE, before)
         calm.wait_whole()
-        wait_for("a router that can write", lambda: client.status().problem == "", 60)
+        wait_for("a router that can write", lambda: client.status().problem == "")
         assert calm.cluster.pids()["router/0"] == router, "the router was ended"
     finally:
         resource.prlimit(router, resource.RLIMIT_FSIZE, before)

@@ -32,6 +32,7 @@ MANY_TOKENS = 1200
 PROMPTS = [f"{'word ' * (number % 5)}client {number} asks" for number in range(CLIENTS)]
 # A request that waited for two deadlines, one after the other, would be over the first and the rest.
 DEADLINE_S, REST_S = 6.0, 4.0
+STEP_S = 0.25  # longest that one step takes while nothing is lost, on a busy host
 
 
 class Forsaken(LocalCluster):
@@ -240,13 +241,14 @@ def test_without_replacement_requests_end_cleanly_at_the_deadline_and_nothing_st
         for one, whole in zip(struck, calm, strict=True):
             assert (one.status, one.error, one.finish, one.is_done) == (200, "expert_lost", None, False), one
             assert one.tokens == whole.tokens[: len(one.tokens)], "tokens changed"
-            assert DEADLINE_S - NEARLY_S <= one.ended_s - killed_s[0] < DEADLINE_S + REST_S, (
+            # The deadline counts from the beginning of the step that meets the loss.
+            assert DEADLINE_S - NEARLY_S - STEP_S <= one.ended_s - killed_s[0] < DEADLINE_S + REST_S, (
                 f"{one}; killed {killed_s}"
             )
         for one in late:
             assert (one.status, one.error, one.retry_after) == (503, "expert_lost", "1"), one
             assert not one.tokens and not one.is_done, one
-            assert DEADLINE_S <= one.ended_s - one.sent_s < DEADLINE_S + REST_S, one
+            assert DEADLINE_S - NEARLY_S <= one.ended_s - one.sent_s < DEADLINE_S + REST_S, one
         after = reading(cluster)
         assert held(after) == 0, after
         for name in after:
@@ -312,12 +314,13 @@ def test_requests_that_allow_it_are_answered_without_the_lost_experts_and_say_so
         alone = ask(cluster.url, prompts[0], 5, stream=stream, may_drop=True)
         assert (alone.status, alone.finish, alone.is_dropped) == (200, "length", True)
         cluster.start_again()
-        # The worker hears of it from the new router, when it has found that.
-        wait_for(
-            "a whole answer",
-            lambda: not ask(cluster.url, prompts[0], 1, stream=stream, may_drop=True).is_dropped,
-            cluster,
-        )
         wait_for("a whole pool", cluster.is_whole, cluster)
+
+        def is_answered_whole() -> bool:
+            answers = ask_all(cluster.url, prompts, 1, stream=stream, may_drop=True)
+            return all(one.finish == "length" and not one.is_dropped for one in answers)
+
+        # The worker hears of the servers from the new router, when it has found that, and attaches one by one.
+        wait_for("whole answers", is_answered_whole, cluster)
         again = ask_all(cluster.url, prompts, 1, stream=stream, may_drop=True)
         assert [(one.tokens, one.is_dropped) for one in again] == [(one.tokens, False) for one in calm]

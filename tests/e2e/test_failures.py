@@ -133,28 +133,32 @@ def test_a_client_that_goes_away_frees_everything(cluster: LocalCluster) -> None
 
     client = openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0, timeout=30)
 
+    seen_running = threading.Event()
+
     def leave_early() -> None:
         stream = client.completions.create(
             model="tiny",
             prompt="go on",
-            max_tokens=400,
+            max_tokens=1900,
             temperature=0,
             stream=True,
             extra_body={"ignore_eos": True},
         )
         next(iter(stream))
+        seen_running.wait(60)
         stream.close()
 
     threads = [threading.Thread(target=leave_early) for _ in range(8)]
     for thread in threads:
         thread.start()
+
+    def held() -> list[float]:
+        members = fetch_status(cluster.url)["members"]
+        loads = [m["load"] for m in members if m["pool"] == "attention"]
+        return [load.get("running", 0) + load.get("waiting", 0) for load in loads]
+
+    wait_for("requests in the attention worker", lambda: sum(held()) > 0, cluster)
+    seen_running.set()
     for thread in threads:
         thread.join()
-
-    def idle() -> bool:
-        loads = [
-            m["load"] for m in fetch_status(cluster.url)["members"] if m["name"].startswith("attention/")
-        ]
-        return all(load.get("running") == 0 and load.get("waiting") == 0 for load in loads if load)
-
-    wait_for("no request left in the attention worker", idle, cluster)
+    wait_for("no request left in the attention worker", lambda: sum(held()) == 0, cluster)

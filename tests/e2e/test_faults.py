@@ -66,7 +66,7 @@ def calm(cluster: LocalCluster) -> list[Seen]:
     return seen
 
 
-def until(what: str, reached: Callable[[], object], timeout_s: float = 30.0) -> None:
+def until(what: str, reached: Callable[[], object], timeout_s: float = 60.0) -> None:
     end_s = time.monotonic() + timeout_s
     while not reached():
         assert time.monotonic() < end_s, f"{what} not reached within {timeout_s} s"
@@ -97,6 +97,11 @@ def is_whole(router: RouterClient) -> bool:
             for expert in range(view.experts)
         )
     )
+
+
+def members(router: RouterClient) -> set[tuple[str, int]]:
+    """Who they are: name and incarnation."""
+    return {(member.name, member.incarnation) for member in view_of(router).members}
 
 
 def pid_of(router: RouterClient, name: str) -> int:
@@ -200,6 +205,7 @@ def test_a_fault_of_a_link_is_unseen_and_ends_by_itself(
 ) -> None:
     # A server that the fault before had answer wrongly may still be accused of it, and be replaced under this one.
     until("a whole cluster where nobody is accused", lambda: is_whole(router) and not accused(router), 90)
+    before = members(router)
     name = first(router, pool)
     if pool == "attention":
         # One of three, so that each expert has another.
@@ -211,7 +217,9 @@ def test_a_fault_of_a_link_is_unseen_and_ends_by_itself(
         until("its end", lambda: (m := view_of(router).member(name)) is None or m.load.get("faults") == 0, 10)
     else:
         until("its end", lambda: load_of(router, name).get("faults") == 0, 10)
-        assert is_whole(router), "nobody was taken for dead"
+        # On a busy host one may be suspect for a moment.
+        until("a whole cluster", lambda: is_whole(router))
+        assert members(router) == before, "somebody was taken for dead"
     assert not steady
 
 
@@ -241,8 +249,8 @@ def test_a_slow_server_says_so_and_is_as_fast_as_before_when_it_is_over(
     name = first(router, "expert")
     until("its speed", lambda: load_of(router, name).get("speed"))
     usual = load_of(router, name)["speed"]
-    router.inject([name], Fault(id="slow", kind="slow", times=50.0, for_s=4.0))
-    until("its slowness", lambda: load_of(router, name)["speed"] < usual / 4, 6)
+    router.inject([name], Fault(id="slow", kind="slow", times=50.0, for_s=10.0))
+    until("its slowness", lambda: load_of(router, name)["speed"] < usual / 4, 15)
     until("its recovery", lambda: load_of(router, name)["speed"] > usual / 4, 60)
 
 
@@ -282,8 +290,13 @@ def test_a_freeze_that_is_cleared_before_it_strikes_never_does(
     until("the fault", lambda: load_of(router, name).get("faults") == 1, 3)
     assert router.clear("never") == ["never"]
     until("its end", lambda: load_of(router, name).get("faults") == 0, 3)
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    assert not [child for child in children if state_of(int(child)) not in ("", "Z")], "its waker lives on"
+
+    def children() -> list[int]:
+        # Whichever of its threads began them.
+        lists = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+        return [int(child) for found in lists for child in found.split()]
+
+    until("no waker", lambda: all(state_of(child) in ("", "Z") for child in children()))
 
 
 @pytest.mark.parametrize("point", ["weights-loaded", "client-attached"])
@@ -302,7 +315,7 @@ def test_a_server_killed_while_its_work_grows_is_replaced(
         router.inject([first(router, "attention")], Fault(id="make-room", kind="kill"))
     until("its end", lambda: state_of(pid) in ("", "Z"), 30)
     router.scale("expert", 3)
-    until("a whole cluster", lambda: is_whole(router), 30)
+    until("a whole cluster", lambda: is_whole(router))
 
 
 def test_a_cluster_that_does_not_allow_chaos_takes_none(tiny: Path) -> None:

@@ -37,10 +37,10 @@ def test_streams_cancelled_and_read_slowly_leave_no_block_slot_or_descriptor(tin
             target=wave, args=(cluster.url,), kwargs={**sizes, "seed": SEED, "tokens": 800}
         )
         ended.start()
-        wait_for("streams", lambda: sum(f.get("running", 0) for f in _loads(cluster)) > 5, 20)
+        wait_for("streams", lambda: sum(f.get("running", 0) for f in _loads(cluster)) > 5, cluster)
         os.kill(cluster.pids()[gateway], signal.SIGKILL)
         ended.join()
-        wait_for("another gateway", lambda: _another(cluster, gateway), 20)
+        wait_for("another gateway", lambda: _another(cluster, gateway), cluster)
         assert held(reading(cluster)) == 0
         assert set(wave(cluster.url, **sizes, seed=SEED)) == {"done", "cancelled"}
 

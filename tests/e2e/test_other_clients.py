@@ -85,7 +85,7 @@ def test_responses_and_chats_say_the_same(client: openai.OpenAI) -> None:
 
 def test_two_hundred_that_give_up_leave_nothing_behind(demo: LocalCluster, client: openai.OpenAI) -> None:
     client.completions.create(model="demo", prompt="warm", max_tokens=1)
-    wait_for("an idle worker", lambda: held(reading(demo)) == 0, 20)
+    wait_for("an idle worker", lambda: held(reading(demo)) == 0, demo)
     impatient = client.with_options(timeout=0.5)
 
     def give_up(number: int) -> str:
@@ -112,7 +112,7 @@ def test_two_hundred_that_give_up_leave_nothing_behind(demo: LocalCluster, clien
     assert ends.count("given up") == 200, f"{ends.count('answered')} were answered: ask for more tokens"
     reply = client.with_options(timeout=20).completions.create(model="demo", prompt="ROMEO:", max_tokens=4)
     assert reply.choices[0].text
-    wait_for("every block and slot to be free again", lambda: held(reading(demo)) == 0, 20)
+    wait_for("every block and slot to be free again", lambda: held(reading(demo)) == 0, demo)
 
 
 LITELLM = """

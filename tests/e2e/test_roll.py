@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,9 +13,10 @@ import pytest
 from eaas.cluster.config import ClusterConfig
 from eaas.cluster.local import LocalCluster
 from eaas.cluster.roll import ROLES, Roll
+from eaas.cluster.status import fetch_status
 from router.client import RouterClient
 from tests.e2e.clients import stream_all
-from tests.e2e.test_failures import wait_for
+from tests.e2e.waiting import wait_for
 
 CLIENTS, TOKENS = 6, 40
 PROMPTS = [f"{'word ' * (number % 7)}client {number} asks" for number in range(CLIENTS)]
@@ -99,15 +98,23 @@ def test_a_pool_is_rolled_under_load_and_nothing_changes(
     assert load.errors == []
     assert load.asked > 2
     assert all(texts == calm for texts in load.texts), f"{len(load.texts)} rounds"
-    wait_for("the ends", lambda: not set(before.values()) & set(rolled.pids().values()), 10)
+    wait_for("the ends", lambda: not set(before.values()) & set(rolled.pids().values()), rolled)
     after = {name: pid for name, pid in rolled.pids().items() if name.startswith(pool)}
     assert len(after) == len(before)
     assert len(lines) == len(before)
-    ended = [event for event in events[begun:] if " ended " in event]
-    assert len(ended) == len(before), ended
-    assert all("exit status 0" in event for event in ended), ended
-    members = json.load(urllib.request.urlopen(f"{rolled.url}/status"))["members"]
-    assert {member["state"] for member in members} == {"serving"}
+
+    def ended() -> list[str]:
+        return [event for event in events[begun:] if " ended " in event]
+
+    # A process is out of the table a moment before its end is told.
+    wait_for("the words on the ends", lambda: len(ended()) >= len(before), rolled)
+    assert len(ended()) == len(before), ended()
+    assert all("exit status 0" in event for event in ended()), ended()
+
+    def states() -> set[str]:
+        return {member["state"] for member in fetch_status(rolled.url)["members"]}
+
+    wait_for("everyone serves", lambda: states() == {"serving"}, rolled)
 
 
 def test_no_process_that_was_replaced_logged_an_error(rolled: LocalCluster) -> None:

@@ -11,7 +11,8 @@ import pytest
 from eaas.cluster.local import LocalCluster
 from eaas.cluster.status import fetch_status
 from experts.wire import VERSION
-from tests.e2e.calm import Calm, wait_for
+from tests.e2e.calm import Calm
+from tests.e2e.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 # What a process started with EAAS_OF_ANOTHER_RELEASE runs before anything else.
@@ -45,7 +46,7 @@ def test_a_server_of_another_release_serves_nobody_and_harms_nobody(
     def newcomers() -> list[str]:
         return [name for name in cluster.pids() if name.startswith("expert/") and name not in pids]
 
-    wait_for("the other release's server", lambda: bool(newcomers()), 20)
+    wait_for("the other release's server", lambda: bool(newcomers()), cluster)
     (newcomer,) = newcomers()
     calm.check(f"{newcomer} is of another release")
     logs = "".join(path.read_text() for path in cluster.state_dir.glob("attention.*.log"))
@@ -53,7 +54,7 @@ def test_a_server_of_another_release_serves_nobody_and_harms_nobody(
     # One of this release in its place makes the pool whole again.
     monkeypatch.delenv("EAAS_OF_ANOTHER_RELEASE")
     os.kill(cluster.pids()[newcomer], signal.SIGKILL)
-    wait_for("its end", lambda: newcomer not in cluster.pids(), 10)
+    wait_for("its end", lambda: newcomer not in cluster.pids(), cluster)
     calm.wait_whole()
     assert newcomer not in {member["name"] for member in fetch_status(cluster.url)["members"]}
     calm.check("all of one release again")

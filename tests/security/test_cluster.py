@@ -118,7 +118,8 @@ def test_an_operator_with_its_certificate_scales_and_without_it_does_not(secure:
     certs = str(secure.folder / "certs")
     scaled = secure.run("scale", "expert", "3", "--wait-s", "60", "--tls-dir", certs)
     assert scaled.returncode == 0, scaled.stderr
-    assert secure.serving() == 3
+    # It ends when the third has joined, before that serves.
+    eventually(lambda: secure.serving() == 3, "the third serves", 60.0)
     shown = secure.run("status", "--json")
     assert json.loads(shown.stdout)["model"] == "tiny", shown.stderr
     # The launcher's certificate in the operator's place.
