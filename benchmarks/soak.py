@@ -213,6 +213,8 @@ def soak(struck: Struck, steps: Sequence[Step], minutes: float) -> dict[str, Any
     with struck.streams.running():
         # Connections of the streams and first growths are no leak.
         time.sleep(2.0)
+        with contextlib.suppress(NotRepaired):  # Clients that are never answered are told of at the end.
+            struck.wait("an answer for each client", lambda: struck.streams.is_warm)
         before, began_s = holdings(struck), time.monotonic()
         for number, step in enumerate(steps):
             time.sleep(max(0.0, began_s + step.at_s - time.monotonic()))

@@ -88,14 +88,14 @@ class Struck:
         return self.seen.views[-1][1] if self.seen.views else None
 
     def is_whole(self) -> bool:
-        """Whether both pools are as they were begun with, every worker takes requests, and the router answers."""
+        """Whether both pools are as they were begun with, all their processes are ready, and the router answers."""
         view = self.view
         # A process that is not ready has no member's name yet.
         ready = {name for name in self.cluster.pids() if "/" in name}
         return (
             view is not None
             and all(whole(view, pool, self.config) for pool in (EXPERT, ATTENTION))
-            and {member.name for member in view.pool(ATTENTION)} <= ready
+            and {member.name for pool in (EXPERT, ATTENTION) for member in view.pool(pool)} <= ready
             and {"router", "gateway"} <= {name.partition("/")[0] for name in ready}
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -16,3 +17,11 @@ if not any(found for name in ("nvidia[0-9]*", "dxg") for found in Path("/dev").g
 # beside them are turned too; without this they would vanish there, and `make test-optimized` would check little.
 _PARTS = sorted({path.stem for path in Path(__file__).parent.iterdir()} - {"conftest", "__pycache__"})
 pytest.register_assert_rewrite(*(f"tests.{part}" for part in _PARTS))
+
+
+def pytest_collection_finish() -> None:
+    """A full collection walks over all of torch and transformers and holds the interpreter's lock for long; the tests'
+    fake workers and members, threads of this process, would fall silent meanwhile and be taken for lost. What imports
+    made stays for ever, so no collection need look at it again: the gateway does likewise."""
+    gc.collect()
+    gc.freeze()

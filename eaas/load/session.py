@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -35,6 +36,7 @@ _EVERY_S = 0.25
 # Of the requests of a rate, so many must keep the promise.
 KEPT_SHARE = 0.95
 _MOST_LINES = 1_000_000
+_ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +94,10 @@ class Session:
 
     async def run(self) -> Outcome:
         """Raises EndpointUnreachable, AdminUnreachable, ArrivalsInvalid, PromptsInvalid, TraceInvalid, OSError."""
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            asyncio.get_running_loop().add_signal_handler(number, self.stop)
+        with _endings_call(self.stop):
+            return await self._run()
+
+    async def _run(self) -> Outcome:
         options = self._options
         workload = await self._workload()
         client = Client(options.endpoint, options.timeout_s)
@@ -300,3 +304,24 @@ class Session:
             "plan": options.chaos.name if options.chaos else "",
         }
         return {name: value for name, value in said.items() if value != ""}
+
+
+@contextlib.contextmanager
+def _endings_call(stop: Callable[[], None]) -> Iterator[None]:
+    """Call `stop` when this process is told to end; afterwards signals do what they did before.
+
+    A closed loop of uvloop leaves its handlers behind, and they do nothing: what calls this within a longer life would
+    never again heed Ctrl-C.
+    """
+    loop = asyncio.get_running_loop()
+    before = {number: signal.getsignal(number) for number in _ENDINGS}
+    for number in _ENDINGS:
+        loop.add_signal_handler(number, stop)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            loop.remove_signal_handler(number)
+            # None: it was set by no Python code, and cannot be set again from here.
+            if handler is not None:
+                signal.signal(number, handler)

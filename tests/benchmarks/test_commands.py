@@ -28,7 +28,7 @@ def test_decode_compares_every_engine_that_is_installed(tmp_path: Path) -> None:
         "--rounds",
         "1",
         "--tokens",
-        "96",
+        "512",
         "--results",
         str(tmp_path),
     ]
@@ -50,7 +50,7 @@ def test_decode_runs_beside_a_busy_core(tmp_path: Path) -> None:
         "--rounds",
         "1",
         "--tokens",
-        "96",
+        "512",
         "--results",
         str(tmp_path),
     ]
@@ -80,7 +80,7 @@ def test_handover_measures_each_pool(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_gateway_counts_the_cpu_time_of_its_process(tmp_path: Path) -> None:
-    options = ["--shape", "tiny", "--rounds", "1", "--tokens", "64", "--results", str(tmp_path)]
+    options = ["--shape", "tiny", "--rounds", "1", "--tokens", "512", "--results", str(tmp_path)]
     gateway.main([*options, "--streams", "2"])
     [row] = lines(tmp_path, "gateway")
     assert row["gateway_cpu_us_per_token"]["min"] > 0
@@ -131,7 +131,7 @@ def test_recovery_times_each_phase_of_a_replacement(tmp_path: Path) -> None:
 
 def test_weights_are_had_from_every_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # so that what the command sets is undone
-    weights.main(["--shape", "tiny", "--rounds", "1", "--tokens", "16", "--results", str(tmp_path)])
+    weights.main(["--shape", "tiny", "--rounds", "1", "--tokens", "512", "--results", str(tmp_path)])
     [row] = lines(tmp_path, "weights")
     assert set(row["replica_s"]) == {"packed", "checkpoint", "peer"}
     assert row["figures"]["peer"]["tokens_per_s"]["median"] > 0

@@ -33,7 +33,7 @@ def clean(row: dict) -> bool:
 
 
 def test_a_kill_is_measured_beside_a_calm_run(small: list[str], tmp_path: Path) -> None:
-    failover.main([*small, "--seconds", "5", "--at", "1", "--results", str(tmp_path)])
+    failover.main([*small, "--seconds", "6", "--at", "3", "--results", str(tmp_path)])
     row = line(tmp_path, "failover")
     assert clean(row), row
     assert row["faults"] == row["pairs"] == 1 and row["tokens_per_s"] > 0
@@ -46,7 +46,7 @@ def test_a_kill_is_measured_beside_a_calm_run(small: list[str], tmp_path: Path) 
 
 def test_servers_are_held_to_a_share_of_a_core(small: list[str], tmp_path: Path) -> None:
     try:
-        failover.main([*small, "--seconds", "3", "--at", "1", "--share", "0.05", "--results", str(tmp_path)])
+        failover.main([*small, "--seconds", "6", "--at", "3", "--share", "0.05", "--results", str(tmp_path)])
     except LaneShareUnavailable as reason:
         pytest.skip(f"needs CPU quotas, found: {reason}")
     row = line(tmp_path, "failover")
