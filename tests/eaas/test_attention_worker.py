@@ -157,7 +157,9 @@ def test_all_tokens_of_a_step_come_in_one_message(world: World) -> None:
     while sum(sizes) < 36:
         message = gateway.next()
         assert isinstance(message, Step)
-        sizes.append(len(message.tokens))
+        # Without any it only says that the worker lives, as it may on a busy host.
+        if message.tokens:
+            sizes.append(len(message.tokens))
     assert sizes == [9, 9, 9, 9]
 
 
@@ -166,10 +168,15 @@ def test_gateways_hear_how_busy_the_worker_is_and_when_it_is_idle_again(world: W
     world.slow_down()
     asking.submit("a", list(range(1, 20)), max_tokens=40)
     asking.collect("a")
-    other.connection.settimeout(0.1)
-    with pytest.raises(TimeoutError):
-        while True:
+
+    def has_heard() -> bool:
+        with contextlib.suppress(TimeoutError):
             other.next()
+        told = [load.running for load in other.loads]
+        return 1 in told and told[-1] == 0
+
+    other.connection.settimeout(0.1)
+    world.until(has_heard, "it does not say that it is idle again")
     busy = [load for load in other.loads if load.running]
     assert busy and all(load.running == 1 and load.waiting == 0 for load in busy)
     assert all(load.kv_use > 0 for load in busy)
@@ -204,10 +211,20 @@ def test_a_gateway_that_goes_away_frees_its_blocks_within_a_step(world: World) -
     leaving.submit("a", [1], 200)
     staying.submit("b", [2], 60)
     leaving.next()
-    steps = len(world.decoder.rows_per_step)
+    # Counted by the worker's own thread: this one may look late.
+    closed, beside, without = threading.Event(), list[int](), list[int]()
+
+    def note(deadline_s: float) -> None:
+        time.sleep(0.005)
+        if closed.is_set():
+            here = {request.id for request in world.engine.scheduler.live()}
+            (beside if "a" in here else without).append(len(here))
+
+    world.decoder.before_step = note
     leaving.connection.close()
-    world.until(lambda: world.engine.scheduler.running == 1, "the request of a lost gateway runs on")
-    assert len(world.decoder.rows_per_step) - steps <= 20
+    closed.set()
+    world.until(lambda: without or not world.engine.has_work, "the request of a lost gateway runs on")
+    assert len(beside) <= 20
     assert staying.collect("b") == {"b": expected_output([2], 60)}
     world.until(lambda: not world.engine.has_work, "work is left")
     assert world.engine.load()["kv_use"] == 0.0
@@ -258,15 +275,17 @@ def test_a_slow_reader_gets_every_message_in_order(world: World) -> None:
 def test_a_worker_in_a_long_step_says_that_it_lives(world: World) -> None:
     world.decoder.before_step = lambda deadline_s: time.sleep(6.5 * worker_module.BEAT_S)
     gateways = [Gateway(world.address), Gateway(world.address)]
+    began_s = time.monotonic()
     gateways[0].submit("a", [1], 1)
     sizes = []
     while sum(sizes) == 0:
         message = gateways[0].next()
         assert isinstance(message, Step)
         sizes.append(len(message.tokens))
+    took_s = time.monotonic() - began_s
     assert sizes[-1] == 1
-    # Six were due; a busy host may keep the thread from some.
-    assert 2 <= len(sizes) - 1 <= 7, sizes
+    # Six were due; a busy host may keep the thread from some, or make the step itself last longer.
+    assert 2 <= len(sizes) - 1 <= took_s / worker_module.BEAT_S + 1, sizes
     assert gateways[1].next() == Step(tokens=[]), "whoever has nothing here hears it too"
 
 

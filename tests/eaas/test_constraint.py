@@ -284,10 +284,12 @@ def test_a_cancelled_request_never_runs_however_its_grammar_comes_out(grammars: 
 def test_a_grammar_that_takes_too_long_is_refused_and_others_go_on() -> None:
     now_s = [0.0]
     stuck = threading.Event()
+    begun: list[int] = []
 
     class Stuck(Grammars):
         def _begin(self, *arguments: Any) -> Any:
-            stuck.wait(10)
+            begun.append(1)
+            stuck.wait(60)
             return super()._begin(*arguments)
 
     held = Stuck.open(MODEL, VOCAB, sorted(EOS))
@@ -297,6 +299,11 @@ def test_a_grammar_that_takes_too_long_is_refused_and_others_go_on() -> None:
         world.submit(f"g{number}", grammar=of_choices([f"c{number}"]))
     world.submit("free", max_tokens=3, ignore_eos=True)
     world.step()
+    # Two are compiled at a time; each takes too long only from when it was begun.
+    end_s = time.monotonic() + 60
+    while len(begun) < 2:
+        assert time.monotonic() < end_s, "they were not begun"
+        time.sleep(0.001)
     now_s[0] = 11.0
     while world.engine.has_work:
         world.step()

@@ -101,8 +101,10 @@ class Family:
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Family]:
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield Family(*FAMILIES[request.param], tmp_path_factory.mktemp("checkpoint"))
+    torch.set_num_threads(threads)
 
 
 def test_float32_logits_equal_transformers(family: Family) -> None:

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from eaas.engine.worker_protocol import Failed, Step, Submit, Token
-from tests.eaas.gateway_world import FakeWorker, GatewayProcess, World, eventually, gateway_url
+from tests.eaas.gateway_world import FakeWorker, GatewayProcess, World, eventually, gateway_url, within
 
 PLAIN = "/v1/completions"
 PROMPT = "The quick brown fox jumps over the lazy dog. "
@@ -399,21 +399,26 @@ def test_a_client_that_goes_away_is_cancelled_at_once(
         {"model": "tiny", "prompt": "abc", "max_tokens": 5000, "stream": streamed, "n": 2}
     ).encode()
     host, _, port = url.removeprefix("http://").partition(":")
-    connection = socket.create_connection((host, int(port)))
     lines = [
         f"POST {PLAIN} HTTP/1.1",
         "Host: x",
         "Content-Type: application/json",
         f"Content-Length: {len(body)}",
     ]
-    connection.sendall("\r\n".join([*lines, "", ""]).encode() + body)
-    eventually(lambda: worker.sent > 6, "tokens")
-    if streamed:
-        assert b"200" in connection.recv(100)
-    connection.close()
-    gone_s = time.monotonic()
-    eventually(lambda: len(worker.cancels) == 2, "a cancel for each choice")
-    assert time.monotonic() - gone_s < 0.3
+
+    def cancelled_after_s() -> float:
+        cancels, sent = len(worker.cancels), worker.sent
+        connection = socket.create_connection((host, int(port)))
+        connection.sendall("\r\n".join([*lines, "", ""]).encode() + body)
+        eventually(lambda: worker.sent > sent + 6, "tokens")
+        if streamed:
+            assert b"200" in connection.recv(100)
+        connection.close()
+        gone_s = time.monotonic()
+        eventually(lambda: len(worker.cancels) == cancels + 2, "a cancel for each choice")
+        return time.monotonic() - gone_s
+
+    within(0.3, cancelled_after_s)
     assert sorted(worker.cancels) == sorted(submit.id for submit in worker.submits)
     assert not worker.jobs
     eventually(lambda: status_of(url)["gateway"]["running"] == 0, "an empty gateway")
@@ -451,15 +456,22 @@ def test_a_slow_reader_stalls_only_itself_and_is_ended(
 def test_sigterm_ends_streams_with_a_retryable_error_within_a_second(world: World) -> None:
     worker = world.worker(step_s=0.01)
     world.router.show(worker)
+    within(1.5, lambda: ended_by_sigterm_after_s(world))
+    world.router.show()
+    world.stop_workers()
+
+
+def ended_by_sigterm_after_s(world: World) -> float:
+    """Of a gateway of its own, in the midst of a stream."""
     gateway = GatewayProcess(world)
     ended: dict[str, float] = {}
+    logs: list[str] = []
 
     def stop() -> None:
-        ended["began_s"] = time.monotonic()
-        status, log = gateway.stop()
-        ended["took_s"] = time.monotonic() - ended["began_s"]
-        ended["status"] = status
-        assert "Traceback" not in log, log
+        began_s = time.monotonic()
+        ended["status"], log = gateway.stop()
+        ended["took_s"] = time.monotonic() - began_s
+        logs.append(log)
 
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 5000, "stream": True}
     lines: list[str] = []
@@ -473,9 +485,8 @@ def test_sigterm_ends_streams_with_a_retryable_error_within_a_second(world: Worl
     stopper.join()
     assert json.loads(lines[-1].removeprefix("data: "))["error"]["code"] == "shutting_down"
     assert ended["status"] == 0
-    assert ended["took_s"] < 1.5
-    world.router.show()
-    world.stop_workers()
+    assert "Traceback" not in logs[0], logs[0]
+    return ended["took_s"]
 
 
 def request_bytes(tokens: int) -> bytes:

@@ -33,10 +33,11 @@ FINGERPRINT = "ab" * 32
 @pytest.mark.parametrize("native_side", ["neither", "server", "client"])
 @pytest.mark.parametrize("dtype", list(Dtype))
 def test_python_and_native_ends_understand_each_other(native_side: str, dtype: Dtype) -> None:
+    of_others = threading.enumerate()
     python = cpu_path(fallback.FallbackLibrary())
     shape = shape_of()
     weights = Weights(shape, dtype, 1)
-    servers: list[tuple[ExpertServer, ShmEndpoint, grpc.Server]] = []
+    servers: list[tuple[ExpertServer, ShmEndpoint, grpc.Server, ThreadPoolExecutor]] = []
     members = []
     every = [(layer, expert) for layer in range(shape.layers) for expert in range(shape.experts)]
     for incarnation in (5, 6):
@@ -53,12 +54,13 @@ def test_python_and_native_ends_understand_each_other(native_side: str, dtype: D
             server.set_expert(*key, weights.gate_up[key].ctypes.data, weights.down[key].ctypes.data)
         service = ExpertsService()
         service.server = server
-        control = grpc.server(ThreadPoolExecutor(2))
+        pool = ThreadPoolExecutor(2)
+        control = grpc.server(pool)
         rpc.add_ExpertsServicer_to_server(service, control)
         address = f"127.0.0.1:{control.add_insecure_port('127.0.0.1:0')}"
         control.start()
         server.start()
-        servers.append((server, endpoint, control))
+        servers.append((server, endpoint, control, pool))
         serving = bitmap.to_bytes(bitmap.of_pairs(held, shape.experts), shape.layers, shape.experts)
         members.append(
             Member(
@@ -103,11 +105,16 @@ def test_python_and_native_ends_understand_each_other(native_side: str, dtype: D
         client.exchange(1, rows, ids, gates, drop=drop, deadline_s=0.05)
     client.close()
     endpoint.close()
-    for server, server_endpoint, control in servers:
-        control.stop(0)
+    for server, server_endpoint, control, pool in servers:
+        control.stop(0).wait()
+        pool.shutdown()
         server.close()
         server_endpoint.close()
-    assert threading.active_count() < 20
+    # Those of other tests may still run, or end meanwhile.
+    end_s = time.monotonic() + 10
+    while own := [thread for thread in threading.enumerate() if thread not in of_others]:
+        assert time.monotonic() < end_s, own
+        time.sleep(0.005)
 
 
 def test_a_missing_library_is_said_once_and_served_anyway() -> None:

@@ -118,6 +118,14 @@ def test_a_server_with_nothing_but_a_configuration_serves_the_bits_of_its_peers(
     assert len(files) == 3 and len(set(files)) == 1
 
 
+def until_said(child: Child, words: str) -> None:
+    """Until they are in what it wrote, which a thread reads a little later."""
+    end_s = time.monotonic() + 10
+    while words not in "".join(child._log):
+        assert time.monotonic() < end_s, (words, child._log)
+        time.sleep(0.02)
+
+
 @pytest.mark.parametrize("fault", ["die", "corrupt", "freeze"])
 def test_a_source_that_fails_midway_is_replaced_by_another(cluster: Cluster, fault: str) -> None:
     bad = cluster.start(module=("tests.experts.faulty_expert", fault))
@@ -134,7 +142,7 @@ def test_a_source_that_fails_midway_is_replaced_by_another(cluster: Cluster, fau
         "corrupt": "expert/1 gave wrong bytes",
         "freeze": "expert/1 put nothing for 5 s",
     }
-    assert said[fault] in "".join(new._log)
+    until_said(new, said[fault])
     for child in (bad, good):
         child.process.kill()
     assert cluster.rows() == wanted
@@ -147,7 +155,7 @@ def test_a_checkpoint_replaces_the_only_source(cluster: Cluster, fault: str) -> 
     wanted = cluster.rows()
     new = cluster.start()
     cluster.wait(new)
-    assert "source_failed" in "".join(new._log)
+    until_said(new, "source_failed")
     bad.process.kill()
     assert cluster.rows() == wanted
 

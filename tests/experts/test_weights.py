@@ -94,11 +94,11 @@ def test_a_connection_that_takes_long_does_not_count_against_a_fast_server(
 
     def slow_pack(layout: PackLayout, checkpoint: Checkpoint, layer: int, expert: int) -> np.ndarray:
         packed.append((layer, expert))
-        time.sleep(0.5)
+        time.sleep(2.0)
         return pack_blob(layout, checkpoint, layer, expert)
 
     monkeypatch.setattr(weights_module, "pack_blob", slow_pack)
-    peer.endpoint.connect = lambda *what: (time.sleep(0.8), connect(*what))[1]
+    peer.endpoint.connect = lambda *what: (time.sleep(2.5), connect(*what))[1]
     weights, view = world.weights(checkpoint=True), world.view(peer.member())
     for layer, expert in PAIRS:
         weights.expert(layer, expert, view)

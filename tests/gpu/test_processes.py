@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(
     DEVICE != "cpu", reason="needs the interpreter in both processes; found a GPU"
 )
 PATIENT_S = 0.4  # of the interpreter's clock, which a look moves on by 20 us: many seconds of this host
-HASTY_S = 0.015
+HASTY_S = 0.03
 BRIEF_S = 0.0002
 SHAPE = shape_of(capacity=3)
 
@@ -217,6 +217,25 @@ def processes(
     assert all(code in (0, None, -signal.SIGKILL) for code in codes), f"servers ended with {codes}"
 
 
+@contextlib.contextmanager
+def after_a_call(seed: int, *troubles: Callable[[], None] | None) -> Iterator[Processes]:
+    """Processes of little patience, after a call that every server answered in time.
+
+    Patience counts this process's looks; on a busy machine the servers may get no core meanwhile. Then anew.
+    """
+    for _ in range(5):
+        with contextlib.ExitStack() as begun:
+            world = begun.enter_context(processes(HASTY_S, *troubles))
+            call = Call.random(SHAPE, seed, tokens=3)
+            world.client.enqueue(*call.arguments())
+            report = world.client.report()
+            assert report.lost or same_bits(call.out, call.expected(SHAPE)), f"seed {seed}: {report}"
+            if report == StepReport() and world.client.retired() == {}:
+                yield world
+                return
+    raise AssertionError(f"seed {seed}: not one of five first calls was answered in time, the last: {report}")
+
+
 def test_calls_over_two_servers_have_the_bits_of_local_ones() -> None:
     seed = fresh_seed()
     with processes(PATIENT_S, None, None) as world:
@@ -234,9 +253,7 @@ def test_calls_over_two_servers_have_the_bits_of_local_ones() -> None:
 )
 def test_a_server_killed_in_mid_call_changes_no_bit(trouble: Callable[[], None]) -> None:
     seed = fresh_seed()
-    with processes(HASTY_S, trouble, None) as world:
-        world.call(seed)
-        world.client.report()
+    with after_a_call(seed, trouble, None) as world:
         world.client.begin(2 * HASTY_S)
         world.call(seed + 1)
         report = world.client.report()
@@ -254,9 +271,7 @@ def test_a_server_killed_in_mid_call_changes_no_bit(trouble: Callable[[], None])
 )
 def test_a_server_that_thaws_writes_where_nobody_reads(trouble: Callable[[], None]) -> None:
     seed = fresh_seed()
-    with processes(HASTY_S, trouble, None) as world:
-        world.call(seed)
-        world.client.report()
+    with after_a_call(seed, trouble, None) as world:
         world.call(seed + 1)
         report = world.client.report()
         assert report.verdicts == {0: {Verdict.MISSING}}, f"seed {seed}: {report}"
@@ -282,8 +297,7 @@ def test_a_server_that_thaws_writes_where_nobody_reads(trouble: Callable[[], Non
 
 def test_with_no_replica_left_rows_are_lost_in_time_and_never_wrong() -> None:
     seed = fresh_seed()
-    with processes(HASTY_S, in_the_second_batch(signal.SIGKILL)) as world:
-        world.call(seed)
+    with after_a_call(seed, in_the_second_batch(signal.SIGKILL)) as world:
         call = Call.random(SHAPE, seed + 1, tokens=3)
         world.client.enqueue(*call.arguments())
         report = world.client.report()

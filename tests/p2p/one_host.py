@@ -98,6 +98,24 @@ def hangs_up(fd: int, timeout_s: float) -> bool:
     return bool(poll.poll(timeout_s * 1000))
 
 
+def open_fds() -> set[tuple[str, str]]:
+    """This process's file descriptors, each with what it is open on.
+
+    What is in one such set and not in an earlier one is new; leftovers of other tests may be closed meanwhile.
+    """
+    found = set()
+    for fd in list(Path("/proc/self/fd").iterdir()):
+        # The listing's own is closed by now.
+        with contextlib.suppress(FileNotFoundError):
+            found.add((fd.name, str(fd.readlink())))
+    return found
+
+
+def tasks() -> set[str]:
+    """The ids of this process's threads, as the kernel sees them."""
+    return {task.name for task in Path("/proc/self/task").iterdir()}
+
+
 def forge(descriptor: bytes, **changes: object) -> bytes:
     """A descriptor that differs from another, and is whole."""
     return replace(decode(descriptor), **changes).encode()  # type: ignore[arg-type]

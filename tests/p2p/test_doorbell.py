@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import threading
 import time
 from collections.abc import Callable
@@ -46,12 +45,16 @@ def test_a_ring_after_the_look_and_before_the_wait_is_not_slept_through(
     page: np.ndarray, wait: Callable
 ) -> None:
     address = page.ctypes.data
-    seen = native.load().p2p_bell_read(address, LANE)
-    native_ring(address, LANE)
-    started_s = time.monotonic()
-    assert wait(address, LANE, seen, 5_000_000)
-    assert time.monotonic() - started_s < 0.004
-    assert sleeping(page, LANE) == 0
+    waits_s = []
+    for _ in range(5):
+        seen = native.load().p2p_bell_read(address, LANE)
+        native_ring(address, LANE)
+        started_s = time.monotonic()
+        assert wait(address, LANE, seen, 5_000_000)
+        waits_s.append(time.monotonic() - started_s)
+        assert sleeping(page, LANE) == 0
+    # A ring slept through costs the whole 5 ms every time; a busy machine may cost as much once.
+    assert min(waits_s) < 0.004, waits_s
 
 
 @WAITS
@@ -73,8 +76,8 @@ def test_a_ring_ends_the_wait(page: np.ndarray, wait: Callable, ring: Callable) 
         waits_s.append(time.monotonic() - started_s)
     stopping.set()
     thread.join()
-    # Without a wake every wait that begins asleep takes the whole 5 ms.
-    assert statistics.median(waits_s) < 0.0035, sorted(waits_s)
+    # Without a wake every wait that begins asleep takes the whole 5 ms. A busy machine may run the ringer late.
+    assert sorted(waits_s)[25] < 0.0035, sorted(waits_s)
 
 
 @WAITS

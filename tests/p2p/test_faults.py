@@ -101,14 +101,14 @@ def test_only_frames_for_the_peers_named_are_hit(library: Any, kind: str, hit: s
 
 def test_a_delayed_signal_comes_late_and_in_order(library: Any) -> None:
     link = Link(library, PEER)
-    faults.arm(1, "delay", by_s=0.15)
+    faults.arm(1, "delay", by_s=1.0)
     began_s = time.monotonic()
     assert link.send() == "kept" and link.signal() == 0
     while link.signal() != link.sequence:
-        assert time.monotonic() < began_s + 5
-    assert time.monotonic() - began_s >= 0.15
+        assert time.monotonic() < began_s + 10
+    assert time.monotonic() - began_s >= 1.0
     # Delays of several faults add up; what is under way when one ends still takes its time.
-    faults.arm(2, "delay", by_s=0.1)
+    faults.arm(2, "delay", by_s=1.0)
     assert link.send() == "kept"
     faults.disarm(1), faults.disarm(2)
     assert link.signal() != link.sequence
@@ -117,7 +117,7 @@ def test_a_delayed_signal_comes_late_and_in_order(library: Any) -> None:
 
 def test_nothing_is_written_to_a_window_that_was_let_go(library: Any) -> None:
     link, other = Link(library, PEER), Link(library, OTHER)
-    faults.arm(1, "delay", by_s=0.05)
+    faults.arm(1, "delay", by_s=0.5)
     assert (link.send(), other.send()) == ("kept", "kept")
     faults.unlink(link.address)
     end_s = time.monotonic() + 5

@@ -283,7 +283,7 @@ def test_of_many_callers_with_one_descriptor_exactly_one_gets_the_window(endpoin
     def call(number: int) -> None:
         with NixlEndpoint(f"caller-{number}", number) as caller:
             try:
-                caller.connect(window.descriptor, timeout_s=2)
+                caller.connect(window.descriptor, timeout_s=10)
                 outcomes.append("connected")
                 time.sleep(0.5)
             except ConnectRefused:
@@ -348,6 +348,21 @@ def left_behind() -> tuple[int, int, int]:
     )
 
 
+def settled() -> tuple[int, int, int]:
+    """What is left behind once it stays the same for a while: threads of UCX end a little later."""
+    found, before = left_behind(), None
+    end_s = time.monotonic() + 10
+    while found != before and time.monotonic() < end_s:
+        time.sleep(0.3)
+        found, before = left_behind(), found
+    return found
+
+
+def no_more_than(before: tuple[int, int, int]) -> bool:
+    """Whether nothing is there that was not before; what other tests left may go meanwhile."""
+    return all(now <= then for now, then in zip(left_behind(), before, strict=True))
+
+
 def test_nothing_is_left_behind_after_close(of_others: None) -> None:
     def use() -> None:
         a, b = NixlEndpoint("a", 1), NixlEndpoint("b", 2)
@@ -362,11 +377,11 @@ def test_nothing_is_left_behind_after_close(of_others: None) -> None:
 
     before = (0, 0, 0)
     use()  # What UCX keeps for the life of the process.
-    before = left_behind()
+    before = settled()
     rss_kb = resident_kb()
     for _ in range(6):
         use()
-    assert left_behind() == before
+    assert until(lambda: no_more_than(before)), (left_behind(), before)
     assert resident_kb() - rss_kb < 20_000, "each round maps 5 MB of windows and images"
 
 
@@ -381,9 +396,9 @@ def test_an_endpoint_that_nobody_closed_is_closed_when_it_is_collected(of_others
         b.put(peer, 8, bytes(1 << 19))
 
     use()
-    before = left_behind()
+    before = settled()
     use()
-    assert until(lambda: left_behind() == before)
+    assert until(lambda: no_more_than(before)), (left_behind(), before)
 
 
 def test_an_endpoint_alive_at_the_interpreters_exit_ends_it_well(endpoint: NixlEndpoint) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import os
 import random
-import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -95,10 +95,16 @@ def test_a_reader_never_accepts_what_a_running_writer_tears(endpoint: ShmEndpoin
 def test_a_ring_wakes_a_lane_of_another_process(endpoint: ShmEndpoint) -> None:
     with child("wake") as other:
         peer = endpoint.connect(bytes.fromhex(other.hear()))
+        sleeping = ctypes.c_uint32.from_address(peer.page_address + 64 * (1 + 2) + 4)
         latencies_ns, rang = [], 0
         for sequence in range(1, 61):
             other.say("wait")
-            time.sleep(0.002 + sequence % 7 / 1000)
+            end_s = time.monotonic() + 10
+            while not sleeping.value:
+                assert time.monotonic() < end_s, f"wait {sequence} never began"
+                time.sleep(0.0001)
+            # 0 to 2 ms into a sleep of 5.
+            time.sleep(sequence % 5 * 0.0005)
             endpoint.put(peer, 8, time.monotonic_ns().to_bytes(8, "little"))
             endpoint.signal(peer, 0, sequence)
             native.load().p2p_bell_ring(peer.page_address, 2)
@@ -107,8 +113,8 @@ def test_a_ring_wakes_a_lane_of_another_process(endpoint: ShmEndpoint) -> None:
             latencies_ns.append(int(latency_ns))
         other.say("")
         assert rang >= 40, f"{rang} of 60 waits ended by the ring"
-        # Waits that only time out end 2.5 ms late on average.
-        assert statistics.median(latencies_ns) < 1_500_000, sorted(latencies_ns)
+        # Waits that only time out end 3 to 5 ms after the ring. A busy machine may run many wakes late, not all.
+        assert sorted(latencies_ns)[6] < 1_500_000, sorted(latencies_ns)
 
 
 def test_memory_is_sealed_against_resizing() -> None:

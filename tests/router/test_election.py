@@ -128,7 +128,7 @@ def health(router: RouterProcess, name: str = "") -> str:
     with grpc.insecure_channel(router.address) as channel:
         try:
             request = health_pb2.HealthCheckRequest(service=name)
-            reply = health_pb2_grpc.HealthStub(channel).Check(request, timeout=0.5)
+            reply = health_pb2_grpc.HealthStub(channel).Check(request, timeout=5)
         except grpc.RpcError:
             return ""
     return health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)
@@ -238,7 +238,11 @@ def test_a_leader_that_was_frozen_neither_writes_nor_publishes(started: Start) -
         renewal = routers.stub(leader).Renew.future(
             pb.RenewRequest(name=server.name, incarnation=server.client.identity.incarnation), timeout=60
         )
-        known = list(published)
+        # What it sent before may still be on its way here.
+        known: list[tuple[int, int]] = []
+        while known != published:
+            known = list(published)
+            time.sleep(0.5)
         second = routers.await_leader(but=leader)
         until(lambda: server.views[-1].term == 2)
         server.client.report_exit(HOST, server.pid)

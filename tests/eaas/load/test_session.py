@@ -63,6 +63,14 @@ def test_counts_are_those_of_the_server(server: FakeServer, tmp_path: Path) -> N
     assert "<svg" in (tmp_path / "page.html").read_text()
 
 
+def test_signals_do_afterwards_what_they_did_before(server: FakeServer) -> None:
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = [signal.getsignal(number) for number in numbers]
+    server.script = "say:2"
+    assert load(server, "--rate", "100", "--requests", "3").exit_code == 0
+    assert [signal.getsignal(number) for number in numbers] == handlers
+
+
 def test_an_open_loop_sends_what_was_planned_and_succeeds(server: FakeServer, tmp_path: Path) -> None:
     server.script = "say:3"
     report, code = report_of(
