@@ -160,13 +160,22 @@ class Injections:
         # It does not answer before: this router may be the next to be killed.
         watchers = [(name, watcher) for name in injection.names for watcher in self._listening(name)]
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.gather(*(watcher.told.wait() for _, watcher in watchers)), _TELL_S)
+            await asyncio.wait_for(asyncio.gather(*(self._told_or_gone(*each) for each in watchers)), _TELL_S)
         told = {name for name, watcher in watchers if watcher.told.is_set()}
         # Who has gone meanwhile may have been told to.
         if untold := [name for name in injection.names if name not in told and name in self._members()]:
             self.clear(injection.fault.id)
             raise FaultRefused(f"{', '.join(untold)} could not be told: the fault is taken back. Try again.")
         return injection
+
+    async def _told_or_gone(self, name: str, watcher: Watcher) -> None:
+        """Until all is on its way to a member, or it is none any more.
+
+        What a kill ends may be gone before its stream says that the order went out.
+        """
+        while not watcher.told.is_set() and self._members().get(name) == watcher.incarnation:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(watcher.told.wait(), _MOMENT_S)
 
     def _inject(self, names: tuple[str, ...], fault: Fault) -> Injection:
         self._forget()

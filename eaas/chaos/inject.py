@@ -22,8 +22,9 @@ T = TypeVar("T")
 _TIMEOUT_S = 5.0
 # A fault hits at its time or not at all; a plan does not wait for a gateway that is frozen.
 _STATUS_S = 1.0
-# A signal goes by pid when the router does not take it within this time.
-_SIGNAL_S = 1.0
+# A signal goes by pid when the router does not take it within this time: longer than the router waits for a member to
+# be told, or what it did late would be done twice.
+_SIGNAL_S = 2.0
 
 
 class NotTaken(ChaosRefused):

@@ -264,6 +264,24 @@ def test_what_a_stream_did_not_carry_was_not_injected() -> None:
     asyncio.run(scene())
 
 
+def test_who_dies_of_what_it_was_told_is_not_waited_for() -> None:
+    """Its stream ended with it, before that said that the order was on its way."""
+
+    async def scene() -> None:
+        scene = Scene()
+        watcher = scene.watch()
+        begun = asyncio.create_task(scene.injections.inject(["expert/1"], Fault(id="", kind="kill")))
+        await asyncio.sleep(0.05)
+        (order,) = watcher.take()
+        scene.injections.detach("expert/1", watcher)
+        assert not begun.done(), "nobody has said yet that it is gone"
+        scene.members.clear()
+        injection = await asyncio.wait_for(begun, 0.5)
+        assert injection.names == ("expert/1",) and order.begin.kind == "kill"
+
+    asyncio.run(scene())
+
+
 def test_who_was_away_when_a_fault_was_cleared_is_told_on_its_return() -> None:
     async def scene() -> None:
         scene = Scene()
