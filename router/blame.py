@@ -6,12 +6,13 @@ it is a word, and a client may lie, or damage what it reads itself. So a server 
 
 - more than half of its judges name it, each for some time and of late, and none that names over a quarter of the pool:
   the attention workers that can ask it; only where there is none, as in a bare expert pool, the clients that can, each
-  process with one voice;
+  process, as it names itself, with one voice;
 - none went for this within AGAIN_S, and no other is missing, suspect or on its way out;
 - its experts are served elsewhere: before that it is only suspect, which has them copied.
 
 Fewer liars than honest judges cost nothing; if most lie, it is a server an hour, one at a time. Whoever is not believed
-loses little: it goes on asking other replicas.
+loses little where there are other replicas: it goes on asking those. Attention workers that ask nothing find nothing
+wrong, and keep a server that clients alone complain of.
 """
 
 from __future__ import annotations

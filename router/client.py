@@ -397,6 +397,10 @@ class RouterClient:
                         "renew_failed name=%s code=%s detail=%s", identity.name, error.code(), error.details()
                     )
                 wait_s = min(identity.renew_s, RETRY_MOST_S)
+            except ValueError:  # what grpc raises over a channel that was closed meanwhile
+                if self._closed.is_set():
+                    return
+                raise
             # A refused or unanswered attempt counts too: only this process's own silence ends its lease.
             self._spoke_s = boot_s()
             if not self._fenced:

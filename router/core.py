@@ -186,12 +186,12 @@ def _shows_another(before: State, state: State) -> bool:
 
 
 def _join(config: Config, state: State, event: Join, commands: list[Command]) -> State:
-    known = _forget_model(state)
-    refusal = _refusal(known, event)
+    forgotten = _forget_model(state, event)
+    refusal = _refusal(forgotten, event)
     if refusal:
         commands.append(Refused(message=refusal))
         return state
-    state = known
+    former_model, state = state.model, forgotten
     known = model = state.model
     # A client only asks: the cluster's own members say what is served.
     if event.pool != CLIENT:
@@ -201,6 +201,10 @@ def _join(config: Config, state: State, event: Join, commands: list[Command]) ->
             experts=known.experts or event.experts,
             expert_bytes=known.expert_bytes or event.expert_bytes,
         )
+    if _is_another(former_model, model):
+        # Nobody has the experts that they ask for any more.
+        for client in pool(state, CLIENT):
+            state = fence(config, state, client.name, "the cluster serves another model now", commands)
     for former in list(state.members.values()):
         same = (former.host, former.pid, former.pool) == (event.host, event.pid, event.pool)
         # One process may be several clients.
@@ -237,9 +241,15 @@ def _join(config: Config, state: State, event: Join, commands: list[Command]) ->
     return launches.joined(state, event.host, event.pool)
 
 
-def _forget_model(state: State) -> State:
-    """With nobody left who holds a part of the model, the next joiner may bring another."""
-    if any(record.pool != GATEWAY for record in state.members.values()):
+def _is_another(one: Model, other: Model) -> bool:
+    pairs = ((one.hash, other.hash), (one.layers, other.layers), (one.experts, other.experts))
+    return any(known and said and known != said for known, said in pairs)
+
+
+def _forget_model(state: State, event: Join) -> State:
+    """With nobody left who holds a part of the model, the next who does may bring another. Clients hold none."""
+    held = any(record.pool in LAUNCHED_POOLS for record in state.members.values())
+    if held or event.pool not in LAUNCHED_POOLS:
         return state
     return (
         evolve(state, model=Model(), routed=None, seen=())
@@ -278,7 +288,7 @@ def _refusal(state: State, event: Join) -> str:
             return f"{found} {what} found, {needed} needed: start this process with the model of the cluster"
     if event.pool == CLIENT and not pool(state, EXPERT):
         return (
-            "no expert server has joined yet, and a client does not say which model is served. Start expert "
+            "no expert server is a member, and a client does not say which model is served. Start expert "
             "servers (eaas pool MODEL), then connect again."
         )
     if event.pool == EXPERT:

@@ -25,6 +25,7 @@ from p2p.endpoint import P2PError
 from p2p.transport import TransportChoice
 from router.classes import carrier_of, covering
 from router.client import JoinRefused, RouterClient, RouterUnavailable
+from router.replies import Identity
 from router.tls import Credentials, CredentialsInvalid
 from router.view import CLIENT, EXPERT, View
 
@@ -231,19 +232,9 @@ class _Session:
     def _open(self, pool: ExpertPool, start_s: float, closing: contextlib.ExitStack) -> None:
         router = self._router = pool.open_router()
         closing.callback(router.close)
-        view = _first_view(router, start_s)
-        found = pool.check(view, start_s)
+        identity, view, found = _join(router, pool, start_s)
         self.dtype = Dtype.of_class(found)
         shape = pool.shape
-        identity = router.join(
-            pool=CLIENT,
-            address="",
-            model_hash=view.model_hash,
-            numerics_class=found,
-            layers=shape.layers,
-            experts=shape.experts,
-            timeout_s=start_s,
-        )
         closing.callback(self._leave)
         endpoint = pool.transport.opener()(identity.name, identity.incarnation, 1)
         closing.callback(endpoint.close)
@@ -303,6 +294,33 @@ class _Session:
         found = {report.name: report.totals for report in self.client.stats()}
         self._tracks = observe_all(self._tracks, found)
         return {"running": float(self._running), **load_entries(self._tracks)}
+
+
+def _join(router: RouterClient, pool: ExpertPool, start_s: float) -> tuple[Identity, View, str]:
+    """Become a member once an expert server is one: who this is then, the View, and the numerics class to ask.
+
+    Raises ConnectFailed, JoinRefused, RouterUnavailable.
+    """
+    end_s = time.monotonic() + start_s
+    while True:
+        view = _first_view(router, max(0.1, end_s - time.monotonic()))
+        found = pool.check(view, start_s)
+        try:
+            identity = router.join(
+                pool=CLIENT,
+                address="",
+                model_hash=view.model_hash,
+                numerics_class=found,
+                layers=pool.shape.layers,
+                experts=pool.shape.experts,
+                timeout_s=start_s,
+            )
+        except JoinRefused:
+            # No client joins without a server: where the last has gone since, another is waited for.
+            if router.status(timeout_s=_TOLD_S).view.pool(EXPERT):
+                raise
+        else:
+            return identity, view, found
 
 
 def _first_view(router: RouterClient, start_s: float) -> View:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ from eaas.cluster.local import LocalCluster
 from eaas.integrations import pool as pools
 from eaas.integrations import transformers as eaas
 from router.bitmap import to_bytes
-from router.client import RouterClient
+from router.client import JoinRefused, RouterClient
 from router.view import Member, View
 from tests.e2e.waiting import wait_for
 
@@ -180,6 +181,37 @@ def test_a_client_that_is_no_member_any_more_becomes_a_new_one(mixtral: tuple[Pa
         wait_for("it joins anew", lambda: generated(model, prompt(6)) == calm and bool(clients()))
         assert clients()[0].name != member.name
         router.close()
+
+
+def test_who_comes_as_the_last_server_goes_waits_for_the_next() -> None:
+    server = Member(
+        name="expert/1", pool="expert", state="serving", incarnation=1, address="a", pid=1, host="h",
+        numerics_class="cpu-bf16-fma-1",
+    )  # fmt: skip
+    shown = View(term=1, epoch=1, replicas_wanted=1, layers=1, experts=2, members=(server,))
+
+    class Router:
+        """Its only server goes as the client joins, and is back at the fourth look."""
+
+        looks, asked = 4, 0
+
+        def status(self, timeout_s: float) -> SimpleNamespace:
+            self.looks += 1
+            return SimpleNamespace(view=shown if self.looks > 3 else replace(shown, members=()))
+
+        def join(self, **asked: object) -> SimpleNamespace:
+            self.asked += 1
+            if self.asked == 1:
+                self.looks = 0
+                raise JoinRefused("no expert server is a member")
+            return SimpleNamespace(name="client/1")
+
+    pool = object.__new__(eaas.ExpertPool)
+    pool.shape, pool._router, pool._fingerprint = SimpleNamespace(layers=1, experts=2), "r", ""
+    router: Any = Router()
+    identity, view, found = pools._join(router, pool, 10.0)
+    assert (identity.name, view, found) == ("client/1", shown, "cpu-bf16-fma-1")
+    assert router.asked == 2
 
 
 def test_a_gateways_cluster_lends_its_experts_and_sends_the_client_nothing(tiny: Path) -> None:

@@ -436,6 +436,18 @@ MUTANTS = {
         "able = asking",
         "those who cannot know take a good server",
     ),
+    "has clients keep a model that nobody serves": Mutant(
+        "core",
+        "held = any(record.pool in LAUNCHED_POOLS for",
+        "held = any(record.pool != GATEWAY for",
+        "a program that nobody ended keeps the next model out",
+    ),
+    "leaves clients of another model in": Mutant(
+        "core",
+        "return any(known and said and known != said for known, said in pairs)",
+        "return False",
+        "clients read the placement of another model in the shape of theirs",
+    ),
     "has a client say which model is served": Mutant(
         "core",
         "if event.pool != CLIENT:\n        model = Model(",
