@@ -57,7 +57,7 @@ class ClosedLoop:
     def is_warm(self) -> bool:
         """Whether each client has had an answer: its connection is there, and so is what first answers make grow."""
         slots = len(self._turns)
-        return len({record.prompt % slots for record in list(self.ended)}) == slots
+        return len({record.prompt % slots for record in list(self.ended) if not record.failed}) == slots
 
     def once(self) -> list[StreamRecord]:
         """Ask for every prompt once; the records in the order of prompts.

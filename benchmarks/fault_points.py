@@ -30,7 +30,7 @@ from benchmarks.report import record
 from benchmarks.struck import Counts, Struck, options, setting, struck_cluster
 from eaas.load.judge import added_stalls
 from eaas.load.record import StreamRecord
-from router.client import FaultRefused
+from router.client import FaultRefused, RouterUnavailable
 from router.faults import CLIENT_POINTS, SERVER_POINTS, Fault
 from router.view import EXPERT
 
@@ -128,7 +128,8 @@ def strike(struck: Struck, blow: Blow) -> Hit:
 
 def take_back(struck: Struck, blow: Blow) -> None:
     """Disarm a blow, or forget it if it has struck."""
-    with contextlib.suppress(FaultRefused):  # The router forgets what is over.
+    # The router forgets what is over, and one that is late with its answer lets it end by itself.
+    with contextlib.suppress(FaultRefused, RouterUnavailable):
         struck.router.clear(blow.fault().id)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -206,11 +207,13 @@ def serve(
                 soft_wrap=True,
             )
             if not experts:
-                proof = f" --tls-dir {config.tls_dir}" if config.tls_dir else ""
+                proof = f" --tls-dir {shlex.quote(str(config.tls_dir))}" if config.tls_dir else ""
+                # Asked by the router's address, which needs no key of the gateway's.
                 console.print(
                     "No expert server runs, so requests wait for one: "
-                    f"eaas scale expert 2 --url {cluster.url}{proof}",
+                    f"eaas scale expert 2 --router {cluster.router_address}{proof}",
                     highlight=False,
+                    markup=False,
                     soft_wrap=True,
                 )
             stop.wait()

@@ -6,7 +6,9 @@ import os
 import random
 import signal
 import threading
+import time
 
+import openai
 import pytest
 
 from eaas.cluster.local import LocalCluster
@@ -129,14 +131,12 @@ def test_a_hung_router_is_replaced(cluster: LocalCluster, calm: list[Seen]) -> N
 
 
 def test_a_client_that_goes_away_frees_everything(cluster: LocalCluster) -> None:
-    import openai
-
     client = openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0, timeout=30)
 
     seen_running = threading.Event()
 
-    def leave_early() -> None:
-        stream = client.completions.create(
+    def begun() -> openai.Stream[openai.types.Completion]:
+        return client.completions.create(
             model="tiny",
             prompt="go on",
             max_tokens=1900,
@@ -144,9 +144,25 @@ def test_a_client_that_goes_away_frees_everything(cluster: LocalCluster) -> None
             stream=True,
             extra_body={"ignore_eos": True},
         )
+
+    def leave_early() -> None:
+        stream = begun()
         next(iter(stream))
         seen_running.wait(60)
         stream.close()
+
+    def stay() -> None:
+        for _ in begun():
+            pass
+
+    workers = [pid for name, pid in cluster.pids().items() if name.startswith("attention")]
+    began_s = time.monotonic()
+    readers = [threading.Thread(target=stay) for _ in range(8)]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join()
+    natural_s = time.monotonic() - began_s
 
     threads = [threading.Thread(target=leave_early) for _ in range(8)]
     for thread in threads:
@@ -161,4 +177,6 @@ def test_a_client_that_goes_away_frees_everything(cluster: LocalCluster) -> None
     seen_running.set()
     for thread in threads:
         thread.join()
-    wait_for("no request left in the attention worker", lambda: sum(held()) == 0, cluster)
+    took_s = wait_for("no request left in the attention worker", lambda: sum(held()) == 0, cluster)
+    assert took_s < natural_s / 2, f"{took_s:.1f} s, and {natural_s:.1f} s had they gone on"
+    assert [pid for name, pid in cluster.pids().items() if name.startswith("attention")] == workers

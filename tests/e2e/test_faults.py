@@ -293,8 +293,11 @@ def test_a_freeze_that_is_cleared_before_it_strikes_never_does(
 
     def children() -> list[int]:
         # Whichever of its threads began them.
-        lists = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
-        return [int(child) for found in lists for child in found.split()]
+        found: list[int] = []
+        for path in Path(f"/proc/{pid}/task").glob("*/children"):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
+                found += [int(child) for child in path.read_text().split()]
+        return found
 
     until("no waker", lambda: all(state_of(child) in ("", "Z") for child in children()))
 

@@ -342,6 +342,7 @@ def test_one_request_too_many_is_a_429_with_retry_after(url: str, worker: FakeWo
     eventually(
         lambda: httpx.post(f"{url}{PLAIN}", json=body).status_code == 200,
         "refused requests must not hold places",
+        5.0,
     )
 
 

@@ -191,6 +191,6 @@ def test_a_gateway_that_is_killed_ends_its_streams_cleanly_and_frees_its_workers
     gateway.process.communicate()
     assert len(errors) == 5
     assert all(isinstance(error, httpx.RemoteProtocolError | httpx.ReadError) for error in errors), errors
-    eventually(lambda: not worker.jobs, "a free worker")
+    eventually(lambda: not worker.jobs, "a free worker", 5.0)
     world.router.show()
     world.stop_workers()

@@ -69,15 +69,23 @@ def test_a_ring_ends_the_wait(page: np.ndarray, wait: Callable, ring: Callable) 
 
     thread = threading.Thread(target=ringer)
     thread.start()
-    waits_s = []
-    for _ in range(100):
-        started_s = time.monotonic()
-        wait(address, LANE, doorbell.read(address, LANE), 5_000_000)
-        waits_s.append(time.monotonic() - started_s)
+
+    def median_s() -> float:
+        waits_s = []
+        for _ in range(100):
+            started_s = time.monotonic()
+            wait(address, LANE, doorbell.read(address, LANE), 5_000_000)
+            waits_s.append(time.monotonic() - started_s)
+        return sorted(waits_s)[50]
+
+    # Without a wake every wait that begins asleep takes the whole 5 ms. A machine that is busy for
+    # a while spoils a round.
+    medians_s = [median_s()]
+    while medians_s[-1] >= 0.0035 and len(medians_s) < 3:
+        medians_s.append(median_s())
     stopping.set()
     thread.join()
-    # Without a wake every wait that begins asleep takes the whole 5 ms. A busy machine may run the ringer late.
-    assert sorted(waits_s)[25] < 0.0035, sorted(waits_s)
+    assert medians_s[-1] < 0.0035, medians_s
 
 
 @WAITS

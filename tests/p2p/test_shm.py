@@ -96,25 +96,34 @@ def test_a_ring_wakes_a_lane_of_another_process(endpoint: ShmEndpoint) -> None:
     with child("wake") as other:
         peer = endpoint.connect(bytes.fromhex(other.hear()))
         sleeping = ctypes.c_uint32.from_address(peer.page_address + 64 * (1 + 2) + 4)
-        latencies_ns, rang = [], 0
-        for sequence in range(1, 61):
-            other.say("wait")
-            end_s = time.monotonic() + 10
-            while not sleeping.value:
-                assert time.monotonic() < end_s, f"wait {sequence} never began"
-                time.sleep(0.0001)
-            # 0 to 2 ms into a sleep of 5.
-            time.sleep(sequence % 5 * 0.0005)
-            endpoint.put(peer, 8, time.monotonic_ns().to_bytes(8, "little"))
-            endpoint.signal(peer, 0, sequence)
-            native.load().p2p_bell_ring(peer.page_address, 2)
-            result, latency_ns = other.hear().split()
-            rang += int(result)
-            latencies_ns.append(int(latency_ns))
+
+        def woken(first: int) -> tuple[int, int]:
+            """Of 60 waits: how many the ring ended, and the median of their ends after it in nanoseconds."""
+            latencies_ns, rang = [], 0
+            for sequence in range(first, first + 60):
+                other.say("wait")
+                end_s = time.monotonic() + 10
+                while not sleeping.value:
+                    assert time.monotonic() < end_s, f"wait {sequence} never began"
+                    time.sleep(0.0001)
+                # 0 to 2 ms into a sleep of 5.
+                time.sleep(sequence % 5 * 0.0005)
+                endpoint.put(peer, 8, time.monotonic_ns().to_bytes(8, "little"))
+                endpoint.signal(peer, 0, sequence)
+                native.load().p2p_bell_ring(peer.page_address, 2)
+                result, latency_ns = other.hear().split()
+                rang += int(result)
+                latencies_ns.append(int(latency_ns))
+            return rang, sorted(latencies_ns)[30]
+
+        # Waits that only time out end 3 to 5 ms after the ring. A machine that is busy for a while spoils a round.
+        rounds = []
+        for number in range(3):
+            rounds.append(woken(1 + 60 * number))
+            if rounds[-1][0] >= 40 and rounds[-1][1] < 1_500_000:
+                break
         other.say("")
-        assert rang >= 40, f"{rang} of 60 waits ended by the ring"
-        # Waits that only time out end 3 to 5 ms after the ring. A busy machine may run many wakes late, not all.
-        assert sorted(latencies_ns)[6] < 1_500_000, sorted(latencies_ns)
+        assert rounds[-1][0] >= 40 and rounds[-1][1] < 1_500_000, rounds
 
 
 def test_memory_is_sealed_against_resizing() -> None:

@@ -222,7 +222,7 @@ def test_a_renewed_certificate_is_shown_without_a_restart(secure: tuple[Any, str
     make_certs(certs, ["gateway"], hosts=["localhost", "127.0.0.1"])
     for name in ("key.pem", "cert.pem"):
         (folder / name).write_bytes((certs / "gateway" / name).read_bytes())
-    eventually(lambda: serial(port, certs) != before, "the new certificate is shown")
+    eventually(lambda: serial(port, certs) != before, "the new certificate is shown", 5.0)
 
 
 # -- what a listener holds at most
