@@ -30,7 +30,9 @@ def hear() -> str:
 def lay_out(window: NixlWindow) -> NixlWindow:
     """Write the header page that tells the peer where the slots are."""
     layout = (LAYOUT.slots, LAYOUT.payload_bytes)
-    assert native.load().p2p_window_init(window.address, window.nbytes, window.incarnation, *layout) == 0
+    # No assert: in the process of its own it would not be made under `python -O`.
+    if native.load().p2p_window_init(window.address, window.nbytes, window.incarnation, *layout) != 0:
+        raise ValueError(f"a window of {window.nbytes} bytes has no room for {layout}")
     return window
 
 
