@@ -44,8 +44,12 @@ def judge(config: Config, state: State, commands: list[Command]) -> State:
     for name, since_s in since.items():
         if state.now_s - since_s < long_s:
             continue
-        if is_last_replica(state, name):
-            suspected = evolve(state.pulses[name], accused_until_s=state.now_s + config.lease_s)
+        pulse = state.pulses[name]
+        # While another went for this of late, its experts stay copied: dropped with the suspicion, they would be
+        # last replicas again, and so suspect.
+        stays = state.now_s < pulse.accused_until_s and state.now_s < state.blame_again_s
+        if stays or is_last_replica(state, name):
+            suspected = evolve(pulse, accused_until_s=state.now_s + config.lease_s)
             state = with_pulse(state, name, suspected)
         elif state.now_s >= state.blame_again_s and _others_are_well(state, name):
             state = evolve(state, blame_again_s=state.now_s + AGAIN_S)

@@ -150,6 +150,21 @@ def a_last_replica_is_fenced_only_once_its_experts_are_served_elsewhere(step: St
     assert not mine & ~elsewhere
 
 
+def who_may_not_go_yet_stays_suspect_and_its_experts_stay_copied(step: Step) -> None:
+    """Without its suspicion the copies went, and it held last replicas again: a move every few seconds, for an hour."""
+    told = cluster(step, servers=4, replicas=1, experts=8)
+    assert "expert/2" in fenced(run(told, by_all(told, accused(2)), 10.0))
+    run(told, {}, 5.0)
+    assert not fenced(run(told, by_all(told, accused(3)), 5.0))
+    epoch = told.state.epoch
+    for _ in range(20):
+        run(told, by_all(told, accused(3)), 1.0)
+        assert "expert/3" in told.state.suspects
+    assert told.state.epoch == epoch
+    run(told, {}, 5.0)
+    assert not told.state.suspects
+
+
 def who_holds_up_a_drain_is_named(step: Step) -> None:
     """While one is suspect nobody drains, and a last replica that is accused is."""
     told = cluster(step, servers=4, replicas=1, experts=8)
@@ -223,6 +238,7 @@ BLAME_STORIES = (
     a_client_that_falls_silent_upon_its_word_is_not_believed,
     a_client_that_has_just_joined_has_no_say,
     a_last_replica_is_fenced_only_once_its_experts_are_served_elsewhere,
+    who_may_not_go_yet_stays_suspect_and_its_experts_stay_copied,
     who_holds_up_a_drain_is_named,
     the_only_server_stays,
     clients_neither_outvote_attention_workers_nor_shield_a_server_from_them,

@@ -402,9 +402,15 @@ MUTANTS = {
     ),
     "takes a last replica for its replies": Mutant(
         "blame",
-        "if is_last_replica(state, name):",
-        "if not name:",
+        "or is_last_replica(state, name):",
+        "or not name:",
         "its experts are nowhere, however damaged its replies",
+    ),
+    "drops the copies of who is accused and may not go": Mutant(
+        "blame",
+        "if stays or is_last",
+        "if is_last",
+        "they are made and dropped without end",
     ),
     "believes who accuses everybody": Mutant(
         "blame",

@@ -26,6 +26,8 @@ _WORK_S = 0.004
 _PATIENCE_S = 0.15
 _RETRY_S = 0.25
 _BATCH = 6
+# So many corrupt replies within so long, as in experts/native/client_state.h.
+_CORRUPT_MOST, _CORRUPT_S = 3, 60.0
 MASK = 0xFFFFFFFF
 HEDGES_FREE, HEDGES_OF_CALLS = 2, 20  # 5%
 
@@ -51,7 +53,18 @@ class Stream:
 class Attached:
     """A worker's link to one server: free slots, requests in flight, slots that wait for a late reply."""
 
-    __slots__ = ("corrupt", "flying", "free", "gone", "incarnation", "name", "server", "shunned", "worker")
+    __slots__ = (
+        "_corrupt_s",
+        "distrusted_s",
+        "flying",
+        "free",
+        "gone",
+        "incarnation",
+        "name",
+        "server",
+        "shunned",
+        "worker",
+    )
 
     def __init__(self, worker: Worker, server: ExpertServer) -> None:
         self.worker, self.server = worker, server
@@ -60,7 +73,14 @@ class Attached:
         self.flying: dict[int, Dispatch] = {}
         self.gone = False
         self.shunned = False
-        self.corrupt = 0
+        self.distrusted_s = 0.0  # the last choice until then
+        self._corrupt_s: tuple[float, ...] = ()
+
+    def count_corrupt(self, now_s: float) -> None:
+        """One more reply failed its check."""
+        self._corrupt_s = (*self._corrupt_s, now_s)[-_CORRUPT_MOST:]
+        if len(self._corrupt_s) == _CORRUPT_MOST:
+            self.distrusted_s = self._corrupt_s[0] + _CORRUPT_S
 
 
 class Dispatch:
@@ -133,7 +153,7 @@ class Worker(Process):
         corrupt = {
             f"corrupt:{name}": 3.0
             for name, link in self.links.items()
-            if link.corrupt >= 3 or self.damaged or name == self.slanders
+            if self.world.now_s < link.distrusted_s or self.damaged or name == self.slanders
         }
         return {
             "running": float(len(self.streams)),
@@ -341,7 +361,7 @@ class Worker(Process):
                 continue  # a late reply brought it
             best, best_key = None, (9, 9)
             for link in table[pair[2]]:
-                key = (link.shunned + (link.corrupt >= 3), -link.free)
+                key = (link.shunned + (world.now_s < link.distrusted_s), -link.free)
                 if link.free and key < best_key:
                     best, best_key = link, key
             if best is None:
@@ -373,9 +393,9 @@ class Worker(Process):
         if link.flying.pop(dispatch.id, None) is None or self.links.get(link.name) is not link:
             return  # a repetition, or of a link that was torn down
         link.free += 1
-        link.shunned = link.corrupt >= 3
+        link.shunned = world.now_s < link.distrusted_s
         if link.server.corrupt:
-            link.corrupt += 1
+            link.count_corrupt(world.now_s)
             found = [(token, k, bit, -1) for token, k, bit, _ in found]
         self.flights.pop(dispatch.id, None)
         call = dispatch.call
