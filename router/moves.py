@@ -235,7 +235,8 @@ def _advance(
     if record.capacity:
         room = record.capacity - target.bit_count()
         if room < wanted.bit_count():
-            unwanted = target & ~record.share & ~held
+            # What somebody may still ask for stays, even if the server says that it does not hold it.
+            unwanted = target & ~(record.share | held | retiring)
             dropped |= unwanted
             target &= ~unwanted
             wanted = lowest(wanted, record.capacity - target.bit_count())

@@ -58,7 +58,9 @@ def room(record: MemberRecord) -> int:
     """How many of the copies that a server lacks it could take now."""
     if not record.capacity:
         return record.share.bit_count()
-    return max(0, record.capacity - (record.target & (record.share | record.loaded)).bit_count())
+    return max(
+        0, record.capacity - (record.target & (record.share | record.loaded | record.retiring)).bit_count()
+    )
 
 
 def in_at_least(count: int, held: list[int]) -> int:

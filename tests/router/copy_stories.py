@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from router.events import Tick
 from tests.router.told import Step, Told, cluster
 
@@ -19,6 +21,31 @@ def what_a_worker_may_still_ask_for_is_not_taken_back(step: Step) -> None:
     )
 
 
+def what_a_worker_may_still_ask_for_makes_no_room(step: Step) -> None:
+    """A full server says that it does not hold what it retires: another copy takes that place only after the ack."""
+    told = Told(step, experts_wanted=2)
+    told.join(capacity=1)
+    told.join(capacity=2)
+    told.join("attention")
+    told.load_all()
+    told.ack("attention/1")
+    epoch = told.state.epoch
+    given = {"expert/1": (0b10, 0b01, 0b01), "expert/2": (0b01, 0b11, 0b10)}
+    members = {
+        name: replace(
+            told.state.members[name], share=share, target=target, loaded=target, serving=serving, retiring=0
+        )
+        for name, (share, target, serving) in given.items()
+    }
+    told.state = replace(told.state, members={**told.state.members, **members}, settled=False)
+    told.loaded("expert/1", 0, epoch)
+    told.give(Tick(), after_s=0.1)
+    assert told.state.members["expert/1"].target == 0b01, "unloaded while a worker asks for it"
+    told.ack("attention/1")
+    told.give(Tick(), after_s=0.1)
+    assert told.state.members["expert/1"].target == 0b10, "never unloaded"
+
+
 def _pass(told: Told, seconds: float, worker_acks: bool) -> None:
     for _ in range(round(seconds / 0.1)):
         for name in list(told.state.members):
@@ -29,4 +56,7 @@ def _pass(told: Told, seconds: float, worker_acks: bool) -> None:
         told.give(Tick(), after_s=0.1)
 
 
-COPY_STORIES = (what_a_worker_may_still_ask_for_is_not_taken_back,)
+COPY_STORIES = (
+    what_a_worker_may_still_ask_for_is_not_taken_back,
+    what_a_worker_may_still_ask_for_makes_no_room,
+)

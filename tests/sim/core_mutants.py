@@ -202,6 +202,12 @@ MUTANTS = {
         "        if room < -99:",
         "a server is asked to hold more than it can",
     ),
+    "makes room with what is still asked for": Mutant(
+        "moves",
+        "unwanted = target & ~(record.share | held | retiring)",
+        "unwanted = target & ~(record.share | held)",
+        "a worker that has not acked asks for what is gone",
+    ),
     "keeps who has exited": Mutant(
         "core",
         'state = fence(config, state, record.name, "its process ended", commands, ended=True)',
