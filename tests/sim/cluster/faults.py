@@ -271,11 +271,7 @@ def _slow_server(s: Schedule, dice: Random) -> str:
     if not isinstance(p, ExpertServer):
         return ""
     p.factor = dice.choice((2.0, 10.0, 60.0))
-
-    def heal(_: object) -> None:
-        p.factor = 1.0
-
-    s.heal(dice.uniform(2.0, 10.0), heal)
+    s.heal(dice.uniform(2.0, 10.0), p.quicken)
     return f"{p.name} {p.factor} times"
 
 

@@ -402,8 +402,9 @@ class Judge:
         now_s = self.hearing.judged_s
         waits = row.target & ~(process.held if isinstance(process, ExpertServer) else 0)
         if waits != known.waits or self.world.router.problem or self.world.router.unwritable:
-            # A router that cannot write takes nothing back.
-            known.waits, known.waits_since_s = waits, now_s
+            # A router that cannot write takes nothing back; and what was ordered after a stall has waited from then on,
+            # not from the last tick before it.
+            known.waits, known.waits_since_s = waits, self.hearing.now_s
         elif waits and now_s - known.waits_since_s > self.config.move_s + _WATCH_S:
             self.broken(
                 "a copy that does not come is taken back",
@@ -429,6 +430,8 @@ class Judge:
         for row in shown.rows.values():
             if row.phase != "serving":
                 return f"{row.name} is {row.phase}"
+            if router.state.members[row.name].leaving:
+                return f"{row.name} is to be replaced"
             if row.pool == EXPERT and row.target != row.serving:
                 return f"{row.name} serves {row.serving:x} of {row.target:x}"
         for row in shown.rows.values():
