@@ -96,6 +96,7 @@ class Router:
         self.problem = False
         self.shown: Shown | None = None
         self.launchers: dict[str, Launcher] = {}
+        self.detaching: set[str] = set()  # hosts whose launcher is gone, which could not be written down yet
         self.last: deque[tuple[float, Event, list[Command]]] = deque(maxlen=40)
         self.past: list[Event] = []  # what was said lately, to be said again much later
 
@@ -116,6 +117,7 @@ class Router:
         self.life += 1
         self.stalled_s = 0.0
         self.launchers.clear()
+        self.detaching.clear()
         self.world.judge.router_started()
         self.give(Started(salt=(self.world.seed * 1_000_003 + self.life) & 0xFFFFF))
         self.world.at(self.world.now_s + self.config.tick_s, self.tick, self.life)
@@ -182,6 +184,8 @@ class Router:
                     self.show_to(process)
         elif kind is Launch or kind is Stop:
             launcher = self.launchers.get(command.host)
+            if launcher is None and command.host in self.detaching:
+                return  # the core does not know yet
             if launcher is None:
                 self.world.judge.broken("orders go to attached launchers", f"{command} has nobody to take it")
             else:
@@ -268,7 +272,19 @@ class Router:
         """A launcher's stream has ended."""
         if self.up and self.launchers.get(launcher.host) is launcher:
             del self.launchers[launcher.host]
-            self.give(LauncherDetached(host=launcher.host))
+            self._say_detached((launcher.host, self.life))
+
+    def _say_detached(self, what: tuple[str, int]) -> None:
+        """Until it can be written down."""
+        host, life = what
+        self.detaching.discard(host)
+        if not self.up or life != self.life or host in self.launchers:
+            return
+        self.detaching.add(host)
+        if self.give(LauncherDetached(host=host)) is None:
+            self.world.at(self.world.now_s + self.config.tick_s, self._say_detached, what)
+            return
+        self.detaching.remove(host)
 
 
 def _counters(state: State) -> tuple[object, ...]:
