@@ -26,7 +26,7 @@ EVENTS = 1200
 FAILED = (
     7700359, 7700385, 7700577, 7700703, 7700709, 31000659, 31000927, 31001095, 31001505, 31002179, 31002478, 31002503,
     31002665, 31002883, 31002904, 1795451302789, 1795451303103, 1795451477509, 1795451477736,
-    1795451975464,
+    1795451975464, 1795451977360,
 )  # fmt: skip
 # What only a few of many long runs bring about; make mutants has them.
 RARE = {"exceeds capacity", "drains several at once", "shows the unready as suspect"}

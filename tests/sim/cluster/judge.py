@@ -66,6 +66,7 @@ class Judge:
         self.epoch = 0
         self._planned = True
         self.moves = Moves(self)
+        self._wanted_before = self.wanted[EXPERT]
         self.changes = 0  # of wanted sizes by load, in this term; no run lasts an hour
         self.blamed = 0  # fenced for their replies, in this term
 
@@ -105,6 +106,8 @@ class Judge:
         state = self.world.router.state
         published = 0
         fences = []
+        # Who is fenced in the step that also grows the pool was judged before.
+        self._wanted_before = self.wanted[EXPERT]
         for command in commands:
             kind = type(command)
             if kind is Publish:
@@ -253,7 +256,7 @@ class Judge:
                 f"{known.name}, by {liars} of {len(workers)}",
             )
         others = [record for record in members if record.pool == EXPERT]
-        if len(others) + 1 < self.wanted[EXPERT] or any(not r.ready or r.draining for r in others):
+        if len(others) + 1 < self._wanted_before or any(not r.ready or r.draining for r in others):
             self.broken("none is fenced for its replies while another is missing", f"{known.name}")
         self.blamed += 1
         if self.blamed > 1:
