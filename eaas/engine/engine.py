@@ -110,6 +110,8 @@ class Engine:
         wake: Called, on another thread, when a request whose grammar was compiled can be queued.
         """
         self.config = config
+        # Told of requests whose computing begins with the step at hand, before it is computed.
+        self.on_begun: Callable[[Sequence[Request]], None] = lambda _: None
         self.computed = 0
         self.busy_s = 0.0
         self._decoder = decoder
@@ -274,6 +276,8 @@ class Engine:
             logits_rows=plan.logits_rows,
             drop=plan.drop,
         )
+        if plan.begun:
+            self.on_begun(plan.begun)
         began_s = self._clock()
         try:
             choice = self._compute(step, plan, self._budget_s(began_s))

@@ -177,6 +177,7 @@ class Scheduler:
         slots = self._decode_slots
         if slots is None:
             slots = self._decode_slots = np.array([r.slot for r in self._decoding], dtype=np.int32)
+        running = len(self._prefilling)
         chunks = self._chunks(self.config.step_tokens - len(slots))
         if not chunks:
             if not len(slots):
@@ -192,7 +193,7 @@ class Scheduler:
                 slots=slots,
                 drop=self._droppable(slots),
             )
-        return self._mixed(slots, chunks)
+        return self._mixed(slots, chunks, self._prefilling[running:])
 
     def complete(self, tokens: Sequence[int]) -> list[Emitted]:
         """Take the tokens chosen from the plan's logits, in their order; returns what is to be emitted, as many.
@@ -360,7 +361,7 @@ class Scheduler:
         self._prefilling.append(request)
         return True
 
-    def _mixed(self, slots: TokenArray, chunks: list[Chunk]) -> Plan:
+    def _mixed(self, slots: TokenArray, chunks: list[Chunk], begun: list[Request]) -> Plan:
         count = len(slots)
         rows = count + sum(stop - start for _, start, stop in chunks)
         token_ids = np.empty(rows, dtype=np.int32)
@@ -399,6 +400,7 @@ class Scheduler:
             slots=np.array([request.slot for request in requests], dtype=np.int32),
             drop=self._droppable(seqs),
             judged=judged,
+            begun=begun,
         )
 
     def _droppable(self, seqs: TokenArray) -> NDArray[np.uint8] | None:

@@ -25,6 +25,7 @@ class Plan:
         requests: The m requests, in the order of `logits_rows`; valid for this step.
         slots: int32 [m], their slots.
         judged: What the k rows are for, in their order.
+        begun: Requests none of whose rows were computed since they came, or were preempted, until this step.
         drop: uint8 [n]: 1 where a lost expert's term may be left out, else 0; None: nowhere.
     """
 
@@ -37,6 +38,7 @@ class Plan:
     slots: TokenArray
     drop: NDArray[np.uint8] | None
     judged: Sequence[Judged] = ()
+    begun: Sequence[Request] = ()
 
 
 class Judged(NamedTuple):

@@ -17,10 +17,11 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from eaas.engine.engine import Engine
+from eaas.engine.request import Request
 from eaas.engine.secure_door import SecureConnection, SecureDoor
 from eaas.engine.worker_protocol import (
     Cancel,
@@ -164,6 +165,7 @@ class Worker:
         elsewhere: Why new requests should go to other workers; "" while they should not.
         """
         self._engine = engine
+        engine.on_begun = self._tell_begun
         self._hello = hello
         self._listener = listener
         self._between_steps = between_steps
@@ -258,6 +260,14 @@ class Worker:
         for link in list(self._links.values()):
             if link.lost:
                 self._drop(link)
+
+    def _tell_begun(self, requests: Sequence[Request]) -> None:
+        """Say which requests are computed from now on, so that no other is suspected should this process die of one."""
+        begun: dict[int, list[tuple[str, int]]] = {}
+        for request in requests:
+            begun.setdefault(request.owner, []).append((request.id, request.attempt))
+        for owner, marks in begun.items():
+            self._links[owner].send(Step(tokens=[], begun=marks))
 
     def _tell_load(self) -> None:
         """Say how busy this worker is: from time to time, and once when it has nothing to do."""

@@ -15,7 +15,7 @@ import msgspec
 from eaas.engine.grammar import Grammar
 
 # Of these messages; a worker of another is not used.
-PROTOCOL = 2
+PROTOCOL = 3
 MAX_BODY_BYTES = 64 << 20
 MAX_TOP_LOGPROBS = 20
 MAX_BIASES = 1024
@@ -173,12 +173,15 @@ class Step(msgspec.Struct, kw_only=True, frozen=True, tag="step", gc=False, omit
     """All tokens that one engine step made for one gateway; none: a sign of life.
 
     `dropped`: (request, attempt) of each request among them that was computed, in this step or before, without the
-    terms of lost experts. `load`: a few times a second while there is work, and when there is none any more.
+    terms of lost experts. `begun`: (request, attempt) of each request whose computing begins with the next step, said
+    before it: should the worker die, no other can be the cause. `load`: a few times a second while there is work, and
+    when there is none any more.
     """
 
     tokens: list[Token]
     dropped: list[tuple[str, int]] = []
     prompts: list[PromptLogprobs] = []
+    begun: list[tuple[str, int]] = []
     load: WorkerLoad | None = None
 
 

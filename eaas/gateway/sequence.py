@@ -13,6 +13,7 @@ class Sequence:
     """One choice in flight: its log, its parameters, and where it is being served."""
 
     __slots__ = (
+        "begun",
         "choice",
         "debt",
         "first_s",
@@ -30,6 +31,7 @@ class Sequence:
         "refused_since_s",
         "started_s",
         "traceparent",
+        "trial_most",
         "waiting_since_s",
     )
 
@@ -53,6 +55,8 @@ class Sequence:
         self.generation = generation
         self.link: WorkerLink | None = None
         self.prefill = 0  # tokens to compute before this attempt's first new one
+        self.begun = False  # its worker has begun to compute this attempt
+        self.trial_most: int | None = None  # how many are tried with it at once, at most
         self.debt = 0  # tokens still to be computed, the prefill included
         self.numerics_class: str | None = None
         self.traceparent = ""  # of the request's span, where it is traced

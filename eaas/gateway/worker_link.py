@@ -33,6 +33,8 @@ class LinkOwner(Protocol):
 
     def tokens(self, link: WorkerLink, tokens: list[Token]) -> None: ...
 
+    def begun(self, marks: list[tuple[str, int]]) -> None: ...
+
     def dropped(self, marks: list[tuple[str, int]]) -> None: ...
 
     def judged(self, pieces: list[PromptLogprobs]) -> None: ...
@@ -116,6 +118,8 @@ class WorkerLink(asyncio.Protocol):
             if self._lost:
                 return
             if type(message) is Step:
+                if message.begun:
+                    self._owner.begun(message.begun)
                 if message.dropped:
                     self._owner.dropped(message.dropped)
                 if message.prompts:

@@ -53,6 +53,7 @@ class WorkerPool:
         # Those whose client reads too slowly: no worker computes for them.
         self._paused: dict[str, Sequence] = {}
         self._trial = Trial()
+        self._placing = False
         self._ids = itertools.count(1)
         self._sweeper: asyncio.TimerHandle | None = None
         self._closed = False
@@ -197,8 +198,12 @@ class WorkerPool:
         self._workers.lost(link)
         self.metrics.ledger.heard(link.incarnation, link.load)
         lost = self._at(link)
+        # A worker dies of what it computes, and not of what it has in its queue.
+        computing = [sequence for sequence in lost if sequence.begun] or lost
+        suspects = {sequence.id for sequence in computing}
+        unanswered = sum(sequence.prefill > 0 for sequence in computing)
         for sequence in lost:
-            self._replay(sequence, reason_known)
+            self._replay(sequence, reason_known, suspects=unanswered if sequence.id in suspects else None)
         if lost:
             log.warning("replay name=%s choices=%d reason=%s", link.name, len(lost), reason)
 
@@ -251,6 +256,13 @@ class WorkerPool:
                 metrics.count_whole("length" if token.finish == "length" else "stop", now_s, sequence)
                 if not token.finish:
                     link.send(Cancel(id=sequence.id))
+
+    def begun(self, marks: list[tuple[str, int]]) -> None:
+        """Choices, by id and attempt, that a worker computes from now on."""
+        for id, attempt in marks:
+            sequence = self._sequences.get(id)
+            if sequence is not None and sequence.log.attempt == attempt:
+                sequence.begun = True
 
     def dropped(self, marks: list[tuple[str, int]]) -> None:
         """Choices, by id and attempt, that a worker computes without the terms of lost experts."""
@@ -305,7 +317,6 @@ class WorkerPool:
             self._fail(sequence, unavailable(message.message, code=message.code))
         else:
             self._replay(sequence, message.code)
-            self._loop.call_later(_AGAIN_S, self._ask_again, sequence)
 
     def _ask_again(self, sequence: Sequence) -> None:
         if sequence.id in self._waiting:
@@ -326,14 +337,17 @@ class WorkerPool:
         if link is not None and sequence.log.losses >= self._config.suspect_losses:
             if sequence.id not in self._waiting:
                 # Turns are had in order: one that was just lost comes after those that wait for theirs.
-                self._loop.call_soon(self._place_waiting)
+                self._place_soon()
                 link = None
-            elif not self._trial.admits(sequence, link, self._sequences.values()):
+            elif not self._trial.admits(sequence, link, self._suspects, self._sequences.values()):
                 link = None
         if link is None:
             if sequence.id not in self._waiting:
                 self._waiting[sequence.id] = sequence
                 sequence.waiting_since_s = time.monotonic()
+                if sequence.refused_by:
+                    # What a worker could not take then it may take now, and it may be the only one.
+                    self._loop.call_later(_AGAIN_S, self._ask_again, sequence)
             return
         self._waiting.pop(sequence.id, None)
         token_log = sequence.log
@@ -349,6 +363,7 @@ class WorkerPool:
             )
         sequence.numerics_class = numerics_class
         sequence.link = link
+        sequence.begun = False
         if sequence.open_end and link.hello and not token_log.output:
             room = max(1, link.hello.max_model_len - len(token_log.prompt))
             if sequence.params.max_tokens > room:
@@ -373,27 +388,36 @@ class WorkerPool:
         except ProtocolError as error:
             self._fail(sequence, invalid(str(error)))
 
+    def _place_soon(self) -> None:
+        """Place those that wait before long: once, however many ask for it at a time."""
+        if not self._placing:
+            self._placing = True
+            self._loop.call_soon(self._place_waiting)
+
     def _place_waiting(self) -> None:
+        self._placing = False
         for sequence in list(self._waiting.values()):
             self._place(sequence)
 
     def _next_trial(self, sequence: Sequence) -> None:
         """A choice has its first token, or leaves its worker: who waits for that may be placed now."""
-        if self._trial.tried is not None:
-            if sequence is self._trial.tried:
-                self._trial.end()
-            self._loop.call_soon(self._place_waiting)
+        if self._trial.leave(sequence):
+            self._place_soon()
 
-    def _replay(self, sequence: Sequence, reason: str) -> None:
-        alone = sequence is self._trial.tried
+    def _suspects(self) -> list[Sequence]:
+        most = self._config.suspect_losses
+        return [sequence for sequence in self._waiting.values() if sequence.log.losses >= most]
+
+    def _replay(self, sequence: Sequence, reason: str, *, suspects: int | None = 1) -> None:
+        """Args: suspects: how many without a token may be why its worker is lost; None: it is not one of them."""
+        blameless = suspects is None or reason in BLAMELESS
+        alone = suspects is not None and not blameless and self._trial.lost(sequence, suspects)
         self._unlink(sequence)
-        if reason in BLAMELESS:
+        if blameless:
             sequence.log.move()
         else:
             sequence.log.lose(alone=alone)
-            # Choices of one request are mostly of one prompt: what one of them does, all do.
-            family = [s.log for s in self._sequences.values() if s.generation is sequence.generation]
-            if sum(log.lost_alone for log in family) >= self._config.max_losses:
+            if alone and self._lost_alone(sequence) >= self._config.max_losses:
                 message = (
                     f"{sequence.log.losses} attempts in a row ended without a new token ({reason}), the last with no "
                     "other request to blame; it is given up."
@@ -402,6 +426,11 @@ class WorkerPool:
                 return
         self.metrics.count_replay(reason)
         self._place(sequence)
+
+    def _lost_alone(self, sequence: Sequence) -> int:
+        """Of all choices of its request: they are mostly of one prompt, and what one of them does, all do."""
+        family = (s.log for s in self._sequences.values() if s.generation is sequence.generation)
+        return sum(log.lost_alone for log in family)
 
     def _move(self, sequence: Sequence, reason: str) -> None:
         link = sequence.link
@@ -465,8 +494,11 @@ class WorkerPool:
             for link in self.links():
                 link.heard_s = min(now_s, link.heard_s + late_s)
         overdue = [s for s in self._waiting.values() if now_s - s.waiting_since_s >= self._config.deadline_s]
+        if self._trial and self.links():
+            # They wait for turns, which are had while workers serve.
+            overdue = []
         for sequence in overdue:
-            reason = self.unready_reason() or "every attention worker refused the request"
+            reason = self.unready_reason() or "those that serve are not to be had for it"
             waited = f"No attention worker took the request within {self._config.deadline_s:g} s: {reason}."
             self._fail(sequence, unavailable(waited))
         for link in self._workers.drained_for(self._config.drain_move_s, now_s):

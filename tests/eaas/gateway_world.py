@@ -178,6 +178,7 @@ class FakeWorker:
     step_s: float = 0.001
     frozen: bool = False
     silent: bool = False
+    queues: bool = False  # it computes the first that it gets; the others wait in its queue
     protocol: int = PROTOCOL
     drops_at: int = 1 << 30  # token from which on it lacks experts, for requests that allow that
     address: str = ""
@@ -230,6 +231,8 @@ class FakeWorker:
                         writer.write(encode(failed))
                     else:
                         self.jobs[message.id] = Job(message, len(message.output), writer)
+                        if not self.queues or len(self.jobs) == 1:
+                            writer.write(encode(Step(tokens=[], begun=[(message.id, message.attempt)])))
         self.writers.discard(writer)
         for id in [id for id, job in self.jobs.items() if job.writer is writer]:
             del self.jobs[id]

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from eaas.engine.worker_protocol import Failed, Step, Submit, Token
+from eaas.engine.worker_protocol import Failed, Step, Submit, Token, encode
 from tests.eaas.gateway_world import FakeWorker, GatewayProcess, World, eventually, gateway_url, within
 
 PLAIN = "/v1/completions"
@@ -206,17 +206,55 @@ def dies_of_poison(worker: FakeWorker, deaths: list[str]) -> FakeWorker:
     """The worker, which from now on ends with all that it has taken when a prompt begins so."""
 
     def refuse(submit: Submit) -> None:
-        if bytes(submit.prompt).startswith(b"poison"):
+        alive = [writer for writer in worker.writers if not writer.transport.is_closing()]
+        if alive and bytes(submit.prompt).startswith(b"poison"):
             deaths.append(worker.name)
             worker.jobs.clear()
-            for writer in list(worker.writers):
+            for writer in alive:
+                writer.write(encode(Step(tokens=[], begun=[(submit.id, submit.attempt)])))
                 writer.transport.abort()
 
     worker.refuse = refuse
     return worker
 
 
-@pytest.mark.parametrize(("choices", "most"), [(1, 2 + 3), (3, 3 + 3 + 3)])
+def test_what_waits_in_the_queues_of_two_workers_that_die_is_under_no_suspicion(
+    url: str, workers: Callable[..., list[FakeWorker]]
+) -> None:
+    """Tried one at a time, the last of them would have its turn after the deadline of 5 s."""
+    first, second = workers(2, frozen=True, queues=True)
+    with ThreadPoolExecutor(40) as threads:
+        streams = [threads.submit(list, stream(url, 9, f"queued {number} ")) for number in range(40)]
+        eventually(lambda: len(first.submits) + len(second.submits) == 40, "the queues")
+        first.stop()
+        eventually(lambda: len(second.submits) == 40, "all of them at the second")
+        second.stop()
+        workers(1, step_s=0.2, queues=True)
+        for number, result in enumerate(streams):
+            assert result.result() == expected(9, f"queued {number} ")
+
+
+def test_a_worker_that_could_not_take_a_choice_once_is_asked_again(
+    url: str, workers: Callable[..., list[FakeWorker]]
+) -> None:
+    (only,) = workers(1)
+    refused: list[str] = []
+
+    def refuse(submit: Submit) -> Failed | None:
+        if refused:
+            return None
+        refused.append(submit.id)
+        return Failed(
+            id=submit.id, attempt=submit.attempt, code="shutting_down", message="it stops", retryable=True
+        )
+
+    only.refuse = refuse
+    assert list(stream(url, 9)) == expected(9)
+    assert len(only.submits) == 2
+
+
+# Each choice of three is lost twice before it is tried, and a group of two once before it is halved.
+@pytest.mark.parametrize(("choices", "most"), [(1, 2 + 3), (3, 3 * 2 + 1 + 3)])
 def test_a_request_that_brings_down_every_worker_is_given_up(
     url: str, workers: Callable[..., list[FakeWorker]], choices: int, most: int
 ) -> None:

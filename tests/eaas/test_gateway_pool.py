@@ -400,6 +400,36 @@ def test_a_worker_whose_drain_was_taken_back_is_like_any_other() -> None:
     asyncio.run(scenario())
 
 
+def test_losing_a_worker_with_many_choices_costs_time_by_their_number_and_not_by_its_square() -> None:
+    async def lose(count: int) -> float:
+        pool = WorkerPool(GatewayConfig(model_name="m"), GatewayMetrics())
+        worker, other = await worker_of(1), await worker_of(2)
+        pool.apply_view(view_of(worker))
+        await until(lambda: len(pool.links()) == 1, "a link")
+        sequences = [sequence_of(f"{number}", 5)[1] for number in range(count)]
+        worker.frozen = other.frozen = True
+        for sequence in sequences:
+            pool.submit(sequence)
+            sequence.begun = True
+            # All of them are lost for the second time.
+            sequence.log.lose()
+        began_s = time.process_time()
+        pool.links()[0].drop("killed")
+        pool.apply_view(view_of(other))
+        await until(lambda: len(pool.links()) == 1, "another")
+        await until(lambda: any(sequence.link for sequence in sequences), "the first group")
+        took_s = time.process_time() - began_s
+        pool.close()
+        worker.stop_now()
+        other.stop_now()
+        return took_s
+
+    few = min(asyncio.run(lose(500)) for _ in range(3))
+    many = min(asyncio.run(lose(8000)) for _ in range(3))
+    # Sixteen times as long where each costs the same; the square would be 256 times.
+    assert many < 64 * few, f"500 choices cost {few:.4f} s, sixteen times as many {many:.4f} s"
+
+
 def test_histogram_buckets_are_cumulative() -> None:
     histogram = Histogram((0.1, 1.0))
     for duration_s in (0.05, 0.1, 0.5, 7.0):
