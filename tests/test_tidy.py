@@ -21,7 +21,8 @@ SOURCES = sorted(
     if "_pb2" not in path.name and "build" not in path.parts
 )
 PYTHON = [path for path in SOURCES if path.suffix == ".py"]
-MAX_LINES = 500
+# A state machine is one file; whatever else is that long is two ideas.
+MAX_LINES = 800
 UNSAFE_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve"}
 UNSAFE_CALLS = {"eval", "exec", "__import__"}
 
