@@ -81,6 +81,22 @@ def context_too_long(*, limit: int, prompt: int, wanted: int | None, param: str)
     return invalid(message, param=param, code="context_length_exceeded")
 
 
+def text_too_long(*, limit: int, found_bytes: int, most_bytes: int, param: str) -> ApiError:
+    """A 400 for a text that is over the context however it is cut into tokens.
+
+    Args:
+        limit: Tokens that fit in the context.
+        found_bytes: Bytes of the text.
+        most_bytes: Bytes that so many tokens stand for, at most.
+        param: The field to change.
+    """
+    message = (
+        f"This model's maximum context length is {limit} tokens, at most {most_bytes} bytes of text, but the prompt "
+        f"has {found_bytes} bytes. Shorten it."
+    )
+    return invalid(message, param=param, code="context_length_exceeded")
+
+
 def unknown_model(name: str, served: str) -> ApiError:
     """A 404 for a model name that this gateway does not serve."""
     message = f"The model `{name}` does not exist here. This server has `{served}`."

@@ -15,7 +15,7 @@ from eaas.gateway import errors
 from eaas.gateway.config import GatewayConfig
 from eaas.gateway.dashboard import Dashboard
 from eaas.gateway.errors import ApiError
-from eaas.gateway.http_guard import read_body, require_json
+from eaas.gateway.http_guard import check_nesting, read_body, require_json
 from eaas.gateway.load import GatewayLoad
 from eaas.gateway.metrics import GatewayMetrics
 from eaas.gateway.replies import EventStream, Work
@@ -127,6 +127,7 @@ class Gateway:
         """
         require_json(request)
         body = await read_body(request, self.config.body_limit_bytes, self.config.body_timeout_s)
+        check_nesting(body)
         try:
             return shape.model_validate_json(body)
         except ValidationError as error:

@@ -106,6 +106,7 @@ def _work(gateway: Gateway, prepared: Prepared) -> Work:
         limits=limits,
         choices=wanted.choices,
         params=params,
+        seeded=wanted.seed is not None,
         stops=tuple(wanted.stop or ()),
         stream=bool(wanted.stream),
         include_usage=wanted.include_usage,

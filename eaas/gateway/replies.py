@@ -7,6 +7,7 @@ that clients know how to retry; a failure after that is an error event, and the 
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -44,6 +45,7 @@ class Work:
     Attributes:
         prompts: Token ids of each prompt; every one gets ``choices`` choices.
         params: What all choices share; max_tokens is set for each prompt in ``limits``.
+        seeded: The seed is the client's, and the same for each prompt; else each has one of its own.
         limits: Tokens that each prompt's choices may generate.
         stops: Stop strings.
         open_end: The client named no limit of tokens.
@@ -60,6 +62,7 @@ class Work:
     limits: Sequence[int]
     choices: int
     params: SamplingParams
+    seeded: bool
     stops: Sequence[str]
     stream: bool
     include_usage: bool
@@ -123,6 +126,7 @@ class Exchange:
         names = tokenizer if work.params.logprobs >= 0 else None
         sequences: list[PoolSequence] = []
         for number, prompt in enumerate(work.prompts):
+            seed = work.params.seed if work.seeded else secrets.randbits(63)
             for draw in range(work.choices):
                 index = number * work.choices + draw
                 choice = Choice(
@@ -142,7 +146,7 @@ class Exchange:
                     else PromptScores(prompt, tokenizer, named=named, by_id=by_id),
                 )
                 limit = work.limits[number]
-                params = msgspec.structs.replace(work.params, choice=draw, max_tokens=limit)
+                params = msgspec.structs.replace(work.params, seed=seed, choice=draw, max_tokens=limit)
                 sequences.append(
                     PoolSequence(
                         id=f"{self._own_id}-{index}",

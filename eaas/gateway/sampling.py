@@ -1,8 +1,6 @@
-"""From an API request to the engine's sampling parameters: OpenAI's defaults, token limits, and the seed."""
+"""From an API request to the engine's sampling parameters: OpenAI's defaults and token limits."""
 
 from __future__ import annotations
-
-import secrets
 
 from eaas.engine.worker_protocol import SamplingParams
 from eaas.gateway.constraints import outside
@@ -38,8 +36,8 @@ def token_limit(wanted: ChatRequest | CompletionRequest, prompt: int, context: i
 
 
 def sampling_params(wanted: ChatRequest | CompletionRequest, limit: int, vocab: int) -> SamplingParams:
-    """The engine's parameters, with a seed drawn here when the client gave none, so that a replay repeats the
-    draw.
+    """The engine's parameters, with the seed 0 where the client gave none: each prompt then has one drawn for it,
+    so that a replay repeats its draws.
 
     Args:
         limit: Tokens that a choice may generate.
@@ -62,7 +60,6 @@ def sampling_params(wanted: ChatRequest | CompletionRequest, limit: int, vocab: 
         if wrong is not None:
             message = f"Token {wrong} is outside the vocabulary; token ids are 0 to {vocab - 1}."
             raise invalid(message, param=param, code="invalid_value")
-    seed = secrets.randbits(63) if wanted.seed is None else wanted.seed % _SEEDS
     return SamplingParams(
         max_tokens=limit,
         min_tokens=least,
@@ -71,7 +68,7 @@ def sampling_params(wanted: ChatRequest | CompletionRequest, limit: int, vocab: 
         # -1 and 0 both say "no limit".
         top_k=max(0, wanted.top_k or 0),
         min_p=_or(wanted.min_p, 0.0),
-        seed=seed,
+        seed=(wanted.seed or 0) % _SEEDS,
         presence_penalty=_or(wanted.presence_penalty, 0.0),
         frequency_penalty=_or(wanted.frequency_penalty, 0.0),
         repetition_penalty=_or(wanted.repetition_penalty, 1.0),

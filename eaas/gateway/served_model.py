@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
 
 from eaas.gateway.conversation import for_template
-from eaas.gateway.errors import invalid
+from eaas.gateway.errors import invalid, text_too_long
 from eaas.gateway.tool_calls import CallStyle, style_of
 from eaas.model.chat import TemplateRefused
 from eaas.model.tokenizer import Tokenizer
@@ -19,6 +19,10 @@ T = TypeVar("T")
 
 # Longer texts are encoded on a thread (the tokenizer releases the GIL): about a millisecond stays here.
 _INLINE_CHARACTERS = 4096
+# What a message costs a chat template, in characters of text.
+_MESSAGE_CHARACTERS = 256
+# Of those that are longer still, one is encoded at a time: each takes a core for seconds, and a template the GIL.
+_LONG_CHARACTERS = 1 << 18
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +42,7 @@ class ServedModel:
     vocab: int
     fingerprint: str
     created: int
+    _long: asyncio.Lock = field(default_factory=asyncio.Lock, init=False, repr=False, compare=False)
 
     @cached_property
     def call_style(self) -> CallStyle:
@@ -74,6 +79,7 @@ class ServedModel:
         encoded: list[list[int]] = []
         for prompt in prompts:
             if isinstance(prompt, str):
+                self.check_length(prompt, "prompt")
                 tokens = await self.encode_text(prompt)
             else:
                 tokens = prompt
@@ -88,14 +94,34 @@ class ServedModel:
             encoded.append(tokens)
         return encoded
 
+    def check_length(self, text: str, field: str) -> None:
+        """Refuse a prompt that cannot fit, before it costs the seconds of being cut into tokens.
+
+        Raises:
+            ApiError: 400, naming the field.
+        """
+        if self.tokenizer.most_bytes is None:
+            return
+        # Each token of the vocabulary stands for so many bytes at most; the end of a cut character adds none.
+        most_bytes = self.max_model_len * self.tokenizer.most_bytes
+        found_bytes = len(text.encode(errors="surrogatepass")) if len(text) * 4 > most_bytes else 0
+        if found_bytes > most_bytes:
+            raise text_too_long(
+                limit=self.max_model_len, found_bytes=found_bytes, most_bytes=most_bytes, param=field
+            )
+
     async def encode_text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, by default with what the model wants around a prompt."""
         encode = self.tokenizer.encode
-        return await _inline_or_thread(len(text), lambda: encode(text, add_special_tokens=add_special_tokens))
+        return await self._aside(len(text), lambda: encode(text, add_special_tokens=add_special_tokens))
 
     async def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens, special ones included."""
-        return await _inline_or_thread(len(tokens), lambda: self.tokenizer.decode(tokens, skip_special=False))
+        return await self._aside(len(tokens), lambda: self.tokenizer.decode(tokens, skip_special=False))
+
+    async def texts(self, tokens: Sequence[int]) -> list[str]:
+        """The text of each token on its own."""
+        return await self._aside(len(tokens), lambda: list(map(self.tokenizer.token_text, tokens)))
 
     async def encode_chat(
         self,
@@ -107,6 +133,7 @@ class ServedModel:
         continue_final_message: bool = False,
         add_special_tokens: bool = False,
         field: str = "messages",
+        must_fit: bool = True,
     ) -> list[int]:
         """Token ids of a conversation, ready for the assistant's turn.
 
@@ -116,32 +143,42 @@ class ServedModel:
             tools: Descriptions for the chat template.
             continue_final_message: The last message is one to go on with.
             field: Where the messages stand in the request, for an error.
+            must_fit: What is over the context however it is cut is refused before that.
 
         Raises:
             ApiError: the chat template refuses the messages, or gives nothing.
         """
         prepared = for_template(messages)
         plain = not tools and not options and all(len(message) == 2 for message in prepared)
-        characters = sum(len(message["content"]) for message in prepared) if plain else _INLINE_CHARACTERS + 1
+        characters = sum(len(str(message["content"])) + _MESSAGE_CHARACTERS for message in prepared)
+        if not plain:
+            characters = max(characters, _INLINE_CHARACTERS + 1)
 
         def encode() -> list[int]:
-            return self.tokenizer.encode_chat(
+            text = self.tokenizer.render_chat(
                 prepared,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                add_special_tokens=add_special_tokens,
                 tools=tools or None,
                 options=options,
             )
+            if must_fit:
+                self.check_length(text, field)
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
         try:
-            tokens = await _inline_or_thread(characters, encode)
+            tokens = await self._aside(characters, encode)
         except TemplateRefused as error:
             raise invalid(str(error), param=field, code="invalid_value") from error
         if not tokens:
             raise invalid("The messages give an empty prompt.", param=field, code="invalid_value")
         return tokens
 
-
-async def _inline_or_thread(characters: int, work: Callable[[], T]) -> T:
-    return work() if characters <= _INLINE_CHARACTERS else await asyncio.to_thread(work)
+    async def _aside(self, characters: int, work: Callable[[], T]) -> T:
+        """Do what takes as long as so much text: here, on a thread, or on a thread after other long ones."""
+        if characters <= _INLINE_CHARACTERS:
+            return work()
+        if characters <= _LONG_CHARACTERS:
+            return await asyncio.to_thread(work)
+        async with self._long:
+            return await asyncio.to_thread(work)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
+import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from starlette.responses import JSONResponse
 
 from eaas.gateway.errors import invalid
 from eaas.gateway.gateway import Gateway
@@ -73,15 +73,17 @@ class TokenizingRoutes:
                 add_generation_prompt=not going_on if begins is None else begins,
                 continue_final_message=going_on,
                 add_special_tokens=bool(wanted.add_special_tokens),
+                must_fit=False,
             )
-        names = [model.tokenizer.token_text(t) for t in tokens] if wanted.return_token_strs else None
+        names = await model.texts(tokens) if wanted.return_token_strs else None
         shown = {
             "count": len(tokens),
             "max_model_len": model.max_model_len,
             "tokens": tokens,
             "token_strs": names,
         }
-        return JSONResponse(shown)
+        # Millions of tokens take the standard library's encoder a second.
+        return Response(msgspec.json.encode(shown), media_type="application/json")
 
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize."""
@@ -92,7 +94,9 @@ class TokenizingRoutes:
         if wrong is not None:
             message = f"Token {wrong} is outside the vocabulary; token ids are 0 to {model.vocab - 1}."
             raise invalid(message, param="tokens", code="invalid_value")
-        return JSONResponse({"prompt": await model.decode(wanted.tokens)})
+        return Response(
+            msgspec.json.encode({"prompt": await model.decode(wanted.tokens)}), media_type="application/json"
+        )
 
 
 def add_routes(app: FastAPI, gateway: Gateway) -> None:

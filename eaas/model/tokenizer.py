@@ -41,6 +41,7 @@ class Tokenizer:
 
     Attributes:
         vocab: Token ids are below it.
+        most_bytes: Bytes of text that one token stands for, at most; None where it may be any number.
     """
 
     def __init__(self, rust: RustTokenizer, template: ChatTemplate | None) -> None:
@@ -49,10 +50,16 @@ class Tokenizer:
         self.vocab = max(rust.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         added = rust.get_added_tokens_decoder()
         self._special = frozenset(token for token, entry in added.items() if entry.special)
-        decoder = json.loads(rust.to_str()).get("decoder") or {}
+        pipeline = json.loads(rust.to_str())
+        decoder = pipeline.get("decoder") or {}
         self._byte_level = decoder.get("type") == "ByteLevel"
         self._byte_fallback = '"ByteFallback"' in json.dumps(decoder)
         self._whole_texts: dict[int, str] = {}
+        self.most_bytes: int | None = None
+        if self._byte_level and pipeline.get("normalizer") is None and not any(map(_strips, added.values())):
+            names = rust.get_vocab(with_added_tokens=True)
+            # A byte is a character in the names of byte-level tokens; the names of added ones are their texts.
+            self.most_bytes = max((len(name.encode()) for name in names), default=1)
 
     @classmethod
     def load(cls, folder: str | Path) -> Tokenizer:
@@ -81,38 +88,37 @@ class Tokenizer:
         return cls(rust, template)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a prompt, by default with what the model wants around it (such as a begin-of-text token)."""
-        return self._rust.encode(text, add_special_tokens=add_special_tokens).ids
+        """Token ids of a prompt, by default with what the model wants around it (such as a begin-of-text token).
 
-    def encode_chat(
+        Other threads run meanwhile: `encode` of the library holds the interpreter's lock for the seconds that a long
+        text takes, and its batches do not.
+        """
+        return self._rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        add_special_tokens: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
-    ) -> list[int]:
-        """Token ids of a conversation; arguments as ChatTemplate.render.
-
-        Args:
-            add_special_tokens: Put around the text what the model wants around a prompt. Templates mostly do so
-                themselves.
+    ) -> str:
+        """The text of a conversation, special tokens included where the template writes them; arguments as
+        ChatTemplate.render.
 
         Raises:
             TemplateRefused: there is no chat template, or it does not accept the messages.
         """
         if self._template is None:
             raise TemplateRefused("This model has no chat template. Use /v1/completions.")
-        text = self._template.render(
+        return self._template.render(
             messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             tools=tools,
             options=options,
         )
-        return self._rust.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
         """Text of a whole sequence."""
@@ -155,6 +161,11 @@ class Tokenizer:
     def token_text(self, token: int) -> str:
         """The text of one token on its own; bytes that are no whole character become U+FFFD."""
         return self.token_bytes(token).decode(errors="replace")
+
+
+def _strips(added: Any) -> bool:
+    # It takes any number of spaces around it.
+    return added.lstrip or added.rstrip
 
 
 class _ByteLevelDetokenizer:

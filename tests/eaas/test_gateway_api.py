@@ -116,7 +116,7 @@ def test_usage_comes_in_a_last_chunk_without_choices_when_asked(url: str, path: 
     assert all(chunk["usage"] is None for chunk in chunks)
 
 
-def test_choices_of_one_request_are_drawn_apart_under_one_seed(
+def test_choices_and_prompts_of_one_request_are_drawn_apart(
     client: openai.OpenAI, worker: FakeWorker
 ) -> None:
     worker.submits.clear()
@@ -126,8 +126,12 @@ def test_choices_of_one_request_are_drawn_apart_under_one_seed(
     assert reply.usage is not None and reply.usage.prompt_tokens == 5, "a prompt counts once"
     assert reply.usage.completion_tokens == 16
     assert [submit.params.choice for submit in worker.submits] == [0, 1, 0, 1]
-    assert len({submit.params.seed for submit in worker.submits}) == 1
     assert len({submit.id for submit in worker.submits}) == 4
+    seeds = [submit.params.seed for submit in worker.submits]
+    assert seeds[0] == seeds[1] != seeds[2] == seeds[3], "each prompt has draws of its own"
+    worker.submits.clear()
+    client.completions.create(model="tiny", prompt=["ab", "ab"], max_tokens=4, seed=7)
+    assert [submit.params.seed for submit in worker.submits] == [7, 7], "a client's seed is every prompt's"
 
 
 def test_choices_stream_side_by_side_and_each_ends_once(url: str) -> None:
