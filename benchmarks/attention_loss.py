@@ -9,7 +9,11 @@ worker gets SIGKILL, or SIGSTOP and a while later SIGCONT. Everything is compare
               struck. At most PAUSE_S is promised; a longer one is told.
 Ends with exit code 1 when a stream failed, or a token was lost, repeated or changed.
 
+With --backlog, instead: so many requests at once, whose prompts differ; while they queue both workers are killed,
+one a second after the other. Counted are those that did not end as they should, or have not all their tokens.
+
     python -m benchmarks.attention_loss --kills 200 --freezes 50
+    python -m benchmarks.attention_loss --backlog 300 --prompt-tokens 1900
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -42,6 +47,8 @@ LIMIT_S = 60.0
 # Some are woken before the router has given them up, some after, some are replaced while frozen.
 FREEZES_S = (0.4, 0.8, 1.5, 3.0)
 PAUSE_S = 1.0
+BACKLOG_LIMIT_S = 900.0
+APART_S = 1.0
 KINDS = ("greedy", "seeded", "choices", "unseeded")
 
 
@@ -135,7 +142,11 @@ def bodies(count: int, tokens: int, seed: int, stop: str) -> list[tuple[str, dic
 
 
 async def stream(
-    address: tuple[str, int], kind: str, body: Mapping[str, Any], on_event: Callable[[], None]
+    address: tuple[str, int],
+    kind: str,
+    body: Mapping[str, Any],
+    on_event: Callable[[], None],
+    limit_s: float = LIMIT_S,
 ) -> Stream:
     """One streamed completion. Never raises: what went wrong is in ``problem``."""
     seen = Stream(kind=kind)
@@ -145,12 +156,16 @@ async def stream(
         f"Content-Length: {len(content)}\r\nConnection: close\r\n\r\n"
     )
     try:
-        async with asyncio.timeout(LIMIT_S):
+        async with asyncio.timeout(limit_s):
             reader, writer = await asyncio.open_connection(*address, limit=1 << 20)
             try:
                 seen.sent_s = time.monotonic()
                 writer.write(head.encode() + content)
                 done = False
+                status = await reader.readline()
+                if b" 200 " not in status:
+                    _, _, why = (await reader.read()).partition(b"\r\n\r\n")
+                    seen.problem = f"{status.decode().strip()}: {why.decode()[:300]}"
                 while line := await reader.readline():
                     if line.startswith(b"data: [DONE]"):
                         done = True
@@ -176,6 +191,7 @@ def batch(
     requests: Sequence[tuple[str, Mapping[str, Any]]],
     at: int = 0,
     strike: Callable[[], None] = lambda: None,
+    limit_s: float = LIMIT_S,
 ) -> list[Stream]:
     """All requests at once; ``strike`` is called after so many events of all together."""
     host, _, port = url.removeprefix("http://").rpartition(":")
@@ -189,7 +205,7 @@ def batch(
 
     async def run() -> list[Stream]:
         return await asyncio.gather(
-            *(stream((host, int(port)), kind, body, on_event) for kind, body in requests)
+            *(stream((host, int(port)), kind, body, on_event, limit_s) for kind, body in requests)
         )
 
     return asyncio.run(run())
@@ -276,6 +292,69 @@ class Experiment:
         }
 
 
+def backlog(
+    cluster: LocalCluster, *, requests: int, prompt_tokens: int, tokens: int, seed: int
+) -> dict[str, Any]:
+    """Kill both workers, one after the other, while requests queue; counts, and seconds until the last had ended."""
+    draw = random.Random(seed)
+    pidfds = [
+        os.pidfd_open(pid) for name, pid in sorted(cluster.pids().items()) if name.startswith("attention/")
+    ]
+    wanted = [
+        (
+            "greedy",
+            {
+                "model": NAME,
+                "prompt": [draw.randrange(3, 250) for _ in range(prompt_tokens)],
+                "max_tokens": tokens,
+                "stream": True,
+                "ignore_eos": True,
+                "logprobs": 0,
+                "temperature": 0,
+            },
+        )
+        for _ in range(requests)
+    ]
+    left: list[int] = []
+
+    def strike() -> None:
+        until_s = time.monotonic() + LIMIT_S
+        # What has not ended by then was accepted, and queues or is computed.
+        while int(fetch_status(cluster.url)["gateway"]["running"]) < requests * 3 // 4:
+            if time.monotonic() > until_s:
+                raise RuntimeError(
+                    f"seed {seed}: {requests} requests are not a backlog; send more, or longer ones"
+                )
+            time.sleep(0.02)
+        for number, pidfd in enumerate(pidfds):
+            time.sleep(APART_S if number else 0.0)
+            left.append(int(fetch_status(cluster.url)["gateway"]["running"]))
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            os.close(pidfd)
+
+    began_s = time.monotonic()
+    with ThreadPoolExecutor(1) as other:
+        struck = other.submit(strike)
+        found = batch(cluster.url, wanted, limit_s=BACKLOG_LIMIT_S)
+        struck.result()
+    problems = [
+        one.problem or f"it has {len(one.tokens.get(0, ()))} tokens"
+        for one in found
+        if not whole(one, tokens)
+    ]
+    return {
+        "failed": len(problems),
+        "in_progress": left,
+        "took_s": round(time.monotonic() - began_s, 1),
+        "problems": sorted(set(problems))[:5],
+    }
+
+
+def whole(one: Stream, tokens: int) -> bool:
+    """Whether a stream of one choice ended as it should, with all its tokens."""
+    return not one.problem and one.finish == {0: "length"} and len(one.tokens[0]) == tokens
+
+
 def summary(values: Sequence[float]) -> dict[str, float]:
     """p50, p99 and the greatest."""
     found = np.array(values)
@@ -295,6 +374,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.add_argument("--kills", type=int, default=200)
     options.add_argument("--freezes", type=int, default=50)
     options.add_argument("--experts", type=int, default=2)
+    options.add_argument("--backlog", type=int, default=0, help="requests at once, with both workers killed")
+    options.add_argument("--prompt-tokens", type=int, default=1900, help="of each request of the backlog")
     options.add_argument("--streams", type=int, default=8, help="in each batch")
     options.add_argument("--tokens", type=int, default=96, help="of each choice")
     options.add_argument("--seed", type=int, default=0, help="chooses victims, moments and prompts")
@@ -308,6 +389,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         port=0,
         cores=named_cores(""),
     )
+    if chosen.backlog:
+        made = {"requests": chosen.backlog, "prompt_tokens": chosen.prompt_tokens, "tokens": chosen.tokens}
+        with LocalCluster(config) as cluster:
+            found = backlog(cluster, **made, seed=chosen.seed)
+        told = {
+            "model": chosen.model,
+            "experts": chosen.experts,
+            "attention": 2,
+            **made,
+            "seed": chosen.seed,
+            **found,
+        }
+        record(NAME, told, ("numpy", "uvicorn", "uvloop"), chosen.results)
+        if found["failed"]:
+            sys.exit(1)
+        return
     with LocalCluster(config) as cluster:
         experiment = Experiment(cluster, streams=chosen.streams, tokens=chosen.tokens, seed=chosen.seed)
         order = ["kill"] * chosen.kills + ["freeze"] * chosen.freezes

@@ -14,7 +14,8 @@ class GatewayConfig:
 
     Attributes:
         model_name: The one name under /v1/models.
-        deadline_s: Longest wait for an attention worker to appear, for a new request and for a replay alike.
+        deadline_s: Longest wait for an attention worker to appear, for a new request and for a replay alike. What
+            waits in the queue of a worker that computes others has none.
         max_requests: Requests in progress; one more is refused with 429 and Retry-After.
         body_limit_bytes: Largest request body.
         body_timeout_s: Longest time for a body to arrive.
@@ -23,8 +24,9 @@ class GatewayConfig:
         stall_s: A stream whose client reads nothing for so long is ended.
         drain_s: Longest that a gateway which has been replaced goes on with the streams that it has.
         suspect_losses: Attempts of one choice that ended in a row with its worker and without a new token, from which
-            on it is tried alone: a request may bring down what computes it, and with it those beside it.
-        max_losses: Attempts of one request's choices, tried alone, that may end so.
+            on it is tried where it can take no other with it, with half of its like: a request may bring down what
+            computes it, and with it those beside it.
+        max_losses: Attempts of one request's choices, tried alone in the end, that may end so.
         ttft_target_s, tpot_target_s: A choice within both counts as good (goodput): its first token, and the mean time
             of each later one.
         batch_tokens: Output tokens reckoned for a choice when its worker is chosen, at most: limits are

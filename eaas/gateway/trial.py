@@ -59,7 +59,9 @@ class Trial:
             self._tried = {s.id: s for s in group[:most]}
         if sequence not in self:
             return False
-        if link is not self._kept or not self._ours:
+        # Looked at once in a round: for each of the group it would take time by the square of how many there are.
+        first = sequence is next(iter(self._tried.values()))
+        if link is not self._kept or (first and not self._ours):
             self._kept = link
             self._ours = not any(x.link is link and x.prefill and x not in self for x in others)
         return self._ours

@@ -493,12 +493,13 @@ class WorkerPool:
             # While this process did not run it heard nobody: that part of their silence is its own.
             for link in self.links():
                 link.heard_s = min(now_s, link.heard_s + late_s)
+        if self._trial and self._workers.candidates():
+            # All wait for turns, which are had while workers serve, or for the worker that is kept for the trial.
+            for sequence in self._waiting.values():
+                sequence.waiting_since_s = now_s
         overdue = [s for s in self._waiting.values() if now_s - s.waiting_since_s >= self._config.deadline_s]
-        if self._trial and self.links():
-            # They wait for turns, which are had while workers serve.
-            overdue = []
         for sequence in overdue:
-            reason = self.unready_reason() or "those that serve are not to be had for it"
+            reason = self.unready_reason() or "those that serve could not take it just then"
             waited = f"No attention worker took the request within {self._config.deadline_s:g} s: {reason}."
             self._fail(sequence, unavailable(waited))
         for link in self._workers.drained_for(self._config.drain_move_s, now_s):

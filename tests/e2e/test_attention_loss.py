@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.attention_loss import Counts, Experiment, Stream
+from benchmarks.attention_loss import Counts, Experiment, Stream, backlog
 from eaas.cluster.config import ClusterConfig
 from eaas.cluster.local import LocalCluster
+from eaas.model.resolve import resolve_model
 
 
 @pytest.mark.parametrize("attention", [1, 2])
@@ -27,6 +28,24 @@ def test_an_attention_worker_lost_or_frozen_changes_no_token(tiny: Path, attenti
     # Alone, a worker that was killed is missed until its replacement has started.
     longest_s = max(max(pauses) for pauses in experiment.pauses_s.values())
     assert longest_s < (5.0 if attention == 2 else 20.0), f"seed {seed}: a pause of {longest_s:.2f} s"
+
+
+def test_two_workers_killed_a_second_apart_under_a_long_queue_cost_no_request() -> None:
+    # Tried one after another, those that were lost twice would wait for longer than the deadline.
+    config = ClusterConfig(
+        model=resolve_model("demo"),
+        served_name="attention_loss",
+        experts=2,
+        attention=2,
+        port=0,
+        cores=(0, 1),
+        step_tokens=32,
+        deadline_s=4.0,
+    )
+    with LocalCluster(config) as cluster:
+        found = backlog(cluster, requests=40, prompt_tokens=1900, tokens=2, seed=1)
+    assert (found["failed"], found["problems"]) == (0, []), found
+    assert found["in_progress"][1] > 20, f"{found}: the queue was too short to tell"
 
 
 def test_the_experiment_counts_what_is_wrong() -> None:

@@ -430,6 +430,43 @@ def test_losing_a_worker_with_many_choices_costs_time_by_their_number_and_not_by
     assert many < 64 * few, f"500 choices cost {few:.4f} s, sixteen times as many {many:.4f} s"
 
 
+def test_no_deadline_runs_for_those_who_wait_for_a_trial_while_a_worker_serves() -> None:
+    async def scenario() -> None:
+        pool = WorkerPool(GatewayConfig(model_name="m", deadline_s=0.3), GatewayMetrics())
+        first, second = await worker_of(1), await worker_of(2)
+        pool.apply_view(view_of(first))
+        await until(lambda: len(pool.links()) == 1, "a link")
+        first.frozen = second.frozen = True
+        asked = [sequence_of(f"{number}", 5) for number in range(5)]
+        for _, sequence in asked[:4]:
+            pool.submit(sequence)
+            sequence.log.lose()
+        pool.links()[0].drop("killed")
+        pool.apply_view(view_of(second))
+        await until(lambda: len(second.jobs) == 2, "half of the suspects at the other")
+        pool.submit(asked[4][1])
+        await asyncio.sleep(1.0)
+        assert not [generation.error for generation, _ in asked if generation.ended]
+        assert (pool.waiting, len(second.jobs)) == (3, 2), "the others wait for their turn"
+        # The deadline runs from when nobody serves any more.
+        second.stop_now()
+        await asyncio.sleep(0.1)
+        third = await worker_of(3)
+        pool.apply_view(view_of(third))
+        await until(lambda: all(generation.ended for generation, _ in asked), "all ends")
+        assert [generation.error for generation, _ in asked] == [None] * 5
+        pool.apply_view(view_of())
+        late, sequence = sequence_of("late", 5)
+        pool.submit(sequence)
+        await until(lambda: late.ended, "without a worker the deadline runs")
+        assert late.error is not None and "the router knows no attention worker" in late.error.message
+        pool.close()
+        first.stop_now()
+        third.stop_now()
+
+    asyncio.run(scenario())
+
+
 def test_histogram_buckets_are_cumulative() -> None:
     histogram = Histogram((0.1, 1.0))
     for duration_s in (0.05, 0.1, 0.5, 7.0):
