@@ -410,7 +410,7 @@ def leave(router: RouterClient) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
-    child.begin(options)
+    child.begin(options, orphaned=signal.SIGKILL)
     ending = Ending()
     with contextlib.ExitStack() as closing:
         closing.callback(ending.done)

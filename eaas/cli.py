@@ -133,6 +133,9 @@ def serve(
     ] = None,
     tls_dir: TlsDir = None,
     log_format: Annotated[str, typer.Option(help="text, or json: one object for each line.")] = "text",
+    state_dir: Annotated[
+        Path | None, typer.Option(help="Folder for journal and logs; default: $XDG_STATE_HOME/eaas.")
+    ] = None,
 ) -> None:
     """Serve a model: a router, expert servers, attention workers and the HTTP gateway, each its own process.
 
@@ -145,6 +148,7 @@ def serve(
     from eaas.cluster.local import LocalCluster
     from eaas.cluster.process import StartFailed
     from eaas.cluster.starting import start_or_stop
+    from eaas.cluster.state_dir import StateDirUnusable
     from eaas.prepare import prepare_model
     from router.tls import CredentialsInvalid
 
@@ -177,6 +181,7 @@ def serve(
         keys_file=keys_file,
         tls_dir=tls_dir,
         log_format=log_format,
+        state_dir=state_dir,
     )
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -186,7 +191,7 @@ def serve(
         cluster = LocalCluster(
             config, on_event=lambda text: console.print(f"[dim]{text}[/]", highlight=False)
         )
-    except CredentialsInvalid as error:
+    except (CredentialsInvalid, StateDirUnusable) as error:
         raise fail(str(error)) from None
     # What curl needs beside the address.
     needed = ' -H "authorization: Bearer $EAAS_API_KEY"' if config.keys_file else ""

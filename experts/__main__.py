@@ -353,7 +353,7 @@ def _leave(router: RouterClient) -> None:
 
 def main() -> int:
     options = parse(sys.argv[1:])
-    child.begin(options)
+    child.begin(options, orphaned=signal.SIGKILL)
     ending = Ending()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, ending.on_signal)

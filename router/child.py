@@ -63,11 +63,18 @@ def credentials(options: argparse.Namespace, role: str) -> Credentials | None:
     return Credentials(options.tls_dir, role) if options.tls_dir else None
 
 
-def begin(options: argparse.Namespace, level: str = "info") -> None:
-    """Log to stderr; with --die-with, get SIGTERM when the launcher ends, however and whenever it ends."""
+def begin(
+    options: argparse.Namespace, level: str = "info", *, orphaned: signal.Signals = signal.SIGTERM
+) -> None:
+    """Log to stderr; with --die-with, end when the launcher ends, however and whenever it ends.
+
+    Args:
+        orphaned: The signal to end by. A process that is frozen takes SIGKILL alone; one that has something to say to
+            its clients needs SIGTERM.
+    """
     logs.begin(options.log_format, level)
     if options.die_with:
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, orphaned, 0, 0, 0)
         # It may have ended before the request was made: then somebody else is the parent by now.
         if os.getppid() != options.die_with:
             sys.exit(f"the launcher (pid {options.die_with}) has ended; stopping")

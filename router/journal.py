@@ -8,12 +8,15 @@ ends with the process.
 from __future__ import annotations
 
 import json
+import logging
 import sqlite3
 from dataclasses import asdict
 from pathlib import Path
 
 from router.state import Gone, Model, State
 from router.store import JournalUnusable, record_of, record_text
+
+log = logging.getLogger(__name__)
 
 _LAYOUT = 3
 _TABLES = """
@@ -38,6 +41,10 @@ class Journal:
             JournalUnusable: no such folder, no permission, no space, another router's, or not a journal.
         """
         self.path = path
+        self._open()
+
+    def _open(self) -> None:
+        path = self.path
         try:
             self._base = sqlite3.connect(path, isolation_level=None, timeout=0.5)
         except sqlite3.Error as error:
@@ -93,6 +100,10 @@ class Journal:
         Raises:
             JournalUnusable: nothing of it was committed.
         """
+        if self._is_gone():
+            # Somebody removed it, or its folder. What it held is known here.
+            self._open_anew()
+            before = State()
         same = before.members is after.members and before.wanted is after.wanted
         if same and _counters(before) == _counters(after):
             return False
@@ -127,6 +138,8 @@ class Journal:
 
     def prove(self, state: State) -> None:
         """Write the counters again, durably. Raises JournalUnusable while that is not possible."""
+        if self._is_gone():
+            self.save(State(), state)
         try:
             self._base.execute("BEGIN IMMEDIATE")
             self._write_counters(state)
@@ -138,6 +151,18 @@ class Journal:
     def close(self) -> None:
         """Close the file. Idempotent."""
         self._base.close()
+
+    def _is_gone(self) -> bool:
+        return str(self.path) != ":memory:" and not self.path.exists()
+
+    def _open_anew(self) -> None:
+        self._base.close()
+        try:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise self._unusable("made anew", error) from error
+        self._open()
+        log.warning("journal_made_anew path=%s", self.path)
 
     def _write_counters(self, state: State) -> None:
         self._base.execute(

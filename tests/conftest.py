@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,10 @@ import pytest
 # imports transformers, long before those tests are collected, imports it.
 if not any(found for name in ("nvidia[0-9]*", "dxg") for found in Path("/dev").glob(name)):
     os.environ["TRITON_INTERPRET"] = "1"
+
+# Clusters keep their journals and logs there, and nowhere in the home of whoever runs the tests.
+os.environ["XDG_STATE_HOME"] = _STATE = tempfile.mkdtemp(prefix="eaas-tests-")
+atexit.register(shutil.rmtree, _STATE, ignore_errors=True)
 
 # pytest turns the asserts of test files into code of its own, which `python -O` keeps. Those of the worlds and judges
 # beside them are turned too; without this they would vanish there, and `make test-optimized` would check little.

@@ -69,6 +69,8 @@ class ClusterConfig:
     # Where traces go, by OTLP over HTTP, and of how many requests; empty: none are made.
     trace_url: str = ""
     trace_share: float = 1.0
+    # Of journal and logs, where each cluster has a folder of its own; None: $XDG_STATE_HOME/eaas.
+    state_dir: Path | None = None
     # Kill after this long when a process ignores SIGTERM; each role promises an orderly exit within 1 s.
     stop_s: float = 3.0
 

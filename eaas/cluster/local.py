@@ -12,18 +12,16 @@ import logging
 import os
 import queue
 import selectors
-import shutil
 import signal
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from eaas.cluster.arguments import Surroundings, arguments_of
 from eaas.cluster.config import ClusterConfig
 from eaas.cluster.process import Child, StartFailed
+from eaas.cluster.state_dir import StateDir
 from eaas.gateway.listening import ListenFailed, address_of, listen
 from router.channel import answers
 from router.client import RouterClient, RouterUnavailable
@@ -44,7 +42,6 @@ RESTART_FIRST_S, RESTART_MOST_S, RESTART_FORGIVEN_S = 0.1, 5.0, 30.0
 PROBE_S, HUNG_S = 1.0, 5.0
 # A member that is stopped ends within a second if it is well, as all roles promise; one that is frozen never does.
 STOP_MOMENT_S = 1.5
-STATE_PREFIX = "eaas-"
 
 
 class LocalCluster:
@@ -52,15 +49,16 @@ class LocalCluster:
 
     Raises (from `start`):
         StartFailed: a part did not become ready, with its name and the reason.
-    Raises CredentialsInvalid where the launcher has no certificate in `tls_dir`.
+    Raises CredentialsInvalid where the launcher has no certificate in `tls_dir`, StateDirUnusable where journal and
+    logs cannot be kept.
     """
 
     def __init__(self, config: ClusterConfig, *, on_event: Callable[[str], None] | None = None) -> None:
         self.config = config
         tls = config.tls_dir
         self._credentials = Credentials(tls / LAUNCHER, LAUNCHER) if tls is not None else None
-        _sweep()
-        self.state_dir = Path(tempfile.mkdtemp(prefix=f"{STATE_PREFIX}{os.getpid()}-"))
+        self._state = StateDir(config.state_dir)
+        self.state_dir = self._state.path
         self._show = on_event or (lambda text: logger.info("%s", text))
         self._children: dict[int, Child] = {}
         self._launched = 0
@@ -141,7 +139,7 @@ class LocalCluster:
                 erase(self.config.etcd, self.state_dir.name)
             except EtcdUnavailable as error:
                 logger.warning("etcd_not_cleared cluster=%s reason=%s", self.state_dir.name, error)
-        shutil.rmtree(self.state_dir, ignore_errors=True)
+        self._state.close()
 
     def _end_children(self) -> None:
         children = list(self._children.values())
@@ -247,6 +245,7 @@ class LocalCluster:
         self._launched += 1
         log = self.state_dir / f"{pool}.{self._launched}.log"
         try:
+            self._state.ensure()
             child = Child.start(
                 pool=pool,
                 slot=slot,
@@ -461,11 +460,3 @@ def _wait_exit(child: Child, timeout_s: float) -> None:
 
 def _words(status: int) -> str:
     return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-
-
-def _sweep() -> None:
-    """Remove what launchers that were killed could not remove: journal and logs of clusters that have ended."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{STATE_PREFIX}*-*"):
-        pid = folder.name.removeprefix(STATE_PREFIX).partition("-")[0]
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists() and folder.stat().st_uid == os.getuid():
-            shutil.rmtree(folder, ignore_errors=True)

@@ -47,6 +47,7 @@ def pool(
     from eaas.cluster.local import LocalCluster
     from eaas.cluster.process import StartFailed
     from eaas.cluster.starting import PACK_ERRORS, pack_experts, start_or_stop
+    from eaas.cluster.state_dir import StateDirUnusable
     from eaas.model.resolve import ModelNotFound, resolve_model
     from p2p.cores import named_cores
     from router.view import CLIENT
@@ -89,6 +90,6 @@ def pool(
                 stop.wait()
         finally:
             cluster.stop()
-    except (*PACK_ERRORS, ModelNotFound, StartFailed, ValueError) as error:
+    except (*PACK_ERRORS, ModelNotFound, StartFailed, StateDirUnusable, ValueError) as error:
         errors.print("[bold red]eaas:[/]", escape(str(error)), highlight=False, soft_wrap=True)
         raise typer.Exit(1) from None

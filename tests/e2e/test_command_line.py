@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ import openai
 import pytest
 
 from eaas.certs import make_certs
+from eaas.cluster.state_dir import default_root
 from eaas.cluster.status import fetch_status
 from tests.e2e.waiting import wait_for
 
@@ -33,6 +33,11 @@ def run(*arguments: str, timeout_s: float = 60) -> subprocess.CompletedProcess[s
     return subprocess.run(
         [*EAAS, *arguments], capture_output=True, text=True, timeout=timeout_s, env=environment
     )
+
+
+def folders_of(pid: int) -> list[Path]:
+    """Where the launcher of this pid keeps its cluster's journal and logs."""
+    return list(default_root().glob(f"cluster-{pid}-*"))
 
 
 def descendants(pid: int) -> set[int]:
@@ -121,7 +126,7 @@ def test_serve_answers_shows_its_members_survives_chaos_and_leaves_nothing(tiny:
         assert process.wait(15) == 0
     left = [pid for pid in family if Path(f"/proc/{pid}").exists()]
     assert not left, f"processes left behind: {left}"
-    assert not list(Path(tempfile.gettempdir()).glob(f"eaas-{process.pid}-*")), "its folder is left behind"
+    assert not folders_of(process.pid), "its folder is left behind"
     with (
         pytest.raises(OSError),
         socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=1),
@@ -130,20 +135,52 @@ def test_serve_answers_shows_its_members_survives_chaos_and_leaves_nothing(tiny:
 
 
 def test_a_launcher_that_is_killed_takes_its_processes_along(tiny: Path) -> None:
-    with served(str(tiny), "--experts", "2") as (process, _):
+    with served(str(tiny), "--experts", "2") as (process, url):
         family = descendants(process.pid)
+        frozen = {m["pid"] for m in fetch_status(url)["members"] if m["pool"] in ("expert", "attention")}
+        for pid in frozen:
+            os.kill(pid, signal.SIGSTOP)
         process.kill()
         process.wait()
-    assert list(Path(tempfile.gettempdir()).glob(f"eaas-{process.pid}-*")), (
-        "the killed launcher removed its folder"
-    )
+    assert folders_of(process.pid), "the killed launcher removed its folder"
     end_s = time.monotonic() + 10
     while (left := [pid for pid in family if Path(f"/proc/{pid}").exists()]) and time.monotonic() < end_s:
         time.sleep(0.05)
     assert not left, f"processes left behind: {left}"
     with served(str(tiny), "--experts", "2"):
-        swept = not list(Path(tempfile.gettempdir()).glob(f"eaas-{process.pid}-*"))
+        swept = not folders_of(process.pid)
     assert swept, "the next launcher removes what the killed one left"
+
+
+def test_a_state_folder_that_is_removed_is_made_again_and_no_other_launcher_takes_it(tiny: Path) -> None:
+    """The journal with it: the next router must go on where the last one was."""
+    with served(str(tiny), "--experts", "2") as (process, url):
+        with served(str(tiny), "--experts", "2"):
+            (folder,) = folders_of(process.pid)
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+        def said() -> str:
+            return (
+                client.completions.create(model="tiny", prompt="a b c", max_tokens=8, temperature=0)
+                .choices[0]
+                .text
+            )
+
+        def serving() -> set[int]:
+            members = fetch_status(url)["members"]
+            return {m["pid"] for m in members if m["pool"] == "expert" and m["state"] == "serving"}
+
+        first = said()
+        shutil.rmtree(folder)
+        wait_for("the journal again", lambda: (folder / "router.sqlite").exists())
+        for role in ("router/0", "expert/1"):
+            before = serving()
+            assert run("chaos", "kill", role, "--url", url).returncode == 0
+            assert said() == first
+            wait_for("two servers", lambda: len(serving()) == 2)
+        wait_for("another server", lambda: len(serving() - before) == 1 and len(serving()) == 2)
+        assert said() == first
+    assert not folders_of(process.pid), "its folder is left behind"
 
 
 def test_a_log_reader_that_goes_away_takes_nothing_along(tiny: Path) -> None:

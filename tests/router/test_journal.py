@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -151,3 +152,20 @@ def test_a_commit_that_fails_leaves_the_one_before(tmp_path: Path) -> None:
     journal.prove(state)
     assert journal.save(state, after)
     assert journal.load().members == after.members
+
+
+def test_a_journal_that_somebody_removed_is_written_again_whole(tmp_path: Path) -> None:
+    """With its folder, as whatever ages files away removes it; SQLite would go on writing to a file of no name."""
+    folder = tmp_path / "state"
+    folder.mkdir()
+    path = folder / "journal"
+    before = grown(path)
+    journal = Journal(path)
+    state = journal.load()
+    shutil.rmtree(folder)
+    assert journal.save(state, state), "what did not change is written too"
+    journal.close()
+    loaded = Journal(path).load()
+    assert {name: getattr(loaded, name) for name in DURABLE} == {
+        name: getattr(before, name) for name in DURABLE
+    }
