@@ -432,12 +432,17 @@ class Scheduler:
     def _extend_digests(self, request: Request, context: TokenArray | None, full: int) -> None:
         block_tokens = self.pool.block_tokens
         digests = request.digests
-        digest = digests[-1] if digests else self._root
+        digest = digests[-1] if digests else self._root_of(request)
         for number in range(len(digests), full):
             start, stop = number * block_tokens, (number + 1) * block_tokens
             held = request.tokens(start, stop) if context is None else context[start:stop]
             digest = next_digest(digest, held.tobytes())
             digests.append(digest)
+
+    def _root_of(self, request: Request) -> bytes:
+        salt = request.params.cache_salt
+        # As a token, the first four bytes are above every vocabulary: no salt is another request's block.
+        return next_digest(self._root, b"salt" + salt.encode()) if salt else self._root
 
     def _stop_running(self, request: Request) -> None:
         if request.slot < 0:

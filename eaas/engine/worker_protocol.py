@@ -15,7 +15,7 @@ import msgspec
 from eaas.engine.grammar import Grammar
 
 # Of these messages; a worker of another is not used.
-PROTOCOL = 3
+PROTOCOL = 4
 MAX_BODY_BYTES = 64 << 20
 MAX_TOP_LOGPROBS = 20
 MAX_BIASES = 1024
@@ -60,6 +60,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tr
     grammar: Grammar | None = None  # the language that the output must be in; None: any
     logit_bias: tuple[tuple[TokenId, float], ...] = ()  # added to the logits of these tokens
     allowed_token_ids: tuple[TokenId, ...] = ()  # no other token is chosen; none given: all are allowed
+    cache_salt: Annotated[str, msgspec.Meta(max_length=256)] = (
+        ""  # KV blocks are shared under the same one alone
+    )
     prompt_logprobs: int = -1  # as logprobs, for each token of the prompt but the first; -1: none
 
     def __post_init__(self) -> None:

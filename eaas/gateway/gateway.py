@@ -134,14 +134,14 @@ class Gateway:
             problems = error.errors(include_url=False, include_context=False, include_input=False)
             raise errors.from_validation(problems) from None
 
-    def require_model(self, name: str) -> None:
-        """Refuse another model than the one served here.
+    def require_model(self, name: str | None) -> None:
+        """Refuse another model than the one served here, which is meant where none is named.
 
         Raises:
             ApiError: 404.
         """
-        if name != self.model.name:
-            raise errors.unknown_model(name, self.model.name)
+        if name not in (None, self.model.name):
+            raise errors.unknown_model(str(name), self.model.name)
 
     async def counted(self, endpoint: str, reply: Coroutine[Any, Any, Response]) -> Response:
         """Await a reply and count it under ``endpoint``."""

@@ -86,9 +86,21 @@ async def generate(
             exchange.close()
 
 
+def _context(gateway: Gateway) -> int:
+    return min(gateway.model.max_model_len, gateway.pool.max_model_len or gateway.model.max_model_len)
+
+
+def _cut(gateway: Gateway, wanted: ChatRequest | CompletionRequest, prompt: list[int]) -> list[int]:
+    tokens = wanted.cut(prompt, _context(gateway))
+    if not tokens:
+        message = "'truncate_prompt_tokens' leaves nothing of the prompt; ask for at least 1."
+        raise invalid(message, param="truncate_prompt_tokens", code="invalid_value")
+    return tokens
+
+
 def _work(gateway: Gateway, prepared: Prepared) -> Work:
     wanted, prompts = prepared.wanted, prepared.prompts
-    context = min(gateway.model.max_model_len, gateway.pool.max_model_len or gateway.model.max_model_len)
+    context = _context(gateway)
     limits = [token_limit(wanted, len(prompt), context) for prompt in prompts]
     params = sampling_params(wanted, min(limits), gateway.model.vocab)
     _check_scores(wanted, prompts, params.prompt_logprobs)
@@ -114,6 +126,8 @@ def _work(gateway: Gateway, prepared: Prepared) -> Work:
         return_token_ids=bool(wanted.return_token_ids),
         stop_shown=bool(wanted.include_stop_str_in_output),
         shown_tokens=prepared.shown_tokens,
+        special_shown=wanted.skip_special_tokens is False,
+        tokens_by_id=bool(wanted.return_tokens_as_token_ids),
         request_id=wanted.request_id,
         echoes=_echoes(gateway.model, wanted, prompts),
         prompt_counts=(wanted.echo_count, wanted.prompt_count),
@@ -140,7 +154,9 @@ def _echoes(
     if not isinstance(wanted, CompletionRequest) or not wanted.echo:
         return None
     texts = (
-        given if isinstance(given, str) else model.tokenizer.decode(tokens, skip_special=False)
+        given
+        if isinstance(given, str) and wanted.truncate_prompt_tokens is None
+        else model.tokenizer.decode(tokens, skip_special=False)
         for given, tokens in zip(wanted.prompt, prompts, strict=True)
     )
     return [Echo(text, wanted.max_tokens == 0) for text in texts]
@@ -198,7 +214,9 @@ async def encode_conversation(model: ServedModel, wanted: ChatRequest, use: Tool
         tools=use.shown,
         add_generation_prompt=not going_on if begins is None else begins,
         continue_final_message=going_on,
+        add_special_tokens=bool(wanted.add_special_tokens),
         field=wanted.prompt_field,
+        must_fit=wanted.truncate_prompt_tokens is None,
     )
 
 
@@ -217,7 +235,7 @@ class GenerationRoutes:
             gateway.require_model(wanted.model)
             use = tools_of(wanted)
             grammar = grammar_of(model, use)
-            prompt = await encode_conversation(model, wanted, use)
+            prompt = _cut(gateway, wanted, await encode_conversation(model, wanted, use))
             prompt_ids = prompt if wanted.return_token_ids else None
             if not use.shown:
                 return Prepared(wanted=wanted, format=ChatFormat(prompt_ids), prompts=[prompt])
@@ -238,7 +256,12 @@ class GenerationRoutes:
         async def prepare() -> Prepared:
             wanted = await gateway.parse(request, CompletionRequest)
             gateway.require_model(wanted.model)
-            prompts = await gateway.model.encode_prompts(wanted.prompt)
+            encoded = await gateway.model.encode_prompts(
+                wanted.prompt,
+                add_special_tokens=wanted.add_special_tokens is not False,
+                must_fit=wanted.truncate_prompt_tokens is None,
+            )
+            prompts = [_cut(gateway, wanted, prompt) for prompt in encoded]
             shape = CompletionFormat(prompts if wanted.return_token_ids else None, wanted.choices)
             return Prepared(wanted=wanted, format=shape, prompts=prompts)
 

@@ -21,6 +21,21 @@ class TokenNames(Protocol):
     def token_bytes(self, token: int) -> bytes: ...
 
 
+class TokensById:
+    """Names tokens by their ids, as "token_id:7", for clients that cannot tell tokens of one text apart."""
+
+    def __init__(self, names: TokenNames) -> None:
+        self._names = names
+
+    def token_text(self, token: int) -> str:
+        """The token's name."""
+        return f"token_id:{token}"
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of its text."""
+        return self._names.token_bytes(token)
+
+
 class PromptScores:
     """Gathered piece by piece; what a replay tells again is the same, and counts once."""
 

@@ -26,7 +26,7 @@ from eaas.gateway.generation import Choice, Echo, Generation, StreamedGeneration
 from eaas.gateway.http_guard import CLIENT_GONE, CLIENT_STALLED, Connection
 from eaas.gateway.metrics import GatewayMetrics
 from eaas.gateway.openai_format import Events, Format, ResponseHead
-from eaas.gateway.prompt_scores import PromptScores
+from eaas.gateway.prompt_scores import PromptScores, TokensById
 from eaas.gateway.sequence import Sequence as PoolSequence
 from eaas.gateway.served_model import ServedModel
 from eaas.gateway.stops import StopAutomaton, StopMatcher
@@ -52,6 +52,8 @@ class Work:
         return_token_ids: The client wants the ids of the tokens as well.
         stop_shown: What stops a choice is part of its text.
         shown_tokens: Special tokens that the format reads in the text.
+        special_shown: Every special token is part of the text.
+        tokens_by_id: Log-probabilities name tokens by their ids.
         request_id: The client's name for the request; None draws one.
         echoes: What is shown of each prompt before its choices' first tokens; None: nothing.
         prompt_counts: Likeliest tokens to report beside each of the prompt, where it is shown, and by id; -1: none.
@@ -70,6 +72,8 @@ class Work:
     return_token_ids: bool = False
     stop_shown: bool = False
     shown_tokens: frozenset[int] = frozenset()
+    special_shown: bool = False
+    tokens_by_id: bool = False
     request_id: str | None = None
     echoes: Sequence[Echo] | None = None
     prompt_counts: tuple[int, int] = (-1, -1)
@@ -123,7 +127,8 @@ class Exchange:
         work, model = self._work, self._model
         automaton = StopAutomaton(work.stops) if work.stops else None
         tokenizer, (named, by_id) = model.tokenizer, work.prompt_counts
-        names = tokenizer if work.params.logprobs >= 0 else None
+        shown = TokensById(tokenizer) if work.tokens_by_id else tokenizer
+        names = shown if work.params.logprobs >= 0 else None
         sequences: list[PoolSequence] = []
         for number, prompt in enumerate(work.prompts):
             seed = work.params.seed if work.seeded else secrets.randbits(63)
@@ -132,7 +137,9 @@ class Exchange:
                 choice = Choice(
                     generation=self.generation,
                     index=index,
-                    detokenizer=tokenizer.detokenizer(shown=work.shown_tokens),
+                    detokenizer=tokenizer.detokenizer(
+                        skip_special=not work.special_shown, shown=work.shown_tokens
+                    ),
                     matcher=StopMatcher(automaton, stop_shown=work.stop_shown)
                     if automaton is not None
                     else None,
@@ -143,7 +150,7 @@ class Exchange:
                     echo=None if work.echoes is None else work.echoes[number],
                     scores=None
                     if max(named, by_id) < 0
-                    else PromptScores(prompt, tokenizer, named=named, by_id=by_id),
+                    else PromptScores(prompt, shown, named=named, by_id=by_id),
                 )
                 limit = work.limits[number]
                 params = msgspec.structs.replace(work.params, seed=seed, choice=draw, max_tokens=limit)

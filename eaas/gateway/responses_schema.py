@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from eaas.gateway.errors import ApiError, from_validation
 from eaas.gateway.schema import MAX_MESSAGES, MAX_TOOLS, MAX_TOP_LOGPROBS, ChatRequest, Function
+from eaas.gateway.unsupported import OnlyTrue, Unsupported
 
 _STRICT = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 _TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "summary_text")
@@ -56,7 +57,7 @@ class ResponsesRequest(BaseModel):
 
     model_config = _STRICT
 
-    model: str
+    model: str | None = None
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -76,7 +77,37 @@ class ResponsesRequest(BaseModel):
     seed: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     eaas_drop_lost_experts: bool | None = None
+    # As in a chat request, which judges them.
+    cache_salt: Any = None
+    frequency_penalty: Any = None
+    ignore_eos: Any = None
+    include_stop_str_in_output: Any = None
+    logit_bias: Any = None
+    min_p: Any = None
+    presence_penalty: Any = None
+    priority: Any = None
+    repetition_penalty: Any = None
+    request_id: Any = None
+    skip_special_tokens: Any = None
+    spaces_between_special_tokens: Any = None
+    stop: Any = None
+    stop_token_ids: Any = None
+    structured_outputs: Any = None
+    top_k: Any = None
 
+    access_programs: Unsupported = None
+    context_management: Unsupported = None
+    ec_transfer_params: Unsupported = None
+    enable_response_messages: Unsupported = None
+    image: Unsupported = None
+    include_reasoning: OnlyTrue = None
+    kv_transfer_params: Unsupported = None
+    mm_payload: Unsupported = None
+    moderation: Unsupported = None
+    previous_input_messages: Unsupported = None
+    return_mm_kwargs: Unsupported = None
+    vllm_xargs: Unsupported = None
+    watermarking: Unsupported = None
     previous_response_id: str | None = None
     conversation: Any = None
     prompt: Any = None
@@ -140,6 +171,11 @@ class ResponsesChat(ChatRequest):
         return "max_output_tokens"
 
 
+_PASSED_ON = (
+    "cache_salt", "frequency_penalty", "ignore_eos", "include_stop_str_in_output", "logit_bias", "min_p",
+    "presence_penalty", "priority", "repetition_penalty", "request_id", "skip_special_tokens",
+    "spaces_between_special_tokens", "stop", "stop_token_ids", "structured_outputs", "top_k",
+)  # fmt: skip
 _FIELDS = {
     "messages": "input",
     "response_format": "text.format",
@@ -171,6 +207,7 @@ def as_chat(wanted: ResponsesRequest) -> ResponsesChat:
         "parallel_tool_calls": wanted.parallel_tool_calls,
         "chat_template_kwargs": wanted.chat_template_kwargs,
         "eaas_drop_lost_experts": wanted.eaas_drop_lost_experts,
+        **{name: getattr(wanted, name) for name in _PASSED_ON},
         "tools": [_tool(tool) for tool in wanted.tools or ()] or None,
         "tool_choice": _choice(wanted.tool_choice),
         "response_format": _response_format(wanted.text),

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from eaas.gateway.constraints import ConstrainedRequest
+from eaas.gateway.unsupported import OnlyOne, OnlyTrue, OnlyZero, Unsupported
 
 MAX_CHOICES = 16
 MAX_STOPS = 16
@@ -29,6 +30,8 @@ class StreamOptions(BaseModel):
 
     model_config = _STRICT
     include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+    continuous_usage_stats: Unsupported = None
 
 
 class Message(BaseModel):
@@ -83,7 +86,7 @@ class GenerationRequest(ConstrainedRequest):
 
     model_config = _STRICT
 
-    model: str
+    model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
@@ -103,10 +106,36 @@ class GenerationRequest(ConstrainedRequest):
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
     request_id: Annotated[str, Field(pattern=r"^[!-~]{1,128}$")] | None = None
-    routed_experts: bool | None = None
     eaas_drop_lost_experts: bool | None = None
+    # Requests of different salts share no KV blocks.
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    skip_special_tokens: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
 
     best_of: Any = None
+    bad_words: Unsupported = None
+    ec_transfer_params: Unsupported = None
+    kv_transfer_params: Unsupported = None
+    length_penalty: OnlyOne = None
+    logits_processors: Unsupported = None
+    logprob_token_ids: Unsupported = None
+    mm_payload: Unsupported = None
+    priority: OnlyZero = None
+    prompt_embeds: Unsupported = None
+    repetition_detection: Unsupported = None
+    return_mm_kwargs: Unsupported = None
+    return_routed_experts: Unsupported = None
+    return_token_offsets: Unsupported = None
+    return_weight_versions: Unsupported = None
+    routed_experts: Unsupported = None
+    routed_experts_prompt_start: OnlyZero = None
+    spaces_between_special_tokens: OnlyTrue = None
+    thinking_token_budget: Unsupported = None
+    use_beam_search: Unsupported = None
+    vllm_xargs: Unsupported = None
+    watermarking: Unsupported = None
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -130,12 +159,6 @@ class GenerationRequest(ConstrainedRequest):
             raise ValueError(f"{len(ids)} stop tokens were given; at most {MAX_STOPS} are allowed")
         return ids
 
-    @field_validator("routed_experts", mode="after")
-    @classmethod
-    def _no_experts_shown(cls, value: bool | None) -> None:
-        if value:
-            raise ValueError("this server does not record which experts a token used; leave it out")
-
     @model_validator(mode="after")
     def _agree(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
@@ -148,6 +171,18 @@ class GenerationRequest(ConstrainedRequest):
     def echo_count(self) -> int:
         """Alternatives reported for each token of a prompt that is shown first; -1: none are."""
         return -1
+
+    def cut(self, prompt: list[int], context: int) -> list[int]:
+        """The prompt's tokens, as many as `truncate_prompt_tokens` says: the last ones, or the first.
+
+        Args:
+            context: Tokens that fit in the context, less one, which -1 stands for.
+        """
+        most = self.truncate_prompt_tokens
+        if most is None:
+            return prompt
+        most = context - 1 if most < 0 else most
+        return prompt[:most] if self.truncation_side == "right" else prompt[max(0, len(prompt) - most) :]
 
     @property
     def choices(self) -> int:
@@ -178,6 +213,15 @@ class ChatRequest(GenerationRequest):
     function_call: Any = None
     modalities: list[str] | None = None
     audio: Any = None
+    add_special_tokens: bool | None = None
+    chat_template: Unsupported = None
+    documents: Unsupported = None
+    echo: Unsupported = None
+    include_reasoning: OnlyTrue = None
+    moderation: Unsupported = None
+    prediction: Unsupported = None
+    return_prompt_text: Unsupported = None
+    web_search_options: Unsupported = None
 
     @field_validator("functions", "function_call", mode="after")
     @classmethod
@@ -244,6 +288,7 @@ class CompletionRequest(GenerationRequest):
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     echo: bool | None = None
+    add_special_tokens: bool | None = None
     suffix: Any = None
 
     @field_validator("prompt", mode="after")

@@ -70,8 +70,18 @@ class ServedModel:
         text = "\n".join([self.fingerprint, *numerics_classes, *("dropped",) * dropped])
         return f"fp_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
-    async def encode_prompts(self, prompts: Sequence[str] | Sequence[list[int]]) -> list[list[int]]:
+    async def encode_prompts(
+        self,
+        prompts: Sequence[str] | Sequence[list[int]],
+        *,
+        add_special_tokens: bool = True,
+        must_fit: bool = True,
+    ) -> list[list[int]]:
         """Token ids of each prompt.
+
+        Args:
+            add_special_tokens: Put around texts what the model wants around a prompt.
+            must_fit: A text that is over the context however it is cut is refused before that.
 
         Raises:
             ApiError: a token id outside the vocabulary, or an empty prompt.
@@ -79,8 +89,9 @@ class ServedModel:
         encoded: list[list[int]] = []
         for prompt in prompts:
             if isinstance(prompt, str):
-                self.check_length(prompt, "prompt")
-                tokens = await self.encode_text(prompt)
+                if must_fit:
+                    self.check_length(prompt, "prompt")
+                tokens = await self.encode_text(prompt, add_special_tokens=add_special_tokens)
             else:
                 tokens = prompt
                 wrong = next((token for token in tokens if not 0 <= token < self.vocab), None)

@@ -148,7 +148,7 @@ def test_an_unknown_model_is_a_404_that_names_the_served_one(url: str, path: str
 
 
 WRONG = [
-    ("model", 3), ("model", None), ("max_tokens", 0), ("max_tokens", -5), ("max_tokens", "5"),
+    ("model", 3), ("max_tokens", 0), ("max_tokens", -5), ("max_tokens", "5"),
     ("max_tokens", 2.5),
     ("max_tokens", True), ("max_tokens", 10**30), ("min_tokens", 9), ("min_tokens", -1),
     ("temperature", -0.1),

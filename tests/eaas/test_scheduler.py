@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -40,9 +41,16 @@ class World:
         self.decoder = FakeDecoder(self.blocks)
 
     def submit(
-        self, id: str, prompt: list[int], max_tokens: int, output: list[int] | None = None, stop: int = -1
+        self,
+        id: str,
+        prompt: list[int],
+        max_tokens: int,
+        output: list[int] | None = None,
+        stop: int = -1,
+        cache_salt: str = "",
     ) -> Request:
-        params = SamplingParams(max_tokens=max_tokens, stop_token_ids=(stop,) if stop >= 0 else ())
+        stops = (stop,) if stop >= 0 else ()
+        params = SamplingParams(max_tokens=max_tokens, stop_token_ids=stops, cache_salt=cache_salt)
         request = Request(owner=0, id=id, attempt=1, prompt=prompt, output=output or [], params=params)
         self.scheduler.add(request)
         self.emitted[id] = list(output or [])
@@ -206,6 +214,23 @@ def test_a_common_prompt_is_computed_once() -> None:
         world.run()
         assert world.decoder.rows_per_step == [21, most], f"prefix reuse {reuse}"
         assert world.emitted["a"] == world.emitted["b"] == expected_output(prompt, 1)
+
+
+def test_requests_share_blocks_under_the_same_salt_alone() -> None:
+    """However a tenant chooses its salt: one that is the bytes of another's first block is no way to its blocks."""
+    prompt = [*range(97, 97 + BLOCK_TOKENS), *range(21)]
+    first_block = np.array(prompt[:BLOCK_TOKENS], dtype=np.int32).tobytes().decode("latin-1")
+    world = World(step_tokens=64, blocks=200)
+    for name, salt, rows in (
+        ("a", "", len(prompt)), ("b", "tenant 1", len(prompt)), ("c", "tenant 2", len(prompt)),
+        ("d", "tenant 1", 1), ("e", "", 1), ("f", first_block, len(prompt)),
+    ):  # fmt: skip
+        world.submit(name, prompt, 1, cache_salt=salt)
+        world.run()
+        assert world.decoder.rows_per_step[-1] == rows, f"{name} under {salt!r}"
+    world.submit("g", prompt[BLOCK_TOKENS:], 1, cache_salt=first_block)
+    world.run()
+    assert world.decoder.rows_per_step[-1] == 21, "the chain of another's blocks was continued"
 
 
 def test_the_last_prompt_token_is_always_computed() -> None:

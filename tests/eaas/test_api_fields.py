@@ -1,0 +1,132 @@
+"""docs/api.md lists every field of OpenAI's and vLLM's requests, and says the truth of each."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import httpx
+import pytest
+from openai.types import completion_create_params as completions
+from openai.types.chat import completion_create_params as chat
+from openai.types.responses import response_create_params as responses
+
+from tests.eaas.gateway_world import FakeWorker, World, eventually, gateway_url
+
+ROUTES = {
+    "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}),
+    "completions": ("/v1/completions", {"prompt": "hi", "max_tokens": 2}),
+    "responses": ("/v1/responses", {"input": "hi", "max_output_tokens": 2}),
+}
+OPENAI = {
+    "chat": chat.CompletionCreateParamsBase,
+    "completions": completions.CompletionCreateParamsBase,
+    "responses": responses.ResponseCreateParamsBase,
+}
+# As its source distribution declares them, read from the syntax tree.
+VLLM = json.loads((Path(__file__).parent / "vllm_fields.json").read_text())
+PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+# What each refused field might be asked for with; the first that is not its default.
+ASKED: dict[str, Any] = {
+    "best_of": 5, "length_penalty": 2.0, "priority": 3, "spaces_between_special_tokens": False,
+    "include_reasoning": False, "routed_experts_prompt_start": 3, "background": True,
+}  # fmt: skip
+
+
+def tables() -> dict[str, dict[str, str]]:
+    """What becomes of each field, by route."""
+    found: dict[str, dict[str, str]] = {}
+    for route, (path, _) in ROUTES.items():
+        part = PAGE.partition(f"## POST {path}\n")[2].partition("\n## ")[0]
+        found[route] = dict(re.findall(r"^\| `(\w+)` \| [^|]+ \| (\w+) \|", part, re.MULTILINE))
+    return found
+
+
+TABLES = tables()
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_every_known_field_is_in_the_table(route: str) -> None:
+    known = {*get_type_hints(OPENAI[route]), "stream", *VLLM[route]}
+    assert len(known) > 30
+    assert not known - TABLES[route].keys()
+    assert set(TABLES[route].values()) == {"honoured", "refused", "ignored"}
+    assert f"vLLM {VLLM['version']}" in PAGE
+
+
+@pytest.fixture(scope="module")
+def worker(world: World) -> FakeWorker:
+    return world.worker()
+
+
+@pytest.fixture(scope="module")
+def url(world: World, worker: FakeWorker) -> Any:
+    world.router.show(worker)
+    with gateway_url(world) as url:
+        eventually(lambda: httpx.get(f"{url}/health").status_code == 200, "a worker")
+        yield url
+    world.router.show()
+    world.stop_workers()
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_what_is_refused_is_a_400_that_names_the_field_and_its_default_is_taken(url: str, route: str) -> None:
+    path, body = ROUTES[route]
+    with httpx.Client(base_url=url) as client:
+        for name in [name for name, what in TABLES[route].items() if what == "refused"]:
+            reply = client.post(path, json={**body, name: ASKED.get(name, "x")})
+            assert reply.status_code == 400, f"{name}: {reply.text}"
+            error = reply.json()["error"]
+            assert name in (error["param"] or "") or f"'{name}'" in error["message"], f"{name}: {error}"
+        defaults = {name: None for name, what in TABLES[route].items() if what != "honoured"}
+        assert client.post(path, json={**body, **defaults}).status_code == 200
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_what_is_ignored_changes_nothing(url: str, route: str) -> None:
+    path, body = ROUTES[route]
+    ignored = [name for name, what in TABLES[route].items() if what == "ignored" and name != "metadata"]
+    for name in ignored:
+        assert httpx.post(f"{url}{path}", json={**body, name: "x"}).status_code == 200, name
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_what_is_honoured_is_a_field_of_the_schema(url: str, route: str) -> None:
+    described = httpx.get(f"{url}/openapi.json").json()["paths"][ROUTES[route][0]]["post"]["requestBody"]
+    fields = described["content"]["application/json"]["schema"]["properties"]
+    assert not {name for name, what in TABLES[route].items() if what == "honoured"} - fields.keys()
+
+
+def test_the_model_may_be_left_out(url: str) -> None:
+    for path, body in ROUTES.values():
+        assert httpx.post(f"{url}{path}", json=body).json()["model"] == "tiny"
+
+
+@pytest.mark.parametrize(
+    ("asked", "prompt"),
+    [
+        ({}, b"abcdefg"),
+        ({"truncate_prompt_tokens": 3}, b"efg"),
+        ({"truncate_prompt_tokens": 3, "truncation_side": "right"}, b"abc"),
+        ({"truncate_prompt_tokens": 9}, b"abcdefg"),
+        ({"truncate_prompt_tokens": -1}, b"abcdefg"),
+    ],
+)
+def test_a_prompt_is_cut_where_it_is_asked_for(
+    url: str, worker: FakeWorker, asked: dict[str, Any], prompt: bytes
+) -> None:
+    submits = worker.submits
+    submits.clear()
+    reply = httpx.post(f"{url}/v1/completions", json={"prompt": "abcdefg", "max_tokens": 1, **asked})
+    assert reply.json()["usage"]["prompt_tokens"] == len(prompt), reply.text
+    assert bytes(submits[0].prompt) == prompt
+    assert submits[0].params.cache_salt == ""
+
+
+def test_tokens_are_named_by_id_where_that_is_asked_for(url: str) -> None:
+    body = {"prompt": "ab", "max_tokens": 2, "logprobs": 0, "return_tokens_as_token_ids": True}
+    said = httpx.post(f"{url}/v1/completions", json=body).json()["choices"][0]
+    assert said["logprobs"]["tokens"] == [f"token_id:{ord('a')}", f"token_id:{ord('b')}"]
+    assert said["text"] == "ab"
