@@ -203,6 +203,15 @@ bool overhear(ExpertClient* client, Server& server, const Slot& slot, const void
     return true;
 }
 
+// Whether the row that the pair's expert was asked for is finite.
+bool finite_input(const Call& call, const WireShape& shape, uint32_t pair) {
+    const uint32_t token = pair / shape.top_k;
+    if (shape.dtype == 0)
+        return finite_row(reinterpret_cast<const float*>(call.rows) + uint64_t(token) * shape.hidden, shape.hidden);
+    const auto* row = reinterpret_cast<const uint16_t*>(call.rows) + uint64_t(token) * shape.hidden;
+    return std::all_of(row, row + shape.hidden, [](uint16_t bits) { return (bits & 0x7FFF) < 0x7F80; });
+}
+
 // Reads and judges the reply. False where some of it was of no use, and may be the next time.
 bool accept(ExpertClient* client, Server& server, Slot& slot, const void* memory, uint64_t now_ns) {
     Call& call = client->call;
@@ -245,21 +254,26 @@ bool accept(ExpertClient* client, Server& server, Slot& slot, const void* memory
     learn(client, server, slot, now_ns, header.service_ns);
     chunk.state = CHUNK_DONE;
     uint32_t fresh = 0, doubted = 0;
+    bool useful = true;
     for (uint32_t i = 0; i < chunk.pairs; i++, row += hidden) {
         uint32_t pair = call.order[chunk.first + i];
-        if (!digest.finite && !finite_row(row, hidden)) {
+        // What came in so can only go out so, and is nobody's fault.
+        if (!digest.finite && !finite_row(row, hidden) && finite_input(call, shape, pair)) {
             // Beyond what was reserved the row only stays missing.
             std::vector<Doubt>& doubts = client->scratch[server.link.lane].doubts;
             if (doubts.size() < doubts.capacity()) doubts.push_back({pair, chunk.server, now_ns, row});
+            // A second answer is not delayed: where it equals the first it may be all the evidence that can be had.
+            useful &= client->plan.said_by(pair, chunk.server) < 2;
             doubted++;
             continue;
         }
         fresh += fill(call, pair, row);
     }
     call.missing.fetch_sub(fresh);
-    // A second answer is not delayed: where it equals the first it may be all the evidence that can be had.
-    bool useful = !doubted || chunk.refusals < again;
-    if (doubted) refuse(call, server, chunk, again);
+    if (!doubted) return true;
+    // Of these rows alone: an expert that gives many of them by its nature is asked on.
+    refuse(call, server, chunk, 0);
+    chunk.refused = false;
     return useful;
 }
 

@@ -353,9 +353,15 @@ void survey(ExpertClient* client, const Masks& masks, uint64_t now_ns) {
 
 void collect_doubts(ExpertClient* client) {
     std::vector<Doubt>& doubts = client->plan.doubts;
+    std::vector<uint32_t>& latest = client->plan.doubt_of;
+    if (doubts.empty()) latest.assign(client->call.n * client->shape.top_k, NO_DOUBT);
     for (uint32_t lane = 0; lane < client->lanes; lane++) {
         std::vector<Doubt>& fresh = client->scratch[lane].doubts;
-        doubts.insert(doubts.end(), fresh.begin(), fresh.end());
+        for (Doubt& doubt : fresh) {
+            doubt.before = latest[doubt.pair];
+            doubts.push_back(doubt);
+            latest[doubt.pair] = uint32_t(doubts.size() - 1);
+        }
         fresh.clear();
     }
 }
@@ -367,10 +373,12 @@ void settle_doubts(ExpertClient* client, uint64_t now_ns) {
     collect_doubts(client);
     const std::vector<Doubt>& doubts = client->plan.doubts;
     for (const Doubt& doubt : doubts) {
+        if (pair_filled(call, doubt.pair)) continue;
         uint64_t said = 0, others = 0;
         bool confirmed = false, repeated = false;
-        for (const Doubt& other : doubts) {
-            if (other.pair != doubt.pair) continue;
+        // Only those of its own pair: of all together there may be as many as the call has pairs.
+        for (uint32_t at = client->plan.doubt_of[doubt.pair]; at != NO_DOUBT; at = doubts[at].before) {
+            const Doubt& other = doubts[at];
             said |= 1ull << other.server;
             if (&other == &doubt || std::memcmp(other.row, doubt.row, client->shape.reply_row_bytes())) continue;
             (other.server == doubt.server ? repeated : confirmed) = true;
@@ -385,6 +393,19 @@ void settle_doubts(ExpertClient* client, uint64_t now_ns) {
         bool alone = std::popcount(said) == 1 && !others;
         if (confirmed || (repeated && alone)) call.settled += fill(call, doubt.pair, doubt.row);
     }
+}
+
+// Where a pair goes that was meant for a server: whose row of it is in doubt is not asked while there is somebody else.
+uint32_t another(const ExpertClient* client, const Masks& masks, uint32_t pair, uint32_t server) {
+    const Plan& plan = client->plan;
+    if (server == EXPERTS_NO_SERVER || !plan.said_by(pair, server)) return server;
+    const uint32_t expert = client->call.ids[pair];
+    uint64_t able = replicas(client, expert);
+    for (uint64_t left = able; left; left &= left - 1)
+        if (plan.said_by(pair, uint32_t(std::countr_zero(left)))) able &= ~(left & -left);
+    uint64_t willing = most_willing(plan, expert, able & masks.healthy);
+    if (!willing) willing = most_willing(plan, expert, able & masks.distrusted);
+    return willing ? uint32_t(std::countr_zero(willing)) : server;
 }
 
 }  // namespace
@@ -447,6 +468,7 @@ void plan_again(ExpertClient* client, uint64_t now_ns) {
     uint64_t servers = 0;
     bool in_doubt = false;
     auto give = [&](uint32_t pair, uint32_t server) {
+        server = another(client, masks, pair, server);
         if (server == EXPERTS_NO_SERVER && !plan.pair_late[pair] && drop_pair(client, masks, pair)) return;
         in_doubt |= !masks.takes(server);
         if (server == EXPERTS_NO_SERVER) return;

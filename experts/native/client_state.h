@@ -74,7 +74,7 @@ struct Chunk {
     uint32_t attempt = 0;
     ChunkState state = CHUNK_PLANNED;
     bool probe = false;
-    bool refused = false;   // just now: not held, not understood by either end, or not finite
+    bool refused = false;   // just now: not held, or not understood by either end
     bool not_held = false;  // that was why
     uint32_t refusals = 0;  // of its experts by this server
     uint64_t routing = 0;
@@ -169,12 +169,15 @@ struct Routes {
     std::vector<uint8_t> table;
 };
 
+constexpr uint32_t NO_DOUBT = UINT32_MAX;
+
 // A reply's row that is not finite, and that only an equal one can confirm: another server's, where one can be asked.
 struct Doubt {
     uint32_t pair;
     uint32_t server;
     uint64_t seen_ns;
     const float* row;
+    uint32_t before = NO_DOUBT;  // in Plan::doubts, of the same pair
 };
 
 // Planning scratch, all of it lane 0's.
@@ -193,7 +196,16 @@ struct Plan {
     std::vector<uint64_t> pair_late;  // servers whose late reply may still bring the pair
     uint64_t suspects = 0;            // of those, the ones beyond which asking elsewhere is no hedge
     std::vector<Doubt> doubts;        // of all lanes
+    std::vector<uint32_t> doubt_of;   // [pair]: the latest of them, or NO_DOUBT
     std::vector<uint32_t> list[EXPERTS_MAX_SERVERS];
+
+    // Rows in doubt that a server has given for a pair, of those that were collected.
+    uint32_t said_by(uint32_t pair, uint32_t server) const {
+        uint32_t count = 0;
+        if (doubts.empty()) return 0;
+        for (uint32_t at = doubt_of[pair]; at != NO_DOUBT; at = doubts[at].before) count += doubts[at].server == server;
+        return count;
+    }
 };
 
 struct LaneScratch {

@@ -6,7 +6,7 @@ import ctypes
 import mmap
 import resource
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -380,10 +380,13 @@ class Call:
         deadline_ns: int = 10**9,
         begun_under: AbstractContextManager[None] | None = None,
         drop: np.ndarray | None = None,
+        spoilt: Callable[[NDArray[Any]], None] = lambda x: None,
     ) -> None:
+        """Args: spoilt: changes the rows before they are given."""
         shape = world.shape
         self.world, self.client, self.layer = world, client, layer
         self.x = to_bits(rng.standard_normal((n, shape.hidden)), world.dtype)
+        spoilt(self.x)
         self.ids = np.stack([rng.permutation(shape.experts)[: shape.top_k] for _ in range(n)]).astype(
             np.uint16
         )

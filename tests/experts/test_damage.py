@@ -16,7 +16,7 @@ from experts.native import ServerStats
 from experts.report import report_of
 from experts.wire import HEADER, VERSION, rows_digest
 from p2p import native as p2p_native
-from tests.experts.steps import LOST, OK, PENDING, Call, World, shape_of
+from tests.experts.steps import LOST, OK, PENDING, Call, World, shape_of, to_bits
 from tests.experts.test_steps import spread
 from tests.sim.mutants import Mutant, needs_compiler
 
@@ -56,13 +56,18 @@ def not_finite(value: float) -> Change:
 
 
 def made(
-    servers: int, replicas: int, seed: int, lanes: int = 1, slots: int = 2, library: ctypes.CDLL | None = None
+    servers: int,
+    replicas: int,
+    seed: int,
+    lanes: int = 1,
+    slots: int = 2,
+    library: ctypes.CDLL | None = None,
+    dtype: Dtype = Dtype.FLOAT32,
+    tokens: int = 64,
 ) -> tuple[World, np.random.Generator]:
-    world = World(
-        shape=shape_of(), dtype=Dtype.FLOAT32, servers=servers, seed=seed, slots=slots, library=library
-    )
+    world = World(shape=shape_of(), dtype=dtype, servers=servers, seed=seed, slots=slots, library=library)
     spread(world, replicas)
-    world.publish(world.add_client(lanes=lanes), 1)
+    world.publish(world.add_client(max_tokens=tokens, lanes=lanes), 1)
     return world, np.random.default_rng(seed)
 
 
@@ -266,6 +271,42 @@ def test_the_models_own_rows_that_are_not_finite_wait_for_no_silent_replica() ->
     world.close()
 
 
+@pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.BFLOAT16])
+@pytest.mark.parametrize("servers", [1, 2])
+def test_a_row_that_is_not_finite_when_it_comes_in_is_nobodys_fault(servers: int, dtype: Dtype) -> None:
+    world, rng = made(servers=servers, replicas=servers, seed=13, dtype=dtype)
+    for value in to_bits(np.array([np.nan, np.inf, -np.inf]), dtype):
+        call = Call(world, 0, rng, 8, 0, spoilt=lambda x, value=value: x.__setitem__((2, 5), value))
+        assert call.run() == OK
+        assert not np.isfinite(call.out[2]).all()
+        assert np.isfinite(np.delete(call.out, 2, axis=0)).all()
+    for server in range(servers):
+        stats = world.stats(0, server)
+        assert (stats.corrupt, stats.redispatches) == (0, 0), f"server {server}"
+    world.close()
+
+
+def test_many_rows_that_are_not_finite_cost_time_by_their_number_and_not_by_its_square() -> None:
+    def cost_s(rows: int) -> float:
+        world, rng = made(servers=2, replicas=2, seed=14, tokens=rows)
+
+        def change(found: NDArray[np.float32]) -> None:
+            found[:, 3] = np.nan
+
+        call = Call(world, 0, rng, rows, 0, deadline_ns=10**10)
+        began_s = time.process_time()
+        assert run_with(world, call, {0: change, 1: change}) == OK
+        took_s = time.process_time() - began_s
+        assert np.isnan(call.out[:, 3]).all() and np.isfinite(np.delete(call.out, 3, axis=1)).all()
+        assert not any(world.stats(0, server).corrupt for server in range(2))
+        world.close()
+        return took_s
+
+    few, many = min(cost_s(256) for _ in range(2)), cost_s(8192)
+    # 32 times as long where each row costs the same; the square would be a thousand times.
+    assert many < 200 * few, f"256 rows took {few:.4f} s, 8,192 rows {many:.4f} s"
+
+
 DIGEST = Mutant(
     source="experts/native/client_exchange.cpp",
     says="if (digest.sum != header.digest) {",
@@ -273,7 +314,7 @@ DIGEST = Mutant(
 )
 FINITE = Mutant(
     source="experts/native/client_exchange.cpp",
-    says="if (!digest.finite && !finite_row(row, hidden)) {",
+    says="if (!digest.finite && !finite_row(row, hidden) && finite_input(call, shape, pair)) {",
     instead="if (false) {",
 )
 ALONE = Mutant(
