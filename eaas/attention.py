@@ -27,7 +27,7 @@ from eaas.engine.decoder import Decoder, DecoderError
 from eaas.engine.engine import Engine, EngineConfig, StepDecoder
 from eaas.engine.scheduler import SchedulerConfig
 from eaas.engine.secure_door import SecureDoor
-from eaas.engine.worker import Worker
+from eaas.engine.worker import STUCK_MARGIN_S, Worker
 from eaas.engine.worker_protocol import Hello
 from eaas.model.loader import load_spec, load_weights
 from eaas.placement import Placement, StartFailed, Stopped
@@ -43,8 +43,9 @@ from experts.model import Dtype, ExpertShape
 from experts.native import IsaUnavailable, NativeMissing
 from experts.pace import Track, load_entries, observe_all
 from experts.paths import DataPath
+from p2p import doorbell
 from p2p.cores import named_cores
-from p2p.endpoint import P2PError
+from p2p.endpoint import Endpoint, P2PError
 from p2p.native import NativeMissing as TransportMissing
 from p2p.transport import HELP as TRANSPORT_HELP
 from p2p.transport import TransportChoice
@@ -53,6 +54,7 @@ from router.channel import router_address
 from router.client import JoinRefused, RouterClient, RouterUnavailable
 from router.exposure import bound_address, host_port, told_address
 from router.faults import CLIENT_POINTS
+from router.heartbeat import Heartbeat
 from router.view import ATTENTION
 
 log = logging.getLogger("eaas.attention")
@@ -61,6 +63,9 @@ log = logging.getLogger("eaas.attention")
 STUCK_STEP_S = 0.6
 BLOCK_TOKENS = 16
 ROUTED_S = 1.0
+# A loop that stands so long, while its process neither computes nor reads, hangs: it goes round 4 times a second
+# without work, and 200 times while it waits for expert servers.
+HUNG_S = 0.6
 START_ERRORS = (
     DecoderError,
     DeviceUnavailable,
@@ -189,6 +194,7 @@ class Load:
 
     def __init__(self, client: ExpertClient, router: RouterClient, placement: Placement) -> None:
         self.engine: Engine | None = None
+        self.worker: Worker | None = None
         self._placement = placement
         self._client, self._router = client, router
         self._routed_s = time.monotonic()
@@ -213,6 +219,11 @@ class Load:
         found = {report.name: report.totals for report in self._client.stats()}
         self._tracks = observe_all(self._tracks, found)
         return {**engine.load(), "busy": busy, "tokens_per_s": rate, **load_entries(self._tracks)}
+
+    def turns(self, endpoint: Endpoint) -> int | None:
+        """What rises while the worker's loop goes on, also while it waits for expert servers; None before it runs."""
+        turns = self.worker.turns if self.worker is not None else None
+        return None if turns is None else turns + doorbell.heartbeat(endpoint.page_address)
 
     def _tell_routed(self, engine: Engine) -> None:
         """Rows to each expert, and counters, go with this renewal: about once a second, enough to balance by."""
@@ -339,6 +350,17 @@ def prepare(options: argparse.Namespace, ending: Ending, closing: contextlib.Exi
     closing.callback(client.close)
     placement = Placement(router, client, kernels, obsolete_s=options.deadline_s, on_obsolete=ending.drained)
     load_report = Load(client, router, placement)
+    # Only who waits on a doorbell of its own can be seen to wait.
+    longest_s = options.deadline_s + STUCK_MARGIN_S
+    seen_waiting = endpoint.page_address and not device.runs_kernels
+    heartbeat = Heartbeat(
+        lambda: load_report.turns(endpoint),
+        bound_s=HUNG_S if seen_waiting else longest_s,
+        longest_s=longest_s,
+        on_change=router.renew_now,
+    )
+    heartbeat.start()
+    closing.callback(heartbeat.close)
     # The lease runs from the join on, and packing the weights may take longer than it lasts.
     router.start(
         on_view=placement.apply,
@@ -346,6 +368,7 @@ def prepare(options: argparse.Namespace, ending: Ending, closing: contextlib.Exi
         on_fenced=ending.fenced,
         on_drained=ending.drained,
         faults=faults,
+        heartbeat=heartbeat,
     )
     decoder = new_decoder(spec, weights, client, cores, kv_blocks=kv_blocks, max_rows=options.step_tokens)
     closing.callback(decoder.close)
@@ -393,7 +416,9 @@ def prepare(options: argparse.Namespace, ending: Ending, closing: contextlib.Exi
         may_answer=router.lease_held,
         spans=spans,
         elsewhere=lambda: placement.elsewhere,
+        stands=lambda: heartbeat.stands_s > 0,
     )
+    load_report.worker = worker
     ending.attach(worker.stop, lambda: leave(router))
     log.info("ready address=%s start_s=%.2f", address, time.monotonic() - began_s)
     child.tell_ready(options, identity.name, address)

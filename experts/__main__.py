@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import signal
 import sys
 import threading
@@ -29,6 +30,7 @@ from experts.pack import PackedExperts, PackUnavailable, layout_of
 from experts.proto import experts_pb2, experts_pb2_grpc
 from experts.server import MOST_SLOTS, ExpertServer, ExpertsService
 from experts.weights import Weights, manifest_from
+from p2p import doorbell
 from p2p.cores import named_cores
 from p2p.endpoint import P2PError
 from p2p.transport import HELP as TRANSPORT_HELP
@@ -38,6 +40,7 @@ from router.channel import router_address
 from router.client import JoinRefused, RouterClient, RouterUnavailable
 from router.exposure import bound_address, host_port, told_address
 from router.faults import SERVER_POINTS
+from router.heartbeat import Heartbeat
 from router.role_check import RequireRolesThreaded
 from router.tls import Credentials
 from router.view import EXPERT
@@ -54,6 +57,10 @@ _MOST_CALLS = 128
 _LEAVE_S = 0.3
 _SPEED_HALF_LIFE_S = 2.0
 _COUNTED_S = 1.0
+# A loop that stands so long, while its process neither computes nor reads, hangs: it goes round every 5 ms.
+_HUNG_S = 0.25
+# One that stands so long does so whatever its process does: a batch is 512 rows at most.
+_LONGEST_BATCH_S = 30.0
 _START_ERRORS = (
     CheckpointInvalid, ConfigInvalid, DeviceUnavailable, IsaUnavailable, JoinRefused, KernelsBroken, OSError,
     P2PError, PackUnavailable, RouterUnavailable, ValueError,
@@ -269,12 +276,23 @@ def serve(options: argparse.Namespace, ending: Ending) -> None:
         service.giver, service.server = giver, server
         server.start()
         loader.start()
+        seen_waiting = endpoint.page_address and not device.runs_kernels
+        heartbeat = Heartbeat(
+            lambda: doorbell.heartbeat(endpoint.page_address),
+            bound_s=_HUNG_S if seen_waiting else _LONGEST_BATCH_S,
+            longest_s=_LONGEST_BATCH_S,
+            on_change=router.renew_now,
+        )
+        if seen_waiting:
+            heartbeat.start()
+            closing.callback(heartbeat.close)
         router.start(
             on_view=loader.apply,
             load=Load(server, router, path.activation_rows),
             on_fenced=fenced,
             on_drained=ending.wanted.set,
             faults=faults,
+            heartbeat=heartbeat,
         )
         healthy.set(
             experts_pb2.DESCRIPTOR.services_by_name["Experts"].full_name,
@@ -292,6 +310,10 @@ def serve(options: argparse.Namespace, ending: Ending) -> None:
                 server.set_lease(_lease_end_ns(identity.lease_s / 2))
             server.reap()
         healthy.enter_graceful_shutdown()
+        if heartbeat.stands_s:
+            log.error("ended reason=%s", ending.fault or "its loop stands still")
+            # Its thread never ends, so neither would an orderly end.
+            os._exit(1)
 
 
 def _packed(

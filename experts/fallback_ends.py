@@ -81,6 +81,7 @@ class ServerEnd:
         """Serve for at most that long; 1 when stopped."""
         until_ns = time.monotonic_ns() + max_ns
         while not self.stopped and time.monotonic_ns() < until_ns:
+            doorbell.beat(self.page)
             seen = doorbell.read(self.page, 0)
             if not self.step():
                 doorbell.wait(self.page, 0, seen, WAIT_NS)
@@ -240,6 +241,7 @@ class ClientEnd:
                 with self.lock:
                     self.adopt()
                 refused.clear()
+            doorbell.beat(self.page)
             seen = doorbell.read(self.page, 0)
             moved = self._collect(call, result, missing, refused)
             if drop is not None and self.epoch:

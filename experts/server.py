@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 import grpc
@@ -27,6 +28,7 @@ from p2p.window import WindowLayout
 log = logging.getLogger(__name__)
 
 MOST_SLOTS = 16
+LANE_0 = "expert-lane-0"
 RUN_NS = 1_000_000_000
 
 Reply = TypeVar("Reply")
@@ -159,11 +161,13 @@ class ExpertServer:
 
     def start(self) -> None:
         """Serve, in a thread of its own."""
-        self._thread = threading.Thread(target=self._run, name="expert-lane-0", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=LANE_0, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         try:
+            # So that operators find it among the threads of its process.
+            Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(LANE_0)
             while not self._library.expert_server_run(self._handle, RUN_NS):
                 pass
         except Exception as error:

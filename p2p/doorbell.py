@@ -21,6 +21,7 @@ WAIT_NS: Final = 5_000_000
 BLIND_WAIT_NS: Final = 50_000
 
 _HEADER: Final = struct.Struct("<IIQQII")
+_HEARTBEAT_OFFSET: Final = 16
 _FUTEX_WAIT: Final = 0
 _FUTEX_WAKE: Final = 1
 _EVERY_WAITER: Final = 0x7FFFFFFF
@@ -44,6 +45,17 @@ def page_header(incarnation: int, lanes: int) -> bytes:
     if not 1 <= lanes <= LANES_LIMIT:
         raise ValueError(f"{lanes} lanes asked for; a doorbell page has room for 1 to {LANES_LIMIT}.")
     return _HEADER.pack(MAGIC, VERSION, incarnation, 0, 0, lanes)
+
+
+def beat(page_address: int) -> None:
+    """Say in the page's heartbeat word that the loop which waits on its bells goes on."""
+    if page_address:
+        ctypes.c_uint64.from_address(page_address + _HEARTBEAT_OFFSET).value += 1
+
+
+def heartbeat(page_address: int) -> int:
+    """The heartbeat word; 0 where the page is null."""
+    return ctypes.c_uint64.from_address(page_address + _HEARTBEAT_OFFSET).value if page_address else 0
 
 
 def ring(page_address: int, lane: int) -> None:

@@ -56,7 +56,8 @@ def peers(state: State, record: MemberRecord) -> list[MemberRecord]:
     """
     others = [r for r in pool(state, EXPERT) if r.name != record.name]
     kin = [r for r in others if r.numerics_class == record.numerics_class]
-    staying = [r for r in kin if not r.draining and r.name not in state.silent]
+    lost = state.silent | state.standing
+    staying = [r for r in kin if not r.draining and r.name not in lost]
     return kin if staying else others
 
 

@@ -34,6 +34,7 @@ from router.connection import (
 )
 from router.faults import Fault, FaultTaker
 from router.faults_wire import Injection, fault_message, fault_of, injection_of, taken_message
+from router.heartbeat import Heartbeat
 from router.host import boot_s, host_id, process_id
 from router.news import News
 from router.pools import PoolSize
@@ -41,7 +42,7 @@ from router.proto import router_pb2 as pb
 from router.replies import Identity, StartProcess, Status, StopProcess, pool_of, status_of, view_of
 from router.tls import Credentials
 from router.totals import Totals
-from router.view import PROTOCOL, Member, View
+from router.view import PROTOCOL, STANDS, Member, View
 
 __all__ = ["FaultRefused", "JoinRefused", "RouterClient", "RouterUnavailable", "ScaleRefused"]
 
@@ -88,6 +89,7 @@ class RouterClient:
         self._on_drained: Callable[[], None] | None = None
         self._load: Callable[[], Mapping[str, float]] | None = None
         self._faults: FaultTaker | None = None
+        self._heartbeat: Heartbeat | None = None
 
     @property
     def _stub(self) -> Any:
@@ -202,6 +204,7 @@ class RouterClient:
         on_fenced: Callable[[str], None] | None = None,
         on_drained: Callable[[], None] | None = None,
         faults: FaultTaker | None = None,
+        heartbeat: Heartbeat | None = None,
     ) -> None:
         """Start the threads: watch the View, and keep the lease if this process has joined (now or later).
 
@@ -213,11 +216,13 @@ class RouterClient:
             on_fenced: Called once on the lease thread, with the reason, when this member is no more.
             on_drained: Called instead, where given, when that is because it was ordered to drain, and has.
             faults: Told on the watch thread of each fault that this process is to do to itself; None: it takes none.
+            heartbeat: Of the loop that does this member's work: while it stands still renewals say so, and nothing
+                else, and the router replaces this member.
         """
         if self._threads:
             raise RuntimeError("start was called twice; one RouterClient serves one process, once")
         self._on_view, self._load, self._on_fenced, self._on_drained = on_view, load, on_fenced, on_drained
-        self._faults = faults
+        self._faults, self._heartbeat = faults, heartbeat
         self._threads = [
             threading.Thread(target=self._keep_lease, name="router-lease", daemon=True),
             threading.Thread(target=self._watch, name="router-watch", daemon=True),
@@ -417,7 +422,14 @@ class RouterClient:
                 identity, reply.drained, reply.reason or "its lease ended or its process was reported dead"
             )
 
+    def renew_now(self) -> None:
+        """Have the next renewal sent at once. Does not block."""
+        self._wake.set()
+
     def _present_load(self) -> dict[str, float]:
+        if self._heartbeat is not None and self._heartbeat.stands_s:
+            # Whoever asked the loop for its load might wait for what it holds.
+            return {STANDS: self._heartbeat.stands_s}
         try:
             load = dict(self._load()) if self._load else {}
             return load | {"faults": float(self._faults.active)} if self._faults else load

@@ -18,6 +18,7 @@ from router.totals import Totals
 EVICTIONS: Final = {
     "its process ended": "ended",
     "silent": "silent",
+    "its work loop": "hung",
     "its process joined anew": "rejoined",
     OVERDUE: "overdue",
 }

@@ -35,8 +35,10 @@ def order(config: Config, state: State, commands: list[Command]) -> State:
 
 
 def live(config: Config, state: State, name: str) -> int:
-    """Members of a pool that count: those which drain or are to be replaced do not, nor those which look dead."""
+    """Members of a pool that count: those which drain or are to be replaced do not, nor those which look dead or stand
+    still."""
     dead = state.silent if state.silent and not doubts_itself(config, state) else frozenset[str]()
+    dead |= state.standing
     count = 0
     for record in state.members.values():
         if record.pool == name and not (record.draining or record.leaving) and record.name not in dead:

@@ -19,7 +19,8 @@ def allowed(config: Config, state: State, records: list[MemberRecord]) -> dict[s
     first those with fewer copies than wanted, and while any of these is left, none that only moves. One that looks
     dead gets nothing: it would hold the budget of those that could load.
     """
-    heard = [r for r in records if r.name not in state.silent]
+    lost = state.silent | state.standing
+    heard = [r for r in records if r.name not in lost]
     wanted = {r.name: lowest(r.share & ~r.target, room(r)) for r in heard if r.share & ~r.target}
     if not wanted:
         return {}

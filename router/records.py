@@ -65,6 +65,7 @@ def fence(
         stuck=_without(state.stuck, name),
         suspects=state.suspects - {name},
         silent=state.silent - {name},
+        standing=state.standing - {name},
         gone=(*state.gone, gone)[-_REMEMBERED:],
         ghosts=ghosts,
     )

@@ -12,13 +12,13 @@ def pool_signals(state: State, name: str) -> Signals:
     """One launched pool at this moment.
 
     Who drains is asked no more, so its load says nothing of what the others will have to do; who is not ready yet has
-    none, and who is silent may be gone. A gateway's queue counts however many workers there are.
+    none, and who is silent may be gone, or stands still. A gateway's queue counts however many workers there are.
     """
     loads: dict[str, list[Mapping[str, float]]] = {}
     starting = sum(start.pool == name for start in state.starts)
     draining = 0
     for record in state.members.values():
-        if record.name in state.silent:
+        if record.name in state.silent or record.name in state.standing:
             continue
         if record.draining:
             draining += record.pool == name

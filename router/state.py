@@ -264,7 +264,8 @@ class State:
     wanted: size of each launched pool.
 
     ghosts: who may still use old routes though it is no member. suspects: who may be dead, or was accused.
-    silent: who looks dead by silence alone. accused: servers said to give corrupt replies, and since when.
+    silent: who looks dead by silence alone. standing: who says that its work loop stands still. accused: servers said
+    to give corrupt replies, and since when.
     blame_again_s: when the next may be fenced for that.
     doubting_s: since when the router doubts its own ears, or None.
 
@@ -296,6 +297,7 @@ class State:
     ghosts: tuple[Ghost, ...] = ()
     suspects: frozenset[str] = frozenset()
     silent: frozenset[str] = frozenset()
+    standing: frozenset[str] = frozenset()
     doubting_s: float | None = None
     accused: Mapping[str, float] = field(default_factory=dict[str, float])
     blame_again_s: float = 0.0

@@ -24,6 +24,11 @@ SERVING = "serving"
 SUSPECT = "suspect"
 DRAINING = "draining"
 
+# Words of a load report. STANDS: seconds for which the loop that does this member's work has stood still, where that is
+# longer than it ever may. HEARS and a name: a gateway has lately heard from that attention worker.
+STANDS = "stands_s"
+HEARS = "hears:"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Member:

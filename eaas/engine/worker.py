@@ -6,8 +6,8 @@ not read is dropped once its unread messages pass a bound: memory is for the oth
 
 While there is work a second thread says every BEAT_S to each gateway that heard nothing else that this process
 lives, however long a step takes: a frozen process is told from a busy one within a few beats. It falls silent once
-a step has gone on longer than any may. It also reads what comes in such a step, so that a request's time to wait
-counts from when it came and not from when the step was over.
+a step has gone on longer than any may, or the loop is known to stand still (router.heartbeat). It also reads what
+comes in such a step, so that a request's time to wait counts from when it came and not from when the step was over.
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ STUCK_MARGIN_S = 5.0
 LEASE_POLL_S = 0.02
 # A grammar that was compiled wakes the loop; one that takes too long is noticed so soon.
 COMPILE_POLL_S = 0.1
+# Nothing to do: who watches the loop sees it go round all the same.
+IDLE_TURN_S = 0.25
 # Those who choose among gateways by their load ask some ten times a second.
 LOAD_S = 0.1
 FLUSH_S = 0.3
@@ -156,6 +158,7 @@ class Worker:
         may_answer: Callable[[], bool] = lambda: True,
         spans: WorkerSpans | None = None,
         elsewhere: Callable[[], str] = lambda: "",
+        stands: Callable[[], bool] = lambda: False,
     ) -> None:
         """Args:
         listener: Bound and listening; the worker closes it.
@@ -163,6 +166,7 @@ class Worker:
         may_answer: False while this process must not answer, because its lease may have ended.
         spans: Told what becomes of traced choices; None: nothing is traced.
         elsewhere: Why new requests should go to other workers; "" while they should not.
+        stands: Whether this loop is known to stand still: then nobody is told that this process lives.
         """
         self._engine = engine
         engine.on_begun = self._tell_begun
@@ -172,11 +176,13 @@ class Worker:
         self._may_answer = may_answer
         self._spans = spans
         self._elsewhere = elsewhere
+        self._stands = stands
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = socket.socketpair()
         self._links: dict[int, GatewayLink] = {}
         self._owners = 0
         self._stopping = ""
+        self._running, self._turns = False, 0
         self._step_began_s: float | None = None
         self._told_s, self._told_idle = 0.0, False
         self._busy, self._ended = threading.Event(), threading.Event()
@@ -184,6 +190,11 @@ class Worker:
             waker.setblocking(False)
         self._selector.register(self._wake_read, selectors.EVENT_READ)
         self._selector.register(listener, selectors.EVENT_READ)
+
+    @property
+    def turns(self) -> int | None:
+        """How often the loop has gone round, which it does idle too; None while it does not run."""
+        return self._turns if self._running else None
 
     def stop(self, reason: str) -> None:
         """Make `run` return after the present step. Any thread; safe to repeat."""
@@ -202,7 +213,9 @@ class Worker:
         beats = threading.Thread(target=self._beat, name="beats", daemon=True)
         beats.start()
         try:
+            self._running = True
             while not self._stopping:
+                self._turns += 1
                 self._exchange(self._sleep_s())
                 if self._engine.has_work and self._may_answer():
                     self._busy.set()
@@ -219,6 +232,7 @@ class Worker:
                 self._between_steps()
             self._dismiss(self._stopping)
         finally:
+            self._running = False
             self._ended.set()
             self._busy.set()
             beats.join()
@@ -232,9 +246,9 @@ class Worker:
 
     # -- steps -----------------------------------------------------------------------------------------------
 
-    def _sleep_s(self) -> float | None:
+    def _sleep_s(self) -> float:
         if not self._engine.has_work:
-            return COMPILE_POLL_S if self._engine.compiling else None
+            return COMPILE_POLL_S if self._engine.compiling else IDLE_TURN_S
         return 0.0 if self._may_answer() else LEASE_POLL_S
 
     def _step(self) -> None:
@@ -287,7 +301,12 @@ class Worker:
             if began_s is not None and sum(link.read() for link in list(self._links.values())):
                 # The step may have ended meanwhile: who sleeps in select sees nothing in the sockets any more.
                 self.wake()
-            if not self._busy.is_set() or not self._may_answer() or now_s - (began_s or now_s) > longest_s:
+            if (
+                not self._busy.is_set()
+                or self._stands()
+                or not self._may_answer()
+                or now_s - (began_s or now_s) > longest_s
+            ):
                 continue
             for link in list(self._links.values()):
                 if now_s - link.spoke_s >= BEAT_S:
@@ -295,7 +314,7 @@ class Worker:
 
     # -- sockets ---------------------------------------------------------------------------------------------
 
-    def _exchange(self, timeout_s: float | None) -> None:
+    def _exchange(self, timeout_s: float) -> None:
         for key, events in self._selector.select(timeout_s):
             if key.fileobj is self._wake_read:
                 self._wake_read.recv(4096)

@@ -122,6 +122,8 @@ void wait_lane(ExpertClient* client, uint32_t lane, const Dispatched& dispatched
     for (;;) {
         uint32_t seen = p2p_bell_read(client->page, lane);
         now_ns = clock_ns();
+        // Waiting is work too: without this a step that waits for lost experts would look hung.
+        if (lane == 0) p2p_bell_beat(client->page);
         progress(client, lane, now_ns);
         if (now_ns - checked_ns >= LIVENESS_NS) {
             check_liveness(client, lane, now_ns, false);

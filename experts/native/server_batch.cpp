@@ -256,7 +256,7 @@ bool whole_groups(const ExpertServer* server) {
 
 void computed(const ExpertServer* server) {
     p2p_fault_point(P2P_POINT_COMPUTED);
-    p2p_fault_stretch(server->jobs[0].picked_ns);
+    p2p_fault_stretch(server->jobs[0].picked_ns, server->page);
 }
 
 }  // namespace
@@ -297,7 +297,10 @@ void serve_batch(ExpertServer* server, uint32_t lane) {
         }
     };
     if (lanes == 1) {
-        for (const Group& g : server->groups) up(g, 0, up_tiles), down(g, 0, down_tiles);
+        for (const Group& g : server->groups) {
+            p2p_bell_beat(server->page);
+            up(g, 0, up_tiles), down(g, 0, down_tiles);
+        }
         computed(server);
         for (uint32_t i = 0; i < server->job_count; i++) answer(server, i);
         count_batch(server);

@@ -250,7 +250,7 @@ P2P_API void p2p_fault_spoil(const void* window, float* rows, uint64_t count) {
     }
 }
 
-P2P_API void p2p_fault_linger(uint64_t began_ns) {
+P2P_API void p2p_fault_linger(uint64_t began_ns, void* page) {
     double worked_ns = double(now_ns() - began_ns);
     for (;;) {
         double times;
@@ -260,6 +260,7 @@ P2P_API void p2p_fault_linger(uint64_t began_ns) {
         }
         double left_ns = double(began_ns) + worked_ns * times - double(now_ns());
         if (left_ns <= 0) return;
+        p2p_bell_beat(page);
         std::this_thread::sleep_for(std::chrono::nanoseconds(std::min(SLICE_NS, uint64_t(left_ns) + 1)));
     }
 }

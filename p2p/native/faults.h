@@ -74,7 +74,7 @@ P2P_API void p2p_fault_strike(uint32_t point);
 P2P_API int p2p_fault_send(const void* window, void* slot, uint64_t value, void* bells, uint32_t lane, uint32_t lanes);
 P2P_API int p2p_fault_is_cut(const void* window);
 P2P_API void p2p_fault_spoil(const void* window, float* rows, uint64_t count);
-P2P_API void p2p_fault_linger(uint64_t began_ns);
+P2P_API void p2p_fault_linger(uint64_t began_ns, void* page);
 P2P_API int p2p_fault_is_down(const char* rail);
 
 inline bool faults_armed() {
@@ -102,9 +102,9 @@ inline void p2p_fault_rows(const void* window, float* rows, uint64_t count) {
     if (p2p::faults_armed()) p2p::p2p_fault_spoil(window, rows, count);
 }
 
-// Work that began then (CLOCK_MONOTONIC) is done.
-inline void p2p_fault_stretch(uint64_t began_ns) {
-    if (p2p::faults_armed()) p2p::p2p_fault_linger(began_ns);
+// Work that began then (CLOCK_MONOTONIC) is done. page: of the doorbells whose heartbeat goes on, slow as it is; or null.
+inline void p2p_fault_stretch(uint64_t began_ns, void* page) {
+    if (p2p::faults_armed()) p2p::p2p_fault_linger(began_ns, page);
 }
 
 inline bool p2p_fault_rail(const char* rail) { return p2p::faults_armed() && p2p::p2p_fault_is_down(rail); }

@@ -33,7 +33,7 @@ def library() -> Iterator[Any]:
         ("p2p_fault_spoil", None, (c_void_p, c_void_p, c_uint64)),
         ("p2p_fault_is_cut", c_int, (c_void_p,)),
         ("p2p_fault_is_down", c_int, (native.ctypes.c_char_p,)),
-        ("p2p_fault_linger", None, (c_uint64,)),
+        ("p2p_fault_linger", None, (c_uint64, c_void_p)),
     ):
         function = getattr(found, name)
         function.restype, function.argtypes = result, arguments
@@ -146,11 +146,11 @@ def test_work_is_stretched_and_a_slowness_that_ends_keeps_nobody(library: Any) -
     faults.arm(1, "slow", times=4.0)
     began_ns = time.monotonic_ns()
     time.sleep(0.03)
-    library.p2p_fault_linger(began_ns)
+    library.p2p_fault_linger(began_ns, None)
     assert time.monotonic_ns() - began_ns >= 0.12e9
     faults.disarm(1)
     began_ns = time.monotonic_ns()
-    library.p2p_fault_linger(began_ns - 10**12)
+    library.p2p_fault_linger(began_ns - 10**12, None)
     assert time.monotonic_ns() - began_ns < 10**9
 
 

@@ -24,6 +24,7 @@ from router.events import (
 from tests.router.blame_stories import BLAME_STORIES
 from tests.router.client_stories import CLIENT_STORIES
 from tests.router.copy_stories import COPY_STORIES
+from tests.router.hang_stories import HANG_STORIES
 from tests.router.load_stories import LOAD_STORIES
 from tests.router.told import Step, Told, cluster, lively, rest
 
@@ -494,4 +495,5 @@ STORIES = (
     *COPY_STORIES,
     *BLAME_STORIES,
     *CLIENT_STORIES,
+    *HANG_STORIES,
 )

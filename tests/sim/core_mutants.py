@@ -100,6 +100,24 @@ MUTANTS = {
         "name not in state.silent",
         "silence alone costs an expert",
     ),
+    "keeps who stands still": Mutant(
+        "leases",
+        "    state = _replace_standing(config, state, commands)\n",
+        "",
+        "a thread that hangs behind a living process is never replaced",
+    ),
+    "fences the last worker that stands still": Mutant(
+        "leases",
+        "(is_last_worker(state, name) and stands_s < config.start_s)",
+        "False",
+        "nobody serves while its replacement starts",
+    ),
+    "fences the last worker that is heard": Mutant(
+        "leases",
+        "        if is_last_worker(state, name) and _is_heard(config, state, name):\n            continue\n",
+        "",
+        "a busy host loses the worker whose tokens flow",
+    ),
     "never doubts itself": Mutant(
         "leases",
         "doubts = missed >= 2",

@@ -1,0 +1,116 @@
+"""Whether the loop that does a process's work goes on, as another thread of that process sees it.
+
+A lease that is renewed says that a process lives. That its work loop hangs behind it, stopped, or waiting for what
+never comes, only the loop's own counter shows. A sample with no count in it is held against the loop where the process
+also computed nothing and no thread of it could run or waited for a disk: a long step, a host too busy to run it, and
+weights that are being read are no hang. What keeps these up for `longest_s` is one all the same. Time in which the
+process itself stood still counts for two samples at most.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+SAMPLE_S = 0.05
+# Keeping a lease, and saying that one lives, takes less of a processor than this.
+_IDLE_SHARE = 0.05
+_TASKS = Path("/proc/self/task")
+
+
+@dataclass(kw_only=True, slots=True)
+class Standing:
+    """What samples have shown of one loop. idle_s: without a count, and without anything that could bring one."""
+
+    bound_s: float
+    longest_s: float
+    seen: int | None = None
+    idle_s: float = 0.0
+    still_s: float = 0.0
+
+    def sample(self, count: int | None, elapsed_s: float, idle: Callable[[], bool]) -> float:
+        """How long the loop has stood still, if that is longer than it ever may; else 0.
+
+        Args:
+            count: Of the loop; None: it does not run yet.
+            elapsed_s: Since the last sample.
+            idle: Whether the process did nothing meanwhile; only asked where the count is that of the last sample.
+        """
+        if count is None or count != self.seen:
+            self.seen, self.idle_s, self.still_s = count, 0.0, 0.0
+            return 0.0
+        elapsed_s = min(elapsed_s, 2 * SAMPLE_S)
+        self.still_s += elapsed_s
+        if idle():
+            self.idle_s += elapsed_s
+        return self.still_s if self.idle_s > self.bound_s or self.still_s > self.longest_s else 0.0
+
+
+class Heartbeat:
+    """Watches a loop's counter from a thread of its own."""
+
+    def __init__(
+        self,
+        count: Callable[[], int | None],
+        *,
+        bound_s: float,
+        longest_s: float,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Args:
+        count: Rises while the loop goes on, idle or not; None while there is none. It must not wait for the loop.
+        bound_s: Longest that it may stand still while the process does nothing else.
+        longest_s: Longest that it may stand still whatever the process does.
+        on_change: Called on the watching thread when the loop is found to stand, and when it goes on after all.
+        """
+        self._count, self._on_change = count, on_change
+        self._standing = Standing(bound_s=bound_s, longest_s=longest_s)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
+        self.stands_s = 0.0  # how long the loop has stood still; 0 while it goes on
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop watching; on return the counter is not read any more. Idempotent."""
+        self._closed.set()
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _watch(self) -> None:
+        at_s, cpu_s = time.monotonic(), time.process_time()
+        while not self._closed.wait(SAMPLE_S):
+            now_s, now_cpu_s = time.monotonic(), time.process_time()
+            elapsed_s, used_s = now_s - at_s, now_cpu_s - cpu_s
+            at_s, cpu_s = now_s, now_cpu_s
+            stands_s = self._standing.sample(
+                self._count(),
+                elapsed_s,
+                lambda used_s=used_s, elapsed_s=elapsed_s: (
+                    used_s < _IDLE_SHARE * elapsed_s and not _others_run()
+                ),
+            )
+            changed = bool(stands_s) != bool(self.stands_s)
+            self.stands_s = stands_s
+            if changed:
+                self._on_change()
+
+
+def _others_run() -> bool:
+    """Whether another thread of this process runs, wants to, or waits for a disk."""
+    own = str(threading.get_native_id())
+    for task in _TASKS.iterdir():
+        if task.name == own:
+            continue
+        try:
+            state = (task / "stat").read_text().rpartition(")")[2].split(maxsplit=1)[0]
+        except (OSError, IndexError):
+            continue  # It has just ended.
+        if state in "RD":
+            return True
+    return False
