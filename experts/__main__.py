@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from types import FrameType
@@ -151,9 +152,20 @@ def listen(
 class Load:
     """The load report that goes with each lease renewal."""
 
-    def __init__(self, server: ExpertServer, router: RouterClient, activation_rows: float) -> None:
-        """Args: activation_rows: Rows that cost as much as an activated expert (`experts.paths.DataPath`)."""
-        self._server, self._router, self._activation_rows = server, router, activation_rows
+    def __init__(
+        self,
+        server: ExpertServer,
+        router: RouterClient,
+        activation_rows: float,
+        damaged: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """
+        Args:
+            activation_rows: Rows that cost as much as an activated expert (`experts.paths.DataPath`).
+            damaged: Says how many experts were found damaged after they were loaded.
+        """
+        self._server, self._damaged = server, damaged
+        self._router, self._activation_rows = router, activation_rows
         self._at_s = self._counted_s = time.monotonic()
         self._before = server.counters()
         # Fading sums; their ratio is the speed.
@@ -167,7 +179,8 @@ class Load:
         now_s, counters = time.monotonic(), self._server.counters()
         if now_s - self._counted_s >= _COUNTED_S:
             self._counted_s = now_s
-            self._router.counted([server_totals(counters, self._server.shape, self._server.dtype)])
+            shape, dtype = self._server.shape, self._server.dtype
+            self._router.counted([server_totals(counters, shape, dtype, self._damaged())])
         elapsed_s = max(now_s - self._at_s, 1e-3)
         change = {name: value - self._before[name] for name, value in counters.items()}
         self._at_s, self._before = now_s, counters
@@ -288,7 +301,7 @@ def serve(options: argparse.Namespace, ending: Ending) -> None:
             closing.callback(heartbeat.close)
         router.start(
             on_view=loader.apply,
-            load=Load(server, router, path.activation_rows),
+            load=Load(server, router, path.activation_rows, lambda: loader.damaged),
             on_fenced=fenced,
             on_drained=ending.wanted.set,
             faults=faults,

@@ -45,13 +45,14 @@ def reply_bytes(shape: ExpertShape) -> int:
     return shape.hidden * 4
 
 
-def server_totals(counters: Mapping[str, int], shape: ExpertShape, dtype: Dtype) -> Totals:
-    """An expert server's counters. Args: counters: by the names in server.h."""
+def server_totals(counters: Mapping[str, int], shape: ExpertShape, dtype: Dtype, damaged: int = 0) -> Totals:
+    """An expert server's counters. Args: counters: by the names in server.h; damaged: experts found so since loaded."""
     same = ("batches", "rows", "pairs", "experts", "not_held", "invalid")
     return Totals(
         counted={word: float(counters[word]) for word in same}
         | {
             "calls": float(counters["requests"]),
+            "damaged": float(damaged),
             "busy_s": counters["busy_ns"] / 1e9,
             "received_bytes": float(counters["rows"] * row_bytes(shape, dtype)),
             "sent_bytes": float(counters["pairs"] * reply_bytes(shape)),

@@ -5,7 +5,8 @@ had from the source with the best estimate of bytes per second, and written into
 host finds it. The first server and the checkpoint are each measured on one expert (a server on its second: the first
 waits for the connection); from then on the best of what was measured is taken. A server not measured yet counts as the
 best one that was, and while a source is not used its estimate rises by 1% with each expert, so that none is written
-off for good. A source that failed is left alone for a while, and one that gave wrong bytes for ever.
+off for good. A source that failed is left alone for a while, and one that gave wrong bytes for longer: its bytes may
+have been mended since.
 
 Whoever gives the bytes, the manifest decides whether they are right.
 """
@@ -36,6 +37,7 @@ log = logging.getLogger(__name__)
 CHECKPOINT = "checkpoint"
 UNUSED_RISE = 1.01
 SPARED_S = 5.0
+DISTRUSTED_S = 60.0
 MANIFEST_TRIES = 4
 
 
@@ -155,7 +157,7 @@ class Weights:
         Raises:
             WeightsUnavailable: no source has it now.
         """
-        if anew or not self._is_here(layer, expert):
+        if anew or not self.is_here(layer, expert):
             self._obtain(layer, expert, view)
         return self.packed.expert(layer, expert)
 
@@ -168,7 +170,8 @@ class Weights:
         """Have what waits for a server fail, now and later. From any thread."""
         self._stop.set()
 
-    def _is_here(self, layer: int, expert: int) -> bool:
+    def is_here(self, layer: int, expert: int) -> bool:
+        """Whether the file holds an expert, byte for byte as it was packed. Reads all of it."""
         if self.packed.is_hole(layer, expert):
             return False
         try:
@@ -198,7 +201,7 @@ class Weights:
                 self._put(layer, expert, blob)
             except BlobCorrupt as corrupt:
                 faults.append(f"{name} gave wrong bytes: {corrupt}")
-                self._leave(name, math.inf)
+                self._leave(name, time.monotonic() + DISTRUSTED_S)
             except SourceFailed as failed:
                 faults.append(str(failed))
                 self._leave(name, time.monotonic() + SPARED_S)

@@ -32,6 +32,7 @@ _SERVER = (
     _Word("eaas_server_busy_seconds", "Time in batches.", "busy_s"),
     _Word("eaas_server_bytes", "Bytes of rows.", "received_bytes", {"direction": "received"}),
     _Word("eaas_server_bytes", "Bytes of rows.", "sent_bytes", {"direction": "sent"}),
+    _Word("eaas_server_weights_damaged", "Experts found damaged after they were loaded.", "damaged"),
     _Word("eaas_server_refused", "Requests refused.", "not_held", {"reason": "not_held"}),
     _Word("eaas_server_refused", "Requests refused.", "invalid", {"reason": "invalid"}),
 )

@@ -344,3 +344,27 @@ def test_a_freeze_ends_by_itself_even_when_the_router_is_dead(
     until("the thaw", lambda: state_of(pid) not in ("T", ""), 3)
     until("a whole cluster", lambda: is_whole(router))
     assert view_of(router).member(name), "frozen for less than its lease, it is a member still"
+
+
+def test_weights_that_rot_under_a_running_pool_are_mended(cluster: LocalCluster, calm: list[Seen]) -> None:
+    """Every server of the host maps the same file, so no other replica would have answered otherwise."""
+    pid = next(pid for name, pid in cluster.pids().items() if name.startswith("expert/"))
+    maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    packed = next(Path(line.split()[-1]) for line in maps if line.endswith(".experts"))
+    with packed.open("r+b", buffering=0) as file:
+        head = file.read(64)
+        blob_bytes, _, start = (int.from_bytes(head[at : at + 8], "little") for at in (40, 48, 56))
+        file.seek(start)
+        right = file.read(min(2048, blob_bytes))
+        file.seek(start)
+        file.write(bytes(byte ^ 0xFF for byte in right))
+
+        def mended() -> bool:
+            file.seek(start)
+            return file.read(len(right)) == right
+
+        until("the right bytes", mended)
+    logs = "".join(path.read_text() for path in cluster.state_dir.glob("expert.*.log"))
+    assert "weights_damaged" in logs
+    seen = stream_all(cluster.url, "tiny", PROMPTS, TOKENS)
+    assert [one.texts for one in seen] == [one.texts for one in calm]

@@ -142,3 +142,42 @@ def test_a_server_without_weights_ends_but_one_that_holds_some_waits_for_the_oth
     run.want(PAIRS, 3, peer.member())
     run.wait(lambda: held_of(run.reports[-1]) == PAIRS)
     assert not run.faults
+
+
+def test_weights_that_rot_after_loading_are_found_and_mended(world: World) -> None:
+    """In the file that every server of a host maps: they all would answer alike, and wrongly."""
+    weights = Weights(name="expert/9", packed=world.whole, endpoint=None, checkpoint=world.checkpoint)
+    run = Loading(world, weights)
+    run.want(PAIRS, 1)
+    run.wait(lambda: run.reports and held_of(run.reports[-1]) == PAIRS)
+    layer, expert = PAIRS[-1]
+    right = bytes(world.whole.blob(layer, expert))
+    with world.whole.path.open("r+b", buffering=0) as file:
+        file.seek(world.whole.layout.offset(layer, expert) + 4096)
+        file.write(bytes(byte ^ 0xFF for byte in right[4096 : 4096 + 2048]))
+    assert bytes(world.whole.blob(layer, expert)) != right
+    run.wait(lambda: run.loader.damaged == 1 and bytes(world.whole.blob(layer, expert)) == right)
+    run.wait(lambda: sorted(run.held.at) == PAIRS and held_of(run.reports[-1]) == PAIRS)
+    assert not run.faults
+
+
+def test_damaged_weights_that_nobody_has_are_not_served_and_the_router_hears_of_it(world: World) -> None:
+    run = Loading(world, Weights(name="expert/9", packed=world.whole, endpoint=None, checkpoint=None))
+    run.want(PAIRS, 1)
+    run.wait(lambda: run.reports and held_of(run.reports[-1]) == PAIRS)
+    layer, expert = PAIRS[0]
+    start = world.whole.layout.offset(layer, expert)
+    with world.whole.path.open("r+b", buffering=0) as file:
+        file.seek(start)
+        right = file.read(64)
+        file.seek(start)
+        file.write(bytes(64))
+    try:
+        run.wait(lambda: held_of(run.reports[-1]) == PAIRS[1:])
+        assert sorted(run.held.at) == PAIRS[1:]
+    finally:
+        with world.whole.path.open("r+b", buffering=0) as file:
+            file.seek(start)
+            file.write(right)
+    run.wait(lambda: held_of(run.reports[-1]) == PAIRS)
+    assert not run.faults
