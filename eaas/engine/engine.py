@@ -31,6 +31,9 @@ NEARLY_S = 0.01
 # A step's wait is never a smaller share of the deadline: others than those who are overdue have rows in it too, whose
 # experts are there and must have time to answer.
 LEAST_WAIT = 1 / 20
+# Who queues may need no lost expert, and is asked to wait beyond the deadline while that can be found out: for so many
+# steps, one after another, of which none could be computed.
+QUEUE_STEPS = 5
 # Output tokens reckoned for a request that waits, at most: limits are mostly far above what is generated.
 RECKONED_TOKENS = 256
 # How long a step waits for masks that are not ready: less than computing their rows again costs. Where all its rows
@@ -121,6 +124,7 @@ class Engine:
         self._clock = clock
         # Since when no step has succeeded for want of experts; None while all is well.
         self._lost_since_s: float | None = None
+        self._computed_s = 0.0
         # When requests that steps leave out for want of experts are tried again.
         self._unpark_s = 0.0
         self._pool = BlockPool(
@@ -233,9 +237,9 @@ class Engine:
     def step(self) -> Outcome | None:
         """Compute one step; None when there is nothing to do.
 
-        When experts are lost, a request fails, retryably, once it has waited for the deadline, whether in the queue or
-        in a step with rows that need them; the engine goes on with the others, and tries again with those from time to
-        time.
+        When experts are lost, a request fails, retryably, once it has waited for the deadline and has rows in the step
+        that need them; the engine goes on with the others, and tries again with those from time to time. Who queues
+        fails only when nothing could be computed for a while longer, or when the step is lost for no row in particular.
         """
         refused = self._admit_compiled() if self.compiling else []
         outcome = self._step()
@@ -283,6 +287,7 @@ class Engine:
             choice = self._compute(step, plan, self._budget_s(began_s))
         except ExpertsLost as lost:
             return self._fail_overdue(lost, began_s, plan)
+        self._computed_s = self._clock()
         if not self.scheduler.parked:
             self._lost_since_s = None
         else:
@@ -394,14 +399,17 @@ class Engine:
         return max(self.config.deadline_s * LEAST_WAIT, self.config.deadline_s - longest_s)
 
     def _fail_overdue(self, lost: ExpertsLost, began_s: float, plan: Plan) -> Outcome:
-        # A request whose rows all came is not to blame for the step, and goes on; who queues waits for those that are.
-        # With no row to blame, all wait: else nobody would ever have waited for too long.
+        # A request whose rows all came is not to blame for the step, and goes on; who queues has its turn after those
+        # that are. With no row to blame, all wait: else nobody would ever have waited for too long.
         rows = lost.rows
-        waiting = {-1, *plan.seqs[rows].tolist()} if rows is not None and len(rows) else None
+        waiting = set(plan.seqs[rows].tolist()) if rows is not None and len(rows) else None
         self.scheduler.abandon()
         if self._lost_since_s is None:
             self._lost_since_s = began_s
         latest_s = self._clock() + NEARLY_S
+        in_vain_s = latest_s - max(self._lost_since_s, self._computed_s)
+        if waiting is not None and in_vain_s >= self.config.deadline_s * (1 + QUEUE_STEPS * LEAST_WAIT):
+            waiting.add(-1)
         overdue = [
             request
             for request in self.scheduler.live()

@@ -74,6 +74,9 @@ class Scheduler:
         self._prefilling: list[Request] = []
         self._decoding: list[Request] = []
         self._parked: list[Request] = []
+        # Those that were taken into the steps again last, by their order; whether others come in beside the parked.
+        self._retried: set[int] = set()
+        self._open = True
         self._arrivals = 0
         self._free_slots = list(range(slots - 1, -1, -1))
         self._tables: TokenArray = np.zeros((slots, table_blocks), dtype=np.int32)
@@ -259,9 +262,16 @@ class Scheduler:
         self._in_flight = None
 
     def park(self, requests: Iterable[Request]) -> None:
-        """Leave running requests out of the steps to come, and admit none, until `unpark`; they keep their blocks."""
+        """Leave running requests out of the steps to come until `unpark`; they keep their blocks.
+
+        Others are admitted meanwhile, unless some of these are left out for the first time: each that comes may need
+        the same as they, and hold up those that run.
+        """
         self._between_steps()
-        for request in requests:
+        left_out = list(requests)
+        if left_out:
+            self._open = all(request.order in self._retried for request in left_out)
+        for request in left_out:
             (self._prefilling if request in self._prefilling else self._decoding).remove(request)
             self._parked.append(request)
         self._decode_slots = None
@@ -273,6 +283,7 @@ class Scheduler:
             is_prompt = request.computed < len(request.context)
             (self._prefilling if is_prompt else self._decoding).append(request)
         self._prefilling.sort(key=_arrival)
+        self._retried = {request.order for request in self._parked}
         self._parked = []
         self._decode_slots = None
 
@@ -319,7 +330,7 @@ class Scheduler:
                 return chunks
             taken = self._take_chunk(request, budget, judged, chunks)
             budget, judged = budget - taken, judged + rows_to_judge(chunks[-1])
-        if self._parked:
+        if self._parked and not self._open:
             return chunks
         while budget > 0 and self._waiting and self._free_slots and self._admit(self._waiting[0]):
             taken = self._take_chunk(self._waiting.popleft(), budget, judged, chunks)

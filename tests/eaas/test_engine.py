@@ -407,6 +407,51 @@ def test_requests_that_keep_coming_for_lost_experts_hold_up_no_other_for_ever() 
     assert [world.tokens[id] for id in left] == [expected_output([1, 5], 2)] * len(left)
 
 
+def test_who_queues_behind_requests_that_wait_for_lost_experts_is_served_when_it_needs_none_of_them() -> None:
+    """Deadline 30 s. Prompts of ones need what is lost, and each fills a step; those of twos, behind them, do not."""
+    world = World(step_tokens=4)
+    now_s = [100.0]
+    world.engine = Engine(world.decoder, world.engine.config, on_logits=world.keep, clock=lambda: now_s[0])
+    whole = world.decoder.step
+
+    def step(plan: StepPlan, deadline_s: float) -> np.ndarray:
+        lost = [row for row, token in enumerate(plan.token_ids) if token == 1 and plan.positions[row] < 6]
+        if not lost:
+            now_s[0] += 0.01
+            return whole(plan, deadline_s)
+        now_s[0] += deadline_s
+        raise ExpertsLost("expert 3 of layer 1 has no live replica", np.array(lost))
+
+    world.decoder.step = step  # type: ignore[method-assign]
+    needs, others = ("a", "c", "d"), ("b", "e", "f")
+    for id in sorted(needs + others):
+        world.submit(id, [1 if id in needs else 2] * 6, max_tokens=3)
+    while world.engine.has_work:
+        world.step()
+        assert now_s[0] < 300
+    assert sorted(f.id for f in world.failed) == sorted(needs)
+    assert [world.tokens[id] for id in others] == [expected_output([2] * 6, 3)] * len(others)
+
+
+def test_who_queues_where_nothing_can_be_computed_fails_soon_after_the_deadline() -> None:
+    world = World(step_tokens=4)
+    now_s = [0.0]
+    world.engine = Engine(world.decoder, world.engine.config, on_logits=world.keep, clock=lambda: now_s[0])
+    for number in range(60):
+        world.submit(f"q{number}", [1, 2, 3, number], max_tokens=4)
+
+    def lost(deadline_s: float) -> None:
+        now_s[0] += deadline_s
+        raise ExpertsLost("expert 3 of layer 1 has no live replica", np.array([0]))
+
+    world.decoder.before_step = lost
+    while world.engine.has_work:
+        world.step()
+    assert len(world.failed) == 60
+    assert now_s[0] < 40
+    assert world.engine.load()["kv_use"] == 0.0
+
+
 def test_a_request_that_went_on_while_experts_were_lost_has_not_waited_for_them() -> None:
     """Deadline 30 s. Lost from 100 s on for b and c; a is computed meanwhile, and once is to blame too."""
     world = World()

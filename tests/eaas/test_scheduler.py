@@ -101,6 +101,31 @@ def test_a_request_alone_makes_its_tokens_in_order() -> None:
     assert world.pool.free == world.blocks
 
 
+def test_others_are_admitted_beside_requests_that_are_left_out_again() -> None:
+    """Not the first time: those who come and need the same would hold up all others one after another."""
+    world = World(step_tokens=4)
+    held = world.submit("held", [1] * 6, 4)
+    plan = world.scheduler.plan()
+    assert plan is not None and set(plan.seqs.tolist()) == {held.slot}
+    world.submit("other", [2, 3], 4)
+    world.scheduler.abandon()
+    world.scheduler.park([held])
+    assert world.scheduler.plan() is None, (
+        "who is left out for the first time may be followed by many like it"
+    )
+    world.scheduler.unpark()
+    plan = world.scheduler.plan()
+    assert plan is not None and set(plan.seqs.tolist()) == {held.slot}, "it takes the whole step"
+    world.scheduler.abandon()
+    world.scheduler.park([held])
+    for _ in range(4):
+        plan = world.scheduler.plan()
+        assert plan is not None and held.slot not in plan.seqs
+        world.scheduler.complete(world.decoder.step(plan, 1.0).argmax(axis=1).tolist())
+    assert world.scheduler.waiting == 0 and world.scheduler.parked == 1
+    assert [request.id for request in world.scheduler.live()] == ["held"], "the other has ended"
+
+
 def test_a_stop_token_ends_the_request_and_is_emitted() -> None:
     prompt = [3, 1, 4]
     stop = expected_output(prompt, 6)[3]
