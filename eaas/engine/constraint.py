@@ -18,8 +18,9 @@ from pathlib import Path
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from eaas.engine.grammar import Grammar, GrammarInvalid
+from eaas.engine.grammar import Grammar, GrammarInvalid, of_lark
 
 log = logging.getLogger(__name__)
 
@@ -248,7 +249,16 @@ def _source(grammar: Grammar) -> str:
         return LLMatcher.grammar_from_json_schema(grammar.text, overrides={"whitespace_pattern": _WHITESPACE})
     if grammar.kind == "regex":
         return LLMatcher.grammar_from_regex(grammar.text)
-    return LLMatcher.grammar_from_lark(grammar.text)
+    text = grammar.text
+    if grammar.kind == "gbnf":
+        try:
+            # What comes of it keeps the limits of any grammar in Lark.
+            text = of_lark(gbnf_to_lark(text)).text
+        except GrammarInvalid:
+            raise
+        except Exception as error:  # the library raises plain Exception
+            raise GrammarInvalid(f"it is no EBNF: {_short(str(error))}") from None
+    return LLMatcher.grammar_from_lark(text)
 
 
 def _message(matcher: LLMatcher) -> str:

@@ -367,7 +367,7 @@ class Engine:
             self.scheduler.cancel(request.owner, request.id)
             log.error("choice_failed id=%s reason=%s", request.id, reason)
             # What the client bound the choice by leaves nothing, or its grammar has become too much.
-            code = "bad_request" if request.constraint or request.params.allowed_token_ids else "internal"
+            code = "no_token" if request.constraint or request.params.allowed_token_ids else "internal"
             _fail(outcome, [request], code, f"No token could be chosen: {reason}.", retryable=False)
         return outcome
 

@@ -21,9 +21,10 @@ MAX_SCHEMA_DEPTH = 32
 # An automaton that counts remainders has as many states as the least common multiple of a schema's "multipleOf".
 MAX_MULTIPLE = 100_000
 
-Kind = Literal["json_schema", "regex", "lark"]
+Kind = Literal["json_schema", "regex", "lark", "gbnf"]
 
 _SCHEMA_IN_LARK = re.compile(r"%json\s*")
+_EBNF = re.compile(r"^\s*root\s*::=", re.MULTILINE)
 _LONGEST_INTEGER = 400
 
 
@@ -43,8 +44,8 @@ class Grammar(msgspec.Struct, frozen=True):
     only where it is one.
 
     Attributes:
-        kind: How `text` is written: a JSON schema, a regular expression (Rust's syntax, for the whole output), or
-            llguidance's dialect of Lark.
+        kind: How `text` is written: a JSON schema, a regular expression (Rust's syntax, for the whole output),
+            llguidance's dialect of Lark, or EBNF as llama.cpp and xgrammar have it (GBNF).
 
     Raises:
         GrammarInvalid: the text is over a limit.
@@ -71,6 +72,16 @@ def of_schema(schema: Mapping[str, Any] | bool) -> Grammar:
     """
     check_schemas([schema])
     return Grammar("json_schema", json.dumps(schema, separators=(",", ":"), ensure_ascii=False))
+
+
+def of_grammar(text: str) -> Grammar:
+    """What a grammar describes: EBNF (`root ::= ...`), or llguidance's dialect of Lark.
+
+    Raises:
+        GrammarInvalid: as for `of_lark`.
+    """
+    # Lark has no "::=" outside of strings, and none of its grammars has a rule called root that begins so.
+    return Grammar("gbnf", text) if _EBNF.search(text) else of_lark(text)
 
 
 def of_lark(text: str) -> Grammar:

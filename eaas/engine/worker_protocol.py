@@ -15,7 +15,7 @@ import msgspec
 from eaas.engine.grammar import Grammar
 
 # Of these messages; a worker of another is not used.
-PROTOCOL = 4
+PROTOCOL = 5
 MAX_BODY_BYTES = 64 << 20
 MAX_TOP_LOGPROBS = 20
 MAX_BIASES = 1024
@@ -191,7 +191,8 @@ class Step(msgspec.Struct, kw_only=True, frozen=True, tag="step", gc=False, omit
 class Failed(msgspec.Struct, kw_only=True, frozen=True, tag="failed"):
     """The request ended without a result. `retryable`: it may succeed here later, or elsewhere now.
 
-    Codes: expert_lost, class_lost, too_long, never_fits, bad_request, overloaded, internal, shutting_down.
+    Codes: expert_lost, class_lost, too_long, never_fits, bad_request, no_token (what the client bound the output by
+    allows none), overloaded, internal, shutting_down.
     """
 
     id: str

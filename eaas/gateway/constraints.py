@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, cast
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from eaas.engine.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarInvalid, of_choices, of_lark, of_schema
+from eaas.engine.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarInvalid, of_choices, of_grammar, of_schema
 from eaas.engine.worker_protocol import MAX_BIASES, MAX_TOP_LOGPROBS, MOST_BIAS
 
 MAX_ALLOWED_TOKENS = 1 << 16
@@ -89,7 +89,7 @@ class StructuredOutputs(BaseModel):
         if self.regex is not None:
             return Grammar("regex", self.regex)
         if self.grammar is not None:
-            return of_lark(self.grammar)
+            return of_grammar(self.grammar)
         if self.choice is not None:
             return of_choices(self.choice)
         if self.json_ is not None:

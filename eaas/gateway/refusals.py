@@ -19,6 +19,8 @@ _CLIENT_FAULTS = {
 
 def error_of(message: Failed, *, begun: bool) -> ApiError:
     """What a client is told of a choice that no worker will go on with. Args: begun: it has tokens already."""
+    if message.code == "no_token":
+        return invalid(message.message, code="invalid_value")
     if message.code in _CLIENT_FAULTS and not begun:
         return invalid(message.message, code=_CLIENT_FAULTS[message.code])
     if message.retryable:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 import zlib
@@ -24,6 +25,7 @@ from eaas.engine.grammar import (
     GrammarInvalid,
     depth_of,
     of_choices,
+    of_grammar,
     of_lark,
     of_schema,
 )
@@ -262,7 +264,7 @@ def test_a_grammar_that_becomes_too_much_fails_its_own_request(grammars: Grammar
     world.submit("b", max_tokens=5, ignore_eos=True)
     world.run()
     (failed,) = world.failed
-    assert failed.id == "a" and failed.code == "bad_request" and "2000" in failed.message
+    assert failed.id == "a" and failed.code == "no_token" and "2000" in failed.message
     assert len(world.tokens["b"]) == 5
 
 
@@ -344,7 +346,7 @@ def test_a_library_that_breaks_ends_its_own_request_alone(
     world.run()
     held.close()
     (failed,) = world.failed
-    assert failed.id == "a" and failed.code == "bad_request" and not failed.retryable, failed
+    assert failed.id == "a" and failed.code in ("bad_request", "no_token") and not failed.retryable, failed
     assert "index out of bounds" in failed.message and len(world.tokens["b"]) == 5
 
 
@@ -407,6 +409,18 @@ def test_limits_come_before_compiling() -> None:
     of_schema({"allOf": [{"multipleOf": 100}, {"multipleOf": 0.01}, {"multipleOf": 7.5}]})
 
 
+def test_a_grammar_in_ebnf_is_followed(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    text = 'root ::= "yes " digits | "no"\ndigits ::= [0-9] [0-9]'
+    world = run_one(grammars, grammar=of_grammar(text), max_tokens=20)
+    assert re.fullmatch("yes [0-9][0-9]|no", tokenizer.decode(world.tokens["a"]))
+
+
+@pytest.mark.parametrize("text", ["root ::= (", "root ::= missing", "root ::= " + "(" * 5000])
+def test_what_is_no_ebnf_is_refused(grammars: Grammars, text: str) -> None:
+    world = run_one(grammars, grammar=of_grammar(text), max_tokens=20)
+    assert [failed.code for failed in world.failed] == ["bad_request"]
+
+
 def test_allowed_tokens_and_biases_hold(grammars: Grammars) -> None:
     allowed = (11, 12, 500, 1023)
     world = run_one(grammars, allowed_token_ids=allowed, max_tokens=60, temperature=2.0)
@@ -421,7 +435,7 @@ def test_allowed_tokens_and_biases_hold(grammars: Grammars) -> None:
 
 def test_where_grammar_and_allowed_tokens_leave_nothing_the_client_is_told(grammars: Grammars) -> None:
     world = run_one(grammars, grammar=Grammar("regex", "[0-9]+"), allowed_token_ids=(500, 501))
-    assert [f.code for f in world.failed] == ["bad_request"] and "no" in world.failed[0].message.lower()
+    assert [f.code for f in world.failed] == ["no_token"] and "no" in world.failed[0].message.lower()
 
 
 @pytest.mark.parametrize("step_tokens", [3, 7, 64])

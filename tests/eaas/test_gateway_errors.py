@@ -17,6 +17,7 @@ import openai
 import pytest
 
 from eaas.engine.worker_protocol import Failed
+from eaas.gateway import refusals
 from tests.eaas.gateway_world import MAX_MODEL_LEN, FakeWorker, World, eventually, gateway_url, within
 
 CHAT = "/v1/chat/completions"
@@ -248,7 +249,7 @@ def test_a_completion_over_the_context_is_a_400_that_says_how_much_fits(url: str
 FAILURES = [
     ("expert_lost", True, 503, "1"), ("internal", False, 500, None), ("internal", True, 503, "1"),
     ("too_long", False, 400, None), ("never_fits", False, 400, None), ("bad_request", False, 400, None),
-    ("overloaded", True, 429, "1"),
+    ("overloaded", True, 429, "1"), ("no_token", False, 400, None),
 ]  # fmt: skip
 
 
@@ -266,6 +267,11 @@ def test_what_a_worker_refuses_has_its_status(
         worker.refuse = lambda _: None
     assert "it broke here" in error_of(reply, status)["message"]
     assert reply.headers.get("retry-after") == retry
+
+
+def test_bounds_that_leave_no_token_are_the_clients_fault_however_late_that_shows() -> None:
+    failed = Failed(id="a", attempt=1, code="no_token", message="nothing is left", retryable=False)
+    assert [refusals.error_of(failed, begun=begun).reply.status for begun in (False, True)] == [400, 400]
 
 
 def test_a_fault_in_mid_stream_is_an_error_event_and_no_done(url: str, worker: FakeWorker) -> None:
