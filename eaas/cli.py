@@ -12,6 +12,7 @@ import shlex
 import signal
 import sys
 import threading
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,11 +31,9 @@ app = typer.Typer(
     name="eaas",
     no_args_is_help=True,
     add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
-    help="Serve Mixture-of-Experts models as attention workers and expert servers that may fail unnoticed.\n\n"
-    "Exit codes: 0 done, 1 it failed or an option makes no sense (the reason is printed), 2 the command line can't "
-    "be read.",
 )
 app.command()(pool)
 app.command()(roll)
@@ -44,6 +43,26 @@ app.command()(certs)
 app.add_typer(keys_app, name="keys")
 app.command()(top)
 console = Console()
+
+
+def _tell_version(wanted: bool) -> None:
+    if wanted:
+        print(f"eaas {metadata.version('eaas')}")
+        raise typer.Exit()
+
+
+@app.callback()
+def every_verb(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Serve Mixture-of-Experts models as attention workers and expert servers that may fail unnoticed.
+
+    Exit codes: 0 done, 1 it failed or an option makes no sense (the reason is printed), 2 the command line can't be
+    read.
+    """
+
 
 Url = Annotated[str, typer.Option(help="Address of the gateway, as `eaas serve` prints it.")]
 TlsDir = Annotated[
@@ -331,7 +350,11 @@ def plan_command(
     A prediction from bytes, operations and links for decoding, from the model's config.json alone. What a failure
     costs is not in it: that is the other reason for two kinds of process.
 
-    Example: eaas plan ./Qwen3-30B-A3B --hardware h200 --tpot-ms 30 --context 4096
+    Examples:
+
+      eaas plan demo --hardware h100
+
+      eaas plan ./Qwen3-30B-A3B --hardware h200 --tpot-ms 30 --context 4096
     """
     from eaas.model.resolve import ModelNotFound
     from eaas.plan import as_dict, plan_table, read_hardware, read_work, verdict

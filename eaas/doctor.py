@@ -59,8 +59,16 @@ def _host() -> list[Finding]:
             found=f"{len(cores)}: {', '.join(map(str, cores))}",
             required=True,
         ),
+        Finding(what="other work", usable=True, found=_other_work(len(cores)), required=False),
         Finding(what="memory", usable=True, found=f"{memory_bytes / 2**30:.1f} GiB", required=True),
     ]
+
+
+def _other_work(cores: int) -> str:
+    busy = os.getloadavg()[0]
+    if busy < 0.3 * cores:
+        return f"load average {busy:.1f}: quiet"
+    return f"load average {busy:.1f} on {cores} cores: busy, so the times below are those of a busy machine"
 
 
 def _native() -> list[Finding]:

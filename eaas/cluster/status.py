@@ -73,13 +73,27 @@ def headline(state: Mapping[str, Any]) -> str:
     return text + (f"; {away} does not answer, so this is as of epoch {state['epoch']}" if away else "")
 
 
+def load_words(load: Mapping[str, float]) -> str:
+    """What a member reports of its load, in words: what people ask for first, and nothing of its links."""
+    said = (
+        ("running", "{:.0f} running"),
+        ("waiting", "{:.0f} waiting"),
+        ("busy", "busy {:.0%}"),
+        ("tokens_per_s", "{:,.0f} tokens/s"),
+        ("rows_per_s", "{:,.0f} rows/s"),
+        ("kv_use", "KV {:.0%}"),
+        ("clients", "{:.0f} clients"),
+    )
+    return ", ".join(form.format(load[word]) for word, form in said if word in load)
+
+
 def status_table(state: Mapping[str, Any]) -> Table:
     """Members of the cluster, one line each, by pool and number."""
     table = Table(title=headline(state), title_justify="left")
     for heading in ("member", "state", "pid", "experts", "load"):
         table.add_column(heading)
     for member in sorted(state["members"], key=lambda m: (m["pool"], int(m["name"].rpartition("/")[2]))):
-        load = ", ".join(f"{key} {value:.4g}" for key, value in sorted((member["load"] or {}).items()))
+        load = load_words(member["load"] or {})
         experts = "" if member["experts"] is None else str(member["experts"])
         table.add_row(member["name"], member["state"], str(member["pid"] or "?"), experts, load)
     return table

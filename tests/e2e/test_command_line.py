@@ -20,6 +20,7 @@ import openai
 import pytest
 
 from eaas.certs import make_certs
+from eaas.chaos.plan import read_plan
 from eaas.cluster.state_dir import default_root
 from eaas.cluster.status import fetch_status
 from tests.e2e.waiting import wait_for
@@ -324,3 +325,18 @@ def test_make_model_writes_what_serve_takes(tmp_path: Path) -> None:
     assert config["architectures"] == ["MixtralForCausalLM"]
     assert np.fromfile(tmp_path / "m" / "model.safetensors", "u1", 8).view("<u8")[0] > 0
     assert run("make-model", "--shape", "huge", "--out", str(tmp_path / "x")).returncode == 1
+
+
+def test_the_version_and_the_help_are_told() -> None:
+    assert re.fullmatch(r"eaas \d+\.\d+\.\d+\n", run("--version").stdout)
+    for words in (("-h",), ("serve", "-h"), ("chaos", "kill", "-h")):
+        done = run(*words)
+        assert done.returncode == 0 and "Usage: " in done.stdout
+
+
+def test_every_plan_that_the_readme_names_is_there_and_can_be_read() -> None:
+    root = Path(__file__).parents[2]
+    named = set(re.findall(r"[\w/-]+\.toml", (root / "README.md").read_text())) - {"pyproject.toml"}
+    assert named
+    for path in named:
+        assert read_plan(root / path).steps, path

@@ -13,6 +13,7 @@ import pytest
 from eaas.cluster import local
 from eaas.cluster.config import ClusterConfig
 from eaas.cluster.local import LocalCluster
+from eaas.cluster.status import load_words
 from router.client import RouterClient
 from router.host import host_id
 from tests.router.test_service import SHAPE, RouterProcess, started, until
@@ -96,3 +97,10 @@ def test_what_cannot_be_started_at_once_is_started_when_it_can_be(
     finally:
         cluster._children.clear()
         cluster.stop()
+
+
+def test_a_members_load_is_told_in_words() -> None:
+    attention = {"running": 3.0, "waiting": 0.0, "kv_use": 0.123, "slow_link:expert/1": 1.0, "queue_s": 0.0}
+    assert load_words(attention) == "3 running, 0 waiting, KV 12%"
+    assert load_words({"busy": 0.25, "rows_per_s": 1234.5}) == "busy 25%, 1,234 rows/s"
+    assert load_words({}) == ""
