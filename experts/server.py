@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
 import grpc
@@ -24,6 +23,7 @@ from experts.wire import model_hash_of
 from p2p import faults
 from p2p.endpoint import Endpoint, P2PError, Peer, Status, Window
 from p2p.window import WindowLayout
+from router.host import name_thread
 
 log = logging.getLogger(__name__)
 
@@ -166,8 +166,7 @@ class ExpertServer:
 
     def _run(self) -> None:
         try:
-            # So that operators find it among the threads of its process.
-            Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(LANE_0)
+            name_thread()
             while not self._library.expert_server_run(self._handle, RUN_NS):
                 pass
         except Exception as error:

@@ -35,7 +35,7 @@ from router.connection import (
 from router.faults import Fault, FaultTaker
 from router.faults_wire import Injection, fault_message, fault_of, injection_of, taken_message
 from router.heartbeat import Heartbeat
-from router.host import boot_s, host_id, process_id
+from router.host import boot_s, host_id, name_thread, process_id
 from router.news import News
 from router.pools import PoolSize
 from router.proto import router_pb2 as pb
@@ -47,6 +47,8 @@ from router.view import PROTOCOL, STANDS, Member, View
 __all__ = ["FaultRefused", "JoinRefused", "RouterClient", "RouterUnavailable", "ScaleRefused"]
 
 log = logging.getLogger(__name__)
+
+LEASE_THREAD = "router-lease"
 
 _REFUSALS = (
     grpc.StatusCode.FAILED_PRECONDITION,
@@ -224,7 +226,7 @@ class RouterClient:
         self._on_view, self._load, self._on_fenced, self._on_drained = on_view, load, on_fenced, on_drained
         self._faults, self._heartbeat = faults, heartbeat
         self._threads = [
-            threading.Thread(target=self._keep_lease, name="router-lease", daemon=True),
+            threading.Thread(target=self._keep_lease, name=LEASE_THREAD, daemon=True),
             threading.Thread(target=self._watch, name="router-watch", daemon=True),
         ]
         for thread in self._threads:
@@ -381,6 +383,7 @@ class RouterClient:
         self._connection.hang_up()
 
     def _keep_lease(self) -> None:
+        name_thread()
         while not self._closed.is_set():
             identity = self._identity
             if identity is None or self._fenced:

@@ -9,11 +9,15 @@ process itself stood still counts for two samples at most.
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 SAMPLE_S = 0.05
 # Keeping a lease, and saying that one lives, takes less of a processor than this.
@@ -99,6 +103,18 @@ class Heartbeat:
             self.stands_s = stands_s
             if changed:
                 self._on_change()
+
+
+def ending(count: Callable[[], int | None], *, bound_s: float, longest_s: float) -> Heartbeat:
+    """A heartbeat that ends its process when the loop stands: for those that their launcher starts again, and without
+    whom nobody waits for a replacement. Arguments as of `Heartbeat`."""
+
+    def end() -> None:
+        log.error("ended reason=the work loop stood still for %.2f s", heartbeat.stands_s)
+        os._exit(1)
+
+    heartbeat = Heartbeat(count, bound_s=bound_s, longest_s=longest_s, on_change=end)
+    return heartbeat
 
 
 def _others_run() -> bool:

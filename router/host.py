@@ -1,10 +1,11 @@
-"""The two things a lease needs from this machine: a clock that counts suspend, and a name that makes pids
-unique.
+"""What a lease needs from this machine: a clock that counts suspend, a name that makes pids unique, and threads that
+operators can tell apart.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -32,3 +33,8 @@ def process_id() -> int:
     """Pid of this process, or the number in EAAS_PID beside EAAS_HOST: pids of several machines may be equal."""
     given = os.environ.get(PID_VARIABLE, "") if os.environ.get(HOST_VARIABLE) else ""
     return int(given) if given.isdecimal() and int(given) else os.getpid()
+
+
+def name_thread() -> None:
+    """Give the calling thread its name for the machine too, so that operators find it among those of its process."""
+    Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(threading.current_thread().name)

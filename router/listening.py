@@ -12,6 +12,7 @@ from grpc_reflection.v1alpha import reflection
 
 from router.election import Election
 from router.exposure import LOOPBACK, bound_address, host_port, told_address
+from router.heartbeat import ending
 from router.keda import SERVICE as KEDA_SERVICE
 from router.keda import ExternalScaler
 from router.proto import externalscaler_pb2_grpc as keda_rpc
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 
 _MOST_STREAMS = 4096
 _GRACE_S = 0.2
+# Ticks come ten times a second: an event loop that stands so long, while its process neither computes nor reads, hangs;
+# so does one that stands for so much longer whatever its process does.
+_HUNG_S, _LONGEST_S = 1.5, 60.0
 
 
 class CannotListen(Exception):
@@ -102,6 +106,11 @@ async def serve(
         await election.reach()
     await server.start()
     address = host_port(told_host, bound)
+    # A commit to etcd may wait for the network, and is judged by the lease there.
+    heartbeat = ending(
+        lambda: service.turns, bound_s=_HUNG_S if election is None else _LONGEST_S, longest_s=_LONGEST_S
+    )
+    heartbeat.start()
     working = {asyncio.create_task(service.run()), asyncio.create_task(stop.wait())}
     if election is not None:
         working.add(asyncio.create_task(service.follow(election, address)))
@@ -114,6 +123,7 @@ async def serve(
             # Only the wait for `stop` ends by itself: this raises what ended another.
             task.result()
     finally:
+        heartbeat.close()
         for task in working:
             task.cancel()
         service.step_down()

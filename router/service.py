@@ -104,6 +104,7 @@ class RouterService(rpc.RouterServicer):
         self._exits = ExitWatch(self._ended)
         self._state = State()
         self._led = False
+        self.turns = 0  # how often the loop has looked at the clock
         self._problem = ""
         self._fault = ""
         self._view = pb.View()
@@ -195,6 +196,7 @@ class RouterService(rpc.RouterServicer):
         await self.tell_health()
         failed = 0
         while True:
+            self.turns += 1
             await asyncio.sleep(self._config.tick_s)
             if not self.leads():
                 continue

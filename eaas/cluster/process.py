@@ -13,6 +13,7 @@ from pathlib import Path
 
 READY_LINE_BYTES = 65536
 LOG_TAIL_BYTES = 2000
+_REAP_S = 0.2
 
 
 class StartFailed(RuntimeError):
@@ -136,7 +137,11 @@ class Child:
 
     def reap(self) -> int:
         """Collect the exit status of a process known to have ended, and release its descriptors."""
-        status = self.process.wait()
+        try:
+            status = self.process.wait(_REAP_S)
+        except subprocess.TimeoutExpired:
+            # Somebody traces it, a debugger perhaps, and learns of its end first; its place is needed all the same.
+            status = -signal.SIGKILL
         self.close_ready()
         if self.pidfd >= 0:
             os.close(self.pidfd)

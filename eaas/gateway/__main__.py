@@ -36,6 +36,7 @@ from router import child
 from router.channel import pid_at, router_address
 from router.client import JoinRefused, RouterClient, RouterUnavailable
 from router.faults import FaultTaker
+from router.heartbeat import ending
 from router.host import process_id
 from router.replies import Status
 from router.tls import Credentials
@@ -49,6 +50,10 @@ _JOIN_S = 1.0
 _LEAVE_S = 0.2
 # A client that keeps its connection may be sending its next request just now: one idle for this long is not.
 _LINGER_S = 2
+_TURNS_PER_S = 4
+# An event loop that stands so long, while its process neither computes nor reads, never comes round again; nor does one
+# that stands for so much longer whatever its process does.
+_HUNG_S, _LONGEST_TURN_S = 1.0, 60.0
 
 
 class RouterViews:
@@ -171,6 +176,13 @@ class RouterViews:
             name=f"router/{number}", pid=self._pids.get(address), address=address, state=state
         )
 
+    def suspect(self, name: str, incarnation: int, reason: str) -> None:
+        """Tell the router of a member that does not do its work. Blocks shortly."""
+        try:
+            self._client.suspect(name, incarnation, reason, timeout_s=_STATUS_TIMEOUT_S)
+        except (RouterUnavailable, grpc.RpcError) as error:
+            log.info("suspicion_not_told name=%s reason=%s", name, error)
+
     def close(self) -> None:
         """Leave, and end the threads."""
         self._closed.set()
@@ -207,6 +219,7 @@ class _Server(uvicorn.Server):
         self._on_stop = on_stop
         self._stopping = asyncio.Event()
         self._draining = False
+        self.turns: int | None = None  # how often the event loop has come round; None while it does not serve
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, then report."""
@@ -229,12 +242,16 @@ class _Server(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
     async def main_loop(self) -> None:
-        """Keep the date header right until told to stop; uvicorn's own loop wakes ten times a second for it."""
+        """Keep the date header right until told to stop, and show that this loop goes on."""
+        self.turns = 0
         while not (self._stopping.is_set() or (self._draining and not self.server_state.connections)):
-            await self.on_tick(0)
-            self._on_second()
+            if self.turns % _TURNS_PER_S == 0:
+                await self.on_tick(0)
+                self._on_second()
+            self.turns += 1
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), 1.0)
+                await asyncio.wait_for(self._stopping.wait(), 1.0 / _TURNS_PER_S)
+        self.turns = None
 
     def drain(self) -> None:
         """Stop listening, and end when every client has gone or was told to connect anew; on the event loop."""
@@ -423,7 +440,10 @@ def _serve(options: argparse.Namespace, listener: socket.socket, guards: protect
         on_term=drain if options.drain_on_term else None,
         drain_s=config.drain_s,
     )
+    heartbeat = ending(lambda: server.turns, bound_s=_HUNG_S, longest_s=_LONGEST_TURN_S)
+    heartbeat.start()
     server.run(sockets=[listener])
+    heartbeat.close()
     if tracing is not None:
         tracing.close()
     return 0

@@ -40,6 +40,8 @@ class ViewSource(Protocol):
 
     def sight(self) -> Sight: ...
 
+    def suspect(self, name: str, incarnation: int, reason: str) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -97,6 +99,11 @@ class Gateway:
             loop.call_soon_threadsafe(pool.apply_view, view)
             loop.call_soon_threadsafe(self.dashboard.follow, view)
 
+        def on_silent(name: str, incarnation: int, reason: str) -> None:
+            # Only a hint, so nobody waits for it.
+            loop.run_in_executor(None, self.views.suspect, name, incarnation, reason)
+
+        pool.on_silent = on_silent
         # It may wait a moment for the router.
         await asyncio.to_thread(self.views.start, on_view, GatewayLoad(pool))
         try:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import time
 
 from eaas.gateway.worker_pool import WorkerPool
+from router.view import HEARS
+
+# Workers with work speak every 50 ms.
+_HEARD_S = 1.0
 
 
 class GatewayLoad:
@@ -16,6 +20,7 @@ class GatewayLoad:
     def __call__(self) -> dict[str, float]:
         """running: choices at a worker. waiting: those without one; backlog_tokens: to be computed for these, and
         queue_s: the age of the oldest. ttft_p99_s, tpot_p99_s: of the last minute, absent when nothing ended in it.
+        hears:NAME: 1 for each attention worker that spoke in the last second.
         """
         now_s = time.monotonic()
         waiting = self._pool.queue()
@@ -33,4 +38,5 @@ class GatewayLoad:
             p99_s = seen.p99_s(now_s)
             if p99_s is not None:
                 load[name] = p99_s
-        return load
+        heard = (link for link in self._pool.links() if now_s - link.heard_s < _HEARD_S)
+        return load | {HEARS + link.name: 1.0 for link in heard}

@@ -52,6 +52,7 @@ class WorkerLink(asyncio.Protocol):
         outstanding: Tokens still to be computed for the choices sent here.
         heard_s: Monotonic time of the last message.
         silence: What is known of its silences while it had work.
+        told_s: When the router was last told of its silence.
         load: What it last said of its load; None before.
         closed: Done when the connection has ended.
     """
@@ -66,6 +67,7 @@ class WorkerLink(asyncio.Protocol):
         loop = asyncio.get_running_loop()
         self.heard_s = time.monotonic()
         self.silence = Silence()
+        self.told_s = 0.0
         self.closed: asyncio.Future[None] = loop.create_future()
         self._owner = owner
         self._reader = for_gateway()

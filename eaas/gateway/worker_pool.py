@@ -12,7 +12,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 _SWEEP_S = 0.05
 # A choice that has tokens already asks again so often at a worker that was full.
 _AGAIN_S = 0.5
+# Who owes tokens and is silent for so long is told of, and again every two seconds.
+_TELL_S, _TELL_AGAIN_S = 1.0, 2.0
 
 
 class WorkerPool:
@@ -57,6 +59,8 @@ class WorkerPool:
         self._ids = itertools.count(1)
         self._sweeper: asyncio.TimerHandle | None = None
         self._closed = False
+        # Told of a worker that owes tokens and says nothing: name, incarnation, and why.
+        self.on_silent: Callable[[str, int, str], None] = lambda name, incarnation, reason: None
 
     # -- what others ask
 
@@ -521,6 +525,10 @@ class WorkerPool:
                 link.silence.alarmed = True
                 self.metrics.silences += 1
                 log.warning("worker_silent name=%s silence_s=%.3f", link.name, silence_s)
+            if silence_s >= _TELL_S and now_s - link.told_s >= _TELL_AGAIN_S:
+                link.told_s = now_s
+                reason = f"it owes {link.outstanding} tokens and has been silent for {silence_s:.2f} s"
+                self.on_silent(link.name, link.incarnation, reason)
             for sequence in self._at(link):
                 # Silence is little evidence: within the deadline nobody leaves the class for it.
                 if self._choose(sequence, cross=silence_s >= self._config.deadline_s) is not None:

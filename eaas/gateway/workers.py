@@ -71,7 +71,8 @@ class Workers:
 
     def ready(self) -> list[WorkerLink]:
         """Connections that take requests."""
-        return [w.link for w in self._workers.values() if w.link is not None and w.link.ready]
+        # A copy: the load report asks from another thread.
+        return [w.link for w in list(self._workers.values()) if w.link is not None and w.link.ready]
 
     def seen(self) -> list[Seen]:
         """The connected workers, as metrics show them."""

@@ -13,7 +13,7 @@ from eaas.cluster.config import ClusterConfig
 from eaas.cluster.local import LocalCluster
 from eaas.cluster.status import fetch_status
 from experts.server import LANE_0
-from router.client import RouterClient
+from router.client import LEASE_THREAD, RouterClient
 from tests.e2e.calm import Calm
 from tests.e2e.waiting import wait_for
 
@@ -82,3 +82,56 @@ def test_one_of_two_attention_workers_hangs_idle_and_is_replaced(calm: Calm) -> 
     finally:
         router.close()
     calm.check("one of two hung")
+
+
+def _hang_first_thread(calm: Calm, pool: str) -> None:
+    """The first thread of a process, its event loop, stands until that process has ended; another then serves."""
+    (name,) = [name for name in calm.cluster.pids() if name.startswith(pool)]
+    pid = calm.cluster.pids()[name]
+    try:
+        with hanging(pid):
+            wait_for(f"{name} ended", lambda: pid not in calm.cluster.pids().values(), calm.cluster)
+    except NotPermitted as error:
+        pytest.skip(f"needs ptrace, found: {error}")
+    wait_for(
+        f"another {pool}",
+        lambda: any(one.startswith(f"{pool}/") for one in calm.cluster.pids()),
+        calm.cluster,
+    )
+
+
+def test_a_gateway_whose_event_loop_hangs_is_started_again_and_says_the_same(calm: Calm) -> None:
+    _hang_first_thread(calm, "gateway")
+    wait_for("it answers", lambda: fetch_status(calm.cluster.url)["gateway"]["ready"], calm.cluster)
+    calm.check("after the gateway hung")
+
+
+def test_a_router_whose_event_loop_hangs_is_started_again_unseen(calm: Calm) -> None:
+    calm.check("the router hangs", lambda: _hang_first_thread(calm, "router"))
+
+
+def test_the_only_attention_worker_is_not_fenced_for_its_silence_while_its_tokens_flow(calm: Calm) -> None:
+    """Its lease is not renewed any more, and gateways hear it: it goes when another serves."""
+    router = RouterClient(calm.cluster.router_address)
+    seen: list[dict[str, str]] = []
+    router.start(on_view=lambda view: seen.append({m.name: m.state for m in view.pool("attention")}))
+    try:
+        router.scale("attention", 1)
+        wait_for(
+            "one worker", lambda: list(_members(calm, "attention").values()) == ["serving"], calm.cluster
+        )
+        (name,) = _members(calm, "attention")
+        (tid,) = threads(calm.cluster.pids()[name], LEASE_THREAD)
+        seen.clear()
+        with contextlib.ExitStack() as stopped:
+            try:
+                stopped.enter_context(hanging(tid))
+            except NotPermitted as error:
+                pytest.skip(f"needs ptrace, found: {error}")
+            while name in _members(calm, "attention"):
+                calm.check("silent to the router alone")
+        assert all("serving" in states.values() or states.get(name) == "suspect" for states in seen), seen
+        gone = {one.name: one.reason for one in router.status().gone}
+        assert gone[name].startswith("silent for "), gone
+    finally:
+        router.close()

@@ -11,6 +11,7 @@ import pytest
 
 from eaas.engine.worker_protocol import PROTOCOL, Failed, Step, Submit, Token, encode
 from eaas.gateway.config import GatewayConfig
+from eaas.gateway.load import GatewayLoad
 from eaas.gateway.metrics import GatewayMetrics
 from eaas.gateway.silence import FALSE_MOST_S, FORGIVE_S, LEAST_S, MOST_S, Silence
 from eaas.gateway.worker_pool import WorkerPool
@@ -290,3 +291,24 @@ def test_a_machine_that_stalls_at_random_is_not_alarmed_again_and_again(seed: in
         silence.alarmed = gap_s >= silence.bound_s(now_s)
         alarms += silence.heard(gap_s, now_s)
     assert alarms <= now_s / 20.0, f"seed {seed}: {alarms} alarms in {now_s:.0f} s"
+
+
+def test_the_router_is_told_who_speaks_and_who_owes_tokens_and_does_not() -> None:
+    async def scenario(pool: WorkerPool, workers: list[FakeWorker]) -> None:
+        told: list[tuple[str, int, str]] = []
+        pool.on_silent = lambda name, incarnation, reason: told.append((name, incarnation, reason))
+        _, sequence = sequence_of(TEXT, 60)
+        pool.submit(sequence)
+        await until(lambda: len(sequence.log.output) > 5, "tokens")
+        assert GatewayLoad(pool)()["hears:attention/1"] == 1.0
+        workers[0].silent = True
+        await until(lambda: bool(told), "a word to the router")
+        (link,) = pool.links()
+        assert told[0][:2] == ("attention/1", link.incarnation), told
+        assert told[0][2].startswith(f"it owes {link.outstanding} tokens and has been silent for 1."), told
+        assert "hears:attention/1" not in GatewayLoad(pool)()
+        workers[0].silent = False
+        await until(lambda: sequence.generation.ended, "the end")
+        assert len(told) == 1, told
+
+    in_a_pool(scenario, 1)

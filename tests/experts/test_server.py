@@ -161,6 +161,9 @@ def test_an_ending_process_frees_its_server_after_those_who_call_it(
         def lease_held(self) -> bool:
             return True
 
+        def renew_now(self) -> None:
+            return
+
         def leave(self, timeout_s: float) -> None:
             events.append("leave")
 
