@@ -416,6 +416,8 @@ class Engine:
             if (waiting is None or request.slot in waiting)
             and self._waited_s(request, latest_s) >= self.config.deadline_s
         ]
+        queued = [request for request in overdue if request.slot < 0]
+        stepped = [request for request in overdue if request.slot >= 0]
         for request in overdue:
             self.scheduler.cancel(request.owner, request.id)
         if waiting is not None:
@@ -428,7 +430,12 @@ class Engine:
             f"No live server holds some of the experts needed (waited {self.config.deadline_s:g} s). They are being "
             "restored; try again."
         )
-        _fail(outcome, overdue, "expert_lost", message, retryable=True)
+        _fail(outcome, stepped, "expert_lost", message, retryable=True)
+        message = (
+            f"It waited in the queue while nothing could be computed for {in_vain_s:.0f} s: no live server holds some "
+            "of the experts that others need. They are being restored; try again."
+        )
+        _fail(outcome, queued, "expert_lost", message, retryable=True)
         return outcome
 
     def _check_vocabulary(self, request: Request) -> None:

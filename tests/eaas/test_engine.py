@@ -449,6 +449,8 @@ def test_who_queues_where_nothing_can_be_computed_fails_soon_after_the_deadline(
         world.step()
     assert len(world.failed) == 60
     assert now_s[0] < 40
+    said = [failed.message.partition(":")[0] for failed in world.failed]
+    assert said.count("It waited in the queue while nothing could be computed for 38 s") > 40, set(said)
     assert world.engine.load()["kv_use"] == 0.0
 
 
