@@ -150,6 +150,10 @@ def serve(
     keys_file: Annotated[
         Path | None, typer.Option(help="Who may ask: API keys, as `eaas keys` makes them.")
     ] = None,
+    allowed_origins: Annotated[
+        str,
+        typer.Option(help="Pages of these origins may ask from a browser: https://a.example,...; * for any."),
+    ] = "",
     tls_dir: TlsDir = None,
     log_format: Annotated[str, typer.Option(help="text, or json: one object for each line.")] = "text",
     state_dir: Annotated[
@@ -198,6 +202,7 @@ def serve(
         tls_cert=tls_cert,
         tls_key=tls_key,
         keys_file=keys_file,
+        allowed_origins=allowed_origins,
         tls_dir=tls_dir,
         log_format=log_format,
         state_dir=state_dir,

@@ -81,6 +81,7 @@ def _of_role(config: ClusterConfig, surroundings: Surroundings, pool: str, slot:
         *(("--tls-cert", str(config.tls_cert)) if config.tls_cert else ()),
         *(("--tls-key", str(config.tls_key)) if config.tls_key else ()),
         *(("--keys-file", str(config.keys_file)) if config.keys_file else ()),
+        *(("--allowed-origins", config.allowed_origins) if config.allowed_origins else ()),
     ]
 
 

@@ -52,6 +52,8 @@ class ClusterConfig:
     tls_cert: Path | None = None
     tls_key: Path | None = None
     keys_file: Path | None = None
+    # Whose pages may ask from a browser, with commas between; empty: nobody's.
+    allowed_origins: str = ""
     # Between the processes: a folder with one of each role, as `eaas certs` makes it; None: no TLS, on loopback.
     tls_dir: Path | None = None
     log_format: str = "text"

@@ -372,6 +372,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _serve(options: argparse.Namespace, listener: socket.socket, guards: protection.Protection) -> int:
     name = options.served_model_name or options.model.resolve().name
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    connections = protection.connections_within(options.max_connections, descriptors)
+    if connections < options.max_connections:
+        log.warning(
+            "connections_limited to=%d descriptors=%d: raise ulimit -n for more", connections, descriptors
+        )
     config = GatewayConfig(
         model_name=name,
         deadline_s=options.deadline_s,
@@ -380,7 +386,7 @@ def _serve(options: argparse.Namespace, listener: socket.socket, guards: protect
         stall_s=options.stall_s,
         drain_s=options.drain_s,
         body_limit_bytes=options.max_body_bytes,
-        max_connections=options.max_connections,
+        max_connections=connections,
         tls_dir=options.tls_dir,
     )
     address = address_of(listener)

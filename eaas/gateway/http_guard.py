@@ -265,11 +265,15 @@ class RequestIds:
 
 
 def require_json(request: Request) -> None:
-    """Refuse any body that does not call itself JSON.
+    """Refuse any body that does not call itself JSON, or is compressed.
 
     Raises:
         ApiError: 415.
     """
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.strip().lower() not in ("", "identity"):
+        message = f"Bodies are taken as they are; found content-encoding '{encoding}'. Send it without."
+        raise ApiError(ErrorReply(status=415, message=message, code="unsupported_media_type"))
     given = request.headers.get("content-type", "")
     kind = given.partition(";")[0].strip().lower()
     if kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json")):

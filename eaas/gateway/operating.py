@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import html
 import os
 import time
 from typing import Any
@@ -28,8 +29,23 @@ class OperatingRoutes:
             "object": "model",
             "created": self._gateway.model.created,
             "owned_by": "eaas",
+            "root": self._gateway.model.name,
+            "parent": None,
             "max_model_len": self._gateway.model.max_model_len,
         }
+
+    async def front(self) -> Response:
+        """GET /: where to go from here, for people."""
+        name = html.escape(self._gateway.model.name)
+        page = (
+            f"<!doctype html><meta charset=utf-8><title>{name} on EaaS</title><h1>{name}</h1>"
+            "<p>The API is OpenAI's, under /v1. <ul>"
+            "<li><a href=dashboard>The cluster, live</a><li><a href=v1/models>The model</a>"
+            "<li><a href=openapi.json>The routes, as OpenAPI</a><li><a href=metrics>Metrics</a></ul>"
+        )
+        return Response(
+            page, media_type="text/html", headers={"content-security-policy": "default-src 'none'"}
+        )
 
     async def models(self) -> Response:
         """GET /v1/models."""
@@ -126,6 +142,7 @@ def add_routes(app: FastAPI, gateway: Gateway) -> None:
     """Serve them under ``app``."""
     routes = OperatingRoutes(gateway)
     for path, route in (
+        ("/", routes.front),
         ("/v1/models", routes.models),
         ("/v1/models/{name:path}", routes.one_model),
         ("/health", routes.health),
@@ -137,5 +154,6 @@ def add_routes(app: FastAPI, gateway: Gateway) -> None:
         ("/status", routes.status),
     ):
         app.add_api_route(path, route, methods=["GET"], response_model=None)
+        app.add_api_route(path, route, methods=["HEAD"], response_model=None, include_in_schema=False)
     app.add_api_route("/ping", routes.ping, methods=["POST"], response_model=None)
     app.add_api_route("/v1/embeddings", routes.embeddings, methods=["POST"], response_model=None)

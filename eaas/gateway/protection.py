@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from eaas.gateway.authentication import Authentication
@@ -14,6 +15,9 @@ from eaas.gateway.config import GatewayConfig
 from eaas.gateway.http_guard import Bounds
 from eaas.gateway.keys import KeyRing
 from eaas.gateway.server_tls import ServerTls
+
+# Of links to workers, the router, files: some ten each; the rest is a reserve.
+KEPT_DESCRIPTORS = 128
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -35,6 +39,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="Answer GET /metrics without a key, as Prometheus asks by default.",
     )
     parser.add_argument(
+        "--allowed-origins",
+        default="",
+        metavar="ORIGIN,...",
+        help="Pages of these origins may ask from a browser, such as https://chat.example; * for any (default: none).",
+    )
+    parser.add_argument(
         "--max-connections",
         type=int,
         default=GatewayConfig.max_connections,
@@ -54,20 +64,25 @@ class Protection:
     tls: ServerTls | None
     keys: KeyRing | None
     open_metrics: bool
+    allowed_origins: tuple[str, ...] = ()
     _authentication: Authentication | None = None
 
     def around(self, app: ASGIApp, on_refused: Callable[[str], None]) -> ASGIApp:
-        """The application behind the keys.
+        """The application behind the keys, for pages of other origins too where they are allowed.
 
         Args:
             on_refused: Told why, for each request that is refused.
         """
-        if self.keys is None:
+        if self.keys is not None:
+            app = self._authentication = Authentication(
+                app, self.keys, open_metrics=self.open_metrics, on_refused=on_refused
+            )
+        if not self.allowed_origins:
             return app
-        self._authentication = Authentication(
-            app, self.keys, open_metrics=self.open_metrics, on_refused=on_refused
+        # Outside of the keys: a browser asks first whether it may, and brings none.
+        return CORSMiddleware(
+            app, allow_origins=self.allowed_origins, allow_methods=["GET", "POST"], allow_headers=["*"]
         )
-        return self._authentication
 
     def refresh(self, *, anew: bool = False) -> None:
         """Take up what has changed in the files; cheap when nothing has."""
@@ -95,7 +110,17 @@ def of(options: argparse.Namespace) -> Protection:
         tls=ServerTls(options.tls_cert, options.tls_key) if options.tls_cert else None,
         keys=KeyRing(options.keys_file) if options.keys_file else None,
         open_metrics=options.open_metrics,
+        allowed_origins=tuple(filter(None, options.allowed_origins.split(","))),
     )
+
+
+def connections_within(wanted: int, descriptors: int) -> int:
+    """As many connections as are wanted, or as leave descriptors for what else this process opens.
+
+    Args:
+        descriptors: The most that it may have.
+    """
+    return max(1, min(wanted, descriptors - KEPT_DESCRIPTORS))
 
 
 def bounds_of(config: GatewayConfig) -> Bounds:

@@ -349,13 +349,15 @@ class World:
 class GatewayProcess:
     """``python -m eaas.gateway`` as the launcher starts it."""
 
-    def __init__(self, world: World, *arguments: str) -> None:
+    def __init__(self, world: World, *arguments: str, descriptors: int | None = None) -> None:
         read_fd, write_fd = os.pipe()
         command = [
             sys.executable, "-m", "eaas.gateway", "--router", world.router.address,
             "--model", str(world.model), "--served-model-name", "tiny", "--port", "0",
             "--ready-fd", str(write_fd), "--die-with", str(os.getpid()), "--log-level", "warning", *arguments,
         ]  # fmt: skip
+        if descriptors is not None:
+            command = ["prlimit", f"--nofile={descriptors}", *command]
         self.process = subprocess.Popen(command, pass_fds=(write_fd,), stderr=subprocess.PIPE)
         os.close(write_fd)
         with os.fdopen(read_fd) as pipe:

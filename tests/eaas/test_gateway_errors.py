@@ -126,7 +126,12 @@ def test_an_undeclared_body_over_the_limit_is_a_413(url: str) -> None:
 
 
 def test_an_unknown_path_is_a_404(url: str) -> None:
-    for method, path in (("GET", "/"), ("POST", "/v1/audio/speech"), ("GET", "/v1"), ("GET", "/v1/models/")):
+    for method, path in (
+        ("GET", "/nothing"),
+        ("POST", "/v1/audio/speech"),
+        ("GET", "/v1"),
+        ("GET", "/v1/models/"),
+    ):
         error = error_of(httpx.request(method, f"{url}{path}"), 404)
         assert error["type"] == "invalid_request_error"
 
@@ -415,3 +420,28 @@ def test_a_folder_without_a_model_is_refused_with_the_reason(tmp_path: Path) -> 
     status, report, _ = run_gateway("--model", str(tmp_path / "nothing"), "--port", "0")
     assert status == 1
     assert "nothing" in report["error"]
+
+
+def test_a_compressed_body_is_a_415(url: str) -> None:
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    error = error_of(httpx.post(f"{url}{PLAIN}", content=b"x", headers=headers), 415)
+    assert "gzip" in error["message"]
+
+
+def test_people_find_their_way_from_the_root_and_heads_have_no_body(url: str) -> None:
+    page = httpx.get(f"{url}/")
+    assert page.status_code == 200 and "href=dashboard" in page.text
+    for path in ("/", "/health", "/v1/models", "/version"):
+        head = httpx.head(f"{url}{path}")
+        assert (head.status_code, head.content) == (httpx.get(f"{url}{path}").status_code, b"")
+
+
+def test_pages_of_other_origins_may_ask_where_that_is_allowed(world: World) -> None:
+    asks = {"origin": "https://chat.example", "access-control-request-method": "POST"}
+    with gateway_url(world, "--allowed-origins", "https://chat.example") as url:
+        allowed = httpx.options(f"{url}{PLAIN}", headers=asks)
+        assert allowed.headers["access-control-allow-origin"] == "https://chat.example"
+        other = httpx.get(f"{url}/version", headers={"origin": "https://other.example"})
+        assert "access-control-allow-origin" not in other.headers
+    with gateway_url(world) as url:
+        assert "access-control-allow-origin" not in httpx.options(f"{url}{PLAIN}", headers=asks).headers

@@ -234,3 +234,24 @@ def test_a_gateway_that_is_killed_ends_its_streams_cleanly_and_frees_its_workers
     eventually(lambda: not worker.jobs, "a free worker", 5.0)
     world.router.show()
     world.stop_workers()
+
+
+def test_connections_end_with_a_503_before_descriptors_do(world: World) -> None:
+    worker = world.worker()
+    world.router.show(worker)
+    gateway = GatewayProcess(world, descriptors=160)
+    eventually(lambda: httpx.get(f"{gateway.url}/health").status_code == 200, "a worker")
+    host, _, port = gateway.url.removeprefix("http://").partition(":")
+    idle = [socket.create_connection((host, int(port))) for _ in range(200)]
+    try:
+        with socket.create_connection((host, int(port)), timeout=10) as late:
+            late.sendall(b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert late.recv(64).startswith(b"HTTP/1.1 503 ")
+    finally:
+        for connection in idle:
+            connection.close()
+    eventually(lambda: httpx.get(f"{gateway.url}/version").status_code == 200, "room again")
+    status, log = gateway.stop()
+    assert status == 0 and "connections_limited to=32 descriptors=160" in log
+    world.router.show()
+    world.stop_workers()
