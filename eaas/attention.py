@@ -54,7 +54,7 @@ from router.channel import router_address
 from router.client import JoinRefused, RouterClient, RouterUnavailable
 from router.exposure import bound_address, host_port, told_address
 from router.faults import CLIENT_POINTS
-from router.heartbeat import Heartbeat
+from router.heartbeat import Heartbeat, OwnTime
 from router.view import ATTENTION
 
 log = logging.getLogger("eaas.attention")
@@ -350,6 +350,7 @@ def prepare(options: argparse.Namespace, ending: Ending, closing: contextlib.Exi
     closing.callback(client.close)
     placement = Placement(router, client, kernels, obsolete_s=options.deadline_s, on_obsolete=ending.drained)
     load_report = Load(client, router, placement)
+    own_time = OwnTime()
     # Only who waits on a doorbell of its own can be seen to wait.
     longest_s = options.deadline_s + STUCK_MARGIN_S
     seen_waiting = endpoint.page_address and not device.runs_kernels
@@ -358,6 +359,7 @@ def prepare(options: argparse.Namespace, ending: Ending, closing: contextlib.Exi
         bound_s=HUNG_S if seen_waiting else longest_s,
         longest_s=longest_s,
         on_change=router.renew_now,
+        own_time=own_time,
     )
     heartbeat.start()
     closing.callback(heartbeat.close)
@@ -388,6 +390,7 @@ def prepare(options: argparse.Namespace, ending: Ending, closing: contextlib.Exi
             deadline_s=options.deadline_s,
             prefix_reuse=options.prefix_reuse,
         ),
+        clock=own_time,
         grammars=grammars,
         wake=lambda: worker.wake(),
     )
@@ -417,6 +420,7 @@ def prepare(options: argparse.Namespace, ending: Ending, closing: contextlib.Exi
         spans=spans,
         elsewhere=lambda: placement.elsewhere,
         stands=lambda: heartbeat.stands_s > 0,
+        clock=own_time,
     )
     load_report.worker = worker
     ending.attach(worker.stop, lambda: leave(router))

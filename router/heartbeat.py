@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 SAMPLE_S = 0.05
 # Keeping a lease, and saying that one lives, takes less of a processor than this.
 _IDLE_SHARE = 0.05
+# A process that takes no sample for longer did not run.
+_STALL_S = 0.5
 _TASKS = Path("/proc/self/task")
 
 
@@ -53,6 +55,26 @@ class Standing:
         return self.still_s if self.idle_s > self.bound_s or self.still_s > self.longest_s else 0.0
 
 
+class OwnTime:
+    """time.monotonic() less the time in which this process stood still: what it gave itself no chance to do is nobody's
+    delay. A heartbeat's samples show that; without them, and for half a second after each, it is time.monotonic()."""
+
+    def __init__(self) -> None:
+        # Together: replaced by one assignment, so that no reader sees one without the other.
+        self._seen: tuple[float, float] | None = None  # the last sample, and what stood still before it
+
+    def __call__(self) -> float:
+        """Seconds; never goes back."""
+        now_s, seen = time.monotonic(), self._seen
+        return now_s if seen is None else min(now_s, seen[0] + _STALL_S) - seen[1]
+
+    def sample(self) -> None:
+        """The process runs; to be called some times in every half second, by one thread."""
+        now_s, seen = time.monotonic(), self._seen
+        stood_s = 0.0 if seen is None else seen[1] + max(0.0, now_s - seen[0] - _STALL_S)
+        self._seen = now_s, stood_s
+
+
 class Heartbeat:
     """Watches a loop's counter from a thread of its own."""
 
@@ -63,13 +85,16 @@ class Heartbeat:
         bound_s: float,
         longest_s: float,
         on_change: Callable[[], None] = lambda: None,
+        own_time: OwnTime | None = None,
     ) -> None:
         """Args:
         count: Rises while the loop goes on, idle or not; None while there is none. It must not wait for the loop.
         bound_s: Longest that it may stand still while the process does nothing else.
         longest_s: Longest that it may stand still whatever the process does.
         on_change: Called on the watching thread when the loop is found to stand, and when it goes on after all.
+        own_time: Told of each sample.
         """
+        self._own_time = own_time or OwnTime()
         self._count, self._on_change = count, on_change
         self._standing = Standing(bound_s=bound_s, longest_s=longest_s)
         self._closed = threading.Event()
@@ -89,6 +114,7 @@ class Heartbeat:
     def _watch(self) -> None:
         at_s, cpu_s = time.monotonic(), time.process_time()
         while not self._closed.wait(SAMPLE_S):
+            self._own_time.sample()
             now_s, now_cpu_s = time.monotonic(), time.process_time()
             elapsed_s, used_s = now_s - at_s, now_cpu_s - cpu_s
             at_s, cpu_s = now_s, now_cpu_s

@@ -62,8 +62,13 @@ class GatewayLink:
     """One gateway's connection."""
 
     def __init__(
-        self, owner: int, connection: socket.socket | SecureConnection, selector: selectors.BaseSelector
+        self,
+        owner: int,
+        connection: socket.socket | SecureConnection,
+        selector: selectors.BaseSelector,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self.owner = owner
         self.connection = connection
         self.reader = for_worker()
@@ -114,7 +119,7 @@ class GatewayLink:
                 self.lost = f"read failed: {error}"
                 return True
             if data:
-                self.arrived.append((time.monotonic(), data))
+                self.arrived.append((self._clock(), data))
             else:
                 self.lost = "it disconnected"
             return True
@@ -159,6 +164,7 @@ class Worker:
         spans: WorkerSpans | None = None,
         elsewhere: Callable[[], str] = lambda: "",
         stands: Callable[[], bool] = lambda: False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Args:
         listener: Bound and listening; the worker closes it.
@@ -167,6 +173,7 @@ class Worker:
         spans: Told what becomes of traced choices; None: nothing is traced.
         elsewhere: Why new requests should go to other workers; "" while they should not.
         stands: Whether this loop is known to stand still: then nobody is told that this process lives.
+        clock: The engine's.
         """
         self._engine = engine
         engine.on_begun = self._tell_begun
@@ -177,6 +184,7 @@ class Worker:
         self._spans = spans
         self._elsewhere = elsewhere
         self._stands = stands
+        self._clock = clock
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = socket.socketpair()
         self._links: dict[int, GatewayLink] = {}
@@ -252,7 +260,7 @@ class Worker:
         return 0.0 if self._may_answer() else LEASE_POLL_S
 
     def _step(self) -> None:
-        self._step_began_s = time.monotonic()
+        self._step_began_s = self._clock()
         if self._spans is None:
             outcome = self._engine.step()
         else:
@@ -297,7 +305,7 @@ class Worker:
     def _beat(self) -> None:
         longest_s = self._engine.config.deadline_s + STUCK_MARGIN_S
         while self._busy.wait() and not self._ended.wait(BEAT_S):
-            now_s, began_s = time.monotonic(), self._step_began_s
+            now_s, began_s = self._clock(), self._step_began_s
             if began_s is not None and sum(link.read() for link in list(self._links.values())):
                 # The step may have ended meanwhile: who sleeps in select sees nothing in the sockets any more.
                 self.wake()
@@ -309,7 +317,7 @@ class Worker:
             ):
                 continue
             for link in list(self._links.values()):
-                if now_s - link.spoke_s >= BEAT_S:
+                if time.monotonic() - link.spoke_s >= BEAT_S:
                     link.send(Step(tokens=[]))
 
     # -- sockets ---------------------------------------------------------------------------------------------
@@ -346,7 +354,7 @@ class Worker:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._owners += 1
-        link = GatewayLink(self._owners, connection, self._selector)
+        link = GatewayLink(self._owners, connection, self._selector, self._clock)
         self._selector.register(connection, selectors.EVENT_READ, link)
         log.info("gateway_connected peer=%s owner=%d", peer, link.owner)
         link.send(self._hello)

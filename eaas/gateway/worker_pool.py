@@ -497,6 +497,11 @@ class WorkerPool:
             # While this process did not run it heard nobody: that part of their silence is its own.
             for link in self.links():
                 link.heard_s = min(now_s, link.heard_s + late_s)
+            # Nor did anybody wait longer for it.
+            for sequence in self._waiting.values():
+                sequence.waiting_since_s = min(now_s, sequence.waiting_since_s + late_s)
+                if sequence.refused_since_s:
+                    sequence.refused_since_s = min(now_s, sequence.refused_since_s + late_s)
         if self._trial and self._workers.candidates():
             # All wait for turns, which are had while workers serve, or for the worker that is kept for the trial.
             for sequence in self._waiting.values():

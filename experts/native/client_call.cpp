@@ -13,6 +13,7 @@ using namespace experts;
 namespace {
 
 constexpr uint64_t LIVENESS_NS = 2'000'000;
+constexpr uint64_t STALL_NS = 500'000'000;  // of waits that last 5 ms: the process did not run
 
 uint64_t clock_ns() {
     timespec now;
@@ -62,7 +63,7 @@ int32_t begin(ExpertClient* client, uint32_t layer, const void* rows, uint32_t n
     call.weights = weights;
     call.out = out;
     call.drop = drop;
-    call.deadline_ns = deadline_ns;
+    if (deadline_ns != call.said_deadline_ns) call.deadline_ns = call.said_deadline_ns = deadline_ns;
     call.attempt = 0;
     call.routes_since = 0;
     call.replan.store(0);
@@ -117,11 +118,16 @@ void wait_lane(ExpertClient* client, uint32_t lane, const Dispatched& dispatched
     uint64_t now_ns = clock_ns();
     if (dispatched.shared && call.outstanding[lane].value == 0 && call.missing.load() && client->page &&
         now_ns < call.deadline_ns)
-        p2p_bell_wait(client->page, lane, dispatched.seen, std::min(P2P_WAIT_NS, call.deadline_ns - now_ns));
+        p2p_bell_wait(client->page, lane, dispatched.seen,
+                      std::min(P2P_WAIT_NS, call.deadline_ns.load() - now_ns));
     uint64_t checked_ns = now_ns;
     for (;;) {
         uint32_t seen = p2p_bell_read(client->page, lane);
+        uint64_t before_ns = now_ns;
         now_ns = clock_ns();
+        // Time in which nobody here could have heard an answer is taken off the wait for it.
+        if (lane == 0 && now_ns - before_ns > STALL_NS && call.deadline_ns < UINT64_MAX / 2)
+            call.deadline_ns += now_ns - before_ns;
         // Waiting is work too: without this a step that waits for lost experts would look hung.
         if (lane == 0) p2p_bell_beat(client->page);
         progress(client, lane, now_ns);
@@ -130,7 +136,7 @@ void wait_lane(ExpertClient* client, uint32_t lane, const Dispatched& dispatched
             checked_ns = now_ns;
         }
         if (lane_finished(client, lane, now_ns)) break;
-        uint64_t wake_ns = std::min(call.deadline_ns, next_due_ns(client, lane));
+        uint64_t wake_ns = std::min(call.deadline_ns.load(), next_due_ns(client, lane));
         p2p_bell_wait(client->page, lane, seen, wake_ns > now_ns ? std::min(P2P_WAIT_NS, wake_ns - now_ns) : 0);
     }
     // Another lane may wait for a reply that is no longer needed, or must come and plan again.

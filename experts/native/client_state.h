@@ -129,7 +129,9 @@ struct Call {
     const float* weights = nullptr;
     float* out = nullptr;
     uint8_t* drop = nullptr;
-    uint64_t deadline_ns = 0;
+    // Of the caller, and with what this process stood still since that was given: a step gives all its calls the same.
+    uint64_t said_deadline_ns = 0;
+    std::atomic<uint64_t> deadline_ns{0};
     uint32_t attempt = 0;
     uint32_t routes_since = 0;  // the first attempt that was planned by the routes in use
     int32_t status = EXPERTS_OK;

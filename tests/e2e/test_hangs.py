@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -135,3 +138,32 @@ def test_the_only_attention_worker_is_not_fenced_for_its_silence_while_its_token
         assert gone[name].startswith("silent for "), gone
     finally:
         router.close()
+
+
+def test_time_in_which_the_whole_host_stood_still_counts_against_no_request(tiny: Path) -> None:
+    """All processes are stopped for longer than a token may take, in several moments of a step."""
+    config = ClusterConfig(
+        model=tiny,
+        served_name="tiny",
+        experts=2,
+        attention=1,
+        replicas=2,
+        port=0,
+        cores=(0, 1),
+        deadline_s=1.5,
+    )
+    with LocalCluster(config) as cluster:
+        calm = Calm(cluster)
+
+        def stand() -> None:
+            pids = list(cluster.pids().values())
+            try:
+                for pid in pids:
+                    os.kill(pid, signal.SIGSTOP)
+                time.sleep(2.2)
+            finally:
+                for pid in pids:
+                    os.kill(pid, signal.SIGCONT)
+
+        for at in (0.02, 0.5):
+            calm.check(f"the host stands at {at:.0%}", stand, at)

@@ -6,7 +6,9 @@ import threading
 import time
 from collections.abc import Callable
 
-from router.heartbeat import SAMPLE_S, Heartbeat, Standing
+import pytest
+
+from router.heartbeat import SAMPLE_S, Heartbeat, OwnTime, Standing
 
 
 def _stood(standing: Standing, samples: int, idle: bool, elapsed_s: float = SAMPLE_S) -> float:
@@ -62,3 +64,22 @@ def test_a_loop_that_waits_for_what_never_comes_is_found_and_one_that_computes_o
     assert _watched(hang, wanted=True, for_s=20.0)
     assert not _watched(compute, wanted=False, for_s=1.0)
     assert not _watched(idle, wanted=False, for_s=1.0)
+
+
+def test_own_time_leaves_out_what_the_process_stood_still_and_never_goes_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    own_time = OwnTime()
+    assert own_time() == 100.0
+    own_time.sample()
+    now_s[0] += 0.4
+    assert own_time() == 100.4
+    now_s[0] += 35.0
+    stood = own_time()
+    assert stood == 100.5, "whoever wakes first already knows"
+    own_time.sample()
+    assert own_time() == stood
+    now_s[0] += 0.25
+    assert own_time() == stood + 0.25
