@@ -249,7 +249,7 @@ def served(tree: Path, model: Path, log: Path) -> Iterator[str]:
         "PYTHONPATH": str(tree),
         "COLUMNS": "300",
         "NO_COLOR": "1",
-        "TMPDIR": str(log.parent),
+        "XDG_STATE_HOME": str(log.parent),
     }
     with log.open("wb") as errors:
         process = subprocess.Popen(
@@ -301,7 +301,7 @@ def test_it_serves_what_native_code_would_and_survives_the_loss_of_a_server(
                 if number == 1 and count == TOKENS // 3:
                     os.kill(members["expert/1"]["pid"], signal.SIGKILL)
         computing = [
-            path for pool in ("expert", "attention") for path in tmp_path.glob(f"eaas-*/{pool}.*.log")
+            path for pool in ("expert", "attention") for path in tmp_path.glob(f"eaas/*/{pool}.*.log")
         ]
         said = {
             path.name: re.findall("native_missing.*", path.read_text())
