@@ -23,7 +23,7 @@ DECODE = ("shape", "experts", "lanes_per_server", "busy_core", "peers", "batch")
 HANDOVER = ("shape", "batch", "servers", "lanes_per_server")
 GATEWAY = ("shape", "experts", "streams")
 BALANCE = ("setting",)
-RECOVERY = ("experts", "attention", "pool")
+RECOVERY = ("experts", "attention", "pool", "fault")
 FAILOVER = ("what", "share_of_core", "streams", "model")
 FAULT_POINTS = ("experts", "attention", "model")
 SEEN = ("failed", "lost", "repeated", "changed")
@@ -220,8 +220,9 @@ def recovery_table(rows: Sequence[Row]) -> list[str]:
             else "–"
             for phase in ("replicas", "whole")
         ]
+        struck = f"{row['pool']}{' hung' if 'fault' in row else ''}"
         lines.append(
-            f"| {row['experts']} + {row['attention']} | {row['pool']} | {row['kills']} | {found[0]} | {found[1]} |"
+            f"| {row['experts']} + {row['attention']} | {struck} | {row['kills']} | {found[0]} | {found[1]} |"
         )
     return ["\n".join(lines)]
 

@@ -1,7 +1,8 @@
 """How long a killed server is missed: seconds until its replicas are back, and until the pool is whole again.
 
-A local cluster serves streams all the while. Again and again one process is killed (SIGKILL), and the router's Views
-and the launcher's reports say when
+A local cluster serves streams all the while. Again and again one process is killed (SIGKILL), or its work thread alone
+is stopped by ptrace while the process lives on and keeps its lease (--fault hang), and the router's Views and the
+launcher's reports say when
     gone      the router has fenced it,
     replicas  every expert is on as many live servers as wanted (expert servers only),
     joined    its replacement is a member,
@@ -11,6 +12,7 @@ and how much processor time the replacement had used by then.
 A stream that fails, or says something else than without a fault, ends the run with an error.
 
     python -m benchmarks.recovery --kills 20
+    python -m benchmarks.recovery --kills 20 --fault hang
 """
 
 from __future__ import annotations
@@ -27,12 +29,14 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.hang import hanging, threads
 from benchmarks.http_client import stream_batch
 from benchmarks.report import RESULTS, record
 from eaas.cluster.config import ClusterConfig
 from eaas.cluster.local import LocalCluster
 from eaas.gateway.status import replicas_min
 from eaas.model.resolve import resolve_model
+from experts.server import LANE_0
 from p2p.cores import named_cores
 from router.client import RouterClient
 from router.view import ATTENTION, EXPERT, SERVING, View
@@ -123,8 +127,25 @@ def whole(view: View, pool: str, config: ClusterConfig) -> bool:
     return len(serving) == len(view.pool(pool)) == size and replicas_min(view) >= config.replicas
 
 
-def kill(cluster: LocalCluster, seen: Observer, pool: str, draw: random.Random) -> dict[str, float]:
-    """Kill a member of a pool and wait for its replacement. Seconds from the signal to each phase."""
+@contextlib.contextmanager
+def killed(pid: int, pool: str) -> Iterator[None]:
+    """A process is killed."""
+    os.kill(pid, signal.SIGKILL)
+    yield
+
+
+def hung(pid: int, pool: str) -> contextlib.AbstractContextManager[None]:
+    """The thread that does a process's work stands still for the length of a `with`: an attention worker's first."""
+    return hanging(threads(pid, LANE_0)[0] if pool == EXPERT else pid)
+
+
+FAULTS = {"kill": killed, "hang": hung}
+
+
+def strike(
+    cluster: LocalCluster, seen: Observer, pool: str, fault: str, draw: random.Random
+) -> dict[str, float]:
+    """Do a fault to a member of a pool and wait for its replacement. Seconds from the fault to each phase."""
     config = cluster.config
     while not seen.views or not whole(seen.views[-1][1], pool, config):
         time.sleep(REST_S)
@@ -132,8 +153,15 @@ def kill(cluster: LocalCluster, seen: Observer, pool: str, draw: random.Random) 
     before = {member.name for member in seen.views[-1][1].pool(pool)}
     victim = draw.choice(sorted(before))
     pid = cluster.pids()[victim]
-    began_s = time.monotonic()
-    os.kill(pid, signal.SIGKILL)
+    with FAULTS[fault](pid, pool):
+        return replaced(cluster, seen, pool, victim, before, fault)
+
+
+def replaced(
+    cluster: LocalCluster, seen: Observer, pool: str, victim: str, before: set[str], fault: str
+) -> dict[str, float]:
+    """Seconds from now until each phase of the replacement of a victim among the members of before."""
+    config, began_s = cluster.config, time.monotonic()
 
     def lost(view: View) -> bool:
         return view.member(victim) is None
@@ -154,7 +182,7 @@ def kill(cluster: LocalCluster, seen: Observer, pool: str, draw: random.Random) 
             new = [member.pid for member in seen.views[-1][1].pool(pool) if member.name not in before]
             return reached | {CPU: sum(cpu_s(pid) for pid in new)}
         if time.monotonic() - began_s > LIMIT_S:
-            raise RuntimeError(f"{victim} killed: after {LIMIT_S:g} s only {sorted(reached)} were reached")
+            raise RuntimeError(f"{victim}, {fault}: after {LIMIT_S:g} s only {sorted(reached)} were reached")
         time.sleep(0.01)
 
 
@@ -187,6 +215,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     options.add_argument("--model", default="demo", help="checkpoint folder, hub id, or demo")
     options.add_argument("--kills", type=int, default=20, help="of each pool")
+    options.add_argument("--fault", choices=sorted(FAULTS), default="kill", help="done to each victim")
     options.add_argument("--experts", type=int, default=4)
     options.add_argument("--replicas", type=int, default=2)
     options.add_argument("--attention", type=int, default=2)
@@ -213,7 +242,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             streams = Streams(cluster.url, chosen.streams, chosen.tokens, chosen.seed)
             with streams.running():
                 for pool in chosen.pools.split(","):
-                    rounds = [kill(cluster, seen, pool, draw) for _ in range(chosen.kills)]
+                    rounds = [strike(cluster, seen, pool, chosen.fault, draw) for _ in range(chosen.kills)]
                     result = {
                         "pool": pool,
                         "model": chosen.model,
@@ -222,6 +251,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                         "replicas": config.replicas,
                         "streams": chosen.streams,
                         "kills": chosen.kills,
+                        # A record that names none is of kills, as those were made before there was another.
+                        **({"fault": chosen.fault} if chosen.fault != "kill" else {}),
                         "seed": chosen.seed,
                         "seconds": summary(rounds, (*PHASES[pool], CPU)),
                     }

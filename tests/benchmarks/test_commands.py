@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import decode, gateway, handover, recovery, scaling, trace, weights
 from benchmarks.engines.process import missing
+from benchmarks.hang import NotPermitted
 from eaas.model.make_model import make_model
 
 PEERS = [name for name in decode.PEERS if missing(name) is None]
@@ -126,7 +127,14 @@ def test_recovery_times_each_phase_of_a_replacement(tmp_path: Path) -> None:
         worst = {phase: found["worst"] for phase, found in row["seconds"].items()}
         assert row["pool"] == pool
         assert 0 < worst["gone"] <= worst["joined"] <= worst["whole"]
-        assert worst["start_cpu"] > 0
+        assert worst["start_cpu"] > 0 and "fault" not in row
+    try:
+        recovery.main([*options, "--fault", "hang", "--pools", "expert", "--results", str(tmp_path / "hung")])
+    except NotPermitted as error:
+        pytest.skip(f"needs ptrace, found: {error}")
+    [row] = lines(tmp_path / "hung", "recovery")
+    worst = {phase: found["worst"] for phase, found in row["seconds"].items()}
+    assert row["fault"] == "hang" and 0.25 < worst["gone"] <= worst["whole"], row
 
 
 def test_weights_are_had_from_every_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
