@@ -42,13 +42,15 @@ from router.proto import router_pb2 as pb
 from router.replies import Identity, StartProcess, Status, StopProcess, pool_of, status_of, view_of
 from router.tls import Credentials
 from router.totals import Totals
-from router.view import PROTOCOL, STANDS, Member, View
+from router.view import EXPERT, PROTOCOL, STANDS, Member, View
 
 __all__ = ["FaultRefused", "JoinRefused", "RouterClient", "RouterUnavailable", "ScaleRefused"]
 
 log = logging.getLogger(__name__)
 
 LEASE_THREAD = "router-lease"
+# No View in use is older than so many terms.
+_MOST_SALTS = 64
 
 _REFUSALS = (
     grpc.StatusCode.FAILED_PRECONDITION,
@@ -81,7 +83,11 @@ class RouterClient:
         self._fenced = False
         self._view: View | None = None
         self._acked = 0
-        self._loaded: tuple[Identity | None, bytes, int] | None = None
+        self._salts: list[tuple[int, int]] = []  # of the terms whose Views were seen, with the first epoch
+        self._pool = ""
+        self._told_salt = 0  # of the term that knows what this expert server holds
+        self._held: tuple[bytes, int] = (b"", 0)
+        self._loaded: tuple[Identity | None, bytes, int, int] | None = None
         self._news = News()
         self._watching: grpc.Call | None = None
         self._spoke_s = boot_s()
@@ -179,6 +185,10 @@ class RouterClient:
             raise self._connection.unavailable(error, "join") from error
         with self._lock:
             self._acked = 0
+            self._salts = []
+            self._pool = pool
+            self._told_salt = reply.salt
+            self._held = (b"", 0)
             self._loaded = None
             self._news.forget()
             self._view = None
@@ -249,7 +259,8 @@ class RouterClient:
                 served).
         """
         with self._lock:
-            self._loaded = (self._identity, held, epoch)
+            self._held = (held, epoch)
+            self._loaded = (self._identity, held, epoch, self._told_salt)
         self._wake.set()
 
     def routed(self, rows: NDArray[np.uint32], activated: NDArray[np.uint32]) -> None:
@@ -415,8 +426,16 @@ class RouterClient:
                 self._wake.wait(max(0.0, wait_s - (self._spoke_s - began_s)))
 
     def _renew(self, identity: Identity) -> None:
+        with self._lock:
+            acked, seen = self._acked, self._view.epoch if self._view is not None else 0
+            salt = next((salt for first, salt in reversed(self._salts) if first <= acked), 0)
         request = pb.RenewRequest(
-            name=identity.name, incarnation=identity.incarnation, load=self._present_load(), acked=self._acked
+            name=identity.name,
+            incarnation=identity.incarnation,
+            load=self._present_load(),
+            acked=acked,
+            salt=salt,
+            seen=seen,
         )
         self._news.take_into(request)
         reply = self._stub.Renew(request, timeout=identity.lease_s / 2)
@@ -424,6 +443,11 @@ class RouterClient:
             self._fence(
                 identity, reply.drained, reply.reason or "its lease ended or its process was reported dead"
             )
+            return
+        with self._lock:
+            if self._pool == EXPERT and reply.salt != self._told_salt and self._identity is identity:
+                # A new term: it must hear what is held here, whatever its journal says.
+                self._loaded = (identity, *self._held, reply.salt)
 
     def renew_now(self) -> None:
         """Have the next renewal sent at once. Does not block."""
@@ -447,9 +471,9 @@ class RouterClient:
         # What a member holds must not be said, and so lost, under the name that it had before.
         if loaded is None or loaded[0] is not identity:
             return
-        _, held, epoch = loaded
+        _, held, epoch, salt = loaded
         request = pb.LoadedRequest(
-            name=identity.name, incarnation=identity.incarnation, bitmap=held, epoch=epoch
+            name=identity.name, incarnation=identity.incarnation, bitmap=held, epoch=epoch, salt=salt
         )
         reply = self._stub.Loaded(request, timeout=identity.lease_s / 2)
         if reply.stale:
@@ -457,6 +481,12 @@ class RouterClient:
         with self._lock:
             if self._loaded is loaded:
                 self._loaded = None
+            began = salt != self._told_salt and not reply.fenced
+            self._told_salt = salt if began else self._told_salt
+            watching = self._watching
+        if began and watching is not None:
+            # What this term published before it knew was not followed: a new stream begins with the newest View.
+            watching.cancel()
 
     def _fence(self, identity: Identity, drained: bool, reason: str) -> None:
         with self._lock:
@@ -481,7 +511,13 @@ class RouterClient:
             if self._view is not None and view.epoch < self._view.epoch:
                 log.warning("view_ignored epoch=%d newest=%d", view.epoch, self._view.epoch)
                 continue
-            self._view = view
+            with self._lock:
+                if self._pool == EXPERT and view.salt not in (0, self._told_salt):
+                    # That term does not know yet what is held here, and might have it dropped.
+                    continue
+                if not self._salts or self._salts[-1][1] != view.salt:
+                    self._salts = [*self._salts[1 - _MOST_SALTS :], (view.epoch, view.salt)]
+                self._view = view
             if self._on_view:
                 try:
                     self._on_view(view)

@@ -7,7 +7,7 @@ and processes ordered when a pool is too small (router.launches).
 
 from __future__ import annotations
 
-from router import blame, drains, launches, leases, orders
+from router import blame, drains, launches, leases, orders, terms
 from router.autoscale import autoscale
 from router.classes import can_mix
 from router.events import (
@@ -37,21 +37,17 @@ from router.moves import follow
 from router.rebalance import rebalance
 from router.records import evolve, fence, is_member, pool, with_pulse, with_record
 from router.state import (
+    COUNT_BITS,
     LAUNCHED_POOLS,
     MOST_MEMBERS,
     NAMED_POOLS,
     Config,
-    Ghost,
     MemberRecord,
     Model,
     Pulse,
     State,
 )
 from router.view import ASKING_POOLS, CLIENT, EXPERT, GATEWAY, PROTOCOL
-
-# Incarnations: 20 bits of salt above 40 bits of counting, positive as a signed 64-bit number.
-_COUNT_BITS = 40
-_SALT_MASK = (1 << 20) - 1
 
 # What is kept of a process must be of a size that the journal and every View can bear: the largest model known has
 # 61 layers with 384 experts, 23,424 pairs.
@@ -80,15 +76,18 @@ def step(config: Config, state: State, event: Event, now_s: float) -> tuple[Stat
     state = _apply(config, state, event, commands)
     if commands and isinstance(commands[-1], Stranger | Refused):
         return state, commands
+    state, begins = terms.listen(config, state, event)
+    if state.unheard:
+        return state, commands
     ticked = isinstance(event, Tick)
-    if not ticked and _decides_nothing(before, state, event):
+    if not ticked and not begins and _decides_nothing(before, state, event):
         return state, commands
     state = drains.take_back(config, state)
     if not state.settled or _is_stirred(before, state, event) or (ticked and state.stuck):
         state = follow(config, state, commands)
     state = launches.order(config, state, commands)
-    if isinstance(event, Started) or _shows_another(before, state):
-        state = evolve(state, epoch=before.epoch + 1)
+    if begins or _shows_another(before, state):
+        state = evolve(state, epoch=state.epoch + 1)
         commands.append(Publish(epoch=state.epoch))
     return state, commands
 
@@ -97,13 +96,15 @@ def _apply(config: Config, state: State, event: Event, commands: list[Command]) 
     match event:
         case Renewed():
             return _renew(config, state, event, commands)
+        case Tick() if state.unheard:
+            return evolve(state, ticked_s=state.now_s)
         case Tick():
             state = blame.judge(config, leases.judge(config, state, commands), commands)
             state = drains.shrink(state)
             state = orders.give_up(config, drains.end_overdue(config, state, commands))
             return rebalance(config, autoscale(config, state, commands))
         case Started():
-            return _start(config, state, event)
+            return terms.begin(config, state, event)
         case Join():
             return _join(config, state, event, commands)
         case Acked():
@@ -126,21 +127,6 @@ def _apply(config: Config, state: State, event: Event, commands: list[Command]) 
             return launches.detach(state, event.host)
 
 
-def _start(config: Config, state: State, event: Started) -> State:
-    """A new term: every member was just renewed, and who had gone just before may still use what it had."""
-    until_s = state.now_s + config.lease_s
-    return evolve(
-        state,
-        salt=state.salt or event.salt,
-        term=state.term + 1,
-        ticked_s=state.now_s,
-        unloaded_epoch=state.epoch + 1,
-        pulses={name: Pulse(renewed_s=state.now_s) for name in state.members},
-        ghosts=tuple(Ghost(host=g.host, pid=g.pid, acked=0, until_s=until_s) for g in state.gone),
-        wanted=state.wanted or {name: config.wanted(name) for name in LAUNCHED_POOLS},
-    )
-
-
 def _decides_nothing(before: State, state: State, event: Event) -> bool:
     """True for by far the most events: news of a member on which nothing waits, and that touches nothing durable.
 
@@ -161,7 +147,7 @@ def _is_stirred(before: State, state: State, event: Event) -> bool:
         or state.silent is not before.silent
         or state.ghosts is not before.ghosts
         or state.wanted is not before.wanted
-        or isinstance(event, Acked | Started)
+        or isinstance(event, Acked)
     )
 
 
@@ -178,6 +164,8 @@ def _shows_another(before: State, state: State) -> bool:
         if record is not was and (
             record.serving != was.serving
             or record.target != was.target
+            # Taken back and ordered again at once: the server reports for a View that says so, or is never believed.
+            or record.dropped_epoch != was.dropped_epoch
             or record.ready != was.ready
             or record.draining != was.draining
         ):
@@ -216,7 +204,7 @@ def _join(config: Config, state: State, event: Join, commands: list[Command]) ->
     record = MemberRecord(
         name=f"{event.pool}/{number}",
         pool=event.pool,
-        incarnation=(state.salt & _SALT_MASK) << _COUNT_BITS | joined,
+        incarnation=(state.salt & terms.SALT_MASK) << COUNT_BITS | joined,
         address=event.address,
         pid=event.pid,
         host=event.host,
@@ -228,7 +216,7 @@ def _join(config: Config, state: State, event: Join, commands: list[Command]) ->
         zone=event.zone,
     )
     # It has seen no View yet, so it cannot use routes older than the present epoch.
-    pulse = Pulse(renewed_s=state.now_s, acked=state.epoch)
+    pulse = Pulse(renewed_s=state.now_s, acked=state.epoch, told=True)
     state = evolve(
         state,
         model=known if model == known else model,
@@ -339,7 +327,7 @@ def _oversized(known: Model, event: Join) -> str:
 def _renew(config: Config, state: State, event: Renewed, commands: list[Command]) -> State:
     if not is_member(state, event.name, event.incarnation):
         commands.append(Stranger(name=event.name, incarnation=event.incarnation))
-        return state
+        return terms.strangers(state, event)
     state = leases.renewed(config, state, event)
     return drains.end_idle(config, state, event.name, commands)
 
@@ -349,6 +337,9 @@ def _ack(state: State, event: Acked, commands: list[Command]) -> State:
         commands.append(Stranger(name=event.name, incarnation=event.incarnation))
         return state
     pulse = state.pulses[event.name]
+    # Another term's routes are not those of this one, whatever their number.
+    if event.salt not in (0, state.salt):
+        return state
     # An ack of an epoch that was never published is nonsense; taken at its word it would free weights in use.
     if not pulse.acked < event.epoch <= state.epoch:
         return state
@@ -366,21 +357,28 @@ def _load(state: State, event: Loaded, commands: list[Command]) -> State:
         commands.append(Stranger(name=event.name, incarnation=event.incarnation))
         return state
     record = state.members[event.name]
+    if event.salt not in (0, state.salt):
+        # Said to another term: much may have happened since.
+        commands.append(Stale(name=event.name, epoch=event.epoch))
+        return state
+    unknown = terms.unknown(state, event)
     pulse = state.pulses[event.name]
     if event.epoch < pulse.reported:
         # Overtaken by a newer report of the same server.
         commands.append(Stale(name=event.name, epoch=event.epoch))
         return state
-    if event.epoch > pulse.reported:
-        state = with_pulse(state, event.name, evolve(pulse, reported=min(event.epoch, state.epoch)))
+    if event.epoch > pulse.reported or not pulse.told:
+        reported = max(pulse.reported, min(event.epoch, state.epoch))
+        state = with_pulse(state, event.name, evolve(pulse, reported=reported, told=True, unknown=unknown))
     held = event.held & record.target
-    if event.epoch < record.dropped_epoch:
+    # What it tells a term first it holds until a View of that term, for it follows no other any more.
+    if event.epoch < record.dropped_epoch and (pulse.told or not event.salt):
         # The server may be unloading what it then held, so such a report can only take away.
         commands.append(Stale(name=event.name, epoch=event.epoch))
         held &= record.loaded
-    if held == record.loaded:
-        return state
-    return with_record(state, evolve(record, loaded=held))
+    if held != record.loaded:
+        state = with_record(state, evolve(record, loaded=held))
+    return state if state.unheard or pulse.told else terms.keep(state, event.name, unknown)
 
 
 def _count(config: Config, state: State, event: Routed, commands: list[Command]) -> State:

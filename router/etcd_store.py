@@ -19,8 +19,8 @@ from typing import Any
 
 from router.election import Election
 from router.etcd import Etcd, EtcdUnavailable, Operation, delete, get, modified, pairs, put
-from router.state import Gone, Model, State
-from router.store import JournalUnusable, record_of, record_text
+from router.state import Gone, MemberRecord, Model, State
+from router.store import JournalUnusable, in_order, record_of, record_text
 
 Changes = Mapping[str, str | None]
 """New value by key, None where the key goes."""
@@ -189,14 +189,15 @@ def _state(found: Mapping[str, str]) -> State:
                 f"{_COUNTERS} has layout {layout}, this router writes {_LAYOUT}; give another --cluster"
             )
         model = Model(**counters.pop("model"))
-        members, gone = {}, []
+        records: list[MemberRecord] = []
+        gone: list[Gone] = []
         for key in sorted(found):
             if key.startswith("members/"):
-                record = record_of(found[key])
-                members[record.name] = record
+                records.append(record_of(found[key]))
             elif key.startswith("gone/"):
                 gone.append(Gone(**json.loads(found[key])))
-        return State(**counters, model=model, members=members, gone=tuple(gone))
+        members = {record.name: record for record in in_order(records)}
+        return State(**counters, model=model, members=members, gone=tuple(in_order(gone)))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise JournalUnusable(
             f"{key} cannot be read: {error!r}. Put the value back from a backup of etcd, or give another --cluster."

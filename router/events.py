@@ -17,9 +17,7 @@ DRAIN_S = 30.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Started:
-    """The router itself started, with the journal's state. salt: used if that is the journal's first
-    start.
-    """
+    """The router itself started, with the journal's state. salt: random, of 20 bits."""
 
     salt: int
 
@@ -50,20 +48,22 @@ class Join:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Renewed:
-    """A member lives, and this is its load."""
+    """A member lives, and this is its load. seen: epoch of the newest View that it has."""
 
     name: str
     incarnation: int
     load: Mapping[str, float] = field(default_factory=dict[str, float])
+    seen: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Acked:
-    """A member uses the routes of this epoch, and none older."""
+    """A member uses the routes of this epoch, and none older. salt: of the term that published it; 0: not said."""
 
     name: str
     incarnation: int
     epoch: int
+    salt: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,12 +81,16 @@ class Routed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loaded:
-    """An expert server holds these experts, verified, having applied the target of that epoch."""
+    """An expert server holds these experts, verified, having applied the target of that epoch.
+
+    salt: of the term to which it says so; 0: not said.
+    """
 
     name: str
     incarnation: int
     held: int
     epoch: int
+    salt: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

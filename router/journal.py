@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from router.state import Gone, Model, State
-from router.store import JournalUnusable, record_of, record_text
+from router.store import JournalUnusable, in_order, record_of, record_text
 
 log = logging.getLogger(__name__)
 
@@ -74,10 +74,7 @@ class Journal:
             salt, term, epoch, joined, model = counters
             named = dict(self._base.execute("SELECT pool, number FROM named"))
             wanted = dict(self._base.execute("SELECT pool, number FROM wanted"))
-            records = [
-                record_of(row[0])
-                for row in self._base.execute("SELECT record FROM members ORDER BY incarnation")
-            ]
+            records = [record_of(row[0]) for row in self._base.execute("SELECT record FROM members")]
             gone = [Gone(**json.loads(row[0])) for row in self._base.execute("SELECT record FROM gone")]
             known = Model(**json.loads(model))
         except (sqlite3.Error, ValueError, TypeError, KeyError) as error:
@@ -90,8 +87,8 @@ class Journal:
             named=named,
             wanted=wanted,
             model=known,
-            members={record.name: record for record in records},
-            gone=tuple(gone),
+            members={record.name: record for record in in_order(records)},
+            gone=tuple(in_order(gone)),
         )
 
     def save(self, before: State, after: State) -> bool:

@@ -110,7 +110,14 @@ def excuse_stall(config: Config, state: State) -> State:
     }
     ghosts = tuple(replace(ghost, until_s=ghost.until_s + stall_s) for ghost in state.ghosts)
     doubting_s = None if state.doubting_s is None else state.doubting_s + stall_s
-    return evolve(state, ticked_s=state.now_s, pulses=pulses, ghosts=ghosts, doubting_s=doubting_s)
+    return evolve(
+        state,
+        ticked_s=state.now_s,
+        pulses=pulses,
+        ghosts=ghosts,
+        doubting_s=doubting_s,
+        unheard_until_s=state.unheard_until_s + stall_s,
+    )
 
 
 def is_last_replica(state: State, name: str) -> bool:

@@ -32,6 +32,7 @@ def view_message(view: View) -> pb.View:
         layers=view.layers,
         experts=view.experts,
         model_hash=view.model_hash,
+        salt=view.salt,
         members=[
             pb.Member(
                 name=m.name,
@@ -100,7 +101,7 @@ def renewed_event(request: pb.RenewRequest) -> Renewed:
     """The event in a request, less what no load can be: negative, not finite, or too large to reckon with."""
     words = islice(request.load.items(), _MOST_WORDS)
     load = {word: x for word, x in words if len(word) <= _LONGEST_WORD and 0 <= x <= _MOST_LOAD}
-    return Renewed(name=request.name, incarnation=request.incarnation, load=load)
+    return Renewed(name=request.name, incarnation=request.incarnation, load=load, seen=request.seen)
 
 
 def loaded_event(request: pb.LoadedRequest) -> Loaded:
@@ -110,6 +111,7 @@ def loaded_event(request: pb.LoadedRequest) -> Loaded:
         incarnation=request.incarnation,
         held=bitmap.from_bytes(request.bitmap),
         epoch=request.epoch,
+        salt=request.salt,
     )
 
 

@@ -70,7 +70,7 @@ def follow(config: Config, state: State, commands: list[Command]) -> State:
             state = launches.succeeded(state, EXPERT)
         if advanced.dropped_epoch > record.dropped_epoch:
             state = evolve(state, unloaded_epoch=advanced.dropped_epoch)
-        if advanced.draining and not advanced.target:
+        if advanced.draining and not advanced.target and state.pulses[record.name].told:
             state = drains.end(config, state, record.name, "drained", commands)
     state = orders.watch(state)
     settled = state.forming_s is None and state.members is before.members and state.plan is before.plan

@@ -92,8 +92,9 @@ def acked_by_all(state: State) -> int:
 
     One that is not ready has no streams, so it asks nobody for anything.
     """
-    asking = [r.name for r in state.members.values() if r.pool in ASKING_POOLS and r.ready]
-    acked = [state.pulses[name].acked for name in asking]
+    asking = [(r, state.pulses[r.name]) for r in state.members.values() if r.pool in ASKING_POOLS]
+    # One that an older journal has as not ready may have become so since.
+    acked = [pulse.acked for record, pulse in asking if record.ready or pulse.journaled]
     acked += [ghost.acked for ghost in state.ghosts]
     return min(acked, default=state.epoch + 1)
 
@@ -118,6 +119,7 @@ def view_of(config: Config, state: State) -> View:
         layers=layers,
         experts=experts,
         model_hash=state.model.hash,
+        salt=state.salt,
         members=tuple(
             Member(
                 name=record.name,

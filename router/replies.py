@@ -89,6 +89,7 @@ def view_of(message: pb.View) -> View:
     return View(
         term=message.term,
         epoch=message.epoch,
+        salt=message.salt,
         replicas_wanted=message.replicas_wanted,
         layers=message.layers,
         experts=message.experts,

@@ -236,6 +236,7 @@ class RouterService(rpc.RouterServicer):
                     term=self._state.term,
                     lease_s=self._config.lease_s,
                     renew_s=self._config.renew_s,
+                    salt=self._state.salt,
                 )
         raise RuntimeError("the core answered a Join with neither Joined nor Refused")
 
@@ -245,14 +246,16 @@ class RouterService(rpc.RouterServicer):
             gone = next((g for g in self._state.gone if g.incarnation == request.incarnation), None)
             reason = gone.reason if gone else ""
             return pb.RenewReply(fenced=True, drained=reason in ORDERLY, reason=reason)
-        acked = Acked(name=request.name, incarnation=request.incarnation, epoch=request.acked)
+        acked = Acked(
+            name=request.name, incarnation=request.incarnation, epoch=request.acked, salt=request.salt
+        )
         await self._answer(acked, context)
         if routed := routed_event(request):
             await self._answer(routed, context)
             self.counts.add_rows(self._state, routed)
         if request.totals:
             self.counts.add_totals(request.name, totals_of(request))
-        return pb.RenewReply(term=self._state.term, epoch=self._state.epoch)
+        return pb.RenewReply(term=self._state.term, epoch=self._state.epoch, salt=self._state.salt)
 
     async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.View]:
         watcher = Watcher(request.incarnation, taken_of(request))
@@ -266,7 +269,8 @@ class RouterService(rpc.RouterServicer):
                 if not watcher.orders:
                     watcher.told.set()
                 # Only the newest: a watcher that is slow to read skips what is already past.
-                if shown is not self._view:
+                # A term that has not heard its members has nothing to show.
+                if shown is not self._view and self._view.epoch:
                     shown = self._view
                     yield shown
                 await watcher.changed.wait()

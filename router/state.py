@@ -20,6 +20,8 @@ from router.view import ATTENTION, CLIENT, EXPERT, GATEWAY
 
 # A client names servers by the bits of one 64-bit word (experts/native).
 MOST_MEMBERS = 64
+# Incarnations: 20 bits of the term's salt above 40 bits of counting, positive as a signed 64-bit number.
+COUNT_BITS = 40
 LAUNCHED_POOLS = (EXPERT, ATTENTION)
 NAMED_POOLS = (EXPERT, ATTENTION, GATEWAY, CLIENT)
 # The replacement of an expert server that drains must fit beside it, or the pool could never let the old one go.
@@ -199,6 +201,10 @@ class Pulse:
     """The rest of a member. rhythm: of its silences so far. acked: newest epoch whose routes it uses. reported: newest
     epoch for which it said what it holds. accused_until_s: end of a peer's suspicion. drain_until_s: when a drain has
     lasted long enough, or None.
+
+    journaled: it was a member when the term began. seen: newest epoch that it saw, as it said while the term began.
+    told: it has said in this term what it holds, or joined in it. unknown: the part of that of which the journal does
+    not know.
     """
 
     renewed_s: float
@@ -208,6 +214,10 @@ class Pulse:
     load: Mapping[str, float] = field(default_factory=dict[str, float])
     accused_until_s: float = 0.0
     drain_until_s: float | None = None
+    journaled: bool = False
+    seen: int = 0
+    told: bool = False
+    unknown: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -260,8 +270,8 @@ class Failures:
 class State:
     """Everything. Mappings keep the order of joining and are never changed in place.
 
-    Durable: salt makes incarnations of different journals differ. joined: joins ever. named: names ever, by pool.
-    wanted: size of each launched pool.
+    Durable: salt, of the term, makes incarnations of different terms differ. joined: joins ever. named: names ever, by
+    pool. wanted: size of each launched pool.
 
     ghosts: who may still use old routes though it is no member. suspects: who may be dead, or was accused.
     silent: who looks dead by silence alone. standing: who says that its work loop stands still. accused: servers said
@@ -275,6 +285,9 @@ class State:
     load what was ordered. taken_back: copies they were not given after all, ever.
 
     orphans: starts whose launcher went: not counted on, but known should they join after all.
+
+    unheard: members of the journal of which this term waits to hear until unheard_until_s. behind: meanwhile somebody
+    who is none said that it saw a later epoch.
 
     drain_s: longest drain of a pool's members. memories: of the policies that scale pools.
 
@@ -312,6 +325,9 @@ class State:
     starts: tuple[Start, ...] = ()
     orphans: tuple[Start, ...] = ()
     failures: Mapping[str, Failures] = field(default_factory=dict[str, Failures])
+    unheard: frozenset[str] = frozenset()
+    unheard_until_s: float = 0.0
+    behind: bool = False
     drain_s: Mapping[str, float] = field(default_factory=dict[str, float])
     routed: NDArray[np.float64] | None = field(default=None, compare=False)
     routed_s: float = 0.0

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, fields, replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-from router.state import MemberRecord, State
+from router.state import COUNT_BITS, Gone, MemberRecord, State
+
+_Known = TypeVar("_Known", MemberRecord, Gone)
 
 _BITMAPS = ("share", "target", "loaded", "serving", "retiring")
 
@@ -38,6 +41,11 @@ class Store(Protocol):
     def close(self) -> None:
         """Let go of it. Idempotent."""
         ...
+
+
+def in_order(known: Iterable[_Known]) -> list[_Known]:
+    """Members, or those that went, in the order of joining: incarnations of different terms have different salts."""
+    return sorted(known, key=lambda one: one.incarnation & ((1 << COUNT_BITS) - 1))
 
 
 def record_text(record: MemberRecord) -> str:

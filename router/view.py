@@ -60,7 +60,10 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class View:
-    """The cluster at one epoch. Views are ordered by epoch; a later one replaces an earlier one whole."""
+    """The cluster at one epoch. Views are ordered by epoch; a later one replaces an earlier one whole.
+
+    salt: Of the term, which a restored journal may count like another.
+    """
 
     term: int
     epoch: int
@@ -68,6 +71,7 @@ class View:
     layers: int
     experts: int
     model_hash: str = ""
+    salt: int = 0
     members: tuple[Member, ...] = ()
 
     def pool(self, name: str) -> tuple[Member, ...]:

@@ -37,21 +37,23 @@ class JoinRequest(_message.Message):
     def __init__(self, pool: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., model_hash: _Optional[str] = ..., numerics_class: _Optional[str] = ..., layers: _Optional[int] = ..., experts: _Optional[int] = ..., capacity: _Optional[int] = ..., core: _Optional[int] = ..., protocol: _Optional[int] = ..., expert_bytes: _Optional[int] = ..., zone: _Optional[str] = ...) -> None: ...
 
 class JoinReply(_message.Message):
-    __slots__ = ("name", "incarnation", "term", "lease_s", "renew_s")
+    __slots__ = ("name", "incarnation", "term", "lease_s", "renew_s", "salt")
     NAME_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     RENEW_S_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
     name: str
     incarnation: int
     term: int
     lease_s: float
     renew_s: float
-    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., term: _Optional[int] = ..., lease_s: _Optional[float] = ..., renew_s: _Optional[float] = ...) -> None: ...
+    salt: int
+    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., term: _Optional[int] = ..., lease_s: _Optional[float] = ..., renew_s: _Optional[float] = ..., salt: _Optional[int] = ...) -> None: ...
 
 class RenewRequest(_message.Message):
-    __slots__ = ("name", "incarnation", "load", "acked", "rows", "activated", "totals")
+    __slots__ = ("name", "incarnation", "load", "acked", "rows", "activated", "totals", "seen", "salt")
     class LoadEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -66,6 +68,8 @@ class RenewRequest(_message.Message):
     ROWS_FIELD_NUMBER: _ClassVar[int]
     ACTIVATED_FIELD_NUMBER: _ClassVar[int]
     TOTALS_FIELD_NUMBER: _ClassVar[int]
+    SEEN_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
     name: str
     incarnation: int
     load: _containers.ScalarMap[str, float]
@@ -73,7 +77,9 @@ class RenewRequest(_message.Message):
     rows: bytes
     activated: bytes
     totals: _containers.RepeatedCompositeFieldContainer[Totals]
-    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., load: _Optional[_Mapping[str, float]] = ..., acked: _Optional[int] = ..., rows: _Optional[bytes] = ..., activated: _Optional[bytes] = ..., totals: _Optional[_Iterable[_Union[Totals, _Mapping]]] = ...) -> None: ...
+    seen: int
+    salt: int
+    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., load: _Optional[_Mapping[str, float]] = ..., acked: _Optional[int] = ..., rows: _Optional[bytes] = ..., activated: _Optional[bytes] = ..., totals: _Optional[_Iterable[_Union[Totals, _Mapping]]] = ..., seen: _Optional[int] = ..., salt: _Optional[int] = ...) -> None: ...
 
 class Totals(_message.Message):
     __slots__ = ("peer", "rail", "counted")
@@ -93,18 +99,20 @@ class Totals(_message.Message):
     def __init__(self, peer: _Optional[str] = ..., rail: _Optional[str] = ..., counted: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class RenewReply(_message.Message):
-    __slots__ = ("fenced", "term", "epoch", "drained", "reason")
+    __slots__ = ("fenced", "term", "epoch", "drained", "reason", "salt")
     FENCED_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     DRAINED_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
     fenced: bool
     term: int
     epoch: int
     drained: bool
     reason: str
-    def __init__(self, fenced: _Optional[bool] = ..., term: _Optional[int] = ..., epoch: _Optional[int] = ..., drained: _Optional[bool] = ..., reason: _Optional[str] = ...) -> None: ...
+    salt: int
+    def __init__(self, fenced: _Optional[bool] = ..., term: _Optional[int] = ..., epoch: _Optional[int] = ..., drained: _Optional[bool] = ..., reason: _Optional[str] = ..., salt: _Optional[int] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("name", "incarnation", "takes")
@@ -127,7 +135,7 @@ class FaultsTaken(_message.Message):
     def __init__(self, kinds: _Optional[_Iterable[str]] = ..., points: _Optional[_Iterable[str]] = ..., rails: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class View(_message.Message):
-    __slots__ = ("term", "epoch", "replicas_wanted", "layers", "experts", "model_hash", "members", "order")
+    __slots__ = ("term", "epoch", "replicas_wanted", "layers", "experts", "model_hash", "members", "order", "salt")
     TERM_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_WANTED_FIELD_NUMBER: _ClassVar[int]
@@ -136,6 +144,7 @@ class View(_message.Message):
     MODEL_HASH_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     ORDER_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
     term: int
     epoch: int
     replicas_wanted: int
@@ -144,7 +153,8 @@ class View(_message.Message):
     model_hash: str
     members: _containers.RepeatedCompositeFieldContainer[Member]
     order: FaultOrder
-    def __init__(self, term: _Optional[int] = ..., epoch: _Optional[int] = ..., replicas_wanted: _Optional[int] = ..., layers: _Optional[int] = ..., experts: _Optional[int] = ..., model_hash: _Optional[str] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., order: _Optional[_Union[FaultOrder, _Mapping]] = ...) -> None: ...
+    salt: int
+    def __init__(self, term: _Optional[int] = ..., epoch: _Optional[int] = ..., replicas_wanted: _Optional[int] = ..., layers: _Optional[int] = ..., experts: _Optional[int] = ..., model_hash: _Optional[str] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., order: _Optional[_Union[FaultOrder, _Mapping]] = ..., salt: _Optional[int] = ...) -> None: ...
 
 class FaultOrder(_message.Message):
     __slots__ = ("begin", "end")
@@ -216,16 +226,18 @@ class Member(_message.Message):
     def __init__(self, name: _Optional[str] = ..., pool: _Optional[str] = ..., state: _Optional[str] = ..., incarnation: _Optional[int] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., core: _Optional[int] = ..., numerics_class: _Optional[str] = ..., target: _Optional[bytes] = ..., serving: _Optional[bytes] = ..., load: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class LoadedRequest(_message.Message):
-    __slots__ = ("name", "incarnation", "bitmap", "epoch")
+    __slots__ = ("name", "incarnation", "bitmap", "epoch", "salt")
     NAME_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     BITMAP_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
     name: str
     incarnation: int
     bitmap: bytes
     epoch: int
-    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., bitmap: _Optional[bytes] = ..., epoch: _Optional[int] = ...) -> None: ...
+    salt: int
+    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., bitmap: _Optional[bytes] = ..., epoch: _Optional[int] = ..., salt: _Optional[int] = ...) -> None: ...
 
 class LoadedReply(_message.Message):
     __slots__ = ("fenced", "stale")

@@ -26,6 +26,7 @@ from tests.router.client_stories import CLIENT_STORIES
 from tests.router.copy_stories import COPY_STORIES
 from tests.router.hang_stories import HANG_STORIES
 from tests.router.load_stories import LOAD_STORIES
+from tests.router.term_stories import TERM_STORIES
 from tests.router.told import Step, Told, cluster, lively, rest
 
 
@@ -496,4 +497,5 @@ STORIES = (
     *BLAME_STORIES,
     *CLIENT_STORIES,
     *HANG_STORIES,
+    *TERM_STORIES,
 )

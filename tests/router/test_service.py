@@ -305,6 +305,44 @@ def test_a_restarted_router_is_not_noticed(started: Callable[..., RouterProcess]
         each.die()
 
 
+def test_on_an_older_journal_the_cluster_goes_on(started: Callable[..., RouterProcess]) -> None:
+    """It is put back from a copy: members that saw later epochs follow again, and no incarnation is given twice."""
+    router = started("--experts", "3", "--replicas", "2", "--lease-s", "1")
+    attention = Server(router, "attention")
+    servers = [Server(router) for _ in range(3)]
+    until(lambda: complete(attention.client, 3, 2))
+    router.stop()
+    copy = router.journal.read_bytes()
+    router.start()
+    # After the copy one goes and two come, so that the copy names one that is gone and lacks two that serve.
+    gone = servers.pop(0)
+    gone.client.leave()
+    gone.die()
+    servers += [Server(router) for _ in range(2)]
+    until(lambda: complete(attention.client, 4, 2))
+    given = {server.client.identity.incarnation for server in [attention, gone, *servers]}
+    known, view = [attention, *servers[:2]], attention.client.view
+    assert view is not None
+    router.stop(signal.SIGKILL)
+    for left in router.journal.parent.glob("journal-*"):
+        left.unlink()
+    router.journal.write_bytes(copy)
+    router.start()
+
+    until(lambda: complete(attention.client, 2, 2))
+    assert not any(server.fenced for server in known), "a member of the journal was lost"
+    assert attention.client.view.epoch > view.epoch, f"{attention.client.view.epoch} after {view.epoch}"
+    until(lambda: all(server.fenced for server in servers[2:]))
+    # The next that join are others, though the journal counts as it did.
+    joined = [Server(router) for _ in range(2)]
+    assert not given & {server.client.identity.incarnation for server in joined}
+    until(lambda: complete(attention.client, 4, 2))
+    joined[0].client.report_exit(HOST, joined[0].pid)
+    until(lambda: complete(attention.client, 3, 2))
+    for server in [attention, *servers, *joined]:
+        server.die()
+
+
 def test_a_router_that_cannot_write_publishes_nothing_and_says_so(
     started: Callable[..., RouterProcess],
 ) -> None:

@@ -54,8 +54,8 @@ MUTANTS = {
     ),
     "believes stale reports": Mutant(
         "core",
-        "if event.epoch < record.dropped_epoch:",
-        "if event.epoch < 0:",
+        "if event.epoch < record.dropped_epoch and",
+        "if event.epoch < 0 and",
         "a late report brings back what was unloaded",
     ),
     "believes acks of the future": Mutant(
@@ -90,9 +90,57 @@ MUTANTS = {
     ),
     "keeps the epoch at a new term": Mutant(
         "core",
-        "isinstance(event, Started) or _shows_another",
-        "_shows_another",
+        "if begins or _shows_another",
+        "if _shows_another",
         "nobody hears of the new router",
+    ),
+    "believes acks of another term": Mutant(
+        "core",
+        "    if event.salt not in (0, state.salt):\n        return state\n",
+        "",
+        "its routes are others of the same number",
+    ),
+    "believes what was reported to another term": Mutant(
+        "core",
+        "    if event.salt not in (0, state.salt):\n        # Said",
+        "    if event.salt < 0:\n        # Said",
+        "the server may have unloaded it since",
+    ),
+    "says nothing of a copy taken back and ordered again": Mutant(
+        "core",
+        "            or record.dropped_epoch != was.dropped_epoch\n",
+        "",
+        "its server reports for a View that is too old for ever",
+    ),
+    "publishes before it has heard its members": Mutant(
+        "terms",
+        "    if unheard and not (",
+        "    if not unheard and not (",
+        "members that saw later epochs follow no more",
+    ),
+    "counts on from an older journal": Mutant(
+        "terms",
+        "return evolve(state, epoch=epoch,",
+        "return evolve(state,",
+        "members that saw later epochs follow no more",
+    ),
+    "drops what its journal does not know": Mutant(
+        "terms",
+        "    if not bits:\n",
+        "    if bits >= 0:\n",
+        "workers still ask for it",
+    ),
+    "forgets who is not in its journal": Mutant(
+        "terms",
+        '(*ghosts, Ghost(host="", pid=0, acked=0, until_s=until_s)) if state.members else ghosts',
+        "ghosts",
+        "it still asks for what is unloaded, until its lease ends",
+    ),
+    "salts two terms alike": Mutant(
+        "terms",
+        "if salt not in (0, state.salt))",
+        "if salt)",
+        "an incarnation is given twice",
     ),
     "fences last replicas": Mutant(
         "leases",
@@ -348,8 +396,8 @@ MUTANTS = {
     ),
     "waits for workers that never began": Mutant(
         "records",
-        "if r.pool in ASKING_POOLS and r.ready]",
-        "if r.pool in ASKING_POOLS]",
+        "for record, pulse in asking if record.ready or pulse.journaled]",
+        "for _, pulse in asking]",
         "",
     ),
     "lets a late beginner use what was given up": Mutant(

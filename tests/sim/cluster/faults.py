@@ -249,6 +249,17 @@ def _crash_router(s: Schedule, dice: Random) -> str:
     return f"for {span_s:.1f} s"
 
 
+def _older_journal(s: Schedule, dice: Random) -> str:
+    """The router starts again on a copy of its journal."""
+    router = s.world.router
+    if not router.up or len(router.commits) < 2:
+        return ""
+    router.older = dice.randint(2, dice.choice((3, 10, 60)))
+    router.end()
+    s.heal(dice.choice((0.1, 1.0, 4.0)) * dice.uniform(0.5, 1.5), router.start)
+    return f"older by {router.older - 1} commits"
+
+
 def _full_disk(s: Schedule, dice: Random) -> str:
     router, span_s = s.world.router, dice.uniform(0.2, 6.0)
     router.unwritable += 1
@@ -433,6 +444,7 @@ FAULTS: dict[str, tuple[Callable[[Schedule, Random], str], float]] = {
     "slow link": (_slow_link, 1.5),
     "stall router": (_stall_router, 1.0),
     "crash router": (_crash_router, 1.5),
+    "older journal": (_older_journal, 0.7),
     "full disk": (_full_disk, 1.0),
     "jump clock": (_jump_clock, 1.0),
     "slow server": (_slow_server, 1.5),

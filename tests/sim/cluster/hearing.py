@@ -60,13 +60,14 @@ class Hearing:
         self.present: dict[int, Known] = {}
         self.ghosts: dict[int, tuple[Known, float]] = {}
         self.now_s = self.ticked_s = 0.0
+        self.began_s = 0.0  # the term, less stalls
         self.judged_s = 0.0  # the last tick, when the core looks at what is late
         self.doubt_s: float | None = None
         self.excused = False
 
     def restart(self, now_s: float) -> None:
         """A new term hears everybody anew: how they spoke and since when they load is not known."""
-        self.now_s = self.ticked_s = self.judged_s = now_s
+        self.now_s = self.ticked_s = self.judged_s = self.began_s = now_s
         self.doubt_s = None
         for known in self.present.values():
             known.heard_s = now_s
@@ -74,6 +75,19 @@ class Hearing:
             known.waits_since_s = now_s
         end_s = now_s + self.config.lease_s
         self.ghosts = {number: (known, end_s) for number, (known, _) in self.ghosts.items()}
+
+    def forget(self, present: dict[int, Known]) -> None:
+        """The journal is an older copy: these are its members; who else was one may run until its lease has ended."""
+        end_s = self.now_s + self.config.lease_s
+        for number, known in self.present.items():
+            if number not in present:
+                self.ghosts[number] = (known, end_s)
+        self.present.clear()
+        for number, known in present.items():
+            self.ghosts.pop(number, None)
+            known.heard_s = known.waits_since_s = self.now_s
+            known.silences = []
+            self.present[number] = known
 
     def before(self, event: Event, now_s: float) -> None:
         """An event is about to be given to the core."""
@@ -87,6 +101,7 @@ class Hearing:
             self.ticked_s = now_s
             for known in self.present.values():
                 known.heard_s = min(now_s, known.heard_s + stall_s)
+            self.began_s += stall_s
             if self.doubt_s is not None:
                 self.doubt_s += stall_s
             self.ghosts = {number: (known, end_s + stall_s) for number, (known, end_s) in self.ghosts.items()}

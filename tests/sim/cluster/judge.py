@@ -62,6 +62,8 @@ class Judge:
         self.names: set[str] = set()
         self.incarnations: set[int] = set()
         self.wanted = {pool: world.config.wanted(pool) for pool in LAUNCHED_POOLS}
+        self.everyone: dict[int, Known] = {}
+        self.waits = False  # this term has published nothing yet
         self.shown: Shown | None = None
         self.epoch = 0
         self._planned = True
@@ -79,10 +81,27 @@ class Judge:
         world = self.world
         return Violation(promise, text, world.seed, world.mode, world.router.events)
 
-    def router_started(self) -> None:
-        """A new term begins."""
+    def router_started(self, state: State, restored: bool) -> None:
+        """A new term begins, with what its journal holds."""
         self.changes = self.blamed = 0
         self.hearing.restart(self.world.now_s + self.world.router.clock_s)
+        self.waits = True
+        if restored:
+            self._forget(state)
+
+    def _forget(self, state: State) -> None:
+        """The journal is an older copy: what was decided since is unknown to the router."""
+        present = {r.incarnation: self.everyone[r.incarnation] for r in state.members.values()}
+        self.hearing.forget(present)
+        self.fenced = set(self.everyone) - present.keys()
+        self.names = {known.name for known in present.values()}
+        self.wanted = {pool: state.wanted.get(pool, self.config.wanted(pool)) for pool in LAUNCHED_POOLS}
+        self.epoch, self.shown = state.epoch, None
+
+    def _begun(self, state: State) -> None:
+        """A term with members publishes once it has heard them, or a lease has passed."""
+        if not state.members:
+            self.broken("a new term publishes", f"epoch {state.epoch}")
 
     # After an event.
 
@@ -99,7 +118,7 @@ class Judge:
         elif type(event) is Exited:
             self._exited(event)
         elif type(event) is Started:
-            self.broken("a new term publishes", f"epoch {router.state.epoch}")
+            self._begun(router.state)
 
     def after(self, before: State, event: Event, commands: list[Command]) -> None:
         """The core saw an event and ordered something."""
@@ -112,7 +131,12 @@ class Judge:
             kind = type(command)
             if kind is Publish:
                 published += 1
-                if command.epoch != before.epoch + 1 or command.epoch <= self.epoch:
+                expected = (
+                    before.epoch < command.epoch
+                    if self.world.router.restored
+                    else before.epoch + 1 == command.epoch
+                )
+                if not expected or command.epoch <= self.epoch:
                     self.broken(
                         "epochs only rise", f"{self.epoch}, then {before.epoch}, then {command.epoch}"
                     )
@@ -128,12 +152,12 @@ class Judge:
                 least, most = self.config.bounds(event.pool)
                 if least <= event.wanted <= most:
                     self.broken("a size within its bounds is taken", f"{event}: {command.message}")
-        if state.epoch != before.epoch + published or published > 1:
+        if published > 1 or (not published and state.epoch != before.epoch):
             self.broken(
                 "epochs only rise", f"{before.epoch} became {state.epoch} with {published} publications"
             )
         if isinstance(event, Started) and not published:
-            self.broken("a new term publishes", f"epoch {state.epoch}")
+            self._begun(state)
         for command in fences:
             self._fence(before, event, command)
         self._noted(event)
@@ -144,8 +168,8 @@ class Judge:
             if type(command) is Stop and command.name in state.members:
                 self.broken("only fenced members are ended", f"{command}")
         if published:
-            shrinks = not fences and not isinstance(event, Loaded)
-            self._planned = shrinks
+            # The first View of a term shows what was lost before it.
+            self._planned = not (fences or self.waits or isinstance(event, Loaded))
         if type(event) is Exited:
             self._exited(event)
         elif type(event) is Acked and event.epoch > before.epoch:
@@ -182,7 +206,8 @@ class Judge:
         self.names.add(command.name)
         self.incarnations.add(command.incarnation)
         process = self.world.processes.get(event.pid - 1000)
-        self.present[command.incarnation] = Known(command.name, event, self.hearing.now_s, process)
+        known = Known(command.name, event, self.hearing.now_s, process)
+        self.present[command.incarnation] = self.everyone[command.incarnation] = known
 
     def _stranger(self, before: State, event: Event) -> None:
         if event.incarnation in self.present and self.present[event.incarnation].name == event.name:
@@ -305,6 +330,11 @@ class Judge:
     def published(self, shown: Shown) -> None:
         """A View went out."""
         last, self.shown = self.shown, shown
+        if self.waits:
+            # Until now nothing was taken back.
+            self.waits = False
+            for known in self.present.values():
+                known.waits_since_s = self.hearing.now_s
         self.epoch = shown.epoch
         members = self.world.members
         for row in shown.rows.values():
@@ -335,7 +365,9 @@ class Judge:
             if now is None:
                 continue
             shrunk = row.target & ~now.target
-            if shrunk:
+            process = members.get(row.incarnation)
+            # Who has not told this term what it holds does not follow its Views.
+            if shrunk and process is not None and process.told_salt == shown.salt:
                 for name, bits in self._routes_to(row.name, row.incarnation):
                     if bits & shrunk:
                         self.broken(
@@ -386,6 +418,12 @@ class Judge:
         shown, state = self.shown, self.world.router.state
         if shown is None or not self.world.router.up:
             return
+        if self.waits:
+            if self.world.router.problem or self.world.router.unwritable:
+                self.hearing.began_s = self.hearing.now_s
+            if self.hearing.now_s - self.hearing.began_s > self.config.lease_s + 3 * self.config.tick_s:
+                self.broken("a new term publishes", "nothing, for more than a lease")
+            return
         members = {record.incarnation for record in state.members.values()}
         if members != set(self.present):
             self.broken("members are those that joined", f"{members ^ set(self.present)}")
@@ -403,10 +441,13 @@ class Judge:
         """Copies that do not come are taken back."""
         known, process = self.present[row.incarnation], self.world.members.get(row.incarnation)
         now_s = self.hearing.judged_s
-        waits = row.target & ~(process.held if isinstance(process, ExpertServer) else 0)
-        if waits != known.waits or self.world.router.problem or self.world.router.unwritable:
-            # A router that cannot write takes nothing back; and what was ordered after a stall has waited from then on,
-            # not from the last tick before it.
+        record = self.world.router.state.members[row.name]
+        # What is to be let go stays until the acks, whoever says that he does not hold it.
+        waits = row.target & ~(record.retiring | (process.held if isinstance(process, ExpertServer) else 0))
+        told = process is not None and process.told_salt == self.world.router.state.salt
+        if waits != known.waits or not told or self.world.router.problem or self.world.router.unwritable:
+            # A server that has said nothing in this term is known from the journal alone. A router that cannot write
+            # takes nothing back; and what was ordered after a stall has waited from then on, not from the tick before.
             known.waits, known.waits_since_s = waits, self.hearing.now_s
         elif waits and now_s - known.waits_since_s > self.config.move_s + _WATCH_S:
             self.broken(
@@ -422,6 +463,9 @@ class Judge:
         starting = [p.pid for p in self.world.processes.values() if not p.name]
         if starting or any(launcher.starting.total() for launcher in self.world.launchers):
             return f"processes start: {starting}"
+        unaware = [p.name for p in self.world.processes.values() if p.incarnation not in self.present]
+        if unaware:
+            return f"{unaware} do not know that they are fenced"
         rows = {pool: [r for r in shown.pool(pool) if r.phase != "draining"] for pool in LAUNCHED_POOLS}
         for pool in LAUNCHED_POOLS:
             found, wanted = rows[pool], self.wanted[pool]

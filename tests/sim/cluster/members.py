@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from router.events import Command, Event, Exited, Join, Joined, Loaded, Routed, Stale, Stranger
+from router.events import Acked, Command, Event, Exited, Join, Joined, Loaded, Routed, Stale, Stranger
 from router.view import ATTENTION, EXPERT
 from tests.sim.cluster.network import ROUTER
 from tests.sim.cluster.shell import Packet, Shown
@@ -42,10 +42,13 @@ class Process:
         self.epoch = 0
         self.acked = 0
         self.ack_given = 0
+        self.salts: dict[int, int] = {}  # of the Views seen, by epoch
         self.spoke_s = self.heard_s = world.now_s
         self.load = IDLE
         self.view: Shown | None = None
         self.view_coming = False
+        self.stream = 0
+        self.told_salt = 0  # of the term that knows what it holds
         self._serial = 0
         self._speaking = False
         self._hurry = False
@@ -90,6 +93,7 @@ class Process:
         if joined is None:
             world.judge.broken("who fits may join", f"{commands} answered a {self.pool} that fits")
         self.name, self.incarnation = joined.name, joined.incarnation
+        self.told_salt = self.incarnation >> 40
         self.spoke_s = world.now_s
         world.members[self.incarnation] = self
         self._serial += 1
@@ -136,12 +140,13 @@ class Process:
         if delay_s < 0:
             world.at(now_s + world.config.lease_s / 2, self.renew_failed, serial)
             return
-        world.at(
-            now_s + delay_s, world.router.take_renewal, (self, serial, self.incarnation, self.acked, now_s)
-        )
+        salt = self.salts.get(self.acked, 0)
+        ack = Acked(name=self.name, incarnation=self.incarnation, epoch=self.acked, salt=salt)
+        renewal = (self, serial, self.incarnation, self.epoch, ack, now_s)
+        world.at(now_s + delay_s, world.router.take_renewal, renewal)
         if not network.calm and network.again(self.dice):
             late_s = now_s + delay_s + 4.0 * self.dice.random()
-            world.at(late_s, world.router.take_renewal, (self, -1, self.incarnation, self.acked, now_s))
+            world.at(late_s, world.router.take_renewal, (self, -1, *renewal[2:]))
 
     def measure(self) -> dict[str, float]:
         """The load report."""
@@ -164,9 +169,9 @@ class Process:
         self._speaking = False
         world.at(world.now_s + min(world.config.renew_s, _RETRY_MOST_S), self.renew, serial)
 
-    def renewed(self, what: tuple[int, bool]) -> None:
+    def renewed(self, what: tuple[int, bool, int]) -> None:
         """The router's answer."""
-        serial, fenced = what
+        serial, fenced, salt = what
         world = self.world
         if serial != self._serial or not self.living:
             return
@@ -180,11 +185,11 @@ class Process:
             self.fenced()
             return
         self._speaking = False
-        self.spoken()
+        self.spoken(salt)
         world.at(now_s if self._hurry else now_s + world.config.renew_s, self.renew, serial)
 
-    def spoken(self) -> None:
-        """The router has just been told that this process lives."""
+    def spoken(self, salt: int) -> None:
+        """The router, in the term of this salt, has just been told that this process lives."""
 
     def wake(self) -> None:
         """Renew now: there is something to tell."""
@@ -204,23 +209,29 @@ class Process:
 
     # The View.
 
-    def view_arrives(self, shown: Shown) -> None:
-        """A View came on the watch stream."""
+    def view_arrives(self, what: tuple[Shown, int]) -> None:
+        """A View came on a watch stream."""
         world = self.world
-        if not self.living:
+        shown, stream = what
+        if not self.living or stream != self.stream:
             return
         if self.asleep_s > world.now_s:
-            world.at(self.asleep_s, self.view_arrives, shown)
+            world.at(self.asleep_s, self.view_arrives, what)
             return
         world.happened += 1
         self.view_coming = False
-        if self.view is None or shown.epoch > self.view.epoch:
+        if (self.view is None or shown.epoch > self.view.epoch) and self.follows(shown):
             self.view = shown
             self.epoch = shown.epoch
+            self.salts[shown.epoch] = shown.salt
             self.see(shown)
         newest = world.router.shown
         if self.living and (newest is None or newest.epoch > shown.epoch):
             world.router.show_to(self)
+
+    def follows(self, shown: Shown) -> bool:
+        """Whether it may follow a newer View."""
+        return True
 
     def see(self, shown: Shown) -> None:
         """Follow a newer View."""
@@ -345,10 +356,21 @@ class ExpertServer(Process):
             self._tell_held()
 
     def _tell_held(self) -> None:
-        self._report = Loaded(name=self.name, incarnation=self.incarnation, held=self.held, epoch=self.epoch)
+        self._report = self._held_now(self.told_salt)
         self.wake()
 
-    def spoken(self) -> None:
+    def _held_now(self, salt: int) -> Loaded:
+        return Loaded(
+            name=self.name, incarnation=self.incarnation, held=self.held, epoch=self.epoch, salt=salt
+        )
+
+    def follows(self, shown: Shown) -> bool:
+        # What a term that has not been told holds for nothing may be asked of it.
+        return shown.salt == self.told_salt
+
+    def spoken(self, salt: int) -> None:
+        if salt != self.told_salt:
+            self._report = self._held_now(salt)
         report = self._report
         if report is None:
             return
@@ -359,6 +381,11 @@ class ExpertServer(Process):
         if commands is None or self._report is not report:
             return
         self._report = None
+        if report.salt != self.told_salt and not any(isinstance(c, Stranger) for c in commands):
+            self.told_salt = report.salt
+            # What was published before is nothing to follow: a new stream begins with the newest.
+            self.stream += 1
+            self.world.router.show_to(self)
         if any(isinstance(c, Stale) for c in commands) or any(isinstance(c, Stranger) for c in commands):
             self.world.happened += 1
 

@@ -26,7 +26,9 @@ class Moves:
             self._moved(last, shown)
         self._ordered(last, shown)
         self._drains(last, shown)
-        if not self.judge.fenced and not self._formed:
+        # A fault that strikes before all is loaded moves copies.
+        self._formed = self._formed or bool(self.judge.fenced or self.world.schedule.struck)
+        if not self._formed:
             self._form(shown)
 
     def _moved(self, last: Shown, shown: Shown) -> None:
@@ -60,8 +62,10 @@ class Moves:
             before = was.target if was is not None else 0
             process = self.world.members.get(row.incarnation)
             held = process.held if isinstance(process, ExpertServer) else 0
-            ordered += (row.target & ~before & served).bit_count()
-            on_the_way += (row.target & before & ~held).bit_count()
+            ordered += (row.target & ~(before | held) & served).bit_count()
+            if process is not None and process.told_salt == shown.salt:
+                # What the others hold the router knows from its journal alone.
+                on_the_way += (row.target & before & ~held).bit_count()
             known = self.judge.present[row.incarnation]
             if known.waits & ~row.target:
                 known.waits = 0

@@ -50,10 +50,10 @@ class Row:
 class Shown:
     """What was published: rows by name, in the order of joining."""
 
-    __slots__ = ("epoch", "experts", "rows")
+    __slots__ = ("epoch", "experts", "rows", "salt")
 
     def __init__(self, state: State) -> None:
-        self.epoch = state.epoch
+        self.epoch, self.salt = state.epoch, state.salt
         self.rows = {
             n: Row(n, r.pool, r.incarnation, phase(state, r), r.target, r.serving)
             for n, r in state.members.items()
@@ -94,6 +94,9 @@ class Router:
         self.clock_s = dice.uniform(10.0, 1000.0)  # its clock less the world's
         self.unwritable = 0  # faults that keep the journal from being written
         self.problem = False
+        self.commits: deque[State] = deque(maxlen=60)
+        self.older = 0  # commits that the journal will have lost at the next start
+        self.restored = 0  # starts with such a journal
         self.shown: Shown | None = None
         self.launchers: dict[str, Launcher] = {}
         self.detaching: set[str] = set()  # hosts whose launcher is gone, which could not be written down yet
@@ -113,14 +116,30 @@ class Router:
             journal.close()
         else:
             self.state = journal.load()
+        older, self.older = self.older, 0
+        if older:
+            self._put_back(older)
         self.up, self.problem = True, False
         self.life += 1
         self.stalled_s = 0.0
         self.launchers.clear()
         self.detaching.clear()
-        self.world.judge.router_started()
+        self.world.judge.router_started(self.state, restored=bool(older))
         self.give(Started(salt=(self.world.seed * 1_000_003 + self.life) & 0xFFFFF))
         self.world.at(self.world.now_s + self.config.tick_s, self.tick, self.life)
+
+    def _put_back(self, older: int) -> None:
+        """Instead of the journal, a copy of it that is some commits older."""
+        copy = self.commits[-min(older, len(self.commits))]
+        self.restored += 1
+        journal = Journal(Path(":memory:"))
+        journal.save(State(), copy)
+        self.state = journal.load()
+        if self.journal is None:
+            journal.close()
+        else:
+            self.journal.close()
+            self.journal = journal
 
     def end(self) -> None:
         """The process is killed."""
@@ -157,6 +176,9 @@ class Router:
             return None
         if self.journal is not None:
             self.journal.save(before, state)
+        changed = state.members is not before.members or state.wanted is not before.wanted
+        if changed or state.epoch != before.epoch:
+            self.commits.append(state)
         self.state = state
         if commands:
             judge.after(before, event, commands)
@@ -195,17 +217,21 @@ class Router:
         """Send the newest View on a watcher's stream; what is published until it arrives follows it."""
         process.view_coming = True
         world = self.world
-        delay_s = world.network.delay(ROUTER, process.uid, process.dice) if self.up else LOST
+        shows = self.up and self.shown is not None
+        delay_s = world.network.delay(ROUTER, process.uid, process.dice) if shows else LOST
         if delay_s < 0:
             # The stream breaks and is opened again.
-            world.at(world.now_s + 0.3 + 0.2 * process.dice.random(), self._show_again, process)
+            world.at(
+                world.now_s + 0.3 + 0.2 * process.dice.random(), self._show_again, (process, process.stream)
+            )
         else:
-            world.at(world.now_s + delay_s, process.view_arrives, self.shown)
+            world.at(world.now_s + delay_s, process.view_arrives, (self.shown, process.stream))
 
-    def _show_again(self, process: Process) -> None:
-        if process.uid in self.world.processes:
+    def _show_again(self, what: tuple[Process, int]) -> None:
+        process, stream = what
+        if process.uid in self.world.processes and stream == process.stream:
             if self.shown is None or self.stalled_s > self.world.now_s:
-                self.world.at(self.world.now_s + 0.3, self._show_again, process)
+                self.world.at(self.world.now_s + 0.3, self._show_again, what)
             else:
                 self.show_to(process)
 
@@ -224,9 +250,10 @@ class Router:
             if delay_s >= 0:
                 world.at(world.now_s + delay_s, packet.answer, commands)
 
-    def take_renewal(self, what: tuple[Process, int, int, int, float]) -> None:
+    def take_renewal(self, what: tuple[Process, int, int, int, Acked, float]) -> None:
         """A renewal arrives; as in the real shell it is a Renewed, then an Acked."""
-        process, serial, incarnation, acked, sent_s = what
+        process, serial, incarnation, seen, ack, sent_s = what
+        acked = ack.epoch
         world = self.world
         now_s = world.now_s
         if self.stalled_s > now_s:
@@ -235,12 +262,12 @@ class Router:
                 # The sender gives up; its message waits in the router's socket all the same.
                 world.at(late_s, process.renew_failed, serial)
                 serial = -1
-            world.at(self.stalled_s, self.take_renewal, (process, serial, incarnation, acked, sent_s))
+            world.at(self.stalled_s, self.take_renewal, (process, serial, incarnation, seen, ack, sent_s))
             return
         world.happened += 1
         fenced = failed = not self.up
         if self.up:
-            renewed = Renewed(name=process.name, incarnation=incarnation, load=process.load)
+            renewed = Renewed(name=process.name, incarnation=incarnation, load=process.load, seen=seen)
             commands = self.give(renewed)
             failed = commands is None
             if not failed:
@@ -248,8 +275,8 @@ class Router:
                 if not fenced:
                     if acked > process.ack_given:
                         process.ack_given = acked
-                        self.remember(Acked(name=process.name, incarnation=incarnation, epoch=acked))
-                    failed = self.give(Acked(name=process.name, incarnation=incarnation, epoch=acked)) is None
+                        self.remember(ack)
+                    failed = self.give(ack) is None
                     if not failed and serial >= 0 and (routed := process.routed()) is not None:
                         self.give(routed)
         if serial < 0:
@@ -260,7 +287,7 @@ class Router:
         elif failed:
             world.at(now_s + delay_s, process.renew_failed, serial)
         else:
-            world.at(now_s + delay_s, process.renewed, (serial, fenced))
+            world.at(now_s + delay_s, process.renewed, (serial, fenced, self.state.salt))
 
     def remember(self, event: Event) -> None:
         """Keep a message for a fault that delivers it again, long after."""

@@ -127,7 +127,7 @@ class Worker(Process):
         self.call: Call | None = None
         self.calls = self.hedges = 0
         self.flights: dict[int, Dispatch] = {}
-        self._attaching: dict[str, int] = {}
+        self._attaching: set[tuple[str, int]] = set()
         self._table: list[list[Attached]] | None = None
         self._tables = 0
         self._complete_epoch = 0
@@ -194,8 +194,8 @@ class Worker(Process):
         self._table = None
         self._tables += 1
         for row in missing:
-            if self._attaching.get(row.name) != row.incarnation:
-                self._attaching[row.name] = row.incarnation
+            if (row.name, row.incarnation) not in self._attaching:
+                self._attaching.add((row.name, row.incarnation))
                 self.world.at(self.world.now_s + 0.003, self._attach, (row.name, row.incarnation))
         self._adopt()
         if leaving and self.call is not None:
@@ -222,7 +222,7 @@ class Worker(Process):
             return
         row = self.view.rows.get(name) if self.view is not None else None
         if row is None or row.incarnation != incarnation or not row.serving:
-            self._attaching.pop(name, None)
+            self._attaching.discard(what)
             return
         server = world.members.get(incarnation)
         reached = server is not None and server.living and server.asleep_s <= world.now_s
@@ -230,7 +230,7 @@ class Worker(Process):
             world.at(world.now_s + _RETRY_S, self._attach, what)
             return
         world.happened += 1
-        del self._attaching[name]
+        self._attaching.discard(what)
         self.links[name] = Attached(self, server)
         self._settle(self.view)
 

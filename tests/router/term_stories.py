@@ -1,0 +1,159 @@
+"""Stories of terms that begin: on the journal as it was, and on an older one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from router.events import Acked, Join, Joined, Loaded, Publish, Renewed, Started, Tick
+from router.state import State
+from tests.router.told import Step, Told, cluster
+
+
+def _restart(told: Told, journal: State) -> None:
+    """The router starts again with what a journal holds."""
+    told.state = State(
+        salt=journal.salt,
+        term=journal.term,
+        epoch=journal.epoch,
+        joined=journal.joined,
+        named=journal.named,
+        wanted=journal.wanted,
+        model=journal.model,
+        members=journal.members,
+        gone=journal.gone,
+    )
+    told.give(Started(salt=journal.salt))
+
+
+def _say(told: Told, name: str, seen: int, held: int | None = None) -> list[object]:
+    """A member is heard; a server says what it holds."""
+    incarnation = told.state.members[name].incarnation
+    given: list[object] = [*told.give(Renewed(name=name, incarnation=incarnation, seen=seen))]
+    if held is not None:
+        salt = told.state.salt
+        given += told.give(Loaded(name=name, incarnation=incarnation, held=held, epoch=seen, salt=salt))
+    return given
+
+
+def a_term_publishes_above_every_epoch_that_was_seen(step: Step) -> None:
+    """Its journal is older than the cluster: members ignore what is lower, so it waits until all were heard."""
+    told = cluster(step)
+    seen = told.state.epoch + 40
+    _restart(told, told.state)
+    assert not any(isinstance(c, Publish) for c in _say(told, "attention/1", seen))
+    assert not any(isinstance(c, Publish) for c in _say(told, "expert/1", seen - 1, 0b11))
+    (published,) = [c for c in _say(told, "expert/2", seen - 2, 0b11) if isinstance(c, Publish)]
+    assert published.epoch == told.state.epoch == seen + 1
+
+
+def a_term_waits_a_lease_for_those_it_does_not_hear(step: Step) -> None:
+    told = cluster(step)
+    _restart(told, told.state)
+    _say(told, "attention/1", 0)
+    for _ in range(19):
+        assert not told.give(Tick(), after_s=0.1)
+    told.give(Tick(), after_s=0.1)
+    assert any(isinstance(c, Publish) for c in told.give(Tick(), after_s=0.1)) or not told.state.unheard
+
+
+def who_is_heard_late_raises_the_epoch_all_the_same(step: Step) -> None:
+    told = cluster(step)
+    _restart(told, told.state)
+    while told.state.unheard:
+        told.give(Tick(), after_s=0.1)
+    seen = told.state.epoch + 40
+    assert Publish(epoch=seen + 1) in _say(told, "attention/1", seen)
+    told.join("client", experts=2)
+    assert not any(isinstance(c, Publish) for c in _say(told, "client/1", seen + 90)), (
+        "any program may be one"
+    )
+
+
+def what_an_older_journal_does_not_know_is_kept_until_all_acked(step: Step) -> None:
+    """A server has loaded since the copy was made, and a worker asks it for that."""
+    told = cluster(step, replicas=1)
+    first = told.state.members["expert/1"].serving
+    seen = told.state.epoch + 5
+    _restart(told, told.state)
+    worker = told.state.members["attention/1"].incarnation
+    _say(told, "attention/1", seen)
+    _say(told, "expert/2", seen, told.state.members["expert/2"].loaded)
+    _say(told, "expert/1", seen, 0b11)
+    for _ in range(25):
+        for name in told.state.members:
+            _say(told, name, seen)
+        told.give(Tick(), after_s=0.1)
+        # What it acked in another term says nothing of this one, whatever its number.
+        told.give(Acked(name="attention/1", incarnation=worker, epoch=told.state.epoch, salt=77))
+        assert told.state.members["expert/1"].target == 0b11, "unloaded while a worker asks for it"
+    told.give(Acked(name="attention/1", incarnation=worker, epoch=told.state.epoch, salt=told.state.salt))
+    told.give(Tick(), after_s=0.1)
+    assert told.state.members["expert/1"].target == first
+
+
+def who_is_not_in_the_journal_may_ask_for_a_lease(step: Step) -> None:
+    """A worker joined after the copy was made: it is no member, and asks by the routes that it has for a lease."""
+    told = cluster(step, replicas=1, workers=0)
+    first, seen = told.state.members["expert/1"].serving, told.state.epoch + 5
+    _restart(told, told.state)
+    for tenths in range(25):
+        for name in told.state.members:
+            _say(told, name, seen, 0b11 if name == "expert/1" else told.state.members[name].loaded)
+        told.give(Tick(), after_s=0.1)
+        target = told.state.members["expert/1"].target
+        assert target == 0b11 or tenths >= 19, f"unloaded after {tenths / 10} s"
+    assert target == first
+
+
+def what_was_said_to_another_term_is_not_believed(step: Step) -> None:
+    told = cluster(step)
+    _restart(told, told.state)
+    for name, held in (("attention/1", None), ("expert/1", 0b11), ("expert/2", 0b11)):
+        _say(told, name, told.state.epoch, held)
+    record = told.state.members["expert/1"]
+    late = Loaded(name="expert/1", incarnation=record.incarnation, held=0, epoch=told.state.epoch, salt=77)
+    told.give(late)
+    assert told.state.members["expert/1"].loaded == record.loaded
+
+
+def no_incarnation_is_given_twice(step: Step) -> None:
+    """Two terms begin on the same copy of a journal, and even draw the same salt."""
+    told = cluster(step)
+    journal, given = told.state, set[int]()
+    for _ in range(2):
+        journal = replace(journal, salt=told.state.salt)
+        _restart(told, journal)
+        commands = told.give(Join(pool="expert", address="a", pid=77, host="h", layers=1, experts=2))
+        (joined,) = [c for c in commands if isinstance(c, Joined)]
+        assert joined.incarnation not in given
+        given.add(joined.incarnation)
+
+
+def a_copy_taken_back_and_ordered_again_at_once_is_shown(step: Step) -> None:
+    """The only server got nothing loaded in time: without a View that says so its reports would stay stale."""
+    told = Told(step, move_s=1.0)
+    told.join()
+    for _ in range(100):
+        told.renew("expert/1")
+        told.give(Tick(), after_s=0.1)
+        if told.state.taken_back:
+            break
+    for _ in range(100):
+        told.renew("expert/1")
+        told.give(Tick(), after_s=0.1)
+        record = told.state.members["expert/1"]
+        assert record.dropped_epoch <= told.state.epoch, "nobody was told"
+    told.loaded("expert/1", record.target, told.state.epoch)
+    assert told.state.members["expert/1"].serving == record.target
+
+
+TERM_STORIES = (
+    a_term_publishes_above_every_epoch_that_was_seen,
+    a_term_waits_a_lease_for_those_it_does_not_hear,
+    who_is_heard_late_raises_the_epoch_all_the_same,
+    what_an_older_journal_does_not_know_is_kept_until_all_acked,
+    who_is_not_in_the_journal_may_ask_for_a_lease,
+    what_was_said_to_another_term_is_not_believed,
+    no_incarnation_is_given_twice,
+    a_copy_taken_back_and_ordered_again_at_once_is_shown,
+)
