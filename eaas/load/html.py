@@ -187,9 +187,9 @@ def _mark_faults(chart: _Chart, report: Mapping[str, Any]) -> None:
         )
 
 
-def less(loss: float) -> str:
-    """A share that is missing; a negative one as what came on top."""
-    return f"{abs(loss):.2%} {'less' if loss >= 0 else 'more'}"
+def less(loss: float, than: str) -> str:
+    """A share that is missing, beside what; a negative one is the load's own rise, and nothing that a fault gave."""
+    return f"no dip against {than}" if loss <= 0 else f"{loss:.2%} less than {than}"
 
 
 def _faults(report: Mapping[str, Any]) -> str:
@@ -202,9 +202,9 @@ def _faults(report: Mapping[str, Any]) -> str:
         after = number(found["after"]) if found["after"] is not None else "no tokens"
         lines.append(
             f"<p>Tokens/s before {number(found['before'])}, during {number(found['during'])}, after {after}. In the "
-            f"{found['loss_s']:.3g} s after the first fault {less(found['loss'])} than before"
+            f"{found['loss_s']:.3g} s after the first fault {less(found['loss'], 'before')}"
             + (
-                f", {less(lost)} than the reference"
+                f", {less(lost, 'the reference')}"
                 if (lost := chaos.get("loss_to_reference")) is not None
                 else ""
             )

@@ -131,13 +131,13 @@ def _chaos(chaos: Mapping[str, Any]) -> Group:
         table.add_row(fault["text"], f"{fault['began_s']:.2f} s", seconds(one["recovery_s"]), *cells)
     if found:
         lost = chaos.get("loss_to_reference")
-        beside = f", {less(lost)} than the reference" if lost is not None else ""
+        beside = f", {less(lost, 'the reference')}" if lost is not None else ""
         after = number(found["after"]) if found["after"] is not None else "none"
         parts += [
             table,
             Text(
                 f"tokens/s before {number(found['before'])}, during {number(found['during'])}, after {after}; in the "
-                f"{found['loss_s']:.3g} s after the first fault {less(found['loss'])} than before{beside}"
+                f"{found['loss_s']:.3g} s after the first fault {less(found['loss'], 'before')}{beside}"
             ),
         ]
     refused = [f"refused: {event['text']}" for event in chaos["events"] if event["phase"] == "refused"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from eaas.load.html import nice_ticks, page
+from eaas.load.html import less, nice_ticks, page
 from eaas.load.judge import FaultNote, FaultSpan, spans_of
 from eaas.load.measures import Slo, histogram, summarise, throughput
 from eaas.load.members import ServerSeries, rows_between
@@ -218,3 +218,11 @@ def test_ticks_are_few_and_round(low: float, high: float) -> None:
     assert 3 <= len(ticks) <= 7
     assert ticks[0] == low and ticks[-1] <= high
     assert all(float(f"{tick:.1e}") == pytest.approx(tick) for tick in ticks)
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [(-1.23, "no dip against before"), (0.0, "no dip against before"), (0.05, "5.00% less than before")],
+)
+def test_a_load_that_rose_is_no_dip(loss: float, said: str) -> None:
+    assert less(loss, "before") == said
