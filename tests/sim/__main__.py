@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from pathlib import Path
 
 from eaas.chaos.plan import PlanInvalid, read_plan
@@ -31,7 +32,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--seeds", type=int, default=200, help="number of runs (default 200)")
-    parser.add_argument("--first", type=int, default=0, help="seed of the first run (default 0)")
+    parser.add_argument(
+        "--first", type=int, help="seed of the first run (default: drawn from the clock, and printed)"
+    )
     parser.add_argument("--events", type=int, default=5000, help="core events of each run (default 5000)")
     parser.add_argument(
         "--mode",
@@ -48,6 +51,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--mutants", nargs="?", const="", metavar="NAME", help="run the planted mutants")
     options = parser.parse_args(arguments)
+    if options.first is None:
+        # Only runs that nobody has made before show anything of the core.
+        options.first = fresh_seed()
     if options.replay is not None and options.mode == "both":
         options.mode = runner.MODES[options.replay % 2]
     if options.plan is not None:
@@ -58,9 +64,16 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return options
 
 
+def fresh_seed() -> int:
+    """A seed that nobody has run before: milliseconds since 1970."""
+    return time.time_ns() // 1_000_000
+
+
 def planned(options: argparse.Namespace) -> int:
     """A plan's faults, by one seed or by many."""
     totals = runner.Totals()
+    if options.seed is None:
+        print(f"first seed {options.first}", flush=True)
     seeds = range(options.first, options.first + options.seeds) if options.seed is None else [options.seed]
     for seed in seeds:
         job = runner.Job(seed=seed, mode=LIVENESS, events=0, plan=options.chaos, plan_path=str(options.plan))
@@ -94,6 +107,7 @@ def replay(options: argparse.Namespace) -> int:
 def many(options: argparse.Namespace) -> int:
     """All seeds; the first failing one is shrunk."""
     totals = runner.Totals()
+    print(f"first seed {options.first}", flush=True)
     todo = runner.jobs(options.first, options.seeds, options.events, options.mode)
     for result in runner.run_all(todo, options.jobs):
         totals.add(result)

@@ -26,7 +26,7 @@ EVENTS = 1200
 FAILED = (
     7700359, 7700385, 7700577, 7700703, 7700709, 31000659, 31000927, 31001095, 31001505, 31002179, 31002478, 31002503,
     31002665, 31002883, 31002904, 1795451302789, 1795451303103, 1795451477509, 1795451477736,
-    1795451975464, 1795451977360,
+    1795451975464, 1795451977360, 1795452417063, 1795452421992, 1795453707801, 1795454192553, 1795454839241,
 )  # fmt: skip
 # What only a few of many long runs bring about; make mutants has them.
 RARE = {"exceeds capacity", "drains several at once", "shows the unready as suspect"}
@@ -85,12 +85,15 @@ def test_the_same_seed_gives_the_same_run_in_every_process() -> None:
     traces = set()
     for salt in ("1", "2"):
         done = subprocess.run(
-            [sys.executable, "-m", "tests.sim", "--seeds", "4", "--events", "600", "--jobs", salt],
+            [
+                *(sys.executable, "-m", "tests.sim", "--first", "0"),
+                *("--seeds", "4", "--events", "600", "--jobs", salt),
+            ],
             cwd=ROOT,
             env={**os.environ, "PYTHONHASHSEED": salt},
             capture_output=True,
             text=True,
             check=True,
         )
-        traces.add(done.stdout.splitlines()[0])
+        traces.add(done.stdout.splitlines()[1])
     assert len(traces) == 1, traces

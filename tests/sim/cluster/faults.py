@@ -213,6 +213,8 @@ def _noise(s: Schedule, dice: Random) -> str:
         network.look()
 
     s.heal(span_s, heal)
+    # What is on its way then comes late, there and back.
+    s.healed_s = max(s.healed_s, s.world.now_s + span_s + 2 * tail_s)
     return f"loss {loss}, repeat {repeat}, tail {tail_s} s for {span_s:.1f} s"
 
 
