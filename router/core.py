@@ -337,6 +337,9 @@ def _ack(state: State, event: Acked, commands: list[Command]) -> State:
         commands.append(Stranger(name=event.name, incarnation=event.incarnation))
         return state
     pulse = state.pulses[event.name]
+    if pulse.journaled and not event.epoch:
+        # It uses no routes at all, of no term.
+        return with_pulse(state, event.name, evolve(pulse, journaled=False))
     # Another term's routes are not those of this one, whatever their number.
     if event.salt not in (0, state.salt):
         return state

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from router.events import Acked, Join, Joined, Loaded, Publish, Renewed, Started, Tick
+from router.records import acked_by_all
 from router.state import State
 from tests.router.told import Step, Told, cluster
 
@@ -105,6 +106,24 @@ def who_is_not_in_the_journal_may_ask_for_a_lease(step: Step) -> None:
     assert target == first
 
 
+def a_worker_without_routes_holds_nobody_up_in_the_next_term(step: Step) -> None:
+    """It waits for a server that is gone, whose experts find room only once others let go of theirs."""
+    told = cluster(step)
+    told.join("attention")
+    _restart(told, told.state)
+    for name in told.state.members:
+        _say(told, name, 0, 0b11 if name.startswith("expert") else None)
+    assert acked_by_all(told.state) == 0
+    worker = told.state.members["attention/2"].incarnation
+    told.give(Acked(name="attention/2", incarnation=worker, epoch=0))
+    for _ in range(25):
+        for name in told.state.members:
+            told.renew(name)
+        told.ack("attention/1")
+        told.give(Tick(), after_s=0.1)
+    assert not told.state.ghosts and acked_by_all(told.state) > 0
+
+
 def what_was_said_to_another_term_is_not_believed(step: Step) -> None:
     told = cluster(step)
     _restart(told, told.state)
@@ -153,6 +172,7 @@ TERM_STORIES = (
     who_is_heard_late_raises_the_epoch_all_the_same,
     what_an_older_journal_does_not_know_is_kept_until_all_acked,
     who_is_not_in_the_journal_may_ask_for_a_lease,
+    a_worker_without_routes_holds_nobody_up_in_the_next_term,
     what_was_said_to_another_term_is_not_believed,
     no_incarnation_is_given_twice,
     a_copy_taken_back_and_ordered_again_at_once_is_shown,

@@ -136,6 +136,12 @@ MUTANTS = {
         "ghosts",
         "it still asks for what is unloaded, until its lease ends",
     ),
+    "waits for workers without routes": Mutant(
+        "core",
+        "    if pulse.journaled and not event.epoch:\n",
+        "    if not event:\n",
+        "one that cannot begin before a move ends holds it up",
+    ),
     "salts two terms alike": Mutant(
         "terms",
         "if salt not in (0, state.salt))",
