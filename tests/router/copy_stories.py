@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from router.events import Tick
-from tests.router.told import Step, Told, cluster
+from tests.router.told import Step, Told, cluster, lively, rest
 
 
 def what_a_worker_may_still_ask_for_is_not_taken_back(step: Step) -> None:
@@ -46,6 +46,21 @@ def what_a_worker_may_still_ask_for_makes_no_room(step: Step) -> None:
     assert told.state.members["expert/1"].target == 0b10, "never unloaded"
 
 
+def copies_too_many_are_let_go(step: Step) -> None:
+    """What one in doubt held alone was copied, and then it speaks again."""
+    told = cluster(step, replicas=1, experts=6)
+    until_s = told.now_s + 5.0
+    while "expert/1" not in told.state.suspects and told.now_s < until_s:
+        lively(told, 0.1, "expert/1")
+    lively(told, 0.1, "expert/1")
+    assert told.state.members["expert/2"].share.bit_count() == 6, "no copy was made of what one in doubt holds"
+    rest(told)
+    servers = [told.state.members[name] for name in ("expert/1", "expert/2")]
+    for held in ("share", "target", "serving"):
+        counts = [sum(getattr(record, held) >> expert & 1 for record in servers) for expert in range(6)]
+        assert counts == [1] * 6, f"{held}: {counts}"
+
+
 def _pass(told: Told, seconds: float, worker_acks: bool) -> None:
     for _ in range(round(seconds / 0.1)):
         for name in list(told.state.members):
@@ -59,4 +74,5 @@ def _pass(told: Told, seconds: float, worker_acks: bool) -> None:
 COPY_STORIES = (
     what_a_worker_may_still_ask_for_is_not_taken_back,
     what_a_worker_may_still_ask_for_makes_no_room,
+    copies_too_many_are_let_go,
 )

@@ -84,8 +84,8 @@ MUTANTS = {
     ),
     "trusts a joiner ahead of time": Mutant(
         "core",
-        "acked=state.epoch)",
-        "acked=state.epoch + 9)",
+        "acked=state.epoch, told",
+        "acked=state.epoch + 9, told",
         "epochs that it never saw count as acked",
     ),
     "keeps the epoch at a new term": Mutant(
@@ -473,7 +473,7 @@ MUTANTS = {
         "the pool falls below its wanted size, and grows, and shrinks",
     ),
     "forgets the wanted sizes": Mutant(
-        "core",
+        "terms",
         "wanted=state.wanted or {",
         "wanted={",
         "a restarted router undoes what was scaled",

@@ -181,7 +181,8 @@ class World:
         self.converged_s = self.now_s - began_s
         epoch = self.router.state.epoch
         self._until_s(self.now_s + REST_S)
-        moving_s = self.config.balance_copies * self.pair_s
+        # A round goes from layer to layer, with so many copies in each.
+        moving_s = self.layers * self.config.balance_copies * self.pair_s
         end_s = self.now_s + (REST_S + moving_s) * bool(self.config.redundant)
         while (unrest := self.judge.unrest()) and self.now_s < end_s:
             # Replicas follow the load; a move for it does not last.
