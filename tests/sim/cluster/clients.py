@@ -118,6 +118,8 @@ class Gateway(Process):
     def _drop(self, incarnation: int) -> None:
         link = self.links.pop(incarnation)
         for request in list(link.requests.values()):
+            # The end of the connection ends there what it had asked for.
+            self._cancel(request)
             self._replay(request)
 
     # Requests.
