@@ -53,7 +53,9 @@ def copies_too_many_are_let_go(step: Step) -> None:
     while "expert/1" not in told.state.suspects and told.now_s < until_s:
         lively(told, 0.1, "expert/1")
     lively(told, 0.1, "expert/1")
-    assert told.state.members["expert/2"].share.bit_count() == 6, "no copy was made of what one in doubt holds"
+    assert told.state.members["expert/2"].share.bit_count() == 6, (
+        "no copy was made of what one in doubt holds"
+    )
     rest(told)
     servers = [told.state.members[name] for name in ("expert/1", "expert/2")]
     for held in ("share", "target", "serving"):
