@@ -79,17 +79,18 @@ def strangers(state: State, event: Renewed) -> State:
 def _resume(state: State, unheard: frozenset[str]) -> State:
     """All were heard, or have had their time."""
     seen = max((pulse.seen for pulse in state.pulses.values()), default=0)
+    behind = seen > state.epoch or state.behind
     state = evolve(state, unheard=frozenset[str]())
-    if seen <= state.epoch and not state.behind:
-        return state
-    state = _rise(state, max(seen, state.epoch))
+    if behind:
+        state = _rise(state, max(seen, state.epoch))
     for record in pool(state, EXPERT):
-        if record.name in unheard:
+        if record.name not in unheard:
+            # The journal may have lost what it holds two terms ago, when it was not heard.
+            state = keep(state, record.name, state.pulses[record.name].unknown)
+        elif behind:
             # What it held when the journal was written it may have unloaded since, or hold more. It follows no View of
             # this term before it has said so.
             state = with_record(state, evolve(record, target=0, loaded=0, serving=0, retiring=0))
-        else:
-            state = keep(state, record.name, state.pulses[record.name].unknown)
     return state
 
 

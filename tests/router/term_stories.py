@@ -92,6 +92,25 @@ def what_an_older_journal_does_not_know_is_kept_until_all_acked(step: Step) -> N
     assert told.state.members["expert/1"].target == first
 
 
+def what_was_not_heard_in_one_term_is_kept_in_the_next(step: Step) -> None:
+    """A term on an older journal forgets what a server holds that it does not hear; the next term hears it."""
+    told = cluster(step, replicas=1)
+    held, seen = 0b11, told.state.epoch + 5
+    _restart(told, told.state)
+    for name in ("attention/1", "expert/2"):
+        _say(told, name, seen, told.state.members[name].loaded if name == "expert/2" else None)
+    while told.state.unheard:
+        told.give(Tick(), after_s=0.1)
+    _restart(told, told.state)
+    for name in told.state.members:
+        _say(told, name, seen, {"expert/1": held, "expert/2": told.state.members[name].loaded}.get(name))
+    for _ in range(15):
+        for name in told.state.members:
+            told.renew(name)
+        told.give(Tick(), after_s=0.1)
+        assert told.state.members["expert/1"].target & held == held, "unloaded while a worker asks for it"
+
+
 def who_is_not_in_the_journal_may_ask_for_a_lease(step: Step) -> None:
     """A worker joined after the copy was made: it is no member, and asks by the routes that it has for a lease."""
     told = cluster(step, replicas=1, workers=0)
@@ -171,6 +190,7 @@ TERM_STORIES = (
     a_term_waits_a_lease_for_those_it_does_not_hear,
     who_is_heard_late_raises_the_epoch_all_the_same,
     what_an_older_journal_does_not_know_is_kept_until_all_acked,
+    what_was_not_heard_in_one_term_is_kept_in_the_next,
     who_is_not_in_the_journal_may_ask_for_a_lease,
     a_worker_without_routes_holds_nobody_up_in_the_next_term,
     what_was_said_to_another_term_is_not_believed,
