@@ -134,6 +134,8 @@ def give_up(config: Config, state: State) -> State:
             taken_back=state.taken_back + late.bit_count(),
             plan=None,
             unloaded_epoch=state.epoch + 1,
+            # What is ordered of it again at once, for nobody serves it, waits from then on.
+            batches={**state.batches, name: tuple(batch for batch in batches if not batch.copies & late)},
         )
     return state
 

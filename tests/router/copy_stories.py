@@ -63,6 +63,19 @@ def copies_too_many_are_let_go(step: Step) -> None:
         assert counts == [1] * 6, f"{held}: {counts}"
 
 
+def what_is_ordered_again_at_once_has_its_time(step: Step) -> None:
+    """Nobody serves it, so it is ordered again as soon as it was taken back; not at every tick from then on."""
+    told = Told(step, experts_wanted=1, replicas=1, move_s=1.0)
+    told.join()
+    for seconds in range(4):
+        assert told.state.taken_back == 2 * seconds, (
+            f"{told.state.taken_back} copies taken back in {seconds} s"
+        )
+        for _ in range(10):
+            told.renew("expert/1")
+            told.give(Tick(), after_s=0.101)
+
+
 def _pass(told: Told, seconds: float, worker_acks: bool) -> None:
     for _ in range(round(seconds / 0.1)):
         for name in list(told.state.members):
@@ -77,4 +90,5 @@ COPY_STORIES = (
     what_a_worker_may_still_ask_for_is_not_taken_back,
     what_a_worker_may_still_ask_for_makes_no_room,
     copies_too_many_are_let_go,
+    what_is_ordered_again_at_once_has_its_time,
 )

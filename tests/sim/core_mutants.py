@@ -352,6 +352,12 @@ MUTANTS = {
         "    if len(ghosts) < 0:\n",
         "moves stand still for a lease",
     ),
+    "takes back at every tick what was late once": Mutant(
+        "orders",
+        "if not batch.copies & late)",
+        "if batch.copies)",
+        "its server starts again each time",
+    ),
     "waits for copies for ever": Mutant(
         "orders",
         "if state.now_s - batch.since_s >= config.move_s:",

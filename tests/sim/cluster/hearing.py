@@ -30,6 +30,7 @@ class Known:
         "heard_s",
         "host",
         "name",
+        "order",
         "pid",
         "pool",
         "process",
@@ -47,6 +48,7 @@ class Known:
         self.begun = False  # it has acked and was shown as ready, so that streams may run on it
         self.waits = 0  # copies ordered of it that it does not hold, and since when just these
         self.waits_since_s = 0.0
+        self.order = (0, 0)  # when a copy was last taken back of it, and what it was to hold then
 
 
 class Hearing:

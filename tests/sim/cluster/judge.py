@@ -379,6 +379,9 @@ class Judge:
     def _check_held(self, row: Row, process: Process | None) -> None:
         # A server whose answer to its Join was lost has no name yet, and nothing either.
         held = process.held if isinstance(process, ExpertServer) else 0
+        if self.world.router.restored and process and process.told_salt != self.world.router.state.salt:
+            # An older journal says what it held once. It refuses the rest, and follows no View before it was heard.
+            return
         if row.serving & ~held and (process is None or process.living):
             self.broken(
                 "rows name servers that hold verified weights", f"{row.name} lacks {row.serving & ~held:x}"
@@ -449,11 +452,15 @@ class Judge:
             # A server that has said nothing in this term is known from the journal alone. A router that cannot write
             # takes nothing back; and what was ordered after a stall has waited from then on, not from the tick before.
             known.waits, known.waits_since_s = waits, self.hearing.now_s
+        elif known.order[0] < record.dropped_epoch and known.order[1] == row.target:
+            # Taken back, and ordered again at once, for nobody serves it.
+            known.waits_since_s = self.hearing.now_s
         elif waits and now_s - known.waits_since_s > self.config.move_s + _WATCH_S:
             self.broken(
                 "a copy that does not come is taken back",
                 f"{row.name} lacks {waits:x} for {now_s - known.waits_since_s:.1f} s",
             )
+        known.order = record.dropped_epoch, row.target
 
     def unrest(self) -> str:
         """What is not as it should be at rest; empty if all is well."""
