@@ -103,7 +103,16 @@ class DecoderPlan(ctypes.Structure):
     _fields_ = [
         *[
             (name, c_void_p)
-            for name in ("tokens", "positions", "sequences", "tables", "logits_rows", "logits", "drop")
+            for name in (
+                "tokens",
+                "positions",
+                "sequences",
+                "tables",
+                "logits_rows",
+                "logits",
+                "drop",
+                "routed",
+            )
         ],
         ("deadline_ns", c_uint64),
         *[(name, c_uint32) for name in ("rows", "tables_rows", "table_blocks", "logits_count")],

@@ -88,6 +88,7 @@ class StepPlan:
         logits_rows: [wanted]: rows whose logits the step returns.
         drop: uint8 [rows] of experts.routes.KEEP or MAY_DROP; the step writes DROPPED where an expert's term was left
             out. None: nothing may be.
+        routed: Note which experts the gates choose for the rows, for `Decoder.routing`.
     """
 
     token_ids: np.ndarray
@@ -96,6 +97,7 @@ class StepPlan:
     block_tables: np.ndarray
     logits_rows: np.ndarray
     drop: np.ndarray | None = None
+    routed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,6 +225,9 @@ class Decoder:
         self._kv_blocks = kv_blocks
         self._library = native.load()
         self._logits = np.empty((0, spec.vocab), dtype=np.float32)
+        # Costs memory where it was written alone.
+        places = (kv_blocks, block_tokens, len(spec.moe_layers), spec.moe.top_k)
+        self._routed = np.zeros(places, dtype=np.uint16)
         backend = experts if isinstance(experts, ExpertBackend) else client_backend(experts)
         self._missing = backend.missing
         self._handle = self._new(backend, cores)
@@ -270,6 +275,7 @@ class Decoder:
             logits_rows=wanted.ctypes.data,
             logits=self._logits.ctypes.data,
             drop=None if plan.drop is None else plan.drop.ctypes.data,
+            routed=self._routed.ctypes.data if plan.routed else None,
             deadline_ns=time.monotonic_ns() + round(max(deadline_s, 0.0) * 1e9),
             rows=len(tokens),
             tables_rows=tables.shape[0],
@@ -281,6 +287,27 @@ class Decoder:
         if status:
             self._fail(status, where.value, arrays)
         return self._logits[: len(wanted)]
+
+    @property
+    def routing_shape(self) -> tuple[int, int, int]:
+        """MoE layers, experts chosen in each, and experts to choose from."""
+        return len(self.spec.moe_layers), self.spec.moe.top_k, self.spec.moe.experts
+
+    def routing(self, blocks: Sequence[int], start: int, stop: int) -> np.ndarray:
+        """The experts that the gates chose for positions `start` to `stop` - 1 of a sequence.
+
+        All of these were computed in steps that noted them.
+
+        Args:
+            blocks: The sequence's cache blocks, from its first.
+
+        Returns:
+            uint16 [stop - start, MoE layers, top_k], the highest score first.
+        """
+        size = self.block_tokens
+        first = start // size
+        held = self._routed[np.array(blocks[first : -(-stop // size)], dtype=np.int64)]
+        return held.reshape(-1, *held.shape[2:])[start - first * size : stop - first * size]
 
     def trace(self, stamps: np.ndarray | None, counts: np.ndarray | None) -> None:
         """Have the lanes stamp their phases from the next step on, or no longer; see `eaas.engine.trace`.

@@ -21,7 +21,7 @@ from eaas.engine.constraint import Grammars
 from eaas.engine.decoder import ExpertsLost, StepPlan
 from eaas.engine.request import Refused, Request
 from eaas.engine.scheduler import Plan, Scheduler, SchedulerConfig
-from eaas.engine.worker_protocol import Failed, PromptLogprobs, Submit, Token, WorkerLoad
+from eaas.engine.worker_protocol import Failed, PromptLogprobs, RoutedExperts, Submit, Token, WorkerLoad
 from experts.routes import DROPPED
 
 log = logging.getLogger(__name__)
@@ -42,6 +42,8 @@ MASK_GRACE_S = 0.001
 LONGEST_MASK_S = 0.05
 # Logits of judged prompt tokens, at most so many bytes in a step.
 JUDGED_BYTES = 64 << 20
+# Choices of experts told with one token: twice as many bytes, well below what a slow gateway may leave unread.
+MOST_ROUTED = 4 << 20
 LogitsHook = Callable[[Request, int, np.ndarray], None]
 
 
@@ -59,6 +61,20 @@ class TokenDecoder(Protocol):
 
     def step_tokens(self, plan: StepPlan, rows: np.ndarray, deadline_s: float) -> Found:
         """As `StepDecoder.step`; rows: `eaas.native.SAMPLE_ROW`, one for each of the plan's logits rows."""
+        ...
+
+
+@runtime_checkable
+class RoutingDecoder(Protocol):
+    """A decoder that notes which experts its gates choose: `eaas.engine.decoder.Decoder`."""
+
+    @property
+    def routing_shape(self) -> tuple[int, int, int]:
+        """MoE layers, experts chosen in each, and experts to choose from."""
+        ...
+
+    def routing(self, blocks: Sequence[int], start: int, stop: int) -> np.ndarray:
+        """uint16 [stop - start, layers, top_k]."""
         ...
 
 
@@ -93,6 +109,7 @@ class Outcome:
     dropped: dict[int, list[tuple[str, int]]] = field(default_factory=dict)
     failed: dict[int, list[Failed]] = field(default_factory=dict)
     prompts: dict[int, list[PromptLogprobs]] = field(default_factory=dict)
+    routed: dict[int, list[RoutedExperts]] = field(default_factory=dict)
 
 
 class Engine:
@@ -215,6 +232,7 @@ class Engine:
         )
         try:
             self._check_vocabulary(request)
+            self._check_routing(request)
             if request.params.grammar is None:
                 self.scheduler.add(request)
             else:
@@ -279,6 +297,7 @@ class Engine:
             block_tables=plan.block_tables,
             logits_rows=plan.logits_rows,
             drop=plan.drop,
+            routed=plan.routed,
         )
         if plan.begun:
             self.on_begun(plan.begun)
@@ -347,6 +366,8 @@ class Engine:
         refused = {requests[row]: reason for row, reason in choice.refused.items() if row < len(requests)}
         self._judge(plan, choice, outcome, refused)
         by_owner = outcome.tokens
+        # Those of a request that ends are free by then, and as they were until the next step.
+        blocks = {request: request.blocks for request in requests if request.params.wants_routing}
         for row, (request, number, token, finish) in enumerate(self.scheduler.complete(choice.tokens)):
             if token < 0 or row in choice.refused:
                 continue
@@ -361,6 +382,8 @@ class Engine:
                 by_owner[request.owner] = [made]
             else:
                 tokens.append(made)
+            if request in blocks:
+                self._tell_routing(request, blocks[request], outcome)
             if request.dropped:
                 outcome.dropped.setdefault(request.owner, []).append((request.id, request.attempt))
         for request, reason in refused.items():
@@ -370,6 +393,17 @@ class Engine:
             code = "no_token" if request.constraint or request.params.allowed_token_ids else "internal"
             _fail(outcome, [request], code, f"No token could be chosen: {reason}.", retryable=False)
         return outcome
+
+    def _tell_routing(self, request: Request, blocks: Sequence[int], outcome: Outcome) -> None:
+        """Hand out the experts of the tokens computed since the last time: of all but the one just chosen."""
+        start, stop = request.routed, request.length - 1
+        if stop <= start or not isinstance(self._decoder, RoutingDecoder):
+            return
+        layers, top_k, experts = self._decoder.routing_shape
+        found = self._decoder.routing(blocks, start, stop).astype("u1" if experts <= 256 else "<u2")
+        request.routed = stop
+        piece = RoutedExperts(request.id, request.attempt, start, stop, layers, top_k, found.tobytes())
+        outcome.routed.setdefault(request.owner, []).append(piece)
 
     def _judge(self, plan: Plan, choice: Choice, outcome: Outcome, refused: dict[Request, str]) -> None:
         """Hand out what a step says of prompts."""
@@ -437,6 +471,23 @@ class Engine:
         )
         _fail(outcome, queued, "expert_lost", message, retryable=True)
         return outcome
+
+    def _check_routing(self, request: Request) -> None:
+        if not request.params.wants_routing:
+            return
+        if not isinstance(self._decoder, RoutingDecoder):
+            raise Refused(
+                "bad_request",
+                "The decoder of this worker does not tell which experts it chose; the native one does.",
+            )
+        layers, top_k, _ = self._decoder.routing_shape
+        told = (len(request.prompt) - request.params.routed_from) * layers * top_k
+        if told > MOST_ROUTED:
+            raise Refused(
+                "bad_request",
+                f"The prompt's tokens have {told} choices of experts; at most {MOST_ROUTED} are told at once. "
+                "Shorten it, or leave out those that are known with routed_experts_prompt_start.",
+            )
 
     def _check_vocabulary(self, request: Request) -> None:
         for what, tokens in (

@@ -63,6 +63,7 @@ class Request:
         dropped: Some of it was computed without the terms of lost experts.
         constraint: What says which tokens its grammar lets through; None: all.
         judged: Tokens of the prompt whose log-probabilities were told, the first included; all where none are wanted.
+        routed: Tokens whose experts were told, or need not be.
     """
 
     __slots__ = (
@@ -83,6 +84,7 @@ class Request:
         "preemptions",
         "prompt",
         "published",
+        "routed",
         "slot",
         "stops",
         "submitted_s",
@@ -123,6 +125,7 @@ class Request:
         # What has a token has told them all.
         judges = params.prompt_logprobs >= 0 and not self.output
         self.judged = 1 if judges else len(self.prompt)
+        self.routed = self.length - 1 if self.output else min(params.routed_from, len(self.prompt))
 
     @property
     def length(self) -> int:

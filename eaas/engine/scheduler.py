@@ -84,7 +84,7 @@ class Scheduler:
         self._computed: TokenArray = np.zeros(slots, dtype=np.int32)
         self._ranks: TokenArray = np.arange(slots, dtype=np.int32)
         self._may_drop = np.zeros(slots, np.uint8)
-        self._droppers = 0
+        self._droppers = self._routed = 0
         self._decode_slots: TokenArray | None = None
         self._in_flight: Flight | None = None
 
@@ -195,6 +195,7 @@ class Scheduler:
                 requests=self._decoding,
                 slots=slots,
                 drop=self._droppable(slots),
+                routed=self._routed > 0,
             )
         return self._mixed(slots, chunks, self._prefilling[running:])
 
@@ -369,6 +370,7 @@ class Scheduler:
         self._computed[request.slot] = request.computed
         self._may_drop[request.slot] = request.params.drop_lost_experts
         self._droppers += request.params.drop_lost_experts
+        self._routed += request.params.wants_routing
         self._prefilling.append(request)
         return True
 
@@ -412,6 +414,7 @@ class Scheduler:
             drop=self._droppable(seqs),
             judged=judged,
             begun=begun,
+            routed=self._routed > 0,
         )
 
     def _droppable(self, seqs: TokenArray) -> NDArray[np.uint8] | None:
@@ -453,7 +456,9 @@ class Scheduler:
     def _root_of(self, request: Request) -> bytes:
         salt = request.params.cache_salt
         # As a token, the first four bytes are above every vocabulary: no salt is another request's block.
-        return next_digest(self._root, b"salt" + salt.encode()) if salt else self._root
+        root = next_digest(self._root, b"salt" + salt.encode()) if salt else self._root
+        # Only blocks whose experts were noted as they were computed can tell them.
+        return next_digest(root, b"routed") if request.params.wants_routing else root
 
     def _stop_running(self, request: Request) -> None:
         if request.slot < 0:
@@ -467,6 +472,7 @@ class Scheduler:
             self._decode_slots = None
         self.pool.release(request.blocks)
         self._droppers -= request.params.drop_lost_experts
+        self._routed -= request.params.wants_routing
         self._free_slots.append(request.slot)
         request.blocks = []
         request.slot = -1

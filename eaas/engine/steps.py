@@ -27,6 +27,7 @@ class Plan:
         judged: What the k rows are for, in their order.
         begun: Requests none of whose rows were computed since they came, or were preempted, until this step.
         drop: uint8 [n]: 1 where a lost expert's term may be left out, else 0; None: nowhere.
+        routed: The experts of some of the rows are wanted.
     """
 
     token_ids: TokenArray
@@ -39,6 +40,7 @@ class Plan:
     drop: NDArray[np.uint8] | None
     judged: Sequence[Judged] = ()
     begun: Sequence[Request] = ()
+    routed: bool = False
 
 
 class Judged(NamedTuple):

@@ -274,7 +274,8 @@ class Worker:
         for owner, prompts in outcome.prompts.items():
             self._links[owner].send(Step(tokens=[], prompts=prompts))
         for owner, tokens in outcome.tokens.items():
-            self._links[owner].send(Step(tokens=tokens, dropped=outcome.dropped.get(owner, [])))
+            dropped, routed = outcome.dropped.get(owner, []), outcome.routed.get(owner, [])
+            self._links[owner].send(Step(tokens=tokens, dropped=dropped, routed=routed))
         faults.point("step-after-tokens")
         for owner, failures in outcome.failed.items():
             for failed in failures:

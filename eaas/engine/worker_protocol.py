@@ -15,7 +15,7 @@ import msgspec
 from eaas.engine.grammar import Grammar
 
 # Of these messages; a worker of another is not used.
-PROTOCOL = 5
+PROTOCOL = 6
 MAX_BODY_BYTES = 64 << 20
 MAX_TOP_LOGPROBS = 20
 MAX_BIASES = 1024
@@ -64,6 +64,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tr
         ""  # KV blocks are shared under the same one alone
     )
     prompt_logprobs: int = -1  # as logprobs, for each token of the prompt but the first; -1: none
+    routed_from: int = -1  # the experts of each token from this one on are told; -1: of none
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_tokens < 1 << 31:
@@ -98,6 +99,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tr
             raise ValueError(f"a bias is outside -{MOST_BIAS:g} to {MOST_BIAS:g}")
         if self.grammar is not None and self.ignore_eos:
             raise ValueError("a grammar says where an output ends: it cannot be given with ignore_eos")
+
+    @property
+    def wants_routing(self) -> bool:
+        """Whether the experts of its tokens are told."""
+        return self.routed_from >= 0
 
 
 class Submit(msgspec.Struct, kw_only=True, frozen=True, tag="submit", omit_defaults=True):
@@ -158,6 +164,22 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     tokens: list[tuple[float, list[tuple[int, float]]]]
 
 
+class RoutedExperts(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The experts that the gates chose for tokens number `start` to `stop` - 1 of prompt and output.
+
+    `experts`: [tokens, layers, top_k], C order, little-endian; one byte each where the model has at most 256, else two.
+    Those of all tokens before one come with that one or before it.
+    """
+
+    id: str
+    attempt: int
+    start: int
+    stop: int
+    layers: int
+    top_k: int
+    experts: bytes
+
+
 class WorkerLoad(msgspec.Struct, kw_only=True, frozen=True, gc=False, omit_defaults=True):
     """How busy a worker is, with all gateways: requests in steps and in the queue, and the share of KV blocks held.
 
@@ -184,6 +206,7 @@ class Step(msgspec.Struct, kw_only=True, frozen=True, tag="step", gc=False, omit
     tokens: list[Token]
     dropped: list[tuple[str, int]] = []
     prompts: list[PromptLogprobs] = []
+    routed: list[RoutedExperts] = []
     begun: list[tuple[str, int]] = []
     load: WorkerLoad | None = None
 

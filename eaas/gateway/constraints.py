@@ -165,6 +165,8 @@ class ConstrainedRequest(BaseModel):
     def _whole(self) -> ConstrainedRequest:
         if self.prompt_logprobs is not None and getattr(self, "stream", None):
             raise ValueError("'prompt_logprobs' needs 'stream': false: it is part of a whole answer")
+        if getattr(self, "return_routed_experts", None) and getattr(self, "stream", None):
+            raise ValueError("'return_routed_experts' needs 'stream': false: it is part of a whole answer")
         return self
 
     @property

@@ -15,6 +15,7 @@ from eaas.gateway.generation import Echo
 from eaas.gateway.openai_format import ChatFormat, CompletionFormat, Format
 from eaas.gateway.prompt_scores import MOST_SCORES
 from eaas.gateway.replies import EventStream, Exchange, Work
+from eaas.gateway.routing import MOST_ROUTED_TOKENS
 from eaas.gateway.sampling import sampling_params, token_limit
 from eaas.gateway.schema import ChatRequest, CompletionRequest
 from eaas.gateway.served_model import ServedModel
@@ -104,6 +105,7 @@ def _work(gateway: Gateway, prepared: Prepared) -> Work:
     limits = [token_limit(wanted, len(prompt), context) for prompt in prompts]
     params = sampling_params(wanted, min(limits), gateway.model.vocab)
     _check_scores(wanted, prompts, params.prompt_logprobs)
+    _check_routing(wanted, prompts)
     if prepared.grammar is not None:
         if params.ignore_eos:
             raise invalid(
@@ -144,6 +146,18 @@ def _check_scores(
             f"{scores} log-probabilities of prompts were asked for, counting each choice and each alternative; at most "
             f"{MOST_SCORES} are told at once. Send fewer or shorter prompts, or ask for fewer alternatives.",
             param="prompt_logprobs" if wanted.prompt_count >= 0 else "logprobs",
+            code="invalid_value",
+        )
+
+
+def _check_routing(wanted: ChatRequest | CompletionRequest, prompts: Sequence[list[int]]) -> None:
+    """Bound what this process would keep of the experts of prompts."""
+    tokens = wanted.choices * sum(map(len, prompts)) if wanted.return_routed_experts else 0
+    if tokens > MOST_ROUTED_TOKENS:
+        raise invalid(
+            f"The experts of {tokens} tokens of prompts were asked for, counting each choice; at most "
+            f"{MOST_ROUTED_TOKENS} are told at once. Send fewer or shorter prompts.",
+            param="return_routed_experts",
             code="invalid_value",
         )
 

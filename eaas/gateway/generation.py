@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from eaas.gateway.errors import ErrorReply
 from eaas.gateway.openai_format import Events, FinishedChoice, TokenLogprobs, TokenText, Usage
 from eaas.gateway.prompt_scores import PromptScores, Scores, TokenNames
+from eaas.gateway.routing import Routing
 from eaas.gateway.stops import StopMatcher
 
 Alternatives = Sequence[tuple[int, float]]
@@ -154,6 +155,7 @@ class Generation:
                 logprobs=logprobs[index] if choice.wants_logprobs else None,
                 tokens=tokens[index] if choice.wants_tokens else None,
                 prompt_logprobs=choice.prompt_logprobs,
+                routed_experts=None if choice.routing is None else choice.routing.encoded(),
             )
             for index, choice in enumerate(self.choices)
         ]
@@ -260,6 +262,7 @@ class Choice:
         "_stop_shown",
         "_tokens",
         "_waiting",
+        "routing",
         "wants_logprobs",
         "wants_tokens",
     )
@@ -277,6 +280,7 @@ class Choice:
         stop_shown: bool = False,
         echo: Echo | None = None,
         scores: PromptScores | None = None,
+        routing: Routing | None = None,
     ) -> None:
         """Join ``generation`` as choice ``index``.
 
@@ -288,6 +292,7 @@ class Choice:
             stop_shown: What a stop token stands for is shown.
             echo: What is shown before the first token.
             scores: Takes the log-probabilities of the prompt, where they are wanted.
+            routing: Takes the experts of its tokens, where they are wanted.
         """
         self._generation = generation
         self._index = index
@@ -304,6 +309,7 @@ class Choice:
         self._plain = matcher is None and names is None and not wants_tokens and echo is None
         self._echo = echo
         self._scores = scores
+        self.routing = routing
         self.wants_logprobs = names is not None
         self.wants_tokens = wants_tokens
         self._ids: list[int] = []  # of tokens not yet handed on

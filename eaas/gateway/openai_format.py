@@ -63,6 +63,7 @@ class FinishedChoice:
     logprobs: Sequence[TokenLogprobs] | None
     tokens: Sequence[int] | None = None
     prompt_logprobs: Sequence[dict[str, Any] | None] | None = None
+    routed_experts: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,6 +195,7 @@ class ChatFormat:
             "logprobs": self.logprobs(choice.logprobs),
             "finish_reason": choice.finish_reason,
             **_token_ids(choice.tokens),
+            **_routed_experts(choice),
         }
 
     def events(self, head: ResponseHead, choices: int, include_usage: bool) -> ChatEvents:
@@ -255,6 +257,7 @@ class CompletionFormat:
                         "finish_reason": choice.finish_reason,
                         **_token_ids(choice.tokens),
                         **_prompt_logprobs(choice),
+                        **_routed_experts(choice),
                         **self.shown_ids(choice.index),
                     }
                     for choice in choices
@@ -270,6 +273,10 @@ class CompletionFormat:
 
 def _prompt_logprobs(choice: FinishedChoice) -> dict[str, Any]:
     return {} if choice.prompt_logprobs is None else {"prompt_logprobs": choice.prompt_logprobs}
+
+
+def _routed_experts(choice: FinishedChoice) -> dict[str, Any]:
+    return {} if choice.routed_experts is None else {"routed_experts": choice.routed_experts}
 
 
 def _token_ids(tokens: Sequence[int] | None) -> dict[str, Any]:

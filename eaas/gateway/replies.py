@@ -27,6 +27,7 @@ from eaas.gateway.http_guard import CLIENT_GONE, CLIENT_STALLED, Connection
 from eaas.gateway.metrics import GatewayMetrics
 from eaas.gateway.openai_format import Events, Format, ResponseHead
 from eaas.gateway.prompt_scores import PromptScores, TokensById
+from eaas.gateway.routing import Routing
 from eaas.gateway.sequence import Sequence as PoolSequence
 from eaas.gateway.served_model import ServedModel
 from eaas.gateway.stops import StopAutomaton, StopMatcher
@@ -151,6 +152,9 @@ class Exchange:
                     scores=None
                     if max(named, by_id) < 0
                     else PromptScores(prompt, shown, named=named, by_id=by_id),
+                    routing=Routing(min(work.params.routed_from, len(prompt)))
+                    if work.params.wants_routing
+                    else None,
                 )
                 limit = work.limits[number]
                 params = msgspec.structs.replace(work.params, seed=seed, choice=draw, max_tokens=limit)

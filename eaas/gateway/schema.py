@@ -113,6 +113,8 @@ class GenerationRequest(ConstrainedRequest):
     truncation_side: Literal["left", "right"] | None = None
     skip_special_tokens: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    return_routed_experts: bool | None = None
+    routed_experts_prompt_start: Annotated[int, Field(ge=0)] | None = None
 
     best_of: Any = None
     bad_words: Unsupported = None
@@ -126,11 +128,9 @@ class GenerationRequest(ConstrainedRequest):
     prompt_embeds: Unsupported = None
     repetition_detection: Unsupported = None
     return_mm_kwargs: Unsupported = None
-    return_routed_experts: Unsupported = None
     return_token_offsets: Unsupported = None
     return_weight_versions: Unsupported = None
     routed_experts: Unsupported = None
-    routed_experts_prompt_start: OnlyZero = None
     spaces_between_special_tokens: OnlyTrue = None
     thinking_token_budget: Unsupported = None
     use_beam_search: Unsupported = None

@@ -12,6 +12,7 @@ from eaas.engine.worker_protocol import (
     Hello,
     PromptLogprobs,
     ProtocolError,
+    RoutedExperts,
     Step,
     Token,
     ToWorker,
@@ -38,6 +39,8 @@ class LinkOwner(Protocol):
     def dropped(self, marks: list[tuple[str, int]]) -> None: ...
 
     def judged(self, pieces: list[PromptLogprobs]) -> None: ...
+
+    def routed(self, pieces: list[RoutedExperts]) -> None: ...
 
     def failed(self, link: WorkerLink, message: Failed) -> None: ...
 
@@ -126,6 +129,8 @@ class WorkerLink(asyncio.Protocol):
                     self._owner.dropped(message.dropped)
                 if message.prompts:
                     self._owner.judged(message.prompts)
+                if message.routed:
+                    self._owner.routed(message.routed)
                 self._owner.tokens(self, message.tokens)
                 self.load = message.load or self.load
             elif type(message) is Failed:

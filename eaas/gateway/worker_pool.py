@@ -16,7 +16,15 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from eaas.engine.worker_protocol import Cancel, Failed, PromptLogprobs, ProtocolError, Submit, Token
+from eaas.engine.worker_protocol import (
+    Cancel,
+    Failed,
+    PromptLogprobs,
+    ProtocolError,
+    RoutedExperts,
+    Submit,
+    Token,
+)
 from eaas.gateway.config import GatewayConfig
 from eaas.gateway.errors import ApiError, full, internal, invalid, unavailable
 from eaas.gateway.fleet import Seen
@@ -282,6 +290,17 @@ class WorkerPool:
             sequence = self._sequences.get(piece.id)
             if sequence is not None and sequence.log.attempt == piece.attempt:
                 sequence.choice.judged(piece.start, piece.tokens)
+
+    def routed(self, pieces: list[RoutedExperts]) -> None:
+        """Which experts computed tokens of choices."""
+        for piece in pieces:
+            sequence = self._sequences.get(piece.id)
+            if (
+                sequence is not None
+                and sequence.log.attempt == piece.attempt
+                and sequence.choice.routing is not None
+            ):
+                sequence.choice.routing.take(piece)
 
     def failed(self, link: WorkerLink, message: Failed) -> None:
         """A worker gave up one choice: move it, or tell the client."""

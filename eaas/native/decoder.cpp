@@ -175,6 +175,7 @@ Decoder* decoder_new(const DecoderShape* shape, const int32_t* moe_layers, const
     for (uint32_t i = 0; i < shape->layers; ++i) {
         d->layers[i].moe_layer = moe_layers[i];
         d->layers[i].window = windows[i];
+        d->moe_layers += moe_layers[i] >= 0;
     }
     d->owns_heads = shape->head_dim % EXPERTS_TILE_ROWS == 0 && shape->kv_heads % lanes == 0 &&
                     shape->qk_norm != DECODER_NORM_FULL;

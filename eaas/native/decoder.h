@@ -92,6 +92,9 @@ struct DecoderPlan {
     const int32_t* logits_rows;  // [logits_count]
     float* logits;               // [logits_count][vocab]
     uint8_t* drop;               // [rows], as expert_call's; or null: nothing may be left out
+    // The experts that the gate chose for each cached position, [kv_blocks][block_tokens][MoE layers][top_k]: the step
+    // writes its rows' there, beside their keys and values. Null: nowhere.
+    uint16_t* routed;
     uint64_t deadline_ns;        // CLOCK_MONOTONIC
     uint32_t rows, tables_rows, table_blocks, logits_count;
 };

@@ -58,7 +58,7 @@ struct Decoder {
     eaas::Arena arena;
     const eaas::Ops* ops = nullptr;
     LanePool* pool = nullptr;
-    uint32_t lanes = 1;
+    uint32_t lanes = 1, moe_layers = 0;
     ExpertCall call = nullptr;
     void* state = nullptr;
 

@@ -26,9 +26,9 @@ struct Lane {
     void ended(uint64_t phase) const { p2p_lanes_stamp(d.pool, index, phase); }
     Span share(uint64_t count) const { return Span(count, index, d.lanes); }
     // In the last layer, once its keys and values are stored, only rows whose logits are wanted live on: side
-    // by side, in the order of plan.logits_rows.
+    // by side, in the order of plan.logits_rows; all, where the experts of each are to be noted.
     bool narrows(const Layer& layer) const {
-        return &layer == &d.layers.back() && plan.logits_count < plan.rows;
+        return &layer == &d.layers.back() && plan.logits_count < plan.rows && !plan.routed;
     }
     uint32_t live_rows(const Layer& layer) const { return narrows(layer) ? plan.logits_count : plan.rows; }
     uint64_t hidden_bytes() const { return static_cast<uint64_t>(s.hidden) * d.element_bytes(); }
@@ -287,6 +287,17 @@ void run_shared(void* arg, uint32_t index) {
     product(lane, mlp.down, d.act, rows, d.shared_out, lane.s.hidden, down.begin, down.end);
 }
 
+// The experts chosen for a row, beside its keys and values.
+void note_experts(const Lane& lane, const Layer& layer, uint64_t row) {
+    const DecoderPlan& plan = lane.plan;
+    const uint32_t position = static_cast<uint32_t>(plan.positions[row]), size = lane.s.block_tokens;
+    const int32_t* table = plan.tables + static_cast<uint64_t>(plan.sequences[row]) * plan.table_blocks;
+    const uint64_t place = static_cast<uint64_t>(table[position / size]) * size + position % size;
+    const uint32_t top_k = lane.s.top_k;
+    std::memcpy(plan.routed + (place * lane.d.moe_layers + static_cast<uint32_t>(layer.moe_layer)) * top_k,
+                lane.d.expert_ids + row * top_k, top_k * sizeof(uint16_t));
+}
+
 // Norms, gate scores and choices of this lane's rows; lane 0 takes few rows alone, for it plans the call.
 void choose_experts(const Lane& lane, const Layer& layer) {
     const Decoder& d = lane.d;
@@ -308,9 +319,11 @@ void choose_experts(const Lane& lane, const Layer& layer) {
     GateRule rule{
         s.experts, s.top_k,       s.gate_sigmoid, s.gate_normalise,
         s.groups,  s.groups_kept, s.gate_scale,   layer.has_correction ? layer.correction : nullptr};
-    for (uint64_t row = rows.begin; row < rows.end; ++row)
+    for (uint64_t row = rows.begin; row < rows.end; ++row) {
         d.ops->gate(&rule, d.gate_logits + row * s.experts, d.expert_ids + row * s.top_k,
                     d.expert_weights + row * s.top_k);
+        if (lane.plan.routed) note_experts(lane, layer, row);
+    }
 }
 
 // What may be left out of the layer's rows; the call writes there, and only lane 0 of it.

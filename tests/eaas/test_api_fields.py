@@ -31,7 +31,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
 # What each refused field might be asked for with; the first that is not its default.
 ASKED: dict[str, Any] = {
     "best_of": 5, "length_penalty": 2.0, "priority": 3, "spaces_between_special_tokens": False,
-    "include_reasoning": False, "routed_experts_prompt_start": 3, "background": True,
+    "include_reasoning": False, "background": True,
 }  # fmt: skip
 
 
