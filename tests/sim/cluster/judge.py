@@ -28,7 +28,7 @@ from router.events import (
     Tick,
 )
 from router.state import LAUNCHED_POOLS, State
-from router.view import ATTENTION, EXPERT
+from router.view import ATTENTION, EXPERT, GATEWAY
 from tests.sim.cluster.hearing import Hearing, Known
 from tests.sim.cluster.members import ExpertServer, Process
 from tests.sim.cluster.moves import Moves
@@ -473,6 +473,9 @@ class Judge:
         unaware = [p.name for p in self.world.processes.values() if p.incarnation not in self.present]
         if unaware:
             return f"{unaware} do not know that they are fenced"
+        if not shown.pool(GATEWAY):
+            # Clients start one when they ask next.
+            return "no gateway is a member"
         rows = {pool: [r for r in shown.pool(pool) if r.phase != "draining"] for pool in LAUNCHED_POOLS}
         for pool in LAUNCHED_POOLS:
             found, wanted = rows[pool], self.wanted[pool]
