@@ -468,8 +468,8 @@ MUTANTS = {
     ),
     "drains several at once": Mutant(
         "drains",
-        "if not all(r.ready and not r.draining and",
-        "if not all(r.ready and",
+        'return f"{record.name} drains"',
+        "continue",
         "a pool shrinks faster than its experts can move",
     ),
     "drains one too many": Mutant(
