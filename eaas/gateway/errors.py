@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -127,7 +128,7 @@ def from_validation(problems: Sequence[Mapping[str, Any]]) -> ApiError:
         problems: ``ValidationError.errors()``: mappings with ``type``, ``loc`` and ``msg``.
     """
     if not problems:
-        return invalid("The request body is not valid.")
+        return invalid("The request body is not valid.", code="invalid_value")
     first = problems[0]
     if first.get("type") == "json_invalid":
         reason = str(first.get("msg", "")).removeprefix("Invalid JSON: ")
@@ -140,9 +141,13 @@ def from_validation(problems: Sequence[Mapping[str, Any]]) -> ApiError:
     where = ".".join(str(part) for part in path)
     reason = str(first.get("msg", "not valid")).removeprefix("Value error, ")
     if not where:
-        return invalid(f"The request body is not valid: {reason}.")
+        # What several fields make together begins with the name of one.
+        named = _QUOTED.match(reason)
+        param = named[1] if named is not None else None
+        return invalid(f"The request body is not valid: {reason}.", param=param, code="invalid_value")
     code = "missing_required_parameter" if first.get("type") == "missing" else "invalid_value"
     return invalid(f"Invalid value for '{where}': {reason}.", param=where, code=code)
 
 
+_QUOTED = re.compile(r"'(\w+)'")
 _UNION_ARMS = frozenset({"str", "int", "float", "bool", "list"})

@@ -124,6 +124,7 @@ def _work(gateway: Gateway, prepared: Prepared) -> Work:
         stops=tuple(wanted.stop or ()),
         stream=bool(wanted.stream),
         include_usage=wanted.include_usage,
+        usage_stats=wanted.usage_stats,
         open_end=wanted.token_limit is None,
         return_token_ids=bool(wanted.return_token_ids),
         stop_shown=bool(wanted.include_stop_str_in_output),
@@ -165,8 +166,11 @@ def _check_routing(wanted: ChatRequest | CompletionRequest, prompts: Sequence[li
 def _echoes(
     model: ServedModel, wanted: ChatRequest | CompletionRequest, prompts: Sequence[list[int]]
 ) -> list[Echo] | None:
-    if not isinstance(wanted, CompletionRequest) or not wanted.echo:
+    if not wanted.echo:
         return None
+    if isinstance(wanted, ChatRequest):
+        last = wanted.messages[-1]
+        return [Echo(last.content or "", alone=False)] if last.role == "assistant" else None
     texts = (
         given
         if isinstance(given, str) and wanted.truncate_prompt_tokens is None

@@ -7,11 +7,11 @@ response: a slow reader holds up nobody but itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from eaas.gateway.errors import ErrorReply
-from eaas.gateway.openai_format import Events, FinishedChoice, TokenLogprobs, TokenText, Usage
+from eaas.gateway.openai_format import Ending, Events, FinishedChoice, TokenLogprobs, TokenText, Usage
 from eaas.gateway.prompt_scores import PromptScores, Scores, TokenNames
 from eaas.gateway.routing import Routing
 from eaas.gateway.stops import StopMatcher
@@ -156,6 +156,7 @@ class Generation:
                 tokens=tokens[index] if choice.wants_tokens else None,
                 prompt_logprobs=choice.prompt_logprobs,
                 routed_experts=None if choice.routing is None else choice.routing.encoded(),
+                stop_reason=choice.stop_reason,
             )
             for index, choice in enumerate(self.choices)
         ]
@@ -215,10 +216,14 @@ class StreamedGeneration(Generation):
     ) -> None:
         """Make an event of what became visible, and write it if that can be done at once."""
         events = self._events or self._open()
-        event = events.text(index, text, logprobs, offset, tokens) if text or logprobs or tokens else b""
+        ending = None
         if finish is not None:
-            event += events.finish(index, finish)
+            ending = Ending(finish, self.choices[index].stop_reason)
             self.open_choices -= 1
+        if text or logprobs or tokens:
+            event = events.text(index, text, logprobs, offset, tokens, ending)
+        else:
+            event = b"" if ending is None else events.finish(index, ending)
         if self.write is not None and self.open_choices and event:
             self.write(event)
         elif event or finish is not None or self.chunks:
@@ -260,9 +265,11 @@ class Choice:
         "_scores",
         "_shown",
         "_stop_shown",
+        "_stops",
         "_tokens",
         "_waiting",
         "routing",
+        "stop_reason",
         "wants_logprobs",
         "wants_tokens",
     )
@@ -281,6 +288,7 @@ class Choice:
         echo: Echo | None = None,
         scores: PromptScores | None = None,
         routing: Routing | None = None,
+        stops: Container[int] = (),
     ) -> None:
         """Join ``generation`` as choice ``index``.
 
@@ -293,6 +301,7 @@ class Choice:
             echo: What is shown before the first token.
             scores: Takes the log-probabilities of the prompt, where they are wanted.
             routing: Takes the experts of its tokens, where they are wanted.
+            stops: The client's stop tokens.
         """
         self._generation = generation
         self._index = index
@@ -310,6 +319,9 @@ class Choice:
         self._echo = echo
         self._scores = scores
         self.routing = routing
+        self._stops = stops
+        # The stop string or the client's stop token that ended it.
+        self.stop_reason: int | str | None = None
         self.wants_logprobs = names is not None
         self.wants_tokens = wants_tokens
         self._ids: list[int] = []  # of tokens not yet handed on
@@ -341,6 +353,7 @@ class Choice:
         if self.wants_tokens:
             self._ids.append(token)
         if finish == "stop":
+            self.stop_reason = token if token in self._stops else None
             self._end("stop", self._push(token) if self._stop_shown else "")
             return False
         text = self._push(token)
@@ -351,6 +364,7 @@ class Choice:
         if matcher is not None and self._tokens > self._min_tokens:
             text = matcher.push(text)
             if matcher.stopped:
+                self.stop_reason = matcher.found
                 self._show(text, "stop", everything=False)
                 return True
         if finish:
@@ -393,6 +407,8 @@ class Choice:
         # The last characters may still complete a stop string.
         text += matcher.push(rest)
         stopped = matcher.stopped
+        if stopped:
+            self.stop_reason = matcher.found
         self._show(text + matcher.flush(), "stop" if stopped else finish, everything=not stopped)
 
     def _show(self, text: str, finish: str | None, *, everything: bool) -> None:

@@ -7,7 +7,7 @@ fixed for its choice.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -54,6 +54,19 @@ class Usage:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StreamUsage:
+    """What a stream tells of its tokens.
+
+    Attributes:
+        last: A last chunk of its own has the usage.
+        now: The usage so far, where every chunk has it.
+    """
+
+    last: bool = False
+    now: Callable[[], Usage] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class FinishedChoice:
     """A whole choice, for a response that is not streamed."""
 
@@ -64,6 +77,7 @@ class FinishedChoice:
     tokens: Sequence[int] | None = None
     prompt_logprobs: Sequence[dict[str, Any] | None] | None = None
     routed_experts: str | None = None
+    stop_reason: int | str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +121,18 @@ def error_event(body: bytes) -> bytes:
     return b"data: " + body + b"\n\n"
 
 
+class Ending(NamedTuple):
+    """Why a choice ended: OpenAI's ``finish_reason``, and the stop string or the client's stop token that it met."""
+
+    reason: str
+    stop: int | str | None = None
+
+    def fields(self) -> bytes:
+        """As the last fields of a choice."""
+        stop = b"" if self.stop is None else b',"stop_reason":' + _encode(self.stop)
+        return b',"finish_reason":' + _encode(self.reason) + stop
+
+
 class Events(Protocol):
     """The events of one stream; bytes in OpenAI's shapes, and nothing where there is nothing to say."""
 
@@ -121,13 +147,14 @@ class Events(Protocol):
         logprobs: Sequence[TokenLogprobs] | None,
         offset: int,
         tokens: Sequence[int] | None = None,
+        ending: Ending | None = None,
     ) -> bytes:
         """One piece of text, ``offset`` characters after the start of its choice, with the ids of its tokens where they
-        are wanted."""
+        are wanted. With an ending it is the last, and ``finish`` is not called."""
         ...
 
-    def finish(self, index: int, reason: str) -> bytes:
-        """What ends a choice, once."""
+    def finish(self, index: int, ending: Ending) -> bytes:
+        """What ends a choice without text, once."""
         ...
 
     def end(self, usage: Usage) -> bytes:
@@ -148,7 +175,7 @@ class Format(Protocol):
         """The whole response."""
         ...
 
-    def events(self, head: ResponseHead, choices: int, include_usage: bool) -> Events:
+    def events(self, head: ResponseHead, choices: int, usage: StreamUsage) -> Events:
         """The event templates of one stream of so many choices."""
         ...
 
@@ -182,8 +209,9 @@ class ChatFormat:
                 **head.fields("chat.completion"),
                 "choices": [self.choice(choice) for choice in choices],
                 "usage": usage.as_dict(),
+                "prompt_logprobs": choices[0].prompt_logprobs,
+                "prompt_token_ids": None,
                 **self.shown_ids,
-                **_prompt_logprobs(choices[0]),
             }
         )
 
@@ -194,13 +222,14 @@ class ChatFormat:
             "message": {"role": "assistant", "content": choice.text, "refusal": None},
             "logprobs": self.logprobs(choice.logprobs),
             "finish_reason": choice.finish_reason,
-            **_token_ids(choice.tokens),
+            "stop_reason": choice.stop_reason,
+            "token_ids": choice.tokens,
             **_routed_experts(choice),
         }
 
-    def events(self, head: ResponseHead, choices: int, include_usage: bool) -> ChatEvents:
+    def events(self, head: ResponseHead, choices: int, usage: StreamUsage) -> ChatEvents:
         """The event templates of one stream of so many choices."""
-        return ChatEvents(self, head, choices, include_usage)
+        return ChatEvents(self, head, choices, usage)
 
 
 class CompletionFormat:
@@ -238,7 +267,7 @@ class CompletionFormat:
             "top_logprobs": [
                 None
                 if token.chosen.logprob is None
-                else {other.text: finite(other.logprob) for other in (*token.top, token.chosen)}
+                else {other.text: finite(other.logprob) for other in (token.chosen, *token.top)}
                 for token in tokens
             ],
             "text_offset": offsets,
@@ -255,8 +284,10 @@ class CompletionFormat:
                         "text": choice.text,
                         "logprobs": self.logprobs(choice.logprobs),
                         "finish_reason": choice.finish_reason,
-                        **_token_ids(choice.tokens),
-                        **_prompt_logprobs(choice),
+                        "stop_reason": choice.stop_reason,
+                        "token_ids": choice.tokens,
+                        "prompt_logprobs": choice.prompt_logprobs,
+                        "prompt_token_ids": None,
                         **_routed_experts(choice),
                         **self.shown_ids(choice.index),
                     }
@@ -266,25 +297,21 @@ class CompletionFormat:
             }
         )
 
-    def events(self, head: ResponseHead, choices: int, include_usage: bool) -> CompletionEvents:
+    def events(self, head: ResponseHead, choices: int, usage: StreamUsage) -> CompletionEvents:
         """The event templates of one stream of so many choices."""
-        return CompletionEvents(self, head, choices, include_usage)
-
-
-def _prompt_logprobs(choice: FinishedChoice) -> dict[str, Any]:
-    return {} if choice.prompt_logprobs is None else {"prompt_logprobs": choice.prompt_logprobs}
+        return CompletionEvents(self, head, choices, usage)
 
 
 def _routed_experts(choice: FinishedChoice) -> dict[str, Any]:
     return {} if choice.routed_experts is None else {"routed_experts": choice.routed_experts}
 
 
-def _token_ids(tokens: Sequence[int] | None) -> dict[str, Any]:
-    return {} if tokens is None else {"token_ids": tokens}
-
-
 def _shown_tokens(tokens: Sequence[int] | None) -> bytes:
     return b"" if tokens is None else b',"token_ids":' + _encode(tokens)
+
+
+def _ended(ending: Ending | None) -> bytes:
+    return b',"finish_reason":null' if ending is None else ending.fields()
 
 
 def _opening(head: ResponseHead, kind: str) -> bytes:
@@ -294,14 +321,22 @@ def _opening(head: ResponseHead, kind: str) -> bytes:
 class _ChunkEvents:
     """What streams of both kinds of completion share."""
 
-    def __init__(self, head: ResponseHead, kind: str, include_usage: bool) -> None:
-        self._include_usage = include_usage
+    def __init__(self, head: ResponseHead, kind: str, usage: StreamUsage) -> None:
+        self._usage = usage
         self._opening = _opening(head, kind)
-        self._token_end = b"}]" + (b',"usage":null' if include_usage else b"") + b"}\n\n"
+        self._token_end = b"}]" + (b',"usage":null' if usage.last else b"") + b"}\n\n"
+
+    def _counted(self, *, opens: bool = False) -> bytes:
+        """The end of an event, with the usage so far where each has it: of no token where it opens a choice."""
+        if self._usage.now is None:
+            return self._token_end
+        usage = self._usage.now()
+        usage = Usage(prompt=usage.prompt, completion=0) if opens else usage
+        return b'}],"usage":' + _encode(usage.as_dict()) + b"}\n\n"
 
     def end(self, usage: Usage) -> bytes:
         """What ends a stream in which nothing went wrong: the usage if it was asked for, and [DONE]."""
-        if not self._include_usage:
+        if not self._usage.last:
             return DONE
         return self._opening + b'],"usage":' + _encode(usage.as_dict()) + b"}\n\n" + DONE
 
@@ -313,8 +348,8 @@ class _ChunkEvents:
 class ChatEvents(_ChunkEvents):
     """Stream events of one chat completion; bytes in, bytes out."""
 
-    def __init__(self, shape: ChatFormat, head: ResponseHead, choices: int, include_usage: bool) -> None:
-        super().__init__(head, "chat.completion.chunk", include_usage)
+    def __init__(self, shape: ChatFormat, head: ResponseHead, choices: int, usage: StreamUsage) -> None:
+        super().__init__(head, "chat.completion.chunk", usage)
         self._shape = shape
         self._plain_end = b'},"logprobs":null,"finish_reason":null' + self._token_end
         self._starts = [
@@ -324,7 +359,8 @@ class ChatEvents(_ChunkEvents):
     def first(self, index: int) -> bytes:
         """The event that opens a choice: its role."""
         delta = b'%d,"delta":{"role":"assistant","content":""' % index
-        event = self._opening + b'{"index":' + delta + self._plain_end
+        end = b'},"logprobs":null,"finish_reason":null' + self._counted(opens=True)
+        event = self._opening + b'{"index":' + delta + end
         shown = self._shape.shown_ids
         return event.replace(b"}\n\n", b"," + _encode(shown)[1:] + b"\n\n") if shown else event
 
@@ -335,31 +371,34 @@ class ChatEvents(_ChunkEvents):
         logprobs: Sequence[TokenLogprobs] | None,
         offset: int,
         tokens: Sequence[int] | None = None,
+        ending: Ending | None = None,
     ) -> bytes:
         """The event of one piece of text."""
         start = self._starts[index] + _encode(text)
-        if logprobs is None and tokens is None:
+        if logprobs is None and tokens is None and ending is None and self._usage.now is None:
             return start + self._plain_end
-        return start + self.rest(logprobs, tokens)
+        return start + self.rest(logprobs, tokens, ending)
 
-    def rest(self, logprobs: Sequence[TokenLogprobs] | None, tokens: Sequence[int] | None) -> bytes:
+    def rest(
+        self,
+        logprobs: Sequence[TokenLogprobs] | None,
+        tokens: Sequence[int] | None,
+        ending: Ending | None = None,
+    ) -> bytes:
         """What follows the last field of a delta."""
-        shown = b'},"logprobs":' + _encode(self._shape.logprobs(logprobs)) + b',"finish_reason":null'
-        return shown + _shown_tokens(tokens) + self._token_end
+        shown = b'},"logprobs":' + _encode(self._shape.logprobs(logprobs)) + _ended(ending)
+        return shown + _shown_tokens(tokens) + self._counted()
 
-    def finish(self, index: int, reason: str) -> bytes:
-        """The event that ends a choice, once."""
-        tail = b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":' % index
-        return self._opening + tail + _encode(reason) + self._token_end
+    def finish(self, index: int, ending: Ending) -> bytes:
+        """The event that ends a choice without text, once."""
+        return self._opening + b'{"index":%d,"delta":{' % index + self.rest(None, None, ending)
 
 
 class CompletionEvents(_ChunkEvents):
     """Stream events of one plain completion; bytes in, bytes out."""
 
-    def __init__(
-        self, shape: CompletionFormat, head: ResponseHead, choices: int, include_usage: bool
-    ) -> None:
-        super().__init__(head, "text_completion", include_usage)
+    def __init__(self, shape: CompletionFormat, head: ResponseHead, choices: int, usage: StreamUsage) -> None:
+        super().__init__(head, "text_completion", usage)
         self._shape = shape
         self._plain_end = b',"logprobs":null,"finish_reason":null' + self._token_end
         self._starts = [self._opening + b'{"index":%d,"text":' % index for index in range(choices)]
@@ -370,7 +409,7 @@ class CompletionEvents(_ChunkEvents):
         if not shown:
             return b""
         fields = b'"","logprobs":null,"finish_reason":null,"token_ids":[],' + _encode(shown)[1:-1]
-        return self._starts[index] + fields + self._token_end
+        return self._starts[index] + fields + self._counted(opens=True)
 
     def text(
         self,
@@ -379,15 +418,15 @@ class CompletionEvents(_ChunkEvents):
         logprobs: Sequence[TokenLogprobs] | None,
         offset: int,
         tokens: Sequence[int] | None = None,
+        ending: Ending | None = None,
     ) -> bytes:
         """The event of one piece of text."""
         start = self._starts[index] + _encode(text)
-        if logprobs is None and tokens is None:
+        if logprobs is None and tokens is None and ending is None and self._usage.now is None:
             return start + self._plain_end
-        body = b',"logprobs":' + _encode(self._shape.logprobs(logprobs, offset)) + b',"finish_reason":null'
-        return start + body + _shown_tokens(tokens) + self._token_end
+        body = b',"logprobs":' + _encode(self._shape.logprobs(logprobs, offset)) + _ended(ending)
+        return start + body + _shown_tokens(tokens) + self._counted()
 
-    def finish(self, index: int, reason: str) -> bytes:
-        """The event that ends a choice, once."""
-        tail = b'{"index":%d,"text":"","logprobs":null,"finish_reason":' % index
-        return self._opening + tail + _encode(reason) + self._token_end
+    def finish(self, index: int, ending: Ending) -> bytes:
+        """The event that ends a choice without text, once."""
+        return self._starts[index] + b'"","logprobs":null' + ending.fields() + self._counted()

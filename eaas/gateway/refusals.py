@@ -13,7 +13,7 @@ BLAMELESS = REFUSALS | LOST | {"drained", "shared", "shutting_down", "silent"}
 _CLIENT_FAULTS = {
     "too_long": "context_length_exceeded",
     "never_fits": "request_too_large",
-    "bad_request": None,
+    "bad_request": "invalid_value",
 }
 
 

@@ -25,7 +25,7 @@ from eaas.gateway.errors import ApiError, ErrorReply
 from eaas.gateway.generation import Choice, Echo, Generation, StreamedGeneration
 from eaas.gateway.http_guard import CLIENT_GONE, CLIENT_STALLED, Connection
 from eaas.gateway.metrics import GatewayMetrics
-from eaas.gateway.openai_format import Events, Format, ResponseHead
+from eaas.gateway.openai_format import Events, Format, ResponseHead, StreamUsage, Usage
 from eaas.gateway.prompt_scores import PromptScores, TokensById
 from eaas.gateway.routing import Routing
 from eaas.gateway.sequence import Sequence as PoolSequence
@@ -50,6 +50,7 @@ class Work:
         limits: Tokens that each prompt's choices may generate.
         stops: Stop strings.
         open_end: The client named no limit of tokens.
+        usage_stats: Every chunk of the stream has the usage so far.
         return_token_ids: The client wants the ids of the tokens as well.
         stop_shown: What stops a choice is part of its text.
         shown_tokens: Special tokens that the format reads in the text.
@@ -70,6 +71,7 @@ class Work:
     stream: bool
     include_usage: bool
     open_end: bool
+    usage_stats: bool = False
     return_token_ids: bool = False
     stop_shown: bool = False
     shown_tokens: frozenset[int] = frozenset()
@@ -155,6 +157,7 @@ class Exchange:
                     routing=Routing(min(work.params.routed_from, len(prompt)))
                     if work.params.wants_routing
                     else None,
+                    stops=work.params.stop_token_ids,
                 )
                 limit = work.limits[number]
                 params = msgspec.structs.replace(work.params, seed=seed, choice=draw, max_tokens=limit)
@@ -196,8 +199,7 @@ class Exchange:
     def body(self) -> bytes:
         """The whole response, once the generation has ended without error."""
         generation = self.generation
-        usage = generation.usage(self.prompt_tokens)
-        return self._work.format.body(self.head(), generation.finished_choices(), usage)
+        return self._work.format.body(self.head(), generation.finished_choices(), self._usage())
 
     async def wait(self) -> None:
         """Sleep until the generation has changed."""
@@ -228,11 +230,17 @@ class Exchange:
         )
 
     def _events(self) -> Events:
-        return self._work.format.events(self.head(), len(self._sequences), self._work.include_usage)
+        work = self._work
+        now = self._usage if work.usage_stats else None
+        usage = StreamUsage(last=work.include_usage, now=now)
+        return work.format.events(self.head(), len(self._sequences), usage)
+
+    def _usage(self) -> Usage:
+        return self.generation.usage(self.prompt_tokens)
 
     def last_events(self) -> bytes:
         """What ends a stream in which nothing went wrong."""
-        return self._events().end(self.generation.usage(self.prompt_tokens))
+        return self._events().end(self._usage())
 
     def failure(self, error: ErrorReply) -> bytes:
         """What ends a stream that failed."""

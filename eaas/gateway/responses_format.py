@@ -14,8 +14,10 @@ import msgspec
 
 from eaas.gateway.errors import OVERLOADED, ErrorReply
 from eaas.gateway.openai_format import (
+    Ending,
     FinishedChoice,
     ResponseHead,
+    StreamUsage,
     TokenLogprobs,
     TokenText,
     Usage,
@@ -52,10 +54,10 @@ class ResponsesFormat:
         events = ResponseEvents(self, head)
         for choice in choices:
             events.text(0, choice.text, choice.logprobs, 0)
-            events.finish(0, choice.finish_reason)
+            events.finish(0, Ending(choice.finish_reason))
         return _encode(events.response(usage))
 
-    def events(self, head: ResponseHead, choices: int, include_usage: bool) -> ResponseEvents:
+    def events(self, head: ResponseHead, choices: int, usage: StreamUsage) -> ResponseEvents:
         """The one transcript of a stream, from now on under this head."""
         if self._events is None:
             self._events = ResponseEvents(self, head)
@@ -109,20 +111,19 @@ class ResponseEvents:
         logprobs: Sequence[TokenLogprobs] | None,
         offset: int,
         tokens: Sequence[int] | None = None,
+        ending: Ending | None = None,
     ) -> bytes:
         """The events of one piece of text: words, calls, or none yet."""
         shown = [_logprob(token) for token in logprobs or ()]
-        if self._reader is None:
-            return self._words(text, shown)
-        events = b""
-        for part in self._reader.push(text):
+        events = self._words(text, shown) if self._reader is None else b""
+        for part in [] if self._reader is None else self._reader.push(text):
             events += self._part(part, shown)
             shown = []
-        return events
+        return events if ending is None else events + self.finish(index, ending)
 
-    def finish(self, index: int, reason: str) -> bytes:
+    def finish(self, index: int, ending: Ending) -> bytes:
         """The events that end the last item."""
-        events = b""
+        reason, events = ending.reason, b""
         if self._reader is not None:
             for part in self._reader.flush(cut=reason in ("length", "cancelled")):
                 events += self._part(part, [])

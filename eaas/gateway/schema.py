@@ -26,12 +26,12 @@ _STRICT = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
 
 class StreamOptions(BaseModel):
-    """``stream_options``: whether a last chunk carries the usage."""
+    """``stream_options``: whether a last chunk carries the usage, or each."""
 
     model_config = _STRICT
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
-    continuous_usage_stats: Unsupported = None
+    continuous_usage_stats: bool | None = None
 
 
 class Message(BaseModel):
@@ -194,6 +194,15 @@ class GenerationRequest(ConstrainedRequest):
         """Whether the stream ends with a usage chunk."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
+    @property
+    def usage_stats(self) -> bool:
+        """Whether every chunk of the stream has the usage so far."""
+        return (
+            self.stream_options is not None
+            and self.include_usage
+            and bool(self.stream_options.continuous_usage_stats)
+        )
+
 
 class ChatRequest(GenerationRequest):
     """Body of POST /v1/chat/completions."""
@@ -216,7 +225,7 @@ class ChatRequest(GenerationRequest):
     add_special_tokens: bool | None = None
     chat_template: Unsupported = None
     documents: Unsupported = None
-    echo: Unsupported = None
+    echo: bool | None = None
     include_reasoning: OnlyTrue = None
     moderation: Unsupported = None
     prediction: Unsupported = None

@@ -72,7 +72,7 @@ class StopAutomaton:
 class StopMatcher:
     """Reads one choice's text and says what may be shown; ``stopped`` once a stop string has been found."""
 
-    __slots__ = ("_automaton", "_held", "_node", "_stop_shown", "stopped")
+    __slots__ = ("_automaton", "_held", "_node", "_stop_shown", "found", "stopped")
 
     def __init__(self, automaton: StopAutomaton, *, stop_shown: bool = False) -> None:
         """Args: stop_shown: the stop string that ends the text is part of it."""
@@ -81,6 +81,7 @@ class StopMatcher:
         self._held = ""
         self._node = 0
         self.stopped = False
+        self.found = ""  # the stop string that ended the text
 
     def push(self, text: str) -> str:
         """Read ``text`` and return what can no longer be part of a stop string; nothing after a match."""
@@ -93,7 +94,9 @@ class StopMatcher:
             if automaton.matched[node]:
                 self.stopped = True
                 self._held = ""
-                return pending[: position - (0 if self._stop_shown else automaton.matched[node])]
+                start = position - automaton.matched[node]
+                self.found = pending[start:position]
+                return pending[: position if self._stop_shown else start]
         self._node = node
         keep = len(pending) - automaton.depth[node]
         self._held = pending[keep:]

@@ -9,7 +9,15 @@ from typing import Any
 
 import msgspec
 
-from eaas.gateway.openai_format import ChatEvents, ChatFormat, FinishedChoice, ResponseHead, TokenLogprobs
+from eaas.gateway.openai_format import (
+    ChatEvents,
+    ChatFormat,
+    Ending,
+    FinishedChoice,
+    ResponseHead,
+    StreamUsage,
+    TokenLogprobs,
+)
 from eaas.gateway.tool_calls import CallBegun, CallReader, CallStyle, Part, read_calls
 
 _encode = msgspec.json.encode
@@ -53,16 +61,16 @@ class ToolChatFormat(ChatFormat):
                 entry["finish_reason"] = "tool_calls"
         return entry
 
-    def events(self, head: ResponseHead, choices: int, include_usage: bool) -> ChatEvents:
+    def events(self, head: ResponseHead, choices: int, usage: StreamUsage) -> ChatEvents:
         """The event templates of one stream of so many choices."""
-        return ToolChatEvents(self, head, choices, include_usage)
+        return ToolChatEvents(self, head, choices, usage)
 
 
 class ToolChatEvents(ChatEvents):
     """Stream events of one chat completion with tools."""
 
-    def __init__(self, shape: ToolChatFormat, head: ResponseHead, choices: int, include_usage: bool) -> None:
-        super().__init__(shape, head, choices, include_usage)
+    def __init__(self, shape: ToolChatFormat, head: ResponseHead, choices: int, usage: StreamUsage) -> None:
+        super().__init__(shape, head, choices, usage)
         self._tools = shape
 
     def text(
@@ -72,21 +80,24 @@ class ToolChatEvents(ChatEvents):
         logprobs: Sequence[TokenLogprobs] | None,
         offset: int,
         tokens: Sequence[int] | None = None,
+        ending: Ending | None = None,
     ) -> bytes:
         """The events of one piece of text: words, calls, or none yet."""
         deltas = [self._delta(part) for part in self._tools.reader(index).push(text)]
         if not deltas and (logprobs or tokens):
             deltas = [b""]
-        return self._events(index, deltas, logprobs, tokens)
+        events = self._events(index, deltas, logprobs, tokens)
+        return events if ending is None else events + self.finish(index, ending)
 
-    def finish(self, index: int, reason: str) -> bytes:
+    def finish(self, index: int, ending: Ending) -> bytes:
         """The events that end a choice, once."""
         reader = self._tools.reader(index)
         rest = self._events(
-            index, [self._delta(part) for part in reader.flush(cut=reason == "length")], None, None
+            index, [self._delta(part) for part in reader.flush(cut=ending.reason == "length")], None, None
         )
-        called = reader.calls and reason == "stop"
-        return rest + super().finish(index, "tool_calls" if called else reason)
+        if reader.calls and ending.reason == "stop":
+            ending = ending._replace(reason="tool_calls")
+        return rest + super().finish(index, ending)
 
     def _events(
         self,
@@ -99,7 +110,7 @@ class ToolChatEvents(ChatEvents):
         events = b""
         for number, delta in enumerate(deltas):
             # Log-probabilities and ids are shown once, whatever became of the text.
-            events += start + delta + (self._plain_end if number else self.rest(logprobs, tokens))
+            events += start + delta + (self.rest(None, None) if number else self.rest(logprobs, tokens))
         return events
 
     def _delta(self, part: Part) -> bytes:

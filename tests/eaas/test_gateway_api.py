@@ -74,8 +74,8 @@ def test_a_completion_comes_whole(client: openai.OpenAI) -> None:
 def test_a_completion_streams_each_token_once(client: openai.OpenAI) -> None:
     chunks = list(client.completions.create(model="tiny", prompt="abc", max_tokens=7, stream=True))
     texts = [chunk.choices[0].text for chunk in chunks]
-    assert texts == ["a", "b", "c", "a", "b", "c", "a", ""]
-    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * 7 + ["length"]
+    assert texts == ["a", "b", "c", "a", "b", "c", "a"]
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * 6 + ["length"]
     assert len({chunk.id for chunk in chunks}) == 1
 
 
@@ -97,11 +97,36 @@ def test_a_chat_stream_has_the_role_first_and_one_finish_reason_and_done_last(ur
     *chunks, done = events(url, "/v1/chat/completions", body)
     assert done == "[DONE]"
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-    assert [chunk["choices"][0]["delta"].get("content") for chunk in chunks[1:-1]] == list("<use")
-    assert chunks[-1]["choices"][0]["delta"] == {}
+    assert [chunk["choices"][0]["delta"].get("content") for chunk in chunks[1:]] == list("<use")
     reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
     assert reasons == [None] * (len(chunks) - 1) + ["length"]
     assert all(chunk["object"] == "chat.completion.chunk" and "usage" not in chunk for chunk in chunks)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_every_chunk_has_the_usage_so_far_when_asked(url: str, path: str) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}]} if "chat" in path else {"prompt": "hello"}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, done = events(url, path, {**body, "max_tokens": 4, "stream_options": options})
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert (counts, done) == ([0] * ("chat" in path) + [1, 2, 3, 4, 4], "[DONE]")
+    assert len({chunk["usage"]["prompt_tokens"] for chunk in chunks}) == 1 and not chunks[-1]["choices"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [({"stop": ["x", "cd"]}, "cd"), ({"stop_token_ids": [ord("d")]}, ord("d")), ({"max_tokens": 3}, None)],
+)
+def test_what_stopped_a_choice_is_told(url: str, stream: bool, asked: dict[str, Any], reason: Any) -> None:
+    body = {"prompt": "abcdef", "max_tokens": 9, **asked}
+    if stream:
+        last = events(url, "/v1/completions", body)[-2]["choices"][0]
+        assert last.get("stop_reason") == reason
+    else:
+        last = httpx.post(f"{url}/v1/completions", json=body).json()["choices"][0]
+        assert last["stop_reason"] == reason and last["prompt_logprobs"] is last["token_ids"] is None
+    assert last["finish_reason"] == ("length" if reason is None else "stop")
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
@@ -132,6 +157,24 @@ def test_choices_and_prompts_of_one_request_are_drawn_apart(
     worker.submits.clear()
     client.completions.create(model="tiny", prompt=["ab", "ab"], max_tokens=4, seed=7)
     assert [submit.params.seed for submit in worker.submits] == [7, 7], "a client's seed is every prompt's"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(("last", "shown"), [("assistant", "so farsay"), ("user", "say")])
+def test_a_chat_is_shown_its_last_message_first_where_that_is_the_assistants(
+    url: str, worker: FakeWorker, stream: bool, last: str, shown: str
+) -> None:
+    worker.script[:] = ["say"]
+    body = {"messages": [{"role": last, "content": "so far"}], "max_tokens": 3, "echo": True}
+    if stream:
+        *chunks, _ = events(url, "/v1/chat/completions", body)
+        text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+    else:
+        reply = httpx.post(f"{url}/v1/chat/completions", json=body).json()
+        text = reply["choices"][0]["message"]["content"]
+        assert reply["usage"]["completion_tokens"] == 3
+    worker.script.clear()
+    assert text == shown
 
 
 def test_choices_stream_side_by_side_and_each_ends_once(url: str) -> None:
@@ -232,7 +275,7 @@ def test_defaults_are_those_of_openai(client: openai.OpenAI, worker: FakeWorker)
 
 def test_characters_of_several_tokens_appear_whole(client: openai.OpenAI) -> None:
     chunks = list(client.completions.create(model="tiny", prompt="é€😀", max_tokens=9, stream=True))
-    assert [chunk.choices[0].text for chunk in chunks] == ["é", "€", "😀", ""]
+    assert [chunk.choices[0].text for chunk in chunks] == ["é", "€", "😀"]
 
 
 def test_an_end_token_ends_with_stop_and_without_text(client: openai.OpenAI) -> None:

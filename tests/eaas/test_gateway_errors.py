@@ -187,6 +187,7 @@ def test_a_wrong_value_is_a_400_that_names_the_field(url: str, name: str, value:
         error = refused(url, path, **{name: value})
         assert error["type"] == "invalid_request_error"
         assert name in (error["param"] or "") or name in error["message"], error
+        assert error["param"] and error["code"], error
 
 
 CHAT_ONLY = [

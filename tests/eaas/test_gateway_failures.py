@@ -62,7 +62,7 @@ def stream(url: str, tokens: int, prompt: str = PROMPT) -> Iterator[str]:
 
 
 def expected(tokens: int, prompt: str = PROMPT) -> list[str]:
-    return [*(prompt * (tokens // len(prompt) + 1))[:tokens], ""]
+    return list((prompt * (tokens // len(prompt) + 1))[:tokens])
 
 
 def test_a_worker_killed_in_mid_stream_is_replayed_and_each_token_comes_once(

@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from eaas.gateway.generation import HELD_BYTES, Choice, StreamedGeneration
-from eaas.gateway.openai_format import CompletionFormat, ResponseHead
+from eaas.gateway.openai_format import CompletionFormat, ResponseHead, StreamUsage
 from eaas.gateway.tool_calls import HERMES
 from eaas.gateway.tool_format import ToolChatFormat
 from tests.eaas.gateway_world import FakeWorker, GatewayProcess, World, eventually, gateway_url
@@ -121,7 +121,7 @@ def test_what_a_slow_reader_holds_is_bounded() -> None:
     calls: list[str] = []
     head = ResponseHead(id="x", created=1, model="m", fingerprint="f")
     generation = StreamedGeneration(
-        lambda: None, lambda: CompletionFormat().events(head, 1, False), lambda: calls.append("full")
+        lambda: None, lambda: CompletionFormat().events(head, 1, StreamUsage()), lambda: calls.append("full")
     )
     choice = Choice(
         generation=generation, index=0, detokenizer=Letters(), matcher=None, min_tokens=0, names=None
@@ -141,7 +141,7 @@ def test_text_that_is_held_back_wakes_nobody() -> None:
     woken: list[bool] = []
     head = ResponseHead(id="x", created=1, model="m", fingerprint="f")
     shape = ToolChatFormat(HERMES)
-    generation = StreamedGeneration(lambda: woken.append(True), lambda: shape.events(head, 1, False))
+    generation = StreamedGeneration(lambda: woken.append(True), lambda: shape.events(head, 1, StreamUsage()))
     choice = Choice(
         generation=generation, index=0, detokenizer=Letters(), matcher=None, min_tokens=0, names=None
     )
