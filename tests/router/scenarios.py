@@ -163,6 +163,24 @@ def a_pool_that_is_too_large_drains_one_at_a_time(step: Step) -> None:
     assert went == ["expert/4", "expert/3"], went
 
 
+def nobody_else_drains_before_one_has_gone(step: Step) -> None:
+    """Its experts are still on their way to the others."""
+    told = cluster(step)
+    told.give(Scale(pool="expert", wanted=4))
+    for _ in range(2):
+        told.join()
+    rest(told)
+    told.give(Scale(pool="expert", wanted=2))
+    told.give(Tick(), after_s=0.1)
+    first = told.state.members["expert/1"]
+    told.give(Left(name=first.name, incarnation=first.incarnation, drain=True, replace=True))
+    for _ in range(5):
+        for name in told.state.members:
+            told.renew(name)
+        told.give(Tick(), after_s=0.1)
+        assert sum(record.draining for record in told.state.members.values()) == 1
+
+
 def a_draining_worker_ends_when_nothing_runs_on_it(step: Step) -> None:
     """An attention worker too many goes after it has heard of it and said that it is idle, and not before."""
     told = cluster(step)
@@ -473,6 +491,7 @@ STORIES = (
     who_was_replaced_in_vain_costs_a_drain,
     who_was_not_ordered_stays,
     a_pool_that_is_too_large_drains_one_at_a_time,
+    nobody_else_drains_before_one_has_gone,
     a_draining_worker_ends_when_nothing_runs_on_it,
     a_drain_that_lasts_too_long_ends,
     a_pool_of_none_lets_everything_go,

@@ -9,10 +9,11 @@ import pytest
 from router.core import step
 from router.events import Acked, Exited, Join, Refused, Renewed, Tick
 from router.orders import allowed
-from router.records import acked_by_all, view_of
+from router.records import acked_by_all, phase, view_of
 from router.state import Config, ConfigInvalid
+from router.view import WARMING
 from tests.router.scenarios import STORIES, Step, Told
-from tests.router.told import cluster
+from tests.router.told import cluster, lively
 
 
 @pytest.mark.parametrize("story", STORIES)
@@ -179,6 +180,14 @@ def test_many_silent_servers_make_the_router_doubt_itself_first() -> None:
     assert len(silent(step, servers=4, dumb=4, replicas=2, seconds=60)) == 4, (
         "nobody spoke: it is the observer"
     )
+
+
+def test_who_is_not_ready_is_not_shown_as_usable_whatever_is_thought_of_it() -> None:
+    told = cluster(step)
+    told.join("attention")
+    lively(told, 2.0, "attention/2")
+    assert "attention/2" in told.state.suspects
+    assert phase(told.state, told.state.members["attention/2"]) == WARMING
 
 
 def test_last_replicas_are_copied_not_fenced() -> None:

@@ -556,10 +556,4 @@ MUTANTS = {
         ":",
         "what was one server's fault costs two at once",
     ),
-    "shows the unready as suspect": Mutant(
-        "records",
-        "    if not record.ready:\n",
-        "    if not record.ready and record.name not in state.suspects:\n",
-        "gateways give it streams before it may ask for anything",
-    ),
 }

@@ -32,7 +32,7 @@ FAILED = (
     1795462976663, 1795464076435,
 )  # fmt: skip
 # What only a few of many long runs bring about; make mutants has them.
-RARE = {"exceeds capacity", "drains several at once", "shows the unready as suspect"}
+RARE = {"exceeds capacity"}
 
 
 @pytest.mark.parametrize("mode", runner.MODES)
