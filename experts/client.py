@@ -236,10 +236,12 @@ class ExpertClient:
             kept = np.where(usable, self._table, table)
             complete = self._complete_epoch > 0 and not usable[empty].any()
             table[empty] = kept[empty]
-        if complete:
-            self._complete_epoch = view.epoch
-        self._table = table
-        self._library.expert_client_publish_routes(self._handle, self._complete_epoch, table.ctypes.data)
+        epoch = view.epoch if complete else self._complete_epoch
+        if self._library.expert_client_publish_routes(self._handle, epoch, table.ctypes.data):
+            raise MemoryError(
+                f"no memory for the routes of epoch {view.epoch}; the ones before it stay. Free some."
+            )
+        self._complete_epoch, self._table = epoch, table
         self._tell_adopted()
 
     def _tell_adopted(self) -> None:

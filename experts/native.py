@@ -221,7 +221,7 @@ def _declare_client(library: ctypes.CDLL) -> None:
     library.expert_client_server_idle.argtypes = [c_void_p, c_uint32]
     library.expert_client_server_idle.restype = c_int32
     library.expert_client_publish_routes.argtypes = [c_void_p, c_uint64, c_void_p]
-    library.expert_client_publish_routes.restype = None
+    library.expert_client_publish_routes.restype = c_int32
     library.expert_client_adopted_epoch.argtypes = [c_void_p]
     library.expert_client_adopted_epoch.restype = c_uint64
     library.expert_client_stats.argtypes = [c_void_p, c_uint32, POINTER(ServerStats)]

@@ -167,8 +167,10 @@ class ExpertServer:
     def _run(self) -> None:
         try:
             name_thread()
-            while not self._library.expert_server_run(self._handle, RUN_NS):
+            while not (code := self._library.expert_server_run(self._handle, RUN_NS)):
                 pass
+            if code < 0:
+                raise MemoryError("no memory is left for a batch of requests; free some, or raise the limit.")
         except Exception as error:
             # A member that renews its lease and answers nobody would never be replaced.
             log.exception("serving_ended name=%s", self._endpoint.name)

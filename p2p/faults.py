@@ -82,9 +82,13 @@ def point(name: str) -> None:
 
 
 def link(window: int, peer: str) -> None:
-    """Frames for the member of that name are written to the window at this address, until `unlink`."""
-    if _library is not None:
-        _library.p2p_fault_link(window, peer.encode())
+    """Frames for the member of that name are written to the window at this address, until `unlink`.
+
+    Raises:
+        MemoryError: there is none to note it.
+    """
+    if _library is not None and _library.p2p_fault_link(window, peer.encode()) != 0:
+        raise MemoryError(f"no memory to note which window {peer} reads; free some, or raise the limit.")
 
 
 def unlink(window: int) -> None:
@@ -118,10 +122,15 @@ def arm(
     Raises:
         NotAllowed: `allow` was not called, or there is no native code.
         NoSuchPlace: no such point.
+        MemoryError: there is none for the fault.
     """
     order = _Order(number, after, int(by_s * 1e9), seed, share, times, KINDS[kind], waker)
     lines = "\n".join(peers).encode()
-    if _armory().p2p_fault_arm(ctypes.byref(order), where.encode(), lines) < 0:
+    if code := _armory().p2p_fault_arm(ctypes.byref(order), where.encode(), lines):
+        if code == native.P2P_E_MEMORY:
+            raise MemoryError(
+                f"no memory to arm fault {number}; nothing was armed. Free some, or raise the limit."
+            )
         raise NoSuchPlace(f"there is no point {where!r} in this process's native code; see native/faults.h.")
 
 

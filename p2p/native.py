@@ -9,6 +9,8 @@ from pathlib import Path
 
 LIBRARY = Path(__file__).resolve().parent / "_p2p.so"
 
+P2P_E_MEMORY = -40  # api.h
+
 LANE_FUNCTION = ctypes.CFUNCTYPE(None, c_void_p, c_uint32)
 
 
@@ -47,7 +49,7 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "p2p_lanes_barrier": (None, (c_void_p, c_uint32)),
     "p2p_fault_arm": (c_int, (c_void_p, c_char_p, c_char_p)),
     "p2p_fault_disarm": (c_int, (c_uint64,)),
-    "p2p_fault_link": (None, (c_void_p, c_char_p)),
+    "p2p_fault_link": (c_int, (c_void_p, c_char_p)),
     "p2p_fault_unlink": (None, (c_void_p,)),
     "p2p_fault_pass": (None, (c_char_p,)),
     "p2p_monitor_new": (c_void_p, (c_uint32,)),

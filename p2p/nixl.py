@@ -226,7 +226,8 @@ class NixlEndpoint:
                 undo.pop_all()
         if handle is None:
             raise P2PError(
-                f"no threads are left for endpoint {name}; raise the limit on processes (ulimit -u)."
+                f"no threads or no memory are left for endpoint {name}; raise the limit on processes (ulimit -u) or"
+                " on memory (ulimit -v)."
             )
         self._pump_page = int(self.library.p2p_carrier_page(handle))
         self._carrier = Carrier(name, self.library, handle, self._page, self.device, gpu)
@@ -328,7 +329,7 @@ class NixlEndpoint:
         Raises:
             ValueError: they would not fit.
             EndpointClosed: this side disconnected.
-            PeerGone: the owner has ended or withdrew the window.
+            PeerGone: the owner has ended or withdrew the window, or there is no memory to note the write.
         """
         data = np.frombuffer(source, dtype=np.uint8)
         if offset < 0 or offset + len(data) > peer.nbytes:
@@ -337,7 +338,7 @@ class NixlEndpoint:
             image = peer._require_open().array
             self._require_alive(peer)
             image[offset : offset + len(data)] = data
-            self.library.p2p_link_put(peer._link, offset, len(data))
+            self._require_room(peer, self.library.p2p_link_put(peer._link, offset, len(data)))
 
     def signal(self, peer: NixlPeer, offset: int, value: int) -> None:
         """Send a signal word: whoever sees it sees every earlier put as well.
@@ -345,13 +346,13 @@ class NixlEndpoint:
         Raises:
             ValueError: the word would lie outside the window or off 8 bytes.
             EndpointClosed: this side disconnected.
-            PeerGone: the owner has ended or withdrew the window.
+            PeerGone: the owner has ended or withdrew the window, or there is no memory to note the write.
         """
         check_words(peer.nbytes, offset)
         with self._lock:
             peer._require_open()
             self._require_alive(peer)
-            self.library.p2p_link_signal(peer._link, offset, value)
+            self._require_room(peer, self.library.p2p_link_signal(peer._link, offset, value))
 
     def progress(self) -> None:
         """Move what is under way on this thread; while it is called often, the transport's own thread rests."""
@@ -420,6 +421,14 @@ class NixlEndpoint:
     def _require_alive(self, peer: NixlPeer) -> None:
         if not self.library.p2p_link_alive(peer._link):
             raise PeerGone(f"{peer.name} has ended or withdrew the window; use another.")
+
+    def _require_room(self, peer: NixlPeer, code: int) -> None:
+        if code:
+            # Native code ends the link: some of the write may be under way, and nothing may follow it.
+            raise PeerGone(
+                f"no memory is left to note a write to {peer.name} (code {code}); the link to it ends."
+                " Connect again once there is some."
+            )
 
     def _adopt(self, link: L, memory: HostMemory | DeviceWindow, undo: ExitStack) -> L:
         with self._lock:

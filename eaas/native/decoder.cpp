@@ -2,7 +2,6 @@
 #include <cmath>
 #include <cstring>
 #include <memory>
-#include <new>
 
 #include "eaas/native/decoder_state.h"
 #include "eaas/native/isa.h"
@@ -191,10 +190,7 @@ Decoder* decoder_new(const DecoderShape* shape, const int32_t* moe_layers, const
     if (!d->pool) return nullptr;
     *error = DECODER_OK;
     return d.release();
-} catch (const std::bad_alloc&) {
-    *error = DECODER_E_MEMORY;
-    return nullptr;
-}
+} P2P_CATCH(*error = DECODER_E_MEMORY, nullptr)
 
 void decoder_free(Decoder* decoder) {
     if (!decoder) return;

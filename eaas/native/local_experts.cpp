@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstring>
 #include <memory>
-#include <new>
 #include <vector>
 
 #include "eaas/native/arena.h"
@@ -118,9 +117,7 @@ LocalExperts* local_experts_new(uint32_t layers, uint32_t experts, uint32_t hidd
         local->results = arena.take<float>(pairs * hidden);
     });
     return built ? local.release() : nullptr;
-} catch (const std::bad_alloc&) {
-    return nullptr;
-}
+} P2P_CATCH(nullptr)
 
 void local_experts_free(LocalExperts* local) { delete local; }
 

@@ -6,7 +6,6 @@
 #include <cstring>
 #include <iterator>
 #include <limits>
-#include <new>
 #include <vector>
 
 #include "eaas/native/isa.h"
@@ -267,9 +266,7 @@ int32_t sampler_sample(const float* logits, uint32_t rows, uint32_t vocab, const
         if (status != SAMPLER_OK) return status;
     }
     return SAMPLER_OK;
-} catch (const std::bad_alloc&) {
-    return SAMPLER_E_MEMORY;
-}
+} P2P_CATCH(SAMPLER_E_MEMORY)
 
 void sampler_philox(const uint32_t counter[4], const uint32_t key[2], uint32_t out[4]) {
     uint32_t c[4] = {counter[0], counter[1], counter[2], counter[3]};

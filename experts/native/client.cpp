@@ -94,9 +94,7 @@ P2P_API ExpertClient* expert_client_new(uint32_t layers, uint32_t experts, uint3
         client->scratch[lane].pairs.reserve(chunk_pairs);
     }
     return client.release();
-} catch (const std::bad_alloc&) {
-    return nullptr;
-}
+} P2P_CATCH(nullptr)
 
 P2P_API void expert_client_free(ExpertClient* client) { delete client; }
 
@@ -163,7 +161,7 @@ P2P_API int32_t expert_client_server_idle(ExpertClient* client, uint32_t index) 
     return state.load() == SERVER_EMPTY;
 }
 
-P2P_API void expert_client_publish_routes(ExpertClient* client, uint64_t epoch, const uint8_t* table) {
+P2P_API int32_t expert_client_publish_routes(ExpertClient* client, uint64_t epoch, const uint8_t* table) try {
     auto routes = std::make_unique<Routes>();
     routes->epoch = epoch;
     routes->table.assign(
@@ -177,7 +175,8 @@ P2P_API void expert_client_publish_routes(ExpertClient* client, uint64_t epoch, 
     // A call may be waiting for exactly these routes.
     if (client->page)
         for (uint32_t lane = 0; lane < client->lanes; lane++) p2p_bell_ring(client->page, lane);
-}
+    return EXPERTS_OK;
+} P2P_CATCH(EXPERTS_E_MEMORY)
 
 P2P_API uint64_t expert_client_adopted_epoch(ExpertClient* client) { return client->adopted_epoch.load(); }
 

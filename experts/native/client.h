@@ -86,8 +86,8 @@ P2P_API void expert_client_remove_server(ExpertClient* client, uint32_t index);
 P2P_API int32_t expert_client_server_idle(ExpertClient* client, uint32_t index);
 // table: [layers][experts][EXPERTS_MAX_REPLICAS] server indexes, padded with EXPERTS_NO_SERVER. Copied;
 // adopted at once where no call runs, else at the end of the running call (or within it, when that call waits
-// for a replica).
-P2P_API void expert_client_publish_routes(ExpertClient* client, uint64_t epoch, const uint8_t* table);
+// for a replica). EXPERTS_OK, or EXPERTS_E_MEMORY: nothing has changed.
+P2P_API int32_t expert_client_publish_routes(ExpertClient* client, uint64_t epoch, const uint8_t* table);
 // Nothing that the running call has out was asked by routes older than this epoch's.
 P2P_API uint64_t expert_client_adopted_epoch(ExpertClient* client);
 P2P_API int32_t expert_client_stats(ExpertClient* client, uint32_t index, ServerStats* out);

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <new>
 
 #include "experts/native/client_state.h"
 #include "p2p/native/doorbell.h"
@@ -81,18 +80,13 @@ int32_t begin(ExpertClient* client, uint32_t layer, const void* rows, uint32_t n
     client->arena.reset();
     plan_first(client, now_ns);
     return EXPERTS_OK;
-} catch (const std::bad_alloc&) {
-    if (client->in_call) finish(client);
-    return EXPERTS_E_MEMORY;
-}
+} P2P_CATCH(client->in_call ? finish(client) : void(), EXPERTS_E_MEMORY)
 
 int32_t plan_or_fail(ExpertClient* client, uint64_t now_ns) try {
     if (now_ns >= client->call.deadline_ns) return EXPERTS_E_LOST;
     plan_again(client, now_ns);
     return EXPERTS_OK;
-} catch (const std::bad_alloc&) {
-    return EXPERTS_E_MEMORY;
-}
+} P2P_CATCH(EXPERTS_E_MEMORY)
 
 void ring_lanes(ExpertClient* client, uint32_t lane) {
     if (!client->page) return;

@@ -1,7 +1,6 @@
 // The server's life around batches: clients, experts, lease; the loop of each lane.
 #include <time.h>
 
-#include <new>
 
 #include "experts/native/server_state.h"
 #include "p2p/native/doorbell.h"
@@ -43,26 +42,26 @@ bool may_answer(ExpertServer* server) {
     return lease_ns == UINT64_MAX || (lease_ns && boottime_ns() < lease_ns);
 }
 
+// Computes the next batch, or finds none.
+bool serve_next(ExpertServer* server, uint64_t now_ns) try {
+    std::lock_guard lock(server->mutex);
+    if (!may_answer(server) || !collect(server, now_ns)) return false;
+    server->left.store(server->lanes - 1, std::memory_order_relaxed);
+    server->batch.fetch_add(1, std::memory_order_release);
+    for (uint32_t lane = 1; lane < server->lanes; lane++) p2p_bell_ring(server->page, lane);
+    serve_batch(server, 0);
+    return true;
+} P2P_CATCH(server->starved = true)
+
 void lead(ExpertServer* server) {
     void* page = server->page;
     for (;;) {
         uint32_t seen = p2p_bell_read(page, 0);
         uint64_t now_ns = monotonic_ns();
         if (page) p2p_bell_beat(page);
-        if (server->stopped.load() || now_ns >= server->run_until_ns) break;
-        bool served = false;
+        if (server->stopped.load() || server->starved || now_ns >= server->run_until_ns) break;
         let_others_pass(server);
-        {
-            std::lock_guard lock(server->mutex);
-            if (may_answer(server) && collect(server, now_ns)) {
-                served = true;
-                server->left.store(server->lanes - 1, std::memory_order_relaxed);
-                server->batch.fetch_add(1, std::memory_order_release);
-                for (uint32_t lane = 1; lane < server->lanes; lane++) p2p_bell_ring(page, lane);
-                serve_batch(server, 0);
-            }
-        }
-        if (!served) p2p_bell_wait(page, 0, seen, P2P_WAIT_NS);
+        if (!serve_next(server, now_ns)) p2p_bell_wait(page, 0, seen, P2P_WAIT_NS);
     }
     server->running.store(false);
     server->batch.fetch_add(1, std::memory_order_release);
@@ -117,9 +116,7 @@ P2P_API ExpertServer* expert_server_new(uint32_t layers, uint32_t experts, uint3
     server->experts.assign(uint64_t(layers) * experts, Expert{});
     server->pool = p2p_lanes_new(lanes, cores);
     return server->pool ? server.release() : nullptr;
-} catch (const std::bad_alloc&) {
-    return nullptr;
-}
+} P2P_CATCH(nullptr)
 
 P2P_API void expert_server_free(ExpertServer* server) {
     if (!server) return;
@@ -189,17 +186,18 @@ P2P_API int32_t expert_server_run(ExpertServer* server, uint64_t max_ns) {
     Run run{server, server->batch.load()};
     server->run_until_ns = monotonic_ns() + max_ns;
     server->running.store(true);
+    server->starved = false;
     p2p_lanes_run(server->pool, run_lane, &run);
-    return server->stopped.load();
+    return server->starved ? int32_t(EXPERT_SERVER_E_MEMORY) : server->stopped.load();
 }
 
-P2P_API int32_t expert_server_step(ExpertServer* server, uint64_t now_ns) {
+P2P_API int32_t expert_server_step(ExpertServer* server, uint64_t now_ns) try {
     if (server->lanes != 1) return EXPERT_SERVER_E_ARGUMENT;
     std::lock_guard lock(server->mutex);
     if (!may_answer(server) || !collect(server, now_ns)) return 0;
     serve_batch(server, 0);
     return int32_t(server->job_count);
-}
+} P2P_CATCH(EXPERT_SERVER_E_MEMORY)
 
 P2P_API void expert_server_counters(ExpertServer* server, ServerCounters* out) {
     auto read = [](uint64_t& field) { return std::atomic_ref(field).load(std::memory_order_relaxed); };

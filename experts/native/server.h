@@ -77,8 +77,9 @@ P2P_API void expert_server_set_lease(ExpertServer* server, uint64_t boottime_ns)
 P2P_API void expert_server_stop(ExpertServer* server);
 
 // Serves for at most max_ns, parked on the doorbell where idle. The caller becomes lane 0. Returns 1 when
-// stopped.
+// stopped, EXPERT_SERVER_E_MEMORY when there was no memory for a batch: its requests stay unanswered.
 P2P_API int32_t expert_server_run(ExpertServer* server, uint64_t max_ns);
-// One batch at most, never waits; for servers of one lane. Returns the number of requests answered.
+// One batch at most, never waits; for servers of one lane. Returns the number of requests answered, or
+// EXPERT_SERVER_E_MEMORY.
 P2P_API int32_t expert_server_step(ExpertServer* server, uint64_t now_ns);
 P2P_API void expert_server_counters(ExpertServer* server, ServerCounters* out);

@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <vector>
 
 #include "experts/native/kernels.h"
@@ -21,14 +22,15 @@ struct FreeMemory {
     void operator()(uint8_t* memory) const { std::free(memory); }
 };
 
-// Grows, never shrinks; contents are lost when it grows.
+// Grows, never shrinks; contents are lost when it grows. Throws std::bad_alloc.
 class Buffer {
   public:
     uint8_t* need(uint64_t bytes) {
         if (bytes > bytes_) {
             uint64_t size = (bytes + bytes / 2 + 4095) / 4096 * 4096;
+            bytes_ = 0;
             memory_.reset(static_cast<uint8_t*>(std::aligned_alloc(64, size)));
-            if (!memory_) std::abort();  // a server without memory is best replaced
+            if (!memory_) throw std::bad_alloc();
             bytes_ = size;
         }
         return memory_.get();
@@ -113,13 +115,15 @@ struct ExpertServer {
     std::atomic<uint32_t> batch{0};  // rises when a batch is ready for the other lanes
     std::atomic<uint32_t> left{0};   // other lanes that have not left the batch yet
     std::atomic<bool> running{false};
+    bool starved = false;  // the run ended for want of memory: a server without is best replaced
     uint64_t run_until_ns = 0;
 };
 
 namespace experts {
 
 uint64_t monotonic_ns();
-// Takes what is ready, validates it and groups it; false where there is nothing to compute or refuse.
+// Takes what is ready, validates it and groups it; false where there is nothing to compute or refuse. All of a batch's
+// memory is had here: throws std::bad_alloc.
 bool collect(ExpertServer* server, uint64_t now_ns);
 // Computes and answers the batch; made by every lane.
 void serve_batch(ExpertServer* server, uint32_t lane);

@@ -5,7 +5,6 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
-#include <new>
 
 namespace experts {
 namespace {
@@ -263,9 +262,7 @@ P2P_API int32_t expert_waterfill(uint32_t n, const uint32_t* counts, const uint6
     for (const experts::Want& want : wants)
         std::memcpy(rows + want.expert * EXPERTS_MAX_REPLICAS, want.rows, sizeof want.rows);
     return EXPERTS_OK;
-} catch (const std::bad_alloc&) {
-    return EXPERTS_E_MEMORY;
-}
+} P2P_CATCH(EXPERTS_E_MEMORY)
 
 P2P_API int32_t expert_weigh(uint32_t n, const double* ns_per_unit, double* speed) {
     if (n > EXPERTS_MAX_SERVERS) return EXPERTS_E_ARGUMENT;

@@ -7,7 +7,7 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <system_error>
+#include <exception>
 
 #include "p2p/native/link.h"
 
@@ -46,7 +46,7 @@ std::thread quiet_thread(const char* name, Run run) {
     try {
         thread = std::thread(run);
         pthread_setname_np(thread.native_handle(), name);
-    } catch (const std::system_error&) {
+    } catch (const std::exception&) {  // no thread, or no memory for one
         // The caller looks whether it is joinable.
     }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
@@ -59,7 +59,17 @@ std::thread quiet_thread(const char* name, Run run) {
 
 bool P2pCarrier::round(uint64_t now) {
     bool busy = false;
-    for (P2pLink* link : links) busy |= link->step(now);
+    for (P2pLink* link : links) {
+        try {
+            if (!link->starved)
+                busy |= link->step(now);
+            else
+                link->lose(), link->starved = false;
+        } catch (...) {
+            // What it had begun is half done: without memory the link ends, as soon as there is enough for that.
+            link->starved = true;
+        }
+    }
     return busy;
 }
 
@@ -102,10 +112,20 @@ void P2pCarrier::run_builder() {
         else
             path = make_path(*job.link, job.rail, job.address, error, sizeof error);
         held.lock();
-        if (job.path)
-            destroyed(job);
-        else
-            made(job, path);
+        try {
+            if (path && !wanted(job)) {
+                held.unlock();
+                p2p_nixl_path_free(path);
+                held.lock();
+                path = nullptr;
+            }
+            if (path)
+                made(job, path);
+            else
+                destroyed(job);
+        } catch (...) {
+            job.link->starved = true;
+        }
         job.link->jobs--;
         changed.notify_all();
     }
@@ -148,17 +168,14 @@ void P2pCarrier::open_rail(P2pLink& link, uint32_t rail, uint32_t generation, st
     enqueue({&link, rail, generation, nullptr, std::move(address)});
 }
 
+bool P2pCarrier::wanted(const p2p::Job& job) const {
+    const p2p::Rail& at = job.link->rails[job.rail];
+    return at.stage == p2p::Stage::MAKING && at.generation == job.generation && !job.link->closing && !job.link->lost;
+}
+
 void P2pCarrier::made(const p2p::Job& job, P2pNixlPath* path) {
     P2pLink& link = *job.link;
     p2p::Rail& at = link.rails[job.rail];
-    bool wanted = at.stage == p2p::Stage::MAKING && at.generation == job.generation && !link.closing && !link.lost;
-    if (!path || !wanted) {
-        if (path)
-            enqueue({&link, job.rail, job.generation, path, {}});
-        else
-            destroyed(job);
-        return;
-    }
     uint64_t now = p2p::now_ns();
     at.path = path;
     at.stage = p2p::Stage::GREETING;
@@ -184,7 +201,9 @@ bool P2pLink::step(uint64_t now) {
         if (rails[i].stage == p2p::Stage::OPEN) p2p_nixl_path_beat(rails[i].path, now);
     }
     if (!opened || lost) return busy;
-    busy |= (writer ? p2p_writer_step(writer, now) : p2p_owner_step(owner, now)) > 0;
+    int did = writer ? p2p_writer_step(writer, now) : p2p_owner_step(owner, now);
+    if (did < 0) throw std::bad_alloc();
+    busy |= did > 0;
     P2pCommand& command = carrier->command;
     while (!lost) {
         if (!(writer ? p2p_writer_command(writer, &command) : p2p_owner_command(owner, &command))) break;
@@ -229,7 +248,7 @@ void P2pLink::path_closed(uint32_t rail, uint32_t generation) {
 
 P2P_API P2pCarrier* p2p_carrier_new(uint64_t incarnation, const char* const* rails, uint32_t rail_count,
                                     void* page, uint32_t lanes, const P2pChannelConfig* config,
-                                    const P2pGpu* gpu) {
+                                    const P2pGpu* gpu) try {
     if (rail_count < 1 || rail_count > P2P_PATHS) return nullptr;
     auto carrier = std::make_unique<P2pCarrier>();
     carrier->incarnation = incarnation;
@@ -246,7 +265,7 @@ P2P_API P2pCarrier* p2p_carrier_new(uint64_t incarnation, const char* const* rai
     if (running->pump.joinable() && running->builder.joinable()) return carrier.release();
     p2p_carrier_free(carrier.release());
     return nullptr;
-}
+} P2P_CATCH(nullptr)
 
 P2P_API void p2p_carrier_leave(P2pCarrier* carrier) {
     p2p::Visit visit(carrier);

@@ -57,7 +57,7 @@ P2P_API P2pLink* p2p_link_connect(P2pCarrier* carrier, void* image, uint64_t nby
 // before, as long as they move; `bound_ns` for everything.
 P2P_API void p2p_link_close(P2pLink* link, uint64_t bound_ns);
 
-// Of a peer's link; -1 where the range does not lie in the window.
+// Of a peer's link; -1 where the range does not lie in the window, P2P_E_MEMORY: the link ends.
 P2P_API int p2p_link_put(P2pLink* link, uint64_t offset, uint64_t bytes);
 P2P_API int p2p_link_signal(P2pLink* link, uint64_t offset, uint64_t value);
 // 1 while the other side is there or still awaited, 0 once it is gone and can write no more.

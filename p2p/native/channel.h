@@ -80,10 +80,12 @@ P2P_API int p2p_writer_path_open(P2pWriter* writer, uint32_t path, uint32_t gene
 P2P_API void p2p_writer_path_closed(P2pWriter* writer, uint32_t path, uint32_t generation);
 // The image's header page names slots (window.h): from now on a slot whose signal changes is sent by itself.
 P2P_API int p2p_writer_watch_slots(P2pWriter* writer);
-// Send a range of the image; after it, and all before it, a signal. -1 where it does not lie in the window.
+// Send a range of the image; after it, and all before it, a signal. -1 where it does not lie in the window;
+// P2P_E_MEMORY: some of it may have been sent, and the channel must end.
 P2P_API int p2p_writer_put(P2pWriter* writer, uint64_t offset, uint64_t bytes, uint64_t now_ns);
 P2P_API int p2p_writer_signal(P2pWriter* writer, uint64_t offset, uint64_t value, uint64_t now_ns);
-// Does what can be done now. 1 where anything happened or is under way, 0 where idle.
+// Does what can be done now. 1 where anything happened or is under way, 0 where idle, P2P_E_MEMORY where what it did is
+// half done: the channel must end.
 P2P_API int p2p_writer_step(P2pWriter* writer, uint64_t now_ns);
 P2P_API int p2p_writer_command(P2pWriter* writer, P2pCommand* out);  // 1: the next one; 0: none
 P2P_API void p2p_writer_bye(P2pWriter* writer);

@@ -1,7 +1,6 @@
 // The owner's end of a channel: knows which writes are there, stores signals, closes paths that are dead.
 #include <algorithm>
 #include <iterator>
-#include <new>
 #include <vector>
 
 #include "p2p/native/channel_end.h"
@@ -268,9 +267,7 @@ P2P_API P2pOwner* p2p_owner_new(void* window, uint64_t nbytes, uint64_t incarnat
     owner->lanes = lanes;
     owner->config = *config;
     return owner.release();
-} catch (const std::bad_alloc&) {
-    return nullptr;
-}
+} P2P_CATCH(nullptr)
 
 P2P_API void p2p_owner_free(P2pOwner* owner) { delete owner; }
 
@@ -315,11 +312,9 @@ P2P_API int p2p_owner_offer(P2pOwner* owner, uint32_t index, uint32_t generation
     path.offered_ns = 0;
     path.first_offer_ns = now_ns;
     return 0;
-} catch (const std::bad_alloc&) {
-    return -1;
-}
+} P2P_CATCH(-1)
 
-P2P_API int p2p_owner_step(P2pOwner* owner, uint64_t now_ns) {
+P2P_API int p2p_owner_step(P2pOwner* owner, uint64_t now_ns) try {
     bool busy = false;
     for (uint32_t i = 0; i < P2P_PATHS && !owner->lost; i++) busy |= poll_path(owner, i, now_ns);
     for (uint32_t i = 0; i < P2P_PATHS && !owner->lost; i++) {
@@ -329,15 +324,15 @@ P2P_API int p2p_owner_step(P2pOwner* owner, uint64_t now_ns) {
     if (owner->lost) return 0;
     report(owner, now_ns);
     return busy || owner->unreported;
-}
+} P2P_CATCH(P2P_E_MEMORY)
 
 P2P_API int p2p_owner_command(P2pOwner* owner, P2pCommand* out) { return owner->next_command(out); }
 
-P2P_API void p2p_owner_bye(P2pOwner* owner) {
+P2P_API void p2p_owner_bye(P2pOwner* owner) try {
+    owner->lost = true;
     for (OwnerPath& path : owner->paths)
         if (path.state == PathState::LIVE) tell(*owner, path.ends, note_of(P2P_NOTE_BYE));
-    owner->lost = true;
-}
+} P2P_CATCH()
 
 P2P_API void p2p_owner_counts(const P2pOwner* owner, P2pChannelCounts* out) {
     *out = owner->counts;

@@ -1,7 +1,6 @@
 // The writer's end of a channel: numbers writes, spreads them over the paths, sends again what a closed path lost.
 #include <algorithm>
 #include <deque>
-#include <new>
 #include <vector>
 
 #include "p2p/native/channel_end.h"
@@ -395,9 +394,7 @@ P2P_API P2pWriter* p2p_writer_new(void* image, uint64_t nbytes, uint64_t incarna
     writer->incarnation = incarnation;
     writer->config = *config;
     return writer.release();
-} catch (const std::bad_alloc&) {
-    return nullptr;
-}
+} P2P_CATCH(nullptr)
 
 P2P_API void p2p_writer_free(P2pWriter* writer) { delete writer; }
 
@@ -439,24 +436,22 @@ P2P_API int p2p_writer_watch_slots(P2pWriter* writer) try {
     writer->slots = header.slots;
     writer->capacity = header.payload_capacity;
     return 0;
-} catch (const std::bad_alloc&) {
-    return -1;
-}
+} P2P_CATCH(-1)
 
-P2P_API int p2p_writer_put(P2pWriter* writer, uint64_t offset, uint64_t bytes, uint64_t now_ns) {
+P2P_API int p2p_writer_put(P2pWriter* writer, uint64_t offset, uint64_t bytes, uint64_t now_ns) try {
     if (offset > writer->nbytes || bytes > writer->nbytes - offset) return -1;
     submit_pieces(writer, offset, bytes, false, 0, 0, now_ns);
     return 0;
-}
+} P2P_CATCH(P2P_E_MEMORY)
 
-P2P_API int p2p_writer_signal(P2pWriter* writer, uint64_t offset, uint64_t value, uint64_t now_ns) {
+P2P_API int p2p_writer_signal(P2pWriter* writer, uint64_t offset, uint64_t value, uint64_t now_ns) try {
     if (offset % 8 || writer->nbytes < 8 || offset > writer->nbytes - 8) return -1;
     // First 0: everything before it, whatever path that takes.
     submit(writer, 0, 0, 0, true, offset, value, now_ns);
     return 0;
-}
+} P2P_CATCH(P2P_E_MEMORY)
 
-P2P_API int p2p_writer_step(P2pWriter* writer, uint64_t now_ns) {
+P2P_API int p2p_writer_step(P2pWriter* writer, uint64_t now_ns) try {
     if (writer->lost) return 0;
     // This side's own pauses are no silence of the paths.
     uint64_t pause_ns = writer->stepped_ns ? now_ns - std::min(now_ns, writer->stepped_ns) : 0;
@@ -475,15 +470,15 @@ P2P_API int p2p_writer_step(P2pWriter* writer, uint64_t now_ns) {
     doubt(writer, now_ns);
     // A peer that says nothing does not keep this side awake.
     return busy || (!writer->writes.empty() && now_ns - std::min(now_ns, writer->event_ns) < LATELY_NS);
-}
+} P2P_CATCH(P2P_E_MEMORY)
 
 P2P_API int p2p_writer_command(P2pWriter* writer, P2pCommand* out) { return writer->next_command(out); }
 
-P2P_API void p2p_writer_bye(P2pWriter* writer) {
+P2P_API void p2p_writer_bye(P2pWriter* writer) try {
+    writer->lost = true;
     for (WriterPath& path : writer->paths)
         if (path.state == PathState::LIVE) tell(*writer, path.ends, note_of(P2P_NOTE_BYE));
-    writer->lost = true;
-}
+} P2P_CATCH()
 
 P2P_API void p2p_writer_counts(const P2pWriter* writer, P2pChannelCounts* out) {
     *out = writer->counts;

@@ -98,11 +98,12 @@ struct Table {
     }
 
     void delay(Late frame) {
+        // Without a thread to carry it, it must not be taken.
+        if (!carrying) std::thread([this] { carry(); }).detach();
+        carrying = true;
         frame.order = orders++;
         late.push_back(frame);
         std::push_heap(late.begin(), late.end());
-        if (!carrying) std::thread([this] { carry(); }).detach();
-        carrying = true;
         changed.notify_one();
     }
 
@@ -148,7 +149,7 @@ void flip(uint8_t* bytes, uint64_t count, uint64_t drawn) {
 
 }  // namespace
 
-P2P_API int p2p_fault_arm(const P2pFault* fault, const char* where, const char* peers) {
+P2P_API int p2p_fault_arm(const P2pFault* fault, const char* where, const char* peers) try {
     bool at_point = fault->kind == P2P_FAULT_KILL || fault->kind == P2P_FAULT_FREEZE;
     uint32_t point = at_point ? point_of(where) : POINT_COUNT;
     if (fault->kind < P2P_FAULT_KILL || fault->kind > P2P_FAULT_NAN || (at_point && point == POINT_COUNT)) return -1;
@@ -158,7 +159,7 @@ P2P_API int p2p_fault_arm(const P2pFault* fault, const char* where, const char* 
     table().armed.push_back({*fault, where, lines, point, {}});
     p2p_faults_armed.store(uint32_t(table().armed.size()));
     return 0;
-}
+} P2P_CATCH(P2P_E_MEMORY)
 
 P2P_API int p2p_fault_disarm(uint64_t id) {
     std::lock_guard held(table().mutex);
@@ -167,10 +168,11 @@ P2P_API int p2p_fault_disarm(uint64_t id) {
     return gone != 0;
 }
 
-P2P_API void p2p_fault_link(const void* window, const char* peer) {
+P2P_API int p2p_fault_link(const void* window, const char* peer) try {
     std::lock_guard held(table().mutex);
     table().peers[window] = peer;
-}
+    return 0;
+} P2P_CATCH(P2P_E_MEMORY)
 
 P2P_API void p2p_fault_unlink(const void* window) {
     std::lock_guard held(table().mutex);
@@ -203,7 +205,7 @@ P2P_API void p2p_fault_strike(uint32_t point) {
 }
 
 P2P_API int p2p_fault_send(const void* window, void* slot, uint64_t value, void* bells, uint32_t lane,
-                           uint32_t lanes) {
+                           uint32_t lanes) try {
     std::lock_guard held(table().mutex);
     const std::string& peer = table().peer_at(window);
     uint64_t by_ns = 0;
@@ -226,7 +228,7 @@ P2P_API int p2p_fault_send(const void* window, void* slot, uint64_t value, void*
     if (!by_ns) return 0;
     table().delay({now_ns() + by_ns, 0, window, slot, value, bells, lane, lanes});
     return 1;
-}
+} P2P_CATCH(0)  // sent as if no fault were armed
 
 P2P_API int p2p_fault_is_cut(const void* window) {
     std::lock_guard held(table().mutex);
@@ -236,7 +238,7 @@ P2P_API int p2p_fault_is_cut(const void* window) {
     });
 }
 
-P2P_API void p2p_fault_spoil(const void* window, float* rows, uint64_t count) {
+P2P_API void p2p_fault_spoil(const void* window, float* rows, uint64_t count) try {
     std::lock_guard held(table().mutex);
     const std::string& peer = table().peer_at(window);
     for (Armed& one : table().armed) {
@@ -248,7 +250,7 @@ P2P_API void p2p_fault_spoil(const void* window, float* rows, uint64_t count) {
         else
             flip(reinterpret_cast<uint8_t*>(rows), count * sizeof *rows, mix(drawn));
     }
-}
+} P2P_CATCH()
 
 P2P_API void p2p_fault_linger(uint64_t began_ns, void* page) {
     double worked_ns = double(now_ns() - began_ns);

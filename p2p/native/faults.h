@@ -55,12 +55,13 @@ struct P2pFault {
     int32_t waker;
 };
 
-// `where`: the point or the rail. `peers`: names, a line each; empty: all. 0, or -1: there is no such kind or point.
+// `where`: the point or the rail. `peers`: names, a line each; empty: all. 0; -1: there is no such kind or
+// point; P2P_E_MEMORY.
 P2P_API int p2p_fault_arm(const P2pFault* fault, const char* where, const char* peers);
 // What was delayed still comes at its time. 1 where it was armed.
 P2P_API int p2p_fault_disarm(uint64_t id);
-// Frames for that peer are written to the window at this address, from now until _unlink.
-P2P_API void p2p_fault_link(const void* window, const char* peer);
+// Frames for that peer are written to the window at this address, from now until _unlink. 0 or P2P_E_MEMORY.
+P2P_API int p2p_fault_link(const void* window, const char* peer);
 // To be called before the memory goes: on return no delayed signal is stored there any more.
 P2P_API void p2p_fault_unlink(const void* window);
 // The same as p2p_fault_point, for the points that Python passes.

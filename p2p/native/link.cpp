@@ -14,6 +14,7 @@ namespace {
 using p2p::Rail;
 using p2p::Stage;
 
+constexpr const char* NO_MEMORY = "no memory is left";
 constexpr uint64_t DRAIN_NS = 200'000;
 constexpr uint32_t BYE_STEPS = 4;
 constexpr uint64_t STRAGGLER_NS = 400'000'000;  // for the other rails, once one is welcomed
@@ -42,9 +43,29 @@ void wait(P2pCarrier* carrier, std::unique_lock<std::mutex>& held, uint64_t ns) 
     carrier->changed.wait_for(held, std::chrono::nanoseconds(ns));
 }
 
-std::unique_ptr<P2pLink> new_link(P2pCarrier* carrier, void* memory, uint64_t nbytes, uint64_t incarnation,
+// The link is in no list any more, or never was, and has no jobs.
+void destroy(P2pLink* link) {
+    for (Rail& rail : link->rails) p2p_nixl_path_free(rail.path);
+    link->hang_up();
+    if (link->fds[0] >= 0) close(link->fds[0]);
+    if (link->writer) p2p_writer_free(link->writer);
+    p2p_monitor_free(link->monitor);
+    if (link->owner) p2p_owner_free(link->owner);
+    delete link;
+}
+
+struct Destroy {
+    void operator()(P2pLink* link) const { destroy(link); }
+};
+using NewLink = std::unique_ptr<P2pLink, Destroy>;
+// Of one that is in the carrier's list.
+struct Close {
+    void operator()(P2pLink* link) const { p2p_link_close(link, 0); }
+};
+
+NewLink new_link(P2pCarrier* carrier, void* memory, uint64_t nbytes, uint64_t incarnation,
                                   const void* token, size_t rails) {
-    auto link = std::make_unique<P2pLink>();
+    NewLink link(new P2pLink);
     link->carrier = carrier;
     link->memory = static_cast<uint8_t*>(memory);
     link->nbytes = nbytes;
@@ -67,17 +88,6 @@ const char* prepare(P2pLink& link, const std::vector<std::string>* addresses, ch
         made |= rail.path != nullptr;
     }
     return made ? nullptr : scratch;
-}
-
-// The link is in no list any more, or never was, and has no jobs.
-void destroy(P2pLink* link) {
-    for (Rail& rail : link->rails) p2p_nixl_path_free(rail.path);
-    link->hang_up();
-    if (link->fds[0] >= 0) close(link->fds[0]);
-    if (link->writer) p2p_writer_free(link->writer);
-    p2p_monitor_free(link->monitor);
-    if (link->owner) p2p_owner_free(link->owner);
-    delete link;
 }
 
 bool all_settled(const P2pLink& link) {
@@ -111,8 +121,9 @@ void drain(P2pLink& link, std::unique_lock<std::mutex>& held, uint64_t deadline)
     }
 }
 
-// What was told goes out only while its path is polled, and no longer when the agent is gone.
-void say_goodbye(P2pLink& link, std::unique_lock<std::mutex>& held) {
+// What was told goes out only while its path is polled, and no longer when the agent is gone. Without memory nothing is
+// told: the other end notices.
+void say_goodbye(P2pLink& link, std::unique_lock<std::mutex>& held) try {
     P2pPathEvent event;
     link.writer ? p2p_writer_bye(link.writer) : p2p_owner_bye(link.owner);
     for (uint32_t i = 0; i < BYE_STEPS; i++) {
@@ -123,7 +134,7 @@ void say_goodbye(P2pLink& link, std::unique_lock<std::mutex>& held) {
         }
         wait(link.carrier, held, DRAIN_NS);
     }
-}
+} P2P_CATCH()
 
 }  // namespace
 
@@ -136,7 +147,7 @@ void P2pLink::hang_up() {
 }
 
 P2P_API P2pLink* p2p_link_export(P2pCarrier* carrier, void* window, uint64_t nbytes, uint64_t incarnation,
-                                 const void* token, char* error, uint64_t error_bytes) {
+                                 const void* token, char* error, uint64_t error_bytes) try {
     p2p::OnGpu on(carrier->gpu);
     auto link = new_link(carrier, window, nbytes, incarnation, token, carrier->rails.size());
     link->owner = p2p_owner_new(window, nbytes, incarnation, carrier->page, carrier->lanes, &carrier->config);
@@ -146,13 +157,12 @@ P2P_API P2pLink* p2p_link_export(P2pCarrier* carrier, void* window, uint64_t nby
                                     : "the channel's configuration is out of range";
     if (wrong) {
         std::snprintf(error, error_bytes, "%s", wrong);
-        destroy(link.release());
         return nullptr;
     }
     p2p::Visit visit(carrier);
     carrier->links.push_back(link.get());
     return link.release();
-}
+} P2P_CATCH(std::snprintf(error, error_bytes, NO_MEMORY), nullptr)
 
 P2P_API uint32_t p2p_link_address(P2pLink* link, void* out) {
     p2p::Visit visit(link->carrier);
@@ -170,7 +180,7 @@ P2P_API uint32_t p2p_link_address(P2pLink* link, void* out) {
 
 P2P_API P2pLink* p2p_link_connect(P2pCarrier* carrier, void* image, uint64_t nbytes, uint64_t incarnation,
                                   const void* token, const void* address, uint32_t address_bytes,
-                                  uint64_t timeout_ns, char* error, uint64_t error_bytes) {
+                                  uint64_t timeout_ns, char* error, uint64_t error_bytes) try {
     p2p::OnGpu on(carrier->gpu);
     uint64_t deadline = p2p::now_ns() + timeout_ns;
     std::vector<std::string> addresses = split(address, address_bytes);
@@ -188,14 +198,16 @@ P2P_API P2pLink* p2p_link_connect(P2pCarrier* carrier, void* image, uint64_t nby
     if (!wrong) wrong = prepare(*link, &addresses, scratch, sizeof scratch);
     if (wrong) {
         std::snprintf(error, error_bytes, "%s", wrong);
-        destroy(link.release());
         return nullptr;
     }
-    P2pLink* joined = link.release();
+    {
+        p2p::Visit visit(carrier);
+        carrier->links.push_back(link.get());
+    }
+    std::unique_ptr<P2pLink, Close> joined(link.release());
     bool welcomed, broken;
     {
         p2p::Visit visit(carrier);
-        carrier->links.push_back(joined);
         p2p_bell_ring(carrier->bells, 0);
         bool first = true;
         while (!all_settled(*joined) && !joined->lost && !carrier->leaving) {
@@ -209,14 +221,13 @@ P2P_API P2pLink* p2p_link_connect(P2pCarrier* carrier, void* image, uint64_t nby
         for (uint32_t i = 0; welcomed && i < joined->rails.size(); i++)
             if (joined->rails[i].stage == Stage::GREETING) joined->give_up(i);
     }
-    if (welcomed) return joined;
+    if (welcomed) return joined.release();
     if (broken)
         std::snprintf(error, error_bytes, "the connection was refused or broke");
     else
         std::snprintf(error, error_bytes, "no answer in %llu ms", (unsigned long long)(timeout_ns / 1'000'000));
-    p2p_link_close(joined, 0);
     return nullptr;
-}
+} P2P_CATCH(std::snprintf(error, error_bytes, NO_MEMORY), nullptr)
 
 P2P_API void p2p_link_close(P2pLink* link, uint64_t bound_ns) {
     P2pCarrier* carrier = link->carrier;
@@ -237,6 +248,8 @@ P2P_API void p2p_link_close(P2pLink* link, uint64_t bound_ns) {
 P2P_API int p2p_link_put(P2pLink* link, uint64_t offset, uint64_t bytes) {
     p2p::Visit visit(link->carrier);
     int result = p2p_writer_put(link->writer, offset, bytes, p2p::now_ns());
+    // Some of it may be under way.
+    link->starved |= result == P2P_E_MEMORY;
     p2p_bell_ring(link->carrier->bells, 0);
     return result;
 }
@@ -244,6 +257,7 @@ P2P_API int p2p_link_put(P2pLink* link, uint64_t offset, uint64_t bytes) {
 P2P_API int p2p_link_signal(P2pLink* link, uint64_t offset, uint64_t value) {
     p2p::Visit visit(link->carrier);
     int result = p2p_writer_signal(link->writer, offset, value, p2p::now_ns());
+    link->starved |= result == P2P_E_MEMORY;
     p2p_bell_ring(link->carrier->bells, 0);
     return result;
 }

@@ -65,6 +65,7 @@ struct P2pLink {
     bool opened = false;  // a path, ever
     bool lost = false;    // the channel's word
     bool closing = false;
+    bool starved = false;  // a step, or the loss after one, had no memory
     int fds[2] = {-1, -1};  // the caller's end, ours
     std::atomic<bool> alive{true};
 
@@ -74,6 +75,7 @@ struct P2pLink {
     // HELLO and WELCOME on a path that is not open yet. True where anything happened.
     bool greet(uint32_t rail, uint64_t now);
     bool step(uint64_t now);
+    void lose();
     void path_closed(uint32_t rail, uint32_t generation);
     void hang_up();
     // Ends a greeting. The other end may take the path for open, and where the rail is dead would never notice.
@@ -85,7 +87,6 @@ struct P2pLink {
     bool hear_welcome(uint32_t rail, const std::string& blob, uint64_t now);
     void say_hello(uint32_t rail);
     void carry_out(const P2pCommand& command);
-    void lose();
 };
 
 struct P2pCarrier {
@@ -110,6 +111,7 @@ struct P2pCarrier {
     alignas(P2P_BELL_PAGE) uint8_t bells[P2P_BELL_PAGE] = {};
     std::thread pump, builder;
 
+    // Throws nothing: a link that finds no memory is lost.
     bool round(uint64_t now);
     void run_pump();
     void run_builder();
@@ -121,6 +123,7 @@ struct P2pCarrier {
                            uint64_t error_bytes);
 
   private:
+    bool wanted(const p2p::Job& job) const;
     void made(const p2p::Job& job, P2pNixlPath* path);
     void destroyed(const p2p::Job& job);
 };

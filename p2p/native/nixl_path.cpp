@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <deque>
 #include <string>
 #include <vector>
@@ -349,21 +350,20 @@ constexpr P2pPathOps OPS = {
 }  // namespace
 
 P2P_API P2pNixlPath* p2p_nixl_path_new(const char* rail, void* memory, uint64_t nbytes, int owns,
-                                       const P2pGpu* gpu, char* error, uint64_t error_bytes) {
+                                       const P2pGpu* gpu, char* error, uint64_t error_bytes) try {
     const Functions* nixl = p2p::nixl::functions();
     const char* wrong = "NIXL is not loaded";
     if (nixl) {
-        auto* path = new P2pNixlPath;
+        auto path = std::make_unique<P2pNixlPath>();
         path->nixl = nixl;
         path->gpu = gpu;
         if (owns) path->window = static_cast<uint8_t*>(memory), path->window_bytes = nbytes;
         wrong = path->open(rail, memory, nbytes);
-        if (!wrong) return path;
-        delete path;
+        if (!wrong) return path.release();
     }
     std::snprintf(error, error_bytes, "%s", wrong);
     return nullptr;
-}
+} P2P_CATCH(std::snprintf(error, error_bytes, "no memory is left"), nullptr)
 
 P2P_API void p2p_nixl_path_free(P2pNixlPath* path) { delete path; }
 
@@ -372,9 +372,9 @@ P2P_API uint32_t p2p_nixl_path_address(const P2pNixlPath* path, void* out) {
     return uint32_t(path->address.size());
 }
 
-P2P_API int p2p_nixl_path_join(P2pNixlPath* path, const void* address, uint32_t bytes) {
+P2P_API int p2p_nixl_path_join(P2pNixlPath* path, const void* address, uint32_t bytes) try {
     return path->join(address, bytes);
-}
+} P2P_CATCH(P2P_E_MEMORY)
 
 P2P_API void p2p_nixl_path_beat(P2pNixlPath* path, uint64_t now_ns) { path->beat(now_ns); }
 
