@@ -1,9 +1,12 @@
-"""A member whose machine slept past its lease, as a suspended laptop does (CLOCK_BOOTTIME counts the sleep)."""
+"""What ends a lease on its member's side: its own silence (CLOCK_BOOTTIME counts a suspended machine's sleep), not a
+router that it does not hear."""
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -19,6 +22,71 @@ def router(tmp_path: Path) -> Iterator[RouterProcess]:
     process = RouterProcess(tmp_path, "--lease-s", "0.6")
     yield process
     process.stop()
+
+
+class Relay:
+    """A port in front of the router's, whose network can be cut: nothing passes, and no connection ends."""
+
+    def __init__(self, port: int) -> None:
+        self._to, self._passes, self._sockets = port, threading.Event(), []
+        self._passes.set()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, far = self._listener.accept()[0], socket.create_connection(("127.0.0.1", self._to))
+            except OSError:
+                return
+            self._sockets += [near, far]
+            for pair in ((near, far), (far, near)):
+                threading.Thread(target=self._carry, args=pair, daemon=True).start()
+
+    def _carry(self, source: socket.socket, sink: socket.socket) -> None:
+        try:
+            while data := source.recv(65536):
+                self._passes.wait()
+                sink.sendall(data)
+        except OSError:
+            pass
+
+    def cut(self) -> None:
+        self._passes.clear()
+
+    def heal(self) -> None:
+        self._passes.set()
+
+    def close(self) -> None:
+        self.heal()
+        for one in (self._listener, *self._sockets):
+            # Closing alone wakes no thread that waits there.
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+
+
+def test_a_member_cut_off_from_the_router_alone_goes_on_until_it_hears_that_it_was_fenced(
+    router: RouterProcess,
+) -> None:
+    """To it a cut looks like a router that is away, and for that nobody may stop."""
+    relay = Relay(router.port)
+    member, witness, fenced = RouterClient(relay.address), RouterClient(router.address), list[str]()
+    member.join(pool="expert", address="a", layers=2, experts=6, model_hash="m")
+    member.start(on_fenced=fenced.append)
+    try:
+        until(lambda: witness.status().view.pool("expert"))
+        relay.cut()
+        until(lambda: not witness.status().view.pool("expert"))
+        assert member.lease_held() and not fenced
+        relay.heal()
+        until(lambda: fenced)
+        assert not member.lease_held()
+    finally:
+        relay.close()
+        member.close()
+        witness.close()
 
 
 def test_a_member_that_slept_past_its_lease_answers_nothing_until_the_router_has_spoken(
