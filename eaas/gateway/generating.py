@@ -126,7 +126,8 @@ def _work(gateway: Gateway, prepared: Prepared) -> Work:
         include_usage=wanted.include_usage,
         usage_stats=wanted.usage_stats,
         open_end=wanted.token_limit is None,
-        return_token_ids=bool(wanted.return_token_ids),
+        return_token_ids=bool(wanted.return_token_ids) or wanted.detokenize is False,
+        text_shown=wanted.detokenize is not False,
         stop_shown=bool(wanted.include_stop_str_in_output),
         shown_tokens=prepared.shown_tokens,
         special_shown=wanted.skip_special_tokens is False,
@@ -170,7 +171,9 @@ def _echoes(
         return None
     if isinstance(wanted, ChatRequest):
         last = wanted.messages[-1]
-        return [Echo(last.content or "", alone=False)] if last.role == "assistant" else None
+        # Where no turn is opened for the assistant, the answer is of the last message's role.
+        same = last.role == "assistant" or not wanted.begins_turn
+        return [Echo(last.content, alone=False)] if same and last.content else None
     texts = (
         given
         if isinstance(given, str) and wanted.truncate_prompt_tokens is None
@@ -225,12 +228,11 @@ async def encode_conversation(model: ServedModel, wanted: ChatRequest, use: Tool
         ApiError: the chat template refuses it.
     """
     going_on = bool(wanted.continue_final_message)
-    begins = wanted.add_generation_prompt
     return await model.encode_chat(
         [message.model_dump(exclude_none=True) for message in wanted.messages],
         wanted.template_options,
         tools=use.shown,
-        add_generation_prompt=not going_on if begins is None else begins,
+        add_generation_prompt=wanted.begins_turn,
         continue_final_message=going_on,
         add_special_tokens=bool(wanted.add_special_tokens),
         field=wanted.prompt_field,

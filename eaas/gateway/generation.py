@@ -30,6 +30,18 @@ class Detokenizer(Protocol):
     def flush(self) -> str: ...
 
 
+class Silence:
+    """A detokenizer that says nothing, for clients which want token ids alone."""
+
+    def push(self, token: int) -> str:
+        """No text."""
+        return ""
+
+    def flush(self) -> str:
+        """No text."""
+        return ""
+
+
 class Echo(NamedTuple):
     """The prompt's text, shown before the first token; alone: and nothing after it."""
 
@@ -264,12 +276,13 @@ class Choice:
         "_read",
         "_scores",
         "_shown",
+        "_silent",
         "_stop_shown",
         "_stops",
-        "_tokens",
         "_waiting",
         "routing",
         "stop_reason",
+        "tokens",
         "wants_logprobs",
         "wants_tokens",
     )
@@ -288,6 +301,7 @@ class Choice:
         echo: Echo | None = None,
         scores: PromptScores | None = None,
         routing: Routing | None = None,
+        counted: bool = False,
         stops: Container[int] = (),
     ) -> None:
         """Join ``generation`` as choice ``index``.
@@ -301,6 +315,7 @@ class Choice:
             echo: What is shown before the first token.
             scores: Takes the log-probabilities of the prompt, where they are wanted.
             routing: Takes the experts of its tokens, where they are wanted.
+            counted: Each event says what it has used so far.
             stops: The client's stop tokens.
         """
         self._generation = generation
@@ -310,12 +325,14 @@ class Choice:
         self._matcher = matcher
         self._min_tokens = min_tokens
         self._names = names
-        self._tokens = 0
+        self.tokens = 0
         self._read = 0  # characters read from the detokenizer
         self._shown = 0  # characters handed to the response
         # Log-probabilities of tokens not yet visible, each with the offset of its first character.
         self._waiting: list[tuple[int, TokenLogprobs]] = []
-        self._plain = matcher is None and names is None and not wants_tokens and echo is None
+        self._silent = isinstance(detokenizer, Silence)
+        plain = matcher is None and names is None and not wants_tokens and echo is None
+        self._plain = plain and not counted
         self._echo = echo
         self._scores = scores
         self.routing = routing
@@ -349,7 +366,7 @@ class Choice:
             return False
         if self._echo is not None and self._show_echo(self._echo):
             return True
-        self._tokens += 1
+        self.tokens += 1
         if self.wants_tokens:
             self._ids.append(token)
         if finish == "stop":
@@ -361,7 +378,7 @@ class Choice:
             self._waiting.append((self._read, self._name(token, logprob, top)))
         self._read += len(text)
         matcher = self._matcher
-        if matcher is not None and self._tokens > self._min_tokens:
+        if matcher is not None and self.tokens > self._min_tokens:
             text = matcher.push(text)
             if matcher.stopped:
                 self.stop_reason = matcher.found
@@ -369,8 +386,8 @@ class Choice:
                 return True
         if finish:
             self._end("stop" if finish == "complete" else finish, text)
-        elif text:
-            self._show(text, None, everything=False)
+        elif text or self._silent:
+            self._show(text, None, everything=self._silent)
         return False
 
     def judged(self, start: int, scores: Scores) -> None:

@@ -59,11 +59,11 @@ class StreamUsage:
 
     Attributes:
         last: A last chunk of its own has the usage.
-        now: The usage so far, where every chunk has it.
+        now: What a choice has used so far, where every chunk has it.
     """
 
     last: bool = False
-    now: Callable[[], Usage] | None = None
+    now: Callable[[int], Usage] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -326,11 +326,11 @@ class _ChunkEvents:
         self._opening = _opening(head, kind)
         self._token_end = b"}]" + (b',"usage":null' if usage.last else b"") + b"}\n\n"
 
-    def _counted(self, *, opens: bool = False) -> bytes:
-        """The end of an event, with the usage so far where each has it: of no token where it opens a choice."""
+    def _counted(self, index: int, *, opens: bool = False) -> bytes:
+        """The end of an event, with what its choice has used so far where each has it: nothing where it opens one."""
         if self._usage.now is None:
             return self._token_end
-        usage = self._usage.now()
+        usage = self._usage.now(index)
         usage = Usage(prompt=usage.prompt, completion=0) if opens else usage
         return b'}],"usage":' + _encode(usage.as_dict()) + b"}\n\n"
 
@@ -359,7 +359,7 @@ class ChatEvents(_ChunkEvents):
     def first(self, index: int) -> bytes:
         """The event that opens a choice: its role."""
         delta = b'%d,"delta":{"role":"assistant","content":""' % index
-        end = b'},"logprobs":null,"finish_reason":null' + self._counted(opens=True)
+        end = b'},"logprobs":null,"finish_reason":null' + self._counted(index, opens=True)
         event = self._opening + b'{"index":' + delta + end
         shown = self._shape.shown_ids
         return event.replace(b"}\n\n", b"," + _encode(shown)[1:] + b"\n\n") if shown else event
@@ -377,21 +377,22 @@ class ChatEvents(_ChunkEvents):
         start = self._starts[index] + _encode(text)
         if logprobs is None and tokens is None and ending is None and self._usage.now is None:
             return start + self._plain_end
-        return start + self.rest(logprobs, tokens, ending)
+        return start + self.rest(index, logprobs, tokens, ending)
 
     def rest(
         self,
+        index: int,
         logprobs: Sequence[TokenLogprobs] | None,
         tokens: Sequence[int] | None,
         ending: Ending | None = None,
     ) -> bytes:
         """What follows the last field of a delta."""
         shown = b'},"logprobs":' + _encode(self._shape.logprobs(logprobs)) + _ended(ending)
-        return shown + _shown_tokens(tokens) + self._counted()
+        return shown + _shown_tokens(tokens) + self._counted(index)
 
     def finish(self, index: int, ending: Ending) -> bytes:
         """The event that ends a choice without text, once."""
-        return self._opening + b'{"index":%d,"delta":{' % index + self.rest(None, None, ending)
+        return self._opening + b'{"index":%d,"delta":{' % index + self.rest(index, None, None, ending)
 
 
 class CompletionEvents(_ChunkEvents):
@@ -409,7 +410,7 @@ class CompletionEvents(_ChunkEvents):
         if not shown:
             return b""
         fields = b'"","logprobs":null,"finish_reason":null,"token_ids":[],' + _encode(shown)[1:-1]
-        return self._starts[index] + fields + self._counted(opens=True)
+        return self._starts[index] + fields + self._counted(index, opens=True)
 
     def text(
         self,
@@ -425,8 +426,8 @@ class CompletionEvents(_ChunkEvents):
         if logprobs is None and tokens is None and ending is None and self._usage.now is None:
             return start + self._plain_end
         body = b',"logprobs":' + _encode(self._shape.logprobs(logprobs, offset)) + _ended(ending)
-        return start + body + _shown_tokens(tokens) + self._counted()
+        return start + body + _shown_tokens(tokens) + self._counted(index)
 
     def finish(self, index: int, ending: Ending) -> bytes:
         """The event that ends a choice without text, once."""
-        return self._starts[index] + b'"","logprobs":null' + ending.fields() + self._counted()
+        return self._starts[index] + b'"","logprobs":null' + ending.fields() + self._counted(index)

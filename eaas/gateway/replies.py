@@ -22,7 +22,7 @@ from eaas.engine.worker_protocol import SamplingParams
 from eaas.gateway.authentication import account_of, reserve_tokens
 from eaas.gateway.budgets import Account
 from eaas.gateway.errors import ApiError, ErrorReply
-from eaas.gateway.generation import Choice, Echo, Generation, StreamedGeneration
+from eaas.gateway.generation import Choice, Echo, Generation, Silence, StreamedGeneration
 from eaas.gateway.http_guard import CLIENT_GONE, CLIENT_STALLED, Connection
 from eaas.gateway.metrics import GatewayMetrics
 from eaas.gateway.openai_format import Events, Format, ResponseHead, StreamUsage, Usage
@@ -50,8 +50,9 @@ class Work:
         limits: Tokens that each prompt's choices may generate.
         stops: Stop strings.
         open_end: The client named no limit of tokens.
-        usage_stats: Every chunk of the stream has the usage so far.
+        usage_stats: Every chunk of the stream has the usage of its choice so far.
         return_token_ids: The client wants the ids of the tokens as well.
+        text_shown: False: the tokens' ids alone are told.
         stop_shown: What stops a choice is part of its text.
         shown_tokens: Special tokens that the format reads in the text.
         special_shown: Every special token is part of the text.
@@ -73,6 +74,7 @@ class Work:
     open_end: bool
     usage_stats: bool = False
     return_token_ids: bool = False
+    text_shown: bool = True
     stop_shown: bool = False
     shown_tokens: frozenset[int] = frozenset()
     special_shown: bool = False
@@ -142,7 +144,9 @@ class Exchange:
                     index=index,
                     detokenizer=tokenizer.detokenizer(
                         skip_special=not work.special_shown, shown=work.shown_tokens
-                    ),
+                    )
+                    if work.text_shown
+                    else Silence(),
                     matcher=StopMatcher(automaton, stop_shown=work.stop_shown)
                     if automaton is not None
                     else None,
@@ -158,6 +162,7 @@ class Exchange:
                     if work.params.wants_routing
                     else None,
                     stops=work.params.stop_token_ids,
+                    counted=work.usage_stats,
                 )
                 limit = work.limits[number]
                 params = msgspec.structs.replace(work.params, seed=seed, choice=draw, max_tokens=limit)
@@ -231,9 +236,13 @@ class Exchange:
 
     def _events(self) -> Events:
         work = self._work
-        now = self._usage if work.usage_stats else None
+        now = self._usage_of if work.usage_stats else None
         usage = StreamUsage(last=work.include_usage, now=now)
         return work.format.events(self.head(), len(self._sequences), usage)
+
+    def _usage_of(self, index: int) -> Usage:
+        prompt = self._work.prompts[index // self._work.choices]
+        return Usage(prompt=len(prompt), completion=self.generation.choices[index].tokens)
 
     def _usage(self) -> Usage:
         return self.generation.usage(self.prompt_tokens)

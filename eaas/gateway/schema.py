@@ -112,6 +112,8 @@ class GenerationRequest(ConstrainedRequest):
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
     truncation_side: Literal["left", "right"] | None = None
     skip_special_tokens: bool | None = None
+    # False: token ids alone are told.
+    detokenize: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     return_routed_experts: bool | None = None
     routed_experts_prompt_start: Annotated[int, Field(ge=0)] | None = None
@@ -163,6 +165,10 @@ class GenerationRequest(ConstrainedRequest):
     def _agree(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
             raise ValueError("'stream_options' is only allowed when 'stream' is true")
+        if self.detokenize is False and (self.stop or getattr(self, "tools", None)):
+            raise ValueError(
+                "'detokenize' of false cannot be with 'stop' or 'tools', which are looked for in the text"
+            )
         if self.best_of is not None and self.best_of != self.choices:
             raise ValueError("'best_of' other than 'n' is not supported; leave it out")
         return self
@@ -196,7 +202,7 @@ class GenerationRequest(ConstrainedRequest):
 
     @property
     def usage_stats(self) -> bool:
-        """Whether every chunk of the stream has the usage so far."""
+        """Whether every chunk of the stream has the usage of its choice so far."""
         return (
             self.stream_options is not None
             and self.include_usage
@@ -257,6 +263,12 @@ class ChatRequest(GenerationRequest):
         if self.top_logprobs and not self.logprobs:
             raise ValueError("'top_logprobs' needs 'logprobs': true")
         return self
+
+    @property
+    def begins_turn(self) -> bool:
+        """Whether the assistant's turn is opened for it, rather than the last message gone on with."""
+        begins = self.add_generation_prompt
+        return not self.continue_final_message if begins is None else begins
 
     @property
     def tool_dicts(self) -> list[dict[str, Any]]:

@@ -110,7 +110,11 @@ class ToolChatEvents(ChatEvents):
         events = b""
         for number, delta in enumerate(deltas):
             # Log-probabilities and ids are shown once, whatever became of the text.
-            events += start + delta + (self.rest(None, None) if number else self.rest(logprobs, tokens))
+            events += (
+                start
+                + delta
+                + (self.rest(index, None, None) if number else self.rest(index, logprobs, tokens))
+            )
         return events
 
     def _delta(self, part: Part) -> bytes:

@@ -130,3 +130,78 @@ def test_tokens_are_named_by_id_where_that_is_asked_for(url: str) -> None:
     said = httpx.post(f"{url}/v1/completions", json=body).json()["choices"][0]
     assert said["logprobs"]["tokens"] == [f"token_id:{ord('a')}", f"token_id:{ord('b')}"]
     assert said["text"] == "ab"
+
+
+def chunks(url: str, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a streamed answer consists of."""
+    text = httpx.post(f"{url}{path}", json={**body, "stream": True}).text
+    return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+
+
+@pytest.mark.parametrize("route", ["chat", "completions"])
+def test_each_chunk_carries_what_its_choice_has_used_where_that_is_asked_for(url: str, route: str) -> None:
+    path, body = ROUTES[route]
+    body = {**body, "max_tokens": 4, "n": 2}
+    asked = {"include_usage": True, "continuous_usage_stats": True}
+    got = chunks(url, path, {**body, "stream_options": asked})
+    prompt = got[-1]["usage"]["prompt_tokens"]
+    for index in range(2):
+        seen = [chunk["usage"] for chunk in got if chunk["choices"] and chunk["choices"][0]["index"] == index]
+        opening = [0] if route == "chat" else []
+        assert [usage["completion_tokens"] for usage in seen] == [*opening, 1, 2, 3, 4], seen
+        assert {usage["prompt_tokens"] for usage in seen} == {prompt}
+        assert all(usage["total_tokens"] == prompt + usage["completion_tokens"] for usage in seen)
+    assert got[-1]["choices"] == []
+    assert got[-1]["usage"]["completion_tokens"] == 8
+    # As vLLM has it, they come with the last chunk's usage or not at all.
+    alone = chunks(url, path, {**body, "stream_options": {"continuous_usage_stats": True}})
+    assert not any("usage" in chunk for chunk in alone)
+
+
+@pytest.mark.parametrize("route", ["chat", "completions"])
+def test_without_detokenizing_there_are_ids_and_no_text(url: str, route: str) -> None:
+    path, body = ROUTES[route]
+    body = {**body, "max_tokens": 4}
+    asked = {**body, "detokenize": False}
+    full = httpx.post(f"{url}{path}", json={**body, "return_token_ids": True}).json()["choices"][0]
+    bare = httpx.post(f"{url}{path}", json=asked).json()["choices"][0]
+    assert len(bare["token_ids"]) == 4
+    assert bare["token_ids"] == full["token_ids"]
+    assert (bare["message"]["content"] if route == "chat" else bare["text"]) == ""
+    streamed = [chunk["choices"][0] for chunk in chunks(url, path, asked)]
+    pieces = [piece["token_ids"] for piece in streamed if piece.get("token_ids")]
+    assert pieces == [[token] for token in full["token_ids"]]
+    assert not any(piece.get("text") or piece.get("delta", {}).get("content") for piece in streamed)
+    scored = httpx.post(f"{url}{path}", json={**asked, "logprobs": True if route == "chat" else 0}).json()
+    assert scored["choices"][0]["logprobs"]
+    refused = httpx.post(f"{url}{path}", json={**asked, "stop": "x"})
+    assert refused.status_code == 400
+    assert "detokenize" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("role", "asked", "shown"),
+    [
+        ("assistant", {"continue_final_message": True}, "Well, "),
+        ("assistant", {}, "Well, "),
+        ("user", {"add_generation_prompt": False}, "Well, "),
+        ("user", {}, ""),
+        ("assistant", {"echo": False, "continue_final_message": True}, ""),
+    ],
+)
+def test_a_chat_echoes_the_last_message_of_the_answers_role(
+    url: str, role: str, asked: dict[str, Any], shown: str
+) -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": role, "content": "Well, "}]
+    body = {"messages": messages, "max_tokens": 3, "echo": True, **asked}
+    path = ROUTES["chat"][0]
+    plain = httpx.post(f"{url}{path}", json={**body, "echo": None}).json()["choices"][0]["message"]["content"]
+    reply = httpx.post(f"{url}{path}", json={**body, "n": 2}).json()
+    assert [choice["message"]["content"] for choice in reply["choices"]] == [shown + plain] * 2
+    assert reply["usage"]["completion_tokens"] == 6
+    pieces = [chunk["choices"][0]["delta"].get("content") for chunk in chunks(url, path, body)]
+    assert "".join(piece or "" for piece in pieces) == shown + plain
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    called = {**body, "tools": [tool], "tool_choice": "none"}
+    reply = httpx.post(f"{url}{path}", json=called).json()
+    assert reply["choices"][0]["message"]["content"].startswith(shown), reply
