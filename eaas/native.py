@@ -209,5 +209,5 @@ def _declare(library: ctypes.CDLL) -> None:
     declare("local_experts_new", pointer, *[word] * 5, code, word, word)
     declare("local_experts_free", None, pointer)
     declare("local_experts_set", code, pointer, word, word, *[pointer] * 3, code)
-    declare("sampler_sample", code, pointer, word, word, *[pointer] * 5, word, POINTER(c_uint32))
+    declare("sampler_sample", code, pointer, word, word, *[pointer] * 6, word, POINTER(c_uint32))
     declare("sampler_philox", None, *[pointer] * 3)

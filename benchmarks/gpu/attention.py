@@ -299,7 +299,7 @@ def check_sampling(report: Say) -> None:
         count_of(count), sampling.Scratch.make(count, vocab, DEVICE), tokens, status,
     )  # fmt: skip
     wanted = np.zeros(count, np.int32)
-    unused = [np.zeros(count, np.float32), np.zeros(count, np.int32), np.zeros(count, np.float32)]
+    unused = [np.zeros(count, kind) for kind in (np.float32, np.uint32, np.int32, np.float32)]
     addresses = [array.ctypes.data for array in (logits, rows, wanted, *unused)]
     sampler = fallback_sampler.load()
     sampler.sampler_sample(

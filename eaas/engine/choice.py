@@ -30,12 +30,14 @@ class Choice:
     Args:
         tokens: One a request; below 0 where none could be chosen yet.
         logprobs: float32, one a row; meaningful where the request asked for them. None where no row did.
+        ranks: [rows], 1 for the likeliest; as `logprobs`.
         top_ids, top_logprobs: [rows, most asked for].
         refused: Rows for which nothing could be chosen, and why; their token means nothing.
     """
 
     tokens: list[int]
     logprobs: list[float] | None
+    ranks: np.ndarray
     top_ids: np.ndarray
     top_logprobs: np.ndarray
     refused: dict[int, str]
@@ -124,6 +126,7 @@ class Chooser:
         return Choice(
             tokens=self._tokens[:count].tolist(),
             logprobs=self._logprobs[: len(words)].tolist() if _wants_logprobs(requests, judged) else None,
+            ranks=self._ranks,
             top_ids=self._top_ids,
             top_logprobs=self._top_logprobs,
             refused=refused,
@@ -164,6 +167,7 @@ class Chooser:
             return Choice(
                 tokens=found.tokens.tolist(),
                 logprobs=None,
+                ranks=self._ranks[:0],
                 top_ids=none[0],
                 top_logprobs=none[1],
                 refused=refused,
@@ -183,6 +187,7 @@ class Chooser:
         return Choice(
             tokens=tokens[: len(requests)].tolist(),
             logprobs=spread(self._logprobs).tolist() if _wants_logprobs(requests, judged) else None,
+            ranks=spread(self._ranks),
             top_ids=spread(self._top_ids),
             top_logprobs=spread(self._top_logprobs),
             refused=refused,
@@ -199,9 +204,10 @@ class Chooser:
         """Results of so many rows."""
         self._tokens = np.empty(rows, dtype=np.int32)
         self._logprobs = np.empty(rows, dtype=np.float32)
+        self._ranks = np.empty(rows, dtype=np.uint32)
         self._top_ids = np.empty((rows, MAX_TOP_LOGPROBS), dtype=np.int32)
         self._top_logprobs = np.empty((rows, MAX_TOP_LOGPROBS), dtype=np.float32)
-        results = (self._tokens, self._logprobs, self._top_ids, self._top_logprobs)
+        results = (self._tokens, self._logprobs, self._ranks, self._top_ids, self._top_logprobs)
         self._results = [array.ctypes.data for array in results]
 
     def _gather(self, slots: np.ndarray, requests: Sequence[Request], judged: Sequence[Judged]) -> np.ndarray:

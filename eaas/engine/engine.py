@@ -416,7 +416,10 @@ class Engine:
                 refused[request] = broken
             elif choice.logprobs is not None:
                 count = request.params.prompt_logprobs
-                tokens = [(choice.logprobs[number], choice.top(number, count)) for number in rows]
+                ranks = choice.ranks.tolist()
+                tokens = [
+                    (choice.logprobs[number], ranks[number], choice.top(number, count)) for number in rows
+                ]
                 piece = PromptLogprobs(request.id, request.attempt, start, tokens)
                 outcome.prompts.setdefault(request.owner, []).append(piece)
 

@@ -30,12 +30,13 @@ class FallbackSampler:
     """Names and arguments are those of sampler.h; arrays are passed by address."""
 
     def sampler_sample(
-        self, logits: int, rows: int, vocab: int, plan: int, tokens: int, logprobs: int, top_ids: int,
-        top_logprobs: int, top_stride: int, where: ctypes.c_uint32,
+        self, logits: int, rows: int, vocab: int, plan: int, tokens: int, logprobs: int, ranks: int,
+        top_ids: int, top_logprobs: int, top_stride: int, where: ctypes.c_uint32,
     ) -> int:  # fmt: skip
         """Choose a token for each row; the status of the first row that has none."""
         x = _array(logits, np.float32, rows, vocab)
         chosen, chances = _array(tokens, np.int32, rows), _array(logprobs, np.float32, rows)
+        places = _array(ranks, np.uint32, rows)
         best_ids = _array(top_ids, np.int32, rows, top_stride)
         best_chances = _array(top_logprobs, np.float32, rows, top_stride)
         for number, row in enumerate(_array(plan, SAMPLE_ROW, rows)):
@@ -47,7 +48,9 @@ class FallbackSampler:
             if row["top_count"] >= 0:
                 normaliser = _normaliser(x[number])
                 chances[number] = x[number, token] - normaliser
-                best = np.argsort(-x[number], kind="stable")[: row["top_count"]]
+                order = np.argsort(-x[number], kind="stable")
+                places[number] = np.flatnonzero(order == token)[0] + 1
+                best = order[: row["top_count"]]
                 best_ids[number, : len(best)] = best
                 best_chances[number, : len(best)] = x[number, best] - normaliser
         return _OK

@@ -100,11 +100,14 @@ class Sampled:
     Attributes:
         token: Its id.
         logprob: Its log-probability under the untouched logits; None unless asked for.
+        rank: How many tokens are as likely or likelier, itself included; of equals the lower id counts as likelier. 0
+            unless asked for.
         top: The likeliest tokens with theirs, the best first; as many as asked for.
     """
 
     token: int
     logprob: float | None = None
+    rank: int = 0
     top: tuple[tuple[int, float], ...] = ()
 
 
@@ -162,10 +165,11 @@ class Sampler:
         tops = max((min(row.logprobs, self.vocab) for row in rows), default=0)
         tokens = np.empty(len(rows), dtype=np.int32)
         logprobs = np.empty(len(rows), dtype=np.float32)
+        ranks = np.empty(len(rows), dtype=np.uint32)
         top_ids = np.empty((len(rows), max(tops, 0)), dtype=np.int32)
         top_logprobs = np.empty(top_ids.shape, dtype=np.float32)
         where = ctypes.c_uint32()
-        pointers = [array.ctypes.data for array in (plan, tokens, logprobs, top_ids, top_logprobs)]
+        pointers = [array.ctypes.data for array in (plan, tokens, logprobs, ranks, top_ids, top_logprobs)]
         status = self._library.sampler_sample(
             logits.ctypes.data, len(rows), self.vocab, *pointers, top_ids.shape[1], where
         )
@@ -175,6 +179,7 @@ class Sampler:
             Sampled(
                 token=int(tokens[number]),
                 logprob=float(logprobs[number]) if row.logprobs >= 0 else None,
+                rank=int(ranks[number]) if row.logprobs >= 0 else 0,
                 top=_pairs(top_ids[number], top_logprobs[number], row.logprobs),
             )
             for number, row in enumerate(rows)

@@ -155,13 +155,14 @@ class Token(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Log-probabilities of tokens number `start` (1 or more) and on of a prompt: each its own, and the likeliest
-    (token, logprob) pairs at its place. All of a prompt come before its request's first token."""
+    """Log-probabilities of tokens number `start` (1 or more) and on of a prompt: each its own, its rank (1: the
+    likeliest), and the likeliest (token, logprob) pairs at its place. All of a prompt come before its request's first
+    token."""
 
     id: str
     attempt: int
     start: int
-    tokens: list[tuple[float, list[tuple[int, float]]]]
+    tokens: list[tuple[float, int, list[tuple[int, float]]]]
 
 
 class RoutedExperts(msgspec.Struct, frozen=True, array_like=True, gc=False):

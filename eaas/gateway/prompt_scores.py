@@ -10,7 +10,8 @@ from eaas.gateway.openai_format import TokenLogprobs, TokenText, finite
 # Of one request, over all its prompts, choices and alternatives: some 60 MB until it is answered.
 MOST_SCORES = 1 << 18
 
-Scores = Sequence[tuple[float, list[tuple[int, float]]]]
+# Of each token its log-probability, its rank and the likeliest at its place.
+Scores = Sequence[tuple[float, int, list[tuple[int, float]]]]
 
 
 class TokenNames(Protocol):
@@ -47,7 +48,7 @@ class PromptScores:
         self._by_id = by_id
         self._prompt = prompt
         self._names = names
-        self._scores: list[tuple[float, list[tuple[int, float]]]] = []
+        self._scores: list[tuple[float, int, list[tuple[int, float]]]] = []
 
     def take(self, start: int, scores: Scores) -> None:
         """Take those of tokens number ``start`` and on; what leaves a gap is left out."""
@@ -65,18 +66,17 @@ class PromptScores:
             TokenLogprobs(first, []),
             *(
                 TokenLogprobs(self._text(token, logprob), [self._text(*pair) for pair in top[: self._named]])
-                for token, (logprob, top) in scored
+                for token, (logprob, _, top) in scored
             ),
         ]
 
     def by_id(self) -> list[dict[str, Any] | None] | None:
-        """vLLM's ``prompt_logprobs``: for each token but the first, itself and the likeliest by id. The rank of a token
-        that is not among these is not known."""
+        """vLLM's ``prompt_logprobs``: for each token but the first, itself and the likeliest by id."""
         if self._by_id < 0:
             return None
         shown: list[dict[str, Any] | None] = [None]
-        for token, (logprob, top) in zip(self._prompt[1:], self._scores, strict=False):
-            entries = {token: (logprob, None)} | {
+        for token, (logprob, own, top) in zip(self._prompt[1:], self._scores, strict=False):
+            entries = {token: (logprob, own)} | {
                 other: (value, rank) for rank, (other, value) in enumerate(top[: self._by_id], start=1)
             }
             shown.append(

@@ -70,7 +70,7 @@ void penalise(const SampleRow& row, uint32_t vocab, std::vector<uint32_t>& count
 
 // The chosen token's log-probability and the likeliest tokens', from untouched logits.
 void report(const SampleRow& row, const float* logits, uint32_t vocab, float top, uint32_t token,
-            Scratch& scratch, float* logprob, int32_t* top_ids, float* top_logprobs) {
+            Scratch& scratch, float* logprob, uint32_t* rank, int32_t* top_ids, float* top_logprobs) {
     current().weights(logits, top, 1.0f, vocab, scratch.weights.data());
     current().block_sums(scratch.weights.data(), vocab, scratch.sums.data());
     double total = 0;
@@ -81,6 +81,8 @@ void report(const SampleRow& row, const float* logits, uint32_t vocab, float top
     const auto better = [&](uint32_t a, uint32_t b) {
         return logits[a] > logits[b] || (logits[a] == logits[b] && a < b);
     };
+    *rank = 1;
+    for (uint32_t i = 0; i < vocab; ++i) *rank += better(i, token);
     std::vector<uint32_t>& order = scratch.order;
     order.clear();
     for (uint32_t i = 0; i < vocab && wanted; ++i) {
@@ -207,7 +209,8 @@ uint32_t draw(const SampleRow& row, uint32_t vocab, Scratch& scratch) {
 }
 
 int32_t sample_row(const float* logits, uint32_t vocab, const SampleRow& row, Scratch& scratch,
-                   int32_t* token, float* logprob, int32_t* top_ids, float* top_logprobs) {
+                   int32_t* token, float* logprob, uint32_t* rank, int32_t* top_ids,
+                   float* top_logprobs) {
     int finite = 0;
     const float raw_top = current().highest(logits, vocab, &finite);
     if (!finite) return SAMPLER_E_NOT_FINITE;
@@ -244,15 +247,15 @@ int32_t sample_row(const float* logits, uint32_t vocab, const SampleRow& row, Sc
     }
     *token = static_cast<int32_t>(chosen);
     if (row.top_count >= 0)
-        report(row, logits, vocab, raw_top, chosen, scratch, logprob, top_ids, top_logprobs);
+        report(row, logits, vocab, raw_top, chosen, scratch, logprob, rank, top_ids, top_logprobs);
     return SAMPLER_OK;
 }
 
 }  // namespace
 
 int32_t sampler_sample(const float* logits, uint32_t rows, uint32_t vocab, const SampleRow* plan,
-                       int32_t* tokens, float* logprobs, int32_t* top_ids, float* top_logprobs,
-                       uint32_t top_stride, uint32_t* where) try {
+                       int32_t* tokens, float* logprobs, uint32_t* ranks, int32_t* top_ids,
+                       float* top_logprobs, uint32_t top_stride, uint32_t* where) try {
     // Kept between calls: fresh pages for a vocabulary cost more than the passes over it.
     static thread_local Scratch scratch;
     scratch.weights.resize((static_cast<uint64_t>(vocab) + 15) / 16 * 16);
@@ -262,7 +265,7 @@ int32_t sampler_sample(const float* logits, uint32_t rows, uint32_t vocab, const
         const uint64_t tops = static_cast<uint64_t>(row) * top_stride;
         const int32_t status =
             sample_row(logits + static_cast<uint64_t>(row) * vocab, vocab, plan[row], scratch, tokens + row,
-                       logprobs + row, top_ids + tops, top_logprobs + tops);
+                       logprobs + row, ranks + row, top_ids + tops, top_logprobs + tops);
         if (status != SAMPLER_OK) return status;
     }
     return SAMPLER_OK;

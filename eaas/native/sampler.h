@@ -38,11 +38,12 @@ struct SampleRow {
     int32_t top_count;  // likeliest tokens to report beside the chosen one; -1: no log-probability at all
 };
 
-// logits [rows][vocab]. tokens [rows]; logprobs [rows], written where top_count >= 0; top_ids and
-// top_logprobs [rows][top_stride], the first top_count of a row written. On an error *where is the row.
+// logits [rows][vocab]. tokens [rows]; logprobs [rows] and ranks [rows] (1: the likeliest), written where
+// top_count >= 0; top_ids and top_logprobs [rows][top_stride], the first top_count of a row written. On an error
+// *where is the row.
 P2P_API int32_t sampler_sample(const float* logits, uint32_t rows, uint32_t vocab, const SampleRow* plan,
-                               int32_t* tokens, float* logprobs, int32_t* top_ids, float* top_logprobs,
-                               uint32_t top_stride, uint32_t* where);
+                               int32_t* tokens, float* logprobs, uint32_t* ranks, int32_t* top_ids,
+                               float* top_logprobs, uint32_t top_stride, uint32_t* where);
 
 // Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
 P2P_API void sampler_philox(const uint32_t counter[4], const uint32_t key[2], uint32_t out[4]);

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from eaas.gateway.prompt_scores import PromptScores
 
-SCORES = [(-0.5, [(9, -0.1), (5, -0.5)]), (-1.5, [(6, -1.5), (7, -2.0)]), (-2.5, [(1, -0.2), (2, -0.3)])]
+SCORES = [
+    (-0.5, 2, [(9, -0.1), (5, -0.5)]),
+    (-1.5, 1, [(6, -1.5), (7, -2.0)]),
+    (-2.5, 40, [(1, -0.2), (2, -0.3)]),
+]
 
 
 class Names:
@@ -42,7 +46,7 @@ def test_the_first_token_has_no_log_probability_and_others_have_as_many_as_asked
         "5": {"logprob": -0.5, "rank": 2, "decoded_token": "t5"},
         "9": {"logprob": -0.1, "rank": 1, "decoded_token": "t9"},
     }
-    assert by_id[3] is not None and by_id[3]["7"] == {"logprob": -2.5, "rank": None, "decoded_token": "t7"}
+    assert by_id[3] is not None and by_id[3]["7"] == {"logprob": -2.5, "rank": 40, "decoded_token": "t7"}
 
 
 def test_a_shape_that_was_not_asked_for_is_not_made() -> None:

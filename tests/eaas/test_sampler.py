@@ -186,6 +186,10 @@ def test_logprobs_come_from_untouched_logits() -> None:
     assert [token for token, _ in sampled.top] == order and order[:2] == [4, 9]
     assert [logprob for _, logprob in sampled.top] == pytest.approx(exact[order].tolist(), abs=1e-5)
     assert one(logits, replace(row, logprobs=0)) == replace(sampled, top=())
+    places = np.lexsort((np.arange(VOCAB), -logits)).tolist()
+    for token in (4, 9, *places[::37], places[-1]):
+        given = one(logits, replace(row, given=token, logprobs=0))
+        assert (given.token, given.rank) == (token, places.index(token) + 1), f"token {token}, seed {SEED}"
     assert one(logits, replace(row, logprobs=-1)) == Sampled(token=sampled.token)
     assert len(one(logits[:10], replace(row, logprobs=20)).top) == 10
 

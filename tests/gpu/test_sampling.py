@@ -34,7 +34,7 @@ def native_tokens(logits: np.ndarray, rows: np.ndarray) -> list[int]:
     """What the sampler of the engine chooses, a row at a time; -1 where it refuses."""
     count, vocab = logits.shape
     tokens = np.zeros(count, np.int32)
-    spare = [np.zeros(count, np.float32), np.zeros(count, np.int32), np.zeros(count, np.float32)]
+    spare = [np.zeros(count, kind) for kind in (np.float32, np.uint32, np.int32, np.float32)]
     sample, at = fallback_sampler.load().sampler_sample, ctypes.c_uint32()
     for row in range(count):
         one, plan = np.ascontiguousarray(logits[row]), np.ascontiguousarray(rows[row : row + 1])
