@@ -5,7 +5,8 @@ will be read from, with the bits that its packer recorded: memory that went bad,
 not what its numerics class says show here, not in an answer.
 
 Memory and disks go bad later too. What is held is read again and again, one expert after another, and compared with its
-digest; an expert that is damaged is served no more until its right bytes were had anew.
+digest; an expert that is damaged is served no more until its right bytes were had anew. One that gives rows that are
+not finite is read at once: where all replicas map one damaged file, they agree on such rows.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ RETRY_S = 1.0
 REPORT_S = 0.5
 # Reading takes at most 1% of a core's time, and wakes it at most 20 times a second: 100 experts of 10 MB in 70 s.
 SCRUB_SHARE, SCRUB_LEAST_S = 0.01, 0.05
+# A model may give such rows by its nature: found sound, an expert is not read out of turn again for so long.
+SOUND_S = 10.0
 
 
 class Holder(Protocol):
@@ -37,6 +40,8 @@ class Holder(Protocol):
     def set_expert(self, layer: int, expert: int, gate_up: int, down: int) -> None: ...
 
     def clear_expert(self, layer: int, expert: int) -> None: ...
+
+    def doubtful(self) -> tuple[int, int] | None: ...
 
 
 class Loader:
@@ -67,6 +72,8 @@ class Loader:
         self._damaged = 0
         self._scrubbed = (-1, -1)
         self._pause_s = SCRUB_LEAST_S
+        self._doubted: tuple[int, int] | None = None
+        self._sound_s: dict[tuple[int, int], float] = {}  # when one that was doubted was found sound
         self._view: View | None = None
         self._said: tuple[bytes, int] | None = None
         self._change = threading.Condition()
@@ -122,17 +129,30 @@ class Loader:
             self._weights.rest()
 
     def _next(self, done: View | None, failures: int) -> View | None:
+        self._doubted = None
+        end_s = time.monotonic() + (RETRY_S if failures else self._pause_s)
         with self._change:
-            self._change.wait_for(
-                lambda: self._closed or self._view is not done,
-                RETRY_S if failures else self._pause_s if self._held else None,
-            )
+            while not self._closed and self._view is done and self._doubted is None:
+                left_s = end_s - time.monotonic()
+                if left_s <= 0 and (self._held or failures):
+                    break
+                self._change.wait(min(left_s, SCRUB_LEAST_S) if self._held or failures else None)
+                self._doubted = self._doubtful() if self._held and not failures else None
             return None if self._closed else self._view
 
+    def _doubtful(self) -> tuple[int, int] | None:
+        while (pair := self._server.doubtful()) is not None:
+            if pair in self._held and time.monotonic() - self._sound_s.get(pair, -SOUND_S) >= SOUND_S:
+                return pair
+        return None
+
     def _is_sound(self) -> bool:
-        """Read the next of the experts that are held; if it is damaged, stop serving it."""
-        held = sorted(self._held)
-        layer, expert = self._scrubbed = next((pair for pair in held if pair > self._scrubbed), held[0])
+        """Read the one that is in doubt, else the next of those that are held; if it is damaged, stop serving it."""
+        doubted = self._doubted
+        if doubted is None:
+            held = sorted(self._held)
+            self._scrubbed = next((pair for pair in held if pair > self._scrubbed), held[0])
+        layer, expert = doubted or self._scrubbed
         began_s = time.thread_time()
         sound = self._weights.is_here(layer, expert)
         self._pause_s = max(SCRUB_LEAST_S, (time.thread_time() - began_s) * (1 / SCRUB_SHARE - 1))
@@ -142,6 +162,8 @@ class Loader:
             self._held.discard((layer, expert))
             self._damaged += 1
             log.error("weights_damaged name=%s layer=%d expert=%d", self._name, layer, expert)
+        elif doubted:
+            self._sound_s[doubted] = time.monotonic()
         return sound
 
     def _superseded(self, view: View) -> bool:

@@ -13,6 +13,7 @@ from ctypes import (
     c_float,
     c_int,
     c_int32,
+    c_int64,
     c_uint32,
     c_uint64,
     c_void_p,
@@ -259,6 +260,8 @@ def _declare_server(library: ctypes.CDLL) -> None:
     library.expert_server_add_client.restype = c_int32
     library.expert_server_set_expert.argtypes = [c_void_p, c_uint32, c_uint32, c_void_p, c_void_p]
     library.expert_server_set_expert.restype = c_int32
+    library.expert_server_take_doubtful.argtypes = [c_void_p]
+    library.expert_server_take_doubtful.restype = c_int64
     library.expert_server_run.argtypes = [c_void_p, c_uint64]
     library.expert_server_run.restype = c_int32
     library.expert_server_step.argtypes = [c_void_p, c_uint64]

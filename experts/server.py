@@ -153,6 +153,17 @@ class ExpertServer:
             if self._handle:
                 self._library.expert_server_clear_expert(self._handle, layer, expert)
 
+    def doubtful(self) -> tuple[int, int] | None:
+        """(layer, expert) of one that gave rows that are not finite since it was last told here; None: none did.
+
+        Kernels that do not look at their rows, those of GPUs and without a compiler, tell of none.
+        """
+        with self._lock:
+            if not self._handle or not hasattr(self._library, "expert_server_take_doubtful"):
+                return None
+            place = self._library.expert_server_take_doubtful(self._handle)
+        return None if place < 0 else divmod(place, self.shape.experts)
+
     def set_lease(self, boottime_ns: int) -> None:
         """Answer only before this CLOCK_BOOTTIME instant; 0 fences the server for good."""
         with self._lock:

@@ -114,6 +114,7 @@ P2P_API ExpertServer* expert_server_new(uint32_t layers, uint32_t experts, uint3
     server->page = own_page;
     server->max_slot_bytes = max_slot_bytes;
     server->experts.assign(uint64_t(layers) * experts, Expert{});
+    server->doubtful.assign(server->experts.size(), 0);
     server->pool = p2p_lanes_new(lanes, cores);
     return server->pool ? server.release() : nullptr;
 } P2P_CATCH(nullptr)
@@ -198,6 +199,22 @@ P2P_API int32_t expert_server_step(ExpertServer* server, uint64_t now_ns) try {
     serve_batch(server, 0);
     return int32_t(server->job_count);
 } P2P_CATCH(EXPERT_SERVER_E_MEMORY)
+
+P2P_API int64_t expert_server_take_doubtful(ExpertServer* server) {
+    if (!server->any_doubtful.exchange(false)) return -1;
+    int64_t found = -1;
+    for (size_t i = 0; i < server->doubtful.size(); i++) {
+        std::atomic_ref mark(server->doubtful[i]);
+        if (!mark.load()) continue;
+        if (found >= 0) {
+            server->any_doubtful.store(true);
+            break;
+        }
+        mark.store(0);
+        found = int64_t(i);
+    }
+    return found;
+}
 
 P2P_API void expert_server_counters(ExpertServer* server, ServerCounters* out) {
     auto read = [](uint64_t& field) { return std::atomic_ref(field).load(std::memory_order_relaxed); };

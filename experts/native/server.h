@@ -82,4 +82,7 @@ P2P_API int32_t expert_server_run(ExpertServer* server, uint64_t max_ns);
 // One batch at most, never waits; for servers of one lane. Returns the number of requests answered, or
 // EXPERT_SERVER_E_MEMORY.
 P2P_API int32_t expert_server_step(ExpertServer* server, uint64_t now_ns);
+// layer * experts + expert of one that gave a row that is not finite since it was last taken, or -1: its weights may be
+// damaged, or what came in was not finite either.
+P2P_API int64_t expert_server_take_doubtful(ExpertServer* server);
 P2P_API void expert_server_counters(ExpertServer* server, ServerCounters* out);

@@ -289,11 +289,17 @@ void serve_batch(ExpertServer* server, uint32_t lane) {
                                     g.out, shape.hidden, tile0, tile1);
         const uint32_t column0 = tile0 * EXPERTS_TILE_ROWS;
         const uint32_t column1 = std::min<uint32_t>(tile1 * EXPERTS_TILE_ROWS, shape.hidden);
+        uint32_t over = 0;
         for (uint32_t i = 0; i < g.count; i++) {
             const Item& item = server->items[g.first + i];
+            const RowFold part = fold_row(g.out + uint64_t(i) * shape.hidden, column0, column1);
+            over |= part.over;
             std::atomic_ref fold(server->jobs[item.key & 0xFFFF].folds[item.pair]);
-            fold.fetch_add(fold_row(g.out + uint64_t(i) * shape.hidden, column0, column1).sum,
-                           std::memory_order_relaxed);
+            fold.fetch_add(part.sum, std::memory_order_relaxed);
+        }
+        if (over >> 31) {
+            std::atomic_ref(server->doubtful[size_t(g.expert - server->experts.data())]).store(1);
+            server->any_doubtful.store(true);
         }
     };
     if (lanes == 1) {

@@ -103,6 +103,8 @@ struct ExpertServer {
     std::atomic<bool> stopped{false};
     experts::Client clients[EXPERT_SERVER_MAX_CLIENTS];
     std::vector<experts::Expert> experts;  // [layers][experts]
+    std::vector<uint8_t> doubtful;         // of each: it gave a row that is not finite
+    std::atomic<bool> any_doubtful{false};
 
     uint32_t next_client = 0;
     experts::Job jobs[experts::BATCH_JOBS];

@@ -33,12 +33,16 @@ class Held:
 
     def __init__(self) -> None:
         self.at: dict[tuple[int, int], tuple[int, int]] = {}
+        self.doubted: list[tuple[int, int]] = []
 
     def set_expert(self, layer: int, expert: int, gate_up: int, down: int) -> None:
         self.at[layer, expert] = (gate_up, down)
 
     def clear_expert(self, layer: int, expert: int) -> None:
         del self.at[layer, expert]
+
+    def doubtful(self) -> tuple[int, int] | None:
+        return self.doubted.pop() if self.doubted else None
 
 
 class Loading:
@@ -159,6 +163,33 @@ def test_weights_that_rot_after_loading_are_found_and_mended(world: World) -> No
     run.wait(lambda: run.loader.damaged == 1 and bytes(world.whole.blob(layer, expert)) == right)
     run.wait(lambda: sorted(run.held.at) == PAIRS and held_of(run.reports[-1]) == PAIRS)
     assert not run.faults
+
+
+def test_an_expert_whose_rows_are_not_finite_is_read_at_once_and_not_again_for_a_while_where_it_is_sound(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[tuple[int, int]] = []
+    weights = Weights(name="expert/9", packed=world.whole, endpoint=None, checkpoint=world.checkpoint)
+    is_here = weights.is_here
+    monkeypatch.setattr(weights, "is_here", lambda *pair: (read.append(pair), is_here(*pair))[1])
+    # In its turn none would be read within an hour.
+    monkeypatch.setattr(loading, "SCRUB_SHARE", 1e-9)
+    run = Loading(world, weights)
+    run.want(PAIRS, 1)
+    run.wait(lambda: run.reports and held_of(run.reports[-1]) == PAIRS)
+    run.wait(lambda: read)
+    read.clear()
+    sound, (layer, expert) = PAIRS[2], PAIRS[-1]
+    run.held.doubted = [sound]
+    run.wait(lambda: read == [sound])
+    right = bytes(world.whole.blob(layer, expert))
+    with world.whole.path.open("r+b", buffering=0) as file:
+        file.seek(world.whole.layout.offset(layer, expert) + 4096)
+        file.write(bytes(byte ^ 0xFF for byte in right[4096 : 4096 + 2048]))
+    run.held.doubted = [(layer, expert), sound]
+    run.wait(lambda: run.loader.damaged == 1 and bytes(world.whole.blob(layer, expert)) == right)
+    run.wait(lambda: sorted(run.held.at) == PAIRS and not run.held.doubted)
+    assert read.count(sound) == 1 and (layer, expert) in read and not run.faults
 
 
 def test_damaged_weights_that_nobody_has_are_not_served_and_the_router_hears_of_it(world: World) -> None:

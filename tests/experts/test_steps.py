@@ -430,6 +430,22 @@ def test_a_call_without_memory_fails_and_leaves_nothing_to_the_next() -> None:
     world.close()
 
 
+def test_a_server_tells_which_expert_gave_rows_that_are_not_finite() -> None:
+    """Both map the same damaged weights and agree on every bit: only their digests can tell."""
+    world = World(shape=shape_of(), dtype=Dtype.FLOAT32, servers=2, seed=29)
+    spread(world, 2)
+    world.weights.down[0, 3].view(np.uint8)[:] = 0xFF
+    client = world.add_client()
+    world.publish(client, 1)
+    call = Call(world, client, np.random.default_rng(29), 40, 0)
+    assert call.run() == OK
+    assert np.isnan(call.out).any()
+    for server in world.servers:
+        assert world.library.expert_server_take_doubtful(server.handle) == 3
+        assert world.library.expert_server_take_doubtful(server.handle) == -1
+    world.close()
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_two_clients_share_servers_and_batches(seed: int) -> None:
     rng = np.random.default_rng(seed)
