@@ -1,9 +1,9 @@
 """Choosing the tokens of a step; sampling parameters are kept by slot, so that a row costs no object.
 
 A request's parameters are written into its slot's row once; a step gathers the rows of its slots and calls
-the native sampler. Only requests with penalties, or still short of min_tokens, cost Python in every step; the mask
-of a grammar lies where its row points. Where the decoder chooses by itself, on a GPU, only the rows that it leaves
-are chosen here.
+the native sampler. Only requests with penalties or bad words, or still short of min_tokens, cost Python in every
+step; the mask of a grammar lies where its row points. Where the decoder chooses by itself, on a GPU, only the rows
+that it leaves are chosen here: among them those with forbidden tokens.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 
 from eaas import native
 from eaas.engine import fallback_sampler
+from eaas.engine.bad_words import BadWords
 from eaas.engine.request import Request
 from eaas.engine.sampler import bits_of
 from eaas.engine.steps import Judged
@@ -72,16 +73,18 @@ class _Slot:
     request: Request
     prompt: np.ndarray
     output: np.ndarray
-    forbidden: np.ndarray
+    ends: np.ndarray  # tokens that are forbidden before min_tokens
+    bad: BadWords | None
     allowed: np.ndarray
     biased: np.ndarray
     biases: np.ndarray
     penalised: bool
     copied: int = field(default=0)
+    forbidden: np.ndarray = field(default_factory=lambda: _NOTHING)
 
     @property
     def special(self) -> bool:
-        return self.penalised or len(self.forbidden) > 0
+        return self.penalised or len(self.ends) > 0 or self.bad is not None
 
 
 class Chooser:
@@ -264,9 +267,10 @@ class Chooser:
             request=request,
             prompt=request.prompt if repeats else _NOTHING,
             output=np.empty(params.max_tokens, dtype=np.int32) if penalised else _NOTHING,
-            forbidden=np.array(
+            ends=np.array(
                 sorted(token for token in request.stops if early and token < self._vocab), dtype=np.int32
             ),
+            bad=BadWords(params.bad_tokens) if params.bad_tokens else None,
             allowed=bits_of(params.allowed_token_ids, self._vocab) if params.allowed_token_ids else _NOTHING,
             biased=np.array([token for token, _ in params.logit_bias], dtype=np.int32),
             biases=np.array([bias for _, bias in params.logit_bias], dtype=np.float32),
@@ -279,7 +283,7 @@ class Chooser:
         row["biased_count"] = len(held.biased)
         row["prompt"], row["prompt_count"] = held.prompt.ctypes.data, len(held.prompt)
         row["output"], row["output_count"] = held.output.ctypes.data, 0
-        row["forbidden"], row["forbidden_count"] = held.forbidden.ctypes.data, len(held.forbidden)
+        row["forbidden"], row["forbidden_count"] = 0, 0
         row["seed"], row["choice"] = params.seed, params.choice
         row["temperature"], row["top_p"], row["min_p"] = params.temperature, params.top_p, params.min_p
         row["repetition"] = params.repetition_penalty
@@ -295,8 +299,11 @@ class Chooser:
             held.copied = len(output)
             row["output_count"] = held.copied
         if len(output) >= held.request.params.min_tokens:
-            row["forbidden_count"] = 0
-            held.forbidden = _NOTHING
+            held.ends = _NOTHING
+        held.forbidden = held.ends
+        if held.bad is not None:
+            held.forbidden = np.array([*held.ends, *held.bad.forbidden(output)], dtype=np.int32)
+        row["forbidden"], row["forbidden_count"] = held.forbidden.ctypes.data, len(held.forbidden)
 
 
 def _wants_logprobs(requests: Sequence[Request], judged: Sequence[Judged]) -> bool:

@@ -390,7 +390,9 @@ class Engine:
             self.scheduler.cancel(request.owner, request.id)
             log.error("choice_failed id=%s reason=%s", request.id, reason)
             # What the client bound the choice by leaves nothing, or its grammar has become too much.
-            code = "no_token" if request.constraint or request.params.allowed_token_ids else "internal"
+            params = request.params
+            bound = request.constraint or params.allowed_token_ids or params.bad_tokens
+            code = "no_token" if bound else "internal"
             _fail(outcome, [request], code, f"No token could be chosen: {reason}.", retryable=False)
         return outcome
 
@@ -497,6 +499,10 @@ class Engine:
             ("prompt", request.prompt),
             ("output", np.array(request.output, dtype=np.int32)),
             ("allowed_token_ids", np.array(request.params.allowed_token_ids, dtype=np.int32)),
+            (
+                "bad_tokens",
+                np.array([token for bad in request.params.bad_tokens for token in bad], dtype=np.int32),
+            ),
             ("logit_bias", np.array([token for token, _ in request.params.logit_bias], dtype=np.int32)),
         ):
             if len(tokens) and (tokens.max() >= self.config.vocab or tokens.min() < 0):

@@ -15,10 +15,12 @@ import msgspec
 from eaas.engine.grammar import Grammar
 
 # Of these messages; a worker of another is not used.
-PROTOCOL = 6
+PROTOCOL = 7
 MAX_BODY_BYTES = 64 << 20
 MAX_TOP_LOGPROBS = 20
 MAX_BIASES = 1024
+# Sequences of bad words, as vLLM has it.
+MAX_BAD = 1024
 MOST_BIAS = 100.0
 LENGTH_BYTES = 4
 
@@ -63,6 +65,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tr
     cache_salt: Annotated[str, msgspec.Meta(max_length=256)] = (
         ""  # KV blocks are shared under the same one alone
     )
+    bad_tokens: tuple[
+        Annotated[tuple[TokenId, ...], msgspec.Meta(min_length=1)], ...
+    ] = ()  # not in the output
     prompt_logprobs: int = -1  # as logprobs, for each token of the prompt but the first; -1: none
     routed_from: int = -1  # the experts of each token from this one on are told; -1: of none
 
@@ -95,6 +100,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tr
             )
         if len(self.logit_bias) > MAX_BIASES:
             raise ValueError(f"{len(self.logit_bias)} biases were given; at most {MAX_BIASES} are possible")
+        if len(self.bad_tokens) > MAX_BAD:
+            raise ValueError(
+                f"{len(self.bad_tokens)} bad sequences were given; at most {MAX_BAD} are possible"
+            )
         if not all(-MOST_BIAS <= bias <= MOST_BIAS for _, bias in self.logit_bias):
             raise ValueError(f"a bias is outside -{MOST_BIAS:g} to {MOST_BIAS:g}")
         if self.grammar is not None and self.ignore_eos:

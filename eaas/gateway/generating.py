@@ -66,7 +66,8 @@ async def generate(
 
     try:
         prepared = await prepare()
-        work = _work(gateway, prepared)
+        bad_tokens = await gateway.model.bad_tokens(prepared.wanted.bad_words or ())
+        work = _work(gateway, prepared, bad_tokens)
         gateway.admit_tokens(work)
         exchange = Exchange(
             work=work,
@@ -99,11 +100,13 @@ def _cut(gateway: Gateway, wanted: ChatRequest | CompletionRequest, prompt: list
     return tokens
 
 
-def _work(gateway: Gateway, prepared: Prepared) -> Work:
+def _work(gateway: Gateway, prepared: Prepared, bad_tokens: tuple[tuple[int, ...], ...]) -> Work:
     wanted, prompts = prepared.wanted, prepared.prompts
     context = _context(gateway)
     limits = [token_limit(wanted, len(prompt), context) for prompt in prompts]
     params = sampling_params(wanted, min(limits), gateway.model.vocab)
+    if bad_tokens:
+        params = msgspec.structs.replace(params, bad_tokens=bad_tokens)
     _check_scores(wanted, prompts, params.prompt_logprobs)
     _check_routing(wanted, prompts)
     if prepared.grammar is not None:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from eaas.engine.worker_protocol import MAX_BAD
 from eaas.gateway.constraints import ConstrainedRequest
 from eaas.gateway.unsupported import OnlyOne, OnlyTrue, OnlyZero, Unsupported
 
@@ -20,9 +21,14 @@ MAX_STOP_CHARACTERS = 1024
 MAX_TOP_LOGPROBS = 20
 MAX_PROMPTS = 64
 MAX_MESSAGES = 4096
+# Each is up to two sequences of tokens.
+MAX_BAD_WORDS = MAX_BAD // 2
 MAX_TOOLS = 128
 
 _STRICT = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+BadWord = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class StreamOptions(BaseModel):
@@ -111,6 +117,7 @@ class GenerationRequest(ConstrainedRequest):
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
     truncation_side: Literal["left", "right"] | None = None
+    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
     skip_special_tokens: bool | None = None
     # False: token ids alone are told.
     detokenize: bool | None = None
@@ -119,7 +126,6 @@ class GenerationRequest(ConstrainedRequest):
     routed_experts_prompt_start: Annotated[int, Field(ge=0)] | None = None
 
     best_of: Any = None
-    bad_words: Unsupported = None
     ec_transfer_params: Unsupported = None
     kv_transfer_params: Unsupported = None
     length_penalty: OnlyOne = None

@@ -126,6 +126,30 @@ class ServedModel:
         encode = self.tokenizer.encode
         return await self._aside(len(text), lambda: encode(text, add_special_tokens=add_special_tokens))
 
+    async def bad_tokens(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The sequences of tokens that words are written with, as vLLM finds them: each as it begins a text, and behind
+        a space where that makes another first token and as many of them.
+
+        Raises:
+            ApiError: a word has no tokens.
+        """
+        words = list(dict.fromkeys(word.lstrip() for word in words))
+        encode = self.tokenizer.encode
+
+        def both(word: str) -> tuple[list[int], list[int]]:
+            return encode(word, add_special_tokens=False), encode(f" {word}", add_special_tokens=False)
+
+        encoded = await self._aside(len(words) * _MESSAGE_CHARACTERS, lambda: list(map(both, words)))
+        found: list[tuple[int, ...]] = []
+        for bare, spaced in encoded:
+            if not bare:
+                message = "Each of 'bad_words' needs at least one token; one of them has none."
+                raise invalid(message, param="bad_words", code="invalid_value")
+            found.append(tuple(bare))
+            if len(spaced) == len(bare) and spaced[0] != bare[0]:
+                found.append(tuple(spaced))
+        return tuple(found)
+
     async def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens, special ones included."""
         return await self._aside(len(tokens), lambda: self.tokenizer.decode(tokens, skip_special=False))

@@ -36,6 +36,8 @@ SCHEMA: dict[str, Any] = {
     "required": ["name", "lines", "act", "mood"],
     "additionalProperties": False,
 }
+# What the one without a grammar must not say.
+BAD = ["the", "and", "you", "KING"]
 FORMAT = {"type": "json_schema", "json_schema": {"name": "scene", "strict": True, "schema": SCHEMA}}
 
 
@@ -54,13 +56,14 @@ def client_of(cluster: LocalCluster) -> openai.OpenAI:
 def stream_all(
     cluster: LocalCluster, on_event: Callable[[], None] = lambda: None
 ) -> dict[int, tuple[str, str]]:
-    """Of each seed the text and how it finished, all streamed at once beside one without a grammar."""
+    """Of each seed the text and how it finished, all streamed at once beside one with bad words and no grammar."""
     client, seen = client_of(cluster), {}
 
     def run(seed: int) -> None:
         stream = client.chat.completions.create(
             model="demo", messages=[{"role": "user", "content": "Describe the scene."}], seed=seed, stream=True,
-            max_tokens=900, temperature=1.0, **({} if seed < 0 else {"response_format": FORMAT}),
+            max_tokens=900, temperature=1.0,
+            **({"extra_body": {"bad_words": BAD}} if seed < 0 else {"response_format": FORMAT}),
         )  # fmt: skip
         text, finish = "", ""
         for chunk in stream:

@@ -205,3 +205,22 @@ def test_a_chat_echoes_the_last_message_of_the_answers_role(
     called = {**body, "tools": [tool], "tool_choice": "none"}
     reply = httpx.post(f"{url}{path}", json=called).json()
     assert reply["choices"][0]["message"]["content"].startswith(shown), reply
+
+
+def test_bad_words_are_given_to_the_worker_as_their_tokens(url: str, worker: FakeWorker) -> None:
+    worker.submits.clear()
+    body = {"prompt": "ab", "max_tokens": 1, "n": 2, "bad_words": ["cat", " cat", "é", "\n"]}
+    refused = httpx.post(f"{url}/v1/completions", json=body)
+    # White space alone is nothing that a text can begin with.
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "bad_words")
+    assert (
+        httpx.post(f"{url}/v1/completions", json={**body, "bad_words": ["cat", " cat", "é"]}).status_code
+        == 200
+    )
+    # Each letter is a token here, so that a space before it makes one more.
+    wanted = (tuple(b"cat"), tuple("é".encode()))
+    assert [submit.params.bad_tokens for submit in worker.submits] == [wanted] * 2
+    for wrong in ([""], ["a" * 257], ["a"] * 513, "cat", [1]):
+        reply = httpx.post(f"{url}/v1/completions", json={**body, "bad_words": wrong})
+        assert reply.status_code == 400, wrong
+        assert "bad_words" in reply.text

@@ -42,6 +42,7 @@ class World:
             prefix_reuse=reuse,
         )
         self.engine = Engine(self.runner.decoder, config, on_logits=self.keep)
+        self.bad: dict[str, tuple[tuple[int, ...], ...]] = {}
         self.bits: dict[tuple[str, int], bytes] = {}
         self.tokens: dict[str, list[int]] = {}
 
@@ -50,7 +51,13 @@ class World:
 
     def submit(self, id: str, output: list[int] | None = None) -> None:
         number = int(id[1:])
-        params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.8, seed=number, ignore_eos=True)
+        params = SamplingParams(
+            max_tokens=NEW_TOKENS,
+            temperature=0.8,
+            seed=number,
+            ignore_eos=True,
+            bad_tokens=self.bad.get(id, ()),
+        )
         refusal = self.engine.submit(
             Submit(id=id, attempt=1, prompt=prompts()[id], output=output or [], params=params)
         )
@@ -165,3 +172,33 @@ def test_with_two_lanes(dtype: Dtype) -> None:
     for id in prompts():
         world.submit(id)
     check(world.run(), dtype, "two lanes")
+
+
+def holds(tokens: list[int], bad: tuple[int, ...]) -> bool:
+    """Whether the sequence is among them."""
+    return any(tuple(tokens[at : at + len(bad)]) == bad for at in range(len(tokens)))
+
+
+def test_bad_words_are_not_said_whatever_happens_meanwhile() -> None:
+    plain, _ = alone(DTYPES[0])
+    # What each would say: a pair, a triple and a token.
+    bad = {id: (tuple(made[1:3]), tuple(made[4:7]), (made[9],)) for id, made in plain.items()}
+    wanted: dict[str, list[int]] = {}
+    for id in prompts():
+        world = World(DTYPES[0])
+        world.bad = bad
+        world.submit(id)
+        wanted |= world.run().tokens
+    assert not any(holds(made, one) for id, made in wanted.items() for one in bad[id])
+    assert all(made != plain[id] for id, made in wanted.items())
+    for reuse in (False, True):
+        crowd = World(DTYPES[0], step_tokens=64, reuse=reuse)
+        crowd.bad = bad
+        for id in prompts():
+            crowd.submit(id)
+        assert crowd.run(preempt_every=4).tokens == wanted, f"seed {SEED}, prefix reuse {reuse}"
+    for known in range(1, NEW_TOKENS):
+        other = World(DTYPES[0])
+        other.bad = bad
+        other.submit("p3", wanted["p3"][:known])
+        assert other.run().tokens["p3"] == wanted["p3"], f"seed {SEED}: replayed from token {known}"

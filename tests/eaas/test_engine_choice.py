@@ -37,7 +37,13 @@ def params_of(source: np.random.Generator) -> SamplingParams:
         stop_token_ids=(1, 2, 3, VOCAB + 5),
         logit_bias=((7, 2.5), (8, -3.0)) if source.random() < 0.3 else (),
         allowed_token_ids=tuple(range(4, VOCAB, 3)) if source.random() < 0.3 else (),
+        bad_tokens=tuple(bad_of(source) for _ in range(40)) if source.random() < 0.5 else (),
     )
+
+
+def bad_of(source: np.random.Generator) -> tuple[int, ...]:
+    """Of up to three of the few tokens that are chosen often."""
+    return tuple(source.integers(0, 20, source.choice([1, 2, 2, 3])).tolist())
 
 
 def row_of(request: Request) -> SamplingRow:
@@ -56,7 +62,8 @@ def row_of(request: Request) -> SamplingRow:
         frequency_penalty=params.frequency_penalty,
         prompt=request.prompt,
         output=np.array(request.output, dtype=np.int32),
-        forbidden=[token for token in request.stops if early and token < VOCAB],
+        forbidden=[token for token in request.stops if early and token < VOCAB]
+        + [bad[-1] for bad in params.bad_tokens if [*request.output, bad[-1]][-len(bad) :] == list(bad)],
         allowed_too=bits_of(params.allowed_token_ids, VOCAB) if params.allowed_token_ids else None,
         biased=[token for token, _ in params.logit_bias],
         biases=[bias for _, bias in params.logit_bias],
