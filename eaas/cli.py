@@ -154,6 +154,9 @@ def serve(
         str,
         typer.Option(help="Pages of these origins may ask from a browser: https://a.example,...; * for any."),
     ] = "",
+    trust_request_chat_template: Annotated[
+        bool, typer.Option(help="Requests may bring a chat template of their own.")
+    ] = False,
     tls_dir: TlsDir = None,
     log_format: Annotated[str, typer.Option(help="text, or json: one object for each line.")] = "text",
     state_dir: Annotated[
@@ -203,6 +206,7 @@ def serve(
         tls_key=tls_key,
         keys_file=keys_file,
         allowed_origins=allowed_origins,
+        trust_request_chat_template=trust_request_chat_template,
         tls_dir=tls_dir,
         log_format=log_format,
         state_dir=state_dir,

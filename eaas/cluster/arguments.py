@@ -82,6 +82,7 @@ def _of_role(config: ClusterConfig, surroundings: Surroundings, pool: str, slot:
         *(("--tls-key", str(config.tls_key)) if config.tls_key else ()),
         *(("--keys-file", str(config.keys_file)) if config.keys_file else ()),
         *(("--allowed-origins", config.allowed_origins) if config.allowed_origins else ()),
+        *(("--trust-request-chat-template",) if config.trust_request_chat_template else ()),
     ]
 
 

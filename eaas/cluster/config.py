@@ -54,6 +54,7 @@ class ClusterConfig:
     keys_file: Path | None = None
     # Whose pages may ask from a browser, with commas between; empty: nobody's.
     allowed_origins: str = ""
+    trust_request_chat_template: bool = False
     # Between the processes: a folder with one of each role, as `eaas certs` makes it; None: no TLS, on loopback.
     tls_dir: Path | None = None
     log_format: str = "text"

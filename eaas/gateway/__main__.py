@@ -310,6 +310,11 @@ def parser() -> argparse.ArgumentParser:
         help="Listening socket from the launcher, instead of host and port.",
     )
     options.add_argument(
+        "--trust-request-chat-template",
+        action="store_true",
+        help="Requests may bring a chat template of their own, which runs here in the sandbox of the model's.",
+    )
+    options.add_argument(
         "--deadline-s", type=float, default=30.0, help="Longest wait for an attention worker."
     )
     options.add_argument(
@@ -395,7 +400,7 @@ def _serve(options: argparse.Namespace, listener: socket.socket, guards: protect
     )
     gateway = Gateway(
         config=config,
-        model=load_model(options.model, name),
+        model=load_model(options.model, name, trusts_templates=options.trust_request_chat_template),
         views=RouterViews(
             options.router,
             address,

@@ -200,7 +200,7 @@ def tools_of(wanted: ChatRequest) -> ToolUse:
         ) from None
 
 
-def grammar_of(model: ServedModel, use: ToolUse) -> Grammar | None:
+def grammar_of(model: ServedModel, wanted: ChatRequest, use: ToolUse) -> Grammar | None:
     """The language of the calls that the model must make; None where it is free.
 
     Raises:
@@ -214,7 +214,8 @@ def grammar_of(model: ServedModel, use: ToolUse) -> Grammar | None:
             raise invalid(
                 f"Invalid value for 'tools': {error}", param="tools", code="invalid_value"
             ) from None
-    if use.shown and not model.shows_tools:
+    shows = model.shows_tools if wanted.chat_template is None else "tools" in wanted.chat_template
+    if use.shown and not shows:
         raise invalid(
             "This model's chat template does not tell it of tools, so it cannot choose to call one. Leave 'tools' out, "
             "or set 'tool_choice' to 'required' or to a function: then the answer is a call in any case.",
@@ -239,6 +240,7 @@ async def encode_conversation(model: ServedModel, wanted: ChatRequest, use: Tool
         continue_final_message=going_on,
         add_special_tokens=bool(wanted.add_special_tokens),
         field=wanted.prompt_field,
+        template=wanted.chat_template,
         must_fit=wanted.truncate_prompt_tokens is None,
     )
 
@@ -257,7 +259,7 @@ class GenerationRoutes:
             wanted, model = await gateway.parse(request, ChatRequest), gateway.model
             gateway.require_model(wanted.model)
             use = tools_of(wanted)
-            grammar = grammar_of(model, use)
+            grammar = grammar_of(model, wanted, use)
             prompt = _cut(gateway, wanted, await encode_conversation(model, wanted, use))
             prompt_ids = prompt if wanted.return_token_ids else None
             if not use.shown:

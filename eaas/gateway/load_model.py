@@ -16,8 +16,11 @@ class ModelUnusable(ValueError):
     """The checkpoint folder cannot be served; the text says why."""
 
 
-def load_model(folder: Path, name: str) -> ServedModel:
+def load_model(folder: Path, name: str, *, trusts_templates: bool = False) -> ServedModel:
     """The model in a checkpoint folder under its served name.
+
+    Args:
+        trusts_templates: Requests may bring a chat template of their own.
 
     Raises:
         ModelUnusable: a file is missing or makes no sense.
@@ -36,4 +39,5 @@ def load_model(folder: Path, name: str) -> ServedModel:
         vocab=spec.vocab,
         fingerprint=fingerprint,
         created=int((folder / "config.json").stat().st_mtime),
+        trusts_templates=trusts_templates,
     )

@@ -31,7 +31,7 @@ class ResponseRoutes:
             gateway.require_model(given.model)
             wanted = as_chat(given)
             use = tools_of(wanted)
-            grammar = grammar_of(model, use)
+            grammar = grammar_of(model, wanted, use)
             prompt = await encode_conversation(model, wanted, use)
             style = model.call_style if use.shown else None
             return Prepared(

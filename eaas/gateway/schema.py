@@ -28,6 +28,8 @@ MAX_TOOLS = 128
 _STRICT = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
 
+# The largest that models come with have some 20,000 characters.
+ChatTemplateSource = Annotated[str, Field(min_length=1, max_length=1 << 16)]
 BadWord = Annotated[str, Field(min_length=1, max_length=256)]
 
 
@@ -235,7 +237,7 @@ class ChatRequest(GenerationRequest):
     modalities: list[str] | None = None
     audio: Any = None
     add_special_tokens: bool | None = None
-    chat_template: Unsupported = None
+    chat_template: ChatTemplateSource | None = None
     documents: Unsupported = None
     echo: bool | None = None
     include_reasoning: OnlyTrue = None

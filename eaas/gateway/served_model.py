@@ -23,6 +23,8 @@ _INLINE_CHARACTERS = 4096
 _MESSAGE_CHARACTERS = 256
 # Of those that are longer still, one is encoded at a time: each takes a core for seconds, and a template the GIL.
 _LONG_CHARACTERS = 1 << 18
+# The most that a client's own chat template may make: a whole body of text.
+_MOST_RENDERED = 4 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +36,7 @@ class ServedModel:
         vocab: Token ids are below it.
         fingerprint: Hash of the checkpoint.
         created: Unix time in seconds, for /v1/models.
+        trusts_templates: Requests may bring a chat template of their own.
     """
 
     name: str
@@ -42,6 +45,7 @@ class ServedModel:
     vocab: int
     fingerprint: str
     created: int
+    trusts_templates: bool = False
     _long: asyncio.Lock = field(default_factory=asyncio.Lock, init=False, repr=False, compare=False)
 
     @cached_property
@@ -169,6 +173,7 @@ class ServedModel:
         add_special_tokens: bool = False,
         field: str = "messages",
         must_fit: bool = True,
+        template: str | None = None,
     ) -> list[int]:
         """Token ids of a conversation, ready for the assistant's turn.
 
@@ -179,15 +184,32 @@ class ServedModel:
             continue_final_message: The last message is one to go on with.
             field: Where the messages stand in the request, for an error.
             must_fit: What is over the context however it is cut is refused before that.
+            template: The client's, in place of the model's own.
 
         Raises:
-            ApiError: the chat template refuses the messages, or gives nothing.
+            ApiError: the chat template refuses the messages, or gives nothing; or the client's is not wanted here.
         """
+        if "chat_template" in (options or {}):
+            raise invalid(
+                "Give it as the field 'chat_template' instead.",
+                param="chat_template_kwargs",
+                code="invalid_value",
+            )
+        if template is not None and not self.trusts_templates:
+            raise invalid(
+                "This server uses the model's own chat template; leave 'chat_template' out, or start the server with "
+                "--trust-request-chat-template.",
+                param="chat_template",
+                code="unsupported_value",
+            )
         prepared = for_template(messages)
         plain = not tools and not options and all(len(message) == 2 for message in prepared)
         characters = sum(len(str(message["content"])) + _MESSAGE_CHARACTERS for message in prepared)
         if not plain:
             characters = max(characters, _INLINE_CHARACTERS + 1)
+        if template is not None:
+            # It may take as long as a template may, and is compiled first.
+            characters = max(characters, _LONG_CHARACTERS + 1)
 
         def encode() -> list[int]:
             text = self.tokenizer.render_chat(
@@ -196,7 +218,12 @@ class ServedModel:
                 continue_final_message=continue_final_message,
                 tools=tools or None,
                 options=options,
+                source=template,
             )
+            if template is not None and len(text) > _MOST_RENDERED:
+                raise TemplateRefused(
+                    f"The chat template makes {len(text)} characters; at most {_MOST_RENDERED} are taken."
+                )
             if must_fit:
                 self.check_length(text, field)
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
@@ -204,7 +231,8 @@ class ServedModel:
         try:
             tokens = await self._aside(characters, encode)
         except TemplateRefused as error:
-            raise invalid(str(error), param=field, code="invalid_value") from error
+            at = field if template is None else "chat_template"
+            raise invalid(str(error), param=at, code="invalid_value") from error
         if not tokens:
             raise invalid("The messages give an empty prompt.", param=field, code="invalid_value")
         return tokens

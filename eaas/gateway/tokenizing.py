@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from eaas.gateway.errors import invalid
 from eaas.gateway.gateway import Gateway
-from eaas.gateway.schema import MAX_MESSAGES, MAX_TOOLS, Message, Tool
+from eaas.gateway.schema import MAX_MESSAGES, MAX_TOOLS, ChatTemplateSource, Message, Tool
 
 _STRICT = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
@@ -29,6 +29,7 @@ class TokenizeRequest(BaseModel):
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    chat_template: ChatTemplateSource | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
 
@@ -74,6 +75,7 @@ class TokenizingRoutes:
                 continue_final_message=going_on,
                 add_special_tokens=bool(wanted.add_special_tokens),
                 must_fit=False,
+                template=wanted.chat_template,
             )
         names = await model.texts(tokens) if wanted.return_token_strs else None
         shown = {

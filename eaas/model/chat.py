@@ -53,6 +53,9 @@ class ChatTemplate:
             raise TemplateRefused(f"The chat template, line {error.lineno}: {error.message}.") from error
         except (TemplateError, TooMuch) as error:
             raise TemplateRefused(f"The chat template: {error}.") from error
+        # Nested too deep for Jinja or for Python, which compiles what Jinja makes of it, or no constant that can be.
+        except (RecursionError, MemoryError, SyntaxError, ValueError, TypeError, LookupError) as error:
+            raise TemplateRefused(f"The chat template cannot be compiled: {error}.") from error
 
     def render(
         self,

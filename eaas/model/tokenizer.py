@@ -7,6 +7,7 @@ import contextlib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -44,9 +45,14 @@ class Tokenizer:
         most_bytes: Bytes of text that one token stands for, at most; None where it may be any number.
     """
 
-    def __init__(self, rust: RustTokenizer, template: ChatTemplate | None) -> None:
+    def __init__(
+        self, rust: RustTokenizer, template: ChatTemplate | None, special_tokens: Mapping[str, str] = {}
+    ) -> None:
+        """Args: special_tokens: For chat templates other than the model's own: names such as "bos_token", and texts."""
         self._rust = rust
         self._template = template
+        # Clients have few of them, and each costs some milliseconds.
+        self._others = lru_cache(8)(lambda source: ChatTemplate(source, special_tokens))
         self.vocab = max(rust.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         added = rust.get_added_tokens_decoder()
         self._special = frozenset(token for token, entry in added.items() if entry.special)
@@ -85,7 +91,7 @@ class Tokenizer:
         config = _read_object(root / "tokenizer_config.json")
         source = _template_source(root, config)
         template = None if source is None else ChatTemplate(source, _special_tokens(config))
-        return cls(rust, template)
+        return cls(rust, template, _special_tokens(config))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt, by default with what the model wants around it (such as a begin-of-text token).
@@ -103,16 +109,21 @@ class Tokenizer:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
+        source: str | None = None,
     ) -> str:
         """The text of a conversation, special tokens included where the template writes them; arguments as
         ChatTemplate.render.
 
+        Args:
+            source: Another template than the model's own.
+
         Raises:
             TemplateRefused: there is no chat template, or it does not accept the messages.
         """
-        if self._template is None:
+        template = self._template if source is None else self._others(source)
+        if template is None:
             raise TemplateRefused("This model has no chat template. Use /v1/completions.")
-        return self._template.render(
+        return template.render(
             messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,

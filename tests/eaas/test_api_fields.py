@@ -224,3 +224,54 @@ def test_bad_words_are_given_to_the_worker_as_their_tokens(url: str, worker: Fak
         reply = httpx.post(f"{url}/v1/completions", json={**body, "bad_words": wrong})
         assert reply.status_code == 400, wrong
         assert "bad_words" in reply.text
+
+
+TEMPLATE = "{{ messages[0].content }}!{{ eos_token }}{{ mood }}"
+
+
+@pytest.fixture(scope="module")
+def trusting_url(world: World, url: str) -> Any:
+    # It follows the same router; `url` has put the worker there.
+    with gateway_url(world, "--trust-request-chat-template") as trusting:
+        eventually(lambda: httpx.get(f"{trusting}/health").status_code == 200, "a worker")
+        yield trusting
+
+
+def test_a_requests_own_chat_template_is_taken_behind_the_flag_alone(
+    url: str, trusting_url: str, worker: FakeWorker
+) -> None:
+    path, body = ROUTES["chat"]
+    asked = {**body, "chat_template": TEMPLATE, "chat_template_kwargs": {"mood": "?"}}
+    bare = {key: value for key, value in asked.items() if key != "max_tokens"}
+    for where, what in ((path, asked), ("/tokenize", bare)):
+        refused = httpx.post(f"{url}{where}", json=what)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "chat_template")
+        assert "--trust-request-chat-template" in refused.json()["error"]["message"]
+    worker.submits.clear()
+    for _ in range(2):
+        assert httpx.post(f"{trusting_url}{path}", json=asked).status_code == 200
+    tokens = httpx.post(f"{trusting_url}/tokenize", json=bare).json()["tokens"]
+    assert [submit.prompt for submit in worker.submits] == [tokens] * 2
+    assert tokens == [*b"hi!", 256, *b"?"]
+    hidden = {**body, "chat_template_kwargs": {"chat_template": TEMPLATE}}
+    for one in (url, trusting_url):
+        assert httpx.post(f"{one}{path}", json=hidden).json()["error"]["param"] == "chat_template_kwargs"
+    assert httpx.post(f"{trusting_url}{path}", json=body).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{", "{% for a in b %}", "", "a" * 65537, "{{ " + "(" * 20000 + ")" * 20000 + " }}",
+        "{% if a %}" * 300 + "{% endif %}" * 300, "{% for a in range(50) %}" * 30 + "x" + "{% endfor %}" * 30,
+        "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}",
+        "{{ 'a' * 999999999 }}", "{{ ().__class__.__base__.__subclasses__() }}", "{{ raise_exception('no') }}",
+        "{% include '/etc/passwd' %}", "{% for a in range(50) %}{{ 'a' * 100000 }}{% endfor %}",
+    ],
+)  # fmt: skip
+def test_a_template_that_means_harm_is_a_400(trusting_url: str, template: str) -> None:
+    path, body = ROUTES["chat"]
+    asked = {**body, "chat_template": template, "truncate_prompt_tokens": 5}
+    reply = httpx.post(f"{trusting_url}{path}", json=asked, timeout=60)
+    assert reply.status_code == 400, f"{template[:40]}: {reply.text}"
+    assert reply.json()["error"]["param"] == "chat_template"
