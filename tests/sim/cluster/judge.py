@@ -497,4 +497,8 @@ class Judge:
                 return f"{row.name} is dead"
             if row.pool == ATTENTION and process.acked < shown.epoch:
                 return f"{row.name} has acked {process.acked} of {shown.epoch}"
+            for link in process.links.values() if isinstance(process, Worker) else ():
+                if self.world.now_s < link.distrusted_s:
+                    # It may yet be fenced for the replies that it gave.
+                    return f"{row.name} distrusts {link.name}"
         return self.moves.uneven(rows[EXPERT])
