@@ -1,9 +1,10 @@
 """Which rows the next engine step computes. Pure: one `plan` and one `complete` (or `abandon`) make a step.
 
 Continuous batching: every request that generates has one row in every step; what is left of the step's token
-budget goes to prompts, in chunks, in order of arrival; then to waiting requests, in order of arrival, as long
-as their blocks can be had. When blocks run out, the youngest running request gives up its own and waits
-again: what it has emitted stays; prompt and output are computed again later, with the same bits.
+budget goes to prompts, in chunks, in order of admission; then to waiting requests, by priority and in order of
+arrival, as long as their blocks can be had. When blocks run out, the youngest running request of the last priority
+gives up its own and waits again: what it has emitted stays; prompt and output are computed again later, with
+the same bits.
 
 A row costs no Python object: the state that rows need lies in arrays indexed by slot, and a plan of requests
 that generate is two gathers.
@@ -11,6 +12,7 @@ that generate is two gathers.
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -160,7 +162,7 @@ class Scheduler:
         self._arrivals += 1
         request.order = self._arrivals
         self._live[request.owner, request.id] = request
-        self._waiting.append(request)
+        insort(self._waiting, request, key=_turn)
 
     def cancel(self, owner: int, id: str) -> bool:
         """Forget a request and free its blocks; False if there is none of that name."""
@@ -283,23 +285,23 @@ class Scheduler:
         for request in self._parked:
             is_prompt = request.computed < len(request.context)
             (self._prefilling if is_prompt else self._decoding).append(request)
-        self._prefilling.sort(key=_arrival)
+        self._prefilling.sort(key=_turn)
         self._retried = {request.order for request in self._parked}
         self._parked = []
         self._decode_slots = None
 
     def preempt_youngest(self) -> Request | None:
-        """Make the youngest running request give up its blocks and wait again, first in the queue."""
+        """Make the running request whose turn came last give up its blocks and wait again: the youngest of the last
+        priority; in the queue it is before those whose turns are later."""
         self._between_steps()
         running = [*self._prefilling, *self._decoding, *self._parked]
         if not running:
             return None
-        youngest = max(running, key=_arrival)
+        youngest = max(running, key=_turn)
         self._stop_running(youngest)
         youngest.preemptions += 1
         self.preemptions += 1
-        # Admission is in order of arrival: all that wait are younger, unless they were preempted before it.
-        self._waiting.appendleft(youngest)
+        insort(self._waiting, youngest, key=_turn)
         return youngest
 
     # -- inside ----------------------------------------------------------------------------------------------
@@ -486,5 +488,5 @@ class Scheduler:
         del self._live[request.owner, request.id]
 
 
-def _arrival(request: Request) -> int:
-    return request.order
+def _turn(request: Request) -> tuple[int, int]:
+    return request.params.priority, request.order

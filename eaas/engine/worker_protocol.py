@@ -68,6 +68,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tr
     bad_tokens: tuple[
         Annotated[tuple[TokenId, ...], msgspec.Meta(min_length=1)], ...
     ] = ()  # not in the output
+    # Who comes first, the lower the earlier; of equals, who came first.
+    priority: Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)] = 0
     prompt_logprobs: int = -1  # as logprobs, for each token of the prompt but the first; -1: none
     routed_from: int = -1  # the experts of each token from this one on are told; -1: of none
 

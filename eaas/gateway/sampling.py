@@ -80,6 +80,7 @@ def sampling_params(wanted: ChatRequest | CompletionRequest, limit: int, vocab: 
         logit_bias=wanted.biases,
         allowed_token_ids=allowed,
         prompt_logprobs=max(wanted.prompt_count, wanted.echo_count),
+        priority=wanted.priority or 0,
         cache_salt=wanted.cache_salt or "",
         routed_from=(wanted.routed_experts_prompt_start or 0) if wanted.return_routed_experts else -1,
     )

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from eaas.engine.worker_protocol import MAX_BAD
 from eaas.gateway.constraints import ConstrainedRequest
-from eaas.gateway.unsupported import OnlyOne, OnlyTrue, OnlyZero, Unsupported
+from eaas.gateway.unsupported import OnlyOne, OnlyTrue, Unsupported
 
 MAX_CHOICES = 16
 MAX_STOPS = 16
@@ -120,6 +120,8 @@ class GenerationRequest(ConstrainedRequest):
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
     truncation_side: Literal["left", "right"] | None = None
     bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
+    # The lower, the earlier.
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     skip_special_tokens: bool | None = None
     # False: token ids alone are told.
     detokenize: bool | None = None
@@ -134,7 +136,6 @@ class GenerationRequest(ConstrainedRequest):
     logits_processors: Unsupported = None
     logprob_token_ids: Unsupported = None
     mm_payload: Unsupported = None
-    priority: OnlyZero = None
     prompt_embeds: Unsupported = None
     repetition_detection: Unsupported = None
     return_mm_kwargs: Unsupported = None

@@ -22,6 +22,5 @@ def _only(*defaults: Any) -> Callable[[Any], None]:
 
 # Types of fields that may be left out, null, or what the name says.
 Unsupported = Annotated[Any, AfterValidator(_only(False, [], {}, ""))]
-OnlyZero = Annotated[Any, AfterValidator(_only(0))]
 OnlyOne = Annotated[Any, AfterValidator(_only(1, 1.0))]
 OnlyTrue = Annotated[Any, AfterValidator(_only(True))]

@@ -419,7 +419,7 @@ class WorkerPool:
 
     def _place_waiting(self) -> None:
         self._placing = False
-        for sequence in list(self._waiting.values()):
+        for sequence in sorted(self._waiting.values(), key=lambda sequence: sequence.params.priority):
             self._place(sequence)
 
     def _next_trial(self, sequence: Sequence) -> None:

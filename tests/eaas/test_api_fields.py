@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -30,7 +31,7 @@ VLLM = json.loads((Path(__file__).parent / "vllm_fields.json").read_text())
 PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
 # What each refused field might be asked for with; the first that is not its default.
 ASKED: dict[str, Any] = {
-    "best_of": 5, "length_penalty": 2.0, "priority": 3, "spaces_between_special_tokens": False,
+    "best_of": 5, "length_penalty": 2.0, "spaces_between_special_tokens": False,
     "include_reasoning": False, "background": True,
 }  # fmt: skip
 
@@ -275,3 +276,26 @@ def test_a_template_that_means_harm_is_a_400(trusting_url: str, template: str) -
     reply = httpx.post(f"{trusting_url}{path}", json=asked, timeout=60)
     assert reply.status_code == 400, f"{template[:40]}: {reply.text}"
     assert reply.json()["error"]["param"] == "chat_template"
+
+
+def test_priorities_reach_the_worker_and_those_that_wait_here_are_placed_by_them(
+    world: World, url: str, worker: FakeWorker
+) -> None:
+    world.router.show()
+    eventually(lambda: httpx.get(f"{url}/health").status_code == 503, "no worker")
+    worker.submits.clear()
+    asked = [(0, 3), (1, None), (2, -2), (3, 0), (4, 3)]
+    with ThreadPoolExecutor(len(asked)) as threads:
+        replies = []
+        for number, priority in asked:
+            body = {"prompt": f"p{number}", "max_tokens": 1, "priority": priority}
+            replies.append(threads.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=60))
+            waiting = f"eaas_waiting {number + 1}"
+            eventually(lambda waiting=waiting: waiting in httpx.get(f"{url}/metrics").text, waiting)
+        world.router.show(worker)
+        assert [reply.result().status_code for reply in replies] == [200] * len(asked)
+    placed = [(bytes(submit.prompt).decode(), submit.params.priority) for submit in worker.submits]
+    assert placed == [("p2", -2), ("p1", 0), ("p3", 0), ("p0", 3), ("p4", 3)]
+    told = httpx.post(f"{url}/v1/responses", json={**ROUTES["responses"][1], "priority": 7})
+    assert (told.status_code, worker.submits[-1].params.priority) == (200, 7), told.text
+    assert httpx.post(f"{url}/v1/completions", json={"prompt": "a", "priority": 2**31}).status_code == 400

@@ -48,9 +48,12 @@ class World:
         output: list[int] | None = None,
         stop: int = -1,
         cache_salt: str = "",
+        priority: int = 0,
     ) -> Request:
         stops = (stop,) if stop >= 0 else ()
-        params = SamplingParams(max_tokens=max_tokens, stop_token_ids=stops, cache_salt=cache_salt)
+        params = SamplingParams(
+            max_tokens=max_tokens, stop_token_ids=stops, cache_salt=cache_salt, priority=priority
+        )
         request = Request(owner=0, id=id, attempt=1, prompt=prompt, output=output or [], params=params)
         self.scheduler.add(request)
         self.emitted[id] = list(output or [])
@@ -88,7 +91,7 @@ class World:
         assert self.pool.problems([r.blocks for r in live]) == []
         for request in live:
             assert len(request.blocks) * BLOCK_TOKENS >= request.computed
-        waiting = [r.order for r in self.scheduler._waiting]
+        waiting = [(r.params.priority, r.order) for r in self.scheduler._waiting]
         assert waiting == sorted(waiting), "the queue is out of order"
 
 
@@ -204,6 +207,30 @@ def test_preempted_requests_come_back_in_order_of_arrival() -> None:
     world.check_blocks()
     world.run()
     assert list(world.finished) == ["a", "b", "c", "d"]
+
+
+def test_the_lower_priority_begins_first_and_equals_in_order_of_arrival() -> None:
+    world = World(max_running=1)
+    world.submit("running", [1, 2], 3, priority=9)
+    world.step()
+    for id, priority in (("a", 1), ("b", 0), ("c", -1), ("d", 0), ("e", 1), ("f", -1)):
+        world.submit(id, [1, 2, 3], 2, priority=priority)
+    assert [request.id for request in world.scheduler.queue()] == ["c", "f", "b", "d", "a", "e"]
+    world.run()
+    # Who runs is not stopped for one that waits.
+    assert list(world.finished) == ["running", "c", "f", "b", "d", "a", "e"]
+
+
+def test_the_last_priority_is_preempted_first_whoever_is_youngest() -> None:
+    world = World()
+    for id, priority in (("a", 2), ("b", 0), ("c", 2), ("d", 1)):
+        world.submit(id, [1, 2], 6, priority=priority)
+    world.step()
+    world.submit("later", [5], 1, priority=2)
+    assert [world.scheduler.preempt_youngest().id for _ in range(4)] == ["c", "a", "d", "b"]  # type: ignore[union-attr]
+    assert [request.id for request in world.scheduler.queue()] == ["b", "d", "a", "c", "later"]
+    world.run()
+    assert all(world.emitted[id] == expected_output([1, 2], 6) for id in "abcd")
 
 
 def test_a_newcomer_leaves_a_spare_block_for_each_running_request() -> None:
@@ -403,7 +430,7 @@ def test_any_history_gives_every_request_its_tokens_and_leaks_nothing(
     for number, (act, first, second) in enumerate(acts):
         if act == "submit" and isinstance(first, list):
             id = f"r{number}"
-            world.submit(id, first, second)
+            world.submit(id, first, second, priority=sum(first) % 3 - 1)
             wanted[id] = expected_output(first, second)
         elif act == "step" and isinstance(first, int):
             for _ in range(first):
