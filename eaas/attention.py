@@ -24,7 +24,7 @@ from typing import Protocol
 from eaas import native
 from eaas.engine.constraint import Grammars
 from eaas.engine.decoder import Decoder, DecoderError
-from eaas.engine.engine import Engine, EngineConfig, StepDecoder
+from eaas.engine.engine import LEAST_WAIT, Engine, EngineConfig, StepDecoder
 from eaas.engine.scheduler import SchedulerConfig
 from eaas.engine.secure_door import SecureDoor
 from eaas.engine.worker import STUCK_MARGIN_S, Worker
@@ -346,6 +346,8 @@ def prepare(options: argparse.Namespace, ending: Ending, closing: contextlib.Exi
         deadline_s=options.deadline_s,
         path=path,
         credentials=credentials,
+        # A step that waits for lost experts holds up every other request.
+        patience_s=options.deadline_s * LEAST_WAIT,
     )
     closing.callback(client.close)
     placement = Placement(router, client, kernels, obsolete_s=options.deadline_s, on_obsolete=ending.drained)

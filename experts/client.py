@@ -76,6 +76,7 @@ class ExpertClient:
         on_adopted: Callable[[int], None] | None = None,
         path: DataPath | None = None,
         credentials: Credentials | None = None,
+        patience_s: float = 0.0,
     ) -> None:
         """
         Args:
@@ -90,6 +91,8 @@ class ExpertClient:
             on_adopted: Called with each newly adopted epoch, from whichever thread saw it, to acknowledge it.
             path: Who carries the rows; that of CPUs unless given.
             credentials: Of this process; None: no TLS.
+            patience_s: How long a call waits for experts that no live server has, where that is shorter than its
+                deadline: for callers whose calls carry rows of many. 0: until its deadline. CPUs with native code only.
 
         Raises:
             ValueError: a size is out of range, or one token does not fit in a slot.
@@ -122,6 +125,8 @@ class ExpertClient:
             raise ValueError(
                 f"No expert client for {shape}, {len(self._cores)} lanes, {max_tokens} tokens a call."
             )
+        if patience_s and hasattr(self._library, "expert_client_set_patience"):
+            self._library.expert_client_set_patience(self._handle, int(patience_s * 1e9))
         self._attacher = Attacher(
             endpoint=endpoint,
             path=path,

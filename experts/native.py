@@ -215,6 +215,8 @@ def _declare_client(library: ctypes.CDLL) -> None:
     library.expert_client_new.restype = c_void_p
     library.expert_client_free.argtypes = [c_void_p]
     library.expert_client_free.restype = None
+    library.expert_client_set_patience.argtypes = [c_void_p, c_uint64]
+    library.expert_client_set_patience.restype = None
     library.expert_client_add_server.argtypes = [c_void_p, POINTER(ServerLink)]
     library.expert_client_add_server.restype = c_int32
     library.expert_client_remove_server.argtypes = [c_void_p, c_uint32]

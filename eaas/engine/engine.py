@@ -461,8 +461,12 @@ class Engine:
             self.scheduler.cancel(request.owner, request.id)
         if waiting is not None:
             # However many more come that need them, the others are not held up by them for ever.
-            self.scheduler.park(r for r in list(self.scheduler.live()) if r.slot in waiting and r.slot >= 0)
-            self._unpark_s = self._clock() + self.config.deadline_s * LEAST_WAIT
+            parked = [r for r in list(self.scheduler.live()) if r.slot in waiting and r.slot >= 0]
+            self.scheduler.park(parked)
+            # A step tried again in vain takes as long as one is left out: it ends by the first deadline.
+            most_s = self.config.deadline_s * LEAST_WAIT
+            left_s = self.config.deadline_s - max((self._waited_s(r, latest_s) for r in parked), default=0.0)
+            self._unpark_s = self._clock() + min(most_s, max(0.0, left_s - most_s))
         log.error("step_failed requests=%d reason=%s", len(overdue), lost)
         outcome = Outcome()
         message = (

@@ -98,6 +98,10 @@ P2P_API ExpertClient* expert_client_new(uint32_t layers, uint32_t experts, uint3
 
 P2P_API void expert_client_free(ExpertClient* client) { delete client; }
 
+P2P_API void expert_client_set_patience(ExpertClient* client, uint64_t patience_ns) {
+    client->patience_ns = patience_ns;
+}
+
 P2P_API int32_t expert_client_add_server(ExpertClient* client, const ServerLink* link) {
     const WireShape& shape = client->shape;
     if (!link->tx || !link->rx || !link->slots || link->slots > MAX_SLOTS || link->lane >= client->lanes)

@@ -78,6 +78,9 @@ P2P_API ExpertClient* expert_client_new(uint32_t layers, uint32_t experts, uint3
                                         uint32_t lanes, void* own_page, uint32_t max_tokens_per_call);
 P2P_API void expert_client_free(ExpertClient* client);
 
+// A call of which some expert has no live replica ends with EXPERTS_E_LOST after so long, its deadline or not: others
+// have rows in it whose experts are there. 0, as at first: it waits until its deadline.
+P2P_API void expert_client_set_patience(ExpertClient* client, uint64_t patience_ns);
 // Index 0..63 for the routes table, or EXPERTS_E_FULL / EXPERTS_E_ARGUMENT.
 P2P_API int32_t expert_client_add_server(ExpertClient* client, const ServerLink* link);
 // Takes effect at a call boundary, at once where no call runs. Once expert_client_server_idle says 1, the

@@ -63,6 +63,7 @@ int32_t begin(ExpertClient* client, uint32_t layer, const void* rows, uint32_t n
     call.out = out;
     call.drop = drop;
     if (deadline_ns != call.said_deadline_ns) call.deadline_ns = call.said_deadline_ns = deadline_ns;
+    call.lost_ns = UINT64_MAX;
     call.attempt = 0;
     call.routes_since = 0;
     call.replan.store(0);
@@ -83,7 +84,7 @@ int32_t begin(ExpertClient* client, uint32_t layer, const void* rows, uint32_t n
 } P2P_CATCH(client->in_call ? finish(client) : void(), EXPERTS_E_MEMORY)
 
 int32_t plan_or_fail(ExpertClient* client, uint64_t now_ns) try {
-    if (now_ns >= client->call.deadline_ns) return EXPERTS_E_LOST;
+    if (now_ns >= client->call.end_ns()) return EXPERTS_E_LOST;
     plan_again(client, now_ns);
     return EXPERTS_OK;
 } P2P_CATCH(EXPERTS_E_MEMORY)
@@ -111,9 +112,9 @@ void wait_lane(ExpertClient* client, uint32_t lane, const Dispatched& dispatched
     // Once: whether the call is complete is for the lanes to say that receive the replies.
     uint64_t now_ns = clock_ns();
     if (dispatched.shared && call.outstanding[lane].value == 0 && call.missing.load() && client->page &&
-        now_ns < call.deadline_ns)
+        now_ns < call.end_ns())
         p2p_bell_wait(client->page, lane, dispatched.seen,
-                      std::min(P2P_WAIT_NS, call.deadline_ns.load() - now_ns));
+                      std::min(P2P_WAIT_NS, call.end_ns() - now_ns));
     uint64_t checked_ns = now_ns;
     for (;;) {
         uint32_t seen = p2p_bell_read(client->page, lane);
@@ -130,7 +131,7 @@ void wait_lane(ExpertClient* client, uint32_t lane, const Dispatched& dispatched
             checked_ns = now_ns;
         }
         if (lane_finished(client, lane, now_ns)) break;
-        uint64_t wake_ns = std::min(call.deadline_ns.load(), next_due_ns(client, lane));
+        uint64_t wake_ns = std::min(call.end_ns(), next_due_ns(client, lane));
         p2p_bell_wait(client->page, lane, seen, wake_ns > now_ns ? std::min(P2P_WAIT_NS, wake_ns - now_ns) : 0);
     }
     // Another lane may wait for a reply that is no longer needed, or must come and plan again.
@@ -213,7 +214,7 @@ P2P_API int32_t expert_client_step(ExpertClient* client, uint64_t now_ns) {
         finish(client);
         return EXPERTS_OK;
     }
-    if (!stuck && now_ns < call.deadline_ns) return EXPERTS_PENDING;
+    if (!stuck && now_ns < call.end_ns()) return EXPERTS_PENDING;
     int32_t status = plan_or_fail(client, now_ns);
     if (status != EXPERTS_OK) {
         finish(client);

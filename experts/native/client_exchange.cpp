@@ -394,7 +394,7 @@ uint64_t next_due_ns(ExpertClient* client, uint32_t lane) {
 
 bool lane_finished(ExpertClient* client, uint32_t lane, uint64_t now_ns) {
     Call& call = client->call;
-    if (call.missing.load() == 0 || call.replan.load() || now_ns >= call.deadline_ns) return true;
+    if (call.missing.load() == 0 || call.replan.load() || now_ns >= call.end_ns()) return true;
     bool in_doubt = call.in_doubt.load(std::memory_order_relaxed);
     if (in_doubt && client->routes_pending.load()) return true;
     // With pairs in doubt, lane 0 stays awake for new routes.

@@ -304,6 +304,20 @@ bool drop_pair(ExpertClient* client, const Masks& masks, uint32_t pair) {
     return true;
 }
 
+// Whether no server of a pair's expert lives, and the caller would rather hear of it than wait for another.
+bool is_lost(const ExpertClient* client, const Masks& masks, uint32_t pair, uint32_t server) {
+    if (server != EXPERTS_NO_SERVER || !client->patience_ns.load(std::memory_order_relaxed)) return false;
+    return !(replicas(client, client->call.ids[pair]) & masks.live());
+}
+
+void bound_wait(ExpertClient* client, bool lost, uint64_t now_ns) {
+    std::atomic<uint64_t>& end_ns = client->call.lost_ns;
+    if (!lost)
+        end_ns = UINT64_MAX;
+    else if (end_ns == UINT64_MAX)
+        end_ns = now_ns + client->patience_ns;
+}
+
 // Planned by routes that are no longer in use: its refusal says nothing about those that are.
 bool outdated(const Call& call, const Chunk& chunk) { return chunk.attempt < call.routes_since; }
 
@@ -424,9 +438,10 @@ void plan_first(ExpertClient* client, uint64_t now_ns) {
     Masks masks = server_masks(client, now_ns);
     choose_servers(client, masks);
     uint64_t servers = 0;
-    bool in_doubt = false;
+    bool in_doubt = false, lost = false;
     auto give = [&](uint32_t pair, uint32_t server) {
         if (server == EXPERTS_NO_SERVER && drop_pair(client, masks, pair)) return;
+        lost |= is_lost(client, masks, pair, server);
         in_doubt |= !masks.takes(server);
         if (server == EXPERTS_NO_SERVER) return;
         plan.list[server].push_back(pair);
@@ -435,6 +450,7 @@ void plan_first(ExpertClient* client, uint64_t now_ns) {
     deal(client, [](uint32_t) { return true; }, give);
     clear_counts(plan);
     call.in_doubt.store(in_doubt, std::memory_order_relaxed);
+    bound_wait(client, lost, now_ns);
     cut_all(client, servers);
     for (uint64_t left = client->used.load(std::memory_order_acquire); left; left &= left - 1) {
         uint32_t index = uint32_t(std::countr_zero(left));
@@ -466,10 +482,11 @@ void plan_again(ExpertClient* client, uint64_t now_ns) {
         if (plan.pair_state[pair] == PAIR_OPEN) count_pair(plan, call.ids[pair]);
     choose_servers(client, masks);
     uint64_t servers = 0;
-    bool in_doubt = false;
+    bool in_doubt = false, lost = false;
     auto give = [&](uint32_t pair, uint32_t server) {
         server = another(client, masks, pair, server);
         if (server == EXPERTS_NO_SERVER && !plan.pair_late[pair] && drop_pair(client, masks, pair)) return;
+        lost |= !plan.pair_late[pair] && is_lost(client, masks, pair, server);
         in_doubt |= !masks.takes(server);
         if (server == EXPERTS_NO_SERVER) return;
         // A late server gets a row that it already holds again only after a while: what travelled may be lost.
@@ -485,6 +502,7 @@ void plan_again(ExpertClient* client, uint64_t now_ns) {
     deal(client, [&](uint32_t pair) { return plan.pair_state[pair] == PAIR_OPEN; }, give);
     clear_counts(plan);
     call.in_doubt.store(in_doubt, std::memory_order_relaxed);
+    bound_wait(client, lost, now_ns);
     cut_all(client, servers);
 }
 

@@ -132,6 +132,10 @@ struct Call {
     // Of the caller, and with what this process stood still since that was given: a step gives all its calls the same.
     uint64_t said_deadline_ns = 0;
     std::atomic<uint64_t> deadline_ns{0};
+    // While some pair has no live replica: when the call ends for it, after the client's patience.
+    std::atomic<uint64_t> lost_ns{UINT64_MAX};
+
+    uint64_t end_ns() const { return std::min(deadline_ns.load(), lost_ns.load()); }
     uint32_t attempt = 0;
     uint32_t routes_since = 0;  // the first attempt that was planned by the routes in use
     int32_t status = EXPERTS_OK;
@@ -227,6 +231,7 @@ struct ExpertClient {
     uint64_t incarnation = 0;
     uint32_t lanes = 1;
     uint32_t max_tokens = 0;
+    std::atomic<uint64_t> patience_ns{0};  // 0: lost experts are waited for until the deadline
     void* page = nullptr;
     uint64_t checked_ns = 0;  // liveness, in steps
 

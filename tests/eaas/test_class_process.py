@@ -80,11 +80,11 @@ def test_requests_stay_in_their_class_and_go_on_in_another_only_when_theirs_is_g
         # What comes now is sent on at once, and whoever asks the other class computes it. It comes while the other
         # still waits: afterwards this worker soon gives its class up and ends.
         first.submit("late", PROMPT)
+        late = failure(first)
+        assert (late.id, late.code, late.retryable) == ("late", "class_lost", True)
         lost = failure(first)
         assert (lost.id, lost.code, lost.retryable) == ("storm", "expert_lost", True)
         assert storm == calm[:5]
-        late = failure(first)
-        assert (late.id, late.code, late.retryable) == ("late", "class_lost", True)
         assert plain.name in late.message
         second.submit("late", PROMPT, output=storm, max_tokens=40)
         assert len(second.tokens("late", 35)) == 35

@@ -369,6 +369,36 @@ def test_a_request_whose_rows_all_came_goes_on_when_the_step_is_lost_for_another
     assert waits[:2] == [1.5, 30.0], "a waited with b; its own experts still have time to answer"
 
 
+def test_the_first_step_that_meets_lost_experts_holds_up_others_for_no_longer_than_patience() -> None:
+    """Deadline 30 s, patience 1.5 s: "b" needs lost experts and fails at its deadline, "a" has its tokens at once."""
+    world = World()
+    now_s = [100.0]
+    world.engine = Engine(world.decoder, world.engine.config, on_logits=world.keep, clock=lambda: now_s[0])
+    whole, ended_s = world.decoder.step, dict[str, float]()
+
+    def step(plan: StepPlan, deadline_s: float) -> np.ndarray:
+        lost = [
+            row for row in range(len(plan.token_ids)) if plan.token_ids[row] == 1 and not plan.positions[row]
+        ]
+        if not lost:
+            now_s[0] += 0.01
+            return whole(plan, deadline_s)
+        now_s[0] += min(1.5, deadline_s)
+        raise ExpertsLost("expert 3 of layer 1 has no live replica", np.array(lost))
+
+    world.decoder.step = step  # type: ignore[method-assign]
+    world.submit("a", [2, 3, 4], max_tokens=40)
+    world.submit("b", [1, 5], max_tokens=2)
+    while not world.failed:
+        world.step()
+        if len(world.tokens["a"]) == 40:
+            ended_s.setdefault("a", now_s[0])
+    assert world.tokens["a"] == expected_output([2, 3, 4], 40)
+    assert ended_s["a"] < 102, "held up once by the patience, and then in peace"
+    assert 129.9 < now_s[0] < 131.6, "b failed by its own deadline, or by the end of the step that reached it"
+    assert [(f.id, f.code, f.retryable) for f in world.failed] == [("b", "expert_lost", True)]
+
+
 def test_requests_that_keep_coming_for_lost_experts_hold_up_no_other_for_ever() -> None:
     """Deadline 30 s. One more request that needs them comes every second; "a" needs none of them."""
     world = World()

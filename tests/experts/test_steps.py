@@ -430,6 +430,32 @@ def test_a_call_without_memory_fails_and_leaves_nothing_to_the_next() -> None:
     world.close()
 
 
+def test_a_call_waits_for_lost_experts_as_long_as_its_caller_has_patience_and_tells_whose_rows_wait() -> None:
+    world = World(shape=shape_of(), dtype=Dtype.FLOAT32, servers=2, seed=31)
+    spread(world, 2)
+    client = world.add_client()
+    handle, rng = world.clients[client], np.random.default_rng(31)
+    for server in range(2):
+        world.drop(server, 0, 3)
+    world.publish(client, 1)
+    world.library.expert_client_set_patience(handle, 10**8)
+    began_ns = world.now_ns
+    call = Call(world, client, rng, 16, 0, deadline_ns=10**10)
+    assert call.run() == LOST
+    assert 10**8 <= world.now_ns - began_ns < 2 * 10**8, "it waited on, or not at all"
+    rows = np.zeros(16, np.uint8)
+    assert world.library.expert_client_missing(handle, rows.ctypes.data, 16) == 16
+    assert (rows == (call.ids == 3).any(axis=1)).all(), "rows are blamed that need nothing that is lost"
+    for server in range(2):
+        world.hold(server, 0, 3)
+    call = Call(world, client, rng, 16, 0, deadline_ns=10**10)
+    assert call.status == PENDING
+    world.publish(client, 2)
+    assert call.run() == OK
+    assert call.exact()
+    world.close()
+
+
 def test_a_server_tells_which_expert_gave_rows_that_are_not_finite() -> None:
     """Both map the same damaged weights and agree on every bit: only their digests can tell."""
     world = World(shape=shape_of(), dtype=Dtype.FLOAT32, servers=2, seed=29)
