@@ -452,12 +452,13 @@ def test_the_log_probabilities_of_a_prompt_are_those_of_its_tokens(
         told = [entry for piece in world.prompts if piece.id == id for entry in piece.tokens]
         starts = [piece.start for piece in world.prompts if piece.id == id]
         assert starts[0] == 1 and len(told) == len(prompt) - 1, f"{step_tokens} rows a step: {starts}"
-        for place, (logprob, top) in enumerate(told, start=1):
+        for place, (logprob, rank, top) in enumerate(told, start=1):
             logits = logits_of(prompt[:place]).astype(np.float64)
             chances = logits - np.log(np.exp(logits).sum())
             assert logprob == pytest.approx(chances[prompt[place]], abs=1e-5), place
             best = np.argsort(-chances)[:2]
             assert [token for token, _ in top] == best.tolist(), place
+            assert rank == 1 + np.count_nonzero(logits > logits[prompt[place]]), place
 
 
 def test_prompts_are_judged_few_at_a_time(grammars: Grammars) -> None:
