@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from router import drains, launches, orders
-from router.bitmap import lowest
+from router.bitmap import by_layer, lowest
 from router.classes import by_class, peers
 from router.events import Command
 from router.placement import place_what_fits
@@ -149,11 +149,15 @@ def _is_placed(plan: Plan, members: list[MemberRecord]) -> bool:
     for record in members:
         zones[record.zone] |= record.share
     copies = min(plan.replicas, len(shares))
+    # Copies for balance are where load is, not where room is: without them, no layer is nearer to any server.
+    counts = zip(*(by_layer(share, plan.layers, plan.experts) for share in shares), strict=True)
+    even = plan.redundant or all(max(layer) - min(layer) <= 1 for layer in counts)
     apart = orders.in_at_least(min(2, copies, len(zones)), [*zones.values()])
     beyond = sum(share.bit_count() for share in shares) - copies * everything.bit_count()
     return (
         bool(everything)
         and all(shares)
+        and bool(even)
         and orders.in_at_least(copies, shares) == apart == everything
         and beyond <= plan.redundant * plan.layers
     )

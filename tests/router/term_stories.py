@@ -7,7 +7,7 @@ from dataclasses import replace
 from router.events import Acked, Join, Joined, Loaded, Publish, Renewed, Started, Tick
 from router.records import acked_by_all
 from router.state import State
-from tests.router.told import Step, Told, cluster
+from tests.router.told import Step, Told, cluster, rest
 
 
 def _restart(told: Told, journal: State) -> None:
@@ -185,6 +185,24 @@ def a_copy_taken_back_and_ordered_again_at_once_is_shown(step: Step) -> None:
     assert told.state.members["expert/1"].serving == record.target
 
 
+def copies_that_lie_unevenly_are_spread_by_the_next_term(step: Step) -> None:
+    """Three of four experts on one server, as a loss left them and a term that ended before it spread them."""
+    told = cluster(step, replicas=1, experts=4)
+    uneven = {"expert/1": 0b0111, "expert/2": 0b1000}
+    members = {
+        name: replace(record, **dict.fromkeys(("share", "target", "loaded", "serving"), uneven[name]))
+        if name in uneven
+        else record
+        for name, record in told.state.members.items()
+    }
+    _restart(told, replace(told.state, members=members))
+    for name in told.state.members:
+        _say(told, name, told.state.epoch, uneven.get(name))
+    rest(told, 60)
+    held = [told.state.members[name].serving.bit_count() for name in uneven]
+    assert held == [2, 2], "one server does the work of two"
+
+
 TERM_STORIES = (
     a_term_publishes_above_every_epoch_that_was_seen,
     a_term_waits_a_lease_for_those_it_does_not_hear,
@@ -196,4 +214,5 @@ TERM_STORIES = (
     what_was_said_to_another_term_is_not_believed,
     no_incarnation_is_given_twice,
     a_copy_taken_back_and_ordered_again_at_once_is_shown,
+    copies_that_lie_unevenly_are_spread_by_the_next_term,
 )

@@ -268,6 +268,12 @@ MUTANTS = {
         "bit_count() > 99:",
         "memory fills with copies that nobody wants",
     ),
+    "finds any placement good in a new term": Mutant(
+        "moves",
+        "even = plan.redundant or all(",
+        "even = True or all(",
+        "one server does the work of two for ever",
+    ),
     "exceeds capacity": Mutant(
         "moves",
         "        if room < wanted.bit_count():",
