@@ -8,27 +8,29 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from eaas.gateway import dashboard, errors, generating, operating, responding, tokenizing
+from eaas.gateway import dashboard, errors, generating, messaging, operating, responding, tokenizing
 from eaas.gateway.errors import ApiError, ErrorReply
 from eaas.gateway.gateway import Gateway
+from eaas.gateway.messages_format import body_for
 
 log = logging.getLogger(__name__)
 
 
-def _reply(reply: ErrorReply) -> Response:
-    return Response(reply.body(), reply.status, headers=reply.all_headers(), media_type="application/json")
+def _reply(request: Request, reply: ErrorReply) -> Response:
+    body = body_for(request.url.path, reply)
+    return Response(body, reply.status, headers=reply.all_headers(), media_type="application/json")
 
 
-async def _on_api_error(_: Request, error: Exception) -> Response:
+async def _on_api_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, ApiError):
         raise error
-    return _reply(error.reply)
+    return _reply(request, error.reply)
 
 
-async def _on_invalid(_: Request, error: Exception) -> Response:
+async def _on_invalid(request: Request, error: Exception) -> Response:
     if not isinstance(error, RequestValidationError):
         raise error
-    return _reply(errors.from_validation(error.errors()).reply)
+    return _reply(request, errors.from_validation(error.errors()).reply)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
@@ -46,12 +48,12 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
         message, code = f"{where} is not allowed; use {allowed}.", "method_not_allowed"
     else:
         message, code = str(error.detail), None
-    return _reply(ErrorReply(status=error.status_code, message=message, code=code, headers=headers))
+    return _reply(request, ErrorReply(status=error.status_code, message=message, code=code, headers=headers))
 
 
 async def _on_fault(request: Request, error: Exception) -> Response:
     log.error("request_failed method=%s path=%s error=%r", request.method, request.url.path, error)
-    return _reply(errors.internal("The server failed to answer; its log says why.").reply)
+    return _reply(request, errors.internal("The server failed to answer; its log says why.").reply)
 
 
 def create_app(gateway: Gateway) -> FastAPI:
@@ -64,6 +66,6 @@ def create_app(gateway: Gateway) -> FastAPI:
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_fault)
-    for surface in (generating, responding, tokenizing, operating, dashboard):
+    for surface in (generating, responding, messaging, tokenizing, operating, dashboard):
         surface.add_routes(app, gateway)
     return app

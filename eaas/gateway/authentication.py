@@ -1,7 +1,8 @@
 """Who may ask: every request brings a key, but those that only ask whether this process lives.
 
 A key goes in ``Authorization: Bearer KEY``, as OpenAI's clients send it; or, for browsers, as the password of Basic
-authentication with any user name. It stays in the request's headers, which nothing writes anywhere.
+authentication with any user name; or in ``X-Api-Key``, as Anthropic's clients send it. It stays in the request's
+headers, which nothing writes anywhere.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from eaas.gateway.budgets import Account, Overdrawn
 from eaas.gateway.errors import ApiError, ErrorReply
 from eaas.gateway.keys import KeyRing
+from eaas.gateway.messages_format import body_for
 
 # Load balancers and the kubelet ask these, and have no key to ask with.
 OPEN_PATHS = frozenset({"/health", "/ping", "/version"})
@@ -86,18 +88,18 @@ class Authentication:
         entry = self._ring.find(key, time.time()) if key else None
         if entry is None:
             self._on_refused("key")
-            await _send(send, _unknown(scope["path"], given=bool(key)))
+            await _send(scope, send, _unknown(scope["path"], given=bool(key)))
             return
         # The patterns of routes end in `$`, which a newline at the end satisfies too.
         if scope["path"].rstrip("\n") in OPERATOR_PATHS and not entry.operator:
             self._on_refused("key")
-            await _send(send, _NOT_AN_OPERATORS)
+            await _send(scope, send, _NOT_AN_OPERATORS)
             return
         account = self._accounts[entry.name]
         # What only reads costs nothing.
         if scope["method"] == "POST" and (overdrawn := account.begin(time.monotonic())) is not None:
             self._on_refused(f"key_{overdrawn.kind}")
-            await _send(send, _overdrawn_reply(overdrawn), account.headers(time.monotonic()))
+            await _send(scope, send, _overdrawn_reply(overdrawn), account.headers(time.monotonic()))
             return
         scope[_ACCOUNT] = account
         if account.requests is None and account.tokens is None:
@@ -114,6 +116,9 @@ class Authentication:
 
 def _key_in(headers: Sequence[tuple[bytes, bytes]]) -> str:
     given = [value for name, value in headers if name == b"authorization"]
+    bare = [value for name, value in headers if name == b"x-api-key"]
+    if not given and len(bare) == 1:
+        return bare[0].strip().decode("latin-1")
     scheme, _, rest = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
     rest = rest.strip()
     if scheme.lower() == b"bearer":
@@ -158,8 +163,10 @@ def _overdrawn_reply(overdrawn: Overdrawn) -> ErrorReply:
     )
 
 
-async def _send(send: Send, reply: ErrorReply, more: Sequence[tuple[bytes, bytes]] = ()) -> None:
-    body = reply.body()
+async def _send(
+    scope: Scope, send: Send, reply: ErrorReply, more: Sequence[tuple[bytes, bytes]] = ()
+) -> None:
+    body = body_for(scope["path"], reply)
     headers = [(name.encode(), value.encode()) for name, value in reply.all_headers().items()]
     headers += [
         (b"content-type", b"application/json"),

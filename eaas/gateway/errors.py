@@ -121,11 +121,15 @@ def internal(message: str, *, code: str = "internal_error") -> ApiError:
     return ApiError(ErrorReply(status=500, message=message, kind=SERVER_ERROR, code=code))
 
 
-def from_validation(problems: Sequence[Mapping[str, Any]]) -> ApiError:
+def from_validation(
+    problems: Sequence[Mapping[str, Any]], names: Mapping[str, str] | None = None
+) -> ApiError:
     """The first of pydantic's findings as a 400 that names the field.
 
     Args:
         problems: ``ValidationError.errors()``: mappings with ``type``, ``loc`` and ``msg``.
+        names: What the client calls a field, where that differs; "a.b" where it wrote it inside of another, and then
+            nothing further inside is named.
     """
     if not problems:
         return invalid("The request body is not valid.", code="invalid_value")
@@ -136,14 +140,17 @@ def from_validation(problems: Sequence[Mapping[str, Any]]) -> ApiError:
             f"The request body is not valid JSON: {reason}. Send one JSON object.", code="invalid_json"
         )
     # Unions add the name of each arm to the path: keep what the client wrote, field names and positions.
-    path = [part for part in first.get("loc", ()) if isinstance(part, int) or part.isidentifier()]
+    field, *rest = first.get("loc") or ("",)
+    named = (names or {}).get(str(field), str(field))
+    loc = [*named.split("."), *([] if "." in named else rest)]
+    path = [part for part in loc if isinstance(part, int) or part.isidentifier()]
     path = path[:1] + [part for part in path[1:] if isinstance(part, int) or part not in _UNION_ARMS]
     where = ".".join(str(part) for part in path)
     reason = str(first.get("msg", "not valid")).removeprefix("Value error, ")
     if not where:
         # What several fields make together begins with the name of one.
-        named = _QUOTED.match(reason)
-        param = named[1] if named is not None else None
+        quoted = _QUOTED.match(reason)
+        param = quoted[1] if quoted is not None else None
         return invalid(f"The request body is not valid: {reason}.", param=param, code="invalid_value")
     code = "missing_required_parameter" if first.get("type") == "missing" else "invalid_value"
     return invalid(f"Invalid value for '{where}': {reason}.", param=where, code=code)

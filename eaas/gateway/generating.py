@@ -225,8 +225,13 @@ def grammar_of(model: ServedModel, wanted: ChatRequest, use: ToolUse) -> Grammar
     return None
 
 
-async def encode_conversation(model: ServedModel, wanted: ChatRequest, use: ToolUse) -> list[int]:
+async def encode_conversation(
+    model: ServedModel, wanted: ChatRequest, use: ToolUse, *, must_fit: bool = True
+) -> list[int]:
     """The prompt of a chat request.
+
+    Args:
+        must_fit: It is to be computed: one that is too long is refused, unless it is to be cut.
 
     Raises:
         ApiError: the chat template refuses it.
@@ -241,7 +246,7 @@ async def encode_conversation(model: ServedModel, wanted: ChatRequest, use: Tool
         add_special_tokens=bool(wanted.add_special_tokens),
         field=wanted.prompt_field,
         template=wanted.chat_template,
-        must_fit=wanted.truncate_prompt_tokens is None,
+        must_fit=must_fit and wanted.truncate_prompt_tokens is None,
     )
 
 

@@ -6,12 +6,11 @@ answered with false, as OpenAI does for organisations that keep nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from eaas.gateway.errors import ApiError, from_validation
+from eaas.gateway.errors import from_validation
 from eaas.gateway.schema import MAX_MESSAGES, MAX_TOOLS, MAX_TOP_LOGPROBS, ChatRequest, Function
 from eaas.gateway.unsupported import OnlyTrue, Unsupported
 
@@ -176,7 +175,7 @@ _PASSED_ON = (
     "presence_penalty", "priority", "repetition_penalty", "request_id", "skip_special_tokens",
     "spaces_between_special_tokens", "stop", "stop_token_ids", "structured_outputs", "top_k",
 )  # fmt: skip
-_FIELDS = {
+_NAMES = {
     "messages": "input",
     "response_format": "text.format",
     "max_completion_tokens": "max_output_tokens",
@@ -219,17 +218,7 @@ def as_chat(wanted: ResponsesRequest) -> ResponsesChat:
         return ResponsesChat.model_validate(fields)
     except ValidationError as error:
         problems = error.errors(include_url=False, include_context=False, include_input=False)
-        raise _renamed(problems) from None
-
-
-def _renamed(problems: Sequence[Any]) -> ApiError:
-    first = dict(problems[0])
-    field, *rest = first.get("loc") or ("input",)
-    first["loc"] = (
-        *_FIELDS.get(str(field), str(field)).split("."),
-        *(rest if field != "response_format" else ()),
-    )
-    return from_validation([first])
+        raise from_validation(problems, _NAMES) from None
 
 
 def _messages(wanted: ResponsesRequest) -> list[dict[str, Any]]:

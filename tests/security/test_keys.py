@@ -226,6 +226,17 @@ def test_a_request_without_the_key_is_a_401_in_openais_form(
         assert reply.headers["x-request-id"]
 
 
+def test_clients_of_messages_bring_their_key_and_read_refusals_in_their_own_form(
+    guarded: Guarded, alice: tuple[str, Key]
+) -> None:
+    body = {"max_tokens": 2, "messages": [{"role": "user", "content": "hi"}]}
+    asked = guarded.url + "/v1/messages"
+    assert httpx.post(asked, json=body, headers={"x-api-key": alice[0]}).json()["type"] == "message"
+    for headers in ({}, {"x-api-key": "wrong"}, {"x-api-key": alice[0], "authorization": "Bearer wrong"}):
+        reply = httpx.post(asked, json=body, headers=headers)
+        assert (reply.status_code, reply.json()["error"]["type"]) == (401, "authentication_error"), headers
+
+
 def test_two_keys_in_one_request_are_none(guarded: Guarded, alice: tuple[str, Key]) -> None:
     twice = [("authorization", "Bearer x"), ("authorization", f"Bearer {alice[0]}")]
     assert httpx.get(guarded.url + "/v1/models", headers=twice).status_code == 401
