@@ -282,7 +282,7 @@ class RouterClient:
             drain_s: Longest drain of a member that is no longer needed; None: the router's default.
 
         Raises:
-            ScaleRefused: no such pool, or out of its bounds; the message says which.
+            ScaleRefused: no such pool, out of its bounds, or not for this process's role; the message says which.
             RouterUnavailable: no router answered in time, or it cannot write its journal.
         """
         if wanted < 0:
@@ -291,7 +291,7 @@ class RouterClient:
         try:
             return pool_of(self._connection.ask(self._stub.Scale, request, timeout_s).pool)
         except grpc.RpcError as error:
-            if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+            if error.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.PERMISSION_DENIED):
                 raise ScaleRefused(error.details()) from None
             raise self._connection.unavailable(error, "scale") from error
 

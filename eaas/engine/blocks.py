@@ -149,6 +149,13 @@ class BlockPool:
                 else:
                     self._cached[block] = None
 
+    def forget(self) -> None:
+        """Let no content be used again: what is held is its holders' alone."""
+        self._by_digest.clear()
+        self._digests = [None] * self.blocks
+        self._blank += self._cached
+        self._cached.clear()
+
     def references(self, block: int) -> int:
         """How many sequences hold a block."""
         return self._references[block]

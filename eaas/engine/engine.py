@@ -245,6 +245,10 @@ class Engine:
         """Forget a request and free its blocks at once; False if there is none of that name."""
         return self.compiling.cancel(owner, id) or self.scheduler.cancel(owner, id)
 
+    def forget_blocks(self) -> None:
+        """Let no later request reuse what was computed until now."""
+        self.scheduler.forget_blocks()
+
     def cancel_owner(self, owner: int) -> int:
         """Forget every request of an owner; returns how many there were."""
         ids = [request.id for request in self.live() if request.owner == owner]

@@ -455,6 +455,11 @@ class Scheduler:
             digest = next_digest(digest, held.tobytes())
             digests.append(digest)
 
+    def forget_blocks(self) -> None:
+        """Let no later request reuse what was computed until now, or what those in progress compute from it."""
+        self._root = next_digest(self._root, b"forgotten")
+        self.pool.forget()
+
     def _root_of(self, request: Request) -> bytes:
         salt = request.params.cache_salt
         # As a token, the first four bytes are above every vocabulary: no salt is another request's block.

@@ -375,8 +375,10 @@ class Worker:
                     link.send(refusal)
                 elif self._spans is not None:
                     self._spans.submitted(message, link.owner)
-            else:
+            elif isinstance(message, Cancel):
                 self._engine.cancel(message.id, link.owner)
+            else:
+                self._engine.forget_blocks()
         if any(isinstance(message, Cancel) for message in messages):
             # With nothing left to do it would be silent, and a gateway that thought it frozen would never know better.
             link.send(Step(tokens=[]))

@@ -1,8 +1,8 @@
 """Messages between a gateway and an attention worker, and how they are framed on a TCP stream.
 
 Frame: length u32 big-endian (bytes of the body, 1 to MAX_BODY_BYTES), then the body, one msgpack message.
-The gateway connects; the worker speaks first (Hello). Then Submit and Cancel flow one way, Step and Failed
-the other. All limits are checked before anything is allocated for a message.
+The gateway connects; the worker speaks first (Hello). Then Submit, Cancel and ForgetBlocks flow one way, Step and
+Failed the other. All limits are checked before anything is allocated for a message.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 from eaas.engine.grammar import Grammar
 
 # Of these messages; a worker of another is not used.
-PROTOCOL = 7
+PROTOCOL = 8
 MAX_BODY_BYTES = 64 << 20
 MAX_TOP_LOGPROBS = 20
 MAX_BIASES = 1024
@@ -136,6 +136,10 @@ class Cancel(msgspec.Struct, kw_only=True, frozen=True, tag="cancel"):
     id: RequestId
 
 
+class ForgetBlocks(msgspec.Struct, frozen=True, tag="forget_blocks"):
+    """No request that comes from now on reuses a KV block that was computed for one before."""
+
+
 class Hello(msgspec.Struct, kw_only=True, frozen=True, tag="hello"):
     """First message on every connection: who serves here, and what fits."""
 
@@ -237,7 +241,7 @@ class Failed(msgspec.Struct, kw_only=True, frozen=True, tag="failed"):
     retryable: bool
 
 
-ToWorker = Submit | Cancel
+ToWorker = Submit | Cancel | ForgetBlocks
 ToGateway = Hello | Step | Failed
 M = TypeVar("M")
 

@@ -135,6 +135,15 @@ class RouterViews:
         except (RouterUnavailable, JoinRefused) as error:
             log.info("join_delayed reason=%s", error)
 
+    def scale(self, pool: str, wanted: int, drain_s: float | None) -> None:
+        """Change a pool's wanted size. Blocks shortly.
+
+        Raises:
+            ScaleRefused: it is out of bounds, or this process's certificate may not.
+            RouterUnavailable: no router answered.
+        """
+        self._client.scale(pool, wanted, drain_s)
+
     def latest(self) -> tuple[View | None, list[RouterStatus]]:
         """The newest View, or the last one seen; and how each router does, the leader first. Blocks shortly."""
         status, routers = self._ask(rows=False)

@@ -8,7 +8,16 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from eaas.gateway import dashboard, errors, generating, messaging, operating, responding, tokenizing
+from eaas.gateway import (
+    controlling,
+    dashboard,
+    errors,
+    generating,
+    messaging,
+    operating,
+    responding,
+    tokenizing,
+)
 from eaas.gateway.errors import ApiError, ErrorReply
 from eaas.gateway.gateway import Gateway
 from eaas.gateway.messages_format import body_for
@@ -66,6 +75,6 @@ def create_app(gateway: Gateway) -> FastAPI:
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_fault)
-    for surface in (generating, responding, messaging, tokenizing, operating, dashboard):
+    for surface in (generating, responding, messaging, tokenizing, operating, controlling, dashboard):
         surface.add_routes(app, gateway)
     return app

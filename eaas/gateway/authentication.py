@@ -22,9 +22,23 @@ from eaas.gateway.messages_format import body_for
 # Load balancers and the kubelet ask these, and have no key to ask with.
 OPEN_PATHS = frozenset({"/health", "/ping", "/version"})
 METRICS_PATH = "/metrics"
-# What shows the cluster, and the load of everybody.
+# What shows the cluster and the load of everybody, or changes something for everybody.
 OPERATOR_PATHS = frozenset(
-    {METRICS_PATH, "/status", "/dashboard", "/dashboard/events", "/load", "/server_info"}
+    {
+        METRICS_PATH,
+        "/status",
+        "/dashboard",
+        "/dashboard/events",
+        "/load",
+        "/server_info",
+        "/pause",
+        "/resume",
+        "/is_paused",
+        "/abort_requests",
+        "/inference/v1/abort_requests",
+        "/reset_prefix_cache",
+        "/scale_elastic_ep",
+    }
 )
 
 _ACCOUNT = "eaas.account"

@@ -18,7 +18,7 @@ from eaas.gateway.errors import ApiError
 from eaas.gateway.http_guard import check_nesting, read_body, require_json
 from eaas.gateway.load import GatewayLoad
 from eaas.gateway.metrics import GatewayMetrics
-from eaas.gateway.replies import EventStream, Work
+from eaas.gateway.replies import EventStream, Exchange, Work
 from eaas.gateway.served_model import ServedModel
 from eaas.gateway.status import RouterStatus
 from eaas.gateway.worker_pool import WorkerPool
@@ -42,6 +42,8 @@ class ViewSource(Protocol):
 
     def suspect(self, name: str, incarnation: int, reason: str) -> None: ...
 
+    def scale(self, pool: str, wanted: int, drain_s: float | None) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -63,6 +65,8 @@ class Gateway:
         self.metrics = GatewayMetrics(model.name, config.ttft_target_s, config.tpot_target_s)
         self.running = 0
         self.draining = False
+        self.paused = False  # new requests are refused
+        self.exchanges: dict[str, Exchange] = {}  # those in progress
         self._loop: asyncio.AbstractEventLoop | None = None
         self.views = views
         self.dashboard = Dashboard(self, views.sight)
@@ -177,14 +181,25 @@ class Gateway:
         """Let one request in; ``release`` must follow.
 
         Raises:
-            ApiError: 429, as many are in progress as may be.
+            ApiError: 429, as many are in progress as may be; 503, an operator has paused this gateway.
         """
+        self.refuse_if_paused()
         if self.running >= self.config.max_requests:
             self.metrics.count_refused("requests")
             raise errors.full(
                 f"{self.running} requests are in progress, the most that this server takes. Try again shortly."
             )
         self.running += 1
+
+    def refuse_if_paused(self) -> None:
+        """Let no request begin while an operator wants none.
+
+        Raises:
+            ApiError: 503.
+        """
+        if self.paused:
+            self.metrics.count_refused("paused")
+            raise errors.unavailable("An operator has paused this server. Try again later.", code="paused")
 
     def admit_tokens(self, work: Work) -> None:
         """Refuse a request that would make what is owed too much.

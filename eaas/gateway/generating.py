@@ -1,4 +1,5 @@
-"""POST /v1/chat/completions and /v1/completions, and what every route that makes tokens goes through."""
+"""POST /v1/chat/completions, /v1/completions and /inference/v1/generate, and what every route that makes tokens goes
+through."""
 
 from __future__ import annotations
 
@@ -19,6 +20,8 @@ from eaas.gateway.routing import MOST_ROUTED_TOKENS
 from eaas.gateway.sampling import sampling_params, token_limit
 from eaas.gateway.schema import ChatRequest, CompletionRequest
 from eaas.gateway.served_model import ServedModel
+from eaas.gateway.tokens_format import TokensFormat
+from eaas.gateway.tokens_schema import TokensRequest, as_completion
 from eaas.gateway.tool_choice import ToolUse, call_grammar, tool_use
 from eaas.gateway.tool_format import ToolChatFormat
 
@@ -41,15 +44,9 @@ class Prepared:
 
 
 async def generate(
-    gateway: Gateway,
-    request: Request,
-    prepare: Callable[[], Awaitable[Prepared]],
-    on_begin: Callable[[Exchange], Callable[[], None]] | None = None,
+    gateway: Gateway, request: Request, prepare: Callable[[], Awaitable[Prepared]]
 ) -> Response:
     """Admit a request, read it, submit it, and answer.
-
-    Args:
-        on_begin: Told of the exchange; what it returns is called when that ends.
 
     Raises:
         ApiError: the request was refused, or failed before anything was sent.
@@ -57,17 +54,17 @@ async def generate(
     gateway.admit()
     exchange: Exchange | None = None
     response: Response | None = None
-    ended: Callable[[], None] | None = None
 
     def on_close() -> None:
         gateway.release()
-        if ended is not None:
-            ended()
+        if exchange is not None:
+            gateway.exchanges.pop(exchange.own_id, None)
 
     try:
         prepared = await prepare()
         bad_tokens = await gateway.model.bad_tokens(prepared.wanted.bad_words or ())
         work = _work(gateway, prepared, bad_tokens)
+        gateway.refuse_if_paused()
         gateway.admit_tokens(work)
         exchange = Exchange(
             work=work,
@@ -77,8 +74,7 @@ async def generate(
             stall_s=gateway.config.stall_s,
             on_close=on_close,
         )
-        if on_begin is not None:
-            ended = on_begin(exchange)
+        gateway.exchanges[exchange.own_id] = exchange
         response = await exchange.answer(request)
         return response
     finally:
@@ -251,7 +247,7 @@ async def encode_conversation(
 
 
 class GenerationRoutes:
-    """The routes of both kinds of completions."""
+    """The routes of completions of each kind."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -297,6 +293,21 @@ class GenerationRoutes:
 
         return await gateway.counted("completions", generate(gateway, request, prepare))
 
+    async def complete_tokens(self, request: Request) -> Response:
+        """POST /inference/v1/generate."""
+        gateway = self._gateway
+
+        async def prepare() -> Prepared:
+            given = await gateway.parse(request, TokensRequest)
+            gateway.require_model(given.model)
+            wanted = as_completion(given)
+            prompts = await gateway.model.encode_prompts(wanted.prompt, field="token_ids")
+            prompts = [_cut(gateway, wanted, prompt) for prompt in prompts]
+            shape = TokensFormat(max(0, wanted.top_count), prompts[0] if given.return_token_ids else None)
+            return Prepared(wanted=wanted, format=shape, prompts=prompts)
+
+        return await gateway.counted("generate", generate(gateway, request, prepare))
+
 
 def add_routes(app: FastAPI, gateway: Gateway) -> None:
     """Serve them under ``app``."""
@@ -305,6 +316,7 @@ def add_routes(app: FastAPI, gateway: Gateway) -> None:
     for path, route, shape in (
         ("/v1/chat/completions", routes.chat, ChatRequest),
         ("/v1/completions", routes.complete, CompletionRequest),
+        ("/inference/v1/generate", routes.complete_tokens, TokensRequest),
     ):
         body = {"content": {"application/json": {"schema": shape.model_json_schema()}}, "required": True}
         app.add_api_route(

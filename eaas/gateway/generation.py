@@ -371,6 +371,9 @@ class Choice:
             self._ids.append(token)
         if finish == "stop":
             self.stop_reason = token if token in self._stops else None
+            if self._names is not None and self._silent:
+                # Where ids alone are told the last is one of them.
+                self._waiting.append((self._read, self._name(token, logprob, top)))
             self._end("stop", self._push(token) if self._stop_shown else "")
             return False
         text = self._push(token)

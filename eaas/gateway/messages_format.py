@@ -22,6 +22,8 @@ from eaas.gateway.tool_format import call_id
 PATH = "/v1/messages"
 
 _encode = msgspec.json.encode
+# By finish_reason; of a message that an operator aborted there is no word for why.
+_STOP_REASONS = {"length": "max_tokens", "abort": None}
 _ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -126,9 +128,9 @@ class MessageEvents:
 
     def finish(self, index: int, ending: Ending) -> bytes:
         """The events that end the last block."""
-        events, reason = b"", "max_tokens" if ending.reason == "length" else "end_turn"
+        events, reason = b"", _STOP_REASONS.get(ending.reason, "end_turn")
         if self._reader is not None:
-            events = b"".join(map(self._part, self._reader.flush(cut=ending.reason == "length")))
+            events = b"".join(map(self._part, self._reader.flush(cut=ending.reason in _STOP_REASONS)))
             if self._reader.calls and reason == "end_turn":
                 reason = "tool_use"
         if isinstance(ending.stop, str):

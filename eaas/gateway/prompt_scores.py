@@ -10,6 +10,8 @@ from eaas.gateway.openai_format import TokenLogprobs, TokenText, finite
 # Of one request, over all its prompts, choices and alternatives: some 60 MB until it is answered.
 MOST_SCORES = 1 << 18
 
+TOKEN_ID = "token_id:"
+
 # Of each token its log-probability, its rank and the likeliest at its place.
 Scores = Sequence[tuple[float, int, list[tuple[int, float]]]]
 
@@ -30,7 +32,7 @@ class TokensById:
 
     def token_text(self, token: int) -> str:
         """The token's name."""
-        return f"token_id:{token}"
+        return f"{TOKEN_ID}{token}"
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes of its text."""

@@ -9,7 +9,7 @@ from eaas.gateway.errors import ApiError, internal, invalid, unavailable
 REFUSALS = frozenset({"class_lost", "overloaded", "too_long", "never_fits"})
 # The experts of a worker's numerics class are lost: just now, or for as long as a request may wait.
 LOST = frozenset({"class_lost", "expert_lost"})
-BLAMELESS = REFUSALS | LOST | {"drained", "shared", "shutting_down", "silent"}
+BLAMELESS = REFUSALS | LOST | {"drained", "paused", "shared", "shutting_down", "silent"}
 _CLIENT_FAULTS = {
     "too_long": "context_length_exceeded",
     "never_fits": "request_too_large",

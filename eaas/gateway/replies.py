@@ -114,8 +114,9 @@ class Exchange:
         self._created = int(time.time())
         drawn = uuid.uuid4().hex
         # Two clients may choose the same name: within this process requests go by the drawn one.
-        self._own_id = work.format.prefix + drawn
+        self.own_id = work.format.prefix + drawn
         self.id = work.format.prefix + (work.request_id or drawn)
+        self.request_id = work.request_id
         self._changed = asyncio.Event()
         self._listener: asyncio.Task[None] | None = None
         self._closed = False
@@ -168,7 +169,7 @@ class Exchange:
                 params = msgspec.structs.replace(work.params, seed=seed, choice=draw, max_tokens=limit)
                 sequences.append(
                     PoolSequence(
-                        id=f"{self._own_id}-{index}",
+                        id=f"{self.own_id}-{index}",
                         prompt=prompt,
                         params=params,
                         choice=choice,
@@ -256,10 +257,11 @@ class Exchange:
         return self._events().failure(error)
 
     def cancel(self) -> None:
-        """End a request of one choice here and now, on a client's word; its response ends with what there is."""
-        self._pool.cancel(self._sequences)
-        for choice in [] if self.generation.ended else self.generation.choices:
-            choice.end("cancelled")
+        """End a request here and now, on somebody's word; its response ends with what there is."""
+        ended = self.generation.ended
+        for sequence in self._pool.cancel(self._sequences):
+            if not ended:
+                sequence.choice.end("abort")
 
     def close(self) -> None:
         """Cancel what still runs and let the next request in. Idempotent."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -10,17 +9,15 @@ from fastapi import FastAPI, Request, Response
 from eaas.gateway.errors import ApiError, ErrorReply
 from eaas.gateway.gateway import Gateway
 from eaas.gateway.generating import Prepared, encode_conversation, generate, grammar_of, tools_of
-from eaas.gateway.replies import Exchange
 from eaas.gateway.responses_format import ResponsesFormat
 from eaas.gateway.responses_schema import ResponsesRequest, as_chat
 
 
 class ResponseRoutes:
-    """The routes under /v1/responses; it knows those in progress by their ids."""
+    """The routes under /v1/responses."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._running: dict[str, Exchange] = {}
 
     async def create(self, request: Request) -> Response:
         """POST /v1/responses."""
@@ -42,15 +39,13 @@ class ResponseRoutes:
                 shown_tokens=model.call_tokens if style else frozenset(),
             )
 
-        return await gateway.counted("responses", generate(gateway, request, prepare, self._begun))
-
-    def _begun(self, exchange: Exchange) -> Callable[[], None]:
-        self._running[exchange.id] = exchange
-        return lambda: self._running.pop(exchange.id, None) and None
+        return await gateway.counted("responses", generate(gateway, request, prepare))
 
     async def cancel(self, response_id: str) -> Response:
         """POST /v1/responses/{response_id}/cancel: the response ends with what it has said so far."""
-        exchange = self._running.get(response_id)
+        running = self._gateway.exchanges.values()
+        mine = response_id.startswith(ResponsesFormat.prefix)
+        exchange = next((exchange for exchange in running if mine and exchange.id == response_id), None)
         if exchange is None:
             raise _not_found(response_id)
         exchange.cancel()

@@ -29,7 +29,7 @@ from eaas.gateway.tool_format import call_id
 
 _encode = msgspec.json.encode
 # The terminal event and the response's status, by finish_reason.
-_ENDS = {"length": ("incomplete", "incomplete"), "cancelled": ("incomplete", "cancelled")}
+_ENDS = {"length": ("incomplete", "incomplete"), "abort": ("incomplete", "cancelled")}
 
 
 class ResponsesFormat:
@@ -125,7 +125,7 @@ class ResponseEvents:
         """The events that end the last item."""
         reason, events = ending.reason, b""
         if self._reader is not None:
-            for part in self._reader.flush(cut=reason in ("length", "cancelled")):
+            for part in self._reader.flush(cut=reason in ("length", "abort")):
                 events += self._part(part, [])
         if not self._output:
             events += self._words("", [])

@@ -360,7 +360,7 @@ class CompletionRequest(GenerationRequest):
         return "prompt"
 
     @property
-    def token_limit(self) -> int:
+    def token_limit(self) -> int | None:
         """Wanted completion tokens; OpenAI's default is 16."""
         return 16 if self.max_tokens is None else self.max_tokens
 

@@ -80,10 +80,12 @@ class ServedModel:
         *,
         add_special_tokens: bool = True,
         must_fit: bool = True,
+        field: str = "prompt",
     ) -> list[list[int]]:
         """Token ids of each prompt.
 
         Args:
+            field: Where the client wrote them.
             add_special_tokens: Put around texts what the model wants around a prompt.
             must_fit: A text that is over the context however it is cut is refused before that.
 
@@ -94,17 +96,17 @@ class ServedModel:
         for prompt in prompts:
             if isinstance(prompt, str):
                 if must_fit:
-                    self.check_length(prompt, "prompt")
+                    self.check_length(prompt, field)
                 tokens = await self.encode_text(prompt, add_special_tokens=add_special_tokens)
             else:
                 tokens = prompt
                 wrong = next((token for token in tokens if not 0 <= token < self.vocab), None)
                 if wrong is not None:
                     message = f"Token {wrong} is outside the vocabulary; token ids are 0 to {self.vocab - 1}."
-                    raise invalid(message, param="prompt", code="invalid_value")
+                    raise invalid(message, param=field, code="invalid_value")
             if not tokens:
                 raise invalid(
-                    "The prompt is empty; send at least one token.", param="prompt", code="invalid_value"
+                    "The prompt is empty; send at least one token.", param=field, code="invalid_value"
                 )
             encoded.append(tokens)
         return encoded

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, in vLLM's shapes: what a prompt is to the model, and back."""
+"""POST /tokenize and /detokenize, GET /tokenizer_info, in vLLM's shapes: what a prompt is to the model, and back."""
 
 from __future__ import annotations
 
@@ -87,6 +87,16 @@ class TokenizingRoutes:
         # Millions of tokens take the standard library's encoder a second.
         return Response(msgspec.json.encode(shown), media_type="application/json")
 
+    async def describe(self) -> Response:
+        """GET /tokenizer_info: tokenizer_config.json, with the chat template that is used."""
+        tokenizer = self._gateway.model.tokenizer
+        shown = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **tokenizer.config,
+            "chat_template": tokenizer.chat_template,
+        }
+        return Response(msgspec.json.encode(shown), media_type="application/json")
+
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize."""
         wanted, model = await self._gateway.parse(request, DetokenizeRequest), self._gateway.model
@@ -104,6 +114,7 @@ class TokenizingRoutes:
 def add_routes(app: FastAPI, gateway: Gateway) -> None:
     """Serve them under ``app``."""
     routes = TokenizingRoutes(gateway)
+    app.add_api_route("/tokenizer_info", routes.describe, methods=["GET", "HEAD"], response_model=None)
     for path, route, shape in (
         ("/tokenize", routes.tokenize, TokenizeRequest),
         ("/detokenize", routes.detokenize, DetokenizeRequest),

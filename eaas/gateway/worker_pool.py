@@ -19,6 +19,7 @@ import msgspec
 from eaas.engine.worker_protocol import (
     Cancel,
     Failed,
+    ForgetBlocks,
     PromptLogprobs,
     ProtocolError,
     RoutedExperts,
@@ -62,6 +63,8 @@ class WorkerPool:
         self._waiting: dict[str, Sequence] = {}
         # Those whose client reads too slowly: no worker computes for them.
         self._paused: dict[str, Sequence] = {}
+        # An operator has everybody wait.
+        self.held = False
         self._trial = Trial()
         self._placing = False
         self._ids = itertools.count(1)
@@ -142,15 +145,20 @@ class WorkerPool:
             self._place(sequence)
             self._watch_time()
 
-    def cancel(self, sequences: Iterable[Sequence]) -> None:
-        """Forget choices and tell their workers, which free what they hold within one step. Idempotent."""
-        for sequence in sequences:
-            if self._sequences.get(sequence.id) is sequence:
-                link = sequence.link
-                self._forget(sequence)
-                self.metrics.count_end("abort")
-                if link is not None:
-                    link.send(Cancel(id=sequence.id))
+    def cancel(self, sequences: Iterable[Sequence]) -> list[Sequence]:
+        """Forget choices and tell their workers, which free what they hold within one step. Idempotent.
+
+        Returns:
+            Those of them that were in progress.
+        """
+        in_progress = [s for s in sequences if self._sequences.get(s.id) is s]
+        for sequence in in_progress:
+            link = sequence.link
+            self._forget(sequence)
+            self.metrics.count_end("abort")
+            if link is not None:
+                link.send(Cancel(id=sequence.id))
+        return in_progress
 
     def pause(self, sequences: Iterable[Sequence]) -> None:
         """Take choices from their workers until `resume`: their client has too much to read already. Idempotent."""
@@ -170,6 +178,21 @@ class WorkerPool:
             if self._paused.pop(sequence.id, None) is not None:
                 self.metrics.count_replay("resumed")
                 self._place(sequence)
+
+    def hold(self, *, held: bool) -> None:
+        """Have every choice wait, those in progress with the tokens that they have; or have them go on. Idempotent."""
+        self.held = held
+        if held:
+            for sequence in [s for s in self._sequences.values() if s.link is not None]:
+                self._move(sequence, "paused")
+        else:
+            self._place_waiting()
+
+    def forget_blocks(self) -> bool:
+        """Have attention workers reuse no KV block that was computed before; False where one was out of reach."""
+        for link in self.links():
+            link.send(ForgetBlocks())
+        return not self._workers.missing()
 
     def close(self) -> None:
         """End every choice with a retryable error and every connection."""
@@ -350,6 +373,8 @@ class WorkerPool:
 
     def _choose(self, sequence: Sequence, *, cross: bool = True) -> WorkerLink | None:
         """Who may take a choice. Args: cross: one that has begun may leave its numerics class."""
+        if self.held:
+            return None
         links = [x for x in self._workers.candidates() if x.incarnation not in sequence.refused_by]
         wanted = sequence.numerics_class
         same_class = [link for link in links if link.hello and link.hello.numerics_class == wanted]
@@ -521,8 +546,9 @@ class WorkerPool:
                 sequence.waiting_since_s = min(now_s, sequence.waiting_since_s + late_s)
                 if sequence.refused_since_s:
                     sequence.refused_since_s = min(now_s, sequence.refused_since_s + late_s)
-        if self._trial and self._workers.candidates():
-            # All wait for turns, which are had while workers serve, or for the worker that is kept for the trial.
+        if self.held or (self._trial and self._workers.candidates()):
+            # All wait for an operator; or for turns, which are had while workers serve, or for the worker that is kept
+            # for the trial.
             for sequence in self._waiting.values():
                 sequence.waiting_since_s = now_s
         overdue = [s for s in self._waiting.values() if now_s - s.waiting_since_s >= self._config.deadline_s]

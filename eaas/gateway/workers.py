@@ -74,6 +74,10 @@ class Workers:
         # A copy: the load report asks from another thread.
         return [w.link for w in list(self._workers.values()) if w.link is not None and w.link.ready]
 
+    def missing(self) -> bool:
+        """Whether the View names one that no message reaches now."""
+        return any(w.link is None or not w.link.ready for w in self._workers.values())
+
     def seen(self) -> list[Seen]:
         """The connected workers, as metrics show them."""
         return [

@@ -43,13 +43,15 @@ class Tokenizer:
     Attributes:
         vocab: Token ids are below it.
         most_bytes: Bytes of text that one token stands for, at most; None where it may be any number.
+        config: What tokenizer_config.json says.
     """
 
     def __init__(
-        self, rust: RustTokenizer, template: ChatTemplate | None, special_tokens: Mapping[str, str] = {}
+        self, rust: RustTokenizer, template: ChatTemplate | None, config: Mapping[str, Any] = {}
     ) -> None:
-        """Args: special_tokens: For chat templates other than the model's own: names such as "bos_token", and texts."""
         self._rust = rust
+        self.config = config
+        special_tokens = _special_tokens(config)
         self._template = template
         # Clients have few of them, and each costs some milliseconds.
         self._others = lru_cache(8)(lambda source: ChatTemplate(source, special_tokens))
@@ -91,7 +93,7 @@ class Tokenizer:
         config = _read_object(root / "tokenizer_config.json")
         source = _template_source(root, config)
         template = None if source is None else ChatTemplate(source, _special_tokens(config))
-        return cls(rust, template, _special_tokens(config))
+        return cls(rust, template, config)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt, by default with what the model wants around it (such as a begin-of-text token).

@@ -26,6 +26,7 @@ from eaas.engine.worker_protocol import (
     PROTOCOL,
     Cancel,
     Failed,
+    ForgetBlocks,
     Hello,
     Step,
     Submit,
@@ -103,6 +104,7 @@ class FakeRouter(rpc.RouterServicer):
 
     def __init__(self) -> None:
         self.pid = 41
+        self.scaled: list[tuple[str, int, float]] = []
         self.expert_classes = ("",)  # an expert server of each is shown, which serves every expert
         self._condition = threading.Condition()
         self._view = pb.View(term=1, epoch=0, replicas_wanted=1, layers=2, experts=4)
@@ -129,6 +131,12 @@ class FakeRouter(rpc.RouterServicer):
                     numerics_class=worker.numerics_class,
                 )  # fmt: skip
             self._condition.notify_all()
+
+    def Scale(self, request: Any, context: Any) -> pb.ScaleReply:
+        if request.wanted > 9:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{request.wanted} found; at most 9")
+        self.scaled.append((request.pool, request.wanted, request.drain_s))
+        return pb.ScaleReply(pool=pb.Pool(wanted=request.wanted))
 
     def drain(self, address: str) -> None:
         """Order gateway/0, which listens there, to drain: another does too."""
@@ -183,6 +191,7 @@ class FakeWorker:
     drops_at: int = 1 << 30  # token from which on it lacks experts, for requests that allow that
     address: str = ""
     submits: list[Submit] = field(default_factory=list)
+    forgotten: int = 0
     cancels: list[str] = field(default_factory=list)
     refuse: Callable[[Submit], Failed | None] = lambda _: None
     script: list[str] = field(default_factory=list)  # the last of them is said instead of the prompt
@@ -224,6 +233,9 @@ class FakeWorker:
                         self.cancels.append(message.id)
                         if not self.silent:
                             writer.write(encode(Step(tokens=[])))
+                        continue
+                    if isinstance(message, ForgetBlocks):
+                        self.forgotten += 1
                         continue
                     self.submits.append(message)
                     failed = self.refuse(message)

@@ -17,6 +17,7 @@ from eaas.engine.worker import Worker
 from eaas.engine.worker_protocol import (
     Cancel,
     Failed,
+    ForgetBlocks,
     Hello,
     SamplingParams,
     Step,
@@ -181,6 +182,22 @@ def test_gateways_hear_how_busy_the_worker_is_and_when_it_is_idle_again(world: W
     assert busy and all(load.running == 1 and load.waiting == 0 for load in busy)
     assert all(load.kv_use > 0 for load in busy)
     assert other.loads[-1] == WorkerLoad(looked_up=19), "nothing runs, and nothing of the prompt was known"
+
+
+def test_what_was_computed_before_it_is_forgotten_is_computed_again(world: World) -> None:
+    gateway, prompt = Gateway(world.address), list(range(1, 40))
+    counts = world.engine.scheduler
+    texts: list[list[int]] = []
+    reused: list[int] = []
+    for id in ("a", "b", "c", "d"):
+        if id == "c":
+            gateway.send(ForgetBlocks())
+        before = counts.reused_tokens
+        gateway.submit(id, prompt)
+        texts.append(gateway.collect(id)[id])
+        reused.append(counts.reused_tokens - before)
+    assert reused[0] == reused[2] == 0 < reused[1] == reused[3], reused
+    assert texts == [texts[0]] * 4
 
 
 def test_a_refusal_says_why(world: World) -> None:

@@ -96,6 +96,17 @@ def test_nothing_is_taken_when_there_are_too_few() -> None:
     assert pool.acquire(chain([1, 2]), 4) is not None
 
 
+def test_what_is_forgotten_serves_nobody_again_and_no_block_is_lost() -> None:
+    pool = BlockPool(blocks=4, block_tokens=1)
+    held = filled(pool, [1, 2])
+    pool.release(filled(pool, [3, 4]))
+    pool.forget()
+    assert pool.problems([held]) == [] and (pool.free, pool.cached) == (2, 0)
+    assert pool.acquire(chain([1, 2]), 2).reused == 0  # type: ignore[union-attr]
+    pool.release(held)
+    assert (pool.free, pool.cached) == (2, 0)
+
+
 def test_reuse_can_be_switched_off() -> None:
     pool = BlockPool(blocks=4, block_tokens=1, reuse=False)
     pool.release(filled(pool, [1, 2]))
@@ -135,9 +146,14 @@ Sequences = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5), max_si
 
 
 @settings(max_examples=150, deadline=None)
-@given(prompts=Sequences, releases=st.lists(st.integers(0, 9), max_size=40), blocks=st.integers(1, 12))
+@given(
+    prompts=Sequences,
+    releases=st.lists(st.integers(0, 9), max_size=40),
+    forgets=st.sets(st.integers(0, 39), max_size=3),
+    blocks=st.integers(1, 12),
+)
 def test_no_sequence_of_calls_leaks_or_mixes_blocks(
-    prompts: list[list[int]], releases: list[int], blocks: int
+    prompts: list[list[int]], releases: list[int], forgets: set[int], blocks: int
 ) -> None:
     """The judge is the world's own record: the tokens that each block was last filled with."""
     pool = BlockPool(blocks=blocks, block_tokens=1)
@@ -149,7 +165,7 @@ def test_no_sequence_of_calls_leaks_or_mixes_blocks(
             for number, block in enumerate(got.blocks):
                 upto = tuple(prompt[: number + 1])
                 if number < got.reused:
-                    assert content[block] == upto, f"block {block} holds {content[block]}, wanted {upto}"
+                    assert content.get(block) == upto, f"block {block}: {content.get(block)}, wanted {upto}"
                 else:
                     assert all(block not in blocks for blocks in live), f"block {block} is in use"
                     content[block] = upto
@@ -157,4 +173,7 @@ def test_no_sequence_of_calls_leaks_or_mixes_blocks(
             live.append(got.blocks)
         if turn < len(releases) and live:
             pool.release(live.pop(releases[turn] % len(live)))
+        if turn in forgets:
+            pool.forget()
+            content.clear()
         assert pool.problems(live) == []

@@ -308,6 +308,10 @@ def test_only_an_operators_key_looks_at_the_cluster(world: World, tmp_path: Path
                         assert "insufficient_scope" in reply.headers["www-authenticate"]
                     elif reply.status_code == 404:
                         assert path not in OPERATOR_PATHS
+        for path in ("/pause", "/resume", "/abort_requests", "/inference/v1/abort_requests", "/reset_prefix_cache",
+                     "/scale_elastic_ep"):  # fmt: skip
+            refused = httpx.post(guarded.url + path, headers={"authorization": f"Bearer {asker}"})
+            assert refused.status_code == 403, path
         assert ask(guarded.url, asker).status_code == 200
     finally:
         guarded.gateway.stop()
