@@ -97,6 +97,12 @@ def parser() -> argparse.ArgumentParser:
         "--cores", default="", help="cores of the lanes, such as 0,1; default: all that this process may use"
     )
     options.add_argument("--kv-tokens", type=int, default=65536, help="tokens that the KV pool holds")
+    options.add_argument(
+        "--max-model-len",
+        type=int,
+        metavar="TOKENS",
+        help="longest prompt and output together (default: what the model allows)",
+    )
     options.add_argument("--step-tokens", type=int, default=512, help="most rows computed in one step")
     options.add_argument("--max-running", type=int, default=256, help="most requests that run at once")
     options.add_argument("--deadline-s", type=float, default=30.0, help="longest wait for expert servers")
@@ -292,6 +298,7 @@ def prepare(options: argparse.Namespace, ending: Ending, closing: contextlib.Exi
     checkpoint = Checkpoint.open(options.model)
     spec = load_spec(checkpoint)
     spec = replace(spec, dtype=Dtype.resolve(options.dtype, checkpoint.config))
+    max_model_len = spec.context(options.max_model_len)
     shape = ExpertShape.from_config(checkpoint.config)
     weights = load_weights(checkpoint, spec)
     # Before there is a lease to renew: a large vocabulary takes seconds in which nothing else runs.
@@ -380,7 +387,7 @@ def prepare(options: argparse.Namespace, ending: Ending, closing: contextlib.Exi
         decoder,
         EngineConfig(
             scheduler=SchedulerConfig(
-                max_model_len=spec.max_model_len,
+                max_model_len=max_model_len,
                 step_tokens=options.step_tokens,
                 max_running=options.max_running,
                 fingerprint=f"{checkpoint.fingerprint}:{kernels}",
@@ -403,7 +410,7 @@ def prepare(options: argparse.Namespace, ending: Ending, closing: contextlib.Exi
         incarnation=identity.incarnation,
         model_hash=checkpoint.fingerprint,
         numerics_class=placement.numerics_class,
-        max_model_len=min(spec.max_model_len, kv_blocks * BLOCK_TOKENS),
+        max_model_len=min(max_model_len, kv_blocks * BLOCK_TOKENS),
         vocab=spec.vocab,
         kv_tokens=kv_blocks * BLOCK_TOKENS,
         block_tokens=BLOCK_TOKENS,

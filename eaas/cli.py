@@ -150,6 +150,21 @@ def serve(
     keys_file: Annotated[
         Path | None, typer.Option(help="Who may ask: API keys, as `eaas keys` makes them.")
     ] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A key that requests must bring, instead of --keys-file; may be given again. Who sees this host's "
+            "processes sees it."
+        ),
+    ] = None,
+    root_path: Annotated[
+        str,
+        typer.Option(help="Prefix of every path, such as /llm, where a proxy passes requests on with it."),
+    ] = "",
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(min=1, help="Longest prompt and output together; default: what the model allows."),
+    ] = None,
     allowed_origins: Annotated[
         str,
         typer.Option(help="Pages of these origins may ask from a browser: https://a.example,...; * for any."),
@@ -175,6 +190,7 @@ def serve(
     from eaas.cluster.process import StartFailed
     from eaas.cluster.starting import start_or_stop
     from eaas.cluster.state_dir import StateDirUnusable
+    from eaas.gateway.keys import digest_of
     from eaas.prepare import prepare_model
     from router.tls import CredentialsInvalid
 
@@ -205,6 +221,9 @@ def serve(
         tls_cert=tls_cert,
         tls_key=tls_key,
         keys_file=keys_file,
+        api_key_digests=tuple(digest_of(key) for key in api_key or ()),
+        root_path=root_path,
+        max_model_len=max_model_len,
         allowed_origins=allowed_origins,
         trust_request_chat_template=trust_request_chat_template,
         tls_dir=tls_dir,
@@ -222,7 +241,7 @@ def serve(
     except (CredentialsInvalid, StateDirUnusable) as error:
         raise fail(str(error)) from None
     # What curl needs beside the address.
-    needed = ' -H "authorization: Bearer $EAAS_API_KEY"' if config.keys_file else ""
+    needed = ' -H "authorization: Bearer $EAAS_API_KEY"' if config.asks_for_keys else ""
     try:
         start_or_stop(cluster, stop)
         if not stop.is_set():

@@ -7,6 +7,9 @@ from pathlib import Path
 
 from eaas.cluster.config import ClusterConfig, expert_cores
 
+# Of the cluster's folder: keys that its command line gave by themselves.
+KEYS_FILE = "keys.json"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
@@ -69,6 +72,7 @@ def _of_role(config: ClusterConfig, surroundings: Surroundings, pool: str, slot:
             *("--cores", ",".join(map(str, config.cores))),
             *("--kv-tokens", str(config.kv_tokens), "--step-tokens", str(config.step_tokens)),
             *("--deadline-s", str(config.deadline_s)),
+            *_context(config),
             "--prefix-reuse" if config.prefix_reuse else "--no-prefix-reuse",
             *traced,
         ]
@@ -80,10 +84,20 @@ def _of_role(config: ClusterConfig, surroundings: Surroundings, pool: str, slot:
         *(*traced, "--trace-share", str(config.trace_share)),
         *(("--tls-cert", str(config.tls_cert)) if config.tls_cert else ()),
         *(("--tls-key", str(config.tls_key)) if config.tls_key else ()),
-        *(("--keys-file", str(config.keys_file)) if config.keys_file else ()),
+        *(
+            ("--keys-file", str(config.keys_file or surroundings.state_dir / KEYS_FILE))
+            if config.asks_for_keys
+            else ()
+        ),
+        *_context(config),
+        *(("--root-path", config.root_path) if config.root_path else ()),
         *(("--allowed-origins", config.allowed_origins) if config.allowed_origins else ()),
         *(("--trust-request-chat-template",) if config.trust_request_chat_template else ()),
     ]
+
+
+def _context(config: ClusterConfig) -> list[str]:
+    return [] if config.max_model_len is None else ["--max-model-len", str(config.max_model_len)]
 
 
 def _admin(config: ClusterConfig, surroundings: Surroundings, slot: int) -> list[str]:

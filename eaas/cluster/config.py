@@ -55,6 +55,12 @@ class ClusterConfig:
     # Whose pages may ask from a browser, with commas between; empty: nobody's.
     allowed_origins: str = ""
     trust_request_chat_template: bool = False
+    # SHA-256 of keys that were given by themselves: a file of them is made.
+    api_key_digests: tuple[str, ...] = ()
+    # Of the context, where fewer are wanted than the model has.
+    max_model_len: int | None = None
+    # Prefix of every path, behind a proxy.
+    root_path: str = ""
     # Between the processes: a folder with one of each role, as `eaas certs` makes it; None: no TLS, on loopback.
     tls_dir: Path | None = None
     log_format: str = "text"
@@ -103,12 +109,16 @@ class ClusterConfig:
             )
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("--tls-cert and --tls-key belong together: give both, or neither.")
+        if self.keys_file is not None and self.api_key_digests:
+            raise ValueError(
+                "--keys-file and --api-key exclude each other: add the key to the file, or leave one out."
+            )
         bound_address(
             "--host",
             self.host,
             {
                 "TLS (--tls-cert and --tls-key)": self.tls_cert is not None,
-                "keys (--keys-file)": self.keys_file is not None,
+                "keys (--keys-file)": self.asks_for_keys,
             },
         )
         autoscale_bounds(self.autoscale)
@@ -130,6 +140,11 @@ class ClusterConfig:
                 f"{self.expert_lanes} lanes for each expert server; 0 (deal out the cores) to {len(self.cores)}, one "
                 "for each core, are possible."
             )
+
+    @property
+    def asks_for_keys(self) -> bool:
+        """Whether the endpoint asks who it is that asks."""
+        return self.keys_file is not None or bool(self.api_key_digests)
 
 
 def expert_cores(slot: int, servers: int, cores: Sequence[int], lanes: int = 0) -> list[int]:

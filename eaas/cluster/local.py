@@ -18,10 +18,11 @@ import threading
 import time
 from collections.abc import Callable
 
-from eaas.cluster.arguments import Surroundings, arguments_of
+from eaas.cluster.arguments import KEYS_FILE, Surroundings, arguments_of
 from eaas.cluster.config import ClusterConfig
 from eaas.cluster.process import Child, StartFailed
 from eaas.cluster.state_dir import StateDir
+from eaas.gateway.keys import keys_of, write_keys
 from eaas.gateway.listening import ListenFailed, address_of, listen
 from router.channel import answers
 from router.client import RouterClient, RouterUnavailable
@@ -182,7 +183,7 @@ class LocalCluster:
         or started again, wait a moment and are refused by nobody.
         """
         try:
-            protected = {"tls": self.config.tls_cert is not None, "keys": self.config.keys_file is not None}
+            protected = {"tls": self.config.tls_cert is not None, "keys": self.config.asks_for_keys}
             self._listener = listen(self.config.host, self.config.port, **protected)
         except ListenFailed as error:
             self.stop()
@@ -246,6 +247,9 @@ class LocalCluster:
         log = self.state_dir / f"{pool}.{self._launched}.log"
         try:
             self._state.ensure()
+            if self.config.api_key_digests:
+                # Each time: the folder may have been made anew.
+                write_keys(self.state_dir / KEYS_FILE, keys_of(self.config.api_key_digests))
             child = Child.start(
                 pool=pool,
                 slot=slot,

@@ -8,6 +8,7 @@ import contextlib
 import gc
 import logging
 import os
+import re
 import resource
 import signal
 import socket
@@ -24,7 +25,7 @@ from eaas.gateway import protection
 from eaas.gateway.app import create_app
 from eaas.gateway.config import GatewayConfig
 from eaas.gateway.gateway import Gateway
-from eaas.gateway.http_guard import Connection, RequestIds
+from eaas.gateway.http_guard import Connection, RequestIds, WithoutPrefix
 from eaas.gateway.listening import ListenFailed, address_of, checked_address, listen
 from eaas.gateway.load_model import ModelUnusable, load_model
 from eaas.gateway.status import RouterStatus
@@ -319,6 +320,19 @@ def parser() -> argparse.ArgumentParser:
         help="Listening socket from the launcher, instead of host and port.",
     )
     options.add_argument(
+        "--max-model-len",
+        type=int,
+        metavar="TOKENS",
+        help="Longest prompt and output together (default: what the model allows).",
+    )
+    options.add_argument(
+        "--root-path",
+        default="",
+        type=path_prefix,
+        metavar="/PREFIX",
+        help="Prefix of every path, such as /llm, behind a proxy: with it and without it requests are the same.",
+    )
+    options.add_argument(
         "--trust-request-chat-template",
         action="store_true",
         help="Requests may bring a chat template of their own, which runs here in the sandbox of the model's.",
@@ -359,6 +373,18 @@ def parser() -> argparse.ArgumentParser:
     child.add_options(options)
     options.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     return options
+
+
+def path_prefix(text: str) -> str:
+    """What --root-path says, without a slash at its end; for argparse.
+
+    Raises:
+        argparse.ArgumentTypeError: it begins with none, or is no path.
+    """
+    prefix = text.rstrip("/")
+    if prefix and not re.fullmatch(r"(/[\w.~-]+)+", prefix, re.ASCII):
+        raise argparse.ArgumentTypeError(f"{text!r} is no path prefix; give one such as /llm")
+    return prefix
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -409,7 +435,12 @@ def _serve(options: argparse.Namespace, listener: socket.socket, guards: protect
     )
     gateway = Gateway(
         config=config,
-        model=load_model(options.model, name, trusts_templates=options.trust_request_chat_template),
+        model=load_model(
+            options.model,
+            name,
+            trusts_templates=options.trust_request_chat_template,
+            max_model_len=options.max_model_len,
+        ),
         views=RouterViews(
             options.router,
             address,
@@ -431,8 +462,13 @@ def _serve(options: argparse.Namespace, listener: socket.socket, guards: protect
         log.info("ready address=%s model=%s pid=%d", gateway.address, name, os.getpid())
         child.tell_ready(options, gateway.name, gateway.address)
 
-    app: ASGIApp = guards.around(create_app(gateway), gateway.metrics.count_refused)
-    app = RequestIds(app, closing=lambda: gateway.draining, logs_requests=options.log_requests)
+    app: ASGIApp = guards.around(create_app(gateway, options.root_path), gateway.metrics.count_refused)
+    # Outside of the keys, which go by paths.
+    app = RequestIds(
+        WithoutPrefix(app, options.root_path),
+        closing=lambda: gateway.draining,
+        logs_requests=options.log_requests,
+    )
     if tracing is not None:
         from eaas.gateway.traced import TracedRequests
 

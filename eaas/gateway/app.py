@@ -65,11 +65,11 @@ async def _on_fault(request: Request, error: Exception) -> Response:
     return _reply(request, errors.internal("The server failed to answer; its log says why.").reply)
 
 
-def create_app(gateway: Gateway) -> FastAPI:
-    """The ASGI application of one gateway."""
+def create_app(gateway: Gateway, root_path: str = "") -> FastAPI:
+    """The ASGI application of one gateway. Args: root_path: where clients find it, as its own description says."""
     app = FastAPI(
         title="EaaS", version=gateway.version, lifespan=gateway.lifespan, docs_url=None, redoc_url=None,
-        redirect_slashes=False,
+        redirect_slashes=False, servers=[{"url": root_path}] if root_path else None,
     )  # fmt: skip
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)

@@ -44,6 +44,22 @@ class Bounds:
     body_overhead_bytes: int = 4 << 20
 
 
+class WithoutPrefix:
+    """Takes a path prefix off, for requests that a proxy passed on with it; others go through as they are."""
+
+    def __init__(self, app: ASGIApp, prefix: str) -> None:
+        """Args: prefix: Such as "/llm"; empty for none."""
+        self._app, self._prefix = app, prefix
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        prefix = self._prefix
+        if prefix and scope["type"] == "http" and scope["path"].startswith(f"{prefix}/"):
+            path = scope["path"].removeprefix(prefix)
+            scope = {**scope, "path": path, "raw_path": path.encode()}
+        await self._app(scope, receive, send)
+
+
 class _OutOfBounds(Exception):
     """Raised through the parser, which stops there."""
 

@@ -84,6 +84,11 @@ def digest_of(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
 
 
+def keys_of(digests: Sequence[str]) -> list[Key]:
+    """Entries of keys that are all that there is: each may do whatever can be asked for."""
+    return [Key(name=f"key-{n}", sha256=digest, operator=True) for n, digest in enumerate(digests, start=1)]
+
+
 def read_keys(path: Path) -> list[Key]:
     """The entries of a file.
 

@@ -16,11 +16,14 @@ class ModelUnusable(ValueError):
     """The checkpoint folder cannot be served; the text says why."""
 
 
-def load_model(folder: Path, name: str, *, trusts_templates: bool = False) -> ServedModel:
+def load_model(
+    folder: Path, name: str, *, trusts_templates: bool = False, max_model_len: int | None = None
+) -> ServedModel:
     """The model in a checkpoint folder under its served name.
 
     Args:
         trusts_templates: Requests may bring a chat template of their own.
+        max_model_len: Tokens of the context, where fewer are wanted than the model has.
 
     Raises:
         ModelUnusable: a file is missing or makes no sense.
@@ -35,7 +38,7 @@ def load_model(folder: Path, name: str, *, trusts_templates: bool = False) -> Se
     return ServedModel(
         name=name,
         tokenizer=tokenizer,
-        max_model_len=spec.max_model_len,
+        max_model_len=spec.context(max_model_len),
         vocab=spec.vocab,
         fingerprint=fingerprint,
         created=int((folder / "config.json").stat().st_mtime),

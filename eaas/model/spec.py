@@ -137,6 +137,20 @@ class ModelSpec:
                 f"Layers {sorted(self.moe.dense_layers)} are dense, but intermediate_size is missing."
             )
 
+    def context(self, wanted: int | None) -> int:
+        """Tokens of the context where so many are wanted; None: all that the model has.
+
+        Raises:
+            ConfigInvalid: none, or more than the model has.
+        """
+        if wanted is None:
+            return self.max_model_len
+        if not 1 <= wanted <= self.max_model_len:
+            raise ConfigInvalid(
+                f"--max-model-len {wanted} asked for; this model has 1 to {self.max_model_len}."
+            )
+        return wanted
+
     @property
     def moe_layers(self) -> tuple[int, ...]:
         """Decoder layers that have experts, in order: the n-th of these is MoE layer n of `experts`."""

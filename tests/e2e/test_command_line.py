@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import numpy as np
 import openai
 import pytest
@@ -91,6 +92,35 @@ def test_without_expert_servers_the_hint_is_a_command_that_works_as_it_stands(
         assert command[-2:] == ["--tls-dir", certs]
         done = run("scale", *command, "--wait-s", "60", timeout_s=90)
         assert done.returncode == 0, done.stderr
+
+
+def test_a_key_a_context_and_a_prefix_may_be_given_on_the_command_line(tiny: Path) -> None:
+    """And they hold for the gateway that comes after the first, whose folder was removed."""
+    asked = ("--api-key", "one", "--api-key", "two", "--max-model-len", "64", "--root-path", "/llm/")
+    with served(str(tiny), "--experts", "2", *asked) as (process, url):
+
+        def models(path: str, key: str) -> httpx.Response:
+            return httpx.get(f"{url}{path}/v1/models", headers={"authorization": f"Bearer {key}"})
+
+        def guards() -> bool:
+            found = [(path, key) for path in ("", "/llm") for key in ("one", "two")]
+            assert all(models(*one).json()["data"][0]["max_model_len"] == 64 for one in found)
+            return all(models(path, "three").status_code == 401 for path in ("", "/llm", "/llm/llm"))
+
+        wait_for("the gateway", guards)
+        operator = {"x-api-key": "two"}
+        assert httpx.get(f"{url}/llm/status", headers=operator).status_code == 200
+        assert httpx.get(f"{url}/llm/status").status_code == 401
+        too_long = {"prompt": "a", "max_tokens": 64}
+        refused = httpx.post(f"{url}/v1/completions", json=too_long, headers=operator)
+        assert refused.json()["error"]["code"] == "context_length_exceeded"
+        assert httpx.get(f"{url}/openapi.json", headers=operator).json()["servers"] == [{"url": "/llm"}]
+        (folder,) = folders_of(process.pid)
+        assert not any(b"one" in file.read_bytes() for file in folder.glob("*.json"))
+        shutil.rmtree(folder)
+        status = httpx.get(f"{url}/status", headers=operator).json()
+        os.kill(status["gateway"]["pid"], signal.SIGKILL)
+        wait_for("the next gateway", lambda: guards())
 
 
 def test_serve_answers_shows_its_members_survives_chaos_and_leaves_nothing(tiny: Path) -> None:
@@ -265,6 +295,9 @@ def test_a_damaged_checkpoint_is_refused_in_clear_words(
         (["--dtype", "float8"], ["float8", "bfloat16"]),
         (["--host", "0.0.0.0"], ["loopback"]),
         (["--cores", "0,x"], ["--cores", "0,x"]),
+        (["--max-model-len", "1000000"], ["--max-model-len", "2048"]),
+        (["--api-key", "a", "--keys-file", "b"], ["--api-key", "--keys-file", "exclude"]),
+        (["--root-path", "llm"], ["--root-path", "/llm"]),
     ],
 )
 def test_a_start_that_makes_no_sense_is_refused(tiny: Path, arguments: list[str], words: list[str]) -> None:
