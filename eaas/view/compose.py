@@ -75,7 +75,7 @@ def board_of(
     )
     traffic = _traffic(own, past)
     reasons = (
-        *_stops(own, history, pools, least, short),
+        *_stops(own, past, history, pools, least, short),
         *_control(sight, as_of_s),
         *_losses(history, sight, pools, now_s),
         *_thin(history, least, short, wanted),
@@ -108,9 +108,15 @@ def verdict_of(reasons: tuple[Reason, ...]) -> str:
     return DOWN if BAD in moods else DEGRADED if WARN in moods else WHOLE
 
 
-def _stops(own: Own, history: History, pools: tuple[Pool, ...], least: int, short: int) -> list[Reason]:
+def _stops(
+    own: Own, past: Past, history: History, pools: tuple[Pool, ...], least: int, short: int
+) -> list[Reason]:
     found: list[Reason] = []
-    if own.unready:
+    if own.unready and past.points and past.points[-1].tokens_per_s:
+        # A worker that was silent for a moment serves nobody new; while tokens come nothing is down.
+        do = "Streams go on. If it lasts, this says that nothing is served."
+        found.append(Reason(mood=WARN, text=f"new requests wait: {own.unready}", do=do))
+    elif own.unready:
         do = "New ones join by themselves. After a minute: eaas scale, then their logs."
         found.append(Reason(mood=BAD, text=f"no request can be served: {own.unready}", do=do))
     if history.formed and not least:

@@ -135,6 +135,9 @@ def _server(view: View, member: Member, load: NDArray | None, flow: Flow, histor
     held = bitmap.by_layer(bitmap.from_bytes(member.serving), view.layers, view.experts)
     layers = load.tolist() if load is not None else [0.0] * view.layers
     total, reported = sum(layers), flow.reported(member.name)
+    if not total and reported:
+        # Until two readings tell where its rows go, each layer has its part.
+        layers, total = [reported * count / max(1, sum(held)) for count in held], reported
     scale = reported / total if reported is not None and total > 0 else 1.0
     marks = [history.marks.get((member.name, layer)) for layer in range(view.layers)]
     return Server(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from eaas.view.board import DEGRADED, DOWN, GAINED, GIVEN_UP, TAKEN_OVER, WHOLE, Board, Router
-from eaas.view.heat import Flow, spread
+from eaas.view.heat import Flow, heat_of, spread
 from eaas.view.history import MOST_HAPPENINGS, History, copies, follow, learn
 from eaas.view.rates import MOST_POINTS, quantile
 from eaas.view.sight import Sight
@@ -189,6 +189,13 @@ def test_rows_of_an_expert_are_spread_over_its_copies_and_scaled_to_what_servers
     assert shown.heat.servers[0].rows == (20.0, 10.0)
 
 
+def test_before_two_readings_the_heat_is_what_servers_report_and_not_zero() -> None:
+    sight = Sight(view=WHOLE_VIEW, heard=True, rows=np.zeros(LAYERS * EXPERTS, np.uint64))
+    heat, _ = heat_of(WHOLE_VIEW, Flow().read(sight, 0.0), story((0.0, WHOLE_VIEW)), 1.0, 1.0)
+    assert [sum(server.rows) for server in heat.servers] == [60.0, 50.0, 50.0]
+    assert heat.servers[0].rows == (40.0, 20.0)
+
+
 def test_spreading_loses_no_row() -> None:
     rng = np.random.default_rng(3)
     for _ in range(30):
@@ -291,6 +298,7 @@ def test_after_a_loss_it_is_degraded_and_says_what_comes() -> None:
         ("standby", DEGRADED, "another leads"),
         ("journal", DEGRADED, "the router cannot decide: disk full"),
         ("suspect", DEGRADED, "expert/2 suspect"),
+        ("silent", DEGRADED, "new requests wait: no attention worker serves"),
         ("failed", DEGRADED, "2 requests failed in the last 1 s"),
         ("forming", DEGRADED, "the first placement is not complete yet"),
         ("shrunk", WHOLE, ""),
@@ -302,6 +310,12 @@ def test_every_trouble_has_its_verdict_and_its_words(case: str, verdict: str, sa
     history = story((0.0, WHOLE_VIEW))
     shown = {
         "unready": lambda: board(history, 1.0, own=replace(OWN, unready="no attention worker serves")),
+        "silent": lambda: board(
+            history,
+            1.0,
+            own=replace(OWN, unready="no attention worker serves"),
+            seen=past(reading(0.0), reading(1.0, tokens=256)),
+        ),
         "gone": lambda: board(story((0.0, WHOLE_VIEW), (1.0, view(6, TWO, WORKER))), 2.0),
         "router": lambda: board(history, 1.0, routers=[away], heard=False),
         "standby": lambda: board(history, 1.0, routers=[leads, away]),
