@@ -67,11 +67,23 @@ _OWN: dict[str, tuple[Any, Any]] = {
     "where": (
         Annotated[
             str | None,
-            typer.Option(help="kill, freeze: a point of the protocol. corrupt: wire, rows or nan."),
+            typer.Option(
+                help="kill, freeze: a point of the protocol; waits until the member passes it. corrupt: wire, rows or "
+                "nan."
+            ),
         ],
         None,
     ),
     "after": (Annotated[int | None, typer.Option(help="Passes of the point that are let go first.")], None),
+    "within": (
+        Annotated[
+            str | None,
+            typer.Option(
+                help="Longest wait for the point that --where names: 30s; at most 60s, the default."
+            ),
+        ],
+        None,
+    ),
     "rail": (Annotated[str | None, typer.Option(help="Device that goes down.")], None),
 }
 _SEED = (Annotated[int, typer.Option(min=0, help="Of the choice, and of what is random in the fault.")], 0)
@@ -100,13 +112,14 @@ def _add_verb(kind: str) -> None:
     """A verb for a kind of fault, with the options that the kind takes."""
     text, example = _TEXTS[kind]
     words = KINDS[kind] if kind == "kill" else KINDS[kind] | {"for_s"}
+    words |= {"within"} if kind in ("kill", "freeze") else frozenset[str]()
     own = {word: option for word, option in _OWN.items() if word in words}
     if kind == "corrupt":
         own["where"] = (own["where"][0], "wire")
     options = {**_WHOM, **own, "seed": _SEED, "dry_run": (_DryRun, False), **_REACH}
 
     def verb(**given: Any) -> None:
-        from eaas.chaos.plan import WORDS, Plan, PlanInvalid, Select, Step, fault_of
+        from eaas.chaos.plan import WORDS, Plan, PlanInvalid, Select, Step, fault_of, seconds
         from router.faults import FaultInvalid
 
         said = {word: given[name] for word, name in WORDS.items() if given.get(name) is not None}
@@ -122,9 +135,11 @@ def _add_verb(kind: str) -> None:
                 )
             select = Select(target=given["member"] or given["target"], pool=given["pool"], mode=given["mode"])
             fault = fault_of(kind, given["seed"], said)
+            within = {"within_s": seconds(given["within"])} if given.get("within") else {}
+            step = Step(at_s=0.0, select=select, fault=fault, **within)
         except (PlanInvalid, FaultInvalid) as error:
             raise fail(str(error)) from None
-        plan = Plan(seed=given["seed"], steps=(Step(at_s=0.0, select=select, fault=fault),))
+        plan = Plan(seed=given["seed"], steps=(step,))
         _carry_out(plan, given["dry_run"], **{name: given[name] for name in _REACH})
 
     parameters = [

@@ -14,7 +14,8 @@ kind = "slow"
 target = "expert/3"
 for = "10s"                 # then it reverts by itself (the default is 10s)
 times = 10                  # slow; or by = "5ms" (delay), share = 0.1 (loss, corrupt), peers = ["expert/1"],
-                            # where = "computed", after = 100 (kill, freeze), where = "nan" (corrupt), rail = "eth1"
+                            # where = "computed", after = 100 (kill, freeze), within = "60s" (for that point),
+                            # where = "nan" (corrupt), rail = "eth1"
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol, cast
 
-from router.faults import Fault, FaultInvalid
+from router.faults import POINT_WAIT_S, Fault, FaultInvalid
 from router.view import POOLS
 
 _SECONDS: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0}
@@ -98,16 +99,43 @@ class Select:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One fault of a plan. at_s: since the plan began. fault: with an empty id; who carries it out gives one."""
+    """One fault of a plan.
+
+    Attributes:
+        at_s: Since the plan began.
+        fault: With an empty id; who carries it out gives one.
+        within_s: Longest wait for the point where a kill or a freeze is to strike.
+    """
 
     at_s: float
     select: Select
     fault: Fault
+    within_s: float = POINT_WAIT_S
+
+    def __post_init__(self) -> None:
+        if not 0 < self.within_s <= POINT_WAIT_S:
+            raise PlanInvalid(
+                f"within is {self.within_s:g} s; above 0 and at most {POINT_WAIT_S:g} s is needed."
+            )
+        if self.within_s != POINT_WAIT_S and not self.waits:
+            raise PlanInvalid("within goes with where, of a kill or a freeze: leave it out, or name a point.")
+
+    @property
+    def waits(self) -> bool:
+        """Whether it strikes at a point of the protocol, when its member passes that."""
+        return self.fault.kind in ("kill", "freeze") and bool(self.fault.where)
+
+    @property
+    def lasts_s(self) -> float:
+        """After so long nothing of it is left; a kill at once lasts no time."""
+        if not self.waits:
+            return self.fault.lasts_s
+        return self.within_s + (self.fault.for_s if self.fault.kind == "freeze" else 0.0)
 
     @property
     def end_s(self) -> float:
-        """When it has reverted by itself at the latest, since the plan began; a kill at once lasts no time."""
-        return self.at_s + self.fault.lasts_s
+        """When it has reverted by itself at the latest, since the plan began."""
+        return self.at_s + self.lasts_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +198,7 @@ def parse_plan(text: str) -> Plan:
 
 
 def _step(table: Mapping[str, Any], seed: int) -> Step:
-    known = ("at", "kind", *_WHOM, *WORDS)
+    known = ("at", "kind", *_WHOM, *WORDS, "within")
     unknown = sorted(set(table) - set(known))
     if unknown:
         raise PlanInvalid(f"{', '.join(unknown)} unknown; a fault has {', '.join(known)}.")
@@ -185,7 +213,8 @@ def _step(table: Mapping[str, Any], seed: int) -> Step:
         raise PlanInvalid(f"at is {at_s:g} s; a plan lasts at most {_LONGEST_PLAN_S:g} s.")
     options = {word: value for word, value in table.items() if word in WORDS}
     select = Select(**{word: table[word] for word in _WHOM if word in table})
-    return Step(at_s=at_s, select=select, fault=fault_of(table["kind"], seed, options))
+    within_s = seconds(table.get("within", POINT_WAIT_S))
+    return Step(at_s=at_s, select=select, fault=fault_of(table["kind"], seed, options), within_s=within_s)
 
 
 def fault_of(kind: str, seed: int, options: Mapping[str, Any]) -> Fault:

@@ -89,6 +89,8 @@ class _Run:
         self._began_s = time.monotonic()
         # When each is over by itself, with its event.
         self._active: list[tuple[float, FaultEvent]] = []
+        # Those that strike at a point, by their ids.
+        self._waiting: dict[str, Step] = {}
 
     def _now_s(self) -> float:
         return time.monotonic() - self._began_s
@@ -109,7 +111,9 @@ class _Run:
                 self._begin(*due.pop(0))
             else:
                 self._active.sort(key=lambda active: active[0])
-                self._add(self._ended(self._active.pop(0)[1], early=False))
+                event = self._active.pop(0)[1]
+                # Its process would go on waiting for the point.
+                self._add(self._ended(event, early=event.id in self._waiting))
 
     def revert(self) -> None:
         """End what lasts, now."""
@@ -130,8 +134,12 @@ class _Run:
         event = FaultEvent(
             at_s=self._now_s(), phase=phase, id=id, kind=step.fault.kind, targets=tuple(names), text=text
         )
-        if phase == "began" and step.fault.lasts_s:
-            self._active.append((event.at_s + step.fault.lasts_s, event))
+        if phase == "began" and step.waits:
+            text = f"{text}: waits for that point, at most {step.within_s:g} s"
+            event = replace(event, text=text)
+            self._waiting[id] = step
+        if phase == "began" and step.lasts_s:
+            self._active.append((event.at_s + step.lasts_s, event))
         self._add(event)
 
     def _look(self) -> None:

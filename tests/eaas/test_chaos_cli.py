@@ -26,6 +26,8 @@ from router.faults import KINDS
         (["loss", "expert/1", "--share", "1.5"], "share is 1.5; 0 to 1 is needed"),
         (["corrupt", "expert/1", "--where", "heart"], "give one of wire, rows, nan"),
         (["kill", "expert/1", "--where", "heart"], "give one of request-half-written"),
+        (["kill", "expert/1", "--within", "3s"], "within goes with where"),
+        (["freeze", "expert/1", "--where", "computed", "--within", "2h"], "at most 60 s"),
         (["run", "/nowhere.toml"], "/nowhere.toml cannot be read"),
         (
             ["kill", "expert/1", "--url", "http://127.0.0.1:9"],

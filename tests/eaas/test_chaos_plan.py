@@ -107,6 +107,8 @@ def fault(text: str) -> str:
         (fault('share = "much"'), "share is 'much'; float is needed"),
         (fault('where = "somewhere"'), "freeze at 'somewhere' is unknown; give one of request-half-written"),
         ('[[fault]]\nat = "1s"\nkind = "kill"\ntarget = "expert/1"\nfor = "3s"', "kill takes no for"),
+        (fault('where = "computed"\nwithin = "61s"'), "within is 61 s; above 0 and at most 60 s is needed"),
+        (fault('within = "3s"'), "within goes with where, of a kill or a freeze"),
     ],
 )
 def test_what_makes_no_sense_is_refused_in_clear_words(text: str, message: str) -> None:

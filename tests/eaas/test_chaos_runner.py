@@ -149,6 +149,15 @@ def test_a_fault_that_someone_else_ended_is_over_before_its_time() -> None:
     assert events[-1].at_s < 30, "it lasts 60 s unless seen to be over"
 
 
+def test_a_kill_at_a_point_says_that_it_waits_and_is_cleared_when_its_limit_is_over() -> None:
+    record = Record()
+    plan = '[[fault]]\nat = "0s"\nkind = "kill"\ntarget = "expert/1"\nwhere = "computed"\nwithin = "0.2s"'
+    events = run_plan(parse_plan(plan), record)
+    assert [event.phase for event in events] == ["began", "ended"] and 0.2 <= events[1].at_s < 20
+    assert events[0].text.endswith("waits for that point, at most 0.2 s")
+    assert record.done == [("inject", "kill", "expert/1"), ("end", "id-kill", "early")]
+
+
 def test_a_rehearsal_names_those_whom_the_seed_chooses_and_touches_nobody() -> None:
     record = Record()
     steps = rehearse(parse_plan(PLAN), record)
