@@ -172,6 +172,12 @@ def serve(
     trust_request_chat_template: Annotated[
         bool, typer.Option(help="Requests may bring a chat template of their own.")
     ] = False,
+    return_tokens_as_token_ids: Annotated[
+        bool, typer.Option(help="Log-probabilities name tokens token_id:7 where a request does not say.")
+    ] = False,
+    enable_force_include_usage: Annotated[
+        bool, typer.Option(help="Every stream ends with its usage.")
+    ] = False,
     tls_dir: TlsDir = None,
     log_format: Annotated[str, typer.Option(help="text, or json: one object for each line.")] = "text",
     state_dir: Annotated[
@@ -226,6 +232,8 @@ def serve(
         max_model_len=max_model_len,
         allowed_origins=allowed_origins,
         trust_request_chat_template=trust_request_chat_template,
+        return_tokens_as_token_ids=return_tokens_as_token_ids,
+        enable_force_include_usage=enable_force_include_usage,
         tls_dir=tls_dir,
         log_format=log_format,
         state_dir=state_dir,

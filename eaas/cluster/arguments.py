@@ -93,6 +93,8 @@ def _of_role(config: ClusterConfig, surroundings: Surroundings, pool: str, slot:
         *(("--root-path", config.root_path) if config.root_path else ()),
         *(("--allowed-origins", config.allowed_origins) if config.allowed_origins else ()),
         *(("--trust-request-chat-template",) if config.trust_request_chat_template else ()),
+        *(("--return-tokens-as-token-ids",) if config.return_tokens_as_token_ids else ()),
+        *(("--enable-force-include-usage",) if config.enable_force_include_usage else ()),
     ]
 
 

@@ -55,6 +55,8 @@ class ClusterConfig:
     # Whose pages may ask from a browser, with commas between; empty: nobody's.
     allowed_origins: str = ""
     trust_request_chat_template: bool = False
+    return_tokens_as_token_ids: bool = False
+    enable_force_include_usage: bool = False
     # SHA-256 of keys that were given by themselves: a file of them is made.
     api_key_digests: tuple[str, ...] = ()
     # Of the context, where fewer are wanted than the model has.

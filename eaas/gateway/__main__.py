@@ -333,6 +333,14 @@ def parser() -> argparse.ArgumentParser:
         help="Prefix of every path, such as /llm, behind a proxy: with it and without it requests are the same.",
     )
     options.add_argument(
+        "--return-tokens-as-token-ids",
+        action="store_true",
+        help="Log-probabilities name tokens token_id:7 where a request does not say otherwise.",
+    )
+    options.add_argument(
+        "--enable-force-include-usage", action="store_true", help="Every stream ends with its usage."
+    )
+    options.add_argument(
         "--trust-request-chat-template",
         action="store_true",
         help="Requests may bring a chat template of their own, which runs here in the sandbox of the model's.",
@@ -420,6 +428,8 @@ def _serve(options: argparse.Namespace, listener: socket.socket, guards: protect
         )
     config = GatewayConfig(
         model_name=name,
+        tokens_by_id=options.return_tokens_as_token_ids,
+        always_usage=options.enable_force_include_usage,
         deadline_s=options.deadline_s,
         max_requests=options.max_requests,
         max_owed_tokens=options.max_owed_tokens,

@@ -14,6 +14,8 @@ class GatewayConfig:
 
     Attributes:
         model_name: The one name under /v1/models.
+        tokens_by_id: Log-probabilities name tokens by their ids where a request does not say.
+        always_usage: Every stream ends with its usage.
         deadline_s: Longest wait for an attention worker to appear, for a new request and for a replay alike. What
             waits in the queue of a worker that computes others has none.
         max_requests: Requests in progress; one more is refused with 429 and Retry-After.
@@ -42,6 +44,8 @@ class GatewayConfig:
     """
 
     model_name: str
+    tokens_by_id: bool = False
+    always_usage: bool = False
     deadline_s: float = 30.0
     # Each holds a descriptor, and where its reader is slow 64 KiB of events here, as much or little more in the
     # connection's buffer and 256 KiB in the kernel's: 0.4 GiB where all of them are slow.

@@ -133,12 +133,12 @@ class ConstrainedRequest(BaseModel):
     @field_validator("logit_bias", mode="after")
     @classmethod
     def _ids(cls, biases: Mapping[str, float] | None) -> Mapping[str, float] | None:
-        wrong = next(
-            (key for key in biases or () if not (key.isascii() and key.isdigit() and len(key) <= _ID_DIGITS)),
-            None,
-        )
-        if wrong is not None:
-            raise ValueError(f"keys are token ids; {wrong[:32]!r} is none")
+        wrong = [
+            key for key in biases or () if not (key.isascii() and key.isdigit() and len(key) <= _ID_DIGITS)
+        ]
+        if wrong:
+            shown = ", ".join(repr(key[:32]) for key in wrong[:4])
+            raise ValueError(f"keys are token ids; found {shown}")
         return biases
 
     @model_validator(mode="after")

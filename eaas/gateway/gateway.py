@@ -130,15 +130,27 @@ class Gateway:
 
     # -- requests
 
-    async def parse(self, request: Request, shape: type[R]) -> R:
-        """The body of a request.
+    async def body_of(self, request: Request) -> bytes:
+        """The body of a request, which is read once.
 
         Raises:
-            ApiError: it is no JSON, too large, too slow, or not of that shape.
+            ApiError: it is said to be no JSON, too large, too slow, or nested too much.
         """
-        require_json(request)
-        body = await read_body(request, self.config.body_limit_bytes, self.config.body_timeout_s)
-        check_nesting(body)
+        known = getattr(request.state, "body", None)
+        if known is None:
+            require_json(request)
+            known = await read_body(request, self.config.body_limit_bytes, self.config.body_timeout_s)
+            check_nesting(known)
+            request.state.body = known
+        return known
+
+    async def parse(self, request: Request, shape: type[R]) -> R:
+        """What a request asks.
+
+        Raises:
+            ApiError: as for `body_of`; or it is not of that shape.
+        """
+        body = await self.body_of(request)
         try:
             return shape.model_validate_json(body)
         except ValidationError as error:

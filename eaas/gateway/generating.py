@@ -122,7 +122,7 @@ def _work(gateway: Gateway, prepared: Prepared, bad_tokens: tuple[tuple[int, ...
         seeded=wanted.seed is not None,
         stops=tuple(wanted.stop or ()),
         stream=bool(wanted.stream),
-        include_usage=wanted.include_usage,
+        include_usage=wanted.include_usage or gateway.config.always_usage,
         usage_stats=wanted.usage_stats,
         open_end=wanted.token_limit is None,
         return_token_ids=bool(wanted.return_token_ids) or wanted.detokenize is False,
@@ -130,7 +130,9 @@ def _work(gateway: Gateway, prepared: Prepared, bad_tokens: tuple[tuple[int, ...
         stop_shown=bool(wanted.include_stop_str_in_output),
         shown_tokens=prepared.shown_tokens,
         special_shown=wanted.skip_special_tokens is False,
-        tokens_by_id=bool(wanted.return_tokens_as_token_ids),
+        tokens_by_id=gateway.config.tokens_by_id
+        if wanted.return_tokens_as_token_ids is None
+        else wanted.return_tokens_as_token_ids,
         request_id=wanted.request_id,
         echoes=_echoes(gateway.model, wanted, prompts),
         prompt_counts=(wanted.echo_count, wanted.prompt_count),
@@ -293,6 +295,16 @@ class GenerationRoutes:
 
         return await gateway.counted("completions", generate(gateway, request, prepare))
 
+    async def invoke(self, request: Request) -> Response:
+        """POST /invocations: a chat where there are messages, else a completion."""
+        try:
+            chats = "messages" in msgspec.json.decode(
+                await self._gateway.body_of(request), type=dict[str, msgspec.Raw]
+            )
+        except msgspec.DecodeError:
+            chats = False  # Who reads it whole says what is wrong.
+        return await (self.chat if chats else self.complete)(request)
+
     async def complete_tokens(self, request: Request) -> Response:
         """POST /inference/v1/generate."""
         gateway = self._gateway
@@ -312,6 +324,7 @@ class GenerationRoutes:
 def add_routes(app: FastAPI, gateway: Gateway) -> None:
     """Serve them under ``app``."""
     routes = GenerationRoutes(gateway)
+    app.add_api_route("/invocations", routes.invoke, methods=["POST"], response_model=None)
     # Bodies are read and checked here rather than by FastAPI: limits come first, parsing once.
     for path, route, shape in (
         ("/v1/chat/completions", routes.chat, ChatRequest),

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from eaas.gateway.errors import from_validation
 from eaas.gateway.schema import MAX_MESSAGES, MAX_TOOLS, MAX_TOP_LOGPROBS, ChatRequest, Function
-from eaas.gateway.unsupported import OnlyTrue, Unsupported
+from eaas.gateway.unsupported import Unsupported
 
 _STRICT = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 _TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "summary_text")
@@ -99,7 +99,7 @@ class ResponsesRequest(BaseModel):
     ec_transfer_params: Unsupported = None
     enable_response_messages: Unsupported = None
     image: Unsupported = None
-    include_reasoning: OnlyTrue = None
+    include_reasoning: Any = None
     kv_transfer_params: Unsupported = None
     mm_payload: Unsupported = None
     moderation: Unsupported = None

@@ -58,7 +58,7 @@ def sampling_params(wanted: ChatRequest | CompletionRequest, limit: int, vocab: 
     ):
         wrong = outside(tokens, vocab)
         if wrong is not None:
-            message = f"Token {wrong} is outside the vocabulary; token ids are 0 to {vocab - 1}."
+            message = f"Token {wrong} is out of vocabulary; token ids are 0 to {vocab - 1}."
             raise invalid(message, param=param, code="invalid_value")
     return SamplingParams(
         max_tokens=limit,

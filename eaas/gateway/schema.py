@@ -241,7 +241,7 @@ class ChatRequest(GenerationRequest):
     chat_template: ChatTemplateSource | None = None
     documents: Unsupported = None
     echo: bool | None = None
-    include_reasoning: OnlyTrue = None
+    include_reasoning: Any = None
     moderation: Unsupported = None
     prediction: Unsupported = None
     return_prompt_text: Unsupported = None

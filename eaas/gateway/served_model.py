@@ -102,7 +102,7 @@ class ServedModel:
                 tokens = prompt
                 wrong = next((token for token in tokens if not 0 <= token < self.vocab), None)
                 if wrong is not None:
-                    message = f"Token {wrong} is outside the vocabulary; token ids are 0 to {self.vocab - 1}."
+                    message = f"Token {wrong} is out of vocabulary; token ids are 0 to {self.vocab - 1}."
                     raise invalid(message, param=field, code="invalid_value")
             if not tokens:
                 raise invalid(

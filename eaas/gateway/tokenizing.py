@@ -104,7 +104,7 @@ class TokenizingRoutes:
             self._gateway.require_model(wanted.model)
         wrong = next((token for token in wanted.tokens if not 0 <= token < model.vocab), None)
         if wrong is not None:
-            message = f"Token {wrong} is outside the vocabulary; token ids are 0 to {model.vocab - 1}."
+            message = f"Token {wrong} is out of vocabulary; token ids are 0 to {model.vocab - 1}."
             raise invalid(message, param="tokens", code="invalid_value")
         return Response(
             msgspec.json.encode({"prompt": await model.decode(wanted.tokens)}), media_type="application/json"

@@ -36,7 +36,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
 # What each refused field might be asked for with; the first that is not its default.
 ASKED: dict[str, Any] = {
     "best_of": 5, "length_penalty": 2.0, "spaces_between_special_tokens": False,
-    "include_reasoning": False, "background": True,
+    "background": True,
 }  # fmt: skip
 
 
@@ -237,9 +237,36 @@ TEMPLATE = "{{ messages[0].content }}!{{ eos_token }}{{ mood }}"
 @pytest.fixture(scope="module")
 def trusting_url(world: World, url: str) -> Any:
     # It follows the same router; `url` has put the worker there.
-    with gateway_url(world, "--trust-request-chat-template") as trusting:
+    flags = ("--trust-request-chat-template", "--return-tokens-as-token-ids", "--enable-force-include-usage")
+    with gateway_url(world, *flags) as trusting:
         eventually(lambda: httpx.get(f"{trusting}/health").status_code == 200, "a worker")
         yield trusting
+
+
+def test_operators_choose_what_requests_do_not_say(url: str, trusting_url: str) -> None:
+    path, body = "/v1/completions", {"prompt": "ab", "max_tokens": 2, "logprobs": 0}
+    said = httpx.post(f"{trusting_url}{path}", json=body).json()["choices"][0]["logprobs"]["tokens"]
+    assert said == [f"token_id:{ord('a')}", f"token_id:{ord('b')}"]
+    other = httpx.post(f"{trusting_url}{path}", json={**body, "return_tokens_as_token_ids": False})
+    assert other.json()["choices"][0]["logprobs"]["tokens"] == ["a", "b"]
+    assert chunks(trusting_url, path, body)[-1]["usage"]["total_tokens"] == 4
+    assert all("usage" not in chunk for chunk in chunks(url, path, body))
+
+
+def test_invocations_are_chats_where_there_are_messages_and_else_completions(url: str) -> None:
+    for path, body in (ROUTES["chat"], ROUTES["completions"]):
+        named, told = (httpx.post(f"{url}{where}", json=body).json() for where in (path, "/invocations"))
+        assert {**told, "id": 0, "created": 0} == {**named, "id": 0, "created": 0}
+        assert chunks(url, "/invocations", body)[0]["object"] == chunks(url, path, body)[0]["object"]
+    for wrong in ("[]", "{", '{"max_tokens": 3}', "null"):
+        reply = httpx.post(f"{url}/invocations", content=wrong, headers={"content-type": "application/json"})
+        assert reply.status_code == 400, reply.text
+
+
+def test_every_key_of_a_bias_that_is_no_token_is_named(url: str) -> None:
+    body = {**ROUTES["chat"][1], "logit_bias": {"x1": 1, "7": 2, "x2": 3}}
+    said = httpx.post(f"{url}/v1/chat/completions", json=body).json()["error"]["message"]
+    assert "'x1', 'x2'" in said and "'7'" not in said
 
 
 def test_a_requests_own_chat_template_is_taken_behind_the_flag_alone(

@@ -100,7 +100,7 @@ def test_the_prompt_comes_back_where_it_is_wanted(url: str) -> None:
     ("sampling", "more", "said"),
     [
         ({"max_tokens": 3}, {"token_ids": []}, "token_ids"),
-        ({"max_tokens": 3}, {"token_ids": [10**6]}, "outside the vocabulary"),
+        ({"max_tokens": 3}, {"token_ids": [10**6]}, "out of vocabulary"),
         ({"max_tokens": 3}, {"model": "other"}, "`other`"),
         ({"max_tokens": None, "min_tokens": 2147483648}, {}, "min_tokens"),
         ({"max_tokens": 3, "sampling_magic": 1}, {}, "sampling_magic"),
