@@ -9,7 +9,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -30,6 +30,8 @@ MOST_CONTAINERS = 1 << 16
 _STRINGS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 
 _CONNECTION = "eaas.connection"
+# A client that has gone is known by the second write that it does not take, its reset being on the way until then.
+_PROBES_S = (0.1, 0.9)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +189,34 @@ class Connection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._running = cycle
-        super()._start_asgi_task(cycle, app)
+        super()._start_asgi_task(cycle, _until_close(cycle, app) if _is_old(cycle) else app)
+
+    def eof_received(self) -> bool:
+        """asyncio: the client sends no more. It may have gone, or only be done with asking.
+
+        Whoever has gone resets what is written to it: where an answer has begun its next bytes will tell. Before that
+        empty interim answers do, which every client of HTTP/1.1 passes over.
+
+        Returns:
+            Whether the connection stays open, for the last answer.
+        """
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete or cycle.more_body:
+            return False
+        if not cycle.response_started:
+            if _is_old(cycle):
+                return False
+            self._probe(_PROBES_S)
+        cycle.keep_alive = False
+        return True
+
+    def _probe(self, waits_s: tuple[float, ...]) -> None:
+        cycle = self._running
+        if cycle is None or cycle.response_started or self.transport.is_closing():
+            return
+        self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if waits_s:
+            self.loop.call_later(waits_s[0], self._probe, waits_s[1:])
 
     def connection_lost(self, exc: Exception | None) -> None:
         """asyncio: the client has gone. uvicorn tells the request that came last; this, the one being answered."""
@@ -200,14 +229,16 @@ class Connection(HttpToolsProtocol):
             running.message_event.set()
 
     def write_chunk(self, data: bytes) -> bool:
-        """Write one chunk of a chunked body.
+        """Write one chunk of a body of unknown length.
 
         False, and nothing is written, while the client is slow to read, or once it has gone: what is to be done then
         is for the response's own task to find out.
         """
         if self.flow.write_paused or self.transport.is_closing():
             return False
-        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        running = self._running
+        chunked = running is None or running.chunked_encoding
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data) if chunked else data)
         return True
 
     async def drained(self) -> None:
@@ -227,6 +258,32 @@ class Connection(HttpToolsProtocol):
     def cut(self) -> None:
         """End the connection now; what was not read yet is lost."""
         self.transport.abort()
+
+
+def _is_old(cycle: RequestResponseCycle) -> bool:
+    return cycle.scope["http_version"] == "1.0"
+
+
+def _until_close(cycle: RequestResponseCycle, app: ASGI3Application) -> ASGI3Application:
+    """The application for a client of HTTP/1.0, which knows no chunks: a body of unknown length ends with its
+    connection, which is closed after each answer."""
+
+    async def answered(scope: Any, receive: Any, send: Any) -> None:
+        open_end = False
+
+        async def send_plainly(message: Any) -> None:
+            nonlocal open_end
+            if message["type"] == "http.response.start":
+                open_end = not any(name == b"content-length" for name, _ in message.get("headers", ()))
+                if open_end:
+                    cycle.chunked_encoding = False
+            elif open_end:
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await app(scope, receive, send_plainly)
+
+    return answered
 
 
 class RequestIds:
