@@ -160,9 +160,9 @@ class ServedModel:
         """The text of tokens, special ones included."""
         return await self._aside(len(tokens), lambda: self.tokenizer.decode(tokens, skip_special=False))
 
-    async def texts(self, tokens: Sequence[int]) -> list[str]:
-        """The text of each token on its own."""
-        return await self._aside(len(tokens), lambda: list(map(self.tokenizer.token_text, tokens)))
+    async def names(self, tokens: Sequence[int]) -> list[str]:
+        """The name of each token in the vocabulary."""
+        return await self._aside(len(tokens), lambda: list(map(self.tokenizer.token_name, tokens)))
 
     async def encode_chat(
         self,

@@ -77,7 +77,7 @@ class TokenizingRoutes:
                 must_fit=False,
                 template=wanted.chat_template,
             )
-        names = await model.texts(tokens) if wanted.return_token_strs else None
+        names = await model.names(tokens) if wanted.return_token_strs else None
         shown = {
             "count": len(tokens),
             "max_model_len": model.max_model_len,

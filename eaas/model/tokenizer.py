@@ -171,6 +171,10 @@ class Tokenizer:
         byte = _BYTE_TOKEN.fullmatch(name) if self._byte_fallback else None
         return bytes([int(byte[1], 16)]) if byte else name.replace("▁", " ").encode()
 
+    def token_name(self, token: int) -> str:
+        """The name of a token in the vocabulary, such as "Ġis" for " is"; empty where it has none."""
+        return self._rust.id_to_token(token) or ""
+
     def token_text(self, token: int) -> str:
         """The text of one token on its own; bytes that are no whole character become U+FFFD."""
         return self.token_bytes(token).decode(errors="replace")

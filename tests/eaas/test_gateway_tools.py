@@ -292,7 +292,7 @@ def test_tokens_are_counted_and_named_and_turned_back(url: str) -> None:
         "count": 3,
         "max_model_len": 8192,
         "tokens": [97, 195, 169],
-        "token_strs": ["a", "\ufffd", "\ufffd"],
+        "token_strs": ["a", "Ã", "©"],
     }
     back = httpx.post(f"{url}/detokenize", json={"model": "tiny", "tokens": [*reply["tokens"], EOS]})
     assert back.json() == {"prompt": "aé<|endoftext|>"}
