@@ -178,6 +178,12 @@ def serve(
     enable_force_include_usage: Annotated[
         bool, typer.Option(help="Every stream ends with its usage.")
     ] = False,
+    max_logprobs: Annotated[
+        int | None,
+        typer.Option(
+            min=-1, help="Likeliest tokens told beside each, at most; default: 20; -1: up to 4,096."
+        ),
+    ] = None,
     tls_dir: TlsDir = None,
     log_format: Annotated[str, typer.Option(help="text, or json: one object for each line.")] = "text",
     state_dir: Annotated[
@@ -234,6 +240,7 @@ def serve(
         trust_request_chat_template=trust_request_chat_template,
         return_tokens_as_token_ids=return_tokens_as_token_ids,
         enable_force_include_usage=enable_force_include_usage,
+        max_logprobs=max_logprobs,
         tls_dir=tls_dir,
         log_format=log_format,
         state_dir=state_dir,

@@ -95,6 +95,7 @@ def _of_role(config: ClusterConfig, surroundings: Surroundings, pool: str, slot:
         *(("--trust-request-chat-template",) if config.trust_request_chat_template else ()),
         *(("--return-tokens-as-token-ids",) if config.return_tokens_as_token_ids else ()),
         *(("--enable-force-include-usage",) if config.enable_force_include_usage else ()),
+        *(() if config.max_logprobs is None else (f"--max-logprobs={config.max_logprobs}",)),
     ]
 
 

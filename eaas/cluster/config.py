@@ -57,6 +57,8 @@ class ClusterConfig:
     trust_request_chat_template: bool = False
     return_tokens_as_token_ids: bool = False
     enable_force_include_usage: bool = False
+    # Likeliest tokens told beside each, at most; None: as many as a gateway allows by itself.
+    max_logprobs: int | None = None
     # SHA-256 of keys that were given by themselves: a file of them is made.
     api_key_digests: tuple[str, ...] = ()
     # Of the context, where fewer are wanted than the model has.

@@ -20,7 +20,6 @@ from eaas.engine.bad_words import BadWords
 from eaas.engine.request import Request
 from eaas.engine.sampler import bits_of
 from eaas.engine.steps import Judged
-from eaas.engine.worker_protocol import MAX_TOP_LOGPROBS
 from eaas.native import SAMPLE_ROW
 
 
@@ -103,6 +102,7 @@ class Chooser:
         self._words = self._rows.view(np.uint64).reshape(slots, -1)
         self._slots: list[_Slot | None] = [None] * slots
         self._where = ctypes.c_uint32()
+        self._most_top = _USUAL_TOP
         self._make_room(slots)
 
     def choose(
@@ -204,12 +204,13 @@ class Chooser:
             )
 
     def _make_room(self, rows: int) -> None:
-        """Results of so many rows."""
+        """Results of so many rows, each with as many of the likeliest tokens as any request has asked for."""
+        self._made_top = self._most_top
         self._tokens = np.empty(rows, dtype=np.int32)
         self._logprobs = np.empty(rows, dtype=np.float32)
         self._ranks = np.empty(rows, dtype=np.uint32)
-        self._top_ids = np.empty((rows, MAX_TOP_LOGPROBS), dtype=np.int32)
-        self._top_logprobs = np.empty((rows, MAX_TOP_LOGPROBS), dtype=np.float32)
+        self._top_ids = np.empty((rows, self._made_top), dtype=np.int32)
+        self._top_logprobs = np.empty((rows, self._made_top), dtype=np.float32)
         results = (self._tokens, self._logprobs, self._ranks, self._top_ids, self._top_logprobs)
         self._results = [array.ctypes.data for array in results]
 
@@ -227,8 +228,9 @@ class Chooser:
         words[:, _INDEX_WORD] = indexes
         if judged:
             words = np.concatenate([words, *(_judging(piece) for piece in judged)])
-        if len(words) > len(self._tokens):
-            self._make_room(len(words))
+            self._most_top = max(self._most_top, *(piece.request.params.prompt_logprobs for piece in judged))
+        if len(words) > len(self._tokens) or self._most_top > self._made_top:
+            self._make_room(max(len(words), len(self._tokens)))
         return words
 
     def _run(self, logits: np.ndarray, words: np.ndarray, barred: Mapping[int, str]) -> dict[int, str]:
@@ -242,7 +244,7 @@ class Chooser:
                 self._vocab,
                 words.ctypes.data,
                 *self._results,
-                MAX_TOP_LOGPROBS,
+                self._made_top,
                 self._where,
             )
             if not status:
@@ -289,6 +291,7 @@ class Chooser:
         row["repetition"] = params.repetition_penalty
         row["presence"], row["frequency"] = params.presence_penalty, params.frequency_penalty
         row["top_k"], row["top_count"] = params.top_k, params.logprobs
+        self._most_top = max(self._most_top, params.logprobs)
         return held
 
     def _update(self, slot: int, held: _Slot) -> None:
@@ -327,6 +330,8 @@ def _any_token() -> np.ndarray:
 _ANY_TOKEN = _any_token()
 _INDEX_WORD = (SAMPLE_ROW.fields or {})["index"][1] // 8
 _NOTHING = np.empty(0, dtype=np.int32)
+# What gateways allow by default; for more, the results are made wider.
+_USUAL_TOP = 20
 _REASONS = {
     native.SAMPLER_E_NOT_FINITE: "its logits hold NaN or infinity: the model or its weights are broken",
     native.SAMPLER_E_TOKEN: "a listed token is outside the vocabulary",

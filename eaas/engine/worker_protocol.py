@@ -17,7 +17,8 @@ from eaas.engine.grammar import Grammar
 # Of these messages; a worker of another is not used.
 PROTOCOL = 8
 MAX_BODY_BYTES = 64 << 20
-MAX_TOP_LOGPROBS = 20
+# Of a step's 256 rows and 512 tokens of prompts, some 14 bytes each, 44 MB: they fit in one body. Gateways allow fewer.
+MAX_TOP_LOGPROBS = 4096
 MAX_BIASES = 1024
 # Sequences of bad words, as vLLM has it.
 MAX_BAD = 1024

@@ -341,6 +341,12 @@ def parser() -> argparse.ArgumentParser:
         "--enable-force-include-usage", action="store_true", help="Every stream ends with its usage."
     )
     options.add_argument(
+        "--max-logprobs",
+        type=int,
+        default=GatewayConfig.max_logprobs,
+        help="Likeliest tokens that a request may ask for beside each token; -1: as many as workers tell.",
+    )
+    options.add_argument(
         "--trust-request-chat-template",
         action="store_true",
         help="Requests may bring a chat template of their own, which runs here in the sandbox of the model's.",
@@ -430,6 +436,7 @@ def _serve(options: argparse.Namespace, listener: socket.socket, guards: protect
         model_name=name,
         tokens_by_id=options.return_tokens_as_token_ids,
         always_usage=options.enable_force_include_usage,
+        max_logprobs=options.max_logprobs,
         deadline_s=options.deadline_s,
         max_requests=options.max_requests,
         max_owed_tokens=options.max_owed_tokens,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from eaas.engine.worker_protocol import MAX_TOP_LOGPROBS
 from router.events import DRAIN_S
 
 
@@ -16,6 +17,7 @@ class GatewayConfig:
         model_name: The one name under /v1/models.
         tokens_by_id: Log-probabilities name tokens by their ids where a request does not say.
         always_usage: Every stream ends with its usage.
+        max_logprobs: Likeliest tokens told beside each, at most; -1: as many as workers tell.
         deadline_s: Longest wait for an attention worker to appear, for a new request and for a replay alike. What
             waits in the queue of a worker that computes others has none.
         max_requests: Requests in progress; one more is refused with 429 and Retry-After.
@@ -46,6 +48,7 @@ class GatewayConfig:
     model_name: str
     tokens_by_id: bool = False
     always_usage: bool = False
+    max_logprobs: int = 20
     deadline_s: float = 30.0
     # Each holds a descriptor, and where its reader is slow 64 KiB of events here, as much or little more in the
     # connection's buffer and 256 KiB in the kernel's: 0.4 GiB where all of them are slow.
@@ -74,6 +77,10 @@ class GatewayConfig:
     drain_move_s: float = DRAIN_S / 2
 
     def __post_init__(self) -> None:
+        if not -1 <= self.max_logprobs <= MAX_TOP_LOGPROBS:
+            raise ValueError(
+                f"--max-logprobs {self.max_logprobs}; -1 (as many as workers tell) to {MAX_TOP_LOGPROBS} are possible."
+            )
         for name in (
             "deadline_s",
             "max_requests",

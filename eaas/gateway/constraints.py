@@ -13,7 +13,7 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from eaas.engine.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarInvalid, of_choices, of_grammar, of_schema
-from eaas.engine.worker_protocol import MAX_BIASES, MAX_TOP_LOGPROBS, MOST_BIAS
+from eaas.engine.worker_protocol import MAX_BIASES, MOST_BIAS
 
 MAX_ALLOWED_TOKENS = 1 << 16
 _ID_DIGITS = 10
@@ -97,6 +97,10 @@ class StructuredOutputs(BaseModel):
         return any_object()
 
 
+# Likeliest tokens; -1: the whole vocabulary. How many are allowed is the server's setting.
+LogprobCount = Annotated[int, Field(ge=-1)]
+
+
 class ConstrainedRequest(BaseModel):
     """What chat and plain completions share of these fields."""
 
@@ -118,7 +122,7 @@ class ConstrainedRequest(BaseModel):
         Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, max_length=MAX_ALLOWED_TOKENS)]
         | None
     ) = None
-    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    prompt_logprobs: LogprobCount | None = None
 
     @field_validator("response_format", "structured_outputs", mode="after")
     @classmethod

@@ -10,6 +10,7 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 
 from eaas.engine.grammar import Grammar, GrammarInvalid, check_schemas
+from eaas.gateway.config import GatewayConfig
 from eaas.gateway.errors import invalid
 from eaas.gateway.gateway import Gateway
 from eaas.gateway.generation import Echo
@@ -17,7 +18,7 @@ from eaas.gateway.openai_format import ChatFormat, CompletionFormat, Format
 from eaas.gateway.prompt_scores import MOST_SCORES
 from eaas.gateway.replies import EventStream, Exchange, Work
 from eaas.gateway.routing import MOST_ROUTED_TOKENS
-from eaas.gateway.sampling import sampling_params, token_limit
+from eaas.gateway.sampling import sampling_params, settle_logprobs, token_limit
 from eaas.gateway.schema import ChatRequest, CompletionRequest
 from eaas.gateway.served_model import ServedModel
 from eaas.gateway.tokens_format import TokensFormat
@@ -98,12 +99,14 @@ def _cut(gateway: Gateway, wanted: ChatRequest | CompletionRequest, prompt: list
 
 def _work(gateway: Gateway, prepared: Prepared, bad_tokens: tuple[tuple[int, ...], ...]) -> Work:
     wanted, prompts = prepared.wanted, prepared.prompts
+    settle_logprobs(wanted, vocab=gateway.model.vocab, most=gateway.config.max_logprobs)
     context = _context(gateway)
     limits = [token_limit(wanted, len(prompt), context) for prompt in prompts]
     params = sampling_params(wanted, min(limits), gateway.model.vocab)
     if bad_tokens:
         params = msgspec.structs.replace(params, bad_tokens=bad_tokens)
     _check_scores(wanted, prompts, params.prompt_logprobs)
+    _check_alternatives(wanted, limits, params.logprobs)
     _check_routing(wanted, prompts)
     if prepared.grammar is not None:
         if params.ignore_eos:
@@ -149,6 +152,20 @@ def _check_scores(
             f"{scores} log-probabilities of prompts were asked for, counting each choice and each alternative; at most "
             f"{MOST_SCORES} are told at once. Send fewer or shorter prompts, or ask for fewer alternatives.",
             param="prompt_logprobs" if wanted.prompt_count >= 0 else "logprobs",
+            code="invalid_value",
+        )
+
+
+def _check_alternatives(
+    wanted: ChatRequest | CompletionRequest, limits: Sequence[int], likeliest: int
+) -> None:
+    """Bound what this process would keep of a whole answer, where more is told of its tokens than OpenAI tells."""
+    scores = (likeliest + 1) * wanted.choices * sum(limits)
+    if likeliest > GatewayConfig.max_logprobs and not wanted.stream and scores > MOST_SCORES:
+        raise invalid(
+            f"{scores} log-probabilities could be in the answer, counting each choice and each alternative; at most "
+            f"{MOST_SCORES} are told at once. Lower '{wanted.token_limit_field}', or ask for a stream or for fewer.",
+            param=wanted.token_limit_field,
             code="invalid_value",
         )
 
@@ -315,7 +332,7 @@ class GenerationRoutes:
             wanted = as_completion(given)
             prompts = await gateway.model.encode_prompts(wanted.prompt, field="token_ids")
             prompts = [_cut(gateway, wanted, prompt) for prompt in prompts]
-            shape = TokensFormat(max(0, wanted.top_count), prompts[0] if given.return_token_ids else None)
+            shape = TokensFormat(prompts[0] if given.return_token_ids else None)
             return Prepared(wanted=wanted, format=shape, prompts=prompts)
 
         return await gateway.counted("generate", generate(gateway, request, prepare))

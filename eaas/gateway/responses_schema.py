@@ -10,8 +10,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from eaas.gateway.constraints import LogprobCount
 from eaas.gateway.errors import from_validation
-from eaas.gateway.schema import MAX_MESSAGES, MAX_TOOLS, MAX_TOP_LOGPROBS, ChatRequest, Function
+from eaas.gateway.schema import MAX_MESSAGES, MAX_TOOLS, ChatRequest, Function
 from eaas.gateway.unsupported import Unsupported
 
 _STRICT = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
@@ -62,7 +63,7 @@ class ResponsesRequest(BaseModel):
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0.0, le=2.0)] | None = None
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    top_logprobs: LogprobCount | None = None
     include: list[str] | None = None
     text: Text | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from eaas.engine.worker_protocol import SamplingParams
+from eaas.engine.worker_protocol import MAX_TOP_LOGPROBS, SamplingParams
 from eaas.gateway.constraints import outside
 from eaas.gateway.errors import context_too_long, invalid
 from eaas.gateway.schema import ChatRequest, CompletionRequest
 
 _SEEDS = 1 << 64
+_LOGPROB_FIELDS = ("top_logprobs", "logprobs", "prompt_logprobs")
 
 
 def token_limit(wanted: ChatRequest | CompletionRequest, prompt: int, context: int) -> int:
@@ -33,6 +34,31 @@ def token_limit(wanted: ChatRequest | CompletionRequest, prompt: int, context: i
         limit = room
     # A prompt that is shown alone takes a token too: the worker answers with nothing less.
     return max(1, limit)
+
+
+def settle_logprobs(wanted: ChatRequest | CompletionRequest, *, vocab: int, most: int) -> None:
+    """Put the number of likeliest tokens in place of -1, which asks for all, and refuse more than are allowed.
+
+    Args:
+        vocab: Tokens that there are.
+        most: Allowed for each token; -1: as many as workers tell.
+
+    Raises:
+        ApiError: more are asked for.
+    """
+    allowed = MAX_TOP_LOGPROBS if most < 0 else most
+    for name in _LOGPROB_FIELDS:
+        count = getattr(wanted, name, None)
+        if count is None or isinstance(count, bool):  # a chat's `logprobs` only says whether
+            continue
+        asked = vocab if count < 0 else count
+        if asked > allowed:
+            whole = f"-1 asks for all {vocab} tokens" if count < 0 else f"it asks for {count} tokens"
+            message = (
+                f"Invalid value for '{name}': {whole}; this server tells at most {allowed} (--max-logprobs)."
+            )
+            raise invalid(message, param=name, code="invalid_value")
+        setattr(wanted, name, min(asked, vocab))
 
 
 def sampling_params(wanted: ChatRequest | CompletionRequest, limit: int, vocab: int) -> SamplingParams:

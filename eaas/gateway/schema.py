@@ -12,13 +12,12 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from eaas.engine.worker_protocol import MAX_BAD
-from eaas.gateway.constraints import ConstrainedRequest
+from eaas.gateway.constraints import ConstrainedRequest, LogprobCount
 from eaas.gateway.unsupported import OnlyOne, OnlyTrue, Unsupported
 
 MAX_CHOICES = 16
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1024
-MAX_TOP_LOGPROBS = 20
 MAX_PROMPTS = 64
 MAX_MESSAGES = 4096
 # Each is up to two sequences of tokens.
@@ -225,7 +224,7 @@ class ChatRequest(GenerationRequest):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    top_logprobs: LogprobCount | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -316,7 +315,7 @@ class CompletionRequest(GenerationRequest):
 
     prompt: Any
     max_tokens: Annotated[int, Field(ge=0)] | None = None
-    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    logprobs: LogprobCount | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
     suffix: Any = None

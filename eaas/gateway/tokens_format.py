@@ -29,14 +29,12 @@ class TokensFormat:
     """The shapes of one request's tokens; its log-probabilities name tokens by their ids.
 
     Attributes:
-        top: Likeliest tokens that are told beside each.
         prompt_ids: The prompt's tokens, where they are wanted back.
     """
 
     prefix = ""
 
-    def __init__(self, top: int, prompt_ids: list[int] | None) -> None:
-        self.top = top
+    def __init__(self, prompt_ids: list[int] | None) -> None:
         self.prompt_ids = prompt_ids
 
     def logprobs(self, tokens: Sequence[TokenLogprobs] | None) -> Any:
@@ -48,7 +46,7 @@ class TokensFormat:
     def _place(self, token: TokenLogprobs) -> dict[str, Any]:
         ranked = {other.text: _entry(other, rank) for rank, other in enumerate(token.top, start=1)}
         own = ranked.pop(token.chosen.text, _entry(token.chosen, None))
-        return {**own, "top_logprobs": [own, *ranked.values()][: max(1, self.top)]}
+        return {**own, "top_logprobs": [own, *ranked.values()][: max(1, len(token.top))]}
 
     def body(self, head: ResponseHead, choices: Sequence[FinishedChoice], usage: Usage) -> bytes:
         """The whole answer."""

@@ -33,7 +33,8 @@ def params_of(source: np.random.Generator) -> SamplingParams:
         presence_penalty=maybe(0.9, 0.0),
         frequency_penalty=maybe(0.6, 0.0),
         repetition_penalty=maybe(1.4, 1.0),
-        logprobs=int(maybe(3, -1)),
+        # Now and then more than most ask for.
+        logprobs=int(maybe(3, -1)) if source.random() < 0.9 else VOCAB - 5,
         stop_token_ids=(1, 2, 3, VOCAB + 5),
         logit_bias=((7, 2.5), (8, -3.0)) if source.random() < 0.3 else (),
         allowed_token_ids=tuple(range(4, VOCAB, 3)) if source.random() < 0.3 else (),

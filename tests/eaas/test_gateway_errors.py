@@ -168,7 +168,8 @@ WRONG = [
     ("stream_options", {"include_usage": True}), ("stream_options", 1),
     ("logit_bias", {"x": 1}), ("logit_bias", {"5": 101}), ("logit_bias", {"-5": 1}), ("logit_bias", {"999": 1}),
     ("logit_bias", [5]), ("allowed_token_ids", []), ("allowed_token_ids", [260]), ("allowed_token_ids", 5),
-    ("prompt_logprobs", 21), ("prompt_logprobs", True), ("best_of", 3),
+    ("prompt_logprobs", 21), ("prompt_logprobs", -1), ("prompt_logprobs", -2), ("prompt_logprobs", True),
+    ("best_of", 3),
     ("response_format", {"type": "xml"}), ("response_format", {"type": "json_schema"}),
     ("response_format", {"type": "json_schema", "json_schema": {"name": "x", "schema": [1]}}),
     ("response_format", {"type": "json_schema", "json_schema": {"name": "x", "schema": DEEP}}),
@@ -216,11 +217,31 @@ def test_more_of_prompts_than_is_kept_is_a_400(url: str, field: str) -> None:
     assert error["param"] == field and "268800" in error["message"], error
 
 
+def test_minus_one_asks_for_the_whole_vocabulary_where_the_server_allows_it(
+    world: World, worker: FakeWorker
+) -> None:
+    vocab, most = 260, 1 << 18
+    content: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "top_logprobs": -1}
+    with gateway_url(world, "--max-logprobs=-1") as url:
+        eventually(lambda: httpx.get(f"{url}/health").status_code == 200, "a worker")
+        for path, fields in (
+            (CHAT, {**content, "logprobs": True}),
+            (PLAIN, {"prompt": "hi", "logprobs": -1}),
+        ):
+            body = {**fields, "prompt_logprobs": -1, "max_tokens": 2}
+            httpx.post(f"{url}{path}", json=body).raise_for_status()
+            params = worker.submits[-1].params
+            assert (params.logprobs, params.prompt_logprobs) == (vocab, vocab)
+        tokens = most // (vocab + 1) + 1
+        error = refused(url, PLAIN, logprobs=-1, max_tokens=tokens)
+        assert error["param"] == "max_tokens" and str((vocab + 1) * tokens) in error["message"], error
+
+
 PLAIN_ONLY = [
     ("prompt", None), ("prompt", 5), ("prompt", []), ("prompt", ["a", 5]), ("prompt", [[]]),
     ("prompt", [1, -1]),
     ("prompt", [260]), ("prompt", [[5], [10**9]]), ("prompt", ""), ("prompt", ["a"] * 65), ("prompt", [True]),
-    ("logprobs", 21), ("logprobs", True), ("echo", 1), ("suffix", "end"),
+    ("logprobs", 21), ("logprobs", -1), ("logprobs", True), ("echo", 1), ("suffix", "end"),
 ]  # fmt: skip
 
 
