@@ -176,7 +176,7 @@ def serve(
         bool, typer.Option(help="Log-probabilities name tokens token_id:7 where a request does not say.")
     ] = False,
     enable_force_include_usage: Annotated[
-        bool, typer.Option(help="Every stream ends with its usage.")
+        bool, typer.Option(help="Every chunk of every stream has its usage.")
     ] = False,
     max_logprobs: Annotated[
         int | None,

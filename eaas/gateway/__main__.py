@@ -338,7 +338,7 @@ def parser() -> argparse.ArgumentParser:
         help="Log-probabilities name tokens token_id:7 where a request does not say otherwise.",
     )
     options.add_argument(
-        "--enable-force-include-usage", action="store_true", help="Every stream ends with its usage."
+        "--enable-force-include-usage", action="store_true", help="Every chunk of every stream has its usage."
     )
     options.add_argument(
         "--max-logprobs",

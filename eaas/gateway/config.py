@@ -16,7 +16,7 @@ class GatewayConfig:
     Attributes:
         model_name: The one name under /v1/models.
         tokens_by_id: Log-probabilities name tokens by their ids where a request does not say.
-        always_usage: Every stream ends with its usage.
+        always_usage: Every chunk of a stream has its usage, and the last one that of all.
         max_logprobs: Likeliest tokens told beside each, at most; -1: as many as workers tell.
         deadline_s: Longest wait for an attention worker to appear, for a new request and for a replay alike. What
             waits in the queue of a worker that computes others has none.

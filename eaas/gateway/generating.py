@@ -126,7 +126,7 @@ def _work(gateway: Gateway, prepared: Prepared, bad_tokens: tuple[tuple[int, ...
         stops=tuple(wanted.stop or ()),
         stream=bool(wanted.stream),
         include_usage=wanted.include_usage or gateway.config.always_usage,
-        usage_stats=wanted.usage_stats,
+        usage_stats=wanted.usage_stats or gateway.config.always_usage,
         open_end=wanted.token_limit is None,
         return_token_ids=bool(wanted.return_token_ids) or wanted.detokenize is False,
         text_shown=wanted.detokenize is not False,

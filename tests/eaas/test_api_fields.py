@@ -249,7 +249,9 @@ def test_operators_choose_what_requests_do_not_say(url: str, trusting_url: str) 
     assert said == [f"token_id:{ord('a')}", f"token_id:{ord('b')}"]
     other = httpx.post(f"{trusting_url}{path}", json={**body, "return_tokens_as_token_ids": False})
     assert other.json()["choices"][0]["logprobs"]["tokens"] == ["a", "b"]
-    assert chunks(trusting_url, path, body)[-1]["usage"]["total_tokens"] == 4
+    counted = chunks(trusting_url, path, body)
+    assert [chunk["usage"]["completion_tokens"] for chunk in counted] == [1, 2, 2]
+    assert counted[-1]["choices"] == [] and counted[-1]["usage"]["total_tokens"] == 4
     assert all("usage" not in chunk for chunk in chunks(url, path, body))
 
 
