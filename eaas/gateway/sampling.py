@@ -46,7 +46,7 @@ def settle_logprobs(wanted: ChatRequest | CompletionRequest, *, vocab: int, most
     Raises:
         ApiError: more are asked for.
     """
-    allowed = MAX_TOP_LOGPROBS if most < 0 else most
+    allowed = MAX_TOP_LOGPROBS if most < 0 else min(most, MAX_TOP_LOGPROBS)
     for name in _LOGPROB_FIELDS:
         count = getattr(wanted, name, None)
         if count is None or isinstance(count, bool):  # a chat's `logprobs` only says whether
