@@ -224,7 +224,7 @@ def grammar_of(model: ServedModel, wanted: ChatRequest, use: ToolUse) -> Grammar
     if use.must_call:
         try:
             check_schemas([tool["function"].get("parameters") for tool in use.shown])
-            return Grammar("lark", call_grammar(use, model.call_style, model.call_token))
+            return Grammar("lark", call_grammar(use, model.call_style, model.call_marks))
         except GrammarInvalid as error:
             raise invalid(
                 f"Invalid value for 'tools': {error}", param="tools", code="invalid_value"
