@@ -61,10 +61,18 @@ class StateDir:
         """Make the folder again if somebody has removed it, with a lock of its own. Raises OSError."""
         if self.path.is_dir():
             return
-        self.path.mkdir(mode=0o700, parents=True)
+        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with _locked(self.path.parent):
+            self.path.mkdir(mode=0o700)
+            try:
+                lock = _lock(self.path)
+            except OSError:
+                # Without a lock it is nobody's; the next call tries again.
+                self.path.rmdir()
+                raise
+            os.close(self._lock)
+            self._lock = lock
         logger.warning("state_dir_made_anew path=%s", self.path)
-        os.close(self._lock)
-        self._lock = _lock(self.path)
 
     def close(self) -> None:
         """Remove the folder and give up its lock. Idempotent."""

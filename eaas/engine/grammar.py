@@ -24,7 +24,7 @@ MAX_MULTIPLE = 100_000
 Kind = Literal["json_schema", "regex", "lark", "gbnf"]
 
 _SCHEMA_IN_LARK = re.compile(r"%json\s*")
-_EBNF = re.compile(r"^\s*root\s*::=", re.MULTILINE)
+_EBNF = re.compile(r"^[ \t]*root\s*::=", re.MULTILINE)
 _LONGEST_INTEGER = 400
 
 
@@ -80,8 +80,11 @@ def of_grammar(text: str) -> Grammar:
     Raises:
         GrammarInvalid: as for `of_lark`.
     """
+    ebnf = Grammar(
+        "gbnf", text
+    )  # whose size is known to be within the limit, before anything is looked for in it
     # Lark has no "::=" outside of strings, and none of its grammars has a rule called root that begins so.
-    return Grammar("gbnf", text) if _EBNF.search(text) else of_lark(text)
+    return ebnf if _EBNF.search(text) else of_lark(text)
 
 
 def of_lark(text: str) -> Grammar:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Protocol, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -145,12 +145,13 @@ class Gateway:
         return known
 
     async def parse(self, request: Request, shape: type[R]) -> R:
-        """What a request asks.
+        """What a request asks. Its body is not kept: an answer may be streamed for hours.
 
         Raises:
             ApiError: as for `body_of`; or it is not of that shape.
         """
         body = await self.body_of(request)
+        del request.state.body
         try:
             return shape.model_validate_json(body)
         except ValidationError as error:
@@ -196,12 +197,29 @@ class Gateway:
             ApiError: 429, as many are in progress as may be; 503, an operator has paused this gateway.
         """
         self.refuse_if_paused()
+        self._refuse_if_full()
+        self.running += 1
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Let one request in that nothing is computed for, or whose body is to be read first.
+
+        Raises:
+            ApiError: 429, as many are in progress as may be.
+        """
+        self._refuse_if_full()
+        self.running += 1
+        try:
+            yield
+        finally:
+            self.release()
+
+    def _refuse_if_full(self) -> None:
         if self.running >= self.config.max_requests:
             self.metrics.count_refused("requests")
             raise errors.full(
                 f"{self.running} requests are in progress, the most that this server takes. Try again shortly."
             )
-        self.running += 1
 
     def refuse_if_paused(self) -> None:
         """Let no request begin while an operator wants none.

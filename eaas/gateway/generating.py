@@ -108,7 +108,7 @@ def _work(gateway: Gateway, prepared: Prepared, bad_tokens: tuple[tuple[int, ...
         params = msgspec.structs.replace(params, bad_tokens=bad_tokens)
     _check_scores(wanted, prompts, params.prompt_logprobs)
     _check_alternatives(wanted, limits, params.logprobs)
-    _check_routing(wanted, prompts)
+    _check_routing(wanted, prompts, limits)
     if prepared.grammar is not None:
         if params.ignore_eos:
             raise invalid(
@@ -171,13 +171,16 @@ def _check_alternatives(
         )
 
 
-def _check_routing(wanted: ChatRequest | CompletionRequest, prompts: Sequence[list[int]]) -> None:
-    """Bound what this process would keep of the experts of prompts."""
-    tokens = wanted.choices * sum(map(len, prompts)) if wanted.return_routed_experts else 0
+def _check_routing(
+    wanted: ChatRequest | CompletionRequest, prompts: Sequence[list[int]], limits: Sequence[int]
+) -> None:
+    """Bound what this process would keep of the experts of tokens."""
+    tokens = wanted.choices * (sum(map(len, prompts)) + sum(limits)) if wanted.return_routed_experts else 0
     if tokens > MOST_ROUTED_TOKENS:
         raise invalid(
-            f"The experts of {tokens} tokens of prompts were asked for, counting each choice; at most "
-            f"{MOST_ROUTED_TOKENS} are told at once. Send fewer or shorter prompts.",
+            f"The experts of up to {tokens} tokens of prompts and outputs were asked for, counting each choice; at "
+            f"most {MOST_ROUTED_TOKENS} are told at once. Send fewer or shorter prompts, or lower "
+            f"'{wanted.token_limit_field}'.",
             param="return_routed_experts",
             code="invalid_value",
         )
@@ -330,10 +333,10 @@ class GenerationRoutes:
 
     async def invoke(self, request: Request) -> Response:
         """POST /invocations: a chat where there are messages, else a completion."""
+        with self._gateway.reading():
+            body = await self._gateway.body_of(request)
         try:
-            chats = "messages" in msgspec.json.decode(
-                await self._gateway.body_of(request), type=dict[str, msgspec.Raw]
-            )
+            chats = "messages" in msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         except msgspec.DecodeError:
             chats = False  # Who reads it whole says what is wrong.
         return await (self.chat if chats else self.complete)(request)

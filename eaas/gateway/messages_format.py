@@ -76,9 +76,10 @@ class MessagesFormat:
         return _encode(events.message(usage))
 
     def events(self, head: ResponseHead, choices: int, usage: StreamUsage) -> MessageEvents:
-        """The one transcript of a stream."""
+        """The one transcript of a stream, from now on under this head."""
         if self._events is None:
             self._events = MessageEvents(self, head)
+        self._events.head = head
         return self._events
 
 
@@ -86,7 +87,7 @@ class MessageEvents:
     """The events of one stream, and the message as far as it has come."""
 
     def __init__(self, shape: MessagesFormat, head: ResponseHead) -> None:
-        self._shape, self._head = shape, head
+        self._shape, self.head = shape, head
         self._content: list[dict[str, Any]] = []  # blocks, the open one last
         self._open = ""  # type of the open block
         self._pieces: list[str] = []  # of the open block's text or input
@@ -95,15 +96,14 @@ class MessageEvents:
 
     def message(self, usage: Usage) -> dict[str, Any]:
         """The message object as it stands."""
-        marks = {"eaas_dropped_experts": True} if self._head.dropped else {}
         return {
-            "id": self._head.id,
+            "id": self.head.id,
             "type": "message",
             "role": "assistant",
-            "model": self._head.model,
+            "model": self.head.model,
             "content": self._content,
             **self._stop,
-            **marks,
+            **self._marks(),
             "usage": _usage(usage),
         }
 
@@ -140,9 +140,11 @@ class MessageEvents:
 
     def end(self, usage: Usage) -> bytes:
         """What ends a stream in which nothing went wrong."""
-        return _event("message_delta", {"delta": self._stop, "usage": _usage(usage)}) + _event(
-            "message_stop", {}
-        )
+        delta = {"delta": self._stop, **self._marks(), "usage": _usage(usage)}
+        return _event("message_delta", delta) + _event("message_stop", {})
+
+    def _marks(self) -> dict[str, Any]:
+        return {"eaas_dropped_experts": True} if self.head.dropped else {}
 
     def failure(self, reply: ErrorReply) -> bytes:
         """What ends a stream that failed."""

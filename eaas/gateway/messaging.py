@@ -42,10 +42,11 @@ class MessageRoutes:
     async def count(self, request: Request) -> Response:
         """POST /v1/messages/count_tokens: how long the prompt would be."""
         gateway = self._gateway
-        given = await gateway.parse(request, CountTokensRequest)
-        gateway.require_model(given.model)
-        wanted = as_chat(given)
-        prompt = await encode_conversation(gateway.model, wanted, tools_of(wanted), must_fit=False)
+        with gateway.reading():
+            given = await gateway.parse(request, CountTokensRequest)
+            gateway.require_model(given.model)
+            wanted = as_chat(given)
+            prompt = await encode_conversation(gateway.model, wanted, tools_of(wanted), must_fit=False)
         return JSONResponse({"input_tokens": len(prompt)})
 
 

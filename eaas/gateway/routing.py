@@ -9,7 +9,7 @@ import numpy as np
 
 from eaas.engine.worker_protocol import RoutedExperts
 
-# Tokens of all prompts of one request, counting each choice: what is told of them is kept until it is answered.
+# Of one request, in prompts and outputs, counting each choice: what is told of them is kept until it is answered.
 MOST_ROUTED_TOKENS = 1 << 17
 
 

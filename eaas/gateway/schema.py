@@ -310,6 +310,11 @@ class ChatRequest(GenerationRequest):
         return (self.top_logprobs or 0) if self.logprobs else -1
 
 
+def _all_ids(items: list[Any]) -> bool:
+    # JSON's true is an integer to isinstance. There may be a million of them, so no Python runs for each.
+    return set(map(type, items)) == {int}
+
+
 class CompletionRequest(GenerationRequest):
     """Body of POST /v1/completions."""
 
@@ -326,7 +331,7 @@ class CompletionRequest(GenerationRequest):
         if isinstance(prompt, str):
             return [prompt]
         if isinstance(prompt, list) and prompt:
-            if all(type(item) is int for item in prompt):
+            if _all_ids(prompt):
                 return [prompt]
             if len(prompt) > MAX_PROMPTS:
                 raise ValueError(
@@ -334,7 +339,7 @@ class CompletionRequest(GenerationRequest):
                 )
             if all(isinstance(item, str) for item in prompt):
                 return prompt
-            if all(isinstance(item, list) and item and all(type(i) is int for i in item) for item in prompt):
+            if all(isinstance(item, list) and item and _all_ids(item) for item in prompt):
                 return prompt
         raise ValueError(
             "need a string, a list of strings, a list of token ids, or a list of lists of token ids"

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from eaas.gateway.conversation import for_template
-from eaas.gateway.errors import invalid, out_of_vocabulary, text_too_long
+from eaas.gateway.errors import full, invalid, out_of_vocabulary, text_too_long
 from eaas.gateway.tool_calls import CallStyle, style_of
 from eaas.model.chat import TemplateRefused
 from eaas.model.tokenizer import Tokenizer
@@ -23,6 +23,8 @@ _INLINE_CHARACTERS = 4096
 _MESSAGE_CHARACTERS = 256
 # Of those that are longer still, one is encoded at a time: each takes a core for seconds, and a template the GIL.
 _LONG_CHARACTERS = 1 << 18
+# So many are encoded or wait for it at once, each with a body of megabytes.
+_MOST_LONG = 16
 # The most that a client's own chat template may make: a whole body of text.
 _MOST_RENDERED = 4 << 20
 
@@ -47,6 +49,9 @@ class ServedModel:
     created: int
     trusts_templates: bool = False
     _long: asyncio.Lock = field(default_factory=asyncio.Lock, init=False, repr=False, compare=False)
+    _long_taken: asyncio.Semaphore = field(
+        default_factory=lambda: asyncio.Semaphore(_MOST_LONG), init=False, repr=False, compare=False
+    )
 
     @cached_property
     def call_style(self) -> CallStyle:
@@ -102,15 +107,25 @@ class ServedModel:
                 tokens = await self.encode_text(prompt, add_special_tokens=add_special_tokens)
             else:
                 tokens = prompt
-                wrong = next((token for token in tokens if not 0 <= token < self.vocab), None)
-                if wrong is not None:
-                    raise out_of_vocabulary(wrong, self.vocab, field)
+                self.check_tokens(tokens, field)
             if not tokens:
                 raise invalid(
                     "The prompt is empty; send at least one token.", param=field, code="invalid_value"
                 )
             encoded.append(tokens)
         return encoded
+
+    def check_tokens(self, tokens: Sequence[int], field: str) -> None:
+        """Refuse token ids outside the vocabulary. Millions take some milliseconds.
+
+        Raises:
+            ApiError: 400, naming the field.
+        """
+        if not tokens:
+            return
+        for extreme in (min(tokens), max(tokens)):
+            if not 0 <= extreme < self.vocab:
+                raise out_of_vocabulary(extreme, self.vocab, field)
 
     def check_length(self, text: str, field: str) -> None:
         """Refuse a prompt that cannot fit, before it costs the seconds of being cut into tokens.
@@ -246,5 +261,9 @@ class ServedModel:
             return work()
         if characters <= _LONG_CHARACTERS:
             return await asyncio.to_thread(work)
-        async with self._long:
+        if self._long_taken.locked():
+            raise full(
+                f"{_MOST_LONG} long texts are being cut into tokens, the most at once. Try again shortly."
+            )
+        async with self._long_taken, self._long:
             return await asyncio.to_thread(work)

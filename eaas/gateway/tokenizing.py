@@ -9,7 +9,6 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from eaas.gateway.errors import out_of_vocabulary
 from eaas.gateway.gateway import Gateway
 from eaas.gateway.schema import MAX_MESSAGES, MAX_TOOLS, ChatTemplateSource, Message, Tool
 
@@ -59,6 +58,10 @@ class TokenizingRoutes:
 
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize."""
+        with self._gateway.reading():
+            return await self._tokenize(request)
+
+    async def _tokenize(self, request: Request) -> Response:
         wanted, model = await self._gateway.parse(request, TokenizeRequest), self._gateway.model
         if wanted.model is not None:
             self._gateway.require_model(wanted.model)
@@ -99,12 +102,14 @@ class TokenizingRoutes:
 
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize."""
+        with self._gateway.reading():
+            return await self._detokenize(request)
+
+    async def _detokenize(self, request: Request) -> Response:
         wanted, model = await self._gateway.parse(request, DetokenizeRequest), self._gateway.model
         if wanted.model is not None:
             self._gateway.require_model(wanted.model)
-        wrong = next((token for token in wanted.tokens if not 0 <= token < model.vocab), None)
-        if wrong is not None:
-            raise out_of_vocabulary(wrong, model.vocab, "tokens")
+        model.check_tokens(wanted.tokens, "tokens")
         return Response(
             msgspec.json.encode({"prompt": await model.decode(wanted.tokens)}), media_type="application/json"
         )

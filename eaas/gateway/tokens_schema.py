@@ -17,7 +17,13 @@ from eaas.gateway.unsupported import Unsupported
 _STRICT = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 # Those of vLLM's SamplingParams that say how it is to be told, which this route settles itself.
 _SETTLED = frozenset({"detokenize", "output_kind", "flat_logprobs"})
-_OWN = frozenset({"prompt", "model", "stream", "stream_options", "request_id", "return_token_ids", "echo"})
+# Those that a completion has beside its sampling, and this request in fields of its own, or not at all.
+_OWN = frozenset(
+    {
+        "cache_salt", "echo", "model", "priority", "prompt", "request_id", "return_token_ids", "stream",
+        "stream_options",
+    }
+)  # fmt: skip
 
 
 class TokensRequest(BaseModel):

@@ -423,6 +423,17 @@ def test_what_is_no_ebnf_is_refused(grammars: Grammars, text: str) -> None:
     assert [failed.code for failed in world.failed] == ["bad_request"]
 
 
+def test_a_grammar_over_the_limit_is_refused_before_it_is_read() -> None:
+    for text in ("\n" * 2_000_000, "\n" * 60_000, " " * 60_000):
+        began_s = time.process_time()
+        try:
+            of_grammar(text)
+        except GrammarInvalid:
+            assert len(text) > MAX_GRAMMAR_BYTES
+        # Each line that was looked through to the end took 0.1 ms, and minutes together.
+        assert time.process_time() - began_s < 1
+
+
 def test_allowed_tokens_and_biases_hold(grammars: Grammars) -> None:
     allowed = (11, 12, 500, 1023)
     world = run_one(grammars, allowed_token_ids=allowed, max_tokens=60, temperature=2.0)

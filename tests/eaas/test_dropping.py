@@ -139,6 +139,17 @@ def test_a_stream_says_it_from_the_first_token_that_lacked_something(url: str, c
     assert dropped(url) - before == 1
 
 
+@pytest.mark.usefixtures("worker")
+def test_a_stream_of_messages_says_it_where_it_ends(url: str) -> None:
+    body = {**BODY, "stream": True, "messages": [{"role": "user", "content": "words"}]}
+    del body["prompt"]
+    reply = httpx.post(f"{url}/v1/messages", json=body)
+    events = [json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: ")]
+    by_type = {event["type"]: event for event in events}
+    assert "eaas_dropped_experts" not in by_type["message_start"]["message"], "nothing was lacking yet"
+    assert by_type["message_delta"]["eaas_dropped_experts"] is True
+
+
 def chosen_text(choice: dict[str, Any]) -> str:
     return choice["text"] if "text" in choice else choice["delta"].get("content", "")
 

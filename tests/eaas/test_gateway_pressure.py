@@ -28,6 +28,7 @@ from tests.eaas.test_gateway_pool import Letters
 
 TOKENS = 1500
 STALL_S = 5.0
+CALL = {"type": "tool_use", "id": "", "name": "", "input": {}}
 
 
 @pytest.fixture(scope="module")
@@ -179,16 +180,21 @@ def test_tokens_that_wait_are_bounded_and_one_request_alone_is_always_taken(
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": ""}] * 4096}),
         (PLAIN, {"prompt": [[1]] * 800_000}),
         ("/tokenize", {"prompt": "a" * 1_000_000, "return_token_strs": True}),
+        (PLAIN, b'{"prompt": "' + b"[" * 70_000 + b'", "user": "' + b'\\"' * 1_900_000),
+        (PLAIN, {"prompt": "a", "structured_outputs": {"grammar": "\n" * 1_900_000}}),
+        (PLAIN, {"prompt": [1] * 1_300_000}),
+        ("/v1/messages", {"max_tokens": 1, "messages": [{"role": "assistant", "content": [CALL] * 28_000}]}),
     ],
-    ids=["one letter", "long messages", "many messages", "many lists", "tokens with names"],
-)
-def test_large_bodies_hold_up_no_stream(world: World, path: str, body: dict[str, Any]) -> None:
+    ids=["one letter", "long messages", "many messages", "many lists", "tokens with names", "an endless string",
+         "an empty grammar", "many tokens", "many calls"],
+)  # fmt: skip
+def test_large_bodies_hold_up_no_stream(world: World, path: str, body: dict[str, Any] | bytes) -> None:
     """Six at once; each took the event loop for seconds."""
     worker = world.worker(step_s=0.01)
     world.router.show(worker)
     with gateway_url(world) as url, ThreadPoolExecutor(8) as threads:
         eventually(lambda: status_of(url)["gateway"]["attention_workers"] == [worker.name], "a connection")
-        sent = json.dumps({"model": "tiny", **body}).encode()
+        sent = body if isinstance(body, bytes) else json.dumps({"model": "tiny", **body}).encode()
         headers = {"content-type": "application/json"}
         times: list[float] = []
         texts = stream(url, 1800)

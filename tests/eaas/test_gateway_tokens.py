@@ -49,6 +49,12 @@ def test_tokens_are_answered_by_tokens(url: str, worker: FakeWorker) -> None:
     assert worker.submits[-1].params.temperature == 0
 
 
+@pytest.mark.parametrize("name", ["cache_salt", "priority", "request_id", "stream"])
+def test_what_stands_beside_the_sampling_is_not_taken_within_it(url: str, name: str) -> None:
+    reply = ask(url, {"max_tokens": 1, name: "1"})
+    assert reply.status_code == 400 and f"'sampling_params' has '{name}'" in reply.json()["error"]["message"]
+
+
 def test_without_a_limit_there_is_all_the_room(url: str, worker: FakeWorker) -> None:
     worker.script.append("some words")
     try:
