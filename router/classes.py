@@ -61,6 +61,15 @@ def peers(state: State, record: MemberRecord) -> list[MemberRecord]:
     return kin if staying else others
 
 
+def is_last_replica(state: State, name: str) -> bool:
+    """True if none of its peers that is heard of serves some expert that this member serves."""
+    elsewhere = 0
+    for record in peers(state, state.members[name]):
+        if record.name not in state.silent and record.name not in state.standing:
+            elsewhere |= record.serving
+    return bool(state.members[name].serving & ~elsewhere)
+
+
 def covering(view: View) -> frozenset[str]:
     """Classes whose expert servers serve every expert of the model."""
     everything = (1 << view.layers * view.experts) - 1

@@ -32,6 +32,7 @@ from router.connection import (
     RouterUnavailable,
     ScaleRefused,
 )
+from router.events import Totals
 from router.faults import Fault, FaultTaker
 from router.faults_wire import Injection, fault_message, fault_of, injection_of, taken_message
 from router.heartbeat import Heartbeat
@@ -41,7 +42,6 @@ from router.pools import PoolSize
 from router.proto import router_pb2 as pb
 from router.replies import Identity, StartProcess, Status, StopProcess, pool_of, status_of, view_of
 from router.tls import Credentials
-from router.totals import Totals
 from router.view import EXPERT, PROTOCOL, STANDS, Member, View
 
 __all__ = ["FaultRefused", "JoinRefused", "RouterClient", "RouterUnavailable", "ScaleRefused"]

@@ -1,15 +1,16 @@
 """The router's state machine: step(config, state, event, now_s) -> (state, commands). Pure.
 
 An event first changes the membership or what is known of a member; then, if anything that matters did change,
-the placement follows (router.moves) and a new epoch is published. Leases are judged at ticks (router.leases),
-and processes ordered when a pool is too small (router.launches).
+the placement follows (router.moves) and a new epoch is published. Leases are judged at ticks (router.liveness),
+and processes ordered when a pool is too small (router.lifecycle).
 """
 
 from __future__ import annotations
 
-from router import blame, drains, launches, leases, orders, terms
-from router.autoscale import autoscale
+from router import lifecycle, liveness, moves
+from router.balance import rebalance
 from router.classes import can_mix
+from router.corruption import judge_corruption
 from router.events import (
     Acked,
     Command,
@@ -33,8 +34,7 @@ from router.events import (
     Suspected,
     Tick,
 )
-from router.moves import follow
-from router.rebalance import rebalance
+from router.pools import autoscale
 from router.records import evolve, fence, is_member, pool, with_pulse, with_record
 from router.state import (
     COUNT_BITS,
@@ -72,20 +72,20 @@ def step(config: Config, state: State, event: Event, now_s: float) -> tuple[Stat
     if now_s > state.now_s:
         state = evolve(state, now_s=now_s)
     # Whatever comes first after a stall, no silence may be judged before the stall is taken off it.
-    state = leases.excuse_stall(config, state)
+    state = liveness.discount_stall(config, state)
     state = _apply(config, state, event, commands)
     if commands and isinstance(commands[-1], Stranger | Refused):
         return state, commands
-    state, begins = terms.listen(config, state, event)
+    state, begins = lifecycle.catch_up(config, state, event)
     if state.unheard:
         return state, commands
     ticked = isinstance(event, Tick)
     if not ticked and not begins and _decides_nothing(before, state, event):
         return state, commands
-    state = drains.take_back(config, state)
+    state = lifecycle.take_back_drains(config, state)
     if not state.settled or _is_stirred(before, state, event) or (ticked and state.stuck):
-        state = follow(config, state, commands)
-    state = launches.order(config, state, commands)
+        state = moves.follow(config, state, commands)
+    state = lifecycle.order_starts(config, state, commands)
     if begins or _shows_another(before, state):
         state = evolve(state, epoch=state.epoch + 1)
         commands.append(Publish(epoch=state.epoch))
@@ -99,12 +99,12 @@ def _apply(config: Config, state: State, event: Event, commands: list[Command]) 
         case Tick() if state.unheard:
             return evolve(state, ticked_s=state.now_s)
         case Tick():
-            state = blame.judge(config, leases.judge(config, state, commands), commands)
-            state = drains.shrink(state)
-            state = orders.give_up(config, drains.end_overdue(config, state, commands))
+            state = judge_corruption(config, liveness.judge_silence(config, state, commands), commands)
+            state = lifecycle.shrink_pools(state)
+            state = moves.take_back_late_copies(config, lifecycle.end_overdue(config, state, commands))
             return rebalance(config, autoscale(config, state, commands))
         case Started():
-            return terms.begin(config, state, event)
+            return lifecycle.begin_term(config, state, event)
         case Join():
             return _join(config, state, event, commands)
         case Acked():
@@ -116,15 +116,15 @@ def _apply(config: Config, state: State, event: Event, commands: list[Command]) 
         case Scale():
             return _scale(config, state, event, commands)
         case Suspected():
-            return leases.accuse(config, state, event, commands)
+            return liveness.record_suspicion(config, state, event, commands)
         case Left():
             return _leave(config, state, event, commands)
         case Exited():
             return _exit(config, state, event, commands)
         case LauncherAttached():
-            return launches.attach(config, state, event)
+            return lifecycle.attach_launcher(config, state, event)
         case LauncherDetached():
-            return launches.detach(state, event.host)
+            return lifecycle.detach_launcher(state, event.host)
 
 
 def _decides_nothing(before: State, state: State, event: Event) -> bool:
@@ -204,7 +204,7 @@ def _join(config: Config, state: State, event: Join, commands: list[Command]) ->
     record = MemberRecord(
         name=f"{event.pool}/{number}",
         pool=event.pool,
-        incarnation=(state.salt & terms.SALT_MASK) << COUNT_BITS | joined,
+        incarnation=(state.salt & lifecycle.SALT_MASK) << COUNT_BITS | joined,
         address=event.address,
         pid=event.pid,
         host=event.host,
@@ -212,7 +212,7 @@ def _join(config: Config, state: State, event: Join, commands: list[Command]) ->
         numerics_class=event.numerics_class,
         capacity=event.capacity,
         ready=event.pool == GATEWAY,
-        ordered=launches.expects(state, event.host, event.pool),
+        ordered=lifecycle.expects_start(state, event.host, event.pool),
         zone=event.zone,
     )
     # It has seen no View yet, so it cannot use routes older than the present epoch.
@@ -226,7 +226,7 @@ def _join(config: Config, state: State, event: Join, commands: list[Command]) ->
         pulses={**state.pulses, record.name: pulse},
     )
     commands.append(Joined(name=record.name, incarnation=record.incarnation))
-    return launches.joined(state, event.host, event.pool)
+    return lifecycle.fill_start(state, event.host, event.pool)
 
 
 def _is_another(one: Model, other: Model) -> bool:
@@ -327,9 +327,9 @@ def _oversized(known: Model, event: Join) -> str:
 def _renew(config: Config, state: State, event: Renewed, commands: list[Command]) -> State:
     if not is_member(state, event.name, event.incarnation):
         commands.append(Stranger(name=event.name, incarnation=event.incarnation))
-        return terms.strangers(state, event)
-    state = leases.renewed(config, state, event)
-    return drains.end_idle(config, state, event.name, commands)
+        return lifecycle.note_unknown_member(state, event)
+    state = liveness.renew(config, state, event)
+    return lifecycle.end_idle(config, state, event.name, commands)
 
 
 def _ack(state: State, event: Acked, commands: list[Command]) -> State:
@@ -351,7 +351,7 @@ def _ack(state: State, event: Acked, commands: list[Command]) -> State:
     # While it was not ready nobody waited for it: it may now use only what was not given up meanwhile.
     if record.pool in ASKING_POOLS and not record.ready and event.epoch >= state.unloaded_epoch:
         state = with_record(state, evolve(record, ready=True))
-        state = launches.succeeded(state, record.pool)
+        state = lifecycle.forgive_failed_starts(state, record.pool)
     return state
 
 
@@ -364,7 +364,7 @@ def _load(state: State, event: Loaded, commands: list[Command]) -> State:
         # Said to another term: much may have happened since.
         commands.append(Stale(name=event.name, epoch=event.epoch))
         return state
-    unknown = terms.unknown(state, event)
+    unknown = lifecycle.held_beyond_journal(state, event)
     pulse = state.pulses[event.name]
     if event.epoch < pulse.reported:
         # Overtaken by a newer report of the same server.
@@ -381,7 +381,7 @@ def _load(state: State, event: Loaded, commands: list[Command]) -> State:
         held &= record.loaded
     if held != record.loaded:
         state = with_record(state, evolve(record, loaded=held))
-    return state if state.unheard or pulse.told else terms.keep(state, event.name, unknown)
+    return state if state.unheard or pulse.told else lifecycle.keep_held(state, event.name, unknown)
 
 
 def _count(config: Config, state: State, event: Routed, commands: list[Command]) -> State:
@@ -430,7 +430,7 @@ def _leave(config: Config, state: State, event: Left, commands: list[Command]) -
     if event.drain and event.replace and record.pool in LAUNCHED_POOLS:
         return with_record(state, evolve(record, leaving=True))
     if event.drain:
-        return drains.begin(state, event.name)
+        return lifecycle.begin_drain(state, event.name)
     return fence(config, state, event.name, "left", commands, ended=True)
 
 
@@ -442,8 +442,8 @@ def _exit(config: Config, state: State, event: Exited, commands: list[Command]) 
     for record in found:
         state = fence(config, state, record.name, "its process ended", commands, ended=True)
         if not record.ready:
-            state = launches.failed(config, state, record.pool)
+            state = lifecycle.note_failed_start(config, state, record.pool)
     known = any((gone.host, gone.pid) == (event.host, event.pid) for gone in state.gone)
     if event.pool and not known:
-        state = launches.never_joined(config, state, event.host, event.pool)
+        state = lifecycle.fail_unjoined(config, state, event.host, event.pool)
     return state

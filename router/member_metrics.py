@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 
-from router.coverage import Coverage
+from router.counts import Coverage
+from router.events import Totals
 from router.records import phase
 from router.state import State
-from router.totals import Totals
 from router.view import ATTENTION, EXPERT
 
 _PACES = ("slow_expert", "slow_link")

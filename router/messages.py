@@ -7,12 +7,11 @@ from itertools import islice
 import numpy as np
 
 from router import bitmap
-from router.events import DRAIN_S, Exited, Join, Launch, Loaded, Renewed, Routed, Scale, Stop
+from router.events import DRAIN_S, Exited, Join, Launch, Loaded, Renewed, Routed, Scale, Stop, Totals
 from router.pools import PoolSize, pool_size
 from router.proto import router_pb2 as pb
 from router.records import view_of
 from router.state import LAUNCHED_POOLS, Config, State
-from router.totals import Totals
 from router.view import View
 
 # What a core can add to its clock, and over 11 days.

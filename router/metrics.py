@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from router.counts import EVICTIONS, Counts
-from router.coverage import coverage
+from router.counts import EVICTIONS, Counts, coverage
 from router.faults import KINDS
 from router.injection import Injections
 from router.journal import JournalUnusable

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
+from router.events import Totals
 from router.proto import router_pb2 as pb
-from router.totals import Totals
 
 
 class News:

@@ -1,15 +1,17 @@
-"""How large a pool is, and how large it should be; what its members say of their load. Pure."""
+"""How large a pool is and should be; what its members report of their load; when its size follows that. Pure."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from router import bitmap
-from router.drains import held_up
-from router.records import pool
+from router.events import Command, Scaled
+from router.lifecycle import held_up
+from router.records import evolve, pool
+from router.scaling import Memory, Signals, decide, signals_of
 from router.state import LAUNCHED_POOLS, MOST_MEMBERS, Config, ConfigInvalid, State
 from router.view import ATTENTION, GATEWAY
 
@@ -111,3 +113,48 @@ def autoscale_bounds(asked: Iterable[str]) -> dict[str, tuple[int, int]]:
             raise ConfigInvalid(f"--autoscale names pool {match[1]} twice; give one range for each pool")
         bounds[match[1]] = (least, most)
     return bounds
+
+
+def pool_signals(state: State, name: str) -> Signals:
+    """One launched pool at this moment.
+
+    Who drains is asked no more, so its load says nothing of what the others will have to do; who is not ready yet has
+    none, and who is silent may be gone, or stands still. A gateway's queue counts however many workers there are.
+    """
+    loads: dict[str, list[Mapping[str, float]]] = {}
+    starting = sum(start.pool == name for start in state.starts)
+    draining = 0
+    for record in state.members.values():
+        if record.name in state.silent or record.name in state.standing:
+            continue
+        if record.draining:
+            draining += record.pool == name
+        elif record.ready:
+            loads.setdefault(record.pool, []).append(state.pulses[record.name].load)
+        else:
+            starting += record.pool == name
+    return signals_of(
+        name,
+        loads,
+        wanted=state.wanted[name],
+        live=len(loads.get(name, ())),
+        starting=starting,
+        draining=draining,
+    )
+
+
+def autoscale(config: Config, state: State, commands: list[Command]) -> State:
+    """Ask the policy of each pool that has one; what it wants is wanted as if somebody had asked for it."""
+    if not config.autoscale:
+        return state
+    memories = dict(state.memories)
+    for name, policy in config.autoscale.items():
+        wanted, memories[name] = decide(
+            policy, pool_signals(state, name), memories.get(name, Memory()), state.now_s
+        )
+        least, most = config.bounds(name)
+        wanted = min(max(wanted, least), most)
+        if wanted != state.wanted[name]:
+            commands.append(Scaled(pool=name, wanted=wanted, why=memories[name].why))
+            state = evolve(state, wanted={**state.wanted, name: wanted})
+    return evolve(state, memories=memories)

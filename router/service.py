@@ -15,7 +15,6 @@ from grpc_health.v1._async import HealthServicer
 
 from router.core import step
 from router.counts import Counts
-from router.drains import ORDERLY
 from router.election import Election
 from router.events import (
     Acked,
@@ -44,6 +43,7 @@ from router.faults import FaultInvalid
 from router.faults_wire import fault_of, injection_message, taken_of
 from router.host import boot_s, host_id
 from router.injection import FaultRefused, Injections, Watcher, status_of
+from router.lifecycle import ORDERLY
 from router.messages import (
     LONGEST_DRAIN_S,
     exit_event,

@@ -13,9 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from router.balance import Seen
 from router.scaling import Memory, Policy
-from router.suspicion import Rhythm
 from router.view import ATTENTION, CLIENT, EXPERT, GATEWAY
 
 # A client names servers by the bits of one 64-bit word (experts/native).
@@ -55,7 +53,7 @@ class Config:
     backoff_s: float = 0.5
     backoff_most_s: float = 30.0
     # Ticks come every 0.1 s; a longer gap is the router's own stall, and is taken off everyone's silence. It is less
-    # than what lies between the renewal that is due and the verdict, 0.58 s at a lease of 2 s (router.suspicion).
+    # than what lies between the renewal that is due and the verdict, 0.58 s at a lease of 2 s (router.liveness).
     tick_s: float = 0.1
     stall_s: float = 0.25
     # Nobody is fenced on suspicion before a silence of this: two renewals missed.
@@ -196,6 +194,30 @@ class MemberRecord:
     zone: str = ""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SilenceHistogram:
+    """The silences of one member so far. counts: the histogram. samples: sum of it."""
+
+    counts: int = 0
+    samples: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """Load of one layer's experts as observed. load: [experts] rows an interval, smoothed.
+
+    drift: standard deviation of an expert's log load from one interval to the next, beyond what counting explains.
+    """
+
+    load: NDArray[np.float64]
+    drift: float = 0.2
+
+    def spread(self, rows: float) -> NDArray[np.float64]:
+        """[experts] relative standard deviation of the load in a batch of so many rows: drift, and counting."""
+        expected = self.load * (rows / max(float(self.load.sum()), 1e-300))
+        return np.sqrt(self.drift**2 + 1 / np.maximum(expected, 1))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Pulse:
     """The rest of a member. rhythm: of its silences so far. acked: newest epoch whose routes it uses. reported: newest
@@ -208,7 +230,7 @@ class Pulse:
     """
 
     renewed_s: float
-    rhythm: Rhythm = field(default_factory=Rhythm)
+    rhythm: SilenceHistogram = field(default_factory=SilenceHistogram)
     acked: int = 0
     reported: int = 0
     load: Mapping[str, float] = field(default_factory=dict[str, float])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from router.blame import AGAIN_S
+from router.corruption import AGAIN_S
 from router.events import Command, Fenced, Join, Launch, Renewed, Tick
 from router.pools import pool_size
 from tests.router.told import Step, Told, cluster

@@ -7,16 +7,14 @@ from random import Random
 
 import numpy as np
 
-from router.counts import Counts
-from router.coverage import coverage
-from router.drains import DRAINED, OVERDUE
-from router.events import Fenced
+from router.counts import Counts, coverage
+from router.events import Fenced, Totals
+from router.lifecycle import DRAINED, OVERDUE
 from router.messages import totals_of
 from router.metrics import RouterMetrics
 from router.proto import router_pb2 as pb
 from router.records import evolve
 from router.state import Config, MemberRecord, Model, Pulse, State
-from router.totals import Totals
 
 
 def server(name: str, held: int, **more: object) -> MemberRecord:

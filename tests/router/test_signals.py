@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from router.pools import pool_signals
 from router.scaling import Signals
-from router.signals import pool_signals
 from router.state import MemberRecord, Pulse, Start, State
 
 

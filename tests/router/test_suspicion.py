@@ -7,30 +7,31 @@ import random
 
 import pytest
 
-from router.suspicion import DEAD, LEARNED, REMEMBERED, SUSPECT, Rhythm, heard, suspicion
+from router.liveness import DEAD, LEARNED, REMEMBERED, SUSPECT, add_silence, suspicion
+from router.state import SilenceHistogram
 
 LEASE_S = 2.0
 RENEW_S = 0.25
 
 
-def rhythm_of(silences: list[float]) -> Rhythm:
-    rhythm = Rhythm()
+def rhythm_of(silences: list[float]) -> SilenceHistogram:
+    rhythm = SilenceHistogram()
     for silence_s in silences:
-        rhythm = heard(rhythm, silence_s, LEASE_S)
+        rhythm = add_silence(rhythm, silence_s, LEASE_S)
     return rhythm
 
 
-def found(rhythm: Rhythm, silence_s: float) -> float:
+def found(rhythm: SilenceHistogram, silence_s: float) -> float:
     return suspicion(rhythm, silence_s, lease_s=LEASE_S, renew_s=RENEW_S)
 
 
-def crossing(rhythm: Rhythm, level: float) -> float:
+def crossing(rhythm: SilenceHistogram, level: float) -> float:
     """The silence at which suspicion reaches a level."""
     return next(ms / 1000 for ms in range(100_000) if found(rhythm, ms / 1000) >= level)
 
 
 def test_the_prior_is_the_lease() -> None:
-    for rhythm in (Rhythm(), rhythm_of([0.01] * (LEARNED - 1))):
+    for rhythm in (SilenceHistogram(), rhythm_of([0.01] * (LEARNED - 1))):
         assert found(rhythm, RENEW_S) == 0
         assert found(rhythm, LEASE_S) == pytest.approx(DEAD)
         assert crossing(rhythm, SUSPECT) == pytest.approx((LEASE_S + RENEW_S) / 2, abs=0.002)
@@ -96,6 +97,6 @@ def test_counting_in_buckets_condemns_nobody_sooner(seed: int) -> None:
 def test_what_was_long_ago_is_forgotten() -> None:
     rhythm = rhythm_of([1.5] * 300)
     for _ in range(12 * REMEMBERED):
-        rhythm = heard(rhythm, 0.25, LEASE_S)
+        rhythm = add_silence(rhythm, 0.25, LEASE_S)
         assert rhythm.samples < REMEMBERED
     assert crossing(rhythm, DEAD) < 0.85

@@ -17,10 +17,9 @@ wrong, and keep a server that clients alone complain of.
 
 from __future__ import annotations
 
-from router import drains
-from router.classes import can_talk
+from router import lifecycle
+from router.classes import can_talk, is_last_replica
 from router.events import Command
-from router.leases import is_last_replica
 from router.records import evolve, pool, with_pulse
 from router.state import Config, MemberRecord, State
 from router.view import ASKING_POOLS, ATTENTION, EXPERT
@@ -31,7 +30,7 @@ AGAIN_S = 3600.0
 CORRUPT = "gave corrupt replies"
 
 
-def judge(config: Config, state: State, commands: list[Command]) -> State:
+def judge_corruption(config: Config, state: State, commands: list[Command]) -> State:
     """Fence at most one server, accused for long enough; who holds last replicas is suspect until others hold them."""
     # Who falls silent on a word has not said it for so long; who accuses one after another has named them all.
     long_s = max(config.least_silence_s, 2 * config.renew_s)
@@ -53,7 +52,7 @@ def judge(config: Config, state: State, commands: list[Command]) -> State:
             state = with_pulse(state, name, suspected)
         elif state.now_s >= state.blame_again_s and _others_are_well(state, name):
             state = evolve(state, blame_again_s=state.now_s + AGAIN_S)
-            return drains.end(config, state, name, CORRUPT, commands)
+            return lifecycle.end_member(config, state, name, CORRUPT, commands)
     return state
 
 

@@ -4,22 +4,34 @@ Silences are judged at ticks; between them nobody falls silent. A member that re
 still is as good as dead, on its own word: no doubt holds that up. The last of a pool is not fenced for either while it
 may be of use: a server with last replicas never; an attention worker that stands still when another serves in its
 place, and one that is silent while a gateway hears it, likewise.
+
+Suspicion says how surprising a silence is: -log10 of the chance that a member which lives is silent for so long, so 4
+is one in ten thousand and 8 one in a hundred million. The chance comes from the member's own past silences, from one
+renewal to the next: up to their 99th percentile as they were counted, beyond it an exponential whose mean is that of
+the excesses. With a lease of 2 s, renewals every 0.25 s and no silence ever much longer, the percentile is 0.28 s and
+the mean is taken as the least believed, a 50th of the lease (0.04 s): suspicion is 4 at 0.28 + 2 * 2.3 * 0.04 = 0.47 s
+and 8 at 0.28 + 6 * 2.3 * 0.04 = 0.83 s. Who is often late is given more time, and who is often very late the whole
+lease, which no verdict outlasts.
+
+Until 200 silences are known, 50 s of them, the prior holds: an exponential beyond the renewal that is due whose
+suspicion is 8 at the end of the lease; so it is 4 half-way, at 1.1 s.
 """
 
 from __future__ import annotations
 
+import math
+import struct
 from dataclasses import replace
 
-from router import launches
-from router.classes import peers
+from router.classes import is_last_replica
 from router.events import Command, Renewed, Stop, Stranger, Suspected
+from router.lifecycle import note_failed_start
 from router.records import doubts_itself, evolve, fence, is_member, pool, with_pulse
-from router.state import LAUNCHED_POOLS, Config, State
-from router.suspicion import DEAD, SUSPECT, heard, suspicion
+from router.state import LAUNCHED_POOLS, Config, SilenceHistogram, State
 from router.view import ATTENTION, GATEWAY, HEARS, STANDS
 
 
-def judge(config: Config, state: State, commands: list[Command]) -> State:
+def judge_silence(config: Config, state: State, commands: list[Command]) -> State:
     """Mark suspects; fence those who look dead or whose lease ended."""
     state = _weigh(config, evolve(state, ticked_s=state.now_s))
     state = _replace_standing(config, state, commands)
@@ -54,7 +66,7 @@ def _end(config: Config, state: State, name: str, reason: str, commands: list[Co
     state = fence(config, state, name, reason, commands)
     if record.host in state.launchers and record.pool in LAUNCHED_POOLS:
         commands.append(Stop(host=record.host, name=name, pid=record.pid))
-    return state if record.ready else launches.failed(config, state, record.pool)
+    return state if record.ready else note_failed_start(config, state, record.pool)
 
 
 def is_last_worker(state: State, name: str) -> bool:
@@ -76,18 +88,18 @@ def _is_heard(config: Config, state: State, name: str) -> bool:
     )
 
 
-def renewed(config: Config, state: State, event: Renewed) -> State:
+def renew(config: Config, state: State, event: Renewed) -> State:
     """A member spoke: from now on it is not silent; a suspicion ends at the next tick."""
     name = event.name
     pulse = state.pulses[name]
-    rhythm = heard(pulse.rhythm, state.now_s - pulse.renewed_s, config.lease_s)
+    rhythm = add_silence(pulse.rhythm, state.now_s - pulse.renewed_s, config.lease_s)
     state = with_pulse(state, name, evolve(pulse, renewed_s=state.now_s, rhythm=rhythm, load=event.load))
     if name in state.silent:
         state = evolve(state, silent=state.silent - {name})
     return state
 
 
-def accuse(config: Config, state: State, event: Suspected, commands: list[Command]) -> State:
+def record_suspicion(config: Config, state: State, event: Suspected, commands: list[Command]) -> State:
     """A peer's suspicion holds for one lease; it is evidence, and fences nobody."""
     if not is_member(state, event.name, event.incarnation):
         commands.append(Stranger(name=event.name, incarnation=event.incarnation))
@@ -97,7 +109,7 @@ def accuse(config: Config, state: State, event: Suspected, commands: list[Comman
     return evolve(state, suspects=state.suspects | {event.name})
 
 
-def excuse_stall(config: Config, state: State) -> State:
+def discount_stall(config: Config, state: State) -> State:
     """Take the router's own stall, if it just ended, off everyone's silence and off its own doubt."""
     gap_s = state.now_s - state.ticked_s
     if gap_s <= config.stall_s:
@@ -118,15 +130,6 @@ def excuse_stall(config: Config, state: State) -> State:
         doubting_s=doubting_s,
         unheard_until_s=state.unheard_until_s + stall_s,
     )
-
-
-def is_last_replica(state: State, name: str) -> bool:
-    """True if none of its peers that is heard of serves some expert that this member serves."""
-    elsewhere = 0
-    for record in peers(state, state.members[name]):
-        if record.name not in state.silent and record.name not in state.standing:
-            elsewhere |= record.serving
-    return bool(state.members[name].serving & ~elsewhere)
 
 
 def _weigh(config: Config, state: State) -> State:
@@ -160,3 +163,53 @@ def _weigh(config: Config, state: State) -> State:
     if doubts != (state.doubting_s is not None):
         state = evolve(state, doubting_s=state.now_s if doubts else None)
     return state
+
+
+SUSPECT = 4.0
+DEAD = 8.0
+LEARNED = 200
+REMEMBERED = 1000
+
+# A histogram: silences in 64ths of a lease, the last for all that are longer, 16 bits a bucket in one int.
+_BUCKETS = 65
+_BITS = 16
+_HALF = sum(0x7FFF << (_BITS * i) for i in range(_BUCKETS))
+
+
+def add_silence(rhythm: SilenceHistogram, silence_s: float, lease_s: float) -> SilenceHistogram:
+    """The rhythm with one more silence; beyond 1,000 the older half counts half."""
+    bucket = min(int(silence_s * (_BUCKETS - 1) / lease_s), _BUCKETS - 1)
+    counts, samples = rhythm.counts + (1 << (_BITS * bucket)), rhythm.samples + 1
+    if samples >= REMEMBERED:
+        counts = counts >> 1 & _HALF
+        samples = sum(_unpacked(counts))
+    return SilenceHistogram(counts=counts, samples=samples)
+
+
+def suspicion(rhythm: SilenceHistogram, silence_s: float, *, lease_s: float, renew_s: float) -> float:
+    """How surprising it is that a member has been silent for so long; 0 before its renewal is due."""
+    if silence_s <= renew_s:
+        return 0.0
+    if rhythm.samples < LEARNED:
+        return DEAD * (silence_s - renew_s) / (lease_s - renew_s)
+    counts = _unpacked(rhythm.counts)
+    width_s = lease_s / (_BUCKETS - 1)
+    # Nobody need renew sooner than it was told, though it often does.
+    end = math.floor(renew_s / width_s) + 1
+    beyond = sum(counts[end:])
+    while 100 * beyond > rhythm.samples:
+        beyond -= counts[end]
+        end += 1
+    percentile_s = end * width_s
+    if silence_s <= percentile_s:
+        longer = sum(counts[int(silence_s / width_s) :])
+        return min(2.0, math.log10(rhythm.samples / max(1, longer)))
+    # From the lower end of the percentile's bucket to the upper ends of theirs, so that the mean errs towards patience:
+    # 14 times as much hangs on it as on the percentile.
+    excess_s = sum(count * (i + 2 - end) for i, count in enumerate(counts) if i >= end) * width_s
+    mean_s = max(lease_s / 50, excess_s / max(1, beyond))
+    return 2.0 + (silence_s - percentile_s) / mean_s / math.log(10)
+
+
+def _unpacked(counts: int) -> tuple[int, ...]:
+    return struct.unpack(f"<{_BUCKETS}H", counts.to_bytes(_BUCKETS * _BITS // 8, "little"))
