@@ -12,6 +12,7 @@ from router.balance import rebalance
 from router.classes import can_mix
 from router.corruption import judge_corruption
 from router.events import (
+    LONGEST_DRAIN_S,
     Acked,
     Command,
     Event,
@@ -54,7 +55,6 @@ from router.view import ASKING_POOLS, CLIENT, EXPERT, GATEWAY, PROTOCOL
 _MOST_PAIRS = 1 << 20
 _MOST_EXPERT_BYTES = 1 << 40
 _LONGEST = 256
-_LONGEST_DRAIN_S = 1e6
 
 
 def step(config: Config, state: State, event: Event, now_s: float) -> tuple[State, list[Command]]:
@@ -411,8 +411,8 @@ def _scale(config: Config, state: State, event: Scale, commands: list[Command]) 
             )
         )
         return state
-    if not 0 < event.drain_s <= _LONGEST_DRAIN_S:
-        message = f"drain_s is {event.drain_s}; give more than 0 and at most {_LONGEST_DRAIN_S:.0f}"
+    if not 0 < event.drain_s <= LONGEST_DRAIN_S:
+        message = f"drain_s is {event.drain_s}; give more than 0 and at most {LONGEST_DRAIN_S:.0f}"
         commands.append(Refused(message=message))
         return state
     commands.append(Scaled(pool=event.pool, wanted=event.wanted))

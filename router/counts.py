@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from router import bitmap
-from router.events import Command, Fenced, Launch, Routed, Totals
+from router.events import Command, Fenced, Routed, StartProcess, Totals
 from router.lifecycle import OVERDUE
 from router.records import pool
 from router.state import Config, MemberRecord, State
@@ -59,7 +59,7 @@ class Counts:
                     (pool, why) for words, why in EVICTIONS.items() if command.reason.startswith(words)
                 )
                 self.totals.pop(command.name, None)
-            elif isinstance(command, Launch):
+            elif isinstance(command, StartProcess):
                 self.launches[command.pool] += 1
 
     def _note_copies(self, before: Mapping[str, MemberRecord], after: Mapping[str, MemberRecord]) -> None:

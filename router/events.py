@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from router.view import PROTOCOL
 
 DRAIN_S = 30.0
+# What a core can add to its clock, and over 11 days.
+LONGEST_DRAIN_S = 1e6
 
 # What can happen.
 
@@ -249,20 +251,20 @@ class Fenced:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Launch:
-    """The launcher of a host must start a process for a pool."""
+class StartProcess:
+    """The launcher of a host must start one more process for a pool."""
 
     host: str
     pool: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stop:
-    """The launcher of a host must end the process of a member that is fenced or has drained."""
+class StopProcess:
+    """The launcher of a host must end the process of a member that is fenced or has drained; it may be gone."""
 
     host: str
     name: str
     pid: int
 
 
-Command = Publish | Joined | Refused | Scaled | Stranger | Stale | Fenced | Launch | Stop
+Command = Publish | Joined | Refused | Scaled | Stranger | Stale | Fenced | StartProcess | StopProcess

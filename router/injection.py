@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 
 import grpc
 
-from router.faults import LONGEST_S, POINT_WAIT_S, Fault, FaultInvalid, FaultsTaken
-from router.faults_wire import Injection, fault_message
+from router.faults import LONGEST_S, POINT_WAIT_S, Fault, FaultInvalid, FaultsTaken, Injection
+from router.messages import to_message
 from router.proto import router_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -199,7 +199,7 @@ class Injections:
             self._number += 1
             fault = replace(fault, id=f"fault-{self._term()}-{self._number}")
         for watcher in watchers:
-            watcher.tell(pb.FaultOrder(begin=fault_message(fault)))
+            watcher.tell(pb.FaultOrder(begin=to_message(fault)))
         now_s = self._clock()
         told = _Told(fault=fault, names=names, at_s=now_s, until_s=now_s + fault.lasts_s)
         self._told.append(told)

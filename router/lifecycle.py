@@ -26,12 +26,12 @@ from router.events import (
     DRAIN_S,
     Command,
     Event,
-    Launch,
     LauncherAttached,
     Loaded,
     Renewed,
     Started,
-    Stop,
+    StartProcess,
+    StopProcess,
     Tick,
 )
 from router.records import doubts_itself, evolve, fence, pool, with_pulse, with_record
@@ -187,7 +187,7 @@ def order_starts(config: Config, state: State, commands: list[Command]) -> State
             host = min(state.launchers, key=lambda h: (_burden(state, h), h))
             start = Start(host=host, pool=name, until_s=state.now_s + config.start_s)
             state = evolve(state, starts=(*state.starts, start))
-            commands.append(Launch(host=host, pool=name))
+            commands.append(StartProcess(host=host, pool=name))
     return state
 
 
@@ -388,5 +388,5 @@ def end_member(config: Config, state: State, name: str, reason: str, commands: l
     record = state.members[name]
     state = fence(config, state, name, reason, commands)
     if record.host in state.launchers:
-        commands.append(Stop(host=record.host, name=name, pid=record.pid))
+        commands.append(StopProcess(host=record.host, name=name, pid=record.pid))
     return state

@@ -24,7 +24,7 @@ import struct
 from dataclasses import replace
 
 from router.classes import is_last_replica
-from router.events import Command, Renewed, Stop, Stranger, Suspected
+from router.events import Command, Renewed, StopProcess, Stranger, Suspected
 from router.lifecycle import note_failed_start
 from router.records import doubts_itself, evolve, fence, is_member, pool, with_pulse
 from router.state import LAUNCHED_POOLS, Config, SilenceHistogram, State
@@ -65,7 +65,7 @@ def _end(config: Config, state: State, name: str, reason: str, commands: list[Co
     record = state.members[name]
     state = fence(config, state, name, reason, commands)
     if record.host in state.launchers and record.pool in LAUNCHED_POOLS:
-        commands.append(Stop(host=record.host, name=name, pid=record.pid))
+        commands.append(StopProcess(host=record.host, name=name, pid=record.pid))
     return state if record.ready else note_failed_start(config, state, record.pool)
 
 

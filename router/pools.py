@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 from router import bitmap
 from router.events import Command, Scaled
@@ -13,32 +12,10 @@ from router.lifecycle import held_up
 from router.records import evolve, pool
 from router.scaling import Memory, Signals, decide, signals_of
 from router.state import LAUNCHED_POOLS, MOST_MEMBERS, Config, ConfigInvalid, State
-from router.view import ATTENTION, GATEWAY
+from router.view import ATTENTION, GATEWAY, PoolSize
 
 # Load words that tell how long or how full, not how much: of several members the worst counts. The others add up.
 LEVELS = frozenset({"queue_s", "kv_use", "ttft_p99_s", "tpot_p99_s"})
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PoolSize:
-    """One launched pool at one moment.
-
-    live: members that are not draining. starting: ordered from a launcher, not yet members. least, most: bounds of
-    wanted. held_up: why a pool that has more than it should, or one to replace, lets nobody go; else empty.
-    """
-
-    wanted: int
-    live: int
-    starting: int
-    draining: int
-    least: int
-    most: int
-    held_up: str = ""
-
-    @property
-    def is_scaling(self) -> bool:
-        """True until the pool has the size that is wanted."""
-        return self.live != self.wanted or self.starting > 0 or self.draining > 0
 
 
 def pool_size(config: Config, state: State, name: str) -> PoolSize:

@@ -7,8 +7,19 @@ from typing import TypeVar
 
 from router import bitmap
 from router.events import Command, Fenced
-from router.state import Config, Ghost, Gone, MemberRecord, Pulse, State
-from router.view import ASKING_POOLS, DRAINING, EXPERT, JOINING, SERVING, SUSPECT, WARMING, Member, View
+from router.state import Config, Ghost, MemberRecord, Pulse, State
+from router.view import (
+    ASKING_POOLS,
+    DRAINING,
+    EXPERT,
+    JOINING,
+    SERVING,
+    SUSPECT,
+    WARMING,
+    GoneMember,
+    Member,
+    View,
+)
 
 _REMEMBERED = 64
 _Whole = TypeVar("_Whole", State, MemberRecord, Pulse)
@@ -52,7 +63,9 @@ def fence(
     """
     record, pulse = state.members[name], state.pulses[name]
     commands.append(Fenced(name=name, incarnation=record.incarnation, reason=reason))
-    gone = Gone(name=name, incarnation=record.incarnation, host=record.host, pid=record.pid, reason=reason)
+    gone = GoneMember(
+        name=name, incarnation=record.incarnation, host=record.host, pid=record.pid, reason=reason
+    )
     until_s = pulse.renewed_s + config.lease_s
     ghosts = state.ghosts
     if record.pool in ASKING_POOLS and record.ready and not ended and until_s > state.now_s:

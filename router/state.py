@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from router.scaling import Memory, Policy
-from router.view import ATTENTION, CLIENT, EXPERT, GATEWAY
+from router.view import ATTENTION, CLIENT, EXPERT, GATEWAY, GoneMember
 
 # A client names servers by the bits of one 64-bit word (experts/native).
 MOST_MEMBERS = 64
@@ -243,17 +243,6 @@ class Pulse:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Gone:
-    """A member that went, and why."""
-
-    name: str
-    incarnation: int
-    host: str
-    pid: int
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Ghost:
     """A member fenced while its process may still run, and use routes as old as `acked`, until its lease ends."""
 
@@ -324,7 +313,7 @@ class State:
     named: Mapping[str, int] = field(default_factory=dict[str, int])
     model: Model = field(default_factory=Model)
     members: Mapping[str, MemberRecord] = field(default_factory=dict[str, MemberRecord])
-    gone: tuple[Gone, ...] = ()
+    gone: tuple[GoneMember, ...] = ()
     wanted: Mapping[str, int] = field(default_factory=dict[str, int])
     now_s: float = 0.0
     ticked_s: float = 0.0

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from router.corruption import AGAIN_S
-from router.events import Command, Fenced, Join, Launch, Renewed, Tick
+from router.events import Command, Fenced, Join, Renewed, StartProcess, Tick
 from router.pools import pool_size
 from tests.router.told import Step, Told, cluster
 
@@ -37,7 +37,7 @@ def run(told: Told, loads: Loads, seconds: float, mute: str = "", replaced: bool
         told.load_all()
         given = told.give(Tick(), after_s=0.1)
         for command in given if replaced else ():
-            if isinstance(command, Launch):
+            if isinstance(command, StartProcess):
                 told.join(command.pool, experts=told.state.model.experts)
         commands += given
     return commands
@@ -51,7 +51,7 @@ def a_server_that_the_clients_accuse_is_fenced_within_a_second_and_replaced(step
     told = cluster(step, servers=4, workers=2)
     commands = run(told, by_all(told, accused(3)), 1.0)
     assert fenced(commands) == ["expert/3"]
-    assert [c.pool for c in commands if isinstance(c, Launch)] == ["expert"]
+    assert [c.pool for c in commands if isinstance(c, StartProcess)] == ["expert"]
 
 
 def the_only_client_is_believed(step: Step) -> None:

@@ -9,7 +9,6 @@ from router.events import (
     Acked,
     Exited,
     Join,
-    Launch,
     LauncherAttached,
     LauncherDetached,
     Left,
@@ -17,7 +16,8 @@ from router.events import (
     Renewed,
     Scale,
     Started,
-    Stop,
+    StartProcess,
+    StopProcess,
     Stranger,
     Tick,
 )
@@ -57,7 +57,7 @@ def failed_starts_wait_longer_each_time(step: Step) -> None:
     for pid in range(20):
         began_s = told.now_s
         commands = told.give(Exited(host="h", pid=1000 + pid, pool="expert"))
-        while not any(isinstance(c, Launch) and c.pool == "expert" for c in commands):
+        while not any(isinstance(c, StartProcess) and c.pool == "expert" for c in commands):
             commands = told.give(Tick(), after_s=0.1)
             assert told.now_s - began_s < 60, "never tried again"
         waits_s.append(told.now_s - began_s)
@@ -70,16 +70,16 @@ def a_stall_of_the_router_orders_only_what_was_lost(step: Step) -> None:
     """The router is frozen, a server dies meanwhile: its exit is the first that the router hears of."""
     told = cluster(step)
     commands = told.give(Exited(host="h", pid=1), after_s=3.0)
-    assert [c.pool for c in commands if isinstance(c, Launch)] == ["expert"], commands
+    assert [c.pool for c in commands if isinstance(c, StartProcess)] == ["expert"], commands
 
 
 def silence_of_all_orders_nothing_at_first(step: Step) -> None:
     """A host too busy to answer gets no second set of processes, unless that lasts."""
     told = cluster(step)
     quiet_s = told.now_s
-    orders: list[Launch] = []
+    orders: list[StartProcess] = []
     while not orders and told.now_s - quiet_s < 60:
-        orders += [c for c in told.give(Tick(), after_s=0.1) if isinstance(c, Launch)]
+        orders += [c for c in told.give(Tick(), after_s=0.1) if isinstance(c, StartProcess)]
     assert 10 < told.now_s - quiet_s < 11, f"ordered after {told.now_s - quiet_s:.1f} s of silence"
     assert len(told.state.members) == 3, "silence of all fences nobody"
 
@@ -90,7 +90,7 @@ def an_event_between_ticks_meets_the_same_doubt(step: Step) -> None:
     for _ in range(20):
         told.give(Tick(), after_s=0.1)
     commands = told.give(Join(pool="gateway", address="a", pid=9, host="h"), after_s=0.05)
-    assert not [c for c in commands if isinstance(c, Launch)], commands
+    assert not [c for c in commands if isinstance(c, StartProcess)], commands
 
 
 def a_stall_ends_no_doubt(step: Step) -> None:
@@ -200,7 +200,7 @@ def a_draining_worker_ends_when_nothing_runs_on_it(step: Step) -> None:
     )
     assert record.name in told.state.members, "ended with a stream that waits"
     commands = told.give(Renewed(name=record.name, incarnation=record.incarnation, load={"running": 0.0}))
-    assert any(isinstance(c, Stop) and c.name == record.name for c in commands), commands
+    assert any(isinstance(c, StopProcess) and c.name == record.name for c in commands), commands
     assert record.name not in told.state.members
 
 
@@ -229,7 +229,7 @@ def a_pool_of_none_lets_everything_go(step: Step) -> None:
     rest(told, rounds=40)
     assert set(told.state.members) == {"attention/1"}, list(told.state.members)
     commands = told.give(Scale(pool="expert", wanted=1))
-    assert [c.pool for c in commands if isinstance(c, Launch)] == ["expert"], commands
+    assert [c.pool for c in commands if isinstance(c, StartProcess)] == ["expert"], commands
 
 
 def a_size_out_of_bounds_is_refused(step: Step) -> None:
@@ -354,7 +354,7 @@ def a_pool_that_grows_again_keeps_who_was_to_go(step: Step) -> None:
         assert told.state.members["expert/3"].draining
         commands = told.give(regrow)
         assert not told.state.members["expert/3"].draining
-        assert not [c for c in commands if isinstance(c, Launch)], commands
+        assert not [c for c in commands if isinstance(c, StartProcess)], commands
         told.give(Scale(pool="expert", wanted=len(told.state.members) - 2))
         rest(told, rounds=1)
         assert told.state.members["expert/3"].surplus

@@ -10,11 +10,11 @@ from router.events import (
     Event,
     Join,
     Joined,
-    Launch,
     LauncherAttached,
     Loaded,
     Renewed,
     Started,
+    StartProcess,
     Tick,
 )
 from router.state import Config, State
@@ -112,5 +112,5 @@ def cluster(
     told.load_all()
     for number in range(workers):
         told.ack(f"attention/{number + 1}")
-    assert not any(isinstance(c, Launch) for c in told.give(LauncherAttached(host="h")))
+    assert not any(isinstance(c, StartProcess) for c in told.give(LauncherAttached(host="h")))
     return told

@@ -12,7 +12,6 @@ from router.events import (
     Fenced,
     Join,
     Joined,
-    Launch,
     Left,
     Loaded,
     Publish,
@@ -22,7 +21,8 @@ from router.events import (
     Scale,
     Scaled,
     Started,
-    Stop,
+    StartProcess,
+    StopProcess,
     Stranger,
     Suspected,
     Tick,
@@ -161,11 +161,11 @@ class Judge:
         for command in fences:
             self._fence(before, event, command)
         self._noted(event)
-        starts = [command for command in commands if type(command) is Launch]
+        starts = [command for command in commands if type(command) is StartProcess]
         if starts:
             self._launches(starts)
         for command in commands:
-            if type(command) is Stop and command.name in state.members:
+            if type(command) is StopProcess and command.name in state.members:
                 self.broken("only fenced members are ended", f"{command}")
         if published:
             # The first View of a term shows what was lost before it.
@@ -306,7 +306,7 @@ class Judge:
         known, end_s = self.hearing.ghosts.get(worker.incarnation, (None, 0.0))
         return known is not None and known.begun and self.hearing.now_s < end_s
 
-    def _launches(self, starts: list[Launch]) -> None:
+    def _launches(self, starts: list[StartProcess]) -> None:
         """No process is ordered in place of one that may be presumed alive."""
         state, hearing = self.world.router.state, self.hearing
         doubts = hearing.doubts()

@@ -11,12 +11,12 @@ from router.events import (
     Acked,
     Command,
     Event,
-    Launch,
     LauncherDetached,
     Publish,
     Renewed,
     Started,
-    Stop,
+    StartProcess,
+    StopProcess,
     Stranger,
     Tick,
 )
@@ -204,7 +204,7 @@ class Router:
             for process in self.world.processes.values():
                 if process.name and not process.view_coming:
                     self.show_to(process)
-        elif kind is Launch or kind is Stop:
+        elif kind is StartProcess or kind is StopProcess:
             launcher = self.launchers.get(command.host)
             if launcher is None and command.host in self.detaching:
                 return  # the core does not know yet
