@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from router.classes import by_class
-from router.records import evolve, pool
+from router.records import pool, replace
 from router.state import Config, MemberRecord, Seen, State
 from router.view import EXPERT
 
@@ -404,7 +404,7 @@ def rebalance(config: Config, state: State) -> State:
     layer = state.balanced_layer
     for members in by_class(pool(state, EXPERT)):
         state = _improve(config, state, layer, members)
-    return evolve(state, balanced_layer=layer + 1)
+    return replace(state, balanced_layer=layer + 1)
 
 
 def _observe(state: State) -> State:
@@ -414,7 +414,7 @@ def _observe(state: State) -> State:
     rows = state.routed.reshape(layers, experts)
     known: tuple[Seen | None, ...] = state.seen if len(state.seen) == layers else (None,) * layers
     seen = tuple(observe(was, now) for was, now in zip(known, rows, strict=True))
-    return evolve(state, seen=seen, balanced_layer=0, balanced_s=state.now_s)
+    return replace(state, seen=seen, balanced_layer=0, balanced_s=state.now_s)
 
 
 def _is_at_rest(state: State) -> bool:
@@ -457,8 +457,8 @@ def _improve(config: Config, state: State, layer: int, records: list[MemberRecor
     for move in change.moves:
         record = moved[records[move.server].name]
         bit = 1 << (shift + move.expert)
-        moved[record.name] = evolve(record, share=record.share | bit if move.add else record.share & ~bit)
-    return evolve(state, members=moved)
+        moved[record.name] = replace(record, share=record.share | bit if move.add else record.share & ~bit)
+    return replace(state, members=moved)
 
 
 def _fitting(state: State, record: MemberRecord, layer: int) -> int:
@@ -471,7 +471,7 @@ def _fitting(state: State, record: MemberRecord, layer: int) -> int:
 
 def _speeds(state: State, records: list[MemberRecord]) -> list[float]:
     """Rows per busy second, as servers report it; who does not is taken for one like the others."""
-    found = [state.pulses[record.name].load.get("speed", 0.0) for record in records]
+    found = [state.liveness[record.name].load.get("speed", 0.0) for record in records]
     known = [speed for speed in found if speed > 0]
     usual = sum(known) / len(known) if known else 1.0
     return [speed if speed > 0 else usual for speed in found]

@@ -123,7 +123,7 @@ class RouterClient:
         self._told_salt = 0  # of the term that knows what this expert server holds
         self._held: tuple[bytes, int] = (b"", 0)
         self._loaded: tuple[Identity | None, bytes, int, int] | None = None
-        self._news = PendingReport()
+        self._pending = PendingReport()
         self._watching: grpc.Call | None = None
         self._spoke_s = boot_s()
         self._threads: list[threading.Thread] = []
@@ -224,7 +224,7 @@ class RouterClient:
             self._told_salt = reply.salt
             self._held = (b"", 0)
             self._loaded = None
-            self._news.forget()
+            self._pending.forget()
             self._view = None
             self._fenced = False
             self._spoke_s = sent_s
@@ -297,11 +297,11 @@ class RouterClient:
         Args:
             rows, activated: [layers * experts], in the order of bitmaps: rows, and batches that had any.
         """
-        self._news.routed(rows, activated)
+        self._pending.routed(rows, activated)
 
     def counted(self, totals: Iterable[Totals]) -> None:
         """Say what this process has counted since it began: it goes with the next renewal. Does not block."""
-        self._news.counted(totals)
+        self._pending.counted(totals)
 
     def scale(self, pool: str, wanted: int, drain_s: float | None = None, timeout_s: float = 5.0) -> PoolSize:
         """Change the wanted size of a pool; the change itself takes its time.
@@ -461,7 +461,7 @@ class RouterClient:
             salt=salt,
             seen=seen,
         )
-        self._news.take_into(request)
+        self._pending.take_into(request)
         reply = self._stub.Renew(request, timeout=identity.lease_s / 2)
         if reply.fenced:
             self._fence(

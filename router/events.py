@@ -224,7 +224,7 @@ class Scaled:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stranger:
+class UnknownMember:
     """Answer to an event of a member that is none: it is fenced, or never was."""
 
     name: str
@@ -267,4 +267,4 @@ class StopProcess:
     pid: int
 
 
-Command = Publish | Joined | Refused | Scaled | Stranger | Stale | Fenced | StartProcess | StopProcess
+Command = Publish | Joined | Refused | Scaled | UnknownMember | Stale | Fenced | StartProcess | StopProcess

@@ -193,8 +193,8 @@ class Injections:
         if fault.id in {told.fault.id for told in active}:
             raise FaultInvalid(f"a fault {fault.id!r} is active already; clear it, or give another id.")
         watchers = [watcher for name in names for watcher in self._takers(name, fault)]
-        if strangers := sorted(set(fault.peers) - set(self._members())):
-            raise FaultInvalid(f"{', '.join(strangers)} is no member; there are {self._listed()}.")
+        if unknown := sorted(set(fault.peers) - set(self._members())):
+            raise FaultInvalid(f"{', '.join(unknown)} is no member; there are {self._listed()}.")
         if not fault.id:
             self._number += 1
             fault = replace(fault, id=f"fault-{self._term()}-{self._number}")

@@ -34,15 +34,15 @@ from router.events import (
     StopProcess,
     Tick,
 )
-from router.records import doubts_itself, evolve, fence, pool, with_pulse, with_record
+from router.records import doubts_itself, fence, pool, replace, with_liveness, with_record
 from router.state import (
     LAUNCHED_POOLS,
     MOST_MEMBERS,
     Config,
     Failures,
-    Ghost,
+    FencedClient,
+    Liveness,
     MemberRecord,
-    Pulse,
     Start,
     State,
 )
@@ -59,15 +59,19 @@ def begin_term(config: Config, state: State, event: Started) -> State:
     """
     until_s = state.now_s + config.lease_s
     salts = ((event.salt + more) & SALT_MASK for more in range(3))
-    ghosts = tuple(Ghost(host=g.host, pid=g.pid, acked=0, until_s=until_s) for g in state.gone)
-    return evolve(
+    fenced = tuple(
+        FencedClient(host=gone.host, pid=gone.pid, acked=0, until_s=until_s) for gone in state.gone
+    )
+    if state.members:
+        fenced = (*fenced, FencedClient(host="", pid=0, acked=0, until_s=until_s))
+    return replace(
         state,
         salt=next(salt for salt in salts if salt not in (0, state.salt)),
         term=state.term + 1,
         ticked_s=state.now_s,
         unloaded_epoch=state.epoch + 1,
-        pulses={name: Pulse(renewed_s=state.now_s, journaled=True) for name in state.members},
-        ghosts=(*ghosts, Ghost(host="", pid=0, acked=0, until_s=until_s)) if state.members else ghosts,
+        liveness={name: Liveness(renewed_s=state.now_s, journaled=True) for name in state.members},
+        fenced_clients=fenced,
         wanted=state.wanted or {name: config.wanted(name) for name in LAUNCHED_POOLS},
         unheard=frozenset(state.members),
         unheard_until_s=until_s,
@@ -88,20 +92,20 @@ def catch_up(config: Config, state: State, event: Event) -> tuple[State, bool]:
         return _rise(state, ahead), True
     unheard = state.unheard & state.members.keys()
     if speaker is not None:
-        pulse = state.pulses[speaker.name]
-        if pulse.told or speaker.pool != EXPERT:
+        liveness = state.liveness[speaker.name]
+        if liveness.told or speaker.pool != EXPERT:
             unheard -= {speaker.name}
-        if ahead > pulse.seen:
-            state = with_pulse(state, speaker.name, evolve(pulse, seen=ahead))
+        if ahead > liveness.seen:
+            state = with_liveness(state, speaker.name, replace(liveness, seen=ahead))
     if unheard and not (isinstance(event, Tick) and state.now_s >= state.unheard_until_s):
-        return (state if unheard == state.unheard else evolve(state, unheard=unheard)), False
+        return (state if unheard == state.unheard else replace(state, unheard=unheard)), False
     return _resume(state, unheard), True
 
 
 def note_unknown_member(state: State, event: Renewed) -> State:
     """What one who is no member said: that it saw more than the journal knows is reason to doubt that, no more."""
     return (
-        evolve(state, behind=True)
+        replace(state, behind=True)
         if state.unheard and event.seen > state.epoch and not state.behind
         else state
     )
@@ -109,24 +113,24 @@ def note_unknown_member(state: State, event: Renewed) -> State:
 
 def _resume(state: State, unheard: frozenset[str]) -> State:
     """All were heard, or have had their time."""
-    seen = max((pulse.seen for pulse in state.pulses.values()), default=0)
+    seen = max((liveness.seen for liveness in state.liveness.values()), default=0)
     behind = seen > state.epoch or state.behind
-    state = evolve(state, unheard=frozenset[str]())
+    state = replace(state, unheard=frozenset[str]())
     if behind:
         state = _rise(state, max(seen, state.epoch))
     for record in pool(state, EXPERT):
         if record.name not in unheard:
             # The journal may have lost what it holds two terms ago, when it was not heard.
-            state = keep_held(state, record.name, state.pulses[record.name].unknown)
+            state = keep_held(state, record.name, state.liveness[record.name].unknown)
         elif behind:
             # What it held when the journal was written it may have unloaded since, or hold more. It follows no View of
             # this term before it has said so.
-            state = with_record(state, evolve(record, target=0, loaded=0, serving=0, retiring=0))
+            state = with_record(state, replace(record, target=0, loaded=0, serving=0, retiring=0))
     return state
 
 
 def _rise(state: State, epoch: int) -> State:
-    return evolve(state, epoch=epoch, unloaded_epoch=epoch + 1, settled=False)
+    return replace(state, epoch=epoch, unloaded_epoch=epoch + 1, settled=False)
 
 
 def held_beyond_journal(state: State, event: Loaded) -> int:
@@ -134,9 +138,9 @@ def held_beyond_journal(state: State, event: Loaded) -> int:
 
     Somebody may ask all the same, by a View that the journal does not know.
     """
-    pulse = state.pulses[event.name]
-    if pulse.told:
-        return pulse.unknown & event.held
+    liveness = state.liveness[event.name]
+    if liveness.told:
+        return liveness.unknown & event.held
     everything = (1 << state.model.layers * state.model.experts) - 1
     return event.held & everything & ~state.members[event.name].serving if event.salt else 0
 
@@ -154,7 +158,7 @@ def keep_held(state: State, name: str, bits: int) -> State:
         target &= record.loaded | bits
     return with_record(
         state,
-        evolve(
+        replace(
             record,
             target=target,
             loaded=record.loaded | bits,
@@ -172,10 +176,10 @@ def order_starts(config: Config, state: State, commands: list[Command]) -> State
     """
     for start in state.starts:
         if state.now_s >= start.until_s:
-            state = evolve(state, starts=_without(state.starts, start))
+            state = replace(state, starts=_without(state.starts, start))
             state = note_failed_start(config, state, start.pool)
     if any(state.now_s >= start.until_s for start in state.orphans):
-        state = evolve(state, orphans=tuple(start for start in state.orphans if state.now_s < start.until_s))
+        state = replace(state, orphans=tuple(start for start in state.orphans if state.now_s < start.until_s))
     if not state.launchers:
         return state
     for name in LAUNCHED_POOLS:
@@ -186,7 +190,7 @@ def order_starts(config: Config, state: State, commands: list[Command]) -> State
         for _ in range(missing):
             host = min(state.launchers, key=lambda h: (_burden(state, h), h))
             start = Start(host=host, pool=name, until_s=state.now_s + config.start_s)
-            state = evolve(state, starts=(*state.starts, start))
+            state = replace(state, starts=(*state.starts, start))
             commands.append(StartProcess(host=host, pool=name))
     return state
 
@@ -213,14 +217,14 @@ def attach_launcher(config: Config, state: State, event: LauncherAttached) -> St
         for name in LAUNCHED_POOLS
         for _ in range(min(event.starting.get(name, 0), MOST_MEMBERS))
     )
-    return evolve(
+    return replace(
         state, launchers=(*state.launchers, event.host), starts=state.starts + starts, orphans=orphans
     )
 
 
 def detach_launcher(state: State, host: str) -> State:
     """A launcher is gone: nobody says any more what becomes of the orders that it had."""
-    return evolve(
+    return replace(
         state,
         launchers=tuple(known for known in state.launchers if known != host),
         starts=tuple(start for start in state.starts if start.host != host),
@@ -237,10 +241,10 @@ def fill_start(state: State, host: str, name: str) -> State:
     """A process of that host and pool became a member: the oldest order is filled."""
     for start in state.starts:
         if (start.host, start.pool) == (host, name):
-            return evolve(state, starts=_without(state.starts, start))
+            return replace(state, starts=_without(state.starts, start))
     for start in state.orphans:
         if (start.host, start.pool) == (host, name):
-            return evolve(state, orphans=_without(state.orphans, start))
+            return replace(state, orphans=_without(state.orphans, start))
     return state
 
 
@@ -254,14 +258,14 @@ def note_failed_start(config: Config, state: State, name: str) -> State:
     count = state.failures.get(name, Failures()).count + 1
     wait_s = min(config.backoff_s * 2.0 ** min(count - 1, 30), config.backoff_most_s)
     failures = Failures(count=count, next_s=state.now_s + wait_s)
-    return evolve(state, failures={**state.failures, name: failures})
+    return replace(state, failures={**state.failures, name: failures})
 
 
 def forgive_failed_starts(state: State, name: str) -> State:
     """A member of that pool became ready: earlier failures are forgiven."""
     if name not in state.failures:
         return state
-    return evolve(state, failures={n: f for n, f in state.failures.items() if n != name})
+    return replace(state, failures={n: f for n, f in state.failures.items() if n != name})
 
 
 def _without(starts: tuple[Start, ...], one: Start) -> tuple[Start, ...]:
@@ -289,11 +293,11 @@ def begin_drain(state: State, name: str, surplus: bool = False) -> State:
     """
     record = state.members[name]
     if record.draining:
-        return with_record(state, evolve(record, surplus=False)) if record.surplus and not surplus else state
+        return with_record(state, replace(record, surplus=False)) if record.surplus and not surplus else state
     until_s = state.now_s + state.drain_s.get(record.pool, DRAIN_S)
-    state = with_pulse(state, name, evolve(state.pulses[name], drain_until_s=until_s))
+    state = with_liveness(state, name, replace(state.liveness[name], drain_until_s=until_s))
     # The publication of this very step is the first that shows it.
-    draining = evolve(record, draining=True, surplus=surplus, draining_epoch=state.epoch + 1)
+    draining = replace(record, draining=True, surplus=surplus, draining_epoch=state.epoch + 1)
     return with_record(state, draining)
 
 
@@ -304,7 +308,7 @@ def take_back_drains(config: Config, state: State) -> State:
         missing = state.wanted[name] - count_live(config, state, name)
         draining = sorted((r for r in surplus if r.pool == name), key=lambda r: -r.draining_epoch)
         for record in draining[: max(0, missing)]:
-            state = with_record(state, evolve(record, draining=False, surplus=False))
+            state = with_record(state, replace(record, draining=False, surplus=False))
     return state
 
 
@@ -344,7 +348,7 @@ def held_up(state: State, name: str) -> str:
         if not record.ready:
             return f"{record.name} does not serve yet"
         if record.name in state.suspects:
-            corrupt = record.name in state.accused
+            corrupt = record.name in state.corrupt_since
             return f"{record.name} is suspect" + (": it is said to give corrupt replies" if corrupt else "")
     return ""
 
@@ -352,18 +356,18 @@ def held_up(state: State, name: str) -> str:
 def _worth(state: State, record: MemberRecord, zones: Counter[str]) -> float:
     """What the pool would lose: streams that must end or move; of experts, a place in a zone that has few."""
     if record.pool == ATTENTION:
-        load = state.pulses[record.name].load
+        load = state.liveness[record.name].load
         return load.get("running", 0) + load.get("waiting", 0)
     return -zones[record.zone]
 
 
 def end_idle(config: Config, state: State, name: str, commands: list[Command]) -> State:
     """End a client of expert servers that drains and has just said that nothing runs on it."""
-    record, pulse = state.members[name], state.pulses[name]
-    if not record.draining or record.pool not in ASKING_POOLS or pulse.acked < record.draining_epoch:
+    record, liveness = state.members[name], state.liveness[name]
+    if not record.draining or record.pool not in ASKING_POOLS or liveness.acked < record.draining_epoch:
         return state
     # A report without the word says nothing of what runs.
-    if pulse.load.get("running", 1) + pulse.load.get("waiting", 0) > 0:
+    if liveness.load.get("running", 1) + liveness.load.get("waiting", 0) > 0:
         return state
     return end_member(config, state, name, DRAINED, commands)
 
@@ -373,11 +377,13 @@ def end_overdue(config: Config, state: State, commands: list[Command]) -> State:
     for record in state.members.values():
         if not record.draining or record.pool == GATEWAY:
             continue
-        until_s = state.pulses[record.name].drain_until_s
+        until_s = state.liveness[record.name].drain_until_s
         if until_s is None:
             # A restarted router does not know how long it has lasted.
             until_s = state.now_s + state.drain_s.get(record.pool, DRAIN_S)
-            state = with_pulse(state, record.name, evolve(state.pulses[record.name], drain_until_s=until_s))
+            state = with_liveness(
+                state, record.name, replace(state.liveness[record.name], drain_until_s=until_s)
+            )
         if state.now_s >= until_s and not is_last_replica(state, record.name):
             state = end_member(config, state, record.name, OVERDUE, commands)
     return state

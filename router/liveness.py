@@ -21,22 +21,24 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import replace
 
 from router.classes import is_last_replica
-from router.events import Command, Renewed, StopProcess, Stranger, Suspected
+from router.events import Command, Renewed, StopProcess, Suspected
 from router.lifecycle import note_failed_start
-from router.records import doubts_itself, evolve, fence, is_member, pool, with_pulse
+from router.records import doubts_itself, fence, pool, replace, with_liveness
 from router.state import LAUNCHED_POOLS, Config, SilenceHistogram, State
 from router.view import ATTENTION, GATEWAY, HEARS, STANDS
 
 
 def judge_silence(config: Config, state: State, commands: list[Command]) -> State:
     """Mark suspects; fence those who look dead or whose lease ended."""
-    state = _weigh(config, evolve(state, ticked_s=state.now_s))
+    state = _weigh(config, replace(state, ticked_s=state.now_s))
     state = _replace_standing(config, state, commands)
-    if any(ghost.until_s <= state.now_s for ghost in state.ghosts):
-        state = evolve(state, ghosts=tuple(ghost for ghost in state.ghosts if ghost.until_s > state.now_s))
+    if any(fenced.until_s <= state.now_s for fenced in state.fenced_clients):
+        state = replace(
+            state,
+            fenced_clients=tuple(fenced for fenced in state.fenced_clients if fenced.until_s > state.now_s),
+        )
     nobody_speaks = state.doubting_s is not None and len(state.silent) == len(state.members)
     if not state.silent or nobody_speaks or doubts_itself(config, state):
         return state
@@ -45,7 +47,7 @@ def judge_silence(config: Config, state: State, commands: list[Command]) -> Stat
             continue
         if is_last_worker(state, name) and _is_heard(config, state, name):
             continue
-        silence_s = state.now_s - state.pulses[name].renewed_s
+        silence_s = state.now_s - state.liveness[name].renewed_s
         state = _end(config, state, name, f"silent for {silence_s:.2f} s", commands)
     return state
 
@@ -53,7 +55,7 @@ def judge_silence(config: Config, state: State, commands: list[Command]) -> Stat
 def _replace_standing(config: Config, state: State, commands: list[Command]) -> State:
     """Fence who says that its work loop stands still, once nobody needs it: others are ordered in its place before."""
     for name in [name for name in state.members if name in state.standing]:
-        stands_s = state.pulses[name].load[STANDS]
+        stands_s = state.liveness[name].load[STANDS]
         # What nobody replaces for so long serves nobody either, and holds up whoever waits for its word.
         if is_last_replica(state, name) or (is_last_worker(state, name) and stands_s < config.start_s):
             continue
@@ -82,8 +84,8 @@ def _is_heard(config: Config, state: State, name: str) -> bool:
     """Whether a gateway that has just renewed says that it hears an attention worker."""
     word = HEARS + name
     return any(
-        word in state.pulses[gateway.name].load
-        and state.now_s - state.pulses[gateway.name].renewed_s < config.lease_s
+        word in state.liveness[gateway.name].load
+        and state.now_s - state.liveness[gateway.name].renewed_s < config.lease_s
         for gateway in pool(state, GATEWAY)
     )
 
@@ -91,22 +93,21 @@ def _is_heard(config: Config, state: State, name: str) -> bool:
 def renew(config: Config, state: State, event: Renewed) -> State:
     """A member spoke: from now on it is not silent; a suspicion ends at the next tick."""
     name = event.name
-    pulse = state.pulses[name]
-    rhythm = add_silence(pulse.rhythm, state.now_s - pulse.renewed_s, config.lease_s)
-    state = with_pulse(state, name, evolve(pulse, renewed_s=state.now_s, rhythm=rhythm, load=event.load))
+    liveness = state.liveness[name]
+    silences = add_silence(liveness.silences, state.now_s - liveness.renewed_s, config.lease_s)
+    state = with_liveness(
+        state, name, replace(liveness, renewed_s=state.now_s, silences=silences, load=event.load)
+    )
     if name in state.silent:
-        state = evolve(state, silent=state.silent - {name})
+        state = replace(state, silent=state.silent - {name})
     return state
 
 
-def record_suspicion(config: Config, state: State, event: Suspected, commands: list[Command]) -> State:
+def record_suspicion(config: Config, state: State, event: Suspected) -> State:
     """A peer's suspicion holds for one lease; it is evidence, and fences nobody."""
-    if not is_member(state, event.name, event.incarnation):
-        commands.append(Stranger(name=event.name, incarnation=event.incarnation))
-        return state
     until_s = state.now_s + config.lease_s
-    state = with_pulse(state, event.name, evolve(state.pulses[event.name], accused_until_s=until_s))
-    return evolve(state, suspects=state.suspects | {event.name})
+    state = with_liveness(state, event.name, replace(state.liveness[event.name], suspected_until_s=until_s))
+    return replace(state, suspects=state.suspects | {event.name})
 
 
 def discount_stall(config: Config, state: State) -> State:
@@ -116,17 +117,19 @@ def discount_stall(config: Config, state: State) -> State:
         return state
     # While the router did not run, nobody could reach it: that part of their silence is its own.
     stall_s = gap_s - config.tick_s
-    pulses = {
-        name: evolve(pulse, renewed_s=min(state.now_s, pulse.renewed_s + stall_s))
-        for name, pulse in state.pulses.items()
+    liveness = {
+        name: replace(liveness, renewed_s=min(state.now_s, liveness.renewed_s + stall_s))
+        for name, liveness in state.liveness.items()
     }
-    ghosts = tuple(replace(ghost, until_s=ghost.until_s + stall_s) for ghost in state.ghosts)
+    fenced_clients = tuple(
+        replace(fenced, until_s=fenced.until_s + stall_s) for fenced in state.fenced_clients
+    )
     doubting_s = None if state.doubting_s is None else state.doubting_s + stall_s
-    return evolve(
+    return replace(
         state,
         ticked_s=state.now_s,
-        pulses=pulses,
-        ghosts=ghosts,
+        liveness=liveness,
+        fenced_clients=fenced_clients,
         doubting_s=doubting_s,
         unheard_until_s=state.unheard_until_s + stall_s,
     )
@@ -138,15 +141,15 @@ def _weigh(config: Config, state: State) -> State:
     silent: list[str] = []
     standing: list[str] = []
     missed = 0
-    for name, pulse in state.pulses.items():
-        silence_s = state.now_s - pulse.renewed_s
-        stands = STANDS in pulse.load and state.members[name].pool in LAUNCHED_POOLS
+    for name, liveness in state.liveness.items():
+        silence_s = state.now_s - liveness.renewed_s
+        stands = STANDS in liveness.load and state.members[name].pool in LAUNCHED_POOLS
         if stands:
             standing.append(name)
-        if silence_s <= config.renew_s and state.now_s >= pulse.accused_until_s and not stands:
+        if silence_s <= config.renew_s and state.now_s >= liveness.suspected_until_s and not stands:
             continue
-        found = suspicion(pulse.rhythm, silence_s, lease_s=config.lease_s, renew_s=config.renew_s)
-        if found > SUSPECT or state.now_s < pulse.accused_until_s or stands:
+        found = suspicion(liveness.silences, silence_s, lease_s=config.lease_s, renew_s=config.renew_s)
+        if found > SUSPECT or state.now_s < liveness.suspected_until_s or stands:
             suspects.append(name)
         if (found > DEAD and silence_s >= config.least_silence_s) or silence_s > config.lease_s:
             silent.append(name)
@@ -154,14 +157,14 @@ def _weigh(config: Config, state: State) -> State:
         # renewals before the first looks dead.
         missed += silence_s > 2 * config.renew_s
     if len(suspects) != len(state.suspects) or not state.suspects.issuperset(suspects):
-        state = evolve(state, suspects=frozenset(suspects))
+        state = replace(state, suspects=frozenset(suspects))
     if len(silent) != len(state.silent) or not state.silent.issuperset(silent):
-        state = evolve(state, silent=frozenset(silent))
+        state = replace(state, silent=frozenset(silent))
     if state.standing or standing:
-        state = evolve(state, standing=frozenset(standing))
+        state = replace(state, standing=frozenset(standing))
     doubts = missed >= 2 and 4 * missed > len(state.members)
     if doubts != (state.doubting_s is not None):
-        state = evolve(state, doubting_s=state.now_s if doubts else None)
+        state = replace(state, doubting_s=state.now_s if doubts else None)
     return state
 
 
@@ -176,34 +179,34 @@ _BITS = 16
 _HALF = sum(0x7FFF << (_BITS * i) for i in range(_BUCKETS))
 
 
-def add_silence(rhythm: SilenceHistogram, silence_s: float, lease_s: float) -> SilenceHistogram:
-    """The rhythm with one more silence; beyond 1,000 the older half counts half."""
+def add_silence(known: SilenceHistogram, silence_s: float, lease_s: float) -> SilenceHistogram:
+    """The histogram with one more silence; beyond 1,000 the older half counts half."""
     bucket = min(int(silence_s * (_BUCKETS - 1) / lease_s), _BUCKETS - 1)
-    counts, samples = rhythm.counts + (1 << (_BITS * bucket)), rhythm.samples + 1
+    counts, samples = known.counts + (1 << (_BITS * bucket)), known.samples + 1
     if samples >= REMEMBERED:
         counts = counts >> 1 & _HALF
         samples = sum(_unpacked(counts))
     return SilenceHistogram(counts=counts, samples=samples)
 
 
-def suspicion(rhythm: SilenceHistogram, silence_s: float, *, lease_s: float, renew_s: float) -> float:
+def suspicion(known: SilenceHistogram, silence_s: float, *, lease_s: float, renew_s: float) -> float:
     """How surprising it is that a member has been silent for so long; 0 before its renewal is due."""
     if silence_s <= renew_s:
         return 0.0
-    if rhythm.samples < LEARNED:
+    if known.samples < LEARNED:
         return DEAD * (silence_s - renew_s) / (lease_s - renew_s)
-    counts = _unpacked(rhythm.counts)
+    counts = _unpacked(known.counts)
     width_s = lease_s / (_BUCKETS - 1)
     # Nobody need renew sooner than it was told, though it often does.
     end = math.floor(renew_s / width_s) + 1
     beyond = sum(counts[end:])
-    while 100 * beyond > rhythm.samples:
+    while 100 * beyond > known.samples:
         beyond -= counts[end]
         end += 1
     percentile_s = end * width_s
     if silence_s <= percentile_s:
         longer = sum(counts[int(silence_s / width_s) :])
-        return min(2.0, math.log10(rhythm.samples / max(1, longer)))
+        return min(2.0, math.log10(known.samples / max(1, longer)))
     # From the lower end of the percentile's bucket to the upper ends of theirs, so that the mean errs towards patience:
     # 14 times as much hangs on it as on the percentile.
     excess_s = sum(count * (i + 2 - end) for i, count in enumerate(counts) if i >= end) * width_s

@@ -264,7 +264,7 @@ def _states(state: State) -> Iterable[Metric]:
     )
     for name, record in state.members.items():
         states.add_metric([name, record.pool, phase(state, record)], 1.0)
-        for word, value in sorted(state.pulses[name].load.items()):
+        for word, value in sorted(state.liveness[name].load.items()):
             kind, of_server, server = word.partition(":")
             if not of_server:
                 load.add_metric([name, record.pool, word], value)

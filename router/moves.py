@@ -14,19 +14,19 @@ numerics class is placed by itself, and moves within itself.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from router import lifecycle
 from router.bitmap import by_layer, lowest
 from router.classes import by_class, peers
 from router.events import Command
 from router.placement import place_what_fits
-from router.records import acked_by_all, evolve, pool, with_record
+from router.records import acked_by_all, pool, replace, with_record
 from router.state import Batch, Config, Failures, MemberRecord, State
 from router.view import EXPERT
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """What a placement was made for: servers with their capacity and zone, those that get nothing, and the shape.
 
@@ -69,12 +69,12 @@ def follow(config: Config, state: State, commands: list[Command]) -> State:
         if advanced.ready and not record.ready:
             state = lifecycle.forgive_failed_starts(state, EXPERT)
         if advanced.dropped_epoch > record.dropped_epoch:
-            state = evolve(state, unloaded_epoch=advanced.dropped_epoch)
-        if advanced.draining and not advanced.target and state.pulses[record.name].told:
+            state = replace(state, unloaded_epoch=advanced.dropped_epoch)
+        if advanced.draining and not advanced.target and state.liveness[record.name].told:
             state = lifecycle.end_member(config, state, record.name, "drained", commands)
     state = watch_copies(state)
     settled = state.forming_s is None and state.members is before.members and state.plan is before.plan
-    return state if state.settled == settled else evolve(state, settled=settled)
+    return state if state.settled == settled else replace(state, settled=settled)
 
 
 def _place(config: Config, state: State) -> State:
@@ -99,7 +99,7 @@ def _place(config: Config, state: State) -> State:
     if plan == state.plan:
         return state
     if _stands(state, plan, placeable):
-        return evolve(state, plan=replace(plan, clean=True))
+        return replace(state, plan=replace(plan, clean=True))
     shares: dict[str, int] = {}
     for members in by_class(placeable):
         shares |= place_what_fits(
@@ -113,7 +113,7 @@ def _place(config: Config, state: State) -> State:
             redundant=plan.redundant,
         )
     members = {name: _with_share(record, shares.get(name, 0)) for name, record in state.members.items()}
-    return evolve(state, members=members, plan=replace(plan, clean=not plan.doubtful))
+    return replace(state, members=members, plan=replace(plan, clean=not plan.doubtful))
 
 
 def _stands(state: State, plan: Plan, placeable: list[MemberRecord]) -> bool:
@@ -164,7 +164,7 @@ def _is_placed(plan: Plan, members: list[MemberRecord]) -> bool:
 
 
 def _with_share(record: MemberRecord, share: int) -> MemberRecord:
-    return record if record.share == share else evolve(record, share=share)
+    return record if record.share == share else replace(record, share=share)
 
 
 def _form(config: Config, state: State, placeable: list[MemberRecord]) -> State:
@@ -173,8 +173,8 @@ def _form(config: Config, state: State, placeable: list[MemberRecord]) -> State:
     placed = any(record.share for record in placeable)
     waits = placeable and not placed and len(placeable) < state.wanted[EXPERT]
     if waits and state.now_s - since_s < config.form_s:
-        return state if state.forming_s == since_s else evolve(state, forming_s=since_s)
-    return state if state.forming_s is None else evolve(state, forming_s=None)
+        return state if state.forming_s == since_s else replace(state, forming_s=since_s)
+    return state if state.forming_s is None else replace(state, forming_s=None)
 
 
 def _made(state: State, records: list[MemberRecord]) -> int:
@@ -250,7 +250,7 @@ def _advance(
     was = (record.target, record.loaded, record.serving, record.retiring, record.ready)
     if (target, loaded, serving, retiring, ready) == was and not dropped:
         return record
-    return evolve(
+    return replace(
         record,
         target=target,
         loaded=loaded,
@@ -358,8 +358,8 @@ def watch_copies(state: State) -> State:
     if watched == state.batches:
         return state
     if arrived & state.stuck.keys():
-        state = evolve(state, stuck={n: f for n, f in state.stuck.items() if n not in arrived})
-    return evolve(state, batches=watched)
+        state = replace(state, stuck={n: f for n, f in state.stuck.items() if n not in arrived})
+    return replace(state, batches=watched)
 
 
 def take_back_late_copies(config: Config, state: State) -> State:
@@ -379,14 +379,14 @@ def take_back_late_copies(config: Config, state: State) -> State:
             failures = Failures(count=failures.count + 1, next_s=state.now_s + wait_s)
         state = with_record(
             state,
-            evolve(
+            replace(
                 record,
                 share=record.share & ~late,
                 target=record.target & ~late,
                 dropped_epoch=state.epoch + 1,
             ),
         )
-        state = evolve(
+        state = replace(
             state,
             stuck={**state.stuck, name: failures},
             taken_back=state.taken_back + late.bit_count(),

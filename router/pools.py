@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from router import bitmap
 from router.events import Command, Scaled
 from router.lifecycle import held_up
-from router.records import evolve, pool
+from router.records import pool, replace
 from router.scaling import Memory, Signals, decide, signals_of
 from router.state import LAUNCHED_POOLS, MOST_MEMBERS, Config, ConfigInvalid, State
 from router.view import ATTENTION, GATEWAY, PoolSize
@@ -46,7 +46,7 @@ def pool_load(state: State, name: str) -> dict[str, float]:
     for record in state.members.values():
         if record.pool not in pools:
             continue
-        for word, value in state.pulses[record.name].load.items():
+        for word, value in state.liveness[record.name].load.items():
             # A gateway's running streams run on attention workers, which report them.
             if not math.isfinite(value) or (record.pool == GATEWAY and word == "running"):
                 continue
@@ -107,7 +107,7 @@ def pool_signals(state: State, name: str) -> Signals:
         if record.draining:
             draining += record.pool == name
         elif record.ready:
-            loads.setdefault(record.pool, []).append(state.pulses[record.name].load)
+            loads.setdefault(record.pool, []).append(state.liveness[record.name].load)
         else:
             starting += record.pool == name
     return signals_of(
@@ -133,5 +133,5 @@ def autoscale(config: Config, state: State, commands: list[Command]) -> State:
         wanted = min(max(wanted, least), most)
         if wanted != state.wanted[name]:
             commands.append(Scaled(pool=name, wanted=wanted, why=memories[name].why))
-            state = evolve(state, wanted={**state.wanted, name: wanted})
-    return evolve(state, memories=memories)
+            state = replace(state, wanted={**state.wanted, name: wanted})
+    return replace(state, memories=memories)

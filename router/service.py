@@ -37,9 +37,9 @@ from router.events import (
     Started,
     StartProcess,
     StopProcess,
-    Stranger,
     Suspected,
     Tick,
+    UnknownMember,
 )
 from router.exposure import LOOPBACK, bound_address, host_port, told_address
 from router.faults import Fault, FaultInvalid
@@ -324,7 +324,7 @@ class RouterService(rpc.RouterServicer):
 
     async def Renew(self, request: pb.RenewRequest, context: Context) -> pb.RenewReply:
         commands = await self._answer(renewed_of(request), context)
-        if any(isinstance(c, Stranger) for c in commands):
+        if any(isinstance(c, UnknownMember) for c in commands):
             gone = next((g for g in self._state.gone if g.incarnation == request.incarnation), None)
             reason = gone.reason if gone else ""
             return pb.RenewReply(fenced=True, drained=reason in ORDERLY, reason=reason)
@@ -364,7 +364,7 @@ class RouterService(rpc.RouterServicer):
     async def Loaded(self, request: pb.LoadedRequest, context: Context) -> pb.LoadedReply:
         commands = await self._answer(loaded_of(request), context)
         return pb.LoadedReply(
-            fenced=any(isinstance(c, Stranger) for c in commands),
+            fenced=any(isinstance(c, UnknownMember) for c in commands),
             stale=any(isinstance(c, Stale) for c in commands),
         )
 
@@ -502,7 +502,7 @@ class RouterService(rpc.RouterServicer):
                     log.warning("not_ordered %s: the host has no launcher", command)
             case Fenced():
                 log.warning("fenced name=%s reason=%s", command.name, command.reason)
-            case Stranger() | Stale():
+            case UnknownMember() | Stale():
                 log.info("ignored %s", command)
             case Scaled():
                 log.info("scaled pool=%s wanted=%d why=%r", command.pool, command.wanted, command.why)

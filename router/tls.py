@@ -123,7 +123,7 @@ class Credentials:
             except (OSError, ValueError) as error:
                 # Not again until the files change: one of them may be about to follow.
                 self._refused = stamp
-                # Strangers who greet a listener come here too, and must not fill the log.
+                # Unknown callers of a listener come here too, and must not fill the log.
                 if str(error) != self._complaint:
                     self._complaint = str(error)
                     log.error(

@@ -18,12 +18,12 @@ from router.events import (
     Started,
     StartProcess,
     StopProcess,
-    Stranger,
     Tick,
+    UnknownMember,
 )
-from tests.router.blame_stories import BLAME_STORIES
 from tests.router.client_stories import CLIENT_STORIES
 from tests.router.copy_stories import COPY_STORIES
+from tests.router.corruption_stories import BLAME_STORIES
 from tests.router.hang_stories import HANG_STORIES
 from tests.router.load_stories import LOAD_STORIES
 from tests.router.term_stories import TERM_STORIES
@@ -289,7 +289,7 @@ def nothing_is_unloaded_while_a_fenced_worker_may_ask(step: Step) -> None:
     for proved in (False, True):
         told = cluster(step, servers=1, replicas=1, workers=2)
         lively(told, 60)
-        spoke_s = told.state.pulses["attention/2"].renewed_s
+        spoke_s = told.state.liveness["attention/2"].renewed_s
         told.join()
         while "attention/2" in told.state.members:
             lively(told, 0.1, dumb="attention/2", step_s=0.1)
@@ -471,14 +471,14 @@ def full_servers_exchange(step: Step) -> None:
     assert {name: record.serving for name, record in told.state.members.items() if name in share} == share
 
 
-def a_stranger_moves_nothing(step: Step) -> None:
+def an_unknown_member_moves_nothing(step: Step) -> None:
     """Whatever waits to be done is not done on the word of one who is no member."""
     told = Told(step)
     told.join()
     waits = replace(told.state.members["expert/1"], target=0)
     told.state = replace(told.state, members={"expert/1": waits}, settled=False)
     commands = told.give(Left(name="expert/1", incarnation=1, drain=False))
-    assert [type(command) for command in commands] == [Stranger], commands
+    assert [type(command) for command in commands] == [UnknownMember], commands
 
 
 STORIES = (
@@ -510,7 +510,7 @@ STORIES = (
     an_old_report_unloads_nothing,
     a_worker_that_has_not_begun_holds_nobody_up,
     full_servers_exchange,
-    a_stranger_moves_nothing,
+    an_unknown_member_moves_nothing,
     *LOAD_STORIES,
     *COPY_STORIES,
     *BLAME_STORIES,

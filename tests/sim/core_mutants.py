@@ -60,8 +60,8 @@ MUTANTS = {
     ),
     "believes acks of the future": Mutant(
         "core",
-        "pulse.acked < event.epoch <= state.epoch",
-        "pulse.acked < event.epoch",
+        "liveness.acked < event.epoch <= state.epoch",
+        "liveness.acked < event.epoch",
         "weights in use are unloaded",
     ),
     "uses names again": Mutant(
@@ -76,7 +76,7 @@ MUTANTS = {
         "joined = len(state.members) + 1",
         "old messages speak for a new member",
     ),
-    "listens to strangers": Mutant(
+    "listens to unknown members": Mutant(
         "records",
         "record.incarnation == incarnation",
         "record.incarnation != -1",
@@ -120,8 +120,8 @@ MUTANTS = {
     ),
     "counts on from an older journal": Mutant(
         "lifecycle",
-        "return evolve(state, epoch=epoch,",
-        "return evolve(state,",
+        "return replace(state, epoch=epoch,",
+        "return replace(state,",
         "members that saw later epochs follow no more",
     ),
     "drops what its journal does not know": Mutant(
@@ -132,13 +132,13 @@ MUTANTS = {
     ),
     "forgets who is not in its journal": Mutant(
         "lifecycle",
-        '(*ghosts, Ghost(host="", pid=0, acked=0, until_s=until_s)) if state.members else ghosts',
-        "ghosts",
+        "    if state.members:\n        fenced = (",
+        "    if not state:\n        fenced = (",
         "it still asks for what is unloaded, until its lease ends",
     ),
     "waits for workers without routes": Mutant(
         "core",
-        "    if pulse.journaled and not event.epoch:\n",
+        "    if liveness.journaled and not event.epoch:\n",
         "    if not event:\n",
         "one that cannot begin before a move ends holds it up",
     ),
@@ -208,10 +208,10 @@ MUTANTS = {
         "suspects=state.suspects | frozenset(suspects)",
         "one missed renewal lasts for ever",
     ),
-    "judges before it excuses its stall": Mutant(
+    "judges before it discounts its stall": Mutant(
         "core",
-        "    state = liveness.discount_stall(config, state)\n    state = _apply(config, state, event, commands)\n",
-        "    state = _apply(config, state, event, commands)\n    state = liveness.discount_stall(config, state)\n",
+        "    state = discount_stall(config, state)\n    state = _apply(config, state, event, commands)\n",
+        "    state = _apply(config, state, event, commands)\n    state = discount_stall(config, state)\n",
         "a frozen router ends a healthy cluster when it wakes",
     ),
     "orders while it doubts itself": Mutant(
@@ -306,7 +306,7 @@ MUTANTS = {
     ),
     "lets an old report overtake a new one": Mutant(
         "core",
-        "    if event.epoch < pulse.reported:\n",
+        "    if event.epoch < liveness.reported:\n",
         "    if event.epoch < 0:\n",
         "what a server has loaded since is forgotten",
     ),
@@ -324,9 +324,9 @@ MUTANTS = {
     ),
     "never suspects before the prior": Mutant(
         "liveness",
-        "if rhythm.samples < LEARNED:",
-        "if rhythm.samples >= 0:",
-        "a rhythm that was learned is not used",
+        "if known.samples < LEARNED:",
+        "if known.samples >= 0:",
+        "silences that were learned are not used",
     ),
     "knows nothing of tails": Mutant(
         "liveness",
@@ -354,8 +354,8 @@ MUTANTS = {
     ),
     "waits for those whose end is proved": Mutant(
         "core",
-        "    if len(ghosts) < len(state.ghosts):\n",
-        "    if len(ghosts) < 0:\n",
+        "    if len(fenced_clients) < len(state.fenced_clients):\n",
+        "    if len(fenced_clients) < 0:\n",
         "moves stand still for a lease",
     ),
     "takes back at every tick what was late once": Mutant(
@@ -414,8 +414,8 @@ MUTANTS = {
     ),
     "waits for workers that never began": Mutant(
         "records",
-        "for record, pulse in asking if record.ready or pulse.journaled]",
-        "for _, pulse in asking]",
+        "for record, liveness in asking if record.ready or liveness.journaled]",
+        "for _, liveness in asking]",
         "",
     ),
     "lets a late beginner use what was given up": Mutant(
@@ -430,9 +430,9 @@ MUTANTS = {
         "return 0",
         "",
     ),
-    "moves at a stranger's word": Mutant(
+    "moves at an unknown member's word": Mutant(
         "core",
-        "isinstance(commands[-1], Stranger | Refused)",
+        "isinstance(commands[-1], UnknownMember | Refused)",
         "False",
         "",
     ),
@@ -445,7 +445,7 @@ MUTANTS = {
     "balances never": Mutant(
         "balance",
         "state = _improve(config, state, layer, members)",
-        "state = evolve(state)",
+        "state = replace(state)",
         "the busiest expert stays the bottleneck",
     ),
     "makes any number of copies": Mutant(
@@ -496,13 +496,13 @@ MUTANTS = {
         "or not name:",
         "its experts are nowhere, however damaged its replies",
     ),
-    "drops the copies of who is accused and may not go": Mutant(
+    "drops the copies of who is reported and may not go": Mutant(
         "corruption",
         "if stays or is_last",
         "if is_last",
         "they are made and dropped without end",
     ),
-    "believes who accuses everybody": Mutant(
+    "believes who reports everybody": Mutant(
         "corruption",
         "believed = len(named) < reached and (len(named) < 2 or 4 * len(named) <= reached)",
         "believed = True",
@@ -510,8 +510,8 @@ MUTANTS = {
     ),
     "believes a single liar": Mutant(
         "corruption",
-        "if 2 * _voices(accusers) > _voices(judges):",
-        "if accusers:",
+        "if 2 * _voices(reporters) > _voices(judges):",
+        "if reporters:",
         "a worker that lies takes a good server",
     ),
     "lets clients judge beside attention workers": Mutant(
@@ -552,7 +552,7 @@ MUTANTS = {
     ),
     "takes servers for their replies one after another": Mutant(
         "corruption",
-        "state.now_s >= state.blame_again_s and ",
+        "state.now_s >= state.next_corruption_s and ",
         "",
         "if all lie, no server is left that was there before",
     ),

@@ -23,9 +23,9 @@ from router.events import (
     Started,
     StartProcess,
     StopProcess,
-    Stranger,
     Suspected,
     Tick,
+    UnknownMember,
 )
 from router.state import LAUNCHED_POOLS, State
 from router.view import ATTENTION, EXPERT, GATEWAY
@@ -144,7 +144,7 @@ class Judge:
                 fences.append(command)
             elif kind is Joined:
                 self._joined(event, command)
-            elif kind is Stranger:
+            elif kind is UnknownMember:
                 self._stranger(before, event)
             elif kind is Scaled:
                 self._scaled(event, command)
@@ -217,7 +217,7 @@ class Judge:
     def _unchanged(self, before: State, event: Event) -> None:
         state = self.world.router.state
         same = before.members == state.members and before.wanted == state.wanted
-        if not same or not (self.hearing.excused or before.pulses == state.pulses):
+        if not same or not (self.hearing.excused or before.liveness == state.liveness):
             self.broken("stale events change nothing", f"{event} changed the state")
 
     def _fence(self, before: State, event: Event, command: Fenced) -> None:
@@ -228,7 +228,7 @@ class Judge:
         hearing = self.hearing
         record = before.members[known.name]
         if not isinstance(event, Exited | Left):
-            hearing.ghosts[command.incarnation] = (known, known.heard_s + self.config.lease_s)
+            hearing.fenced_clients[command.incarnation] = (known, known.heard_s + self.config.lease_s)
         if command.reason == "drained" or record.draining:
             # One that has nothing to hand over drains within the step that asks it to.
             if not record.draining and not isinstance(event, Left | Tick):
@@ -303,7 +303,7 @@ class Judge:
         known = self.present.get(worker.incarnation)
         if known is not None:
             return known.begun
-        known, end_s = self.hearing.ghosts.get(worker.incarnation, (None, 0.0))
+        known, end_s = self.hearing.fenced_clients.get(worker.incarnation, (None, 0.0))
         return known is not None and known.begun and self.hearing.now_s < end_s
 
     def _launches(self, starts: list[StartProcess]) -> None:

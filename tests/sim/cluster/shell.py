@@ -17,8 +17,8 @@ from router.events import (
     Started,
     StartProcess,
     StopProcess,
-    Stranger,
     Tick,
+    UnknownMember,
 )
 from router.journal import Journal
 from router.records import phase
@@ -271,7 +271,7 @@ class Router:
             commands = self.give(renewed)
             failed = commands is None
             if not failed:
-                fenced = any(type(c) is Stranger for c in commands)
+                fenced = any(type(c) is UnknownMember for c in commands)
                 if not fenced:
                     if acked > process.ack_given:
                         process.ack_given = acked

@@ -102,8 +102,8 @@ def if_all_lie_it_costs_a_server_an_hour(step: Step) -> None:
         for number in (1, 2, 3, 4):
             taken += fenced(run(told, by_all(told, accused(number)), 3.0))
         assert taken == ["expert/1"]
-        told.now_s = told.state.blame_again_s - 1.0
-        assert told.state.blame_again_s > AGAIN_S
+        told.now_s = told.state.next_corruption_s - 1.0
+        assert told.state.next_corruption_s > AGAIN_S
         assert fenced(run(told, by_all(told, accused(2)), 5.0)) == ["expert/2"]
 
 
