@@ -1,9 +1,7 @@
 """The router's memory in etcd: every commit one transaction that only the leader's can be.
 
-Keys under /eaas/CLUSTER/: `leader` (router.election); `state/counters` (JSON: layout, salt, term, epoch,
-joined, named, model); `state/members/INCARNATION` and `state/gone/INCARNATION` (one JSON record each, the
-number in 16 hexadecimal digits); `state/redo/N`, part N of a commit that needs several transactions, and
-`state/redo/parts`, their number, with which such a commit begins to count.
+Keys under /eaas/CLUSTER/: `leader` (Election); `state/` and a key of router.journal; `state/redo/N`, part N of a commit
+that needs several transactions, and `state/redo/parts`, their number, with which such a commit begins to count.
 
 Each transaction demands that this router leads still and that the counters are as its last commit left them:
 one whose answer was lost, and which is carried out late, changes nothing that came after it.
@@ -16,14 +14,12 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
 from typing import Any
 
 from router.etcd import Etcd, EtcdUnavailable, Operation, created, delete, get, modified, pairs, put
 from router.host import boot_s
-from router.journal import JournalUnusable, in_order, record_of, record_text
-from router.state import ConfigInvalid, MemberRecord, Model, State
-from router.view import GoneMember
+from router.journal import COUNTERS, Changes, JournalUnusable, changes, is_same, state_of
+from router.state import ConfigInvalid, State
 
 log = logging.getLogger(__name__)
 
@@ -169,14 +165,10 @@ class Election:
         self.problem = problem
 
 
-Changes = Mapping[str, str | None]
-"""New value by key, None where the key goes."""
-
-_LAYOUT = 1
 # etcd takes 128 operations and 1.5 MiB in a transaction unless told otherwise; a part is JSON within JSON.
 _OPERATIONS = 100
 _BYTES = 512 << 10
-_COUNTERS, _REDO, _PARTS = "counters", "redo/", "redo/parts"
+_REDO, _PARTS = "redo/", "redo/parts"
 
 
 class ClusterInvalid(ValueError):
@@ -210,25 +202,28 @@ class EtcdStore:
         found = self._settled()
         self._doubt = ""
         try:
-            return _state(found)
+            return state_of(found)
         except JournalUnusable as error:
-            raise JournalUnusable(f"etcd at {self._etcd.urls}, {self._root}{error}") from None
+            raise JournalUnusable(
+                f"etcd at {self._etcd.urls}, {self._root}{error}; give another --cluster, or put the value back from a "
+                f"backup of etcd"
+            ) from None
 
     def save(self, before: State, after: State) -> bool:
-        if before.members is after.members and _counters(before) == _counters(after):
+        if is_same(before, after):
             return False
         if self._doubt:
             raise JournalUnusable(self._doubt)
-        self._write(_changes(before, after))
+        self._write(changes(before, after))
         return True
 
     def prove(self, state: State) -> None:
         # What a commit did whose answer was lost is not known: everything is compared.
         found = self._settled()
-        wanted = _changes(State(), state)
-        changes: dict[str, str | None] = {key: None for key in found if key not in wanted}
-        changes |= {key: value for key, value in wanted.items() if found.get(key) != value}
-        self._write({**changes, _COUNTERS: wanted[_COUNTERS]})
+        wanted = changes(State(), state)
+        differing: dict[str, str | None] = {key: None for key in found if key not in wanted}
+        differing |= {key: value for key, value in wanted.items() if found.get(key) != value}
+        self._write({**differing, COUNTERS: wanted[COUNTERS]})
         self._doubt = ""
 
     def close(self) -> None:
@@ -250,13 +245,13 @@ class EtcdStore:
             found = {key.removeprefix(self._root): kv for key, kv in pairs(answer).items()}
         except (ValueError, KeyError) as error:
             raise self._unusable(f"holds something under {self._root} that is no text: {error}") from error
-        self._revision = found[_COUNTERS]["mod_revision"] if _COUNTERS in found else "0"
+        self._revision = found[COUNTERS]["mod_revision"] if COUNTERS in found else "0"
         return {key: kv["value"] for key, kv in found.items()}
 
-    def _write(self, changes: Changes) -> None:
+    def _write(self, found: Changes) -> None:
         """Commit at once, or by parts that the next reader carries out if this router does not live to."""
-        others = {key: value for key, value in changes.items() if key != _COUNTERS}
-        counters = put(self._root + _COUNTERS, changes[_COUNTERS] or "")
+        others = {key: value for key, value in found.items() if key != COUNTERS}
+        counters = put(self._root + COUNTERS, found[COUNTERS] or "")
         parts = list(_split(others))
         if len(parts) <= 1:
             operations = self._operations(others)
@@ -274,15 +269,15 @@ class EtcdStore:
         for part in parts:
             self._commit(self._operations(part))
 
-    def _operations(self, changes: Changes) -> list[Operation]:
+    def _operations(self, found: Changes) -> list[Operation]:
         return [
             delete(self._root + key) if value is None else put(self._root + key, value)
-            for key, value in changes.items()
+            for key, value in found.items()
         ]
 
     def _commit(self, operations: list[Operation]) -> list[dict[str, Any]]:
         return self._transact(
-            [self._election.held(), modified(self._root + _COUNTERS, self._revision)], operations
+            [self._election.held(), modified(self._root + COUNTERS, self._revision)], operations
         )
 
     def _transact(self, guards: list[Operation], operations: list[Operation]) -> list[dict[str, Any]]:
@@ -307,78 +302,11 @@ class EtcdStore:
         return JournalUnusable(self._doubt)
 
 
-def _changes(before: State, after: State) -> dict[str, str | None]:
-    """What to write for `after` where `before` is stored; the counters always."""
-    changes: dict[str, str | None] = {_COUNTERS: _counters(after)}
-    for name, record in after.members.items():
-        if before.members.get(name) is not record:
-            changes[_member_key(record.incarnation)] = record_text(record)
-    for name, record in before.members.items():
-        if name not in after.members:
-            changes[_member_key(record.incarnation)] = None
-    for gone in set(after.gone) - set(before.gone):
-        changes[_gone_key(gone.incarnation)] = json.dumps(asdict(gone))
-    for gone in set(before.gone) - set(after.gone):
-        changes[_gone_key(gone.incarnation)] = None
-    return changes
-
-
-def _state(found: Mapping[str, str]) -> State:
-    """Raises JournalUnusable: with the key that is damaged, and how."""
-    if not found:
-        return State()
-    key = _COUNTERS
-    try:
-        counters = json.loads(found[_COUNTERS])
-        layout = counters.pop("layout")
-        if layout != _LAYOUT:
-            raise JournalUnusable(
-                f"{_COUNTERS} has layout {layout}, this router writes {_LAYOUT}; give another --cluster"
-            )
-        model = Model(**counters.pop("model"))
-        records: list[MemberRecord] = []
-        gone: list[GoneMember] = []
-        for key in sorted(found):
-            if key.startswith("members/"):
-                records.append(record_of(found[key]))
-            elif key.startswith("gone/"):
-                gone.append(GoneMember(**json.loads(found[key])))
-        members = {record.name: record for record in in_order(records)}
-        return State(**counters, model=model, members=members, gone=tuple(in_order(gone)))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise JournalUnusable(
-            f"{key} cannot be read: {error!r}. Put the value back from a backup of etcd, or give another --cluster."
-        ) from error
-
-
-def _counters(state: State) -> str:
-    return json.dumps(
-        {
-            "layout": _LAYOUT,
-            "salt": state.salt,
-            "term": state.term,
-            "epoch": state.epoch,
-            "joined": state.joined,
-            "named": dict(state.named),
-            "wanted": dict(state.wanted),
-            "model": asdict(state.model),
-        }
-    )
-
-
-def _member_key(incarnation: int) -> str:
-    return f"members/{incarnation:016x}"
-
-
-def _gone_key(incarnation: int) -> str:
-    return f"gone/{incarnation:016x}"
-
-
-def _split(changes: Changes) -> Iterator[Changes]:
+def _split(found: Changes) -> Iterator[Changes]:
     """The changes in parts that one transaction, and one value, can take."""
     part: dict[str, str | None] = {}
     size = 0
-    for key, value in changes.items():
+    for key, value in found.items():
         more = len(key) + len(value or "")
         if part and (len(part) == _OPERATIONS or size + more > _BYTES):
             yield part
