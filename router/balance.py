@@ -34,6 +34,8 @@ SWEEPS = 12
 LEAST_STEP = 0.002
 CANDIDATES = 32
 SPARES = 2
+# Servers with which one server may share experts that have no third holder: two losses at once lose only those.
+NEIGHBOURS = 4
 SETTLE = 4
 MOST_REPLICAS = 8  # of one expert: a client's routes have room for no more
 STEEPNESS = 12  # how much more a busy server counts than an idle one, when candidates are chosen
@@ -55,14 +57,11 @@ class Server:
 class Rules:
     """What a placement must keep, and what a change must be worth.
 
-    min_replicas: Copies that every expert has. neighbours: Servers with which one server may share experts that
-    have no third holder: two losses at once lose only those. redundant: Copies beyond min_replicas, in all.
-    budget: Copies made by one change. least_gain: Of the cost; less is not worth a change.
+    min_replicas: Copies that every expert has. budget: Copies made by one change. least_gain: Of the cost; less is not
+    worth a change.
     """
 
     min_replicas: int = 2
-    neighbours: int = 4
-    redundant: int = 1 << 20
     budget: int = 4
     least_gain: float = 0.03
 
@@ -128,7 +127,7 @@ def improve(
 
     Returns:
         No moves where none are worth it. Every expert keeps rules.min_replicas servers, in two zones where it was
-        in two; no server gets more neighbours than the rules allow; no server holds more than fits, unless it did.
+        in two; no server gets more than NEIGHBOURS; no server holds more than fits, unless it did.
     """
     total = float(load.sum())
     speed = np.array([server.speed for server in servers])
@@ -152,15 +151,6 @@ def improve(
     if before - after < rules.least_gain * before:
         return Change(moves=(), before=before, after=before)
     return Change(moves=tuple(moves), before=before, after=after)
-
-
-def apply(holders: Sequence[int], moves: Sequence[Move]) -> list[int]:
-    """Holders after moves."""
-    found = list(holders)
-    for move in moves:
-        bit = 1 << move.server
-        found[move.expert] = found[move.expert] | bit if move.add else found[move.expert] & ~bit
-    return found
 
 
 def scenarios_of(load: Array, spread: Array | float) -> Array:
@@ -328,7 +318,6 @@ class _Search:
             score[expert] = np.maximum(gain, 0).mean(1)
             score[expert, held] = 0
         on_server = [sum(mask >> server & 1 for mask in self.holders) for server in range(len(self.servers))]
-        redundant = sum(max(0, mask.bit_count() - self.rules.min_replicas) for mask in self.holders)
         steps: list[list[Move]] = []
         for place in np.argsort(score, axis=None)[::-1]:
             if len(steps) >= CANDIDATES or score.flat[place] <= 0:
@@ -336,28 +325,21 @@ class _Search:
             expert, server = divmod(int(place), len(self.servers))
             add = Move(expert=expert, server=server, add=True)
             if on_server[server] >= self.servers[server].room:
-                steps += [[add, drop] for drop in self._drops([server], expert)]
-            elif redundant >= self.rules.redundant:
-                steps += [[add, drop] for drop in self._drops(range(len(self.servers)), expert)]
+                steps += [[add, drop] for drop in self._drops(server, expert)]
             else:
                 steps.append([add])
         return steps
 
-    def _drops(self, servers: Sequence[int], wanted: int) -> list[Move]:
-        """The copies on these servers that are missed least, of those that may be dropped."""
-        missed: list[tuple[float, int, int]] = []
+    def _drops(self, server: int, wanted: int) -> list[Move]:
+        """The copies on a server that are missed least, of those that may be dropped."""
+        missed: list[tuple[float, int]] = []
         for expert, mask in enumerate(self.holders):
             if expert == wanted or mask.bit_count() <= self.rules.min_replicas:
                 continue
-            rows = self.flow.flow(expert, mask).mean(1)
-            missed += [
-                (float(rows[column]), expert, server)
-                for column, server in enumerate(indexes(mask))
-                if server in servers and self._may_drop(expert, server)
-            ]
-        return [
-            Move(expert=expert, server=server, add=False) for _, expert, server in sorted(missed)[:SPARES]
-        ]
+            if mask >> server & 1 and self._may_drop(expert, server):
+                rows = self.flow.flow(expert, mask).mean(1)
+                missed.append((float(rows[indexes(mask).index(server)]), expert))
+        return [Move(expert=expert, server=server, add=False) for _, expert in sorted(missed)[:SPARES]]
 
     def _may_drop(self, expert: int, server: int) -> bool:
         left = self.holders[expert] & ~(1 << server)
@@ -370,7 +352,7 @@ class _Search:
             return True
         # Its last copies tie these servers together.
         return all(
-            len(self._neighbours(server) | {*indexes(left)} - {server}) <= rules.neighbours
+            len(self._neighbours(server) | {*indexes(left)} - {server}) <= NEIGHBOURS
             for server in indexes(left)
         )
 

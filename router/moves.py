@@ -20,7 +20,7 @@ from router import lifecycle
 from router.bitmap import by_layer, lowest
 from router.classes import by_class, peers
 from router.events import Command
-from router.placement import place_what_fits
+from router.placement import place
 from router.records import acked_by_all, pool, replace, with_record
 from router.state import Batch, Config, Failures, MemberRecord, State
 from router.view import EXPERT
@@ -102,7 +102,7 @@ def _place(config: Config, state: State) -> State:
         return replace(state, plan=replace(plan, clean=True))
     shares: dict[str, int] = {}
     for members in by_class(placeable):
-        shares |= place_what_fits(
+        shares |= place(
             layers=plan.layers,
             experts=plan.experts,
             replicas=plan.replicas,

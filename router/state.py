@@ -212,11 +212,6 @@ class Seen:
     load: NDArray[np.float64]
     drift: float = 0.2
 
-    def spread(self, rows: float) -> NDArray[np.float64]:
-        """[experts] relative standard deviation of the load in a batch of so many rows: drift, and counting."""
-        expected = self.load * (rows / max(float(self.load.sum()), 1e-300))
-        return np.sqrt(self.drift**2 + 1 / np.maximum(expected, 1))
-
 
 @dataclass(frozen=True, kw_only=True)
 class Liveness:

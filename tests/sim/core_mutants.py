@@ -258,8 +258,8 @@ MUTANTS = {
     ),
     "leaves the newcomer idle": Mutant(
         "placement",
-        "if most <= (self.load[to] + 1 + slack) / self.weight[to]:",
-        "if most <= (self.load[to] + 99 + slack) / self.weight[to]:",
+        "if most <= self.load[to] + 1 + slack:",
+        "if most <= self.load[to] + 99 + slack:",
         "load stays where it was",
     ),
     "keeps surplus copies": Mutant(
