@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from router.bitmap import indexes
 from router.classes import by_class
 from router.records import pool, replace
 from router.state import Config, MemberRecord, Seen, State
@@ -259,16 +260,6 @@ class Flow:
     def _add(self, mask: int, rows: Array) -> None:
         self.groups[mask] = self.groups[mask] + rows if mask in self.groups else rows
         self.on_server[indexes(mask)] += rows
-
-
-def indexes(mask: int) -> list[int]:
-    """The set bits of a mask, lowest first."""
-    found: list[int] = []
-    while mask:
-        lowest = mask & -mask
-        found.append(lowest.bit_length() - 1)
-        mask ^= lowest
-    return found
 
 
 @dataclass

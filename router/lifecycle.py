@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from router import bitmap
 from router.classes import is_last_replica
 from router.events import (
     DRAIN_S,
@@ -141,7 +142,7 @@ def held_beyond_journal(state: State, event: Loaded) -> int:
     liveness = state.liveness[event.name]
     if liveness.told:
         return liveness.unknown & event.held
-    everything = (1 << state.model.layers * state.model.experts) - 1
+    everything = bitmap.everything(state.model.layers, state.model.experts)
     return event.held & everything & ~state.members[event.name].serving if event.salt else 0
 
 

@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from router import lifecycle
-from router.bitmap import by_layer, lowest
+from router import bitmap, lifecycle
+from router.bitmap import by_layer, in_at_least, lowest, union
 from router.classes import by_class, peers
 from router.events import Command
 from router.placement import place
@@ -125,13 +125,9 @@ def _stands(state: State, plan: Plan, placeable: list[MemberRecord]) -> bool:
         return _is_whole(state, plan, placeable)
     if not isinstance(was, Plan) or not was.clean or replace(was, doubtful=plan.doubtful) != plan:
         return False
-    everything = (1 << plan.layers * plan.experts) - 1
+    everything = bitmap.everything(plan.layers, plan.experts)
     for members in by_class(placeable):
-        beyond_doubt = 0
-        for record in members:
-            if record.name not in plan.doubtful:
-                beyond_doubt |= record.share
-        if beyond_doubt != everything:
+        if union(record.share for record in members if record.name not in plan.doubtful) != everything:
             return False
     return bool(placeable)
 
@@ -143,7 +139,7 @@ def _is_whole(state: State, plan: Plan, placeable: list[MemberRecord]) -> bool:
 
 
 def _is_placed(plan: Plan, members: list[MemberRecord]) -> bool:
-    everything = (1 << plan.layers * plan.experts) - 1
+    everything = bitmap.everything(plan.layers, plan.experts)
     shares = [record.share for record in members]
     zones = {record.zone: 0 for record in members}
     for record in members:
@@ -190,10 +186,7 @@ def _made(state: State, records: list[MemberRecord]) -> int:
 
 def _made_elsewhere(state: State, own: str, made: Mapping[str, int]) -> int:
     """What a class of which every server drains may let go: what others have made; all, where nobody is to serve."""
-    found = 0
-    for name, held in made.items():
-        found |= held if name != own else 0
-    return found if state.wanted[EXPERT] else -1
+    return union(held for name, held in made.items() if name != own) if state.wanted[EXPERT] else -1
 
 
 def _yielded(config: Config, state: State, record: MemberRecord) -> int:
@@ -285,9 +278,7 @@ def allowed_copies(config: Config, state: State, records: list[MemberRecord]) ->
     served: dict[str, int] = {}
     short: dict[str, int] = {}
     for members in by_class(records):
-        held = 0
-        for record in members:
-            held |= record.serving
+        held = union(record.serving for record in members)
         targets = [record.target for record in members if record.name not in state.suspects]
         thin = held & ~in_at_least(config.replicas, targets)
         served |= {record.name: held for record in members}
@@ -320,15 +311,6 @@ def room(record: MemberRecord) -> int:
     return max(
         0, record.capacity - (record.target & (record.share | record.loaded | record.retiring)).bit_count()
     )
-
-
-def in_at_least(count: int, held: list[int]) -> int:
-    """The experts that are in at least so many of these bitmaps."""
-    at_least = [-1] + [0] * count
-    for bits in held:
-        for n in range(count, 0, -1):
-            at_least[n] |= at_least[n - 1] & bits
-    return at_least[-1]
 
 
 def watch_copies(state: State) -> State:
@@ -365,10 +347,7 @@ def watch_copies(state: State) -> State:
 def take_back_late_copies(config: Config, state: State) -> State:
     """Take back the copies that have not arrived in time; their server gets nothing new for a while."""
     for name, batches in state.batches.items():
-        late = 0
-        for batch in batches:
-            if state.now_s - batch.since_s >= config.move_s:
-                late |= batch.copies
+        late = union(b.copies for b in batches if state.now_s - b.since_s >= config.move_s)
         if not late:
             continue
         record = state.members[name]

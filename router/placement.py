@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from math import gcd
 
 from router import bitmap
+from router.bitmap import indexes
 
 
 def place(
@@ -83,7 +84,7 @@ def place(
         layer.even()
         layer.part_zones()
         for expert, holders in enumerate(layer.holders):
-            for server in _indexes(holders):
+            for server in indexes(holders):
                 result[server] |= 1 << (number * experts + expert)
     return dict(zip(names, result, strict=True))
 
@@ -138,15 +139,6 @@ def _stride(zone: Sequence[str]) -> int:
     return min(strides, key=cost, default=1)
 
 
-def _indexes(mask: int) -> list[int]:
-    found: list[int] = []
-    while mask:
-        lowest = mask & -mask
-        found.append(lowest.bit_length() - 1)
-        mask ^= lowest
-    return found
-
-
 @dataclass
 class _Layer:
     """One layer while it is being placed. holders: for each expert, a mask of server indexes.
@@ -170,7 +162,7 @@ class _Layer:
         self.holders = [0] * self.experts
         self.load = [0] * len(held)
         for server, bits in enumerate(held):
-            for expert in _indexes(bits)[: self.room[server]]:
+            for expert in indexes(bits)[: self.room[server]]:
                 self._add(expert, server)
 
     def trim(self) -> None:
@@ -178,7 +170,7 @@ class _Layer:
         beyond = sum(max(0, holders.bit_count() - self.copies) for holders in self.holders) - self.redundant
         for expert in range(self.experts):
             while beyond > 0 and self.holders[expert].bit_count() > self.copies:
-                spare = _indexes(self.holders[expert] & self.healthy)
+                spare = indexes(self.holders[expert] & self.healthy)
                 if len(spare) < 2:
                     break
                 self._remove(expert, max(spare, key=lambda s: (self.load[s], self.totals[s], s)))
@@ -199,7 +191,7 @@ class _Layer:
         """
         beyond = sum(max(0, holders.bit_count() - self.copies) for holders in self.holders)
         slack = -(-min(beyond, self.redundant) // max(1, len(self.room)))
-        servers = _indexes(self.healthy)
+        servers = indexes(self.healthy)
         groups: dict[int, list[int]] = {}
         for expert, holders in enumerate(self.holders):
             groups.setdefault(holders, []).append(expert)
@@ -234,8 +226,8 @@ class _Layer:
 
     def _exchange(self, expert: int) -> None:
         holders = self.holders[expert]
-        healthy = _indexes(self.healthy)
-        own = {self.zone[s] for s in _indexes(holders)}
+        healthy = indexes(self.healthy)
+        own = {self.zone[s] for s in indexes(holders)}
         for out in [s for s in healthy if holders >> s & 1]:
             for to in [s for s in healthy if self.zone[s] not in own]:
                 for other in range(self.experts):
@@ -250,19 +242,19 @@ class _Layer:
                         return
 
     def _zones(self, holders: int) -> int:
-        return len({self.zone[server] for server in _indexes(holders)})
+        return len({self.zone[server] for server in indexes(holders)})
 
     def _strangeness(self, holders: int, out: int, to: int) -> tuple[int, int, int, int]:
         """How bad a move is: zones lost; pairs of servers that it newly joins; how thick the pairs that it thins."""
-        others = _indexes(holders & ~(1 << out))
+        others = indexes(holders & ~(1 << out))
         lost = self._zones(holders) - self._zones(holders ^ (1 << out) | 1 << to)
         new = sum(1 for other in others if not self.shared[to][other])
         thick = sum(self.shared[out][other] for other in others)
         return max(0, lost), new, thick, -self.totals[out]
 
     def _add_copy(self, expert: int, copy: int) -> None:
-        absent = _indexes(self.healthy & ~self.holders[expert])
-        others = _indexes(self.holders[expert])
+        absent = indexes(self.healthy & ~self.holders[expert])
+        others = indexes(self.holders[expert])
         open_ = [s for s in absent if self.load[s] < self.room[s]]
         if open_:
             zones = {self.zone[other] for other in others}
@@ -294,7 +286,7 @@ class _Layer:
                 self._remove(expert, server)
                 return True
         for expert in mine:
-            for other in _indexes(self.healthy & ~self.holders[expert]):
+            for other in indexes(self.healthy & ~self.holders[expert]):
                 if self._make_room(other, copy, tried):
                     self._remove(expert, server)
                     self._add(expert, other)
@@ -302,7 +294,7 @@ class _Layer:
         return False
 
     def _add(self, expert: int, server: int) -> None:
-        for other in _indexes(self.holders[expert]):
+        for other in indexes(self.holders[expert]):
             self.shared[server][other] += 1
             self.shared[other][server] += 1
         self.holders[expert] |= 1 << server
@@ -313,6 +305,6 @@ class _Layer:
         self.holders[expert] &= ~(1 << server)
         self.load[server] -= 1
         self.totals[server] -= 1
-        for other in _indexes(self.holders[expert]):
+        for other in indexes(self.holders[expert]):
             self.shared[server][other] -= 1
             self.shared[other][server] -= 1

@@ -57,7 +57,7 @@ def pool_load(state: State, name: str) -> dict[str, float]:
 
 def replicas_min(state: State) -> int:
     """Servers that may be asked for the expert which has the fewest; 0 when some expert can be asked of none."""
-    everything = (1 << state.model.layers * state.model.experts) - 1
+    everything = bitmap.everything(state.model.layers, state.model.experts)
     return bitmap.copies((record.serving for record in state.members.values()), everything)[0]
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from benchmarks.balance import bounds, eplb, even_load
 from router import balance
-from router.balance import Change, Flow, Move, Rules, Server, improve, indexes, observe
+from router.balance import Change, Flow, Move, Rules, Server, improve, observe
+from router.bitmap import indexes
 from router.placement import place
 
 SEEDS = range(12)

@@ -366,8 +366,8 @@ MUTANTS = {
     ),
     "waits for copies for ever": Mutant(
         "moves",
-        "if state.now_s - batch.since_s >= config.move_s:",
-        "if not batch:",
+        "if state.now_s - b.since_s >= config.move_s)",
+        "if not b)",
         "a server that cannot load keeps an expert from the others",
     ),
     "asks a stuck server again at once": Mutant(
