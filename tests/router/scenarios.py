@@ -23,7 +23,7 @@ from router.events import (
 )
 from tests.router.client_stories import CLIENT_STORIES
 from tests.router.copy_stories import COPY_STORIES
-from tests.router.corruption_stories import BLAME_STORIES
+from tests.router.corruption_stories import CORRUPTION_STORIES
 from tests.router.hang_stories import HANG_STORIES
 from tests.router.load_stories import LOAD_STORIES
 from tests.router.term_stories import TERM_STORIES
@@ -513,7 +513,7 @@ STORIES = (
     an_unknown_member_moves_nothing,
     *LOAD_STORIES,
     *COPY_STORIES,
-    *BLAME_STORIES,
+    *CORRUPTION_STORIES,
     *CLIENT_STORIES,
     *HANG_STORIES,
     *TERM_STORIES,

@@ -70,7 +70,7 @@ class Judge:
         self.moves = Moves(self)
         self._wanted_before = self.wanted[EXPERT]
         self.changes = 0  # of wanted sizes by load, in this term; no run lasts an hour
-        self.blamed = 0  # fenced for their replies, in this term
+        self.corrupt = 0  # fenced for their replies, in this term
 
     def broken(self, promise: str, text: str) -> NoReturn:
         """Raise the Violation."""
@@ -83,7 +83,7 @@ class Judge:
 
     def router_started(self, state: State, restored: bool) -> None:
         """A new term begins, with what its journal holds."""
-        self.changes = self.blamed = 0
+        self.changes = self.corrupt = 0
         self.hearing.restart(self.world.now_s + self.world.router.clock_s)
         self.waits = True
         if restored:
@@ -251,7 +251,7 @@ class Judge:
             self.broken("a fence has a reason", f"{command} at {event}")
         silence_s, patience_s = hearing.now_s - known.heard_s, hearing.patience_s(known)
         if command.reason == "gave corrupt replies":
-            self._blamed(before, known)
+            self._fenced_as_corrupt(before, known)
         elif silence_s < patience_s:
             self.broken(
                 "nobody is fenced while it may live",
@@ -269,7 +269,7 @@ class Judge:
                 f"{command}: {record.serving & ~elsewhere:x} is served nowhere",
             )
 
-    def _blamed(self, before: State, known: Known) -> None:
+    def _fenced_as_corrupt(self, before: State, known: Known) -> None:
         """Fenced for its replies: rightly, unless most workers lie; and no other server was missing or going."""
         members = [r for r in before.members.values() if r.incarnation in self.present]
         workers = [self.present[r.incarnation].process for r in members if r.pool == ATTENTION and r.ready]
@@ -283,8 +283,8 @@ class Judge:
         others = [record for record in members if record.pool == EXPERT]
         if len(others) + 1 < self._wanted_before or any(not r.ready or r.draining for r in others):
             self.broken("none is fenced for its replies while another is missing", f"{known.name}")
-        self.blamed += 1
-        if self.blamed > 1:
+        self.corrupt += 1
+        if self.corrupt > 1:
             self.broken("an hour lies between two that are fenced for their replies", f"{known.name}")
 
     def _routes_to(self, name: str, incarnation: int) -> list[tuple[str, int]]:
