@@ -228,18 +228,26 @@ def play(path: Path, fields: dict[str, Any], budget: int, cost: float, seed: int
         seen = balance.observe(seen, rows)
         change = balance.improve(
             load=seen.load,
-            spread=seen.spread(world.rows / SPLIT_ROWS_SHARE),
+            spread=spread(seen, world.rows / SPLIT_ROWS_SHARE),
             holders=ours,
             servers=pool,
             rules=rules,
         )
-        before, ours = ours, balance.apply(ours, change.moves)
+        before, ours = ours, list(ours)
+        for move in change.moves:
+            ours[move.expert] ^= 1 << move.server
         found["ours"].copies.append(copied(before, ours))
         after = eplb(rows.astype(float), servers, world.slots, world.min_replicas)
         for name in ("eplb_even", "eplb_waterfill"):
             found[name].copies.append(copied(theirs, after))
         theirs = after
     return {"figures": found, "bound": least, "gap": worst_gap}
+
+
+def spread(seen: balance.Seen, rows: float) -> np.ndarray:
+    """[experts] relative standard deviation of the load in a batch of so many rows: drift, and counting."""
+    expected = seen.load * (rows / max(float(seen.load.sum()), 1e-300))
+    return np.sqrt(seen.drift**2 + 1 / np.maximum(expected, 1))
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:

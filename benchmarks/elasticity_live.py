@@ -24,9 +24,8 @@ from eaas.cluster.config import ClusterConfig
 from eaas.cluster.local import LocalCluster
 from eaas.model.resolve import DEMO, resolve_model
 from router.client import RouterClient, RouterUnavailable
-from router.replies import Status
 from router.scaling import Memory, Policy, Signals, decide, signals_of
-from router.view import EXPERT, SERVING, SUSPECT
+from router.view import EXPERT, SERVING, SUSPECT, Status
 
 SPEEDUP = 10
 SPAN_S = 600

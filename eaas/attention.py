@@ -50,8 +50,8 @@ from p2p.native import NativeMissing as TransportMissing
 from p2p.transport import HELP as TRANSPORT_HELP
 from p2p.transport import TransportChoice
 from router import child
-from router.channel import router_address
 from router.client import JoinRefused, RouterClient, RouterUnavailable
+from router.connection import router_address
 from router.exposure import bound_address, host_port, told_address
 from router.faults import CLIENT_POINTS
 from router.heartbeat import Heartbeat, OwnTime

@@ -57,7 +57,7 @@ def every_verb(
         bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Serve Mixture-of-Experts models as attention workers and expert servers that may fail unnoticed.
+    """Serve Mixture-of-Experts models as attention workers and expert servers: when one fails, no client notices.
 
     Exit codes: 0 done, 1 it failed or an option makes no sense (the reason is printed), 2 the command line can't be
     read.

@@ -37,13 +37,12 @@ from p2p.endpoint import P2PError
 from p2p.transport import HELP as TRANSPORT_HELP
 from p2p.transport import TransportChoice
 from router import child
-from router.channel import router_address
 from router.client import JoinRefused, RouterClient, RouterUnavailable
+from router.connection import router_address
 from router.exposure import bound_address, host_port, told_address
 from router.faults import SERVER_POINTS
 from router.heartbeat import Heartbeat
-from router.role_check import RequireRolesThreaded
-from router.tls import Credentials
+from router.tls import Credentials, RequireRolesThreaded
 from router.view import EXPERT
 
 log = logging.getLogger("experts")

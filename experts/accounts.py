@@ -1,4 +1,4 @@
-"""What both ends of the expert protocol count of themselves, in the words of router/totals.py."""
+"""What both ends of the expert protocol count of themselves, in the words of router/events.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final, Protocol, runtime_checkable
 from experts.model import Dtype, ExpertShape
 from experts.native import ServerStats
 from p2p.endpoint import Peer
-from router.totals import Totals
+from router.events import Totals
 
 # Names of servers that left, whose counters are still told: the series of others end.
 _REMEMBERED: Final = 64

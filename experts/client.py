@@ -29,8 +29,8 @@ from experts.routes import NO_SERVER, empty_table, table_of
 from experts.wire import WireShape, model_hash_of
 from p2p import faults
 from p2p.endpoint import Endpoint
+from router.events import Totals
 from router.tls import Credentials
-from router.totals import Totals
 from router.view import Member, View
 
 log = logging.getLogger(__name__)

@@ -11,17 +11,15 @@ from functools import partial
 from pathlib import Path
 
 from router import child
-from router.election import Election
 from router.etcd import Etcd, EtcdInvalid
-from router.etcd_store import ClusterInvalid, EtcdStore, prefix_of
+from router.etcd_store import ClusterInvalid, Election, EtcdStore, prefix_of
 from router.exposure import LOOPBACK, Exposed
-from router.journal import Journal
-from router.listening import CannotListen, serve
+from router.journal import Journal, JournalUnusable, Store
 from router.pools import autoscale_bounds
 from router.roles import ROUTER
 from router.scaling import Policy
+from router.service import CannotListen, serve
 from router.state import Config, ConfigInvalid
-from router.store import JournalUnusable, Store
 from router.tls import CredentialsInvalid
 
 log = logging.getLogger("router")

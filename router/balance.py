@@ -18,6 +18,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from router.bitmap import indexes
+from router.classes import by_class
+from router.records import pool, replace
+from router.state import Config, MemberRecord, Seen, State
+from router.view import EXPERT
+
 Array = NDArray[np.float64]
 
 SCENARIOS = 8
@@ -29,6 +35,8 @@ SWEEPS = 12
 LEAST_STEP = 0.002
 CANDIDATES = 32
 SPARES = 2
+# Servers with which one server may share experts that have no third holder: two losses at once lose only those.
+NEIGHBOURS = 4
 SETTLE = 4
 MOST_REPLICAS = 8  # of one expert: a client's routes have room for no more
 STEEPNESS = 12  # how much more a busy server counts than an idle one, when candidates are chosen
@@ -50,14 +58,11 @@ class Server:
 class Rules:
     """What a placement must keep, and what a change must be worth.
 
-    min_replicas: Copies that every expert has. neighbours: Servers with which one server may share experts that
-    have no third holder: two losses at once lose only those. redundant: Copies beyond min_replicas, in all.
-    budget: Copies made by one change. least_gain: Of the cost; less is not worth a change.
+    min_replicas: Copies that every expert has. budget: Copies made by one change. least_gain: Of the cost; less is not
+    worth a change.
     """
 
     min_replicas: int = 2
-    neighbours: int = 4
-    redundant: int = 1 << 20
     budget: int = 4
     least_gain: float = 0.03
 
@@ -78,22 +83,6 @@ class Change:
     moves: tuple[Move, ...]
     before: float
     after: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Seen:
-    """Load of one layer's experts as observed. load: [experts] rows an interval, smoothed.
-
-    drift: standard deviation of an expert's log load from one interval to the next, beyond what counting explains.
-    """
-
-    load: Array
-    drift: float = 0.2
-
-    def spread(self, rows: float) -> Array:
-        """[experts] relative standard deviation of the load in a batch of so many rows: drift, and counting."""
-        expected = self.load * (rows / max(float(self.load.sum()), 1e-300))
-        return np.sqrt(self.drift**2 + 1 / np.maximum(expected, 1))
 
 
 def observe(seen: Seen | None, rows: Sequence[int] | Array) -> Seen:
@@ -139,7 +128,7 @@ def improve(
 
     Returns:
         No moves where none are worth it. Every expert keeps rules.min_replicas servers, in two zones where it was
-        in two; no server gets more neighbours than the rules allow; no server holds more than fits, unless it did.
+        in two; no server gets more than NEIGHBOURS; no server holds more than fits, unless it did.
     """
     total = float(load.sum())
     speed = np.array([server.speed for server in servers])
@@ -163,15 +152,6 @@ def improve(
     if before - after < rules.least_gain * before:
         return Change(moves=(), before=before, after=before)
     return Change(moves=tuple(moves), before=before, after=after)
-
-
-def apply(holders: Sequence[int], moves: Sequence[Move]) -> list[int]:
-    """Holders after moves."""
-    found = list(holders)
-    for move in moves:
-        bit = 1 << move.server
-        found[move.expert] = found[move.expert] | bit if move.add else found[move.expert] & ~bit
-    return found
 
 
 def scenarios_of(load: Array, spread: Array | float) -> Array:
@@ -282,16 +262,6 @@ class Flow:
         self.on_server[indexes(mask)] += rows
 
 
-def indexes(mask: int) -> list[int]:
-    """The set bits of a mask, lowest first."""
-    found: list[int] = []
-    while mask:
-        lowest = mask & -mask
-        found.append(lowest.bit_length() - 1)
-        mask ^= lowest
-    return found
-
-
 @dataclass
 class _Search:
     """A placement while it is being improved."""
@@ -339,7 +309,6 @@ class _Search:
             score[expert] = np.maximum(gain, 0).mean(1)
             score[expert, held] = 0
         on_server = [sum(mask >> server & 1 for mask in self.holders) for server in range(len(self.servers))]
-        redundant = sum(max(0, mask.bit_count() - self.rules.min_replicas) for mask in self.holders)
         steps: list[list[Move]] = []
         for place in np.argsort(score, axis=None)[::-1]:
             if len(steps) >= CANDIDATES or score.flat[place] <= 0:
@@ -347,28 +316,21 @@ class _Search:
             expert, server = divmod(int(place), len(self.servers))
             add = Move(expert=expert, server=server, add=True)
             if on_server[server] >= self.servers[server].room:
-                steps += [[add, drop] for drop in self._drops([server], expert)]
-            elif redundant >= self.rules.redundant:
-                steps += [[add, drop] for drop in self._drops(range(len(self.servers)), expert)]
+                steps += [[add, drop] for drop in self._drops(server, expert)]
             else:
                 steps.append([add])
         return steps
 
-    def _drops(self, servers: Sequence[int], wanted: int) -> list[Move]:
-        """The copies on these servers that are missed least, of those that may be dropped."""
-        missed: list[tuple[float, int, int]] = []
+    def _drops(self, server: int, wanted: int) -> list[Move]:
+        """The copies on a server that are missed least, of those that may be dropped."""
+        missed: list[tuple[float, int]] = []
         for expert, mask in enumerate(self.holders):
             if expert == wanted or mask.bit_count() <= self.rules.min_replicas:
                 continue
-            rows = self.flow.flow(expert, mask).mean(1)
-            missed += [
-                (float(rows[column]), expert, server)
-                for column, server in enumerate(indexes(mask))
-                if server in servers and self._may_drop(expert, server)
-            ]
-        return [
-            Move(expert=expert, server=server, add=False) for _, expert, server in sorted(missed)[:SPARES]
-        ]
+            if mask >> server & 1 and self._may_drop(expert, server):
+                rows = self.flow.flow(expert, mask).mean(1)
+                missed.append((float(rows[indexes(mask).index(server)]), expert))
+        return [Move(expert=expert, server=server, add=False) for _, expert in sorted(missed)[:SPARES]]
 
     def _may_drop(self, expert: int, server: int) -> bool:
         left = self.holders[expert] & ~(1 << server)
@@ -381,7 +343,7 @@ class _Search:
             return True
         # Its last copies tie these servers together.
         return all(
-            len(self._neighbours(server) | {*indexes(left)} - {server}) <= rules.neighbours
+            len(self._neighbours(server) | {*indexes(left)} - {server}) <= NEIGHBOURS
             for server in indexes(left)
         )
 
@@ -395,3 +357,94 @@ class _Search:
             if mask >> server & 1 and mask.bit_count() <= self.rules.min_replicas:
                 found.update(indexes(mask))
         return found - {server}
+
+
+def rebalance(config: Config, state: State) -> State:
+    """Look at the next layer of a round; every balance_s a round begins, with the load seen by then.
+
+    Nothing is changed while anything moves, drains or is in doubt. A round's layers take a tick each: a search
+    takes some hundredths of a second, during which the router hears nobody.
+    """
+    layers = state.model.layers
+    if not config.redundant or state.routed is None or not layers:
+        return state
+    if len(state.seen) != layers or state.balanced_layer >= layers:
+        if state.now_s - state.balanced_s < config.balance_s:
+            return state
+        return _observe(state)
+    if not _is_at_rest(state):
+        return state
+    layer = state.balanced_layer
+    for members in by_class(pool(state, EXPERT)):
+        state = _improve(config, state, layer, members)
+    return replace(state, balanced_layer=layer + 1)
+
+
+def _observe(state: State) -> State:
+    layers, experts = state.model.layers, state.model.experts
+    if state.routed is None or state.routed.shape != (layers * experts,):
+        return state
+    rows = state.routed.reshape(layers, experts)
+    known: tuple[Seen | None, ...] = state.seen if len(state.seen) == layers else (None,) * layers
+    seen = tuple(observe(was, now) for was, now in zip(known, rows, strict=True))
+    return replace(state, seen=seen, balanced_layer=0, balanced_s=state.now_s)
+
+
+def _is_at_rest(state: State) -> bool:
+    if state.suspects or state.batches or state.starts or not state.settled:
+        return False
+    return not any(
+        record.draining or record.retiring or not record.ready for record in state.members.values()
+    )
+
+
+def _improve(config: Config, state: State, layer: int, records: list[MemberRecord]) -> State:
+    """One class, of which each is taken to get its part of every expert's load."""
+    experts = state.model.experts
+    shift, mask = layer * experts, (1 << experts) - 1
+    shares = [record.share >> shift & mask for record in records]
+    holders = [sum((share >> expert & 1) << i for i, share in enumerate(shares)) for expert in range(experts)]
+    if len(records) < 2 or not all(holders):
+        return state
+    # Redundant experts are spread as evenly as the others; what a layer has beyond that stays where it is.
+    replicas = min(config.replicas, len(records))
+    places = experts * replicas + config.redundant
+    rooms = [places // len(records) + (i < places % len(records)) for i in range(len(records))]
+    speeds = _speeds(state, records)
+    servers = [
+        Server(
+            room=max(share.bit_count(), min(room, _fitting(state, record, layer))),
+            speed=speed,
+            zone=record.zone,
+        )
+        for record, share, room, speed in zip(records, shares, rooms, speeds, strict=True)
+    ]
+    seen = state.seen[layer]
+    # Who was not asked for yet may be at any time; and a search divides by what it finds.
+    load = np.maximum(seen.load, 0.01 * seen.load.mean())
+    rules = Rules(min_replicas=replicas, budget=config.balance_copies, least_gain=config.balance_gain)
+    change = improve(load=load, spread=seen.drift, holders=holders, servers=servers, rules=rules)
+    if not change.moves:
+        return state
+    moved = dict(state.members)
+    for move in change.moves:
+        record = moved[records[move.server].name]
+        bit = 1 << (shift + move.expert)
+        moved[record.name] = replace(record, share=record.share | bit if move.add else record.share & ~bit)
+    return replace(state, members=moved)
+
+
+def _fitting(state: State, record: MemberRecord, layer: int) -> int:
+    """Experts of one layer that fit on a server, if every layer gets the same."""
+    layers = state.model.layers
+    if not record.capacity:
+        return state.model.experts
+    return record.capacity // layers + (layer < record.capacity % layers)
+
+
+def _speeds(state: State, records: list[MemberRecord]) -> list[float]:
+    """Rows per busy second, as servers report it; who does not is taken for one like the others."""
+    found = [state.liveness[record.name].load.get("speed", 0.0) for record in records]
+    known = [speed for speed in found if speed > 0]
+    usual = sum(known) / len(known) if known else 1.0
+    return [speed if speed > 0 else usual for speed in found]

@@ -7,6 +7,8 @@ then one instruction stream); on the wire it is bytes, least significant bit of 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import reduce
+from operator import or_
 
 
 def to_bytes(bits: int, layers: int, experts: int) -> bytes:
@@ -29,10 +31,27 @@ def of_pairs(pairs: Iterable[tuple[int, int]], experts: int) -> int:
 
 def pairs(bits: int, experts: int) -> Iterator[tuple[int, int]]:
     """The (layer, expert) pairs of a bitmap, by layer, then expert."""
-    while bits:
-        lowest = bits & -bits
-        yield divmod(lowest.bit_length() - 1, experts)
-        bits ^= lowest
+    return (divmod(bit, experts) for bit in indexes(bits))
+
+
+def indexes(mask: int) -> list[int]:
+    """The set bits of a mask, lowest first."""
+    found: list[int] = []
+    while mask:
+        lowest = mask & -mask
+        found.append(lowest.bit_length() - 1)
+        mask ^= lowest
+    return found
+
+
+def union(bitmaps: Iterable[int]) -> int:
+    """The bits that are in any of the bitmaps."""
+    return reduce(or_, bitmaps, 0)
+
+
+def everything(layers: int, experts: int) -> int:
+    """All bits of a model."""
+    return (1 << layers * experts) - 1
 
 
 def lowest(bits: int, count: int) -> int:
@@ -66,3 +85,12 @@ def by_layer(bits: int, layers: int, experts: int) -> list[int]:
     """How many experts of each layer a bitmap names."""
     mask = (1 << experts) - 1
     return [(bits >> (layer * experts) & mask).bit_count() for layer in range(layers)]
+
+
+def in_at_least(count: int, held: list[int]) -> int:
+    """The bits that are in at least so many of the bitmaps."""
+    at_least = [-1] + [0] * count
+    for bits in held:
+        for n in range(count, 0, -1):
+            at_least[n] |= at_least[n - 1] & bits
+    return at_least[-1]

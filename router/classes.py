@@ -61,9 +61,17 @@ def peers(state: State, record: MemberRecord) -> list[MemberRecord]:
     return kin if staying else others
 
 
+def is_last_replica(state: State, name: str) -> bool:
+    """True if none of its peers that is heard of serves some expert that this member serves."""
+    lost = state.silent | state.standing
+    others = [r for r in peers(state, state.members[name]) if r.name not in lost]
+    elsewhere = bitmap.union(record.serving for record in others)
+    return bool(state.members[name].serving & ~elsewhere)
+
+
 def covering(view: View) -> frozenset[str]:
     """Classes whose expert servers serve every expert of the model."""
-    everything = (1 << view.layers * view.experts) - 1
+    everything = bitmap.everything(view.layers, view.experts)
     served: dict[str, int] = {}
     for member in view.pool(EXPERT):
         held = bitmap.from_bytes(member.serving)

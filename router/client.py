@@ -32,17 +32,14 @@ from router.connection import (
     RouterUnavailable,
     ScaleRefused,
 )
-from router.faults import Fault, FaultTaker
-from router.faults_wire import Injection, fault_message, fault_of, injection_of, taken_message
+from router.events import Exited, Join, Left, StartProcess, StopProcess, Suspected, Totals
+from router.faults import Fault, FaultTaker, Injection
 from router.heartbeat import Heartbeat
 from router.host import boot_s, host_id, name_thread, process_id
-from router.news import News
-from router.pools import PoolSize
+from router.messages import from_message, launch_of, status_of, to_message
 from router.proto import router_pb2 as pb
-from router.replies import Identity, StartProcess, Status, StopProcess, pool_of, status_of, view_of
 from router.tls import Credentials
-from router.totals import Totals
-from router.view import EXPERT, PROTOCOL, STANDS, Member, View
+from router.view import EXPERT, STANDS, Identity, Member, PoolSize, Status, View
 
 __all__ = ["FaultRefused", "JoinRefused", "RouterClient", "RouterUnavailable", "ScaleRefused"]
 
@@ -58,6 +55,44 @@ _REFUSALS = (
     grpc.StatusCode.RESOURCE_EXHAUSTED,
     grpc.StatusCode.PERMISSION_DENIED,
 )
+
+
+class PendingReport:
+    """What a member says with its next renewal, beside its load. For use from any thread.
+
+    What an unanswered renewal said is lost: nothing but balance and metrics needs it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._routed: tuple[NDArray[np.uint32], NDArray[np.uint32]] | None = None
+        self._totals: tuple[Totals, ...] = ()
+
+    def routed(self, rows: NDArray[np.uint32], activated: NDArray[np.uint32]) -> None:
+        """Add rows sent, and batches that had any, [layers * experts], to those not told yet."""
+        with self._lock:
+            if self._routed is not None:
+                rows, activated = rows + self._routed[0], activated + self._routed[1]
+            self._routed = (rows, activated)
+
+    def counted(self, totals: Iterable[Totals]) -> None:
+        """Replace the counters not told yet."""
+        with self._lock:
+            self._totals = tuple(totals)
+
+    def forget(self) -> None:
+        """Nothing of it is to be said under another name."""
+        with self._lock:
+            self._routed, self._totals = None, ()
+
+    def take_into(self, request: pb.RenewRequest) -> None:
+        """Move everything into a request."""
+        with self._lock:
+            routed, self._routed = self._routed, None
+            totals, self._totals = self._totals, ()
+        if routed is not None:
+            request.rows, request.activated = (part.astype("<u4").tobytes() for part in routed)
+        request.totals.extend(to_message(each) for each in totals)
 
 
 class RouterClient:
@@ -88,7 +123,7 @@ class RouterClient:
         self._told_salt = 0  # of the term that knows what this expert server holds
         self._held: tuple[bytes, int] = (b"", 0)
         self._loaded: tuple[Identity | None, bytes, int, int] | None = None
-        self._news = News()
+        self._pending = PendingReport()
         self._watching: grpc.Call | None = None
         self._spoke_s = boot_s()
         self._threads: list[threading.Thread] = []
@@ -161,7 +196,7 @@ class RouterClient:
             JoinRefused: another model, shape or format of numbers; the message says which was found and needed.
             RouterUnavailable: no router answered in time, or it cannot write its journal.
         """
-        request = pb.JoinRequest(
+        joining = Join(
             pool=pool,
             address=address,
             pid=process_id() if pid is None else pid,
@@ -174,11 +209,10 @@ class RouterClient:
             core=core,
             zone=zone,
             expert_bytes=expert_bytes,
-            protocol=PROTOCOL,
         )
         sent_s = boot_s()
         try:
-            reply = self._connection.ask(self._stub.Join, request, timeout_s)
+            reply = self._connection.ask(self._stub.Join, to_message(joining), timeout_s)
         except grpc.RpcError as error:
             if error.code() in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT):
                 raise JoinRefused(error.details()) from None
@@ -190,17 +224,11 @@ class RouterClient:
             self._told_salt = reply.salt
             self._held = (b"", 0)
             self._loaded = None
-            self._news.forget()
+            self._pending.forget()
             self._view = None
             self._fenced = False
             self._spoke_s = sent_s
-            self._identity = Identity(
-                name=reply.name,
-                incarnation=reply.incarnation,
-                term=reply.term,
-                lease_s=reply.lease_s,
-                renew_s=reply.renew_s,
-            )
+            self._identity = from_message(Identity, reply)
             identity, watching = self._identity, self._watching
         self._wake.set()
         if watching is not None:
@@ -269,11 +297,11 @@ class RouterClient:
         Args:
             rows, activated: [layers * experts], in the order of bitmaps: rows, and batches that had any.
         """
-        self._news.routed(rows, activated)
+        self._pending.routed(rows, activated)
 
     def counted(self, totals: Iterable[Totals]) -> None:
         """Say what this process has counted since it began: it goes with the next renewal. Does not block."""
-        self._news.counted(totals)
+        self._pending.counted(totals)
 
     def scale(self, pool: str, wanted: int, drain_s: float | None = None, timeout_s: float = 5.0) -> PoolSize:
         """Change the wanted size of a pool; the change itself takes its time.
@@ -289,7 +317,7 @@ class RouterClient:
             raise ScaleRefused(f"{wanted} members of pool {pool!r} asked for; give at least 0")
         request = pb.ScaleRequest(pool=pool, wanted=wanted, drain_s=drain_s or 0.0)
         try:
-            return pool_of(self._connection.ask(self._stub.Scale, request, timeout_s).pool)
+            return from_message(PoolSize, self._connection.ask(self._stub.Scale, request, timeout_s).pool)
         except grpc.RpcError as error:
             if error.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.PERMISSION_DENIED):
                 raise ScaleRefused(error.details()) from None
@@ -305,7 +333,7 @@ class RouterClient:
             FaultRefused: the router or a member does not take it; the message says what was found and needed.
             RouterUnavailable: no router answered in time.
         """
-        request = pb.InjectRequest(names=names, fault=fault_message(fault))
+        request = pb.InjectRequest(names=names, fault=to_message(fault))
         return self._ask_for_faults(self._stub.Inject, request, timeout_s).id
 
     def clear(self, fault_id: str = "", timeout_s: float = 5.0) -> list[str]:
@@ -316,7 +344,7 @@ class RouterClient:
     def faults(self, timeout_s: float = 5.0) -> list[Injection]:
         """What is injected, and what was lately, oldest first. Raises RouterUnavailable."""
         reply = self._connection.call(self._stub.Faults, pb.FaultsRequest(), timeout_s)
-        return [injection_of(message) for message in reply.injections]
+        return [from_message(Injection, message) for message in reply.injections]
 
     def _ask_for_faults(self, method: Callable[..., Any], request: Any, timeout_s: float) -> Any:
         try:
@@ -329,13 +357,13 @@ class RouterClient:
     def suspect(self, name: str, incarnation: int, reason: str, timeout_s: float = 1.0) -> None:
         """Tell the router that a member misbehaves. Raises RouterUnavailable."""
         by = self._identity.name if self._identity else ""
-        request = pb.SuspectRequest(by=by, name=name, incarnation=incarnation, reason=reason)
-        self._connection.call(self._stub.Suspect, request, timeout_s)
+        suspected = Suspected(by=by, name=name, incarnation=incarnation, reason=reason)
+        self._connection.call(self._stub.Suspect, to_message(suspected), timeout_s)
 
     def replace(self, member: Member, timeout_s: float = 1.0) -> None:
         """Have another process take a member's place, and then have that member drain. Raises RouterUnavailable."""
-        going = pb.LeaveRequest(name=member.name, incarnation=member.incarnation, drain=True, replace=True)
-        self._connection.call(self._stub.Leave, going, timeout_s)
+        going = Left(name=member.name, incarnation=member.incarnation, drain=True, replace=True)
+        self._connection.call(self._stub.Leave, to_message(going), timeout_s)
 
     def leave(self, drain: bool = False, timeout_s: float = 1.0) -> None:
         """Stop being a member: at once, or (drain) once its work is done elsewhere, which ends in `on_drained`.
@@ -345,10 +373,10 @@ class RouterClient:
         identity = self._identity
         if identity is None or self._fenced:
             return
-        request = pb.LeaveRequest(name=identity.name, incarnation=identity.incarnation, drain=drain)
+        going = Left(name=identity.name, incarnation=identity.incarnation, drain=drain)
         if not drain:
             self._fenced = True
-        self._connection.call(self._stub.Leave, request, timeout_s)
+        self._connection.call(self._stub.Leave, to_message(going), timeout_s)
 
     def report_exit(self, host: str, pid: int, pool: str = "", timeout_s: float = 5.0) -> str:
         """Say that a process has ended. Returns the name of the member that it was, or "". Raises
@@ -358,9 +386,8 @@ class RouterClient:
             host: `host_id()` of the machine.
             pool: What it was started for: if it never joined, that start has failed.
         """
-        return self._connection.call(
-            self._stub.ReportExit, pb.ReportExitRequest(host=host, pid=pid, pool=pool), timeout_s
-        ).name
+        ended = Exited(host=host, pid=pid, pool=pool)
+        return self._connection.call(self._stub.ReportExit, to_message(ended), timeout_s).name
 
     def launches(
         self, host: str, starting: Callable[[], Mapping[str, int]] = dict
@@ -375,10 +402,7 @@ class RouterClient:
         for command in self._connection.stream(
             lambda: self._stub.Launches(pb.LaunchesRequest(host=host, starting=dict(starting())))
         ):
-            if command.WhichOneof("command") == "start":
-                yield StartProcess(command.start)
-            else:
-                yield StopProcess(command.stop.name, command.stop.pid)
+            yield launch_of(host, command)
 
     def status(self, timeout_s: float = 5.0, rows: bool = False) -> Status:
         """Everything the router knows, rows sent to each expert only if asked for. Raises RouterUnavailable."""
@@ -437,7 +461,7 @@ class RouterClient:
             salt=salt,
             seen=seen,
         )
-        self._news.take_into(request)
+        self._pending.take_into(request)
         reply = self._stub.Renew(request, timeout=identity.lease_s / 2)
         if reply.fenced:
             self._fence(
@@ -506,7 +530,7 @@ class RouterClient:
                 if self._faults:
                     self._obey(self._faults, message.order)
                 continue
-            view = view_of(message)
+            view = from_message(View, message)
             # A restarted router may for a moment know less than the one before it published.
             if self._view is not None and view.epoch < self._view.epoch:
                 log.warning("view_ignored epoch=%d newest=%d", view.epoch, self._view.epoch)
@@ -527,7 +551,7 @@ class RouterClient:
     def _obey(self, faults: FaultTaker, order: pb.FaultOrder) -> None:
         try:
             if order.WhichOneof("order") == "begin":
-                faults.begin(fault_of(order.begin))
+                faults.begin(from_message(Fault, order.begin))
             else:
                 faults.end(order.end)
         except Exception:
@@ -538,7 +562,7 @@ class RouterClient:
         request = pb.WatchRequest(
             name=identity.name if identity else "",
             incarnation=identity.incarnation if identity else 0,
-            takes=taken_message(self._faults.takes) if self._faults else None,
+            takes=to_message(self._faults.takes) if self._faults else None,
         )
         stream = self._stub.Watch(request)
         with self._lock:

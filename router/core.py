@@ -1,16 +1,18 @@
 """The router's state machine: step(config, state, event, now_s) -> (state, commands). Pure.
 
 An event first changes the membership or what is known of a member; then, if anything that matters did change,
-the placement follows (router.moves) and a new epoch is published. Leases are judged at ticks (router.leases),
-and processes ordered when a pool is too small (router.launches).
+the placement follows (router.moves) and a new epoch is published. Leases are judged at ticks (router.liveness),
+and processes ordered when a pool is too small (router.lifecycle).
 """
 
 from __future__ import annotations
 
-from router import blame, drains, launches, leases, orders, terms
-from router.autoscale import autoscale
+from router import lifecycle, moves
+from router.balance import rebalance
 from router.classes import can_mix
+from router.corruption import judge_corruption
 from router.events import (
+    LONGEST_DRAIN_S,
     Acked,
     Command,
     Event,
@@ -29,22 +31,22 @@ from router.events import (
     Scaled,
     Stale,
     Started,
-    Stranger,
     Suspected,
     Tick,
+    UnknownMember,
 )
-from router.moves import follow
-from router.rebalance import rebalance
-from router.records import evolve, fence, is_member, pool, with_pulse, with_record
+from router.liveness import discount_stall, judge_silence, record_suspicion, renew
+from router.pools import autoscale
+from router.records import fence, is_member, pool, replace, with_liveness, with_record
 from router.state import (
     COUNT_BITS,
     LAUNCHED_POOLS,
     MOST_MEMBERS,
     NAMED_POOLS,
     Config,
+    Liveness,
     MemberRecord,
     Model,
-    Pulse,
     State,
 )
 from router.view import ASKING_POOLS, CLIENT, EXPERT, GATEWAY, PROTOCOL
@@ -54,7 +56,6 @@ from router.view import ASKING_POOLS, CLIENT, EXPERT, GATEWAY, PROTOCOL
 _MOST_PAIRS = 1 << 20
 _MOST_EXPERT_BYTES = 1 << 40
 _LONGEST = 256
-_LONGEST_DRAIN_S = 1e6
 
 
 def step(config: Config, state: State, event: Event, now_s: float) -> tuple[State, list[Command]]:
@@ -70,72 +71,77 @@ def step(config: Config, state: State, event: Event, now_s: float) -> tuple[Stat
     commands: list[Command] = []
     before = state
     if now_s > state.now_s:
-        state = evolve(state, now_s=now_s)
+        state = replace(state, now_s=now_s)
     # Whatever comes first after a stall, no silence may be judged before the stall is taken off it.
-    state = leases.excuse_stall(config, state)
+    state = discount_stall(config, state)
     state = _apply(config, state, event, commands)
-    if commands and isinstance(commands[-1], Stranger | Refused):
+    if commands and isinstance(commands[-1], UnknownMember | Refused):
         return state, commands
-    state, begins = terms.listen(config, state, event)
+    state, begins = lifecycle.catch_up(config, state, event)
     if state.unheard:
         return state, commands
     ticked = isinstance(event, Tick)
     if not ticked and not begins and _decides_nothing(before, state, event):
         return state, commands
-    state = drains.take_back(config, state)
+    state = lifecycle.take_back_drains(config, state)
     if not state.settled or _is_stirred(before, state, event) or (ticked and state.stuck):
-        state = follow(config, state, commands)
-    state = launches.order(config, state, commands)
+        state = moves.follow(config, state, commands)
+    state = lifecycle.order_starts(config, state, commands)
     if begins or _shows_another(before, state):
-        state = evolve(state, epoch=state.epoch + 1)
+        state = replace(state, epoch=state.epoch + 1)
         commands.append(Publish(epoch=state.epoch))
     return state, commands
 
 
 def _apply(config: Config, state: State, event: Event, commands: list[Command]) -> State:
+    if isinstance(event, Renewed | Acked | Loaded | Routed | Suspected | Left) and not is_member(
+        state, event.name, event.incarnation
+    ):
+        commands.append(UnknownMember(name=event.name, incarnation=event.incarnation))
+        return lifecycle.note_unknown_member(state, event) if isinstance(event, Renewed) else state
     match event:
         case Renewed():
             return _renew(config, state, event, commands)
         case Tick() if state.unheard:
-            return evolve(state, ticked_s=state.now_s)
+            return replace(state, ticked_s=state.now_s)
         case Tick():
-            state = blame.judge(config, leases.judge(config, state, commands), commands)
-            state = drains.shrink(state)
-            state = orders.give_up(config, drains.end_overdue(config, state, commands))
+            state = judge_corruption(config, judge_silence(config, state, commands), commands)
+            state = lifecycle.shrink_pools(state)
+            state = moves.take_back_late_copies(config, lifecycle.end_overdue(config, state, commands))
             return rebalance(config, autoscale(config, state, commands))
         case Started():
-            return terms.begin(config, state, event)
+            return lifecycle.begin_term(config, state, event)
         case Join():
             return _join(config, state, event, commands)
         case Acked():
-            return _ack(state, event, commands)
+            return _ack(state, event)
         case Loaded():
             return _load(state, event, commands)
         case Routed():
-            return _count(config, state, event, commands)
+            return _count(config, state, event)
         case Scale():
             return _scale(config, state, event, commands)
         case Suspected():
-            return leases.accuse(config, state, event, commands)
+            return record_suspicion(config, state, event)
         case Left():
             return _leave(config, state, event, commands)
         case Exited():
             return _exit(config, state, event, commands)
         case LauncherAttached():
-            return launches.attach(config, state, event)
+            return lifecycle.attach_launcher(config, state, event)
         case LauncherDetached():
-            return launches.detach(state, event.host)
+            return lifecycle.detach_launcher(state, event.host)
 
 
 def _decides_nothing(before: State, state: State, event: Event) -> bool:
-    """True for by far the most events: news of a member on which nothing waits, and that touches nothing durable.
+    """True for by far the most events: what a member says on which nothing waits, and that touches nothing durable.
 
     An unchanged part of the state is the same object: nothing need be compared.
     """
     if state.members is not before.members or state.suspects is not before.suspects:
         return False
     if isinstance(event, Acked):
-        return state.pulses is before.pulses or not any(r.retiring for r in state.members.values())
+        return state.liveness is before.liveness or not any(r.retiring for r in state.members.values())
     return isinstance(event, Renewed | Routed | Loaded) and state.silent is before.silent
 
 
@@ -145,7 +151,7 @@ def _is_stirred(before: State, state: State, event: Event) -> bool:
         state.members is not before.members
         or state.suspects is not before.suspects
         or state.silent is not before.silent
-        or state.ghosts is not before.ghosts
+        or state.fenced_clients is not before.fenced_clients
         or state.wanted is not before.wanted
         or isinstance(event, Acked)
     )
@@ -204,7 +210,7 @@ def _join(config: Config, state: State, event: Join, commands: list[Command]) ->
     record = MemberRecord(
         name=f"{event.pool}/{number}",
         pool=event.pool,
-        incarnation=(state.salt & terms.SALT_MASK) << COUNT_BITS | joined,
+        incarnation=(state.salt & lifecycle.SALT_MASK) << COUNT_BITS | joined,
         address=event.address,
         pid=event.pid,
         host=event.host,
@@ -212,21 +218,21 @@ def _join(config: Config, state: State, event: Join, commands: list[Command]) ->
         numerics_class=event.numerics_class,
         capacity=event.capacity,
         ready=event.pool == GATEWAY,
-        ordered=launches.expects(state, event.host, event.pool),
+        ordered=lifecycle.expects_start(state, event.host, event.pool),
         zone=event.zone,
     )
     # It has seen no View yet, so it cannot use routes older than the present epoch.
-    pulse = Pulse(renewed_s=state.now_s, acked=state.epoch, told=True)
-    state = evolve(
+    liveness = Liveness(renewed_s=state.now_s, acked=state.epoch, told=True)
+    state = replace(
         state,
         model=known if model == known else model,
         joined=joined,
         named={**state.named, event.pool: number},
         members={**state.members, record.name: record},
-        pulses={**state.pulses, record.name: pulse},
+        liveness={**state.liveness, record.name: liveness},
     )
     commands.append(Joined(name=record.name, incarnation=record.incarnation))
-    return launches.joined(state, event.host, event.pool)
+    return lifecycle.fill_start(state, event.host, event.pool)
 
 
 def _is_another(one: Model, other: Model) -> bool:
@@ -240,7 +246,7 @@ def _forget_model(state: State, event: Join) -> State:
     if held or event.pool not in LAUNCHED_POOLS:
         return state
     return (
-        evolve(state, model=Model(), routed=None, seen=())
+        replace(state, model=Model(), routed=None, seen=())
         if state.model.hash or state.model.layers
         else state
     )
@@ -325,69 +331,59 @@ def _oversized(known: Model, event: Join) -> str:
 
 
 def _renew(config: Config, state: State, event: Renewed, commands: list[Command]) -> State:
-    if not is_member(state, event.name, event.incarnation):
-        commands.append(Stranger(name=event.name, incarnation=event.incarnation))
-        return terms.strangers(state, event)
-    state = leases.renewed(config, state, event)
-    return drains.end_idle(config, state, event.name, commands)
+    state = renew(config, state, event)
+    return lifecycle.end_idle(config, state, event.name, commands)
 
 
-def _ack(state: State, event: Acked, commands: list[Command]) -> State:
-    if not is_member(state, event.name, event.incarnation):
-        commands.append(Stranger(name=event.name, incarnation=event.incarnation))
-        return state
-    pulse = state.pulses[event.name]
-    if pulse.journaled and not event.epoch:
+def _ack(state: State, event: Acked) -> State:
+    liveness = state.liveness[event.name]
+    if liveness.journaled and not event.epoch:
         # It uses no routes at all, of no term.
-        return with_pulse(state, event.name, evolve(pulse, journaled=False))
+        return with_liveness(state, event.name, replace(liveness, journaled=False))
     # Another term's routes are not those of this one, whatever their number.
     if event.salt not in (0, state.salt):
         return state
     # An ack of an epoch that was never published is nonsense; taken at its word it would free weights in use.
-    if not pulse.acked < event.epoch <= state.epoch:
+    if not liveness.acked < event.epoch <= state.epoch:
         return state
-    state = with_pulse(state, event.name, evolve(pulse, acked=event.epoch))
+    state = with_liveness(state, event.name, replace(liveness, acked=event.epoch))
     record = state.members[event.name]
     # While it was not ready nobody waited for it: it may now use only what was not given up meanwhile.
     if record.pool in ASKING_POOLS and not record.ready and event.epoch >= state.unloaded_epoch:
-        state = with_record(state, evolve(record, ready=True))
-        state = launches.succeeded(state, record.pool)
+        state = with_record(state, replace(record, ready=True))
+        state = lifecycle.forgive_failed_starts(state, record.pool)
     return state
 
 
 def _load(state: State, event: Loaded, commands: list[Command]) -> State:
-    if not is_member(state, event.name, event.incarnation):
-        commands.append(Stranger(name=event.name, incarnation=event.incarnation))
-        return state
     record = state.members[event.name]
     if event.salt not in (0, state.salt):
         # Said to another term: much may have happened since.
         commands.append(Stale(name=event.name, epoch=event.epoch))
         return state
-    unknown = terms.unknown(state, event)
-    pulse = state.pulses[event.name]
-    if event.epoch < pulse.reported:
+    unknown = lifecycle.held_beyond_journal(state, event)
+    liveness = state.liveness[event.name]
+    if event.epoch < liveness.reported:
         # Overtaken by a newer report of the same server.
         commands.append(Stale(name=event.name, epoch=event.epoch))
         return state
-    if event.epoch > pulse.reported or not pulse.told:
-        reported = max(pulse.reported, min(event.epoch, state.epoch))
-        state = with_pulse(state, event.name, evolve(pulse, reported=reported, told=True, unknown=unknown))
+    if event.epoch > liveness.reported or not liveness.told:
+        reported = max(liveness.reported, min(event.epoch, state.epoch))
+        state = with_liveness(
+            state, event.name, replace(liveness, reported=reported, told=True, unknown=unknown)
+        )
     held = event.held & record.target
     # What it tells a term first it holds until a View of that term, for it follows no other any more.
-    if event.epoch < record.dropped_epoch and (pulse.told or not event.salt):
+    if event.epoch < record.dropped_epoch and (liveness.told or not event.salt):
         # The server may be unloading what it then held, so such a report can only take away.
         commands.append(Stale(name=event.name, epoch=event.epoch))
         held &= record.loaded
     if held != record.loaded:
-        state = with_record(state, evolve(record, loaded=held))
-    return state if state.unheard or pulse.told else terms.keep(state, event.name, unknown)
+        state = with_record(state, replace(record, loaded=held))
+    return state if state.unheard or liveness.told else lifecycle.keep_held(state, event.name, unknown)
 
 
-def _count(config: Config, state: State, event: Routed, commands: list[Command]) -> State:
-    if not is_member(state, event.name, event.incarnation):
-        commands.append(Stranger(name=event.name, incarnation=event.incarnation))
-        return state
+def _count(config: Config, state: State, event: Routed) -> State:
     pairs = state.model.layers * state.model.experts
     if event.rows.shape != (pairs,) or event.activated.shape != (pairs,):
         return state
@@ -395,7 +391,7 @@ def _count(config: Config, state: State, event: Routed, commands: list[Command])
     if state.routed is not None and state.routed.shape == routed.shape:
         routed += state.routed * 0.5 ** ((state.now_s - state.routed_s) / config.routed_half_life_s)
     routed.flags.writeable = False
-    return evolve(state, routed=routed, routed_s=state.now_s)
+    return replace(state, routed=routed, routed_s=state.now_s)
 
 
 def _scale(config: Config, state: State, event: Scale, commands: list[Command]) -> State:
@@ -411,39 +407,36 @@ def _scale(config: Config, state: State, event: Scale, commands: list[Command]) 
             )
         )
         return state
-    if not 0 < event.drain_s <= _LONGEST_DRAIN_S:
-        message = f"drain_s is {event.drain_s}; give more than 0 and at most {_LONGEST_DRAIN_S:.0f}"
+    if not 0 < event.drain_s <= LONGEST_DRAIN_S:
+        message = f"drain_s is {event.drain_s}; give more than 0 and at most {LONGEST_DRAIN_S:.0f}"
         commands.append(Refused(message=message))
         return state
     commands.append(Scaled(pool=event.pool, wanted=event.wanted))
-    state = evolve(state, drain_s={**state.drain_s, event.pool: event.drain_s})
+    state = replace(state, drain_s={**state.drain_s, event.pool: event.drain_s})
     if state.wanted.get(event.pool) == event.wanted:
         return state
-    return evolve(state, wanted={**state.wanted, event.pool: event.wanted})
+    return replace(state, wanted={**state.wanted, event.pool: event.wanted})
 
 
 def _leave(config: Config, state: State, event: Left, commands: list[Command]) -> State:
-    if not is_member(state, event.name, event.incarnation):
-        commands.append(Stranger(name=event.name, incarnation=event.incarnation))
-        return state
     record = state.members[event.name]
     if event.drain and event.replace and record.pool in LAUNCHED_POOLS:
-        return with_record(state, evolve(record, leaving=True))
+        return with_record(state, replace(record, leaving=True))
     if event.drain:
-        return drains.begin(state, event.name)
+        return lifecycle.begin_drain(state, event.name)
     return fence(config, state, event.name, "left", commands, ended=True)
 
 
 def _exit(config: Config, state: State, event: Exited, commands: list[Command]) -> State:
-    ghosts = tuple(g for g in state.ghosts if (g.host, g.pid) != (event.host, event.pid))
-    if len(ghosts) < len(state.ghosts):
-        state = evolve(state, ghosts=ghosts)
+    fenced_clients = tuple(g for g in state.fenced_clients if (g.host, g.pid) != (event.host, event.pid))
+    if len(fenced_clients) < len(state.fenced_clients):
+        state = replace(state, fenced_clients=fenced_clients)
     found = [r for r in state.members.values() if (r.host, r.pid) == (event.host, event.pid)]
     for record in found:
         state = fence(config, state, record.name, "its process ended", commands, ended=True)
         if not record.ready:
-            state = launches.failed(config, state, record.pool)
+            state = lifecycle.note_failed_start(config, state, record.pool)
     known = any((gone.host, gone.pid) == (event.host, event.pid) for gone in state.gone)
     if event.pool and not known:
-        state = launches.never_joined(config, state, event.host, event.pool)
+        state = lifecycle.fail_unjoined(config, state, event.host, event.pool)
     return state

@@ -1,9 +1,7 @@
 """The router's memory in etcd: every commit one transaction that only the leader's can be.
 
-Keys under /eaas/CLUSTER/: `leader` (router.election); `state/counters` (JSON: layout, salt, term, epoch,
-joined, named, model); `state/members/INCARNATION` and `state/gone/INCARNATION` (one JSON record each, the
-number in 16 hexadecimal digits); `state/redo/N`, part N of a commit that needs several transactions, and
-`state/redo/parts`, their number, with which such a commit begins to count.
+Keys under /eaas/CLUSTER/: `leader` (Election); `state/` and a key of router.journal; `state/redo/N`, part N of a commit
+that needs several transactions, and `state/redo/parts`, their number, with which such a commit begins to count.
 
 Each transaction demands that this router leads still and that the counters are as its last commit left them:
 one whose answer was lost, and which is carried out late, changes nothing that came after it.
@@ -11,25 +9,166 @@ one whose answer was lost, and which is carried out late, changes nothing that c
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from router.election import Election
-from router.etcd import Etcd, EtcdUnavailable, Operation, delete, get, modified, pairs, put
-from router.state import Gone, MemberRecord, Model, State
-from router.store import JournalUnusable, in_order, record_of, record_text
+from router.etcd import Etcd, EtcdUnavailable, Operation, created, delete, get, modified, pairs, put
+from router.host import boot_s
+from router.journal import COUNTERS, Changes, JournalUnusable, changes, is_same, state_of
+from router.state import ConfigInvalid, State
 
-Changes = Mapping[str, str | None]
-"""New value by key, None where the key goes."""
+log = logging.getLogger(__name__)
 
-_LAYOUT = 1
+_USED = 0.9  # Of the lease; the rest allows for clocks that run at different speeds.
+_RENEWALS = 5  # In each lease.
+_POLL_S = 0.2
+
+
+class Election:
+    """One router's part in it. Belongs to the event loop that runs `win` and `keep`.
+
+    leader: address of the router that leads, as far as known. problem: why etcd cannot be asked, or empty.
+    """
+
+    def __init__(self, etcd: Etcd, prefix: str, ttl_s: float, clock: Callable[[], float] = boot_s) -> None:
+        """Args: prefix: of the cluster's keys. ttl_s: lease of the leader; etcd may make it longer.
+
+        Raises:
+            ConfigInvalid: etcd grants no lease so short.
+        """
+        if not 2 <= ttl_s <= 600:
+            raise ConfigInvalid(
+                f"a leader's lease of {ttl_s} s found; give 2 (the least that etcd grants) to 600"
+            )
+        self.leader = ""
+        self.problem = ""
+        self.key = f"{prefix}leader"
+        self._etcd = etcd
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self._lease = ""
+        self._revision = ""
+        self._until_s = float("-inf")
+
+    async def reach(self) -> None:
+        """Raises JournalUnusable: etcd does not answer, so that nobody can be elected."""
+        try:
+            await asyncio.to_thread(self._etcd.txn, [], [get(self.key)])
+        except EtcdUnavailable as error:
+            raise JournalUnusable(self._away(error)) from error
+
+    def leads(self) -> bool:
+        """True while no other router can lead."""
+        return self._clock() < self._until_s
+
+    def held(self) -> Operation:
+        """Comparison that makes a transaction void unless this router leads still."""
+        return created(self.key, self._revision)
+
+    def owns(self, found: Mapping[str, str]) -> bool:
+        """True if the leader's key, as read (`etcd.pairs`), is this router's."""
+        return found["create_revision"] == self._revision
+
+    def lose(self, leader: str) -> None:
+        """Another leads, as a refused transaction has shown."""
+        self.leader = leader
+        self._until_s = float("-inf")
+
+    async def win(self, address: str) -> None:
+        """Return once this router, reached at `address`, leads."""
+        while True:
+            try:
+                if await asyncio.to_thread(self._campaign, address):
+                    self.problem = ""
+                    return
+                self.problem = ""
+            except (EtcdUnavailable, ValueError, KeyError) as error:
+                self._tell(self._away(error))
+            await asyncio.sleep(_POLL_S)
+
+    async def keep(self) -> str:
+        """Renew the lease; returns, while no other can lead yet, why this router leads no more."""
+        reason = "another router leads"
+        while self.leads():
+            await asyncio.sleep(min(self._ttl_s / _RENEWALS, max(0.0, self._until_s - self._clock())))
+            if not self.leads():
+                break
+            asking = asyncio.create_task(asyncio.to_thread(self._renew))
+            # The request may hang beyond the lease; the thread then ends by its own time budget.
+            await asyncio.wait((asking,), timeout=max(0.0, self._until_s - self._clock()))
+            if not asking.done():
+                asking.add_done_callback(lambda late: late.exception())
+                reason = f"etcd at {self._etcd.urls} did not answer"
+                break
+            try:
+                if not asking.result():
+                    reason = "its lease had ended"
+                    break
+                self.problem = ""
+                reason = "it was not running for a whole lease"
+            except (EtcdUnavailable, ValueError, KeyError) as error:
+                reason = self._away(error)
+                self._tell(reason)
+        self._until_s = float("-inf")
+        return reason
+
+    async def resign(self) -> None:
+        """Give the lease back, so that another need not wait for its end; if etcd is away, it ends by itself."""
+        self._until_s = float("-inf")
+        lease, self._lease = self._lease, ""
+        if lease:
+            try:
+                await asyncio.to_thread(self._etcd.call, "lease/revoke", {"ID": lease})
+            except EtcdUnavailable as error:
+                log.info("lease_not_revoked reason=%s", error)
+
+    def _campaign(self, address: str) -> bool:
+        _, (answer,) = self._etcd.txn([], [get(self.key)])
+        found = pairs(answer).get(self.key)
+        if found is not None:
+            self.leader = found["value"]
+            return False
+        sent_s = self._clock()
+        granted = self._etcd.call("lease/grant", {"TTL": str(max(1, round(self._ttl_s)))})
+        self._lease = granted["ID"]
+        won, answers = self._etcd.txn(
+            [created(self.key, "0")], [put(self.key, address, self._lease)], [get(self.key)]
+        )
+        if not won:
+            self.leader = next(iter(pairs(answers[0]).values()))["value"]
+            self._etcd.call("lease/revoke", {"ID": self._lease})
+            return False
+        self._revision = answers[0]["header"]["revision"]
+        self.leader = address
+        self._until_s = sent_s + _USED * float(granted["TTL"])
+        return True
+
+    def _renew(self) -> bool:
+        sent_s = self._clock()
+        answer: dict[str, Any] = self._etcd.call("lease/keepalive", {"ID": self._lease})["result"]
+        ttl_s = float(answer.get("TTL", 0))
+        if ttl_s > 0 and self.leads():
+            # The greater: an answer may come so late that another lease has been won since.
+            self._until_s = max(self._until_s, sent_s + _USED * ttl_s)
+        return ttl_s > 0
+
+    def _away(self, error: Exception) -> str:
+        return f"etcd at {self._etcd.urls} cannot be asked who leads: {error}. See that it runs and can be reached."
+
+    def _tell(self, problem: str) -> None:
+        if problem != self.problem:
+            log.warning("election_waits reason=%s", problem)
+        self.problem = problem
+
+
 # etcd takes 128 operations and 1.5 MiB in a transaction unless told otherwise; a part is JSON within JSON.
 _OPERATIONS = 100
 _BYTES = 512 << 10
-_COUNTERS, _REDO, _PARTS = "counters", "redo/", "redo/parts"
+_REDO, _PARTS = "redo/", "redo/parts"
 
 
 class ClusterInvalid(ValueError):
@@ -63,25 +202,28 @@ class EtcdStore:
         found = self._settled()
         self._doubt = ""
         try:
-            return _state(found)
+            return state_of(found)
         except JournalUnusable as error:
-            raise JournalUnusable(f"etcd at {self._etcd.urls}, {self._root}{error}") from None
+            raise JournalUnusable(
+                f"etcd at {self._etcd.urls}, {self._root}{error}; give another --cluster, or put the value back from a "
+                f"backup of etcd"
+            ) from None
 
     def save(self, before: State, after: State) -> bool:
-        if before.members is after.members and _counters(before) == _counters(after):
+        if is_same(before, after):
             return False
         if self._doubt:
             raise JournalUnusable(self._doubt)
-        self._write(_changes(before, after))
+        self._write(changes(before, after))
         return True
 
     def prove(self, state: State) -> None:
         # What a commit did whose answer was lost is not known: everything is compared.
         found = self._settled()
-        wanted = _changes(State(), state)
-        changes: dict[str, str | None] = {key: None for key in found if key not in wanted}
-        changes |= {key: value for key, value in wanted.items() if found.get(key) != value}
-        self._write({**changes, _COUNTERS: wanted[_COUNTERS]})
+        wanted = changes(State(), state)
+        differing: dict[str, str | None] = {key: None for key in found if key not in wanted}
+        differing |= {key: value for key, value in wanted.items() if found.get(key) != value}
+        self._write({**differing, COUNTERS: wanted[COUNTERS]})
         self._doubt = ""
 
     def close(self) -> None:
@@ -103,13 +245,13 @@ class EtcdStore:
             found = {key.removeprefix(self._root): kv for key, kv in pairs(answer).items()}
         except (ValueError, KeyError) as error:
             raise self._unusable(f"holds something under {self._root} that is no text: {error}") from error
-        self._revision = found[_COUNTERS]["mod_revision"] if _COUNTERS in found else "0"
+        self._revision = found[COUNTERS]["mod_revision"] if COUNTERS in found else "0"
         return {key: kv["value"] for key, kv in found.items()}
 
-    def _write(self, changes: Changes) -> None:
+    def _write(self, found: Changes) -> None:
         """Commit at once, or by parts that the next reader carries out if this router does not live to."""
-        others = {key: value for key, value in changes.items() if key != _COUNTERS}
-        counters = put(self._root + _COUNTERS, changes[_COUNTERS] or "")
+        others = {key: value for key, value in found.items() if key != COUNTERS}
+        counters = put(self._root + COUNTERS, found[COUNTERS] or "")
         parts = list(_split(others))
         if len(parts) <= 1:
             operations = self._operations(others)
@@ -127,15 +269,15 @@ class EtcdStore:
         for part in parts:
             self._commit(self._operations(part))
 
-    def _operations(self, changes: Changes) -> list[Operation]:
+    def _operations(self, found: Changes) -> list[Operation]:
         return [
             delete(self._root + key) if value is None else put(self._root + key, value)
-            for key, value in changes.items()
+            for key, value in found.items()
         ]
 
     def _commit(self, operations: list[Operation]) -> list[dict[str, Any]]:
         return self._transact(
-            [self._election.held(), modified(self._root + _COUNTERS, self._revision)], operations
+            [self._election.held(), modified(self._root + COUNTERS, self._revision)], operations
         )
 
     def _transact(self, guards: list[Operation], operations: list[Operation]) -> list[dict[str, Any]]:
@@ -160,78 +302,11 @@ class EtcdStore:
         return JournalUnusable(self._doubt)
 
 
-def _changes(before: State, after: State) -> dict[str, str | None]:
-    """What to write for `after` where `before` is stored; the counters always."""
-    changes: dict[str, str | None] = {_COUNTERS: _counters(after)}
-    for name, record in after.members.items():
-        if before.members.get(name) is not record:
-            changes[_member_key(record.incarnation)] = record_text(record)
-    for name, record in before.members.items():
-        if name not in after.members:
-            changes[_member_key(record.incarnation)] = None
-    for gone in set(after.gone) - set(before.gone):
-        changes[_gone_key(gone.incarnation)] = json.dumps(asdict(gone))
-    for gone in set(before.gone) - set(after.gone):
-        changes[_gone_key(gone.incarnation)] = None
-    return changes
-
-
-def _state(found: Mapping[str, str]) -> State:
-    """Raises JournalUnusable: with the key that is damaged, and how."""
-    if not found:
-        return State()
-    key = _COUNTERS
-    try:
-        counters = json.loads(found[_COUNTERS])
-        layout = counters.pop("layout")
-        if layout != _LAYOUT:
-            raise JournalUnusable(
-                f"{_COUNTERS} has layout {layout}, this router writes {_LAYOUT}; give another --cluster"
-            )
-        model = Model(**counters.pop("model"))
-        records: list[MemberRecord] = []
-        gone: list[Gone] = []
-        for key in sorted(found):
-            if key.startswith("members/"):
-                records.append(record_of(found[key]))
-            elif key.startswith("gone/"):
-                gone.append(Gone(**json.loads(found[key])))
-        members = {record.name: record for record in in_order(records)}
-        return State(**counters, model=model, members=members, gone=tuple(in_order(gone)))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise JournalUnusable(
-            f"{key} cannot be read: {error!r}. Put the value back from a backup of etcd, or give another --cluster."
-        ) from error
-
-
-def _counters(state: State) -> str:
-    return json.dumps(
-        {
-            "layout": _LAYOUT,
-            "salt": state.salt,
-            "term": state.term,
-            "epoch": state.epoch,
-            "joined": state.joined,
-            "named": dict(state.named),
-            "wanted": dict(state.wanted),
-            "model": asdict(state.model),
-        }
-    )
-
-
-def _member_key(incarnation: int) -> str:
-    return f"members/{incarnation:016x}"
-
-
-def _gone_key(incarnation: int) -> str:
-    return f"gone/{incarnation:016x}"
-
-
-def _split(changes: Changes) -> Iterator[Changes]:
+def _split(found: Changes) -> Iterator[Changes]:
     """The changes in parts that one transaction, and one value, can take."""
     part: dict[str, str | None] = {}
     size = 0
-    for key, value in changes.items():
+    for key, value in found.items():
         more = len(key) + len(value or "")
         if part and (len(part) == _OPERATIONS or size + more > _BYTES):
             yield part

@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from router.view import PROTOCOL
 
 DRAIN_S = 30.0
+# What a core can add to its clock, and over 11 days.
+LONGEST_DRAIN_S = 1e6
 
 # What can happen.
 
@@ -77,6 +79,25 @@ class Routed:
     incarnation: int
     rows: NDArray[np.uint32] = field(compare=False)
     activated: NDArray[np.uint32] = field(compare=False)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Totals:
+    """What a member has counted since it began, by word, as it tells the router for its metrics.
+
+    peer: What it did with that member alone. rail: Over that rail alone.
+
+    Words of an expert server, of all its clients: calls, batches, rows, pairs, experts (activated, summed over
+    batches), received_bytes, sent_bytes (of rows, without headers), busy_s, not_held, invalid. Of an attention worker,
+    with each server that it asks (peer), and of all that it ever asked (no peer): calls, rows, pairs, replies,
+    latency_s and service_s (sums over replies), hedges, failovers, lost, corrupt, received_bytes, sent_bytes. Of
+    itself: computed_tokens, reused_tokens, preemptions, busy_s. With a rail named: sent_bytes that it carried to the
+    peer, and live, 1 or 0.
+    """
+
+    peer: str = ""
+    rail: str = ""
+    counted: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -203,7 +224,7 @@ class Scaled:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stranger:
+class UnknownMember:
     """Answer to an event of a member that is none: it is fenced, or never was."""
 
     name: str
@@ -230,20 +251,20 @@ class Fenced:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Launch:
-    """The launcher of a host must start a process for a pool."""
+class StartProcess:
+    """The launcher of a host must start one more process for a pool."""
 
     host: str
     pool: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stop:
-    """The launcher of a host must end the process of a member that is fenced or has drained."""
+class StopProcess:
+    """The launcher of a host must end the process of a member that is fenced or has drained; it may be gone."""
 
     host: str
     name: str
     pid: int
 
 
-Command = Publish | Joined | Refused | Scaled | Stranger | Stale | Fenced | Launch | Stop
+Command = Publish | Joined | Refused | Scaled | UnknownMember | Stale | Fenced | StartProcess | StopProcess

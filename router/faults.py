@@ -195,6 +195,26 @@ class Fault:
         return cls(**values)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Injection:
+    """One fault and the members that were told of it.
+
+    began_s, ends_s: since 1970, by the router's clock; the end is that of a fault that nobody ends before.
+    remaining_s: 0 once it is over.
+    """
+
+    fault: Fault
+    names: tuple[str, ...]
+    began_s: float
+    ends_s: float
+    remaining_s: float
+
+    @property
+    def active(self) -> bool:
+        """False once it is over."""
+        return self.remaining_s > 0
+
+
 def _names(found: Any) -> tuple[str, ...]:
     names: list[Any] = list(found) if isinstance(found, list | tuple) else [None]  # pyright: ignore[reportUnknownArgumentType]
     if not all(isinstance(name, str) for name in names):

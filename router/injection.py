@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 
 import grpc
 
-from router.faults import LONGEST_S, POINT_WAIT_S, Fault, FaultInvalid, FaultsTaken
-from router.faults_wire import Injection, fault_message
+from router.faults import LONGEST_S, POINT_WAIT_S, Fault, FaultInvalid, FaultsTaken, Injection
+from router.messages import to_message
 from router.proto import router_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -193,13 +193,13 @@ class Injections:
         if fault.id in {told.fault.id for told in active}:
             raise FaultInvalid(f"a fault {fault.id!r} is active already; clear it, or give another id.")
         watchers = [watcher for name in names for watcher in self._takers(name, fault)]
-        if strangers := sorted(set(fault.peers) - set(self._members())):
-            raise FaultInvalid(f"{', '.join(strangers)} is no member; there are {self._listed()}.")
+        if unknown := sorted(set(fault.peers) - set(self._members())):
+            raise FaultInvalid(f"{', '.join(unknown)} is no member; there are {self._listed()}.")
         if not fault.id:
             self._number += 1
             fault = replace(fault, id=f"fault-{self._term()}-{self._number}")
         for watcher in watchers:
-            watcher.tell(pb.FaultOrder(begin=fault_message(fault)))
+            watcher.tell(pb.FaultOrder(begin=to_message(fault)))
         now_s = self._clock()
         told = _Told(fault=fault, names=names, at_s=now_s, until_s=now_s + fault.lasts_s)
         self._told.append(told)

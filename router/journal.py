@@ -1,8 +1,10 @@
-"""The router's memory: SQLite, every commit on the disk before anyone hears of it.
+"""The router's memory: where it is kept, the form that a state has there, and SQLite, the store of a single router.
 
-Tables: counters (one row: layout, salt, term, epoch, joined, model), named (pool, last number), wanted (pool, size),
-members and gone (name, one JSON record). One router owns a journal at a time: SQLite's exclusive lock, which
-ends with the process.
+A store holds text by key: `counters` (JSON: layout, salt, term, epoch, joined, named, wanted, model), and for each
+member a JSON record at `members/INCARNATION` or `gone/INCARNATION`, the number in 16 hexadecimal digits.
+
+SQLite has them in one table, every commit on the disk before anyone hears of it. One router owns a journal at a time:
+SQLite's exclusive lock, which ends with the process.
 """
 
 from __future__ import annotations
@@ -10,25 +12,135 @@ from __future__ import annotations
 import json
 import logging
 import sqlite3
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, fields, replace
 from pathlib import Path
+from typing import Protocol, TypeVar
 
-from router.state import Gone, Model, State
-from router.store import JournalUnusable, in_order, record_of, record_text
+from router.state import COUNT_BITS, MemberRecord, Model, State
+from router.view import GoneMember
 
 log = logging.getLogger(__name__)
 
-_LAYOUT = 3
-_TABLES = """
-CREATE TABLE IF NOT EXISTS counters (
-    one INTEGER PRIMARY KEY CHECK (one = 1), layout INTEGER NOT NULL, salt INTEGER NOT NULL, term INTEGER NOT
-    NULL, epoch INTEGER NOT NULL, joined INTEGER NOT NULL, model TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS named (pool TEXT PRIMARY KEY, number INTEGER NOT NULL);
-CREATE TABLE IF NOT EXISTS wanted (pool TEXT PRIMARY KEY, number INTEGER NOT NULL);
-CREATE TABLE IF NOT EXISTS members (incarnation INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, record TEXT
-NOT NULL); CREATE TABLE IF NOT EXISTS gone (incarnation INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, record
-TEXT NOT NULL);
-"""
+Changes = Mapping[str, str | None]
+"""New value by key, None where the key goes."""
+
+COUNTERS = "counters"
+_LAYOUT = 1
+_BITMAPS = ("share", "target", "loaded", "serving", "retiring")
+_Known = TypeVar("_Known", MemberRecord, GoneMember)
+
+
+class JournalUnusable(Exception):
+    """The store cannot be opened, read or written; the message says which and why."""
+
+
+class Store(Protocol):
+    """The durable part of the router's state. Not shared between threads."""
+
+    def load(self) -> State:
+        """The durable state of the last commit; the empty State for a new store. Raises JournalUnusable."""
+        ...
+
+    def save(self, before: State, after: State) -> bool:
+        """Commit what changed between two states, durably; returns whether anything did.
+
+        Raises:
+            JournalUnusable: nothing of it counts. Nobody may hear of `after`.
+        """
+        ...
+
+    def prove(self, state: State) -> None:
+        """Make `state`, the last one that counted, what the store holds. Raises JournalUnusable while that is
+        not possible."""
+        ...
+
+    def close(self) -> None:
+        """Let go of it. Idempotent."""
+        ...
+
+
+def is_same(before: State, after: State) -> bool:
+    """True if nothing durable differs between a state and the next."""
+    return (
+        before.members is after.members
+        and (before.wanted is after.wanted)
+        and _counters(before) == _counters(after)
+    )
+
+
+def changes(before: State, after: State) -> dict[str, str | None]:
+    """What to write for `after` where `before` is stored; the counters always."""
+    found: dict[str, str | None] = {COUNTERS: _counters(after)}
+    for name, record in after.members.items():
+        if before.members.get(name) is not record:
+            found[f"members/{record.incarnation:016x}"] = record_text(record)
+    for name, record in before.members.items():
+        if name not in after.members:
+            found[f"members/{record.incarnation:016x}"] = None
+    for gone in set(after.gone) - set(before.gone):
+        found[f"gone/{gone.incarnation:016x}"] = json.dumps(asdict(gone))
+    for gone in set(before.gone) - set(after.gone):
+        found[f"gone/{gone.incarnation:016x}"] = None
+    return found
+
+
+def state_of(found: Mapping[str, str]) -> State:
+    """The state in what a store holds. Raises JournalUnusable: with the key that is damaged, and how."""
+    if not found:
+        return State()
+    key = COUNTERS
+    try:
+        counters = json.loads(found[COUNTERS])
+        layout = counters.pop("layout")
+        if layout != _LAYOUT:
+            raise JournalUnusable(f"{COUNTERS} has layout {layout}, this router writes {_LAYOUT}")
+        model = Model(**counters.pop("model"))
+        records: list[MemberRecord] = []
+        gone: list[GoneMember] = []
+        for key in sorted(found):
+            if key.startswith("members/"):
+                records.append(record_of(found[key]))
+            elif key.startswith("gone/"):
+                gone.append(GoneMember(**json.loads(found[key])))
+        members = {record.name: record for record in _in_order(records)}
+        return State(**counters, model=model, members=members, gone=tuple(_in_order(gone)))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise JournalUnusable(f"{key} cannot be read: {error!r}") from error
+
+
+def _counters(state: State) -> str:
+    return json.dumps(
+        {
+            "layout": _LAYOUT,
+            "salt": state.salt,
+            "term": state.term,
+            "epoch": state.epoch,
+            "joined": state.joined,
+            "named": dict(state.named),
+            "wanted": dict(state.wanted),
+            "model": asdict(state.model),
+        }
+    )
+
+
+def _in_order(known: Iterable[_Known]) -> list[_Known]:
+    """Members, or those that went, in the order of joining: incarnations of different terms have different salts."""
+    return sorted(known, key=lambda one: one.incarnation & ((1 << COUNT_BITS) - 1))
+
+
+def record_text(record: MemberRecord) -> str:
+    """A member as JSON, bitmaps in hexadecimal."""
+    return json.dumps({**asdict(record), **{name: f"{getattr(record, name):x}" for name in _BITMAPS}})
+
+
+def record_of(text: str) -> MemberRecord:
+    """The member in a text of `record_text`. Raises ValueError, TypeError or KeyError if it is none."""
+    found = json.loads(text)
+    # A field that it lacks came after the router that wrote it.
+    known = {field.name: found[field.name] for field in fields(MemberRecord) if field.name in found}
+    record = MemberRecord(**known)
+    return replace(record, **{name: int(found[name], 16) for name in _BITMAPS})
 
 
 class Journal:
@@ -44,9 +156,8 @@ class Journal:
         self._open()
 
     def _open(self) -> None:
-        path = self.path
         try:
-            self._base = sqlite3.connect(path, isolation_level=None, timeout=0.5)
+            self._base = sqlite3.connect(self.path, isolation_level=None, timeout=0.5)
         except sqlite3.Error as error:
             raise self._unusable("opened", error) from error
         try:
@@ -54,42 +165,29 @@ class Journal:
             self._base.execute("PRAGMA locking_mode=EXCLUSIVE")
             self._base.execute("PRAGMA journal_mode=WAL")
             self._base.execute("PRAGMA synchronous=FULL")
-            self._base.executescript(_TABLES)
-            row = self._base.execute("SELECT layout FROM counters").fetchone()
+            tables = {
+                row[0] for row in self._base.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+            }
+            if not tables:
+                self._base.execute("CREATE TABLE state (key TEXT PRIMARY KEY, value TEXT NOT NULL)")
         except sqlite3.Error as error:
             self._base.close()
             raise self._unusable("opened", error) from error
-        if row is not None and row[0] != _LAYOUT:
+        if tables - {"state"}:
             self._base.close()
             raise JournalUnusable(
-                f"journal {path} has layout {row[0]}, this router writes {_LAYOUT}; give another --journal"
+                f"journal {self.path} has the tables {', '.join(sorted(tables))}, this router writes one, state; give "
+                f"another --journal"
             )
 
     def load(self) -> State:
         """The durable state of the last commit; the empty State for a new journal. Raises JournalUnusable."""
         try:
-            counters = self._base.execute("SELECT salt, term, epoch, joined, model FROM counters").fetchone()
-            if counters is None:
-                return State()
-            salt, term, epoch, joined, model = counters
-            named = dict(self._base.execute("SELECT pool, number FROM named"))
-            wanted = dict(self._base.execute("SELECT pool, number FROM wanted"))
-            records = [record_of(row[0]) for row in self._base.execute("SELECT record FROM members")]
-            gone = [Gone(**json.loads(row[0])) for row in self._base.execute("SELECT record FROM gone")]
-            known = Model(**json.loads(model))
-        except (sqlite3.Error, ValueError, TypeError, KeyError) as error:
+            return state_of(dict(self._base.execute("SELECT key, value FROM state")))
+        except sqlite3.Error as error:
             raise self._unusable("read", error) from error
-        return State(
-            salt=salt,
-            term=term,
-            epoch=epoch,
-            joined=joined,
-            named=named,
-            wanted=wanted,
-            model=known,
-            members={record.name: record for record in in_order(records)},
-            gone=tuple(in_order(gone)),
-        )
+        except JournalUnusable as error:
+            raise JournalUnusable(f"journal {self.path}: {error}; give another --journal") from error
 
     def save(self, before: State, after: State) -> bool:
         """Commit what changed between two states, durably; returns whether anything did.
@@ -101,53 +199,36 @@ class Journal:
             # Somebody removed it, or its folder. What it held is known here.
             self._open_anew()
             before = State()
-        same = before.members is after.members and before.wanted is after.wanted
-        if same and _counters(before) == _counters(after):
+        elif is_same(before, after):
             return False
-        written = {n: r for n, r in after.members.items() if before.members.get(n) is not r}
-        removed = [record for name, record in before.members.items() if name not in after.members]
-        came = set(after.gone) - set(before.gone)
-        forgotten = set(before.gone) - set(after.gone)
-        try:
-            self._base.execute("BEGIN IMMEDIATE")
-            self._write_counters(after)
-            self._base.executemany("INSERT OR REPLACE INTO named VALUES (?, ?)", list(after.named.items()))
-            self._base.executemany("INSERT OR REPLACE INTO wanted VALUES (?, ?)", list(after.wanted.items()))
-            self._base.executemany(
-                "INSERT OR REPLACE INTO members VALUES (?, ?, ?)",
-                [(r.incarnation, r.name, record_text(r)) for r in written.values()],
-            )
-            self._base.executemany(
-                "DELETE FROM members WHERE incarnation = ?", [(r.incarnation,) for r in removed]
-            )
-            self._base.executemany(
-                "INSERT INTO gone VALUES (?, ?, ?)",
-                [(g.incarnation, g.name, json.dumps(asdict(g))) for g in came],
-            )
-            self._base.executemany(
-                "DELETE FROM gone WHERE incarnation = ?", [(g.incarnation,) for g in forgotten]
-            )
-            self._base.execute("COMMIT")
-        except sqlite3.Error as error:
-            self._roll_back()
-            raise self._unusable("written", error) from error
+        self._write(changes(before, after))
         return True
 
     def prove(self, state: State) -> None:
         """Write the counters again, durably. Raises JournalUnusable while that is not possible."""
         if self._is_gone():
             self.save(State(), state)
-        try:
-            self._base.execute("BEGIN IMMEDIATE")
-            self._write_counters(state)
-            self._base.execute("COMMIT")
-        except sqlite3.Error as error:
-            self._roll_back()
-            raise self._unusable("written", error) from error
+        self._write(changes(state, state))
 
     def close(self) -> None:
         """Close the file. Idempotent."""
         self._base.close()
+
+    def _write(self, found: Changes) -> None:
+        try:
+            self._base.execute("BEGIN IMMEDIATE")
+            self._base.executemany(
+                "INSERT OR REPLACE INTO state VALUES (?, ?)",
+                [(key, value) for key, value in found.items() if value is not None],
+            )
+            self._base.executemany(
+                "DELETE FROM state WHERE key = ?", [(key,) for key, value in found.items() if value is None]
+            )
+            self._base.execute("COMMIT")
+        except sqlite3.Error as error:
+            if self._base.in_transaction:
+                self._base.execute("ROLLBACK")
+            raise self._unusable("written", error) from error
 
     def _is_gone(self) -> bool:
         return str(self.path) != ":memory:" and not self.path.exists()
@@ -160,15 +241,6 @@ class Journal:
             raise self._unusable("made anew", error) from error
         self._open()
         log.warning("journal_made_anew path=%s", self.path)
-
-    def _write_counters(self, state: State) -> None:
-        self._base.execute(
-            "INSERT OR REPLACE INTO counters VALUES (1, ?, ?, ?, ?, ?, ?)", (_LAYOUT, *_counters(state))
-        )
-
-    def _roll_back(self) -> None:
-        if self._base.in_transaction:
-            self._base.execute("ROLLBACK")
 
     def _unusable(self, what: str, error: Exception) -> JournalUnusable:
         if "locked" in str(error):
@@ -183,7 +255,3 @@ class Journal:
             f"journal {self.path} cannot be {what}: {error}. "
             f"See that its folder exists, may be written and has room."
         )
-
-
-def _counters(state: State) -> tuple[int, int, int, int, str]:
-    return state.salt, state.term, state.epoch, state.joined, json.dumps(asdict(state.model))

@@ -32,7 +32,8 @@ from pathlib import Path
 from typing import Protocol
 
 from router import child
-from router.client import RouterClient, RouterUnavailable, StartProcess, StopProcess
+from router.client import RouterClient, RouterUnavailable
+from router.events import StartProcess, StopProcess
 from router.exposure import is_loopback
 from router.host import HOST_VARIABLE, PID_VARIABLE, host_id
 from router.roles import LAUNCHER

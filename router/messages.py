@@ -1,110 +1,123 @@
-"""Between the router's own words and those of router.proto."""
+"""Between the router's own words and the messages of router.proto, for both of its ends: nothing else translates.
+
+A dataclass and its message have fields of the same names, so one function writes and one reads all of them. What a
+sender may say wrongly, and what is packed, has a function of its own.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import fields
+from functools import lru_cache
 from itertools import islice
+from typing import Any, Final, TypeVar
 
 import numpy as np
+from google.protobuf.message import Message
 
 from router import bitmap
-from router.events import DRAIN_S, Exited, Join, Launch, Loaded, Renewed, Routed, Scale, Stop
-from router.pools import PoolSize, pool_size
+from router.events import (
+    DRAIN_S,
+    Exited,
+    Join,
+    LauncherAttached,
+    Left,
+    Loaded,
+    Renewed,
+    Routed,
+    Scale,
+    StartProcess,
+    StopProcess,
+    Suspected,
+    Totals,
+)
+from router.faults import Fault, FaultsTaken, Injection
 from router.proto import router_pb2 as pb
-from router.records import view_of
-from router.state import LAUNCHED_POOLS, Config, State
-from router.totals import Totals
-from router.view import View
+from router.view import GoneMember, Identity, Member, PoolSize, Status, View
 
-# What a core can add to its clock, and over 11 days.
-LONGEST_DRAIN_S = 1e6
+SERVICE = "router.v1.Router"
+# The name under which health says only whether a router leads. Clients choose among several routers by it: one
+# that leads and cannot write its journal must still hear renewals.
+LEADER = "router.v1.Leader"
+# Trailing metadata of a refusal by a router that does not lead.
+STANDBY = "router-standby"
+
 # Of one load report: more than any role says, and numbers whose sums over all members stay exact enough.
 _MOST_WORDS, _LONGEST_WORD, _MOST_LOAD = 256, 64, 1e15
 # Of one report of counters: each server of the most that there may be, over four rails; and bytes of many years.
 _MOST_TOTALS, _MOST_COUNTED, _MOST_COUNT = 512, 32, 1e21
 
+_MESSAGES: Final[Mapping[type, type[Message]]] = {
+    Exited: pb.ReportExitRequest,
+    Fault: pb.Fault,
+    FaultsTaken: pb.FaultsTaken,
+    GoneMember: pb.Gone,
+    Identity: pb.JoinReply,
+    Injection: pb.Injection,
+    Join: pb.JoinRequest,
+    LauncherAttached: pb.LaunchesRequest,
+    Left: pb.LeaveRequest,
+    Member: pb.Member,
+    PoolSize: pb.Pool,
+    Status: pb.StatusReply,
+    Suspected: pb.SuspectRequest,
+    Totals: pb.Totals,
+    View: pb.View,
+}
+_DATACLASSES: Final[Mapping[type[Message], type]] = {message: known for known, message in _MESSAGES.items()}
 
-def view_message(view: View) -> pb.View:
-    """Wire form of a View."""
-    return pb.View(
-        term=view.term,
-        epoch=view.epoch,
-        replicas_wanted=view.replicas_wanted,
-        layers=view.layers,
-        experts=view.experts,
-        model_hash=view.model_hash,
-        salt=view.salt,
-        members=[
-            pb.Member(
-                name=m.name,
-                pool=m.pool,
-                state=m.state,
-                incarnation=m.incarnation,
-                address=m.address,
-                pid=m.pid,
-                host=m.host,
-                core=m.core,
-                numerics_class=m.numerics_class,
-                target=m.target,
-                serving=m.serving,
-                load=m.load,
-            )
-            for m in view.members
-        ],
-    )
+_T = TypeVar("_T")
 
 
-def status_message(
-    config: Config, state: State, problem: str, leader: str, pid: int, rows: bytes = b""
-) -> pb.StatusReply:
-    """Wire form of everything that the router knows."""
-    view = view_of(config, state)
-    return pb.StatusReply(
-        leader=leader,
-        rows=rows,
-        view=view_message(view),
-        pools={name: pool_message(pool_size(config, state, name)) for name in LAUNCHED_POOLS},
-        problem=problem,
-        pid=pid,
-        gone=[
-            pb.Gone(name=g.name, incarnation=g.incarnation, pid=g.pid, reason=g.reason) for g in state.gone
-        ],
-    )
+@lru_cache
+def _shared(kind: type) -> tuple[str, ...]:
+    """The fields that a dataclass and its message have in common."""
+    there: Any = _MESSAGES[kind].DESCRIPTOR.fields_by_name
+    return tuple(field.name for field in fields(kind) if field.name in there)
 
 
-def launch_message(command: Launch | Stop) -> pb.LaunchCommand:
-    """Wire form of an order to a launcher."""
-    if isinstance(command, Launch):
-        return pb.LaunchCommand(start=command.pool)
-    return pb.LaunchCommand(stop=pb.Stop(name=command.name, pid=command.pid))
+def to_message(value: Any, **more: Any) -> Any:
+    """The message of a dataclass. more: fields that only the message has."""
+    said = {name: _written(getattr(value, name)) for name in _shared(type(value))}
+    return _MESSAGES[type(value)](**said, **more)
 
 
-def join_event(request: pb.JoinRequest) -> Join:
-    """The event in a request."""
-    return Join(
-        pool=request.pool,
-        address=request.address,
-        pid=request.pid,
-        host=request.host,
-        core=request.core,
-        model_hash=request.model_hash,
-        numerics_class=request.numerics_class,
-        layers=request.layers,
-        experts=request.experts,
-        capacity=request.capacity,
-        zone=request.zone,
-        expert_bytes=request.expert_bytes,
-        protocol=request.protocol,
-    )
+def _written(value: Any) -> Any:
+    if type(value) in _MESSAGES:
+        return to_message(value)
+    if isinstance(value, Mapping):
+        return {key: _written(each) for key, each in value.items()}
+    if isinstance(value, tuple):
+        return [_written(each) for each in value]
+    if isinstance(value, np.ndarray):
+        return value.astype("<u8").tobytes()
+    return value
 
 
-def renewed_event(request: pb.RenewRequest) -> Renewed:
+def from_message(kind: type[_T], message: Message, **given: Any) -> _T:
+    """The dataclass in a message. given: fields that the message says otherwise. Raises as the dataclass does."""
+    found = {name: _read(getattr(message, name)) for name in _shared(kind) if name not in given}
+    return kind(**found, **given)
+
+
+def _read(value: Any) -> Any:
+    if isinstance(value, str | bytes | int | float):
+        return value
+    if isinstance(value, Message):
+        return from_message(_DATACLASSES[type(value)], value)
+    if isinstance(value, Mapping):
+        return {key: _read(each) for key, each in value.items()}
+    return tuple(_read(each) for each in value)
+
+
+def renewed_of(request: pb.RenewRequest) -> Renewed:
     """The event in a request, less what no load can be: negative, not finite, or too large to reckon with."""
     words = islice(request.load.items(), _MOST_WORDS)
     load = {word: x for word, x in words if len(word) <= _LONGEST_WORD and 0 <= x <= _MOST_LOAD}
     return Renewed(name=request.name, incarnation=request.incarnation, load=load, seen=request.seen)
 
 
-def loaded_event(request: pb.LoadedRequest) -> Loaded:
+def loaded_of(request: pb.LoadedRequest) -> Loaded:
     """The event in a request."""
     return Loaded(
         name=request.name,
@@ -115,12 +128,7 @@ def loaded_event(request: pb.LoadedRequest) -> Loaded:
     )
 
 
-def exit_event(request: pb.ReportExitRequest) -> Exited:
-    """The event in a request."""
-    return Exited(host=request.host, pid=request.pid, pool=request.pool)
-
-
-def routed_event(request: pb.RenewRequest) -> Routed | None:
+def routed_of(request: pb.RenewRequest) -> Routed | None:
     """What a renewal says of rows sent, if it says anything whole."""
     whole = len(request.rows) == len(request.activated) and len(request.rows) % 4 == 0
     if not request.rows or not whole:
@@ -148,19 +156,31 @@ def totals_of(request: pb.RenewRequest) -> tuple[Totals, ...]:
     )
 
 
-def scale_event(request: pb.ScaleRequest) -> Scale:
+def scale_of(request: pb.ScaleRequest) -> Scale:
     """The event in a request."""
     return Scale(pool=request.pool, wanted=request.wanted, drain_s=request.drain_s or DRAIN_S)
 
 
-def pool_message(size: PoolSize) -> pb.Pool:
-    """Wire form of a pool's sizes."""
-    return pb.Pool(
-        wanted=size.wanted,
-        live=size.live,
-        starting=size.starting,
-        draining=size.draining,
-        least=size.least,
-        most=size.most,
-        held_up=size.held_up,
-    )
+def taken_of(request: pb.WatchRequest) -> FaultsTaken | None:
+    """What a watcher takes; None: it was not started with --allow-chaos."""
+    return from_message(FaultsTaken, request.takes) if request.HasField("takes") else None
+
+
+def launch_message(command: StartProcess | StopProcess) -> pb.LaunchCommand:
+    """Wire form of an order to a launcher."""
+    if isinstance(command, StartProcess):
+        return pb.LaunchCommand(start=command.pool)
+    return pb.LaunchCommand(stop=pb.Stop(name=command.name, pid=command.pid))
+
+
+def launch_of(host: str, message: pb.LaunchCommand) -> StartProcess | StopProcess:
+    """The order in a message to the launcher of a host."""
+    if message.WhichOneof("command") == "start":
+        return StartProcess(host=host, pool=message.start)
+    return StopProcess(host=host, name=message.stop.name, pid=message.stop.pid)
+
+
+def status_of(message: pb.StatusReply) -> Status:
+    """The status in a message; rows that are not whole are none."""
+    rows = message.rows if len(message.rows) % 8 == 0 else b""
+    return from_message(Status, message, rows=np.frombuffer(rows, "<u8"))

@@ -14,19 +14,19 @@ numerics class is placed by itself, and moves within itself.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from router import drains, launches, orders
-from router.bitmap import by_layer, lowest
+from router import bitmap, lifecycle
+from router.bitmap import by_layer, in_at_least, lowest, union
 from router.classes import by_class, peers
 from router.events import Command
-from router.placement import place_what_fits
-from router.records import acked_by_all, evolve, pool, with_record
-from router.state import Config, MemberRecord, State
+from router.placement import place
+from router.records import acked_by_all, pool, replace, with_record
+from router.state import Batch, Config, Failures, MemberRecord, State
 from router.view import EXPERT
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """What a placement was made for: servers with their capacity and zone, those that get nothing, and the shape.
 
@@ -55,11 +55,11 @@ def follow(config: Config, state: State, commands: list[Command]) -> State:
         if all(record.draining for record in members):
             made[name] = _made_elsewhere(state, name, made)
     full = {
-        name: orders.in_at_least(config.replicas, [record.share for record in members])
+        name: in_at_least(config.replicas, [record.share for record in members])
         for name, members in classes.items()
     }
     acked = acked_by_all(state)
-    ordered = orders.allowed(config, state, records)
+    ordered = allowed_copies(config, state, records)
     for record in records:
         own = record.numerics_class
         yielded = made[own] | _yielded(config, state, record)
@@ -67,14 +67,14 @@ def follow(config: Config, state: State, commands: list[Command]) -> State:
         if advanced is not record:
             state = with_record(state, advanced)
         if advanced.ready and not record.ready:
-            state = launches.succeeded(state, EXPERT)
+            state = lifecycle.forgive_failed_starts(state, EXPERT)
         if advanced.dropped_epoch > record.dropped_epoch:
-            state = evolve(state, unloaded_epoch=advanced.dropped_epoch)
-        if advanced.draining and not advanced.target and state.pulses[record.name].told:
-            state = drains.end(config, state, record.name, "drained", commands)
-    state = orders.watch(state)
+            state = replace(state, unloaded_epoch=advanced.dropped_epoch)
+        if advanced.draining and not advanced.target and state.liveness[record.name].told:
+            state = lifecycle.end_member(config, state, record.name, "drained", commands)
+    state = watch_copies(state)
     settled = state.forming_s is None and state.members is before.members and state.plan is before.plan
-    return state if state.settled == settled else evolve(state, settled=settled)
+    return state if state.settled == settled else replace(state, settled=settled)
 
 
 def _place(config: Config, state: State) -> State:
@@ -87,7 +87,7 @@ def _place(config: Config, state: State) -> State:
         doubtful=frozenset(
             r.name
             for r in placeable
-            if r.name in state.suspects or r.name in state.silent or orders.is_shunned(state, r.name)
+            if r.name in state.suspects or r.name in state.silent or is_shunned(state, r.name)
         ),
         layers=state.model.layers,
         experts=state.model.experts,
@@ -99,10 +99,10 @@ def _place(config: Config, state: State) -> State:
     if plan == state.plan:
         return state
     if _stands(state, plan, placeable):
-        return evolve(state, plan=replace(plan, clean=True))
+        return replace(state, plan=replace(plan, clean=True))
     shares: dict[str, int] = {}
     for members in by_class(placeable):
-        shares |= place_what_fits(
+        shares |= place(
             layers=plan.layers,
             experts=plan.experts,
             replicas=plan.replicas,
@@ -113,7 +113,7 @@ def _place(config: Config, state: State) -> State:
             redundant=plan.redundant,
         )
     members = {name: _with_share(record, shares.get(name, 0)) for name, record in state.members.items()}
-    return evolve(state, members=members, plan=replace(plan, clean=not plan.doubtful))
+    return replace(state, members=members, plan=replace(plan, clean=not plan.doubtful))
 
 
 def _stands(state: State, plan: Plan, placeable: list[MemberRecord]) -> bool:
@@ -125,13 +125,9 @@ def _stands(state: State, plan: Plan, placeable: list[MemberRecord]) -> bool:
         return _is_whole(state, plan, placeable)
     if not isinstance(was, Plan) or not was.clean or replace(was, doubtful=plan.doubtful) != plan:
         return False
-    everything = (1 << plan.layers * plan.experts) - 1
+    everything = bitmap.everything(plan.layers, plan.experts)
     for members in by_class(placeable):
-        beyond_doubt = 0
-        for record in members:
-            if record.name not in plan.doubtful:
-                beyond_doubt |= record.share
-        if beyond_doubt != everything:
+        if union(record.share for record in members if record.name not in plan.doubtful) != everything:
             return False
     return bool(placeable)
 
@@ -143,7 +139,7 @@ def _is_whole(state: State, plan: Plan, placeable: list[MemberRecord]) -> bool:
 
 
 def _is_placed(plan: Plan, members: list[MemberRecord]) -> bool:
-    everything = (1 << plan.layers * plan.experts) - 1
+    everything = bitmap.everything(plan.layers, plan.experts)
     shares = [record.share for record in members]
     zones = {record.zone: 0 for record in members}
     for record in members:
@@ -152,19 +148,19 @@ def _is_placed(plan: Plan, members: list[MemberRecord]) -> bool:
     # Copies for balance are where load is, not where room is: without them, no layer is nearer to any server.
     counts = zip(*(by_layer(share, plan.layers, plan.experts) for share in shares), strict=True)
     even = plan.redundant or all(max(layer) - min(layer) <= 1 for layer in counts)
-    apart = orders.in_at_least(min(2, copies, len(zones)), [*zones.values()])
+    apart = in_at_least(min(2, copies, len(zones)), [*zones.values()])
     beyond = sum(share.bit_count() for share in shares) - copies * everything.bit_count()
     return (
         bool(everything)
         and all(shares)
         and bool(even)
-        and orders.in_at_least(copies, shares) == apart == everything
+        and in_at_least(copies, shares) == apart == everything
         and beyond <= plan.redundant * plan.layers
     )
 
 
 def _with_share(record: MemberRecord, share: int) -> MemberRecord:
-    return record if record.share == share else evolve(record, share=share)
+    return record if record.share == share else replace(record, share=share)
 
 
 def _form(config: Config, state: State, placeable: list[MemberRecord]) -> State:
@@ -173,8 +169,8 @@ def _form(config: Config, state: State, placeable: list[MemberRecord]) -> State:
     placed = any(record.share for record in placeable)
     waits = placeable and not placed and len(placeable) < state.wanted[EXPERT]
     if waits and state.now_s - since_s < config.form_s:
-        return state if state.forming_s == since_s else evolve(state, forming_s=since_s)
-    return state if state.forming_s is None else evolve(state, forming_s=None)
+        return state if state.forming_s == since_s else replace(state, forming_s=since_s)
+    return state if state.forming_s is None else replace(state, forming_s=None)
 
 
 def _made(state: State, records: list[MemberRecord]) -> int:
@@ -190,10 +186,7 @@ def _made(state: State, records: list[MemberRecord]) -> int:
 
 def _made_elsewhere(state: State, own: str, made: Mapping[str, int]) -> int:
     """What a class of which every server drains may let go: what others have made; all, where nobody is to serve."""
-    found = 0
-    for name, held in made.items():
-        found |= held if name != own else 0
-    return found if state.wanted[EXPERT] else -1
+    return union(held for name, held in made.items() if name != own) if state.wanted[EXPERT] else -1
 
 
 def _yielded(config: Config, state: State, record: MemberRecord) -> int:
@@ -202,12 +195,12 @@ def _yielded(config: Config, state: State, record: MemberRecord) -> int:
     They stay with as many others as there are to be replicas; where nothing else moves any more, with one fewer.
     """
     wanted, unwanted = record.share & ~record.target, record.target & ~record.share
-    if not wanted or not unwanted or orders.room(record):
+    if not wanted or not unwanted or room(record):
         return 0
     servers = peers(state, record)
     others = [r.serving for r in servers if r.name not in state.suspects]
-    thinner = unwanted & orders.in_at_least(max(1, config.replicas - 1), others)
-    free = unwanted & orders.in_at_least(config.replicas, others)
+    thinner = unwanted & in_at_least(max(1, config.replicas - 1), others)
+    free = unwanted & in_at_least(config.replicas, others)
     # What it lets go already it goes on letting go, or it would serve it again and nobody got anywhere.
     begun = record.retiring & thinner
     if not free | begun and not any(r.retiring or r.target & ~r.loaded for r in servers):
@@ -250,7 +243,7 @@ def _advance(
     was = (record.target, record.loaded, record.serving, record.retiring, record.ready)
     if (target, loaded, serving, retiring, ready) == was and not dropped:
         return record
-    return evolve(
+    return replace(
         record,
         target=target,
         loaded=loaded,
@@ -264,3 +257,127 @@ def _advance(
 
 def _is_crowded(record: MemberRecord) -> bool:
     return bool(record.capacity) and (record.target | record.share).bit_count() > record.capacity
+
+
+# A server that was slow for a while may have recovered: it is tried again within four times move_s.
+_DOUBLINGS = 2
+
+
+def allowed_copies(config: Config, state: State, records: list[MemberRecord]) -> dict[str, int]:
+    """The copies that each server may be told to load now.
+
+    An expert that nobody of the server's class serves waits for nothing. The others share what is left of the budget:
+    first those with fewer copies than wanted, and while any of these is left, none that only moves. One that looks
+    dead gets nothing: it would hold the budget of those that could load.
+    """
+    lost = state.silent | state.standing
+    heard = [r for r in records if r.name not in lost]
+    wanted = {r.name: lowest(r.share & ~r.target, room(r)) for r in heard if r.share & ~r.target}
+    if not wanted:
+        return {}
+    served: dict[str, int] = {}
+    short: dict[str, int] = {}
+    for members in by_class(records):
+        held = union(record.serving for record in members)
+        targets = [record.target for record in members if record.name not in state.suspects]
+        thin = held & ~in_at_least(config.replicas, targets)
+        served |= {record.name: held for record in members}
+        short |= {record.name: thin for record in members}
+    on_the_way = sum((record.target & ~record.loaded).bit_count() for record in records)
+    allowed = {name: bits & ~served[name] for name, bits in wanted.items()}
+    free = copies_budget(config, state) - on_the_way
+    queue = {name: bits & short[name] for name, bits in wanted.items() if bits & short[name]}
+    queue = queue or {name: bits & served[name] for name, bits in wanted.items() if bits & served[name]}
+    left = len(queue)
+    for name, bits in queue.items():
+        chosen = lowest(bits, max(0, -(-free // left)))
+        allowed[name] |= chosen
+        free -= chosen.bit_count()
+        left -= 1
+    return allowed
+
+
+def copies_budget(config: Config, state: State) -> int:
+    """Copies that may be on their way at once: at least one, or nothing would ever move."""
+    if not state.model.expert_bytes:
+        return config.copies_in_flight
+    return max(1, min(config.copies_in_flight, config.bytes_in_flight // state.model.expert_bytes))
+
+
+def room(record: MemberRecord) -> int:
+    """How many of the copies that a server lacks it could take now."""
+    if not record.capacity:
+        return record.share.bit_count()
+    return max(
+        0, record.capacity - (record.target & (record.share | record.loaded | record.retiring)).bit_count()
+    )
+
+
+def watch_copies(state: State) -> State:
+    """Note what was ordered and what arrived."""
+    batches = dict(state.batches)
+    arrived: set[str] = set()
+    for record in pool(state, EXPERT):
+        # What somebody may still ask for is not taken back, so neither is it waited for.
+        missing = record.target & ~(record.loaded | record.serving | record.retiring)
+        known = state.batches.get(record.name, ())
+        if not missing and not known:
+            continue
+        kept: list[Batch] = []
+        for batch in known:
+            copies = batch.copies & missing
+            if copies == batch.copies:
+                kept.append(batch)
+            elif copies:
+                kept.append(Batch(copies=copies, since_s=state.now_s))
+            missing &= ~copies
+        if missing:
+            kept.append(Batch(copies=missing, since_s=state.now_s))
+        batches[record.name] = tuple(kept)
+        if not kept and any(batch.copies & record.loaded for batch in known):
+            arrived.add(record.name)
+    watched = {name: kept for name, kept in batches.items() if kept}
+    if watched == state.batches:
+        return state
+    if arrived & state.stuck.keys():
+        state = replace(state, stuck={n: f for n, f in state.stuck.items() if n not in arrived})
+    return replace(state, batches=watched)
+
+
+def take_back_late_copies(config: Config, state: State) -> State:
+    """Take back the copies that have not arrived in time; their server gets nothing new for a while."""
+    for name, batches in state.batches.items():
+        late = union(b.copies for b in batches if state.now_s - b.since_s >= config.move_s)
+        if not late:
+            continue
+        record = state.members[name]
+        failures = state.stuck.get(name, Failures())
+        if not is_shunned(state, name):
+            # What was ordered before, and comes late one after the other, is the same failure.
+            wait_s = config.move_s * 2.0 ** min(failures.count, _DOUBLINGS)
+            failures = Failures(count=failures.count + 1, next_s=state.now_s + wait_s)
+        state = with_record(
+            state,
+            replace(
+                record,
+                share=record.share & ~late,
+                target=record.target & ~late,
+                dropped_epoch=state.epoch + 1,
+            ),
+        )
+        state = replace(
+            state,
+            stuck={**state.stuck, name: failures},
+            taken_back=state.taken_back + late.bit_count(),
+            plan=None,
+            unloaded_epoch=state.epoch + 1,
+            # What is ordered of it again at once, for nobody serves it, waits from then on.
+            batches={**state.batches, name: tuple(batch for batch in batches if not batch.copies & late)},
+        )
+    return state
+
+
+def is_shunned(state: State, name: str) -> bool:
+    """True while a server gets nothing new, for it did not load what was ordered."""
+    failures = state.stuck.get(name)
+    return failures is not None and state.now_s < failures.next_s

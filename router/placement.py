@@ -1,7 +1,7 @@
 """Which server holds which experts. Pure.
 
 Goals, in this order: every expert on as many distinct servers as wanted; what is in place stays; in each
-layer all servers hold equally many experts for their speed (one more or less); copies of an expert lie in two zones;
+layer all servers hold equally many experts (one more or less); copies of an expert lie in two zones;
 a server shares its replicas with few others (copysets), so that two losses at once rarely meet. From nothing,
 experts lie on two rings of all servers, slice i of every layer on servers i .. i + replicas - 1 of its ring: four
 neighbours, near and far, so that load which one server cannot take has a short way to any other. Later joins and
@@ -17,10 +17,7 @@ from dataclasses import dataclass, field
 from math import gcd
 
 from router import bitmap
-
-
-class PlacementInfeasible(ValueError):
-    """The live servers cannot hold every expert as often as asked."""
+from router.bitmap import indexes
 
 
 def place(
@@ -30,88 +27,36 @@ def place(
     replicas: int,
     capacity: Mapping[str, int],
     current: Mapping[str, int] | None = None,
+    doubtful: Set[str] = frozenset(),
     zones: Mapping[str, str] | None = None,
-    speed: Mapping[str, float] | None = None,
     redundant: int = 0,
 ) -> dict[str, int]:
-    """Place every expert on `replicas` distinct servers, moving as little as evenness allows.
+    """Place experts on distinct servers, moving as little as evenness allows: first one copy of each, then a second.
 
     Args:
         layers, experts: Shape: MoE layers, logical experts in each.
-        replicas: Copies wanted of every expert.
+        replicas: Copies wanted of every expert; there are fewer of some where no more fit.
         capacity: (layer, expert) pairs that fit on each live server, by name, in ring order; 0 = all.
         current: Bitmaps (see router.bitmap) of what is in place, by name. Servers not in `capacity` are lost.
+        doubtful: Servers that may be dead: they keep what they have and get nothing, and an expert that only
+            they hold gets one more copy elsewhere.
         zones: What fails together, by name; a server without one is in a zone of that sort, "".
-        speed: Relative, by name; 1 where none is given. A server of half the speed holds half as many.
         redundant: Copies beyond `replicas` that may stay in each layer.
 
     Returns:
         A bitmap for each live server.
-
-    Raises:
-        PlacementInfeasible: fewer servers than replicas, or too little room.
     """
-    if replicas > len(capacity):
-        raise PlacementInfeasible(
-            f"{replicas} replicas of each expert need {replicas} servers; {len(capacity)} are live. "
-            f"Add {replicas - len(capacity)} servers, or ask for {len(capacity)} replicas."
-        )
-    pairs = layers * experts
-    room = sum(min(places or pairs, pairs) for places in capacity.values())
-    needed = pairs * replicas
-    if room < needed:
-        raise PlacementInfeasible(
-            f"{pairs} experts in {layers} layers, {replicas} replicas each, need {needed} places; "
-            f"{len(capacity)} live servers have {room}. Add {needed - room} places."
-        )
-    placed = place_what_fits(
-        layers=layers,
-        experts=experts,
-        replicas=replicas,
-        capacity=capacity,
-        current=current or {},
-        zones=zones,
-        speed=speed,
-        redundant=redundant,
-    )
-    found = sum(bits.bit_count() for bits in placed.values())
-    if found < needed:
-        raise PlacementInfeasible(
-            f"{needed} places needed, {found} found: the room is in layers that have enough. "
-            f"Give every server places for a multiple of {layers} experts."
-        )
-    return placed
-
-
-def place_what_fits(
-    *,
-    layers: int,
-    experts: int,
-    replicas: int,
-    capacity: Mapping[str, int],
-    current: Mapping[str, int],
-    doubtful: Set[str] = frozenset(),
-    zones: Mapping[str, str] | None = None,
-    speed: Mapping[str, float] | None = None,
-    redundant: int = 0,
-) -> dict[str, int]:
-    """As `place`, but with as many copies as fit: first one of every expert, then a second, and so on.
-
-    Args:
-        doubtful: Servers that may be dead: they keep what they have and get nothing, and an expert that only
-            they hold gets one more copy elsewhere.
-    """
+    current = current or {}
     names = list(capacity)
     pairs = layers * experts
     places = [min(capacity[name] or pairs, pairs) for name in names]
     healthy = sum(1 << i for i, name in enumerate(names) if name not in doubtful)
     copies = min(replicas, len(names))
     zone = [(zones or {}).get(name, "") for name in names]
-    weight = [(speed or {}).get(name, 1.0) for name in names]
     if names and not any(current.get(name, 0) for name in names):
         current = _rings(names, zone, layers, experts, copies)
         ring_places = -(-experts * copies // len(names)) * layers
-        if not doubtful and min(places) >= ring_places and len({*zone}) == 1 == len({*weight}):
+        if not doubtful and min(places) >= ring_places and len({*zone}) == 1:
             return dict(current)
     shared = [[0] * len(names) for _ in names]
     totals = [0] * len(names)
@@ -127,7 +72,6 @@ def place_what_fits(
             room=room,
             healthy=healthy,
             zone=zone,
-            weight=weight,
             shared=shared,
             totals=totals,
         )
@@ -140,7 +84,7 @@ def place_what_fits(
         layer.even()
         layer.part_zones()
         for expert, holders in enumerate(layer.holders):
-            for server in _indexes(holders):
+            for server in indexes(holders):
                 result[server] |= 1 << (number * experts + expert)
     return dict(zip(names, result, strict=True))
 
@@ -195,15 +139,6 @@ def _stride(zone: Sequence[str]) -> int:
     return min(strides, key=cost, default=1)
 
 
-def _indexes(mask: int) -> list[int]:
-    found: list[int] = []
-    while mask:
-        lowest = mask & -mask
-        found.append(lowest.bit_length() - 1)
-        mask ^= lowest
-    return found
-
-
 @dataclass
 class _Layer:
     """One layer while it is being placed. holders: for each expert, a mask of server indexes.
@@ -217,7 +152,6 @@ class _Layer:
     room: list[int]
     healthy: int
     zone: list[str]
-    weight: list[float]
     shared: list[list[int]]
     totals: list[int]
     holders: list[int] = field(default_factory=list[int])
@@ -228,7 +162,7 @@ class _Layer:
         self.holders = [0] * self.experts
         self.load = [0] * len(held)
         for server, bits in enumerate(held):
-            for expert in _indexes(bits)[: self.room[server]]:
+            for expert in indexes(bits)[: self.room[server]]:
                 self._add(expert, server)
 
     def trim(self) -> None:
@@ -236,10 +170,10 @@ class _Layer:
         beyond = sum(max(0, holders.bit_count() - self.copies) for holders in self.holders) - self.redundant
         for expert in range(self.experts):
             while beyond > 0 and self.holders[expert].bit_count() > self.copies:
-                spare = _indexes(self.holders[expert] & self.healthy)
+                spare = indexes(self.holders[expert] & self.healthy)
                 if len(spare) < 2:
                     break
-                self._remove(expert, max(spare, key=lambda s: (self._level(s), self.totals[s], s)))
+                self._remove(expert, max(spare, key=lambda s: (self.load[s], self.totals[s], s)))
                 beyond -= 1
 
     def fill(self) -> None:
@@ -257,7 +191,7 @@ class _Layer:
         """
         beyond = sum(max(0, holders.bit_count() - self.copies) for holders in self.holders)
         slack = -(-min(beyond, self.redundant) // max(1, len(self.room)))
-        servers = _indexes(self.healthy)
+        servers = indexes(self.healthy)
         groups: dict[int, list[int]] = {}
         for expert, holders in enumerate(self.holders):
             groups.setdefault(holders, []).append(expert)
@@ -265,14 +199,14 @@ class _Layer:
             open_ = [s for s in servers if self.load[s] < self.room[s]]
             if not open_:
                 return
-            to = min(open_, key=lambda s: (self._level(s), self.totals[s], s))
-            most = max(self._level(s) for s in servers)
-            if most <= (self.load[to] + 1 + slack) / self.weight[to]:
+            to = min(open_, key=lambda s: (self.load[s], self.totals[s], s))
+            most = max(self.load[s] for s in servers)
+            if most <= self.load[to] + 1 + slack:
                 return
             moves = [
                 (self._strangeness(holders, out, to), out, holders)
                 for out in servers
-                if self._level(out) == most
+                if self.load[out] == most
                 for holders, members in groups.items()
                 if members and holders >> out & 1 and not holders >> to & 1
             ]
@@ -292,8 +226,8 @@ class _Layer:
 
     def _exchange(self, expert: int) -> None:
         holders = self.holders[expert]
-        healthy = _indexes(self.healthy)
-        own = {self.zone[s] for s in _indexes(holders)}
+        healthy = indexes(self.healthy)
+        own = {self.zone[s] for s in indexes(holders)}
         for out in [s for s in healthy if holders >> s & 1]:
             for to in [s for s in healthy if self.zone[s] not in own]:
                 for other in range(self.experts):
@@ -308,29 +242,26 @@ class _Layer:
                         return
 
     def _zones(self, holders: int) -> int:
-        return len({self.zone[server] for server in _indexes(holders)})
-
-    def _level(self, server: int) -> float:
-        return self.load[server] / self.weight[server]
+        return len({self.zone[server] for server in indexes(holders)})
 
     def _strangeness(self, holders: int, out: int, to: int) -> tuple[int, int, int, int]:
         """How bad a move is: zones lost; pairs of servers that it newly joins; how thick the pairs that it thins."""
-        others = _indexes(holders & ~(1 << out))
+        others = indexes(holders & ~(1 << out))
         lost = self._zones(holders) - self._zones(holders ^ (1 << out) | 1 << to)
         new = sum(1 for other in others if not self.shared[to][other])
         thick = sum(self.shared[out][other] for other in others)
         return max(0, lost), new, thick, -self.totals[out]
 
     def _add_copy(self, expert: int, copy: int) -> None:
-        absent = _indexes(self.healthy & ~self.holders[expert])
-        others = _indexes(self.holders[expert])
+        absent = indexes(self.healthy & ~self.holders[expert])
+        others = indexes(self.holders[expert])
         open_ = [s for s in absent if self.load[s] < self.room[s]]
         if open_:
             zones = {self.zone[other] for other in others}
 
-            def key(server: int) -> tuple[bool, float, int, int, int]:
+            def key(server: int) -> tuple[bool, int, int, int, int]:
                 known = sum(self.shared[server][other] for other in others)
-                return self.zone[server] in zones, self._level(server), self.totals[server], -known, server
+                return self.zone[server] in zones, self.load[server], self.totals[server], -known, server
 
             self._add(expert, min(open_, key=key))
             return
@@ -355,7 +286,7 @@ class _Layer:
                 self._remove(expert, server)
                 return True
         for expert in mine:
-            for other in _indexes(self.healthy & ~self.holders[expert]):
+            for other in indexes(self.healthy & ~self.holders[expert]):
                 if self._make_room(other, copy, tried):
                     self._remove(expert, server)
                     self._add(expert, other)
@@ -363,7 +294,7 @@ class _Layer:
         return False
 
     def _add(self, expert: int, server: int) -> None:
-        for other in _indexes(self.holders[expert]):
+        for other in indexes(self.holders[expert]):
             self.shared[server][other] += 1
             self.shared[other][server] += 1
         self.holders[expert] |= 1 << server
@@ -374,6 +305,6 @@ class _Layer:
         self.holders[expert] &= ~(1 << server)
         self.load[server] -= 1
         self.totals[server] -= 1
-        for other in _indexes(self.holders[expert]):
+        for other in indexes(self.holders[expert]):
             self.shared[server][other] -= 1
             self.shared[other][server] -= 1

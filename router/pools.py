@@ -1,42 +1,21 @@
-"""How large a pool is, and how large it should be; what its members say of their load. Pure."""
+"""How large a pool is and should be; what its members report of their load; when its size follows that. Pure."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 
 from router import bitmap
-from router.drains import held_up
-from router.records import pool
+from router.events import Command, Scaled
+from router.lifecycle import held_up
+from router.records import pool, replace
+from router.scaling import Memory, Signals, decide, signals_of
 from router.state import LAUNCHED_POOLS, MOST_MEMBERS, Config, ConfigInvalid, State
-from router.view import ATTENTION, GATEWAY
+from router.view import ATTENTION, GATEWAY, PoolSize
 
 # Load words that tell how long or how full, not how much: of several members the worst counts. The others add up.
 LEVELS = frozenset({"queue_s", "kv_use", "ttft_p99_s", "tpot_p99_s"})
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PoolSize:
-    """One launched pool at one moment.
-
-    live: members that are not draining. starting: ordered from a launcher, not yet members. least, most: bounds of
-    wanted. held_up: why a pool that has more than it should, or one to replace, lets nobody go; else empty.
-    """
-
-    wanted: int
-    live: int
-    starting: int
-    draining: int
-    least: int
-    most: int
-    held_up: str = ""
-
-    @property
-    def is_scaling(self) -> bool:
-        """True until the pool has the size that is wanted."""
-        return self.live != self.wanted or self.starting > 0 or self.draining > 0
 
 
 def pool_size(config: Config, state: State, name: str) -> PoolSize:
@@ -67,7 +46,7 @@ def pool_load(state: State, name: str) -> dict[str, float]:
     for record in state.members.values():
         if record.pool not in pools:
             continue
-        for word, value in state.pulses[record.name].load.items():
+        for word, value in state.liveness[record.name].load.items():
             # A gateway's running streams run on attention workers, which report them.
             if not math.isfinite(value) or (record.pool == GATEWAY and word == "running"):
                 continue
@@ -78,7 +57,7 @@ def pool_load(state: State, name: str) -> dict[str, float]:
 
 def replicas_min(state: State) -> int:
     """Servers that may be asked for the expert which has the fewest; 0 when some expert can be asked of none."""
-    everything = (1 << state.model.layers * state.model.experts) - 1
+    everything = bitmap.everything(state.model.layers, state.model.experts)
     return bitmap.copies((record.serving for record in state.members.values()), everything)[0]
 
 
@@ -111,3 +90,48 @@ def autoscale_bounds(asked: Iterable[str]) -> dict[str, tuple[int, int]]:
             raise ConfigInvalid(f"--autoscale names pool {match[1]} twice; give one range for each pool")
         bounds[match[1]] = (least, most)
     return bounds
+
+
+def pool_signals(state: State, name: str) -> Signals:
+    """One launched pool at this moment.
+
+    Who drains is asked no more, so its load says nothing of what the others will have to do; who is not ready yet has
+    none, and who is silent may be gone, or stands still. A gateway's queue counts however many workers there are.
+    """
+    loads: dict[str, list[Mapping[str, float]]] = {}
+    starting = sum(start.pool == name for start in state.starts)
+    draining = 0
+    for record in state.members.values():
+        if record.name in state.silent or record.name in state.standing:
+            continue
+        if record.draining:
+            draining += record.pool == name
+        elif record.ready:
+            loads.setdefault(record.pool, []).append(state.liveness[record.name].load)
+        else:
+            starting += record.pool == name
+    return signals_of(
+        name,
+        loads,
+        wanted=state.wanted[name],
+        live=len(loads.get(name, ())),
+        starting=starting,
+        draining=draining,
+    )
+
+
+def autoscale(config: Config, state: State, commands: list[Command]) -> State:
+    """Ask the policy of each pool that has one; what it wants is wanted as if somebody had asked for it."""
+    if not config.autoscale:
+        return state
+    memories = dict(state.memories)
+    for name, policy in config.autoscale.items():
+        wanted, memories[name] = decide(
+            policy, pool_signals(state, name), memories.get(name, Memory()), state.now_s
+        )
+        least, most = config.bounds(name)
+        wanted = min(max(wanted, least), most)
+        if wanted != state.wanted[name]:
+            commands.append(Scaled(pool=name, wanted=wanted, why=memories[name].why))
+            state = replace(state, wanted={**state.wanted, name: wanted})
+    return replace(state, memories=memories)

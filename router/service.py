@@ -6,25 +6,26 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any, NoReturn
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
-from grpc_health.v1 import health_pb2
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
+from grpc_reflection.v1alpha import reflection
 
 from router.core import step
 from router.counts import Counts
-from router.drains import ORDERLY
-from router.election import Election
+from router.etcd_store import Election
 from router.events import (
+    LONGEST_DRAIN_S,
     Acked,
     Command,
     Event,
     Exited,
     Fenced,
+    Join,
     Joined,
-    Launch,
     LauncherAttached,
     LauncherDetached,
     Left,
@@ -34,39 +35,120 @@ from router.events import (
     Scaled,
     Stale,
     Started,
-    Stop,
-    Stranger,
+    StartProcess,
+    StopProcess,
     Suspected,
     Tick,
+    UnknownMember,
 )
-from router.exits import ExitWatch
-from router.faults import FaultInvalid
-from router.faults_wire import fault_of, injection_message, taken_of
+from router.exposure import LOOPBACK, bound_address, host_port, told_address
+from router.faults import Fault, FaultInvalid
+from router.heartbeat import ending
 from router.host import boot_s, host_id
 from router.injection import FaultRefused, Injections, Watcher, status_of
+from router.journal import JournalUnusable, Store
+from router.keda import SERVICE as KEDA_SERVICE
+from router.keda import ExternalScaler
+from router.lifecycle import ORDERLY
 from router.messages import (
-    LONGEST_DRAIN_S,
-    exit_event,
-    join_event,
+    LEADER,
+    SERVICE,
+    STANDBY,
+    from_message,
     launch_message,
-    loaded_event,
-    pool_message,
-    renewed_event,
-    routed_event,
-    scale_event,
-    status_message,
+    loaded_of,
+    renewed_of,
+    routed_of,
+    scale_of,
+    taken_of,
+    to_message,
     totals_of,
-    view_message,
 )
-from router.pools import PoolSize, pool_size
+from router.pools import pool_size
+from router.proto import externalscaler_pb2_grpc as keda_rpc
 from router.proto import router_pb2 as pb
 from router.proto import router_pb2_grpc as rpc
 from router.records import view_of
-from router.standby import LEADER, SERVICE, refuse_as_standby
-from router.state import Config, State
-from router.store import JournalUnusable, Store
+from router.state import LAUNCHED_POOLS, Config, State
+from router.tls import Credentials, RequireRoles
+from router.view import NO_ROWS, Identity, PoolSize, Status
 
 log = logging.getLogger(__name__)
+
+_ANSWERED = ("/grpc.", f"/{SERVICE}/Status")
+
+
+async def refuse_as_standby(context: grpc.aio.ServicerContext, reason: str) -> NoReturn:
+    """Abort a call with UNAVAILABLE, and say that nothing of it was carried out."""
+    await context.abort(grpc.StatusCode.UNAVAILABLE, reason, ((STANDBY, "1"),))
+    raise RuntimeError("abort returned")
+
+
+class RefuseUnlessLeading(grpc.aio.ServerInterceptor):
+    """Aborts every call of every service with UNAVAILABLE, but health, reflection and Status."""
+
+    def __init__(self, leads: Callable[[], bool], reason: Callable[[], str]) -> None:
+        """Args: reason: what the caller is told."""
+
+        async def refuse(request: Any, context: grpc.aio.ServicerContext) -> None:
+            del request
+            await refuse_as_standby(context, reason())
+
+        self._leads = leads
+        self._refusal = grpc.unary_unary_rpc_method_handler(refuse)
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        """The method's own way to answer, or the refusal."""
+        if self._leads() or handler_call_details.method.startswith(_ANSWERED):
+            return await continuation(handler_call_details)
+        return self._refusal
+
+
+class ExitWatch:
+    """Watches processes on the running event loop; reports each that ends, once."""
+
+    def __init__(self, on_exit: Callable[[int], None]) -> None:
+        """Args: on_exit: called with the pid, on the event loop."""
+        self._on_exit = on_exit
+        self._watched: dict[int, int] = {}
+
+    def watch(self, pid: int) -> None:
+        """Watch one process of this host; one that has already ended is reported soon."""
+        loop = asyncio.get_running_loop()
+        if pid <= 0 or pid in self._watched:
+            return
+        try:
+            fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            loop.call_soon(self._on_exit, pid)
+            return
+        except OSError as error:
+            # Without pidfd (old kernel, too many files) the lease still ends; it only takes longer.
+            log.warning("exit_not_watched pid=%d reason=%s", pid, error)
+            return
+        self._watched[pid] = fd
+        loop.add_reader(fd, self._ended, pid)
+
+    def forget(self, pid: int) -> None:
+        """Stop watching. Idempotent."""
+        fd = self._watched.pop(pid, None)
+        if fd is not None:
+            asyncio.get_running_loop().remove_reader(fd)
+            os.close(fd)
+
+    def close(self) -> None:
+        """Stop watching everything."""
+        for pid in list(self._watched):
+            self.forget(pid)
+
+    def _ended(self, pid: int) -> None:
+        self.forget(pid)
+        self._on_exit(pid)
+
 
 _AGAIN_S = 1.0
 # Ticks that fail in a row before the router gives up: it judges nobody meanwhile.
@@ -114,7 +196,7 @@ class RouterService(rpc.RouterServicer):
             lambda: {record.name: record.incarnation for record in self._state.members.values()},
             lambda: self._state.term,
         )
-        self._launchers: dict[str, asyncio.Queue[Launch | Stop | None]] = {}
+        self._launchers: dict[str, asyncio.Queue[StartProcess | StopProcess | None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def leads(self) -> bool:
@@ -218,7 +300,7 @@ class RouterService(rpc.RouterServicer):
                     raise
 
     async def Join(self, request: pb.JoinRequest, context: Context) -> pb.JoinReply:
-        for command in await self._answer(join_event(request), context):
+        for command in await self._answer(from_message(Join, request), context):
             if isinstance(command, Refused):
                 log.warning(
                     "join_refused pool=%s address=%s reason=%s",
@@ -230,19 +312,19 @@ class RouterService(rpc.RouterServicer):
             if isinstance(command, Joined):
                 log.info("joined name=%s address=%s pid=%d", command.name, request.address, request.pid)
                 self._watch_exit(request.host, request.pid)
-                return pb.JoinReply(
+                identity = Identity(
                     name=command.name,
                     incarnation=command.incarnation,
                     term=self._state.term,
                     lease_s=self._config.lease_s,
                     renew_s=self._config.renew_s,
-                    salt=self._state.salt,
                 )
+                return to_message(identity, salt=self._state.salt)
         raise RuntimeError("the core answered a Join with neither Joined nor Refused")
 
     async def Renew(self, request: pb.RenewRequest, context: Context) -> pb.RenewReply:
-        commands = await self._answer(renewed_event(request), context)
-        if any(isinstance(c, Stranger) for c in commands):
+        commands = await self._answer(renewed_of(request), context)
+        if any(isinstance(c, UnknownMember) for c in commands):
             gone = next((g for g in self._state.gone if g.incarnation == request.incarnation), None)
             reason = gone.reason if gone else ""
             return pb.RenewReply(fenced=True, drained=reason in ORDERLY, reason=reason)
@@ -250,7 +332,7 @@ class RouterService(rpc.RouterServicer):
             name=request.name, incarnation=request.incarnation, epoch=request.acked, salt=request.salt
         )
         await self._answer(acked, context)
-        if routed := routed_event(request):
+        if routed := routed_of(request):
             await self._answer(routed, context)
             self.counts.add_rows(self._state, routed)
         if request.totals:
@@ -280,49 +362,36 @@ class RouterService(rpc.RouterServicer):
         await refuse_as_standby(context, self.not_leading())
 
     async def Loaded(self, request: pb.LoadedRequest, context: Context) -> pb.LoadedReply:
-        commands = await self._answer(loaded_event(request), context)
+        commands = await self._answer(loaded_of(request), context)
         return pb.LoadedReply(
-            fenced=any(isinstance(c, Stranger) for c in commands),
+            fenced=any(isinstance(c, UnknownMember) for c in commands),
             stale=any(isinstance(c, Stale) for c in commands),
         )
 
     async def Suspect(self, request: pb.SuspectRequest, context: Context) -> pb.SuspectReply:
         log.warning("suspected name=%s by=%s reason=%s", request.name, request.by, request.reason)
-        await self._answer(
-            Suspected(
-                name=request.name, incarnation=request.incarnation, by=request.by, reason=request.reason
-            ),
-            context,
-        )
+        await self._answer(from_message(Suspected, request), context)
         return pb.SuspectReply()
 
     async def Leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveReply:
-        await self._answer(
-            Left(
-                name=request.name,
-                incarnation=request.incarnation,
-                drain=request.drain,
-                replace=request.replace,
-            ),
-            context,
-        )
+        await self._answer(from_message(Left, request), context)
         return pb.LeaveReply()
 
     async def ReportExit(self, request: pb.ReportExitRequest, context: Context) -> pb.ReportExitReply:
-        fenced = [c.name for c in await self._answer(exit_event(request), context) if isinstance(c, Fenced)]
-        return pb.ReportExitReply(name=fenced[0] if fenced else "")
+        commands = await self._answer(from_message(Exited, request), context)
+        return pb.ReportExitReply(name=next((c.name for c in commands if isinstance(c, Fenced)), ""))
 
     async def Launches(
         self, request: pb.LaunchesRequest, context: Context
     ) -> AsyncIterator[pb.LaunchCommand]:
-        queue: asyncio.Queue[Launch | Stop | None] = asyncio.Queue()
+        queue: asyncio.Queue[StartProcess | StopProcess | None] = asyncio.Queue()
         replaced = self._launchers.get(request.host)
         self._launchers[request.host] = queue
         if replaced is not None:
             replaced.put_nowait(None)
         try:
             log.info("launcher_attached host=%s", request.host)
-            await self._answer(LauncherAttached(host=request.host, starting=dict(request.starting)), context)
+            await self._answer(from_message(LauncherAttached, request), context)
             while (command := await queue.get()) is not None:
                 yield launch_message(command)
         finally:
@@ -335,13 +404,13 @@ class RouterService(rpc.RouterServicer):
             found = f"drain_s {request.drain_s:g} found; give seconds, 0 (the default) to {LONGEST_DRAIN_S:g}"
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, found)
         try:
-            scaled = self.scale(scale_event(request))
+            scaled = self.scale(scale_of(request))
         except JournalUnusable as error:
             await _abort(context, str(error))
         if isinstance(scaled, Refused):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, scaled.message)
             raise RuntimeError("abort returned")
-        return pb.ScaleReply(pool=pool_message(scaled))
+        return pb.ScaleReply(pool=to_message(scaled))
 
     def scale(self, event: Scale) -> PoolSize | Refused:
         """Change a pool's wanted size; returns what the pool is like then.
@@ -361,14 +430,21 @@ class RouterService(rpc.RouterServicer):
 
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusReply:
         del context
-        leader = self._election.leader if self._election else ""
-        rows = self.counts.rows.astype("<u8").tobytes() if request.rows else b""
-        return status_message(self._config, self._state, self.problem, leader, os.getpid(), rows)
+        status = Status(
+            view=view_of(self._config, self._state),
+            pools={name: pool_size(self._config, self._state, name) for name in LAUNCHED_POOLS},
+            problem=self.problem,
+            gone=self._state.gone,
+            pid=os.getpid(),
+            leader=self._election.leader if self._election else "",
+            rows=self.counts.rows if request.rows else NO_ROWS,
+        )
+        return to_message(status)
 
     async def Inject(self, request: pb.InjectRequest, context: Context) -> pb.InjectReply:
         try:
             self.injections.require_no_key()
-            injection = await self.injections.inject(request.names, fault_of(request.fault))
+            injection = await self.injections.inject(request.names, from_message(Fault, request.fault))
         except (FaultRefused, FaultInvalid) as error:
             await context.abort(status_of(error), str(error))
             raise RuntimeError("abort returned") from error
@@ -384,7 +460,7 @@ class RouterService(rpc.RouterServicer):
 
     async def Faults(self, request: pb.FaultsRequest, context: Context) -> pb.FaultsReply:
         del request, context
-        return pb.FaultsReply(injections=[injection_message(known) for known in self.injections.known()])
+        return pb.FaultsReply(injections=[to_message(known) for known in self.injections.known()])
 
     async def _answer(self, event: Event, context: Context) -> list[Command]:
         try:
@@ -409,15 +485,15 @@ class RouterService(rpc.RouterServicer):
         # Another may have begun to lead while that was saved; whoever leads orders what is missing.
         leads = self.leads()
         for command in commands:
-            if leads or not isinstance(command, Launch | Stop):
+            if leads or not isinstance(command, StartProcess | StopProcess):
                 self._carry_out(command)
         return commands
 
     def _carry_out(self, command: Command) -> None:
         match command:
             case Publish():
-                self._show(view_message(view_of(self._config, self._state)))
-            case Launch() | Stop():
+                self._show(to_message(view_of(self._config, self._state)))
+            case StartProcess() | StopProcess():
                 if queue := self._launchers.get(command.host):
                     log.info("ordered %s", command)
                     queue.put_nowait(command)
@@ -426,7 +502,7 @@ class RouterService(rpc.RouterServicer):
                     log.warning("not_ordered %s: the host has no launcher", command)
             case Fenced():
                 log.warning("fenced name=%s reason=%s", command.name, command.reason)
-            case Stranger() | Stale():
+            case UnknownMember() | Stale():
                 log.info("ignored %s", command)
             case Scaled():
                 log.info("scaled pool=%s wanted=%d why=%r", command.pool, command.wanted, command.why)
@@ -494,3 +570,113 @@ class RouterService(rpc.RouterServicer):
 async def _abort(context: Context, message: str) -> NoReturn:
     await context.abort(grpc.StatusCode.UNAVAILABLE, message)
     raise RuntimeError("abort returned")
+
+
+if TYPE_CHECKING:
+    from router.admin import AdminListener
+
+_MOST_STREAMS = 4096
+_GRACE_S = 0.2
+# Ticks come ten times a second: an event loop that stands so long, while its process neither computes nor reads, hangs;
+# so does one that stands for so much longer whatever its process does.
+_HUNG_S, _LONGEST_S = 1.5, 60.0
+
+
+class CannotListen(Exception):
+    """An address cannot be bound, or not as asked."""
+
+
+async def serve(
+    config: Config,
+    store: Store,
+    port: int,
+    stop: asyncio.Event,
+    ready: Callable[[str, str], None],
+    election: Election | None = None,
+    admin: Callable[[RouterService], AdminListener] | None = None,
+    allow_chaos: bool = False,
+    host: str = LOOPBACK,
+    advertise: str = "",
+    credentials: Credentials | None = None,
+) -> None:
+    """Serve until `stop` is set.
+
+    Args:
+        port: 0 = any.
+        ready: called with the addresses of the router and its admin listener once it leads, or stands by.
+        election: None where there is only one router.
+        admin: makes the admin listener; None: there is none, and its address is empty.
+        allow_chaos: faults may be injected into members that allow it.
+        host: IP address to listen on.
+        advertise: name of this machine for the others; empty: the host.
+        credentials: every caller must prove its role; None: no TLS, on loopback alone.
+
+    Raises:
+        Exposed: other machines could reach it, and there is no TLS.
+        CannotListen: the port is taken, or the admin listener's.
+        JournalUnusable: the journal cannot be read or written.
+    """
+    bound_host = bound_address("--host", host, {"TLS (--tls-dir)": credentials is not None})
+    told_host = told_address("--host", bound_host, advertise)
+    service = RouterService(config, store, election=election, allow_chaos=allow_chaos)
+    server = grpc.aio.server(
+        interceptors=(
+            *((RequireRoles(),) if credentials is not None else ()),
+            RefuseUnlessLeading(service.leads, service.not_leading),
+        ),
+        options=(
+            ("grpc.so_reuseport", 0),
+            ("grpc.max_concurrent_streams", _MOST_STREAMS),
+            # Clients ping every second (router/client.py); the default tolerates one in 5 minutes and hangs up.
+            ("grpc.http2.min_ping_interval_without_data_ms", 500),
+            ("grpc.keepalive_permit_without_calls", 1),
+        ),
+    )
+    try:
+        at = host_port(bound_host, port)
+        bound = (
+            server.add_secure_port(at, credentials.server()) if credentials else server.add_insecure_port(at)
+        )
+    except RuntimeError as error:
+        raise CannotListen(
+            f"port {port} of {bound_host} cannot be used ({error}): "
+            f"stop what listens there or give another --port"
+        ) from error
+    rpc.add_RouterServicer_to_server(service, server)
+    health_pb2_grpc.add_HealthServicer_to_server(service.health, server)
+    keda_rpc.add_ExternalScalerServicer_to_server(ExternalScaler(config, lambda: service.state), server)
+    names = (SERVICE, KEDA_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(names, server)
+    listener = admin(service) if admin is not None else None
+    if election is None:
+        service.lead()
+    else:
+        await election.reach()
+    await server.start()
+    address = host_port(told_host, bound)
+    # A commit to etcd may wait for the network, and is judged by the lease there.
+    heartbeat = ending(
+        lambda: service.turns, bound_s=_HUNG_S if election is None else _LONGEST_S, longest_s=_LONGEST_S
+    )
+    heartbeat.start()
+    working = {asyncio.create_task(service.run()), asyncio.create_task(stop.wait())}
+    if election is not None:
+        working.add(asyncio.create_task(service.follow(election, address)))
+    try:
+        if listener is not None:
+            await listener.begin()
+        ready(address, listener.address if listener is not None else "")
+        done, _ = await asyncio.wait(working, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            # Only the wait for `stop` ends by itself: this raises what ended another.
+            task.result()
+    finally:
+        heartbeat.close()
+        for task in working:
+            task.cancel()
+        service.step_down()
+        if listener is not None:
+            await listener.shutdown()
+        if election is not None:
+            await election.resign()
+        await server.stop(_GRACE_S)

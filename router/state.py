@@ -1,7 +1,7 @@
 """What the router knows, and its settings. Pure data.
 
 Times are seconds of one clock that counts suspend (CLOCK_BOOTTIME). A MemberRecord, the counters and the
-model are durable: the journal holds them before anyone hears of them. Pulses, launches and the rest are
+model are durable: the journal holds them before anyone hears of them. Liveness, launches and the rest are
 forgotten by a restart.
 """
 
@@ -13,10 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from router.balance import Seen
 from router.scaling import Memory, Policy
-from router.suspicion import Rhythm
-from router.view import ATTENTION, CLIENT, EXPERT, GATEWAY
+from router.view import ATTENTION, CLIENT, EXPERT, GATEWAY, GoneMember
 
 # A client names servers by the bits of one 64-bit word (experts/native).
 MOST_MEMBERS = 64
@@ -55,12 +53,12 @@ class Config:
     backoff_s: float = 0.5
     backoff_most_s: float = 30.0
     # Ticks come every 0.1 s; a longer gap is the router's own stall, and is taken off everyone's silence. It is less
-    # than what lies between the renewal that is due and the verdict, 0.58 s at a lease of 2 s (router.suspicion).
+    # than what lies between the renewal that is due and the verdict, 0.58 s at a lease of 2 s (router.liveness).
     tick_s: float = 0.1
     stall_s: float = 0.25
     # Nobody is fenced on suspicion before a silence of this: two renewals missed.
     least_silence_s: float = 0.5
-    # When many fall silent at once the router doubts itself; 5 leases of news from the others end the doubt.
+    # When many fall silent at once the router doubts itself; 5 leases of hearing the others end the doubt.
     doubt_leases: float = 5.0
     # A copy ordered and not reported within this time is taken back and tried elsewhere; that server gets nothing new
     # for as long, then twice, then four times as long.
@@ -196,11 +194,32 @@ class MemberRecord:
     zone: str = ""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SilenceHistogram:
+    """The silences of one member so far. counts: the histogram. samples: sum of it."""
+
+    counts: int = 0
+    samples: int = 0
+
+
 @dataclass(frozen=True, kw_only=True)
-class Pulse:
-    """The rest of a member. rhythm: of its silences so far. acked: newest epoch whose routes it uses. reported: newest
-    epoch for which it said what it holds. accused_until_s: end of a peer's suspicion. drain_until_s: when a drain has
-    lasted long enough, or None.
+class Seen:
+    """Load of one layer's experts as observed. load: [experts] rows an interval, smoothed.
+
+    drift: standard deviation of an expert's log load from one interval to the next, beyond what counting explains.
+    """
+
+    load: NDArray[np.float64]
+    drift: float = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Liveness:
+    """What is known of a member beside its record, and forgotten by a restart.
+
+    silences: from one renewal to the next, so far. acked: newest epoch whose routes it uses. reported: newest epoch for
+    which it said what it holds. suspected_until_s: end of a peer's suspicion. drain_until_s: when a drain has lasted
+    long enough, or None.
 
     journaled: it was a member when the term began. seen: newest epoch that it saw, as it said while the term began.
     told: it has said in this term what it holds, or joined in it. unknown: the part of that of which the journal does
@@ -208,11 +227,11 @@ class Pulse:
     """
 
     renewed_s: float
-    rhythm: Rhythm = field(default_factory=Rhythm)
+    silences: SilenceHistogram = field(default_factory=SilenceHistogram)
     acked: int = 0
     reported: int = 0
     load: Mapping[str, float] = field(default_factory=dict[str, float])
-    accused_until_s: float = 0.0
+    suspected_until_s: float = 0.0
     drain_until_s: float | None = None
     journaled: bool = False
     seen: int = 0
@@ -220,19 +239,8 @@ class Pulse:
     unknown: int = 0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Gone:
-    """A member that went, and why."""
-
-    name: str
-    incarnation: int
-    host: str
-    pid: int
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Ghost:
+@dataclass(frozen=True, kw_only=True)
+class FencedClient:
     """A member fenced while its process may still run, and use routes as old as `acked`, until its lease ends."""
 
     host: str
@@ -273,10 +281,9 @@ class State:
     Durable: salt, of the term, makes incarnations of different terms differ. joined: joins ever. named: names ever, by
     pool. wanted: size of each launched pool.
 
-    ghosts: who may still use old routes though it is no member. suspects: who may be dead, or was accused.
-    silent: who looks dead by silence alone. standing: who says that its work loop stands still. accused: servers said
-    to give corrupt replies, and since when.
-    blame_again_s: when the next may be fenced for that.
+    fenced_clients: who may still use old routes though it is no member. suspects: who may be dead, or is suspected by
+    a peer. silent: who looks dead by silence alone. standing: who says that its work loop stands still. corrupt_since:
+    servers said to give corrupt replies, and since when. next_corruption_s: when the next may be fenced for that.
     doubting_s: since when the router doubts its own ears, or None.
 
     plan: what the last placement was made for. forming_s: since when the first placement waits. unloaded_epoch: the
@@ -302,18 +309,18 @@ class State:
     named: Mapping[str, int] = field(default_factory=dict[str, int])
     model: Model = field(default_factory=Model)
     members: Mapping[str, MemberRecord] = field(default_factory=dict[str, MemberRecord])
-    gone: tuple[Gone, ...] = ()
+    gone: tuple[GoneMember, ...] = ()
     wanted: Mapping[str, int] = field(default_factory=dict[str, int])
     now_s: float = 0.0
     ticked_s: float = 0.0
-    pulses: Mapping[str, Pulse] = field(default_factory=dict[str, Pulse])
-    ghosts: tuple[Ghost, ...] = ()
+    liveness: Mapping[str, Liveness] = field(default_factory=dict[str, Liveness])
+    fenced_clients: tuple[FencedClient, ...] = ()
     suspects: frozenset[str] = frozenset()
     silent: frozenset[str] = frozenset()
     standing: frozenset[str] = frozenset()
     doubting_s: float | None = None
-    accused: Mapping[str, float] = field(default_factory=dict[str, float])
-    blame_again_s: float = 0.0
+    corrupt_since: Mapping[str, float] = field(default_factory=dict[str, float])
+    next_corruption_s: float = 0.0
     plan: object = None
     forming_s: float | None = None
     unloaded_epoch: int = 0

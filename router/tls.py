@@ -10,17 +10,18 @@ logged, and what was there before stays in use.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import ssl
 import threading
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
 
-from router.roles import CA, CERT, KEY, role_of, server_name
+from router.roles import CA, CERT, KEY, claim_refusal, refusal, role_of, server_name
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +123,7 @@ class Credentials:
             except (OSError, ValueError) as error:
                 # Not again until the files change: one of them may be about to follow.
                 self._refused = stamp
-                # Strangers who greet a listener come here too, and must not fill the log.
+                # Unknown callers of a listener come here too, and must not fill the log.
                 if str(error) != self._complaint:
                     self._complaint = str(error)
                     log.error(
@@ -202,3 +203,97 @@ def _prove(client: ssl.SSLContext, server: ssl.SSLContext, role: str) -> None:
     found = peer_role(answering.getpeercert())
     if found != role:
         raise ValueError(f"{CERT} says the role {found or 'of nobody'}, {role} is needed")
+
+
+log = logging.getLogger(__name__)
+
+_KINDS = {
+    (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
+    (False, True): ("unary_stream", grpc.unary_stream_rpc_method_handler),
+    (True, False): ("stream_unary", grpc.stream_unary_rpc_method_handler),
+    (True, True): ("stream_stream", grpc.stream_stream_rpc_method_handler),
+}
+
+
+def _why_not(context: Any, method: str, request: object) -> str:
+    role = caller_role(context)
+    reason = refusal(role, method) or claim_refusal(role, method, request)
+    if reason:
+        log.warning("call_refused peer=%s reason=%s", context.peer(), reason)
+    return reason
+
+
+def _rebuilt(handler: Any, guard: Callable[[Any], Any]) -> grpc.RpcMethodHandler:
+    name, make = _KINDS[bool(handler.request_streaming), bool(handler.response_streaming)]
+    return make(
+        guard(getattr(handler, name)),
+        request_deserializer=handler.request_deserializer,
+        response_serializer=handler.response_serializer,
+    )
+
+
+class RequireRoles(grpc.aio.ServerInterceptor):
+    """For a server of asyncio: PERMISSION_DENIED, and why, unless the caller's certificate allows the method."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """The method behind the check."""
+        handler: Any = await continuation(handler_call_details)
+        if handler is None:
+            return handler
+        method: str = handler_call_details.method
+
+        async def check(request: Any, context: Any) -> None:
+            if reason := _why_not(context, method, request):
+                await context.abort(grpc.StatusCode.PERMISSION_DENIED, reason)
+
+        def guard(behaviour: Callable[..., Any]) -> Callable[..., Any]:
+            async def one(request: Any, context: Any) -> Any:
+                await check(request, context)
+                return await behaviour(request, context)
+
+            async def many(request: Any, context: Any) -> AsyncIterator[Any]:
+                await check(request, context)
+                answers = behaviour(request, context)
+                if inspect.isawaitable(answers):
+                    # Health writes its answers itself.
+                    await answers
+                    return
+                async for answer in answers:
+                    yield answer
+
+            return many if handler.response_streaming else one
+
+        return _rebuilt(handler, guard)
+
+
+class RequireRolesThreaded(grpc.ServerInterceptor):
+    """The same for a server of threads."""
+
+    def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], grpc.RpcMethodHandler],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """The method behind the check."""
+        handler: Any = continuation(handler_call_details)
+        if handler is None:
+            return handler
+        method: str = handler_call_details.method
+
+        def guard(behaviour: Callable[..., Any]) -> Callable[..., Any]:
+            def checked(request: Any, context: Any, *more: Any) -> Any:
+                if reason := _why_not(context, method, request):
+                    context.abort(grpc.StatusCode.PERMISSION_DENIED, reason)
+                return behaviour(request, context, *more)
+
+            # Health's Watch answers through a callback of its own.
+            for name in ("experimental_non_blocking", "experimental_thread_pool"):
+                if hasattr(behaviour, name):
+                    setattr(checked, name, getattr(behaviour, name))
+            return checked
+
+        return _rebuilt(handler, guard)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from router import bitmap
 
 EXPERT = "expert"
@@ -101,3 +104,68 @@ class View:
     def bitmap(self, pairs: tuple[tuple[int, int], ...] | list[tuple[int, int]]) -> bytes:
         """Wire form of a set of (layer, expert) pairs, as `RouterClient.loaded` takes it."""
         return bitmap.to_bytes(bitmap.of_pairs(pairs, self.experts), self.layers, self.experts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """What the router calls this process. Neither the name nor the incarnation is ever used again."""
+
+    name: str
+    incarnation: int
+    term: int
+    lease_s: float
+    renew_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolSize:
+    """One launched pool at one moment.
+
+    live: members that are not draining. starting: ordered from a launcher, not yet members. least, most: bounds of
+    wanted. held_up: why a pool that has more than it should, or one to replace, lets nobody go; else empty.
+    """
+
+    wanted: int
+    live: int
+    starting: int
+    draining: int
+    least: int
+    most: int
+    held_up: str = ""
+
+    @property
+    def is_scaling(self) -> bool:
+        """True until the pool has the size that is wanted."""
+        return self.live != self.wanted or self.starting > 0 or self.draining > 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GoneMember:
+    """A member that went, and why. host: only the router itself knows it."""
+
+    name: str
+    incarnation: int
+    host: str = ""
+    pid: int
+    reason: str
+
+
+NO_ROWS: NDArray[np.uint64] = np.zeros(0, np.uint64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """Everything the router knows.
+
+    problem: empty when it is healthy. gone: the latest, oldest first. pid: the router's own process. leader: address of
+        the one that leads; empty if there is only one. rows: [layers * experts] sent to each expert since this router
+        began; empty where that was not asked for, or nothing is known.
+    """
+
+    view: View
+    pools: Mapping[str, PoolSize]
+    problem: str
+    gone: tuple[GoneMember, ...]
+    pid: int
+    leader: str
+    rows: NDArray[np.uint64] = field(compare=False)

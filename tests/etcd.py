@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import signal
 import socket
@@ -57,6 +58,8 @@ class EtcdProcess:
     def freeze(self) -> None:
         assert self.process is not None
         self.process.send_signal(signal.SIGSTOP)
+        # The signal is sent at once, but each thread stops only when it next runs.
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
 
     def thaw(self) -> None:
         assert self.process is not None

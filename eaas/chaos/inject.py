@@ -15,8 +15,7 @@ from eaas.chaos.plan import in_words
 from eaas.chaos.processes import Frozen, kill_pids, stopped
 from eaas.chaos.targets import ChaosRefused, members_of, pids_of
 from router.client import FaultRefused, RouterClient, RouterUnavailable
-from router.faults import Fault
-from router.faults_wire import Injection
+from router.faults import Fault, Injection
 
 T = TypeVar("T")
 _TIMEOUT_S = 5.0

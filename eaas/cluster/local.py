@@ -24,12 +24,12 @@ from eaas.cluster.process import Child, StartFailed
 from eaas.cluster.state_dir import StateDir
 from eaas.gateway.keys import keys_of, write_keys
 from eaas.gateway.listening import ListenFailed, address_of, listen
-from router.channel import answers
 from router.client import RouterClient, RouterUnavailable
+from router.connection import answers
 from router.etcd import EtcdUnavailable
 from router.etcd_store import erase
+from router.events import StartProcess, StopProcess
 from router.host import host_id
-from router.replies import StartProcess, StopProcess
 from router.roles import LAUNCHER
 from router.tls import Credentials
 from router.view import DRAINING, GATEWAY, View
@@ -390,7 +390,7 @@ class LocalCluster:
         for command in router.launches(host_id(), self._starting):
             if self._stopping.is_set():
                 return
-            if command == StartProcess("expert"):
+            if isinstance(command, StartProcess) and command.pool == "expert":
                 try:
                     self._experts_wanted = router.status(timeout_s=PROBE_S).pools["expert"].wanted
                 except RouterUnavailable as error:

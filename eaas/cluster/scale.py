@@ -10,9 +10,9 @@ from rich.table import Table
 
 from eaas.cluster.status import fetch_status
 from router.client import RouterClient
-from router.pools import PoolSize
 from router.roles import OPERATOR
 from router.tls import Credentials
+from router.view import PoolSize
 
 LOOK_S = 0.2
 

@@ -34,14 +34,13 @@ from eaas.view.board import Router
 from eaas.view.sight import Sight
 from experts.faults import SelfInflicted
 from router import child
-from router.channel import pid_at, router_address
 from router.client import JoinRefused, RouterClient, RouterUnavailable
+from router.connection import pid_at, router_address
 from router.faults import FaultTaker
 from router.heartbeat import ending
 from router.host import process_id
-from router.replies import Status
 from router.tls import Credentials
-from router.view import DRAINING, GATEWAY, View
+from router.view import DRAINING, GATEWAY, Status, View
 
 log = logging.getLogger("eaas.gateway")
 

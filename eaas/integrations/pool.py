@@ -25,9 +25,8 @@ from p2p.endpoint import P2PError
 from p2p.transport import TransportChoice
 from router.classes import carrier_of, covering
 from router.client import JoinRefused, RouterClient, RouterUnavailable
-from router.replies import Identity
 from router.tls import Credentials, CredentialsInvalid
-from router.view import CLIENT, EXPERT, View
+from router.view import CLIENT, EXPERT, Identity, View
 
 log = logging.getLogger(__name__)
 

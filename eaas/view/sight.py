@@ -9,9 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eaas.view.board import Router
-from router.pools import PoolSize
-from router.replies import GoneMember
-from router.view import View
+from router.view import GoneMember, PoolSize, View
 
 
 @dataclass(frozen=True, kw_only=True)

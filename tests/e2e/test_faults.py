@@ -15,8 +15,8 @@ import pytest
 
 from eaas.cluster.config import ClusterConfig
 from eaas.cluster.local import LocalCluster
-from router.blame import WORD
 from router.client import FaultRefused, RouterClient, RouterUnavailable
+from router.corruption import WORD
 from router.faults import CLIENT_POINTS, SERVER_POINTS, Fault
 from router.view import View
 from tests.e2e.clients import Seen, stream_all

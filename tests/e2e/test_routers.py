@@ -18,8 +18,7 @@ from eaas.cluster.roll import Roll
 from eaas.cluster.scale import router_address
 from eaas.cluster.status import fetch_status
 from router.client import RouterClient
-from router.replies import Status
-from router.view import View
+from router.view import Status, View
 from tests.e2e.clients import Seen, stream_all
 from tests.e2e.test_failures import CLIENTS, PROMPTS, TOKENS, assert_whole, whole_pool
 from tests.e2e.waiting import wait_for

@@ -16,8 +16,7 @@ import pytest
 from eaas.cluster.roll import Roll
 from eaas.gateway.__main__ import RouterViews
 from router.host import process_id
-from router.replies import Identity
-from router.view import Member, View
+from router.view import Identity, Member, View
 from tests.eaas.gateway_world import FakeWorker, GatewayProcess, World, eventually
 
 LINGER_S = 2.0

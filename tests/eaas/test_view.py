@@ -15,8 +15,7 @@ from eaas.view.history import MOST_HAPPENINGS, History, copies, follow, learn
 from eaas.view.rates import MOST_POINTS, quantile
 from eaas.view.sight import Sight
 from eaas.view.words import ago, number, seconds, short
-from router.replies import GoneMember
-from router.view import View
+from router.view import GoneMember, View
 from tests.eaas.view_world import (
     ALL,
     BOUNDS_S,

@@ -14,8 +14,7 @@ from eaas.view.history import History, follow, learn
 from eaas.view.rates import Past, Reading
 from eaas.view.sight import Sight
 from router import bitmap
-from router.pools import PoolSize
-from router.view import Member, View
+from router.view import Member, PoolSize, View
 
 LAYERS, EXPERTS = 2, 4
 ALL = range(LAYERS * EXPERTS)

@@ -8,7 +8,7 @@ import experts.__main__ as process
 from experts.__main__ import Load
 from experts.model import Dtype
 from experts.paths import CPU_ACTIVATION_ROWS
-from router.totals import Totals
+from router.events import Totals
 from tests.experts.steps import shape_of
 
 

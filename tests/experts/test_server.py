@@ -21,7 +21,7 @@ from experts.server import ExpertServer, ServerClosed
 from experts.wire import VERSION
 from p2p import ShmEndpoint, ShmPeer, ShmWindow, Status
 from p2p.window import WindowLayout
-from router.replies import Identity
+from router.view import Identity
 from tests.experts.steps import shape_of
 from tests.experts.test_service import write_checkpoint
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.events import Command, Fenced, Launch, Renewed, Suspected, Tick
+from router.events import Command, Fenced, Renewed, StartProcess, Suspected, Tick
 from router.view import HEARS, STANDS
 from tests.router.told import Step, Told, cluster, lively, rest
 
@@ -27,7 +27,7 @@ def who_says_that_its_loop_stands_is_replaced_at_the_next_tick(step: Step) -> No
         assert [(c.name, c.reason) for c in fenced] == [(name, "its work loop stood still for 0.70 s")], (
             commands
         )
-        assert [c.pool for c in commands if isinstance(c, Launch)] == [pool], commands
+        assert [c.pool for c in commands if isinstance(c, StartProcess)] == [pool], commands
 
 
 def who_stands_with_last_replicas_goes_when_others_have_them(step: Step) -> None:
@@ -45,7 +45,7 @@ def who_stands_with_last_replicas_goes_when_others_have_them(step: Step) -> None
 
 def the_last_worker_that_stands_goes_when_another_serves(step: Step) -> None:
     told = cluster(step)
-    ordered = [c for _ in range(5) for c in _tick(told, attention_1=0.7) if isinstance(c, Launch)]
+    ordered = [c for _ in range(5) for c in _tick(told, attention_1=0.7) if isinstance(c, StartProcess)]
     assert [c.pool for c in ordered] == ["attention"], "one is started beside it, and no more"
     assert "attention/1" in told.state.members
     second = told.join("attention")

@@ -10,7 +10,6 @@ from router.events import (
     Exited,
     Join,
     Joined,
-    Launch,
     LauncherAttached,
     Refused,
     Renewed,
@@ -18,6 +17,7 @@ from router.events import (
     Scale,
     Scaled,
     Started,
+    StartProcess,
     Tick,
 )
 from router.scaling import Policy
@@ -63,7 +63,7 @@ def pools_follow_their_load(step: Step) -> None:
         for record in list(told.state.members.values()):
             told.give(Renewed(name=record.name, incarnation=record.incarnation, load={"busy": 0.95}))
         commands = told.give(Tick(), after_s=0.1)
-        if any(isinstance(c, Launch) for c in commands):
+        if any(isinstance(c, StartProcess) for c in commands):
             break
     assert [(c.wanted, bool(c.why)) for c in commands if isinstance(c, Scaled)] == [(3, True)], commands
     assert told.state.wanted["expert"] == 3

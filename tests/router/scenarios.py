@@ -9,7 +9,6 @@ from router.events import (
     Acked,
     Exited,
     Join,
-    Launch,
     LauncherAttached,
     LauncherDetached,
     Left,
@@ -17,13 +16,14 @@ from router.events import (
     Renewed,
     Scale,
     Started,
-    Stop,
-    Stranger,
+    StartProcess,
+    StopProcess,
     Tick,
+    UnknownMember,
 )
-from tests.router.blame_stories import BLAME_STORIES
 from tests.router.client_stories import CLIENT_STORIES
 from tests.router.copy_stories import COPY_STORIES
+from tests.router.corruption_stories import CORRUPTION_STORIES
 from tests.router.hang_stories import HANG_STORIES
 from tests.router.load_stories import LOAD_STORIES
 from tests.router.term_stories import TERM_STORIES
@@ -57,7 +57,7 @@ def failed_starts_wait_longer_each_time(step: Step) -> None:
     for pid in range(20):
         began_s = told.now_s
         commands = told.give(Exited(host="h", pid=1000 + pid, pool="expert"))
-        while not any(isinstance(c, Launch) and c.pool == "expert" for c in commands):
+        while not any(isinstance(c, StartProcess) and c.pool == "expert" for c in commands):
             commands = told.give(Tick(), after_s=0.1)
             assert told.now_s - began_s < 60, "never tried again"
         waits_s.append(told.now_s - began_s)
@@ -70,16 +70,16 @@ def a_stall_of_the_router_orders_only_what_was_lost(step: Step) -> None:
     """The router is frozen, a server dies meanwhile: its exit is the first that the router hears of."""
     told = cluster(step)
     commands = told.give(Exited(host="h", pid=1), after_s=3.0)
-    assert [c.pool for c in commands if isinstance(c, Launch)] == ["expert"], commands
+    assert [c.pool for c in commands if isinstance(c, StartProcess)] == ["expert"], commands
 
 
 def silence_of_all_orders_nothing_at_first(step: Step) -> None:
     """A host too busy to answer gets no second set of processes, unless that lasts."""
     told = cluster(step)
     quiet_s = told.now_s
-    orders: list[Launch] = []
+    orders: list[StartProcess] = []
     while not orders and told.now_s - quiet_s < 60:
-        orders += [c for c in told.give(Tick(), after_s=0.1) if isinstance(c, Launch)]
+        orders += [c for c in told.give(Tick(), after_s=0.1) if isinstance(c, StartProcess)]
     assert 10 < told.now_s - quiet_s < 11, f"ordered after {told.now_s - quiet_s:.1f} s of silence"
     assert len(told.state.members) == 3, "silence of all fences nobody"
 
@@ -90,7 +90,7 @@ def an_event_between_ticks_meets_the_same_doubt(step: Step) -> None:
     for _ in range(20):
         told.give(Tick(), after_s=0.1)
     commands = told.give(Join(pool="gateway", address="a", pid=9, host="h"), after_s=0.05)
-    assert not [c for c in commands if isinstance(c, Launch)], commands
+    assert not [c for c in commands if isinstance(c, StartProcess)], commands
 
 
 def a_stall_ends_no_doubt(step: Step) -> None:
@@ -200,7 +200,7 @@ def a_draining_worker_ends_when_nothing_runs_on_it(step: Step) -> None:
     )
     assert record.name in told.state.members, "ended with a stream that waits"
     commands = told.give(Renewed(name=record.name, incarnation=record.incarnation, load={"running": 0.0}))
-    assert any(isinstance(c, Stop) and c.name == record.name for c in commands), commands
+    assert any(isinstance(c, StopProcess) and c.name == record.name for c in commands), commands
     assert record.name not in told.state.members
 
 
@@ -229,7 +229,7 @@ def a_pool_of_none_lets_everything_go(step: Step) -> None:
     rest(told, rounds=40)
     assert set(told.state.members) == {"attention/1"}, list(told.state.members)
     commands = told.give(Scale(pool="expert", wanted=1))
-    assert [c.pool for c in commands if isinstance(c, Launch)] == ["expert"], commands
+    assert [c.pool for c in commands if isinstance(c, StartProcess)] == ["expert"], commands
 
 
 def a_size_out_of_bounds_is_refused(step: Step) -> None:
@@ -289,7 +289,7 @@ def nothing_is_unloaded_while_a_fenced_worker_may_ask(step: Step) -> None:
     for proved in (False, True):
         told = cluster(step, servers=1, replicas=1, workers=2)
         lively(told, 60)
-        spoke_s = told.state.pulses["attention/2"].renewed_s
+        spoke_s = told.state.liveness["attention/2"].renewed_s
         told.join()
         while "attention/2" in told.state.members:
             lively(told, 0.1, dumb="attention/2", step_s=0.1)
@@ -354,7 +354,7 @@ def a_pool_that_grows_again_keeps_who_was_to_go(step: Step) -> None:
         assert told.state.members["expert/3"].draining
         commands = told.give(regrow)
         assert not told.state.members["expert/3"].draining
-        assert not [c for c in commands if isinstance(c, Launch)], commands
+        assert not [c for c in commands if isinstance(c, StartProcess)], commands
         told.give(Scale(pool="expert", wanted=len(told.state.members) - 2))
         rest(told, rounds=1)
         assert told.state.members["expert/3"].surplus
@@ -471,14 +471,14 @@ def full_servers_exchange(step: Step) -> None:
     assert {name: record.serving for name, record in told.state.members.items() if name in share} == share
 
 
-def a_stranger_moves_nothing(step: Step) -> None:
+def an_unknown_member_moves_nothing(step: Step) -> None:
     """Whatever waits to be done is not done on the word of one who is no member."""
     told = Told(step)
     told.join()
     waits = replace(told.state.members["expert/1"], target=0)
     told.state = replace(told.state, members={"expert/1": waits}, settled=False)
     commands = told.give(Left(name="expert/1", incarnation=1, drain=False))
-    assert [type(command) for command in commands] == [Stranger], commands
+    assert [type(command) for command in commands] == [UnknownMember], commands
 
 
 STORIES = (
@@ -510,10 +510,10 @@ STORIES = (
     an_old_report_unloads_nothing,
     a_worker_that_has_not_begun_holds_nobody_up,
     full_servers_exchange,
-    a_stranger_moves_nothing,
+    an_unknown_member_moves_nothing,
     *LOAD_STORIES,
     *COPY_STORIES,
-    *BLAME_STORIES,
+    *CORRUPTION_STORIES,
     *CLIENT_STORIES,
     *HANG_STORIES,
     *TERM_STORIES,

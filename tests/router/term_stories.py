@@ -140,7 +140,7 @@ def a_worker_without_routes_holds_nobody_up_in_the_next_term(step: Step) -> None
             told.renew(name)
         told.ack("attention/1")
         told.give(Tick(), after_s=0.1)
-    assert not told.state.ghosts and acked_by_all(told.state) > 0
+    assert not told.state.fenced_clients and acked_by_all(told.state) > 0
 
 
 def what_was_said_to_another_term_is_not_believed(step: Step) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from router.core import step
 from router.events import Acked, Exited, Join, Refused, Renewed, Tick
-from router.orders import allowed
+from router.moves import allowed_copies
 from router.records import acked_by_all, phase, view_of
 from router.state import Config, ConfigInvalid
 from router.view import WARMING
@@ -207,6 +207,6 @@ def test_who_looks_dead_holds_no_budget_of_copies() -> None:
         )
     records = [members[name] for name in shares]
     state = replace(told.state, members=members)
-    assert allowed(told.config, state, records) == {"expert/1": 0b01, "expert/2": 0}
+    assert allowed_copies(told.config, state, records) == {"expert/1": 0b01, "expert/2": 0}
     state = replace(state, silent=frozenset({"expert/1"}))
-    assert allowed(told.config, state, records) == {"expert/2": 0b10}
+    assert allowed_copies(told.config, state, records) == {"expert/2": 0b10}

@@ -7,16 +7,14 @@ from random import Random
 
 import numpy as np
 
-from router.counts import Counts
-from router.coverage import coverage
-from router.drains import DRAINED, OVERDUE
-from router.events import Fenced
+from router.counts import Counts, coverage
+from router.events import Fenced, Totals
+from router.lifecycle import DRAINED, OVERDUE
 from router.messages import totals_of
 from router.metrics import RouterMetrics
 from router.proto import router_pb2 as pb
-from router.records import evolve
-from router.state import Config, MemberRecord, Model, Pulse, State
-from router.totals import Totals
+from router.records import replace
+from router.state import Config, Liveness, MemberRecord, Model, State
 
 
 def server(name: str, held: int, **more: object) -> MemberRecord:
@@ -31,7 +29,7 @@ def world(layers: int, experts: int, held: list[int], **more: object) -> State:
     return State(
         model=Model(hash="m", layers=layers, experts=experts),
         members=members,
-        pulses={name: Pulse(renewed_s=0.0) for name in members},
+        liveness={name: Liveness(renewed_s=0.0) for name in members},
         wanted={"expert": len(held)},
         **more,  # pyright: ignore
     )
@@ -64,7 +62,7 @@ def test_load_falls_on_servers_as_replicas_share_it() -> None:
     # A steady rate of one row a second adds up to what is shown as one.
     steady = sum(0.5 ** (age_s / 60) for age_s in range(3600))
     assert math.isclose(steady * rate, 1.0, rel_tol=0.01)
-    later = coverage(config, evolve(state, now_s=65.0))
+    later = coverage(config, replace(state, now_s=65.0))
     assert np.allclose(later.load, found.load / 2), "half of it has faded"
 
 
@@ -83,22 +81,22 @@ def test_without_load_or_model_there_is_no_balance_and_nothing_is_lost() -> None
 def test_copies_are_counted_as_they_come_and_go() -> None:
     counts = Counts()
     start = world(1, 4, [0b0011, 0b0000])
-    fresh = evolve(start.members["expert/1"], ready=False)
-    start = evolve(start, members={**start.members, "expert/1": fresh})
-    loaded = evolve(
+    fresh = replace(start.members["expert/1"], ready=False)
+    start = replace(start, members={**start.members, "expert/1": fresh})
+    loaded = replace(
         start,
         members={
             "expert/0": server("expert/0", 0b0111),
-            "expert/1": evolve(fresh, loaded=0b1000, ready=True),
+            "expert/1": replace(fresh, loaded=0b1000, ready=True),
         },
     )
     counts.note(start, loaded, [])
     assert (counts.loaded, counts.migrated, counts.unloaded) == (2, 1, 0), "the new server's first is no move"
-    retiring = evolve(loaded.members["expert/0"], loaded=0b0110, retiring=0b0001)
-    still = evolve(loaded, members={**loaded.members, "expert/0": retiring})
+    retiring = replace(loaded.members["expert/0"], loaded=0b0110, retiring=0b0001)
+    still = replace(loaded, members={**loaded.members, "expert/0": retiring})
     counts.note(loaded, still, [])
     assert counts.unloaded == 0, "it holds that until everyone has stopped asking for it"
-    gone = evolve(still, members={**still.members, "expert/0": evolve(retiring, retiring=0)})
+    gone = replace(still, members={**still.members, "expert/0": replace(retiring, retiring=0)})
     counts.note(still, gone, [])
     assert (counts.loaded, counts.migrated, counts.unloaded) == (2, 1, 1)
 
@@ -138,10 +136,10 @@ def test_rails_and_slow_links_have_their_series() -> None:
         name="attention/7", pool="attention", incarnation=2, address="", pid=2, host="", ready=True
     )
     load = {"busy": 0.5, "slow_link:expert/0": 1.0, "corrupt:expert/0": 3.0}
-    state = evolve(
+    state = replace(
         state,
         members={**state.members, worker.name: worker},
-        pulses={**state.pulses, worker.name: Pulse(renewed_s=0.0, load=load)},
+        liveness={**state.liveness, worker.name: Liveness(renewed_s=0.0, load=load)},
     )
     counts = Counts()
     counts.add_totals(

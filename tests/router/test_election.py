@@ -19,10 +19,11 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from router.channel import RouterAddressInvalid, target_of
-from router.client import RouterClient, RouterUnavailable, StartProcess
+from router.client import RouterClient, RouterUnavailable
 from router.etcd import Etcd, get, pairs
 from router.etcd_store import prefix_of
+from router.events import StartProcess
+from router.exposure import RouterAddressInvalid, target_of
 from router.journal import Journal
 from router.proto import router_pb2 as pb
 from router.proto import router_pb2_grpc as rpc
@@ -192,7 +193,7 @@ def test_a_killed_leader_is_followed_within_its_lease(started: Start) -> None:
     lost = servers.pop()
     lost.die()
     launcher.report_exit(HOST, lost.pid)
-    until(lambda: StartProcess("expert") in ordered)
+    until(lambda: StartProcess(host=HOST, pool="expert") in ordered)
     servers.append(Server(routers))
     assert servers[-1].name == "expert/3"
     until(lambda: complete(attention.client, 2, 2))

@@ -18,13 +18,12 @@ import pytest
 
 from router import etcd_store
 from router.core import step
-from router.election import Election
 from router.etcd import Etcd, EtcdInvalid, delete, get, pairs, put
-from router.etcd_store import ClusterInvalid, EtcdStore, prefix_of
+from router.etcd_store import ClusterInvalid, Election, EtcdStore, prefix_of
 from router.events import Exited, Join, Loaded, Started
-from router.journal import Journal
-from router.state import Config, Gone, MemberRecord, State
-from router.store import JournalUnusable, Store
+from router.journal import Journal, JournalUnusable, Store
+from router.state import Config, MemberRecord, State
+from router.view import GoneMember
 from tests.etcd import EtcdProcess, etcd_process
 
 DURABLE = ("salt", "term", "epoch", "joined", "named", "wanted", "model", "members")
@@ -170,8 +169,8 @@ def test_a_proof_leaves_what_counted(opened: Open) -> None:
     assert_equal(opened().load(), state)
 
 
-def gone(number: int) -> Gone:
-    return Gone(name=f"expert/{number}", incarnation=number, host="h", pid=number, reason="left")
+def gone(number: int) -> GoneMember:
+    return GoneMember(name=f"expert/{number}", incarnation=number, host="h", pid=number, reason="left")
 
 
 # Only etcd from here on.

@@ -14,9 +14,9 @@ import pytest
 
 from router.client import FaultRefused, RouterClient
 from router.faults import KINDS, POINT_WAIT_S, POINTS, Fault, FaultInvalid, FaultsTaken
-from router.faults_wire import fault_message, fault_of
 from router.injection import MOST_ACTIVE, Injections, Watcher
 from router.injection import FaultRefused as NotInjected
+from router.messages import from_message, to_message
 from router.proto import router_pb2 as pb
 from tests.router.test_service import HOST, RouterProcess, until
 
@@ -99,8 +99,8 @@ def test_a_fault_says_the_same_after_its_way(join: Join) -> None:
         Fault(id="d", kind="corrupt", where="nan", share=0.5, peers=("x", "y"), seed=9),
         Fault(id="e", kind="delay", by_s=0.25),
     ):
-        assert fault_of(fault_message(fault)) == fault
-    assert {field.name for field in fields(Fault)} == {f.name for f in fault_message(fault).DESCRIPTOR.fields}
+        assert from_message(Fault, to_message(fault)) == fault
+    assert {field.name for field in fields(Fault)} == {f.name for f in to_message(fault).DESCRIPTOR.fields}
 
 
 def test_what_cannot_be_done_is_refused_and_nobody_is_told(join: Join) -> None:

@@ -123,16 +123,23 @@ def test_a_journal_that_cannot_be_used_says_why(tmp_path: Path) -> None:
         Journal(tmp_path / "journal")
     first.close()
     with sqlite3.connect(tmp_path / "journal") as base:
-        base.execute("UPDATE counters SET layout = 99")
+        base.execute("UPDATE state SET value = json_set(value, '$.layout', 99) WHERE key = 'counters'")
     base.close()
-    with pytest.raises(JournalUnusable, match="has layout 99, this router writes 3"):
-        Journal(tmp_path / "journal")
+    with pytest.raises(JournalUnusable, match="has layout 99, this router writes 1; give another --journal"):
+        Journal(tmp_path / "journal").load()
+    with sqlite3.connect(tmp_path / "foreign") as base:
+        base.execute("CREATE TABLE counters (one INTEGER)")
+    base.close()
+    with pytest.raises(
+        JournalUnusable, match="has the tables counters, this router writes one, state; give another"
+    ):
+        Journal(tmp_path / "foreign")
 
 
 def test_a_damaged_record_is_refused_not_guessed(tmp_path: Path) -> None:
     grown(tmp_path / "journal")
     with sqlite3.connect(tmp_path / "journal") as base:
-        base.execute("UPDATE members SET record = substr(record, 1, 40)")
+        base.execute("UPDATE state SET value = substr(value, 1, 40) WHERE key LIKE 'members/%'")
     base.close()
     with pytest.raises(JournalUnusable, match="cannot be read"):
         Journal(tmp_path / "journal").load()

@@ -19,7 +19,8 @@ from pathlib import Path
 import pytest
 
 from router import launcher as launching
-from router.client import RouterClient, StartProcess, StopProcess
+from router.client import RouterClient
+from router.events import StartProcess, StopProcess
 from router.host import host_id
 from router.launcher import Exec, LauncherInvalid, Order, OrderFailed, Webhook, launcher_of, parse
 from router.state import Config
@@ -336,7 +337,7 @@ def test_only_what_a_launcher_started_is_ended(
     ours = subprocess.Popen(["sleep", "60"], env={**os.environ, "EAAS_HOST": host_id()})
     try:
         for pid in (-1, 0, 1, os.getpid(), foreign.pid, ours.pid, 1 << 22, (1 << 31) - 1):
-            launcher._carry_out(launcher._order(StopProcess("expert/1", pid)))
+            launcher._carry_out(launcher._order(StopProcess(host="", name="expert/1", pid=pid)))
     finally:
         for process in (foreign, ours):
             process.kill()
@@ -356,7 +357,7 @@ def test_a_start_by_webhook_is_given_up_before_the_router_orders_again(
     launcher = launcher_of(parse(flags))
     given_up: list[str] = []
     monkeypatch.setattr(launcher, "_report", lambda pid, pool: given_up.append(pool))
-    start = launcher._order(StartProcess("expert"))
+    start = launcher._order(StartProcess(host="", pool="expert"))
     launcher._starting[start.key] = ("expert", 0.0)
     launcher._carry_out(start)
     assert given_up == ["expert"]

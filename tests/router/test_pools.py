@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from router.pools import autoscale_bounds, pool_load, replicas_min
-from router.state import ConfigInvalid, MemberRecord, Model, Pulse, State
+from router.state import ConfigInvalid, Liveness, MemberRecord, Model, State
 
 
 def member(name: str, serving: int = 0) -> MemberRecord:
@@ -27,7 +27,7 @@ def test_amounts_add_up_and_of_levels_the_worst_counts() -> None:
     }
     state = State(
         members={name: member(name) for name in loads},
-        pulses={name: Pulse(renewed_s=0.0, load=load) for name, load in loads.items()},
+        liveness={name: Liveness(renewed_s=0.0, load=load) for name, load in loads.items()},
     )
     attention = {
         "running": 7.0,

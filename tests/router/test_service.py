@@ -20,8 +20,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from router.client import JoinRefused, RouterClient, RouterUnavailable
+from router.events import StartProcess, StopProcess
 from router.host import host_id
-from router.replies import StartProcess, StopProcess
 from router.view import View
 
 HOST = "a-host-of-this-test"
@@ -136,7 +136,7 @@ def test_a_lost_server_is_replaced_and_every_expert_keeps_a_replica(
     lost = servers.pop(0)
     lost.die()
     assert launcher.report_exit(HOST, lost.pid) == lost.name
-    until(lambda: ordered == [StartProcess("expert")])
+    until(lambda: ordered == [StartProcess(host=HOST, pool="expert")])
     until(lambda: complete(attention.client, 2, 2))
     servers.append(Server(router))
     until(lambda: complete(attention.client, 3, 2))
@@ -171,8 +171,8 @@ def test_silence_fences_and_orders_the_process_ended(started: Callable[..., Rout
     threading.Thread(target=lambda: [ordered.append(c) for c in launcher.launches(HOST)], daemon=True).start()
     time.sleep(0.2)
     frozen.die()
-    until(lambda: StopProcess(frozen.name, frozen.pid) in ordered)
-    until(lambda: StartProcess("expert") in ordered)
+    until(lambda: StopProcess(host=HOST, name=frozen.name, pid=frozen.pid) in ordered)
+    until(lambda: StartProcess(host=HOST, pool="expert") in ordered)
     with pytest.raises(StopIteration):
         next(m for m in launcher.status().view.members if m.name == frozen.name)
     for each in (kept, *others):

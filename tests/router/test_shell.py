@@ -10,9 +10,9 @@ import grpc
 import pytest
 
 from router import service as shell
-from router.events import Event, Launch, Loaded, Renewed, Tick
+from router.events import Event, Join, Loaded, Renewed, StartProcess, Tick
 from router.journal import JournalUnusable
-from router.messages import join_event, renewed_event
+from router.messages import from_message, renewed_of
 from router.proto import router_pb2 as pb
 from router.service import RouterService
 from router.state import Config, State
@@ -96,7 +96,7 @@ def test_a_launcher_that_goes_while_nothing_can_be_written_is_forgotten_once_it_
             request = pb.JoinRequest(
                 protocol=PROTOCOL, pool="expert", address="a", pid=pid, host=HOST, layers=2, experts=4
             )
-            scene.give(join_event(request))
+            scene.give(from_message(Join, request))
         assert service.state.launchers == (HOST,)
         store.is_full = True
         scene.now_s += 1.0
@@ -106,7 +106,7 @@ def test_a_launcher_that_goes_while_nothing_can_be_written_is_forgotten_once_it_
         await asyncio.gather(first, return_exceptions=True)
         await orders.aclose()
         store.is_full, service._problem = False, ""
-        service._carry_out(Launch(host=HOST, pool="expert"))
+        service._carry_out(StartProcess(host=HOST, pool="expert"))
         scene.go_on(50)
         await asyncio.sleep(3 * Config.tick_s)
         assert service.state.launchers == ()
@@ -119,9 +119,9 @@ def test_a_launcher_that_goes_while_nothing_can_be_written_is_forgotten_once_it_
 def test_a_load_that_cannot_be_is_not_taken_from_a_report() -> None:
     odd = {"huge": 1e308, "negative": -1.0, "nan": math.nan, "inf": math.inf, "x" * 65: 1.0}
     true = {"busy": 0.5, "running": 0.0, "backlog_tokens": 1e15}
-    assert renewed_event(pb.RenewRequest(name="a", load={**odd, **true})).load == true
+    assert renewed_of(pb.RenewRequest(name="a", load={**odd, **true})).load == true
     many = {f"word{number}": 1.0 for number in range(1000)}
-    assert len(renewed_event(pb.RenewRequest(name="a", load=many)).load) == 256
+    assert len(renewed_of(pb.RenewRequest(name="a", load=many)).load) == 256
 
 
 def test_a_tick_that_fails_does_not_end_the_router_unless_all_do(monkeypatch: pytest.MonkeyPatch) -> None:

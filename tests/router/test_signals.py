@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from router.pools import pool_signals
 from router.scaling import Signals
-from router.signals import pool_signals
-from router.state import MemberRecord, Pulse, Start, State
+from router.state import Liveness, MemberRecord, Start, State
 
 
 def cluster(loads: dict[str, dict[str, float]], **marked: frozenset[str]) -> State:
@@ -24,8 +24,8 @@ def cluster(loads: dict[str, dict[str, float]], **marked: frozenset[str]) -> Sta
         )
         for name in loads
     }
-    pulses = {name: Pulse(renewed_s=0.0, load=load) for name, load in loads.items()}
-    return State(members=members, pulses=pulses, wanted={"expert": 4, "attention": 2})
+    liveness = {name: Liveness(renewed_s=0.0, load=load) for name, load in loads.items()}
+    return State(members=members, liveness=liveness, wanted={"expert": 4, "attention": 2})
 
 
 def test_who_serves_who_comes_and_who_goes_are_told_apart() -> None:

@@ -10,11 +10,11 @@ from router.events import (
     Event,
     Join,
     Joined,
-    Launch,
     LauncherAttached,
     Loaded,
     Renewed,
     Started,
+    StartProcess,
     Tick,
 )
 from router.state import Config, State
@@ -66,14 +66,14 @@ def lively(told: Told, seconds: float, dumb: str = "", step_s: float = 0.05) -> 
     """Everyone else renews on time, loads and acks. Returns after how long one of the dumb was suspect, and fenced."""
     names = dumb.split()
     suspect_s = fenced_s = 0.0
-    began_s = min((told.state.pulses[n].renewed_s for n in names if n in told.state.pulses), default=0.0)
+    began_s = min((told.state.liveness[n].renewed_s for n in names if n in told.state.liveness), default=0.0)
     ends_s = told.now_s + seconds - 1e-6
     while told.now_s < ends_s:
         told.now_s += step_s
         for record in list(told.state.members.values()):
             if record.name in names:
                 continue
-            if told.now_s - told.state.pulses[record.name].renewed_s > told.config.renew_s - 0.01:
+            if told.now_s - told.state.liveness[record.name].renewed_s > told.config.renew_s - 0.01:
                 told.renew(record.name)
             if record.pool == "attention":
                 told.ack(record.name)
@@ -112,5 +112,5 @@ def cluster(
     told.load_all()
     for number in range(workers):
         told.ack(f"attention/{number + 1}")
-    assert not any(isinstance(c, Launch) for c in told.give(LauncherAttached(host="h")))
+    assert not any(isinstance(c, StartProcess) for c in told.give(LauncherAttached(host="h")))
     return told

@@ -28,9 +28,8 @@ from experts.proto import experts_pb2, experts_pb2_grpc
 from router.client import RouterClient, RouterUnavailable
 from router.proto import externalscaler_pb2, router_pb2
 from router.proto import router_pb2_grpc as rpc
-from router.role_check import RequireRolesThreaded
 from router.roles import CALLERS, ROLES, claim_refusal, refusal, role_of, role_uri, server_name
-from router.tls import Credentials, CredentialsInvalid
+from router.tls import Credentials, CredentialsInvalid, RequireRolesThreaded
 
 FILES = (router_pb2, externalscaler_pb2, experts_pb2, health_pb2, reflection_pb2)
 METHODS = {

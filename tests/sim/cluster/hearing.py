@@ -54,13 +54,13 @@ class Known:
 class Hearing:
     """present: members that were not fenced, by incarnation. doubt_s: since when the router must doubt itself.
 
-    ghosts: those fenced that may still run: (what is known of them, when their lease ends).
+    fenced_clients: those fenced that may still run: (what is known of them, when their lease ends).
     """
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self.present: dict[int, Known] = {}
-        self.ghosts: dict[int, tuple[Known, float]] = {}
+        self.fenced_clients: dict[int, tuple[Known, float]] = {}
         self.now_s = self.ticked_s = 0.0
         self.began_s = 0.0  # the term, less stalls
         self.judged_s = 0.0  # the last tick, when the core looks at what is late
@@ -76,17 +76,17 @@ class Hearing:
             known.silences = []
             known.waits_since_s = now_s
         end_s = now_s + self.config.lease_s
-        self.ghosts = {number: (known, end_s) for number, (known, _) in self.ghosts.items()}
+        self.fenced_clients = {number: (known, end_s) for number, (known, _) in self.fenced_clients.items()}
 
     def forget(self, present: dict[int, Known]) -> None:
         """The journal is an older copy: these are its members; who else was one may run until its lease has ended."""
         end_s = self.now_s + self.config.lease_s
         for number, known in self.present.items():
             if number not in present:
-                self.ghosts[number] = (known, end_s)
+                self.fenced_clients[number] = (known, end_s)
         self.present.clear()
         for number, known in present.items():
-            self.ghosts.pop(number, None)
+            self.fenced_clients.pop(number, None)
             known.heard_s = known.waits_since_s = self.now_s
             known.silences = []
             self.present[number] = known
@@ -106,7 +106,9 @@ class Hearing:
             self.began_s += stall_s
             if self.doubt_s is not None:
                 self.doubt_s += stall_s
-            self.ghosts = {number: (known, end_s + stall_s) for number, (known, end_s) in self.ghosts.items()}
+            self.fenced_clients = {
+                number: (known, end_s + stall_s) for number, (known, end_s) in self.fenced_clients.items()
+            }
         kind = type(event)
         if kind is Renewed:
             known = self.present.get(event.incarnation)
@@ -128,11 +130,11 @@ class Hearing:
     def kept(self) -> tuple[object, ...]:
         """What `before` may change, for `undo`."""
         heard = [(known, known.heard_s, len(known.silences)) for known in self.present.values()]
-        return self.now_s, self.ticked_s, self.doubt_s, self.ghosts, heard
+        return self.now_s, self.ticked_s, self.doubt_s, self.fenced_clients, heard
 
     def undo(self, kept: tuple[object, ...]) -> None:
         """The event could not be written down: nothing has happened."""
-        self.now_s, self.ticked_s, self.doubt_s, self.ghosts, heard = kept
+        self.now_s, self.ticked_s, self.doubt_s, self.fenced_clients, heard = kept
         for known, heard_s, count in heard:
             known.heard_s = heard_s
             del known.silences[count:]

@@ -12,7 +12,6 @@ from router.events import (
     Fenced,
     Join,
     Joined,
-    Launch,
     Left,
     Loaded,
     Publish,
@@ -22,10 +21,11 @@ from router.events import (
     Scale,
     Scaled,
     Started,
-    Stop,
-    Stranger,
+    StartProcess,
+    StopProcess,
     Suspected,
     Tick,
+    UnknownMember,
 )
 from router.state import LAUNCHED_POOLS, State
 from router.view import ATTENTION, EXPERT, GATEWAY
@@ -70,7 +70,7 @@ class Judge:
         self.moves = Moves(self)
         self._wanted_before = self.wanted[EXPERT]
         self.changes = 0  # of wanted sizes by load, in this term; no run lasts an hour
-        self.blamed = 0  # fenced for their replies, in this term
+        self.corrupt = 0  # fenced for their replies, in this term
 
     def broken(self, promise: str, text: str) -> NoReturn:
         """Raise the Violation."""
@@ -83,7 +83,7 @@ class Judge:
 
     def router_started(self, state: State, restored: bool) -> None:
         """A new term begins, with what its journal holds."""
-        self.changes = self.blamed = 0
+        self.changes = self.corrupt = 0
         self.hearing.restart(self.world.now_s + self.world.router.clock_s)
         self.waits = True
         if restored:
@@ -144,7 +144,7 @@ class Judge:
                 fences.append(command)
             elif kind is Joined:
                 self._joined(event, command)
-            elif kind is Stranger:
+            elif kind is UnknownMember:
                 self._stranger(before, event)
             elif kind is Scaled:
                 self._scaled(event, command)
@@ -161,11 +161,11 @@ class Judge:
         for command in fences:
             self._fence(before, event, command)
         self._noted(event)
-        starts = [command for command in commands if type(command) is Launch]
+        starts = [command for command in commands if type(command) is StartProcess]
         if starts:
             self._launches(starts)
         for command in commands:
-            if type(command) is Stop and command.name in state.members:
+            if type(command) is StopProcess and command.name in state.members:
                 self.broken("only fenced members are ended", f"{command}")
         if published:
             # The first View of a term shows what was lost before it.
@@ -217,7 +217,7 @@ class Judge:
     def _unchanged(self, before: State, event: Event) -> None:
         state = self.world.router.state
         same = before.members == state.members and before.wanted == state.wanted
-        if not same or not (self.hearing.excused or before.pulses == state.pulses):
+        if not same or not (self.hearing.excused or before.liveness == state.liveness):
             self.broken("stale events change nothing", f"{event} changed the state")
 
     def _fence(self, before: State, event: Event, command: Fenced) -> None:
@@ -228,7 +228,7 @@ class Judge:
         hearing = self.hearing
         record = before.members[known.name]
         if not isinstance(event, Exited | Left):
-            hearing.ghosts[command.incarnation] = (known, known.heard_s + self.config.lease_s)
+            hearing.fenced_clients[command.incarnation] = (known, known.heard_s + self.config.lease_s)
         if command.reason == "drained" or record.draining:
             # One that has nothing to hand over drains within the step that asks it to.
             if not record.draining and not isinstance(event, Left | Tick):
@@ -251,7 +251,7 @@ class Judge:
             self.broken("a fence has a reason", f"{command} at {event}")
         silence_s, patience_s = hearing.now_s - known.heard_s, hearing.patience_s(known)
         if command.reason == "gave corrupt replies":
-            self._blamed(before, known)
+            self._fenced_as_corrupt(before, known)
         elif silence_s < patience_s:
             self.broken(
                 "nobody is fenced while it may live",
@@ -269,7 +269,7 @@ class Judge:
                 f"{command}: {record.serving & ~elsewhere:x} is served nowhere",
             )
 
-    def _blamed(self, before: State, known: Known) -> None:
+    def _fenced_as_corrupt(self, before: State, known: Known) -> None:
         """Fenced for its replies: rightly, unless most workers lie; and no other server was missing or going."""
         members = [r for r in before.members.values() if r.incarnation in self.present]
         workers = [self.present[r.incarnation].process for r in members if r.pool == ATTENTION and r.ready]
@@ -283,8 +283,8 @@ class Judge:
         others = [record for record in members if record.pool == EXPERT]
         if len(others) + 1 < self._wanted_before or any(not r.ready or r.draining for r in others):
             self.broken("none is fenced for its replies while another is missing", f"{known.name}")
-        self.blamed += 1
-        if self.blamed > 1:
+        self.corrupt += 1
+        if self.corrupt > 1:
             self.broken("an hour lies between two that are fenced for their replies", f"{known.name}")
 
     def _routes_to(self, name: str, incarnation: int) -> list[tuple[str, int]]:
@@ -303,10 +303,10 @@ class Judge:
         known = self.present.get(worker.incarnation)
         if known is not None:
             return known.begun
-        known, end_s = self.hearing.ghosts.get(worker.incarnation, (None, 0.0))
+        known, end_s = self.hearing.fenced_clients.get(worker.incarnation, (None, 0.0))
         return known is not None and known.begun and self.hearing.now_s < end_s
 
-    def _launches(self, starts: list[Launch]) -> None:
+    def _launches(self, starts: list[StartProcess]) -> None:
         """No process is ordered in place of one that may be presumed alive."""
         state, hearing = self.world.router.state, self.hearing
         doubts = hearing.doubts()

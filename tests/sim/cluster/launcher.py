@@ -6,7 +6,7 @@ from collections import Counter
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from router.events import Command, Exited, Launch, LauncherAttached, Stop
+from router.events import Command, Exited, LauncherAttached, StartProcess, StopProcess
 from tests.sim.cluster.network import ROUTER
 from tests.sim.cluster.shell import Packet
 
@@ -57,13 +57,13 @@ class Launcher:
     def _is_mine(self, process: Process) -> bool:
         return process.ordered and process.host == self.host
 
-    def order(self, command: Launch | Stop) -> None:
+    def order(self, command: StartProcess | StopProcess) -> None:
         """An order on the stream."""
         world = self.world
         if self.down or world.network.is_cut(self.uid, ROUTER):
             return
         when_s = world.now_s + 0.002 * self.dice.random()
-        if isinstance(command, Launch):
+        if isinstance(command, StartProcess):
             self.starting[command.pool] += 1
             world.at(when_s + self.dice.uniform(0.1, 1.5), self._start, command.pool)
         else:

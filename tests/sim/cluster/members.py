@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from router.events import Acked, Command, Event, Exited, Join, Joined, Loaded, Routed, Stale, Stranger
+from router.events import Acked, Command, Event, Exited, Join, Joined, Loaded, Routed, Stale, UnknownMember
 from router.view import ATTENTION, EXPERT
 from tests.sim.cluster.network import ROUTER
 from tests.sim.cluster.shell import Packet, Shown
@@ -381,12 +381,12 @@ class ExpertServer(Process):
         if commands is None or self._report is not report:
             return
         self._report = None
-        if report.salt != self.told_salt and not any(isinstance(c, Stranger) for c in commands):
+        if report.salt != self.told_salt and not any(isinstance(c, UnknownMember) for c in commands):
             self.told_salt = report.salt
             # What was published before is nothing to follow: a new stream begins with the newest.
             self.stream += 1
             self.world.router.show_to(self)
-        if any(isinstance(c, Stale) for c in commands) or any(isinstance(c, Stranger) for c in commands):
+        if any(isinstance(c, Stale) for c in commands) or any(isinstance(c, UnknownMember) for c in commands):
             self.world.happened += 1
 
     def serve(self, dispatch: Dispatch) -> None:

@@ -11,14 +11,14 @@ from router.events import (
     Acked,
     Command,
     Event,
-    Launch,
     LauncherDetached,
     Publish,
     Renewed,
     Started,
-    Stop,
-    Stranger,
+    StartProcess,
+    StopProcess,
     Tick,
+    UnknownMember,
 )
 from router.journal import Journal
 from router.records import phase
@@ -204,7 +204,7 @@ class Router:
             for process in self.world.processes.values():
                 if process.name and not process.view_coming:
                     self.show_to(process)
-        elif kind is Launch or kind is Stop:
+        elif kind is StartProcess or kind is StopProcess:
             launcher = self.launchers.get(command.host)
             if launcher is None and command.host in self.detaching:
                 return  # the core does not know yet
@@ -271,7 +271,7 @@ class Router:
             commands = self.give(renewed)
             failed = commands is None
             if not failed:
-                fenced = any(type(c) is Stranger for c in commands)
+                fenced = any(type(c) is UnknownMember for c in commands)
                 if not fenced:
                     if acked > process.ack_given:
                         process.ack_given = acked

@@ -17,11 +17,10 @@ wrong, and keep a server that clients alone complain of.
 
 from __future__ import annotations
 
-from router import drains
-from router.classes import can_talk
+from router import lifecycle
+from router.classes import can_talk, is_last_replica
 from router.events import Command
-from router.leases import is_last_replica
-from router.records import evolve, pool, with_pulse
+from router.records import pool, replace, with_liveness
 from router.state import Config, MemberRecord, State
 from router.view import ASKING_POOLS, ATTENTION, EXPERT
 
@@ -31,56 +30,56 @@ AGAIN_S = 3600.0
 CORRUPT = "gave corrupt replies"
 
 
-def judge(config: Config, state: State, commands: list[Command]) -> State:
-    """Fence at most one server, accused for long enough; who holds last replicas is suspect until others hold them."""
-    # Who falls silent on a word has not said it for so long; who accuses one after another has named them all.
+def judge_corruption(config: Config, state: State, commands: list[Command]) -> State:
+    """Fence at most one server, reported for long enough; who holds last replicas is suspect until others hold them."""
+    # Who falls silent on a word has not said it for so long; who reports one after another has named them all.
     long_s = max(config.least_silence_s, 2 * config.renew_s)
-    accused = _accused(state, long_s)
-    if not accused and not state.accused:
+    reported = _reported(state, long_s)
+    if not reported and not state.corrupt_since:
         return state
-    since = {name: state.accused.get(name, state.now_s) for name in accused}
-    if since != state.accused:
-        state = evolve(state, accused=since)
+    since = {name: state.corrupt_since.get(name, state.now_s) for name in reported}
+    if since != state.corrupt_since:
+        state = replace(state, corrupt_since=since)
     for name, since_s in since.items():
         if state.now_s - since_s < long_s:
             continue
-        pulse = state.pulses[name]
+        liveness = state.liveness[name]
         # While another went for this of late, its experts stay copied: dropped with the suspicion, they would be
         # last replicas again, and so suspect.
-        stays = state.now_s < pulse.accused_until_s and state.now_s < state.blame_again_s
+        stays = state.now_s < liveness.suspected_until_s and state.now_s < state.next_corruption_s
         if stays or is_last_replica(state, name):
-            suspected = evolve(pulse, accused_until_s=state.now_s + config.lease_s)
-            state = with_pulse(state, name, suspected)
-        elif state.now_s >= state.blame_again_s and _others_are_well(state, name):
-            state = evolve(state, blame_again_s=state.now_s + AGAIN_S)
-            return drains.end(config, state, name, CORRUPT, commands)
+            suspected = replace(liveness, suspected_until_s=state.now_s + config.lease_s)
+            state = with_liveness(state, name, suspected)
+        elif state.now_s >= state.next_corruption_s and _others_are_well(state, name):
+            state = replace(state, next_corruption_s=state.now_s + AGAIN_S)
+            return lifecycle.end_member(config, state, name, CORRUPT, commands)
     return state
 
 
-def _accused(state: State, long_s: float) -> list[str]:
-    """Expert servers that enough of their judges accuse, in the order of joining."""
+def _reported(state: State, long_s: float) -> list[str]:
+    """Expert servers that enough of their judges report, in the order of joining."""
     servers = [record.name for record in pool(state, EXPERT)]
     asking = [r for r in state.members.values() if r.pool in ASKING_POOLS and r.ready]
     named = {record.name: _named(state, record.name, servers, long_s) for record in asking}
     if not any(named.values()):
         return []
-    accused: list[str] = []
+    reported: list[str] = []
     for name in servers:
         judges = _judges(state, name, asking)
-        accusers = [record for record in judges if name in named[record.name]]
-        if 2 * _voices(accusers) > _voices(judges):
-            accused.append(name)
-    return accused
+        reporters = [record for record in judges if name in named[record.name]]
+        if 2 * _voices(reporters) > _voices(judges):
+            reported.append(name)
+    return reported
 
 
 def _named(state: State, client: str, servers: list[str], long_s: float) -> set[str]:
-    """The servers that a client accuses; none where it is not to be believed."""
-    pulse = state.pulses[client]
-    named = {word.removeprefix(WORD) for word in pulse.load if word.startswith(WORD)}.intersection(servers)
-    reached = sum(count for word, count in pulse.load.items() if word.startswith(REACHED))
+    """The servers that a client reports; none where it is not to be believed."""
+    liveness = state.liveness[client]
+    named = {word.removeprefix(WORD) for word in liveness.load if word.startswith(WORD)}.intersection(servers)
+    reached = sum(count for word, count in liveness.load.items() if word.startswith(REACHED))
     reached = min(reached, len(servers))
     believed = len(named) < reached and (len(named) < 2 or 4 * len(named) <= reached)
-    return named if believed and state.now_s - pulse.renewed_s < long_s else set()
+    return named if believed and state.now_s - liveness.renewed_s < long_s else set()
 
 
 def _judges(state: State, name: str, asking: list[MemberRecord]) -> list[MemberRecord]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from router.blame import AGAIN_S
-from router.events import Command, Fenced, Join, Launch, Renewed, Tick
+from router.corruption import AGAIN_S
+from router.events import Command, Fenced, Join, Renewed, StartProcess, Tick
 from router.pools import pool_size
 from tests.router.told import Step, Told, cluster
 
@@ -14,8 +14,8 @@ OK = {"servers_ok": 4.0}
 Loads = Mapping[str, Mapping[str, float]]
 
 
-def accused(*numbers: int, reached: float = 4.0) -> dict[str, float]:
-    """The load of a client that accuses these servers."""
+def reports(*numbers: int, reached: float = 4.0) -> dict[str, float]:
+    """The load of a client that reports these servers."""
     return {"servers_ok": reached, **{f"corrupt:expert/{number}": 3.0 for number in numbers}}
 
 
@@ -37,7 +37,7 @@ def run(told: Told, loads: Loads, seconds: float, mute: str = "", replaced: bool
         told.load_all()
         given = told.give(Tick(), after_s=0.1)
         for command in given if replaced else ():
-            if isinstance(command, Launch):
+            if isinstance(command, StartProcess):
                 told.join(command.pool, experts=told.state.model.experts)
         commands += given
     return commands
@@ -49,38 +49,38 @@ def fenced(commands: list[Command]) -> list[str]:
 
 def a_server_that_the_clients_accuse_is_fenced_within_a_second_and_replaced(step: Step) -> None:
     told = cluster(step, servers=4, workers=2)
-    commands = run(told, by_all(told, accused(3)), 1.0)
+    commands = run(told, by_all(told, reports(3)), 1.0)
     assert fenced(commands) == ["expert/3"]
-    assert [c.pool for c in commands if isinstance(c, Launch)] == ["expert"]
+    assert [c.pool for c in commands if isinstance(c, StartProcess)] == ["expert"]
 
 
 def the_only_client_is_believed(step: Step) -> None:
     told = cluster(step, servers=4)
-    assert fenced(run(told, by_all(told, accused(3)), 1.0)) == ["expert/3"]
+    assert fenced(run(told, by_all(told, reports(3)), 1.0)) == ["expert/3"]
 
 
 def an_accusation_that_is_taken_back_at_once_fences_nobody(step: Step) -> None:
     told = cluster(step, servers=4, workers=2)
-    three = by_all(told, accused(3))
+    three = by_all(told, reports(3))
     assert not fenced(run(told, three, 0.3)) and not fenced(run(told, {}, 0.3))
     assert not fenced(run(told, three, 0.3)), "the time begins anew"
 
 
-def who_accuses_more_than_one_and_a_quarter_is_itself_to_blame(step: Step) -> None:
+def who_reports_more_than_one_and_a_quarter_is_not_believed(step: Step) -> None:
     told = cluster(step, servers=4, workers=2)
-    assert not fenced(run(told, by_all(told, accused(1, 3)), 5.0))
+    assert not fenced(run(told, by_all(told, reports(1, 3)), 5.0))
     assert not told.state.suspects
 
 
 def whoever_says_that_it_reaches_more_than_there_are_is_believed_no_more_for_it(step: Step) -> None:
     told = cluster(step, servers=4)
-    assert not fenced(run(told, by_all(told, accused(1, 2, 3, reached=1e9)), 5.0))
-    assert not fenced(run(told, by_all(told, accused(1, 2, 3, reached=float("nan"))), 5.0))
+    assert not fenced(run(told, by_all(told, reports(1, 2, 3, reached=1e9)), 5.0))
+    assert not fenced(run(told, by_all(told, reports(1, 2, 3, reached=float("nan"))), 5.0))
 
 
 def who_reaches_only_whom_it_accuses_is_not_believed(step: Step) -> None:
     told = cluster(step, servers=4)
-    assert not fenced(run(told, by_all(told, accused(3, reached=1.0)), 5.0))
+    assert not fenced(run(told, by_all(told, reports(3, reached=1.0)), 5.0))
 
 
 def fewer_liars_than_honest_clients_cost_nothing(step: Step) -> None:
@@ -89,9 +89,9 @@ def fewer_liars_than_honest_clients_cost_nothing(step: Step) -> None:
         liars = [f"attention/{number + 1}" for number in range(max(1, (workers - 1) // 2))]
         honest = by_all(told, OK)
         for number in (1, 2, 3):
-            lies = honest | dict.fromkeys(liars, accused(number))
+            lies = honest | dict.fromkeys(liars, reports(number))
             assert not fenced(run(told, lies, 3.0))
-        apart = {liar: accused(number + 1) for number, liar in enumerate(liars)}
+        apart = {liar: reports(number + 1) for number, liar in enumerate(liars)}
         assert not fenced(run(told, honest | apart, 3.0))
 
 
@@ -100,26 +100,26 @@ def if_all_lie_it_costs_a_server_an_hour(step: Step) -> None:
         told = cluster(step, servers=4, workers=workers)
         taken: list[str] = []
         for number in (1, 2, 3, 4):
-            taken += fenced(run(told, by_all(told, accused(number)), 3.0))
+            taken += fenced(run(told, by_all(told, reports(number)), 3.0))
         assert taken == ["expert/1"]
-        told.now_s = told.state.blame_again_s - 1.0
-        assert told.state.blame_again_s > AGAIN_S
-        assert fenced(run(told, by_all(told, accused(2)), 5.0)) == ["expert/2"]
+        told.now_s = told.state.next_corruption_s - 1.0
+        assert told.state.next_corruption_s > AGAIN_S
+        assert fenced(run(told, by_all(told, reports(2)), 5.0)) == ["expert/2"]
 
 
 def none_goes_while_another_is_missing(step: Step) -> None:
     told = cluster(step, servers=4)
     assert not fenced(run(told, {}, 1.5, mute="expert/1"))
     assert told.state.suspects == {"expert/1"}
-    assert fenced(run(told, by_all(told, accused(3)), 3.0, mute="expert/1", replaced=False)) == ["expert/1"]
-    assert not fenced(run(told, by_all(told, accused(3)), 5.0, replaced=False))
+    assert fenced(run(told, by_all(told, reports(3)), 3.0, mute="expert/1", replaced=False)) == ["expert/1"]
+    assert not fenced(run(told, by_all(told, reports(3)), 5.0, replaced=False))
     told.join("expert")
-    assert fenced(run(told, by_all(told, accused(3)), 5.0)) == ["expert/3"]
+    assert fenced(run(told, by_all(told, reports(3)), 5.0)) == ["expert/3"]
 
 
 def a_client_that_falls_silent_upon_its_word_is_not_believed(step: Step) -> None:
     told = cluster(step, servers=4)
-    run(told, by_all(told, accused(3)), 0.1)
+    run(told, by_all(told, reports(3)), 0.1)
     assert "expert/3" not in fenced(run(told, {}, 1.5, mute="attention/1"))
 
 
@@ -127,7 +127,7 @@ def a_client_that_has_just_joined_has_no_say(step: Step) -> None:
     told = cluster(step, servers=4)
     joined = told.give(Join(pool="attention", address="a", pid=99, host="h"))
     assert joined and "attention/2" in told.state.members
-    loads = {"attention/1": accused(3)}
+    loads = {"attention/1": reports(3)}
     while told.now_s < 102.0:
         for name in [n for n in told.state.members if n != "attention/2"]:
             incarnation = told.state.members[name].incarnation
@@ -142,7 +142,7 @@ def a_last_replica_is_fenced_only_once_its_experts_are_served_elsewhere(step: St
     assert mine
     commands: list[Command] = []
     while not fenced(commands):
-        commands = run(told, by_all(told, accused(3)), 0.1)
+        commands = run(told, by_all(told, reports(3)), 0.1)
         assert told.now_s < 130, "never fenced"
     elsewhere = 0
     for record in told.state.members.values():
@@ -153,12 +153,12 @@ def a_last_replica_is_fenced_only_once_its_experts_are_served_elsewhere(step: St
 def who_may_not_go_yet_stays_suspect_and_its_experts_stay_copied(step: Step) -> None:
     """Without its suspicion the copies went, and it held last replicas again: a move every few seconds, for an hour."""
     told = cluster(step, servers=4, replicas=1, experts=8)
-    assert "expert/2" in fenced(run(told, by_all(told, accused(2)), 10.0))
+    assert "expert/2" in fenced(run(told, by_all(told, reports(2)), 10.0))
     run(told, {}, 5.0)
-    assert not fenced(run(told, by_all(told, accused(3)), 5.0))
+    assert not fenced(run(told, by_all(told, reports(3)), 5.0))
     epoch = told.state.epoch
     for _ in range(20):
-        run(told, by_all(told, accused(3)), 1.0)
+        run(told, by_all(told, reports(3)), 1.0)
         assert "expert/3" in told.state.suspects
     assert told.state.epoch == epoch
     run(told, {}, 5.0)
@@ -168,7 +168,7 @@ def who_may_not_go_yet_stays_suspect_and_its_experts_stay_copied(step: Step) -> 
 def who_holds_up_a_drain_is_named(step: Step) -> None:
     """While one is suspect nobody drains, and a last replica that is accused is."""
     told = cluster(step, servers=4, replicas=1, experts=8)
-    run(told, by_all(told, accused(3)), 0.1)
+    run(told, by_all(told, reports(3)), 0.1)
     assert pool_size(told.config, told.state, "expert").held_up == ""
     told.join("expert", experts=8)
     assert pool_size(told.config, told.state, "expert").held_up == "expert/5 does not serve yet"
@@ -176,14 +176,14 @@ def who_holds_up_a_drain_is_named(step: Step) -> None:
     told.state = replace(told.state, wanted={**told.state.wanted, "expert": 3})
     given: list[str] = []
     for _ in range(20):
-        run(told, by_all(told, accused(3)), 0.1)
+        run(told, by_all(told, reports(3)), 0.1)
         given.append(pool_size(told.config, told.state, "expert").held_up)
     assert "expert/3 is suspect: it is said to give corrupt replies" in given, given
 
 
 def the_only_server_stays(step: Step) -> None:
     told = cluster(step, servers=1, replicas=1)
-    assert not fenced(run(told, by_all(told, accused(1, reached=2.0)), 5.0))
+    assert not fenced(run(told, by_all(told, reports(1, reached=2.0)), 5.0))
 
 
 def join_clients(told: Told, count: int, pid: int) -> list[str]:
@@ -199,8 +199,8 @@ def join_clients(told: Told, count: int, pid: int) -> list[str]:
 def clients_neither_outvote_attention_workers_nor_shield_a_server_from_them(step: Step) -> None:
     told = cluster(step, servers=4, workers=2)
     clients = [name for pid in range(91, 96) for name in join_clients(told, 1, pid)]
-    assert not fenced(run(told, by_all(told, OK) | dict.fromkeys(clients, accused(3)), 3.0))
-    loads = by_all(told, accused(3)) | dict.fromkeys(clients, OK)
+    assert not fenced(run(told, by_all(told, OK) | dict.fromkeys(clients, reports(3)), 3.0))
+    loads = by_all(told, reports(3)) | dict.fromkeys(clients, OK)
     assert fenced(run(told, loads, 1.0)) == ["expert/3"]
 
 
@@ -208,9 +208,9 @@ def in_a_pool_of_clients_alone_a_process_has_one_voice(step: Step) -> None:
     told = cluster(step, servers=4, workers=0)
     liars = join_clients(told, 5, 91)
     honest = join_clients(told, 1, 92) + join_clients(told, 1, 93)
-    lies = dict.fromkeys(liars, accused(3))
+    lies = dict.fromkeys(liars, reports(3))
     assert not fenced(run(told, lies | dict.fromkeys(honest, OK), 3.0))
-    assert fenced(run(told, lies | dict.fromkeys(honest, accused(3)), 1.0)) == ["expert/3"]
+    assert fenced(run(told, lies | dict.fromkeys(honest, reports(3)), 1.0)) == ["expert/3"]
 
 
 def who_cannot_ask_a_server_has_no_say_about_it(step: Step) -> None:
@@ -221,15 +221,15 @@ def who_cannot_ask_a_server_has_no_say_about_it(step: Step) -> None:
     told.load_all()
     told.ack("attention/1")
     told.ack("attention/2")
-    assert not fenced(run(told, {"attention/1": OK, "attention/2": accused(3)}, 3.0))
-    assert fenced(run(told, {"attention/1": accused(3), "attention/2": OK}, 1.0)) == ["expert/3"]
+    assert not fenced(run(told, {"attention/1": OK, "attention/2": reports(3)}, 3.0))
+    assert fenced(run(told, {"attention/1": reports(3), "attention/2": OK}, 1.0)) == ["expert/3"]
 
 
-BLAME_STORIES = (
+CORRUPTION_STORIES = (
     a_server_that_the_clients_accuse_is_fenced_within_a_second_and_replaced,
     the_only_client_is_believed,
     an_accusation_that_is_taken_back_at_once_fences_nobody,
-    who_accuses_more_than_one_and_a_quarter_is_itself_to_blame,
+    who_reports_more_than_one_and_a_quarter_is_not_believed,
     whoever_says_that_it_reaches_more_than_there_are_is_believed_no_more_for_it,
     who_reaches_only_whom_it_accuses_is_not_believed,
     fewer_liars_than_honest_clients_cost_nothing,
