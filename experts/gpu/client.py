@@ -23,24 +23,12 @@ import triton.language as tl
 from experts.gpu.arrive import arrive
 from experts.gpu.combine import combine
 from experts.gpu.dispatch import dispatch
-from experts.gpu.layout import (
-    FIRST_SLOT,
-    ClientWord,
-    ExchangeShape,
-    Mark,
-    PeerWord,
-    ReportWord,
-    Verdict,
-)
+from experts.gpu.layout import ClientWord, ExchangeShape, Mark, ReportWord, Verdict
 from experts.gpu.tables import ClientTables
+from experts.gpu.words import CLIENT, PEER, SLOT
 from p2p.device import load_acquire
 
 DEFAULT_PATIENCE_S = 0.002  # one wait: forty times what a layer takes, and a step survives a hundred of them
-
-_PEER_WORDS = tl.constexpr(int(PeerWord.WORDS))
-_REPLY = tl.constexpr(int(PeerWord.REPLY))
-_COPY = tl.constexpr(int(ClientWord.COPY))
-_FIRST_SLOT = tl.constexpr(FIRST_SLOT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,19 +229,19 @@ class DeviceClient:
 @triton.jit
 def reclaim_kernel(
     peers, suspect, owed, control,
-    SERVERS: tl.constexpr, SLOTS: tl.constexpr, REPLY_STRIDE: tl.constexpr, WIDTH: tl.constexpr,
+    SERVERS: tl.constexpr, SLOTS: tl.constexpr, REPLY_STRIDE: tl.constexpr, WIDTH: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
     """Free the slots whose late replies have come, and trust servers that owe none."""
-    copy = tl.load(control + _COPY)
+    copy = tl.load(control + CLIENT.COPY)
     server = tl.arange(0, WIDTH)
     there = server < SERVERS
-    window = tl.load(peers + (copy * SERVERS + server) * _PEER_WORDS + _REPLY, mask=there, other=0)
+    window = tl.load(peers + (copy * SERVERS + server) * PEER.WORDS + PEER.REPLY, mask=there, other=0)
     owes = tl.zeros([WIDTH], tl.int32)
     owed_any = tl.zeros([WIDTH], tl.int32)
     for slot in tl.static_range(SLOTS):
         number = tl.load(owed + server * SLOTS + slot, mask=there, other=0)
         out = (number != 0) & (window != 0)
-        seen = load_acquire((window + _FIRST_SLOT + slot * REPLY_STRIDE).to(tl.pointer_type(tl.int64)), out)
+        seen = load_acquire((window + SLOT.FIRST + slot * REPLY_STRIDE).to(tl.pointer_type(tl.int64)), out)
         # The server's signal comes after all it writes there: it is done with the slot.
         came = out & (seen == number)
         tl.store(owed + server * SLOTS + slot, tl.zeros([WIDTH], tl.int64), mask=came)

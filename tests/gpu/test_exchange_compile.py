@@ -9,6 +9,7 @@ import re
 import pytest
 
 from experts.gpu.layout import ExchangeShape, RowsBack, RowsOut, constants_of, power_of_two, row_warps
+from experts.gpu.words import LAYOUT
 from tests.gpu.aot import SHARED_LIMIT_BYTES, Built, compile_kernel
 
 SHAPE = ExchangeShape(
@@ -64,7 +65,7 @@ OWN = {
     "SERVERS": 8, "REPLICAS": 2, "ROUNDS": 2, "WIDTH": 8, "WIDE": 8, "TILE": 8192, "SEND_THREADS": 32 * SEND_WARPS,
     "WAIT_THREADS": 32 * min(8, SEND_WARPS), "BACK_THREADS": 32 * BACK_WARPS, "CLIENTS": 4, "CLIENTS_WIDE": 4,
     "SLOTS_WIDE": 2, "ROW_TILE": power_of_two(SHAPE.row_words), "ANSWER_TILE": power_of_two(SHAPE.answer_words),
-    "KEEP": False,
+    "KEEP": False, "LAYOUT": LAYOUT,
 }  # fmt: skip
 ACQUIRE = re.compile(r"(ld|atom)\.global\.sys\.acquire|ld\.acquire\.sys|atom\.acquire\.sys")
 RELEASE = re.compile(r"(st|atom|red)\.global\.sys\.release|(st|atom|red)\.release\.sys")
@@ -73,7 +74,8 @@ RELEASE = re.compile(r"(st|atom|red)\.global\.sys\.release|(st|atom|red)\.releas
 def test_what_waits_leaves_its_processor_to_the_others() -> None:
     """Two programs of the experts' products stand on each processor, and so does one warp beside them."""
     kernel = compile_kernel(
-        "experts.gpu.arrive", "wait_kernel", {"control": WORDS, "asked": WORDS}, {"SERVERS": 32, "WIDTH": 32},
+        "experts.gpu.arrive", "wait_kernel", {"control": WORDS, "asked": WORDS},
+        {"SERVERS": 32, "WIDTH": 32, "LAYOUT": LAYOUT},
         num_warps=1,
     )  # fmt: skip
     assert kernel.spills == 0 and kernel.registers <= 40, f"{kernel.registers} registers"
