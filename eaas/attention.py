@@ -21,7 +21,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from eaas import native
 from eaas.engine.constraint import Grammars
 from eaas.engine.decoder import Decoder, DecoderError
 from eaas.engine.engine import LEAST_WAIT, Engine, EngineConfig, StepDecoder
@@ -40,13 +39,12 @@ from experts.devices import Device, DeviceUnavailable
 from experts.faults import CLIENT_FAULTS, SelfInflicted
 from experts.kernels import numerics_class
 from experts.model import Dtype, ExpertShape
-from experts.native import IsaUnavailable, NativeMissing
+from experts.native import IsaUnavailable
 from experts.pace import Track, load_entries, observe_all
 from experts.paths import DataPath
-from p2p import doorbell
+from p2p import native as p2p_native
 from p2p.cores import named_cores
 from p2p.endpoint import Endpoint, P2PError
-from p2p.native import NativeMissing as TransportMissing
 from p2p.transport import HELP as TRANSPORT_HELP
 from p2p.transport import TransportChoice
 from router import child
@@ -71,11 +69,9 @@ START_ERRORS = (
     DeviceUnavailable,
     IsaUnavailable,
     JoinRefused,
-    NativeMissing,
     OSError,
     P2PError,
     RouterUnavailable,
-    TransportMissing,
     ValueError,
 )
 
@@ -229,7 +225,7 @@ class Load:
     def turns(self, endpoint: Endpoint) -> int | None:
         """What rises while the worker's loop goes on, also while it waits for expert servers; None before it runs."""
         turns = self.worker.turns if self.worker is not None else None
-        return None if turns is None else turns + doorbell.heartbeat(endpoint.page_address)
+        return None if turns is None else turns + p2p_native.load().p2p_bell_heartbeat(endpoint.page_address)
 
     def _tell_routed(self, engine: Engine) -> None:
         """Rows to each expert, and counters, go with this renewal: about once a second, enough to balance by."""
@@ -251,25 +247,15 @@ class ClosingDecoder(StepDecoder, Protocol):
 
 
 def backend(device: Device, path: DataPath) -> tuple[Callable[[Dtype], str], Callable[..., ClosingDecoder]]:
-    """Who computes: the name of its arithmetic, and what makes a decoder of (spec, weights, client, cores, ...).
-
-    On CPUs native code; where it is missing torch, of which the log has warned.
-    """
+    """Who computes: the name of its arithmetic, and what makes a decoder of (spec, weights, client, cores, ...)."""
     if device.runs_kernels:
         from eaas.gpu.decoder import GpuDecoder
 
         return path.numerics_class, lambda spec, weights, client, cores, **sizes: GpuDecoder(
             spec, weights, path.library.client(client.handle), device=path.library.device, **sizes
         )
-    if native.load_or_none() is not None:
-        return numerics_class, lambda spec, weights, client, cores, **sizes: Decoder(
-            spec, weights, client.handle, cores, **sizes
-        )
-    # Not before it is needed: torch takes seconds and hundreds of megabytes to load.
-    from eaas.engine import fallback
-
-    return fallback.numerics_class, lambda spec, weights, client, cores, **sizes: fallback.FallbackDecoder(
-        spec, weights, client, **sizes
+    return numerics_class, lambda spec, weights, client, cores, **sizes: Decoder(
+        spec, weights, client.handle, cores, **sizes
     )
 
 

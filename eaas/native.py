@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from experts import native as experts_native
-from experts.native import NativeMissing
+from p2p.native import NativeMissing, open_library
 
 LIBRARY = Path(__file__).resolve().parent / "_eaas.so"
 
@@ -161,26 +161,9 @@ def load() -> ctypes.CDLL:
         NativeMissing: it has not been built, or does not load.
     """
     experts_native.load()
-    if not LIBRARY.exists():
-        raise NativeMissing(f"{LIBRARY} is missing. Run `make setup`, or `python -m p2p.build`.")
-    try:
-        library = ctypes.CDLL(str(LIBRARY))
-    except OSError as error:
-        raise NativeMissing(f"{LIBRARY} does not load: {error}. Run `python -m p2p.build`.") from error
+    library = open_library(LIBRARY)
     _declare(library)
     return library
-
-
-@cache
-def load_or_none() -> ctypes.CDLL | None:
-    """The library, or None where it or what it needs is missing: one warning says so for the whole process."""
-    if experts_native.load_or_none() is None:
-        return None
-    try:
-        return load()
-    except NativeMissing as missing:
-        experts_native.warn_missing(missing)
-        return None
 
 
 def address_of(library: ctypes.CDLL, name: str) -> int:

@@ -31,7 +31,7 @@ from experts.pack import PackedExperts, PackUnavailable, layout_of
 from experts.proto import experts_pb2, experts_pb2_grpc
 from experts.server import MOST_SLOTS, ExpertServer, ExpertsService
 from experts.weights import Weights, manifest_from
-from p2p import doorbell
+from p2p import native as p2p_native
 from p2p.cores import named_cores
 from p2p.endpoint import P2PError
 from p2p.transport import HELP as TRANSPORT_HELP
@@ -291,7 +291,7 @@ def serve(options: argparse.Namespace, ending: Ending) -> None:
         loader.start()
         seen_waiting = endpoint.page_address and not device.runs_kernels
         heartbeat = Heartbeat(
-            lambda: doorbell.heartbeat(endpoint.page_address),
+            lambda: p2p_native.load().p2p_bell_heartbeat(endpoint.page_address),
             bound_s=_HUNG_S if seen_waiting else _LONGEST_BATCH_S,
             longest_s=_LONGEST_BATCH_S,
             on_change=router.renew_now,

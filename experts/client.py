@@ -170,7 +170,7 @@ class ExpertClient:
 
     @property
     def handle(self) -> int:
-        """Address of the native client, for expert_call; a mere number where native code is missing."""
+        """Address of the native client, for expert_call; of another path the number of its client."""
         return self._handle
 
     @property

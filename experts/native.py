@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 from ctypes import (
     POINTER,
@@ -22,10 +21,9 @@ from functools import cache
 from pathlib import Path
 
 from experts.activation import Activation
+from p2p.native import open_library
 
 LIBRARY = Path(__file__).resolve().parent / "_experts.so"
-
-log = logging.getLogger(__name__)
 
 
 class ServerLink(Structure):
@@ -116,10 +114,6 @@ class ServerCounters(Structure):
     )
 
 
-class NativeMissing(RuntimeError):
-    """The native library is not there; the text says how to build it."""
-
-
 class IsaUnavailable(RuntimeError):
     """EAAS_ISA names an instruction set that is unknown, or that this CPU or build lacks."""
 
@@ -132,40 +126,12 @@ def load() -> ctypes.CDLL:
         NativeMissing: it has not been built, or does not load.
         IsaUnavailable: EAAS_ISA asks for what this machine cannot run.
     """
-    if not LIBRARY.exists():
-        raise NativeMissing(f"{LIBRARY} is missing. Run `make setup`, or `python -m p2p.build`.")
-    try:
-        library = ctypes.CDLL(str(LIBRARY))
-    except OSError as error:
-        raise NativeMissing(f"{LIBRARY} does not load: {error}. Run `python -m p2p.build`.") from error
+    library = open_library(LIBRARY)
     _declare_kernels(library)
     _declare_client(library)
     _declare_server(library)
     _apply_isa(library)
     return library
-
-
-@cache
-def load_or_none() -> ctypes.CDLL | None:
-    """The library, or None where it is missing: one warning says so for the whole process.
-
-    Raises:
-        IsaUnavailable: EAAS_ISA asks for what this machine cannot run.
-    """
-    try:
-        return load()
-    except NativeMissing as missing:
-        warn_missing(missing)
-        return None
-
-
-def warn_missing(missing: NativeMissing) -> None:
-    """Say that Python does the work of a library, and what to install."""
-    log.warning(
-        "native_missing reason=%s This process computes in Python until then: correct, and slow. Without a"
-        " compiler, install g++ 12 or later first.",
-        missing,
-    )
 
 
 def _declare_kernels(library: ctypes.CDLL) -> None:

@@ -1,7 +1,8 @@
 """The data path that a process uses: who moves and computes rows, and what windows it needs for that.
 
 Clients, servers and their links decide who talks with whom; none of that depends on what carries the rows. A path is
-the functions of client.h, server.h and window.h, native or standing in for them, and the numbers that go with them.
+the functions of client.h, server.h and window.h, those of the CPU's library or of a GPU's, and the numbers that go with
+them.
 """
 
 from __future__ import annotations
@@ -10,8 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from experts import fallback
-from experts.fallback_ends import CHUNK_BYTES
+from experts import native
 from experts.kernels import numerics_class, self_test
 from experts.model import Dtype
 from experts.wire import MAX_ROWS, VERSION, WireShape
@@ -19,6 +19,8 @@ from p2p.window import WindowLayout
 
 # 2 bytes for the 2 operations of each row: 165 GFLOP/s over 30 GB/s make an activated expert about as dear as 5 rows.
 CPU_ACTIVATION_ROWS = 5.0
+# Larger frames of several servers collide at a client (incast).
+CHUNK_BYTES = 512 << 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +51,10 @@ def cpu_path(library: Any = None) -> DataPath:
     """Rows go through host memory, in frames of at most CHUNK_BYTES.
 
     Args:
-        library: None: native code, or where it is missing numpy.
+        library: None: the native library; NativeMissing where it is not built.
     """
     return DataPath(
-        library=library or fallback.load(),
+        library=library or native.load(),
         wire_version=VERSION,
         most_slot_bytes=1 << 20,
         numerics_class=numerics_class,

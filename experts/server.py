@@ -156,7 +156,7 @@ class ExpertServer:
     def doubtful(self) -> tuple[int, int] | None:
         """(layer, expert) of one that gave rows that are not finite since it was last told here; None: none did.
 
-        Kernels that do not look at their rows, those of GPUs and without a compiler, tell of none.
+        Kernels that do not look at their rows, those of GPUs, tell of none.
         """
         with self._lock:
             if not self._handle or not hasattr(self._library, "expert_server_take_doubtful"):

@@ -7,6 +7,8 @@ from ctypes import POINTER, c_char_p, c_int, c_int32, c_uint32, c_uint64, c_void
 from functools import cache
 from pathlib import Path
 
+from p2p.endpoint import P2PError
+
 LIBRARY = Path(__file__).resolve().parent / "_p2p.so"
 
 P2P_E_MEMORY = -40  # api.h
@@ -14,8 +16,25 @@ P2P_E_MEMORY = -40  # api.h
 LANE_FUNCTION = ctypes.CFUNCTYPE(None, c_void_p, c_uint32)
 
 
-class NativeMissing(RuntimeError):
+class NativeMissing(P2PError):
     """The native library is not there; the text says how to build it."""
+
+
+def open_library(path: Path, *, keep_errno: bool = False) -> ctypes.CDLL:
+    """Load a library that `p2p.build` makes; calls release the GIL.
+
+    Args:
+        keep_errno: Keep errno for ctypes.get_errno.
+
+    Raises:
+        NativeMissing: it has not been built, or does not load.
+    """
+    if not path.exists():
+        raise NativeMissing(f"{path} is missing. Run `make setup`, or `python -m p2p.build`.")
+    try:
+        return ctypes.CDLL(str(path), use_errno=keep_errno)
+    except OSError as error:
+        raise NativeMissing(f"{path} does not load: {error}. Run `python -m p2p.build`.") from error
 
 
 _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
@@ -69,14 +88,14 @@ def load() -> ctypes.CDLL:
     Raises:
         NativeMissing: it has not been built, does not load, or is older than this file.
     """
-    if not LIBRARY.exists():
-        raise NativeMissing(f"{LIBRARY} is missing. Run `make setup`, or `python -m p2p.build`.")
+    library = open_library(LIBRARY, keep_errno=True)
     try:
-        library = ctypes.CDLL(str(LIBRARY), use_errno=True)
         for name, (result, arguments) in _FUNCTIONS.items():
             function = getattr(library, name)
             function.restype = result
             function.argtypes = arguments
-    except (OSError, AttributeError) as error:
-        raise NativeMissing(f"{LIBRARY} does not load: {error}. Run `python -m p2p.build`.") from error
+    except AttributeError as error:
+        raise NativeMissing(
+            f"{LIBRARY} is older than this file: {error}. Run `python -m p2p.build`."
+        ) from error
     return library

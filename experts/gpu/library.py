@@ -1,6 +1,6 @@
 """The functions of client.h and server.h over kernels: what `experts.client` and `experts.server` need of a path.
 
-A handle is a number, as in `experts.fallback`; names and arguments are those of the native library. Rows never come
+A handle is a number; names and arguments are those of the native library. Rows never come
 here: whoever owns the attention worker's steps launches expert calls through `client`.
 """
 
@@ -10,16 +10,14 @@ import ctypes
 import itertools
 from typing import Any
 
-import numpy as np
 import torch
 
-from experts.fallback import wire_of
-from experts.fallback_ends import view_at
 from experts.gpu.client_end import ClientEnd
 from experts.gpu.layout import ExchangeShape
-from experts.gpu.server_end import ServerEnd
+from experts.gpu.server_end import ServerEnd, bytes_at
 from experts.gpu.tables import signed
 from experts.kernels import KernelsBroken
+from experts.model import Dtype, ExpertShape
 from experts.native import ClientLink, ServerLink
 from experts.routes import MOST_REPLICAS
 from experts.wire import WireShape
@@ -48,6 +46,21 @@ def exchange_shape(wire: WireShape) -> ExchangeShape:
         capacity=CAPACITY_INTERPRETED if INTERPRET else CAPACITY,
         model_hash=signed(wire.model_hash),
     )
+
+
+def wire_of(
+    layers: int, experts: int, hidden: int, inter: int, top_k: int, dtype: int, model_hash: int
+) -> WireShape:
+    """What the sizes and the dtype's number say that a native library is given."""
+    shape = ExpertShape(
+        architecture="",
+        layer_ids=tuple(range(layers)),
+        experts=experts,
+        hidden=hidden,
+        intermediate=inter,
+        top_k=top_k,
+    )
+    return WireShape(shape=shape, dtype=Dtype(dtype), model_hash=model_hash)
 
 
 def self_test(device: torch.device) -> None:
@@ -159,7 +172,7 @@ class DeviceLibrary:
     def expert_client_publish_routes(self, handle: int, epoch: int, table: int) -> None:
         client: ClientEnd = self._objects[handle]
         count = client.shape.layers * client.shape.experts * MOST_REPLICAS
-        routes = np.frombuffer(view_at(table, count), np.uint8).copy()
+        routes = bytes_at(table, count).copy()
         client.publish(epoch, routes.reshape(client.shape.layers, client.shape.experts, MOST_REPLICAS))
 
     def expert_client_adopted_epoch(self, handle: int) -> int:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 
 import numpy as np
 import torch
 
-from experts.fallback_ends import view_at
 from experts.gpu.ffn import grouped_ffn
 from experts.gpu.group import Groups, group
 from experts.gpu.layout import ExchangeShape
@@ -143,8 +143,8 @@ class ServerEnd:
                 dtype=Dtype.BFLOAT16,
                 hidden=shape.hidden,
                 intermediate=shape.intermediate,
-                gate_up=_bytes_at(gate_up, up_bytes),
-                down=_bytes_at(down, down_bytes),
+                gate_up=bytes_at(gate_up, up_bytes),
+                down=bytes_at(down, down_bytes),
             )
         )
         with self._lock:
@@ -250,5 +250,6 @@ class ServerEnd:
         return time.clock_gettime_ns(time.CLOCK_BOOTTIME) >= self._lease_ns
 
 
-def _bytes_at(address: int, nbytes: int) -> np.ndarray:
-    return np.frombuffer(view_at(address, nbytes), np.uint8)
+def bytes_at(address: int, nbytes: int) -> np.ndarray:
+    """Memory at an address, writable: uint8 [nbytes]."""
+    return np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), np.uint8)

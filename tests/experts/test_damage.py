@@ -18,7 +18,7 @@ from experts.wire import HEADER, VERSION, rows_digest
 from p2p import native as p2p_native
 from tests.experts.steps import LOST, OK, PENDING, Call, World, shape_of, to_bits
 from tests.experts.test_steps import spread
-from tests.sim.mutants import Mutant, needs_compiler
+from tests.sim.mutants import Mutant
 
 Change = Callable[[NDArray[np.float32]], None]
 FRAME, PAYLOAD, ROWS = 64, 128, 192
@@ -324,7 +324,6 @@ ALONE = Mutant(
 )
 
 
-@needs_compiler
 @pytest.mark.parametrize(
     ("mutant", "change"),
     [

@@ -8,16 +8,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
 
 import grpc
 import numpy as np
 import pytest
 
-from experts import fallback, fallback_ends
-from experts.client import ExpertClient, ExpertsLost
-from experts.faults import SERVER_FAULTS, SelfInflicted
+from experts.client import ExpertClient
 from experts.links import ATTACH_S, CONNECT_BACK_S
 from experts.model import Dtype
 from experts.paths import DataPath, cpu_path
@@ -28,7 +25,6 @@ from experts.wire import VERSION
 from p2p import ShmEndpoint, ShmPeer, ShmWindow
 from p2p.descriptor import Descriptor, Transport
 from p2p.shm_link import new_token
-from router.faults import Fault
 from router.view import Member, View
 from tests.experts.steps import Weights, shape_of
 
@@ -412,31 +408,4 @@ def test_a_withdrawn_window_is_replaced_and_the_reply_window_waits_for_the_serve
     server._endpoint.disconnect(before.peer)
     endpoint.progress()
     assert endpoint.retired_bytes == 0
-    world.check(client)
-
-
-def test_a_client_in_python_asks_again_what_was_spoiled_and_replaces_a_link_that_lost_a_reply(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, address = world.server(5)
-    monkeypatch.setattr("experts.client.RELINK_LOST_S", 0.5)
-    for module in (fallback, fallback_ends):
-        monkeypatch.setattr(module, "OVERDUE_NS", 200_000_000)
-    client, _ = world.client(path=cpu_path(fallback.FallbackLibrary()))
-    client.apply_view(world.view((5, address, EVERY)))
-    assert until(lambda: client.adopted_epoch == 1, 10)
-    server = SelfInflicted(kinds=SERVER_FAULTS)
-    server.begin(Fault(id="a", kind="corrupt", where="wire", share=0.5, for_s=30.0, seed=3))
-    monkeypatch.setattr(fallback_ends, "OVERDUE_NS", 30_000_000_000)
-    for _ in range(20):
-        world.check(client)
-    server.end("a")
-    assert client.stats()[0].corrupt > 0
-    monkeypatch.setattr(fallback_ends, "OVERDUE_NS", 200_000_000)
-    server.begin(Fault(id="b", kind="loss", for_s=0.1, seed=3))
-    with suppress(ExpertsLost):
-        # No longer: the link that lost the reply is to be seen before it is replaced.
-        world.check(client, deadline_s=1.0)
-    assert until(lambda: client.stats()[0].late_slots, 5)
-    assert until(lambda: not client.stats()[0].late_slots, 10), "the slot waits for ever"
     world.check(client)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from experts import __main__ as process
-from experts import fallback
+from experts import native
 from experts.give import Refused
 from experts.model import Dtype
 from experts.proto import experts_pb2 as pb
@@ -47,11 +47,33 @@ class Endpoint(ShmEndpoint):
         return peer
 
 
+class Guarded:
+    """The native library, where whoever uses a server that was freed gets a KeyError, and no crash."""
+
+    def __init__(self) -> None:
+        self._library = native.load()
+        self._freed: set[int] = set()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        function = getattr(self._library, name)
+
+        def guarded(first: int, *others: object) -> object:
+            if first in self._freed:
+                raise KeyError(f"{name} of a server that was freed")
+            if name == "expert_server_free":
+                self._freed.add(first)
+            found = function(first, *others)
+            if name == "expert_server_new":
+                self._freed.discard(found)
+            return found
+
+        return guarded
+
+
 @pytest.fixture
 def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ExpertServer, Endpoint, ShmEndpoint]]:
-    # Whoever uses what was freed gets a KeyError here, where native code would crash.
-    library = fallback.FallbackLibrary()
-    monkeypatch.setattr(fallback, "load", lambda: library)
+    library = Guarded()
+    monkeypatch.setattr(native, "load", lambda: library)
     endpoint, client = Endpoint("expert/5", 5), ShmEndpoint("attention/9", 9)
     server = ExpertServer(endpoint=endpoint, shape=shape_of(), dtype=Dtype.FLOAT32, model_hash=FINGERPRINT)
     yield server, endpoint, client
