@@ -32,16 +32,16 @@ from eaas.model.loader import load_spec, load_weights
 from eaas.placement import Placement, StartFailed, Stopped
 from eaas.tracing import add_options as add_tracing_options
 from eaas.tracing import open_tracing, version
+from experts.backend import Backend, DeviceUnavailable
 from experts.checkpoint import Checkpoint
 from experts.client import ExpertClient
 from experts.devices import HELP as DEVICE_HELP
-from experts.devices import Device, DeviceUnavailable
+from experts.devices import Device
 from experts.faults import CLIENT_FAULTS, SelfInflicted
 from experts.kernels import numerics_class
 from experts.model import Dtype, ExpertShape
 from experts.native import IsaUnavailable
 from experts.pace import Track, load_entries, observe_all
-from experts.paths import DataPath
 from p2p import native as p2p_native
 from p2p.cores import named_cores
 from p2p.endpoint import Endpoint, P2PError
@@ -218,7 +218,7 @@ class Load:
         rate = (computed - self._computed) / elapsed_s
         busy = min(1.0, (busy_s - self._busy_s) / elapsed_s)
         self._at_s, self._computed, self._busy_s = now_s, computed, busy_s
-        found = {report.name: report.totals for report in self._client.stats()}
+        found = self._client.observations()
         self._tracks = observe_all(self._tracks, found)
         return {**engine.load(), "busy": busy, "tokens_per_s": rate, **load_entries(self._tracks)}
 
@@ -246,13 +246,15 @@ class ClosingDecoder(StepDecoder, Protocol):
     def close(self) -> None: ...
 
 
-def backend(device: Device, path: DataPath) -> tuple[Callable[[Dtype], str], Callable[..., ClosingDecoder]]:
+def decoding(
+    device: Device, backend: Backend
+) -> tuple[Callable[[Dtype], str], Callable[..., ClosingDecoder]]:
     """Who computes: the name of its arithmetic, and what makes a decoder of (spec, weights, client, cores, ...)."""
     if device.runs_kernels:
         from eaas.gpu.decoder import GpuDecoder
 
-        return path.numerics_class, lambda spec, weights, client, cores, **sizes: GpuDecoder(
-            spec, weights, path.library.client(client.handle), device=path.library.device, **sizes
+        return backend.numerics_class, lambda spec, weights, client, cores, **sizes: GpuDecoder(
+            spec, weights, client.backend, device=client.backend.device, **sizes
         )
     return numerics_class, lambda spec, weights, client, cores, **sizes: Decoder(
         spec, weights, client.handle, cores, **sizes
@@ -271,7 +273,7 @@ def prepare(options: argparse.Namespace, ending: Ending, closing: contextlib.Exi
     began_s = time.monotonic()
     cores = named_cores(options.cores)
     device, transport = Device.parse(options.device), TransportChoice.parse(options.transport)
-    path, new_endpoint = device.data_path(), device.opener(transport)
+    backend, new_endpoint = device.backend(), device.opener(transport)
     faults = None
     if options.allow_chaos:
         faults = SelfInflicted(kinds=CLIENT_FAULTS, points=CLIENT_POINTS, rails=transport.named_rails)
@@ -291,7 +293,7 @@ def prepare(options: argparse.Namespace, ending: Ending, closing: contextlib.Exi
     grammars = Grammars.open(options.model, spec.vocab, spec.eos_ids)
     if grammars is not None:
         closing.callback(grammars.close)
-    class_of, new_decoder = backend(device, path)
+    class_of, new_decoder = decoding(device, backend)
     kernels = class_of(spec.dtype)
     credentials = child.credentials(options, ATTENTION)
     host = bound_address("--host", options.host, {"TLS (--tls-dir)": credentials is not None})
@@ -337,7 +339,7 @@ def prepare(options: argparse.Namespace, ending: Ending, closing: contextlib.Exi
         on_adopted=router.ack,
         max_tokens=options.step_tokens,
         deadline_s=options.deadline_s,
-        path=path,
+        backend=backend,
         credentials=credentials,
         # A step that waits for lost experts holds up every other request.
         patience_s=options.deadline_s * LEAST_WAIT,

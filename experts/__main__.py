@@ -18,9 +18,10 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from experts.accounts import server_totals
+from experts.backend import DeviceUnavailable
 from experts.checkpoint import Checkpoint, CheckpointInvalid, read_config
 from experts.devices import HELP as DEVICE_HELP
-from experts.devices import Device, DeviceUnavailable
+from experts.devices import Device
 from experts.faults import SERVER_FAULTS, SelfInflicted
 from experts.give import Giver
 from experts.kernels import KernelsBroken
@@ -161,7 +162,7 @@ class Load:
     ) -> None:
         """
         Args:
-            activation_rows: Rows that cost as much as an activated expert (`experts.paths.DataPath`).
+            activation_rows: Rows that cost as much as an activated expert (`experts.backend.Backend`).
             damaged: Says how many experts were found damaged after they were loaded.
         """
         self._server, self._damaged = server, damaged
@@ -182,20 +183,20 @@ class Load:
             shape, dtype = self._server.shape, self._server.dtype
             self._router.counted([server_totals(counters, shape, dtype, self._damaged())])
         elapsed_s = max(now_s - self._at_s, 1e-3)
-        change = {name: value - self._before[name] for name, value in counters.items()}
-        self._at_s, self._before = now_s, counters
+        before, self._before, self._at_s = self._before, counters, now_s
         # All lanes work on one batch together: the time of batches is that of every lane.
-        busy_s = change["busy_ns"] / 1e9
+        busy_s = (counters.busy_ns - before.busy_ns) / 1e9
         if busy_s > 0:
             kept = 0.5 ** (elapsed_s / _SPEED_HALF_LIFE_S)
-            cost = change["pairs"] + self._activation_rows * change["experts"]
+            activated = counters.experts - before.experts
+            cost = counters.pairs - before.pairs + self._activation_rows * activated
             self._cost = kept * self._cost + cost
             self._busy_lane_s = kept * self._busy_lane_s + busy_s * len(self._server.cores)
         speed = {"speed": self._cost / self._busy_lane_s} if self._busy_lane_s else {}
         return speed | {
             "busy": min(1.0, busy_s / elapsed_s),
-            "rows_per_s": change["rows"] / elapsed_s,
-            "pairs_per_s": change["pairs"] / elapsed_s,
+            "rows_per_s": (counters.rows - before.rows) / elapsed_s,
+            "pairs_per_s": (counters.pairs - before.pairs) / elapsed_s,
             "clients": float(len(self._server.clients)),
         }
 
@@ -221,7 +222,7 @@ def serve(options: argparse.Namespace, ending: Ending) -> None:
     """Join, load, serve until told to end. Raises _START_ERRORS or StartFailed."""
     cores = named_cores(options.cores) if options.cores else (-1,)
     device, transport = Device.parse(options.device), TransportChoice.parse(options.transport)
-    path, new_endpoint = device.data_path(), device.opener(transport)
+    backend, new_endpoint = device.backend(), device.opener(transport)
     if not 1 <= options.slots <= MOST_SLOTS:
         raise StartFailed(f"--slots {options.slots}: 1 to {MOST_SLOTS} is needed.")
     credentials = child.credentials(options, EXPERT)
@@ -229,8 +230,8 @@ def serve(options: argparse.Namespace, ending: Ending) -> None:
     config = checkpoint.config if checkpoint else read_config(options.model)
     shape = ExpertShape.from_config(config)
     dtype = Dtype.resolve(options.dtype, config)
-    path.self_test(dtype)
-    kernels = shape.numerics_class(path.numerics_class(dtype))
+    backend.self_test(dtype)
+    kernels = shape.numerics_class(backend.numerics_class(dtype))
     faults = None
     if options.allow_chaos:
         faults = SelfInflicted(kinds=SERVER_FAULTS, points=SERVER_POINTS, rails=transport.named_rails)
@@ -262,7 +263,7 @@ def serve(options: argparse.Namespace, ending: Ending) -> None:
             model_hash=model_hash,
             cores=cores,
             slots=options.slots,
-            path=path,
+            backend=backend,
         )
         closing.callback(server.close)
         weights = Weights(
@@ -301,7 +302,7 @@ def serve(options: argparse.Namespace, ending: Ending) -> None:
             closing.callback(heartbeat.close)
         router.start(
             on_view=loader.apply,
-            load=Load(server, router, path.activation_rows, lambda: loader.damaged),
+            load=Load(server, router, backend.activation_rows, lambda: loader.damaged),
             on_fenced=fenced,
             on_drained=ending.wanted.set,
             faults=faults,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import os
 from ctypes import (
     POINTER,
@@ -19,73 +20,32 @@ from ctypes import (
 )
 from functools import cache
 from pathlib import Path
+from typing import Any
 
+from experts import backend
 from experts.activation import Activation
 from p2p.native import open_library
 
 LIBRARY = Path(__file__).resolve().parent / "_experts.so"
 
 
-class ServerLink(Structure):
-    """One attached server (client.h)."""
-
-    _fields_ = (
-        ("tx", c_void_p),
-        ("tx_bytes", c_uint64),
-        ("rx", c_void_p),
-        ("rx_bytes", c_uint64),
-        ("bell_page", c_void_p),
-        ("server_incarnation", c_uint64),
-        ("liveness_fd", c_int32),
-        ("slots", c_uint32),
-        ("slot_bytes", c_uint64),
-        ("lane", c_uint32),
-        ("lanes", c_uint32),
-    )
+def _structure(record: type, **kinds: Any) -> Any:
+    """The C structure of a dataclass: its fields in their order, uint64_t where `kinds` says nothing else."""
+    fields = [(field.name, kinds.get(field.name, c_uint64)) for field in dataclasses.fields(record)]
+    return type(record.__name__, (Structure,), {"_fields_": fields, "__doc__": record.__doc__})
 
 
-class ServerStats(Structure):
-    """What the client counted of one server (client.h)."""
-
-    _fields_ = (
-        ("rows", c_uint64),
-        ("pairs", c_uint64),
-        ("calls", c_uint64),
-        ("latency_ns", c_uint64),
-        ("latency_max_ns", c_uint64),
-        ("service_ns", c_uint64),
-        ("hedges", c_uint64),
-        ("redispatches", c_uint64),
-        ("lost", c_uint64),
-        ("corrupt", c_uint64),
-        ("replies", c_uint64),
-        ("in_flight", c_uint64),
-        ("latency_sum_ns", c_uint64),
-        ("service_sum_ns", c_uint64),
-        ("extra", c_uint64),
-        ("quarantined_until_ns", c_uint64),
-        ("late_slots", c_uint32),
-        ("lost_slots", c_uint32),
-        ("state", c_uint32),
-        ("speed", c_double),
-    )
+def values_of(structure: Structure) -> dict[str, Any]:
+    """The fields of a structure by name."""
+    return {name: getattr(structure, name) for name, *_ in structure._fields_}
 
 
-class ClientLink(Structure):
-    """One attached client (server.h)."""
-
-    _fields_ = (
-        ("rx", c_void_p),
-        ("rx_bytes", c_uint64),
-        ("tx", c_void_p),
-        ("tx_bytes", c_uint64),
-        ("bell_page", c_void_p),
-        ("client_incarnation", c_uint64),
-        ("client_lanes", c_uint32),
-        ("bell_lanes", c_uint32),
-        ("slots", c_uint32),
-        ("slot_bytes", c_uint64),
-    )
+_WINDOWS: dict[str, Any] = {"tx": c_void_p, "rx": c_void_p, "bell_page": c_void_p, "slots": c_uint32}
+# Of client.h and server.h.
+ServerLink = _structure(backend.ServerLink, **_WINDOWS, liveness_fd=c_int32, lane=c_uint32, lanes=c_uint32)
+ClientLink = _structure(backend.ClientLink, **_WINDOWS, client_lanes=c_uint32, bell_lanes=c_uint32)
+ServerStats = _structure(backend.ServerStats, speed=c_double)
+ServerCounters = _structure(backend.ServerCounters)
 
 
 class ExpertForm(Structure):
@@ -97,21 +57,6 @@ class ExpertForm(Structure):
     def of(cls, activation: Activation, biased: bool) -> ExpertForm:
         """As native code takes it."""
         return cls(activation.alpha, activation.limit, activation.shift, biased)
-
-
-class ServerCounters(Structure):
-    """What the server counted (server.h)."""
-
-    _fields_ = (
-        ("batches", c_uint64),
-        ("requests", c_uint64),
-        ("rows", c_uint64),
-        ("pairs", c_uint64),
-        ("experts", c_uint64),
-        ("busy_ns", c_uint64),
-        ("not_held", c_uint64),
-        ("invalid", c_uint64),
-    )
 
 
 class IsaUnavailable(RuntimeError):

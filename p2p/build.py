@@ -52,10 +52,16 @@ ISA_FLAGS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Library:
-    """One shared object: `package`/_`package`.so, linked against the libraries of lower layers."""
+    """One shared object: `package`/_`package`.so, linked against the libraries of lower layers.
+
+    Attributes:
+        formats: Modules of the package that describe formats: `python -m PACKAGE.NAME` prints what is built as
+            native/build/NAME_format.h.
+    """
 
     package: str
     links: tuple[str, ...] = ()
+    formats: tuple[str, ...] = ()
 
     @property
     def path(self) -> Path:
@@ -64,7 +70,7 @@ class Library:
 
 LIBRARIES = (
     Library(package="p2p"),
-    Library(package="experts", links=("p2p",)),
+    Library(package="experts", links=("p2p",), formats=("wire",)),
     Library(package="eaas", links=("p2p", "experts")),
 )
 
@@ -142,6 +148,7 @@ def compile_objects(
         for package in (*library.links, library.package)
         for path in sorted((ROOT / package / "native").glob("*.h"))
     ]
+    headers += [_write_format(library.package, name) for name in library.formats]
     flags = [*COMMON, *extra, "-I", str(ROOT), *(f"-DEAAS_HAVE_{name.upper()}=1" for name in isas)]
     jobs = [
         _Object(
@@ -170,6 +177,20 @@ def _build_library(cxx: Sequence[str], library: Library, extra: tuple[str, ...])
         _run([*link, str(partial)])
         partial.replace(library.path)
     return library.path
+
+
+def _write_format(package: str, name: str) -> Path:
+    """Bring the header of a format up to date with its description."""
+    header = ROOT / package / "native" / "build" / f"{name}_format.h"
+    command = [sys.executable, "-m", f"{package}.{name}"]
+    text = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    if not header.exists() or header.read_text() != text:
+        header.parent.mkdir(parents=True, exist_ok=True)
+        # Renamed over: whoever compiles beside this finds one or the other.
+        partial = header.with_suffix(f".{os.getpid()}.partial")
+        partial.write_text(text)
+        partial.replace(header)
+    return header
 
 
 def _isa_flags(isa: str) -> list[str]:

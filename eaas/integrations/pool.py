@@ -291,7 +291,7 @@ class _Session:
             rows, activated = self.client.take_routed()
             if rows.any():
                 self._router.routed(rows, activated)
-        found = {report.name: report.totals for report in self.client.stats()}
+        found = self.client.observations()
         self._tracks = observe_all(self._tracks, found)
         return {"running": float(self._running), **load_entries(self._tracks)}
 

@@ -40,7 +40,7 @@ HOST = _constants("HOST", layout.HostWord)
 COUNT = _constants("COUNT", layout.CountWord)
 MARK = _constants("MARK", layout.Mark)
 VERDICT = _constants("VERDICT", layout.Verdict)
-STATUS = _constants("STATUS", layout.Status)
+STATUS = _constants("STATUS", wire.Status)
 OUT = _constants("OUT", layout.RowsOut)
 BACK = _constants("BACK", layout.RowsBack)
 # Where things lie in a window, from the address of a slot: its signal, both headers, then the list or the answers.
@@ -50,7 +50,7 @@ SLOT = _constants(
         "FIRST": layout.FIRST_SLOT,  # from the window's address
         "HEADERS": SIGNAL_BYTES,
         "PAYLOAD": layout.PAYLOAD,
-        "LIST": layout.PAYLOAD + layout.WIRE_BYTES,
+        "LIST": layout.PAYLOAD + wire.HEADER_BYTES,
     },
 )
 WIRE = _constants(
@@ -58,12 +58,12 @@ WIRE = _constants(
     {
         "FRAME_WORD": layout.FRAME_WORD,
         "WORD": layout.WIRE_WORD,
-        "REQUEST": layout.REQUEST,
-        "REPLY": layout.REPLY,
-        "REQUEST_WORD": layout.WIRE_WORD | layout.REQUEST << 48,
-        "REPLY_WORD": layout.WIRE_WORD | layout.REPLY << 48,
-        "BYTES": layout.WIRE_BYTES,
-        "WORDS": layout.WIRE_BYTES // 4,  # u32
+        "REQUEST": wire.Kind.REQUEST,
+        "REPLY": wire.Kind.REPLY,
+        "REQUEST_WORD": layout.WIRE_WORD | wire.Kind.REQUEST << 48,
+        "REPLY_WORD": layout.WIRE_WORD | wire.Kind.REPLY << 48,
+        "BYTES": wire.HEADER_BYTES,
+        "WORDS": wire.HEADER_BYTES // 4,  # u32
         "BLOCK_WORDS": 256,  # u32 words of a block of the frame's checksum
         "LISTED": layout.LISTED,
         "SCALE_GROUP": layout.SCALE_GROUP,
@@ -85,6 +85,6 @@ _WIRE_WORDS = ("magic", "model_hash", "routing_hash", "layer", "pairs", "dtype",
 HEAD = _constants(
     "HEAD",
     {name: index for index, name in enumerate(_FRAME_WORDS)}
-    | {f"WIRE_{name.upper()}": 8 + wire.HEADER.fields[name][1] // 8 for name in _WIRE_WORDS},
+    | {f"WIRE_{name.upper()}": 8 + wire.OFFSETS[name] // 8 for name in _WIRE_WORDS},
 )
 LAYOUT = int.from_bytes(_digest.digest()[:7], "little")

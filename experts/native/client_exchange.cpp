@@ -340,7 +340,7 @@ void bury(ExpertClient* client, Server& server) {
     for (; server.queue_head < server.queue.size(); server.queue_head++)
         fail(server.queue[server.queue_head]);
     server.units = 0;
-    for (uint32_t* kept : {&server.stats.late_slots, &server.stats.lost_slots})
+    for (uint64_t* kept : {&server.stats.late_slots, &server.stats.lost_slots})
         std::atomic_ref(*kept).store(0u, std::memory_order_relaxed);
     server.state.store(SERVER_GONE);
     call.replan.store(1);

@@ -8,16 +8,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import grpc
 import numpy as np
 import pytest
 
 from experts.client import ExpertClient
+from experts.cpu import CpuBackend
 from experts.links import ATTACH_S, CONNECT_BACK_S
 from experts.model import Dtype
-from experts.paths import DataPath, cpu_path
 from experts.proto import experts_pb2 as pb
 from experts.proto import experts_pb2_grpc as rpc
 from experts.server import ExpertServer, ExpertsService
@@ -91,7 +90,7 @@ class World:
         endpoint = ShmEndpoint(f"expert/{incarnation}", incarnation)
         server = ExpertServer(endpoint=endpoint, shape=SHAPE, dtype=Dtype.FLOAT32, model_hash=FINGERPRINT)
         for key, gate_up in self.weights.gate_up.items():
-            server.set_expert(*key, gate_up.ctypes.data, self.weights.down[key].ctypes.data)
+            server.set_expert(*key, gate_up, self.weights.down[key])
         server.start()
         self.undo += [endpoint.close, server.close]
         service = ExpertsService()
@@ -108,7 +107,6 @@ class World:
         self,
         on_adopted: Callable[[int], None] | None = None,
         incarnation: int = 100,
-        path: DataPath | None = None,
     ) -> tuple[ExpertClient, PoorEndpoint]:
         endpoint = PoorEndpoint(f"attention/{incarnation}", incarnation)
         client = ExpertClient(
@@ -118,7 +116,6 @@ class World:
             model_hash=FINGERPRINT,
             incarnation=incarnation,
             on_adopted=on_adopted,
-            path=path,
         )
         self.undo += [endpoint.close, client.close]
         return client, endpoint
@@ -240,7 +237,7 @@ def test_a_server_answers_while_its_clients_links_close_and_closes_each_once(
             closing.start()
             closing.join(0.3)
             assert closing.is_alive(), "the server was closed before its links were"
-            assert lease.submit(server.counters).result(10)["rows"]
+            assert lease.submit(server.counters).result(10).rows
         finally:
             let_go.set()
         closing.join(10)
@@ -370,7 +367,7 @@ def test_a_server_of_another_release_is_not_used_whichever_side_is_newer(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     newer, address = world.server(7)
-    newer._path = replace(cpu_path(), wire_version=VERSION + 1)
+    newer._backend = CpuBackend(wire_version=VERSION + 1)
     # It does not know the word, as none did at first, and lets everybody in.
     older = Frozen(wire_version=0)
     world.undo.append(older.listener.close)
@@ -382,7 +379,7 @@ def test_a_server_of_another_release_is_not_used_whichever_side_is_newer(
     ):
         assert until(lambda words=words: words in caplog.text, 10), caplog.text
     assert not client.attached and not newer.clients
-    newer._path = cpu_path()
+    newer._backend = CpuBackend()
     client.apply_view(world.view((7, address, EVERY)))
     assert until(lambda: client.attached == ("expert/7",), 10)
     world.check(client)
@@ -400,7 +397,7 @@ def test_a_withdrawn_window_is_replaced_and_the_reply_window_waits_for_the_serve
         # It still holds the client's window, so it might write to it: only its own is gone. Native code lets
         # go first, for what is closed may be unmapped at once.
         del server._clients["attention/100"]
-        server._library.expert_server_remove_client(server._handle, before.index)
+        server._rows.remove_client(before.place)
         before.window.close()
     assert until(lambda: len(server.clients) == 1), "the loss of an idle link went unseen"
     assert until(lambda: client.attached == ("expert/5",))

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 
 from experts import __main__ as process
@@ -114,11 +115,11 @@ def test_a_server_that_was_closed_is_asked_in_vain(
     server, _, client = ends
     server.close()
     server.close()
-    assert server.counters()["rows"] == 0
+    assert server.counters().rows == 0
     server.set_lease(0)
     server.clear_expert(0, 0)
     with pytest.raises(ServerClosed):
-        server.set_expert(0, 0, 1, 1)
+        server.set_expert(0, 0, np.zeros(1, np.uint8), np.zeros(1, np.uint8))
     with pytest.raises(Refused) as refusal:
         server.attach(request_for(server, client.export_window(LAYOUT.nbytes)))
     assert refusal.value.code is grpc.StatusCode.UNAVAILABLE
@@ -143,12 +144,12 @@ def test_a_server_that_can_serve_no_more_says_why(
     server, _, _ = ends
     until = threading.Event()
 
-    def run(handle: int, max_ns: int) -> int:
+    def run(max_ns: int) -> bool:
         if not until.wait(10.0):
             raise AssertionError("nobody went on")
         raise RuntimeError("the GPU fell off the bus")
 
-    monkeypatch.setattr(server._library, "expert_server_run", run)
+    monkeypatch.setattr(server._rows, "run", run)
     server.start()
     assert server.broken == ""
     until.set()

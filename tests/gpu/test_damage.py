@@ -15,8 +15,9 @@ from experts.gpu import combine as combining
 from experts.gpu import dispatch as dispatching
 from experts.gpu import gather as gathering
 from experts.gpu import pack, reply, take
-from experts.gpu.layout import LISTED, AskedWord, CountWord, JobWord, RowsOut, Status, Verdict
-from experts.gpu.server import DeviceServer
+from experts.gpu.layout import LISTED, AskedWord, CountWord, JobWord, RowsOut, Verdict
+from experts.gpu.server import GpuServer
+from experts.wire import Status
 from p2p.device import INTERPRET, store_release
 from tests.gpu import test_protocol
 from tests.gpu.device import DEVICE, fresh_seed, same_bits
@@ -42,7 +43,7 @@ class ServerEnd:
     """A server and the window of its only client."""
 
     def __init__(self) -> None:
-        self.end = DeviceServer(
+        self.end = GpuServer(
             SMALL, clients=1, compute=toy_experts, incarnation=SERVER, device=DEVICE, idle_s=0.00002
         )
         self.request, self.reply = request_of(SMALL), reply_of(SMALL)
@@ -143,7 +144,7 @@ def test_an_unsound_request_is_told_so_and_only_its_very_signal_is_put_aside() -
     for _ in range(2):
         server.end.enqueue_pass()
     settle()
-    assert server.end.counters()["invalid"] == 1 and tables.done.tolist() == [[0, 0]]
+    assert server.end.counters().invalid == 1 and tables.done.tolist() == [[0, 0]]
     assert tables.rejected[0, 0] == 9
     answer = server.reply.cpu().numpy().tobytes()[SMALL.reply_window.slot_offset(0) :]
     bare = Reply(

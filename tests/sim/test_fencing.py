@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 from experts.model import Dtype
-from experts.wire import HEADER, Kind, rows_digest
+from experts.wire import Kind
 from p2p import build
 from p2p.sim import Adversary
+from tests.experts.wire_codec import HEADER, rows_digest
 from tests.sim.expert_world import LAYOUT, WAKE_NS, Faults, Link, World
 from tests.sim.mutants import FLAGS, Mutant
 
