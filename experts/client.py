@@ -446,7 +446,8 @@ class ExpertClient:
         """Rows sent to each logical expert since the last time, and calls that had any; each [layers * experts]."""
         with self._lock:
             if self._freed:
-                return (np.zeros(self.shape.layers * self.shape.experts, np.uint32),) * 2
+                none = np.zeros(self.shape.layers * self.shape.experts, np.uint32)
+                return none, none
             return self.backend.take_routed()
 
     def close(self) -> None:

@@ -196,6 +196,8 @@ class Steps:
 
     def __init__(self, world: Loopback, calls: list[Call]) -> None:
         self.world, self.calls = world, calls
+        if world.client.stream is None:
+            raise ValueError("steps are captured on a GPU, and the client is one of the interpreter.")
         self.stream = world.client.stream
         # What the world and the calls are made of may still be on its way, on another stream.
         torch.cuda.synchronize()

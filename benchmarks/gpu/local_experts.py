@@ -35,7 +35,7 @@ def combine_reference(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor
 class LocalExperts:
     """Experts of all layers in this process's device memory. Calls share scratch: one stream at a time."""
 
-    stream = None
+    stream: torch.cuda.Stream | None = None
 
     def __init__(
         self,

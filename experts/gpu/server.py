@@ -278,8 +278,14 @@ class GpuServer:
         weights, shape = self._weights, self.tables.shape
         if weights is None or not (0 <= layer < shape.layers and 0 <= expert < shape.experts):
             raise ValueError(f"expert {expert} of layer {layer} is outside {shape}, or has no slot.")
-        sizes = {"hidden": weights.hidden, "intermediate": weights.intermediate}
-        matrices = unpack_expert(PackedExpert(dtype=Dtype.BFLOAT16, gate_up=gate_up, down=down, **sizes))
+        packed = PackedExpert(
+            dtype=Dtype.BFLOAT16,
+            hidden=weights.hidden,
+            intermediate=weights.intermediate,
+            gate_up=gate_up,
+            down=down,
+        )
+        matrices = unpack_expert(packed)
         with self._lock:
             if (layer, expert) in self._slot_of:
                 return
