@@ -3,8 +3,8 @@
 Definition, for activations x [m, hidden] and one expert's weights:
     act = round(silu(x @ gate.T) * (x @ up.T))   [m, intermediate], in the dtype
     out = act @ down.T                           [m, hidden], float32
-Where an expert has biases they are added to each product in float32; `experts.activation` has what else may be
-between the two.
+Where an expert has biases they are added to each product in float32; `experts.model.Activation` has what
+else may be between the two.
 Cost: 6 * m * hidden * intermediate flops; 3 * hidden * intermediate elements of weights are read whatever m
 is, so up to about four rows the floor is their bytes over the memory's bandwidth.
 
@@ -18,13 +18,14 @@ import hashlib
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from experts import int8, native
-from experts.activation import SWIGLU, Activation
-from experts.model import Dtype
+from experts.model import SWIGLU, Activation, Dtype
 
 TILE_ROWS = 64
 GATE_UP_COLUMNS = 32  # of the activation, that one 64-row tile of gate_up holds
+_BLOCK_ROWS = 16  # of gate, then as many of up
 
 
 class KernelsBroken(RuntimeError):
@@ -175,6 +176,37 @@ def pack_expert(
         activation=activation,
         biased=biases is not None,
     )
+
+
+def unpack_matrix(packed: PackedMatrix) -> NDArray[np.generic]:
+    """W [rows, k] of a packed matrix: float32, or bfloat16 bits as uint16, of which packing has lost nothing.
+
+    Raises:
+        ValueError: it is packed in int8.
+    """
+    if packed.dtype is Dtype.INT8:
+        raise ValueError("int8 experts cannot be unpacked; serve them on CPUs, or in bfloat16 with --dtype.")
+    element, per_step = (np.uint16, 2) if packed.dtype is Dtype.BFLOAT16 else (np.float32, 1)
+    steps = packed.data.view(element).reshape(packed.tiles, -1, TILE_ROWS, per_step)
+    padded = steps.transpose(0, 2, 1, 3).reshape(packed.tiles * TILE_ROWS, -1)
+    return np.ascontiguousarray(padded[: packed.rows, : packed.k])
+
+
+def unpack_expert(
+    packed: PackedExpert,
+) -> tuple[NDArray[np.generic], NDArray[np.generic], NDArray[np.generic]]:
+    """Gate and up [intermediate, hidden], down [hidden, intermediate], for processors with a layout of their own.
+
+    Raises:
+        ValueError: it is packed in int8.
+    """
+    padded = packed.gate_up_tiles * GATE_UP_COLUMNS
+    both = unpack_matrix(
+        PackedMatrix(dtype=packed.dtype, rows=2 * padded, k=packed.hidden, data=packed.gate_up)
+    )
+    blocks = both.reshape(-1, 2, _BLOCK_ROWS, packed.hidden)
+    gate, up = (blocks[:, half].reshape(padded, -1)[: packed.intermediate] for half in (0, 1))
+    return np.ascontiguousarray(gate), np.ascontiguousarray(up), unpack_matrix(packed.down_matrix)
 
 
 def linear(packed: PackedMatrix, x: np.ndarray, tiles: range | None = None) -> np.ndarray:

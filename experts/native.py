@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from experts import backend
-from experts.activation import Activation
+from experts.model import Activation
 from p2p.native import open_library
 
 LIBRARY = Path(__file__).resolve().parent / "_experts.so"

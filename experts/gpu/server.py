@@ -39,9 +39,8 @@ from experts.gpu.reply import reply
 from experts.gpu.tables import ServerTables, signed
 from experts.gpu.take import take
 from experts.gpu.weights import ExpertWeights
-from experts.kernels import PackedExpert, WeightsBroken
+from experts.kernels import PackedExpert, WeightsBroken, unpack_expert
 from experts.model import Dtype
-from experts.unpack import unpack_expert
 
 PASSES = 256  # of one graph
 LAUNCHES = 2  # enqueued: one runs, one waits

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from experts import kernels
-from experts.activation import SWIGLU, Activation
 from experts.kernels import PackedExpert, ffn, from_dtype, pack_expert, to_dtype
-from experts.model import ConfigInvalid, Dtype, ExpertShape
+from experts.model import SWIGLU, Activation, ConfigInvalid, Dtype, ExpertShape
 from experts.pack import layout_of
 
 SEED = 11
