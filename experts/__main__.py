@@ -23,7 +23,7 @@ from experts.checkpoint import Checkpoint, CheckpointInvalid, read_config
 from experts.devices import HELP as DEVICE_HELP
 from experts.devices import Device
 from experts.faults import SERVER_FAULTS, SelfInflicted
-from experts.give import Giver
+from experts.give import WeightSender
 from experts.kernels import KernelsBroken
 from experts.loading import Loader
 from experts.model import ConfigInvalid, Dtype, ExpertShape
@@ -276,10 +276,10 @@ def serve(options: argparse.Namespace, ending: Ending) -> None:
         loader = Loader(
             name=identity.name, server=server, weights=weights, report=router.loaded, failed=ending.fail
         )
-        giver = Giver(endpoint=endpoint, packed=packed, serves=loader.holds)
-        closing.callback(giver.close)
+        sender = WeightSender(endpoint=endpoint, packed=packed, serves=loader.holds)
+        closing.callback(sender.close)
         # Last in is first out: whoever calls the server from outside has gone when it is freed.
-        closing.callback(_fall_silent, service, control, router)
+        closing.callback(_stop_serving, service, control, router)
         closing.callback(loader.close)
 
         def fenced(reason: str) -> None:
@@ -287,7 +287,7 @@ def serve(options: argparse.Namespace, ending: Ending) -> None:
             ending.fail(reason)
 
         server.set_lease(_lease_end_ns(identity.lease_s))
-        service.giver, service.server = giver, server
+        service.sender, service.server = sender, server
         server.start()
         loader.start()
         seen_waiting = endpoint.page_address and not device.runs_kernels
@@ -371,8 +371,8 @@ def _log_progress(done: int, total: int) -> None:
         log.info("packing done=%d total=%d", done, total)
 
 
-def _fall_silent(service: ExpertsService, control: grpc.Server, router: RouterClient) -> None:
-    service.giver = service.server = None
+def _stop_serving(service: ExpertsService, control: grpc.Server, router: RouterClient) -> None:
+    service.sender = service.server = None
     stopped = control.stop(0)
     _leave(router)
     router.close()
@@ -384,7 +384,7 @@ def _leave(router: RouterClient) -> None:
     try:
         router.leave(timeout_s=_LEAVE_S)
     except RouterUnavailable as error:
-        log.info("left_without_word reason=%s", error)
+        log.info("leave_failed reason=%s", error)
 
 
 def main() -> int:

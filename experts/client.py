@@ -28,7 +28,7 @@ from experts.backend import (
     ServerStats,
 )
 from experts.cpu import CpuBackend
-from experts.links import Attacher, AttachFailed, Closer, Link
+from experts.links import Attacher, AttachFailed, Link, LinkReaper
 from experts.model import Dtype, ExpertShape
 from experts.pace import Observation
 from experts.proto import experts_pb2 as pb
@@ -136,7 +136,7 @@ class ExpertClient:
                 slot_bytes=self._layout.payload_bytes,
             ),
         )
-        self._closer = Closer(endpoint)
+        self._reaper = LinkReaper(endpoint)
         self._accounts = Accounts(shape, dtype, endpoint)
         # Guards all below. The lease waits for it too: never held while native code calls, a server is awaited or
         # a link is closed.
@@ -271,7 +271,7 @@ class ExpertClient:
         now = view.member(member.name) if view else None
         named = now is not None and now.incarnation == member.incarnation and now.serving_count
         if self._closed.is_set() or view is None or not named:
-            self._closer.give_back(link.peer, link.window)
+            self._reaper.give_back(link.peer, link.window)
             return
         lane = self._lane_for(link.cores)
         reached = ServerLink(
@@ -293,7 +293,7 @@ class ExpertClient:
             place = self.backend.add_server(reached)
         except LinkRefused as refused:
             log.error("attach_refused server=%s reason=%s", member.name, refused)
-            self._closer.give_back(link.peer, link.window)
+            self._reaper.give_back(link.peer, link.window)
             return
         before = self._servers.get(member.name)
         self._unreached.discard((member.name, member.incarnation))
@@ -334,7 +334,7 @@ class ExpertClient:
                 continue
             self._leaving.remove(server)
             self._accounts.leave(server.link.member.name, self.backend.stats(server.place))
-            self._closer.give_back(server.link.peer, server.link.window)
+            self._reaper.give_back(server.link.peer, server.link.window)
             member = server.link.member
             log.info("server_detached server=%s incarnation=%d", member.name, member.incarnation)
 
@@ -469,4 +469,4 @@ class ExpertClient:
             self._release_idle()
             self._freed = True
             self.backend.close()
-        self._closer.close()
+        self._reaper.close()

@@ -147,7 +147,7 @@ class Attacher:
             call.cancel()
 
 
-class Closer:
+class LinkReaper:
     """Gives peers and windows back one after another, on a thread of its own: over a network each may take seconds.
 
     For use from any thread, once for each link, when native code has let go of it.
@@ -155,7 +155,7 @@ class Closer:
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="expert-closer")
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="expert-reaper")
 
     def give_back(self, peer: Peer, window: Window) -> None:
         """Does not wait. The window stays mapped until the peer's hang-up proves that its writes have ended."""

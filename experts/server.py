@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from experts.backend import Backend, ClientLink, LinkRefused, ServerCounters
 from experts.cpu import CpuBackend
-from experts.give import Giver, Refused
-from experts.links import CONNECT_BACK_S, Closer
+from experts.give import Refused, WeightSender
+from experts.links import CONNECT_BACK_S, LinkReaper
 from experts.model import Dtype, ExpertShape
 from experts.proto import experts_pb2 as pb
 from experts.proto import experts_pb2_grpc as rpc
@@ -85,7 +85,7 @@ class ExpertServer:
             cores=self.cores,
             bell_page=endpoint.page_address,
         )
-        self._closer = Closer(endpoint)
+        self._reaper = LinkReaper(endpoint)
         # `close` waits for it: a window is exported while the endpoint is open.
         self._exporting = threading.Lock()
         # Guards what `close` frees, and the clients. The lease waits for it too: never held while a
@@ -286,7 +286,7 @@ class ExpertServer:
         if attached is None:
             return
         self._rows.remove_client(attached.place)
-        self._closer.give_back(attached.peer, attached.window)
+        self._reaper.give_back(attached.peer, attached.window)
         log.info("client_detached name=%s incarnation=%d", name, attached.incarnation)
 
     def counters(self) -> ServerCounters:
@@ -309,15 +309,15 @@ class ExpertServer:
             self._counters = self._rows.counters()
             self._freed = True
             self._rows.close()
-        self._closer.close()
+        self._reaper.close()
 
 
 class ExpertsService(rpc.ExpertsServicer):
-    """gRPC shell of one server; `server` and `giver` are None until it is a member, and once it ends."""
+    """gRPC shell of one server; `server` and `sender` are None until it is a member, and once it ends."""
 
     def __init__(self) -> None:
         self.server: ExpertServer | None = None
-        self.giver: Giver | None = None
+        self.sender: WeightSender | None = None
 
     def Attach(self, request: pb.AttachRequest, context: grpc.ServicerContext) -> pb.AttachReply:
         # Once: it becomes None again when the process ends.
@@ -325,13 +325,15 @@ class ExpertsService(rpc.ExpertsServicer):
         return _answer(context, pb.AttachReply, server and (lambda: server.attach(request)))
 
     def Manifest(self, request: pb.ManifestRequest, context: grpc.ServicerContext) -> pb.ManifestReply:
-        giver = self.giver
-        return _answer(context, pb.ManifestReply, giver and (lambda: giver.manifest(request)))
+        sender = self.sender
+        return _answer(context, pb.ManifestReply, sender and (lambda: sender.manifest(request)))
 
     def Give(self, request_iterator: Iterator[pb.GiveRequest], context: grpc.ServicerContext) -> pb.GiveReply:
-        giver = self.giver
+        sender = self.sender
         return _answer(
-            context, pb.GiveReply, giver and (lambda: giver.give(request_iterator, context.time_remaining()))
+            context,
+            pb.GiveReply,
+            sender and (lambda: sender.give(request_iterator, context.time_remaining())),
         )
 
 

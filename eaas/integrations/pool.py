@@ -279,7 +279,7 @@ class _Session:
         try:
             self._router.leave(timeout_s=LEAVE_S)
         except RouterUnavailable as error:
-            log.info("left_without_word reason=%s", error)
+            log.info("leave_failed reason=%s", error)
 
     def _load(self) -> dict[str, float]:
         """What goes with each renewal: calls that run, the pace of servers, and about once a second what was sent to
