@@ -355,12 +355,12 @@ def stopped_server(report: Report) -> None:
     calm_s = steps.replay()
     timer = threading.Timer(0.02, world.servers[0].pause, (True,))
     timer.start()
-    worst_s, mended, same, end_s = 0.0, 0, True, time.monotonic() + 2.0
+    worst_s, redispatched, same, end_s = 0.0, 0, True, time.monotonic() + 2.0
     replays = 0
-    while time.monotonic() < end_s and (mended == 0 or replays < 50):
+    while time.monotonic() < end_s and (redispatched == 0 or replays < 50):
         worst_s = max(worst_s, steps.replay())
         said = world.client.report()
-        mended += said.mended
+        redispatched += said.redispatched
         same &= said.usable and all(
             torch.equal(call.out, one) for call, one in zip(steps.calls, wanted, strict=True)
         )
@@ -378,9 +378,9 @@ def stopped_server(report: Report) -> None:
             "calm_ms": round(1e3 * calm_s, 2),
             "worst_ms": round(1e3 * worst_s, 2),
             "patience_ms": 1e3 * PATIENCE_S,
-            "pairs_mended": mended,
+            "pairs_mended": redispatched,
             "slots_back": back,
-            "holds": same and mended > 0 and back and worst_s < calm_s + 3 * PATIENCE_S,
+            "holds": same and redispatched > 0 and back and worst_s < calm_s + 3 * PATIENCE_S,
         }
     )
     stop(world)

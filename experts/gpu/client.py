@@ -1,8 +1,8 @@
 """The attention worker's end: expert calls that kernels make, so that a step with its calls is one captured graph.
 
-A call is four launches: `dispatch`, two of `arrive` (which also mends), `combine`. None of their arguments changes when
-servers come, go or fail: that is written into tables. All calls of one client are launched on its stream; two
-micro-batches in flight take two clients, each with windows of its own.
+A call is four launches: `dispatch`, two of `wait_replies` (which also redispatches), `combine`. None of their arguments
+changes when servers come, go or fail: that is written into tables. All calls of one client are launched on its stream;
+two micro-batches in flight take two clients, each with windows of its own.
 
 Servers and routes change from any thread. What changes waits until no step is under way, and is then written in the
 order of the steps: the routes of one step are those of one epoch. The thread of the steps calls `begin`, launches
@@ -26,11 +26,11 @@ import triton.language as tl
 from numpy.typing import NDArray
 
 from experts.backend import LinkRefused, ServerLink, ServerState, ServerStats
-from experts.gpu.arrive import arrive
 from experts.gpu.combine import combine
 from experts.gpu.dispatch import dispatch
 from experts.gpu.layout import ClientWord, ExchangeShape, Mark, ReportWord, SeenWord, Verdict
 from experts.gpu.tables import ClientTables
+from experts.gpu.wait_replies import wait_replies
 from experts.gpu.words import CLIENT, PEER, SLOT
 from experts.routes import Table, busiest, speeds_of, spread, work_of
 from p2p.device import load_acquire
@@ -66,14 +66,14 @@ class StepReport:
     Attributes:
         lost: Tokens with an expert that nobody answered for in time: their rows are NaN.
         corrupt: Tokens with an answer that was not whole: their rows are NaN. Run the step again.
-        mended: Pairs that were sent again.
+        redispatched: Pairs that were sent again.
         retired: Slots that were put aside.
         verdicts: By place, what went wrong with a server.
     """
 
     lost: tuple[int, ...] = ()
     corrupt: tuple[int, ...] = ()
-    mended: int = 0
+    redispatched: int = 0
     retired: int = 0
     verdicts: dict[int, frozenset[Verdict]] = field(default_factory=dict)
 
@@ -190,7 +190,7 @@ class GpuClient:
         """
         for first in range(0, len(rows), self.tables.shape.capacity):
             dispatch(self.tables, layer, rows, ids, n_rows, first)
-            arrive(self.tables, layer, rows, ids, n_rows, first)
+            wait_replies(self.tables, layer, rows, ids, n_rows, first)
             combine(self.tables, layer, rows, ids, weights, n_rows, out, first)
 
     def end(self) -> StepReport:
@@ -222,7 +222,7 @@ class GpuClient:
         return StepReport(
             lost=tuple(token for token, mark in enumerate(marks) if mark & Mark.LOST),
             corrupt=tuple(token for token, mark in enumerate(marks) if mark & Mark.CORRUPT),
-            mended=words[ReportWord.MENDED],
+            redispatched=words[ReportWord.REDISPATCHED],
             retired=words[ReportWord.RETIRED],
             verdicts={
                 place: frozenset(verdict for verdict in Verdict if flags[place] >> verdict & 1)

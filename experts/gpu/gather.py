@@ -31,7 +31,7 @@ def gather_reference(codes: np.ndarray, scales: np.ndarray) -> torch.Tensor:
 
 
 def gather(tables: ServerTables, rows: torch.Tensor, scales: torch.Tensor | None) -> None:
-    """Bring in the rows of the requests that `take` found.
+    """Bring in the rows of the requests that `poll` found.
 
     Args:
         rows: bf16 [clients * capacity, hidden], or e4m3 where the rows travel so and stay so.

@@ -114,7 +114,7 @@ class ReportWord(IntEnum):
 
     LOST = 0  # whether a pair has no answer
     CORRUPT = 1  # whether an answer's seal was wrong
-    MENDED = 2  # pairs sent again
+    REDISPATCHED = 2  # pairs sent again
     RETIRED = 3  # slots put aside
     WORDS = 4
 

@@ -1,7 +1,7 @@
 """What sending and receiving share: choosing servers, packing rows and lists, writing and checking headers.
 
-Device functions only. `dispatch` packs one token a program, `arrive` what has to go again, token after token; both
-by the same functions, so that what a server receives does not depend on who sent it. "Width" is the number of
+Device functions only. `dispatch` packs one token a program, `wait_replies` what has to go again, token after token;
+both by the same functions, so that what a server receives does not depend on who sent it. "Width" is the number of
 servers up to a power of two, "wide" the number of k-slots likewise.
 
 Rows in e4m3: of each 128 columns, with a = max(|x|, 2^-100), scale = a * (1 / 448) and codes of x * (448 / a) to

@@ -36,7 +36,7 @@ def reply_reference(out: torch.Tensor, origin: torch.Tensor, answers: torch.Tens
 
 
 def reply(tables: ServerTables, out: torch.Tensor) -> None:
-    """Answer the requests that `take` found, and end the pass.
+    """Answer the requests that `poll` found, and end the pass.
 
     Args:
         out: [pairs of a pass, hidden], bf16 or float32 as rows go back.

@@ -1,4 +1,4 @@
-"""The expert server's end: one pass (take, compute, reply) as kernels alone, and many passes enqueued ahead.
+"""The expert server's end: one pass (poll, compute, reply) as kernels alone, and many passes enqueued ahead.
 
 Nothing of a pass is the host's business. PASSES of them are captured as one CUDA graph, and a thread keeps LAUNCHES of
 these graphs enqueued: one launch by the host for 256 passes. It looks at a counter of passes in host memory that the
@@ -35,9 +35,9 @@ from experts.gpu.layout import (
     RowsOut,
     ServerWord,
 )
+from experts.gpu.poll import poll
 from experts.gpu.reply import reply
 from experts.gpu.tables import ServerTables, signed
-from experts.gpu.take import take
 from experts.gpu.weights import ExpertWeights
 from experts.kernels import PackedExpert, WeightsBroken, unpack_expert
 from experts.model import Dtype
@@ -381,7 +381,7 @@ class GpuServer:
 
     def enqueue_pass(self) -> None:
         """Launch one pass on the current stream; may be captured. In the interpreter, run it."""
-        take(self.tables, self._idle_ns)
+        poll(self.tables, self._idle_ns)
         gather(self.tables, self.batch.rows, self.batch.scales)
         self._compute(self.batch)
         reply(self.tables, self.batch.out)

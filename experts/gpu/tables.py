@@ -115,7 +115,7 @@ class ClientTables:
 
     @property
     def wait_warps(self) -> int:
-        """Warps of the program that waits: fewer, so that each thread may have more registers for what it mends."""
+        """Warps of the program that waits: fewer, so that each thread has more registers to send again with."""
         return min(8, self.send_warps)
 
     @property

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from experts.gpu.arrive import arrive
 from experts.gpu.client import GpuClient, Link
 from experts.gpu.combine import combine, combine_reference
 from experts.gpu.dispatch import dispatch
 from experts.gpu.layout import ExchangeShape, RowsBack, RowsOut
 from experts.gpu.server import Batch, GpuServer
+from experts.gpu.wait_replies import wait_replies
 from p2p.device import INTERPRET
 from tests.gpu.device import DEVICE, poisoned
 from tests.gpu.quick_interpreter import call_quickly
@@ -202,7 +202,7 @@ class World:
             dispatch(tables, call.layer, call.rows, call.ids, call.n_rows, first)
             for end in self.ends:
                 end.enqueue_pass()
-            arrive(tables, call.layer, call.rows, call.ids, call.n_rows, first)
+            wait_replies(tables, call.layer, call.rows, call.ids, call.n_rows, first)
             combine(tables, call.layer, call.rows, call.ids, call.weights, call.n_rows, call.out, first)
         settle()
 

@@ -200,7 +200,9 @@ def test_a_pool_over_kernels_answers_and_outlives_servers(world: World) -> None:
     client.apply_view(world.view(other))
     assert until(lambda: client.adopted_epoch == 2 and client.attached == ("expert/6",))
     third, report = world.call(client, 0)
-    assert report.usable and same_bits(first, third) and not report.mended, f"seed {world.seed}: {report}"
+    assert report.usable and same_bits(first, third) and not report.redispatched, (
+        f"seed {world.seed}: {report}"
+    )
 
 
 def test_a_fenced_server_answers_nobody(world: World) -> None:
@@ -235,7 +237,9 @@ def test_an_expert_that_moved_is_served_where_it_went(world: World) -> None:
     assert until(lambda: client.adopted_epoch == 2)
     first.tell("clear")
     after, report = world.call(client, 1)
-    assert report.usable and not report.mended and same_bits(before, after), f"seed {world.seed}: {report}"
+    assert report.usable and not report.redispatched and same_bits(before, after), (
+        f"seed {world.seed}: {report}"
+    )
     assert until(lambda: first.tell("clients") == 0), "windows that nobody uses were kept"
 
 

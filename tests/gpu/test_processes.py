@@ -243,7 +243,7 @@ def test_calls_over_two_servers_have_the_bits_of_local_ones() -> None:
         world.client.write_tables(routes.to(torch.int32).expand(SHAPE.layers, -1, -1))
         for i in range(3):
             world.call(seed + i, layer=i % 2)
-        assert world.client.report().mended == 0
+        assert world.client.report().redispatched == 0
 
 
 @pytest.mark.parametrize(
@@ -257,10 +257,12 @@ def test_a_server_killed_in_mid_call_changes_no_bit(trouble: Callable[[], None])
         world.client.begin(2 * HASTY_S)
         world.call(seed + 1)
         report = world.client.report()
-        assert report.mended == 6 and report.verdicts == {0: {Verdict.MISSING}}, f"seed {seed}: {report}"
+        assert report.redispatched == 6 and report.verdicts == {0: {Verdict.MISSING}}, (
+            f"seed {seed}: {report}"
+        )
         # From now on nobody waits for it.
         world.call(seed + 2)
-        assert world.client.report().mended == 0
+        assert world.client.report().redispatched == 0
         assert world.client.retired() == {0: 1}
 
 
@@ -291,7 +293,7 @@ def test_a_server_that_thaws_writes_where_nobody_reads(trouble: Callable[[], Non
         world.client.reclaim()
         assert world.client.retired() == {}
         world.call(seed + 4)
-        assert world.client.report().mended == 0
+        assert world.client.report().redispatched == 0
         assert frozen.reply.memory[signal_at] == 3, "a server that caught up is not asked again"
 
 
@@ -316,4 +318,6 @@ def test_a_late_server_is_not_waited_for_where_another_can_answer() -> None:
     with processes(BRIEF_S, late_in_the_first_batch, None, alone_s=PATIENT_S) as world:
         world.call(seed)
         report = world.client.report()
-        assert report.mended == 6 and report.verdicts == {0: {Verdict.MISSING}}, f"seed {seed}: {report}"
+        assert report.redispatched == 6 and report.verdicts == {0: {Verdict.MISSING}}, (
+            f"seed {seed}: {report}"
+        )

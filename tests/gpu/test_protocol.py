@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from experts.gpu import dispatch as dispatching
-from experts.gpu.arrive import arrive, arrive_reference
 from experts.gpu.client import Link
 from experts.gpu.combine import combine
 from experts.gpu.dispatch import dispatch, dispatch_reference
 from experts.gpu.gather import gather_reference
 from experts.gpu.layout import LISTED, RowsBack, RowsOut, SeenWord, Verdict
+from experts.gpu.poll import poll, poll_reference
 from experts.gpu.reply import reply_reference
 from experts.gpu.server import GpuServer
-from experts.gpu.take import take, take_reference
+from experts.gpu.wait_replies import wait_replies, wait_replies_reference
 from tests.gpu.device import DEVICE, fresh_seed, same_bits
 from tests.gpu.exchange_world import (
     CLIENT,
@@ -51,7 +51,7 @@ def test_a_call_gives_the_bits_of_a_local_one(form: dict[str, object]) -> None:
         assert same_bits(call.out[:live], call.expected(world.shape)), f"seed {seed}, layer {layer}"
         assert bool(call.out[live:].isnan().all()), "rows that do not count were written"
     report = world.client.report()
-    assert report.usable and not report.verdicts and not report.mended
+    assert report.usable and not report.verdicts and not report.redispatched
 
 
 def test_experts_may_take_e4m3_rows_as_they_travel() -> None:
@@ -148,7 +148,7 @@ def test_a_list_of_many_blocks_has_the_frames_checksum() -> None:
     request = Request(shape=shape, rows=8, pairs=256, listed=(ids.ravel() + LISTED).tolist())
     head = request.head(remaining_ns=struct.unpack_from("<Q", slot, 96)[0])
     assert slot[64 : 64 + len(head)] == head, f"seed {seed}"
-    take(world.ends[0].tables, 0)
+    poll(world.ends[0].tables, 0)
     assert int(world.ends[0].tables.counts[0]) == 1 and world.ends[0].served()[0].sum() == 256
 
 
@@ -166,7 +166,7 @@ def test_a_server_reads_a_long_list_piece_by_piece() -> None:
     asks = np.flatnonzero(listed)
     request = Request(shape=shape, layer=1, rows=70, pairs=len(asks), listed=listed.tolist())
     put_bytes(window, shape.request_window.slot_offset(0), request.slot())
-    take(end.tables, 0)
+    poll(end.tables, 0)
     count = int(end.tables.n_pairs[0])
     assert count == len(asks) and int(end.tables.counts[0]) == 1, f"seed {seed}"
     found = dict(zip(end.tables.origin[:count].tolist(), end.tables.slots[:count].tolist(), strict=True))
@@ -293,7 +293,7 @@ def test_a_silent_server_is_suspect_its_slot_is_put_aside_and_a_late_reply_is_ne
     tables = world.client.tables
     dispatch(tables, 0, call.rows, call.ids, call.n_rows)
     world.ends[1].enqueue_pass()
-    arrive(tables, 0, call.rows, call.ids, call.n_rows)
+    wait_replies(tables, 0, call.rows, call.ids, call.n_rows)
     combine(tables, 0, call.rows, call.ids, call.weights, call.n_rows, call.out)
     report = world.client.report()
     assert report.verdicts == {0: {Verdict.MISSING}} and report.retired == 1
@@ -304,7 +304,7 @@ def test_a_silent_server_is_suspect_its_slot_is_put_aside_and_a_late_reply_is_ne
     for _ in range(2):
         for end in world.ends:
             end.enqueue_pass()
-    arrive(tables, 0, again.rows, again.ids, again.n_rows)
+    wait_replies(tables, 0, again.rows, again.ids, again.n_rows)
     combine(tables, 0, again.rows, again.ids, again.weights, again.n_rows, again.out)
     assert same_bits(again.out[:3], again.expected(world.shape)), f"seed {seed}"
     assert tables.asked[0, 0, 1] == 1, "the slot that owes a reply was used"
@@ -318,7 +318,7 @@ def test_a_slot_that_owes_a_reply_stays_aside_until_new_windows_come() -> None:
     call = Call.random(world.shape, fresh_seed())
     for _ in range(2):
         dispatch(world.client.tables, 0, call.rows, call.ids, call.n_rows)
-        arrive(world.client.tables, 0, call.rows, call.ids, call.n_rows)
+        wait_replies(world.client.tables, 0, call.rows, call.ids, call.n_rows)
     assert world.client.retired() == {0: 2}
     world.client.reclaim()
     assert world.client.retired() == {0: 2}
@@ -344,7 +344,7 @@ def test_a_restarted_server_answers_nothing_that_its_old_self_was_asked() -> Non
     )
     world.ends[0].enqueue_pass()
     assert world.ends[0].counters().invalid == 1 and old.counters().requests == 0
-    arrive(world.client.tables, 0, call.rows, call.ids, call.n_rows)
+    wait_replies(world.client.tables, 0, call.rows, call.ids, call.n_rows)
     combine(world.client.tables, 0, call.rows, call.ids, call.weights, call.n_rows, call.out)
     report = world.client.report()
     assert report.verdicts == {0: {Verdict.CORRUPT}}, "a reply of another incarnation was believed"
@@ -374,7 +374,7 @@ def test_two_clients_are_served_in_one_pass() -> None:
         dispatch(one.client.tables, call.layer, call.rows, call.ids, call.n_rows)
     end.enqueue_pass()
     for one, call in zip((world, other), calls, strict=True):
-        arrive(one.client.tables, call.layer, call.rows, call.ids, call.n_rows)
+        wait_replies(one.client.tables, call.layer, call.rows, call.ids, call.n_rows)
         combine(one.client.tables, call.layer, call.rows, call.ids, call.weights, call.n_rows, call.out)
         live = int(call.n_rows[0])
         assert same_bits(call.out[:live], call.expected(world.shape)), f"seed {seed}"
@@ -390,7 +390,7 @@ def test_a_steps_time_ends_its_waits() -> None:
     world.client.begin(0.0001)
     settle()
     dispatch(world.client.tables, 0, call.rows, call.ids, call.n_rows)
-    arrive(world.client.tables, 0, call.rows, call.ids, call.n_rows)
+    wait_replies(world.client.tables, 0, call.rows, call.ids, call.n_rows)
     assert world.client.report().verdicts == {0: {Verdict.MISSING}}
     if DEVICE == "cpu":
         assert int(world.client.tables.control[6]) < 20 * 20_000, "the wait went past the step's deadline"
@@ -400,11 +400,11 @@ def test_definitions_of_what_kernels_choose() -> None:
     routes = np.array([[0, 1], [1, 0], [2, -1]])
     chosen, rows = dispatch_reference(np.array([[0, 1], [2, 0]]), routes, np.array([1, 2, 0]))
     assert chosen.tolist() == [[1, 1], [-1, 1]] and rows == {1: {0, 1}}
-    assert take_reference({0: 9, 1: 8, 2: 3}, {0: 4, 1: 4, 2: 3}) == 1
-    assert take_reference({0: 3}, {0: 3}) is None
-    assert arrive_reference([{0: Verdict.ARRIVED, 1: Verdict.MISSING}], 1)
-    assert not arrive_reference([{0: Verdict.ARRIVED, 1: Verdict.NONE}], 1)
-    assert not arrive_reference([{1: Verdict.MISSING}] * 2, 1)
+    assert poll_reference({0: 9, 1: 8, 2: 3}, {0: 4, 1: 4, 2: 3}) == 1
+    assert poll_reference({0: 3}, {0: 3}) is None
+    assert wait_replies_reference([{0: Verdict.ARRIVED, 1: Verdict.MISSING}], 1)
+    assert not wait_replies_reference([{0: Verdict.ARRIVED, 1: Verdict.NONE}], 1)
+    assert not wait_replies_reference([{1: Verdict.MISSING}] * 2, 1)
     answers = torch.zeros(1, 3, 2)
     reply_reference(torch.tensor([[1.0, 2.0]]), torch.tensor([2], dtype=torch.int32), answers)
     assert answers.tolist() == [[[0, 0], [0, 0], [1, 2]]]

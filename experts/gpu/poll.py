@@ -1,4 +1,4 @@
-"""Taking: a pass's first kernel looks for requests and lists their pairs; one program for each client.
+"""Polling: a pass's first kernel looks for requests and lists their pairs; one program for each client.
 
 Definition: wait until a slot of the client has a signal above its last answered sequence, or another client's program
 found one, at most `idle_ns`, and not at all once the stop word is set. Of several such slots take the oldest. Copy its
@@ -31,29 +31,29 @@ from experts.gpu.tables import ServerTables
 from experts.gpu.words import COUNT, HEAD, JOB, PEER, SERVER, SLOT, STATUS, WIRE
 from p2p.device import block_power, clock_ns, frame_key, load_acquire, load_once, mix, pause_ns, store_release
 
-TAKE_WARPS = 4
+POLL_WARPS = 4
 
 _LIST_TILE = tl.constexpr(1024)
-_THREADS = tl.constexpr(32 * TAKE_WARPS)
+_THREADS = tl.constexpr(32 * POLL_WARPS)
 _FIRST_PAUSE_NS = tl.constexpr(32)
 _LAST_PAUSE_NS = tl.constexpr(256)
 _LOOKS = tl.constexpr(16)  # at the signals, for one at the stop word
 _NEVER = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 
 
-def take_reference(signals: Mapping[int, int], done: Mapping[int, int]) -> int | None:
+def poll_reference(signals: Mapping[int, int], done: Mapping[int, int]) -> int | None:
     """The definition of which slot is taken, by slot's signal and last answered sequence."""
     fresh = {slot: seen for slot, seen in signals.items() if seen > done[slot]}
     return min(fresh, key=lambda slot: fresh[slot]) if fresh else None
 
 
-def take(tables: ServerTables, idle_ns: int) -> None:
+def poll(tables: ServerTables, idle_ns: int) -> None:
     """Look for requests for at most `idle_ns`, and list what is to be computed."""
-    take_kernel[(tables.clients,)](
+    poll_kernel[(tables.clients,)](
         tables.control, tables.peers, tables.held, tables.done, tables.rejected, tables.jobs, tables.wanted,
         tables.slots, tables.row_of, tables.origin, tables.n_pairs, tables.counts, tables.served, tables.asked_in,
         idle_ns,
-        **tables.constants(take_kernel.arg_names), num_warps=TAKE_WARPS, enable_fp_fusion=False,
+        **tables.constants(poll_kernel.arg_names), num_warps=POLL_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -148,7 +148,7 @@ def checksum_holds(words, lane, listed, blocks):
 
 
 @triton.jit(do_not_specialize=["idle_ns"])
-def take_kernel(
+def poll_kernel(
     control, peers, held, done, rejected, jobs, wanted, slots, row_of, origin, n_pairs, counts, served, asked_in,
     idle_ns,
     LAYERS: tl.constexpr, EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, K: tl.constexpr, CAPACITY: tl.constexpr,

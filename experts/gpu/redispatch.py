@@ -1,6 +1,6 @@
-"""Mending: what was asked of servers that failed goes to the next replica, in the same call and the same graph.
+"""Redispatch: what was asked of servers that failed goes to the next replica, in the same call and the same graph.
 
-A device function of `arrive`, not a kernel: the program that has waited packs the rows itself, one token after another.
+A device function of `wait_replies`, not a kernel: the program that has waited packs the rows itself, one by one.
 Definition: every pair whose last round failed is chosen a server anew, among those that failed nothing in this call and
 have a slot that this call has not used; it keeps its old place where there is none, and is lost unless a later
 round finds one. Rows, lists, seals and headers are made by the functions that `dispatch` uses.

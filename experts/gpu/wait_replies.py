@@ -1,19 +1,19 @@
-"""Arrival: wait for the replies of all servers that were asked, judge them, and mend what failed.
+"""Waiting: for the replies of all servers that were asked; they are judged, and what failed is redispatched.
 
 Definition: wait until the signal of every server asked equals its request's sequence, at most the client's patience and
 never past the step's deadline; where a pair that is still missing could be asked of nobody else, as long again as
 the client waits for such a one. Copy each reply's headers, then judge the copy: magic, versions, incarnations,
 sequence, attempt, lengths, the request's own checksum, layer, counts, status, and the frame's checksum over it all. A
 server that did not answer, or not soundly, becomes suspect and its slot owes a reply: neither is used again before the
-host says so. What failed is sent again (`mend`), at most ROUNDS times. Answers are not looked at here: each has a seal
-of its own, checked by whoever adds it up.
+host says so. What failed is sent again (`redispatch`), at most ROUNDS times. Answers are not looked at here: each has a
+seal of its own, checked by whoever adds it up.
 
 Cost: two launches; when all have answered, one look at the signals, one at the headers, about 5 us on an H200.
 
-Two kernels, for what waits must be small: `wait_kernel` is one warp of few registers. The mending takes nearly all
+Two kernels, for what waits must be small: `wait_kernel` is one warp of few registers. The redispatch takes nearly all
 registers of a processor, and while it stood there no program that counts on its place beside a second one would:
 of a grid of two programs on every processor the last two would begin when the others have ended, and take as long
-again. So `arrive_kernel` comes when the waiting is over, and waits itself only where something failed.
+again. So `wait_replies_kernel` comes when the waiting is over, and waits itself only where something failed.
 
 Deadlock: each is one program; whatever it waits for may run on the other 131 processors, and beside the first. It
 waits for no program of its own stream. Every wait ends by the device's clock. A server whose kernels run on the same
@@ -30,8 +30,8 @@ import triton
 import triton.language as tl
 
 from experts.gpu.layout import Verdict
-from experts.gpu.mend import send_again, stranded
 from experts.gpu.pack import header_fold, header_words
+from experts.gpu.redispatch import send_again, stranded
 from experts.gpu.tables import ClientTables
 from experts.gpu.words import ASKED, CLIENT, HEAD, REPORT, SEEN, STATUS, VERDICT, WIRE
 from p2p.device import clock_ns, load_acquire, load_once, mix, pause_ns
@@ -41,13 +41,13 @@ _LAST_PAUSE_NS = tl.constexpr(2048)
 _ONE_WARP = tl.constexpr(32)
 
 
-def arrive_reference(verdicts: Sequence[Mapping[int, Verdict]], rounds: int) -> bool:
+def wait_replies_reference(verdicts: Sequence[Mapping[int, Verdict]], rounds: int) -> bool:
     """Whether a call is sent again, given the verdicts on each round's servers so far."""
     failed = [verdict for verdict in verdicts[-1].values() if verdict > Verdict.ARRIVED]
     return bool(failed) and len(verdicts) <= rounds
 
 
-def arrive(
+def wait_replies(
     tables: ClientTables,
     layer: int,
     rows: torch.Tensor,
@@ -60,10 +60,10 @@ def arrive(
         tables.control, tables.asked, **tables.constants(wait_kernel.arg_names), num_warps=1,
         enable_fp_fusion=False,
     )  # fmt: skip
-    arrive_kernel[(1,)](
+    wait_replies_kernel[(1,)](
         rows, ids, n_rows, tables.peers, tables.routes, tables.suspect, tables.owed, tables.sequence,
         tables.control, tables.place, tables.asked, tables.seen, tables.report.data_ptr(), layer, first,
-        **tables.constants(arrive_kernel.arg_names), num_warps=tables.wait_warps, enable_fp_fusion=False,
+        **tables.constants(wait_replies_kernel.arg_names), num_warps=tables.wait_warps, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -168,7 +168,7 @@ def wait_kernel(control, asked, SERVERS: tl.constexpr, WIDTH: tl.constexpr, LAYO
 
 
 @triton.jit(do_not_specialize=["layer", "first"])
-def arrive_kernel(
+def wait_replies_kernel(
     rows, ids, n_rows, peers, routes, suspect, owed, sequence, control, place, asked, seen, report, layer, first,
     LAYERS: tl.constexpr, EXPERTS: tl.constexpr, REPLICAS: tl.constexpr, SERVERS: tl.constexpr, ROUNDS: tl.constexpr,
     HIDDEN: tl.constexpr, K: tl.constexpr, CAPACITY: tl.constexpr, SLOTS: tl.constexpr, ROWS_OUT: tl.constexpr,
@@ -246,5 +246,5 @@ def arrive_kernel(
                     LAYERS, EXPERTS, REPLICAS, SERVERS, HIDDEN, K, SLOTS, ROWS_OUT, MODEL_HASH, ROW_SEAL, ROW_STRIDE,
                     ROWS_OFFSET, REQUEST_STRIDE, REPLY_STRIDE, WIDTH, WIDE, TILE,
                 )  # fmt: skip
-                tl.store(told + REPORT.MENDED, tl.load(told + REPORT.MENDED) + sent)
+                tl.store(told + REPORT.REDISPATCHED, tl.load(told + REPORT.REDISPATCHED) + sent)
                 going = (sent > 0).to(tl.int32)
