@@ -63,134 +63,86 @@ class IsaUnavailable(RuntimeError):
     """EAAS_ISA names an instruction set that is unknown, or that this CPU or build lacks."""
 
 
+_PRODUCT = (
+    c_int,
+    c_void_p,
+    c_uint32,
+    c_uint32,
+    c_void_p,
+    c_uint64,
+    c_uint32,
+    c_void_p,
+    c_uint64,
+    c_uint32,
+    c_uint32,
+)
+_CALL = (c_void_p, c_uint32, c_void_p, c_uint32, c_void_p, c_void_p, c_void_p, c_void_p)
+# Arrays are passed by address: their users check shapes and strides first.
+_FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    # Of the p2p library, which this one is linked to.
+    "p2p_window_init": (c_int, (c_void_p, c_uint64, c_uint64, c_uint32, c_uint64)),
+    "experts_isa_select": (c_int, (c_char_p,)),
+    "experts_isa_available": (c_int, (c_char_p,)),
+    "experts_isa_name": (c_char_p, ()),
+    "experts_numerics_class": (c_char_p, (c_int,)),
+    "experts_pack_bytes": (c_uint64, (c_int, c_uint32, c_uint32)),
+    "experts_gate_up_bytes": (c_uint64, (c_int, c_uint32, c_uint32)),
+    "experts_pack_matrix": (None, (c_int, c_void_p, c_int, c_uint32, c_uint32, c_void_p)),
+    "experts_pack_gate_up": (None, (c_int, c_void_p, c_void_p, c_int, c_uint32, c_uint32, c_void_p)),
+    "experts_linear": (None, _PRODUCT),
+    "experts_ffn_down": (None, _PRODUCT),
+    "experts_ffn_gate_up": (None, _PRODUCT),
+    "experts_ffn_gate_up_formed": (None, (POINTER(ExpertForm), *_PRODUCT)),
+    "experts_to_dtype": (None, (c_int, c_void_p, c_void_p, c_uint64)),
+    "expert_client_new": (
+        c_void_p,
+        (*[c_uint32] * 4, c_int32, c_uint64, c_uint64, c_uint32, c_void_p, c_uint32),
+    ),
+    "expert_client_free": (None, (c_void_p,)),
+    "expert_client_set_patience": (None, (c_void_p, c_uint64)),
+    "expert_client_add_server": (c_int32, (c_void_p, POINTER(ServerLink))),
+    "expert_client_remove_server": (None, (c_void_p, c_uint32)),
+    "expert_client_server_idle": (c_int32, (c_void_p, c_uint32)),
+    "expert_client_publish_routes": (c_int32, (c_void_p, c_uint64, c_void_p)),
+    "expert_client_adopted_epoch": (c_uint64, (c_void_p,)),
+    "expert_client_stats": (c_int32, (c_void_p, c_uint32, POINTER(ServerStats))),
+    "expert_client_missing": (c_uint32, (c_void_p, c_void_p, c_uint32)),
+    "expert_client_take_routed": (None, (c_void_p, c_void_p, c_void_p)),
+    "expert_exchange": (c_int32, (*_CALL, c_uint64)),
+    "expert_client_begin": (c_int32, (*_CALL, c_uint64, c_uint64)),
+    "expert_client_step": (c_int32, (c_void_p, c_uint64)),
+    "expert_waterfill": (c_int32, (c_uint32, c_void_p, c_void_p, c_void_p, c_double, c_uint32, c_void_p)),
+    "expert_weigh": (c_int32, (c_uint32, c_void_p, c_void_p)),
+    "expert_server_new": (
+        c_void_p,
+        (*[c_uint32] * 5, c_int32, c_uint64, c_uint64, c_uint32, c_void_p, c_void_p, c_uint64),
+    ),
+    "expert_server_free": (None, (c_void_p,)),
+    "expert_server_stop": (None, (c_void_p,)),
+    "expert_server_add_client": (c_int32, (c_void_p, POINTER(ClientLink))),
+    "expert_server_remove_client": (None, (c_void_p, c_uint32)),
+    "expert_server_set_expert": (c_int32, (c_void_p, c_uint32, c_uint32, c_void_p, c_void_p)),
+    "expert_server_clear_expert": (None, (c_void_p, c_uint32, c_uint32)),
+    "expert_server_set_form": (None, (c_void_p, POINTER(ExpertForm))),
+    "expert_server_set_lease": (None, (c_void_p, c_uint64)),
+    "expert_server_counters": (None, (c_void_p, POINTER(ServerCounters))),
+    "expert_server_take_doubtful": (c_int64, (c_void_p,)),
+    "expert_server_run": (c_int32, (c_void_p, c_uint64)),
+    "expert_server_step": (c_int32, (c_void_p, c_uint64)),
+}
+
+
 @cache
 def load() -> ctypes.CDLL:
     """Load _experts.so once, declare its functions, and apply EAAS_ISA.
 
     Raises:
-        NativeMissing: it has not been built, or does not load.
+        NativeMissing: it has not been built, does not load, or is older than this file.
         IsaUnavailable: EAAS_ISA asks for what this machine cannot run.
     """
-    library = open_library(LIBRARY)
-    _declare_kernels(library)
-    _declare_client(library)
-    _declare_server(library)
+    library = open_library(LIBRARY, _FUNCTIONS)
     _apply_isa(library)
     return library
-
-
-def _declare_kernels(library: ctypes.CDLL) -> None:
-    library.experts_isa_select.argtypes = [c_char_p]
-    library.experts_isa_select.restype = c_int
-    library.experts_isa_available.argtypes = [c_char_p]
-    library.experts_isa_available.restype = c_int
-    library.experts_isa_name.argtypes = []
-    library.experts_isa_name.restype = c_char_p
-    library.experts_numerics_class.argtypes = [c_int]
-    library.experts_numerics_class.restype = c_char_p
-    library.experts_pack_bytes.argtypes = [c_int, c_uint32, c_uint32]
-    library.experts_pack_bytes.restype = c_uint64
-    library.experts_gate_up_bytes.argtypes = [c_int, c_uint32, c_uint32]
-    library.experts_gate_up_bytes.restype = c_uint64
-    matrix = [c_uint32, c_uint32, c_void_p]
-    library.experts_pack_matrix.argtypes = [c_int, c_void_p, c_int, *matrix]
-    library.experts_pack_matrix.restype = None
-    library.experts_pack_gate_up.argtypes = [c_int, c_void_p, c_void_p, c_int, *matrix]
-    library.experts_pack_gate_up.restype = None
-    product = [c_int, c_void_p, c_uint32, c_uint32, c_void_p, c_uint64, c_uint32]
-    tiles = [c_uint64, c_uint32, c_uint32]
-    for name in ("experts_linear", "experts_ffn_down", "experts_ffn_gate_up"):
-        function = getattr(library, name)
-        # Arrays are passed by address: experts.kernels checks shapes and strides first.
-        function.argtypes = [*product, c_void_p, *tiles]
-        function.restype = None
-    library.experts_ffn_gate_up_formed.argtypes = [POINTER(ExpertForm), *product, c_void_p, *tiles]
-    library.experts_ffn_gate_up_formed.restype = None
-    library.experts_to_dtype.argtypes = [c_int, c_void_p, c_void_p, c_uint64]
-    library.experts_to_dtype.restype = None
-
-
-def _declare_client(library: ctypes.CDLL) -> None:
-    # Of the p2p library, which this one is linked to.
-    library.p2p_window_init.argtypes = [c_void_p, c_uint64, c_uint64, c_uint32, c_uint64]
-    library.p2p_window_init.restype = c_int
-    library.expert_client_new.argtypes = [
-        *[c_uint32] * 4,
-        c_int32,
-        c_uint64,
-        c_uint64,
-        c_uint32,
-        c_void_p,
-        c_uint32,
-    ]
-    library.expert_client_new.restype = c_void_p
-    library.expert_client_free.argtypes = [c_void_p]
-    library.expert_client_free.restype = None
-    library.expert_client_set_patience.argtypes = [c_void_p, c_uint64]
-    library.expert_client_set_patience.restype = None
-    library.expert_client_add_server.argtypes = [c_void_p, POINTER(ServerLink)]
-    library.expert_client_add_server.restype = c_int32
-    library.expert_client_remove_server.argtypes = [c_void_p, c_uint32]
-    library.expert_client_remove_server.restype = None
-    library.expert_client_server_idle.argtypes = [c_void_p, c_uint32]
-    library.expert_client_server_idle.restype = c_int32
-    library.expert_client_publish_routes.argtypes = [c_void_p, c_uint64, c_void_p]
-    library.expert_client_publish_routes.restype = c_int32
-    library.expert_client_adopted_epoch.argtypes = [c_void_p]
-    library.expert_client_adopted_epoch.restype = c_uint64
-    library.expert_client_stats.argtypes = [c_void_p, c_uint32, POINTER(ServerStats)]
-    library.expert_client_stats.restype = c_int32
-    library.expert_client_missing.argtypes = [c_void_p, c_void_p, c_uint32]
-    library.expert_client_missing.restype = c_uint32
-    library.expert_client_take_routed.argtypes = [c_void_p, c_void_p, c_void_p]
-    library.expert_client_take_routed.restype = None
-    call = [c_void_p, c_uint32, c_void_p, c_uint32, c_void_p, c_void_p, c_void_p]
-    library.expert_exchange.argtypes = [*call, c_void_p, c_uint64]
-    library.expert_exchange.restype = c_int32
-    library.expert_client_begin.argtypes = [*call, c_void_p, c_uint64, c_uint64]
-    library.expert_client_begin.restype = c_int32
-    library.expert_client_step.argtypes = [c_void_p, c_uint64]
-    library.expert_waterfill.argtypes = [c_uint32, c_void_p, c_void_p, c_void_p, c_double, c_uint32, c_void_p]
-    library.expert_waterfill.restype = c_int32
-    library.expert_weigh.argtypes = [c_uint32, c_void_p, c_void_p]
-    library.expert_weigh.restype = c_int32
-    library.expert_client_step.restype = c_int32
-
-
-def _declare_server(library: ctypes.CDLL) -> None:
-    library.expert_server_new.argtypes = [
-        *[c_uint32] * 5,
-        c_int32,
-        c_uint64,
-        c_uint64,
-        c_uint32,
-        c_void_p,
-        c_void_p,
-        c_uint64,
-    ]
-    library.expert_server_new.restype = c_void_p
-    library.expert_server_add_client.argtypes = [c_void_p, POINTER(ClientLink)]
-    library.expert_server_add_client.restype = c_int32
-    library.expert_server_set_expert.argtypes = [c_void_p, c_uint32, c_uint32, c_void_p, c_void_p]
-    library.expert_server_set_expert.restype = c_int32
-    library.expert_server_take_doubtful.argtypes = [c_void_p]
-    library.expert_server_take_doubtful.restype = c_int64
-    library.expert_server_run.argtypes = [c_void_p, c_uint64]
-    library.expert_server_run.restype = c_int32
-    library.expert_server_step.argtypes = [c_void_p, c_uint64]
-    library.expert_server_step.restype = c_int32
-    for name, more in (
-        ("free", []),
-        ("stop", []),
-        ("remove_client", [c_uint32]),
-        ("clear_expert", [c_uint32, c_uint32]),
-        ("set_lease", [c_uint64]),
-        ("set_form", [POINTER(ExpertForm)]),
-        ("counters", [POINTER(ServerCounters)]),
-    ):
-        function = getattr(library, f"expert_server_{name}")
-        function.argtypes = [c_void_p, *more]
-        function.restype = None
 
 
 def _apply_isa(library: ctypes.CDLL) -> None:
