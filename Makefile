@@ -9,7 +9,7 @@ TORCH_INDEX ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup native serve demo test test-optimized check check-native fuzz sim mutants e2e soak bench gpu proto screenshots clean
+.PHONY: help setup native serve demo test test-optimized check check-native fuzz sim mutants e2e soak bench wheel gpu proto screenshots clean
 
 help: ## List the targets
 	@grep -hE '^[a-z0-9-]+:.*?## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -22,7 +22,9 @@ $(VENV)/.complete: pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV)
 	@echo "Installing torch $(if $(TORCH_INDEX),from $(TORCH_INDEX),from the default index; for the small CPU build: make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu)"
 	@$(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$$(grep '^torch==' constraints.txt)"
+	@{ [ -n "$$CXX" ] || command -v g++ || command -v clang++ || command -v c++; } >/dev/null || { echo "No C++ compiler found: installing that of ziglang (some 100 MB)" && $(BIN)/python -m pip install --quiet -c constraints.txt ziglang; }
 	@echo "Installing EaaS and compiling its native code"
+	@$(BIN)/python p2p/build.py >/dev/null
 	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[top]'
 	@touch $@
 
@@ -34,7 +36,7 @@ $(VENV)/.complete-dev: $(VENV)/.complete
 	@touch $@
 
 native: $(VENV)/.complete
-	@if [ -n "$$CXX" ] || command -v g++ clang++ c++ >/dev/null; then $(BIN)/python p2p/build.py >/dev/null; else echo "No C++ compiler: running without native code, correct but slow."; fi
+	@$(BIN)/python p2p/build.py >/dev/null
 
 serve: setup ## Serve the built-in model at http://127.0.0.1:8000. Options: make serve ARGS="--port 8001 --experts 4"
 	@exec $(BIN)/eaas serve $(ARGS)
@@ -76,6 +78,11 @@ soak: setup $(VENV)/.complete-dev ## Random faults by seed under streams, everyt
 
 bench: setup $(VENV)/.complete-dev ## Decode speed beside other engines (llamacpp: pip install -e '.[bench]'). Options: make bench ARGS="--shape S --batch 1,8,32 --peers inproc,transformers,llamacpp"
 	@$(BIN)/python -m benchmarks.decode $(ARGS)
+
+wheel: setup ## A wheel of this machine's architecture in dist/, native code included: it serves without a checkout or a compiler
+	@rm -rf build/lib build/bdist.*
+	@$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+	@ls dist/*.whl
 
 gpu: ## Check and time the GPU data path on this machine's GPU, in under 8 minutes; installs nothing. One part: make gpu ARGS=ffn
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu $(ARGS)

@@ -5,30 +5,40 @@ from __future__ import annotations
 import importlib.util
 import sys
 from pathlib import Path
+from types import ModuleType
 
 from setuptools import Distribution, setup
 from setuptools.command.build_py import build_py
+
+
+def load_native_build() -> ModuleType:
+    """p2p/build.py, without the package around it, whose requirements are not installed yet."""
+    spec = importlib.util.spec_from_file_location("native_build", Path(__file__).parent / "p2p" / "build.py")
+    if spec is None or spec.loader is None:
+        raise FileNotFoundError("p2p/build.py is missing from the source tree; fetch it again.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+native_build = load_native_build()
+
+
+def compiler_wanted() -> list[str]:
+    """What to install before the build: nothing where there is a compiler."""
+    try:
+        native_build.compiler()
+    except native_build.BuildFailed:
+        return ["ziglang>=0.17"]
+    return []
 
 
 class BuildWithNative(build_py):
     """Compiles into the source folders, from where package data picks the libraries up."""
 
     def run(self) -> None:
-        spec = importlib.util.spec_from_file_location(
-            "native_build", Path(__file__).parent / "p2p" / "build.py"
-        )
-        if spec is None or spec.loader is None:
-            raise FileNotFoundError("p2p/build.py is missing from the source tree; fetch it again.")
-        native_build = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = native_build
-        spec.loader.exec_module(native_build)
-        if native_build.compiler() is None:
-            print(
-                "No C++ compiler found: installing without native code, which is correct but slow.",
-                file=sys.stderr,
-            )
-        else:
-            native_build.build()
+        native_build.build()
         super().run()
 
 
@@ -39,4 +49,8 @@ class NativeDistribution(Distribution):
         return True
 
 
-setup(cmdclass={"build_py": BuildWithNative}, distclass=NativeDistribution)
+setup(
+    cmdclass={"build_py": BuildWithNative},
+    distclass=NativeDistribution,
+    setup_requires=compiler_wanted(),
+)

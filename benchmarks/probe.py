@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import subprocess
 import tempfile
 import threading
 import time
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from p2p.build import ROOT, BuildFailed, compiler
+from p2p.build import ROOT, run_compiler
 
 BEYOND_CACHE = (
     64 << 20
@@ -43,26 +42,11 @@ def compiled(name: str, *links: Path) -> ctypes.CDLL:
     Raises:
         BuildFailed: no compiler, or it refused the file.
     """
-    cxx = compiler()
-    if cxx is None:
-        raise BuildFailed("No C++ compiler found ($CXX, g++, clang++ or c++). Install g++ 12 or later.")
     with tempfile.TemporaryDirectory(prefix="eaas-probe-") as folder:
         path, source = Path(folder) / "probe.so", ROOT / "benchmarks" / name
-        command = [
-            cxx,
-            "-std=c++20",
-            "-O3",
-            "-march=native",
-            "-shared",
-            "-fPIC",
-            "-I",
-            str(ROOT),
-            str(source),
-        ]
-        command += [*map(str, links), *(f"-Wl,-rpath,{link.parent}" for link in links), "-o", str(path)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise BuildFailed(f"{source} does not compile:\n{done.stderr[-4000:]}")
+        flags = ["-std=c++20", "-O3", "-march=native", "-shared", "-fPIC", "-I", str(ROOT), str(source)]
+        flags += [*map(str, links), *(f"-Wl,-rpath,{link.parent}" for link in links)]
+        run_compiler([*flags, "-o", str(path)])
         return ctypes.CDLL(str(path))
 
 

@@ -21,7 +21,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from eaas import native
 from eaas.engine.constraint import Grammars
 from eaas.engine.decoder import Decoder, DecoderError
 from eaas.engine.engine import LEAST_WAIT, Engine, EngineConfig, StepDecoder
@@ -33,20 +32,19 @@ from eaas.model.loader import load_spec, load_weights
 from eaas.placement import Placement, StartFailed, Stopped
 from eaas.tracing import add_options as add_tracing_options
 from eaas.tracing import open_tracing, version
+from experts.backend import Backend, DeviceUnavailable
 from experts.checkpoint import Checkpoint
 from experts.client import ExpertClient
 from experts.devices import HELP as DEVICE_HELP
-from experts.devices import Device, DeviceUnavailable
+from experts.devices import Device
 from experts.faults import CLIENT_FAULTS, SelfInflicted
 from experts.kernels import numerics_class
 from experts.model import Dtype, ExpertShape
-from experts.native import IsaUnavailable, NativeMissing
+from experts.native import IsaUnavailable
 from experts.pace import Track, load_entries, observe_all
-from experts.paths import DataPath
-from p2p import doorbell
+from p2p import native as p2p_native
 from p2p.cores import named_cores
 from p2p.endpoint import Endpoint, P2PError
-from p2p.native import NativeMissing as TransportMissing
 from p2p.transport import HELP as TRANSPORT_HELP
 from p2p.transport import TransportChoice
 from router import child
@@ -71,11 +69,9 @@ START_ERRORS = (
     DeviceUnavailable,
     IsaUnavailable,
     JoinRefused,
-    NativeMissing,
     OSError,
     P2PError,
     RouterUnavailable,
-    TransportMissing,
     ValueError,
 )
 
@@ -222,14 +218,14 @@ class Load:
         rate = (computed - self._computed) / elapsed_s
         busy = min(1.0, (busy_s - self._busy_s) / elapsed_s)
         self._at_s, self._computed, self._busy_s = now_s, computed, busy_s
-        found = {report.name: report.totals for report in self._client.stats()}
+        found = self._client.observations()
         self._tracks = observe_all(self._tracks, found)
         return {**engine.load(), "busy": busy, "tokens_per_s": rate, **load_entries(self._tracks)}
 
     def turns(self, endpoint: Endpoint) -> int | None:
         """What rises while the worker's loop goes on, also while it waits for expert servers; None before it runs."""
         turns = self.worker.turns if self.worker is not None else None
-        return None if turns is None else turns + doorbell.heartbeat(endpoint.page_address)
+        return None if turns is None else turns + p2p_native.load().p2p_bell_heartbeat(endpoint.page_address)
 
     def _tell_routed(self, engine: Engine) -> None:
         """Rows to each expert, and counters, go with this renewal: about once a second, enough to balance by."""
@@ -250,26 +246,18 @@ class ClosingDecoder(StepDecoder, Protocol):
     def close(self) -> None: ...
 
 
-def backend(device: Device, path: DataPath) -> tuple[Callable[[Dtype], str], Callable[..., ClosingDecoder]]:
-    """Who computes: the name of its arithmetic, and what makes a decoder of (spec, weights, client, cores, ...).
-
-    On CPUs native code; where it is missing torch, of which the log has warned.
-    """
+def decoding(
+    device: Device, backend: Backend
+) -> tuple[Callable[[Dtype], str], Callable[..., ClosingDecoder]]:
+    """Who computes: the name of its arithmetic, and what makes a decoder of (spec, weights, client, cores, ...)."""
     if device.runs_kernels:
         from eaas.gpu.decoder import GpuDecoder
 
-        return path.numerics_class, lambda spec, weights, client, cores, **sizes: GpuDecoder(
-            spec, weights, path.library.client(client.handle), device=path.library.device, **sizes
+        return backend.numerics_class, lambda spec, weights, client, cores, **sizes: GpuDecoder(
+            spec, weights, client.backend, device=client.backend.device, **sizes
         )
-    if native.load_or_none() is not None:
-        return numerics_class, lambda spec, weights, client, cores, **sizes: Decoder(
-            spec, weights, client.handle, cores, **sizes
-        )
-    # Not before it is needed: torch takes seconds and hundreds of megabytes to load.
-    from eaas.engine import fallback
-
-    return fallback.numerics_class, lambda spec, weights, client, cores, **sizes: fallback.FallbackDecoder(
-        spec, weights, client, **sizes
+    return numerics_class, lambda spec, weights, client, cores, **sizes: Decoder(
+        spec, weights, client.handle, cores, **sizes
     )
 
 
@@ -285,7 +273,7 @@ def prepare(options: argparse.Namespace, ending: Ending, closing: contextlib.Exi
     began_s = time.monotonic()
     cores = named_cores(options.cores)
     device, transport = Device.parse(options.device), TransportChoice.parse(options.transport)
-    path, new_endpoint = device.data_path(), device.opener(transport)
+    backend, new_endpoint = device.backend(), device.opener(transport)
     faults = None
     if options.allow_chaos:
         faults = SelfInflicted(kinds=CLIENT_FAULTS, points=CLIENT_POINTS, rails=transport.named_rails)
@@ -305,7 +293,7 @@ def prepare(options: argparse.Namespace, ending: Ending, closing: contextlib.Exi
     grammars = Grammars.open(options.model, spec.vocab, spec.eos_ids)
     if grammars is not None:
         closing.callback(grammars.close)
-    class_of, new_decoder = backend(device, path)
+    class_of, new_decoder = decoding(device, backend)
     kernels = class_of(spec.dtype)
     credentials = child.credentials(options, ATTENTION)
     host = bound_address("--host", options.host, {"TLS (--tls-dir)": credentials is not None})
@@ -351,7 +339,7 @@ def prepare(options: argparse.Namespace, ending: Ending, closing: contextlib.Exi
         on_adopted=router.ack,
         max_tokens=options.step_tokens,
         deadline_s=options.deadline_s,
-        path=path,
+        backend=backend,
         credentials=credentials,
         # A step that waits for lost experts holds up every other request.
         patience_s=options.deadline_s * LEAST_WAIT,

@@ -7,7 +7,6 @@ import importlib.util
 import os
 import platform
 import re
-import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,8 +14,13 @@ from typing import Any
 
 from rich.table import Table
 
+from experts.kernels import numerics_class
+from experts.model import Dtype
+from experts.native import IsaUnavailable
+from p2p.build import BuildFailed, compiler
 from p2p.cuda_driver import CudaDriver, DeviceFacts
 from p2p.endpoint import P2PError
+from p2p.native import NativeMissing
 from p2p.trial import Trial, try_out
 
 # Of a GPU: bfloat16 products, and asynchronous copies into shared memory.
@@ -72,24 +76,20 @@ def _other_work(cores: int) -> str:
 
 
 def _native() -> list[Finding]:
-    compiler = next((path for name in ("g++", "clang++", "c++") if (path := shutil.which(name))), None)
-    findings = [
-        Finding(
-            what="C++ compiler",
-            usable=bool(compiler),
-            found=compiler or "none: install g++ 12 or later, then `make setup`",
-        )
-    ]
+    try:
+        findings = [Finding(what="C++ compiler", usable=True, found=" ".join(compiler()))]
+    except BuildFailed as missing:
+        findings = [Finding(what="C++ compiler", usable=False, found=str(missing))]
     for package in ("p2p", "experts", "eaas"):
-        module = importlib.import_module(f"{package}.native")
+        module, what = importlib.import_module(f"{package}.native"), f"native library of {package}"
         try:
             module.load()
-            findings.append(Finding(what=f"native library of {package}", usable=True, found="loaded"))
-        except (OSError, RuntimeError) as error:
-            findings.append(Finding(what=f"native library of {package}", usable=False, found=str(error)))
-    from experts.kernels import numerics_class
-    from experts.model import Dtype
-
+        except (NativeMissing, IsaUnavailable) as error:
+            findings.append(Finding(what=what, usable=False, found=str(error), required=True))
+        else:
+            findings.append(Finding(what=what, usable=True, found="loaded", required=True))
+    if not all(finding.usable for finding in findings if finding.required):
+        return findings
     classes = [
         Finding(what=f"numerics class, {dtype.label}", usable=True, found=numerics_class(dtype))
         for dtype in Dtype

@@ -6,11 +6,12 @@ import ctypes
 from ctypes import CFUNCTYPE, POINTER, c_float, c_int32, c_uint32, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from experts import native as experts_native
-from experts.native import NativeMissing
+from p2p.native import NativeMissing, open_library
 
 LIBRARY = Path(__file__).resolve().parent / "_eaas.so"
 
@@ -153,6 +154,25 @@ SAMPLE_ROW = np.dtype(
 )
 
 
+_word, _pointer, _code = c_uint32, c_void_p, c_int32
+_FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "decoder_new": (
+        _pointer,
+        (POINTER(DecoderShape), *[_pointer] * 4, _word, *[_pointer] * 3, POINTER(c_int32)),
+    ),
+    "decoder_free": (None, (_pointer,)),
+    "decoder_set": (_code, (_pointer, _word, _code, _pointer, _pointer, _code, c_uint64)),
+    "decoder_step": (_code, (_pointer, POINTER(DecoderPlan), POINTER(c_uint32))),
+    "decoder_trace": (None, (_pointer, _pointer, _word, _pointer)),
+    "decoder_ops": (_pointer, ()),
+    "local_experts_new": (_pointer, (*[_word] * 5, _code, _word, _word)),
+    "local_experts_free": (None, (_pointer,)),
+    "local_experts_set": (_code, (_pointer, _word, _word, *[_pointer] * 3, _code)),
+    "sampler_sample": (_code, (_pointer, _word, _word, *[_pointer] * 6, _word, POINTER(c_uint32))),
+    "sampler_philox": (None, (*[_pointer] * 3,)),
+}
+
+
 @cache
 def load() -> ctypes.CDLL:
     """Load _eaas.so once and declare its functions.
@@ -161,26 +181,7 @@ def load() -> ctypes.CDLL:
         NativeMissing: it has not been built, or does not load.
     """
     experts_native.load()
-    if not LIBRARY.exists():
-        raise NativeMissing(f"{LIBRARY} is missing. Run `make setup`, or `python -m p2p.build`.")
-    try:
-        library = ctypes.CDLL(str(LIBRARY))
-    except OSError as error:
-        raise NativeMissing(f"{LIBRARY} does not load: {error}. Run `python -m p2p.build`.") from error
-    _declare(library)
-    return library
-
-
-@cache
-def load_or_none() -> ctypes.CDLL | None:
-    """The library, or None where it or what it needs is missing: one warning says so for the whole process."""
-    if experts_native.load_or_none() is None:
-        return None
-    try:
-        return load()
-    except NativeMissing as missing:
-        experts_native.warn_missing(missing)
-        return None
+    return open_library(LIBRARY, _FUNCTIONS)
 
 
 def address_of(library: ctypes.CDLL, name: str) -> int:
@@ -189,25 +190,3 @@ def address_of(library: ctypes.CDLL, name: str) -> int:
     if address is None:
         raise NativeMissing(f"{library._name} has no function {name}. Run `python -m p2p.build`.")
     return address
-
-
-def _declare(library: ctypes.CDLL) -> None:
-    def declare(name: str, result: type | None, *arguments: object) -> None:
-        function = getattr(library, name)
-        function.restype = result
-        function.argtypes = arguments
-
-    word, pointer, code = c_uint32, c_void_p, c_int32
-    declare(
-        "decoder_new", pointer, POINTER(DecoderShape), *[pointer] * 4, word, *[pointer] * 3, POINTER(c_int32)
-    )
-    declare("decoder_free", None, pointer)
-    declare("decoder_set", code, pointer, word, code, pointer, pointer, code, c_uint64)
-    declare("decoder_step", code, pointer, POINTER(DecoderPlan), POINTER(c_uint32))
-    declare("decoder_trace", None, pointer, pointer, word, pointer)
-    declare("decoder_ops", pointer)
-    declare("local_experts_new", pointer, *[word] * 5, code, word, word)
-    declare("local_experts_free", None, pointer)
-    declare("local_experts_set", code, pointer, word, word, *[pointer] * 3, code)
-    declare("sampler_sample", code, pointer, word, word, *[pointer] * 6, word, POINTER(c_uint32))
-    declare("sampler_philox", None, *[pointer] * 3)

@@ -17,8 +17,8 @@ def prepare_model(model: Path, dtype: str) -> None:
     that every expert server of the host maps the same file.
     """
     try:
-        # Here too, though others compute: their warnings go to logs that nobody has open.
-        native.load_or_none()
+        # Here too, though others compute: what is wrong with it is said before any of them starts.
+        native.load()
         spec_of(Checkpoint.open(model).config)
         Tokenizer.load(model)
         pack_experts(model, dtype)

@@ -18,11 +18,12 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from experts.accounts import server_totals
+from experts.backend import DeviceUnavailable
 from experts.checkpoint import Checkpoint, CheckpointInvalid, read_config
 from experts.devices import HELP as DEVICE_HELP
-from experts.devices import Device, DeviceUnavailable
+from experts.devices import Device
 from experts.faults import SERVER_FAULTS, SelfInflicted
-from experts.give import Giver
+from experts.give import WeightSender
 from experts.kernels import KernelsBroken
 from experts.loading import Loader
 from experts.model import ConfigInvalid, Dtype, ExpertShape
@@ -31,7 +32,7 @@ from experts.pack import PackedExperts, PackUnavailable, layout_of
 from experts.proto import experts_pb2, experts_pb2_grpc
 from experts.server import MOST_SLOTS, ExpertServer, ExpertsService
 from experts.weights import Weights, manifest_from
-from p2p import doorbell
+from p2p import native as p2p_native
 from p2p.cores import named_cores
 from p2p.endpoint import P2PError
 from p2p.transport import HELP as TRANSPORT_HELP
@@ -160,7 +161,7 @@ class Load:
     ) -> None:
         """
         Args:
-            activation_rows: Rows that cost as much as an activated expert (`experts.paths.DataPath`).
+            activation_rows: Rows that cost as much as an activated expert (`experts.backend.Backend`).
             damaged: Says how many experts were found damaged after they were loaded.
         """
         self._server, self._damaged = server, damaged
@@ -181,20 +182,20 @@ class Load:
             shape, dtype = self._server.shape, self._server.dtype
             self._router.counted([server_totals(counters, shape, dtype, self._damaged())])
         elapsed_s = max(now_s - self._at_s, 1e-3)
-        change = {name: value - self._before[name] for name, value in counters.items()}
-        self._at_s, self._before = now_s, counters
+        before, self._before, self._at_s = self._before, counters, now_s
         # All lanes work on one batch together: the time of batches is that of every lane.
-        busy_s = change["busy_ns"] / 1e9
+        busy_s = (counters.busy_ns - before.busy_ns) / 1e9
         if busy_s > 0:
             kept = 0.5 ** (elapsed_s / _SPEED_HALF_LIFE_S)
-            cost = change["pairs"] + self._activation_rows * change["experts"]
+            activated = counters.experts - before.experts
+            cost = counters.pairs - before.pairs + self._activation_rows * activated
             self._cost = kept * self._cost + cost
             self._busy_lane_s = kept * self._busy_lane_s + busy_s * len(self._server.cores)
         speed = {"speed": self._cost / self._busy_lane_s} if self._busy_lane_s else {}
         return speed | {
             "busy": min(1.0, busy_s / elapsed_s),
-            "rows_per_s": change["rows"] / elapsed_s,
-            "pairs_per_s": change["pairs"] / elapsed_s,
+            "rows_per_s": (counters.rows - before.rows) / elapsed_s,
+            "pairs_per_s": (counters.pairs - before.pairs) / elapsed_s,
             "clients": float(len(self._server.clients)),
         }
 
@@ -220,7 +221,7 @@ def serve(options: argparse.Namespace, ending: Ending) -> None:
     """Join, load, serve until told to end. Raises _START_ERRORS or StartFailed."""
     cores = named_cores(options.cores) if options.cores else (-1,)
     device, transport = Device.parse(options.device), TransportChoice.parse(options.transport)
-    path, new_endpoint = device.data_path(), device.opener(transport)
+    backend, new_endpoint = device.backend(), device.opener(transport)
     if not 1 <= options.slots <= MOST_SLOTS:
         raise StartFailed(f"--slots {options.slots}: 1 to {MOST_SLOTS} is needed.")
     credentials = child.credentials(options, EXPERT)
@@ -228,8 +229,8 @@ def serve(options: argparse.Namespace, ending: Ending) -> None:
     config = checkpoint.config if checkpoint else read_config(options.model)
     shape = ExpertShape.from_config(config)
     dtype = Dtype.resolve(options.dtype, config)
-    path.self_test(dtype)
-    kernels = shape.numerics_class(path.numerics_class(dtype))
+    backend.self_test(dtype)
+    kernels = shape.numerics_class(backend.numerics_class(dtype))
     faults = None
     if options.allow_chaos:
         faults = SelfInflicted(kinds=SERVER_FAULTS, points=SERVER_POINTS, rails=transport.named_rails)
@@ -261,7 +262,7 @@ def serve(options: argparse.Namespace, ending: Ending) -> None:
             model_hash=model_hash,
             cores=cores,
             slots=options.slots,
-            path=path,
+            backend=backend,
         )
         closing.callback(server.close)
         weights = Weights(
@@ -274,10 +275,10 @@ def serve(options: argparse.Namespace, ending: Ending) -> None:
         loader = Loader(
             name=identity.name, server=server, weights=weights, report=router.loaded, failed=ending.fail
         )
-        giver = Giver(endpoint=endpoint, packed=packed, serves=loader.holds)
-        closing.callback(giver.close)
+        sender = WeightSender(endpoint=endpoint, packed=packed, serves=loader.holds)
+        closing.callback(sender.close)
         # Last in is first out: whoever calls the server from outside has gone when it is freed.
-        closing.callback(_fall_silent, service, control, router)
+        closing.callback(_stop_serving, service, control, router)
         closing.callback(loader.close)
 
         def fenced(reason: str) -> None:
@@ -285,12 +286,12 @@ def serve(options: argparse.Namespace, ending: Ending) -> None:
             ending.fail(reason)
 
         server.set_lease(_lease_end_ns(identity.lease_s))
-        service.giver, service.server = giver, server
+        service.sender, service.server = sender, server
         server.start()
         loader.start()
         seen_waiting = endpoint.page_address and not device.runs_kernels
         heartbeat = Heartbeat(
-            lambda: doorbell.heartbeat(endpoint.page_address),
+            lambda: p2p_native.load().p2p_bell_heartbeat(endpoint.page_address),
             bound_s=_HUNG_S if seen_waiting else _LONGEST_BATCH_S,
             longest_s=_LONGEST_BATCH_S,
             on_change=router.renew_now,
@@ -300,7 +301,7 @@ def serve(options: argparse.Namespace, ending: Ending) -> None:
             closing.callback(heartbeat.close)
         router.start(
             on_view=loader.apply,
-            load=Load(server, router, path.activation_rows, lambda: loader.damaged),
+            load=Load(server, router, backend.activation_rows, lambda: loader.damaged),
             on_fenced=fenced,
             on_drained=ending.wanted.set,
             faults=faults,
@@ -369,8 +370,8 @@ def _log_progress(done: int, total: int) -> None:
         log.info("packing done=%d total=%d", done, total)
 
 
-def _fall_silent(service: ExpertsService, control: grpc.Server, router: RouterClient) -> None:
-    service.giver = service.server = None
+def _stop_serving(service: ExpertsService, control: grpc.Server, router: RouterClient) -> None:
+    service.sender = service.server = None
     stopped = control.stop(0)
     _leave(router)
     router.close()
@@ -382,7 +383,7 @@ def _leave(router: RouterClient) -> None:
     try:
         router.leave(timeout_s=_LEAVE_S)
     except RouterUnavailable as error:
-        log.info("left_without_word reason=%s", error)
+        log.info("leave_failed reason=%s", error)
 
 
 def main() -> int:

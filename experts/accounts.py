@@ -1,13 +1,15 @@
-"""What both ends of the expert protocol count of themselves, in the words of router/events.py."""
+"""What both ends of the expert protocol count: for metrics in the words of router/events.py, and for experts.pace."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from typing import Final, Protocol, runtime_checkable
 
+from experts.backend import ServerCounters, ServerStats
 from experts.model import Dtype, ExpertShape
-from experts.native import ServerStats
-from p2p.endpoint import Peer
+from experts.pace import Observation
+from p2p.endpoint import Peer, Watched
 from router.events import Totals
 
 # Names of servers that left, whose counters are still told: the series of others end.
@@ -45,18 +47,33 @@ def reply_bytes(shape: ExpertShape) -> int:
     return shape.hidden * 4
 
 
-def server_totals(counters: Mapping[str, int], shape: ExpertShape, dtype: Dtype, damaged: int = 0) -> Totals:
-    """An expert server's counters. Args: counters: by the names in server.h; damaged: experts found so since loaded."""
+def server_totals(counters: ServerCounters, shape: ExpertShape, dtype: Dtype, damaged: int = 0) -> Totals:
+    """An expert server's counters. Args: damaged: experts found so since they were loaded."""
     same = ("batches", "rows", "pairs", "experts", "not_held", "invalid")
     return Totals(
-        counted={word: float(counters[word]) for word in same}
+        counted={word: float(getattr(counters, word)) for word in same}
         | {
-            "calls": float(counters["requests"]),
+            "calls": float(counters.requests),
             "damaged": float(damaged),
-            "busy_s": counters["busy_ns"] / 1e9,
-            "received_bytes": float(counters["rows"] * row_bytes(shape, dtype)),
-            "sent_bytes": float(counters["pairs"] * reply_bytes(shape)),
+            "busy_s": counters.busy_ns / 1e9,
+            "received_bytes": float(counters.rows * row_bytes(shape, dtype)),
+            "sent_bytes": float(counters.pairs * reply_bytes(shape)),
         }
+    )
+
+
+def observation_of(stats: ServerStats, peer: Peer) -> Observation:
+    """What tells how fast a server answers, and whether its link is why, as of now."""
+    return Observation(
+        calls=stats.calls,
+        replies=stats.replies,
+        in_flight=stats.in_flight,
+        latency_ns=stats.latency_sum_ns,
+        service_ns=stats.service_sum_ns,
+        late=stats.late_slots,
+        link_slow=isinstance(peer, Watched) and peer.slow,
+        corrupt=stats.corrupt,
+        quarantined=time.monotonic_ns() < stats.quarantined_until_ns,
     )
 
 

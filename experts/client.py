@@ -8,7 +8,6 @@ rows = client.exchange(layer, rows, ids, weights)      # or native code calls ex
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import threading
 import time
@@ -18,13 +17,21 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from experts import native
-from experts.accounts import Accounts
-from experts.links import Attacher, AttachFailed, Closer, Link
+from experts.accounts import Accounts, observation_of
+from experts.backend import (
+    Backend,
+    ClientBackend,
+    ExpertsLost,
+    LinkRefused,
+    ServerLink,
+    ServerState,
+    ServerStats,
+)
+from experts.cpu import CpuBackend
+from experts.links import Attacher, AttachFailed, Link, LinkReaper
 from experts.model import Dtype, ExpertShape
-from experts.paths import DataPath, cpu_path
+from experts.pace import Observation
 from experts.proto import experts_pb2 as pb
-from experts.report import ServerReport, report_of
 from experts.routes import NO_SERVER, empty_table, table_of
 from experts.wire import WireShape, model_hash_of
 from p2p import faults
@@ -41,19 +48,12 @@ RETRY_S = 0.25
 RELINK_S = 2.0
 RELINK_LOST_S = 10.0
 
-_OK, _LOST = 0, -1
-_GONE = 2
-
-
-class ExpertsLost(Exception):
-    """No live replica of some expert answered before the deadline. The client is usable again."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class _Server:
-    """One attached server, at its place in the routes table."""
+    """One attached server, at its place in the routes."""
 
-    index: int
+    place: int
     link: Link
 
 
@@ -74,7 +74,7 @@ class ExpertClient:
         max_tokens: int = 4096,
         slots: int = 4,
         on_adopted: Callable[[int], None] | None = None,
-        path: DataPath | None = None,
+        backend: Backend | None = None,
         credentials: Credentials | None = None,
         patience_s: float = 0.0,
     ) -> None:
@@ -89,10 +89,10 @@ class ExpertClient:
             max_tokens: Most rows of one call.
             slots: Requests in flight to one server, 1 to 16.
             on_adopted: Called with each newly adopted epoch, from whichever thread saw it, to acknowledge it.
-            path: Who carries the rows; that of CPUs unless given.
+            backend: What carries the rows; that of CPUs unless given.
             credentials: Of this process; None: no TLS.
             patience_s: How long a call waits for experts that no live server has, where that is shorter than its
-                deadline: for callers whose calls carry rows of many. 0: until its deadline. CPUs with native code only.
+                deadline: for callers whose calls carry rows of many. 0: until its deadline. CPUs only.
 
         Raises:
             ValueError: a size is out of range, or one token does not fit in a slot.
@@ -105,31 +105,20 @@ class ExpertClient:
             raise ValueError(
                 f"{lanes} lanes and cores {list(cores)} were given; name one core for each lane."
             )
-        path = path or cpu_path()
-        self._library = path.library
+        backend = backend or CpuBackend()
         wire = WireShape(shape=shape, dtype=dtype, model_hash=model_hash_of(model_hash))
-        self._layout = path.window(wire, max_tokens, slots)
-        self._handle = self._library.expert_client_new(
-            shape.layers,
-            shape.experts,
-            shape.hidden,
-            shape.top_k,
-            dtype,
-            wire.model_hash,
-            incarnation,
-            len(self._cores),
-            endpoint.page_address or None,
-            max_tokens,
+        self._layout = backend.window(wire, max_tokens, slots)
+        self.backend: ClientBackend = backend.client(
+            wire,
+            incarnation=incarnation,
+            lanes=len(self._cores),
+            bell_page=endpoint.page_address,
+            max_tokens=max_tokens,
+            patience_s=patience_s,
         )
-        if not self._handle:
-            raise ValueError(
-                f"No expert client for {shape}, {len(self._cores)} lanes, {max_tokens} tokens a call."
-            )
-        if patience_s and hasattr(self._library, "expert_client_set_patience"):
-            self._library.expert_client_set_patience(self._handle, int(patience_s * 1e9))
         self._attacher = Attacher(
             endpoint=endpoint,
-            path=path,
+            backend=backend,
             layout=self._layout,
             incarnation=incarnation,
             credentials=credentials,
@@ -147,7 +136,7 @@ class ExpertClient:
                 slot_bytes=self._layout.payload_bytes,
             ),
         )
-        self._closer = Closer(endpoint)
+        self._reaper = LinkReaper(endpoint)
         self._accounts = Accounts(shape, dtype, endpoint)
         # Guards all below. The lease waits for it too: never held while native code calls, a server is awaited or
         # a link is closed.
@@ -163,20 +152,20 @@ class ExpertClient:
         self._complete_epoch = 0
         self._acked_epoch = 0
         self._next_lane = -1
-        self._closed = threading.Event()
+        self._closed, self._freed = threading.Event(), False
         self._calls = threading.Lock()
         self._upkeep = threading.Thread(target=self._keep_up, name="expert-links", daemon=True)
         self._upkeep.start()
 
     @property
     def handle(self) -> int:
-        """Address of the native client, for expert_call; a mere number where native code is missing."""
-        return self._handle
+        """Address of the native client, for expert_call; 0 where kernels make the calls."""
+        return self.backend.handle
 
     @property
     def adopted_epoch(self) -> int:
-        """Newest epoch whose routes are in use; no call in flight uses older ones."""
-        return int(self._library.expert_client_adopted_epoch(self._handle)) if self._handle else 0
+        """Newest epoch whose routes are in use; no call in flight uses older ones. 0 after `close`."""
+        return 0 if self._freed else self.backend.adopted_epoch
 
     @property
     def attached(self) -> tuple[str, ...]:
@@ -220,7 +209,7 @@ class ExpertClient:
         finally:
             # After the routes: none of them names these any more.
             for server in left:
-                self._library.expert_client_remove_server(self._handle, server.index)
+                self.backend.remove_server(server.place)
             self._leaving += left
             for member in missing:
                 self._begin_attach(member)
@@ -231,7 +220,7 @@ class ExpertClient:
         return member is None or member.incarnation != server.link.member.incarnation or self._is_gone(server)
 
     def _publish(self, view: View, *, complete: bool) -> None:
-        places = {name: server.index for name, server in self._servers.items()}
+        places = {name: server.place for name, server in self._servers.items()}
         given_up = {name for name, _ in self._unreached}
         table = table_of(self.shape, view, places, given_up)
         if not complete:
@@ -242,10 +231,7 @@ class ExpertClient:
             complete = self._complete_epoch > 0 and not usable[empty].any()
             table[empty] = kept[empty]
         epoch = view.epoch if complete else self._complete_epoch
-        if self._library.expert_client_publish_routes(self._handle, epoch, table.ctypes.data):
-            raise MemoryError(
-                f"no memory for the routes of epoch {view.epoch}; the ones before it stay. Free some."
-            )
+        self.backend.publish(epoch, table)
         self._complete_epoch, self._table = epoch, table
         self._tell_adopted()
 
@@ -285,15 +271,15 @@ class ExpertClient:
         now = view.member(member.name) if view else None
         named = now is not None and now.incarnation == member.incarnation and now.serving_count
         if self._closed.is_set() or view is None or not named:
-            self._closer.give_back(link.peer, link.window)
+            self._reaper.give_back(link.peer, link.window)
             return
         lane = self._lane_for(link.cores)
-        place = native.ServerLink(
+        reached = ServerLink(
             tx=link.peer.address,
             tx_bytes=link.peer.nbytes,
             rx=link.window.address,
             rx_bytes=link.window.nbytes,
-            bell_page=link.peer.page_address or None,
+            bell_page=link.peer.page_address,
             server_incarnation=member.incarnation,
             # Not the peer's: that one hangs up as well when the server merely withdraws its own window.
             liveness_fd=link.window.liveness_fd,
@@ -303,27 +289,28 @@ class ExpertClient:
             lanes=len(link.cores) if link.rings_lanes and self._shares_cores(link.cores) else 1,
         )
         faults.link(link.peer.address, member.name)
-        index = self._library.expert_client_add_server(self._handle, ctypes.byref(place))
-        if index < 0:
-            log.error("attach_refused server=%s code=%d", member.name, index)
-            self._closer.give_back(link.peer, link.window)
+        try:
+            place = self.backend.add_server(reached)
+        except LinkRefused as refused:
+            log.error("attach_refused server=%s reason=%s", member.name, refused)
+            self._reaper.give_back(link.peer, link.window)
             return
         before = self._servers.get(member.name)
         self._unreached.discard((member.name, member.incarnation))
-        servers = {**self._servers, member.name: _Server(index=index, link=link)}
+        servers = {**self._servers, member.name: _Server(place=place, link=link)}
         # As they joined, whichever answered first: reports keep their order.
         self._servers = dict(sorted(servers.items(), key=lambda item: item[1].link.member.incarnation))
         log.info(
-            "server_attached server=%s incarnation=%d index=%d lane=%d",
+            "server_attached server=%s incarnation=%d place=%d lane=%d",
             member.name,
             member.incarnation,
-            index,
+            place,
             lane,
         )
         self._settle(view)
         if before:
             # After the routes. Its server has dropped it, so that its slots are freed when that hang-up is seen.
-            self._library.expert_client_remove_server(self._handle, before.index)
+            self.backend.remove_server(before.place)
             self._leaving.append(before)
 
     def _shares_cores(self, cores: Sequence[int]) -> bool:
@@ -337,21 +324,17 @@ class ExpertClient:
         return self._next_lane % len(self._cores)
 
     def _is_gone(self, server: _Server) -> bool:
-        return self._stats(server).state == _GONE or self._attacher.is_gone(server.link)
-
-    def _stats(self, server: _Server) -> native.ServerStats:
-        stats = native.ServerStats()
-        self._library.expert_client_stats(self._handle, server.index, ctypes.byref(stats))
-        return stats
+        state = self.backend.stats(server.place).state
+        return state == ServerState.GONE or self._attacher.is_gone(server.link)
 
     def _release_idle(self) -> None:
         """Give back what native code no longer touches; the server frees its side when it sees the hang-up."""
         for server in list(self._leaving):
-            if not self._library.expert_client_server_idle(self._handle, server.index):
+            if not self.backend.is_idle(server.place):
                 continue
             self._leaving.remove(server)
-            self._accounts.leave(server.link.member.name, self._stats(server))
-            self._closer.give_back(server.link.peer, server.link.window)
+            self._accounts.leave(server.link.member.name, self.backend.stats(server.place))
+            self._reaper.give_back(server.link.peer, server.link.window)
             member = server.link.member
             log.info("server_detached server=%s incarnation=%d", member.name, member.incarnation)
 
@@ -374,7 +357,7 @@ class ExpertClient:
         self._tell_adopted()
 
     def _relink(self, now_s: float) -> None:
-        stats = {name: self._stats(server) for name, server in self._servers.items()}
+        stats = {name: self.backend.stats(server.place) for name, server in self._servers.items()}
         full = {name for name, seen in stats.items() if seen.late_slots >= self._layout.slots}
         stuck = full | {name for name, seen in stats.items() if seen.lost_slots}
         self._stuck_since_s = {name: self._stuck_since_s.get(name, now_s) for name in stuck}
@@ -429,50 +412,43 @@ class ExpertClient:
             raise ValueError(f"drop is {drop.dtype} {drop.shape}; uint8 ({count},) is needed")
         patience_s = self.deadline_s if deadline_s is None else deadline_s
         deadline_ns = time.clock_gettime_ns(time.CLOCK_MONOTONIC) + int(patience_s * 1e9)
-        with self._calls:
-            status = self._library.expert_exchange(
-                self._handle,
-                layer,
-                rows.ctypes.data,
-                count,
-                ids.ctypes.data,
-                weights.ctypes.data,
-                result.ctypes.data,
-                None if drop is None else drop.ctypes.data,
-                deadline_ns,
-            )
-        if status == _LOST:
+        try:
+            with self._calls:
+                self.backend.exchange(layer, rows, ids, weights, result, drop, deadline_ns)
+        except ExpertsLost as lost:
             raise ExpertsLost(
                 f"No live replica of every expert of layer {layer} answered within {patience_s} s;"
                 f" attached: {', '.join(self._servers) or 'none'}. Retry, or add replicas."
-            )
-        if status != _OK:
-            raise ValueError(f"layer {layer}, {count} rows or an expert id is out of range (code {status})")
+            ) from lost
         return result
 
-    def stats(self) -> tuple[ServerReport, ...]:
-        """What was seen of each attached server, in the order of `attached`."""
+    def stats(self) -> dict[str, ServerStats]:
+        """What was counted of each attached server, by name, in the order of `attached`."""
         with self._lock:
-            servers = self._servers.items()
-            return tuple(report_of(name, self._stats(server), server.link.peer) for name, server in servers)
+            return {name: self.backend.stats(server.place) for name, server in self._servers.items()}
+
+    def observations(self) -> dict[str, Observation]:
+        """How fast each attached server answers, for `experts.pace.observe_all`."""
+        with self._lock:
+            return {
+                name: observation_of(self.backend.stats(server.place), server.link.peer)
+                for name, server in self._servers.items()
+            }
 
     def totals(self) -> list[Totals]:
         """What was done with each server since this client began, as the router's metrics show it."""
         with self._lock:
             servers = [*self._servers.values(), *self._leaving]
-            links = [(s.link.member.name, self._stats(s), s.link.peer) for s in servers]
+            links = [(s.link.member.name, self.backend.stats(s.place), s.link.peer) for s in servers]
             return self._accounts.totals(links)
 
     def take_routed(self) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
         """Rows sent to each logical expert since the last time, and calls that had any; each [layers * experts]."""
-        rows = np.empty(self.shape.layers * self.shape.experts, np.uint32)
-        activated = np.empty_like(rows)
         with self._lock:
-            if self._handle:
-                self._library.expert_client_take_routed(self._handle, rows.ctypes.data, activated.ctypes.data)
-            else:
-                rows[:] = activated[:] = 0
-        return rows, activated
+            if self._freed:
+                none = np.zeros(self.shape.layers * self.shape.experts, np.uint32)
+                return none, none
+            return self.backend.take_routed()
 
     def close(self) -> None:
         """Detach from all servers; the endpoint stays. No call may be running, nor come. Idempotent."""
@@ -489,8 +465,8 @@ class ExpertClient:
             self._leaving += self._servers.values()
             self._servers = {}
             for server in self._leaving:
-                self._library.expert_client_remove_server(self._handle, server.index)
+                self.backend.remove_server(server.place)
             self._release_idle()
-            handle, self._handle = self._handle, 0
-            self._library.expert_client_free(handle)
-        self._closer.close()
+            self._freed = True
+            self.backend.close()
+        self._reaper.close()

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from experts.paths import DataPath, cpu_path
+from experts.backend import Backend
+from experts.cpu import CpuBackend
 from p2p.descriptor import Transport
 from p2p.endpoint import Endpoint
 from p2p.transport import TransportChoice
@@ -16,10 +17,6 @@ HELP = (
     "what computes: cpu (default), cuda:0 (a GPU, by its number), or interpreter (the GPU's kernels on the CPU, "
     "thousands of times slower: to study and test them)"
 )
-
-
-class DeviceUnavailable(RuntimeError):
-    """The device cannot be used here; the text says what was found, what is needed and how to get it."""
 
 
 class Kind(Enum):
@@ -59,18 +56,18 @@ class Device:
         """Whether the GPU's kernels compute, on whatever."""
         return self.kind is not Kind.CPU
 
-    def data_path(self) -> DataPath:
+    def backend(self) -> Backend:
         """What carries and computes rows.
 
         Raises:
             DeviceUnavailable: this device is not here, or what it needs is not installed.
         """
         if not self.runs_kernels:
-            return cpu_path()
+            return CpuBackend()
         # Not before it is asked for: torch takes seconds and hundreds of megabytes.
-        from experts.gpu.path import device_path
+        from experts.gpu import open_backend
 
-        return device_path(self)
+        return open_backend(self.index if self.kind is Kind.CUDA else None)
 
     def opener(self, transport: TransportChoice) -> Callable[[str, int, int], Endpoint[Any, Any]]:
         """What makes an endpoint whose windows this device reaches, from (name, incarnation, lanes).

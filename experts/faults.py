@@ -47,16 +47,12 @@ class SelfInflicted:
         """Allows faults in this process, for good.
 
         Args:
-            kinds, points: That this kind of process can do, and passes. Without native code: kills and freezes at once.
+            kinds, points: That this kind of process can do, and passes.
             rails: Devices of its transport.
         """
-        native = faults.allow()
+        faults.allow()
         kinds = (*kinds, "rail-down") if rails else kinds
-        self.takes = FaultsTaken(
-            kinds=kinds if native else PROCESS_FAULTS,
-            points=points if native else (),
-            rails=rails if native else (),
-        )
+        self.takes = FaultsTaken(kinds=kinds, points=points, rails=rails)
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._active: dict[str, _Active] = {}

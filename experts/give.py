@@ -46,7 +46,7 @@ def at_low_priority() -> None:
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOW_NICE)
 
 
-class Giver:
+class WeightSender:
     """Gives what one server serves. For use from any thread.
 
     Args:
@@ -63,7 +63,7 @@ class Giver:
         self._lock = threading.Lock()
         self._closed = False
         # One thread for all takers: what this costs the rows has a bound.
-        self._putting = ThreadPoolExecutor(1, "weights-giver", initializer=at_low_priority)
+        self._putting = ThreadPoolExecutor(1, "weight-sender", initializer=at_low_priority)
 
     def manifest(self, request: pb.ManifestRequest) -> pb.ManifestReply:
         """What the experts are.

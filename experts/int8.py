@@ -1,4 +1,4 @@
-"""Int8 products in numpy: their definition, and the fallback. Same bits as every native kernel. Pure.
+"""Int8 products in numpy: their definition, which has the bits of every native kernel. Pure.
 
 A group is GROUP consecutive k, padded with zeros. Of a row of activations (bfloat16, widened) or of weights,
 each group is quantised alone: scale = largest / 127, q = x * (127 / largest) to the nearest integer, ties to
@@ -47,27 +47,6 @@ def product(x: tuple[np.ndarray, np.ndarray], w: tuple[np.ndarray, np.ndarray]) 
         sums = x[0][:, group].astype(np.float32) @ w[0][:, group].astype(np.float32).T
         out += sums * (x[1][:, group, None] * w[1][:, group])
     return out
-
-
-def pack(w: np.ndarray) -> np.ndarray:
-    """Weights, float32 [rows, k] with rows a multiple of 64, in the packed layout: uint8."""
-    q, scales = quantise(w)
-    tiles, groups = len(w) // TILE_ROWS, q.shape[1]
-    steps = q.reshape(tiles, TILE_ROWS, groups, GROUP // 4, 4).transpose(0, 2, 3, 1, 4)
-    columns = scales.reshape(tiles, TILE_ROWS, groups).transpose(0, 2, 1)
-    parts = (
-        np.ascontiguousarray(part).view(np.uint8).reshape(tiles, groups, -1) for part in (columns, steps)
-    )
-    return np.concatenate(list(parts), axis=2).reshape(-1)
-
-
-def tile_product(data: np.ndarray, k: int, tile: int, x: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
-    """Quantised rows times one packed tile: float32 [m, 64]."""
-    size = tile_bytes(k)
-    groups = data[tile * size : (tile + 1) * size].reshape(-1, TILE_ROWS * (GROUP + 4))
-    scales = np.ascontiguousarray(groups[:, : TILE_ROWS * 4]).view(np.float32).T
-    steps = groups[:, TILE_ROWS * 4 :].view(np.int8).reshape(-1, GROUP // 4, TILE_ROWS, 4)
-    return product(x, (steps.transpose(2, 0, 1, 3).reshape(TILE_ROWS, -1, GROUP), scales))
 
 
 def silu(x: np.ndarray) -> np.ndarray:

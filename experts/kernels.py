@@ -1,33 +1,31 @@
-"""Packed matrix products and the expert's FFN on numpy arrays: native where the library is built, else numpy.
+"""Packed matrix products and the expert's FFN on numpy arrays, in native code.
 
 Definition, for activations x [m, hidden] and one expert's weights:
     act = round(silu(x @ gate.T) * (x @ up.T))   [m, intermediate], in the dtype
     out = act @ down.T                           [m, hidden], float32
-Where an expert has biases they are added to each product in float32; `experts.activation` has what else may be
-between the two.
+Where an expert has biases they are added to each product in float32; `experts.model.Activation` has what
+else may be between the two.
 Cost: 6 * m * hidden * intermediate flops; 3 * hidden * intermediate elements of weights are read whatever m
 is, so up to about four rows the floor is their bytes over the memory's bandwidth.
 
-The numpy path is the fallback where no library exists. It computes row by row and in double, so its rows do
-not depend on the batch either, but its bits are a numerics class of their own. int8 products (`experts.int8`)
-are exact integers but for few float32 operations, so there native code and numpy agree in every bit.
+`ffn_reference` is the definition in numpy: for float32 and bfloat16 to compare with within rounding; int8 products
+(`experts.int8`) are exact integers but for few float32 operations, so there native code has the definition's bits.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from ctypes import CDLL
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from experts import int8, native
-from experts.activation import SWIGLU, Activation
-from experts.model import Dtype
+from experts.model import SWIGLU, Activation, Dtype
 
 TILE_ROWS = 64
 GATE_UP_COLUMNS = 32  # of the activation, that one 64-row tile of gate_up holds
+_BLOCK_ROWS = 16  # of gate, then as many of up
 
 
 class KernelsBroken(RuntimeError):
@@ -85,27 +83,14 @@ class PackedExpert:
         return data[-4 * tiles * TILE_ROWS :].view(np.float32) if self.biased else None
 
 
-def _library() -> CDLL | None:
-    return native.load_or_none()
-
-
 def numerics_class(dtype: Dtype) -> str:
     """Name of the arithmetic: two processes with equal names compute equal bits. "cpu-bf16-fma-1", ..."""
-    library = _library()
-    if library is None:
-        names = {
-            Dtype.FLOAT32: "f32-numpy-1",
-            Dtype.BFLOAT16: "bf16-numpy-1",
-            Dtype.INT8: f"int8-g{int8.GROUP}-1",
-        }
-        return f"cpu-{names[dtype]}"
-    return library.experts_numerics_class(dtype).decode()
+    return native.load().experts_numerics_class(dtype).decode()
 
 
 def isa_name() -> str:
-    """Instruction set in use: "portable", "avx2", "avx512", or "numpy" without the native library."""
-    library = _library()
-    return "numpy" if library is None else library.experts_isa_name().decode()
+    """Instruction set in use: "portable", "avx2" or "avx512"."""
+    return native.load().experts_isa_name().decode()
 
 
 def aligned_bytes(nbytes: int, alignment: int = 4096) -> np.ndarray:
@@ -120,11 +105,8 @@ def to_dtype(x: np.ndarray, dtype: Dtype) -> np.ndarray:
     x = np.ascontiguousarray(x, np.float32)
     if dtype is Dtype.FLOAT32:
         return x
-    library = _library()
-    if library is None:
-        return to_bfloat16_reference(x)
     out = np.empty(x.shape, np.uint16)
-    library.experts_to_dtype(dtype, x.ctypes.data, out.ctypes.data, x.size)
+    native.load().experts_to_dtype(dtype, x.ctypes.data, out.ctypes.data, x.size)
     return out
 
 
@@ -148,12 +130,9 @@ def pack_matrix(w: np.ndarray, dtype: Dtype) -> PackedMatrix:
     """
     w = _weights(w)
     rows, k = w.shape
-    library = _library()
-    if library is None:
-        data = _pack_reference(w, dtype)
-    else:
-        data = aligned_bytes(library.experts_pack_bytes(dtype, rows, k))
-        library.experts_pack_matrix(dtype, w.ctypes.data, _dtype_of(w), rows, k, data.ctypes.data)
+    library = native.load()
+    data = aligned_bytes(library.experts_pack_bytes(dtype, rows, k))
+    library.experts_pack_matrix(dtype, w.ctypes.data, _dtype_of(w), rows, k, data.ctypes.data)
     return PackedMatrix(dtype=dtype, rows=rows, k=k, data=data)
 
 
@@ -179,14 +158,11 @@ def pack_expert(
     if gate.dtype != up.dtype:
         gate, up = from_dtype(gate), from_dtype(up)
     inter, hidden = gate.shape
-    library = _library()
-    if library is None:
-        gate_up = _pack_reference(_interleave(gate, up), dtype)
-    else:
-        gate_up = aligned_bytes(library.experts_gate_up_bytes(dtype, inter, hidden))
-        library.experts_pack_gate_up(
-            dtype, gate.ctypes.data, up.ctypes.data, _dtype_of(gate), inter, hidden, gate_up.ctypes.data
-        )
+    library = native.load()
+    gate_up = aligned_bytes(library.experts_gate_up_bytes(dtype, inter, hidden))
+    library.experts_pack_gate_up(
+        dtype, gate.ctypes.data, up.ctypes.data, _dtype_of(gate), inter, hidden, gate_up.ctypes.data
+    )
     packed_down = pack_matrix(down, dtype).data
     if biases is not None:
         both = _interleave(*(from_dtype(bias)[:, None] for bias in biases[:2]))
@@ -200,6 +176,37 @@ def pack_expert(
         activation=activation,
         biased=biases is not None,
     )
+
+
+def unpack_matrix(packed: PackedMatrix) -> NDArray[np.generic]:
+    """W [rows, k] of a packed matrix: float32, or bfloat16 bits as uint16, of which packing has lost nothing.
+
+    Raises:
+        ValueError: it is packed in int8.
+    """
+    if packed.dtype is Dtype.INT8:
+        raise ValueError("int8 experts cannot be unpacked; serve them on CPUs, or in bfloat16 with --dtype.")
+    element, per_step = (np.uint16, 2) if packed.dtype is Dtype.BFLOAT16 else (np.float32, 1)
+    steps = packed.data.view(element).reshape(packed.tiles, -1, TILE_ROWS, per_step)
+    padded = steps.transpose(0, 2, 1, 3).reshape(packed.tiles * TILE_ROWS, -1)
+    return np.ascontiguousarray(padded[: packed.rows, : packed.k])
+
+
+def unpack_expert(
+    packed: PackedExpert,
+) -> tuple[NDArray[np.generic], NDArray[np.generic], NDArray[np.generic]]:
+    """Gate and up [intermediate, hidden], down [hidden, intermediate], for processors with a layout of their own.
+
+    Raises:
+        ValueError: it is packed in int8.
+    """
+    padded = packed.gate_up_tiles * GATE_UP_COLUMNS
+    both = unpack_matrix(
+        PackedMatrix(dtype=packed.dtype, rows=2 * padded, k=packed.hidden, data=packed.gate_up)
+    )
+    blocks = both.reshape(-1, 2, _BLOCK_ROWS, packed.hidden)
+    gate, up = (blocks[:, half].reshape(padded, -1)[: packed.intermediate] for half in (0, 1))
+    return np.ascontiguousarray(gate), np.ascontiguousarray(up), unpack_matrix(packed.down_matrix)
 
 
 def linear(packed: PackedMatrix, x: np.ndarray, tiles: range | None = None) -> np.ndarray:
@@ -216,14 +223,7 @@ def linear(packed: PackedMatrix, x: np.ndarray, tiles: range | None = None) -> n
     x = _activations(x, packed.dtype, packed.k)
     tiles = _tiles(tiles, packed.tiles)
     out = np.zeros((len(x), packed.rows), np.float32)
-    library = _library()
-    if library is None:
-        product = _products(packed.data, packed.dtype, packed.k, x)
-        for tile in tiles:
-            columns = slice(tile * TILE_ROWS, min((tile + 1) * TILE_ROWS, packed.rows))
-            out[:, columns] = product(tile)[:, : columns.stop - columns.start]
-        return out
-    library.experts_linear(
+    native.load().experts_linear(
         packed.dtype, packed.data.ctypes.data, packed.rows, packed.k, x.ctypes.data, _stride(x), len(x),
         out.ctypes.data, packed.rows, tiles.start, tiles.stop,
     )  # fmt: skip
@@ -238,22 +238,7 @@ def ffn_gate_up(expert: PackedExpert, x: np.ndarray, tiles: range | None = None)
     x = _activations(x, expert.dtype, expert.hidden)
     tiles = _tiles(tiles, expert.gate_up_tiles)
     act = np.zeros((len(x), expert.intermediate), _element(expert.dtype))
-    library = _library()
-    if library is None:
-        product = _products(expert.gate_up, expert.dtype, expert.hidden, x)
-        biases = expert.biases(expert.gate_up, expert.gate_up_tiles)
-        for tile in tiles:
-            columns = slice(tile * GATE_UP_COLUMNS, min((tile + 1) * GATE_UP_COLUMNS, expert.intermediate))
-            both = product(tile)
-            if biases is not None:
-                both = both + biases[tile * TILE_ROWS : (tile + 1) * TILE_ROWS]
-            both = both.reshape(-1, 2, 2, 16)
-            gate, up = both[:, :, 0], both[:, :, 1]
-            acted = int8.silu(gate) * up if expert.dtype is Dtype.INT8 else expert.activation.apply(gate, up)
-            activated = acted.reshape(-1, GATE_UP_COLUMNS)
-            rounded = to_dtype(activated.astype(np.float32), expert.dtype)
-            act[:, columns] = rounded[:, : columns.stop - columns.start]
-        return act
+    library = native.load()
     if not expert.plain:
         library.experts_ffn_gate_up_formed(
             native.ExpertForm.of(expert.activation, expert.biased), expert.dtype, expert.gate_up.ctypes.data,
@@ -402,42 +387,3 @@ def _with_biases(packed: np.ndarray, biases: np.ndarray) -> np.ndarray:
     data = aligned_bytes(packed.nbytes + padded.nbytes)
     data[: packed.nbytes], data[packed.nbytes :] = packed, padded
     return data
-
-
-def _pack_reference(w: np.ndarray, dtype: Dtype) -> np.ndarray:
-    rows, k = w.shape
-    if dtype is Dtype.INT8:
-        packed = int8.pack(np.pad(from_dtype(w), ((0, -rows % TILE_ROWS), (0, 0))))
-        data = aligned_bytes(packed.nbytes)
-        data[:] = packed
-        return data
-    converted = to_dtype(from_dtype(w), dtype)
-    padded = np.pad(converted, ((0, -rows % TILE_ROWS), (0, k % 2)))
-    per_step = 2 if dtype is Dtype.BFLOAT16 else 1
-    steps = padded.reshape(-1, TILE_ROWS, padded.shape[1] // per_step, per_step).transpose(0, 2, 1, 3)
-    data = aligned_bytes(padded.nbytes)
-    data[:] = np.ascontiguousarray(steps).reshape(-1).view(np.uint8)
-    return data
-
-
-def _products(data: np.ndarray, dtype: Dtype, k: int, x: np.ndarray) -> Callable[[int], np.ndarray]:
-    """Of a tile's number: x times that tile, float32 [m, 64]."""
-    if dtype is Dtype.INT8:
-        quantised = int8.quantise(from_dtype(x))
-        return lambda tile: int8.tile_product(data, k, tile, quantised)
-    return lambda tile: _tile_reference(data, dtype, k, tile, x)
-
-
-def _tile_reference(data: np.ndarray, dtype: Dtype, k: int, tile: int, x: np.ndarray) -> np.ndarray:
-    """x times one tile, row by row in double, rounded once: float32 [m, 64]."""
-    per_step = 2 if dtype is Dtype.BFLOAT16 else 1
-    tile_bytes = TILE_ROWS * (k + k % 2) * dtype.nbytes
-    steps = (
-        data[tile * tile_bytes : (tile + 1) * tile_bytes]
-        .view(_element(dtype))
-        .reshape(-1, TILE_ROWS, per_step)
-    )
-    w = from_dtype(steps.transpose(1, 0, 2).reshape(TILE_ROWS, -1)[:, :k]).astype(np.float64)
-    # Sums along the last axis, not BLAS: numpy's order of addition depends on k alone.
-    rows = [(w * row).sum(axis=1) for row in from_dtype(x).astype(np.float64)]
-    return np.array(rows, np.float32).reshape(len(x), TILE_ROWS)

@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc
 
-from experts.paths import DataPath
+from experts.backend import Backend
 from experts.proto import experts_pb2 as pb
 from experts.proto import experts_pb2_grpc as rpc
 from p2p import faults
@@ -52,7 +52,7 @@ class Attacher:
     """Attaches to servers, any number at a time. For use from any thread.
 
     Args:
-        path: Who carries the rows.
+        backend: What carries the rows.
         layout: Of the windows, both ways.
         incarnation: Of this member.
         request: What every server is asked; its own fields are filled in.
@@ -63,7 +63,7 @@ class Attacher:
         self,
         *,
         endpoint: Endpoint,
-        path: DataPath,
+        backend: Backend,
         layout: WindowLayout,
         incarnation: int,
         request: pb.AttachRequest,
@@ -71,7 +71,7 @@ class Attacher:
     ) -> None:
         self._endpoint, self._layout, self._incarnation = endpoint, layout, incarnation
         self._request = request
-        self._path, self._credentials = path, credentials
+        self._backend, self._credentials = backend, credentials
         self._lock = threading.Lock()
         self._calls: set[Any] = set()
         self._closed = False
@@ -87,15 +87,9 @@ class Attacher:
             try:
                 window = self._endpoint.export_window(self._layout.nbytes, self._incarnation)
                 undo.callback(window.close)
-                self._path.library.p2p_window_init(
-                    window.address,
-                    window.nbytes,
-                    window.incarnation,
-                    self._layout.slots,
-                    self._layout.payload_bytes,
-                )
+                self._backend.prepare(window, self._layout)
                 reply = self._ask(member, window)
-                if (found := reply.wire_version or 1) != (needed := self._path.wire_version):
+                if (found := reply.wire_version or 1) != (needed := self._backend.wire_version):
                     raise AttachFailed(
                         f"wire version {found} found, {needed} needed: run one release on both sides."
                     )
@@ -124,7 +118,7 @@ class Attacher:
         request.CopyFrom(self._request)
         request.server_incarnation = member.incarnation
         request.reply_descriptor = window.descriptor
-        request.wire_version = self._path.wire_version
+        request.wire_version = self._backend.wire_version
         # A channel for each try: one that is kept waits longer after each failure, and longest just when
         # its server is back.
         with channel_to(member.address, EXPERT, self._credentials) as channel:
@@ -153,7 +147,7 @@ class Attacher:
             call.cancel()
 
 
-class Closer:
+class LinkReaper:
     """Gives peers and windows back one after another, on a thread of its own: over a network each may take seconds.
 
     For use from any thread, once for each link, when native code has let go of it.
@@ -161,7 +155,7 @@ class Closer:
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="expert-closer")
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="expert-reaper")
 
     def give_back(self, peer: Peer, window: Window) -> None:
         """Does not wait. The window stays mapped until the peer's hang-up proves that its writes have ended."""

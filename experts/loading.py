@@ -17,6 +17,9 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from experts.give import at_low_priority
 from experts.kernels import PackedExpert, WeightsBroken, answer_of
 from experts.weights import Weights, WeightsUnavailable
@@ -37,7 +40,9 @@ SOUND_S = 10.0
 class Holder(Protocol):
     """What is loaded into: `experts.server.ExpertServer`."""
 
-    def set_expert(self, layer: int, expert: int, gate_up: int, down: int) -> None: ...
+    def set_expert(
+        self, layer: int, expert: int, gate_up: NDArray[np.uint8], down: NDArray[np.uint8]
+    ) -> None: ...
 
     def clear_expert(self, layer: int, expert: int) -> None: ...
 
@@ -209,7 +214,7 @@ class Loader:
         for attempt in range(TRIES):
             weights = self._weights.expert(layer, expert, view, anew=attempt > 0)
             if (fault := self._fault(layer, expert, weights)) is None:
-                self._server.set_expert(layer, expert, weights.gate_up.ctypes.data, weights.down.ctypes.data)
+                self._server.set_expert(layer, expert, weights.gate_up, weights.down)
                 self._held.add((layer, expert))
                 faults.point("weights-loaded")
                 return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import logging
+import dataclasses
 import os
 from ctypes import (
     POINTER,
@@ -20,74 +20,32 @@ from ctypes import (
 )
 from functools import cache
 from pathlib import Path
+from typing import Any
 
-from experts.activation import Activation
+from experts import backend
+from experts.model import Activation
+from p2p.native import open_library
 
 LIBRARY = Path(__file__).resolve().parent / "_experts.so"
 
-log = logging.getLogger(__name__)
+
+def _structure(record: type, **kinds: Any) -> Any:
+    """The C structure of a dataclass: its fields in their order, uint64_t where `kinds` says nothing else."""
+    fields = [(field.name, kinds.get(field.name, c_uint64)) for field in dataclasses.fields(record)]
+    return type(record.__name__, (Structure,), {"_fields_": fields, "__doc__": record.__doc__})
 
 
-class ServerLink(Structure):
-    """One attached server (client.h)."""
-
-    _fields_ = (
-        ("tx", c_void_p),
-        ("tx_bytes", c_uint64),
-        ("rx", c_void_p),
-        ("rx_bytes", c_uint64),
-        ("bell_page", c_void_p),
-        ("server_incarnation", c_uint64),
-        ("liveness_fd", c_int32),
-        ("slots", c_uint32),
-        ("slot_bytes", c_uint64),
-        ("lane", c_uint32),
-        ("lanes", c_uint32),
-    )
+def values_of(structure: Structure) -> dict[str, Any]:
+    """The fields of a structure by name."""
+    return {name: getattr(structure, name) for name, *_ in structure._fields_}
 
 
-class ServerStats(Structure):
-    """What the client counted of one server (client.h)."""
-
-    _fields_ = (
-        ("rows", c_uint64),
-        ("pairs", c_uint64),
-        ("calls", c_uint64),
-        ("latency_ns", c_uint64),
-        ("latency_max_ns", c_uint64),
-        ("service_ns", c_uint64),
-        ("hedges", c_uint64),
-        ("redispatches", c_uint64),
-        ("lost", c_uint64),
-        ("corrupt", c_uint64),
-        ("replies", c_uint64),
-        ("in_flight", c_uint64),
-        ("latency_sum_ns", c_uint64),
-        ("service_sum_ns", c_uint64),
-        ("extra", c_uint64),
-        ("quarantined_until_ns", c_uint64),
-        ("late_slots", c_uint32),
-        ("lost_slots", c_uint32),
-        ("state", c_uint32),
-        ("speed", c_double),
-    )
-
-
-class ClientLink(Structure):
-    """One attached client (server.h)."""
-
-    _fields_ = (
-        ("rx", c_void_p),
-        ("rx_bytes", c_uint64),
-        ("tx", c_void_p),
-        ("tx_bytes", c_uint64),
-        ("bell_page", c_void_p),
-        ("client_incarnation", c_uint64),
-        ("client_lanes", c_uint32),
-        ("bell_lanes", c_uint32),
-        ("slots", c_uint32),
-        ("slot_bytes", c_uint64),
-    )
+_WINDOWS: dict[str, Any] = {"tx": c_void_p, "rx": c_void_p, "bell_page": c_void_p, "slots": c_uint32}
+# Of client.h and server.h.
+ServerLink = _structure(backend.ServerLink, **_WINDOWS, liveness_fd=c_int32, lane=c_uint32, lanes=c_uint32)
+ClientLink = _structure(backend.ClientLink, **_WINDOWS, client_lanes=c_uint32, bell_lanes=c_uint32)
+ServerStats = _structure(backend.ServerStats, speed=c_double)
+ServerCounters = _structure(backend.ServerCounters)
 
 
 class ExpertForm(Structure):
@@ -101,27 +59,77 @@ class ExpertForm(Structure):
         return cls(activation.alpha, activation.limit, activation.shift, biased)
 
 
-class ServerCounters(Structure):
-    """What the server counted (server.h)."""
-
-    _fields_ = (
-        ("batches", c_uint64),
-        ("requests", c_uint64),
-        ("rows", c_uint64),
-        ("pairs", c_uint64),
-        ("experts", c_uint64),
-        ("busy_ns", c_uint64),
-        ("not_held", c_uint64),
-        ("invalid", c_uint64),
-    )
-
-
-class NativeMissing(RuntimeError):
-    """The native library is not there; the text says how to build it."""
-
-
 class IsaUnavailable(RuntimeError):
     """EAAS_ISA names an instruction set that is unknown, or that this CPU or build lacks."""
+
+
+_PRODUCT = (
+    c_int,
+    c_void_p,
+    c_uint32,
+    c_uint32,
+    c_void_p,
+    c_uint64,
+    c_uint32,
+    c_void_p,
+    c_uint64,
+    c_uint32,
+    c_uint32,
+)
+_CALL = (c_void_p, c_uint32, c_void_p, c_uint32, c_void_p, c_void_p, c_void_p, c_void_p)
+# Arrays are passed by address: their users check shapes and strides first.
+_FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    # Of the p2p library, which this one is linked to.
+    "p2p_window_init": (c_int, (c_void_p, c_uint64, c_uint64, c_uint32, c_uint64)),
+    "experts_isa_select": (c_int, (c_char_p,)),
+    "experts_isa_available": (c_int, (c_char_p,)),
+    "experts_isa_name": (c_char_p, ()),
+    "experts_numerics_class": (c_char_p, (c_int,)),
+    "experts_pack_bytes": (c_uint64, (c_int, c_uint32, c_uint32)),
+    "experts_gate_up_bytes": (c_uint64, (c_int, c_uint32, c_uint32)),
+    "experts_pack_matrix": (None, (c_int, c_void_p, c_int, c_uint32, c_uint32, c_void_p)),
+    "experts_pack_gate_up": (None, (c_int, c_void_p, c_void_p, c_int, c_uint32, c_uint32, c_void_p)),
+    "experts_linear": (None, _PRODUCT),
+    "experts_ffn_down": (None, _PRODUCT),
+    "experts_ffn_gate_up": (None, _PRODUCT),
+    "experts_ffn_gate_up_formed": (None, (POINTER(ExpertForm), *_PRODUCT)),
+    "experts_to_dtype": (None, (c_int, c_void_p, c_void_p, c_uint64)),
+    "expert_client_new": (
+        c_void_p,
+        (*[c_uint32] * 4, c_int32, c_uint64, c_uint64, c_uint32, c_void_p, c_uint32),
+    ),
+    "expert_client_free": (None, (c_void_p,)),
+    "expert_client_set_patience": (None, (c_void_p, c_uint64)),
+    "expert_client_add_server": (c_int32, (c_void_p, POINTER(ServerLink))),
+    "expert_client_remove_server": (None, (c_void_p, c_uint32)),
+    "expert_client_server_idle": (c_int32, (c_void_p, c_uint32)),
+    "expert_client_publish_routes": (c_int32, (c_void_p, c_uint64, c_void_p)),
+    "expert_client_adopted_epoch": (c_uint64, (c_void_p,)),
+    "expert_client_stats": (c_int32, (c_void_p, c_uint32, POINTER(ServerStats))),
+    "expert_client_missing": (c_uint32, (c_void_p, c_void_p, c_uint32)),
+    "expert_client_take_routed": (None, (c_void_p, c_void_p, c_void_p)),
+    "expert_exchange": (c_int32, (*_CALL, c_uint64)),
+    "expert_client_begin": (c_int32, (*_CALL, c_uint64, c_uint64)),
+    "expert_client_step": (c_int32, (c_void_p, c_uint64)),
+    "expert_waterfill": (c_int32, (c_uint32, c_void_p, c_void_p, c_void_p, c_double, c_uint32, c_void_p)),
+    "expert_weigh": (c_int32, (c_uint32, c_void_p, c_void_p)),
+    "expert_server_new": (
+        c_void_p,
+        (*[c_uint32] * 5, c_int32, c_uint64, c_uint64, c_uint32, c_void_p, c_void_p, c_uint64),
+    ),
+    "expert_server_free": (None, (c_void_p,)),
+    "expert_server_stop": (None, (c_void_p,)),
+    "expert_server_add_client": (c_int32, (c_void_p, POINTER(ClientLink))),
+    "expert_server_remove_client": (None, (c_void_p, c_uint32)),
+    "expert_server_set_expert": (c_int32, (c_void_p, c_uint32, c_uint32, c_void_p, c_void_p)),
+    "expert_server_clear_expert": (None, (c_void_p, c_uint32, c_uint32)),
+    "expert_server_set_form": (None, (c_void_p, POINTER(ExpertForm))),
+    "expert_server_set_lease": (None, (c_void_p, c_uint64)),
+    "expert_server_counters": (None, (c_void_p, POINTER(ServerCounters))),
+    "expert_server_take_doubtful": (c_int64, (c_void_p,)),
+    "expert_server_run": (c_int32, (c_void_p, c_uint64)),
+    "expert_server_step": (c_int32, (c_void_p, c_uint64)),
+}
 
 
 @cache
@@ -129,157 +137,12 @@ def load() -> ctypes.CDLL:
     """Load _experts.so once, declare its functions, and apply EAAS_ISA.
 
     Raises:
-        NativeMissing: it has not been built, or does not load.
+        NativeMissing: it has not been built, does not load, or is older than this file.
         IsaUnavailable: EAAS_ISA asks for what this machine cannot run.
     """
-    if not LIBRARY.exists():
-        raise NativeMissing(f"{LIBRARY} is missing. Run `make setup`, or `python -m p2p.build`.")
-    try:
-        library = ctypes.CDLL(str(LIBRARY))
-    except OSError as error:
-        raise NativeMissing(f"{LIBRARY} does not load: {error}. Run `python -m p2p.build`.") from error
-    _declare_kernels(library)
-    _declare_client(library)
-    _declare_server(library)
+    library = open_library(LIBRARY, _FUNCTIONS)
     _apply_isa(library)
     return library
-
-
-@cache
-def load_or_none() -> ctypes.CDLL | None:
-    """The library, or None where it is missing: one warning says so for the whole process.
-
-    Raises:
-        IsaUnavailable: EAAS_ISA asks for what this machine cannot run.
-    """
-    try:
-        return load()
-    except NativeMissing as missing:
-        warn_missing(missing)
-        return None
-
-
-def warn_missing(missing: NativeMissing) -> None:
-    """Say that Python does the work of a library, and what to install."""
-    log.warning(
-        "native_missing reason=%s This process computes in Python until then: correct, and slow. Without a"
-        " compiler, install g++ 12 or later first.",
-        missing,
-    )
-
-
-def _declare_kernels(library: ctypes.CDLL) -> None:
-    library.experts_isa_select.argtypes = [c_char_p]
-    library.experts_isa_select.restype = c_int
-    library.experts_isa_available.argtypes = [c_char_p]
-    library.experts_isa_available.restype = c_int
-    library.experts_isa_name.argtypes = []
-    library.experts_isa_name.restype = c_char_p
-    library.experts_numerics_class.argtypes = [c_int]
-    library.experts_numerics_class.restype = c_char_p
-    library.experts_pack_bytes.argtypes = [c_int, c_uint32, c_uint32]
-    library.experts_pack_bytes.restype = c_uint64
-    library.experts_gate_up_bytes.argtypes = [c_int, c_uint32, c_uint32]
-    library.experts_gate_up_bytes.restype = c_uint64
-    matrix = [c_uint32, c_uint32, c_void_p]
-    library.experts_pack_matrix.argtypes = [c_int, c_void_p, c_int, *matrix]
-    library.experts_pack_matrix.restype = None
-    library.experts_pack_gate_up.argtypes = [c_int, c_void_p, c_void_p, c_int, *matrix]
-    library.experts_pack_gate_up.restype = None
-    product = [c_int, c_void_p, c_uint32, c_uint32, c_void_p, c_uint64, c_uint32]
-    tiles = [c_uint64, c_uint32, c_uint32]
-    for name in ("experts_linear", "experts_ffn_down", "experts_ffn_gate_up"):
-        function = getattr(library, name)
-        # Arrays are passed by address: experts.kernels checks shapes and strides first.
-        function.argtypes = [*product, c_void_p, *tiles]
-        function.restype = None
-    library.experts_ffn_gate_up_formed.argtypes = [POINTER(ExpertForm), *product, c_void_p, *tiles]
-    library.experts_ffn_gate_up_formed.restype = None
-    library.experts_to_dtype.argtypes = [c_int, c_void_p, c_void_p, c_uint64]
-    library.experts_to_dtype.restype = None
-
-
-def _declare_client(library: ctypes.CDLL) -> None:
-    # Of the p2p library, which this one is linked to.
-    library.p2p_window_init.argtypes = [c_void_p, c_uint64, c_uint64, c_uint32, c_uint64]
-    library.p2p_window_init.restype = c_int
-    library.expert_client_new.argtypes = [
-        *[c_uint32] * 4,
-        c_int32,
-        c_uint64,
-        c_uint64,
-        c_uint32,
-        c_void_p,
-        c_uint32,
-    ]
-    library.expert_client_new.restype = c_void_p
-    library.expert_client_free.argtypes = [c_void_p]
-    library.expert_client_free.restype = None
-    library.expert_client_set_patience.argtypes = [c_void_p, c_uint64]
-    library.expert_client_set_patience.restype = None
-    library.expert_client_add_server.argtypes = [c_void_p, POINTER(ServerLink)]
-    library.expert_client_add_server.restype = c_int32
-    library.expert_client_remove_server.argtypes = [c_void_p, c_uint32]
-    library.expert_client_remove_server.restype = None
-    library.expert_client_server_idle.argtypes = [c_void_p, c_uint32]
-    library.expert_client_server_idle.restype = c_int32
-    library.expert_client_publish_routes.argtypes = [c_void_p, c_uint64, c_void_p]
-    library.expert_client_publish_routes.restype = c_int32
-    library.expert_client_adopted_epoch.argtypes = [c_void_p]
-    library.expert_client_adopted_epoch.restype = c_uint64
-    library.expert_client_stats.argtypes = [c_void_p, c_uint32, POINTER(ServerStats)]
-    library.expert_client_stats.restype = c_int32
-    library.expert_client_missing.argtypes = [c_void_p, c_void_p, c_uint32]
-    library.expert_client_missing.restype = c_uint32
-    library.expert_client_take_routed.argtypes = [c_void_p, c_void_p, c_void_p]
-    library.expert_client_take_routed.restype = None
-    call = [c_void_p, c_uint32, c_void_p, c_uint32, c_void_p, c_void_p, c_void_p]
-    library.expert_exchange.argtypes = [*call, c_void_p, c_uint64]
-    library.expert_exchange.restype = c_int32
-    library.expert_client_begin.argtypes = [*call, c_void_p, c_uint64, c_uint64]
-    library.expert_client_begin.restype = c_int32
-    library.expert_client_step.argtypes = [c_void_p, c_uint64]
-    library.expert_waterfill.argtypes = [c_uint32, c_void_p, c_void_p, c_void_p, c_double, c_uint32, c_void_p]
-    library.expert_waterfill.restype = c_int32
-    library.expert_weigh.argtypes = [c_uint32, c_void_p, c_void_p]
-    library.expert_weigh.restype = c_int32
-    library.expert_client_step.restype = c_int32
-
-
-def _declare_server(library: ctypes.CDLL) -> None:
-    library.expert_server_new.argtypes = [
-        *[c_uint32] * 5,
-        c_int32,
-        c_uint64,
-        c_uint64,
-        c_uint32,
-        c_void_p,
-        c_void_p,
-        c_uint64,
-    ]
-    library.expert_server_new.restype = c_void_p
-    library.expert_server_add_client.argtypes = [c_void_p, POINTER(ClientLink)]
-    library.expert_server_add_client.restype = c_int32
-    library.expert_server_set_expert.argtypes = [c_void_p, c_uint32, c_uint32, c_void_p, c_void_p]
-    library.expert_server_set_expert.restype = c_int32
-    library.expert_server_take_doubtful.argtypes = [c_void_p]
-    library.expert_server_take_doubtful.restype = c_int64
-    library.expert_server_run.argtypes = [c_void_p, c_uint64]
-    library.expert_server_run.restype = c_int32
-    library.expert_server_step.argtypes = [c_void_p, c_uint64]
-    library.expert_server_step.restype = c_int32
-    for name, more in (
-        ("free", []),
-        ("stop", []),
-        ("remove_client", [c_uint32]),
-        ("clear_expert", [c_uint32, c_uint32]),
-        ("set_lease", [c_uint64]),
-        ("set_form", [POINTER(ExpertForm)]),
-        ("counters", [POINTER(ServerCounters)]),
-    ):
-        function = getattr(library, f"expert_server_{name}")
-        function.argtypes = [c_void_p, *more]
-        function.restype = None
 
 
 def _apply_isa(library: ctypes.CDLL) -> None:

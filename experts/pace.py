@@ -33,7 +33,7 @@ class Pace(Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Totals:
+class Observation:
     """Of one server since it was attached. in_flight: pairs in flight when each answered chunk was sent, summed.
 
     late: slots that wait for a late reply now. link_slow: what the transport's monitor says of the way there.
@@ -68,7 +68,7 @@ class Track:
     idle: bool = True
     verdict: Pace = Pace.OK
     seen_calls: int = 0
-    judged: Totals = Totals()  # at the end of the last interval that was judged
+    judged: Observation = Observation()  # at the end of the last interval that was judged
     usual: _PerReply | None = None
     learned: int = 0
     suspected: Pace = Pace.OK
@@ -80,7 +80,7 @@ class Track:
         return Pace.IDLE if self.idle else self.verdict
 
 
-def observe(track: Track, totals: Totals) -> Track:
+def observe(track: Track, totals: Observation) -> Track:
     """Judge the interval since the last observation."""
     if totals.calls < track.seen_calls:
         track = Track()  # attached anew
@@ -136,7 +136,7 @@ def _seen(track: Track, usual: _PerReply, now: _PerReply, link_slow: bool) -> Pa
     return Pace.SLOW_EXPERT if service_ns >= away_ns else Pace.SLOW_LINK
 
 
-def observe_all(tracks: Mapping[str, Track], found: Mapping[str, Totals]) -> dict[str, Track]:
+def observe_all(tracks: Mapping[str, Track], found: Mapping[str, Observation]) -> dict[str, Track]:
     """Observe every server that is attached now, by name; those no longer attached are forgotten."""
     return {name: observe(tracks.get(name, Track()), totals) for name, totals in found.items()}
 

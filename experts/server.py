@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -11,15 +10,17 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import grpc
+import numpy as np
+from numpy.typing import NDArray
 
-from experts import native
-from experts.give import Giver, Refused
-from experts.links import CONNECT_BACK_S, Closer
+from experts.backend import Backend, ClientLink, LinkRefused, ServerCounters
+from experts.cpu import CpuBackend
+from experts.give import Refused, WeightSender
+from experts.links import CONNECT_BACK_S, LinkReaper
 from experts.model import Dtype, ExpertShape
-from experts.paths import DataPath, cpu_path
 from experts.proto import experts_pb2 as pb
 from experts.proto import experts_pb2_grpc as rpc
-from experts.wire import model_hash_of
+from experts.wire import WireShape, model_hash_of
 from p2p import faults
 from p2p.endpoint import Endpoint, P2PError, Peer, Status, Window
 from p2p.window import WindowLayout
@@ -42,7 +43,7 @@ class ServerClosed(RuntimeError):
 class _Attached:
     """One client's memory."""
 
-    index: int
+    place: int
     incarnation: int
     window: Window
     peer: Peer
@@ -60,7 +61,7 @@ class ExpertServer:
         model_hash: str,
         cores: Sequence[int] = (-1,),
         slots: int = MOST_SLOTS,
-        path: DataPath | None = None,
+        backend: Backend | None = None,
     ) -> None:
         """
         Args:
@@ -68,58 +69,33 @@ class ExpertServer:
             model_hash: The checkpoint's fingerprint (hex).
             cores: One for each lane, -1 unpinned.
             slots: Most requests in flight of one client.
-            path: Who carries and computes the rows; that of CPUs unless given.
+            backend: What carries and computes the rows; that of CPUs unless given.
 
         Raises:
-            ValueError: the lanes cannot be started, or a size is out of range.
+            ValueError: the lanes cannot be started, a size is out of range, or it cannot compute such experts.
         """
         self.shape, self.dtype, self.model_hash = shape, dtype, model_hash
         self.cores = tuple(cores)
         self._most_slots = slots
         self._endpoint = endpoint
-        self._path = path or cpu_path()
-        self._library = self._path.library
-        core_array = (ctypes.c_int32 * len(self.cores))(*self.cores)
-        self._handle = self._library.expert_server_new(
-            shape.layers,
-            shape.experts,
-            shape.hidden,
-            shape.intermediate,
-            shape.top_k,
-            dtype,
-            model_hash_of(model_hash),
-            endpoint.incarnation,
-            len(self.cores),
-            core_array,
-            endpoint.page_address or None,
-            self._path.most_slot_bytes,
+        self._backend = backend or CpuBackend()
+        self._rows = self._backend.server(
+            WireShape(shape=shape, dtype=dtype, model_hash=model_hash_of(model_hash)),
+            incarnation=endpoint.incarnation,
+            cores=self.cores,
+            bell_page=endpoint.page_address,
         )
-        if not self._handle:
-            raise ValueError(
-                f"lanes on cores {list(self.cores)} could not start for {shape}. Name cores that may be used."
-            )
-        if not shape.plain:
-            self._set_form(shape)
-        self._closer = Closer(endpoint)
-        self._exporting = (
-            threading.Lock()
-        )  # `close` waits for it: a window is exported while the endpoint is open
-        # Guards the handle, which `close` frees, and the clients. The lease waits for it too: never held while a
+        self._reaper = LinkReaper(endpoint)
+        # `close` waits for it: a window is exported while the endpoint is open.
+        self._exporting = threading.Lock()
+        # Guards what `close` frees, and the clients. The lease waits for it too: never held while a
         # window is made, which takes the network long, or a link is closed.
         self._lock = threading.Lock()
-        self._counters = native.ServerCounters()
+        self._freed = False
+        self._counters = ServerCounters()
         self._clients: dict[str, _Attached] = {}
         self._thread: threading.Thread | None = None
         self.broken = ""  # why nothing is served any more, once that is so
-
-    def _set_form(self, shape: ExpertShape) -> None:
-        if not hasattr(self._library, "expert_server_set_form"):
-            raise ValueError(
-                f"experts of {shape.architecture} have an activation and biases that only CPUs compute; serve them"
-                " with --device cpu."
-            )
-        form = native.ExpertForm.of(shape.activation, shape.biased)
-        self._library.expert_server_set_form(self._handle, form)
 
     @property
     def incarnation(self) -> int:
@@ -131,44 +107,40 @@ class ExpertServer:
         """Names of those attached."""
         return tuple(self._clients)
 
-    def set_expert(self, layer: int, expert: int, gate_up: int, down: int) -> None:
-        """Serve an expert from packed weights at two addresses, mapped until `clear_expert` returns.
+    def set_expert(
+        self, layer: int, expert: int, gate_up: NDArray[np.uint8], down: NDArray[np.uint8]
+    ) -> None:
+        """Serve an expert from packed weights, which stay mapped until `clear_expert` returns.
 
         Raises:
-            ValueError: there is no such expert, or an address is null.
+            ValueError: there is no such expert.
+            WeightsBroken: a device's memory holds something else than was written, or has no room.
             ServerClosed: `close` was called.
         """
         with self._lock:
-            if not self._handle:
+            if self._freed:
                 raise ServerClosed(f"{self._endpoint.name} was closed; nothing can be loaded into it.")
-            code = self._library.expert_server_set_expert(self._handle, layer, expert, gate_up, down)
-        if code != 0:
-            raise ValueError(
-                f"expert {expert} of layer {layer} is outside {self.shape}, or its address is null"
-            )
+            self._rows.set_expert(layer, expert, gate_up, down)
 
     def clear_expert(self, layer: int, expert: int) -> None:
         """Stop serving an expert; on return its weights are no longer read."""
         with self._lock:
-            if self._handle:
-                self._library.expert_server_clear_expert(self._handle, layer, expert)
+            if not self._freed:
+                self._rows.clear_expert(layer, expert)
 
     def doubtful(self) -> tuple[int, int] | None:
         """(layer, expert) of one that gave rows that are not finite since it was last told here; None: none did.
 
-        Kernels that do not look at their rows, those of GPUs and without a compiler, tell of none.
+        Kernels of GPUs do not look at their rows: they tell of none.
         """
         with self._lock:
-            if not self._handle or not hasattr(self._library, "expert_server_take_doubtful"):
-                return None
-            place = self._library.expert_server_take_doubtful(self._handle)
-        return None if place < 0 else divmod(place, self.shape.experts)
+            return None if self._freed else self._rows.take_doubtful()
 
     def set_lease(self, boottime_ns: int) -> None:
         """Answer only before this CLOCK_BOOTTIME instant; 0 fences the server for good."""
         with self._lock:
-            if self._handle:
-                self._library.expert_server_set_lease(self._handle, boottime_ns)
+            if not self._freed:
+                self._rows.set_lease(boottime_ns)
 
     def start(self) -> None:
         """Serve, in a thread of its own."""
@@ -178,10 +150,8 @@ class ExpertServer:
     def _run(self) -> None:
         try:
             name_thread()
-            while not (code := self._library.expert_server_run(self._handle, RUN_NS)):
+            while not self._rows.run(RUN_NS):
                 pass
-            if code < 0:
-                raise MemoryError("no memory is left for a batch of requests; free some, or raise the limit.")
         except Exception as error:
             # A member that renews its lease and answers nobody would never be replaced.
             log.exception("serving_ended name=%s", self._endpoint.name)
@@ -210,7 +180,7 @@ class ExpertServer:
                 )
             with self._exporting:
                 # While this is held the endpoint is open too: it is closed after this server.
-                if not self._handle:
+                if self._freed:
                     raise Refused(grpc.StatusCode.UNAVAILABLE, f"{self._endpoint.name} is ending.")
                 window = self._export(request.name, layout)
                 undo.callback(window.close)
@@ -228,8 +198,8 @@ class ExpertServer:
             request_descriptor=window.descriptor,
             server_incarnation=self.incarnation,
             cores=self.cores,
-            rings_lanes=isinstance(self._library, ctypes.CDLL) and self._endpoint.shares_doorbells,
-            wire_version=self._path.wire_version,
+            rings_lanes=self._backend.rings_lanes and self._endpoint.shares_doorbells,
+            wire_version=self._backend.wire_version,
         )
 
     def _export(self, name: str, layout: WindowLayout) -> Window:
@@ -240,18 +210,16 @@ class ExpertServer:
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 f"{name}: no window of {layout.nbytes} bytes here ({error}); try again.",
             ) from error
-        self._library.p2p_window_init(
-            window.address, window.nbytes, window.incarnation, layout.slots, layout.payload_bytes
-        )
+        self._backend.prepare(window, layout)
         return window
 
     def _admit(self, request: pb.AttachRequest, layout: WindowLayout, window: Window, peer: Peer) -> None:
-        link = native.ClientLink(
+        link = ClientLink(
             rx=window.address,
             rx_bytes=window.nbytes,
             tx=peer.address,
             tx_bytes=peer.nbytes,
-            bell_page=peer.page_address or None,
+            bell_page=peer.page_address,
             client_incarnation=request.incarnation,
             client_lanes=request.lanes,
             # A page that is not the client's own is that of the transport's pump, which waits on one lane.
@@ -261,19 +229,20 @@ class ExpertServer:
         )
         self._drop(request.name)
         faults.link(peer.address, request.name)
-        index = self._library.expert_server_add_client(self._handle, ctypes.byref(link))
-        if index < 0:
+        try:
+            place = self._rows.add_client(link)
+        except LinkRefused as refused:
             raise Refused(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"{request.name}: no place beside {len(self._clients)} clients, or a wrong window layout.",
-            )
+                f"{request.name}: no place beside {len(self._clients)} clients: {refused}",
+            ) from refused
         self._clients[request.name] = _Attached(
-            index=index, incarnation=request.incarnation, window=window, peer=peer
+            place=place, incarnation=request.incarnation, window=window, peer=peer
         )
 
     def _check(self, request: pb.AttachRequest) -> None:
         ours = (self.incarnation, self.model_hash, self.shape.layers, self.shape.experts, self.shape.hidden)
-        ours = (*ours, self.shape.top_k, int(self.dtype), self._path.wire_version)
+        ours = (*ours, self.shape.top_k, int(self.dtype), self._backend.wire_version)
         theirs = (
             request.server_incarnation,
             request.model_hash,
@@ -296,12 +265,12 @@ class ExpertServer:
             )
         if (
             not 1 <= request.slots <= self._most_slots
-            or not 1 <= request.slot_bytes <= self._path.most_slot_bytes
+            or not 1 <= request.slot_bytes <= self._backend.most_slot_bytes
         ):
             raise Refused(
                 grpc.StatusCode.INVALID_ARGUMENT,
                 f"{request.name} asks for {request.slots} slots of {request.slot_bytes} bytes;"
-                f" at most {self._most_slots} of {self._path.most_slot_bytes} are given.",
+                f" at most {self._most_slots} of {self._backend.most_slot_bytes} are given.",
             )
 
     def reap(self) -> None:
@@ -316,43 +285,39 @@ class ExpertServer:
         attached = self._clients.pop(name, None)
         if attached is None:
             return
-        self._library.expert_server_remove_client(self._handle, attached.index)
-        self._closer.give_back(attached.peer, attached.window)
+        self._rows.remove_client(attached.place)
+        self._reaper.give_back(attached.peer, attached.window)
         log.info("client_detached name=%s incarnation=%d", name, attached.incarnation)
 
-    def counters(self) -> dict[str, int]:
-        """What was served so far, by the names in server.h; after `close`, what was served at all."""
+    def counters(self) -> ServerCounters:
+        """What was served so far; after `close`, what was served at all."""
         with self._lock:
-            return self._count()
-
-    def _count(self) -> dict[str, int]:
-        counters = self._counters
-        if self._handle:
-            self._library.expert_server_counters(self._handle, ctypes.byref(counters))
-        return {str(name): int(getattr(counters, str(name))) for name, *_ in counters._fields_}
+            if not self._freed:
+                self._counters = self._rows.counters()
+            return self._counters
 
     def close(self) -> None:
         """Stop serving and free everything but the endpoint. Idempotent."""
-        if not self._handle:
+        if self._freed:
             return
-        self._library.expert_server_stop(self._handle)
+        self._rows.stop()
         if self._thread:
             self._thread.join()
         with self._exporting, self._lock:
             for name in list(self._clients):
                 self._drop(name)
-            self._count()
-            handle, self._handle = self._handle, None
-            self._library.expert_server_free(handle)
-        self._closer.close()
+            self._counters = self._rows.counters()
+            self._freed = True
+            self._rows.close()
+        self._reaper.close()
 
 
 class ExpertsService(rpc.ExpertsServicer):
-    """gRPC shell of one server; `server` and `giver` are None until it is a member, and once it ends."""
+    """gRPC shell of one server; `server` and `sender` are None until it is a member, and once it ends."""
 
     def __init__(self) -> None:
         self.server: ExpertServer | None = None
-        self.giver: Giver | None = None
+        self.sender: WeightSender | None = None
 
     def Attach(self, request: pb.AttachRequest, context: grpc.ServicerContext) -> pb.AttachReply:
         # Once: it becomes None again when the process ends.
@@ -360,13 +325,15 @@ class ExpertsService(rpc.ExpertsServicer):
         return _answer(context, pb.AttachReply, server and (lambda: server.attach(request)))
 
     def Manifest(self, request: pb.ManifestRequest, context: grpc.ServicerContext) -> pb.ManifestReply:
-        giver = self.giver
-        return _answer(context, pb.ManifestReply, giver and (lambda: giver.manifest(request)))
+        sender = self.sender
+        return _answer(context, pb.ManifestReply, sender and (lambda: sender.manifest(request)))
 
     def Give(self, request_iterator: Iterator[pb.GiveRequest], context: grpc.ServicerContext) -> pb.GiveReply:
-        giver = self.giver
+        sender = self.sender
         return _answer(
-            context, pb.GiveReply, giver and (lambda: giver.give(request_iterator, context.time_remaining()))
+            context,
+            pb.GiveReply,
+            sender and (lambda: sender.give(request_iterator, context.time_remaining())),
         )
 
 

@@ -2,12 +2,18 @@
 
 Each package keeps its C++ under `native/`. A file named `*.isa.cpp` is compiled once per instruction set, in a
 namespace of its own, and the best one that the machine has is chosen at run time; so one build serves every host.
+
+Where the machine has no C++ compiler, that of the Python package `ziglang` compiles; the libraries compute the
+same bits.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
+import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -46,10 +52,16 @@ ISA_FLAGS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Library:
-    """One shared object: `package`/_`package`.so, linked against the libraries of lower layers."""
+    """One shared object: `package`/_`package`.so, linked against the libraries of lower layers.
+
+    Attributes:
+        formats: Modules of the package that describe formats: `python -m PACKAGE.NAME` prints what is built as
+            native/build/NAME_format.h.
+    """
 
     package: str
     links: tuple[str, ...] = ()
+    formats: tuple[str, ...] = ()
 
     @property
     def path(self) -> Path:
@@ -58,7 +70,7 @@ class Library:
 
 LIBRARIES = (
     Library(package="p2p"),
-    Library(package="experts", links=("p2p",)),
+    Library(package="experts", links=("p2p",), formats=("wire",)),
     Library(package="eaas", links=("p2p", "experts")),
 )
 
@@ -67,10 +79,39 @@ class BuildFailed(RuntimeError):
     """The compiler is missing or refused a file; the text holds its own words."""
 
 
-def compiler() -> str | None:
-    """The C++ compiler to use: $CXX, else the first of g++, clang++, c++ on the PATH; None where there is none."""
-    named = os.environ.get("CXX")
-    return named or next((found for name in ("g++", "clang++", "c++") if (found := shutil.which(name))), None)
+def compiler() -> list[str]:
+    """The C++ compiler to use: $CXX, else the first of g++, clang++, c++ on the PATH, else ziglang's.
+
+    Raises:
+        BuildFailed: there is none.
+    """
+    if named := shlex.split(os.environ.get("CXX", "")):
+        return named
+    for name in ("g++", "clang++", "c++"):
+        if found := shutil.which(name):
+            return [found]
+    if importlib.util.find_spec("ziglang"):
+        # Named, for by itself it compiles for this very processor, whatever the flags say, and for musl.
+        return [sys.executable, "-m", "ziglang", "c++", "-target", f"{platform.machine()}-linux-{_libc()}"]
+    raise BuildFailed(
+        "No C++ compiler found: no $CXX, no g++, clang++ or c++ on the PATH, no Python package ziglang. The native code"
+        " needs one. Install g++ 12 or later, or run `make setup`, which installs ziglang into .venv."
+    )
+
+
+def run_compiler(arguments: Sequence[str]) -> None:
+    """Run the C++ compiler.
+
+    Raises:
+        BuildFailed: there is none, it cannot be run, or it refused a file.
+    """
+    _run([*compiler(), *arguments])
+
+
+def _libc() -> str:
+    """The C library of this machine, as zig names it: "gnu.2.36"."""
+    name, version = platform.libc_ver()
+    return f"gnu.{version}" if name == "glibc" else "musl"
 
 
 def build(extra: Sequence[str] = (), only: Sequence[str] = ()) -> list[Path]:
@@ -87,21 +128,19 @@ def build(extra: Sequence[str] = (), only: Sequence[str] = ()) -> list[Path]:
         BuildFailed: no compiler, or it refused a file.
     """
     cxx = compiler()
-    if cxx is None:
-        raise BuildFailed(
-            "No C++ compiler found ($CXX, g++, clang++ or c++). Install g++ 12 or later, then run `make setup`."
-        )
     wanted = [library for library in LIBRARIES if not only or library.package in only]
     return [_build_library(cxx, library, tuple(extra)) for library in wanted]
 
 
-def compile_objects(cxx: str, library: Library, extra: Sequence[str], into: Path) -> tuple[list[Path], bool]:
+def compile_objects(
+    cxx: Sequence[str], library: Library, extra: Sequence[str], into: Path
+) -> tuple[list[Path], bool]:
     """Compile a package's sources into the folder `into`: the objects, and whether any had changed.
 
     Raises:
         BuildFailed: the compiler cannot be run, or refused a file.
     """
-    isas = tuple(ISA_FLAGS) if "x86_64" in _run([cxx, "-dumpmachine"]) else ("portable",)
+    isas = tuple(ISA_FLAGS) if platform.machine() == "x86_64" else ("portable",)
     native = ROOT / library.package / "native"
     into.mkdir(parents=True, exist_ok=True)
     headers = [
@@ -109,12 +148,13 @@ def compile_objects(cxx: str, library: Library, extra: Sequence[str], into: Path
         for package in (*library.links, library.package)
         for path in sorted((ROOT / package / "native").glob("*.h"))
     ]
+    headers += [_write_format(library.package, name) for name in library.formats]
     flags = [*COMMON, *extra, "-I", str(ROOT), *(f"-DEAAS_HAVE_{name.upper()}=1" for name in isas)]
     jobs = [
         _Object(
             source=source,
             target=into / f"{source.name}{'.' + isa if isa else ''}.o",
-            command=[cxx, *flags, *_isa_flags(isa), "-c", str(source)],
+            command=[*cxx, *flags, *_isa_flags(isa), "-c", str(source)],
         )
         for source in sorted(native.glob("*.cpp"))
         for isa in (isas if source.name.endswith(".isa.cpp") else ("",))
@@ -124,10 +164,10 @@ def compile_objects(cxx: str, library: Library, extra: Sequence[str], into: Path
     return [job.target for job in jobs], any(fresh)
 
 
-def _build_library(cxx: str, library: Library, extra: tuple[str, ...]) -> Path:
+def _build_library(cxx: Sequence[str], library: Library, extra: tuple[str, ...]) -> Path:
     objects, fresh = compile_objects(cxx, library, extra, ROOT / library.package / "native" / "build")
     # Linked by path, found beside each other by rpath at run time.
-    link = [cxx, "-shared", "-pthread", *extra, *map(str, objects)]
+    link = [*cxx, "-shared", "-pthread", *extra, *map(str, objects)]
     link += [str(ROOT / lower / f"_{lower}.so") for lower in library.links]
     link += [f"-Wl,-rpath,$ORIGIN/../{lower}" for lower in library.links]
     link += [f"-Wl,-soname,_{library.package}.so", "-Wl,-z,defs", "-o"]
@@ -137,6 +177,20 @@ def _build_library(cxx: str, library: Library, extra: tuple[str, ...]) -> Path:
         _run([*link, str(partial)])
         partial.replace(library.path)
     return library.path
+
+
+def _write_format(package: str, name: str) -> Path:
+    """Bring the header of a format up to date with its description."""
+    header = ROOT / package / "native" / "build" / f"{name}_format.h"
+    command = [sys.executable, "-m", f"{package}.{name}"]
+    text = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    if not header.exists() or header.read_text() != text:
+        header.parent.mkdir(parents=True, exist_ok=True)
+        # Renamed over: whoever compiles beside this finds one or the other.
+        partial = header.with_suffix(f".{os.getpid()}.partial")
+        partial.write_text(text)
+        partial.replace(header)
+    return header
 
 
 def _isa_flags(isa: str) -> list[str]:
@@ -164,9 +218,11 @@ class _Object:
         return True
 
 
-def _run(command: list[str]) -> str:
+def _run(command: list[str]) -> None:
+    # ziglang builds its C++ library at first use, and keeps it here rather than in the home of whoever builds.
+    environment = {"ZIG_GLOBAL_CACHE_DIR": str(ROOT / "build" / "zig"), **os.environ}
     try:
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
     except OSError as error:
         raise BuildFailed(
             f"The C++ compiler {command[0]} cannot be run: {error}. Name another in CXX, or unset it."
@@ -175,7 +231,6 @@ def _run(command: list[str]) -> str:
         raise BuildFailed(f"{' '.join(command)}\nended with {done.returncode}:\n{done.stderr[-4000:]}")
     if done.stderr:
         print(done.stderr, file=sys.stderr)
-    return done.stdout
 
 
 if __name__ == "__main__":

@@ -27,12 +27,11 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Final
 
-from p2p.endpoint import DescriptorInvalid
+from p2p.endpoint import NAME_LIMIT, DescriptorInvalid
 
 TOKEN_BYTES: Final = 32
 ADDRESS_LIMIT: Final = 107
 NIXL_ADDRESS_LIMIT: Final = 16384
-NAME_LIMIT: Final = 255
 WINDOW_LIMIT_BYTES: Final = 1 << 40
 
 _MAGIC: Final = b"P2PD"

@@ -13,6 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 CONNECT_S: Final = 5.0
+NAME_LIMIT: Final = 255
+LANES_LIMIT: Final = 63  # native/doorbell.h
 
 
 class P2PError(Exception):
@@ -33,6 +35,20 @@ class ConnectRefused(P2PError):
 
 class PeerGone(P2PError):
     """The other side ended or disconnected; nothing more will come from it."""
+
+
+def check_endpoint(name: str, incarnation: int, lanes: int) -> None:
+    """Refuse what no endpoint can be made of.
+
+    Raises:
+        ValueError: the name, the incarnation or the number of doorbells is out of bounds.
+    """
+    if not 1 <= len(name.encode()) <= NAME_LIMIT or not 0 <= incarnation < 1 << 64:
+        raise ValueError(
+            f"name {name!r}, incarnation {incarnation}: 1 to {NAME_LIMIT} bytes and a u64 needed."
+        )
+    if not 1 <= lanes <= LANES_LIMIT:
+        raise ValueError(f"{lanes} lanes asked for; a doorbell page has room for 1 to {LANES_LIMIT}.")
 
 
 class Status(Enum):

@@ -61,18 +61,12 @@ class _Order(ctypes.Structure):
 
 
 _library: ctypes.CDLL | None = None
-_allowed = False
 
 
-def allow() -> bool:
-    """Let this process be told to hurt itself, from now on. Returns whether native code is there to arm."""
-    global _allowed, _library
-    _allowed = True
-    try:
-        _library = native.load()
-    except native.NativeMissing:
-        return False
-    return True
+def allow() -> None:
+    """Let this process be told to hurt itself, from now on."""
+    global _library
+    _library = native.load()
 
 
 def point(name: str) -> None:
@@ -120,7 +114,7 @@ def arm(
         waker: Of a freeze: written to just before.
 
     Raises:
-        NotAllowed: `allow` was not called, or there is no native code.
+        NotAllowed: `allow` was not called.
         NoSuchPlace: no such point.
         MemoryError: there is none for the fault.
     """
@@ -141,16 +135,13 @@ def disarm(number: int) -> None:
 
 def _armory() -> ctypes.CDLL:
     if _library is None:
-        raise NotAllowed(
-            "this process was not started with --allow-chaos, or has no native code; `make setup`."
-        )
+        raise NotAllowed("this process was not started with --allow-chaos.")
     return _library
 
 
 def kill() -> None:
     """End this process as a crash would."""
-    if not _allowed:
-        raise NotAllowed("this process was not started with --allow-chaos.")
+    _armory()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -162,8 +153,7 @@ class Waker:
 
     def __init__(self, for_s: float) -> None:
         """Raises NotAllowed, or OSError where no process can be started: then nothing may be frozen."""
-        if not _allowed:
-            raise NotAllowed("this process was not started with --allow-chaos.")
+        _armory()
         script = str(Path(thaw.__file__))
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", script, str(os.getpid()), str(for_s)],

@@ -24,22 +24,15 @@ from typing import Any, ClassVar, Final, Generic, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from p2p import doorbell, native
-from p2p.descriptor import NAME_LIMIT, WINDOW_LIMIT_BYTES, Descriptor, Transport, decode
-from p2p.endpoint import CONNECT_S, DescriptorInvalid, EndpointClosed, PeerGone, Status
+from p2p import native
+from p2p.descriptor import WINDOW_LIMIT_BYTES, Descriptor, Transport, decode
+from p2p.endpoint import CONNECT_S, DescriptorInvalid, EndpointClosed, PeerGone, Status, check_endpoint
 from p2p.frame import check_words
 from p2p.shm_link import Acceptor, Hello, Verdict, answer, create_memory, link_status, new_token
 
 # 32 windows of 2 MiB: a peer that leaves that much behind and lives on is broken.
 RETIRED_LIMIT_BYTES: Final = 64 << 20
 SOCKET_PREFIX: Final = b"\0p2p-"
-
-
-def _load_native() -> ctypes.CDLL | None:
-    try:
-        return native.load()
-    except native.NativeMissing:
-        return None
 
 
 def address_of(memory: mmap.mmap) -> int:
@@ -180,15 +173,11 @@ class LocalEndpoint(ABC, Generic[W, P]):
     def __init__(
         self, name: str, incarnation: int, lanes: int = 1, *, retired_limit_bytes: int = RETIRED_LIMIT_BYTES
     ) -> None:
-        if not 1 <= len(name.encode()) <= NAME_LIMIT or not 0 <= incarnation < 1 << 64:
-            raise ValueError(
-                f"name {name!r}, incarnation {incarnation}: 1 to {NAME_LIMIT} bytes and a u64 needed."
-            )
-        header = doorbell.page_header(incarnation, lanes)
+        check_endpoint(name, incarnation, lanes)
         self.name = name
         self.incarnation = incarnation
         self.lanes = lanes
-        self.library = _load_native()
+        self.library = native.load()
         self._retired_limit_bytes = retired_limit_bytes
         self._lock = threading.RLock()
         self._closed = False
@@ -198,8 +187,8 @@ class LocalEndpoint(ABC, Generic[W, P]):
         self._socket_name = SOCKET_PREFIX + secrets.token_hex(16).encode()
         self._page_fd = create_memory("p2p-page", mmap.PAGESIZE)
         self._page = mmap.mmap(self._page_fd, mmap.PAGESIZE)
-        self._page[: len(header)] = header
         self._page_address = address_of(self._page)
+        self.library.p2p_bell_init(self._page_address, incarnation, lanes)
         self._acceptor = Acceptor(self._socket_name, self._admit)
 
     def __enter__(self) -> Self:

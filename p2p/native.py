@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from ctypes import POINTER, c_char_p, c_int, c_int32, c_uint32, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+from p2p.endpoint import P2PError
 
 LIBRARY = Path(__file__).resolve().parent / "_p2p.so"
 
@@ -14,8 +18,38 @@ P2P_E_MEMORY = -40  # api.h
 LANE_FUNCTION = ctypes.CFUNCTYPE(None, c_void_p, c_uint32)
 
 
-class NativeMissing(RuntimeError):
+class NativeMissing(P2PError):
     """The native library is not there; the text says how to build it."""
+
+
+def open_library(
+    path: Path, functions: Mapping[str, tuple[Any, tuple[Any, ...]]], *, keep_errno: bool = False
+) -> ctypes.CDLL:
+    """Load a library that `p2p.build` makes and declare its functions; calls release the GIL.
+
+    Args:
+        functions: By name, the type of what each returns and those of its arguments.
+        keep_errno: Keep errno for ctypes.get_errno.
+
+    Raises:
+        NativeMissing: it has not been built, does not load, or is older than what is declared.
+    """
+    if not path.exists():
+        raise NativeMissing(f"{path} is missing. Run `make setup`, or `python -m p2p.build`.")
+    try:
+        library = ctypes.CDLL(str(path), use_errno=keep_errno)
+    except OSError as error:
+        raise NativeMissing(f"{path} does not load: {error}. Run `python -m p2p.build`.") from error
+    try:
+        for name, (result, arguments) in functions.items():
+            function = getattr(library, name)
+            function.restype = result
+            function.argtypes = arguments
+    except AttributeError as error:
+        raise NativeMissing(
+            f"{path} is older than this release: {error}. Run `python -m p2p.build`."
+        ) from error
+    return library
 
 
 _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
@@ -69,14 +103,4 @@ def load() -> ctypes.CDLL:
     Raises:
         NativeMissing: it has not been built, does not load, or is older than this file.
     """
-    if not LIBRARY.exists():
-        raise NativeMissing(f"{LIBRARY} is missing. Run `make setup`, or `python -m p2p.build`.")
-    try:
-        library = ctypes.CDLL(str(LIBRARY), use_errno=True)
-        for name, (result, arguments) in _FUNCTIONS.items():
-            function = getattr(library, name)
-            function.restype = result
-            function.argtypes = arguments
-    except (OSError, AttributeError) as error:
-        raise NativeMissing(f"{LIBRARY} does not load: {error}. Run `python -m p2p.build`.") from error
-    return library
+    return open_library(LIBRARY, _FUNCTIONS, keep_errno=True)

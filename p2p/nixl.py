@@ -23,10 +23,10 @@ from typing import ClassVar, Final, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from p2p import doorbell, nixl_native
+from p2p import nixl_native
 from p2p.cuda_device import Device
 from p2p.cuda_driver import CudaDriver
-from p2p.descriptor import NAME_LIMIT, WINDOW_LIMIT_BYTES, Descriptor, Transport, decode
+from p2p.descriptor import WINDOW_LIMIT_BYTES, Descriptor, Transport, decode
 from p2p.endpoint import (
     CONNECT_S,
     ConnectRefused,
@@ -35,6 +35,7 @@ from p2p.endpoint import (
     P2PError,
     PeerGone,
     Status,
+    check_endpoint,
 )
 from p2p.frame import check_words
 from p2p.monitor import ChannelState, Monitor
@@ -196,11 +197,7 @@ class NixlEndpoint:
         device: int | None = None,
         driver: CudaDriver | None = None,
     ) -> None:
-        if not 1 <= len(name.encode()) <= NAME_LIMIT or not 0 <= incarnation < 1 << 64:
-            raise ValueError(
-                f"name {name!r}, incarnation {incarnation}: 1 to {NAME_LIMIT} bytes and a u64 needed."
-            )
-        header = doorbell.page_header(incarnation, lanes)
+        check_endpoint(name, incarnation, lanes)
         nixl_native.check_rails(rails)
         self.name = name
         self.incarnation = incarnation
@@ -209,7 +206,7 @@ class NixlEndpoint:
         self.library = nixl_native.load()
         self._links: list[NixlWindow | NixlPeer] = []
         self._page = HostMemory(mmap.PAGESIZE)
-        self._page.array[: len(header)] = np.frombuffer(header, dtype=np.uint8)
+        self.library.p2p_bell_init(self._page.address, incarnation, lanes)
         if device is not None:
             nixl_native.check_transports(os.environ.get("UCX_TLS"), nixl_native.UNFENCED_GPU)
         self.device = None if device is None else Device(driver or CudaDriver.load(), device)

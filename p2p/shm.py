@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import socket
-import struct
 from functools import partial
 from typing import ClassVar
 
@@ -13,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from p2p.descriptor import Descriptor, Transport
-from p2p.frame import check_words, load_signals
+from p2p.frame import check_words
 from p2p.local import LocalEndpoint, LocalPeer, LocalWindow, address_of
 from p2p.shm_link import call, create_memory, map_memory
 
@@ -54,8 +53,6 @@ class ShmWindow(LocalWindow):
             ValueError: a word would lie outside the window or off 8 bytes.
         """
         self._require_open()
-        if self._library is None:
-            return load_signals(self._memory, offset, count, stride_bytes)
         check_words(self.nbytes, offset, count, stride_bytes)
         words = (ctypes.c_uint64 * count)()
         self._library.p2p_signals_load(self._address + offset, stride_bytes, count, words)
@@ -110,8 +107,4 @@ class ShmEndpoint(LocalEndpoint[ShmWindow, ShmPeer]):
         peer._window[offset : offset + len(data)] = data.data
 
     def _store_signal(self, peer: ShmPeer, offset: int, value: int) -> None:
-        if self.library is None:
-            # One aligned store. Where stores may be reordered the reader's checksum catches it.
-            struct.pack_into("@Q", peer._window, offset, value)
-        else:
-            self.library.p2p_signal_store(peer.address + offset, value)
+        self.library.p2p_signal_store(peer.address + offset, value)

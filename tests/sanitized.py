@@ -18,7 +18,7 @@ COPY = ROOT / "build" / "sanitized"
 COPIED = ("p2p", "experts", "router", "eaas", "tests", "benchmarks", "pyproject.toml")
 TESTS = (
     *(f"tests/p2p/test_{name}.py" for name in ("doorbell", "frame", "lanes", "shm", "sim", "window")),
-    *(f"tests/experts/test_{name}.py" for name in ("fallback", "int8", "kernels", "pack", "server", "steps")),
+    *(f"tests/experts/test_{name}.py" for name in ("int8", "kernels", "pack", "server", "steps")),
     *(f"tests/eaas/test_{name}.py" for name in ("decoder", "sampler")),
     "tests/fuzz",
 )
@@ -43,10 +43,6 @@ def copy() -> None:
 
 def main() -> int:
     """The exit status: of the first part that failed, or 0."""
-    cxx = compiler()
-    if cxx is None:
-        print("needs a C++ compiler, found none: native code was not checked")
-        return 1
     COPY.mkdir(parents=True, exist_ok=True)
     copy()
     environment = {**os.environ, "PYTHONPATH": str(COPY)}
@@ -57,7 +53,9 @@ def main() -> int:
     )
     if built.returncode:
         return built.returncode
-    runtime = subprocess.run([cxx, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
+    runtime = subprocess.run(
+        [*compiler(), "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
+    )
     # Python is no sanitized program: its runtime comes first by force, and what it never frees is no leak.
     # PYTHONMALLOC: so that bytes and arrays of Python, too, have guarded ends.
     preloaded = {

@@ -50,7 +50,7 @@ class Section:
 # Most of what tests take on a GPU is compiling, of which a process does one at a time.
 SIDE_BY_SIDE = ("-n", "8") if importlib.util.find_spec("xdist") else ()
 # Processes that wait for each other and take turns on one GPU: nobody else is to have turns meanwhile.
-ALONE = ("tests/gpu/test_library.py", "tests/gpu/test_serve.py")
+ALONE = ("tests/gpu/test_pool.py", "tests/gpu/test_serve.py")
 PYTEST = ("pytest", "-q", "-p", "no:cacheprovider")
 
 # Most valuable first: a run that is cut short keeps what it has.

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.local_experts import LocalExperts
 from benchmarks.gpu.timing import copy_rate
 from eaas.engine.decoder import StepPlan
 from eaas.engine.reference import ReferenceDecoder
@@ -32,7 +33,6 @@ from eaas.model.make_model import make_model
 from eaas.model.spec import ModelSpec
 from eaas.native import SAMPLE_ROW
 from experts.checkpoint import Checkpoint
-from experts.gpu.local import LocalExperts
 from experts.gpu.weights import ExpertWeights
 from experts.model import ExpertShape
 

@@ -19,12 +19,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu.local_experts import LocalExperts
 from benchmarks.gpu.timing import seconds
-from experts.gpu.client import DeviceClient, Link
+from experts.gpu.client import GpuClient, Link
 from experts.gpu.layout import ExchangeShape, RowsBack, RowsOut
-from experts.gpu.local import LocalExperts
-from experts.gpu.server import PASSES, Batch, Compute, DeviceServer
-from experts.gpu.server_end import GroupedExperts
+from experts.gpu.server import PASSES, Batch, Compute, GpuServer, GroupedExperts
 from experts.gpu.weights import ExpertWeights
 
 CLIENT, SERVER = 0xC11E47, 0x5E47E2
@@ -86,17 +85,17 @@ class Loopback:
     Args:
         shape: Of the exchange.
         computes: The experts of each server.
-        device: A GPU, or "cpu" in the interpreter, where `DeviceServer.enqueue_pass` runs a pass.
+        device: A GPU, or "cpu" in the interpreter, where `GpuServer.enqueue_pass` runs a pass.
     """
 
     def __init__(self, shape: ExchangeShape, computes: list[Compute], device: str = "cuda") -> None:
         self.shape, self.device, count = shape, device, len(computes)
-        self.client = DeviceClient(
+        self.client = GpuClient(
             shape, servers=count, replicas=count, tokens=shape.capacity, incarnation=CLIENT, device=device,
             patience_s=PATIENCE_S,
         )  # fmt: skip
         self.servers = [
-            DeviceServer(shape, clients=1, compute=compute, incarnation=SERVER + place, device=device)
+            GpuServer(shape, clients=1, compute=compute, incarnation=SERVER + place, device=device)
             for place, compute in enumerate(computes)
         ]
         self.requests = [self._window(shape.request_window.nbytes) for _ in computes]
@@ -115,7 +114,7 @@ class Loopback:
             )
             self.client.link(place, Link(request=request, reply=reply, incarnation=SERVER + place))
         places = torch.arange(len(self.servers), dtype=torch.int32)
-        self.client.publish(places.expand(self.shape.layers, self.shape.experts, -1).contiguous())
+        self.client.write_tables(places.expand(self.shape.layers, self.shape.experts, -1).contiguous())
 
 
 class Call:
@@ -130,7 +129,7 @@ class Call:
         self.out = torch.full((tokens, shape.hidden), float("nan"), device=device)
 
     def arguments(self) -> tuple[torch.Tensor, ...]:
-        """In the order of `DeviceClient.enqueue`, without the layer."""
+        """In the order of `GpuClient.enqueue`, without the layer."""
         return self.rows, self.ids, self.weights, self.n_rows, self.out
 
 
@@ -197,7 +196,9 @@ class Steps:
 
     def __init__(self, world: Loopback, calls: list[Call]) -> None:
         self.world, self.calls = world, calls
-        self.stream = torch.cuda.Stream()
+        if world.client.stream is None:
+            raise ValueError("steps are captured on a GPU, and the client is one of the interpreter.")
+        self.stream = world.client.stream
         # What the world and the calls are made of may still be on its way, on another stream.
         torch.cuda.synchronize()
         with torch.cuda.stream(self.stream):
@@ -280,7 +281,7 @@ def serve(world: Loopback) -> None:
 def stop(world: Loopback) -> None:
     """End all servers."""
     for server in world.servers:
-        server.stop()
+        server.end_passes()
     torch.cuda.synchronize()
 
 
@@ -354,12 +355,12 @@ def stopped_server(report: Report) -> None:
     calm_s = steps.replay()
     timer = threading.Timer(0.02, world.servers[0].pause, (True,))
     timer.start()
-    worst_s, mended, same, end_s = 0.0, 0, True, time.monotonic() + 2.0
+    worst_s, redispatched, same, end_s = 0.0, 0, True, time.monotonic() + 2.0
     replays = 0
-    while time.monotonic() < end_s and (mended == 0 or replays < 50):
+    while time.monotonic() < end_s and (redispatched == 0 or replays < 50):
         worst_s = max(worst_s, steps.replay())
         said = world.client.report()
-        mended += said.mended
+        redispatched += said.redispatched
         same &= said.usable and all(
             torch.equal(call.out, one) for call, one in zip(steps.calls, wanted, strict=True)
         )
@@ -377,9 +378,9 @@ def stopped_server(report: Report) -> None:
             "calm_ms": round(1e3 * calm_s, 2),
             "worst_ms": round(1e3 * worst_s, 2),
             "patience_ms": 1e3 * PATIENCE_S,
-            "pairs_mended": mended,
+            "pairs_mended": redispatched,
             "slots_back": back,
-            "holds": same and mended > 0 and back and worst_s < calm_s + 3 * PATIENCE_S,
+            "holds": same and redispatched > 0 and back and worst_s < calm_s + 3 * PATIENCE_S,
         }
     )
     stop(world)
@@ -392,7 +393,7 @@ def processes(report: Report) -> None:
     from p2p.device_memory import DeviceMemory
 
     shape, device = TWO, Device(CudaDriver.load(), 0)
-    client = DeviceClient(
+    client = GpuClient(
         shape, servers=2, replicas=2, tokens=shape.capacity, incarnation=CLIENT, device="cuda", patience_s=4.0
     )
     call = Call(shape, 32)
@@ -415,7 +416,7 @@ def processes(report: Report) -> None:
         memories += [there, back]
     try:
         ready = all(child.stdout and child.stdout.readline() == "serving\n" for child in children)
-        client.publish(
+        client.write_tables(
             torch.arange(2, dtype=torch.int32).expand(shape.layers, shape.experts, -1).contiguous()
         )
         times, same = [], ready

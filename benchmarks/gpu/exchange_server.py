@@ -10,8 +10,7 @@ import sys
 import torch
 
 from benchmarks.gpu.exchange import CLIENT, SERVER, TWO, TWO_INTERMEDIATE, random_experts
-from experts.gpu.server import DeviceServer
-from experts.gpu.server_end import GroupedExperts
+from experts.gpu.server import GpuServer, GroupedExperts
 from p2p.cuda_device import Device
 from p2p.cuda_driver import CudaDriver
 from p2p.device_memory import DeviceMemory
@@ -24,14 +23,14 @@ def main() -> None:
     reply = DeviceMemory.receive(device, reply_fd, reply_bytes)
     shape = TWO
     experts = GroupedExperts(random_experts(shape, TWO_INTERMEDIATE, 3), shape.pairs, torch.device("cuda"))
-    server = DeviceServer(shape, clients=1, compute=experts, incarnation=SERVER + place, device="cuda")
+    server = GpuServer(shape, clients=1, compute=experts, incarnation=SERVER + place, device="cuda")
     server.attach(0, request=request.address, reply=reply.address, incarnation=CLIENT)
     for expert in range(shape.experts):
         server.hold(0, expert, expert)
     server.serve()
     print("serving", flush=True)
     sys.stdin.read()
-    server.stop()
+    server.end_passes()
     for memory in (request, reply):
         memory.close()
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu.local_experts import LocalExperts
 from benchmarks.gpu.timing import copy_rate, matrix_rate, seconds
 from experts.gpu.ffn import ffn_reference, gate_up, grouped_ffn
 from experts.gpu.ffn_fp8 import grouped_ffn_fp8, quantise_rows
 from experts.gpu.group import TILES, Groups, group, tile_for
-from experts.gpu.local import LocalExperts
 from experts.gpu.weights import FP8_TILE, ExpertWeights, Fp8ExpertWeights
 
 DEVICE = "cuda"

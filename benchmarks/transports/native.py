@@ -5,16 +5,15 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import subprocess
 from collections.abc import Sequence
 from ctypes import c_uint64, c_void_p
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.transports.side import SILENCE_S, SLOTS, Load, Missing, Silent
+from benchmarks.transports.side import SILENCE_S, SLOTS, Load, Silent
 from p2p import ShmEndpoint, WindowLayout, native
-from p2p.build import ROOT, BuildFailed, compiler
+from p2p.build import ROOT, run_compiler
 
 COPIES = ("copy_out", "put", "put_sealed", "copy_in", "open", "checksum")
 _SILENT = -100
@@ -24,17 +23,11 @@ def build(folder: Path) -> Path:
     """Compile loops.cpp against the p2p library into a folder.
 
     Raises:
-        Missing: no compiler, or no native library.
-        BuildFailed: the compiler refused.
+        BuildFailed: no compiler, or it refused.
     """
-    cxx, path, source = compiler(), folder / "loops.so", Path(__file__).with_name("loops.cpp")
-    if cxx is None or not native.LIBRARY.exists():
-        raise Missing("needs a C++ compiler and the native library. Run `make setup` where g++ is installed.")
-    command = [cxx, "-std=c++20", "-O3", "-shared", "-fPIC", "-Wall", "-Wextra", "-I", str(ROOT), str(source)]
-    command += [str(native.LIBRARY), f"-Wl,-rpath,{native.LIBRARY.parent}", "-o", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise BuildFailed(f"{source} does not compile:\n{done.stderr[-4000:]}")
+    path, source = folder / "loops.so", Path(__file__).with_name("loops.cpp")
+    flags = ["-std=c++20", "-O3", "-shared", "-fPIC", "-Wall", "-Wextra", "-I", str(ROOT), str(source)]
+    run_compiler([*flags, str(native.LIBRARY), f"-Wl,-rpath,{native.LIBRARY.parent}", "-o", str(path)])
     return path
 
 

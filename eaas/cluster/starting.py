@@ -13,8 +13,9 @@ from experts.checkpoint import Checkpoint, CheckpointInvalid
 from experts.model import ConfigInvalid, Dtype, ExpertShape
 from experts.native import IsaUnavailable
 from experts.pack import PackedExperts, PackUnavailable
+from p2p.native import NativeMissing
 
-PACK_ERRORS = (CheckpointInvalid, ConfigInvalid, IsaUnavailable, PackUnavailable)
+PACK_ERRORS = (CheckpointInvalid, ConfigInvalid, IsaUnavailable, NativeMissing, PackUnavailable)
 
 
 def pack_experts(model: Path, dtype: str) -> ExpertShape:

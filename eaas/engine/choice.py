@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from eaas import native
-from eaas.engine import fallback_sampler
 from eaas.engine.bad_words import BadWords
 from eaas.engine.request import Request
 from eaas.engine.sampler import bits_of
@@ -96,7 +95,7 @@ class Chooser:
 
     def __init__(self, *, vocab: int, slots: int) -> None:
         self._vocab = vocab
-        self._sample = fallback_sampler.load().sampler_sample
+        self._sample = native.load().sampler_sample
         self._rows = np.zeros(slots, dtype=SAMPLE_ROW)
         # Gathered as words: numpy copies structures field by field, ten times slower.
         self._words = self._rows.view(np.uint64).reshape(slots, -1)

@@ -1,7 +1,5 @@
 """The model, defined: a plain torch decoder, all experts local, no cache. Slow, short, the oracle of tests.
 
-Its equations also serve where there is no native code (`eaas.engine.fallback`).
-
 For tokens [n]: embedding; per layer RMS norm, attention (QK norm, clip, rope, causal or sliding, grouped
 heads), residual, RMS norm, dense MLP or gated experts with shared ones, residual; final norm; head.
 """

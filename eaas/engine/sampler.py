@@ -1,4 +1,4 @@
-"""From logits to tokens, in native code where there is some: deterministic, and independent of the batch around a row.
+"""From logits to tokens, in native code: deterministic, and independent of the batch around a row.
 
 Order, as vLLM has it: log-probabilities from the untouched logits; tokens that are not allowed, biases; repetition,
 then frequency and presence penalties; forbidden tokens; temperature; min-p; top-k; top-p; one draw by Philox4x32-10
@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from eaas import native
-from eaas.engine import fallback_sampler
 from eaas.native import SAMPLE_ROW
 
 
@@ -134,7 +133,7 @@ class Sampler:
 
     def __init__(self, vocab: int) -> None:
         self.vocab = vocab
-        self._library = fallback_sampler.load()
+        self._library = native.load()
 
     def sample(self, logits: np.ndarray, rows: Sequence[SamplingRow]) -> list[Sampled]:
         """Choose one token for each row.
@@ -189,7 +188,7 @@ class Sampler:
 def philox(counter: Sequence[int], key: Sequence[int]) -> list[int]:
     """One block of Philox4x32-10: four 32-bit words from a counter of four and a key of two."""
     words = np.array(counter, dtype=np.uint32), np.array(key, dtype=np.uint32), np.empty(4, dtype=np.uint32)
-    fallback_sampler.load().sampler_philox(*(array.ctypes.data for array in words))
+    native.load().sampler_philox(*(array.ctypes.data for array in words))
     return words[2].tolist()
 
 

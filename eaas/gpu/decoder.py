@@ -37,14 +37,15 @@ from eaas.engine.decoder import (
 )
 from eaas.gpu import norm_rope, sampling
 from eaas.gpu.attention import QUERIES, Sums, attention
-from eaas.gpu.experts import DeviceExperts, RemoteExperts, Report
+from eaas.gpu.experts import DeviceExperts
 from eaas.gpu.gate import gate, parts_of
 from eaas.gpu.inputs import Part, Step, StepInputs
 from eaas.gpu.linear import linear
 from eaas.gpu.streams import Streams
 from eaas.gpu.weights import DeviceWeights, LayerWeights, Mlp, source_of
 from eaas.model.spec import ModelSpec
-from experts.gpu.numerics import numerics_class
+from experts.gpu.client import StepReport
+from experts.gpu.tiles import numerics_class
 from experts.model import Dtype
 from p2p.device import INTERPRET
 
@@ -106,7 +107,7 @@ class GpuDecoder:
         Args:
             spec: The model.
             weights: By role (`eaas.model.loader.load_weights`), or on the device already.
-            experts: Who computes routed experts, perhaps RemoteExperts too; must outlive the decoder.
+            experts: Who computes routed experts; must outlive the decoder.
             kv_blocks: Blocks of the cache.
             block_tokens: Positions per block, a multiple of 16.
             max_rows: Most rows of one step.
@@ -132,9 +133,8 @@ class GpuDecoder:
             kv_blocks=kv_blocks,
         )
         self._experts, self.double_batching = experts, double_batching
-        self._remote = experts if isinstance(experts, RemoteExperts) else None
         self._most = triton.next_power_of_2(max_rows)
-        self._streams = Streams(self.device, None if self._remote is None else self._remote.stream)
+        self._streams = Streams(self.device, experts.stream)
         with self._streams.main():
             if isinstance(weights, DeviceWeights):
                 self._weights = weights
@@ -321,7 +321,7 @@ class GpuDecoder:
             end_s = time.monotonic() + deadline_s
             for left in range(DAMAGED_STEPS, -1, -1):
                 report = self._once(size, max(0.0, end_s - time.monotonic()))
-                if report is None or not (report.lost or report.corrupt):
+                if report.usable:
                     return arrays
                 if report.lost or not left:
                     break
@@ -333,15 +333,14 @@ class GpuDecoder:
             lost if known else None,
         )
 
-    def _once(self, size: _Size, deadline_s: float) -> Report | None:
-        if self._remote is not None:
-            self._remote.begin(deadline_s)
+    def _once(self, size: _Size, deadline_s: float) -> StepReport:
+        self._experts.begin(deadline_s)
         if size.graph is not None:
             size.graph.replay()
         else:
             self._launch(size)
         self._streams.wait()
-        return None if self._remote is None else self._remote.end()
+        return self._experts.end()
 
     def _size(self, rows: int) -> _Size:
         """Steps of that many rows, captured."""
@@ -364,9 +363,8 @@ class GpuDecoder:
         with self._streams.main():
             # Whatever compiles or loads on its first launch must do so outside of a capture.
             self._inputs.clear()
-            if self._remote is not None:
-                # Of the capture too: what other threads wrote about servers meanwhile would become part of the graph.
-                self._remote.begin(WARM_UP_S)
+            # Of the capture too: what other threads wrote about servers meanwhile would become part of the graph.
+            self._experts.begin(WARM_UP_S)
             try:
                 self._launch(size)
                 self._streams.wait()
@@ -374,8 +372,7 @@ class GpuDecoder:
                 with torch.cuda.graph(graph, stream=self._streams.stream, capture_error_mode="thread_local"):
                     self._launch(size)
             finally:
-                if self._remote is not None:
-                    self._remote.end()
+                self._experts.end()
             size.graph = graph
 
     def _launch(self, size: _Size) -> None:

@@ -1,16 +1,27 @@
-"""Who computes routed experts, as a decoder on a GPU asks them: in this process, or servers that may be lost."""
+"""Who computes routed experts, as a decoder on a GPU asks them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from experts.gpu.client import StepReport
+
 
 class DeviceExperts(Protocol):
-    """Who computes routed experts: `experts.gpu.local.LocalExperts`, or a client of expert servers."""
+    """Expert servers, through an `experts.gpu.client.GpuClient`; tests and benchmarks bring experts of their own.
+
+    Attributes:
+        stream: Where steps are to be launched, and what they read is written in their order; None: anywhere.
+    """
+
+    stream: torch.cuda.Stream | None
+
+    def begin(self, deadline_s: float) -> None:
+        """A step is about to be launched, whose calls end by then."""
+        ...
 
     def enqueue(
         self, layer: int, rows: Tensor, ids: Tensor, weights: Tensor, n_rows: Tensor, out: Tensor
@@ -26,35 +37,6 @@ class DeviceExperts(Protocol):
         """
         ...
 
-
-class Report(Protocol):
-    """What became of a step's expert calls (`experts.gpu.client.StepReport`).
-
-    Attributes:
-        lost: Rows with an expert that nobody answered for in time.
-        corrupt: Rows with an answer that was damaged.
-    """
-
-    @property
-    def lost(self) -> Sequence[int]: ...
-    @property
-    def corrupt(self) -> Sequence[int]: ...
-
-
-@runtime_checkable
-class RemoteExperts(Protocol):
-    """Experts that may be lost: `experts.gpu.client_end.ClientEnd`.
-
-    Attributes:
-        stream: Where steps are to be launched, and what they read is written in their order; None without a GPU.
-    """
-
-    stream: torch.cuda.Stream | None
-
-    def begin(self, deadline_s: float) -> None:
-        """A step is about to be launched, whose calls end by then."""
-        ...
-
-    def end(self) -> Report:
+    def end(self) -> StepReport:
         """The step has run: what became of its calls."""
         ...

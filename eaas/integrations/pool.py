@@ -278,7 +278,7 @@ class _Session:
         try:
             self._router.leave(timeout_s=LEAVE_S)
         except RouterUnavailable as error:
-            log.info("left_without_word reason=%s", error)
+            log.info("leave_failed reason=%s", error)
 
     def _load(self) -> dict[str, float]:
         """What goes with each renewal: calls that run, the pace of servers, and about once a second what was sent to
@@ -290,7 +290,7 @@ class _Session:
             rows, activated = self.client.take_routed()
             if rows.any():
                 self._router.routed(rows, activated)
-        found = {report.name: report.totals for report in self.client.stats()}
+        found = self.client.observations()
         self._tracks = observe_all(self._tracks, found)
         return {"running": float(self._running), **load_entries(self._tracks)}
 

@@ -30,8 +30,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from eaas.cluster.scale import RouterUnknown, router_address
 from eaas.cluster.status import GatewayUnreachable
 from eaas.integrations.pool import START_S, ConnectFailed, ExpertPool
+from experts.backend import ExpertsLost
 from experts.checkpoint import Checkpoint, CheckpointInvalid
-from experts.client import ExpertsLost
 from experts.model import ConfigInvalid, Dtype, ExpertShape
 
 __all__ = ["ConnectFailed", "ExpertPool", "ExpertsLost", "NotConnected", "connect", "load"]

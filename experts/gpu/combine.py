@@ -19,24 +19,10 @@ import triton
 import triton.language as tl
 
 from experts.gpu.dispatch import check_rows
-from experts.gpu.layout import PAYLOAD, WIRE_BYTES, AskedWord, ClientWord, Mark, ReportWord, RowsBack, Verdict
 from experts.gpu.tables import ClientTables
+from experts.gpu.words import ASKED, BACK, CLIENT, MARK, REPORT, SLOT, VERDICT
 from p2p.device import folded, row_stamp
 
-_OWN = tl.constexpr(int(ClientWord.INCARNATION))
-_ASKED_WORDS = tl.constexpr(int(AskedWord.WORDS))
-_A_VERDICT = tl.constexpr(int(AskedWord.VERDICT))
-_A_SEQUENCE = tl.constexpr(int(AskedWord.SEQUENCE))
-_A_REPLY = tl.constexpr(int(AskedWord.REPLY))
-_ARRIVED = tl.constexpr(int(Verdict.ARRIVED))
-_CORRUPT = tl.constexpr(int(Verdict.CORRUPT))
-_BF16_BACK = tl.constexpr(int(RowsBack.BF16))
-_ANSWERS = tl.constexpr(PAYLOAD + WIRE_BYTES)
-_R_LOST = tl.constexpr(int(ReportWord.LOST))
-_R_CORRUPT = tl.constexpr(int(ReportWord.CORRUPT))
-_REPORT_WORDS = tl.constexpr(int(ReportWord.WORDS))
-_LOST = tl.constexpr(int(Mark.LOST))
-_CORRUPTED = tl.constexpr(int(Mark.CORRUPT))
 _HIGH = tl.constexpr(0xFFFF0000)
 
 
@@ -91,7 +77,7 @@ def sound(total):
 def answer_words(at, HIDDEN: tl.constexpr, ROWS_BACK: tl.constexpr, ANSWER_TILE: tl.constexpr):
     """The words of the answer at the address `at`, u32 [ANSWER_TILE]."""
     index = tl.arange(0, ANSWER_TILE)
-    inside = index < (HIDDEN // 2 if ROWS_BACK == _BF16_BACK else HIDDEN)
+    inside = index < (HIDDEN // 2 if ROWS_BACK == BACK.BF16 else HIDDEN)
     row = tl.multiple_of(at.to(tl.pointer_type(tl.uint32)), 64)
     # Volatile: loaded once, and never again for another use.
     return tl.load(row + index, mask=inside, other=0, volatile=True)
@@ -102,7 +88,7 @@ def combine_kernel(
     weights, n_rows, control, place, asked, report, blank, out, first,
     HIDDEN: tl.constexpr, K: tl.constexpr, CAPACITY: tl.constexpr, SERVERS: tl.constexpr, ROWS_BACK: tl.constexpr,
     ANSWER_SEAL: tl.constexpr, ANSWER_STRIDE: tl.constexpr, WIDE: tl.constexpr, ANSWER_TILE: tl.constexpr,
-    BACK_THREADS: tl.constexpr,
+    BACK_THREADS: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
     """One token: check, weigh and add its answers."""
     token = tl.program_id(0)
@@ -111,15 +97,17 @@ def combine_kernel(
         k = tl.arange(0, WIDE)
         there = k < K
         at = tl.load(place + token * K + k, mask=there, other=-1)
-        row = asked + at * _ASKED_WORDS
-        verdict = tl.load(row + _A_VERDICT, mask=at >= 0, other=0)
-        here = verdict == _ARRIVED
-        answer = (token * K + k).to(tl.int64) * ANSWER_STRIDE + _ANSWERS
+        row = asked + at * ASKED.WORDS
+        verdict = tl.load(row + ASKED.VERDICT, mask=at >= 0, other=0)
+        here = verdict == VERDICT.ARRIVED
+        answer = (token * K + k).to(tl.int64) * ANSWER_STRIDE + SLOT.LIST
         # Where there is no answer, zeros under a zero seal: no load needs a mask for it.
-        answer_at = tl.where(here, tl.load(row + _A_REPLY, mask=here, other=0) + answer, blank)
+        answer_at = tl.where(here, tl.load(row + ASKED.REPLY, mask=here, other=0) + answer, blank)
         weight = tl.load(weights + (first + token) * K + k, mask=there, other=0.0)
         stamps = row_stamp(
-            tl.load(row + _A_SEQUENCE, mask=here, other=0), tl.load(control + _OWN), token * K + k
+            tl.load(row + ASKED.SEQUENCE, mask=here, other=0),
+            tl.load(control + CLIENT.INCARNATION),
+            token * K + k,
         )
         lost = tl.sum((there & (here == 0)).to(tl.int32), axis=0)
 
@@ -141,7 +129,7 @@ def combine_kernel(
             words = answer_words(at_i, HIDDEN, ROWS_BACK, ANSWER_TILE)
             fold += folded(words, index, token * K + i)
             low = words
-            if ROWS_BACK == _BF16_BACK:
+            if ROWS_BACK == BACK.BF16:
                 low = words << 16
                 high = weight_i * (words & _HIGH).to(tl.float32, bitcast=True)
                 odd = high if i == 0 else odd + high
@@ -153,7 +141,7 @@ def combine_kernel(
         bad = (lost > 0) | (whole == 0)
         nothing = float("nan")
         row_out = out + (first + token).to(tl.int64) * HIDDEN
-        if ROWS_BACK == _BF16_BACK:
+        if ROWS_BACK == BACK.BF16:
             even = tl.where(bad, nothing, even)
             odd = tl.where(bad, nothing, odd)
             column = tl.arange(0, 2 * ANSWER_TILE)
@@ -164,12 +152,12 @@ def combine_kernel(
             told = report.to(tl.pointer_type(tl.int64))
             # Stores alone: the host's memory knows no atomics of ours.
             one = tl.full((), 1, tl.int64)
-            tl.store(told + _R_LOST, one, mask=lost > 0)
-            tl.store(told + _R_CORRUPT, one, mask=whole == 0)
-            mark = tl.where(lost > 0, _LOST, 0) | tl.where(whole == 0, _CORRUPTED, 0)
-            tl.store(told + _REPORT_WORDS + SERVERS + first + token, mark.to(tl.int64))
+            tl.store(told + REPORT.LOST, one, mask=lost > 0)
+            tl.store(told + REPORT.CORRUPT, one, mask=whole == 0)
+            mark = tl.where(lost > 0, MARK.LOST, 0) | tl.where(whole == 0, MARK.CORRUPT, 0)
+            tl.store(told + REPORT.WORDS + SERVERS + first + token, mark.to(tl.int64))
             tell_who(
-                told + _REPORT_WORDS, at % SERVERS, here, answer_at, stamps, token,
+                told + REPORT.WORDS, at % SERVERS, here, answer_at, stamps, token,
                 HIDDEN, K, ROWS_BACK, ANSWER_SEAL, WIDE, ANSWER_TILE, BACK_THREADS,
             )  # fmt: skip
 
@@ -198,4 +186,4 @@ def tell_who(
         rest += tl.sum(tl.where(mine & here, stamps, 0), axis=0)
         flag = flags + tl.maximum(tl.sum(tl.where(mine, server, 0), axis=0), 0)
         # Two programs may both do this: they set the same bit.
-        tl.store(flag, tl.load(flag) | (tl.full((), 1, tl.int64) << _CORRUPT), mask=sound(rest) == 0)
+        tl.store(flag, tl.load(flag) | (tl.full((), 1, tl.int64) << VERDICT.CORRUPT), mask=sound(rest) == 0)

@@ -20,8 +20,6 @@ import torch
 import triton
 import triton.language as tl
 
-from experts.gpu.layout import FIRST_SLOT, WIRE_BYTES, AskedWord, ClientWord, PeerWord, Verdict
-from experts.gpu.layout import REQUEST as REQUEST_KIND
 from experts.gpu.pack import (
     choose_servers,
     covered_blocks,
@@ -31,33 +29,8 @@ from experts.gpu.pack import (
     write_header,
 )
 from experts.gpu.tables import ClientTables
+from experts.gpu.words import ASKED, CLIENT, PEER, SLOT, VERDICT, WIRE
 from p2p.device import clock_ns, is_last, store_release
-
-_COPY = tl.constexpr(int(ClientWord.COPY))
-_STEP = tl.constexpr(int(ClientWord.STEP))
-_STEP_SEEN = tl.constexpr(int(ClientWord.STEP_SEEN))
-_BUDGET = tl.constexpr(int(ClientWord.BUDGET_NS))
-_DEADLINE = tl.constexpr(int(ClientWord.DEADLINE_NS))
-_CLOCK = tl.constexpr(int(ClientWord.CLOCK))
-_ARRIVALS = tl.constexpr(int(ClientWord.ARRIVALS))
-_OWN = tl.constexpr(int(ClientWord.INCARNATION))
-_PEER_WORDS = tl.constexpr(int(PeerWord.WORDS))
-_REQUEST = tl.constexpr(int(PeerWord.REQUEST))
-_REPLY = tl.constexpr(int(PeerWord.REPLY))
-_INCARNATION = tl.constexpr(int(PeerWord.INCARNATION))
-_ASKED_WORDS = tl.constexpr(int(AskedWord.WORDS))
-_A_VERDICT = tl.constexpr(int(AskedWord.VERDICT))
-_A_SLOT = tl.constexpr(int(AskedWord.SLOT))
-_A_SEQUENCE = tl.constexpr(int(AskedWord.SEQUENCE))
-_A_CHECKSUM = tl.constexpr(int(AskedWord.CHECKSUM))
-_A_REPLY = tl.constexpr(int(AskedWord.REPLY))
-_A_PAIRS = tl.constexpr(int(AskedWord.PAIRS))
-_A_INCARNATION = tl.constexpr(int(AskedWord.INCARNATION))
-_NONE = tl.constexpr(int(Verdict.NONE))
-_WAITING = tl.constexpr(int(Verdict.WAITING))
-_FIRST_SLOT = tl.constexpr(FIRST_SLOT)
-_WIRE_BYTES = tl.constexpr(WIRE_BYTES)
-_REQUEST_KIND = tl.constexpr(REQUEST_KIND)
 
 
 def dispatch_reference(
@@ -154,26 +127,27 @@ def send_headers(
     server = tl.arange(0, WIDTH)
     there = server < SERVERS
     asks = there & (counted > 0)
-    peer = peers + (copy * SERVERS + server) * _PEER_WORDS
-    incarnation = tl.load(peer + _INCARNATION, mask=there, other=0)
+    peer = peers + (copy * SERVERS + server) * PEER.WORDS
+    incarnation = tl.load(peer + PEER.INCARNATION, mask=there, other=0)
     number = tl.load(sequence + server, mask=there, other=0) + 1
     one = number * 0
     length = one + rows * ROW_STRIDE + ROWS_OFFSET
     checksum = write_header(
-        slot_at, asks, one + _REQUEST_KIND, incarnation, number, one + attempt, length, one + remaining_ns,
-        one + tl.load(control + _OWN), one + rows * (4 * K) + _WIRE_BYTES, covered_blocks(one + rows, K), listed,
-        one, one + layer, one + rows, counted, one + ROWS_OUT, one, HIDDEN, MODEL_HASH,
+        slot_at, asks, one + WIRE.REQUEST, incarnation, number, one + attempt, length, one + remaining_ns,
+        one + tl.load(control + CLIENT.INCARNATION), one + rows * (4 * K) + WIRE.BYTES,
+        covered_blocks(one + rows, K), listed, one, one + layer, one + rows, counted, one + ROWS_OUT, one,
+        HIDDEN, MODEL_HASH,
     )  # fmt: skip
     tl.store(sequence + server, number, mask=asks)
-    row = asked + (attempt * SERVERS + server) * _ASKED_WORDS
-    reply_at = tl.load(peer + _REPLY, mask=there, other=0) + _FIRST_SLOT + slot.to(tl.int64) * REPLY_STRIDE
-    tl.store(row + _A_VERDICT, tl.where(asks, _WAITING, _NONE).to(tl.int64), mask=there)
-    tl.store(row + _A_SLOT, slot.to(tl.int64), mask=there)
-    tl.store(row + _A_SEQUENCE, number, mask=there)
-    tl.store(row + _A_CHECKSUM, checksum, mask=there)
-    tl.store(row + _A_REPLY, reply_at, mask=there)
-    tl.store(row + _A_PAIRS, counted, mask=there)
-    tl.store(row + _A_INCARNATION, incarnation, mask=there)
+    row = asked + (attempt * SERVERS + server) * ASKED.WORDS
+    reply_at = tl.load(peer + PEER.REPLY, mask=there, other=0) + SLOT.FIRST + slot.to(tl.int64) * REPLY_STRIDE
+    tl.store(row + ASKED.VERDICT, tl.where(asks, VERDICT.WAITING, VERDICT.NONE).to(tl.int64), mask=there)
+    tl.store(row + ASKED.SLOT, slot.to(tl.int64), mask=there)
+    tl.store(row + ASKED.SEQUENCE, number, mask=there)
+    tl.store(row + ASKED.CHECKSUM, checksum, mask=there)
+    tl.store(row + ASKED.REPLY, reply_at, mask=there)
+    tl.store(row + ASKED.PAIRS, counted, mask=there)
+    tl.store(row + ASKED.INCARNATION, incarnation, mask=there)
     # One thread signals for what all threads stored.
     tl.debug_barrier()
     # Signal last: the server may read the frame as soon as it changes.
@@ -184,9 +158,9 @@ def send_headers(
 def slots_at(peers, copy, slot, SERVERS: tl.constexpr, WIDTH: tl.constexpr, REQUEST_STRIDE: tl.constexpr):
     """Address of the slot in which each server is asked, int64 [WIDTH]; without meaning where slot is -1."""
     server = tl.arange(0, WIDTH)
-    peer = peers + (copy * SERVERS + server) * _PEER_WORDS
-    window = tl.load(peer + _REQUEST, mask=server < SERVERS, other=0)
-    return window + _FIRST_SLOT + slot.to(tl.int64) * REQUEST_STRIDE
+    peer = peers + (copy * SERVERS + server) * PEER.WORDS
+    window = tl.load(peer + PEER.REQUEST, mask=server < SERVERS, other=0)
+    return window + SLOT.FIRST + slot.to(tl.int64) * REQUEST_STRIDE
 
 
 @triton.jit
@@ -206,11 +180,11 @@ def dispatch_kernel(
     HIDDEN: tl.constexpr, K: tl.constexpr, CAPACITY: tl.constexpr, SLOTS: tl.constexpr, ROWS_OUT: tl.constexpr,
     MODEL_HASH: tl.constexpr, ROW_SEAL: tl.constexpr, ROW_STRIDE: tl.constexpr, ROWS_OFFSET: tl.constexpr,
     REQUEST_STRIDE: tl.constexpr, REPLY_STRIDE: tl.constexpr,
-    WIDTH: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr, SEND_THREADS: tl.constexpr,
+    WIDTH: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr, SEND_THREADS: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
     """One token: choose its servers and write its row and list; the last one signals."""
     token = tl.program_id(0)
-    copy = tl.load(control + _COPY)
+    copy = tl.load(control + CLIENT.COPY)
     count = tl.minimum(tl.maximum(tl.load(n_rows) - first, 0), CAPACITY)
     server = tl.arange(0, WIDTH)
     k = tl.arange(0, WIDE)
@@ -224,8 +198,8 @@ def dispatch_kernel(
             routes, layer, expert, here, grade, copy, LAYERS, EXPERTS, REPLICAS, WIDTH, WIDE
         )
         tl.store(place + token * K + k, chosen, mask=here)
-        peer = peers + (copy * SERVERS + server) * _PEER_WORDS
-        incarnation = tl.load(peer + _INCARNATION, mask=server < SERVERS, other=0)
+        peer = peers + (copy * SERVERS + server) * PEER.WORDS
+        incarnation = tl.load(peer + PEER.INCARNATION, mask=server < SERVERS, other=0)
         number = tl.load(sequence + server, mask=server < SERVERS, other=0) + 1
         send_row(
             rows, first + token, token, slot_at, chosen, number, incarnation,
@@ -234,19 +208,21 @@ def dispatch_kernel(
         fold, pairs = list_row(slot_at, grade > 0, chosen, expert, token, count, K, WIDTH, WIDE)
         tl.atomic_add(listed + server, fold, mask=pairs > 0, sem="relaxed")
         tl.atomic_add(counted + server, pairs, mask=pairs > 0, sem="relaxed")
-    if is_last(control + _ARRIVALS, tl.num_programs(0)):
+    if is_last(control + CLIENT.ARRIVALS, tl.num_programs(0)):
         there = server < SERVERS
         # Read and cleared for the next call in one.
         pairs = tl.atomic_xchg(counted + server, tl.zeros([WIDTH], tl.int64), mask=there, sem="relaxed")
         fold = tl.atomic_xchg(listed + server, tl.zeros([WIDTH], tl.uint64), mask=there, sem="relaxed")
-        now = clock_ns(control + _CLOCK, SEND_THREADS)
-        step = tl.load(control + _STEP)
-        fresh = step != tl.load(control + _STEP_SEEN)
-        deadline = tl.where(fresh, now + tl.load(control + _BUDGET), tl.load(control + _DEADLINE))
+        now = clock_ns(control + CLIENT.CLOCK, SEND_THREADS)
+        step = tl.load(control + CLIENT.STEP)
+        fresh = step != tl.load(control + CLIENT.STEP_SEEN)
+        deadline = tl.where(
+            fresh, now + tl.load(control + CLIENT.BUDGET_NS), tl.load(control + CLIENT.DEADLINE_NS)
+        )
         # All threads have read both before one writes them.
         tl.debug_barrier()
-        tl.store(control + _DEADLINE, deadline)
-        tl.store(control + _STEP_SEEN, step)
+        tl.store(control + CLIENT.DEADLINE_NS, deadline)
+        tl.store(control + CLIENT.STEP_SEEN, step)
         send_headers(
             peers, copy, control, asked, sequence, slot_at, slot, tl.where(there, pairs, 0), fold, layer, count, 0,
             tl.maximum(deadline - now, 0),
@@ -254,4 +230,4 @@ def dispatch_kernel(
         )  # fmt: skip
     # Last: nobody waits for it.
     known = here & (expert >= 0) & (expert < EXPERTS)
-    count_routed(routed, layer, expert, known, tl.load(control + _STEP), LAYERS, EXPERTS)
+    count_routed(routed, layer, expert, known, tl.load(control + CLIENT.STEP), LAYERS, EXPERTS)

@@ -17,23 +17,10 @@ import torch
 import triton
 import triton.language as tl
 
-from experts.gpu.layout import PAYLOAD, SCALE_GROUP, JobWord, RowsOut, ServerWord, Status, row_warps
+from experts.gpu.layout import SCALE_GROUP, RowsOut, row_warps
 from experts.gpu.tables import ServerTables
+from experts.gpu.words import JOB, OUT, SERVER, SLOT, STATUS, WIRE
 from p2p.device import folded, row_stamp
-
-_PASS = tl.constexpr(int(ServerWord.PASS))
-_OWN = tl.constexpr(int(ServerWord.INCARNATION))
-_JOB_WORDS = tl.constexpr(int(JobWord.WORDS))
-_J_STATE = tl.constexpr(int(JobWord.STATE))
-_J_STATUS = tl.constexpr(int(JobWord.STATUS))
-_J_REQUEST = tl.constexpr(int(JobWord.REQUEST))
-_J_SEQUENCE = tl.constexpr(int(JobWord.SEQUENCE))
-_J_ROWS = tl.constexpr(int(JobWord.ROWS))
-_J_BAD = tl.constexpr(int(JobWord.BAD))
-_OK = tl.constexpr(int(Status.OK))
-_BF16_OUT = tl.constexpr(int(RowsOut.BF16))
-_PAYLOAD = tl.constexpr(PAYLOAD)
-_GROUP = tl.constexpr(SCALE_GROUP)
 
 
 def gather_reference(codes: np.ndarray, scales: np.ndarray) -> torch.Tensor:
@@ -44,7 +31,7 @@ def gather_reference(codes: np.ndarray, scales: np.ndarray) -> torch.Tensor:
 
 
 def gather(tables: ServerTables, rows: torch.Tensor, scales: torch.Tensor | None) -> None:
-    """Bring in the rows of the requests that `take` found.
+    """Bring in the rows of the requests that `poll` found.
 
     Args:
         rows: bf16 [clients * capacity, hidden], or e4m3 where the rows travel so and stay so.
@@ -98,19 +85,21 @@ def gather_kernel(
     control, jobs, wanted, rows, scales,
     HIDDEN: tl.constexpr, K: tl.constexpr, CAPACITY: tl.constexpr, ROWS_OUT: tl.constexpr, ROW_SEAL: tl.constexpr,
     ROW_STRIDE: tl.constexpr, ROWS_OFFSET: tl.constexpr, ROW_TILE: tl.constexpr, KEEP: tl.constexpr,
-    THREADS: tl.constexpr,
+    THREADS: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
     """One row of one client: copy it out of the window and check its seal."""
     token = tl.program_id(0)
     client = tl.program_id(1)
-    job = jobs + client * _JOB_WORDS
-    sent = tl.load(wanted + client * CAPACITY + token) == tl.load(control + _PASS) + 1
-    there = (tl.load(job + _J_STATE) != 0) & (token < tl.load(job + _J_ROWS)) & sent
-    if there & (tl.load(job + _J_STATUS) == _OK):
-        at = tl.load(job + _J_REQUEST) + _PAYLOAD + ROWS_OFFSET + token.to(tl.int64) * ROW_STRIDE
+    job = jobs + client * JOB.WORDS
+    sent = tl.load(wanted + client * CAPACITY + token) == tl.load(control + SERVER.PASS) + 1
+    there = (tl.load(job + JOB.STATE) != 0) & (token < tl.load(job + JOB.ROWS)) & sent
+    if there & (tl.load(job + JOB.STATUS) == STATUS.OK):
+        at = tl.load(job + JOB.REQUEST) + SLOT.PAYLOAD + ROWS_OFFSET + token.to(tl.int64) * ROW_STRIDE
         index = tl.arange(0, ROW_TILE)
         row = tl.multiple_of(at.to(tl.pointer_type(tl.uint32)), 64)
-        row_words: tl.constexpr = HIDDEN // 2 if ROWS_OUT == _BF16_OUT else HIDDEN // 4 + HIDDEN // _GROUP
+        row_words: tl.constexpr = (
+            HIDDEN // 2 if ROWS_OUT == OUT.BF16 else HIDDEN // 4 + HIDDEN // WIRE.SCALE_GROUP
+        )
         # Volatile: loaded once, and what is stored is what is summed.
         words = tl.load(row + index, mask=index < row_words, other=0, volatile=True)
         lane = tl.arange(0, THREADS)
@@ -118,11 +107,11 @@ def gather_kernel(
             (at + ROW_SEAL + lane * 0).to(tl.pointer_type(tl.uint64)), mask=lane == 0, other=0, volatile=True
         )
         total = tl.sum(folded(words, index, token), axis=0) - tl.sum(seal, axis=0)
-        total += row_stamp(tl.load(job + _J_SEQUENCE), tl.load(control + _OWN), token)
+        total += row_stamp(tl.load(job + JOB.SEQUENCE), tl.load(control + SERVER.INCARNATION), token)
         # For `reply` to look at: here some threads of a program might see it, and others not yet.
-        tl.store(job + _J_BAD, 1, mask=sound(total) == 0)
+        tl.store(job + JOB.BAD, 1, mask=sound(total) == 0)
         place = (client * CAPACITY + token).to(tl.int64)
-        if ROWS_OUT == _BF16_OUT:
+        if ROWS_OUT == OUT.BF16:
             to = (rows + place * HIDDEN * 2).to(tl.pointer_type(tl.uint32))
             tl.store(to + index, words, mask=index < row_words)
         elif KEEP:
@@ -131,11 +120,15 @@ def gather_kernel(
             group = index - HIDDEN // 4
             value = words.to(tl.float32, bitcast=True)
             tl.store(
-                scales + place * (HIDDEN // _GROUP) + group, value, mask=(group >= 0) & (index < row_words)
+                scales + place * (HIDDEN // WIRE.SCALE_GROUP) + group,
+                value,
+                mask=(group >= 0) & (index < row_words),
             )
         else:
             # A group's scale, from the copy that was summed: it lies in other threads' registers.
-            scale = tl.gather(words, index * 4 // _GROUP % (HIDDEN // _GROUP) + HIDDEN // 4, axis=0)
+            scale = tl.gather(
+                words, index * 4 // WIRE.SCALE_GROUP % (HIDDEN // WIRE.SCALE_GROUP) + HIDDEN // 4, axis=0
+            )
             value = scale.to(tl.float32, bitcast=True)
             to = (rows + place * HIDDEN * 2).to(tl.pointer_type(tl.uint32))
             low = bf16_bits(e4m3_value(words & 0xFF) * value)

@@ -6,23 +6,9 @@ number. A frame's flags have bit 0 set (rows are sealed one by one) and its rese
 payload the checksum covers; p2p/device.py says what a row's seal is. Nothing is packed together: the place of a row,
 a pair and an answer follows from its token's number, so that no program waits for another to know where to write.
 
-Payload, little-endian::
+Payload: the header of experts/wire.py in its version 3, then::
 
     offset   size         request                                       reply
-         0      4         magic "EXPT"                                  the same
-         4      2         version (3)                                   the same
-         6      2         kind: 1                                       kind: 2
-         8      8         model hash                                    the same
-        16      8         0                                             the request's checksum
-        24      4         layer, counted over MoE layers                the same
-        28      4         rows: tokens of this call, listed or not      the same
-        32      4         pairs listed                                  the same
-        36      4         hidden                                        the same
-        40      2         form of the rows: 1 bf16, 2 e4m3 (RowsOut)    form of the rows: 1 bf16, 2 float32 (RowsBack)
-        42      2         0                                             status: 0 OK, 1 NOT_HELD, 2 INVALID
-        44      4         0                                             0
-        48      8         0                                             service time in ns
-        56      8         0                                             0
         64   4 * P        routing list, P = capacity * top_k words      capacity * top_k answers of `answer_stride`
       rows_offset         capacity rows of `row_stride`
 
@@ -42,12 +28,11 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final
 
+from experts import wire
+from experts.backend import LinkRefused
 from p2p.frame import MAGIC, PAYLOAD_OFFSET, VERSION
 from p2p.window import PAGE_BYTES, WindowLayout
 
-WIRE_MAGIC: Final = 0x54505845
-WIRE_VERSION: Final = 3
-WIRE_BYTES: Final = 64
 FLAG_SEALED_ROWS: Final = 1
 LISTED: Final = 1 << 16
 SCALE_GROUP: Final = 128  # columns that share a scale
@@ -57,17 +42,7 @@ ROWS_LIMIT: Final = 4096
 
 # First u64 words of the two headers, less the kind.
 FRAME_WORD: Final = MAGIC | VERSION << 32 | FLAG_SEALED_ROWS << 48
-WIRE_WORD: Final = WIRE_MAGIC | WIRE_VERSION << 32
-REQUEST: Final = 1
-REPLY: Final = 2
-
-
-class Status(IntEnum):
-    """A server's verdict on a request, as in experts/wire.py."""
-
-    OK = 0
-    NOT_HELD = 1
-    INVALID = 2
+WIRE_WORD: Final = wire.MAGIC | wire.SEALED_VERSION << 32
 
 
 class Verdict(IntEnum):
@@ -139,7 +114,7 @@ class ReportWord(IntEnum):
 
     LOST = 0  # whether a pair has no answer
     CORRUPT = 1  # whether an answer's seal was wrong
-    MENDED = 2  # pairs sent again
+    REDISPATCHED = 2  # pairs sent again
     RETIRED = 3  # slots put aside
     WORDS = 4
 
@@ -308,7 +283,7 @@ class ExchangeShape:
     @property
     def rows_offset(self) -> int:
         """Offset of a request's rows in its payload."""
-        return WIRE_BYTES + aligned(4 * self.pairs)
+        return wire.HEADER_BYTES + aligned(4 * self.pairs)
 
     @property
     def request_window(self) -> WindowLayout:
@@ -319,7 +294,22 @@ class ExchangeShape:
     @property
     def reply_window(self) -> WindowLayout:
         """The window at the client that one server writes."""
-        return WindowLayout(slots=self.slots, payload_bytes=WIRE_BYTES + self.pairs * self.answer_stride)
+        return WindowLayout(
+            slots=self.slots, payload_bytes=wire.HEADER_BYTES + self.pairs * self.answer_stride
+        )
+
+    def require_windows(self, slots: int, *, request_bytes: int, reply_bytes: int) -> None:
+        """Whether windows have room for all that kernels touch, who go by this shape alone.
+
+        Raises:
+            LinkRefused: they have not.
+        """
+        needed = (self.slots, self.request_window.nbytes, self.reply_window.nbytes)
+        if slots != needed[0] or request_bytes < needed[1] or reply_bytes < needed[2]:
+            raise LinkRefused(
+                f"windows of {slots} slots, {request_bytes} and {reply_bytes} bytes; {needed[0]} slots,"
+                f" {needed[1]} and {needed[2]} bytes are needed."
+            )
 
     def constants(self) -> dict[str, int]:
         """What the kernels take as constants, by their names."""

@@ -1,7 +1,7 @@
 """What sending and receiving share: choosing servers, packing rows and lists, writing and checking headers.
 
-Device functions only. `dispatch` packs one token a program, `arrive` what has to go again, token after token; both
-by the same functions, so that what a server receives does not depend on who sent it. "Width" is the number of
+Device functions only. `dispatch` packs one token a program, `wait_replies` what has to go again, token after token;
+both by the same functions, so that what a server receives does not depend on who sent it. "Width" is the number of
 servers up to a power of two, "wide" the number of k-slots likewise.
 
 Rows in e4m3: of each 128 columns, with a = max(|x|, 2^-100), scale = a * (1 / 448) and codes of x * (448 / a) to
@@ -15,31 +15,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from experts.gpu.layout import (
-    FRAME_WORD,
-    LISTED,
-    PAYLOAD,
-    SCALE_GROUP,
-    WIRE_BYTES,
-    WIRE_WORD,
-    PeerWord,
-    RowsOut,
-)
+from experts.gpu.words import HEAD, OUT, PEER, SLOT, WIRE
 from p2p.device import block_power, folded, frame_folded, frame_key, mix, row_stamp, word_keys
-from p2p.frame import SIGNAL_BYTES
 
-_FRAME_WORD = tl.constexpr(FRAME_WORD)
-_WIRE_WORD = tl.constexpr(WIRE_WORD)
-_LISTED = tl.constexpr(LISTED)
-_PAYLOAD = tl.constexpr(PAYLOAD)
-_HEADER = tl.constexpr(SIGNAL_BYTES)
-_WIRE_BYTES = tl.constexpr(WIRE_BYTES)
-_WIRE_WORDS = tl.constexpr(WIRE_BYTES // 4)
-_GROUP = tl.constexpr(SCALE_GROUP)
-_BF16_OUT = tl.constexpr(int(RowsOut.BF16))
-_PEER_WORDS = tl.constexpr(int(PeerWord.WORDS))
-_PEER_LIVE = tl.constexpr(int(PeerWord.LIVE))
-_BLOCK_WORDS = tl.constexpr(256)
 _LEAST = tl.constexpr(2.0**-100)
 _LARGEST = tl.constexpr(448.0)
 _ONE_PART = tl.constexpr(1 / 448.0)
@@ -59,7 +37,7 @@ def grade_servers(
     """
     server = tl.arange(0, WIDTH)
     there = server < SERVERS
-    live = tl.load(peers + (copy * SERVERS + server) * _PEER_WORDS + _PEER_LIVE, mask=there, other=0) != 0
+    live = tl.load(peers + (copy * SERVERS + server) * PEER.WORDS + PEER.LIVE, mask=there, other=0) != 0
     trusted = tl.load(suspect + server, mask=there, other=1) == 0
     slot = tl.full([WIDTH], -1, tl.int32)
     for i in tl.static_range(SLOTS):
@@ -100,13 +78,15 @@ def list_row(
     """
     k = tl.arange(0, WIDE)
     match = chosen[:, None] == tl.arange(0, WIDTH)[None, :]
-    word = tl.where(match, (expert + _LISTED)[:, None], 0)
+    word = tl.where(match, (expert + WIRE.LISTED)[:, None], 0)
     at = token * K + k
-    address = slot_at[None, :] + (at * 4 + (_PAYLOAD + _WIRE_BYTES))[:, None]
+    address = slot_at[None, :] + (at * 4 + (SLOT.PAYLOAD + WIRE.BYTES))[:, None]
     tl.store(address.to(tl.pointer_type(tl.int32)), word, mask=(k < K)[:, None] & usable[None, :])
-    index = at + _WIRE_WORDS
+    index = at + WIRE.WORDS
     blocks = covered_blocks(rows, K)
-    weight = frame_key((index % _BLOCK_WORDS).to(tl.uint64)) * block_power(blocks - 1 - index // _BLOCK_WORDS)
+    weight = frame_key((index % WIRE.BLOCK_WORDS).to(tl.uint64)) * block_power(
+        blocks - 1 - index // WIRE.BLOCK_WORDS
+    )
     fold = tl.sum(word.to(tl.uint64) * weight[:, None], axis=0)
     return fold, tl.sum(match.to(tl.int64), axis=0)
 
@@ -114,7 +94,7 @@ def list_row(
 @triton.jit
 def covered_blocks(rows, K: tl.constexpr):
     """Blocks of a request's payload that its checksum covers."""
-    return (rows * K + (_WIRE_WORDS + _BLOCK_WORDS - 1)) // _BLOCK_WORDS
+    return (rows * K + (WIRE.WORDS + WIRE.BLOCK_WORDS - 1)) // WIRE.BLOCK_WORDS
 
 
 @triton.jit
@@ -136,11 +116,11 @@ def send_row(
     match = chosen[:, None] == tl.arange(0, WIDTH)[None, :]
     earlier = (chosen[:, None] == chosen[None, :]) & (k[None, :] < k[:, None])
     first = (chosen >= 0) & (tl.max(earlier.to(tl.int32), axis=1) == 0)
-    place = token.to(tl.int64) * ROW_STRIDE + (_PAYLOAD + ROWS_OFFSET)
+    place = token.to(tl.int64) * ROW_STRIDE + (SLOT.PAYLOAD + ROWS_OFFSET)
     row_at = tl.where(first, tl.sum(tl.where(match, slot_at[None, :], 0), axis=1) + place, 0)
     stamps = row_stamp(sequence, incarnation, token)
     stamp = tl.sum(tl.where(match, stamps[None, :], 0), axis=1)
-    if ROWS_OUT == _BF16_OUT:
+    if ROWS_OUT == OUT.BF16:
         index = tl.arange(0, TILE // 2)
         words = tl.load(
             rows.to(tl.pointer_type(tl.uint32)) + source.to(tl.int64) * (HIDDEN // 2) + index,
@@ -155,15 +135,15 @@ def send_row(
                 tl.store(to + index, words, mask=index < HIDDEN // 2)
                 store_seal(at + ROW_SEAL, fold + tl.sum(tl.where(k == i, stamp, 0), axis=0))
     else:
-        group = tl.arange(0, TILE // _GROUP)
-        column = group[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
+        group = tl.arange(0, TILE // WIRE.SCALE_GROUP)
+        column = group[:, None] * WIRE.SCALE_GROUP + tl.arange(0, WIRE.SCALE_GROUP)[None, :]
         inside = column < HIDDEN
         x = tl.load(rows + source.to(tl.int64) * HIDDEN + column, mask=inside, other=0.0).to(tl.float32)
         codes, scale = quantized(x)
         scales = scale.to(tl.uint32, bitcast=True)
         fold = tl.sum(tl.sum(tl.where(inside, folded_bytes(codes, column, token), 0), axis=1), axis=0)
         scale_index = group + HIDDEN // 4
-        scaled = group < HIDDEN // _GROUP
+        scaled = group < HIDDEN // WIRE.SCALE_GROUP
         fold += tl.sum(tl.where(scaled, folded(scales, scale_index, token), 0), axis=0)
         for i in tl.static_range(K):
             at = tl.sum(tl.where(k == i, row_at, 0), axis=0)
@@ -225,55 +205,37 @@ def write_header(
         The checksum, int64.
     """
     one = sequence * 0
-    w0, v0 = one + _FRAME_WORD, kind << 48 | _WIRE_WORD
-    w3, v3 = attempt | length << 32, layer | rows << 32
-    v4 = pairs | one + (HIDDEN << 32)
-    v1 = one + MODEL_HASH
-    head = _at(w0, 0) + _at(incarnation, 1) + _at(sequence, 2) + _at(w3, 3)
-    head += _at(remaining_ns, 4) + _at(sender, 5) + _at(covered, 6)
-    wire = (
-        _at(v0, 0)
-        + _at(v1, 1)
-        + _at(routing, 2)
-        + _at(v3, 3)
-        + _at(v4, 4)
-        + _at(form, 5)
-        + _at(service_ns, 6)
-    )
+    head = _put(slot_at, HEAD.MAGIC, one + WIRE.FRAME_WORD, mask)
+    head += _put(slot_at, HEAD.INCARNATION, incarnation, mask)
+    head += _put(slot_at, HEAD.SEQUENCE, sequence, mask)
+    head += _put(slot_at, HEAD.ATTEMPT, attempt | length << 32, mask)
+    head += _put(slot_at, HEAD.REMAINING_NS, remaining_ns, mask)
+    head += _put(slot_at, HEAD.SENDER, sender, mask)
+    head += _put(slot_at, HEAD.COVERED, covered, mask)
+    wire = _put(slot_at, HEAD.WIRE_MAGIC, kind << 48 | WIRE.WORD, mask)
+    wire += _put(slot_at, HEAD.WIRE_MODEL_HASH, one + MODEL_HASH, mask)
+    wire += _put(slot_at, HEAD.WIRE_ROUTING_HASH, routing, mask)
+    wire += _put(slot_at, HEAD.WIRE_LAYER, layer | rows << 32, mask)
+    wire += _put(slot_at, HEAD.WIRE_PAIRS, pairs | one + (HIDDEN << 32), mask)
+    wire += _put(slot_at, HEAD.WIRE_DTYPE, form, mask)
+    wire += _put(slot_at, HEAD.WIRE_SERVICE_NS, service_ns, mask)
+    wire += _put(slot_at, HEAD.WIRE_DIGEST, one, mask)
     checksum = mix(head * block_power(blocks) + wire * block_power(blocks - 1) + listed).to(tl.int64)
-    _put(slot_at, 0, w0, mask)
-    _put(slot_at, 1, incarnation, mask)
-    _put(slot_at, 2, sequence, mask)
-    _put(slot_at, 3, w3, mask)
-    _put(slot_at, 4, remaining_ns, mask)
-    _put(slot_at, 5, sender, mask)
-    _put(slot_at, 6, covered, mask)
-    _put(slot_at, 7, checksum, mask)
-    _put(slot_at, 8, v0, mask)
-    _put(slot_at, 9, v1, mask)
-    _put(slot_at, 10, routing, mask)
-    _put(slot_at, 11, v3, mask)
-    _put(slot_at, 12, v4, mask)
-    _put(slot_at, 13, form, mask)
-    _put(slot_at, 14, service_ns, mask)
-    _put(slot_at, 15, one, mask)
+    _put(slot_at, HEAD.CHECKSUM, checksum, mask)
     return checksum
 
 
 @triton.jit
-def _at(word, INDEX: tl.constexpr):
-    return frame_folded(word, tl.full((), INDEX, tl.uint64))
-
-
-@triton.jit
 def _put(slot_at, INDEX: tl.constexpr, word, mask):
-    tl.store((slot_at + (_HEADER + 8 * INDEX)).to(tl.pointer_type(tl.int64)), word, mask=mask)
+    """Write one header word, and return what it contributes to its header's block of the checksum."""
+    tl.store((slot_at + (SLOT.HEADERS + 8 * INDEX)).to(tl.pointer_type(tl.int64)), word, mask=mask)
+    return frame_folded(word, tl.full((), INDEX % 8, tl.uint64))
 
 
 @triton.jit
 def header_words(slot_at, lane):
     """Addresses of the 16 words of both headers."""
-    return (slot_at + (_HEADER + 8 * lane)).to(tl.pointer_type(tl.int64))
+    return (slot_at + (SLOT.HEADERS + 8 * lane)).to(tl.pointer_type(tl.int64))
 
 
 @triton.jit
@@ -281,4 +243,4 @@ def header_fold(words, lane, blocks):
     """What each of the 16 header words contributes to the checksum before it is mixed; the checksum's own: 0."""
     part = frame_folded(words, (lane % 8).to(tl.uint64))
     weight = tl.where(lane < 8, block_power(blocks), block_power(blocks - 1))
-    return tl.where(lane == 7, 0, part * weight)
+    return tl.where(lane == HEAD.CHECKSUM, 0, part * weight)

@@ -1,4 +1,4 @@
-"""The expert server's end: one pass (take, compute, reply) as kernels alone, and many passes enqueued ahead.
+"""The expert server's end: one pass (poll, compute, reply) as kernels alone, and many passes enqueued ahead.
 
 Nothing of a pass is the host's business. PASSES of them are captured as one CUDA graph, and a thread keeps LAUNCHES of
 these graphs enqueued: one launch by the host for 256 passes. It looks at a counter of passes in host memory that the
@@ -19,8 +19,12 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from experts.backend import ClientLink, LinkRefused, ServerCounters
+from experts.gpu.ffn import grouped_ffn
 from experts.gpu.gather import gather
+from experts.gpu.group import Groups, group
 from experts.gpu.layout import (
     SCALE_GROUP,
     CountWord,
@@ -31,14 +35,19 @@ from experts.gpu.layout import (
     RowsOut,
     ServerWord,
 )
+from experts.gpu.poll import poll
 from experts.gpu.reply import reply
 from experts.gpu.tables import ServerTables, signed
-from experts.gpu.take import take
+from experts.gpu.weights import ExpertWeights
+from experts.kernels import PackedExpert, WeightsBroken, unpack_expert
+from experts.model import Dtype
 
 PASSES = 256  # of one graph
 LAUNCHES = 2  # enqueued: one runs, one waits
 IDLE_S = 0.001
 LOOK_S = 0.0005
+LEASE_LOOK_S = 0.002
+TILE = 64  # pairs of a group, at most: a pass has few for each expert
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -70,8 +79,21 @@ class Compute(Protocol):
         ...
 
 
-class DeviceServer:
-    """Answers requests of clients that write into its windows.
+class GroupedExperts:
+    """Computes a pass's pairs with the experts that lie in slots: a `Compute`."""
+
+    def __init__(self, weights: ExpertWeights, pairs: int, device: torch.device) -> None:
+        self.weights = weights
+        self._groups = Groups.allocate(pairs=pairs, slots=weights.slots, tile=TILE, device=device)
+        self._act = torch.zeros(pairs, weights.act_width, dtype=torch.bfloat16, device=device)
+
+    def __call__(self, batch: Batch) -> None:
+        group(batch.slots, batch.n_pairs, self._groups)
+        grouped_ffn(batch.rows, batch.row_of, self._groups, self.weights, self._act, batch.out)
+
+
+class GpuServer:
+    """Answers requests of clients that write into its windows: `experts.backend.ServerBackend`.
 
     Args:
         shape: Agreed with the clients.
@@ -81,6 +103,7 @@ class DeviceServer:
         device: A GPU, or "cpu" in the interpreter.
         keep_e4m3: Whether the experts take e4m3 rows and their scales as they travel.
         idle_s: How long a pass waits for a first request, at most.
+        weights: What `set_expert` loads and `compute` reads; None where the experts come otherwise.
     """
 
     def __init__(
@@ -93,6 +116,7 @@ class DeviceServer:
         device: torch.device | str,
         keep_e4m3: bool = False,
         idle_s: float = IDLE_S,
+        weights: ExpertWeights | None = None,
     ) -> None:
         if not 0 < idle_s <= IDLE_S:
             raise ValueError(
@@ -101,7 +125,7 @@ class DeviceServer:
         if keep_e4m3 and shape.rows_out is not RowsOut.E4M3:
             raise ValueError("keep_e4m3 with rows that travel as bf16; choose e4m3 rows or leave it out.")
         self.tables = ServerTables(shape, clients=clients, incarnation=incarnation, device=device)
-        self._compute, self._idle_ns = compute, int(idle_s * 1e9)
+        self._compute, self._idle_ns, self._weights = compute, int(idle_s * 1e9), weights
         on, rows = self.tables.device, clients * shape.capacity
         scales = torch.zeros(rows, shape.hidden // SCALE_GROUP, device=on) if keep_e4m3 else None
         back = torch.bfloat16 if shape.rows_back is RowsBack.BF16 else torch.float32
@@ -124,11 +148,47 @@ class DeviceServer:
         self._failure: BaseException | None = None
         self._paused = False
         self.launches = 0
+        # Guards what follows; passes go on meanwhile.
+        self._lock = threading.Lock()
+        self._free = list(range(weights.slots)) if weights is not None else []
+        self._slot_of: dict[tuple[int, int], int] = {}
+        self._taken: set[int] = set()
+        self._lease_ns = (1 << 63) - 1
+        self._ended = threading.Event()
+        # The interpreter's passes: whether there are any, and how many ended.
+        self._turned = threading.Condition()
+        self._turning, self._turns = False, 0
+        self._busy_ns = 0
 
     @property
     def passes(self) -> int:
         """Passes done, by the counter that the kernels keep in host memory."""
         return int(self.tables.host[HostWord.PASSES])
+
+    # -- clients -------------------------------------------------------------------------------------------------
+
+    def add_client(self, link: ClientLink) -> int:
+        """Serve a client; its place.
+
+        Raises:
+            LinkRefused: there is none, or the windows have another layout.
+        """
+        # Kernels go by the shape alone: in a smaller window they would touch what is not theirs.
+        self.tables.shape.require_windows(link.slots, request_bytes=link.rx_bytes, reply_bytes=link.tx_bytes)
+        with self._lock:
+            free = set(range(self.tables.clients)) - self._taken
+            if not free:
+                raise LinkRefused(f"all {self.tables.clients} places for clients are taken.")
+            place = min(free)
+            self.attach(place, request=link.rx, reply=link.tx, incarnation=link.client_incarnation)
+            self._taken.add(place)
+        return place
+
+    def remove_client(self, place: int) -> None:
+        """Afterwards no pass knows its windows."""
+        with self._lock:
+            self.detach(place)
+            self._taken.discard(place)
 
     def attach(self, place: int, *, request: int, reply: int, incarnation: int) -> None:
         """Serve a client from the next pass on.
@@ -176,6 +236,9 @@ class DeviceServer:
         Raises:
             TimeoutError: the passes do not get on.
         """
+        with self._turned:
+            seen = self._turns
+            self._turned.wait_for(lambda: not self._turning or self._turns > seen)
         if self._thread is None:
             return
         # One that began before the write may still know it; the next does not.
@@ -200,9 +263,125 @@ class DeviceServer:
             )
         self._write(lambda: self.tables.held[layer, expert].fill_(slot))
 
+    # -- experts -------------------------------------------------------------------------------------------------
+
+    def set_expert(
+        self, layer: int, expert: int, gate_up: NDArray[np.uint8], down: NDArray[np.uint8]
+    ) -> None:
+        """Copy a packed expert into a slot, read it back, and answer for it.
+
+        Raises:
+            ValueError: there is no such expert.
+            WeightsBroken: the device's memory holds something else than was written, or has no room.
+        """
+        weights, shape = self._weights, self.tables.shape
+        if weights is None or not (0 <= layer < shape.layers and 0 <= expert < shape.experts):
+            raise ValueError(f"expert {expert} of layer {layer} is outside {shape}, or has no slot.")
+        packed = PackedExpert(
+            dtype=Dtype.BFLOAT16,
+            hidden=weights.hidden,
+            intermediate=weights.intermediate,
+            gate_up=gate_up,
+            down=down,
+        )
+        matrices = unpack_expert(packed)
+        with self._lock:
+            if (layer, expert) in self._slot_of:
+                return
+            if not self._free:
+                raise WeightsBroken(
+                    f"expert {expert} of layer {layer} finds no room: {weights.slots} experts of "
+                    f"{weights.expert_bytes / 2**20:.0f} MiB fit on {self.tables.device}."
+                    " Add servers, or fewer replicas."
+                )
+            slot = self._free.pop()
+        weights.load(slot, *matrices)
+        for name, found, wanted in zip(("gate", "up", "down"), weights.unload(slot), matrices, strict=True):
+            if not np.array_equal(found.view(torch.int16).cpu().numpy().view(np.uint16), wanted):
+                raise WeightsBroken(
+                    f"{name} of expert {expert} of layer {layer} reads otherwise than it was written to "
+                    f"{self.tables.device}. See to its memory."
+                )
+        with self._lock:
+            self._slot_of[layer, expert] = slot
+            self.hold(layer, expert, slot)
+
+    def clear_expert(self, layer: int, expert: int) -> None:
+        """Serve an expert no more; on return its weights are no longer read."""
+        with self._lock:
+            slot = self._slot_of.pop((layer, expert), None)
+            if slot is None:
+                return
+            self.hold(layer, expert, -1)
+            self.settle()
+            self._free.append(slot)
+
+    def take_doubtful(self) -> None:
+        """Kernels do not look at their rows: they tell of none."""
+
+    # -- life ----------------------------------------------------------------------------------------------------
+
+    def set_lease(self, boottime_ns: int) -> None:
+        """Answer only before this CLOCK_BOOTTIME instant; 0 is for good."""
+        # What is enqueued ends within its passes even where this process is frozen: nobody launches more.
+        with self._lock:
+            self._lease_ns = boottime_ns if self._lease_ns else 0
+            self.pause(self._is_over())
+
+    def run(self, max_ns: int) -> bool:
+        """Serve for at most that long; True when stopped.
+
+        Raises:
+            RuntimeError: the passes ended by an error of the device.
+        """
+        until_s = time.monotonic() + max_ns / 1e9
+        on_gpu = self.tables.device.type == "cuda"
+        if on_gpu and self._thread is None and not self._ended.is_set():
+            self.serve()
+        while not self._ended.is_set() and time.monotonic() < until_s:
+            if not on_gpu:
+                self._turn()
+                continue
+            self._ended.wait(LEASE_LOOK_S)
+            self.check()
+            with self._lock:
+                self.pause(self._is_over())
+        return self._ended.is_set()
+
+    def _turn(self) -> None:
+        """One pass in the interpreter."""
+        with self._turned:
+            self._turning = True
+        try:
+            if self._is_over():
+                time.sleep(LEASE_LOOK_S)
+            else:
+                batches, began_ns = self.counters().batches, time.monotonic_ns()
+                self.enqueue_pass()
+                if self.counters().batches > batches:
+                    self._busy_ns += time.monotonic_ns() - began_ns
+        finally:
+            with self._turned:
+                self._turning = False
+                self._turns += 1
+                self._turned.notify_all()
+
+    def stop(self) -> None:
+        """Make `run` return."""
+        self._ended.set()
+
+    def close(self) -> None:
+        """End the passes."""
+        self.end_passes()
+
+    def _is_over(self) -> bool:
+        return time.clock_gettime_ns(time.CLOCK_BOOTTIME) >= self._lease_ns
+
+    # -- passes --------------------------------------------------------------------------------------------------
+
     def enqueue_pass(self) -> None:
         """Launch one pass on the current stream; may be captured. In the interpreter, run it."""
-        take(self.tables, self._idle_ns)
+        poll(self.tables, self._idle_ns)
         gather(self.tables, self.batch.rows, self.batch.scales)
         self._compute(self.batch)
         reply(self.tables, self.batch.out)
@@ -216,7 +395,7 @@ class DeviceServer:
         if self.tables.device.type != "cuda":
             raise ValueError("passes are captured on a GPU; in the interpreter call enqueue_pass() in turn.")
         if self._thread is not None:
-            raise ValueError("this server serves already; stop it first.")
+            raise ValueError("this server serves already; end its passes first.")
         # Tables and scratch were made on other streams: what is zero to begin with must be so by now.
         torch.cuda.synchronize(self.tables.device)
         self._set_stop(1)
@@ -232,7 +411,7 @@ class DeviceServer:
         self._graph, self._graph_passes = graph, passes
 
     def serve(self) -> None:
-        """Keep the captured passes enqueued from a thread of its own until `stop`; captures them if need be.
+        """Keep the captured passes enqueued from a thread of its own until `end_passes`; captures them if need be.
 
         Raises:
             ValueError: there is no GPU, or this server serves already.
@@ -240,13 +419,13 @@ class DeviceServer:
         if self._graph is None:
             self.capture()
         if self._thread is not None:
-            raise ValueError("this server serves already; stop it first.")
+            raise ValueError("this server serves already; end its passes first.")
         self._stopping.clear()
         self._set_stop(int(self._paused))
         self._thread = threading.Thread(target=self._feed, name="expert-passes", daemon=True)
         self._thread.start()
 
-    def stop(self, timeout_s: float = 10.0) -> None:
+    def end_passes(self, timeout_s: float = 10.0) -> None:
         """End the passes; idempotent.
 
         Raises:
@@ -280,13 +459,14 @@ class DeviceServer:
         if self._failure is not None:
             raise RuntimeError("the passes ended by an error of the device.") from self._failure
 
-    def counters(self) -> dict[str, int]:
-        """Requests by status, rows, pairs, experts activated, busy time and batches so far, as of the last pass.
-
-        Of what the kernels wrote into host memory: the device is not asked.
-        """
+    def counters(self) -> ServerCounters:
+        """As of the last pass, from what the kernels wrote into host memory: the device is not asked."""
         values = self.tables.host[HostWord.COUNTS :].tolist()
-        return {word.name.lower(): values[word] for word in CountWord if word is not CountWord.WORDS}
+        counted = {word.name.lower(): values[word] for word in CountWord if word is not CountWord.WORDS}
+        if self._turns:
+            # The interpreter's clock counts looks, and tells no time.
+            counted["busy_ns"] = self._busy_ns
+        return ServerCounters(**counted)
 
     def served(self) -> np.ndarray:
         """Pairs asked of each expert so far, int64 [layers, experts]. Asks the device."""

@@ -28,6 +28,7 @@ from experts.gpu.layout import (
     power_of_two,
     row_warps,
 )
+from experts.gpu.words import LAYOUT
 
 NO_BUDGET_NS = 1 << 62  # beyond any clock, and the sum of both is still a word
 
@@ -114,7 +115,7 @@ class ClientTables:
 
     @property
     def wait_warps(self) -> int:
-        """Warps of the program that waits: fewer, so that each thread may have more registers for what it mends."""
+        """Warps of the program that waits: fewer, so that each thread has more registers to send again with."""
         return min(8, self.send_warps)
 
     @property
@@ -126,6 +127,7 @@ class ClientTables:
         """The constants that a kernel with arguments of these names takes."""
         names = list(names)
         own = {
+            "LAYOUT": LAYOUT,
             "SERVERS": self.servers,
             "REPLICAS": self.replicas,
             "ROUNDS": self.rounds,
@@ -239,6 +241,7 @@ class ServerTables:
         """The constants that a kernel with arguments of these names takes."""
         names = list(names)
         own = {
+            "LAYOUT": LAYOUT,
             "CLIENTS": self.clients,
             "CLIENTS_WIDE": power_of_two(self.clients),
             "WIDE": power_of_two(self.shape.top_k),

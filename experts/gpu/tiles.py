@@ -50,6 +50,15 @@ def unpack_blocks(packed: torch.Tensor, rows: int, k: int) -> torch.Tensor:
     return packed.transpose(1, 2).reshape(blocks * BLOCK, tiles * k_tile)[:rows, :k]
 
 
+def numerics_class(device: torch.device) -> str:
+    """Name of the arithmetic of bfloat16 products on a device: equal names promise equal bits."""
+    compiler = ".".join(triton.__version__.split(".")[:2])
+    if device.type != "cuda":
+        return f"interpreter-bf16-triton{compiler}-1"
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"cuda-sm{major}{minor}-bf16-triton{compiler}-1"
+
+
 def programs(device: torch.device, per_processor: int) -> int:
     """Size of a grid whose programs stay and take one tile after another: `per_processor` on each processor."""
     if device.type != "cuda":

@@ -118,8 +118,8 @@ P2P_API int32_t expert_client_add_server(ExpertClient* client, const ServerLink*
     for (uint32_t i = 0; i < EXPERTS_MAX_SERVERS; i++) {
         Server& server = client->servers[i];
         if (server.state.load() != SERVER_EMPTY) continue;
-        server.overheard.reset(new (std::nothrow) uint8_t[link->slot_bytes]);
-        if (!server.overheard) return EXPERTS_E_MEMORY;
+        server.stale.reset(new (std::nothrow) uint8_t[link->slot_bytes]);
+        if (!server.stale) return EXPERTS_E_MEMORY;
         server.link = *link;
         std::fill_n(server.in_state, SLOT_STATES, 0);
         server.in_state[SLOT_FREE] = link->slots;

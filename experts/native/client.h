@@ -65,9 +65,9 @@ struct ServerStats {
     uint64_t service_sum_ns;
     uint64_t extra;           // of the chunks sent here, those that another server was only slow to answer: hedges
     uint64_t quarantined_until_ns;  // gave corrupt replies, and until then is asked only where no other replica exists
-    uint32_t late_slots;      // slots retired: until a late reply arrives, or for a while after a corrupt one
-    uint32_t lost_slots;      // of those: a later request was answered, so that theirs will hardly be
-    uint32_t state;           // 0 empty, 1 attached, 2 gone, 3 leaving or left
+    uint64_t late_slots;      // slots retired: until a late reply arrives, or for a while after a corrupt one
+    uint64_t lost_slots;      // of those: a later request was answered, so that theirs will hardly be
+    uint64_t state;           // 0 empty, 1 attached, 2 gone, 3 leaving or left
     double speed;             // relative to the other servers, as rows are split by it
 };
 

@@ -80,7 +80,7 @@ void shift(ExpertClient* client, Server& server, Slot& slot, SlotState to) {
     slot.state = to;
     server.in_state[from]--;
     server.in_state[to]++;
-    uint32_t kept = server.in_state[SLOT_LATE] + server.in_state[SLOT_LOST] + server.in_state[SLOT_ASIDE];
+    uint32_t kept = server.in_state[SLOT_LATE] + server.in_state[SLOT_LOST] + server.in_state[SLOT_COOLDOWN];
     std::atomic_ref(server.stats.late_slots).store(kept, std::memory_order_relaxed);
     std::atomic_ref(server.stats.lost_slots).store(server.in_state[SLOT_LOST], std::memory_order_relaxed);
     // A server that catches up may take what no other replica could.
@@ -147,7 +147,7 @@ void post(ExpertClient* client, Server& server, uint32_t lane, uint64_t now_ns) 
 }
 
 // The server answers: what was late before it was asked this is hardly under way any more.
-void heard(ExpertClient* client, Server& server, const Slot& slot) {
+void mark_slots_lost(ExpertClient* client, Server& server, const Slot& slot) {
     for (Slot& other : server.slots)
         if (other.state == SLOT_LATE && other.due_ns <= slot.posted_ns) shift(client, server, other, SLOT_LOST);
 }
@@ -188,17 +188,17 @@ bool of_one_expert(const Call& call, const Chunk& chunk) {
 
 // A reply that its call did not wait for, or a probe's: it says how its server does, and nothing of it is used. False
 // where it does not validate.
-bool overhear(ExpertClient* client, Server& server, const Slot& slot, const void* memory, uint64_t now_ns) {
+bool drain_stale_reply(ExpertClient* client, Server& server, const Slot& slot, const void* memory, uint64_t now_ns) {
     P2pHeader frame;
     WireHeader header{};
     int length = p2p_frame_open(memory, server.link.slot_bytes, client->incarnation,
-                                server.link.server_incarnation, slot.sequence, &frame, server.overheard.get());
-    if (length >= int(sizeof header)) std::memcpy(&header, server.overheard.get(), sizeof header);
+                                server.link.server_incarnation, slot.sequence, &frame, server.stale.get());
+    if (length >= int(sizeof header)) std::memcpy(&header, server.stale.get(), sizeof header);
     if (header.magic != WIRE_MAGIC || header.kind != WIRE_REPLY) {
         count_corrupt(server, now_ns);
         return false;
     }
-    heard(client, server, slot);
+    mark_slots_lost(client, server, slot);
     if (header.status == STATUS_OK) learn(client, server, slot, now_ns, header.service_ns);
     return true;
 }
@@ -232,7 +232,7 @@ bool accept(ExpertClient* client, Server& server, Slot& slot, const void* memory
         refuse(call, server, chunk, again);
         return false;
     }
-    heard(client, server, slot);
+    mark_slots_lost(client, server, slot);
     WireHeader header;
     std::memcpy(&header, chunk.reply, sizeof header);
     if (status != STATUS_OK) {
@@ -293,16 +293,16 @@ void scan(ExpertClient* client, Server& server, uint64_t now_ns) {
         if (slot.state == SLOT_FREE) continue;
         const void* memory = p2p_slot(server.link.rx, i, server.link.slot_bytes);
         bool current = slot.call == call.id;
-        if (slot.state == SLOT_ASIDE) {
+        if (slot.state == SLOT_COOLDOWN) {
             if (!current || now_ns >= slot.due_ns) shift(client, server, slot, SLOT_FREE);
             continue;
         }
         if (p2p_signal_load(memory) == slot.sequence && !cut) {
             bool awaited = current && !slot.probe;
             bool useful = awaited ? accept(client, server, slot, memory, now_ns)
-                                  : overhear(client, server, slot, memory, now_ns);
-            shift(client, server, slot, useful ? SLOT_FREE : SLOT_ASIDE);
-            slot.due_ns = now_ns + ASIDE_NS;
+                                  : drain_stale_reply(client, server, slot, memory, now_ns);
+            shift(client, server, slot, useful ? SLOT_FREE : SLOT_COOLDOWN);
+            slot.due_ns = now_ns + COOLDOWN_NS;
         } else if (slot.state == SLOT_BUSY && now_ns >= slot.due_ns && may_hedge(client, server, slot, now_ns)) {
             shift(client, server, slot, SLOT_LATE);
             if (slot.probe) server.probe_wait_ns = std::min(PROBE_LAST_NS, server.probe_wait_ns * 2);
@@ -322,7 +322,7 @@ void scan(ExpertClient* client, Server& server, uint64_t now_ns) {
 }
 
 // The peer's exit is proved: nothing more will come, its slots need no guard any longer.
-void bury(ExpertClient* client, Server& server) {
+void fail_server(ExpertClient* client, Server& server) {
     Call& call = client->call;
     auto fail = [&](uint32_t index) {
         Chunk& chunk = call.chunks[index];
@@ -340,7 +340,7 @@ void bury(ExpertClient* client, Server& server) {
     for (; server.queue_head < server.queue.size(); server.queue_head++)
         fail(server.queue[server.queue_head]);
     server.units = 0;
-    for (uint32_t* kept : {&server.stats.late_slots, &server.stats.lost_slots})
+    for (uint64_t* kept : {&server.stats.late_slots, &server.stats.lost_slots})
         std::atomic_ref(*kept).store(0u, std::memory_order_relaxed);
     server.state.store(SERVER_GONE);
     call.replan.store(1);
@@ -379,7 +379,7 @@ void check_liveness(ExpertClient* client, uint32_t lane, uint64_t now_ns, bool i
         if (poll(&probe, 1, 0) <= 0 || !(probe.revents & (POLLRDHUP | POLLHUP | POLLERR | POLLNVAL))) return;
         // What it wrote before it died still counts.
         scan(client, server, now_ns);
-        bury(client, server);
+        fail_server(client, server);
     });
 }
 

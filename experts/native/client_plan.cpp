@@ -30,7 +30,7 @@ Masks server_masks(ExpertClient* client, uint64_t now_ns) {
         Server& server = client->servers[i];
         if (server.state.load(std::memory_order_acquire) != SERVER_LIVE || server.leaving.load()) continue;
         bool distrusted = now_ns < server.stats.quarantined_until_ns;
-        (server.owes() ? masks.late : distrusted ? masks.distrusted : masks.healthy) |= 1ull << i;
+        (server.is_late() ? masks.late : distrusted ? masks.distrusted : masks.healthy) |= 1ull << i;
     }
     return masks;
 }
@@ -47,7 +47,7 @@ void compare_latencies(ExpertClient* client) {
 
 // A server that has not answered yet is expected to be as the one that is known best, or a freeze of it would not be
 // told from a slow start.
-void reckon_latencies(ExpertClient* client) {
+void estimate_latencies(ExpertClient* client) {
     const Server* best = nullptr;
     bool unknown = false;
     for (uint64_t left = client->used.load(std::memory_order_acquire); left; left &= left - 1) {
@@ -152,7 +152,7 @@ uint32_t take_row(Want& want, uint64_t beside) {
 
 // Calls give(pair, server) for every pair that open(pair) names, token after token.
 template <class Open, class Give>
-void deal(ExpertClient* client, Open open, Give give) {
+void assign_pairs(ExpertClient* client, Open open, Give give) {
     const Call& call = client->call;
     Plan& plan = client->plan;
     const uint32_t top_k = client->shape.top_k;
@@ -322,7 +322,7 @@ void bound_wait(ExpertClient* client, bool lost, uint64_t now_ns) {
 bool outdated(const Call& call, const Chunk& chunk) { return chunk.attempt < call.routes_since; }
 
 // Chunks that will not bring their pairs, or not soon, free them for another server.
-void survey(ExpertClient* client, const Masks& masks, uint64_t now_ns) {
+void collect_missing(ExpertClient* client, const Masks& masks, uint64_t now_ns) {
     Call& call = client->call;
     Plan& plan = client->plan;
     uint32_t total = call.n * client->shape.top_k;
@@ -432,7 +432,7 @@ void plan_first(ExpertClient* client, uint64_t now_ns) {
     clear_counts(plan);
     for (std::vector<uint32_t>& list : plan.list) list.clear();
     forget_refusals(plan);
-    reckon_latencies(client);
+    estimate_latencies(client);
     for (uint32_t pair = 0; pair < total; pair++) count_pair(plan, call.ids[pair]);
     count_routed(client);
     Masks masks = server_masks(client, now_ns);
@@ -447,7 +447,7 @@ void plan_first(ExpertClient* client, uint64_t now_ns) {
         plan.list[server].push_back(pair);
         servers |= 1ull << server;
     };
-    deal(client, [](uint32_t) { return true; }, give);
+    assign_pairs(client, [](uint32_t) { return true; }, give);
     clear_counts(plan);
     call.in_doubt.store(in_doubt, std::memory_order_relaxed);
     bound_wait(client, lost, now_ns);
@@ -472,7 +472,7 @@ void plan_again(ExpertClient* client, uint64_t now_ns) {
     for (uint32_t lane = 0; lane < client->lanes; lane++) check_liveness(client, lane, now_ns, true);
     Masks masks = server_masks(client, now_ns);
     settle_doubts(client, now_ns);
-    survey(client, masks, now_ns);
+    collect_missing(client, masks, now_ns);
     // Whoever hears of the epoch may take away what older routes still ask for.
     auto behind = [&](const Chunk& chunk) { return chunk.out() && outdated(call, chunk); };
     if (std::none_of(call.chunks.begin(), call.chunks.end(), behind))
@@ -499,7 +499,7 @@ void plan_again(ExpertClient* client, uint64_t now_ns) {
         servers |= 1ull << server;
     };
     for (uint32_t pair = 0; pair < total; pair++) in_doubt |= plan.pair_late[pair] != 0;
-    deal(client, [&](uint32_t pair) { return plan.pair_state[pair] == PAIR_OPEN; }, give);
+    assign_pairs(client, [&](uint32_t pair) { return plan.pair_state[pair] == PAIR_OPEN; }, give);
     clear_counts(plan);
     call.in_doubt.store(in_doubt, std::memory_order_relaxed);
     bound_wait(client, lost, now_ns);

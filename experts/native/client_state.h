@@ -35,15 +35,15 @@ constexpr uint64_t CORRUPT_NS = 60'000'000'000;
 constexpr uint32_t MAX_REFUSALS = 3;  // so many of an expert by a server, and it is not asked again
 // A slot whose reply was of no use rests so long: nobody is asked again and again without a pause, and whoever wrote
 // it may still be writing.
-constexpr uint64_t ASIDE_NS = 50'000'000;
+constexpr uint64_t COOLDOWN_NS = 50'000'000;
 // An activated expert costs its weights' read plus a part for each row; about five rows weigh as much as the read.
 constexpr uint32_t EXPERT_COST = 5;
 constexpr double UNIT_BASE = 16;  // pairs that a chunk seems to have on top of its own: its fixed cost
 
 enum ServerState : uint32_t { SERVER_EMPTY = 0, SERVER_LIVE = 1, SERVER_GONE = 2, SERVER_LEFT = 3 };
 // Lost: still late when a request sent after that was answered. Its reply may yet come and is waited for, but says
-// nothing against the server. Aside: ASIDE_NS, or until the call is over.
-enum SlotState : uint8_t { SLOT_FREE, SLOT_BUSY, SLOT_LATE, SLOT_LOST, SLOT_ASIDE };
+// nothing against the server. Cooldown: COOLDOWN_NS, or until the call is over.
+enum SlotState : uint8_t { SLOT_FREE, SLOT_BUSY, SLOT_LATE, SLOT_LOST, SLOT_COOLDOWN };
 constexpr uint32_t SLOT_STATES = 5;
 enum ChunkState : uint8_t { CHUNK_PLANNED, CHUNK_SENT, CHUNK_LATE, CHUNK_DONE, CHUNK_FAILED };
 
@@ -57,7 +57,7 @@ struct Slot {
     uint64_t call = 0;
     uint64_t sequence = 0;
     uint64_t posted_ns = 0;
-    uint64_t due_ns = 0;      // then it is late, and hedged; once aside, when it is free
+    uint64_t due_ns = 0;      // then it is late, and hedged; in cooldown, when it is free
     uint64_t suspect_ns = 0;  // then its server is suspect, while it is late
 
     bool awaited_by(uint64_t running) const {
@@ -92,7 +92,7 @@ struct Server {
     uint64_t sequence = 0;
     uint32_t in_state[SLOT_STATES] = {};  // slots
     uint32_t units = 0;  // pairs in busy slots
-    std::unique_ptr<uint8_t[]> overheard;  // a slot's payload
+    std::unique_ptr<uint8_t[]> stale;  // payload of a reply that is only drained
     Latency latency;
     ServiceTime service;
     uint64_t corrupt_ns[CORRUPT_MOST] = {};  // when the latest corrupt replies came
@@ -107,7 +107,7 @@ struct Server {
     bool drained() const { return in_state[SLOT_FREE] == link.slots; }
     bool has_slot() const { return in_state[SLOT_FREE] > 0; }
     // Gets no rows that another can take.
-    bool owes() const { return in_state[SLOT_LATE] || in_state[SLOT_LOST] == link.slots; }
+    bool is_late() const { return in_state[SLOT_LATE] || in_state[SLOT_LOST] == link.slots; }
     // A reply is missing for so long that sending its rows elsewhere is no hedge.
     bool suspect(uint64_t now_ns) const {
         auto missing = [&](const Slot& slot) { return slot.state == SLOT_LATE && now_ns >= slot.suspect_ns; };

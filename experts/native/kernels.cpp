@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include <atomic>
+#include <initializer_list>
 
 #include "experts/native/kernel_table.h"
 

@@ -32,7 +32,7 @@ struct StepF32 {
     typedef float Element;
     static constexpr uint32_t kElements = 1, kStaged = 1;  // k in a step; words they are staged in
     static constexpr uint32_t kGroupRows = 6;              // rows that the registers hold
-    static constexpr uint32_t kAhead = 2, kCache = 2;      // chunks fetched ahead, and for which cache
+    static constexpr uint32_t kAhead = 2, kCache [[maybe_unused]] = 2;      // chunks fetched ahead, and for which cache
     template <int M, int B>
     EAAS_INLINE void run(const uint8_t* w, const float* x, f32x16 (&acc)[M][B]) {
         EAAS_UNROLL
@@ -57,7 +57,7 @@ struct StepF32 {
 struct StepBf16 {
     typedef uint16_t Element;
     static constexpr uint32_t kElements = 2, kStaged = 1;
-    static constexpr uint32_t kGroupRows = 6, kAhead = 1, kCache = 3;
+    static constexpr uint32_t kGroupRows = 6, kAhead = 1, kCache [[maybe_unused]] = 3;
     template <int M, int B>
     EAAS_INLINE void run(const uint8_t* w, const float* x, f32x16 (&acc)[M][B]) {
         EAAS_UNROLL
@@ -82,7 +82,7 @@ constexpr const char* kBf16Class = "cpu-bf16-vdpbf16-1";
 struct StepBf16 {
     typedef uint16_t Element;
     static constexpr uint32_t kElements = 2, kStaged = 2;
-    static constexpr uint32_t kGroupRows = 5, kAhead = 1, kCache = 3;
+    static constexpr uint32_t kGroupRows = 5, kAhead = 1, kCache [[maybe_unused]] = 3;
     template <int M, int B>
     EAAS_INLINE void run(const uint8_t* w, const float* x, f32x16 (&acc)[M][B]) {
         const uint16_t* pairs = reinterpret_cast<const uint16_t*>(w);

@@ -33,7 +33,7 @@ class Latency {
     // Of a class, where it is well known; else 0.
     uint64_t class_q99_ns(uint32_t size) const { return sizes_[size].total < 32 ? 0 : sizes_[size].q99_ns; }
 
-    // 99 of 100 replies of that size came within this time; reckoned from the nearest size where none of it was seen.
+    // 99 of 100 replies of that size came within this time; estimated from the nearest size where none of it was seen.
     // 0: nothing is known.
     uint64_t q99_ns(uint32_t units) const {
         uint32_t own = class_of(units);

@@ -1,68 +1,15 @@
-// What travels in a p2p frame between a client and an expert server. All fields little-endian.
-//
-//   offset size  field
-//        0    4  magic "EXPT"
-//        4    2  version (2)
-//        6    2  kind: 1 request, 2 reply
-//        8    8  model hash: first 8 bytes of the checkpoint's fingerprint
-//       16    8  routing hash: of the routing list; a reply repeats the request's
-//       24    4  layer, counted over MoE layers
-//       28    4  rows
-//       32    4  pairs
-//       36    4  hidden
-//       40    2  dtype served: 0 float32, 1 bfloat16, 2 int8 (a request's rows: bfloat16 unless 0; a reply's: float32)
-//       42    2  status: 0 OK, 1 NOT_HELD, 2 INVALID; a request says 0
-//       44    2  reply lane: the client's doorbell to ring
-//       46    2  zero
-//       48    8  service time in ns (reply), 0 in a request
-//       56    8  digest of the rows (reply, OK), else 0: RowsDigest
-//   request: routing list of pairs x {row u16, expert u16, k_slot u16, zero u16}, padded to 64;
-//            then rows of hidden elements, each padded to 64 bytes
-//   reply:   pairs x hidden float32 in the order of the routing list; nothing where the status is not OK
+// What travels in a p2p frame between a client and an expert server: sizes, hashes and checks of the fields that
+// experts/wire.py describes.
 #pragma once
 #include <bit>
 #include <cstdint>
 #include <cstring>
 
+#include "experts/native/build/wire_format.h"
+
 namespace experts {
 
 static_assert(std::endian::native == std::endian::little, "the wire format is little-endian");
-
-constexpr uint32_t WIRE_MAGIC = 0x54505845;
-constexpr uint16_t WIRE_VERSION = 2;
-constexpr uint16_t WIRE_REQUEST = 1;
-constexpr uint16_t WIRE_REPLY = 2;
-constexpr uint16_t STATUS_OK = 0;
-constexpr uint16_t STATUS_NOT_HELD = 1;
-constexpr uint16_t STATUS_INVALID = 2;
-constexpr uint32_t MAX_ROWS = 65535;
-
-struct WireHeader {
-    uint32_t magic;
-    uint16_t version;
-    uint16_t kind;
-    uint64_t model_hash;
-    uint64_t routing_hash;
-    uint32_t layer;
-    uint32_t rows;
-    uint32_t pairs;
-    uint32_t hidden;
-    uint16_t dtype;
-    uint16_t status;
-    uint16_t reply_lane;
-    uint16_t zero0;
-    uint64_t service_ns;
-    uint64_t digest;
-};
-static_assert(sizeof(WireHeader) == 64);
-
-struct WirePair {
-    uint16_t row;
-    uint16_t expert;
-    uint16_t k_slot;
-    uint16_t zero;
-};
-static_assert(sizeof(WirePair) == 8);
 
 // What both ends agree on before the first request.
 struct WireShape {

@@ -1,7 +1,8 @@
-"""Attention workers and expert servers of two numerics classes in one cluster, as processes: native and not."""
+"""Attention workers and expert servers of two numerics classes in one cluster, as processes."""
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -14,9 +15,10 @@ from eaas.engine.worker_protocol import Failed, Hello, Step
 from eaas.model.make_model import make_model
 from router.client import RouterClient
 from tests.eaas.test_attention_process import Gateway, cluster, exit_code
-from tests.eaas.test_fallback import bare  # noqa: F401 - a fixture
 
-NATIVE, NUMPY = "cpu-f32-fma-1", "cpu-f32-numpy-1"
+OWN, OTHER = "cpu-f32-fma-1", "cpu-f32-fma-1-other"
+ROOT = Path(__file__).resolve().parents[2]
+OTHER_CLASS = Path(__file__).parent / "other_class"
 PROMPT = list(range(3, 20))
 
 
@@ -40,31 +42,27 @@ def failure(gateway: Gateway) -> Failed:
 
 
 def test_requests_stay_in_their_class_and_go_on_in_another_only_when_theirs_is_gone(
-    tmp_path: Path,
-    model: Path,
-    bare: Path,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def without_native(start: Callable[[], Child]) -> Child:
+    def of_other_class(start: Callable[[], Child]) -> Child:
         with monkeypatch.context() as patch:
-            patch.chdir(bare)
-            patch.setenv("PYTHONPATH", str(bare))
+            patch.setenv("PYTHONPATH", os.pathsep.join([str(OTHER_CLASS), str(ROOT)]))
             return start()
 
     with cluster(tmp_path, model, 1) as world:
-        world.wait(without_native(world.expert))
-        plain = without_native(world.attention)
-        second = Gateway(world.wait(plain))
-        native_expert = world.expert()
-        world.wait(native_expert)
-        native = world.attention("--deadline-s", "2")
-        first = Gateway(world.wait(native))
+        world.wait(of_other_class(world.expert))
+        other = of_other_class(world.attention)
+        second = Gateway(world.wait(other))
+        own_expert = world.expert()
+        world.wait(own_expert)
+        own = world.attention("--deadline-s", "2")
+        first = Gateway(world.wait(own))
         router = RouterClient(world.router)
-        assert hello_of(first).numerics_class == NATIVE
-        assert hello_of(second).numerics_class == f"cpu-f32-torch-1+{NUMPY}"
+        assert hello_of(first).numerics_class == OWN
+        assert hello_of(second).numerics_class == OTHER
         held = {m.numerics_class: m.serving_count for m in router.status().view.pool("expert")}
         view = router.status().view
-        assert held == dict.fromkeys((NATIVE, NUMPY), view.layers * view.experts), "each class is whole"
+        assert held == dict.fromkeys((OWN, OTHER), view.layers * view.experts), "each class is whole"
         first.submit("calm", PROMPT)
         calm = first.tokens("calm", 40)
         second.submit("calm", PROMPT)
@@ -72,9 +70,9 @@ def test_requests_stay_in_their_class_and_go_on_in_another_only_when_theirs_is_g
 
         first.submit("storm", PROMPT, max_tokens=1500)
         storm = first.tokens("storm", 5)
-        native_expert.send(signal.SIGKILL)
+        own_expert.send(signal.SIGKILL)
         end_s = time.monotonic() + 60
-        while any(m.numerics_class == NATIVE for m in router.status().view.pool("expert")):
+        while any(m.numerics_class == OWN for m in router.status().view.pool("expert")):
             assert time.monotonic() < end_s, "a killed expert server is a member still"
             time.sleep(0.01)
         # What comes now is sent on at once, and whoever asks the other class computes it. It comes while the other
@@ -85,15 +83,15 @@ def test_requests_stay_in_their_class_and_go_on_in_another_only_when_theirs_is_g
         lost = failure(first)
         assert (lost.id, lost.code, lost.retryable) == ("storm", "expert_lost", True)
         assert storm == calm[:5]
-        assert plain.name in late.message
+        assert other.name in late.message
         second.submit("late", PROMPT, output=storm, max_tokens=40)
         assert len(second.tokens("late", 35)) == 35
 
         # Its class does not come back: it ends, and who comes in its place asks those that are there.
-        assert exit_code(native, 30.0) == 0, native.tail()
+        assert exit_code(own, 30.0) == 0, own.tail()
         successor = world.attention("--deadline-s", "2")
         third = Gateway(world.wait(successor))
-        assert hello_of(third).numerics_class == f"{NATIVE}+{NUMPY}"
+        assert hello_of(third).numerics_class == f"{OWN}+{OTHER}"
         third.submit("again", PROMPT)
         assert len(third.tokens("again", 40)) == 40
         router.close()
@@ -112,9 +110,9 @@ def test_a_worker_waits_for_a_class_that_it_can_talk_with(tmp_path: Path, model:
             **{**spec, "layers": view.layers, "experts": view.experts, "model_hash": view.model_hash},
         )  # fmt: skip
         classes = {member.numerics_class for member in router.status().view.pool("expert")}
-        assert classes == {NATIVE, "cuda-sm90-f32-triton3.6-1"}, "both have joined"
+        assert classes == {OWN, "cuda-sm90-f32-triton3.6-1"}, "both have joined"
         gateway = Gateway(world.wait(world.attention()))
-        assert hello_of(gateway).numerics_class == NATIVE
+        assert hello_of(gateway).numerics_class == OWN
         gateway.submit("a", PROMPT)
         assert len(gateway.tokens("a", 40)) == 40
         other.close()

@@ -36,7 +36,7 @@ def main(order: dict) -> None:
 
     def hold(layer: int, expert: int) -> None:
         key = (layer, expert)
-        server.set_expert(layer, expert, weights.gate_up[key].ctypes.data, weights.down[key].ctypes.data)
+        server.set_expert(layer, expert, weights.gate_up[key], weights.down[key])
 
     for layer, expert in order["held"]:
         hold(layer, expert)

@@ -7,10 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from experts import kernels, native
-from experts.activation import SWIGLU, Activation
+from experts import kernels
 from experts.kernels import PackedExpert, ffn, from_dtype, pack_expert, to_dtype
-from experts.model import ConfigInvalid, Dtype, ExpertShape
+from experts.model import SWIGLU, Activation, ConfigInvalid, Dtype, ExpertShape
 from experts.pack import layout_of
 
 SEED = 11
@@ -38,16 +37,11 @@ def definition(arrays: list[np.ndarray], x: np.ndarray, dtype: Dtype, activation
     return from_dtype(to_dtype(act.astype(np.float32), dtype)).astype(np.float64) @ down.T + arrays[5]
 
 
-@pytest.mark.parametrize("without", [False, True], ids=["native", "numpy"])
 @pytest.mark.parametrize("dtype", BOUND)
 @pytest.mark.parametrize("activation", [CLAMPED, SWIGLU], ids=["clamped", "swiglu"])
 def test_the_kernels_compute_the_definition_and_a_row_alone_has_the_same_bits(
-    activation: Activation, dtype: Dtype, without: bool, monkeypatch: pytest.MonkeyPatch
+    activation: Activation, dtype: Dtype
 ) -> None:
-    if without:
-        monkeypatch.setattr(native, "load_or_none", lambda: None)
-    elif native.load_or_none() is None:
-        pytest.skip("needs the native library, found none: run make setup")
     # Neither size fills its last tile; 29 rows take the way of many, single ones that of few.
     arrays, packed = expert(83, 97, dtype, activation)
     x = to_dtype(np.random.default_rng(SEED + 1).standard_normal((29, 97), np.float32), dtype)
@@ -56,15 +50,6 @@ def test_the_kernels_compute_the_definition_and_a_row_alone_has_the_same_bits(
     assert error <= BOUND[dtype], f"differs by {error:.3g}, seed {SEED}"
     for row in range(len(x)):
         assert np.array_equal(ffn(packed, x[row : row + 1])[0], found[row]), f"row {row}, seed {SEED}"
-
-
-def test_native_and_numpy_pack_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    if native.load_or_none() is None:
-        pytest.skip("needs the native library, found none: run make setup")
-    _, packed = expert(83, 97, Dtype.BFLOAT16)
-    monkeypatch.setattr(native, "load_or_none", lambda: None)
-    _, again = expert(83, 97, Dtype.BFLOAT16)
-    assert np.array_equal(packed.gate_up, again.gate_up) and np.array_equal(packed.down, again.down)
 
 
 def test_a_nan_is_passed_on_and_no_number_is_beyond_the_limit() -> None:

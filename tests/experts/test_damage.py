@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from experts.accounts import observation_of
+from experts.backend import ServerStats
 from experts.model import Dtype
-from experts.native import ServerStats
-from experts.report import report_of
-from experts.wire import HEADER, VERSION, rows_digest
+from experts.wire import VERSION
 from p2p import native as p2p_native
 from tests.experts.steps import LOST, OK, PENDING, Call, World, shape_of, to_bits
 from tests.experts.test_steps import spread
-from tests.sim.mutants import Mutant, needs_compiler
+from tests.experts.wire_codec import HEADER, rows_digest
+from tests.sim.mutants import Mutant
 
 Change = Callable[[NDArray[np.float32]], None]
 FRAME, PAYLOAD, ROWS = 64, 128, 192
@@ -200,7 +201,7 @@ def test_three_corrupt_replies_in_a_minute_and_a_server_is_the_last_choice_until
 def test_a_quarantine_that_is_over_is_no_longer_reported_though_no_call_was_made_since() -> None:
     def reported(for_s: float) -> bool:
         stats = ServerStats(quarantined_until_ns=time.monotonic_ns() + int(for_s * 1e9))
-        return report_of("expert/1", stats, object()).totals.quarantined  # pyright: ignore[reportArgumentType]
+        return observation_of(stats, object()).quarantined  # pyright: ignore[reportArgumentType]
 
     assert reported(60.0) and not reported(-0.001)
 
@@ -324,7 +325,6 @@ ALONE = Mutant(
 )
 
 
-@needs_compiler
 @pytest.mark.parametrize(
     ("mutant", "change"),
     [

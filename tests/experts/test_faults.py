@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 
 from experts import client as client_module
-from experts.client import ExpertsLost
+from experts.backend import ExpertsLost, ServerStats
 from experts.faults import CannotDo, SelfInflicted
 from experts.model import Dtype
-from experts.report import ServerReport
 from p2p import native
 from p2p.transport import TransportChoice
 from router.faults import Fault
@@ -47,16 +46,16 @@ def until(what: str, reached: Callable[[], object], timeout_s: float = 10.0) -> 
 
 
 @pytest.fixture
-def pair(cluster: Cluster) -> Callable[[], ServerReport]:
+def pair(cluster: Cluster) -> Callable[[], ServerStats]:
     """Two servers with every expert on both, and a client that knows them: what it has seen of the first."""
     cluster.start(2, 2)
     client = cluster.client()
     settle(client, cluster.view())
-    return lambda: client.stats()[0]
+    return lambda: next(iter(client.stats().values()))
 
 
 def test_a_frame_spoiled_on_the_wire_is_refused_and_asked_for_again(
-    cluster: Cluster, pair: Callable[[], ServerReport], rng: np.random.Generator
+    cluster: Cluster, pair: Callable[[], ServerStats], rng: np.random.Generator
 ) -> None:
     inflict(cluster.servers[0], "corrupt", where="wire", share=0.3, seed=SEED)
     for _ in range(30):
@@ -112,15 +111,15 @@ def test_a_slow_server_takes_so_many_times_as_long(cluster: Cluster, rng: np.ran
 
 def service_ns(cluster: Cluster, rng: np.random.Generator) -> int:
     """Of one call, as the server says."""
-    before = cluster.clients[0].stats()[0].totals
+    before = next(iter(cluster.clients[0].observations().values()))
     cluster.check(cluster.clients[0], rng, 8)
-    after = cluster.clients[0].stats()[0].totals
+    after = next(iter(cluster.clients[0].observations().values()))
     return after.service_ns - before.service_ns
 
 
 @pytest.mark.parametrize("kind", ["loss", "partition"])
 def test_a_server_that_is_not_heard_is_done_without_until_it_is_again(
-    cluster: Cluster, pair: Callable[[], ServerReport], rng: np.random.Generator, kind: str
+    cluster: Cluster, pair: Callable[[], ServerStats], rng: np.random.Generator, kind: str
 ) -> None:
     client = cluster.clients[0]
     for _ in range(10):
@@ -128,11 +127,11 @@ def test_a_server_that_is_not_heard_is_done_without_until_it_is_again(
     # Long enough for the calls that are to find it silent; its own end is what brings it back.
     inflict(cluster.servers[0], kind, for_s=5.0, peers=[client._endpoint.name])
     until("its silence", lambda: (cluster.check(client, rng, 8), pair().late_slots)[1])
-    replies = pair().totals.replies
+    replies = pair().replies
     for _ in range(10):
         cluster.check(client, rng, 8)
-    assert pair().totals.replies == replies
-    until("its answers", lambda: (cluster.check(client, rng, 8), pair().totals.replies > replies)[1], 20.0)
+    assert pair().replies == replies
+    until("its answers", lambda: (cluster.check(client, rng, 8), pair().replies > replies)[1], 20.0)
 
 
 def test_a_server_whose_every_reply_was_lost_is_asked_again(
@@ -144,7 +143,7 @@ def test_a_server_whose_every_reply_was_lost_is_asked_again(
     settle(client, cluster.view())
     cluster.check(client, rng, 8)
     inflict(server, "loss", seed=SEED)
-    while client.stats()[0].late_slots < 4:
+    while next(iter(client.stats().values())).late_slots < 4:
         with pytest.raises(ExpertsLost):
             cluster.check(client, rng, 8, deadline_s=0.2)
     server.tell("clear f")
@@ -153,7 +152,7 @@ def test_a_server_whose_every_reply_was_lost_is_asked_again(
 
 def test_a_link_that_lost_a_frame_is_made_anew_and_what_its_server_did_still_counts(
     cluster: Cluster,
-    pair: Callable[[], ServerReport],
+    pair: Callable[[], ServerStats],
     rng: np.random.Generator,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -171,7 +170,7 @@ def test_a_link_that_lost_a_frame_is_made_anew_and_what_its_server_did_still_cou
 
 @pytest.mark.parametrize(("kind", "share"), [("partition", 1.0), ("loss", 0.1)])
 def test_after_a_fault_of_every_link_all_servers_answer_within_seconds(
-    cluster: Cluster, pair: Callable[[], ServerReport], rng: np.random.Generator, kind: str, share: float
+    cluster: Cluster, pair: Callable[[], ServerStats], rng: np.random.Generator, kind: str, share: float
 ) -> None:
     client = cluster.clients[0]
     for _ in range(10):
@@ -183,28 +182,28 @@ def test_after_a_fault_of_every_link_all_servers_answer_within_seconds(
     while time.monotonic() < end_s:
         right &= is_right(cluster, rng)
     assert kind == "loss" or not right
-    replies = [report.totals.replies for report in client.stats()]
+    replies = [stats.replies for stats in client.stats().values()]
     until("right bits", lambda: is_right(cluster, rng), 5.0)
     until(
         "answers of both",
         lambda: (
             cluster.check(client, rng, 8),
-            all(now.totals.replies > then for now, then in zip(client.stats(), replies, strict=True)),
+            all(now.replies > then for now, then in zip(client.stats().values(), replies, strict=True)),
         )[1],
     )
 
 
 def test_only_the_peers_named_are_cut_off(
-    cluster: Cluster, pair: Callable[[], ServerReport], rng: np.random.Generator
+    cluster: Cluster, pair: Callable[[], ServerStats], rng: np.random.Generator
 ) -> None:
     inflict(cluster.servers[0], "partition", peers=["attention/9"])
     for _ in range(10):
         cluster.check(cluster.clients[0], rng, 8)
-    assert pair().late_slots == 0 and pair().totals.replies > 0
+    assert pair().late_slots == 0 and pair().replies > 0
 
 
 def test_a_freeze_at_a_point_ends_by_itself_and_changes_no_bit(
-    cluster: Cluster, pair: Callable[[], ServerReport], rng: np.random.Generator
+    cluster: Cluster, pair: Callable[[], ServerStats], rng: np.random.Generator
 ) -> None:
     inflict(cluster.servers[0], "freeze", where="reply-after-signal", for_s=0.5)
     until("the freeze", lambda: (cluster.check(cluster.clients[0], rng, 8), pair().late_slots)[1])

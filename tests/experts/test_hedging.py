@@ -11,7 +11,7 @@ import pytest
 from experts.model import Dtype
 from tests.experts.steps import OK, PENDING, Call, World, out_of_memory, shape_of
 from tests.experts.test_steps import spread
-from tests.sim.mutants import Mutant, needs_compiler
+from tests.sim.mutants import Mutant
 
 TICK_NS = 50_000
 
@@ -120,7 +120,6 @@ def test_hedges_are_at_most_one_request_in_twenty(seed: int) -> None:
     world.close()
 
 
-@needs_compiler
 def test_without_the_budget_hedges_are_more(tmp_path: Path) -> None:
     mutant = Mutant(
         source="experts/native/client_exchange.cpp",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -20,18 +19,10 @@ SIZES = [(1, 1), (16, 4), (63, 65), (64, 64), (65, 127), (130, 129), (200, 190)]
 MOST = 70  # rows: beyond two panels
 
 
-@pytest.fixture(params=["numpy", "portable", "avx2", "avx512"])
-def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Each instruction set in turn, and the fallback."""
-    name: str = request.param
-    if name == "numpy":
-        monkeypatch.setattr(kernels, "_library", lambda: None)
-        yield name
-        return
-    try:
-        library: ctypes.CDLL = native.load()
-    except native.NativeMissing as missing:
-        pytest.skip(f"needs experts/_experts.so, found none: {missing}")
+@pytest.fixture(params=["portable", "avx2", "avx512"])
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each instruction set in turn."""
+    name, library = request.param, native.load()
     if library.experts_isa_select(name.encode()) != 0:
         pytest.skip(f"needs a CPU with {name}, found {library.experts_isa_name().decode()} as its best")
     yield name

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 import subprocess
 import sys
@@ -19,7 +18,6 @@ from experts.kernels import (
     PackedMatrix,
     ffn,
     ffn_gate_up,
-    ffn_reference,
     from_dtype,
     linear,
     pack_expert,
@@ -28,6 +26,7 @@ from experts.kernels import (
     to_dtype,
 )
 from experts.model import Dtype
+from tests.experts import packing
 
 SEED = 5
 DTYPES = list(Dtype)
@@ -39,10 +38,7 @@ SIZES = [(1, 1), (16, 2), (63, 65), (64, 64), (65, 127), (130, 129), (200, 257),
 @pytest.fixture
 def library() -> Iterator[ctypes.CDLL]:
     """The native library; the instruction set that a test selects is undone."""
-    try:
-        loaded = native.load()
-    except native.NativeMissing as missing:
-        pytest.skip(f"needs experts/_experts.so, found none: {missing}")
+    loaded = native.load()
     yield loaded
     assert loaded.experts_isa_select(None) == 0
 
@@ -54,12 +50,6 @@ def isa(request: pytest.FixtureRequest, library: ctypes.CDLL) -> str:
     if library.experts_isa_select(name.encode()) != 0:
         pytest.skip(f"needs a CPU with {name}, found {library.experts_isa_name().decode()} as its best")
     return name
-
-
-@pytest.fixture
-def numpy_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where the native library was never built."""
-    monkeypatch.setattr(kernels, "_library", lambda: None)
 
 
 def normal(*shape: int, seed: int = SEED) -> np.ndarray:
@@ -254,57 +244,15 @@ def test_threads_that_split_the_tiles_agree_with_one(library: ctypes.CDLL) -> No
 @pytest.mark.parametrize("source", [np.float32, np.uint16])
 @pytest.mark.parametrize(("rows", "k"), SIZES)
 def test_native_packing_matches_the_layout_written_in_numpy(
-    library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, dtype: Dtype, source: type, rows: int, k: int
+    dtype: Dtype, source: type, rows: int, k: int
 ) -> None:
     w, other = (normal(rows, k, seed=seed) for seed in (1, 2))
     if source is np.uint16:
         w, other = to_bfloat16_reference(w), to_bfloat16_reference(other)
-    packed, packed_expert = pack_matrix(w, dtype), pack_expert(w, other, w.T, dtype)
-    assert packed.data.ctypes.data % 64 == 0
-    monkeypatch.setattr(kernels, "_library", lambda: None)
-    assert np.array_equal(packed.data, pack_matrix(w, dtype).data)
-    assert np.array_equal(packed_expert.gate_up, pack_expert(w, other, w.T, dtype).gate_up)
-
-
-@pytest.mark.usefixtures("numpy_only")
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_numpy_fallback_is_right_and_batch_invariant(dtype: Dtype) -> None:
-    (gate, up, down), packed = expert(90, 133, dtype)
-    x = to_dtype(normal(7, 133), dtype)
-    found = ffn(packed, x)
-    wanted = ffn_reference(gate, up, down, from_dtype(x), dtype)
-    assert np.abs(found - wanted).max() < (2**-8 if dtype is Dtype.BFLOAT16 else 1e-6) * np.abs(wanted).max()
-    for i in range(7):
-        assert np.array_equal(ffn(packed, x[i : i + 1]), found[i : i + 1])
-    halves = [ffn_gate_up(packed, x, tiles) for tiles in (range(2), range(2, 3))]
-    assert np.array_equal(halves[0] + halves[1], ffn_gate_up(packed, x))
-    kernels.self_test(dtype)
-    wanted_class = (
-        "cpu-int8-g64-1"
-        if dtype is Dtype.INT8
-        else f"cpu-{'f32' if dtype is Dtype.FLOAT32 else 'bf16'}-numpy-1"
-    )
-    assert kernels.numerics_class(dtype) == wanted_class and kernels.isa_name() == "numpy"
-
-
-def test_a_missing_library_warns_once_and_falls_back(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def missing() -> ctypes.CDLL:
-        raise native.NativeMissing("_experts.so is missing. Run `make setup`.")
-
-    native.load_or_none.cache_clear()
-    monkeypatch.setattr(native, "load", missing)
-    try:
-        with caplog.at_level(logging.WARNING):
-            for _ in range(3):
-                assert kernels.isa_name() == "numpy"
-        assert [record.message for record in caplog.records] == [
-            "native_missing reason=_experts.so is missing. Run `make setup`. This process computes in Python"
-            " until then: correct, and slow. Without a compiler, install g++ 12 or later first."
-        ]
-    finally:
-        native.load_or_none.cache_clear()
+    data, packed_expert = pack_matrix(w, dtype).data, pack_expert(w, other, w.T, dtype)
+    assert data.ctypes.data % 64 == 0
+    assert np.array_equal(data, packing.packed(w, dtype))
+    assert np.array_equal(packed_expert.gate_up, packing.packed(packing.interleaved(w, other), dtype))
 
 
 def test_the_self_test_passes_here_and_catches_a_broken_kernel(

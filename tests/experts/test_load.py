@@ -6,8 +6,9 @@ import pytest
 
 import experts.__main__ as process
 from experts.__main__ import Load
+from experts.backend import ServerCounters
+from experts.cpu import CPU_ACTIVATION_ROWS
 from experts.model import Dtype
-from experts.paths import CPU_ACTIVATION_ROWS
 from router.events import Totals
 from tests.experts.steps import shape_of
 
@@ -21,11 +22,10 @@ class Counted:
     dtype = Dtype.FLOAT32
 
     def __init__(self) -> None:
-        names = ("batches", "requests", "rows", "pairs", "experts", "not_held", "invalid", "busy_ns")
-        self.found = dict.fromkeys(names, 0)
+        self.found = {"rows": 0, "pairs": 0, "experts": 0, "busy_ns": 0}
 
-    def counters(self) -> dict[str, int]:
-        return dict(self.found)
+    def counters(self) -> ServerCounters:
+        return ServerCounters(**self.found)
 
     def work(self, *, rows: int, experts: int, busy_s: float) -> None:
         for name, more in (("rows", rows), ("pairs", 2 * rows), ("experts", experts)):

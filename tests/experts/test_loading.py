@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from experts import loading
@@ -35,8 +36,8 @@ class Held:
         self.at: dict[tuple[int, int], tuple[int, int]] = {}
         self.doubted: list[tuple[int, int]] = []
 
-    def set_expert(self, layer: int, expert: int, gate_up: int, down: int) -> None:
-        self.at[layer, expert] = (gate_up, down)
+    def set_expert(self, layer: int, expert: int, gate_up: np.ndarray, down: np.ndarray) -> None:
+        self.at[layer, expert] = (gate_up.ctypes.data, down.ctypes.data)
 
     def clear_expert(self, layer: int, expert: int) -> None:
         del self.at[layer, expert]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from experts.model import Dtype
-from experts.pace import Pace, Totals, Track, load_entries, observe, observe_all
+from experts.pace import Observation, Pace, Track, load_entries, observe, observe_all
 from tests.experts.steps import to_bits
 from tests.experts.test_processes import Cluster, settle
 
@@ -24,7 +24,7 @@ class Server:
     """A server's totals, one interval after another."""
 
     def __init__(self, seed: int = 0) -> None:
-        self.totals, self.track, self.rng = Totals(), Track(), random.Random(seed)
+        self.totals, self.track, self.rng = Observation(), Track(), random.Random(seed)
 
     def interval(
         self,
@@ -38,7 +38,7 @@ class Server:
     ) -> Pace:
         found = self.totals
         service_ns = int(replies * service_us * US * self.rng.uniform(0.7, 1.4))
-        self.totals = Totals(
+        self.totals = Observation(
             calls=found.calls + replies + unanswered,
             replies=found.replies + replies,
             in_flight=found.in_flight + replies * in_flight,
@@ -121,14 +121,14 @@ def test_few_replies_are_added_up(server: Server) -> None:
 
 
 def test_a_server_attached_anew_begins_a_new_history(server: Server) -> None:
-    server.totals = Totals()
+    server.totals = Observation()
     assert server.intervals(8, service_us=1500) == [Pace.OK] * 8
 
 
 def test_the_load_report_names_who_gives_corrupt_replies_while_it_is_quarantined() -> None:
-    track = observe(Track(), Totals(calls=9, corrupt=4, quarantined=True))
+    track = observe(Track(), Observation(calls=9, corrupt=4, quarantined=True))
     assert load_entries({"expert/3": track})["corrupt:expert/3"] == 4.0
-    track = observe(track, Totals(calls=9, corrupt=4))
+    track = observe(track, Observation(calls=9, corrupt=4))
     assert not any("corrupt" in word for word in load_entries({"expert/3": track}))
 
 
@@ -142,7 +142,7 @@ def test_the_load_report_counts_paces_and_names_the_slow(server: Server) -> None
         "slow_expert:expert/1": 1.0,
     }
     assert load_entries({}) == {}
-    assert observe_all(tracks, {"expert/4": Totals()}).keys() == {"expert/4"}
+    assert observe_all(tracks, {"expert/4": Observation()}).keys() == {"expert/4"}
 
 
 class Pulses:
@@ -191,7 +191,7 @@ def test_a_real_server_that_is_held_up_is_named_and_the_other_is_not(cluster: Cl
         for _ in range(count):
             for _ in range(100):
                 client.exchange(0, rows, ids, weights)
-            tracks = observe_all(tracks, {report.name: report.totals for report in client.stats()})
+            tracks = observe_all(tracks, client.observations())
             seen.append(tuple(track.pace for track in tracks.values()))
         return seen
 
@@ -209,5 +209,5 @@ def test_a_real_server_that_is_held_up_is_named_and_the_other_is_not(cluster: Cl
     while tracks["expert/1"].pace is not Pace.OK and time.monotonic() < end_s:
         seen += intervals(1)
     assert tracks["expert/1"].pace is Pace.OK, seen
-    idle = observe_all(tracks, {report.name: report.totals for report in client.stats()})
+    idle = observe_all(tracks, client.observations())
     assert {track.pace for track in idle.values()} == {Pace.IDLE}

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 
 from experts import __main__ as process
-from experts import fallback
+from experts import native
 from experts.give import Refused
 from experts.model import Dtype
 from experts.proto import experts_pb2 as pb
@@ -47,11 +48,33 @@ class Endpoint(ShmEndpoint):
         return peer
 
 
+class Guarded:
+    """The native library, where whoever uses a server that was freed gets a KeyError, and no crash."""
+
+    def __init__(self) -> None:
+        self._library = native.load()
+        self._freed: set[int] = set()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        function = getattr(self._library, name)
+
+        def guarded(first: int, *others: object) -> object:
+            if first in self._freed:
+                raise KeyError(f"{name} of a server that was freed")
+            if name == "expert_server_free":
+                self._freed.add(first)
+            found = function(first, *others)
+            if name == "expert_server_new":
+                self._freed.discard(found)
+            return found
+
+        return guarded
+
+
 @pytest.fixture
 def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ExpertServer, Endpoint, ShmEndpoint]]:
-    # Whoever uses what was freed gets a KeyError here, where native code would crash.
-    library = fallback.FallbackLibrary()
-    monkeypatch.setattr(fallback, "load", lambda: library)
+    library = Guarded()
+    monkeypatch.setattr(native, "load", lambda: library)
     endpoint, client = Endpoint("expert/5", 5), ShmEndpoint("attention/9", 9)
     server = ExpertServer(endpoint=endpoint, shape=shape_of(), dtype=Dtype.FLOAT32, model_hash=FINGERPRINT)
     yield server, endpoint, client
@@ -92,11 +115,11 @@ def test_a_server_that_was_closed_is_asked_in_vain(
     server, _, client = ends
     server.close()
     server.close()
-    assert server.counters()["rows"] == 0
+    assert server.counters().rows == 0
     server.set_lease(0)
     server.clear_expert(0, 0)
     with pytest.raises(ServerClosed):
-        server.set_expert(0, 0, 1, 1)
+        server.set_expert(0, 0, np.zeros(1, np.uint8), np.zeros(1, np.uint8))
     with pytest.raises(Refused) as refusal:
         server.attach(request_for(server, client.export_window(LAYOUT.nbytes)))
     assert refusal.value.code is grpc.StatusCode.UNAVAILABLE
@@ -121,12 +144,12 @@ def test_a_server_that_can_serve_no_more_says_why(
     server, _, _ = ends
     until = threading.Event()
 
-    def run(handle: int, max_ns: int) -> int:
+    def run(max_ns: int) -> bool:
         if not until.wait(10.0):
             raise AssertionError("nobody went on")
         raise RuntimeError("the GPU fell off the bus")
 
-    monkeypatch.setattr(server._library, "expert_server_run", run)
+    monkeypatch.setattr(server._rows, "run", run)
     server.start()
     assert server.broken == ""
     until.set()

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from p2p import nixl_native
-from tests.sim.mutants import FLAGS, compile_cpp, needs_compiler
+from p2p.build import run_compiler
+from tests.sim.mutants import FLAGS
 
 ROOT = Path(__file__).parents[2]
 NIXL = pytest.mark.skipif(
@@ -22,11 +23,10 @@ NIXL = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def starve(tmp_path_factory: pytest.TempPathFactory) -> Path:
     library = tmp_path_factory.mktemp("starve") / "starve.so"
-    compile_cpp([*FLAGS, "-shared", str(ROOT / "tests/experts/starve.cpp"), "-o", str(library)])
+    run_compiler([*FLAGS, "-shared", str(ROOT / "tests/experts/starve.cpp"), "-o", str(library)])
     return library
 
 
-@needs_compiler
 @pytest.mark.parametrize(
     ("part", "names"),
     [

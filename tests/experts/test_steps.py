@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from experts.model import Dtype
-from p2p import doorbell
+from p2p import native as p2p_native
 from tests.experts.steps import LOST, MEMORY, OK, PENDING, Call, World, out_of_memory, shape_of
 
 SHAPES = (
@@ -75,7 +75,7 @@ def test_an_answer_rings_the_lane_that_waits_or_the_last_there_is(bell_lanes: in
     world.publish(client, 1)
     call = Call(world, client, np.random.default_rng(2), 2, 1)
     assert call.run() == OK and call.exact()
-    assert [lane for lane in range(8) if doorbell.read(page.ctypes.data, lane)] == [rung]
+    assert [lane for lane in range(8) if p2p_native.load().p2p_bell_read(page.ctypes.data, lane)] == [rung]
     world.close()
 
 

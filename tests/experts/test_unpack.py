@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from experts.kernels import pack_expert, to_dtype
+from experts.kernels import pack_expert, to_dtype, unpack_expert
 from experts.model import Dtype
-from experts.unpack import unpack_expert
 
 
 @pytest.mark.parametrize("dtype", [Dtype.BFLOAT16, Dtype.FLOAT32])

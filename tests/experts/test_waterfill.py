@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from experts import native
 from experts.model import Dtype
-from experts.waterfill import EXPERT_COST, SERVERS, pour
 from tests.experts.steps import OK, Call, World, shape_of
+from tests.experts.waterfill_reference import EXPERT_COST, SERVERS, split_rows
 
 REPLICAS = 8
 SEEDS = range(60)
@@ -91,7 +91,7 @@ def test_python_finds_the_same_split(seed: int) -> None:
     ):
         counts, masks, speed = batch(seed, experts=experts, rows=rows)
         native_rows = shipped(counts, masks, speed, cost, turn=seed)
-        python_rows = pour(counts.tolist(), masks, speed.tolist(), cost, seed)
+        python_rows = split_rows(counts.tolist(), masks, speed.tolist(), cost, seed)
         for expert, found in enumerate(python_rows):
             expected = {server: int(n) for server, n in enumerate(native_rows[expert]) if n}
             assert found == expected, f"seed {seed}, expert {expert}"

@@ -306,7 +306,7 @@ def test_requests_out_of_bounds_are_refused(world: World) -> None:
     assert refusal(peer, 10).startswith("FAILED_PRECONDITION")
     assert refusal(peer, None, opening()).startswith("INVALID_ARGUMENT: a deadline")
     assert refusal(peer, STREAM_S + 60, opening()).startswith("INVALID_ARGUMENT: a deadline")
-    peer.service.giver = None
+    peer.service.sender = None
     assert refusal(peer, 10, opening()).startswith("UNAVAILABLE: This process is no member")
     assert not peer.endpoint._peers
 
@@ -344,7 +344,7 @@ def test_a_giver_that_ends_says_so_to_its_takers(world: World) -> None:
     peer = world.peer(1)
     weights, view = world.weights(), world.view(peer.member())
     weights.expert(0, 0, view)
-    peer.giver.close()
+    peer.sender.close()
     with pytest.raises(WeightsUnavailable, match="UNAVAILABLE: expert/1 is ending"):
         weights.expert(0, 1, view)
     assert all(peer.endpoint.status(each) is Status.GONE for each in peer.endpoint._peers)

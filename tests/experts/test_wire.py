@@ -1,4 +1,4 @@
-"""Promises of the experts layer's messages, by the numpy codec (test_fallback: the native one agrees)."""
+"""Promises of the experts layer's messages, by the numpy codec (tests/fuzz: the native one agrees)."""
 
 from __future__ import annotations
 
@@ -6,20 +6,19 @@ import numpy as np
 import pytest
 
 from experts.model import Dtype
-from experts.wire import (
-    HEADER_BYTES,
+from experts.wire import HEADER_BYTES, Status, WireShape, native_header
+from p2p import build
+from tests.experts.steps import shape_of
+from tests.experts.wire_codec import (
     PAIR,
     Reply,
     Request,
-    Status,
     WireInvalid,
-    WireShape,
     decode_reply,
     decode_request,
     encode_reply,
     encode_request,
 )
-from tests.experts.steps import shape_of
 
 WIRE = WireShape(shape=shape_of(), dtype=Dtype.BFLOAT16, model_hash=0xFEDC_BA98_7654_3210)
 CAPACITY = 1 << 16
@@ -87,3 +86,7 @@ def test_a_message_cut_short_is_refused(cut: int) -> None:
 def test_a_request_whose_reply_would_not_fit_is_refused() -> None:
     with pytest.raises(WireInvalid, match="reply bytes"):
         decode_request(WIRE, encode_request(WIRE, request_of(6)), 512)
+
+
+def test_native_code_is_built_from_the_same_description() -> None:
+    assert (build.ROOT / "experts/native/build/wire_format.h").read_text() == native_header()

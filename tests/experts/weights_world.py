@@ -11,7 +11,7 @@ import grpc
 import numpy as np
 
 from experts.checkpoint import Checkpoint
-from experts.give import Giver
+from experts.give import WeightSender
 from experts.kernels import PackedExpert
 from experts.model import Dtype, ExpertShape
 from experts.pack import PackedExperts
@@ -44,11 +44,11 @@ class Peer:
         self.packed = packed
         self.endpoint = opener(f"expert/{incarnation}", incarnation)
         self.served = set(PAIRS)
-        self.giver = Giver(
+        self.sender = WeightSender(
             endpoint=self.endpoint, packed=packed, serves=lambda layer, expert: (layer, expert) in self.served
         )
         self.service = ExpertsService()
-        self.service.giver = self.giver
+        self.service.sender = self.sender
         self.control = grpc.server(ThreadPoolExecutor(8))
         rpc.add_ExpertsServicer_to_server(self.service, self.control)
         self.address = f"127.0.0.1:{self.control.add_insecure_port('127.0.0.1:0')}"
@@ -65,7 +65,7 @@ class Peer:
 
     def close(self) -> None:
         self.control.stop(0).wait(SOON_S)
-        self.giver.close()
+        self.sender.close()
         self.endpoint.close()
 
 

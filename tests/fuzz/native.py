@@ -39,9 +39,7 @@ def build(folder: Path, cxx: str | None) -> Path:
     Raises:
         BuildFailed: no compiler, or it refused a file.
     """
-    guided, cxx = cxx is not None, cxx or compiler()
-    if cxx is None:
-        raise BuildFailed("no C++ compiler found. Install g++ 12 or later, or clang.")
+    guided, command = cxx is not None, [cxx] if cxx else compiler()
     compiling, linking = SANITIZED, ("-DFUZZ_BLINDLY",)
     if guided:
         folder.mkdir(parents=True, exist_ok=True)
@@ -52,13 +50,14 @@ def build(folder: Path, cxx: str | None) -> Path:
     objects: list[str] = []
     for library in LIBRARIES[:2]:
         objects += map(
-            str, compile_objects(cxx, library, compiling, folder / library.package / "native" / "build")[0]
+            str,
+            compile_objects(command, library, compiling, folder / library.package / "native" / "build")[0],
         )
     program = folder / "build" / "native-fuzzer"
     program.parent.mkdir(exist_ok=True)
     flags = [*COMMON, *compiling, *linking, "-I", str(ROOT)]
     done = subprocess.run(
-        [cxx, *flags, *SOURCES, *objects, "-o", str(program)], capture_output=True, text=True
+        [*command, *flags, *SOURCES, *objects, "-o", str(program)], capture_output=True, text=True
     )
     if done.returncode:
         raise BuildFailed(done.stderr[-4000:])

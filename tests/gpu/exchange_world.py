@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from experts.gpu.arrive import arrive
-from experts.gpu.client import DeviceClient, Link
+from experts.gpu.client import GpuClient, Link
 from experts.gpu.combine import combine, combine_reference
 from experts.gpu.dispatch import dispatch
 from experts.gpu.layout import ExchangeShape, RowsBack, RowsOut
-from experts.gpu.server import Batch, DeviceServer
+from experts.gpu.server import Batch, GpuServer
+from experts.gpu.wait_replies import wait_replies
 from p2p.device import INTERPRET
 from tests.gpu.device import DEVICE, poisoned
 from tests.gpu.quick_interpreter import call_quickly
@@ -134,7 +134,7 @@ class Call:
         )
 
     def arguments(self) -> tuple[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """In the order of `DeviceClient.enqueue`."""
+        """In the order of `GpuClient.enqueue`."""
         return self.layer, self.rows, self.ids, self.weights, self.n_rows, self.out
 
     def expected(self, shape: ExchangeShape) -> torch.Tensor:
@@ -169,14 +169,14 @@ class World:
     keep_e4m3: bool = False
 
     def __post_init__(self) -> None:
-        self.client = DeviceClient(
+        self.client = GpuClient(
             self.shape, servers=self.servers, replicas=self.replicas, tokens=self.tokens, incarnation=CLIENT,
             device=DEVICE, rounds=self.rounds, patience_s=self.patience_s,
         )  # fmt: skip
-        self.ends: list[DeviceServer] = []
+        self.ends: list[GpuServer] = []
         self.requests, self.replies = [], []
         for place in range(self.servers):
-            end = DeviceServer(
+            end = GpuServer(
                 self.shape, clients=2, compute=toy_experts, incarnation=SERVER + place, device=DEVICE,
                 keep_e4m3=self.keep_e4m3, idle_s=0.00002,
             )  # fmt: skip
@@ -193,7 +193,7 @@ class World:
                 for expert in range(self.shape.experts):
                     end.hold(layer, expert, slot_of(self.shape, layer, expert))
             self.link(place)
-        self.client.publish(self.routes())
+        self.client.write_tables(self.routes())
 
     def call(self, call: Call) -> None:
         """Run a call with its servers in turn, one frame after another."""
@@ -202,7 +202,7 @@ class World:
             dispatch(tables, call.layer, call.rows, call.ids, call.n_rows, first)
             for end in self.ends:
                 end.enqueue_pass()
-            arrive(tables, call.layer, call.rows, call.ids, call.n_rows, first)
+            wait_replies(tables, call.layer, call.rows, call.ids, call.n_rows, first)
             combine(tables, call.layer, call.rows, call.ids, call.weights, call.n_rows, call.out, first)
         settle()
 

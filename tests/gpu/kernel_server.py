@@ -43,15 +43,15 @@ def matrices_of(seed: int) -> dict[tuple[int, int], list[np.ndarray]]:
 
 def main() -> None:
     seed, incarnation, holes = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3].split(",")
-    path = DEVICE_NAME.data_path()
+    backend = DEVICE_NAME.backend()
     endpoint = DEVICE_NAME.opener(TransportChoice.parse("shm"))(f"expert/{incarnation}", incarnation, 1)
     server = ExpertServer(
-        endpoint=endpoint, shape=SHAPE, dtype=Dtype.BFLOAT16, model_hash=FINGERPRINT, path=path
+        endpoint=endpoint, shape=SHAPE, dtype=Dtype.BFLOAT16, model_hash=FINGERPRINT, backend=backend
     )
     packed = {pair: pack_expert(*three, Dtype.BFLOAT16) for pair, three in matrices_of(seed).items()}
     for (layer, expert), weights in packed.items():
         if f"{layer}.{expert}" not in holes:
-            server.set_expert(layer, expert, weights.gate_up.ctypes.data, weights.down.ctypes.data)
+            server.set_expert(layer, expert, weights.gate_up, weights.down)
     service = ExpertsService()
     service.server = server
     control = grpc.server(ThreadPoolExecutor(2))

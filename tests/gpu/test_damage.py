@@ -10,13 +10,15 @@ import torch
 import triton
 import triton.language as tl
 
-from experts.gpu import arrive as arriving
 from experts.gpu import combine as combining
 from experts.gpu import dispatch as dispatching
 from experts.gpu import gather as gathering
-from experts.gpu import pack, reply, take
-from experts.gpu.layout import LISTED, AskedWord, CountWord, JobWord, RowsOut, Status, Verdict
-from experts.gpu.server import DeviceServer
+from experts.gpu import pack, reply
+from experts.gpu import poll as polling
+from experts.gpu import wait_replies as waiting
+from experts.gpu.layout import LISTED, AskedWord, CountWord, JobWord, RowsOut, Verdict
+from experts.gpu.server import GpuServer
+from experts.wire import Status
 from p2p.device import INTERPRET, store_release
 from tests.gpu import test_protocol
 from tests.gpu.device import DEVICE, fresh_seed, same_bits
@@ -42,7 +44,7 @@ class ServerEnd:
     """A server and the window of its only client."""
 
     def __init__(self) -> None:
-        self.end = DeviceServer(
+        self.end = GpuServer(
             SMALL, clients=1, compute=toy_experts, incarnation=SERVER, device=DEVICE, idle_s=0.00002
         )
         self.request, self.reply = request_of(SMALL), reply_of(SMALL)
@@ -52,12 +54,12 @@ class ServerEnd:
             self.end.hold(0, expert, slot_of(SMALL, 0, expert))
 
     def status_of(self, slot: bytes) -> int | None:
-        """What `take` says of a slot's bytes; None where it sees no request."""
+        """What `poll` says of a slot's bytes; None where it sees no request."""
         tables = self.end.tables
         for table in (tables.done, tables.rejected, tables.n_pairs):
             table.zero_()
         put_bytes(self.request, self.at, slot)
-        take.take(tables, 0)
+        polling.poll(tables, 0)
         return int(tables.jobs[0, JobWord.STATUS]) if int(tables.jobs[0, JobWord.STATE]) else None
 
 
@@ -85,7 +87,7 @@ def test_a_server_refuses_every_flipped_byte_of_a_row_and_its_seal() -> None:
     world, _ = sent_row(seed)
     end, slot = world.ends[0], world.request_slot(0)
     tables, at = end.tables, 128 + SMALL.rows_offset
-    take.take(tables, 0)
+    polling.poll(tables, 0)
     for offset in [*range(4 * SMALL.row_words), *range(SMALL.row_seal, SMALL.row_seal + 8)]:
         tables.jobs[0, JobWord.BAD] = 0
         slot[at + offset] ^= 1 << bits[offset]
@@ -143,7 +145,7 @@ def test_an_unsound_request_is_told_so_and_only_its_very_signal_is_put_aside() -
     for _ in range(2):
         server.end.enqueue_pass()
     settle()
-    assert server.end.counters()["invalid"] == 1 and tables.done.tolist() == [[0, 0]]
+    assert server.end.counters().invalid == 1 and tables.done.tolist() == [[0, 0]]
     assert tables.rejected[0, 0] == 9
     answer = server.reply.cpu().numpy().tobytes()[SMALL.reply_window.slot_offset(0) :]
     bare = Reply(
@@ -157,7 +159,7 @@ def test_an_unsound_request_is_told_so_and_only_its_very_signal_is_put_aside() -
     # A sound request with a lower sequence is not late: the number that was seen proves nothing.
     assert server.end.tables.rejected[0, 0] == 9
     put_bytes(server.request, server.at, good_request(sequence=3).slot())
-    take.take(tables, 0)
+    polling.poll(tables, 0)
     assert int(tables.jobs[0, JobWord.STATUS]) == Status.OK
 
 
@@ -166,7 +168,7 @@ def test_a_torn_row_makes_its_request_invalid_and_no_expert_sees_it_answered() -
     world, call = sent_row(seed)
     world.request_slot(0)[128 + SMALL.rows_offset + 17] ^= 4
     world.ends[0].enqueue_pass()
-    arriving.arrive(world.client.tables, 0, call.rows, call.ids, call.n_rows)
+    waiting.wait_replies(world.client.tables, 0, call.rows, call.ids, call.n_rows)
     report = world.client.report()
     assert report.verdicts == {0: {Verdict.REFUSED}} and report.retired == 0, f"seed {seed}"
     assert not bool(world.reply_slot(0)[192 : 192 + SMALL.answer_stride].any()), "a torn row was answered"
@@ -278,7 +280,7 @@ def test_an_earlier_reply_is_not_taken_for_one_that_never_came() -> None:
     world.call(Call.random(world.shape, fresh_seed()))
     call = Call.random(world.shape, fresh_seed())
     dispatching.dispatch(world.client.tables, 0, call.rows, call.ids, call.n_rows)
-    arriving.arrive(world.client.tables, 0, call.rows, call.ids, call.n_rows)
+    waiting.wait_replies(world.client.tables, 0, call.rows, call.ids, call.n_rows)
     assert world.client.report().verdicts == {0: {Verdict.MISSING}}
 
 
@@ -319,10 +321,10 @@ def sent_row(seed: int) -> tuple[World, Call]:
 
 
 def verdict_of(world: World, call: Call) -> int:
-    """What `arrive` says of the reply that is there."""
+    """What `wait_replies` says of the reply that is there."""
     tables = world.client.tables
     tables.asked[0, 0, AskedWord.VERDICT] = Verdict.WAITING
-    arriving.arrive(tables, call.layer, call.rows, call.ids, call.n_rows)
+    waiting.wait_replies(tables, call.layer, call.rows, call.ids, call.n_rows)
     return int(tables.asked[0, 0, AskedWord.VERDICT])
 
 
@@ -371,7 +373,7 @@ def _any_checksum(words, lane, listed, blocks):
 
 
 def _any_head(words: tl.tensor, *rest: object) -> tl.tensor:
-    return take.word_of(words, rest[0], 2) == take.word_of(words, rest[0], 2)
+    return polling.word_of(words, rest[0], 2) == polling.word_of(words, rest[0], 2)
 
 
 _write_header = pack.write_header
@@ -397,23 +399,23 @@ MUTANTS = {
         test_a_client_refuses_old_torn_and_exchanged_answers_and_says_whose,
     ),
     "the client compares no sequence": (
-        [(arriving, "has_come", _any_signal)],
+        [(waiting, "has_come", _any_signal)],
         test_an_earlier_reply_is_not_taken_for_one_that_never_came,
     ),
     "the server compares no sequence": (
-        [(take, "is_fresh", _any_request)],
+        [(polling, "is_fresh", _any_request)],
         test_protocol.test_a_request_is_answered_once_and_an_old_signal_never,
     ),
     "the client reads no header": (
-        [(arriving, "same_words", _any_words)],
+        [(waiting, "same_words", _any_words)],
         test_a_client_refuses_each_wrong_field_under_a_checksum_that_holds,
     ),
     "the server reads no header": (
-        [(take, "head_sound", _any_head)],
+        [(polling, "head_sound", _any_head)],
         test_a_server_refuses_each_wrong_field_under_a_checksum_that_holds,
     ),
     "the server adds no checksum": (
-        [(take, "checksum_holds", _any_checksum)],
+        [(polling, "checksum_holds", _any_checksum)],
         test_a_server_refuses_every_flipped_byte_of_headers_and_list,
     ),
     "requests signalled before their headers": (
@@ -440,5 +442,5 @@ def test_these_tests_kill_mutants(name: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_counters_have_a_word_for_each_status() -> None:
-    """`take` counts a request at its status."""
+    """`poll` counts a request at its status."""
     assert [CountWord.REQUESTS, CountWord.NOT_HELD, CountWord.INVALID] == [0, 1, 2] == list(Status)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from benchmarks.gpu.local_experts import LocalExperts
 from eaas.engine import reference
 from eaas.engine.choice import Found
 from eaas.engine.decoder import DecoderError, ExpertsLost, PlanInvalid, StepPlan, WeightsInvalid
@@ -27,7 +28,7 @@ from eaas.model.make_model import make_model
 from eaas.model.spec import ModelSpec, MoeSpec, QkNorm, Score
 from eaas.native import SAMPLE_ROW
 from experts.checkpoint import Checkpoint
-from experts.gpu.local import LocalExperts
+from experts.gpu.client import StepReport
 from experts.gpu.weights import ExpertWeights
 from experts.model import Dtype, ExpertShape
 from tests.eaas.decoder_world import VARIANTS, VOCAB, Runner, World, spec_of, tokens_of
@@ -38,6 +39,8 @@ Experts = Sequence[Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]]
 
 class TorchExperts:
     """Experts in this process by torch, a pair at a time: a row's sum is its own."""
+
+    stream = None
 
     def __init__(self, experts: Experts) -> None:
         self.experts = [
@@ -56,11 +59,11 @@ class TorchExperts:
                 total += weight * (down @ act)
             out[row] = total
 
+    def begin(self, deadline_s: float) -> None:
+        """Nobody is waited for."""
 
-@dataclass(frozen=True)
-class Report:
-    lost: tuple[int, ...] = ()
-    corrupt: tuple[int, ...] = ()
+    def end(self) -> StepReport:
+        return StepReport()
 
 
 class FarExperts:
@@ -70,13 +73,13 @@ class FarExperts:
         self.enqueue = near.enqueue
         self.stream = torch.cuda.Stream() if DEVICE == "cuda" else None
         self.budgets: list[float] = []
-        self.reports: list[Report] = []
+        self.reports: list[StepReport] = []
 
     def begin(self, deadline_s: float) -> None:
         self.budgets.append(deadline_s)
 
-    def end(self) -> Report:
-        return self.reports.pop(0) if self.reports else Report()
+    def end(self) -> StepReport:
+        return self.reports.pop(0) if self.reports else StepReport()
 
 
 def experts_of(world: World, max_rows: int) -> TorchExperts | LocalExperts:
@@ -405,17 +408,17 @@ def test_a_step_with_a_damaged_answer_runs_again_and_one_that_lost_experts_names
     far = FarExperts(experts_of(world, 512))
     runner = runner_of(world, experts=far)
     whole = runner.prefill([1, 2])
-    far.reports = [Report(corrupt=(1,)), Report(corrupt=(0, 1))]
+    far.reports = [StepReport(corrupt=(1,)), StepReport(corrupt=(0, 1))]
     same_bits(runner.prefill([1, 2]), whole, "run again", seed)
     assert len(far.budgets) == 4
     assert 0 < far.budgets[3] <= far.budgets[2] <= far.budgets[1] <= 10
     for reports, rows, message in (
         (
-            [Report(corrupt=(0,)), Report(lost=(1,), corrupt=(0,))],
+            [StepReport(corrupt=(0,)), StepReport(lost=(1,), corrupt=(0,))],
             [1],
             "in time",
         ),
-        ([Report(corrupt=(0,))] * 9, [0], "soundly"),
+        ([StepReport(corrupt=(0,))] * 9, [0], "soundly"),
     ):
         far.reports = list(reports)
         with pytest.raises(ExpertsLost, match=f"1 rows have an expert that did not answer {message}") as lost:

@@ -9,6 +9,7 @@ import re
 import pytest
 
 from experts.gpu.layout import ExchangeShape, RowsBack, RowsOut, constants_of, power_of_two, row_warps
+from experts.gpu.words import LAYOUT
 from tests.gpu.aot import SHARED_LIMIT_BYTES, Built, compile_kernel
 
 SHAPE = ExchangeShape(
@@ -31,7 +32,7 @@ GATHER_WARPS = row_warps(SHAPE.row_words)
 # Kernel: its pointers and integers, its warps, and the most registers a thread may have.
 KERNELS = {
     "dispatch": (CALL | COUNTS | {"layer": "i32", "first": "i32"}, SEND_WARPS, 80),
-    "arrive": (CALL | {"seen": WORDS, "report": "i64", "layer": "i32", "first": "i32"}, min(8, SEND_WARPS), 255),
+    "wait_replies": (CALL | {"seen": WORDS, "report": "i64", "layer": "i32", "first": "i32"}, min(8, SEND_WARPS), 255),
     "combine": (
         {
             "weights": "*fp32", "n_rows": "*i32", "control": WORDS, "place": "*i32", "asked": WORDS, "report": "i64",
@@ -40,7 +41,7 @@ KERNELS = {
         BACK_WARPS,
         128,
     ),
-    "take": (
+    "poll": (
         {
             "control": WORDS, "peers": WORDS, "held": "*i32", "done": WORDS, "rejected": WORDS, "jobs": WORDS,
             "wanted": WORDS, "slots": "*i32", "row_of": "*i32", "origin": "*i32", "n_pairs": "*i32",
@@ -64,7 +65,7 @@ OWN = {
     "SERVERS": 8, "REPLICAS": 2, "ROUNDS": 2, "WIDTH": 8, "WIDE": 8, "TILE": 8192, "SEND_THREADS": 32 * SEND_WARPS,
     "WAIT_THREADS": 32 * min(8, SEND_WARPS), "BACK_THREADS": 32 * BACK_WARPS, "CLIENTS": 4, "CLIENTS_WIDE": 4,
     "SLOTS_WIDE": 2, "ROW_TILE": power_of_two(SHAPE.row_words), "ANSWER_TILE": power_of_two(SHAPE.answer_words),
-    "KEEP": False,
+    "KEEP": False, "LAYOUT": LAYOUT,
 }  # fmt: skip
 ACQUIRE = re.compile(r"(ld|atom)\.global\.sys\.acquire|ld\.acquire\.sys|atom\.acquire\.sys")
 RELEASE = re.compile(r"(st|atom|red)\.global\.sys\.release|(st|atom|red)\.release\.sys")
@@ -73,7 +74,8 @@ RELEASE = re.compile(r"(st|atom|red)\.global\.sys\.release|(st|atom|red)\.releas
 def test_what_waits_leaves_its_processor_to_the_others() -> None:
     """Two programs of the experts' products stand on each processor, and so does one warp beside them."""
     kernel = compile_kernel(
-        "experts.gpu.arrive", "wait_kernel", {"control": WORDS, "asked": WORDS}, {"SERVERS": 32, "WIDTH": 32},
+        "experts.gpu.wait_replies", "wait_kernel", {"control": WORDS, "asked": WORDS},
+        {"SERVERS": 32, "WIDTH": 32, "LAYOUT": LAYOUT},
         num_warps=1,
     )  # fmt: skip
     assert kernel.spills == 0 and kernel.registers <= 40, f"{kernel.registers} registers"
@@ -102,7 +104,7 @@ def test_kernels_compile_without_spills(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["dispatch", "reply", "arrive"])
+@pytest.mark.parametrize("name", ["dispatch", "reply", "wait_replies"])
 def test_signals_compile_to_a_release_of_the_whole_system_behind_a_barrier(name: str) -> None:
     """Between a program's last barrier and its signal nothing is stored."""
     ptx = built(name).ptx
@@ -115,7 +117,7 @@ def test_signals_compile_to_a_release_of_the_whole_system_behind_a_barrier(name:
         )
 
 
-@pytest.mark.parametrize("name", ["arrive", "take"])
+@pytest.mark.parametrize("name", ["wait_replies", "poll"])
 def test_waits_compile_to_acquires_a_clock_and_naps(name: str) -> None:
     ptx = built(name).ptx
     assert ACQUIRE.search(ptx) and "%globaltimer" in ptx and "nanosleep" in ptx, name

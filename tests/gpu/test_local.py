@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks.gpu.local_experts import LocalExperts, combine_reference
 from experts.gpu.ffn import ffn_reference
-from experts.gpu.local import LocalExperts, combine_reference
 from experts.gpu.weights import ExpertWeights, Fp8ExpertWeights
 from tests.gpu.aot import compile_kernel
 from tests.gpu.device import DEVICE, distance, fresh_seed, gpus, poisoned, same_bits
@@ -137,7 +137,11 @@ def test_combining_compiles_without_spills() -> None:
         "out": "*fp32",
     }
     built = compile_kernel(
-        "experts.gpu.local", "_combine", kinds, {"HIDDEN": 7168, "TOP_K": 8, "WIDTH": 1024}, num_warps=4
+        "benchmarks.gpu.local_experts",
+        "_combine",
+        kinds,
+        {"HIDDEN": 7168, "TOP_K": 8, "WIDTH": 1024},
+        num_warps=4,
     )
     assert built.spills == 0
     # Terms are rounded one by one.

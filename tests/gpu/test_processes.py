@@ -21,9 +21,9 @@ import pytest
 import torch
 
 from experts.gpu import reply as replying
-from experts.gpu.client import DeviceClient, Link, StepReport
+from experts.gpu.client import GpuClient, Link, StepReport
 from experts.gpu.layout import ExchangeShape, Verdict
-from experts.gpu.server import Batch, DeviceServer
+from experts.gpu.server import Batch, GpuServer
 from tests.gpu.device import DEVICE, fresh_seed, same_bits
 from tests.gpu.exchange_world import CLIENT, SERVER, Call, shape_of, slot_of, toy_experts
 
@@ -117,7 +117,7 @@ def serve(
         SharedWindow(request, shape.request_window.nbytes),
         SharedWindow(answers, shape.reply_window.nbytes),
     ]
-    end = DeviceServer(
+    end = GpuServer(
         shape, clients=1, compute=compute, incarnation=SERVER + place, device="cpu", idle_s=0.0002
     )
     end.attach(0, request=windows[0].address, reply=windows[1].address, incarnation=CLIENT)
@@ -178,7 +178,7 @@ class Processes:
     """A client here and its servers."""
 
     servers: list[ServerProcess]
-    client: DeviceClient
+    client: GpuClient
 
     def call(self, seed: int, layer: int = 0) -> None:
         """One call, whose bits must be those computed here."""
@@ -193,7 +193,7 @@ def processes(
 ) -> Iterator[Processes]:
     """As many servers as troubles; every expert is first at server 0, where it is, then at the following."""
     servers = [ServerProcess.start(place, SHAPE, trouble) for place, trouble in enumerate(troubles)]
-    client = DeviceClient(
+    client = GpuClient(
         SHAPE, servers=len(servers), replicas=len(servers), tokens=3, incarnation=CLIENT, device="cpu",
         patience_s=patience_s, alone_s=alone_s,
     )  # fmt: skip
@@ -209,7 +209,7 @@ def processes(
     routes = (
         torch.arange(len(servers), dtype=torch.int32).expand(SHAPE.layers, SHAPE.experts, -1).contiguous()
     )
-    client.publish(routes)
+    client.write_tables(routes)
     try:
         yield Processes(servers, client)
     finally:
@@ -240,10 +240,10 @@ def test_calls_over_two_servers_have_the_bits_of_local_ones() -> None:
     seed = fresh_seed()
     with processes(PATIENT_S, None, None) as world:
         routes = (torch.arange(SHAPE.experts)[:, None] + torch.arange(2)) % 2
-        world.client.publish(routes.to(torch.int32).expand(SHAPE.layers, -1, -1))
+        world.client.write_tables(routes.to(torch.int32).expand(SHAPE.layers, -1, -1))
         for i in range(3):
             world.call(seed + i, layer=i % 2)
-        assert world.client.report().mended == 0
+        assert world.client.report().redispatched == 0
 
 
 @pytest.mark.parametrize(
@@ -257,10 +257,12 @@ def test_a_server_killed_in_mid_call_changes_no_bit(trouble: Callable[[], None])
         world.client.begin(2 * HASTY_S)
         world.call(seed + 1)
         report = world.client.report()
-        assert report.mended == 6 and report.verdicts == {0: {Verdict.MISSING}}, f"seed {seed}: {report}"
+        assert report.redispatched == 6 and report.verdicts == {0: {Verdict.MISSING}}, (
+            f"seed {seed}: {report}"
+        )
         # From now on nobody waits for it.
         world.call(seed + 2)
-        assert world.client.report().mended == 0
+        assert world.client.report().redispatched == 0
         assert world.client.retired() == {0: 1}
 
 
@@ -291,7 +293,7 @@ def test_a_server_that_thaws_writes_where_nobody_reads(trouble: Callable[[], Non
         world.client.reclaim()
         assert world.client.retired() == {}
         world.call(seed + 4)
-        assert world.client.report().mended == 0
+        assert world.client.report().redispatched == 0
         assert frozen.reply.memory[signal_at] == 3, "a server that caught up is not asked again"
 
 
@@ -316,4 +318,6 @@ def test_a_late_server_is_not_waited_for_where_another_can_answer() -> None:
     with processes(BRIEF_S, late_in_the_first_batch, None, alone_s=PATIENT_S) as world:
         world.call(seed)
         report = world.client.report()
-        assert report.mended == 6 and report.verdicts == {0: {Verdict.MISSING}}, f"seed {seed}: {report}"
+        assert report.redispatched == 6 and report.verdicts == {0: {Verdict.MISSING}}, (
+            f"seed {seed}: {report}"
+        )

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from eaas.engine import fallback_sampler
-from eaas.engine.fallback_sampler import philox
+from eaas import native
+from eaas.engine.sampler import philox
 from eaas.gpu.sampling import NOT_FINITE, OK, Scratch, can_choose, choices_of, choose, greedy_reference
 from eaas.native import SAMPLE_ROW
 from tests.gpu.aot import compile_kernel
@@ -35,7 +35,7 @@ def native_tokens(logits: np.ndarray, rows: np.ndarray) -> list[int]:
     count, vocab = logits.shape
     tokens = np.zeros(count, np.int32)
     spare = [np.zeros(count, kind) for kind in (np.float32, np.uint32, np.int32, np.float32)]
-    sample, at = fallback_sampler.load().sampler_sample, ctypes.c_uint32()
+    sample, at = native.load().sampler_sample, ctypes.c_uint32()
     for row in range(count):
         one, plan = np.ascontiguousarray(logits[row]), np.ascontiguousarray(rows[row : row + 1])
         out = tokens[row : row + 1]

@@ -31,10 +31,9 @@ from p2p import (
     open_frame,
     seal_frame,
 )
-from p2p.build import compiler
 from p2p.cuda import CudaEndpoint
 from p2p.cuda_device import Device
-from p2p.cuda_driver import Access, AllocationProperties, CudaDriver, CudaError, CudaMissing, Location
+from p2p.cuda_driver import CudaDriver, CudaError, CudaMissing
 from p2p.device_memory import DeviceMemory, HostWords
 from p2p.transport import TransportChoice
 from tests.p2p.one_host import ROOT, OneHost, forge, hangs_up, open_fds
@@ -399,40 +398,6 @@ def test_facts_of_a_gpu(world: OneHost) -> None:
     assert (first.name, first.capability, first.multiprocessors) == ("Stand-in", (9, 0), 132)
     assert first.exports_fds and first.exports_rdma and not first.exclusive and not first.mps
     assert str(second) == "device 1 (Stand-in, GPU-a1a1a1a1-a1a1-a1a1-a1a1-a1a1a1a1a1a1)"
-
-
-def header_of_cuda() -> Path | None:
-    folders = [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "include", Path("/usr/include")]
-    return next((folder / "cuda.h" for folder in folders if (folder / "cuda.h").exists()), None)
-
-
-@pytest.mark.skipif(
-    header_of_cuda() is None or compiler() is None, reason="needs cuda.h and a C++ compiler, found not both"
-)
-def test_structures_lie_as_in_cuda_h(tmp_path: Path) -> None:
-    program = tmp_path / "layout.cpp"
-    asked = {
-        "sizeof(CUmemLocation)": ctypes.sizeof(Location),
-        "offsetof(CUmemLocation, id)": Location.id.offset,
-        "sizeof(CUmemAccessDesc)": ctypes.sizeof(Access),
-        "offsetof(CUmemAccessDesc, flags)": Access.flags.offset,
-        "sizeof(CUmemAllocationProp)": ctypes.sizeof(AllocationProperties),
-        "offsetof(CUmemAllocationProp, requestedHandleTypes)": AllocationProperties.handle_types.offset,
-        "offsetof(CUmemAllocationProp, location)": AllocationProperties.location.offset,
-        "offsetof(CUmemAllocationProp, win32HandleMetaData)": AllocationProperties.win32.offset,
-        "offsetof(CUmemAllocationProp, allocFlags.gpuDirectRDMACapable)": AllocationProperties.rdma.offset,
-        "offsetof(CUmemAllocationProp, allocFlags.usage)": AllocationProperties.usage.offset,
-        "CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED": 102,
-        "CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED": 103,
-        "CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED": 110,
-    }
-    lines = "".join(f'    static_assert({found} == {needed}, "");\n' for found, needed in asked.items())
-    program.write_text(f"#include <cstddef>\n#include <cuda.h>\nint main() {{\n{lines}}}\n")
-    header = header_of_cuda()
-    assert header
-    command = [compiler() or "", "-std=c++20", "-fsyntax-only", f"-I{header.parent}", str(program)]
-    built = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert built.returncode == 0, built.stderr
 
 
 @pytest.mark.parametrize("text, device", [("cuda", 0), ("cuda:0", 0), ("cuda:3", 3)])

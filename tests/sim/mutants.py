@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
-import pytest
-
 from experts import native
 from p2p import build
 
-needs_compiler = pytest.mark.skipif(build.compiler() is None, reason="needs a C++ compiler, found none")
 FLAGS = [*(flag for flag in build.COMMON if flag != "-O3"), "-O1", "-w", f"-I{build.ROOT}"]
 
 
@@ -46,13 +42,6 @@ class Mutant:
             for built in (source.parent / "build").glob(f"{source.name}.*o")
         ]
         library = folder / f"_{folder.name}.so"
-        compile_cpp([*FLAGS, "-shared", "-Wl,-Bsymbolic", str(mutated), *objects, "-o", str(library)])
+        build.run_compiler([*FLAGS, "-shared", "-Wl,-Bsymbolic", str(mutated), *objects, "-o", str(library)])
         with patch.object(native, "LIBRARY", library):
             return native.load.__wrapped__()
-
-
-def compile_cpp(arguments: list[str]) -> None:
-    """Run the compiler."""
-    done = subprocess.run([build.compiler() or "c++", *arguments], capture_output=True, text=True)
-    if done.returncode:
-        raise AssertionError(done.stderr[-4000:])

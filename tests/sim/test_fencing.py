@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 
 from experts.model import Dtype
-from experts.wire import HEADER, Kind, rows_digest
+from experts.wire import Kind
 from p2p import build
 from p2p.sim import Adversary
+from tests.experts.wire_codec import HEADER, rows_digest
 from tests.sim.expert_world import LAYOUT, WAKE_NS, Faults, Link, World
-from tests.sim.mutants import FLAGS, Mutant, compile_cpp, needs_compiler
+from tests.sim.mutants import FLAGS, Mutant
 
 CALLS = 6_000
 CALLS_OF_A_SEED = 25_000
@@ -158,7 +159,6 @@ VALIDATES_THEN_COPIES = Mutant(source=FRAME, says=OPENS, instead=VALIDATES + COP
 VALIDATES_THE_SLOT = Mutant(source=FRAME, says=OPENS, instead=COPIES + VALIDATES)
 
 
-@needs_compiler
 @pytest.mark.parametrize(
     ("mutant", "faults", "calls"),
     [
@@ -215,7 +215,6 @@ def test_a_reply_to_another_attempt_is_refused() -> None:
         world.close()
 
 
-@needs_compiler
 def test_without_the_attempt_a_reply_to_another_is_accepted(tmp_path: Path) -> None:
     world, link = world_with_one_request(ATTEMPT.library(tmp_path))
     forge_reply(link, 1)
@@ -224,7 +223,6 @@ def test_without_the_attempt_a_reply_to_another_is_accepted(tmp_path: Path) -> N
     world.close()
 
 
-@needs_compiler
 @pytest.mark.parametrize(
     ("mutant", "verdict"),
     [
@@ -238,7 +236,7 @@ def test_a_write_that_lands_while_a_frame_is_copied_is_never_accepted(
 ) -> None:
     frame = mutant.write(tmp_path) if mutant else build.ROOT / FRAME
     program = tmp_path / "late_write"
-    compile_cpp([*FLAGS, str(HERE / "late_write.cpp"), str(frame), "-o", str(program)])
+    build.run_compiler([*FLAGS, str(HERE / "late_write.cpp"), str(frame), "-o", str(program)])
     assert subprocess.run([program]).returncode == verdict
 
 
@@ -254,7 +252,6 @@ def test_what_is_lost_on_the_way_to_or_from_a_sole_replica_is_asked_for_again() 
         world.close()
 
 
-@needs_compiler
 def test_a_client_that_never_asks_again_loses_calls(tmp_path: Path) -> None:
     world = World(0, LOSSY, Faults(), replicas=1, library=NEVER_ASKS_AGAIN.library(tmp_path))
     assert world.run(500)["lost"] > 0, "seed 0"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import signal
 import subprocess
 import sys
@@ -15,9 +14,10 @@ import numpy as np
 import pytest
 import torch
 
+from experts.backend import ClientLink, LinkRefused, ServerLink
 from experts.client import ExpertClient
 from experts.model import Dtype
-from experts.native import ClientLink, ServerLink
+from experts.wire import WireShape
 from p2p.transport import TransportChoice
 from router import bitmap
 from router.view import Member, View
@@ -75,7 +75,7 @@ class World:
 
     def __init__(self, undo: ExitStack) -> None:
         self.seed = fresh_seed()
-        self.path = DEVICE_NAME.data_path()
+        self.backend = DEVICE_NAME.backend()
         self._undo, self._epoch = undo, 0
         rng = np.random.default_rng(self.seed + 1)
         self.matrices = matrices_of(self.seed)
@@ -94,7 +94,7 @@ class World:
         self._undo.callback(endpoint.close)
         client = ExpertClient(
             endpoint=endpoint, shape=SHAPE, dtype=Dtype.BFLOAT16, model_hash=FINGERPRINT, incarnation=9,
-            max_tokens=8, path=self.path,
+            max_tokens=8, backend=self.backend,
         )  # fmt: skip
         self._undo.callback(client.close)
         return client
@@ -105,7 +105,7 @@ class World:
         return replace(empty, members=tuple(server.member for server in servers))
 
     def call(self, client: ExpertClient, layer: int, deadline_s: float = 60.0):  # type: ignore[no-untyped-def]
-        calls, out = self.path.library.client(client.handle), poisoned(ROWS, SHAPE.hidden)
+        calls, out = client.backend, poisoned(ROWS, SHAPE.hidden)
         if DEVICE == "cuda":
             torch.cuda.synchronize()
         calls.begin(deadline_s)
@@ -130,31 +130,39 @@ class World:
         return total
 
 
-def test_a_window_in_which_kernels_would_touch_what_is_not_theirs_is_refused() -> None:
-    library = DEVICE_NAME.data_path().library
-    numbers = (SHAPE.layers, SHAPE.experts, SHAPE.hidden)
-    client = library.expert_client_new(*numbers, SHAPE.top_k, Dtype.BFLOAT16, 7, 9, 1, None, 5)
-    server = library.expert_server_new(
-        *numbers, SHAPE.intermediate, SHAPE.top_k, Dtype.BFLOAT16, 7, 5, 1, None, None, 1 << 20
+WIRE = WireShape(shape=SHAPE, dtype=Dtype.BFLOAT16, model_hash=7)
+
+
+def new_client():  # type: ignore[no-untyped-def]
+    return DEVICE_NAME.backend().client(
+        WIRE, incarnation=9, lanes=1, bell_page=0, max_tokens=5, patience_s=0.0
     )
-    shape = library.client(client).shape
-    there, back = shape.request_window.nbytes, shape.reply_window.nbytes
-    for less_there, less_back, taken in ((0, 0, 0), (1, 0, -2), (0, 1, -2)):
-        sizes = {"slots": shape.slots, "tx": 4096, "rx": 8192}
-        asked = ServerLink(tx_bytes=there - less_there, rx_bytes=back - less_back, **sizes)
-        assert library.expert_client_add_server(client, ctypes.byref(asked)) == taken
-        asked = ClientLink(rx_bytes=there - less_there, tx_bytes=back - less_back, **sizes)
-        assert library.expert_server_add_client(server, ctypes.byref(asked)) == taken
-    library.expert_server_remove_client(server, 0)
-    library.expert_server_free(server)
+
+
+def test_a_window_in_which_kernels_would_touch_what_is_not_theirs_is_refused() -> None:
+    client = new_client()
+    server = DEVICE_NAME.backend().server(WIRE, incarnation=5, cores=(-1,), bell_page=0)
+    there, back = client.shape.request_window.nbytes, client.shape.reply_window.nbytes
+    for less_there, less_back in ((0, 0), (1, 0), (0, 1)):
+        sizes = {"slots": client.shape.slots, "slot_bytes": 0, "tx": 4096, "rx": 8192}
+        to_server = ServerLink(
+            tx_bytes=there - less_there, rx_bytes=back - less_back, server_incarnation=5, **sizes
+        )
+        to_client = ClientLink(
+            rx_bytes=there - less_there, tx_bytes=back - less_back, client_incarnation=9, **sizes
+        )
+        if not less_there + less_back:
+            assert client.add_server(to_server) == server.add_client(to_client) == 0
+            continue
+        for refuse in (lambda: client.add_server(to_server), lambda: server.add_client(to_client)):  # noqa: B023
+            with pytest.raises(LinkRefused, match="bytes are needed"):
+                refuse()
+    server.remove_client(0)
+    server.close()
 
 
 def test_a_step_has_room_for_rows_up_to_a_power_of_two() -> None:
-    library = DEVICE_NAME.data_path().library
-    handle = library.expert_client_new(
-        SHAPE.layers, SHAPE.experts, SHAPE.hidden, SHAPE.top_k, Dtype.BFLOAT16, 7, 9, 1, None, 5
-    )
-    calls, out = library.client(handle), poisoned(8, SHAPE.hidden)
+    calls, out = new_client(), poisoned(8, SHAPE.hidden)
     rows = torch.zeros(8, SHAPE.hidden, dtype=torch.bfloat16, device=DEVICE)
     ids = torch.zeros(8, SHAPE.top_k, dtype=torch.int32, device=DEVICE)
     calls.begin(1.0)
@@ -165,6 +173,11 @@ def test_a_step_has_room_for_rows_up_to_a_power_of_two() -> None:
     if DEVICE == "cuda":
         calls.stream.synchronize()
     assert calls.end().lost == tuple(range(5)), "nobody was there to answer"
+
+
+def test_rows_of_the_host_are_refused() -> None:
+    with pytest.raises(TypeError, match="--device cpu"):
+        new_client().exchange(0, *[np.zeros((1, 1), np.uint16)] * 4, None, 0)
 
 
 @pytest.fixture
@@ -187,7 +200,9 @@ def test_a_pool_over_kernels_answers_and_outlives_servers(world: World) -> None:
     client.apply_view(world.view(other))
     assert until(lambda: client.adopted_epoch == 2 and client.attached == ("expert/6",))
     third, report = world.call(client, 0)
-    assert report.usable and same_bits(first, third) and not report.mended, f"seed {world.seed}: {report}"
+    assert report.usable and same_bits(first, third) and not report.redispatched, (
+        f"seed {world.seed}: {report}"
+    )
 
 
 def test_a_fenced_server_answers_nobody(world: World) -> None:
@@ -222,7 +237,9 @@ def test_an_expert_that_moved_is_served_where_it_went(world: World) -> None:
     assert until(lambda: client.adopted_epoch == 2)
     first.tell("clear")
     after, report = world.call(client, 1)
-    assert report.usable and not report.mended and same_bits(before, after), f"seed {world.seed}: {report}"
+    assert report.usable and not report.redispatched and same_bits(before, after), (
+        f"seed {world.seed}: {report}"
+    )
     assert until(lambda: first.tell("clients") == 0), "windows that nobody uses were kept"
 
 
@@ -249,12 +266,12 @@ def test_servers_that_hold_the_same_are_both_asked_and_their_speeds_are_known(wo
         assert world.call(client, 0)[1].usable
     client.take_routed()
     found = client.stats()
-    assert [report.name for report in found] == ["expert/5", "expert/6"]
-    assert sum(report.pairs for report in found) == 2 * ROWS * SHAPE.top_k, f"seed {world.seed}: {found}"
-    assert all(report.totals.replies and report.totals.service_ns for report in found), (
-        f"{world.seed}: {found}"
+    assert list(found) == ["expert/5", "expert/6"]
+    assert sum(stats.pairs for stats in found.values()) == 2 * ROWS * SHAPE.top_k, (
+        f"seed {world.seed}: {found}"
     )
-    assert sum(report.speed for report in found) == pytest.approx(2), f"seed {world.seed}: {found}"
+    assert all(stats.replies and stats.service_sum_ns for stats in found.values()), f"{world.seed}: {found}"
+    assert sum(stats.speed for stats in found.values()) == pytest.approx(2), f"seed {world.seed}: {found}"
     # Whatever order of replicas that made, the answers are the same.
     before, _ = world.call(client, 0)
     assert distance(before, world.wanted(0)) < 1e-2, f"seed {world.seed}"

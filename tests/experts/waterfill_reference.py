@@ -1,4 +1,4 @@
-"""How a client splits the rows of one batch over replicas: waterfill.h in Python, for machines without it. Pure.
+"""How a client splits the rows of one batch over replicas: waterfill.h in Python, which native code is compared with.
 
 Every sum is made in the order of the native code, so both find the same split.
 """
@@ -23,7 +23,7 @@ class _Want:
     share: list[float]
 
 
-def pour(
+def split_rows(
     counts: Sequence[int],
     servers: Sequence[int],
     speed: Sequence[float],
@@ -74,7 +74,7 @@ def pour(
 def _sweep(
     wants: Sequence[_Want], load: list[float], speed: Sequence[float], cost: float, turn: int
 ) -> float:
-    """Lift each expert that has a choice and pour it again where that is better; what was gained."""
+    """Lift each expert that has a choice and split it again where that is better; what was gained."""
     gained = 0.0
     for want in wants:
         if len(want.servers) < 2:

@@ -1,4 +1,4 @@
-"""Taking: a pass's first kernel looks for requests and lists their pairs; one program for each client.
+"""Polling: a pass's first kernel looks for requests and lists their pairs; one program for each client.
 
 Definition: wait until a slot of the client has a signal above its last answered sequence, or another client's program
 found one, at most `idle_ns`, and not at all once the stop word is set. Of several such slots take the oldest. Copy its
@@ -26,89 +26,34 @@ from collections.abc import Mapping
 import triton
 import triton.language as tl
 
-from experts.gpu.layout import (
-    FIRST_SLOT,
-    FRAME_WORD,
-    LISTED,
-    PAYLOAD,
-    REQUEST,
-    WIRE_BYTES,
-    WIRE_WORD,
-    CountWord,
-    JobWord,
-    PeerWord,
-    ServerWord,
-    Status,
-)
 from experts.gpu.pack import covered_blocks, header_fold, header_words
 from experts.gpu.tables import ServerTables
+from experts.gpu.words import COUNT, HEAD, JOB, PEER, SERVER, SLOT, STATUS, WIRE
 from p2p.device import block_power, clock_ns, frame_key, load_acquire, load_once, mix, pause_ns, store_release
-from p2p.frame import ATTEMPT_LIMIT
 
-TAKE_WARPS = 4
+POLL_WARPS = 4
 
-_STOP = tl.constexpr(int(ServerWord.STOP))
-_FOUND = tl.constexpr(int(ServerWord.FOUND))
-_PASS = tl.constexpr(int(ServerWord.PASS))
-_CLOCK = tl.constexpr(int(ServerWord.CLOCK))
-_OWN = tl.constexpr(int(ServerWord.INCARNATION))
-_PEER_WORDS = tl.constexpr(int(PeerWord.WORDS))
-_REQUEST = tl.constexpr(int(PeerWord.REQUEST))
-_REPLY = tl.constexpr(int(PeerWord.REPLY))
-_INCARNATION = tl.constexpr(int(PeerWord.INCARNATION))
-_LIVE = tl.constexpr(int(PeerWord.LIVE))
-_JOB_WORDS = tl.constexpr(int(JobWord.WORDS))
-_J_STATE = tl.constexpr(int(JobWord.STATE))
-_J_STATUS = tl.constexpr(int(JobWord.STATUS))
-_J_REQUEST = tl.constexpr(int(JobWord.REQUEST))
-_J_REPLY = tl.constexpr(int(JobWord.REPLY))
-_J_SEQUENCE = tl.constexpr(int(JobWord.SEQUENCE))
-_J_ATTEMPT = tl.constexpr(int(JobWord.ATTEMPT))
-_J_ROWS = tl.constexpr(int(JobWord.ROWS))
-_J_PAIRS = tl.constexpr(int(JobWord.PAIRS))
-_J_LAYER = tl.constexpr(int(JobWord.LAYER))
-_J_CHECKSUM = tl.constexpr(int(JobWord.CHECKSUM))
-_J_CLIENT = tl.constexpr(int(JobWord.CLIENT))
-_J_PICKED = tl.constexpr(int(JobWord.PICKED_NS))
-_J_ANSWERED = tl.constexpr(int(JobWord.ANSWERED))
-_J_BAD = tl.constexpr(int(JobWord.BAD))
-_OK = tl.constexpr(int(Status.OK))
-_NOT_HELD = tl.constexpr(int(Status.NOT_HELD))
-_INVALID = tl.constexpr(int(Status.INVALID))
-_N_ROWS = tl.constexpr(int(CountWord.ROWS))
-_N_PAIRS = tl.constexpr(int(CountWord.PAIRS))
-_N_EXPERTS = tl.constexpr(int(CountWord.EXPERTS))
-_FRAME_WORD = tl.constexpr(FRAME_WORD)
-_REQUEST_WORD = tl.constexpr(WIRE_WORD | REQUEST << 48)
-_LISTED = tl.constexpr(LISTED)
-_LIST = tl.constexpr(PAYLOAD + WIRE_BYTES)
-_PAYLOAD = tl.constexpr(PAYLOAD)
-_WIRE_BYTES = tl.constexpr(WIRE_BYTES)
-_WIRE_WORDS = tl.constexpr(WIRE_BYTES // 4)
-_FIRST_SLOT = tl.constexpr(FIRST_SLOT)
-_BLOCK_WORDS = tl.constexpr(256)
 _LIST_TILE = tl.constexpr(1024)
-_ATTEMPTS = tl.constexpr(ATTEMPT_LIMIT)
-_THREADS = tl.constexpr(32 * TAKE_WARPS)
+_THREADS = tl.constexpr(32 * POLL_WARPS)
 _FIRST_PAUSE_NS = tl.constexpr(32)
 _LAST_PAUSE_NS = tl.constexpr(256)
 _LOOKS = tl.constexpr(16)  # at the signals, for one at the stop word
 _NEVER = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 
 
-def take_reference(signals: Mapping[int, int], done: Mapping[int, int]) -> int | None:
+def poll_reference(signals: Mapping[int, int], done: Mapping[int, int]) -> int | None:
     """The definition of which slot is taken, by slot's signal and last answered sequence."""
     fresh = {slot: seen for slot, seen in signals.items() if seen > done[slot]}
     return min(fresh, key=lambda slot: fresh[slot]) if fresh else None
 
 
-def take(tables: ServerTables, idle_ns: int) -> None:
+def poll(tables: ServerTables, idle_ns: int) -> None:
     """Look for requests for at most `idle_ns`, and list what is to be computed."""
-    take_kernel[(tables.clients,)](
+    poll_kernel[(tables.clients,)](
         tables.control, tables.peers, tables.held, tables.done, tables.rejected, tables.jobs, tables.wanted,
         tables.slots, tables.row_of, tables.origin, tables.n_pairs, tables.counts, tables.served, tables.asked_in,
         idle_ns,
-        **tables.constants(take_kernel.arg_names), num_warps=TAKE_WARPS, enable_fp_fusion=False,
+        **tables.constants(poll_kernel.arg_names), num_warps=POLL_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -130,33 +75,33 @@ def await_signal(
     """
     slot = tl.arange(0, SLOTS_WIDE)
     mine = slot < tl.where(live, SLOTS, 0)
-    pointer = (window + _FIRST_SLOT + slot.to(tl.int64) * REQUEST_STRIDE).to(tl.pointer_type(tl.int64))
+    pointer = (window + SLOT.FIRST + slot.to(tl.int64) * REQUEST_STRIDE).to(tl.pointer_type(tl.int64))
     answered = tl.load(done + client * SLOTS + slot, mask=slot < SLOTS, other=0)
     refused = tl.load(rejected + client * SLOTS + slot, mask=slot < SLOTS, other=0)
-    start = clock_ns(control + _CLOCK, _THREADS)
+    start = clock_ns(control + SERVER.CLOCK, _THREADS)
     pause = tl.full((), _FIRST_PAUSE_NS, tl.int32)
     looks = tl.zeros((), tl.int32)
-    stopped = load_acquire(control + _STOP)
+    stopped = load_acquire(control + SERVER.STOP)
     oldest = tl.full((), _NEVER, tl.int64)
     which = tl.full((), -1, tl.int32)
     # Who has no client only keeps the pass from ending at once, and one program is enough for that.
     going = ((stopped == 0) & (live | (client == 0))).to(tl.int32)
     while going > 0:
-        elsewhere = load_acquire(control + _FOUND) == number
+        elsewhere = load_acquire(control + SERVER.FOUND) == number
         seen = load_acquire(pointer, mine)
         fresh = mine & is_fresh(seen, answered, refused)
         oldest = tl.min(tl.where(fresh, seen, _NEVER), axis=0)
         which = tl.max(tl.where(fresh & (seen == oldest), slot, -1), axis=0)
-        late = clock_ns(control + _CLOCK, _THREADS) - start > idle_ns
+        late = clock_ns(control + SERVER.CLOCK, _THREADS) - start > idle_ns
         looks += 1
         if looks % _LOOKS == 0:
-            stopped = load_acquire(control + _STOP)
+            stopped = load_acquire(control + SERVER.STOP)
         going = tl.where((which >= 0) | elsewhere | late | (stopped != 0), 0, 1)
         if going > 0:
             pause_ns(pause)
             pause = tl.minimum(pause * 2, _LAST_PAUSE_NS)
     if which >= 0:
-        store_release(control + _FOUND, number)
+        store_release(control + SERVER.FOUND, number)
     # What one thread acquired, the others may read.
     tl.debug_barrier()
     return tl.where(which >= 0, oldest, 0), which
@@ -175,23 +120,23 @@ def head_sound(
     ROWS_OUT: tl.constexpr, ROWS_OFFSET: tl.constexpr, ROW_STRIDE: tl.constexpr,
 ):  # fmt: skip
     """Whether all of a request's header is as it must be, the checksum aside."""
-    attempt = word_of(words, lane, 3) & 0xFFFFFFFF
-    layer = word_of(words, lane, 11) & 0xFFFFFFFF
-    rows = word_of(words, lane, 11) >> 32
-    pairs = word_of(words, lane, 12) & 0xFFFFFFFF
-    ranges = (attempt < _ATTEMPTS) & (layer < LAYERS) & (rows >= 1) & (rows <= CAPACITY)
+    attempt = word_of(words, lane, HEAD.ATTEMPT) & 0xFFFFFFFF
+    layer = word_of(words, lane, HEAD.WIRE_LAYER) & 0xFFFFFFFF
+    rows = word_of(words, lane, HEAD.WIRE_LAYER) >> 32
+    pairs = word_of(words, lane, HEAD.WIRE_PAIRS) & 0xFFFFFFFF
+    ranges = (attempt < WIRE.ATTEMPTS) & (layer < LAYERS) & (rows >= 1) & (rows <= CAPACITY)
     ranges = ranges & (pairs >= 1) & (pairs <= rows * K)
-    needed = tl.where(lane == 0, _FRAME_WORD, words * 0)
-    needed = tl.where(lane == 1, own, needed)
-    needed = tl.where(lane == 2, sequence, needed)
-    needed = tl.where(lane == 3, attempt | (rows * ROW_STRIDE + ROWS_OFFSET) << 32, needed)
-    needed = tl.where(lane == 5, sender, needed)
-    needed = tl.where(lane == 6, rows * (4 * K) + _WIRE_BYTES, needed)
-    needed = tl.where(lane == 8, _REQUEST_WORD, needed)
-    needed = tl.where(lane == 9, MODEL_HASH, needed)
-    needed = tl.where(lane == 12, pairs | pairs * 0 + (HIDDEN << 32), needed)
-    needed = tl.where(lane == 13, ROWS_OUT, needed)
-    free = (lane == 4) | (lane == 7) | (lane == 11)
+    needed = tl.where(lane == HEAD.MAGIC, WIRE.FRAME_WORD, words * 0)
+    needed = tl.where(lane == HEAD.INCARNATION, own, needed)
+    needed = tl.where(lane == HEAD.SEQUENCE, sequence, needed)
+    needed = tl.where(lane == HEAD.ATTEMPT, attempt | (rows * ROW_STRIDE + ROWS_OFFSET) << 32, needed)
+    needed = tl.where(lane == HEAD.SENDER, sender, needed)
+    needed = tl.where(lane == HEAD.COVERED, rows * (4 * K) + WIRE.BYTES, needed)
+    needed = tl.where(lane == HEAD.WIRE_MAGIC, WIRE.REQUEST_WORD, needed)
+    needed = tl.where(lane == HEAD.WIRE_MODEL_HASH, MODEL_HASH, needed)
+    needed = tl.where(lane == HEAD.WIRE_PAIRS, pairs | pairs * 0 + (HIDDEN << 32), needed)
+    needed = tl.where(lane == HEAD.WIRE_DTYPE, ROWS_OUT, needed)
+    free = (lane == HEAD.REMAINING_NS) | (lane == HEAD.CHECKSUM) | (lane == HEAD.WIRE_LAYER)
     return ranges & (tl.min((free | (words == needed)).to(tl.int32), axis=0) != 0)
 
 
@@ -199,70 +144,71 @@ def head_sound(
 def checksum_holds(words, lane, listed, blocks):
     """Whether the header's checksum is that of the words and of the list that was read."""
     sums = tl.sum(header_fold(words, lane, blocks), axis=0) + listed
-    return mix(sums).to(tl.int64) == word_of(words, lane, 7)
+    return mix(sums).to(tl.int64) == word_of(words, lane, HEAD.CHECKSUM)
 
 
 @triton.jit(do_not_specialize=["idle_ns"])
-def take_kernel(
+def poll_kernel(
     control, peers, held, done, rejected, jobs, wanted, slots, row_of, origin, n_pairs, counts, served, asked_in,
     idle_ns,
     LAYERS: tl.constexpr, EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, K: tl.constexpr, CAPACITY: tl.constexpr,
     SLOTS: tl.constexpr, ROWS_OUT: tl.constexpr, MODEL_HASH: tl.constexpr, ROW_STRIDE: tl.constexpr,
     ROWS_OFFSET: tl.constexpr, REQUEST_STRIDE: tl.constexpr, REPLY_STRIDE: tl.constexpr, SLOTS_WIDE: tl.constexpr,
+    LAYOUT: tl.constexpr,
 ):  # fmt: skip
     """One client: await a request, judge it, and list its pairs."""
     client = tl.program_id(0)
-    job = jobs + client * _JOB_WORDS
-    number = tl.load(control + _PASS) + 1
-    peer = peers + client * _PEER_WORDS
+    job = jobs + client * JOB.WORDS
+    number = tl.load(control + SERVER.PASS) + 1
+    peer = peers + client * PEER.WORDS
     # The host writes a client's row while passes run: live last.
-    live = load_acquire(peer + _LIVE) != 0
-    request = load_once(peer + _REQUEST)
-    reply = load_once(peer + _REPLY)
-    sender = load_once(peer + _INCARNATION)
-    tl.store(job + _J_STATE, 0)
-    tl.store(job + _J_ANSWERED, 0)
-    tl.store(job + _J_BAD, 0)
+    live = load_acquire(peer + PEER.LIVE) != 0
+    request = load_once(peer + PEER.REQUEST)
+    reply = load_once(peer + PEER.REPLY)
+    sender = load_once(peer + PEER.INCARNATION)
+    tl.store(job + JOB.STATE, 0)
+    tl.store(job + JOB.ANSWERED, 0)
+    tl.store(job + JOB.BAD, 0)
     sequence, slot = await_signal(
         request, live, client, done, rejected, control, number, idle_ns, SLOTS, SLOTS_WIDE, REQUEST_STRIDE
     )
     if slot >= 0:
-        picked = clock_ns(control + _CLOCK, _THREADS)
-        at = request + _FIRST_SLOT + slot.to(tl.int64) * REQUEST_STRIDE
+        picked = clock_ns(control + SERVER.CLOCK, _THREADS)
+        at = request + SLOT.FIRST + slot.to(tl.int64) * REQUEST_STRIDE
         lane = tl.arange(0, 16)
         # The copy: each word is read once, and the same for all threads.
         words = load_once(header_words(at, lane), lane < 16)
         sound = head_sound(
-            words, lane, tl.load(control + _OWN), sender, sequence,
+            words, lane, tl.load(control + SERVER.INCARNATION), sender, sequence,
             LAYERS, CAPACITY, K, HIDDEN, MODEL_HASH, ROWS_OUT, ROWS_OFFSET, ROW_STRIDE,
         )  # fmt: skip
-        attempt = tl.where(sound, word_of(words, lane, 3) & 0xFFFFFFFF, 0)
-        layer = tl.where(sound, word_of(words, lane, 11) & 0xFFFFFFFF, 0)
-        rows = tl.where(sound, word_of(words, lane, 11) >> 32, 0).to(tl.int32)
-        claimed = tl.where(sound, word_of(words, lane, 12) & 0xFFFFFFFF, 0).to(tl.int32)
+        attempt = tl.where(sound, word_of(words, lane, HEAD.ATTEMPT) & 0xFFFFFFFF, 0)
+        layer = tl.where(sound, word_of(words, lane, HEAD.WIRE_LAYER) & 0xFFFFFFFF, 0)
+        rows = tl.where(sound, word_of(words, lane, HEAD.WIRE_LAYER) >> 32, 0).to(tl.int32)
+        claimed = tl.where(sound, word_of(words, lane, HEAD.WIRE_PAIRS) & 0xFFFFFFFF, 0).to(tl.int32)
         base = tl.atomic_add(n_pairs, claimed, sem="relaxed")
         blocks = covered_blocks(rows, K)
-        block = tl.arange(0, _LIST_TILE // _BLOCK_WORDS)
+        block = tl.arange(0, _LIST_TILE // WIRE.BLOCK_WORDS)
         listed = tl.zeros((), tl.uint64)
         taken = tl.zeros((), tl.int32)
         wrong = tl.zeros((), tl.int32)
         unheld = tl.zeros((), tl.int32)
         activated = tl.zeros((), tl.int64)
-        for start in tl.range(0, tl.where(sound, rows * K + _WIRE_WORDS, 0), _LIST_TILE):
+        for start in tl.range(0, tl.where(sound, rows * K + WIRE.WORDS, 0), _LIST_TILE):
             index = start + tl.arange(0, _LIST_TILE)
-            entry = index - _WIRE_WORDS
+            entry = index - WIRE.WORDS
             inside = (entry >= 0) & (entry < rows * K)
             # Volatile: loaded once, and what is used is what is summed.
             word = tl.load(
-                (at + _PAYLOAD + 4 * index.to(tl.int64)).to(tl.pointer_type(tl.uint32)),
+                (at + SLOT.PAYLOAD + 4 * index.to(tl.int64)).to(tl.pointer_type(tl.uint32)),
                 mask=inside, other=0, volatile=True,
             )  # fmt: skip
-            keyed = word.to(tl.uint64) * frame_key((index % _BLOCK_WORDS).to(tl.uint64))
-            sums = tl.sum(tl.reshape(keyed, [_LIST_TILE // _BLOCK_WORDS, _BLOCK_WORDS]), axis=1)
-            after = tl.maximum(blocks - 1 - start // _BLOCK_WORDS - block, 0)
+            keyed = word.to(tl.uint64) * frame_key((index % WIRE.BLOCK_WORDS).to(tl.uint64))
+            sums = tl.sum(tl.reshape(keyed, [_LIST_TILE // WIRE.BLOCK_WORDS, WIRE.BLOCK_WORDS]), axis=1)
+            after = tl.maximum(blocks - 1 - start // WIRE.BLOCK_WORDS - block, 0)
             listed += tl.sum(sums * block_power(after), axis=0)
             asks = word != 0
-            expert = word.to(tl.int64) - _LISTED
+            expert = word.to(tl.int64) - WIRE.LISTED
             known = asks & (expert >= 0) & (expert < EXPERTS)
             place = tl.load(held + layer * EXPERTS + expert, mask=known, other=-1)
             rank = taken + tl.cumsum(asks.to(tl.int32), axis=0) - 1
@@ -281,8 +227,8 @@ def take_kernel(
             wrong += tl.sum((asks & (known == 0)).to(tl.int32), axis=0)
             unheld += tl.sum((known & (place < 0)).to(tl.int32), axis=0)
         sound = sound & (taken == claimed) & (wrong == 0) & checksum_holds(words, lane, listed, blocks)
-        status = tl.where(sound, tl.where(unheld > 0, _NOT_HELD, _OK), _INVALID)
-        if status != _OK:
+        status = tl.where(sound, tl.where(unheld > 0, STATUS.NOT_HELD, STATUS.OK), STATUS.INVALID)
+        if status != STATUS.OK:
             # Other threads wrote these places above.
             tl.debug_barrier()
             for start in tl.range(0, claimed, _LIST_TILE):
@@ -294,18 +240,18 @@ def take_kernel(
         tl.store(done + client * SLOTS + slot, sequence, mask=sound)
         tl.store(rejected + client * SLOTS + slot, sequence, mask=sound == 0)
         tl.atomic_add(counts + status, 1, sem="relaxed")
-        tl.atomic_add(counts + _N_ROWS, rows.to(tl.int64), sem="relaxed")
-        tl.atomic_add(counts + _N_PAIRS, claimed.to(tl.int64), sem="relaxed")
-        tl.atomic_add(counts + _N_EXPERTS, activated, sem="relaxed")
-        tl.store(job + _J_STATE, 1)
-        tl.store(job + _J_STATUS, status.to(tl.int64))
-        tl.store(job + _J_REQUEST, at)
-        tl.store(job + _J_REPLY, reply + _FIRST_SLOT + slot.to(tl.int64) * REPLY_STRIDE)
-        tl.store(job + _J_SEQUENCE, sequence)
-        tl.store(job + _J_ATTEMPT, attempt)
-        tl.store(job + _J_ROWS, rows.to(tl.int64))
-        tl.store(job + _J_PAIRS, claimed.to(tl.int64))
-        tl.store(job + _J_LAYER, layer)
-        tl.store(job + _J_CHECKSUM, word_of(words, lane, 7))
-        tl.store(job + _J_CLIENT, sender)
-        tl.store(job + _J_PICKED, picked)
+        tl.atomic_add(counts + COUNT.ROWS, rows.to(tl.int64), sem="relaxed")
+        tl.atomic_add(counts + COUNT.PAIRS, claimed.to(tl.int64), sem="relaxed")
+        tl.atomic_add(counts + COUNT.EXPERTS, activated, sem="relaxed")
+        tl.store(job + JOB.STATE, 1)
+        tl.store(job + JOB.STATUS, status.to(tl.int64))
+        tl.store(job + JOB.REQUEST, at)
+        tl.store(job + JOB.REPLY, reply + SLOT.FIRST + slot.to(tl.int64) * REPLY_STRIDE)
+        tl.store(job + JOB.SEQUENCE, sequence)
+        tl.store(job + JOB.ATTEMPT, attempt)
+        tl.store(job + JOB.ROWS, rows.to(tl.int64))
+        tl.store(job + JOB.PAIRS, claimed.to(tl.int64))
+        tl.store(job + JOB.LAYER, layer)
+        tl.store(job + JOB.CHECKSUM, word_of(words, lane, HEAD.CHECKSUM))
+        tl.store(job + JOB.CLIENT, sender)
+        tl.store(job + JOB.PICKED_NS, picked)

@@ -1,6 +1,6 @@
-"""Mending: what was asked of servers that failed goes to the next replica, in the same call and the same graph.
+"""Redispatch: what was asked of servers that failed goes to the next replica, in the same call and the same graph.
 
-A device function of `arrive`, not a kernel: the program that has waited packs the rows itself, one token after another.
+A device function of `wait_replies`, not a kernel: the program that has waited packs the rows itself, one by one.
 Definition: every pair whose last round failed is chosen a server anew, among those that failed nothing in this call and
 have a slot that this call has not used; it keeps its old place where there is none, and is lost unless a later
 round finds one. Rows, lists, seals and headers are made by the functions that `dispatch` uses.
@@ -16,15 +16,8 @@ import triton
 import triton.language as tl
 
 from experts.gpu.dispatch import send_headers, slots_at
-from experts.gpu.layout import AskedWord, ClientWord, PeerWord, Verdict
 from experts.gpu.pack import choose_servers, grade_servers, list_row, send_row
-
-_DEADLINE = tl.constexpr(int(ClientWord.DEADLINE_NS))
-_PEER_WORDS = tl.constexpr(int(PeerWord.WORDS))
-_INCARNATION = tl.constexpr(int(PeerWord.INCARNATION))
-_ASKED_WORDS = tl.constexpr(int(AskedWord.WORDS))
-_A_VERDICT = tl.constexpr(int(AskedWord.VERDICT))
-_ARRIVED = tl.constexpr(int(Verdict.ARRIVED))
+from experts.gpu.words import ASKED, CLIENT, PEER, VERDICT
 
 
 @triton.jit
@@ -77,8 +70,8 @@ def send_again(
     there = server < SERVERS
     grade, slot = grade_servers(peers, suspect, owed, copy, barred, used, SERVERS, WIDTH, SLOTS)
     slot_at = slots_at(peers, copy, slot, SERVERS, WIDTH, REQUEST_STRIDE)
-    peer = peers + (copy * SERVERS + server) * _PEER_WORDS
-    incarnation = tl.load(peer + _INCARNATION, mask=there, other=0)
+    peer = peers + (copy * SERVERS + server) * PEER.WORDS
+    incarnation = tl.load(peer + PEER.INCARNATION, mask=there, other=0)
     number = tl.load(sequence + server, mask=there, other=0) + 1
     listed = tl.zeros([WIDTH], tl.uint64)
     counted = tl.zeros([WIDTH], tl.int64)
@@ -86,10 +79,10 @@ def send_again(
         token = tl.zeros((), tl.int32) + i
         here = k < K
         was = tl.load(place + token * K + k, mask=here, other=-1)
-        verdict = tl.load(asked + was * _ASKED_WORDS + _A_VERDICT, mask=was >= 0, other=_ARRIVED)
+        verdict = tl.load(asked + was * ASKED.WORDS + ASKED.VERDICT, mask=was >= 0, other=VERDICT.ARRIVED)
         expert = tl.load(ids + (first + token) * K + k, mask=here, other=-1)
         chosen = choose_servers(
-            routes, layer, expert, here & (verdict != _ARRIVED), grade, copy,
+            routes, layer, expert, here & (verdict != VERDICT.ARRIVED), grade, copy,
             LAYERS, EXPERTS, REPLICAS, WIDTH, WIDE,
         )  # fmt: skip
         tl.store(place + token * K + k, attempt * SERVERS + chosen, mask=chosen >= 0)
@@ -102,7 +95,7 @@ def send_again(
         counted += pairs
     send_headers(
         peers, copy, control, asked, sequence, slot_at, slot, counted, listed, layer, count, attempt,
-        tl.maximum(tl.load(control + _DEADLINE) - now, 0),
+        tl.maximum(tl.load(control + CLIENT.DEADLINE_NS) - now, 0),
         SERVERS, WIDTH, K, HIDDEN, MODEL_HASH, ROWS_OUT, ROWS_OFFSET, ROW_STRIDE, REPLY_STRIDE,
     )  # fmt: skip
     return tl.sum(counted, axis=0)

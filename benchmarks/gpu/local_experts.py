@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from experts.gpu.client import StepReport
 from experts.gpu.ffn import grouped_ffn
 from experts.gpu.ffn_fp8 import grouped_ffn_fp8, quantise_rows
 from experts.gpu.group import TILES, Groups, group, tile_for
@@ -33,6 +34,8 @@ def combine_reference(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor
 
 class LocalExperts:
     """Experts of all layers in this process's device memory. Calls share scratch: one stream at a time."""
+
+    stream: torch.cuda.Stream | None = None
 
     def __init__(
         self,
@@ -78,6 +81,13 @@ class LocalExperts:
             self._q = torch.empty(max_rows, tiles * FP8_TILE, dtype=kind, device=device)
             self._scales = torch.empty(max_rows, tiles, device=device)
             self._act_scales = torch.empty(pairs, weights.act_width // FP8_TILE, device=device)
+
+    def begin(self, deadline_s: float) -> None:
+        """Nothing to prepare: nobody is waited for."""
+
+    def end(self) -> StepReport:
+        """Nobody was asked who could be lost."""
+        return StepReport()
 
     def enqueue(
         self,

@@ -1,0 +1,368 @@
+"""What carries and computes rows, as clients, servers and their links see it.
+
+Those decide who talks with whom; none of that depends on what carries the rows. `experts.cpu` implements the Protocols
+here over native code, `experts.gpu.backend` over kernels, and tests put others in their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from experts.model import Dtype
+from experts.routes import Table
+from experts.wire import WireShape
+from p2p.endpoint import Window
+from p2p.window import WindowLayout
+
+
+class LinkRefused(ValueError):
+    """A peer cannot be added: its windows have another layout, or every place is taken."""
+
+
+class DeviceUnavailable(RuntimeError):
+    """The device cannot be used here; the text says what was found, what is needed and how to get it."""
+
+
+class ExpertsLost(Exception):
+    """No live replica of some expert answered before the deadline. The client is usable again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerLink:
+    """One server as its client reaches it. Both windows have `slots` slots of `slot_bytes` payload.
+
+    Attributes:
+        tx, tx_bytes: The server's window, where requests are written: its address here.
+        rx, rx_bytes: This client's window for that server, where replies appear.
+        bell_page: Address of the server's doorbell page; 0 where the transport has none.
+        liveness_fd: Hangs up when the server's process ends; -1 where the transport has none.
+        lane: The client's lane that packs for this server and waits for it.
+        lanes: The server's lanes, where each has the core of the client's lane of equal number, which wakes it; else 1.
+    """
+
+    tx: int
+    tx_bytes: int
+    rx: int
+    rx_bytes: int
+    bell_page: int = 0
+    server_incarnation: int
+    liveness_fd: int = -1
+    slots: int
+    slot_bytes: int
+    lane: int = 0
+    lanes: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientLink:
+    """One client as its server reaches it. Both windows have `slots` slots of `slot_bytes` payload.
+
+    Attributes:
+        rx, rx_bytes: This server's window, where the client's requests appear: its address here.
+        tx, tx_bytes: The client's window, where replies are written.
+        bell_page: Address of the client's doorbell page; 0 where the transport has none.
+        bell_lanes: Lanes of that page: all of the client's, or fewer; a lane that has none rings the last.
+    """
+
+    rx: int
+    rx_bytes: int
+    tx: int
+    tx_bytes: int
+    bell_page: int = 0
+    client_incarnation: int
+    client_lanes: int = 1
+    bell_lanes: int = 1
+    slots: int
+    slot_bytes: int
+
+
+class ServerState(IntEnum):
+    """What has become of a server at its client."""
+
+    EMPTY = 0
+    ATTACHED = 1
+    GONE = 2
+    LEAVING = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerStats:
+    """What a client counted of one server since it was attached; latencies from ring to accepted reply.
+
+    Attributes:
+        rows, pairs, calls: Rows, (token, k) pairs and chunks sent.
+        latency_ns: Moving average over chunks, weight 1/16.
+        latency_max_ns: Recent maximum, decaying by 1/64 a chunk.
+        service_ns: Moving average of the time that the server itself reported.
+        hedges: Pairs overdue here that were sent elsewhere as well.
+        redispatches: Pairs sent elsewhere because this server died or refused them.
+        lost: Pairs that were still waiting for this server when a call failed.
+        corrupt: Replies that failed validation.
+        replies, in_flight, latency_sum_ns, service_sum_ns: Sums over the replies accepted: their number, the pairs in
+            flight as each was asked for, its latency, and the time that the server reported.
+        extra: Of the chunks sent here, hedges of what another server was slow to answer.
+        quarantined_until_ns: It gave corrupt replies, and until then is asked only where no other replica exists.
+        late_slots: Slots retired: until a late reply arrives, or for a while after a corrupt one.
+        lost_slots: Of those: a later request was answered, so that theirs will hardly be.
+        state: A ServerState.
+        speed: Relative to the other servers, as rows are split by it.
+    """
+
+    rows: int = 0
+    pairs: int = 0
+    calls: int = 0
+    latency_ns: int = 0
+    latency_max_ns: int = 0
+    service_ns: int = 0
+    hedges: int = 0
+    redispatches: int = 0
+    lost: int = 0
+    corrupt: int = 0
+    replies: int = 0
+    in_flight: int = 0
+    latency_sum_ns: int = 0
+    service_sum_ns: int = 0
+    extra: int = 0
+    quarantined_until_ns: int = 0
+    late_slots: int = 0
+    lost_slots: int = 0
+    state: int = ServerState.EMPTY
+    speed: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerCounters:
+    """What a server counted since it began.
+
+    Attributes:
+        requests: Answered OK.
+        rows, pairs: Rows received in them, and (row, expert) pairs computed.
+        experts: Activated, summed over batches.
+        busy_ns: From pick-up to reply, summed over batches.
+        not_held, invalid: Requests refused: an expert is not here; not understood.
+    """
+
+    batches: int = 0
+    requests: int = 0
+    rows: int = 0
+    pairs: int = 0
+    experts: int = 0
+    busy_ns: int = 0
+    not_held: int = 0
+    invalid: int = 0
+
+
+class ClientBackend(Protocol):
+    """A client's end: rows to servers by the routes, and what comes back combined. For use from any thread."""
+
+    @property
+    def handle(self) -> int:
+        """Address of the native client, for the decoder's `expert_call`; 0 where kernels make the calls."""
+        ...
+
+    @property
+    def adopted_epoch(self) -> int:
+        """Newest epoch whose routes are in use; nothing that is under way was asked by older ones."""
+        ...
+
+    def add_server(self, link: ServerLink) -> int:
+        """A place for a server, as the routes name it.
+
+        Raises:
+            LinkRefused: there is none, or the windows have another layout than was agreed.
+        """
+        ...
+
+    def remove_server(self, place: int) -> None:
+        """Ask nothing of it any more; `is_idle` says when its windows are nobody's."""
+        ...
+
+    def is_idle(self, place: int) -> bool:
+        """Whether nothing touches the windows of a removed server any more."""
+        ...
+
+    def publish(self, epoch: int, table: Table) -> None:
+        """Use these routes, as `experts.routes.table_of` gives them, at the next call's beginning at the latest.
+
+        Raises:
+            MemoryError: nothing has changed.
+        """
+        ...
+
+    def stats(self, place: int) -> ServerStats:
+        """What was seen of a server."""
+        ...
+
+    def take_routed(self) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+        """Rows sent to each expert since the last time, and calls that had any: [layers * experts] each."""
+        ...
+
+    def exchange(
+        self,
+        layer: int,
+        rows: NDArray[np.float32] | NDArray[np.uint16],
+        ids: NDArray[np.uint16],
+        weights: NDArray[np.float32],
+        out: NDArray[np.float32],
+        drop: NDArray[np.uint8] | None,
+        deadline_ns: int,
+    ) -> None:
+        """One call with rows in the host's memory, as `ExpertClient.exchange` has checked them.
+
+        Args:
+            deadline_ns: By CLOCK_MONOTONIC.
+
+        Raises:
+            ExpertsLost: no live replica answered before the deadline; `out` is untouched.
+            ValueError: a layer, a count or an expert id is out of range.
+            TypeError: rows lie in a device's memory here; a decoder launches the calls.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free everything; no call is running, and every server is idle."""
+        ...
+
+
+class ServerBackend(Protocol):
+    """A server's end: takes requests out of its clients' windows, computes, replies. For use from any thread."""
+
+    def add_client(self, link: ClientLink) -> int:
+        """A place for a client, whose requests are answered from now on.
+
+        Raises:
+            LinkRefused: there is none, or the windows have another layout than was agreed.
+        """
+        ...
+
+    def remove_client(self, place: int) -> None:
+        """On return its memory is touched no more."""
+        ...
+
+    def set_expert(
+        self, layer: int, expert: int, gate_up: NDArray[np.uint8], down: NDArray[np.uint8]
+    ) -> None:
+        """Answer for an expert, packed as `experts.kernels` has it; the arrays stay until it is cleared.
+
+        Raises:
+            ValueError: there is no such expert.
+            WeightsBroken: a device's memory holds something else than was written, or has no room.
+        """
+        ...
+
+    def clear_expert(self, layer: int, expert: int) -> None:
+        """Answer for an expert no more; on return its weights are no longer read."""
+        ...
+
+    def take_doubtful(self) -> tuple[int, int] | None:
+        """(layer, expert) of one that gave a row that is not finite since the last time; None: none was seen."""
+        ...
+
+    def set_lease(self, boottime_ns: int) -> None:
+        """Answer only before this CLOCK_BOOTTIME instant; 0 is for good."""
+        ...
+
+    def run(self, max_ns: int) -> bool:
+        """Serve for at most that long, from one thread; True when stopped.
+
+        Raises:
+            MemoryError: none is left for a batch; its requests stay unanswered.
+        """
+        ...
+
+    def stop(self) -> None:
+        """Make `run` return, now and from then on."""
+        ...
+
+    def counters(self) -> ServerCounters:
+        """What was served so far."""
+        ...
+
+    def close(self) -> None:
+        """Free everything; no thread is in `run`."""
+        ...
+
+
+class Backend(Protocol):
+    """One way to carry and compute rows.
+
+    Attributes:
+        wire_version: Both sides must speak the same one.
+        most_slot_bytes: Payload that a server grants a slot, at most.
+        activation_rows: Rows of one expert that cost as much as reading its weights.
+        rings_lanes: Whether each lane of a server waits on a doorbell of its own.
+    """
+
+    wire_version: int
+    most_slot_bytes: int
+    activation_rows: float
+    rings_lanes: bool
+
+    def numerics_class(self, dtype: Dtype) -> str:
+        """Name of its arithmetic in a dtype: equal names promise equal bits.
+
+        Raises:
+            ValueError: it has none.
+        """
+        ...
+
+    def self_test(self, dtype: Dtype) -> None:
+        """Compare the arithmetic with its definition.
+
+        Raises:
+            KernelsBroken: they differ by more than rounding explains.
+        """
+        ...
+
+    def window(self, wire: WireShape, most_tokens: int, slots: int) -> WindowLayout:
+        """Windows of a client, both ways, for calls of at most `most_tokens`; `slots` for each server.
+
+        Raises:
+            ValueError: none fits.
+        """
+        ...
+
+    def prepare(self, window: Window, layout: WindowLayout) -> None:
+        """Make a fresh window, all zero, ready for its peer."""
+        ...
+
+    def client(
+        self,
+        wire: WireShape,
+        *,
+        incarnation: int,
+        lanes: int,
+        bell_page: int,
+        max_tokens: int,
+        patience_s: float,
+    ) -> ClientBackend:
+        """A client of a model.
+
+        Args:
+            bell_page: Address of this process's doorbell page; 0 where the transport has none.
+            max_tokens: Of a call.
+            patience_s: How long a call waits for experts that no live server has; 0: until its deadline.
+
+        Raises:
+            ValueError: a size is out of range.
+        """
+        ...
+
+    def server(
+        self, wire: WireShape, *, incarnation: int, cores: Sequence[int], bell_page: int
+    ) -> ServerBackend:
+        """A server of a model.
+
+        Args:
+            cores: One for each lane, -1 unpinned.
+
+        Raises:
+            ValueError: the lanes cannot be started, or it cannot compute such experts.
+        """
+        ...

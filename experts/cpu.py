@@ -1,0 +1,326 @@
+"""Rows carried through host memory and computed by native code: `experts.backend.Backend`.
+
+Here the functions of client.h and server.h become methods, their codes exceptions, and their structures the records of
+`experts.backend`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from experts import kernels, native
+from experts.backend import ClientLink, ExpertsLost, LinkRefused, ServerCounters, ServerLink, ServerStats
+from experts.model import Dtype
+from experts.routes import Table
+from experts.wire import MAX_ROWS, VERSION, WireShape
+from p2p.endpoint import Window
+from p2p.window import WindowLayout
+
+# 2 bytes for the 2 operations of each row: 165 GFLOP/s over 30 GB/s make an activated expert about as dear as 5 rows.
+CPU_ACTIVATION_ROWS = 5.0
+CHUNK_BYTES = 512 << 10  # of a frame: incast hurts only above that
+
+_OK, _LOST, _FULL, _MEMORY = 0, -1, -3, -4
+
+
+class CpuBackend:
+    """Native code and shared memory, in frames of at most CHUNK_BYTES."""
+
+    most_slot_bytes = 1 << 20
+    activation_rows = CPU_ACTIVATION_ROWS
+    rings_lanes = True
+
+    def __init__(self, wire_version: int = VERSION) -> None:
+        self.wire_version = wire_version
+
+    def numerics_class(self, dtype: Dtype) -> str:
+        """Name of the arithmetic of the instruction set in use."""
+        return kernels.numerics_class(dtype)
+
+    def self_test(self, dtype: Dtype) -> None:
+        """Compare it with the definition.
+
+        Raises:
+            KernelsBroken: they differ by more than rounding explains.
+        """
+        kernels.self_test(dtype)
+
+    def window(self, wire: WireShape, most_tokens: int, slots: int) -> WindowLayout:
+        """Slots for the largest call, or for chunks of it.
+
+        Raises:
+            ValueError: one token does not fit in a slot, or no call may have so many.
+        """
+        top_k = wire.shape.top_k
+        most = max(
+            wire.reply_bytes(most_tokens * top_k), wire.request_bytes(most_tokens, most_tokens * top_k)
+        )
+        layout = WindowLayout(slots=slots, payload_bytes=min(CHUNK_BYTES, most))
+        one_token = max(wire.reply_bytes(top_k), wire.request_bytes(1, top_k))
+        if one_token > layout.payload_bytes or not 1 <= most_tokens <= MAX_ROWS:
+            raise ValueError(
+                f"One token takes {one_token} bytes and a slot holds {layout.payload_bytes};"
+                f" max_tokens is {most_tokens}, of 1 to {MAX_ROWS}. Fewer or smaller tokens are needed."
+            )
+        return layout
+
+    def prepare(self, window: Window, layout: WindowLayout) -> None:
+        """Write a window's layout where both sides look for it."""
+        native.load().p2p_window_init(
+            window.address, window.nbytes, window.incarnation, layout.slots, layout.payload_bytes
+        )
+
+    def client(
+        self,
+        wire: WireShape,
+        *,
+        incarnation: int,
+        lanes: int,
+        bell_page: int,
+        max_tokens: int,
+        patience_s: float,
+    ) -> CpuClient:
+        """A client of a model.
+
+        Raises:
+            ValueError: a size is out of range.
+        """
+        return CpuClient(wire, incarnation, lanes, bell_page, max_tokens, patience_s)
+
+    def server(self, wire: WireShape, *, incarnation: int, cores: Sequence[int], bell_page: int) -> CpuServer:
+        """A server of a model.
+
+        Raises:
+            ValueError: the lanes cannot be started.
+        """
+        return CpuServer(wire, incarnation, cores, bell_page, self.most_slot_bytes)
+
+
+class CpuClient:
+    """A client of client.h: `experts.backend.ClientBackend`."""
+
+    def __init__(
+        self,
+        wire: WireShape,
+        incarnation: int,
+        lanes: int,
+        bell_page: int,
+        max_tokens: int,
+        patience_s: float,
+    ) -> None:
+        self._shape, self._library = wire.shape, native.load()
+        shape = wire.shape
+        self.handle: int = self._library.expert_client_new(
+            shape.layers,
+            shape.experts,
+            shape.hidden,
+            shape.top_k,
+            wire.dtype,
+            wire.model_hash,
+            incarnation,
+            lanes,
+            bell_page,
+            max_tokens,
+        )
+        if not self.handle:
+            raise ValueError(f"No expert client for {shape}, {lanes} lanes, {max_tokens} tokens a call.")
+        self._library.expert_client_set_patience(self.handle, int(patience_s * 1e9))
+
+    @property
+    def adopted_epoch(self) -> int:
+        """Nothing that the running call has out was asked by routes older than this epoch's."""
+        return int(self._library.expert_client_adopted_epoch(self.handle))
+
+    def add_server(self, link: ServerLink) -> int:
+        """A place for a server.
+
+        Raises:
+            LinkRefused: there is none, or the windows have another layout.
+        """
+        place = self._library.expert_client_add_server(
+            self.handle, ctypes.byref(native.ServerLink(**asdict(link)))
+        )
+        return _place(place, "servers")
+
+    def remove_server(self, place: int) -> None:
+        """Takes effect at a call's boundary, at once where no call runs."""
+        self._library.expert_client_remove_server(self.handle, place)
+
+    def is_idle(self, place: int) -> bool:
+        """Whether the memory may go, and the place is free."""
+        return bool(self._library.expert_client_server_idle(self.handle, place))
+
+    def publish(self, epoch: int, table: Table) -> None:
+        """Adopted at the running call's end, or within it where it waits for a replica; at once where none runs.
+
+        Raises:
+            MemoryError: nothing has changed.
+        """
+        if self._library.expert_client_publish_routes(self.handle, epoch, table.ctypes.data):
+            raise MemoryError(
+                f"no memory for the routes of epoch {epoch}; the ones before it stay. Free some."
+            )
+
+    def stats(self, place: int) -> ServerStats:
+        """What was counted of a server."""
+        stats = native.ServerStats()
+        self._library.expert_client_stats(self.handle, place, ctypes.byref(stats))
+        return ServerStats(**native.values_of(stats))
+
+    def take_routed(self) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+        """Rows sent to each expert since the last time, and calls that had any: [layers * experts] each."""
+        rows = np.empty(self._shape.layers * self._shape.experts, np.uint32)
+        activated = np.empty_like(rows)
+        self._library.expert_client_take_routed(self.handle, rows.ctypes.data, activated.ctypes.data)
+        return rows, activated
+
+    def exchange(
+        self,
+        layer: int,
+        rows: NDArray[np.float32] | NDArray[np.uint16],
+        ids: NDArray[np.uint16],
+        weights: NDArray[np.float32],
+        out: NDArray[np.float32],
+        drop: NDArray[np.uint8] | None,
+        deadline_ns: int,
+    ) -> None:
+        """One call, from a thread without lanes.
+
+        Raises:
+            ExpertsLost: no live replica answered before the deadline.
+            ValueError: a layer, a count or an expert id is out of range.
+        """
+        status = self._library.expert_exchange(
+            self.handle,
+            layer,
+            rows.ctypes.data,
+            len(rows),
+            ids.ctypes.data,
+            weights.ctypes.data,
+            out.ctypes.data,
+            None if drop is None else drop.ctypes.data,
+            deadline_ns,
+        )
+        if status == _LOST:
+            raise ExpertsLost(f"No live replica of every expert of layer {layer} answered in time.")
+        if status != _OK:
+            raise ValueError(
+                f"layer {layer}, {len(rows)} rows or an expert id is out of range (code {status})"
+            )
+
+    def close(self) -> None:
+        """Free it; no call is running, nor comes."""
+        self._library.expert_client_free(self.handle)
+
+
+class CpuServer:
+    """A server of server.h: `experts.backend.ServerBackend`."""
+
+    def __init__(
+        self, wire: WireShape, incarnation: int, cores: Sequence[int], bell_page: int, most_slot_bytes: int
+    ) -> None:
+        self._shape, self._library = wire.shape, native.load()
+        shape = wire.shape
+        self._handle: int = self._library.expert_server_new(
+            shape.layers,
+            shape.experts,
+            shape.hidden,
+            shape.intermediate,
+            shape.top_k,
+            wire.dtype,
+            wire.model_hash,
+            incarnation,
+            len(cores),
+            (ctypes.c_int32 * len(cores))(*cores),
+            bell_page,
+            most_slot_bytes,
+        )
+        if not self._handle:
+            raise ValueError(
+                f"lanes on cores {list(cores)} could not start for {shape}. Name cores that may be used."
+            )
+        if not shape.plain:
+            form = native.ExpertForm.of(shape.activation, shape.biased)
+            self._library.expert_server_set_form(self._handle, ctypes.byref(form))
+
+    def add_client(self, link: ClientLink) -> int:
+        """A place for a client.
+
+        Raises:
+            LinkRefused: there is none, or the windows have another layout.
+        """
+        place = self._library.expert_server_add_client(
+            self._handle, ctypes.byref(native.ClientLink(**asdict(link)))
+        )
+        return _place(place, "clients")
+
+    def remove_client(self, place: int) -> None:
+        """On return its memory is touched no more."""
+        self._library.expert_server_remove_client(self._handle, place)
+
+    def set_expert(
+        self, layer: int, expert: int, gate_up: NDArray[np.uint8], down: NDArray[np.uint8]
+    ) -> None:
+        """Answer for an expert, from these arrays.
+
+        Raises:
+            ValueError: there is no such expert.
+        """
+        addresses = gate_up.ctypes.data, down.ctypes.data
+        if self._library.expert_server_set_expert(self._handle, layer, expert, *addresses):
+            raise ValueError(f"expert {expert} of layer {layer} is outside {self._shape}.")
+
+    def clear_expert(self, layer: int, expert: int) -> None:
+        """On return its weights are no longer read."""
+        self._library.expert_server_clear_expert(self._handle, layer, expert)
+
+    def take_doubtful(self) -> tuple[int, int] | None:
+        """(layer, expert) of one that gave a row that is not finite since the last time."""
+        number = self._library.expert_server_take_doubtful(self._handle)
+        return None if number < 0 else divmod(number, self._shape.experts)
+
+    def set_lease(self, boottime_ns: int) -> None:
+        """Answer only before this CLOCK_BOOTTIME instant; 0 is for good."""
+        self._library.expert_server_set_lease(self._handle, boottime_ns)
+
+    def run(self, max_ns: int) -> bool:
+        """Serve for at most that long, parked on the doorbell where idle; True when stopped.
+
+        Raises:
+            MemoryError: none is left for a batch.
+        """
+        code = self._library.expert_server_run(self._handle, max_ns)
+        if code < 0:
+            raise MemoryError("no memory is left for a batch of requests; free some, or raise the limit.")
+        return bool(code)
+
+    def stop(self) -> None:
+        """Make `run` return within one batch, now and from then on."""
+        self._library.expert_server_stop(self._handle)
+
+    def counters(self) -> ServerCounters:
+        """What was served so far."""
+        counters = native.ServerCounters()
+        self._library.expert_server_counters(self._handle, ctypes.byref(counters))
+        return ServerCounters(**native.values_of(counters))
+
+    def close(self) -> None:
+        """Free it; no thread is in `run`."""
+        self._library.expert_server_free(self._handle)
+
+
+def _place(code: int, peers: str) -> int:
+    """A place for a peer, or what its code says.
+
+    Raises:
+        LinkRefused: there is none.
+    """
+    if code < 0:
+        reasons = {_FULL: f"all places for {peers} are taken.", _MEMORY: "no memory is left."}
+        raise LinkRefused(reasons.get(code, "its windows have another layout than was agreed."))
+    return code

@@ -1,0 +1,195 @@
+"""Rows carried and computed by kernels, on a GPU or in Triton's interpreter: `experts.backend.Backend`.
+
+Rows never come here: whoever owns the attention worker's steps launches expert calls through its `GpuClient`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from experts.gpu.client import ACTIVATION_PAIRS, GpuClient
+from experts.gpu.ffn import ffn_reference
+from experts.gpu.layout import ExchangeShape, power_of_two
+from experts.gpu.server import Batch, GpuServer, GroupedExperts
+from experts.gpu.tables import signed
+from experts.gpu.tiles import numerics_class
+from experts.gpu.weights import ExpertWeights
+from experts.kernels import KernelsBroken
+from experts.model import Dtype
+from experts.routes import MOST_REPLICAS
+from experts.wire import SEALED_VERSION, WireShape
+from p2p.device import INTERPRET
+from p2p.endpoint import Window
+from p2p.window import WindowLayout
+
+# Tokens of a frame; longer calls go in several. The interpreter looks at each place of a frame, one after another.
+CAPACITY = 8 if INTERPRET else 128
+MOST_SERVERS, MOST_CLIENTS = (4, 2) if INTERPRET else (32, 16)
+PATIENCE_S = 10.0 if INTERPRET else 0.005
+# Beyond it, for a server without which a row is lost: as long as processes that take turns on one GPU may need. A
+# step that waits sees no change of servers, so it ends long before its deadline, and is run again.
+ALONE_S = 0.0 if INTERPRET else 0.25
+IDLE_S = 0.0001 if INTERPRET else 0.001  # by the device's clock, of which the interpreter has little
+# Seconds of the device's clock in one. The interpreter's is a counter that each look moves on by 20 us; a look takes it
+# five to twenty milliseconds.
+CLOCK = 0.004 if INTERPRET else 1.0
+_SHARE = 0.8  # of the memory that is free at the start, for experts
+_SELF_TEST = (160, 128, 7)  # intermediate, hidden, rows
+
+
+def exchange_shape(wire: WireShape) -> ExchangeShape:
+    """What clients and servers of a model agree on.
+
+    Raises:
+        ValueError: the kernels cannot carry rows of this shape.
+    """
+    shape = wire.shape
+    return ExchangeShape(
+        layers=shape.layers,
+        experts=shape.experts,
+        hidden=shape.hidden,
+        top_k=shape.top_k,
+        capacity=CAPACITY,
+        model_hash=signed(wire.model_hash),
+    )
+
+
+class GpuBackend:
+    """The kernels of one device."""
+
+    wire_version = SEALED_VERSION
+    most_slot_bytes = 1 << 28
+    activation_rows = ACTIVATION_PAIRS
+    rings_lanes = False
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def numerics_class(self, dtype: Dtype) -> str:
+        """Of bfloat16 products: the chip's generation and the compiler are part of it.
+
+        Raises:
+            ValueError: another dtype is asked for.
+        """
+        if dtype is not Dtype.BFLOAT16:
+            raise ValueError(
+                f"kernels compute in bfloat16, and {dtype.label} is asked for: --dtype bfloat16, or --device cpu."
+            )
+        return numerics_class(self.device)
+
+    def self_test(self, dtype: Dtype) -> None:
+        """Run a small expert through the server's own kernels and compare with the definition.
+
+        Raises:
+            ValueError: there are no kernels of this dtype.
+            KernelsBroken: the results differ by more than rounding explains.
+        """
+        self.numerics_class(dtype)
+        inter, hidden, rows = _SELF_TEST
+        generator = torch.Generator().manual_seed(20250917)
+        gate, up = (torch.randn(inter, hidden, generator=generator).div(8).bfloat16() for _ in range(2))
+        down = torch.randn(hidden, inter, generator=generator).div(8).bfloat16()
+        x = torch.randn(rows, hidden, generator=generator).bfloat16()
+        wanted = ffn_reference(x, gate, up, down)
+        found = compute_rows(x, gate, up, down, self.device).double().cpu()
+        error = float((found - wanted).norm() / wanted.norm())
+        # The rows are rounded to bfloat16, 2**-9 of each, and so are the activations before them.
+        if not error <= 1e-2:
+            raise KernelsBroken(
+                f"the kernels on {self.device} differ from the definition by {error:.3g}; up to 0.01 is rounding. "
+                f"Report this machine's GPU, torch {torch.__version__}, and what `make gpu` says."
+            )
+
+    def window(self, wire: WireShape, most_tokens: int, slots: int) -> WindowLayout:
+        """A frame of the largest kind fits a slot. `slots` and `most_tokens` are the exchange's own affair.
+
+        Raises:
+            ValueError: no such frame can be.
+        """
+        shape = exchange_shape(wire)
+        there, back = shape.request_window, shape.reply_window
+        return WindowLayout(slots=shape.slots, payload_bytes=max(there.payload_bytes, back.payload_bytes))
+
+    def prepare(self, window: Window, layout: WindowLayout) -> None:
+        """Nothing to write: kernels take a window's layout from what was agreed."""
+
+    def client(
+        self,
+        wire: WireShape,
+        *,
+        incarnation: int,
+        lanes: int,
+        bell_page: int,
+        max_tokens: int,
+        patience_s: float,
+    ) -> GpuClient:
+        """Its steps come in sizes that are powers of two, whatever of them counts; they wait until their deadline.
+
+        Raises:
+            ValueError: the kernels cannot carry rows of this shape.
+        """
+        return GpuClient(
+            exchange_shape(wire),
+            servers=MOST_SERVERS,
+            replicas=MOST_REPLICAS,
+            tokens=power_of_two(max_tokens),
+            incarnation=incarnation,
+            device=self.device,
+            patience_s=PATIENCE_S,
+            alone_s=ALONE_S,
+            clock=CLOCK,
+        )
+
+    def server(self, wire: WireShape, *, incarnation: int, cores: Sequence[int], bell_page: int) -> GpuServer:
+        """One with room for all experts of the model, or for as many as the GPU's free memory holds.
+
+        Raises:
+            ValueError: its kernels do not compute such experts.
+        """
+        shape, experts = exchange_shape(wire), wire.shape
+        if not experts.plain:
+            raise ValueError(
+                f"experts of {experts.architecture} have an activation and biases that only CPUs compute; serve them"
+                " with --device cpu."
+            )
+        slots = shape.layers * shape.experts
+        if self.device.type == "cuda":
+            free_bytes, _ = torch.cuda.mem_get_info(self.device)
+            one_bytes = 6 * experts.hidden * experts.intermediate
+            slots = max(1, min(slots, int(_SHARE * free_bytes) // one_bytes))
+        weights = ExpertWeights.allocate(
+            slots=slots, hidden=experts.hidden, intermediate=experts.intermediate, device=self.device
+        )
+        return GpuServer(
+            shape,
+            clients=MOST_CLIENTS,
+            compute=GroupedExperts(weights, MOST_CLIENTS * shape.pairs, self.device),
+            incarnation=incarnation,
+            device=self.device,
+            idle_s=IDLE_S,
+            weights=weights,
+        )
+
+
+def compute_rows(
+    x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, device: torch.device
+) -> torch.Tensor:
+    """Rows of one expert through the kernels of a server: x bf16 [rows, hidden] to float32 [rows, hidden]."""
+    rows, hidden = x.shape
+    weights = ExpertWeights.allocate(slots=1, hidden=hidden, intermediate=len(gate), device=device)
+    weights.load(0, gate, up, down)
+    index = torch.arange(rows, dtype=torch.int32, device=device)
+    batch = Batch(
+        rows=x.to(device),
+        scales=None,
+        row_of=index,
+        slots=torch.zeros_like(index),
+        n_pairs=torch.full((1,), rows, dtype=torch.int32, device=device),
+        out=torch.full((rows, hidden), float("nan"), device=device),
+    )
+    # Triton launches on the thread's own GPU, wherever the tensors lie.
+    with torch.cuda.device(device.index if device.type == "cuda" else -1):
+        GroupedExperts(weights, rows, device)(batch)
+    return batch.out
