@@ -14,6 +14,8 @@ from eaas.load.record import StreamRecord
 from eaas.model.make_model import make_model
 from router.faults import POINTS, Fault
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> list[str]:

@@ -11,6 +11,8 @@ import pytest
 from benchmarks import p2p
 from benchmarks.p2p_incast import Incast
 
+pytestmark = pytest.mark.alone
+
 BRIEF = ["--rounds", "2", "--cell-s", "0.001", "--latency", "8,3000", "--bandwidth", "70000"]
 
 

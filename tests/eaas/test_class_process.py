@@ -16,6 +16,8 @@ from router.client import RouterClient
 from tests.eaas.test_attention_process import Gateway, cluster, exit_code
 from tests.eaas.test_fallback import bare  # noqa: F401 - a fixture
 
+pytestmark = pytest.mark.alone
+
 NATIVE, NUMPY = "cpu-f32-fma-1", "cpu-f32-numpy-1"
 PROMPT = list(range(3, 20))
 

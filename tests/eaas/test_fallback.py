@@ -30,6 +30,8 @@ from experts.model import Dtype
 from tests.e2e.pool import Driver, local_experts
 from tests.eaas.decoder_world import VARIANTS, Runner, World, spec_of, tokens_of
 
+pytestmark = pytest.mark.alone
+
 ROOT = Path(__file__).resolve().parents[2]
 SEED = 20261121
 PROMPTS = ["a b c", "the fox and the dog met once more"]

@@ -17,6 +17,8 @@ import pytest
 from eaas.engine.worker_protocol import Failed, Step, Submit, Token, encode
 from tests.eaas.gateway_world import FakeWorker, GatewayProcess, World, eventually, gateway_url, within
 
+pytestmark = pytest.mark.alone
+
 PLAIN = "/v1/completions"
 PROMPT = "The quick brown fox jumps over the lazy dog. "
 

@@ -21,6 +21,8 @@ from p2p.transport import TransportChoice
 from router.faults import Fault
 from tests.experts.test_processes import Cluster, Process, settle
 
+pytestmark = pytest.mark.alone
+
 SEED = 41
 
 

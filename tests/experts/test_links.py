@@ -32,6 +32,8 @@ from router.faults import Fault
 from router.view import Member, View
 from tests.experts.steps import Weights, shape_of
 
+pytestmark = pytest.mark.alone
+
 FINGERPRINT = "ab" * 32
 SHAPE = shape_of()
 EVERY = b"\xff" * 8

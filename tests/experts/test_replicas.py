@@ -21,6 +21,8 @@ from p2p import ShmEndpoint
 from router.client import RouterClient
 from tests.experts.test_service import EXPERTS, HIDDEN, LAYERS, TOP_K, Child, write_checkpoint
 
+pytestmark = pytest.mark.alone
+
 EVERY = LAYERS * EXPERTS
 
 

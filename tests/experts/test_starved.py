@@ -13,6 +13,8 @@ import pytest
 from p2p import nixl_native
 from tests.sim.mutants import FLAGS, compile_cpp, needs_compiler
 
+pytestmark = pytest.mark.alone
+
 ROOT = Path(__file__).parents[2]
 NIXL = pytest.mark.skipif(
     importlib.util.find_spec(nixl_native.PACKAGE) is None, reason="needs package nixl-cu13, found none"

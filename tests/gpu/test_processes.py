@@ -27,9 +27,10 @@ from experts.gpu.server import Batch, DeviceServer
 from tests.gpu.device import DEVICE, fresh_seed, same_bits
 from tests.gpu.exchange_world import CLIENT, SERVER, Call, shape_of, slot_of, toy_experts
 
-pytestmark = pytest.mark.skipif(
-    DEVICE != "cpu", reason="needs the interpreter in both processes; found a GPU"
-)
+pytestmark = [
+    pytest.mark.skipif(DEVICE != "cpu", reason="needs the interpreter in both processes; found a GPU"),
+    pytest.mark.alone,
+]
 PATIENT_S = 0.4  # of the interpreter's clock, which a look moves on by 20 us: many seconds of this host
 HASTY_S = 0.03
 BRIEF_S = 0.0002

@@ -11,6 +11,8 @@ import pytest
 
 from p2p import doorbell, native
 
+pytestmark = pytest.mark.alone
+
 PAGE = 4096
 LANE = 3
 

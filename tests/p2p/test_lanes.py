@@ -17,6 +17,8 @@ from p2p import native
 from p2p.build import COMMON, ROOT, compiler
 from tests.p2p.one_host import tasks
 
+pytestmark = pytest.mark.alone
+
 STRESS = Path(__file__).parent / "native_stress.cpp"
 
 

@@ -22,6 +22,8 @@ from p2p import ConnectRefused, DescriptorInvalid, EndpointClosed, PeerGone, Sta
 from tests.p2p.one_host import OneHost, forge, hangs_up, open_fds
 from tests.p2p.peer_process import CHILD, PARENT
 
+pytestmark = pytest.mark.alone
+
 SOCKET_BYTES = 37  # of the address: the name of the owner's socket
 
 

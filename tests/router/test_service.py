@@ -24,6 +24,8 @@ from router.host import host_id
 from router.replies import StartProcess, StopProcess
 from router.view import View
 
+pytestmark = pytest.mark.alone
+
 HOST = "a-host-of-this-test"
 SHAPE = {"layers": 2, "experts": 6, "model_hash": "m"}
 
