@@ -249,7 +249,10 @@ def test_calls_over_two_servers_have_the_bits_of_local_ones() -> None:
 
 @pytest.mark.parametrize(
     "trouble",
-    [in_the_second_batch(signal.SIGKILL), after_answers(8, signal.SIGKILL)],
+    [
+        pytest.param(in_the_second_batch(signal.SIGKILL), marks=pytest.mark.smoke),
+        after_answers(8, signal.SIGKILL),
+    ],
     ids=["with a request in hand", "between a reply's answers"],
 )
 def test_a_server_killed_in_mid_call_changes_no_bit(trouble: Callable[[], None]) -> None:
