@@ -34,6 +34,7 @@ def measured(
     return rows
 
 
+@pytest.mark.full(seconds=15)
 def test_round_trips_and_bandwidth_of_every_transport_between_two_processes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -53,6 +54,7 @@ def test_round_trips_and_bandwidth_of_every_transport_between_two_processes(
     assert all(0 <= share < math.inf for share in rows[-1]["cpu_share"].values())
 
 
+@pytest.mark.full(seconds=5)
 @pytest.mark.parametrize("topology", ["4to1", "1to4"])
 def test_a_hub_and_four_others_exchange_every_request(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], topology: str

@@ -345,6 +345,7 @@ def test_doctor_finds_this_machine_fit() -> None:
     assert run("doctor").returncode == 0
 
 
+@pytest.mark.full(seconds=1)
 @pytest.mark.parametrize(
     "verb", ["serve", "router", "expert", "attention", "gateway", "status", "make-model", "demo"]
 )

@@ -34,7 +34,9 @@ RARE = {"exceeds capacity"}
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(5), pytest.param(range(5, 20), marks=pytest.mark.full(seconds=20))], ids=str
+    "seeds",
+    [range(5), pytest.param(range(5, 20), marks=pytest.mark.full(seconds=20))],
+    ids=["few", "more"],
 )
 @pytest.mark.parametrize("mode", runner.MODES)
 def test_every_promise_holds_after_every_event(mode: str, seeds: range) -> None:
@@ -59,7 +61,9 @@ def test_a_run_that_broke_a_promise_once_keeps_them_all(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seeds", "events"), [(10, EVENTS), pytest.param(200, 5000, marks=pytest.mark.full(seconds=180))]
+    ("seeds", "events"),
+    [(10, EVENTS), pytest.param(200, 5000, marks=pytest.mark.full(seconds=180))],
+    ids=["few", "more"],
 )
 def test_every_promise_holds_on_seeds_that_nobody_has_run(seeds: int, events: int) -> None:
     first = fresh_seed()
