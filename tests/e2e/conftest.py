@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,9 +64,13 @@ def cluster(shared: LocalCluster) -> LocalCluster:
 
     def whole() -> bool:
         state = fetch_status(shared.url)
-        pools = sorted(member["pool"] for member in state["members"] if member["state"] == "serving")
-        wanted = ["attention"] + ["expert"] * EXPERTS + ["gateway"]
-        return pools == wanted and len(state["members"]) == len(wanted) and state["replicas_min"] == REPLICAS
+        pools = [member["pool"] for member in state["members"] if member["state"] == "serving"]
+        sizes = {"expert": EXPERTS, "attention": 1, "gateway": 1, "router": 1}
+        return (
+            Counter(pools) == sizes
+            and len(state["members"]) == len(pools)
+            and state["replicas_min"] >= REPLICAS
+        )
 
     wait_for("a whole cluster", whole, shared)
     return shared
