@@ -18,7 +18,7 @@ from eaas.model.make_model import make_model
 from tests.e2e.clients import Seen, stream_all
 from tests.gpu.device import DEVICE
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.full(seconds=40)]
 
 TOKENS = 5
 PROMPTS = ["abcd", "efg"]

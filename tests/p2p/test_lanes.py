@@ -156,6 +156,7 @@ def test_idle_lanes_use_no_cpu_time(make_pool: Callable[..., Pool]) -> None:
     assert used_s() - before_s < 0.03
 
 
+@pytest.mark.full(seconds=40)
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
 def test_native_code_passes_its_stress_under_sanitizers(tmp_path: Path, sanitizer: str) -> None:
     cxx = compiler()
