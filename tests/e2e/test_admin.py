@@ -52,6 +52,7 @@ def test_a_served_model_is_scaled_by_hand_and_its_admin_address_outlives_its_rou
                 time.sleep(0.1)
 
 
+@pytest.mark.full(seconds=8)
 def test_what_makes_no_sense_is_refused_before_anything_starts(tiny: Path) -> None:
     for flags, message in (
         (["--autoscale", "expert:1-6"], "such as expert:1..6"),

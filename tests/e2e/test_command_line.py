@@ -239,6 +239,7 @@ def serving(url: str) -> set[str]:
     return {member["name"] for member in members if member["state"] == "serving"}
 
 
+@pytest.mark.full(seconds=1.5)
 @pytest.mark.parametrize("module", ["router", "experts", "eaas.attention", "eaas.gateway"])
 def test_a_process_whose_launcher_has_ended_already_does_not_start(
     tiny: Path, module: str, tmp_path: Path
@@ -273,6 +274,7 @@ def broken(model: Path, folder: Path, damage: str) -> Path:
     return copy
 
 
+@pytest.mark.full(seconds=1)
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
@@ -292,6 +294,7 @@ def test_a_damaged_checkpoint_is_refused_in_clear_words(
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.full(seconds=1.5)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -337,6 +340,7 @@ def test_status_without_a_cluster_says_what_to_do() -> None:
     assert "eaas serve" in done.stderr
 
 
+@pytest.mark.full(seconds=4)
 def test_doctor_finds_this_machine_fit() -> None:
     done = run("doctor", "--json")
     assert done.returncode == 0, done.stdout
