@@ -17,8 +17,6 @@ import pytest
 from eaas.engine.worker_protocol import Failed, Step, Submit, Token, encode
 from tests.eaas.gateway_world import FakeWorker, GatewayProcess, World, eventually, gateway_url, within
 
-pytestmark = pytest.mark.alone
-
 PLAIN = "/v1/completions"
 PROMPT = "The quick brown fox jumps over the lazy dog. "
 
@@ -464,6 +462,7 @@ def test_a_client_that_goes_away_is_cancelled_at_once(
     eventually(lambda: status_of(url)["gateway"]["running"] == 0, "an empty gateway")
 
 
+@pytest.mark.alone
 def test_a_slow_reader_stalls_only_itself_and_is_ended(
     url: str, workers: Callable[..., list[FakeWorker]]
 ) -> None:
@@ -493,6 +492,7 @@ def test_a_slow_reader_stalls_only_itself_and_is_ended(
     connection.close()
 
 
+@pytest.mark.alone
 def test_sigterm_ends_streams_with_a_retryable_error_within_a_second(world: World) -> None:
     worker = world.worker(step_s=0.01)
     world.router.show(worker)

@@ -13,7 +13,7 @@ import pytest
 from p2p import nixl_native
 from tests.sim.mutants import FLAGS, compile_cpp, needs_compiler
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.full(seconds=3)]
 
 ROOT = Path(__file__).parents[2]
 NIXL = pytest.mark.skipif(

@@ -40,8 +40,6 @@ from p2p.transport import TransportChoice
 from tests.p2p.one_host import ROOT, OneHost, forge, hangs_up, open_fds
 from tests.p2p.peer_process import CHILD, PARENT
 
-pytestmark = pytest.mark.alone
-
 GRANULE = 2 << 20
 
 

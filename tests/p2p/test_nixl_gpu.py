@@ -22,12 +22,9 @@ from p2p.nixl import NixlEndpoint
 from tests.p2p.one_host import OneHost
 from tests.p2p.peer_process import send as send_frame
 
-pytestmark = [
-    pytest.mark.skipif(
-        importlib.util.find_spec(nixl_native.PACKAGE) is None, reason="needs package nixl-cu13, found none"
-    ),
-    pytest.mark.alone,
-]
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec(nixl_native.PACKAGE) is None, reason="needs package nixl-cu13, found none"
+)
 OWNER, WRITER = 101, 202
 LAYOUT = WindowLayout(slots=2, payload_bytes=256 * 1024)
 # What UCX reads: loopback alone, whatever else this machine has.

@@ -17,12 +17,9 @@ import pytest
 from p2p import Status, decode, nixl_native
 from p2p.nixl import NixlEndpoint
 
-pytestmark = [
-    pytest.mark.skipif(
-        importlib.util.find_spec(nixl_native.PACKAGE) is None, reason="needs package nixl-cu13, found none"
-    ),
-    pytest.mark.alone,
-]
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec(nixl_native.PACKAGE) is None, reason="needs package nixl-cu13, found none"
+)
 os.environ["UCX_NET_DEVICES"] = "lo"
 OWNER, WRITER = 11, 22
 HELLO, WROTE, SIGNAL, DOUBT, BYE = 6, 1, 2, 3, 32

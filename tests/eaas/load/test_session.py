@@ -23,8 +23,6 @@ from eaas.load.members import AdminUnreachable
 from eaas.load.record import StreamRecord
 from tests.eaas.load.fake_server import FakeServer, fake_server
 
-pytestmark = pytest.mark.alone
-
 
 @pytest.fixture
 def server() -> Iterator[FakeServer]:
