@@ -99,7 +99,7 @@ def test_preemption_changes_nothing(tiny: Path, pool: Pool, alone: Logits) -> No
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "seeds",
-    [range(10), pytest.param(range(10, 200), marks=pytest.mark.full(seconds=190))],
+    [range(10), pytest.param(range(10, 200), marks=pytest.mark.full(seconds=130))],
     ids=["few", "more"],
 )
 def test_a_server_killed_at_a_random_step(tiny: Path, pool: Pool, alone: Logits, seeds: range) -> None:

@@ -35,7 +35,7 @@ RARE = {"exceeds capacity"}
 
 @pytest.mark.parametrize(
     "seeds",
-    [range(5), pytest.param(range(5, 20), marks=pytest.mark.full(seconds=20))],
+    [range(5), pytest.param(range(5, 20), marks=pytest.mark.full(seconds=2))],
     ids=["few", "more"],
 )
 @pytest.mark.parametrize("mode", runner.MODES)
@@ -52,7 +52,7 @@ def test_every_promise_holds_after_every_event(mode: str, seeds: range) -> None:
     assert faults > 2 * len(seeds) and served > 2 * len(seeds)
 
 
-@pytest.mark.full(seconds=3)
+@pytest.mark.full(seconds=0.4)
 @pytest.mark.parametrize("seed", FAILED)
 def test_a_run_that_broke_a_promise_once_keeps_them_all(seed: int) -> None:
     job = next(runner.jobs(seed, 1, 5000, "both"))
@@ -62,7 +62,7 @@ def test_a_run_that_broke_a_promise_once_keeps_them_all(seed: int) -> None:
 
 @pytest.mark.parametrize(
     ("seeds", "events"),
-    [(10, EVENTS), pytest.param(200, 5000, marks=pytest.mark.full(seconds=180))],
+    [(10, EVENTS), pytest.param(200, 5000, marks=pytest.mark.full(seconds=40))],
     ids=["few", "more"],
 )
 def test_every_promise_holds_on_seeds_that_nobody_has_run(seeds: int, events: int) -> None:
