@@ -20,6 +20,8 @@ from benchmarks.setting import interleave
 from eaas.model.make_model import make_model
 from experts.checkpoint import Checkpoint
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -14,6 +14,8 @@ from eaas.load.record import StreamRecord
 from eaas.model.make_model import make_model
 from router.faults import POINTS, Fault
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
@@ -32,6 +34,7 @@ def clean(row: dict) -> bool:
     return [row[name] for name in readme.SEEN] == [0, 0, 0, 0]
 
 
+@pytest.mark.full(seconds=15)
 def test_a_kill_is_measured_beside_a_calm_run(small: list[str], tmp_path: Path) -> None:
     failover.main([*small, "--seconds", "6", "--at", "3", "--results", str(tmp_path)])
     row = line(tmp_path, "failover")
@@ -44,6 +47,7 @@ def test_a_kill_is_measured_beside_a_calm_run(small: list[str], tmp_path: Path) 
     assert "| kill | shared | 1 |" in table and "0, 0, 0, 0 |" in table
 
 
+@pytest.mark.full(seconds=15)
 def test_servers_are_held_to_a_share_of_a_core(small: list[str], tmp_path: Path) -> None:
     try:
         failover.main([*small, "--seconds", "6", "--at", "3", "--share", "0.05", "--results", str(tmp_path)])
@@ -55,6 +59,7 @@ def test_servers_are_held_to_a_share_of_a_core(small: list[str], tmp_path: Path)
     assert not list(VERSION_1.glob("eaas-*")), "control groups were left"
 
 
+@pytest.mark.full(seconds=15)
 def test_each_kill_has_its_stalls(small: list[str], tmp_path: Path) -> None:
     failover.main([*small, "--what", "stalls", "--kills", "1", "--results", str(tmp_path)])
     row = line(tmp_path, "failover")
@@ -63,6 +68,7 @@ def test_each_kill_has_its_stalls(small: list[str], tmp_path: Path) -> None:
     assert row["worst_stall_ms"]["each"] == [pytest.approx(row["added_stall_ms"]["max"], abs=0.1)]
 
 
+@pytest.mark.full(seconds=15)
 def test_a_soak_checks_everything_and_leaves_its_plan_only_when_it_fails(
     small: list[str], tmp_path: Path
 ) -> None:

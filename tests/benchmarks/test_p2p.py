@@ -11,6 +11,8 @@ import pytest
 from benchmarks import p2p
 from benchmarks.p2p_incast import Incast
 
+pytestmark = pytest.mark.alone
+
 BRIEF = ["--rounds", "2", "--cell-s", "0.001", "--latency", "8,3000", "--bandwidth", "70000"]
 
 
@@ -32,6 +34,7 @@ def measured(
     return rows
 
 
+@pytest.mark.full(seconds=15)
 def test_round_trips_and_bandwidth_of_every_transport_between_two_processes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -51,6 +54,7 @@ def test_round_trips_and_bandwidth_of_every_transport_between_two_processes(
     assert all(0 <= share < math.inf for share in rows[-1]["cpu_share"].values())
 
 
+@pytest.mark.full(seconds=5)
 @pytest.mark.parametrize("topology", ["4to1", "1to4"])
 def test_a_hub_and_four_others_exchange_every_request(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], topology: str

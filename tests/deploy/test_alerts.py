@@ -216,6 +216,7 @@ def test_the_rules_are_well_formed() -> None:
     assert f"{len(ALERTS)} rules found" in promtool("check", "rules", RULES)
 
 
+@pytest.mark.full(seconds=5)
 def test_each_alert_fires_on_what_it_is_for_and_is_quiet_without(tmp_path: Path) -> None:
     assert STORIES.keys() == ALERTS.keys()
     tests = [test for alert, story in STORIES.items() for test in checks_of(story, alert)]

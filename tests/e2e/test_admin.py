@@ -9,6 +9,8 @@ import time
 import urllib.request
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.test_command_line import descendants, run, served
 
 
@@ -17,6 +19,7 @@ def pools(address: str) -> dict[str, dict[str, object]]:
         return {pool["pool"]: pool for pool in json.load(reply)["pools"]}
 
 
+@pytest.mark.full(seconds=12)
 def test_a_served_model_is_scaled_by_hand_and_its_admin_address_outlives_its_router(tiny: Path) -> None:
     with served(str(tiny), "--experts", "2", "--admin-port", "0", "--autoscale", "expert:1..3") as (
         process,
@@ -49,6 +52,7 @@ def test_a_served_model_is_scaled_by_hand_and_its_admin_address_outlives_its_rou
                 time.sleep(0.1)
 
 
+@pytest.mark.full(seconds=8)
 def test_what_makes_no_sense_is_refused_before_anything_starts(tiny: Path) -> None:
     for flags, message in (
         (["--autoscale", "expert:1-6"], "such as expert:1..6"),

@@ -13,6 +13,7 @@ from eaas.cluster.local import LocalCluster
 from eaas.model.resolve import resolve_model
 
 
+@pytest.mark.full(seconds=20)
 @pytest.mark.parametrize("attention", [1, 2])
 def test_an_attention_worker_lost_or_frozen_changes_no_token(tiny: Path, attention: int) -> None:
     seed = datetime.datetime.now(datetime.UTC).date().toordinal()
@@ -30,6 +31,7 @@ def test_an_attention_worker_lost_or_frozen_changes_no_token(tiny: Path, attenti
     assert longest_s < (5.0 if attention == 2 else 20.0), f"seed {seed}: a pause of {longest_s:.2f} s"
 
 
+@pytest.mark.full(seconds=20)
 def test_two_workers_killed_a_second_apart_under_a_long_queue_cost_no_request() -> None:
     # Tried one after another, those that were lost twice would wait for longer than the deadline.
     config = ClusterConfig(

@@ -122,6 +122,7 @@ def stopped(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
+@pytest.mark.full(seconds=15)
 def test_a_dry_run_says_what_the_seed_chooses_and_does_nothing(
     closed_cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -148,6 +149,7 @@ def test_a_dry_run_says_what_the_seed_chooses_and_does_nothing(
     assert closed_cluster.lasting() == []
 
 
+@pytest.mark.full(seconds=5)
 def test_ctrl_c_thaws_what_is_frozen(closed_cluster: Cluster) -> None:
     name = closed_cluster.some_expert()
     pid = closed_cluster.pid(name)
@@ -163,6 +165,7 @@ def test_ctrl_c_thaws_what_is_frozen(closed_cluster: Cluster) -> None:
             assert not stopped(pid)
 
 
+@pytest.mark.full(seconds=5)
 def test_a_freeze_ends_with_its_command_even_when_that_is_killed(closed_cluster: Cluster) -> None:
     """Both servers: where all are silent at once the router blames itself, and replaces nobody."""
     pids = [closed_cluster.pid(name) for name in closed_cluster.whole()]
@@ -175,6 +178,7 @@ def test_a_freeze_ends_with_its_command_even_when_that_is_killed(closed_cluster:
     assert closed_cluster.lasting() == []
 
 
+@pytest.mark.full(seconds=6)
 def test_what_others_froze_is_listed_and_cleared(closed_cluster: Cluster) -> None:
     names = closed_cluster.whole()
     # At once: one that is silent alone is replaced, and a look at the status takes a second.
@@ -189,6 +193,7 @@ def test_what_others_froze_is_listed_and_cleared(closed_cluster: Cluster) -> Non
     assert done.returncode == 1 and "No fault 'fault-99' lasts" in done.stderr
 
 
+@pytest.mark.full(seconds=8)
 def test_a_member_that_was_replaced_is_not_said_to_be_thawed(closed_cluster: Cluster) -> None:
     name = closed_cluster.some_expert()
     done = closed_cluster.chaos("freeze", name, "--for", "20s")
@@ -198,6 +203,7 @@ def test_a_member_that_was_replaced_is_not_said_to_be_thawed(closed_cluster: Clu
     closed_cluster.whole()
 
 
+@pytest.mark.full(seconds=8)
 def test_kill_and_freeze_need_no_router(closed_cluster: Cluster) -> None:
     closed_cluster.whole()
     with begun(closed_cluster, "freeze", "router/0", "--for", "3s") as (process, _):
@@ -213,6 +219,7 @@ def test_kill_and_freeze_need_no_router(closed_cluster: Cluster) -> None:
     closed_cluster.whole()
 
 
+@pytest.mark.full(seconds=6)
 def test_the_rest_is_refused_without_allow_chaos(closed_cluster: Cluster) -> None:
     closed_cluster.whole()
     name = closed_cluster.some_expert()
@@ -274,6 +281,7 @@ def test_a_plan_is_carried_out_at_its_times_and_ctrl_c_reverts_the_rest(
     assert open_cluster.lasting() == []
 
 
+@pytest.mark.full(seconds=6)
 def test_one_terminal_ends_what_another_began(open_cluster: Cluster) -> None:
     open_cluster.whole()
     name = open_cluster.some_expert()
@@ -289,6 +297,7 @@ def test_one_terminal_ends_what_another_began(open_cluster: Cluster) -> None:
     assert open_cluster.chaos("list").stdout == "nothing is injected\n"
 
 
+@pytest.mark.full(seconds=8)
 def test_faults_by_hand_are_counted_and_shown(open_cluster: Cluster) -> None:
     def counted(kind: str) -> float:
         page = urllib.request.urlopen(f"{open_cluster.admin}/metrics", timeout=5).read().decode()
@@ -317,6 +326,7 @@ def test_faults_by_hand_are_counted_and_shown(open_cluster: Cluster) -> None:
     assert {kind: counted(kind) - before[kind] for kind in before} == {"kill": 1, "freeze": 1, "loss": 1}
 
 
+@pytest.mark.full(seconds=15)
 def test_a_remote_cluster_is_reached_through_its_admin_listener(tiny: Path, tmp_path: Path) -> None:
     """Whoever has its key; its router then takes faults from nobody else."""
     key_file, wrong = tmp_path / "key", tmp_path / "wrong"
@@ -345,6 +355,7 @@ def test_a_remote_cluster_is_reached_through_its_admin_listener(tiny: Path, tmp_
             assert refused.returncode == 1 and message in refused.stderr, refused.stderr
 
 
+@pytest.mark.full(seconds=20)
 def test_the_chaostoolkit_experiment_holds(open_cluster: Cluster, tmp_path: Path) -> None:
     chaos = Path(sys.executable).with_name("chaos")
     if not chaos.exists() and shutil.which("chaos") is None:

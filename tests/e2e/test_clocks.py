@@ -58,6 +58,7 @@ def test_nothing_decides_by_the_time_of_day() -> None:
     assert found == SHOWN | SET
 
 
+@pytest.mark.full(seconds=12)
 @pytest.mark.parametrize(("boottime", "monotonic"), [(500_000, 70_000), (90, -20)])
 def test_servers_whose_clocks_differ_serve_the_same_tokens(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, boottime: int, monotonic: int

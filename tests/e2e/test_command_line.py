@@ -80,6 +80,7 @@ def served(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
         process.wait(20)
 
 
+@pytest.mark.full(seconds=8)
 def test_without_expert_servers_the_hint_is_a_command_that_works_as_it_stands(
     tiny: Path, tmp_path: Path
 ) -> None:
@@ -94,6 +95,7 @@ def test_without_expert_servers_the_hint_is_a_command_that_works_as_it_stands(
         assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.full(seconds=8)
 def test_a_key_a_context_and_a_prefix_may_be_given_on_the_command_line(tiny: Path) -> None:
     """And they hold for the gateway that comes after the first, whose folder was removed."""
     asked = ("--api-key", "one", "--api-key", "two", "--max-model-len", "64", "--root-path", "/llm/")
@@ -165,6 +167,7 @@ def test_serve_answers_shows_its_members_survives_chaos_and_leaves_nothing(tiny:
         pass
 
 
+@pytest.mark.full(seconds=5)
 def test_a_launcher_that_is_killed_takes_its_processes_along(tiny: Path) -> None:
     with served(str(tiny), "--experts", "2") as (process, url):
         family = descendants(process.pid)
@@ -183,6 +186,7 @@ def test_a_launcher_that_is_killed_takes_its_processes_along(tiny: Path) -> None
     assert swept, "the next launcher removes what the killed one left"
 
 
+@pytest.mark.full(seconds=10)
 def test_a_state_folder_that_is_removed_is_made_again_and_no_other_launcher_takes_it(tiny: Path) -> None:
     """The journal with it: the next router must go on where the last one was."""
     with served(str(tiny), "--experts", "2") as (process, url):
@@ -214,6 +218,7 @@ def test_a_state_folder_that_is_removed_is_made_again_and_no_other_launcher_take
     assert not folders_of(process.pid), "its folder is left behind"
 
 
+@pytest.mark.full(seconds=6)
 def test_a_log_reader_that_goes_away_takes_nothing_along(tiny: Path) -> None:
     """`eaas serve | head` ends its reader; the events that follow have nowhere to go."""
     with served(str(tiny), "--experts", "2") as (process, url):
@@ -234,6 +239,7 @@ def serving(url: str) -> set[str]:
     return {member["name"] for member in members if member["state"] == "serving"}
 
 
+@pytest.mark.full(seconds=1.5)
 @pytest.mark.parametrize("module", ["router", "experts", "eaas.attention", "eaas.gateway"])
 def test_a_process_whose_launcher_has_ended_already_does_not_start(
     tiny: Path, module: str, tmp_path: Path
@@ -268,6 +274,7 @@ def broken(model: Path, folder: Path, damage: str) -> Path:
     return copy
 
 
+@pytest.mark.full(seconds=1)
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
@@ -287,6 +294,7 @@ def test_a_damaged_checkpoint_is_refused_in_clear_words(
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.full(seconds=1.5)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -332,6 +340,7 @@ def test_status_without_a_cluster_says_what_to_do() -> None:
     assert "eaas serve" in done.stderr
 
 
+@pytest.mark.full(seconds=4)
 def test_doctor_finds_this_machine_fit() -> None:
     done = run("doctor", "--json")
     assert done.returncode == 0, done.stdout
@@ -340,6 +349,7 @@ def test_doctor_finds_this_machine_fit() -> None:
     assert run("doctor").returncode == 0
 
 
+@pytest.mark.full(seconds=1)
 @pytest.mark.parametrize(
     "verb", ["serve", "router", "expert", "attention", "gateway", "status", "make-model", "demo"]
 )

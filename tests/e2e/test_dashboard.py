@@ -33,6 +33,8 @@ from eaas.top.app import Top
 from eaas.top.feed import Feed
 from tests import chromium
 
+pytestmark = pytest.mark.full(seconds=10)
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 LOST = "document.querySelector('#map td.lost:not(.replaced)') !== null"
 WORKING = "document.querySelector('#map td.cell.hi') !== null"

@@ -14,7 +14,6 @@ import pytest
 
 from tests.e2e.pool import Driver, Logits, Pool, local_experts, pool_of
 
-TRIALS = 200
 NEW_TOKENS = 12
 VOCAB = 512
 LENGTHS = (1, 2, 5, 15, 16, 17, 23, 31, 32, 33, 40, 47, 48, 49, 64, 65, 90)  # 17 of them, around block edges
@@ -46,7 +45,14 @@ def different(found: Logits, wanted: Logits) -> list[tuple[str, int]]:
     return [key for key, bits in found.items() if bits != wanted[key]]
 
 
-@pytest.mark.parametrize(("servers", "replicas"), [(1, 1), (4, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("servers", "replicas"),
+    [
+        pytest.param(1, 1, marks=pytest.mark.full(seconds=6)),
+        pytest.param(4, 1, marks=pytest.mark.full(seconds=8)),
+        (4, 2),
+    ],
+)
 def test_seventeen_at_once_over_any_pool(tiny: Path, alone: Logits, servers: int, replicas: int) -> None:
     with pool_of(tiny, servers, replicas) as pool:
         driver = Driver(tiny, pool.client)
@@ -91,11 +97,16 @@ def test_preemption_changes_nothing(tiny: Path, pool: Pool, alone: Logits) -> No
 
 
 @pytest.mark.timeout(900)
-def test_a_server_killed_at_a_random_step(tiny: Path, pool: Pool, alone: Logits) -> None:
+@pytest.mark.parametrize(
+    "seeds",
+    [range(10), pytest.param(range(10, 200), marks=pytest.mark.full(seconds=130))],
+    ids=["few", "more"],
+)
+def test_a_server_killed_at_a_random_step(tiny: Path, pool: Pool, alone: Logits, seeds: range) -> None:
     """200 trials: 4 random requests, one random server killed at a random moment of a random step."""
     driver = Driver(tiny, pool.client)
     asked = prompts()
-    for seed in range(TRIALS):
+    for seed in seeds:
         # Not waiting for the fourth: the next kill often meets a replacement that is joining.
         pool.settle(servers=3)
         rng = random.Random(seed)
@@ -136,7 +147,7 @@ def alone_int8(tiny: Path) -> Logits:
     return logits
 
 
-@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("servers", [pytest.param(1, marks=pytest.mark.full(seconds=8)), 2])
 def test_int8_in_a_batch_over_a_pool_and_after_a_kill(tiny: Path, alone_int8: Logits, servers: int) -> None:
     """Rows on the wire are bfloat16, replies float32: what int8 changes is inside the kernels alone."""
     asked = prompts(LENGTHS[::2])

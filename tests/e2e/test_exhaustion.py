@@ -19,6 +19,8 @@ from router.client import RouterClient
 from tests.e2e.calm import Calm
 from tests.e2e.waiting import wait_for
 
+pytestmark = pytest.mark.full(seconds=10)
+
 
 @pytest.fixture(scope="module")
 def calm(cluster: LocalCluster) -> Calm:

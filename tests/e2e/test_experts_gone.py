@@ -26,6 +26,8 @@ from router.events import StartProcess, StopProcess
 from tests.e2e.clients import stream_all
 from tests.e2e.waiting import LIMIT_S, wait_for
 
+pytestmark = pytest.mark.full(seconds=12)
+
 CLIENTS, TOKENS = 8, 64
 # Of streams that must still run when all servers are killed.
 MANY_TOKENS = 1200

@@ -56,7 +56,9 @@ def strike(cluster: LocalCluster, pool: str, number: signal.Signals, seed: int) 
     return stream_all(cluster.url, "tiny", PROMPTS, TOKENS, on_token), victim
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.full(seconds=5)) for seed in (1, 2))]
+)
 def test_killing_an_expert_server_changes_nothing(cluster: LocalCluster, calm: list[Seen], seed: int) -> None:
     wait_for("a whole pool", lambda: whole_pool(cluster), cluster)
     struck, victim = strike(cluster, "expert", signal.SIGKILL, seed)

@@ -12,6 +12,8 @@ import pytest
 from benchmarks.fault_points import POINTS, by_point, campaign, missed
 from benchmarks.struck import Counts, options, struck_cluster
 
+pytestmark = pytest.mark.full(seconds=70)
+
 # On a machine that is busy, fewer: what fits into so many seconds, but no less than one of each point.
 BLOWS, BUDGET_S = 50, 60.0
 # EAAS_SEED repeats what another day found.

@@ -28,6 +28,8 @@ PASSED = [
     point for point in (*SERVER_POINTS, *CLIENT_POINTS) if point not in ("weights-loaded", "client-attached")
 ]
 
+FEW = ("reply-half-written", "step-after-tokens")
+
 
 @contextlib.contextmanager
 def running(tiny: Path) -> Iterator[LocalCluster]:
@@ -134,7 +136,10 @@ def assert_unseen(found: list[Seen], calm: list[Seen], why: str) -> None:
     assert [one.texts for one in found] == [one.texts for one in calm], f"{why}: tokens changed"
 
 
-@pytest.mark.parametrize("point", PASSED)
+@pytest.mark.parametrize(
+    "point",
+    [pytest.param(point, marks=() if point in FEW else pytest.mark.full(seconds=3)) for point in PASSED],
+)
 def test_a_kill_at_a_named_point_ends_the_process_there_unseen(
     cluster: LocalCluster, router: RouterClient, calm: list[Seen], point: str
 ) -> None:
@@ -187,6 +192,7 @@ def steady(cluster: LocalCluster, calm: list[Seen]) -> Iterator[list[str]]:
         yield wrong
 
 
+@pytest.mark.full(seconds=6)
 @pytest.mark.parametrize(
     ("pool", "options"),
     [
@@ -223,6 +229,7 @@ def test_a_fault_of_a_link_is_unseen_and_ends_by_itself(
     assert not steady
 
 
+@pytest.mark.full(seconds=15)
 @pytest.mark.parametrize("where", ["rows", "nan"])
 def test_a_server_that_answers_wrongly_is_replaced_and_none_of_it_is_seen(
     tiny: Path, calm: list[Seen], where: str
@@ -242,6 +249,7 @@ def test_a_server_that_answers_wrongly_is_replaced_and_none_of_it_is_seen(
             until("a whole cluster", lambda: is_whole(router))
 
 
+@pytest.mark.full(seconds=20)
 def test_a_slow_server_says_so_and_is_as_fast_as_before_when_it_is_over(
     router: RouterClient, steady: list[str]
 ) -> None:
@@ -254,6 +262,7 @@ def test_a_slow_server_says_so_and_is_as_fast_as_before_when_it_is_over(
     until("its recovery", lambda: load_of(router, name)["speed"] > usual / 4, 60)
 
 
+@pytest.mark.full(seconds=8)
 def test_a_server_cut_off_works_again_though_the_router_died_meanwhile(
     cluster: LocalCluster, router: RouterClient, steady: list[str]
 ) -> None:
@@ -280,6 +289,7 @@ def test_a_kill_and_a_freeze_at_once_need_no_pid(
     until("its end", lambda: state_of(pid) in ("", "Z"), 3)
 
 
+@pytest.mark.full(seconds=3)
 def test_a_freeze_that_is_cleared_before_it_strikes_never_does(
     router: RouterClient, steady: list[str]
 ) -> None:
@@ -302,6 +312,7 @@ def test_a_freeze_that_is_cleared_before_it_strikes_never_does(
     until("no waker", lambda: all(state_of(child) in ("", "Z") for child in children()))
 
 
+@pytest.mark.full(seconds=4)
 @pytest.mark.parametrize("point", ["weights-loaded", "client-attached"])
 def test_a_server_killed_while_its_work_grows_is_replaced(
     router: RouterClient, steady: list[str], point: str
@@ -321,6 +332,7 @@ def test_a_server_killed_while_its_work_grows_is_replaced(
     until("a whole cluster", lambda: is_whole(router))
 
 
+@pytest.mark.full(seconds=5)
 def test_a_cluster_that_does_not_allow_chaos_takes_none(tiny: Path) -> None:
     config = ClusterConfig(model=tiny, served_name="tiny", experts=2, port=0, cores=(0, 1))
     with LocalCluster(config) as cluster:
@@ -331,6 +343,7 @@ def test_a_cluster_that_does_not_allow_chaos_takes_none(tiny: Path) -> None:
         router.close()
 
 
+@pytest.mark.full(seconds=5)
 @pytest.mark.parametrize("name", ["expert", "attention", "gateway"])
 def test_a_freeze_ends_by_itself_even_when_the_router_is_dead(
     cluster: LocalCluster, router: RouterClient, name: str
@@ -346,6 +359,7 @@ def test_a_freeze_ends_by_itself_even_when_the_router_is_dead(
     assert view_of(router).member(name), "frozen for less than its lease, it is a member still"
 
 
+@pytest.mark.full(seconds=10)
 def test_weights_that_rot_under_a_running_pool_are_mended(cluster: LocalCluster, calm: list[Seen]) -> None:
     """Every server of the host maps the same file, so no other replica would have answered otherwise."""
     pid = next(pid for name, pid in cluster.pids().items() if name.startswith("expert/"))

@@ -5,12 +5,15 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import pytest
+
 from benchmarks.features import drawn, rounds, told
 from benchmarks.struck import options, struck_cluster
 
 ROUNDS = 6
 
 
+@pytest.mark.full(seconds=40)
 def test_every_feature_answers_as_in_calm_while_processes_are_struck(tmp_path: Path) -> None:
     seed = time.time_ns() // 1_000_000
     arguments = ["--experts", "3", "--seed", str(seed), "--results", str(tmp_path)]

@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,12 +21,8 @@ from tests.e2e.waiting import wait_for
 
 
 @pytest.fixture(scope="module")
-def calm(tiny: Path) -> Iterator[Calm]:
-    config = ClusterConfig(
-        model=tiny, served_name="tiny", experts=3, attention=1, replicas=2, port=0, cores=(0, 1)
-    )
-    with LocalCluster(config) as cluster:
-        yield Calm(cluster)
+def calm(cluster: LocalCluster) -> Calm:
+    return Calm(cluster)
 
 
 def _members(calm: Calm, pool: str) -> dict[str, str]:
@@ -67,6 +62,7 @@ def test_the_only_attention_worker_that_hangs_is_replaced_by_one_beside_it(calm:
     _hang_under_streams(calm, name, calm.cluster.pids()[name])
 
 
+@pytest.mark.full(seconds=6)
 def test_one_of_two_attention_workers_hangs_idle_and_is_replaced(calm: Calm) -> None:
     router = RouterClient(calm.cluster.router_address)
     try:
@@ -103,16 +99,19 @@ def _hang_first_thread(calm: Calm, pool: str) -> None:
     )
 
 
+@pytest.mark.full(seconds=12)
 def test_a_gateway_whose_event_loop_hangs_is_started_again_and_says_the_same(calm: Calm) -> None:
     _hang_first_thread(calm, "gateway")
     wait_for("it answers", lambda: fetch_status(calm.cluster.url)["gateway"]["ready"], calm.cluster)
     calm.check("after the gateway hung")
 
 
+@pytest.mark.full(seconds=8)
 def test_a_router_whose_event_loop_hangs_is_started_again_unseen(calm: Calm) -> None:
     calm.check("the router hangs", lambda: _hang_first_thread(calm, "router"))
 
 
+@pytest.mark.full(seconds=8)
 def test_the_only_attention_worker_is_not_fenced_for_its_silence_while_its_tokens_flow(calm: Calm) -> None:
     """Its lease is not renewed any more, and gateways hear it: it goes when another serves."""
     router = RouterClient(calm.cluster.router_address)
@@ -140,6 +139,7 @@ def test_the_only_attention_worker_is_not_fenced_for_its_silence_while_its_token
         router.close()
 
 
+@pytest.mark.full(seconds=14)
 def test_time_in_which_the_whole_host_stood_still_counts_against_no_request(tiny: Path) -> None:
     """All processes are stopped for longer than a token may take, in several moments of a step."""
     config = ClusterConfig(

@@ -13,6 +13,8 @@ from eaas.cluster.local import LocalCluster
 from eaas.cluster.status import fetch_status
 from tests.e2e.clients import stream_all
 
+pytestmark = pytest.mark.full(seconds=15)
+
 PROMPTS = [f"{'word ' * (number % 5)}client {number} asks" for number in range(6)]
 TOKENS = 32
 

@@ -13,10 +13,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from router.view import ATTENTION, EXPERT
 from tests.e2e.test_scaling import InBackground, Scaled, calm, scaled, stream
 from tests.e2e.waiting import wait_for
 from tests.router.test_keda import Keda, keda
+
+pytestmark = pytest.mark.full(seconds=15)
 
 __all__ = ["calm", "keda"]
 

@@ -7,10 +7,14 @@ import signal
 import threading
 from pathlib import Path
 
+import pytest
+
 from benchmarks.leaks import held, reading, wave
 from eaas.cluster.config import ClusterConfig
 from eaas.cluster.local import LocalCluster
 from tests.e2e.test_failures import wait_for
+
+pytestmark = pytest.mark.full(seconds=25)
 
 SEED = 11
 

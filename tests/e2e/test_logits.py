@@ -146,6 +146,7 @@ def bfloat16_run(model: Path, prompts: Sequence[Sequence[int]]) -> tuple[np.ndar
     return logits, experts.table()
 
 
+@pytest.mark.full(seconds=6)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_bfloat16_errs_no_more_than_transformers(arch: str, tmp_path: Path) -> None:
     """Relative L2 error of each position against a float64 forward of the same weights: median and p99.

@@ -21,6 +21,8 @@ from eaas.cluster.config import ClusterConfig
 from eaas.cluster.local import LocalCluster
 from tests.e2e.test_failures import wait_for
 
+pytestmark = pytest.mark.full(seconds=8)
+
 DEMO = Path(__file__).parents[2] / "eaas" / "demo_model"
 ASK: list[Any] = [{"role": "user", "content": "What is the weather in Rome?"}]
 SCHEMA = {

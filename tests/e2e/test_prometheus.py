@@ -18,7 +18,10 @@ from tests.deploy.test_dashboard import EXPRESSIONS
 from tests.e2e.waiting import wait_for
 from tests.prometheus import Prometheus, prometheus
 
-pytestmark = pytest.mark.skipif(not shutil.which("prometheus"), reason="needs prometheus, found none on PATH")
+pytestmark = [
+    pytest.mark.skipif(not shutil.which("prometheus"), reason="needs prometheus, found none on PATH"),
+    pytest.mark.full(seconds=30),
+]
 
 LOST = "EaasExpertsLost"
 

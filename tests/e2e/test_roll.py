@@ -18,6 +18,8 @@ from router.client import RouterClient
 from tests.e2e.clients import stream_all
 from tests.e2e.waiting import wait_for
 
+pytestmark = pytest.mark.full(seconds=8)
+
 CLIENTS, TOKENS = 6, 40
 PROMPTS = [f"{'word ' * (number % 7)}client {number} asks" for number in range(CLIENTS)]
 

@@ -24,6 +24,8 @@ from tests.e2e.test_failures import CLIENTS, PROMPTS, TOKENS, assert_whole, whol
 from tests.e2e.waiting import wait_for
 from tests.etcd import EtcdProcess, etcd_process
 
+pytestmark = pytest.mark.full(seconds=15)
+
 TTL_S = 2.0
 # etcd looks for ended leases twice a second and takes a little to agree; this machine may be busy.
 SLACK_S = 3.0

@@ -22,6 +22,8 @@ from eaas.cluster.local import LocalCluster
 from eaas.model.make_model import make_model
 from tests.e2e.test_logits import watch_gates
 
+pytestmark = pytest.mark.full(seconds=10)
+
 TEXT = "When forty winters shall besiege thy brow, and dig deep trenches in thy beauty's field"
 
 

@@ -20,6 +20,8 @@ from eaas.engine.traced import EVERY
 from tests.e2e.waiting import wait_for
 from tests.otlp import Receiver, receiver
 
+pytestmark = pytest.mark.full(seconds=6)
+
 TOKENS = 3 * EVERY
 CLIENT_SPAN = "00f067aa0ba902b7"
 

@@ -28,6 +28,8 @@ from router.client import JoinRefused, RouterClient
 from router.view import Member, View
 from tests.e2e.waiting import wait_for
 
+pytestmark = pytest.mark.full(seconds=8)
+
 VOCAB, LAYERS = 128, 3
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,

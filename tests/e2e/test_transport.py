@@ -19,10 +19,13 @@ from eaas.model.resolve import resolve_model
 PROMPTS = ("ROMEO:", "To be", "KING HENRY:", "What light")
 TOKENS = 96
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("nixl_cu13") is None,
-    reason="needs the package nixl-cu13 (pip install --no-deps nixl-cu13), found none",
-)
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("nixl_cu13") is None,
+        reason="needs the package nixl-cu13 (pip install --no-deps nixl-cu13), found none",
+    ),
+    pytest.mark.full(seconds=12),
+]
 
 
 @pytest.fixture(scope="module")

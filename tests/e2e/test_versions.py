@@ -14,6 +14,8 @@ from experts.wire import VERSION
 from tests.e2e.calm import Calm
 from tests.e2e.waiting import wait_for
 
+pytestmark = pytest.mark.full(seconds=15)
+
 ROOT = Path(__file__).resolve().parents[2]
 # What a process started with EAAS_OF_ANOTHER_RELEASE runs before anything else.
 LATER = """

@@ -34,6 +34,8 @@ from eaas.placement import StartFailed
 from experts.checkpoint import Checkpoint
 from router.client import RouterClient
 
+pytestmark = pytest.mark.alone
+
 START_S = 60.0
 # Refused before it is used: a real one would take over this process's signals.
 UNUSED_ENDING = cast(Ending, None)

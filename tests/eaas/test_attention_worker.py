@@ -30,6 +30,8 @@ from eaas.engine.worker_protocol import (
 )
 from tests.eaas.fake_decoder import BLOCK_TOKENS, VOCAB, FakeDecoder, expected_output
 
+pytestmark = pytest.mark.alone
+
 TIMEOUT_S = 10.0
 
 

@@ -16,6 +16,8 @@ from eaas.model.make_model import make_model
 from router.client import RouterClient
 from tests.eaas.test_attention_process import Gateway, cluster, exit_code
 
+pytestmark = pytest.mark.alone
+
 OWN, OTHER = "cpu-f32-fma-1", "cpu-f32-fma-1-other"
 ROOT = Path(__file__).resolve().parents[2]
 OTHER_CLASS = Path(__file__).parent / "other_class"

@@ -462,6 +462,7 @@ def test_a_client_that_goes_away_is_cancelled_at_once(
     eventually(lambda: status_of(url)["gateway"]["running"] == 0, "an empty gateway")
 
 
+@pytest.mark.alone
 def test_a_slow_reader_stalls_only_itself_and_is_ended(
     url: str, workers: Callable[..., list[FakeWorker]]
 ) -> None:
@@ -491,6 +492,7 @@ def test_a_slow_reader_stalls_only_itself_and_is_ended(
     connection.close()
 
 
+@pytest.mark.alone
 def test_sigterm_ends_streams_with_a_retryable_error_within_a_second(world: World) -> None:
     worker = world.worker(step_s=0.01)
     world.router.show(worker)

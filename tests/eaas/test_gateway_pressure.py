@@ -26,6 +26,8 @@ from tests.eaas.gateway_world import FakeWorker, GatewayProcess, World, eventual
 from tests.eaas.test_gateway_failures import PLAIN, PROMPT, expected, stream
 from tests.eaas.test_gateway_pool import Letters
 
+pytestmark = pytest.mark.alone
+
 TOKENS = 1500
 STALL_S = 5.0
 CALL = {"type": "tool_use", "id": "", "name": "", "input": {}}

@@ -18,6 +18,8 @@ from eaas.gateway.worker_pool import WorkerPool
 from tests.eaas.gateway_world import FakeWorker
 from tests.eaas.test_gateway_pool import sequence_of, until, view_of, worker_of
 
+pytestmark = pytest.mark.alone
+
 TEXT = "hello "
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import time
 
 import numpy as np
+import pytest
 
 from eaas.engine.trace import PHASES, StepTrace
 from tests.eaas.decoder_world import VARIANTS, World, spec_of, tokens_of
+
+pytestmark = pytest.mark.alone
 
 SEED = 20261121
 

@@ -20,6 +20,8 @@ from p2p.transport import TransportChoice
 from router.faults import Fault
 from tests.experts.test_processes import Cluster, Process, settle
 
+pytestmark = pytest.mark.alone
+
 SEED = 41
 
 
@@ -117,7 +119,7 @@ def service_ns(cluster: Cluster, rng: np.random.Generator) -> int:
     return after.service_ns - before.service_ns
 
 
-@pytest.mark.parametrize("kind", ["loss", "partition"])
+@pytest.mark.parametrize("kind", [pytest.param("loss", marks=pytest.mark.full(seconds=8)), "partition"])
 def test_a_server_that_is_not_heard_is_done_without_until_it_is_again(
     cluster: Cluster, pair: Callable[[], ServerStats], rng: np.random.Generator, kind: str
 ) -> None:
@@ -168,7 +170,9 @@ def test_a_link_that_lost_a_frame_is_made_anew_and_what_its_server_did_still_cou
     assert cluster.servers[0].tell("clients") == 1
 
 
-@pytest.mark.parametrize(("kind", "share"), [("partition", 1.0), ("loss", 0.1)])
+@pytest.mark.parametrize(
+    ("kind", "share"), [pytest.param("partition", 1.0, marks=pytest.mark.full(seconds=6)), ("loss", 0.1)]
+)
 def test_after_a_fault_of_every_link_all_servers_answer_within_seconds(
     cluster: Cluster, pair: Callable[[], ServerStats], rng: np.random.Generator, kind: str, share: float
 ) -> None:

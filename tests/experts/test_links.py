@@ -27,6 +27,8 @@ from p2p.shm_link import new_token
 from router.view import Member, View
 from tests.experts.steps import Weights, shape_of
 
+pytestmark = pytest.mark.alone
+
 FINGERPRINT = "ab" * 32
 SHAPE = shape_of()
 EVERY = b"\xff" * 8

@@ -23,6 +23,8 @@ from router import bitmap
 from router.view import Member, View
 from tests.experts.steps import Weights, shape_of, to_bits
 
+pytestmark = pytest.mark.alone
+
 ROOT = Path(__file__).resolve().parents[2]
 FINGERPRINT = "0123456789abcdef" * 4
 SEED = 77

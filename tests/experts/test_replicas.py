@@ -126,7 +126,14 @@ def until_said(child: Child, words: str) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("fault", ["die", "corrupt", "freeze"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "die",
+        pytest.param("corrupt", marks=pytest.mark.full(seconds=3)),
+        pytest.param("freeze", marks=pytest.mark.full(seconds=9)),
+    ],
+)
 def test_a_source_that_fails_midway_is_replaced_by_another(cluster: Cluster, fault: str) -> None:
     bad = cluster.start(module=("tests.experts.faulty_expert", fault))
     good = cluster.start("--weights", "checkpoint")
@@ -148,7 +155,7 @@ def test_a_source_that_fails_midway_is_replaced_by_another(cluster: Cluster, fau
     assert cluster.rows() == wanted
 
 
-@pytest.mark.parametrize("fault", ["die", "corrupt"])
+@pytest.mark.parametrize("fault", [pytest.param("die", marks=pytest.mark.full(seconds=3)), "corrupt"])
 def test_a_checkpoint_replaces_the_only_source(cluster: Cluster, fault: str) -> None:
     bad = cluster.start(module=("tests.experts.faulty_expert", fault))
     cluster.wait(bad)

@@ -23,6 +23,8 @@ from experts.model import Dtype, ExpertShape
 from p2p import ShmEndpoint
 from router.client import RouterClient
 
+pytestmark = pytest.mark.alone
+
 ROOT = Path(__file__).resolve().parents[2]
 HIDDEN, INTER, EXPERTS, LAYERS, TOP_K = 64, 48, 4, 2, 2
 

@@ -14,6 +14,8 @@ from p2p import nixl_native
 from p2p.build import run_compiler
 from tests.sim.mutants import FLAGS
 
+pytestmark = [pytest.mark.alone, pytest.mark.full(seconds=3)]
+
 ROOT = Path(__file__).parents[2]
 NIXL = pytest.mark.skipif(
     importlib.util.find_spec(nixl_native.PACKAGE) is None, reason="needs package nixl-cu13, found none"

@@ -32,6 +32,12 @@ if len(FOUND) == len(NEEDED):
         os.environ["TRITON_INTERPRET"] = "1"
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """The interpreter is slow: but for a few, `smoke`, the tests of kernels are for `make test-all` alone."""
+    if not any(item.iter_markers("smoke")) and not any(item.iter_markers("full")):
+        item.add_marker(pytest.mark.full(seconds=3))
+
+
 class Left(pytest.Module):
     """A module that cannot be imported here: said, and not left out without a word."""
 

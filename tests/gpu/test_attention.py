@@ -86,7 +86,12 @@ def rows_of(seq: int, begin: int, end: int) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize(
     ("q_heads", "kv_heads", "dim", "block_tokens", "window"),
-    [(6, 2, 32, 16, 0), (3, 3, 10, 16, 0), (8, 1, 16, 32, 9), (4, 2, 64, 128, 70)],
+    [
+        pytest.param(6, 2, 32, 16, 0, marks=pytest.mark.smoke),
+        (3, 3, 10, 16, 0),
+        (8, 1, 16, 32, 9),
+        (4, 2, 64, 128, 70),
+    ],
 )
 def test_prefill_and_decode_equal_the_definition(
     q_heads: int, kv_heads: int, dim: int, block_tokens: int, window: int

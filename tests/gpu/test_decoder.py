@@ -255,7 +255,9 @@ def test_more_logits_rows_than_the_device_keeps_at_once_come_in_pieces(
     same_bits(runner_of(world).run([(tokens, 0, [1])], wanted), whole, "three at a time", seed)
 
 
-@pytest.mark.parametrize("arch", ["qwen3_moe", "qwen2_moe", "olmoe", "mixtral"])
+@pytest.mark.parametrize(
+    "arch", [pytest.param("qwen3_moe", marks=pytest.mark.smoke), "qwen2_moe", "olmoe", "mixtral"]
+)
 def test_a_checkpoint_of_each_family_decodes_the_references_greedy_tokens(
     arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,7 +55,7 @@ class Case:
         return torch.cat(rows).cpu()
 
 
-@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("tile", [pytest.param(TILES[0], marks=pytest.mark.smoke), *TILES[1:]])
 def test_rows_are_those_of_the_definition(tile: int) -> None:
     seed = fresh_seed()
     case = Case(seed, pairs=70)

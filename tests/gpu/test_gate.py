@@ -52,7 +52,7 @@ def split(norm: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("name", SPECS)
-@pytest.mark.parametrize("rows", [3, 21])
+@pytest.mark.parametrize("rows", [pytest.param(3, marks=pytest.mark.smoke), 21])
 def test_the_gate_chooses_what_the_definition_chooses(name: str, rows: int) -> None:
     seed, moe, hidden = fresh_seed(), SPECS[name], 600
     generator = torch.Generator().manual_seed(seed)

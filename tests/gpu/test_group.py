@@ -25,7 +25,7 @@ def found(groups: Groups, pairs: int) -> tuple[list[int], list[tuple[int, int, i
     ("pairs", "n", "slots", "tile"),
     [
         (1, 1, 1, 16),
-        (40, 37, 3, 16),
+        pytest.param(40, 37, 3, 16, marks=pytest.mark.smoke),
         (SMALL, SMALL, 2, 64),
         (300, 300, 5, 128),
         (1500, 1400, 3, 64),

@@ -24,7 +24,13 @@ def product(
 
 
 @pytest.mark.parametrize(
-    ("n", "k", "rows", "there"), [(72, 136, 5, 4), (300, 64, 20, 20), (136, 72, 40, 33), (300, 72, 150, 140)]
+    ("n", "k", "rows", "there"),
+    [
+        pytest.param(72, 136, 5, 4, marks=pytest.mark.smoke),
+        (300, 64, 20, 20),
+        (136, 72, 40, 33),
+        (300, 72, 150, 140),
+    ],
 )
 def test_rows_are_those_of_the_definition(n: int, k: int, rows: int, there: int) -> None:
     seed = fresh_seed()

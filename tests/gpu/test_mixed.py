@@ -23,6 +23,8 @@ from eaas.cluster.status import fetch_status
 from eaas.model.make_model import make_model
 from tests.gpu.device import DEVICE
 
+pytestmark = [pytest.mark.alone, pytest.mark.full(seconds=20)]
+
 TOKENS = 4
 PROMPT = "abcd"
 # The interpreter takes seconds for a step: one layer, and rows of the least width that the kernels carry.

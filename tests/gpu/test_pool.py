@@ -24,6 +24,8 @@ from router.view import Member, View
 from tests.gpu.device import DEVICE, distance, fresh_seed, poisoned, same_bits
 from tests.gpu.kernel_server import DEVICE_NAME, EVERY, FINGERPRINT, SHAPE, matrices_of
 
+pytestmark = [pytest.mark.alone, pytest.mark.full(seconds=8)]
+
 ROWS = 5
 
 

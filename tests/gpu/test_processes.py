@@ -27,9 +27,10 @@ from experts.gpu.server import Batch, GpuServer
 from tests.gpu.device import DEVICE, fresh_seed, same_bits
 from tests.gpu.exchange_world import CLIENT, SERVER, Call, shape_of, slot_of, toy_experts
 
-pytestmark = pytest.mark.skipif(
-    DEVICE != "cpu", reason="needs the interpreter in both processes; found a GPU"
-)
+pytestmark = [
+    pytest.mark.skipif(DEVICE != "cpu", reason="needs the interpreter in both processes; found a GPU"),
+    pytest.mark.alone,
+]
 PATIENT_S = 0.4  # of the interpreter's clock, which a look moves on by 20 us: many seconds of this host
 HASTY_S = 0.03
 BRIEF_S = 0.0002
@@ -248,7 +249,10 @@ def test_calls_over_two_servers_have_the_bits_of_local_ones() -> None:
 
 @pytest.mark.parametrize(
     "trouble",
-    [in_the_second_batch(signal.SIGKILL), after_answers(8, signal.SIGKILL)],
+    [
+        pytest.param(in_the_second_batch(signal.SIGKILL), marks=pytest.mark.smoke),
+        after_answers(8, signal.SIGKILL),
+    ],
     ids=["with a request in hand", "between a reply's answers"],
 )
 def test_a_server_killed_in_mid_call_changes_no_bit(trouble: Callable[[], None]) -> None:

@@ -35,7 +35,7 @@ from tests.gpu.exchange_world import (
 from tests.gpu.frames import Reply, Request, seal
 
 FORMS = [
-    {},
+    pytest.param({}, marks=pytest.mark.smoke),
     {"rows_out": RowsOut.E4M3, "rows_back": RowsBack.FLOAT32, "top_k": 3},
     {"rows_out": RowsOut.E4M3, "hidden": 384, "capacity": 4},
 ]

@@ -60,7 +60,7 @@ def device_tokens(logits: np.ndarray, rows: np.ndarray) -> tuple[list[int], list
     return tokens.tolist(), status.tolist()
 
 
-@pytest.mark.parametrize(("vocab", "count"), [(300, 60), (5000, 12)])
+@pytest.mark.parametrize(("vocab", "count"), [pytest.param(300, 60, marks=pytest.mark.smoke), (5000, 12)])
 def test_the_device_chooses_the_native_samplers_tokens(vocab: int, count: int) -> None:
     seed = fresh_seed()
     source = np.random.default_rng(seed)

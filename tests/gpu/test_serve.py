@@ -18,6 +18,8 @@ from eaas.model.make_model import make_model
 from tests.e2e.clients import Seen, stream_all
 from tests.gpu.device import DEVICE
 
+pytestmark = [pytest.mark.alone, pytest.mark.full(seconds=40)]
+
 TOKENS = 5
 PROMPTS = ["abcd", "efg"]
 # The interpreter takes seconds for a step: one layer, and rows of the least width that the kernels carry.

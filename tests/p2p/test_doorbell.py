@@ -11,6 +11,8 @@ import pytest
 
 from p2p import native
 
+pytestmark = pytest.mark.alone
+
 PAGE = 4096
 LANE = 3
 

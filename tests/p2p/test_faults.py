@@ -17,6 +17,8 @@ import pytest
 from p2p import Header, WindowLayout, faults, load_signal, native, open_frame, seal_frame
 from p2p.frame import FrameInvalid
 
+pytestmark = pytest.mark.alone
+
 LAYOUT = WindowLayout(slots=4, payload_bytes=4096)
 OWNER, SENDER = 0xA1, 0xB2
 PEER, OTHER = "attention/0", "attention/1"

@@ -17,6 +17,8 @@ from p2p import native
 from p2p.build import COMMON, ROOT, compiler
 from tests.p2p.one_host import tasks
 
+pytestmark = pytest.mark.alone
+
 STRESS = Path(__file__).parent / "native_stress.cpp"
 
 
@@ -154,6 +156,7 @@ def test_idle_lanes_use_no_cpu_time(make_pool: Callable[..., Pool]) -> None:
     assert used_s() - before_s < 0.03
 
 
+@pytest.mark.full(seconds=40)
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
 def test_native_code_passes_its_stress_under_sanitizers(tmp_path: Path, sanitizer: str) -> None:
     program = tmp_path / "stress"

@@ -363,6 +363,7 @@ def no_more_than(before: tuple[int, int, int]) -> bool:
     return all(now <= then for now, then in zip(left_behind(), before, strict=True))
 
 
+@pytest.mark.full(seconds=5)
 def test_nothing_is_left_behind_after_close(of_others: None) -> None:
     def use() -> None:
         a, b = NixlEndpoint("a", 1), NixlEndpoint("b", 2)

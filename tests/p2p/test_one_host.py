@@ -22,6 +22,8 @@ from p2p import ConnectRefused, DescriptorInvalid, EndpointClosed, PeerGone, Sta
 from tests.p2p.one_host import OneHost, forge, hangs_up, open_fds
 from tests.p2p.peer_process import CHILD, PARENT
 
+pytestmark = pytest.mark.alone
+
 SOCKET_BYTES = 37  # of the address: the name of the owner's socket
 
 
@@ -237,6 +239,7 @@ def left_behind(one_host: OneHost, of_others: OfOthers) -> tuple[int, int, int, 
     return len(open_fds() - of_others.fds), threads, mappings, one_host.live()
 
 
+@pytest.mark.full(seconds=8)
 def test_nothing_is_left_behind_after_close(one_host: OneHost) -> None:
     of_others = OfOthers()
     before = left_behind(one_host, of_others)

@@ -43,6 +43,7 @@ def test_messages_survive_rails_cut_at_random_offsets(seed: int) -> None:
     world.close_all()
 
 
+@pytest.mark.full(seconds=15)
 def test_a_shell_that_does_not_close_before_it_says_so_is_caught() -> None:
     harmed = 0
     for seed in range(8):

@@ -21,7 +21,11 @@ from benchmarks.rails_network import Network, refusal
 MISSING = refusal() or (
     "" if importlib.util.find_spec("nixl_cu13") else "needs the package nixl-cu13, found none"
 )
-pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+pytestmark = [
+    pytest.mark.skipif(bool(MISSING), reason=MISSING),
+    pytest.mark.alone,
+    pytest.mark.full(seconds=8),
+]
 
 SEED = 5
 

@@ -28,6 +28,8 @@ from p2p.shm_link import create_memory, map_memory
 from tests.p2p.one_host import child
 from tests.p2p.peer_process import CHILD, LAYOUT, PARENT, send
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.fixture
 def endpoint() -> Iterator[ShmEndpoint]:

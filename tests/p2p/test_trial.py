@@ -11,6 +11,8 @@ import pytest
 
 from p2p.trial import LIMIT_S, try_out
 
+pytestmark = pytest.mark.alone
+
 
 def test_shared_memory_works_and_is_measured() -> None:
     trial = try_out("shm")

@@ -347,6 +347,7 @@ def test_promtool_finds_nothing_wrong_with_the_metrics(admin: Admin) -> None:
     assert (checked.returncode, checked.stdout + checked.stderr) == (0, b"")
 
 
+@pytest.mark.full(seconds=5)
 @pytest.mark.skipif(not shutil.which("prometheus"), reason="needs prometheus, found none on PATH")
 def test_prometheus_scrapes_with_the_example_in_deploy(
     started: Callable[..., RouterProcess], port: int, tmp_path: Path

@@ -33,6 +33,8 @@ from router.view import PROTOCOL
 from tests.etcd import EtcdProcess, etcd_process
 from tests.router.test_service import HOST, SHAPE, Server, complete, until
 
+pytestmark = pytest.mark.alone
+
 TTL_S = 2.0
 # etcd looks for ended leases twice a second and takes a little to agree; this machine may be busy.
 SLACK_S = 3.0

@@ -26,6 +26,8 @@ from router.state import Config, MemberRecord, State
 from router.view import GoneMember
 from tests.etcd import EtcdProcess, etcd_process
 
+pytestmark = pytest.mark.full(seconds=0.6)
+
 DURABLE = ("salt", "term", "epoch", "joined", "named", "wanted", "model", "members")
 CONFIG = Config(experts_wanted=3, replicas=2)
 

@@ -10,6 +10,8 @@ import pytest
 
 from router.heartbeat import SAMPLE_S, Heartbeat, OwnTime, Standing
 
+pytestmark = pytest.mark.alone
+
 
 def _stood(standing: Standing, samples: int, idle: bool, elapsed_s: float = SAMPLE_S) -> float:
     return [standing.sample(7, elapsed_s, lambda: idle) for _ in range(samples)][-1]

@@ -26,6 +26,8 @@ from router.launcher import Exec, LauncherInvalid, Order, OrderFailed, Webhook, 
 from router.state import Config
 from tests.router.test_service import SHAPE, RouterProcess, started, until
 
+pytestmark = pytest.mark.alone
+
 __all__ = ["started"]
 
 MEMBER = """

@@ -24,6 +24,8 @@ from router.events import StartProcess, StopProcess
 from router.host import host_id
 from router.view import View
 
+pytestmark = pytest.mark.alone
+
 HOST = "a-host-of-this-test"
 SHAPE = {"layers": 2, "experts": 6, "model_hash": "m"}
 

@@ -6,6 +6,7 @@ never logged: test_keys. Roles: test_roles. No pickle, marshal, eval or torch.lo
 
 from __future__ import annotations
 
+import ast
 import fcntl
 import json
 import mmap
@@ -66,15 +67,9 @@ def test_shared_memory_is_sealed_and_other_memory_is_not_mapped() -> None:
         "import dill as d",
     ],
 )
-def test_code_that_could_run_what_it_reads_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
-) -> None:
+def test_code_that_could_run_what_it_reads_is_found(code: str) -> None:
     """The judge of the syntax trees, judged."""
-    path = tmp_path / "x.py"
-    path.write_text(code)
-    monkeypatch.setattr(test_tidy, "ROOT", tmp_path)
-    with pytest.raises(AssertionError):
-        test_tidy.test_nothing_received_can_run_code(path)
+    assert any(test_tidy.unsafe(node) for node in ast.walk(ast.parse(code)))
 
 
 def test_no_file_of_the_product_escapes_that_judge() -> None:

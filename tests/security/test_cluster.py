@@ -26,6 +26,8 @@ from eaas.model.make_model import make_model
 from experts.model import ExpertShape
 from tests.eaas.gateway_world import eventually
 
+pytestmark = pytest.mark.alone
+
 PROMPT = "a prompt that no log may hold"
 
 

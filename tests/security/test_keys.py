@@ -75,14 +75,17 @@ class Guarded:
         return float(found[0].rpartition(" ")[2]) if found else 0.0
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def alice() -> tuple[str, Key]:
     return key_of("alice", operator=True)
 
 
-@pytest.fixture
-def guarded(world: World, tmp_path: Path, alice: tuple[str, Key]) -> Iterator[Guarded]:
-    guarded = Guarded(world, tmp_path / "keys.json", [alice[1]])
+@pytest.fixture(scope="module")
+def guarded(
+    world: World, tmp_path_factory: pytest.TempPathFactory, alice: tuple[str, Key]
+) -> Iterator[Guarded]:
+    """One gateway for a file's tests, whose only key is Alice's when a test begins and when it ends."""
+    guarded = Guarded(world, tmp_path_factory.mktemp("keys") / "keys.json", [alice[1]])
     yield guarded
     guarded.gateway.stop()
 
@@ -266,12 +269,13 @@ def test_openais_client_and_a_browser_are_let_in_with_the_key(
     assert answer.choices[0].text == "abc"
     streamed = client.completions.create(model="tiny", prompt="abc", max_tokens=3, stream=True)
     assert "".join(event.choices[0].text for event in streamed) == "abc"
+    refused = guarded.metric(alice[0], 'eaas_refused_total{reason="key"}')
     stranger = openai.OpenAI(base_url=guarded.url + "/v1", api_key="eaas-wrong", max_retries=0)
     with pytest.raises(openai.AuthenticationError):
         stranger.models.list()
     basic = base64.b64encode(f"anyone:{alice[0]}".encode()).decode()
     assert httpx.get(guarded.url + "/status", headers={"authorization": f"Basic {basic}"}).status_code == 200
-    assert guarded.metric(alice[0], 'eaas_refused_total{reason="key"}') == 1
+    assert guarded.metric(alice[0], 'eaas_refused_total{reason="key"}') == refused + 1
 
 
 def test_only_an_operators_key_looks_at_the_cluster(world: World, tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ OPTIMIZED = {**os.environ, "PYTHONOPTIMIZE": "1"}
 def test_asserts_of_tests_and_of_their_worlds_hold_under_o(tmp_path: Path) -> None:
     """A test run that dropped them would pass whatever the product does."""
     (tmp_path / "tests").mkdir()
-    shutil.copy(ROOT / "tests" / "conftest.py", tmp_path / "tests" / "conftest.py")
+    for name in ("conftest.py", "shards.py"):
+        shutil.copy(ROOT / "tests" / name, tmp_path / "tests" / name)
     (tmp_path / "tests" / "world.py").write_text("def check(value):\n    assert value == 1\n")
     (tmp_path / "tests" / "test_it.py").write_text(
         "from tests.world import check\n\n\ndef test_here():\n    assert 1 == 2\n\n\n"

@@ -20,9 +20,7 @@ from tests.sim.cluster.shrink import shrink
 from tests.sim.core_mutants import MUTANTS
 
 ROOT = Path(__file__).resolve().parents[2]
-SEEDS = 40
 EVENTS = 1200
-FRESH_SEEDS = 200
 # Runs of 5,000 events that broke a promise once. They show that what was mended stays so, and nothing more.
 FAILED = (
     7700359, 7700385, 7700577, 7700703, 7700709, 31000659, 31000927, 31001095, 31001505, 31002179, 31002478, 31002503,
@@ -35,10 +33,15 @@ FAILED = (
 RARE = {"exceeds capacity"}
 
 
+@pytest.mark.parametrize(
+    "seeds",
+    [range(5), pytest.param(range(5, 20), marks=pytest.mark.full(seconds=2))],
+    ids=["few", "more"],
+)
 @pytest.mark.parametrize("mode", runner.MODES)
-def test_every_promise_holds_after_every_event(mode: str) -> None:
+def test_every_promise_holds_after_every_event(mode: str, seeds: range) -> None:
     faults = served = 0
-    for job in runner.jobs(0, SEEDS // 2, EVENTS, mode):
+    for job in runner.jobs(seeds.start, len(seeds), EVENTS, mode):
         result = run(job)
         assert not result.promise, (
             f"seed {job.seed}, {mode}: {result.promise}: {result.story}\n{job.command()}"
@@ -46,9 +49,10 @@ def test_every_promise_holds_after_every_event(mode: str) -> None:
         assert result.core_events >= EVENTS, f"seed {job.seed}: {result.core_events}"
         served += result.requests["ok"]
         faults += result.faults.total()
-    assert faults > SEEDS and served > SEEDS
+    assert faults > 2 * len(seeds) and served > 2 * len(seeds)
 
 
+@pytest.mark.full(seconds=0.4)
 @pytest.mark.parametrize("seed", FAILED)
 def test_a_run_that_broke_a_promise_once_keeps_them_all(seed: int) -> None:
     job = next(runner.jobs(seed, 1, 5000, "both"))
@@ -56,11 +60,16 @@ def test_a_run_that_broke_a_promise_once_keeps_them_all(seed: int) -> None:
     assert not result.promise, f"{result.promise}: {result.story}\n{job.command()}"
 
 
-def test_every_promise_holds_on_seeds_that_nobody_has_run() -> None:
+@pytest.mark.parametrize(
+    ("seeds", "events"),
+    [(10, EVENTS), pytest.param(200, 5000, marks=pytest.mark.full(seconds=40))],
+    ids=["few", "more"],
+)
+def test_every_promise_holds_on_seeds_that_nobody_has_run(seeds: int, events: int) -> None:
     first = fresh_seed()
-    todo = runner.jobs(first, FRESH_SEEDS, 5000, "both")
+    todo = runner.jobs(first, seeds, events, "both")
     broken = [result for result in runner.run_all(todo, os.cpu_count() or 1) if result.promise]
-    assert not broken, f"seeds {first} to {first + FRESH_SEEDS - 1}:\n" + "\n".join(
+    assert not broken, f"seeds {first} to {first + seeds - 1}:\n" + "\n".join(
         f"{result.promise}: {result.story}\n{result.job.command()}" for result in broken
     )
 
