@@ -47,7 +47,7 @@ from p2p.cores import named_cores
 from p2p.endpoint import Endpoint, P2PError
 from p2p.transport import HELP as TRANSPORT_HELP
 from p2p.transport import TransportChoice
-from router import child
+from router import child, logs
 from router.client import JoinRefused, RouterClient, RouterUnavailable
 from router.connection import router_address
 from router.exposure import bound_address, host_port, told_address
@@ -188,7 +188,7 @@ class Ending:
         if not self._done.wait(STUCK_STEP_S):
             log.warning("step_abandoned waited_s=%g", STUCK_STEP_S)
             self._last_words()
-            os._exit(self.code)
+            logs.end_at_once(self.code)
 
 
 class Load:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import signal
 import sys
 import threading
@@ -37,7 +36,7 @@ from p2p.cores import named_cores
 from p2p.endpoint import P2PError
 from p2p.transport import HELP as TRANSPORT_HELP
 from p2p.transport import TransportChoice
-from router import child
+from router import child, logs
 from router.client import JoinRefused, RouterClient, RouterUnavailable
 from router.connection import router_address
 from router.exposure import bound_address, host_port, told_address
@@ -326,7 +325,7 @@ def serve(options: argparse.Namespace, ending: Ending) -> None:
         if heartbeat.stands_s:
             log.error("ended reason=%s", ending.fault or "its loop stands still")
             # Its thread never ends, so neither would an orderly end.
-            os._exit(1)
+            logs.end_at_once(1)
 
 
 def _packed(

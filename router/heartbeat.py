@@ -10,12 +10,13 @@ process itself stood still counts for two samples at most.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+from router import logs
 
 log = logging.getLogger(__name__)
 
@@ -137,7 +138,7 @@ def ending(count: Callable[[], int | None], *, bound_s: float, longest_s: float)
 
     def end() -> None:
         log.error("ended reason=the work loop stood still for %.2f s", heartbeat.stands_s)
-        os._exit(1)
+        logs.end_at_once(1)
 
     heartbeat = Heartbeat(count, bound_s=bound_s, longest_s=longest_s, on_change=end)
     return heartbeat

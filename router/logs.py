@@ -4,6 +4,8 @@ Events are logged as ``log.info("joined name=%s incarnation=%d", name, incarnati
 ``key=`` name the event, and the keys name its fields. As JSON that is {"time", "level", "logger", "event": "joined",
 "name": ..., "incarnation": ...}, each value with its own type. Neither form ever holds a prompt, a completion or a key:
 those are passed to no logger.
+
+Whoever reads the log may stop reading: then lines wait, up to a number, and nothing that logs waits with them.
 """
 
 from __future__ import annotations
@@ -11,15 +13,24 @@ from __future__ import annotations
 import datetime
 import json
 import logging
+import os
 import re
 import sys
+import threading
 import traceback
+from collections import deque
+from contextlib import suppress
 from contextvars import ContextVar
 from functools import lru_cache
-from typing import Any
+from typing import Any, NoReturn
 
 TEXT, JSON = "text", "json"
 FORMATS = (TEXT, JSON)
+
+# Some megabytes.
+MOST_LINES = 10_000
+# An orderly end is promised within a second.
+FLUSH_S = 0.2
 
 # Of the request on whose behalf something is logged; empty: of none.
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
@@ -93,8 +104,76 @@ class _Text(logging.Formatter):
         return line.replace("\r", "\\r").replace("\n", "\\n")
 
 
+class Lines(logging.Handler):
+    """Writes lines from a thread of its own: whoever reads them may stop, and nothing that logs waits for it.
+
+    A record is formatted where it is logged. Of MOST_LINES that wait none is lost; those beyond are counted, and their
+    number is logged once there is room.
+    """
+
+    def __init__(self, fd: int) -> None:
+        """Args:
+        fd: Written to for as long as the process lives; it stays the caller's.
+        """
+        super().__init__()
+        self._fd, self._dropped = fd, 0
+        self._waiting: deque[str] = deque()
+        self._changed = threading.Condition()
+        threading.Thread(target=self._write, name="log", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Put a line behind the others. Does not wait for anything to be written."""
+        try:
+            line = self.format(record)
+        except Exception:
+            self.handleError(record)
+            return
+        with self._changed:
+            if len(self._waiting) >= MOST_LINES:
+                self._dropped += 1
+                return
+            self._waiting.append(line)
+            self._changed.notify_all()
+
+    def flush(self) -> None:
+        """Return when all is written, or after FLUSH_S: nobody may be reading."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waiting, FLUSH_S)
+
+    def _write(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting)
+                left = (self._waiting[0] + "\n").encode(errors="backslashreplace")
+            # Whoever read it may have gone.
+            with suppress(OSError):
+                while left:
+                    left = left[os.write(self._fd, left) :]
+            with self._changed:
+                self._waiting.popleft()
+                if self._dropped:
+                    self._waiting.append(self.format(self._told()))
+                    self._dropped = 0
+                self._changed.notify_all()
+
+    def _told(self) -> logging.LogRecord:
+        """What is logged of those that were dropped; the lock is held."""
+        said = "log_lines_dropped count=%d"
+        return logging.LogRecord(
+            __name__, logging.WARNING, __file__, 0, said, (self._dropped,), exc_info=None
+        )
+
+
 def begin(form: str, level: str) -> None:
     """Log to stderr from now on, in one of FORMATS."""
-    stderr = logging.StreamHandler(sys.stderr)
-    stderr.setFormatter(JsonLines() if form == JSON else _Text())
-    logging.basicConfig(level=level.upper(), handlers=[stderr])
+    lines = Lines(sys.stderr.fileno())
+    lines.setFormatter(JsonLines() if form == JSON else _Text())
+    logging.basicConfig(level=level.upper(), handlers=[lines])
+
+
+def end_at_once(code: int) -> NoReturn:
+    """End the process and close nothing: a thread of it hangs and may hold whatever an orderly end needs. What was
+    logged is written before, if that takes no longer than FLUSH_S."""
+    for handler in logging.getLogger().handlers:
+        handler.flush()
+    os._exit(code)
