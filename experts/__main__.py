@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from types import FrameType
+from typing import NoReturn
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -31,7 +32,6 @@ from experts.pack import PackedExperts, PackUnavailable, layout_of
 from experts.proto import experts_pb2, experts_pb2_grpc
 from experts.server import MOST_SLOTS, ExpertServer, ExpertsService
 from experts.weights import Weights, manifest_from
-from p2p import native as p2p_native
 from p2p.cores import named_cores
 from p2p.endpoint import P2PError
 from p2p.transport import HELP as TRANSPORT_HELP
@@ -57,8 +57,11 @@ _MOST_CALLS = 128
 _LEAVE_S = 0.3
 _SPEED_HALF_LIFE_S = 2.0
 _COUNTED_S = 1.0
-# A loop that stands so long, while its process neither computes nor reads, hangs: it goes round every 5 ms.
+# A loop that stands so long, while its process neither computes nor reads, hangs: lanes go round every 5 ms, the first
+# thread every 50.
 _HUNG_S = 0.25
+# A host cannot see what its GPU computes, and no pass takes so long: the device is stuck.
+_HUNG_DEVICE_S = 5.0
 # One that stands so long does so whatever its process does: a batch is 512 rows at most.
 _LONGEST_BATCH_S = 30.0
 _START_ERRORS = (
@@ -280,24 +283,27 @@ def serve(options: argparse.Namespace, ending: Ending) -> None:
         closing.callback(_stop_serving, service, control, router)
         closing.callback(loader.close)
 
-        def fenced(reason: str) -> None:
-            server.set_lease(0)
-            ending.fail(reason)
-
         server.set_lease(_lease_end_ns(identity.lease_s))
         service.sender, service.server = sender, server
         server.start()
         loader.start()
-        seen_waiting = endpoint.page_address and not device.runs_kernels
+        # Of this thread: it alone extends the native lease, without which nothing is answered.
+        turns = 0
         heartbeat = Heartbeat(
-            lambda: p2p_native.load().p2p_bell_heartbeat(endpoint.page_address),
-            bound_s=_HUNG_S if seen_waiting else _LONGEST_BATCH_S,
+            server.turns,
+            lambda: turns,
+            bound_s=_HUNG_DEVICE_S if device.runs_kernels else _HUNG_S,
             longest_s=_LONGEST_BATCH_S,
             on_change=router.renew_now,
         )
-        if seen_waiting:
-            heartbeat.start()
-            closing.callback(heartbeat.close)
+        closing.callback(heartbeat.close)
+
+        def fenced(reason: str) -> None:
+            if heartbeat.stands_s:
+                _end_at_once(reason)
+            server.set_lease(0)
+            ending.fail(reason)
+
         router.start(
             on_view=loader.apply,
             load=Load(server, router, backend.activation_rows, lambda: loader.damaged),
@@ -313,7 +319,9 @@ def serve(options: argparse.Namespace, ending: Ending) -> None:
         healthy.set("", health_pb2.HealthCheckResponse.SERVING)
         log.info("ready name=%s address=%s isa=%s", identity.name, address, kernels)
         child.tell_ready(options, identity.name, address)
+        heartbeat.start()
         while not ending.wanted.wait(_TICK_S):
+            turns += 1
             if server.broken:
                 ending.fail(server.broken)
                 continue
@@ -323,9 +331,13 @@ def serve(options: argparse.Namespace, ending: Ending) -> None:
             server.reap()
         healthy.enter_graceful_shutdown()
         if heartbeat.stands_s:
-            log.error("ended reason=%s", ending.fault or "its loop stands still")
-            # Its thread never ends, so neither would an orderly end.
-            logs.end_at_once(1)
+            _end_at_once(ending.fault or "a loop of it stands still")
+
+
+def _end_at_once(reason: str) -> NoReturn:
+    """End a process of which a thread hangs: what that holds is never let go, so that no orderly end would end."""
+    log.error("ended reason=%s", reason)
+    logs.end_at_once(1)
 
 
 def _packed(

@@ -276,6 +276,10 @@ class ServerBackend(Protocol):
         """
         ...
 
+    def turns(self) -> int | None:
+        """What rises while requests are looked for or answered; None while none are, or where nobody can see it."""
+        ...
+
     def stop(self) -> None:
         """Make `run` return, now and from then on."""
         ...

@@ -18,6 +18,7 @@ from experts.backend import ClientLink, ExpertsLost, LinkRefused, ServerCounters
 from experts.model import Dtype
 from experts.routes import Table
 from experts.wire import MAX_ROWS, VERSION, WireShape
+from p2p import native as p2p_native
 from p2p.endpoint import Window
 from p2p.window import WindowLayout
 
@@ -225,7 +226,7 @@ class CpuServer:
         self, wire: WireShape, incarnation: int, cores: Sequence[int], bell_page: int, most_slot_bytes: int
     ) -> None:
         self._shape, self._library = wire.shape, native.load()
-        shape = wire.shape
+        shape, self._bell_page = wire.shape, bell_page
         self._handle: int = self._library.expert_server_new(
             shape.layers,
             shape.experts,
@@ -298,6 +299,10 @@ class CpuServer:
         if code < 0:
             raise MemoryError("no memory is left for a batch of requests; free some, or raise the limit.")
         return bool(code)
+
+    def turns(self) -> int | None:
+        """How often it went to look for requests, which it does idle too; None where it waits on no doorbell."""
+        return p2p_native.load().p2p_bell_heartbeat(self._bell_page) or None
 
     def stop(self) -> None:
         """Make `run` return within one batch, now and from then on."""

@@ -157,6 +157,13 @@ class ExpertServer:
             log.exception("serving_ended name=%s", self._endpoint.name)
             self.broken = f"{self._endpoint.name} serves no more: {error}"
 
+    def turns(self) -> int | None:
+        """What rises while requests are looked for, idle or not; None where that cannot be seen, and once freed.
+
+        It does not wait for whoever serves, so it may only be asked before `close`.
+        """
+        return self._rows.turns()
+
     def attach(self, request: pb.AttachRequest) -> pb.AttachReply:
         """Exchange windows with a client; one that attaches again is given new ones.
 

@@ -1,4 +1,4 @@
-"""Whether the loop that does a process's work goes on, as another thread of that process sees it.
+"""Whether the loops that do a process's work go on, as another thread of that process sees it.
 
 A lease that is renewed says that a process lives. That its work loop hangs behind it, stopped, or waiting for what
 never comes, only the loop's own counter shows. A sample with no count in it is held against the loop where the process
@@ -77,37 +77,36 @@ class OwnTime:
 
 
 class Heartbeat:
-    """Watches a loop's counter from a thread of its own."""
+    """Watches the counters of loops from a thread of its own: where one of them stands, its process does."""
 
     def __init__(
         self,
-        count: Callable[[], int | None],
-        *,
+        *counts: Callable[[], int | None],
         bound_s: float,
         longest_s: float,
         on_change: Callable[[], None] = lambda: None,
         own_time: OwnTime | None = None,
     ) -> None:
         """Args:
-        count: Rises while the loop goes on, idle or not; None while there is none. It must not wait for the loop.
-        bound_s: Longest that it may stand still while the process does nothing else.
+        counts: One a loop; rises while that goes on, idle or not; None while there is none. None may wait for a loop.
+        bound_s: Longest that a loop may stand still while the process does nothing else.
         longest_s: Longest that it may stand still whatever the process does.
-        on_change: Called on the watching thread when the loop is found to stand, and when it goes on after all.
+        on_change: Called on the watching thread when a loop is found to stand, and when all go on after all.
         own_time: Told of each sample.
         """
         self._own_time = own_time or OwnTime()
-        self._count, self._on_change = count, on_change
-        self._standing = Standing(bound_s=bound_s, longest_s=longest_s)
+        self._on_change = on_change
+        self._loops = [(count, Standing(bound_s=bound_s, longest_s=longest_s)) for count in counts]
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
-        self.stands_s = 0.0  # how long the loop has stood still; 0 while it goes on
+        self.stands_s = 0.0  # how long a loop has stood still; 0 while all go on
 
     def start(self) -> None:
         """Begin to watch."""
         self._thread.start()
 
     def close(self) -> None:
-        """Stop watching; on return the counter is not read any more. Idempotent."""
+        """Stop watching; on return no counter is read any more. Idempotent."""
         self._closed.set()
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join()
@@ -119,13 +118,11 @@ class Heartbeat:
             now_s, now_cpu_s = time.monotonic(), time.process_time()
             elapsed_s, used_s = now_s - at_s, now_cpu_s - cpu_s
             at_s, cpu_s = now_s, now_cpu_s
-            stands_s = self._standing.sample(
-                self._count(),
-                elapsed_s,
-                lambda used_s=used_s, elapsed_s=elapsed_s: (
-                    used_s < _IDLE_SHARE * elapsed_s and not _others_run()
-                ),
-            )
+
+            def idle(used_s: float = used_s, elapsed_s: float = elapsed_s) -> bool:
+                return used_s < _IDLE_SHARE * elapsed_s and not _others_run()
+
+            stands_s = max(standing.sample(count(), elapsed_s, idle) for count, standing in self._loops)
             changed = bool(stands_s) != bool(self.stands_s)
             self.stands_s = stands_s
             if changed:

@@ -348,6 +348,10 @@ class GpuServer:
                 self.pause(self._is_over())
         return self._ended.is_set()
 
+    def turns(self) -> int | None:
+        """Passes that ended; also while they are paused. None before the first."""
+        return (self.passes if self.tables.device.type == "cuda" else self._turns) or None
+
     def _turn(self) -> None:
         """One pass in the interpreter."""
         with self._turned:

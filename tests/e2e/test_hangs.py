@@ -56,6 +56,12 @@ def test_an_expert_server_whose_loop_hangs_is_replaced_unseen(calm: Calm) -> Non
     _hang_under_streams(calm, name, tid)
 
 
+def test_an_expert_server_whose_first_thread_hangs_is_replaced_unseen(calm: Calm) -> None:
+    """Its lanes go on and its lease is renewed, but nobody tells native code that the lease holds: it falls silent."""
+    name = calm.serving()[0]
+    _hang_under_streams(calm, name, calm.cluster.pids()[name])
+
+
 def test_the_only_attention_worker_that_hangs_is_replaced_by_one_beside_it(calm: Calm) -> None:
     (name,) = _members(calm, "attention")
     # Its work is its first thread's.

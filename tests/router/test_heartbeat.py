@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -66,6 +67,20 @@ def test_a_loop_that_waits_for_what_never_comes_is_found_and_one_that_computes_o
     assert _watched(hang, wanted=True, for_s=20.0)
     assert not _watched(compute, wanted=False, for_s=1.0)
     assert not _watched(idle, wanted=False, for_s=1.0)
+
+
+def test_one_of_two_loops_that_stands_is_found_whichever_it_is() -> None:
+    for standing in (0, 1):
+        counts = [0, 0]
+        loops = [partial(counts.__getitem__, loop) for loop in (0, 1)]
+        heartbeat = Heartbeat(*loops, bound_s=0.4, longest_s=60.0)
+        heartbeat.start()
+        end_s = time.monotonic() + 20.0
+        while time.monotonic() < end_s and not heartbeat.stands_s:
+            counts[1 - standing] += 1
+            time.sleep(0.02)
+        heartbeat.close()
+        assert heartbeat.stands_s > 0.4, standing
 
 
 def test_own_time_leaves_out_what_the_process_stood_still_and_never_goes_back(

@@ -6,6 +6,7 @@ import fcntl
 import json
 import logging
 import os
+import select
 import subprocess
 import sys
 import time
@@ -68,6 +69,7 @@ def test_a_router_whose_log_stands_still_serves(stalled: tuple[int, int], tmp_pa
     process = subprocess.Popen(command, stderr=write, pass_fds=[tell])
     try:
         os.close(tell)
+        assert select.select([told], [], [], 30.0)[0], "it waits for its log"
         with os.fdopen(told) as ready:
             client = RouterClient(json.loads(ready.readline())["address"])
         end_s = time.monotonic() + 2.5
