@@ -168,7 +168,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "local_experts_new": (_pointer, (*[_word] * 5, _code, _word, _word)),
     "local_experts_free": (None, (_pointer,)),
     "local_experts_set": (_code, (_pointer, _word, _word, *[_pointer] * 3, _code)),
-    "sampler_sample": (_code, (_pointer, _word, _word, *[_pointer] * 6, _word, POINTER(c_uint32))),
+    "sampler_sample": (_code, (_pointer, _word, _word, *[_pointer] * 6, _word, _pointer)),
     "sampler_philox": (None, (*[_pointer] * 3,)),
 }
 

@@ -6,7 +6,6 @@ time, beside the card's copy rate, is the figure. What is timed rotates over cac
 
 from __future__ import annotations
 
-import ctypes
 import random
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -299,11 +298,9 @@ def check_sampling(report: Say) -> None:
         count_of(count), sampling.Scratch.make(count, vocab, DEVICE), tokens, status,
     )  # fmt: skip
     wanted = np.zeros(count, np.int32)
-    unused = [np.zeros(count, kind) for kind in (np.float32, np.uint32, np.int32, np.float32)]
+    unused = [np.zeros(count, kind) for kind in (np.float32, np.uint32, np.int32, np.float32, np.int32)]
     addresses = [array.ctypes.data for array in (logits, rows, wanted, *unused)]
-    native.load().sampler_sample(
-        addresses[0], count, vocab, addresses[1], addresses[2], *addresses[3:], 1, ctypes.c_uint32()
-    )
+    native.load().sampler_sample(addresses[0], count, vocab, *addresses[1:-1], 1, addresses[-1])
     differing = int((tokens.cpu().numpy() != wanted).sum())
     report(
         {

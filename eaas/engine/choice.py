@@ -8,9 +8,9 @@ that it leaves are chosen here: among them those with forbidden tokens.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,6 +22,18 @@ from eaas.engine.steps import Judged
 from eaas.native import SAMPLE_ROW
 
 
+class Refusal(NamedTuple):
+    """Why nothing could be chosen for a row.
+
+    Args:
+        reason: In words.
+        asked: Whether what the client bound the choice by leaves nothing, or is too much; else the row is broken.
+    """
+
+    reason: str
+    asked: bool
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
     """What was chosen for each request's row; the rows of judged tokens come after them.
@@ -31,7 +43,7 @@ class Choice:
         logprobs: float32, one a row; meaningful where the request asked for them. None where no row did.
         ranks: [rows], 1 for the likeliest; as `logprobs`.
         top_ids, top_logprobs: [rows, most asked for].
-        refused: Rows for which nothing could be chosen, and why; their token means nothing.
+        refused: Rows for which nothing could be chosen; their token means nothing.
     """
 
     tokens: list[int]
@@ -39,7 +51,7 @@ class Choice:
     ranks: np.ndarray
     top_ids: np.ndarray
     top_logprobs: np.ndarray
-    refused: dict[int, str]
+    refused: dict[int, Refusal]
 
     def top(self, row: int, count: int) -> list[tuple[int, float]]:
         """The likeliest tokens of a row and their log-probabilities, the best first."""
@@ -100,7 +112,6 @@ class Chooser:
         # Gathered as words: numpy copies structures field by field, ten times slower.
         self._words = self._rows.view(np.uint64).reshape(slots, -1)
         self._slots: list[_Slot | None] = [None] * slots
-        self._where = ctypes.c_uint32()
         self._most_top = _USUAL_TOP
         self._make_room(slots)
 
@@ -115,7 +126,7 @@ class Chooser:
         """Choose the next token of each request, and judge tokens of prompts.
 
         Args:
-            logits: float32 [rows, vocab], contiguous; a refused row's are overwritten.
+            logits: float32 [rows, vocab], contiguous.
             slots: int32 [requests].
             requests: Each in its slot.
             judged: What the rows after those of requests are for.
@@ -157,7 +168,7 @@ class Chooser:
 
         Args:
             ways: What `ways` gave for these requests.
-            found: What the decoder did with them; a refused row's logits are overwritten.
+            found: What the decoder did with them.
             judged, barred: As for `choose`.
         """
         broken = np.flatnonzero(found.chosen & ~found.sound)
@@ -210,6 +221,7 @@ class Chooser:
         self._ranks = np.empty(rows, dtype=np.uint32)
         self._top_ids = np.empty((rows, self._made_top), dtype=np.int32)
         self._top_logprobs = np.empty((rows, self._made_top), dtype=np.float32)
+        self._statuses = np.empty(rows, dtype=np.int32)
         results = (self._tokens, self._logprobs, self._ranks, self._top_ids, self._top_logprobs)
         self._results = [array.ctypes.data for array in results]
 
@@ -232,30 +244,24 @@ class Chooser:
             self._make_room(max(len(words), len(self._tokens)))
         return words
 
-    def _run(self, logits: np.ndarray, words: np.ndarray, barred: Mapping[int, str]) -> dict[int, str]:
-        refused = {row: reason for row, reason in barred.items() if reason}
+    def _run(self, logits: np.ndarray, words: np.ndarray, barred: Mapping[int, str]) -> dict[int, Refusal]:
         for row in barred:
             words[row] = _ANY_TOKEN
-        while True:
-            status = self._sample(
-                logits.ctypes.data,
-                len(words),
-                self._vocab,
-                words.ctypes.data,
-                *self._results,
-                self._made_top,
-                self._where,
-            )
-            if not status:
-                self._tokens[[row for row, reason in barred.items() if not reason]] = -1
-                return refused
-            row = self._where.value
-            if status not in _REASONS or row in refused:
-                raise MemoryError(f"No memory to sample from {self._vocab} tokens (code {status}).")
-            refused[row] = _REASONS[status]
-            # The others are chosen again, which gives the same tokens: each depends on its own row alone.
-            logits[row] = 0.0
-            words[row] = _ANY_TOKEN
+        status = self._sample(
+            logits.ctypes.data,
+            len(words),
+            self._vocab,
+            words.ctypes.data,
+            *self._results,
+            self._made_top,
+            self._statuses.ctypes.data,
+        )
+        if status:
+            raise MemoryError(f"No memory to sample from {self._vocab} tokens (code {status}).")
+        self._tokens[[row for row, reason in barred.items() if not reason]] = -1
+        broken = np.flatnonzero(self._statuses[: len(words)])
+        refused = {row: _REASONS[int(self._statuses[row])] for row in broken.tolist()}
+        return refused | {row: Refusal(reason, asked=True) for row, reason in barred.items() if reason}
 
     def _enter(self, slot: int, request: Request) -> _Slot:
         params = request.params
@@ -332,7 +338,9 @@ _NOTHING = np.empty(0, dtype=np.int32)
 # What gateways allow by default; for more, the results are made wider.
 _USUAL_TOP = 20
 _REASONS = {
-    native.SAMPLER_E_NOT_FINITE: "its logits hold NaN or infinity: the model or its weights are broken",
-    native.SAMPLER_E_TOKEN: "a listed token is outside the vocabulary",
-    native.SAMPLER_E_NOTHING_LEFT: "every token is forbidden; at least one must be left",
+    native.SAMPLER_E_NOT_FINITE: Refusal(
+        "its logits hold NaN or infinity: the model or its weights are broken", asked=False
+    ),
+    native.SAMPLER_E_TOKEN: Refusal("a listed token is outside the vocabulary", asked=False),
+    native.SAMPLER_E_NOTHING_LEFT: Refusal("every token is forbidden; at least one must be left", asked=True),
 }

@@ -15,7 +15,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from eaas.engine.blocks import BlockPool
-from eaas.engine.choice import Choice, Chooser, Found
+from eaas.engine.choice import Choice, Chooser, Found, Refusal
 from eaas.engine.compiling import Compiling
 from eaas.engine.constraint import Grammars
 from eaas.engine.decoder import ExpertsLost, StepPlan
@@ -390,13 +390,10 @@ class Engine:
                 self._tell_routing(request, blocks[request], outcome)
             if request.dropped:
                 outcome.dropped.setdefault(request.owner, []).append((request.id, request.attempt))
-        for request, reason in refused.items():
+        for request, (reason, asked) in refused.items():
             self.scheduler.cancel(request.owner, request.id)
             log.error("choice_failed id=%s reason=%s", request.id, reason)
-            # What the client bound the choice by leaves nothing, or its grammar has become too much.
-            params = request.params
-            bound = request.constraint or params.allowed_token_ids or params.bad_tokens
-            code = "no_token" if bound else "internal"
+            code = "no_token" if asked else "internal"
             _fail(outcome, [request], code, f"No token could be chosen: {reason}.", retryable=False)
         return outcome
 
@@ -411,7 +408,7 @@ class Engine:
         piece = RoutedExperts(request.id, request.attempt, start, stop, layers, top_k, found.tobytes())
         outcome.routed.setdefault(request.owner, []).append(piece)
 
-    def _judge(self, plan: Plan, choice: Choice, outcome: Outcome, refused: dict[Request, str]) -> None:
+    def _judge(self, plan: Plan, choice: Choice, outcome: Outcome, refused: dict[Request, Refusal]) -> None:
         """Hand out what a step says of prompts."""
         row = len(plan.requests)
         for request, start, stop in plan.judged:

@@ -7,7 +7,6 @@ keyed by (seed, choice, index).
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -167,13 +166,15 @@ class Sampler:
         ranks = np.empty(len(rows), dtype=np.uint32)
         top_ids = np.empty((len(rows), max(tops, 0)), dtype=np.int32)
         top_logprobs = np.empty(top_ids.shape, dtype=np.float32)
-        where = ctypes.c_uint32()
+        statuses = np.empty(len(rows), dtype=np.int32)
         pointers = [array.ctypes.data for array in (plan, tokens, logprobs, ranks, top_ids, top_logprobs)]
         status = self._library.sampler_sample(
-            logits.ctypes.data, len(rows), self.vocab, *pointers, top_ids.shape[1], where
+            logits.ctypes.data, len(rows), self.vocab, *pointers, top_ids.shape[1], statuses.ctypes.data
         )
         if status:
-            _fail(status, where.value, self.vocab)
+            raise MemoryError(f"No memory to sample from {self.vocab} tokens (code {status}).")
+        for number in np.flatnonzero(statuses)[:1].tolist():
+            _fail(int(statuses[number]), number, self.vocab)
         return [
             Sampled(
                 token=int(tokens[number]),
@@ -234,6 +235,4 @@ def _fail(status: int, row: int, vocab: int) -> None:
         )
     if status == native.SAMPLER_E_NOTHING_LEFT:
         raise LogitsInvalid(f"Row {row}: every token is forbidden; at least one must be left.")
-    if status == native.SAMPLER_E_TOKEN:
-        raise SamplingInvalid(f"Row {row}: a listed token is outside the vocabulary of {vocab}.")
-    raise MemoryError(f"No memory to sample from {vocab} tokens.")
+    raise SamplingInvalid(f"Row {row}: a listed token is outside the vocabulary of {vocab}.")

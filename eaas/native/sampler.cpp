@@ -255,18 +255,17 @@ int32_t sample_row(const float* logits, uint32_t vocab, const SampleRow& row, Sc
 
 int32_t sampler_sample(const float* logits, uint32_t rows, uint32_t vocab, const SampleRow* plan,
                        int32_t* tokens, float* logprobs, uint32_t* ranks, int32_t* top_ids,
-                       float* top_logprobs, uint32_t top_stride, uint32_t* where) try {
+                       float* top_logprobs, uint32_t top_stride, int32_t* statuses) try {
     // Kept between calls: fresh pages for a vocabulary cost more than the passes over it.
     static thread_local Scratch scratch;
     scratch.weights.resize((static_cast<uint64_t>(vocab) + 15) / 16 * 16);
     scratch.sums.resize(vocab / eaas::kSampleBlock + 1);
     for (uint32_t row = 0; row < rows; ++row) {
-        *where = row;
         const uint64_t tops = static_cast<uint64_t>(row) * top_stride;
-        const int32_t status =
+        statuses[row] =
             sample_row(logits + static_cast<uint64_t>(row) * vocab, vocab, plan[row], scratch, tokens + row,
                        logprobs + row, ranks + row, top_ids + tops, top_logprobs + tops);
-        if (status != SAMPLER_OK) return status;
+        if (statuses[row] != SAMPLER_OK) tokens[row] = 0;
     }
     return SAMPLER_OK;
 } P2P_CATCH(SAMPLER_E_MEMORY)

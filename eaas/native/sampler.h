@@ -39,11 +39,12 @@ struct SampleRow {
 };
 
 // logits [rows][vocab]. tokens [rows]; logprobs [rows] and ranks [rows] (1: the likeliest), written where
-// top_count >= 0; top_ids and top_logprobs [rows][top_stride], the first top_count of a row written. On an error
-// *where is the row.
+// top_count >= 0; top_ids and top_logprobs [rows][top_stride], the first top_count of a row written. statuses [rows]:
+// why nothing could be chosen for a row, whose token is 0 then; the others are chosen all the same. Returns SAMPLER_OK
+// or, with nothing written that counts, SAMPLER_E_MEMORY.
 P2P_API int32_t sampler_sample(const float* logits, uint32_t rows, uint32_t vocab, const SampleRow* plan,
                                int32_t* tokens, float* logprobs, uint32_t* ranks, int32_t* top_ids,
-                               float* top_logprobs, uint32_t top_stride, uint32_t* where);
+                               float* top_logprobs, uint32_t top_stride, int32_t* statuses);
 
 // Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
 P2P_API void sampler_philox(const uint32_t counter[4], const uint32_t key[2], uint32_t out[4]);

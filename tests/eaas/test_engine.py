@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -554,7 +555,9 @@ def test_requests_that_queue_while_experts_are_lost_fail_at_their_deadline_too()
     assert world.engine.load()["kv_use"] == 0.0
 
 
-def test_a_row_of_broken_logits_fails_alone() -> None:
+@pytest.mark.parametrize("bounds", [{}, {"allowed_token_ids": (5, 6, 7)}, {"bad_tokens": ((5,),)}])
+def test_a_row_of_broken_logits_fails_alone(bounds: dict[str, Any]) -> None:
+    """By no fault of its client, whatever that bound its output by."""
     world = World()
     poison = [13, 13, 13]
     whole = world.decoder.logits
@@ -567,7 +570,7 @@ def test_a_row_of_broken_logits_fails_alone() -> None:
 
     world.decoder.logits = broken
     for id, prompt in {"a": [1, 2], "bad": poison, "c": [3, 4]}.items():
-        world.submit(id, prompt, logprobs=2)
+        world.submit(id, prompt, logprobs=2, **(bounds if id == "bad" else {}))
     world.run()
     assert [(f.id, f.code, f.retryable) for f in world.failed] == [("bad", "internal", False)]
     assert "NaN or infinity" in world.failed[0].message

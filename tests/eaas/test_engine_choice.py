@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from eaas.engine.choice import Chooser, Found
+from eaas.engine.choice import Chooser, Found, Refusal
 from eaas.engine.request import Request
 from eaas.engine.sampler import Sampler, SamplingRow, bits_of
 from eaas.engine.steps import Judged
@@ -13,6 +13,8 @@ from eaas.engine.worker_protocol import SamplingParams
 
 VOCAB = 50
 SEED = 31
+BROKEN = Refusal("its logits hold NaN or infinity: the model or its weights are broken", asked=False)
+NOTHING_LEFT = Refusal("every token is forbidden; at least one must be left", asked=True)
 
 
 def params_of(source: np.random.Generator) -> SamplingParams:
@@ -149,10 +151,7 @@ def test_rows_are_refused_alone_whoever_chooses() -> None:
         logits=np.array([[1, 2, 3, 4], [4, 5, 2, 1]], dtype=np.float32),
     )
     choice = chooser.complete(ways, requests, found)
-    assert choice.refused == {
-        0: "its logits hold NaN or infinity: the model or its weights are broken",
-        1: "every token is forbidden; at least one must be left",
-    }
+    assert choice.refused == {0: BROKEN, 1: NOTHING_LEFT}
     assert choice.tokens[2:] == [2, 1]
     assert choice.logprobs is None
 
@@ -164,8 +163,37 @@ def test_a_row_with_nothing_to_choose_is_refused_alone() -> None:
     logits = np.array([[1, 2, 3, 4], [4, 3, 2, 1]], dtype=np.float32)
     requests = [request_of(barred, [1]), request_of(free, [1])]
     choice = chooser.choose(logits, np.arange(2, dtype=np.int32), requests)
-    assert choice.refused == {0: "every token is forbidden; at least one must be left"}
+    assert choice.refused == {0: NOTHING_LEFT}
     assert choice.tokens[1] == 0
+
+
+def test_a_barred_row_of_broken_logits_is_refused_alone() -> None:
+    """Whatever its grammar has come to."""
+    logits = np.full((4, 4), np.nan, dtype=np.float32)
+    logits[3] = 1, 2, 3, 4
+    requests = [request_of(SamplingParams(max_tokens=2, temperature=0.0), [1]) for _ in range(4)]
+    barred, slots = {0: "it is too much", 1: ""}, np.arange(4, dtype=np.int32)
+    choice = Chooser(vocab=4, slots=4).choose(logits, slots, requests, barred=barred)
+    assert choice.refused == {0: Refusal("it is too much", asked=True), 1: BROKEN, 2: BROKEN}
+    assert choice.tokens == [0, -1, 0, 3]
+
+
+def test_many_refused_rows_cost_no_row_a_second_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time by their number, and not by its square."""
+    chooser, calls = Chooser(vocab=4, slots=64), [0]
+    sample = chooser._sample
+
+    def counted(*arguments: object) -> int:
+        calls[0] += 1
+        return sample(*arguments)
+
+    monkeypatch.setattr(chooser, "_sample", counted)
+    logits = np.tile(np.float32([1, 2, 3, 4]), (64, 1))
+    logits[1::2] = np.inf
+    requests = [request_of(SamplingParams(max_tokens=2, temperature=0.0), [1]) for _ in range(64)]
+    choice = chooser.choose(logits, np.arange(64, dtype=np.int32), requests)
+    assert choice.refused == dict.fromkeys(range(1, 64, 2), BROKEN)
+    assert choice.tokens == [3, 0] * 32 and calls == [1]
 
 
 def test_logits_of_another_shape_are_refused() -> None:
@@ -191,7 +219,7 @@ def test_barred_rows_have_no_token_and_judged_rows_come_after_them(by_decoder: b
     else:
         choice = chooser.choose(logits.copy(), slots, requests, judged, barred)
     assert choice.tokens[0] == -1 and choice.tokens[1] == logits[1].argmax() and len(choice.tokens) == 3
-    assert choice.refused == {2: "it is too much"}
+    assert choice.refused == {2: Refusal("it is too much", asked=True)}
     assert choice.logprobs is not None
     for row, token in ((3, 9), (4, 17), (5, 30)):
         chances = logits[row] - np.log(np.exp(logits[row].astype(np.float64)).sum())

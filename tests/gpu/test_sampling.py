@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import numpy as np
 import pytest
 import torch
@@ -31,19 +29,14 @@ def rows_of(source: np.random.Generator, count: int) -> np.ndarray:
 
 
 def native_tokens(logits: np.ndarray, rows: np.ndarray) -> list[int]:
-    """What the sampler of the engine chooses, a row at a time; -1 where it refuses."""
+    """What the sampler of the engine chooses; -1 where it refuses."""
     count, vocab = logits.shape
     tokens = np.zeros(count, np.int32)
     spare = [np.zeros(count, kind) for kind in (np.float32, np.uint32, np.int32, np.float32)]
-    sample, at = native.load().sampler_sample, ctypes.c_uint32()
-    for row in range(count):
-        one, plan = np.ascontiguousarray(logits[row]), np.ascontiguousarray(rows[row : row + 1])
-        out = tokens[row : row + 1]
-        status = sample(
-            one.ctypes.data, 1, vocab, plan.ctypes.data, out.ctypes.data, *(a.ctypes.data for a in spare), 1, at
-        )  # fmt: skip
-        tokens[row] = tokens[row] if status == 0 else -1
-    return tokens.tolist()
+    statuses = np.zeros(count, np.int32)
+    addresses = [array.ctypes.data for array in (np.ascontiguousarray(rows), tokens, *spare)]
+    native.load().sampler_sample(logits.ctypes.data, count, vocab, *addresses, 1, statuses.ctypes.data)
+    return np.where(statuses, -1, tokens).tolist()
 
 
 def device_tokens(logits: np.ndarray, rows: np.ndarray) -> tuple[list[int], list[int]]:
