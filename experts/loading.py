@@ -6,12 +6,14 @@ not what its numerics class says show here, not in an answer.
 
 Memory and disks go bad later too. What is held is read again and again, one expert after another, and compared with its
 digest; an expert that is damaged is served no more until its right bytes were had anew. One that gives rows that are
-not finite is read at once: where all replicas map one damaged file, they agree on such rows.
+not finite is read at once: where all replicas map one damaged file, they agree on such rows. The router hears of
+damage at once, and reading goes on while others cannot be had.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -76,7 +78,7 @@ class Loader:
         self._held: set[tuple[int, int]] = set()
         self._damaged = 0
         self._scrubbed = (-1, -1)
-        self._pause_s = SCRUB_LEAST_S
+        self._scrub_s = 0.0  # when the next of those that are held is to be read, by time.monotonic()
         self._doubted: tuple[int, int] | None = None
         self._sound_s: dict[tuple[int, int], float] = {}  # when one that was doubted was found sound
         self._view: View | None = None
@@ -116,14 +118,19 @@ class Loader:
     def _run(self) -> None:
         at_low_priority()
         view: View | None = None
-        failures = 0
+        failures, again_s = 0, math.inf
         try:
-            while (found := self._next(view, failures)) is not None:
-                if found is view and not failures and self._is_sound():
+            while (found := self._next(view, again_s)) is not None:
+                if found is view and self._held and (self._doubted or time.monotonic() >= self._scrub_s):
+                    if not self._is_sound():
+                        # Before it is had anew, which may take long.
+                        self._say(view)
+                        again_s = 0.0
                     continue
                 view = found
                 missing = self._reach(view)
                 failures = failures + 1 if missing else 0
+                again_s = time.monotonic() + RETRY_S if missing else math.inf
                 if failures >= TRIES and not self._held and not self._closed:
                     # One that holds experts goes on: somebody else's last replica may be among them.
                     raise WeightsUnavailable(missing)
@@ -133,16 +140,18 @@ class Loader:
         finally:
             self._weights.rest()
 
-    def _next(self, done: View | None, failures: int) -> View | None:
+    def _next(self, done: View | None, again_s: float) -> View | None:
+        """Wait for a View after `done`, or until one of those held is to be read or `again_s`; None: closed."""
         self._doubted = None
-        end_s = time.monotonic() + (RETRY_S if failures else self._pause_s)
         with self._change:
             while not self._closed and self._view is done and self._doubted is None:
-                left_s = end_s - time.monotonic()
-                if left_s <= 0 and (self._held or failures):
+                left_s = min(again_s, self._scrub_s if self._held else math.inf) - time.monotonic()
+                if left_s <= 0:
                     break
-                self._change.wait(min(left_s, SCRUB_LEAST_S) if self._held or failures else None)
-                self._doubted = self._doubtful() if self._held and not failures else None
+                # None says of itself that it is doubted.
+                wait_s = min(left_s, SCRUB_LEAST_S) if self._held else left_s
+                self._change.wait(wait_s if wait_s < math.inf else None)
+                self._doubted = self._doubtful() if self._held else None
             return None if self._closed else self._view
 
     def _doubtful(self) -> tuple[int, int] | None:
@@ -160,7 +169,8 @@ class Loader:
         layer, expert = doubted or self._scrubbed
         began_s = time.thread_time()
         sound = self._weights.is_here(layer, expert)
-        self._pause_s = max(SCRUB_LEAST_S, (time.thread_time() - began_s) * (1 / SCRUB_SHARE - 1))
+        pause_s = max(SCRUB_LEAST_S, (time.thread_time() - began_s) * (1 / SCRUB_SHARE - 1))
+        self._scrub_s = time.monotonic() + pause_s
         if not sound:
             # At once, whoever else holds it: an answer from these bytes would look like any other.
             self._server.clear_expert(layer, expert)

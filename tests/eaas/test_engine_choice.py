@@ -188,7 +188,7 @@ def test_many_refused_rows_cost_no_row_a_second_choice(monkeypatch: pytest.Monke
         return sample(*arguments)
 
     monkeypatch.setattr(chooser, "_sample", counted)
-    logits = np.tile(np.float32([1, 2, 3, 4]), (64, 1))
+    logits = np.tile(np.array([1, 2, 3, 4], dtype=np.float32), (64, 1))
     logits[1::2] = np.inf
     requests = [request_of(SamplingParams(max_tokens=2, temperature=0.0), [1]) for _ in range(64)]
     choice = chooser.choose(logits, np.arange(64, dtype=np.int32), requests)

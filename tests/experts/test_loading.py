@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,10 +11,11 @@ import numpy as np
 import pytest
 
 from experts import loading
+from experts.kernels import PackedExpert
 from experts.loading import Loader
-from experts.weights import Weights
+from experts.weights import Weights, WeightsUnavailable
 from router import bitmap
-from router.view import Member
+from router.view import Member, View
 from tests.experts.weights_world import PAIRS, SHAPE, SOON_S, World, write
 
 
@@ -212,4 +214,39 @@ def test_damaged_weights_that_nobody_has_are_not_served_and_the_router_hears_of_
             file.seek(start)
             file.write(right)
     run.wait(lambda: held_of(run.reports[-1]) == PAIRS)
+    assert not run.faults
+
+
+def test_while_one_expert_cannot_be_had_the_others_are_read_and_damage_is_reported_before_it_is_mended(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Having it anew may take long: the router hears of it before that begins."""
+    weights = Weights(name="expert/9", packed=world.whole, endpoint=None, checkpoint=None)
+    whole, mend = weights.expert, threading.Event()
+
+    def expert(layer: int, number: int, view: View, anew: bool = False) -> PackedExpert:
+        if (layer, number) == PAIRS[-1]:
+            raise WeightsUnavailable("nobody has it")
+        if run.loader.damaged:
+            mend.wait(SOON_S)
+        return whole(layer, number, view, anew=anew)
+
+    monkeypatch.setattr(weights, "expert", expert)
+    run = Loading(world, weights)
+    run.want(PAIRS, 1)
+    run.wait(lambda: run.reports and held_of(run.reports[-1]) == PAIRS[:-1])
+    start = world.whole.layout.offset(*PAIRS[0])
+    with world.whole.path.open("r+b", buffering=0) as file:
+        file.seek(start)
+        right = file.read(64)
+        file.seek(start)
+        file.write(bytes(64))
+    try:
+        run.wait(lambda: held_of(run.reports[-1]) == PAIRS[1:-1])
+    finally:
+        with world.whole.path.open("r+b", buffering=0) as file:
+            file.seek(start)
+            file.write(right)
+        mend.set()
+    run.wait(lambda: held_of(run.reports[-1]) == PAIRS[:-1])
     assert not run.faults
