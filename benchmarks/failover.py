@@ -41,8 +41,8 @@ from benchmarks.lane_share import LaneShare
 from benchmarks.recovery import cpu_s
 from benchmarks.report import record
 from benchmarks.struck import Counts, Struck, options, setting, struck_cluster
-from eaas.load.judge import Timeline, added_stalls, bootstrap_interval, quantiles
-from eaas.load.record import StreamRecord
+from eaas.ops.load.judge import Timeline, added_stalls, bootstrap_interval, quantiles
+from eaas.ops.load.record import StreamRecord
 from router.faults import Fault
 from router.view import EXPERT, SERVING
 

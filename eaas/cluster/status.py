@@ -21,6 +21,10 @@ class GatewayUnreachable(RuntimeError):
     """No gateway answered at the address; the text says what to check."""
 
 
+class RouterUnknown(RuntimeError):
+    """The gateway does not know its router; the text says what to do."""
+
+
 def asking(url: str, body: bytes | None = None) -> urllib.request.Request:
     """A GET, or a POST of JSON, with the key of EAAS_API_KEY where there is one."""
     key = os.environ.get(KEY_VARIABLE, "")
@@ -55,6 +59,19 @@ def fetch_status(url: str, timeout_s: float = 5.0) -> dict[str, Any]:
         raise GatewayUnreachable(
             f"No EaaS gateway answers at {url} ({error}). Start one with `eaas serve`, or name it with --url."
         ) from None
+
+
+def router_address(url: str) -> str:
+    """host:port of the router of the gateway at `url`; of several, all with commas between.
+
+    Raises:
+        GatewayUnreachable: no gateway there. RouterUnknown: one without a router.
+    """
+    members = fetch_status(url)["members"]
+    address = ",".join(member["address"] for member in members if member["pool"] == "router")
+    if not address:
+        raise RouterUnknown(f"The gateway at {url} names no router; name it with --router HOST:PORT.")
+    return address
 
 
 def headline(state: Mapping[str, Any]) -> str:

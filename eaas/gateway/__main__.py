@@ -24,14 +24,14 @@ from starlette.types import ASGIApp
 from eaas.gateway import protection
 from eaas.gateway.app import create_app
 from eaas.gateway.config import GatewayConfig
+from eaas.gateway.dashboard.board import Router
+from eaas.gateway.dashboard.sight import Sight
 from eaas.gateway.gateway import Gateway
 from eaas.gateway.http_guard import Connection, RequestIds, WithoutPrefix
 from eaas.gateway.listening import ListenFailed, address_of, checked_address, listen
 from eaas.gateway.load_model import ModelUnusable, load_model
 from eaas.gateway.status import RouterStatus
 from eaas.tracing import add_options, open_tracing, version
-from eaas.view.board import Router
-from eaas.view.sight import Sight
 from experts.faults import SelfInflicted
 from router import child
 from router.channel import pid_at, router_address

@@ -13,7 +13,8 @@ from pydantic import BaseModel, ValidationError
 
 from eaas.gateway import errors
 from eaas.gateway.config import GatewayConfig
-from eaas.gateway.dashboard import Dashboard
+from eaas.gateway.dashboard.app import Dashboard
+from eaas.gateway.dashboard.sight import Sight
 from eaas.gateway.errors import ApiError
 from eaas.gateway.http_guard import check_nesting, read_body, require_json
 from eaas.gateway.load import GatewayLoad
@@ -22,7 +23,6 @@ from eaas.gateway.replies import EventStream, Exchange, Work
 from eaas.gateway.served_model import ServedModel
 from eaas.gateway.status import RouterStatus
 from eaas.gateway.worker_pool import WorkerPool
-from eaas.view.sight import Sight
 from router.view import View
 
 R = TypeVar("R", bound=BaseModel)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from eaas.view.history import copies
+from eaas.gateway.dashboard.history import copies
 from router.view import EXPERT, Member, View
 
 

@@ -29,8 +29,8 @@ from eaas.cluster.config import ClusterConfig
 from eaas.cluster.local import LocalCluster
 from eaas.cluster.status import fetch_status
 from eaas.model.resolve import resolve_model
-from eaas.top.app import Top
-from eaas.top.feed import Feed
+from eaas.ops.top.app import Top
+from eaas.ops.top.feed import Feed
 from tests import chromium
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -348,7 +348,7 @@ class Terminal:
 
 def test_top_lives_in_a_real_terminal(watched: LocalCluster) -> None:
     eventually(lambda: is_whole(watched.url), "a whole cluster")
-    terminal = Terminal(sys.executable, "-m", "eaas.cli", "top", "--url", watched.url)
+    terminal = Terminal(sys.executable, "-m", "eaas.ops.cli", "top", "--url", watched.url)
     try:
         terminal.until("\x1b[?1049h")
         terminal.until("● WHOLE")

@@ -243,7 +243,17 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextlib.contextmanager
 def served(tree: Path, model: Path, log: Path) -> Iterator[str]:
     """`eaas serve` from that tree, ready, at its URL."""
-    command = [sys.executable, "-m", "eaas.cli", "serve", str(model), "--port", "0", "--kv-tokens", "2048"]
+    command = [
+        sys.executable,
+        "-m",
+        "eaas.ops.cli",
+        "serve",
+        str(model),
+        "--port",
+        "0",
+        "--kv-tokens",
+        "2048",
+    ]
     environment = {
         **os.environ,
         "PYTHONPATH": str(tree),

@@ -13,9 +13,9 @@ import httpx
 import msgspec
 import pytest
 
-from eaas.gateway.dashboard import BEAT_S, MOST_LISTENERS
-from eaas.gateway.dashboard_page import dashboard_page
-from eaas.view.board import Board
+from eaas.gateway.dashboard.app import BEAT_S, MOST_LISTENERS
+from eaas.gateway.dashboard.board import Board
+from eaas.gateway.dashboard.page import dashboard_page
 from tests.eaas.gateway_world import FakeWorker, GatewayProcess, World, eventually
 
 

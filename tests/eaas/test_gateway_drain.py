@@ -13,8 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from eaas.cluster.roll import Roll
 from eaas.gateway.__main__ import RouterViews
+from eaas.ops.roll import Roll
 from router.host import process_id
 from router.replies import Identity
 from router.view import Member, View

@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 from textual.pilot import Pilot
 
-from eaas.gateway.dashboard import event_of
-from eaas.top.app import Help, Top
-from eaas.top.draw import MARK_GLYPHS, MOOD_GLYPHS, STATE_GLYPHS, Show, draw
-from eaas.top.feed import Feed, FeedRefused, NoNews, boards_in
-from eaas.view.board import Board, Happening, Heat, Server
+from eaas.gateway.dashboard.app import event_of
+from eaas.gateway.dashboard.board import Board, Happening, Heat, Server
+from eaas.ops.top.app import Help, Top
+from eaas.ops.top.draw import MARK_GLYPHS, MOOD_GLYPHS, STATE_GLYPHS, Show, draw
+from eaas.ops.top.feed import Feed, FeedRefused, NoNews, boards_in
 from tests.eaas.view_world import board, member, past, reading, size, story, two_of_each, view
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -309,7 +309,7 @@ def run_top(*arguments: str, without: str = "") -> subprocess.CompletedProcess[s
     start = "import sys\n"
     if without:
         start += f"sys.modules[{without!r}] = None\n"
-    start += "from eaas.cli import main\nmain()\n"
+    start += "from eaas.ops.cli import main\nmain()\n"
     return subprocess.run(
         [sys.executable, "-c", start, "top", *arguments],
         capture_output=True, text=True, timeout=60, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},

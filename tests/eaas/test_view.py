@@ -9,12 +9,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from eaas.view.board import DEGRADED, DOWN, GAINED, GIVEN_UP, TAKEN_OVER, WHOLE, Board, Router
-from eaas.view.heat import Flow, heat_of, spread
-from eaas.view.history import MOST_HAPPENINGS, History, copies, follow, learn
-from eaas.view.rates import MOST_POINTS, quantile
-from eaas.view.sight import Sight
-from eaas.view.words import ago, number, seconds, short
+from eaas.gateway.dashboard.board import DEGRADED, DOWN, GAINED, GIVEN_UP, TAKEN_OVER, WHOLE, Board, Router
+from eaas.gateway.dashboard.heat import Flow, heat_of, spread
+from eaas.gateway.dashboard.history import MOST_HAPPENINGS, History, copies, follow, learn
+from eaas.gateway.dashboard.rates import MOST_POINTS, quantile
+from eaas.gateway.dashboard.sight import Sight
+from eaas.gateway.dashboard.words import ago, number, seconds, short
 from router.replies import GoneMember
 from router.view import View
 from tests.eaas.view_world import (

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from eaas.view.board import Board, Heat, Router
-from eaas.view.compose import Own, board_of
-from eaas.view.heat import Flow, heat_of
-from eaas.view.history import History, follow, learn
-from eaas.view.rates import Past, Reading
-from eaas.view.sight import Sight
+from eaas.gateway.dashboard.board import Board, Heat, Router
+from eaas.gateway.dashboard.compose import Own, board_of
+from eaas.gateway.dashboard.heat import Flow, heat_of
+from eaas.gateway.dashboard.history import History, follow, learn
+from eaas.gateway.dashboard.rates import Past, Reading
+from eaas.gateway.dashboard.sight import Sight
 from router import bitmap
 from router.pools import PoolSize
 from router.view import Member, View

@@ -9,9 +9,16 @@ from statistics import fmean, pstdev
 
 import pytest
 
-from eaas.load.arrivals import Arrivals, ArrivalsInvalid, Point, knee, next_rate, read_arrivals, schedule
-from eaas.load.prompts import PromptsInvalid, TokenCost, Workload, read_prompts, trace_prompts, word_prompts
-from eaas.load.traces import TraceInvalid, TraceRequest, fit, read_trace
+from eaas.ops.load.arrivals import Arrivals, ArrivalsInvalid, Point, knee, next_rate, read_arrivals, schedule
+from eaas.ops.load.prompts import (
+    PromptsInvalid,
+    TokenCost,
+    Workload,
+    read_prompts,
+    trace_prompts,
+    word_prompts,
+)
+from eaas.ops.load.traces import TraceInvalid, TraceRequest, fit, read_trace
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 23:59:59.5000000,374,44

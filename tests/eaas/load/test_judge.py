@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from eaas.load.judge import (
+from eaas.ops.load.judge import (
     FaultSpan,
     NothingToJudge,
     added_stalls,
@@ -15,7 +15,7 @@ from eaas.load.judge import (
     quantiles,
     windows,
 )
-from eaas.load.record import StreamRecord
+from eaas.ops.load.record import StreamRecord
 
 WORDS = [f" w{number}" for number in range(50)]
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from eaas.load.html import less, nice_ticks, page
-from eaas.load.judge import FaultNote, FaultSpan, spans_of
-from eaas.load.measures import Slo, histogram, summarise, throughput
-from eaas.load.members import ServerSeries, rows_between
-from eaas.load.record import StreamRecord
-from eaas.load.report import Run, as_report, is_clean
+from eaas.ops.load.html import less, nice_ticks, page
+from eaas.ops.load.judge import FaultNote, FaultSpan, spans_of
+from eaas.ops.load.measures import Slo, histogram, summarise, throughput
+from eaas.ops.load.members import ServerSeries, rows_between
+from eaas.ops.load.record import StreamRecord
+from eaas.ops.load.report import Run, as_report, is_clean
 
 
 def record(

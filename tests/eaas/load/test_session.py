@@ -17,10 +17,10 @@ import msgspec
 import pytest
 from typer.testing import CliRunner, Result
 
-from eaas.cli import app
-from eaas.load.cli import duration_s
-from eaas.load.members import AdminUnreachable
-from eaas.load.record import StreamRecord
+from eaas.ops.cli import app
+from eaas.ops.load.cli import duration_s
+from eaas.ops.load.members import AdminUnreachable
+from eaas.ops.load.record import StreamRecord
 from tests.eaas.load.fake_server import FakeServer, fake_server
 
 
@@ -160,9 +160,9 @@ def test_a_plan_runs_beside_the_load_and_its_faults_are_on_the_time_line(
         ("plan", {"read_plan": lambda path: f"plan of {path}"}),
         ("runner", {"run_plan": run_plan}),
     ):
-        module = ModuleType(f"eaas.chaos.{name}")
+        module = ModuleType(f"eaas.ops.chaos.{name}")
         vars(module).update(words)
-        monkeypatch.setitem(sys.modules, f"eaas.chaos.{name}", module)
+        monkeypatch.setitem(sys.modules, f"eaas.ops.chaos.{name}", module)
     server.script = "say:20"
     report, code = report_of(
         server, tmp_path, "--rate", "100", "--requests", "80", "--chaos", "kill.toml", "--warmup", "10ms"
@@ -187,9 +187,9 @@ def test_a_plan_that_breaks_off_is_told_and_ends_with_1(
         raise ConnectionError("no gateway")
 
     for name, words in (("plan", {"read_plan": str}), ("runner", {"run_plan": run_plan})):
-        module = ModuleType(f"eaas.chaos.{name}")
+        module = ModuleType(f"eaas.ops.chaos.{name}")
         vars(module).update(words)
-        monkeypatch.setitem(sys.modules, f"eaas.chaos.{name}", module)
+        monkeypatch.setitem(sys.modules, f"eaas.ops.chaos.{name}", module)
     server.script = "say:2"
     report, code = report_of(server, tmp_path, "--rate", "100", "--requests", "5", "--chaos", "x.toml")
     assert report["chaos"]["problem"] == "ConnectionError: no gateway"
@@ -227,7 +227,7 @@ def test_a_freeze_ends_with_the_load_however_that_ends(
         report = tmp_path / "report.json"
         words = ["--rate", "5", "--for", "100s", "--chaos", str(plan), "--json", str(report)]
         load = subprocess.Popen(
-            [sys.executable, "-m", "eaas.cli", "load", server.url, *words], stdout=subprocess.DEVNULL
+            [sys.executable, "-m", "eaas.ops.cli", "load", server.url, *words], stdout=subprocess.DEVNULL
         )
         try:
             until_state("T")
@@ -251,7 +251,7 @@ def test_a_router_that_is_gone_at_the_end_costs_its_rows_and_no_more_of_the_repo
             raise AdminUnreachable(f"No router answers at {admin}")
         return said.pop()
 
-    monkeypatch.setattr("eaas.load.session.expert_rows", expert_rows)
+    monkeypatch.setattr("eaas.ops.load.session.expert_rows", expert_rows)
     report, code = report_of(server, tmp_path, "--rate", "100", "--requests", "5", "--admin", "h:1")
     assert (report["summary"]["requests"], code) == (5, 0)
     assert (report["expert_rows"], report["expert_rows_note"]) == ([], "No router answers at h:1")
