@@ -24,8 +24,7 @@ from starlette.types import ASGIApp
 from eaas.gateway import protection
 from eaas.gateway.app import create_app
 from eaas.gateway.config import GatewayConfig
-from eaas.gateway.dashboard.board import Router
-from eaas.gateway.dashboard.sight import Sight
+from eaas.gateway.dashboard.history import ClusterSnapshot
 from eaas.gateway.gateway import Gateway
 from eaas.gateway.http_guard import Connection, RequestIds, WithoutPrefix
 from eaas.gateway.listening import ListenFailed, address_of, checked_address, listen
@@ -150,16 +149,15 @@ class RouterViews:
         status, routers = self._ask(rows=False)
         return status.view if status else self._client.view, routers
 
-    def sight(self) -> Sight:
+    def snapshot(self) -> ClusterSnapshot:
         """All that the router tells, for a view of the cluster. Blocks shortly."""
         status, routers = self._ask(rows=True)
-        states = tuple(Router(name=router.name, state=router.state) for router in routers)
         if status is None:
-            return Sight(view=self._client.view, heard=False, routers=states)
-        return Sight(
+            return ClusterSnapshot(view=self._client.view, heard=False, routers=tuple(routers))
+        return ClusterSnapshot(
             view=status.view,
             heard=True,
-            routers=states,
+            routers=tuple(routers),
             pools=status.pools,
             gone=status.gone,
             problem=status.problem,

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
+from eaas.ops.terminal import failing_on
 from router.roles import CA, CERT, KEY, ROLES, role_uri, server_name
 
 CA_FOLDER = "ca"
@@ -185,10 +184,6 @@ def certs(
 
       eaas certs ./certs --role gateway --host api.example.org --days 30
     """
-    try:
-        made = make_certs(folder, role or ROLES, name=name, hosts=host or (), days=days)
-    except CertsFailed as error:
-        Console(stderr=True).print("[bold red]eaas:[/]", escape(str(error)), highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from None
-    for at in made:
-        print(at)
+    with failing_on(CertsFailed):
+        for at in make_certs(folder, role or ROLES, name=name, hosts=host or (), days=days):
+            print(at)

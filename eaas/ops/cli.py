@@ -20,11 +20,12 @@ import typer
 from rich.console import Console
 
 from eaas.ops.certs import certs
-from eaas.ops.chaos.cli import DEFAULT_URL, chaos_app, fail
+from eaas.ops.chaos.cli import chaos_app
 from eaas.ops.keys import keys_app
 from eaas.ops.load.cli import load
 from eaas.ops.pool import pool
 from eaas.ops.roll_command import roll
+from eaas.ops.terminal import DEFAULT_URL, fail
 from eaas.ops.top.cli import top
 
 app = typer.Typer(
@@ -202,8 +203,7 @@ def serve(
     from eaas.cluster.process import StartFailed
     from eaas.cluster.state_dir import StateDirUnusable
     from eaas.gateway.keys import digest_of
-    from eaas.ops.prepare import prepare_model
-    from eaas.ops.starting import start_or_stop
+    from eaas.ops.starting import prepare_model, start_or_stop
     from router.tls import CredentialsInvalid
 
     config = cluster_config(
@@ -357,7 +357,8 @@ def status(
 
     Exits with 1 when the gateway can't be reached.
     """
-    from eaas.cluster.status import GatewayUnreachable, fetch_status, status_table
+    from eaas.cluster.status import GatewayUnreachable, fetch_status
+    from eaas.ops.status import status_table
 
     try:
         state = fetch_status(url)
@@ -505,7 +506,7 @@ def demo(
     """
     from eaas.cluster.process import StartFailed
     from eaas.ops.demo import run_demo
-    from eaas.ops.prepare import prepare_model
+    from eaas.ops.starting import prepare_model
 
     config = cluster_config(model, 4, 1, 2, 0, "127.0.0.1", "auto", "", "", 65536, 30.0, 0, "shm")
     prepare_model(config.model, config.dtype)

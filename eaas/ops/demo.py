@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-import http.client
+import asyncio
 import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from random import Random
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -18,28 +16,12 @@ from rich.table import Table
 from eaas.cluster.config import ClusterConfig
 from eaas.cluster.local import LocalCluster
 from eaas.cluster.status import fetch_status
+from eaas.ops.load.client import Client, Endpoint
+from eaas.ops.load.record import StreamRecord
 
 PROMPT = "ROMEO:\n"
 REPLACEMENT_LIMIT_S = 30.0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Stream:
-    """What one client saw: the chunks' texts and when each arrived (monotonic seconds)."""
-
-    texts: tuple[str, ...]
-    times_s: tuple[float, ...]
-
-    @property
-    def text(self) -> str:
-        """The whole completion."""
-        return "".join(self.texts)
-
-    @property
-    def longest_gap_ms(self) -> float:
-        """Longest silence between two chunks."""
-        pairs = zip(self.times_s, self.times_s[1:], strict=False)
-        return max((later - earlier for earlier, later in pairs), default=0.0) * 1e3
+_LIMIT_S = 120.0
 
 
 def run_demo(config: ClusterConfig, *, tokens: int, seed: int, console: Console) -> bool:
@@ -53,75 +35,54 @@ def run_demo(config: ClusterConfig, *, tokens: int, seed: int, console: Console)
         console.print(
             f"{config.experts} expert servers, each expert on {config.replicas}; the text without a fault:\n"
         )
-        calm = complete(cluster, config.served_name, tokens, lambda _: None)
+        calm = asyncio.run(complete(cluster.url, config.served_name, tokens))
         console.print(calm.text, style="dim", markup=False, highlight=False)
-        killed: dict[str, Any] = {}
+        members = fetch_status(cluster.url)["members"]
+        victim = next(member for member in members if member["name"].startswith("expert/"))
+        killed_s, killed_at = 0.0, 0
 
-        def kill_midway(index: int) -> None:
-            if index == kill_at:
-                victim = next(
-                    m for m in fetch_status(cluster.url)["members"] if m["name"].startswith("expert/")
-                )
-                os.kill(victim["pid"], signal.SIGKILL)
-                killed.update(name=victim["name"], at_s=time.monotonic())
+        def kill(pieces: int) -> None:
+            nonlocal killed_s, killed_at
+            os.kill(victim["pid"], signal.SIGKILL)
+            killed_s, killed_at = time.monotonic(), pieces
 
         console.print(f"\nThe same again, with one server killed (SIGKILL) after {kill_at} tokens:\n")
-        struck = complete(cluster, config.served_name, tokens, kill_midway)
-        at = len("".join(struck.texts[: kill_at + 1]))
-        console.print(struck.text[:at], end="", markup=False, highlight=False)
-        console.print(f"[bold red]<{killed['name']} killed>[/]", end="", highlight=False)
-        console.print(struck.text[at:], markup=False, highlight=False)
-        replacement_s = _wait_whole(cluster, config, killed["name"]) - killed["at_s"]
-    same = calm.texts == struck.texts
+        killed = asyncio.run(complete(cluster.url, config.served_name, tokens, kill_at, kill))
+        at = len("".join(killed.pieces[:killed_at]))
+        console.print(killed.text[:at], end="", markup=False, highlight=False)
+        console.print(f"[bold red]<{victim['name']} killed>[/]", end="", highlight=False)
+        console.print(killed.text[at:], markup=False, highlight=False)
+        replacement_s = _wait_whole(cluster, config, victim["name"]) - killed_s
+    same = calm.pieces == killed.pieces
     table = Table(show_header=False)
     table.add_row("tokens", str(tokens))
     table.add_row("equal, token for token", "[green]yes[/]" if same else "[red]NO[/]")
-    table.add_row("longest gap without a fault", f"{calm.longest_gap_ms:.1f} ms")
-    table.add_row("longest gap with the kill (the stall)", f"{struck.longest_gap_ms:.1f} ms")
+    table.add_row("longest gap without a fault", f"{1e3 * max(calm.gaps_s, default=0.0):.1f} ms")
+    table.add_row("longest gap with the kill (the stall)", f"{1e3 * max(killed.gaps_s, default=0.0):.1f} ms")
     table.add_row("all servers and replicas back after", f"{replacement_s:.2f} s")
     console.print(table)
     return same
 
 
-def complete(cluster: LocalCluster, model: str, tokens: int, on_token: Callable[[int], None]) -> Stream:
-    """Stream one greedy completion of exactly `tokens` tokens; `on_token` is called with each chunk's number."""
-    texts, times_s = [], []
-    body = {
-        "model": model,
-        "prompt": PROMPT,
-        "max_tokens": tokens,
-        "temperature": 0,
-        "stream": True,
-        "ignore_eos": True,
-    }
-    for index, event in enumerate(_events(cluster.url, body)):
-        texts.append(event["choices"][0]["text"])
-        times_s.append(time.monotonic())
-        on_token(index)
-    return Stream(texts=tuple(texts), times_s=tuple(times_s))
+async def complete(
+    url: str, model: str, tokens: int, after: int = 0, act: Callable[[int], None] = lambda pieces: None
+) -> StreamRecord:
+    """Stream one greedy completion of exactly `tokens` tokens; call `act` when more than `after` pieces have come.
 
-
-def _events(url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=120)
-    try:
-        connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
-        response = connection.getresponse()
-        if response.status != 200:
-            raise RuntimeError(
-                f"The gateway answered {response.status}: {response.read().decode(errors='replace')}"
-            )
-        for line in response:
-            data = line.decode().removeprefix("data:").strip()
-            if data == "[DONE]":
-                return
-            if data:
-                event = json.loads(data)
-                if "error" in event:
-                    raise RuntimeError(f"The stream ended with an error: {event['error']['message']}")
-                yield event
-        raise RuntimeError("The stream ended without [DONE].")
-    finally:
-        connection.close()
+    Raises:
+        RuntimeError: the stream failed.
+    """
+    asked = {"model": model, "prompt": PROMPT, "max_tokens": tokens, "temperature": 0, "stream": True}
+    client, record = Client(Endpoint.of_url(url), _LIMIT_S), StreamRecord(prompt=0, planned_s=0.0)
+    stream = asyncio.create_task(client.stream(json.dumps(asked | {"ignore_eos": True}).encode(), record))
+    while client.pieces <= after and not stream.done():
+        await asyncio.sleep(0.001)
+    act(len(record.pieces))
+    await stream
+    client.close()
+    if record.failed:
+        raise RuntimeError(f"The stream failed: {record.error}")
+    return record
 
 
 def _wait_whole(cluster: LocalCluster, config: ClusterConfig, lost: str) -> float:

@@ -15,6 +15,7 @@ from typing import Any
 
 from rich.table import Table
 
+from eaas.ops.terminal import table
 from p2p.cuda_driver import CudaDriver, DeviceFacts
 from p2p.endpoint import P2PError
 from p2p.trial import Trial, try_out
@@ -27,7 +28,7 @@ _SHARING = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
     """One thing looked at: whether it can be used, what was found, and whether serving needs it."""
 
@@ -51,16 +52,11 @@ def _host() -> list[Finding]:
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     linux = platform.system() == "Linux"
     return [
-        Finding(what="operating system", usable=linux, found=platform.platform(), required=True),
-        Finding(what="python", usable=True, found=platform.python_version(), required=True),
-        Finding(
-            what="CPU cores",
-            usable=bool(cores),
-            found=f"{len(cores)}: {', '.join(map(str, cores))}",
-            required=True,
-        ),
-        Finding(what="other work", usable=True, found=_other_work(len(cores)), required=False),
-        Finding(what="memory", usable=True, found=f"{memory_bytes / 2**30:.1f} GiB", required=True),
+        Finding("operating system", linux, platform.platform(), required=True),
+        Finding("python", True, platform.python_version(), required=True),
+        Finding("CPU cores", bool(cores), f"{len(cores)}: {', '.join(map(str, cores))}", required=True),
+        Finding("other work", True, _other_work(len(cores))),
+        Finding("memory", True, f"{memory_bytes / 2**30:.1f} GiB", required=True),
     ]
 
 
@@ -75,25 +71,20 @@ def _native() -> list[Finding]:
     compiler = next((path for name in ("g++", "clang++", "c++") if (path := shutil.which(name))), None)
     findings = [
         Finding(
-            what="C++ compiler",
-            usable=bool(compiler),
-            found=compiler or "none: install g++ 12 or later, then `make setup`",
+            "C++ compiler", bool(compiler), compiler or "none: install g++ 12 or later, then `make setup`"
         )
     ]
     for package in ("p2p", "experts", "eaas"):
         module = importlib.import_module(f"{package}.native")
         try:
             module.load()
-            findings.append(Finding(what=f"native library of {package}", usable=True, found="loaded"))
+            findings.append(Finding(f"native library of {package}", True, "loaded"))
         except (OSError, RuntimeError) as error:
-            findings.append(Finding(what=f"native library of {package}", usable=False, found=str(error)))
+            findings.append(Finding(f"native library of {package}", False, str(error)))
     from experts.kernels import numerics_class
     from experts.model import Dtype
 
-    classes = [
-        Finding(what=f"numerics class, {dtype.label}", usable=True, found=numerics_class(dtype))
-        for dtype in Dtype
-    ]
+    classes = [Finding(f"numerics class, {dtype.label}", True, numerics_class(dtype)) for dtype in Dtype]
     return findings + classes
 
 
@@ -109,11 +100,11 @@ def _transports() -> list[Finding]:
     return [
         *findings,
         Finding(
-            what="RDMA adapters",
-            usable=bool(adapters),
-            found=", ".join(adapters) or "none in /sys/class/infiniband: between hosts nixl goes over TCP",
+            "RDMA adapters",
+            bool(adapters),
+            ", ".join(adapters) or "none in /sys/class/infiniband: between hosts nixl goes over TCP",
         ),
-        Finding(what="transport sim (tests)", usable=True, found="always"),
+        Finding("transport sim (tests)", True, "always"),
     ]
 
 
@@ -122,7 +113,7 @@ def _tried(what: str, trial: Trial, required: bool = False) -> Finding:
         f"{trial.round_trip_us:.0f} us for 4 KiB there and back, {trial.bandwidth_bytes_per_s / 1e9:.1f} GB/s"
         ", within this host, from Python"
     )
-    return Finding(what=what, usable=trial.usable, found=trial.problem or measured, required=required)
+    return Finding(what, trial.usable, trial.problem or measured, required=required)
 
 
 def _rails(folder: Path = Path("/sys/class/net")) -> list[str]:
@@ -150,8 +141,8 @@ def _gpus() -> list[Finding]:
         driver = CudaDriver.load()
         version, gpus = driver.version, driver.devices()
     except P2PError as error:
-        return [Finding(what="GPU", usable=False, found=str(error))]
-    findings = [Finding(what="GPU driver", usable=True, found=f"for CUDA {version[0]}.{version[1]}")]
+        return [Finding("GPU", False, str(error))]
+    findings = [Finding("GPU driver", True, f"for CUDA {version[0]}.{version[1]}")]
     for gpu in gpus:
         findings.append(_gpu(gpu))
         for way, reach in (("cuda", "one host"), ("nixl@cuda", "between hosts")):
@@ -173,7 +164,7 @@ def _gpu(gpu: DeviceFacts) -> Finding:
     if gpu.exclusive:
         found += "; for one process at a time: `nvidia-smi -c DEFAULT` lets in several, as serving needs"
     usable = gpu.capability >= _LEAST_CAPABILITY and gpu.exports_fds and not gpu.exclusive
-    return Finding(what=f"GPU {gpu.ordinal}", usable=usable, found=found)
+    return Finding(f"GPU {gpu.ordinal}", usable, found)
 
 
 def _mps(gpus: Sequence[DeviceFacts]) -> Finding:
@@ -184,15 +175,15 @@ def _mps(gpus: Sequence[DeviceFacts]) -> Finding:
         else "not running: processes on one GPU take turns, and a kernel that waits for another process waits for its "
         "turn; `nvidia-cuda-mps-control -d` before they start lets them run at once"
     )
-    return Finding(what="MPS (several processes on one GPU at once)", usable=bool(shared), found=found)
+    return Finding("MPS (several processes on one GPU at once)", bool(shared), found)
 
 
 def _triton() -> Finding:
     try:
-        return Finding(what="triton (GPU kernels)", usable=True, found=importlib.metadata.version("triton"))
+        return Finding("triton (GPU kernels)", True, importlib.metadata.version("triton"))
     except importlib.metadata.PackageNotFoundError:
         why = "not installed: pip install 'triton>=3.6'; needed to serve on a GPU"
-        return Finding(what="triton (GPU kernels)", usable=False, found=why)
+        return Finding("triton (GPU kernels)", False, why)
 
 
 def _torch() -> Finding:
@@ -200,30 +191,20 @@ def _torch() -> Finding:
     what = "torch for CUDA"
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
-        return Finding(
-            what=what, usable=False, found="no torch: pip install 'torch>=2.11'; needed to serve on a GPU"
-        )
+        return Finding(what, False, "no torch: pip install 'torch>=2.11'; needed to serve on a GPU")
     stated = (Path(spec.origin).parent / "version.py").read_text()
     built = dict(re.findall(r"^(__version__|cuda)\b[^=]*= *'([^']*)'", stated, re.MULTILINE))
     version = built.get("__version__", "of an unknown version")
     if "cuda" not in built:
         why = f"{version} is built without CUDA: pip install 'torch>=2.11' from an index with CUDA builds"
-        return Finding(what=what, usable=False, found=f"{why}; needed to serve on a GPU")
-    return Finding(what=what, usable=True, found=f"{version}, for CUDA {built['cuda']}")
+        return Finding(what, False, f"{why}; needed to serve on a GPU")
+    return Finding(what, True, f"{version}, for CUDA {built['cuda']}")
 
 
 def report_table(findings: Sequence[Finding]) -> Table:
     """Findings as a table: usable, missing, or missing and needed."""
-    table = Table()
-    for heading in ("", "what", "found"):
-        table.add_column(heading)
-    for finding in findings:
-        mark = (
-            "[green]yes[/]"
-            if finding.usable
-            else "[bold red]needed[/]"
-            if finding.required
-            else "[yellow]no[/]"
-        )
-        table.add_row(mark, finding.what, finding.found)
-    return table
+    marks = {True: "[bold red]needed[/]", False: "[yellow]no[/]"}
+    return table(
+        ("", "what", "found"),
+        (("[green]yes[/]" if f.usable else marks[f.required], f.what, f.found) for f in findings),
+    )

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from eaas.gateway.keys import MOST_KEYS, Key, KeysInvalid, digest_of, editing, new_key, read_keys
+from eaas.ops.terminal import console, failing_on, table
 
 keys_app = typer.Typer(
     no_args_is_help=True,
@@ -25,13 +21,7 @@ keys_app = typer.Typer(
 _File = Annotated[Path, typer.Argument(help="Keys file; `new` creates it.")]
 
 
-@contextlib.contextmanager
-def _said() -> Iterator[None]:
-    try:
-        yield
-    except (KeysInvalid, OSError, msgspec.ValidationError) as error:
-        Console(stderr=True).print("[bold red]eaas:[/]", escape(str(error)), highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from None
+_REFUSED = (KeysInvalid, OSError, msgspec.ValidationError)
 
 
 @keys_app.command("new")
@@ -60,7 +50,7 @@ def new(
     expires = (
         datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days) if days is not None else None
     )
-    with _said():
+    with failing_on(*_REFUSED):
         entry = msgspec.convert(
             {
                 "name": name,
@@ -82,22 +72,22 @@ def new(
 @keys_app.command("list")
 def list_keys(file: _File) -> None:
     """Show whose keys there are, by name and the first digits of each hash; never a key."""
-    with _said():
+    with failing_on(*_REFUSED):
         keys = read_keys(file)
-    table = Table()
-    for heading in ("name", "hash", "may", "requests/min", "tokens/min", "expires"):
-        table.add_column(heading)
-    for key in keys:
-        expires = key.expires.isoformat(timespec="minutes") if key.expires else "never"
-        table.add_row(
+    now_s = datetime.datetime.now(datetime.UTC).timestamp()
+    rows = [
+        (
             key.name,
             key.sha256[:12],
             "ask, operate" if key.operator else "ask",
             str(key.requests_per_minute or "no bound"),
             str(key.tokens_per_minute or "no bound"),
-            expires + (" (expired)" if key.expired(datetime.datetime.now(datetime.UTC).timestamp()) else ""),
+            (key.expires.isoformat(timespec="minutes") if key.expires else "never")
+            + (" (expired)" if key.expired(now_s) else ""),
         )
-    Console().print(table)
+        for key in keys
+    ]
+    console.print(table(("name", "hash", "may", "requests/min", "tokens/min", "expires"), rows))
 
 
 @keys_app.command("revoke")
@@ -106,7 +96,7 @@ def revoke(
     which: Annotated[str, typer.Argument(help="A name: all its keys; or the first digits of one hash.")],
 ) -> None:
     """Take keys away: the gateway refuses them within two seconds."""
-    with _said(), editing(file) as keys:
+    with failing_on(*_REFUSED), editing(file) as keys:
         gone = [key for key in keys if key.name == which]
         if not gone and len(which) >= 8:
             gone = [key for key in keys if key.sha256.startswith(which)]

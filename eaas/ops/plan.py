@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from collections.abc import Callable
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from rich.table import Table
 from eaas.model.families import spec_of
 from eaas.model.resolve import resolve_model
 from eaas.ops.planner import KNOWN, Fleet, Hardware, Plan, Work
+from eaas.ops.terminal import table
 
 _CONFIG_LIMIT_BYTES = 16 << 20
 
@@ -70,7 +72,14 @@ def read_hardware(name: str) -> Hardware:
 
 def as_dict(plan: Plan) -> dict[str, Any]:
     """The plan for --json."""
-    return asdict(plan)
+    return {
+        **asdict(plan),
+        **{
+            kind: asdict(fleet) | {"tokens_per_s": fleet.tokens_per_s, "per_price": fleet.per_price}
+            for kind, fleet in (("disaggregated", plan.disaggregated), ("monolithic", plan.monolithic))
+            if fleet is not None
+        },
+    }
 
 
 def verdict(plan: Plan) -> str:
@@ -91,29 +100,21 @@ def verdict(plan: Plan) -> str:
 
 def plan_table(plan: Plan) -> Table:
     """Both fleets beside each other."""
-    table = Table()
-    for heading in ("", "disaggregated", "monolithic"):
-        table.add_column(heading)
-
-    def row(title: str, show: Any) -> None:
-        table.add_row(title, *(_none_or(show, fleet) for fleet in (plan.disaggregated, plan.monolithic)))
-
-    row("devices", _devices)
-    row("sequences of each worker", lambda fleet: f"{fleet.batch:,}")
-    row("time for a token", lambda fleet: f"{fleet.tpot_s * 1e3:.1f} ms")
-    row("tokens/s", lambda fleet: f"{fleet.tokens_per_s:,.0f}")
-    row("tokens/s for a unit of price", lambda fleet: f"{fleet.per_price:,.1f}")
-    row("attention devices busy", lambda fleet: f"{fleet.attention_busy:.0%}")
-    row("expert devices busy", lambda fleet: f"{fleet.experts_busy:.0%}")
-    row("network and hand-over of a step", lambda fleet: f"{fleet.network_s * 1e3:.1f} ms")
-    return table
-
-
-def _devices(fleet: Fleet) -> str:
-    if not fleet.servers:
-        return str(fleet.workers)
-    return f"{fleet.workers} + {fleet.servers} expert servers"
-
-
-def _none_or(show: Any, fleet: Fleet | None) -> str:
-    return "cannot" if fleet is None else show(fleet)
+    fleets = (plan.disaggregated, plan.monolithic)
+    rows: list[tuple[str, Callable[[Fleet], str]]] = [
+        (
+            "devices",
+            lambda f: f"{f.workers} + {f.servers} expert servers" if f.servers else str(f.workers),
+        ),
+        ("sequences of each worker", lambda f: f"{f.batch:,}"),
+        ("time for a token", lambda f: f"{f.tpot_s * 1e3:.1f} ms"),
+        ("tokens/s", lambda f: f"{f.tokens_per_s:,.0f}"),
+        ("tokens/s for a unit of price", lambda f: f"{f.per_price:,.1f}"),
+        ("attention devices busy", lambda f: f"{f.attention_busy:.0%}"),
+        ("expert devices busy", lambda f: f"{f.experts_busy:.0%}"),
+        ("network and hand-over of a step", lambda f: f"{f.network_s * 1e3:.1f} ms"),
+    ]
+    return table(
+        ("", "disaggregated", "monolithic"),
+        ([title, *("cannot" if fleet is None else show(fleet) for fleet in fleets)] for title, show in rows),
+    )

@@ -73,40 +73,19 @@ class Hardware:
 # Dense bf16 peaks and memory from the makers' data sheets; network: one 400 Gb/s port each (A100: 200). The hand-over
 # is an assumption: 10 us there and back for one-sided writes between GPUs.
 KNOWN = {
-    device.name: device
-    for device in (
-        Hardware(
-            name="a100",
-            bytes_per_s=2.04e12,
-            flops_per_s=312e12,
-            memory_bytes=80e9,
-            link_bytes_per_s=25e9,
-            handover_s=10e-6,
-        ),
-        Hardware(
-            name="h100",
-            bytes_per_s=3.35e12,
-            flops_per_s=989e12,
-            memory_bytes=80e9,
-            link_bytes_per_s=50e9,
-            handover_s=10e-6,
-        ),
-        Hardware(
-            name="h200",
-            bytes_per_s=4.8e12,
-            flops_per_s=989e12,
-            memory_bytes=141e9,
-            link_bytes_per_s=50e9,
-            handover_s=10e-6,
-        ),
-        Hardware(
-            name="h20",
-            bytes_per_s=4.0e12,
-            flops_per_s=148e12,
-            memory_bytes=96e9,
-            link_bytes_per_s=50e9,
-            handover_s=10e-6,
-        ),
+    name: Hardware(
+        name=name,
+        bytes_per_s=terabytes_per_s * 1e12,
+        flops_per_s=teraflops * 1e12,
+        memory_bytes=gigabytes * 1e9,
+        link_bytes_per_s=link * 1e9,
+        handover_s=10e-6,
+    )
+    for name, terabytes_per_s, teraflops, gigabytes, link in (
+        ("a100", 2.04, 312, 80, 25),
+        ("h100", 3.35, 989, 80, 50),
+        ("h200", 4.8, 989, 141, 50),
+        ("h20", 4.0, 148, 96, 50),
     )
 }
 
@@ -203,7 +182,7 @@ class Fleet:
     """One predicted fleet. servers 0: monolithic.
 
     Attributes:
-        batch: Sequences of each worker. tokens_per_s: Of all. per_price: The same for one unit of price.
+        batch: Sequences of each worker. price: Of all devices.
         attention_busy, experts_busy: Shares of time that the devices of either kind compute or read. network_s: Of a
             step, whether or not it is hidden.
     """
@@ -212,8 +191,7 @@ class Fleet:
     servers: int
     batch: int
     tpot_s: float
-    tokens_per_s: float
-    per_price: float
+    price: float
     attention_busy: float
     experts_busy: float
     network_s: float
@@ -222,6 +200,16 @@ class Fleet:
     def devices(self) -> int:
         """Processes in all."""
         return self.workers + self.servers
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all workers."""
+        return self.workers * self.batch / self.tpot_s
+
+    @property
+    def per_price(self) -> float:
+        """Tokens per second for one unit of price."""
+        return self.tokens_per_s / self.price
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,21 +251,11 @@ def plan(work: Work, attention: Hardware, expert: Hardware, task: Task) -> Plan:
     if split is None and whole is None:
         raise PlanInfeasible(_obstacle(work, attention, expert, task))
     if whole is None:
-        return Plan(
-            disaggregated=split,
-            monolithic=None,
-            gain=math.inf,
-            pays=True,
-            why="no monolithic fleet of that size fits the model in memory and meets the time for a token",
-        )
+        why = "no monolithic fleet of that size fits the model in memory and meets the time for a token"
+        return Plan(disaggregated=split, monolithic=None, gain=math.inf, pays=True, why=why)
     if split is None:
-        return Plan(
-            disaggregated=None,
-            monolithic=whole,
-            gain=-1.0,
-            pays=False,
-            why=_obstacle(work, attention, expert, task),
-        )
+        why = _obstacle(work, attention, expert, task)
+        return Plan(disaggregated=None, monolithic=whole, gain=-1.0, pays=False, why=why)
     gain = split.per_price / whole.per_price - 1
     if gain > MARGIN:
         why = "experts read their weights for the rows of all workers, and workers keep their memory for sequences"
@@ -320,16 +298,15 @@ def disaggregated(
         step_s = max(waves * dense_s, dense_s + network_s + together_s, waves * together_s)
         layer_s = min(free_s, IN_STEP * step_s)
         served_s = workers * alone_s if layer_s == free_s else together_s
-        return _fleet(
-            work,
+        return Fleet(
             workers=workers,
             servers=servers,
             batch=batch,
-            layer_s=layer_s,
+            tpot_s=layer_s * work.layers,
+            price=workers * attention.price + servers * expert.price,
             attention_busy=waves * dense_s / layer_s,
             experts_busy=min(1.0, waves * served_s / layer_s),
             network_s=waves * network_s * work.layers,
-            price=workers * attention.price + servers * expert.price,
         )
 
     room = attention.memory_bytes - work.dense_bytes
@@ -350,16 +327,15 @@ def monolithic(work: Work, device: Hardware, task: Task, count: int) -> Fleet | 
             # Every device adds up what it computed of a token and sends one row back, as wide as the one it got.
             network_s = part * distinct * work.row_bytes / device.link_bytes_per_s + device.handover_s
         layer_s = max(waves * (dense_s + pass_s), dense_s + pass_s + network_s)
-        return _fleet(
-            work,
+        return Fleet(
             workers=count,
             servers=0,
             batch=batch,
-            layer_s=layer_s,
+            tpot_s=layer_s * work.layers,
+            price=count * device.price,
             attention_busy=waves * dense_s / layer_s,
             experts_busy=waves * pass_s / layer_s,
             network_s=waves * network_s * work.layers,
-            price=count * device.price,
         )
 
     return _largest(fleet, work, task, device.memory_bytes - work.dense_bytes - experts_bytes)
@@ -377,33 +353,6 @@ def _pass_s(work: Work, device: Hardware, task: Task, tokens: float, servers: in
     share = task.imbalance / servers if servers > 1 else 1.0
     nbytes = work.chosen(tokens) * work.expert_bytes * share
     return device.seconds(nbytes, tokens * work.top_k * work.expert_flops * share)
-
-
-def _fleet(
-    work: Work,
-    *,
-    workers: int,
-    servers: int,
-    batch: int,
-    layer_s: float,
-    attention_busy: float,
-    experts_busy: float,
-    network_s: float,
-    price: float,
-) -> Fleet:
-    tpot_s = layer_s * work.layers
-    tokens_per_s = workers * batch / tpot_s
-    return Fleet(
-        workers=workers,
-        servers=servers,
-        batch=batch,
-        tpot_s=tpot_s,
-        tokens_per_s=tokens_per_s,
-        per_price=tokens_per_s / price,
-        attention_busy=attention_busy,
-        experts_busy=experts_busy,
-        network_s=network_s,
-    )
 
 
 def _largest(fleet: Callable[[int], Fleet], work: Work, task: Task, room_bytes: float) -> Fleet | None:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
+
+from eaas.ops.terminal import console, failing_on
 
 
 def pool(
@@ -52,8 +52,8 @@ def pool(
     from p2p.cores import named_cores
     from router.view import CLIENT
 
-    console, errors = Console(), Console(stderr=True)
-    try:
+    refused = (ModelNotFound, StartFailed, StateDirUnusable, ValueError)
+    with failing_on(*PACK_ERRORS, *refused):
         folder = resolve_model(model)
         config = ClusterConfig(
             model=folder,
@@ -90,6 +90,3 @@ def pool(
                 stop.wait()
         finally:
             cluster.stop()
-    except (*PACK_ERRORS, ModelNotFound, StartFailed, StateDirUnusable, ValueError) as error:
-        errors.print("[bold red]eaas:[/]", escape(str(error)), highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from None

@@ -1,13 +1,14 @@
-"""The verb `eaas roll`; what it does is in eaas.ops.roll, which is loaded when it runs."""
+"""The verb `eaas roll`; what it does is in roll.py, which is loaded when it runs."""
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
+
+from eaas.ops.terminal import DEFAULT_URL, RouterAddress, Url, console, failing_on
 
 
 def roll(
@@ -21,15 +22,11 @@ def roll(
     drain_s: Annotated[
         float, typer.Option(min=1, help="Longest wait for a process that goes to finish what runs on it.")
     ] = 30.0,
-    router: Annotated[
-        str, typer.Option(help="HOST:PORT of the router; default: what the gateway says.")
-    ] = "",
+    router: RouterAddress = "",
     tls_dir: Annotated[
         Path | None, typer.Option(help="As `eaas serve` got it: a folder with one of each role.")
     ] = None,
-    url: Annotated[
-        str, typer.Option(help="Address of the gateway, as `eaas serve` prints it.")
-    ] = "http://127.0.0.1:8000",
+    url: Url = DEFAULT_URL,
 ) -> None:
     """Replace the processes of a running cluster one after another, as an upgrade does; requests go on meanwhile.
 
@@ -41,25 +38,17 @@ def roll(
 
       eaas roll expert attention --drain-s 10
     """
+    # Here, so that `eaas --help` answers at once.
     from eaas.cluster.status import GatewayUnreachable, RouterUnknown, router_address
     from eaas.ops.roll import ROLES, Roll, RollFailed
     from eaas.ops.scale import operator_credentials
     from router.client import RouterClient, RouterUnavailable, ScaleRefused
     from router.tls import CredentialsInvalid
 
-    console, errors = Console(), Console(stderr=True)
     wrong = [pool for pool in pools or () if pool not in ROLES]
-    try:
+    refused = (RollFailed, RouterUnknown, RouterUnavailable, ScaleRefused)
+    with failing_on(CredentialsInvalid, GatewayUnreachable, *refused):
         if wrong:
             raise RollFailed(f"{wrong[0]!r} is no pool; give some of {', '.join(ROLES)}, or none for all.")
-        client = RouterClient(router or router_address(url), operator_credentials(tls_dir))
-        try:
+        with closing(RouterClient(router or router_address(url), operator_credentials(tls_dir))) as client:
             Roll(url, client, wait_s=wait_s, drain_s=drain_s, show=console.out).roll(pools or ROLES)
-        finally:
-            client.close()
-    except (
-        *(CredentialsInvalid, GatewayUnreachable, RollFailed),
-        *(RouterUnknown, RouterUnavailable, ScaleRefused),
-    ) as error:
-        errors.print("[bold red]eaas:[/]", escape(str(error)), highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from None

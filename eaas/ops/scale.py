@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.table import Table
 
+from eaas.ops.terminal import table
 from router.client import RouterClient
 from router.pools import PoolSize
 from router.roles import OPERATOR
@@ -33,10 +34,16 @@ def wait_for_size(client: RouterClient, pool: str, wait_s: float) -> PoolSize:
 
 def pools_table(pools: Mapping[str, PoolSize]) -> Table:
     """One line for each pool."""
-    table = Table()
-    for heading in ("pool", "wanted", "live", "starting", "draining", "bounds", "held up"):
-        table.add_column(heading, justify="left" if heading in ("pool", "bounds", "held up") else "right")
-    for name, size in pools.items():
-        numbers = (size.wanted, size.live, size.starting, size.draining)
-        table.add_row(name, *map(str, numbers), f"{size.least} to {size.most}", size.held_up)
-    return table
+    head = ("pool", "wanted", "live", "starting", "draining", "bounds", "held up")
+    return table(
+        head,
+        (
+            (
+                name,
+                *map(str, (size.wanted, size.live, size.starting, size.draining)),
+                f"{size.least} to {size.most}",
+                size.held_up,
+            )
+            for name, size in pools.items()
+        ),
+    )

@@ -1,4 +1,4 @@
-"""What verbs that start a cluster do first: pack its experts, and wait until it runs or Ctrl-C comes."""
+"""What verbs that start a cluster do first: look at the model, pack its experts, wait until it runs or Ctrl-C comes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from pathlib import Path
 
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
+from eaas import native
 from eaas.cluster.local import LocalCluster
 from eaas.cluster.process import StartFailed
+from eaas.model.families import spec_of
+from eaas.model.tokenizer import Tokenizer, TokenizerInvalid
+from eaas.ops.terminal import failing_on
 from experts.checkpoint import Checkpoint, CheckpointInvalid
 from experts.model import ConfigInvalid, Dtype, ExpertShape
 from experts.native import IsaUnavailable
@@ -35,6 +39,18 @@ def pack_experts(model: Path, dtype: str) -> ExpertShape:
             progress=lambda done, total: progress.update(task, completed=done, total=total),
         )
     return shape
+
+
+def prepare_model(model: Path, dtype: str) -> None:
+    """Find what is wrong with a model before any process starts, and pack its experts once, with a progress bar, so
+    that every expert server of the host maps the same file.
+    """
+    with failing_on(*PACK_ERRORS, TokenizerInvalid):
+        # Here too, though others compute: their warnings go to logs that nobody has open.
+        native.load_or_none()
+        spec_of(Checkpoint.open(model).config)
+        Tokenizer.load(model)
+        pack_experts(model, dtype)
 
 
 def start_or_stop(cluster: LocalCluster, stop: threading.Event) -> None:

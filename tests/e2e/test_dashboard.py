@@ -151,7 +151,7 @@ def is_picture(path: Path) -> bool:
 
 
 @needs_browser
-def test_pictures_of_a_kill_show_the_loss_who_took_over_and_the_heir(
+def test_pictures_of_a_kill_show_the_loss_who_took_over_and_the_replacement(
     watched: LocalCluster, page: chromium.Page, tmp_path: Path
 ) -> None:
     url = watched.url
@@ -193,8 +193,8 @@ def test_pictures_of_a_kill_show_the_loss_who_took_over_and_the_heir(
             await hold("calm", "document.querySelector('.bar.whole') !== null", "● WHOLE")
             victim = await asyncio.to_thread(kill_one, url)
             await hold("lost", LOST, f"✕ {victim} lost")
-            heir = f"serves in place of {victim}"
-            await hold("replaced", f"document.body.innerText.includes('{heir}')", heir)
+            replaced = f"serves in place of {victim}"
+            await hold("replaced", f"document.body.innerText.includes('{replaced}')", replaced)
             await drawn(app, pilot, "● WHOLE")
             await asyncio.to_thread(page.until, "document.querySelector('.bar.whole') !== null", 60)
 
@@ -270,7 +270,7 @@ def test_the_page_says_that_it_has_no_news_and_comes_back_by_itself(
         assert page.run("document.querySelector('.bar.whole') === null"), "silence is shown as health"
     finally:
         os.kill(pid, signal.SIGKILL)
-    page.until("!trouble && board.traffic.name !== " + json.dumps(name), 90)
+    page.until("!trouble && board.gateway.name !== " + json.dumps(name), 90)
     page.until("!document.body.classList.contains('stale')")
     assert [text for text in page.problems() if "net::" not in text] == []
 

@@ -7,6 +7,7 @@ from random import Random
 
 import pytest
 
+from eaas.ops.chaos.inject import names_of
 from eaas.ops.chaos.plan import (
     Plan,
     PlanInvalid,
@@ -18,7 +19,6 @@ from eaas.ops.chaos.plan import (
     read_plan,
     seconds,
 )
-from eaas.ops.chaos.targets import names_of
 from router.faults import Fault
 
 MEMBERS = ["router/0", "gateway/1", "attention/1", "expert/2", "expert/10", "expert/3", "expert/4"]

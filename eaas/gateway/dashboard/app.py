@@ -5,17 +5,22 @@
                            then about once a second; a comment where there is nothing new, so that silence means a fault
 
 What happens is always written down, since that costs next to nothing; the router is asked only while somebody watches.
-A listener that reads slowly gets the newest board next, not those between.
+A listener that reads slowly gets the newest board next, not those between. The page is one document that needs nothing
+else, with a policy that lets it run only what is in it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import hashlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from functools import cache
+from importlib import resources
 from typing import Protocol
 
 import msgspec
@@ -26,14 +31,11 @@ from starlette.types import Receive, Scope, Send
 
 from eaas.gateway import errors
 from eaas.gateway.config import GatewayConfig
-from eaas.gateway.dashboard.board import WARN, Board, Happening, Heat
-from eaas.gateway.dashboard.compose import Own, board_of
+from eaas.gateway.dashboard import board as model
+from eaas.gateway.dashboard.board import WARN, Board, GatewayFacts, Happening, Heat, many
+from eaas.gateway.dashboard.compose import Past, Reading, board_of
 from eaas.gateway.dashboard.heat import Flow, heat_of
-from eaas.gateway.dashboard.history import History, follow, learn
-from eaas.gateway.dashboard.page import dashboard_page
-from eaas.gateway.dashboard.rates import Past, Reading
-from eaas.gateway.dashboard.sight import Sight
-from eaas.gateway.dashboard.words import many
+from eaas.gateway.dashboard.history import ClusterSnapshot, History, follow, learn
 from eaas.gateway.metrics import GatewayMetrics
 from eaas.gateway.served_model import ServedModel
 from eaas.gateway.worker_pool import WorkerPool
@@ -69,7 +71,7 @@ class Watched(Protocol):
 class Dashboard:
     """Everything on the event loop, but for the calls of `look`."""
 
-    def __init__(self, gateway: Watched, look: Callable[[], Sight]) -> None:
+    def __init__(self, gateway: Watched, look: Callable[[], ClusterSnapshot]) -> None:
         """Args: look: asks the router; blocks shortly, so it is called on another thread."""
         self._gateway = gateway
         self._look = look
@@ -77,7 +79,7 @@ class Dashboard:
         self._past = Past(ttft_bounds_s=metrics.ttft.bounds, itl_bounds_s=metrics.itl.bounds)
         self._history = History()
         self._flow = Flow()
-        self._sight = Sight(view=None, heard=False)
+        self._snapshot = ClusterSnapshot(view=None, heard=False)
         self._as_of_s: float | None = None
         self._looked_s = self._started_s = self._lost_s = time.monotonic()
         self._went_on = 0
@@ -176,33 +178,33 @@ class Dashboard:
         return bool(lost) and not lost[-1].reason and time.monotonic() - self._lost_s < 2 * TICK_S
 
     async def _compose(self) -> None:
-        sight = await asyncio.to_thread(self._look)
+        snapshot = await asyncio.to_thread(self._look)
         now_s, elapsed_s = time.monotonic(), time.monotonic() - self._looked_s
         self._looked_s = now_s
         # The pool's View may be newer than the answer, or the only one.
         view = self._gateway.pool.view
-        if sight.view is None or (view is not None and view.epoch > sight.view.epoch):
-            sight = replace(sight, view=view)
-        if sight.heard:
+        if snapshot.view is None or (view is not None and view.epoch > snapshot.view.epoch):
+            snapshot = replace(snapshot, view=view)
+        if snapshot.heard:
             self._as_of_s = time.time()
-        self._history = learn(self._history, sight, time.time())
+        self._history = learn(self._history, snapshot, time.time())
         # Of a large model this takes milliseconds, in which tokens must not wait.
         self._newest, self._flow = await asyncio.to_thread(
             _compose,
-            self._own(),
+            self._facts(),
             self._past,
             self._history,
-            sight,
-            self._flow.read(sight, now_s),
+            snapshot,
+            self._flow.read(snapshot, now_s),
             elapsed_s,
             self._as_of_s,
         )
         before, self._changed = self._changed, asyncio.Event()
         before.set()
 
-    def _own(self) -> Own:
+    def _facts(self) -> GatewayFacts:
         gateway = self._gateway
-        return Own(
+        return GatewayFacts(
             name=gateway.name,
             model=gateway.model.name,
             version=gateway.version,
@@ -280,19 +282,52 @@ def event_of(board: Board) -> bytes:
 
 
 def _compose(
-    own: Own,
+    own: GatewayFacts,
     past: Past,
     history: History,
-    sight: Sight,
+    snapshot: ClusterSnapshot,
     flow: Flow,
     elapsed_s: float,
     as_of_s: float | None,
 ) -> tuple[bytes, Flow]:
     now_s = time.time()
     heat = Heat(layers=0, experts=0, servers=(), hottest=0.0, balance=None)
-    if sight.view is not None:
-        heat, flow = heat_of(sight.view, flow, history, now_s, elapsed_s)
+    if snapshot.view is not None:
+        heat, flow = heat_of(snapshot.view, flow, history, now_s, elapsed_s)
     board = board_of(
-        own=own, past=past, history=history, sight=sight, heat=heat, now_s=now_s, as_of_s=as_of_s
+        own=own, past=past, history=history, snapshot=snapshot, heat=heat, now_s=now_s, as_of_s=as_of_s
     )
     return event_of(board), flow
+
+
+@cache
+def dashboard_page() -> tuple[bytes, dict[str, str]]:
+    """The document, and the headers that it goes with."""
+    glyphs = {
+        "VERDICTS": model.VERDICT_GLYPHS,
+        "MOODS": model.MOOD_GLYPHS,
+        "STATES": model.STATE_GLYPHS,
+        "MARKS": model.MARK_GLYPHS,
+    }
+    style = _read("dashboard.css")
+    script = _read("dashboard.js").replace("/*glyphs*/ {}", msgspec.json.encode(glyphs).decode())
+    page = _read("dashboard.html").replace("/*style*/", style).replace("/*script*/", script)
+    policy = (
+        "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; connect-src 'self'; "
+        f"img-src data:; style-src {_source(style)}; script-src {_source(script)}"
+    )
+    headers = {
+        "content-security-policy": policy,
+        "cache-control": "no-cache",
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+    }
+    return page.encode(), headers
+
+
+def _read(name: str) -> str:
+    return (resources.files(__package__ or "") / "page" / name).read_text(encoding="utf-8")
+
+
+def _source(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from eaas.gateway.dashboard.board import (
@@ -13,43 +13,135 @@ from eaas.gateway.dashboard.board import (
     WARN,
     WHOLE,
     Board,
+    Figure,
+    GatewayFacts,
     Heat,
-    Pool,
+    Point,
+    Rates,
     Reason,
-    Traffic,
     Worker,
+    ago,
+    listed,
+    many,
+    number,
+    seconds,
+    share,
 )
-from eaas.gateway.dashboard.history import History, copies
-from eaas.gateway.dashboard.rates import Past
-from eaas.gateway.dashboard.sight import Sight
-from eaas.gateway.dashboard.words import ago, listed, many
+from eaas.gateway.dashboard.history import ClusterSnapshot, History
+from eaas.gateway.status import copies
+from router.pools import PoolSize
 from router.view import ATTENTION, EXPERT, SERVING, SUSPECT, Member
 
 _SHOWN_HAPPENINGS = 100
+# Rates and latencies are of this long, or of what was seen: long enough for a percentile, short enough for a fault.
+WINDOW_S = 10.0
+# Curves show two minutes.
+MOST_POINTS = 120
+_MOST_READINGS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Own:
-    """What a gateway knows of itself. unready: why it can serve no request now; empty when it can."""
+class Reading:
+    """Counters at one moment; all only rise.
 
-    name: str
-    model: str
-    version: str
-    unready: str
-    running: int
-    waiting: int
+    at_s: monotonic. wall_s: since 1970. ended: choices that ended; good: of them, those within the targets. ttft, itl:
+    histogram counts, one for each bound and one above all.
+    """
+
+    at_s: float
+    wall_s: float
+    requests: int
+    failed: int
+    tokens: int
+    ended: int
+    good: int
     went_on: int
-    uptime_s: float
-    ttft_target_s: float
-    tpot_target_s: float
+    ttft: tuple[int, ...]
+    itl: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Past:
+    """The last readings, and a point for each second before."""
+
+    ttft_bounds_s: tuple[float, ...]
+    itl_bounds_s: tuple[float, ...]
+    readings: tuple[Reading, ...] = ()
+    points: tuple[Point, ...] = ()
+
+    def read(self, reading: Reading) -> Past:
+        """With one reading more; the oldest are forgotten."""
+        points = self.points
+        if self.readings and reading.at_s > self.readings[-1].at_s:
+            points = (*points, self._point(self.readings[-1], reading))[-MOST_POINTS:]
+        kept = [r for r in self.readings if reading.at_s - r.at_s <= WINDOW_S + 0.5]
+        return Past(
+            ttft_bounds_s=self.ttft_bounds_s,
+            itl_bounds_s=self.itl_bounds_s,
+            readings=(*kept, reading)[-_MOST_READINGS:],
+            points=points,
+        )
+
+    def rates(self) -> Rates:
+        """Of the window that ends with the newest reading."""
+        if len(self.readings) < 2:
+            return Rates()
+        old, new = self.readings[0], self.readings[-1]
+        window_s = new.at_s - old.at_s
+        ttft, itl = _change(old.ttft, new.ttft), _change(old.itl, new.itl)
+        return Rates(
+            window_s=window_s,
+            requests_per_s=(new.requests - old.requests) / window_s,
+            tokens_per_s=(new.tokens - old.tokens) / window_s,
+            ended_per_s=(new.ended - old.ended) / window_s,
+            good_per_s=(new.good - old.good) / window_s,
+            failed=new.failed - old.failed,
+            ttft_p50_s=quantile(self.ttft_bounds_s, ttft, 0.5),
+            ttft_p99_s=quantile(self.ttft_bounds_s, ttft, 0.99),
+            itl_p50_s=quantile(self.itl_bounds_s, itl, 0.5),
+            itl_p99_s=quantile(self.itl_bounds_s, itl, 0.99),
+        )
+
+    def _point(self, old: Reading, new: Reading) -> Point:
+        elapsed_s = new.at_s - old.at_s
+        return Point(
+            at_s=new.wall_s,
+            tokens_per_s=(new.tokens - old.tokens) / elapsed_s,
+            requests_per_s=(new.requests - old.requests) / elapsed_s,
+            itl_p99_s=quantile(self.itl_bounds_s, _change(old.itl, new.itl), 0.99),
+        )
+
+
+def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> float | None:
+    """A quantile of what a histogram counted, as if spread evenly within each bucket; None when it counted nothing.
+
+    Args:
+        bounds: Upper bounds, rising. counts: For each bound, and one above all, of which only the lower end is known.
+        share: 0 to 1.
+    """
+    total = sum(counts)
+    if not total:
+        return None
+    left = share * total
+    lower = 0.0
+    for bound, count in zip(bounds, counts, strict=False):
+        if count and left <= count:
+            return lower + (bound - lower) * left / count
+        left -= count
+        lower = bound
+    return lower
+
+
+def _change(old: Sequence[int], new: Sequence[int]) -> list[int]:
+    return [after - before for before, after in zip(old, new, strict=True)]
 
 
 def board_of(
     *,
-    own: Own,
+    own: GatewayFacts,
     past: Past,
     history: History,
-    sight: Sight,
+    snapshot: ClusterSnapshot,
     heat: Heat,
     now_s: float,
     as_of_s: float | None,
@@ -59,41 +151,37 @@ def board_of(
     Args:
         now_s: Since 1970. as_of_s: when a router last answered.
     """
-    view = sight.view
+    view = snapshot.view
     least, short = copies(view) if view is not None else (0, 0)
     wanted = view.replicas_wanted if view is not None else 0
-    pools = tuple(
-        Pool(
-            name=name,
-            wanted=size.wanted,
-            live=size.live,
-            starting=size.starting,
-            draining=size.draining,
-            held_up=size.held_up,
-        )
-        for name, size in sight.pools.items()
-    )
-    traffic = _traffic(own, past)
+    pools, rates = snapshot.pools, past.rates()
+    serving = sum(server.state == SERVING for server in heat.servers)
     reasons = (
         *_stops(own, past, history, pools, least, short),
-        *_control(sight, as_of_s),
-        *_losses(history, sight, pools, now_s),
+        *_control(snapshot, as_of_s),
+        *_losses(history, snapshot, now_s),
         *_thin(history, least, short, wanted),
-        *_faults(sight, traffic, pools),
+        *_faults(snapshot, rates),
     )
     return Board(
         at_s=now_s,
         as_of_s=as_of_s,
-        model=own.model,
-        version=own.version,
         verdict=verdict_of(reasons),
         reasons=reasons,
+        facts=(
+            own.model,
+            f"servers {serving}/{pools[EXPERT].wanted}" if EXPERT in pools else f"servers {serving}",
+            f"copies {least}/{wanted}",
+            f"epoch {view.epoch if view is not None else '?'}",
+        ),
         epoch=view.epoch if view is not None else None,
         term=view.term if view is not None else None,
         copies_least=least,
         copies_wanted=wanted,
-        routers=sight.routers,
-        traffic=traffic,
+        routers=snapshot.routers,
+        gateway=own,
+        rates=rates,
+        figures=figures_of(own, rates),
         past=past.points,
         pools=pools,
         workers=tuple(_worker(member) for member in view.pool(ATTENTION)) if view is not None else (),
@@ -109,7 +197,7 @@ def verdict_of(reasons: tuple[Reason, ...]) -> str:
 
 
 def _stops(
-    own: Own, past: Past, history: History, pools: tuple[Pool, ...], least: int, short: int
+    own: GatewayFacts, past: Past, history: History, pools: Mapping[str, PoolSize], least: int, short: int
 ) -> list[Reason]:
     found: list[Reason] = []
     if own.unready and past.points and past.points[-1].tokens_per_s:
@@ -121,7 +209,7 @@ def _stops(
         found.append(Reason(mood=BAD, text=f"no request can be served: {own.unready}", do=do))
     if history.formed and not least:
         do = "Servers load them now. After a minute: eaas scale, then their logs."
-        if any(pool.name == EXPERT and not pool.wanted for pool in pools):
+        if EXPERT in pools and not pools[EXPERT].wanted:
             do = "The pool was scaled to 0. To serve again: eaas scale expert 2"
         text = f"{many(short, 'expert')} on no server: requests that need them wait"
         found.append(Reason(mood=BAD, text=text, do=do))
@@ -131,12 +219,12 @@ def _stops(
     return found
 
 
-def _control(sight: Sight, as_of_s: float | None) -> list[Reason]:
-    away = [router.name for router in sight.routers if router.state == "unreachable"]
-    leads = any(router.state == "serving" for router in sight.routers)
+def _control(snapshot: ClusterSnapshot, as_of_s: float | None) -> list[Reason]:
+    away = [router.name for router in snapshot.routers if router.state == "unreachable"]
+    leads = any(router.state == "serving" for router in snapshot.routers)
     do = "Requests go on. It is started again within seconds; if not, read its log."
-    if sight.problem:
-        return [Reason(mood=WARN, text=f"the router cannot decide: {sight.problem}", do=do)]
+    if snapshot.problem:
+        return [Reason(mood=WARN, text=f"the router cannot decide: {snapshot.problem}", do=do)]
     if away and not leads:
         told = "" if as_of_s is not None else ", and never did"
         return [
@@ -148,19 +236,19 @@ def _control(sight: Sight, as_of_s: float | None) -> list[Reason]:
     return []
 
 
-def _losses(history: History, sight: Sight, pools: tuple[Pool, ...], now_s: float) -> list[Reason]:
+def _losses(history: History, snapshot: ClusterSnapshot, now_s: float) -> list[Reason]:
     found: list[Reason] = []
-    members = sight.view.members if sight.view is not None else ()
-    for pool in pools:
-        serving = sum(m.pool == pool.name and m.state in (SERVING, SUSPECT) for m in members)
+    members = snapshot.view.members if snapshot.view is not None else ()
+    for name, pool in snapshot.pools.items():
+        serving = sum(m.pool == name and m.state in (SERVING, SUSPECT) for m in members)
         missing = pool.wanted - serving
         if missing <= 0 or not history.formed:
             continue
         # Ordered, or already a member that loads.
         coming = "starts" if pool.starting else "loads" if pool.live >= pool.wanted else "is not ordered yet"
-        lost = history.unreplaced(pool.name)[-missing:]
+        lost = history.unreplaced(name)[-missing:]
         if not lost:
-            text = f"{serving} of {pool.wanted} {pool.name} processes serve; the next {coming}"
+            text = f"{serving} of {pool.wanted} {name} processes serve; the next {coming}"
             found.append(
                 Reason(mood=WARN, text=text, do="Nothing to do while it starts: eaas scale shows it.")
             )
@@ -168,7 +256,7 @@ def _losses(history: History, sight: Sight, pools: tuple[Pool, ...], now_s: floa
         why = f" ({lost[-1].reason})" if lost[-1].reason else ""
         names = listed([x.member.name for x in lost])
         text = f"{names} lost{why} {ago(now_s - lost[-1].at_s)}; a replacement {coming}"
-        do = f"Nothing to do. After a minute: eaas scale, then the newest {pool.name} log."
+        do = f"Nothing to do. After a minute: eaas scale, then the newest {name} log."
         found.append(Reason(mood=WARN, text=text, do=do))
     return found
 
@@ -182,43 +270,38 @@ def _thin(history: History, least: int, short: int, wanted: int) -> list[Reason]
     ]
 
 
-def _faults(sight: Sight, traffic: Traffic, pools: tuple[Pool, ...]) -> list[Reason]:
+def _faults(snapshot: ClusterSnapshot, rates: Rates) -> list[Reason]:
     found: list[Reason] = []
-    if traffic.failed:
-        text = f"{many(traffic.failed, 'request')} failed in the last {traffic.window_s:.0f} s"
+    if rates.failed:
+        text = f"{many(rates.failed, 'request')} failed in the last {rates.window_s:.0f} s"
         found.append(
             Reason(mood=WARN, text=text, do="The gateway's log has a line for each, with its request id.")
         )
-    members = sight.view.members if sight.view is not None else ()
+    members = snapshot.view.members if snapshot.view is not None else ()
     suspects = [member.name for member in members if member.state == SUSPECT]
     if suspects:
         do = "Nothing to do: others take its work, and the router decides within seconds."
         found.append(Reason(mood=WARN, text=f"{listed(suspects)} suspect: silent, or accused", do=do))
-    held_up = [Reason(mood=INFO, text=f"pool {p.name}: {p.held_up}", do="") for p in pools if p.held_up]
+    held_up = [
+        Reason(mood=INFO, text=f"pool {name}: {pool.held_up}", do="")
+        for name, pool in snapshot.pools.items()
+        if pool.held_up
+    ]
     return [*found, *held_up]
 
 
-def _traffic(own: Own, past: Past) -> Traffic:
-    rates = past.rates()
-    return Traffic(
-        name=own.name,
-        ready=not own.unready,
-        window_s=rates.window_s,
-        requests_per_s=rates.requests_per_s,
-        tokens_per_s=rates.tokens_per_s,
-        good_per_s=rates.good_per_s,
-        ended_per_s=rates.ended_per_s,
-        failed=rates.failed,
-        ttft_p50_s=rates.ttft_p50_s,
-        ttft_p99_s=rates.ttft_p99_s,
-        itl_p50_s=rates.itl_p50_s,
-        itl_p99_s=rates.itl_p99_s,
-        running=own.running,
-        waiting=own.waiting,
-        went_on=own.went_on,
-        uptime_s=own.uptime_s,
-        ttft_target_s=own.ttft_target_s,
-        tpot_target_s=own.tpot_target_s,
+def figures_of(own: GatewayFacts, rates: Rates) -> tuple[Figure, ...]:
+    """What every view shows of a gateway, in this order."""
+    on_target = share(rates.good_per_s / rates.ended_per_s) if rates.ended_per_s else ""
+    return (
+        Figure(name="tokens/s", value=number(rates.tokens_per_s)),
+        Figure(name="goodput", value=f"{number(rates.good_per_s)}/s", more=on_target),
+        Figure(name="requests/s", value=number(rates.requests_per_s)),
+        Figure(name="failed", value=str(rates.failed), mood=BAD if rates.failed else INFO),
+        Figure(name="TTFT", value=seconds(rates.ttft_p50_s), more=f"p99 {seconds(rates.ttft_p99_s)}"),
+        Figure(name="ITL", value=seconds(rates.itl_p50_s), more=f"p99 {seconds(rates.itl_p99_s)}"),
+        Figure(name="running", value=str(own.running), more=f"{own.went_on} went on" if own.went_on else ""),
+        Figure(name="waiting", value=str(own.waiting), mood=WARN if own.waiting else INFO),
     )
 
 

@@ -13,10 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from eaas.gateway.dashboard.board import LOST as LOST_STATE
-from eaas.gateway.dashboard.board import Heat, Server
-from eaas.gateway.dashboard.history import SHOWN_S, History, Lost
-from eaas.gateway.dashboard.sight import Sight
+from eaas.gateway.dashboard.board import LOST, Heat, Server
+from eaas.gateway.dashboard.history import SHOWN_S, ClusterSnapshot, History, Lost
 from router import bitmap
 from router.view import EXPERT, Member, View
 
@@ -40,19 +38,19 @@ class Flow:
     readings: tuple[_Reading, ...] = ()
     hottest: float = 0.0
 
-    def read(self, sight: Sight, at_s: float) -> Flow:
+    def read(self, snapshot: ClusterSnapshot, at_s: float) -> Flow:
         """With what was just told. at_s: monotonic."""
-        if sight.rows is None or sight.view is None or not sight.heard:
+        if snapshot.rows is None or snapshot.view is None or not snapshot.heard:
             return Flow(hottest=self.hottest)
         reported = {
             member.name: member.load["pairs_per_s"]
-            for member in sight.view.pool(EXPERT)
+            for member in snapshot.view.pool(EXPERT)
             if "pairs_per_s" in member.load
         }
         kept = [r for r in self.readings if at_s - r.at_s <= _WINDOW_S + 0.5]
-        if kept and (kept[-1].rows.shape != sight.rows.shape or (kept[-1].rows > sight.rows).any()):
+        if kept and (kept[-1].rows.shape != snapshot.rows.shape or (kept[-1].rows > snapshot.rows).any()):
             kept = []  # another router counts anew
-        new = _Reading(at_s=at_s, rows=sight.rows, reported=reported)
+        new = _Reading(at_s=at_s, rows=snapshot.rows, reported=reported)
         return Flow(readings=(*kept, new)[-_MOST_READINGS:], hottest=self.hottest)
 
     def rates(self) -> NDArray[np.float64] | None:
@@ -114,7 +112,7 @@ def heat_of(view: View, flow: Flow, history: History, now_s: float, elapsed_s: f
     servers.sort(key=lambda server: int(server.name.rpartition("/")[2]))
     hottest = max((rows for server in servers for rows in server.rows), default=0.0)
     hottest = max(hottest, flow.hottest * 0.5 ** (elapsed_s / _HALF_LIFE_S))
-    working = [server.rows_per_s for server in servers if server.state != LOST_STATE and server.experts]
+    working = [server.rows_per_s for server in servers if server.state != LOST and server.experts]
     mean = sum(working) / len(working) if working else 0.0
     heat = Heat(
         layers=view.layers,
@@ -128,7 +126,7 @@ def heat_of(view: View, flow: Flow, history: History, now_s: float, elapsed_s: f
 
 def _is_shown(lost: Lost, history: History, now_s: float) -> bool:
     # For as long as nobody serves in its place, and then as a memory.
-    return not lost.heir or now_s - lost.at_s <= SHOWN_S
+    return not lost.replacement or now_s - lost.at_s <= SHOWN_S
 
 
 def _server(view: View, member: Member, load: NDArray | None, flow: Flow, history: History) -> Server:
@@ -156,7 +154,7 @@ def _lost_server(view: View, lost: Lost) -> Server:
     held = bitmap.by_layer(bitmap.from_bytes(lost.member.serving), view.layers, view.experts)
     return Server(
         name=lost.member.name,
-        state=LOST_STATE,
+        state=LOST,
         experts=sum(held),
         rows_per_s=0.0,
         busy=None,
@@ -165,5 +163,5 @@ def _lost_server(view: View, lost: Lost) -> Server:
         marks=("",) * view.layers,
         since_s=lost.at_s,
         gone_reason=lost.reason,
-        heir=lost.heir,
+        replacement=lost.replacement,
     )

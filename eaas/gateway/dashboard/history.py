@@ -6,13 +6,29 @@ the router answers) comes from `learn`. Everything kept is bounded.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from eaas.gateway.dashboard.board import BAD, GAINED, GIVEN_UP, GOOD, INFO, TAKEN_OVER, WARN, Happening
-from eaas.gateway.dashboard.sight import Sight
-from eaas.gateway.dashboard.words import listed, many, seconds
+import numpy as np
+from numpy.typing import NDArray
+
+from eaas.gateway.dashboard.board import (
+    BAD,
+    GAINED,
+    GIVEN_UP,
+    GOOD,
+    INFO,
+    TAKEN_OVER,
+    WARN,
+    Happening,
+    listed,
+    many,
+    seconds,
+)
+from eaas.gateway.status import RouterStatus, copies, everything
 from router import bitmap
+from router.pools import PoolSize
+from router.replies import GoneMember
 from router.view import ATTENTION, DRAINING, EXPERT, SERVING, SUSPECT, Member, View
 
 MOST_HAPPENINGS = 200
@@ -20,7 +36,7 @@ MOST_HAPPENINGS = 200
 SHOWN_S = 60.0
 MARKED_S = 30.0
 # Whoever joins later than this replaces nobody.
-HEIR_S = 600.0
+REPLACEMENT_S = 600.0
 _MOST_LOST = 64
 # Changes of the placement that come one after another are one move.
 _ONE_MOVE_S = 5.0
@@ -28,13 +44,31 @@ _READY = frozenset({SERVING, SUSPECT, DRAINING})
 
 
 @dataclass(frozen=True, kw_only=True)
+class ClusterSnapshot:
+    """The cluster at one moment: the newest View known, and what only a router that answers tells.
+
+    heard: a router answered just now. routers: the one that leads first. gone: the latest, oldest first. problem: why
+    the router cannot decide; empty when it can. rows: [layers * experts] sent to each expert since the router began;
+    None where that is not known.
+    """
+
+    view: View | None
+    heard: bool
+    routers: tuple[RouterStatus, ...] = ()
+    pools: Mapping[str, PoolSize] = field(default_factory=dict[str, PoolSize])
+    gone: tuple[GoneMember, ...] = ()
+    problem: str = ""
+    rows: NDArray[np.uint64] | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Lost:
-    """A member that went without having drained. reason: empty until it is known. heir: who serves in its place."""
+    """A member that went without having drained. reason: empty until known. replacement: who serves in its place."""
 
     member: Member
     at_s: float
     reason: str = ""
-    heir: str = ""
+    replacement: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,17 +112,7 @@ class History:
 
     def unreplaced(self, pool: str) -> list[Lost]:
         """Lost members of a pool in whose place nobody serves, oldest first."""
-        return [lost for lost in self.lost if lost.member.pool == pool and not lost.heir]
-
-
-def everything(view: View) -> int:
-    """Bitmap of all (layer, expert) pairs."""
-    return (1 << view.layers * view.experts) - 1
-
-
-def copies(view: View) -> tuple[int, int]:
-    """Servers that hold the expert which has the fewest, and how many (layer, expert) pairs have so few."""
-    return bitmap.copies((bitmap.from_bytes(m.serving) for m in view.pool(EXPERT)), everything(view))
+        return [lost for lost in self.lost if lost.member.pool == pool and not lost.replacement]
 
 
 def follow(history: History, view: View, now_s: float) -> History:
@@ -97,7 +121,7 @@ def follow(history: History, view: View, now_s: float) -> History:
     history = replace(history, view=view, marks=_fresh(history.marks, now_s))
     history = replace(
         history,
-        lost=tuple(x for x in history.lost if now_s - x.at_s <= HEIR_S)[-_MOST_LOST:],
+        lost=tuple(x for x in history.lost if now_s - x.at_s <= REPLACEMENT_S)[-_MOST_LOST:],
     )
     if before is None:
         held = many(len(view.pool(EXPERT)), "expert server")
@@ -117,10 +141,10 @@ def follow(history: History, view: View, now_s: float) -> History:
     return _redundancy(history, view, now_s)
 
 
-def learn(history: History, sight: Sight, now_s: float) -> History:
+def learn(history: History, snapshot: ClusterSnapshot, now_s: float) -> History:
     """The history with what the router says beside its View."""
-    history = _explain(history, sight)
-    for router in sight.routers:
+    history = _explain(history, snapshot)
+    for router in snapshot.routers:
         since_s = history.away_s.get(router.name)
         if router.state == "unreachable" and since_s is None:
             history = replace(history, away_s={**history.away_s, router.name: now_s})
@@ -131,7 +155,7 @@ def learn(history: History, sight: Sight, now_s: float) -> History:
             history = replace(history, away_s=left)
             text = f"{router.name} answers again, after {seconds(now_s - since_s)}"
             history = history.tell(_said(now_s, "router-back", GOOD, text, router.name))
-    wanted = {name: size.wanted for name, size in sight.pools.items()}
+    wanted = {name: size.wanted for name, size in snapshot.pools.items()}
     for name, size in wanted.items():
         was = history.wanted.get(name, size)
         if was != size:
@@ -152,31 +176,33 @@ def _went(history: History, view: View, member: Member, now_s: float) -> History
     if member.state == DRAINING:
         return history.tell(_said(now_s, "left", INFO, f"{member.name} has drained and left", member.name))
     lost = Lost(member=member, at_s=now_s)
-    heirs: list[str] = []
+    successors: list[str] = []
     if member.pool == EXPERT:
-        history, heirs = _take_over(history, view, member, now_s)
+        history, successors = _take_over(history, view, member, now_s)
     history = replace(history, lost=(*history.lost, lost)[-_MOST_LOST:])
-    return history.tell(_said(now_s, "lost", BAD, _lost_text(member, heirs), member.name))
+    return history.tell(_said(now_s, "lost", BAD, _lost_text(member, successors), member.name))
 
 
 def _take_over(history: History, view: View, member: Member, now_s: float) -> tuple[History, list[str]]:
     """Mark the cells that serve a lost server's experts from now on."""
     held = bitmap.from_bytes(member.serving)
     marks = dict(history.marks)
-    heirs: list[str] = []
+    successors: list[str] = []
     for other in view.pool(EXPERT):
         shared = held & bitmap.from_bytes(other.serving)
-        heirs += [other.name] if shared else []
+        successors += [other.name] if shared else []
         for layer, count in enumerate(bitmap.by_layer(shared, view.layers, view.experts)):
             if count:
                 marks[other.name, layer] = Mark(kind=TAKEN_OVER, at_s=now_s)
-    return replace(history, marks=marks), heirs
+    return replace(history, marks=marks), successors
 
 
-def _lost_text(member: Member, heirs: Sequence[str]) -> str:
+def _lost_text(member: Member, successors: list[str]) -> str:
     if member.pool != EXPERT or not member.serving_count:
         return f"{member.name} lost"
-    goes_on = f"its experts go on at {listed(list(heirs))}" if heirs else "no other server had its experts"
+    goes_on = (
+        f"its experts go on at {listed(successors)}" if successors else "no other server had its experts"
+    )
     return f"{member.name} lost; {goes_on}"
 
 
@@ -206,7 +232,7 @@ def _serves(history: History, member: Member, now_s: float) -> History:
         return history.tell(_said(now_s, "serves", GOOD, f"{name} serves", name))
     lost = waiting[0]
     text = f"{name} serves in place of {lost.member.name}, {seconds(now_s - lost.at_s)} after its loss"
-    lasting = tuple(replace(x, heir=name) if x is lost else x for x in history.lost)
+    lasting = tuple(replace(x, replacement=name) if x is lost else x for x in history.lost)
     return replace(history, lost=lasting).tell(_said(now_s, "replaced", GOOD, text, name))
 
 
@@ -277,9 +303,9 @@ def _redundancy(history: History, view: View, now_s: float) -> History:
     return history
 
 
-def _explain(history: History, sight: Sight) -> History:
+def _explain(history: History, snapshot: ClusterSnapshot) -> History:
     """Say why members went, now that the router has told."""
-    reasons = {gone.incarnation: gone.reason for gone in sight.gone}
+    reasons = {gone.incarnation: gone.reason for gone in snapshot.gone}
     untold = {
         x.member.name: reasons[x.member.incarnation]
         for x in history.lost

@@ -6,25 +6,54 @@ import json
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from eaas.cluster.status import GatewayUnreachable, fetch_status
 from eaas.ops.chaos.plan import in_words
-from eaas.ops.chaos.processes import Frozen, kill_pids, stopped
-from eaas.ops.chaos.targets import ChaosRefused, members_of, pids_of
+from eaas.ops.chaos.processes import ChaosRefused, Frozen, kill_pids, stopped
 from router.client import FaultRefused, RouterClient, RouterUnavailable
 from router.faults import Fault
 from router.faults_wire import Injection
 
 T = TypeVar("T")
+# A process on its way in or out is no target of a choice among a pool; by its name it can be hit all the same.
+_USABLE = ("serving", "suspect", "unreachable", "waiting")
 _TIMEOUT_S = 5.0
 # A fault hits at its time or not at all; a plan does not wait for a gateway that is frozen.
 _STATUS_S = 1.0
 # A signal goes by pid when the router does not take it within this time: longer than the router waits for a member to
 # be told, or what it did late would be done twice.
 _SIGNAL_S = 2.0
+
+
+def members_of(url: str, timeout_s: float = 5.0) -> list[dict[str, Any]]:
+    """The members of the cluster behind the gateway at `url`, router and gateway among them.
+
+    Raises:
+        ChaosRefused: no gateway answers there.
+    """
+    try:
+        return fetch_status(url, timeout_s)["members"]
+    except GatewayUnreachable as error:
+        raise ChaosRefused(str(error)) from None
+
+
+def names_of(members: Iterable[Mapping[str, Any]], pool: str = "") -> list[str]:
+    """Names of members, by pool and number; of a pool, only those at work.
+
+    Args:
+        members: With "name", "pool" and "state" each.
+    """
+    found = [m["name"] for m in members if not pool or (m["pool"] == pool and m["state"] in _USABLE)]
+    return sorted(found, key=lambda name: (name.partition("/")[0], int(name.partition("/")[2])))
+
+
+def pids_of(members: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """Pids by name, of those that are known."""
+    return {member["name"]: member["pid"] for member in members if member["pid"]}
 
 
 class NotTaken(ChaosRefused):

@@ -24,11 +24,11 @@ import math
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol, cast
 
-from router.faults import POINT_WAIT_S, Fault, FaultInvalid
+from router.faults import KINDS, POINT_WAIT_S, Fault, FaultInvalid
 from router.view import POOLS
 
 _SECONDS: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0}
@@ -44,6 +44,25 @@ WORDS: Final = {
     "where": "where",
     "after": "after",
     "rail": "rail",
+}
+# What a fault is by hand, where nothing else is said.
+BY_HAND: Final[Mapping[str, Any]] = {"for": "10s", "times": 10.0, "by": "5ms", "share": 0.1}
+# What each kind does, for whoever injects it by hand, and an example of it.
+TEXTS: Final = {
+    "kill": ("End processes with SIGKILL, as a crash would.", "kill expert/1"),
+    "freeze": ("Stop processes with SIGSTOP for a while, as a hung host would.", "freeze expert/2 --for 5s"),
+    "slow": (
+        "Make expert servers take longer for their work.",
+        "slow --pool expert --mode percent:25 --times 10",
+    ),
+    "delay": ("Make every frame from and to members late.", "delay expert/1 --by 5ms --for 30s"),
+    "loss": ("Lose a share of the frames from and to members.", "loss expert/1 --share 0.1 --seed 7"),
+    "partition": ("Cut members off from the others, or from some.", "partition expert/1 --peers attention/1"),
+    "rail-down": ("Take a rail of members down.", "rail-down expert/1 --rail eth1"),
+    "corrupt": (
+        "Damage a share of the frames: after their checksum (wire), or their rows before it (rows, nan).",
+        "corrupt expert/1 --where rows --share 0.01 --dry-run",
+    ),
 }
 _WHOM: Final = ("target", "pool", "mode")
 _LONGEST_PLAN_S: Final = 86400.0
@@ -151,6 +170,30 @@ class Plan:
         return max((step.end_s for step in self.steps), default=0.0)
 
 
+@dataclass(frozen=True, kw_only=True)
+class FaultEvent:
+    """Something that came of a plan.
+
+    Attributes:
+        at_s: Since the plan began.
+        phase: "began", "ended", or "refused" (nothing was done).
+        id: What `clear` takes; empty when refused.
+        targets: Names of the members.
+        text: What was done, or why not.
+    """
+
+    at_s: float
+    phase: str
+    id: str
+    kind: str
+    targets: tuple[str, ...]
+    text: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {**asdict(self), "at_s": round(self.at_s, 3), "targets": list(self.targets)}
+
+
 def read_plan(path: Path) -> Plan:
     """The plan in a file.
 
@@ -232,6 +275,17 @@ def fault_of(kind: str, seed: int, options: Mapping[str, Any]) -> Fault:
     if kind == "kill" and "for_s" in said:
         raise PlanInvalid("kill takes no for: what is killed stays so; leave it out, or freeze it.")
     return Fault.from_dict({"id": "", "kind": kind, "seed": seed, **said})
+
+
+def words_of(kind: str) -> list[str]:
+    """The words in WORDS that a fault of this kind takes."""
+    taken = KINDS[kind] if kind == "kill" else KINDS[kind] | {"for_s"}
+    return [word for word, field in WORDS.items() if field in taken]
+
+
+def by_hand(kind: str, word: str) -> Any:
+    """What an option of a fault is by hand where it is not said; None: the fault's own default."""
+    return "wire" if (kind, word) == ("corrupt", "where") else BY_HAND.get(word)
 
 
 def seconds(said: Any) -> float:

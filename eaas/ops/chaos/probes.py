@@ -12,7 +12,7 @@ import time
 import urllib.request
 
 from eaas.cluster.status import asking, fetch_status
-from eaas.ops.chaos.targets import members_of
+from eaas.ops.chaos.inject import members_of
 
 
 def healthy(url: str, timeout_s: float = 5.0) -> bool:

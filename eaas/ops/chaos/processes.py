@@ -15,36 +15,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from eaas.ops.chaos.targets import ChaosRefused, members_of, pids_of
 from p2p import thaw
 
+# What a member's command line names.
 _MODULES = (b"router", b"experts", b"eaas.attention", b"eaas.gateway")
 
 
-def kill_member(url: str, target: str) -> int:
-    """End member `target` of the cluster behind `url` with SIGKILL; returns its pid.
-
-    Raises:
-        ChaosRefused: no such member, no gateway, or a process of another host or user.
-    """
-    return kill_pids(pids_of(members_of(url)), [target])[target]
-
-
-def freeze_member(url: str, target: str, for_s: float) -> bool:
-    """Stop member `target` with SIGSTOP for `for_s` seconds; it is thawed even when interrupted.
-
-    Returns:
-        True when the process was thawed alive, False when it was replaced in the meantime.
-
-    Raises:
-        ChaosRefused: as for `kill_member`.
-    """
-    frozen = Frozen(pids_of(members_of(url)), [target])
-    try:
-        frozen.wait(for_s)
-    finally:
-        ended = frozen.thaw()
-    return not ended
+class ChaosRefused(RuntimeError):
+    """The fault can't be injected; the text says why."""
 
 
 def kill_pids(pids: Mapping[str, int], names: Sequence[str]) -> dict[str, int]:

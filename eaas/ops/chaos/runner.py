@@ -5,39 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from random import Random
 from typing import Any
 
-from eaas.ops.chaos.inject import Injector, open_injector
-from eaas.ops.chaos.plan import Plan, PlanInvalid, Step, choose, in_words
-from eaas.ops.chaos.targets import ChaosRefused, names_of
+from eaas.ops.chaos.inject import ChaosRefused, Injector, names_of, open_injector
+from eaas.ops.chaos.plan import FaultEvent, Plan, PlanInvalid, Step, choose, in_words
 
 _LOOK_S = 0.5
-
-
-@dataclass(frozen=True, kw_only=True)
-class FaultEvent:
-    """Something that came of a plan.
-
-    Attributes:
-        at_s: Since the plan began.
-        phase: "began", "ended", or "refused" (nothing was done).
-        id: What `clear` takes; empty when refused.
-        targets: Names of the members.
-        text: What was done, or why not.
-    """
-
-    at_s: float
-    phase: str
-    id: str
-    kind: str
-    targets: tuple[str, ...]
-    text: str
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
-        return {**asdict(self), "at_s": round(self.at_s, 3), "targets": list(self.targets)}
 
 
 def run_plan(
@@ -89,7 +64,7 @@ class _Run:
         self._began_s = time.monotonic()
         # When each is over by itself, with its event.
         self._active: list[tuple[float, FaultEvent]] = []
-        # Those that strike at a point, by their ids.
+        # Those that wait for a point of the protocol, by their ids.
         self._waiting: dict[str, Step] = {}
 
     def _now_s(self) -> float:

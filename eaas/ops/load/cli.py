@@ -3,112 +3,98 @@
 from __future__ import annotations
 
 import json
-import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
-_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
-
-
-def duration_s(text: str) -> float:
-    """Seconds of a duration such as 500ms, 60s, 2m, or a bare number of seconds. Raises ValueError."""
-    number = text.rstrip("usmh")
-    unit = text[len(number) :] or "s"
-    try:
-        value = float(number) * _UNITS[unit]
-    except (ValueError, KeyError):
-        value = -1.0
-    if not 0 < value < 1e7:
-        raise ValueError(
-            f"{text!r} is no duration; give a number with us, ms, s, m or h, such as 60s or 500ms."
-        )
-    return value
+from eaas.ops.terminal import DEFAULT_URL, failing_on, takes_fields_of
 
 
-def _duration(text: str | None) -> float | None:
-    return None if text is None else duration_s(text)
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the user asked for, in the user's words."""
 
-
-def load(
-    url: Annotated[
-        str, typer.Argument(help="Of any OpenAI-compatible endpoint, with or without /v1.")
-    ] = "http://127.0.0.1:8000",
+    url: Annotated[str, typer.Argument(help="Of any OpenAI-compatible endpoint, with or without /v1.")] = (
+        DEFAULT_URL
+    )
     rate: Annotated[
         float | None, typer.Option(help="Requests per second, in the mean; default 1. A sweep begins there.")
-    ] = None,
+    ] = None
     arrivals: Annotated[
         str,
         typer.Option(
             help="constant, poisson, gamma:SHAPE (below 1 is burstier), closed:STREAMS (each waits for its "
             "answer), or trace:FILE (Azure's CSV, Mooncake's JSON lines)."
         ),
-    ] = "poisson",
+    ] = "poisson"
     sweep: Annotated[
         bool, typer.Option("--sweep", help="Raise the rate until the SLO breaks; find the knee.")
-    ] = False,
+    ] = False
     for_: Annotated[
         str | None, typer.Option("--for", help="Send for so long: 60s (the default), 500ms, 5m.")
-    ] = None,
-    requests: Annotated[int | None, typer.Option(min=1, help="Send no more than so many.")] = None,
-    speed: Annotated[
-        float, typer.Option(help="Replay a trace so many times faster; or give its --rate.")
-    ] = 1.0,
-    model: Annotated[str, typer.Option(help="Default: the first that the endpoint lists.")] = "",
-    chat: Annotated[bool, typer.Option("--chat", help="Use /v1/chat/completions.")] = False,
+    ] = None
+    requests: Annotated[int | None, typer.Option(min=1, help="Send no more than so many.")] = None
+    speed: Annotated[float, typer.Option(help="Replay a trace so many times faster; or give its --rate.")] = (
+        1.0
+    )
+    model: Annotated[str, typer.Option(help="Default: the first that the endpoint lists.")] = ""
+    chat: Annotated[bool, typer.Option("--chat", help="Use /v1/chat/completions.")] = False
     prompts: Annotated[
         Path | None,
         typer.Option(
             help='Texts, one in a line, or JSON lines with "prompt" or "messages" and perhaps "max_tokens".'
         ),
-    ] = None,
+    ] = None
     prompt_tokens: Annotated[
         int | None, typer.Option(min=1, help="Length of made-up prompts; default 32. Random words by seed.")
-    ] = None,
+    ] = None
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="Of each answer; default 64, or what the trace says.")
-    ] = None,
+    ] = None
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Answers of full length, where the endpoint knows that word.")
-    ] = False,
-    temperature: Annotated[
-        float, typer.Option(min=0, help="0 is greedy; else each request has a seed.")
-    ] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, help="Of arrivals, prompts and sampling.")] = 0,
+    ] = False
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy; else each request has a seed.")] = (
+        0.0
+    )
+    seed: Annotated[int, typer.Option(min=0, help="Of arrivals, prompts and sampling.")] = 0
     context: Annotated[
         int | None, typer.Option(min=2, help="Clip a trace to it; default: what the endpoint says.")
-    ] = None,
-    slo_ttft: Annotated[str | None, typer.Option(help="Goodput counts requests up to this: 500ms.")] = None,
-    slo_tpot: Annotated[str | None, typer.Option(help="The same for the time of each output token.")] = None,
-    slo_e2e: Annotated[str | None, typer.Option(help="The same for the whole request.")] = None,
+    ] = None
+    slo_ttft: Annotated[str | None, typer.Option(help="Goodput counts requests up to this: 500ms.")] = None
+    slo_tpot: Annotated[str | None, typer.Option(help="The same for the time of each output token.")] = None
+    slo_e2e: Annotated[str | None, typer.Option(help="The same for the whole request.")] = None
     chaos: Annotated[
         Path | None, typer.Option(help="Plan of faults to inject meanwhile; see `eaas chaos run --help`.")
-    ] = None,
+    ] = None
     reference: Annotated[
         bool, typer.Option("--reference", help="Send the same first without faults, and compare each text.")
-    ] = False,
-    warmup: Annotated[str, typer.Option(help="Left out of the throughput before the first fault.")] = "2s",
-    timeout: Annotated[str, typer.Option(help="Longest wait for a request to end.")] = "10m",
+    ] = False
+    warmup: Annotated[str, typer.Option(help="Left out of the throughput before the first fault.")] = "2s"
+    timeout: Annotated[str, typer.Option(help="Longest wait for a request to end.")] = "10m"
     admin: Annotated[
         str, typer.Option(help="HOST:PORT of the router's admin listener: adds the rows of each expert.")
-    ] = "",
-    admin_key_file: Annotated[Path | None, typer.Option(help="File with the key that --admin wants.")] = None,
-    api_key_env: Annotated[
-        str, typer.Option(help="Environment variable with the endpoint's key.")
-    ] = "OPENAI_API_KEY",
+    ] = ""
+    admin_key_file: Annotated[Path | None, typer.Option(help="File with the key that --admin wants.")] = None
+    api_key_env: Annotated[str, typer.Option(help="Environment variable with the endpoint's key.")] = (
+        "OPENAI_API_KEY"
+    )
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the report as JSON; - prints it.")
-    ] = None,
+    ] = None
     html_file: Annotated[
         Path | None, typer.Option("--html", help="Write the report as one page with plots.")
-    ] = None,
+    ] = None
     records_file: Annotated[
         Path | None, typer.Option("--records", help="Write every request's record, one line of JSON each.")
-    ] = None,
-) -> None:
+    ] = None
+
+
+@takes_fields_of(Options)
+def load(**given: Any) -> None:
     """Load an OpenAI-compatible endpoint and measure what its clients get, with faults on a time line if wanted.
 
     Latencies count from sending and from the planned time; they part where the client was late (coordinated
@@ -133,55 +119,28 @@ def load(
     import msgspec
     import uvloop
 
-    from eaas.ops.load.arrivals import ArrivalsInvalid, read_arrivals
-    from eaas.ops.load.client import Endpoint, EndpointUnreachable
-    from eaas.ops.load.html import page
-    from eaas.ops.load.measures import Slo
-    from eaas.ops.load.members import AdminUnreachable
+    from eaas.ops.load.client import EndpointUnreachable
+    from eaas.ops.load.cluster import AdminUnreachable
     from eaas.ops.load.report import is_clean
-    from eaas.ops.load.session import Options, Session
-    from eaas.ops.load.show import Ticker, tables
+    from eaas.ops.load.session import Session
+    from eaas.ops.load.show import Ticker, page, tables
 
+    options = Options(**given)
     # Tables go where a pipe does not expect them when the report itself is printed.
-    console = Console(stderr=str(json_file) == "-")
-    try:
-        process = read_arrivals(arrivals)
-        if sweep and (process.kind in ("closed", "trace") or chaos or reference):
-            raise ArrivalsInvalid(
-                "--sweep needs constant, poisson or gamma arrivals, and neither faults nor a reference."
-            )
-        slo = Slo(ttft_s=_duration(slo_ttft), tpot_s=_duration(slo_tpot), e2e_s=_duration(slo_e2e))
-        if sweep and slo == Slo():
-            raise ArrivalsInvalid(
-                "--sweep looks for the rate that breaks an SLO, and none was given; add one, such as --slo-ttft 500ms."
-            )
-        for_s = _duration(for_)
-        if for_s is None and requests is None and process.kind != "trace":
-            for_s = 60.0
-        options = Options(
-            endpoint=Endpoint.of_url(url, chat=chat or None, key=os.environ.get(api_key_env, "")),
-            arrivals=process, rate=rate, speed=speed, for_s=for_s, requests=requests, model=model, prompts=prompts,
-            prompt_tokens=prompt_tokens, max_tokens=max_tokens, temperature=temperature, seed=seed,
-            ignore_eos=ignore_eos, context=context, timeout_s=duration_s(timeout), warmup_s=duration_s(warmup),
-            slo=slo, sweep=sweep, reference=reference, chaos=chaos, admin=admin,
-            admin_key=admin_key_file.read_text().strip() if admin_key_file else "",
-        )  # fmt: skip
+    console = Console(stderr=str(options.json_file) == "-")
+    with failing_on(AdminUnreachable, EndpointUnreachable, ValueError, OSError):
         with Ticker(console) as ticker:
-            outcome = uvloop.run(Session(options, ticker).run())
-        report: dict[str, Any] = outcome.report
+            report, records = uvloop.run(Session(options, ticker).run())
         console.print(tables(report))
-        if json_file is not None:
+        if options.json_file is not None:
             text = json.dumps(report)
-            if str(json_file) == "-":
+            if str(options.json_file) == "-":
                 print(text)
             else:
-                json_file.write_text(text)
-        if html_file is not None:
-            html_file.write_text(page(report))
-            console.print(f"report: {html_file}", highlight=False)
-        if records_file is not None:
-            records_file.write_bytes(msgspec.json.Encoder().encode_lines(outcome.records))
-    except (AdminUnreachable, EndpointUnreachable, ValueError, OSError) as error:
-        Console(stderr=True).print("[bold red]eaas:[/]", escape(str(error)), highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from None
+                options.json_file.write_text(text)
+        if options.html_file is not None:
+            options.html_file.write_text(page(report))
+            console.print(f"report: {options.html_file}", highlight=False)
+        if options.records_file is not None:
+            options.records_file.write_bytes(msgspec.json.Encoder().encode_lines(records))
     raise typer.Exit(0 if is_clean(report) else 1)

@@ -9,13 +9,13 @@ import json
 import math
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from eaas.ops.load.client import Client, Endpoint, EndpointUnreachable
-from eaas.ops.load.prompts import Prompt, TokenCost, Workload, words
 from eaas.ops.load.record import StreamRecord
+from eaas.ops.load.workload import Prompt, TokenCost, Workload, words
 
 _PROBE_WORDS = (16, 80)
 # Of a closed loop after a failure, unless the server says for how long; an endpoint that is away is not asked a
@@ -53,43 +53,29 @@ class Driver:
         await self._finish()
 
     async def closed_loop(
-        self, streams: int, *, for_s: float | None = None, requests: int | None = None
+        self, streams: int, *, for_s: float = math.inf, requests: int | None = None
     ) -> None:
-        """Keep so many requests in flight until one of both ends is reached; returns when all have ended.
+        """Keep so many requests in flight until one of both ends is reached; returns when all have ended."""
+        numbers = itertools.count() if requests is None else range(requests)
+        await self.each(map(self._workload.index, numbers), streams, for_s=for_s)
+
+    async def each(self, indexes: Iterable[int], streams: int, *, for_s: float = math.inf) -> None:
+        """Send these bodies, so many at a time, none after `for_s`; returns when all have ended.
 
         After a failure a stream waits as long as the server asks it to, at least for a moment.
         """
-        numbers = iter(range(requests)) if requests is not None else itertools.count()
-        sent = 0
-
-        async def one_after_another() -> None:
-            nonlocal sent
-            for _ in numbers:
-                if self._stopping.is_set() or (for_s is not None and self._client.now_s >= for_s):
-                    return
-                index = self._workload.index(sent)
-                sent += 1
-                body = self._workload.body(index)
-                record = await self._send(index, self._client.now_s, body)
-                if record.failed:
-                    left_s = math.inf if for_s is None else for_s - self._client.now_s
-                    await self._stopped_within(min(left_s, max(_PAUSE_S, record.retry_after_s or 0.0)))
-
-        for _ in range(streams if requests is None else min(streams, requests)):
-            self._launch(one_after_another())
-        await self._finish()
-
-    async def each(self, indexes: Sequence[int], streams: int) -> None:
-        """Send these bodies, once each, so many at a time."""
         left = iter(indexes)
 
         async def one_after_another() -> None:
             for index in left:
-                if self._stopping.is_set():
+                if self._stopping.is_set() or self._client.now_s >= for_s:
                     return
-                await self._send(index, self._client.now_s, self._workload.body(index))
+                record = await self._send(index, self._client.now_s, self._workload.body(index))
+                if record.failed:
+                    pause_s = max(_PAUSE_S, record.retry_after_s or 0.0)
+                    await self._stopped_within(min(for_s - self._client.now_s, pause_s))
 
-        for _ in range(min(streams, len(indexes))):
+        for _ in range(streams):
             self._launch(one_after_another())
         await self._finish()
 
@@ -195,15 +181,3 @@ async def learn_cost(endpoint: Endpoint, workload: Workload, timeout_s: float) -
     finally:
         client.close()
     return TokenCost.of_probes(*found)
-
-
-Progress = Callable[[Driver], None]
-
-
-async def watched(run: Coroutine[Any, Any, None], driver: Driver, progress: Progress, every_s: float) -> None:
-    """Run while `progress` is shown the driver every so many seconds."""
-    task = asyncio.create_task(run)
-    while not task.done():
-        await asyncio.wait([task], timeout=every_s)
-        progress(driver)
-    await task

@@ -95,7 +95,8 @@ class Top(App[str]):
     def read(self) -> None:
         """Follow the feed, on a thread."""
         try:
-            self._feed.read(lambda news: self.call_from_thread(self.tell, news))
+            for news in self._feed.news():
+                self.call_from_thread(self.tell, news)
         except FeedRefused as error:
             self.call_from_thread(self.exit, str(error))
 

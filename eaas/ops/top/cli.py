@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated
-
-import typer
 
 from eaas.cluster.status import KEY_VARIABLE
-from eaas.ops.chaos.cli import DEFAULT_URL, fail
+from eaas.ops.terminal import DEFAULT_URL, Url, fail, failing_on
 
 FIRST_S = 5.0
 
 
-def top(
-    url: Annotated[
-        str, typer.Option(help="Address of the gateway, as `eaas serve` prints it.")
-    ] = DEFAULT_URL,
-) -> None:
+def top(url: Url = DEFAULT_URL) -> None:
     """Watch a running cluster, live: traffic, attention workers, the load of each layer on each expert server, and
     what happened. The same is shown by a browser at /dashboard of the gateway.
 
@@ -34,14 +27,12 @@ def top(
     from eaas.ops.top.feed import Feed, FeedRefused
 
     key = os.environ.get(KEY_VARIABLE, "")
-    try:
+    with failing_on(FeedRefused):
         board = Feed(url, key).first(FIRST_S)
         if not (sys.stdin.isatty() and sys.stdout.isatty()):
-            raise fail(
+            raise FeedRefused(
                 "eaas top draws on a terminal, and there is none here. Use eaas status, or /dashboard in a browser."
             )
         said = Top(Feed(url, key), board).run()
-    except FeedRefused as error:
-        raise fail(str(error)) from None
-    if said:
-        raise fail(said)
+        if said:
+            raise FeedRefused(said)

@@ -1,7 +1,4 @@
-"""The terminal's picture of a board: as many lines as the screen has. Pure.
-
-Every state and mood has a glyph of its own, so that nothing is said by colour alone.
-"""
+"""The terminal's picture of a board: as many lines as the screen has. Pure."""
 
 from __future__ import annotations
 
@@ -14,38 +11,31 @@ from dataclasses import dataclass
 from rich.style import Style
 from rich.text import Text
 
-from eaas.gateway.dashboard import words
 from eaas.gateway.dashboard.board import (
     BAD,
     DEGRADED,
     DOWN,
-    GAINED,
-    GIVEN_UP,
     GOOD,
     INFO,
     LOST,
-    TAKEN_OVER,
+    MARK_GLYPHS,
+    MOOD_GLYPHS,
+    STATE_GLYPHS,
+    VERDICT_GLYPHS,
     WARN,
     WHOLE,
     Board,
+    Figure,
     Happening,
     Heat,
     Server,
     Worker,
+    number,
+    share,
+    short,
 )
 
 SORTS = ("number", "load", "state")
-STATE_GLYPHS = {
-    "serving": " ",
-    "suspect": "?",
-    "draining": "↓",
-    "joining": "…",
-    "warming": "…",
-    LOST: "✕",
-}
-MARK_GLYPHS = {"": " ", TAKEN_OVER: "»", GAINED: "+", GIVEN_UP: "−"}
-MOOD_GLYPHS = {GOOD: "✓", INFO: "·", WARN: "▲", BAD: "✕"}
-_VERDICT_GLYPHS = {WHOLE: "●", DEGRADED: "▲", DOWN: "✕"}
 _VERDICT_STYLES = {
     WHOLE: "bold #d7f5e3 on #14532d",
     DEGRADED: "bold #fff3d1 on #7c4a03",
@@ -116,18 +106,12 @@ def _rule(title: str, show: Show, right: str = "") -> Text:
 def _headline(board: Board, show: Show) -> Text:
     stale = show.mood == BAD
     # What was well may not be any more.
-    word = (
+    state = (
         f"? NO NEWS, was {board.verdict}"
         if stale
-        else f"{_VERDICT_GLYPHS[board.verdict]} {board.verdict.upper()}"
+        else f"{VERDICT_GLYPHS[board.verdict]} {board.verdict.upper()}"
     )
-    verdict = Text(f" {word} ")
-    serving = sum(server.state == "serving" for server in board.heat.servers)
-    wanted = next((pool.wanted for pool in board.pools if pool.name == "expert"), None)
-    servers = f"{serving}/{wanted}" if wanted is not None else str(serving)
-    said = f" {board.model} · servers {servers} · copies {board.copies_least}/{board.copies_wanted}"
-    said += f" · epoch {board.epoch if board.epoch is not None else '?'}"
-    verdict.append(said)
+    verdict = Text(f" {state}  {' · '.join(board.facts)}")
     right = f"{clock(board.at_s)} UTC "
     verdict.truncate(max(0, show.width - len(right)), overflow="ellipsis", pad=True)
     verdict.append(right)
@@ -153,39 +137,21 @@ def _reasons(board: Board, show: Show) -> list[Text]:
 
 
 def _gateway(board: Board, show: Show) -> list[Text]:
-    traffic = board.traffic
-    good = f"{words.number(traffic.good_per_s)}/s"
-    if traffic.ended_per_s:
-        good += f" {words.share(traffic.good_per_s / traffic.ended_per_s)}"
-    failed = (str(traffic.failed), f"bold {_MOODS[BAD]}") if traffic.failed else ("0", _INK)
-    first = _figures(
-        show,
-        [
-            ("tokens/s", (words.number(traffic.tokens_per_s), f"bold {_INK}")),
-            ("goodput", (good, _INK)),
-            ("requests/s", (words.number(traffic.requests_per_s), _INK)),
-            ("failed", failed),
-        ],
-    )
-    second = _figures(
-        show,
-        [
-            ("TTFT", (f"{words.seconds(traffic.ttft_p50_s)} / {words.seconds(traffic.ttft_p99_s)}", _INK)),
-            ("ITL", (f"{words.seconds(traffic.itl_p50_s)} / {words.seconds(traffic.itl_p99_s)}", _INK)),
-            ("running", (str(traffic.running), _INK)),
-            ("waiting", (str(traffic.waiting), _INK if not traffic.waiting else _MOODS[WARN])),
-        ],
-    )
-    window = f"last {traffic.window_s:.0f} s, latency p50 / p99"
-    return [_rule(traffic.name, show, window), first, second, _spark(board, show)]
+    lines = [_figures(show, board.figures[at : at + 4]) for at in range(0, len(board.figures), 4)]
+    title = _rule(board.gateway.name, show, f"last {board.rates.window_s:.0f} s")
+    return [title, *lines, _spark(board, show)]
 
 
-def _figures(show: Show, pairs: Sequence[tuple[str, tuple[str, str]]]) -> Text:
+def _figures(show: Show, figures: Sequence[Figure]) -> Text:
     line = Text(" ")
     # Of 80: two latencies, or one figure.
-    for (name, (value, style)), wide in zip(pairs, (25, 25, 16, 12), strict=True):
-        cell = Text().append(f"{name} ", _DIM).append(value, style)
-        cell.truncate(max(8, wide * show.width // 80), pad=True)
+    for figure, share_of_80 in zip(figures, (25, 25, 16, 12), strict=False):
+        wide = max(8, share_of_80 * show.width // 80)
+        style = _INK if figure.mood == INFO else f"bold {_MOODS[figure.mood]}"
+        cell = Text().append(f"{figure.name} ", _DIM).append(figure.value, style)
+        if figure.more and cell.cell_len + len(figure.more) + 1 < wide:
+            cell.append(f" {figure.more}", _INK)
+        cell.truncate(wide, pad=True)
         line.append_text(cell)
     return line
 
@@ -193,7 +159,7 @@ def _figures(show: Show, pairs: Sequence[tuple[str, tuple[str, str]]]) -> Text:
 def _spark(board: Board, show: Show) -> Text:
     rates = [point.tokens_per_s for point in board.past]
     most = max(rates, default=0.0)
-    tail = f" most {words.number(most)}/s"
+    tail = f" most {number(most)}/s"
     wide = max(1, show.width - 11 - len(tail))
     shown = rates[-wide:]
     bars = "".join(_SPARKS[min(7, int(8 * rate / most))] if rate > 0 and most else "▁" for rate in shown)
@@ -202,36 +168,39 @@ def _spark(board: Board, show: Show) -> Text:
 
 
 def _attention(board: Board, show: Show, most: int) -> list[Text]:
-    pool = next((pool for pool in board.pools if pool.name == "attention"), None)
+    pool = board.pools.get("attention")
     serving = sum(worker.state == "serving" for worker in board.workers)
     right = f"{serving} of {pool.wanted} serving" if pool else f"{serving} serving"
     if pool and pool.starting:
         right += f", {pool.starting} starting"
     if len(board.workers) > most:
         right += f", {len(board.workers) - most} not shown"
-    lines = [_rule("attention workers", show, right)]
     workers = list(board.workers)
     if show.sort == "load":
         workers.sort(key=lambda worker: -(worker.tokens_per_s or 0))
     elif show.sort == "state":
         workers.sort(key=lambda worker: worker.state == "serving")
-    lines += [_worker(worker, show) for worker in workers[:most]]
-    if not workers:
-        lines.append(Text(" none", _MOODS[WARN]))
-    return lines
+    rows = [_worker(worker) for worker in workers[:most]] or [Text(" none", _MOODS[WARN])]
+    return [_rule("attention workers", show, right), *rows]
 
 
-def _worker(worker: Worker, show: Show) -> Text:
-    well = worker.state == "serving"
-    line = Text(" ")
-    line.append(f"{worker.name:<13}", _INK)
-    state = f"{STATE_GLYPHS.get(worker.state, ' ')} {worker.state:<9}"
-    line.append(state, _DIM if well else f"bold {_MOODS[WARN]}").append("KV ", _DIM)
-    line.append_text(_bar(worker.kv_use, 6)).append(f"{words.share(worker.kv_use):>5}", _INK)
-    line.append(" run ", _DIM).append(f"{worker.running:<3}", _INK)
-    line.append(" wait ", _DIM).append(f"{worker.waiting:<3}", _INK)
-    line.append(" tok/s ", _DIM).append(f"{words.number(worker.tokens_per_s):<5}", _INK)
-    return line.append(" busy ", _DIM).append(words.share(worker.busy), _INK)
+def _worker(worker: Worker) -> Text:
+    state = f"{STATE_GLYPHS.get(worker.state, ''):<1} {worker.state:<9}"
+    return Text.assemble(
+        (f" {worker.name:<13}", _INK),
+        (state, _DIM if worker.state == "serving" else f"bold {_MOODS[WARN]}"),
+        ("KV ", _DIM),
+        _bar(worker.kv_use, 6),
+        (f"{share(worker.kv_use):>5}", _INK),
+        (" run ", _DIM),
+        (f"{worker.running:<3}", _INK),
+        (" wait ", _DIM),
+        (f"{worker.waiting:<3}", _INK),
+        (" tok/s ", _DIM),
+        (f"{number(worker.tokens_per_s):<5}", _INK),
+        (" busy ", _DIM),
+        (share(worker.busy), _INK),
+    )
 
 
 def _bar(value: float | None, wide: int) -> Text:
@@ -245,7 +214,7 @@ def _heat(heat: Heat, show: Show, rows: int) -> list[Text]:
     room = show.width - _LABEL - 1
     wide = max(1, min(9, room // max(1, len(servers))))
     shown = servers[: room // wide]
-    right = f"hottest {words.number(heat.hottest)}" if heat.hottest >= 1 else "no load"
+    right = f"hottest {number(heat.hottest)}" if heat.hottest >= 1 else "no load"
     if heat.balance is not None and heat.hottest >= 1:
         right += f", busiest server {heat.balance:.2f} of mean"
     if len(shown) < len(servers):
@@ -273,9 +242,9 @@ def _folds(layers: int, rows: int) -> list[tuple[int, int]]:
 def _names(servers: Sequence[Server], wide: int) -> Text:
     line = Text(f" {'server':<{_LABEL}}", _DIM)
     for server in servers:
-        glyph = STATE_GLYPHS.get(server.state, " ").strip()
-        number = server.name.rpartition("/")[2]
-        text = f"{number}{glyph}" if wide > 3 else (glyph or number[-1])
+        glyph = STATE_GLYPHS.get(server.state, "")
+        digits = server.name.rpartition("/")[2]
+        text = f"{digits}{glyph}" if wide > 3 else (glyph or digits[-1])
         line.append(text.center(wide)[:wide], _state_style(server.state))
     return line
 
@@ -288,23 +257,23 @@ def _state_style(state: str) -> str:
 
 def _cell(server: Server, first: int, last: int, hottest: float, wide: int) -> Text:
     if server.state == LOST:
-        style = "#ff9c9c on #4a1518" if not server.heir else "#b86a6a on #2c1618"
+        style = "#ff9c9c on #4a1518" if not server.replacement else "#b86a6a on #2c1618"
         return Text().append("✕".center(max(1, wide - 1)), style).append(" " * (wide > 1))
     rows = max(server.rows[first:last], default=0.0)
     held = any(server.held[first:last])
     mark = next((mark for mark in server.marks[first:last] if mark), "")
     heat = min(1.0, rows / hottest) if hottest >= 1 else 0.0
-    style = Style.parse(f"{_ink_on(heat)} on {_colour(heat)}") if held else Style.parse(_DIM)
+    style = Style.parse(f"{_ink_on(heat)} on {_color(heat)}") if held else Style.parse(_DIM)
     if wide >= 5:
-        body = words.short(rows).rjust(wide - 3) if held else "·".rjust(wide - 3)
+        body = short(rows).rjust(wide - 3) if held else "·".rjust(wide - 3)
         text = Text().append(body + " ", style)
-        text.append(MARK_GLYPHS[mark], style + Style.parse("bold #ffd479") if mark else style)
+        text.append(f"{MARK_GLYPHS[mark]:<1}", style + Style.parse("bold #ffd479") if mark else style)
         return text.append(" ")
     glyph = MARK_GLYPHS[mark] if mark else _RAMP[min(4, math.ceil(heat * 4))] if held else "·"
     return Text(glyph.center(wide), style)
 
 
-def _colour(heat: float) -> str:
+def _color(heat: float) -> str:
     mixed = [round(cold + (hot - cold) * heat) for cold, hot in zip(_COLD, _HOT, strict=True)]
     return "#{:02x}{:02x}{:02x}".format(*mixed)
 
@@ -315,10 +284,13 @@ def _ink_on(heat: float) -> str:
 
 def _busy(server: Server, wide: int) -> Text:
     if server.state == LOST:
-        heir = f"→ {server.heir.rpartition('/')[2]}" if server.heir else ""
-        text, style = heir or ("lost" if wide >= 5 else "✕"), _DIM if heir else f"bold {_MOODS[BAD]}"
+        replacement = f"→ {server.replacement.rpartition('/')[2]}" if server.replacement else ""
+        text, style = (
+            replacement or ("lost" if wide >= 5 else "✕"),
+            _DIM if replacement else f"bold {_MOODS[BAD]}",
+        )
     elif server.state == "serving":
-        text = words.share(server.busy) if wide >= 5 else _SPARKS[min(7, int(8 * (server.busy or 0)))]
+        text = share(server.busy) if wide >= 5 else _SPARKS[min(7, int(8 * (server.busy or 0)))]
         style = _MOODS[WARN] if (server.busy or 0) >= 0.9 else _INK
     else:
         text, style = server.state, _MOODS[WARN]
@@ -343,10 +315,10 @@ def _happenings(board: Board, show: Show, rows: int) -> list[Text]:
 
 def _happening(happening: Happening, now_s: float, width: int) -> list[Text]:
     age = now_s - happening.at_s
-    colour = _MOODS[happening.mood]
+    color = _MOODS[happening.mood]
     head = Text().append(f" {clock(happening.at_s)} ", _DIM)
-    head.append(f"{MOOD_GLYPHS[happening.mood]} ", f"bold {colour}")
-    style = colour if happening.mood != INFO and age < 60 else _INK if age < 60 else _DIM
+    head.append(f"{MOOD_GLYPHS[happening.mood]} ", f"bold {color}")
+    style = color if happening.mood != INFO and age < 60 else _INK if age < 60 else _DIM
     wide = head.cell_len
     said = textwrap.wrap(happening.text, max(20, width - wide)) or [""]
     return [head.append(said[0], style), *(Text(" " * wide + more, style) for more in said[1:])]

@@ -6,7 +6,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import msgspec
@@ -45,7 +45,7 @@ def boards_in(lines: Iterable[bytes]) -> Iterator[Board]:
 
 
 class Feed:
-    """Reads on a thread of its own until it is closed."""
+    """What one gateway has to show, until it is closed."""
 
     def __init__(self, url: str, key: str = "") -> None:
         """Args: url: of the gateway. key: sent as a bearer token where it is not empty."""
@@ -54,15 +54,15 @@ class Feed:
         self._key = key
         self._closed = threading.Event()
 
-    def read(self, tell: Callable[[Board | NoNews], None]) -> None:
-        """Tell each board, and each time that there is no news, until `close`.
+    def news(self) -> Iterator[Board | NoNews]:
+        """Each board, and each time why there is none, until `close`.
 
         Raises:
             FeedRefused: it is no gateway that has boards, or it wants a key.
         """
         while not self._closed.is_set():
             try:
-                self._read_once(tell)
+                yield from self._boards()
                 reason = "the gateway ended the connection"
             except urllib.error.HTTPError as error:
                 if error.code in (401, 403):
@@ -78,10 +78,10 @@ class Feed:
             except (OSError, ValueError) as error:
                 reason = "the gateway is silent" if isinstance(error, TimeoutError) else _words(error)
             if not self._closed.is_set():
-                tell(NoNews(reason=reason))
+                yield NoNews(reason=reason)
             self._closed.wait(_AGAIN_S)
 
-    def _read_once(self, tell: Callable[[Board | NoNews], None]) -> None:
+    def _boards(self) -> Iterator[Board]:
         request = urllib.request.Request(self.url, headers={"accept": "text/event-stream"})
         if self._key:
             request.add_header("authorization", f"Bearer {self._key}")
@@ -89,32 +89,23 @@ class Feed:
             for board in boards_in(iter(lambda: response.readline(_LONGEST_LINE), b"")):
                 if self._closed.is_set():
                     return
-                tell(board)
+                yield board
 
     def first(self, timeout_s: float) -> Board:
         """The first board.
 
         Raises:
-            FeedRefused: as `read`, or none came in time.
+            FeedRefused: as `news`, or none came in time.
         """
-        found: list[Board] = []
-        said: list[str] = []
         end_s = time.monotonic() + timeout_s
-
-        def tell(news: Board | NoNews) -> None:
+        for news in self.news():
             if isinstance(news, Board):
-                found.append(news)
-            else:
-                said.append(news.reason)
-            if found or time.monotonic() > end_s:
-                self.close()
-
-        self.read(tell)
-        if not found:
-            raise FeedRefused(
-                f"no news from {self.url}: {said[-1]}. Start a cluster with `eaas serve`, or give --url."
-            )
-        return found[0]
+                return news
+            if time.monotonic() > end_s:
+                break
+        raise FeedRefused(
+            f"no news from {self.url}: {news.reason}. Start a cluster with `eaas serve`, or give --url."
+        )
 
     def close(self) -> None:
         """Stop at the next line, or the next try."""

@@ -12,8 +12,8 @@ import pytest
 
 from eaas.ops.load.client import Client, Endpoint, EndpointInvalid, EndpointUnreachable
 from eaas.ops.load.driver import Driver, learn_cost, learn_models
-from eaas.ops.load.prompts import Prompt, Workload
 from eaas.ops.load.record import StreamRecord
+from eaas.ops.load.workload import Prompt, Workload
 from tests.eaas.load.fake_server import FakeServer, fake_server
 
 

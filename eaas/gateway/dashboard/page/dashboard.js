@@ -1,11 +1,8 @@
 "use strict";
 // Draws what /dashboard/events says. Everything is set as text, nothing as markup.
 const SILENCE_MS = 6000, AGAIN_MS = 1000, DENSE = 17, SPAN_S = 120;
-const VERDICTS = { whole: "● WHOLE", degraded: "▲ DEGRADED", down: "✕ DOWN" };
-const MOODS = { good: "✓", info: "·", warn: "▲", bad: "✕" };
-const STATES = { serving: "", suspect: "?", draining: "↓", joining: "…", warming: "…", lost: "✕" };
-const MARKS = { "taken-over": ["»", "took over from a lost server"], gained: ["+", "gained a copy"],
-  "given-up": ["−", "gave up a copy"] };
+const { VERDICTS, MOODS, STATES, MARKS } = /*glyphs*/ {};
+const MARKED = { "taken-over": "took over from a lost server", gained: "gained a copy", "given-up": "gave up a copy" };
 const SORTS = ["number", "load", "state"];
 const at = (id) => document.getElementById(id);
 let board = null, paused = false, sort = 0, heardMs = 0, trouble = "", chosen = [0, 0];
@@ -50,22 +47,19 @@ function draw() {
     // What was well may not be any more.
     at("bar").className = "bar unknown";
     at("verdict").textContent = "? NO NEWS, was " + board.verdict;
-    document.title = "? " + board.model;
+    document.title = "? " + board.gateway.model;
   }
-  drawGateway(board.traffic, board.past);
+  drawGateway(board.gateway, board.rates, board.past);
   drawWorkers();
   drawHeat(board.heat);
   drawHappenings();
 }
 function drawTop() {
   at("bar").className = "bar " + board.verdict;
-  if (at("verdict").textContent !== VERDICTS[board.verdict]) at("verdict").textContent = VERDICTS[board.verdict];
-  document.title = VERDICTS[board.verdict] + " " + board.model;
-  const pool = board.pools.find((pool) => pool.name === "expert");
-  const serving = board.heat.servers.filter((server) => server.state === "serving").length;
-  const said = [board.model, `${serving}${pool ? " of " + pool.wanted : ""} expert servers`,
-    `every expert on ${board.copies_least} of ${board.copies_wanted}`, `epoch ${board.epoch ?? "?"}`];
-  said.push(board.traffic.failed ? `${board.traffic.failed} requests failed` : "no request failed");
+  const verdict = `${VERDICTS[board.verdict]} ${board.verdict.toUpperCase()}`;
+  if (at("verdict").textContent !== verdict) at("verdict").textContent = verdict;
+  document.title = `${verdict} ${board.gateway.model}`;
+  const said = [...board.facts, board.rates.failed ? `${board.rates.failed} requests failed` : "no request failed"];
   for (const router of board.routers) said.push(router.name + " " + router.state);
   at("facts").replaceChildren(...said.map((text, place) => make("span", text, place ? "" : "model")));
   at("clock").textContent = clock(board.at_s) + " UTC";
@@ -75,28 +69,19 @@ function drawTop() {
     return line;
   }));
 }
-function drawGateway(traffic, past) {
-  at("gateway-title").textContent = traffic.name;
-  at("window").textContent = `last ${Math.round(traffic.window_s)} s; goodput: TTFT ≤ ${seconds(traffic.ttft_target_s)}, ` +
-    `TPOT ≤ ${seconds(traffic.tpot_target_s)}`;
-  const good = traffic.ended_per_s ? percent(traffic.good_per_s / traffic.ended_per_s) : "";
-  const tiles = [
-    ["tokens/s", number(traffic.tokens_per_s)], ["requests/s", number(traffic.requests_per_s)],
-    ["goodput/s", number(traffic.good_per_s), good && good + " on target"],
-    ["failed", String(traffic.failed), "", traffic.failed ? "bad" : ""],
-    ["TTFT p50", seconds(traffic.ttft_p50_s), "p99 " + seconds(traffic.ttft_p99_s)],
-    ["ITL p50", seconds(traffic.itl_p50_s), "p99 " + seconds(traffic.itl_p99_s)],
-    ["running", String(traffic.running), traffic.went_on ? `${traffic.went_on} went on` : ""], ["waiting", String(traffic.waiting), "", traffic.waiting ? "warn" : ""],
-  ];
-  at("tiles").replaceChildren(...tiles.map(([name, value, more, kind]) => {
-    const tile = make("div"), figure = make("dd", value, kind);
-    tile.append(make("dt", name), figure);
+function drawGateway(gateway, rates, past) {
+  at("gateway-title").textContent = gateway.name;
+  at("window").textContent = `last ${Math.round(rates.window_s)} s; goodput: TTFT ≤ ${seconds(gateway.ttft_target_s)}, ` +
+    `TPOT ≤ ${seconds(gateway.tpot_target_s)}`;
+  at("tiles").replaceChildren(...board.figures.map(({ name, value, more, mood }) => {
+    const tile = make("div");
+    tile.append(make("dt", name), make("dd", value, mood === "info" ? "" : mood));
     if (more) tile.append(make("dd", more, "more"));
     return tile;
   }));
   const most = curve(at("tokens-curve"), past, (point) => point.tokens_per_s, true);
   at("tokens-most").textContent = `most ${number(most)}`;
-  at("tokens-curve").setAttribute("aria-label", `tokens a second, now ${number(traffic.tokens_per_s)}, most ${number(most)}`);
+  at("tokens-curve").setAttribute("aria-label", `tokens a second, now ${number(rates.tokens_per_s)}, most ${number(most)}`);
   const slowest = curve(at("itl-curve"), past, (point) => point.itl_p99_s, false);
   at("itl-most").textContent = slowest ? `most ${seconds(slowest)}` : "";
   at("itl-curve").setAttribute("aria-label", `99th percentile of the time between tokens, most ${seconds(slowest || null)}`);
@@ -133,7 +118,7 @@ function path(d, kind, title) {
   return made;
 }
 function drawWorkers() {
-  const pool = board.pools.find((pool) => pool.name === "attention");
+  const pool = board.pools.attention;
   const serving = board.workers.filter((worker) => worker.state === "serving").length;
   at("attention-size").textContent = `${serving}${pool ? " of " + pool.wanted : ""} serving` +
     (pool && pool.starting ? `, ${pool.starting} starting` : "");
@@ -179,9 +164,9 @@ function drawHeat(heat) {
     name.scope = "col";
     name.title = server.name + " " + server.state;
     head.append(name);
-    const heir = server.heir && "→ " + server.heir.split("/")[1];
-    const busy = dense ? glyph || bar(server.busy) : well ? percent(server.busy) : heir || server.state;
-    foot.append(make("td", busy, heir ? "" : kind));
+    const replacement = server.replacement && "→ " + server.replacement.split("/")[1];
+    const busy = dense ? glyph || bar(server.busy) : well ? percent(server.busy) : replacement || server.state;
+    foot.append(make("td", busy, replacement ? "" : kind));
   }
   map.tHead.replaceChildren(head);
   map.tFoot.replaceChildren(foot);
@@ -199,9 +184,9 @@ function drawHeat(heat) {
   drawDetail(servers);
 }
 function drawCell(cell, server, layer, hottest, dense) {
-  const heat = hottest >= 1 ? Math.min(1, server.rows[layer] / hottest) : 0, mark = MARKS[server.marks[layer]]?.[0] ?? "";
+  const heat = hottest >= 1 ? Math.min(1, server.rows[layer] / hottest) : 0, mark = MARKS[server.marks[layer]] ?? "";
   const lost = server.state === "lost", held = server.held[layer];
-  const kind = lost ? "lost" + (server.heir ? " replaced" : "") : !held ? "none" : "cell" + (heat > 0.55 ? " hi" : "");
+  const kind = lost ? "lost" + (server.replacement ? " replaced" : "") : !held ? "none" : "cell" + (heat > 0.55 ? " hi" : "");
   const text = lost ? "✕" : dense ? "" : held ? number(Math.round(server.rows[layer])) : "·";
   const level = dense ? Math.round(20 * heat) * 5 : Math.round(100 * heat);
   const shown = [kind, text, level, mark].join();
@@ -222,10 +207,10 @@ function drawDetail(servers) {
   let said = `${number(server.rows[layer])} rows/s for ${server.held[layer]} of ${board.heat.experts} experts`;
   if (server.state === "lost") {
     said = `lost at ${clock(server.since_s)} UTC${server.gone_reason ? " (" + server.gone_reason + ")" : ""}, ` +
-      (server.heir ? `${server.heir} serves in its place` : "not replaced yet");
+      (server.replacement ? `${server.replacement} serves in its place` : "not replaced yet");
   } else if (server.state !== "serving") said += `, ${server.state}`;
-  const mark = MARKS[server.marks[layer]];
-  const text = name + said + (mark ? `, ${mark[1]} lately` : "");
+  const mark = MARKED[server.marks[layer]];
+  const text = name + said + (mark ? `, ${mark} lately` : "");
   if (at("detail").textContent !== text) at("detail").textContent = text;
 }
 function drawHappenings() {

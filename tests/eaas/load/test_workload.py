@@ -9,16 +9,25 @@ from statistics import fmean, pstdev
 
 import pytest
 
-from eaas.ops.load.arrivals import Arrivals, ArrivalsInvalid, Point, knee, next_rate, read_arrivals, schedule
-from eaas.ops.load.prompts import (
+from eaas.ops.load.workload import (
+    Arrivals,
+    ArrivalsInvalid,
+    Point,
     PromptsInvalid,
     TokenCost,
+    TraceInvalid,
+    TraceRequest,
     Workload,
+    fit,
+    knee,
+    next_rate,
+    read_arrivals,
     read_prompts,
+    read_trace,
+    schedule,
     trace_prompts,
     word_prompts,
 )
-from eaas.ops.load.traces import TraceInvalid, TraceRequest, fit, read_trace
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 23:59:59.5000000,374,44

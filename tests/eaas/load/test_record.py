@@ -6,16 +6,8 @@ import random
 
 import pytest
 
-from eaas.ops.load.judge import (
-    FaultSpan,
-    NothingToJudge,
-    added_stalls,
-    bootstrap_interval,
-    compare,
-    quantiles,
-    windows,
-)
-from eaas.ops.load.record import StreamRecord
+from eaas.ops.load.record import StreamRecord, compare
+from eaas.ops.load.report import FaultSpan, NothingToJudge, added_stalls, quantiles, windows
 
 WORDS = [f" w{number}" for number in range(50)]
 
@@ -46,14 +38,14 @@ def test_one_act_on_a_stream_is_named_and_counted(seed: int, by_token: bool) -> 
     size = rng.randrange(1, 6)
     at = rng.randrange(size, len(text) - size)
     act = rng.choice(["lost", "repeated", "changed", "none"])
-    struck = {
+    changed = {
         "lost": text[:at] + text[at + size :],
         "repeated": text[:at] + text[at - size : at] + text[at:],
         "changed": [*text[:at], *[f" {rng.randrange(10**5):05d}" for _ in text[at:]]],
         "none": list(text),
     }[act]
-    merged = ["".join(struck[i : i + 3]) for i in range(0, len(struck), 3)]
-    run = stream(struck if by_token else merged, tokens=len(struck))
+    merged = ["".join(changed[i : i + 3]) for i in range(0, len(changed), 3)]
+    run = stream(changed if by_token else merged, tokens=len(changed))
     verdict = compare([run], [stream(text)])
     expected = {
         "lost": (0, size, 0, 0),
@@ -69,8 +61,8 @@ def test_one_act_on_a_stream_is_named_and_counted(seed: int, by_token: bool) -> 
 
 
 def test_several_losses_and_repetitions_in_one_stream_all_count() -> None:
-    struck = WORDS[:10] + WORDS[8:20] + WORDS[23:40] + WORDS[39:50]
-    verdict = compare([stream(struck)], [stream(WORDS)])
+    changed = WORDS[:10] + WORDS[8:20] + WORDS[23:40] + WORDS[39:50]
+    verdict = compare([stream(changed)], [stream(WORDS)])
     assert (verdict.lost, verdict.repeated, verdict.changed) == (3, 3, 0)
 
 
@@ -216,20 +208,3 @@ def test_percentiles_are_by_nearest_rank() -> None:
         100, 50.5, 50, 95, 99, 100,
     )  # fmt: skip
     assert quantiles([]) is None
-
-
-def test_the_bootstrapped_interval_holds_the_median_and_repeats_by_seed() -> None:
-    rng = random.Random(5)
-    values = [rng.gauss(0.4, 1.0) for _ in range(40)]
-    found = bootstrap_interval(values, seed=1)
-    assert found == bootstrap_interval(values, seed=1)
-    assert found.low < found.median < found.high
-    assert found.low < 0.4 < found.high
-    with pytest.raises(NothingToJudge):
-        bootstrap_interval([], seed=1)
-    covered = 0
-    for seed in range(200):
-        rng = random.Random(seed)
-        found = bootstrap_interval([rng.gauss(0.0, 1.0) for _ in range(25)], seed, draws=400)
-        covered += found.low <= 0.0 <= found.high
-    assert 176 <= covered <= 199, f"95% intervals held the true median in {covered} of 200 samples"
