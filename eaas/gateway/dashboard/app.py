@@ -32,7 +32,7 @@ from starlette.types import Receive, Scope, Send
 from eaas.gateway import errors
 from eaas.gateway.config import GatewayConfig
 from eaas.gateway.dashboard import board as model
-from eaas.gateway.dashboard.board import WARN, Board, GatewayFacts, Happening, Heat, many
+from eaas.gateway.dashboard.board import WARN, Board, GatewayFacts, Heat, many
 from eaas.gateway.dashboard.compose import Past, Reading, board_of
 from eaas.gateway.dashboard.heat import Flow, heat_of
 from eaas.gateway.dashboard.history import ClusterSnapshot, History, follow, learn
@@ -236,8 +236,7 @@ class Dashboard:
         went_on = self._past.readings[-1].went_on
         if went_on > self._went_on:
             text = f"{many(went_on - self._went_on, 'stream')} went on at another attention worker"
-            said = Happening(at_s=time.time(), kind="went-on", mood=WARN, text=text)
-            self._history = self._history.tell(said)
+            self._history = self._history.tell(time.time(), "went-on", WARN, text)
         self._went_on = went_on
 
 

@@ -32,13 +32,13 @@ STATE_GLYPHS = {"serving": "", "suspect": "?", "draining": "↓", "joining": "�
 MARK_GLYPHS = {"": "", TAKEN_OVER: "»", GAINED: "+", GIVEN_UP: "−"}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Reason:
     """Why the verdict is not "whole". do: what whoever reads it does about it."""
 
     mood: str
     text: str
-    do: str
+    do: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ class Rates:
     itl_p99_s: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Figure:
     """One figure of the gateway, in words. more: what goes beside it, smaller."""
 

@@ -203,19 +203,19 @@ def _stops(
     if own.unready and past.points and past.points[-1].tokens_per_s:
         # A worker that was silent for a moment serves nobody new; while tokens come nothing is down.
         do = "Streams go on. If it lasts, this says that nothing is served."
-        found.append(Reason(mood=WARN, text=f"new requests wait: {own.unready}", do=do))
+        found.append(Reason(WARN, f"new requests wait: {own.unready}", do))
     elif own.unready:
         do = "New ones join by themselves. After a minute: eaas scale, then their logs."
-        found.append(Reason(mood=BAD, text=f"no request can be served: {own.unready}", do=do))
+        found.append(Reason(BAD, f"no request can be served: {own.unready}", do))
     if history.formed and not least:
         do = "Servers load them now. After a minute: eaas scale, then their logs."
         if EXPERT in pools and not pools[EXPERT].wanted:
             do = "The pool was scaled to 0. To serve again: eaas scale expert 2"
         text = f"{many(short, 'expert')} on no server: requests that need them wait"
-        found.append(Reason(mood=BAD, text=text, do=do))
+        found.append(Reason(BAD, text, do))
     elif not least and not own.unready:
         do = "Expert servers load the model; nothing to do."
-        found.append(Reason(mood=WARN, text="the first placement is not complete yet", do=do))
+        found.append(Reason(WARN, "the first placement is not complete yet", do))
     return found
 
 
@@ -224,15 +224,13 @@ def _control(snapshot: ClusterSnapshot, as_of_s: float | None) -> list[Reason]:
     leads = any(router.state == "serving" for router in snapshot.routers)
     do = "Requests go on. It is started again within seconds; if not, read its log."
     if snapshot.problem:
-        return [Reason(mood=WARN, text=f"the router cannot decide: {snapshot.problem}", do=do)]
+        return [Reason(WARN, f"the router cannot decide: {snapshot.problem}", do)]
     if away and not leads:
         told = "" if as_of_s is not None else ", and never did"
-        return [
-            Reason(mood=WARN, text=f"{listed(away)} does not answer{told}; the cluster may differ", do=do)
-        ]
+        return [Reason(WARN, f"{listed(away)} does not answer{told}; the cluster may differ", do)]
     if away:
         do = "Another leads. It is started again; if not, read its log."
-        return [Reason(mood=WARN, text=f"{listed(away)} does not answer; another leads", do=do)]
+        return [Reason(WARN, f"{listed(away)} does not answer; another leads", do)]
     return []
 
 
@@ -249,15 +247,13 @@ def _losses(history: History, snapshot: ClusterSnapshot, now_s: float) -> list[R
         lost = history.unreplaced(name)[-missing:]
         if not lost:
             text = f"{serving} of {pool.wanted} {name} processes serve; the next {coming}"
-            found.append(
-                Reason(mood=WARN, text=text, do="Nothing to do while it starts: eaas scale shows it.")
-            )
+            found.append(Reason(WARN, text, "Nothing to do while it starts: eaas scale shows it."))
             continue
         why = f" ({lost[-1].reason})" if lost[-1].reason else ""
         names = listed([x.member.name for x in lost])
         text = f"{names} lost{why} {ago(now_s - lost[-1].at_s)}; a replacement {coming}"
         do = f"Nothing to do. After a minute: eaas scale, then the newest {name} log."
-        found.append(Reason(mood=WARN, text=text, do=do))
+        found.append(Reason(WARN, text, do))
     return found
 
 
@@ -265,27 +261,21 @@ def _thin(history: History, least: int, short: int, wanted: int) -> list[Reason]
     if not history.formed or not 0 < least < wanted:
         return []
     text = f"{many(short, 'expert')} on {least} of {wanted} servers: the next loss there makes requests wait"
-    return [
-        Reason(mood=WARN, text=text, do="The router makes copies. If it lasts: eaas scale expert, to more.")
-    ]
+    return [Reason(WARN, text, "The router makes copies. If it lasts: eaas scale expert, to more.")]
 
 
 def _faults(snapshot: ClusterSnapshot, rates: Rates) -> list[Reason]:
     found: list[Reason] = []
     if rates.failed:
         text = f"{many(rates.failed, 'request')} failed in the last {rates.window_s:.0f} s"
-        found.append(
-            Reason(mood=WARN, text=text, do="The gateway's log has a line for each, with its request id.")
-        )
+        found.append(Reason(WARN, text, "The gateway's log has a line for each, with its request id."))
     members = snapshot.view.members if snapshot.view is not None else ()
     suspects = [member.name for member in members if member.state == SUSPECT]
     if suspects:
         do = "Nothing to do: others take its work, and the router decides within seconds."
-        found.append(Reason(mood=WARN, text=f"{listed(suspects)} suspect: silent, or accused", do=do))
+        found.append(Reason(WARN, f"{listed(suspects)} suspect: silent, or reported", do))
     held_up = [
-        Reason(mood=INFO, text=f"pool {name}: {pool.held_up}", do="")
-        for name, pool in snapshot.pools.items()
-        if pool.held_up
+        Reason(INFO, f"pool {name}: {pool.held_up}") for name, pool in snapshot.pools.items() if pool.held_up
     ]
     return [*found, *held_up]
 
@@ -294,14 +284,14 @@ def figures_of(own: GatewayFacts, rates: Rates) -> tuple[Figure, ...]:
     """What every view shows of a gateway, in this order."""
     on_target = share(rates.good_per_s / rates.ended_per_s) if rates.ended_per_s else ""
     return (
-        Figure(name="tokens/s", value=number(rates.tokens_per_s)),
-        Figure(name="goodput", value=f"{number(rates.good_per_s)}/s", more=on_target),
-        Figure(name="requests/s", value=number(rates.requests_per_s)),
-        Figure(name="failed", value=str(rates.failed), mood=BAD if rates.failed else INFO),
-        Figure(name="TTFT", value=seconds(rates.ttft_p50_s), more=f"p99 {seconds(rates.ttft_p99_s)}"),
-        Figure(name="ITL", value=seconds(rates.itl_p50_s), more=f"p99 {seconds(rates.itl_p99_s)}"),
-        Figure(name="running", value=str(own.running), more=f"{own.went_on} went on" if own.went_on else ""),
-        Figure(name="waiting", value=str(own.waiting), mood=WARN if own.waiting else INFO),
+        Figure("tokens/s", number(rates.tokens_per_s)),
+        Figure("goodput", f"{number(rates.good_per_s)}/s", more=on_target),
+        Figure("requests/s", number(rates.requests_per_s)),
+        Figure("failed", str(rates.failed), mood=BAD if rates.failed else INFO),
+        Figure("TTFT", seconds(rates.ttft_p50_s), more=f"p99 {seconds(rates.ttft_p99_s)}"),
+        Figure("ITL", seconds(rates.itl_p50_s), more=f"p99 {seconds(rates.itl_p99_s)}"),
+        Figure("running", str(own.running), more=f"{own.went_on} went on" if own.went_on else ""),
+        Figure("waiting", str(own.waiting), mood=WARN if own.waiting else INFO),
     )
 
 

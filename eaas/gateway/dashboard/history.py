@@ -106,8 +106,9 @@ class History:
     wanted: Mapping[str, int] = field(default_factory=dict[str, int])
     away_s: Mapping[str, float] = field(default_factory=dict[str, float])
 
-    def tell(self, happening: Happening) -> History:
+    def tell(self, at_s: float, kind: str, mood: str, text: str, who: str = "") -> History:
         """With one happening more."""
+        happening = Happening(at_s=at_s, kind=kind, mood=mood, text=text, who=who)
         return replace(self, happenings=(happening, *self.happenings)[:MOST_HAPPENINGS])
 
     def unreplaced(self, pool: str) -> list[Lost]:
@@ -118,18 +119,19 @@ class History:
 def follow(history: History, view: View, now_s: float) -> History:
     """The history with a newer View. now_s: since 1970."""
     before = history.view
-    history = replace(history, view=view, marks=_fresh(history.marks, now_s))
     history = replace(
         history,
+        view=view,
+        marks={place: mark for place, mark in history.marks.items() if now_s - mark.at_s <= MARKED_S},
         lost=tuple(x for x in history.lost if now_s - x.at_s <= REPLACEMENT_S)[-_MOST_LOST:],
     )
     if before is None:
         held = many(len(view.pool(EXPERT)), "expert server")
         workers = many(len(view.pool(ATTENTION)), "attention worker")
-        history = history.tell(_said(now_s, "begins", INFO, f"this gateway follows {held} and {workers}"))
+        history = history.tell(now_s, "begins", INFO, f"this gateway follows {held} and {workers}")
     else:
         if view.term != before.term:
-            history = history.tell(_said(now_s, "term", INFO, f"a router began term {view.term}"))
+            history = history.tell(now_s, "term", INFO, f"a router began term {view.term}")
         known = {member.name: member for member in before.members}
         present = {member.name for member in view.members}
         for member in before.members:
@@ -149,38 +151,30 @@ def learn(history: History, snapshot: ClusterSnapshot, now_s: float) -> History:
         if router.state == "unreachable" and since_s is None:
             history = replace(history, away_s={**history.away_s, router.name: now_s})
             text = f"{router.name} does not answer: requests go on, nothing is replaced"
-            history = history.tell(_said(now_s, "router-away", BAD, text, router.name))
+            history = history.tell(now_s, "router-away", BAD, text, router.name)
         elif router.state != "unreachable" and since_s is not None:
             left = {name: at_s for name, at_s in history.away_s.items() if name != router.name}
             history = replace(history, away_s=left)
             text = f"{router.name} answers again, after {seconds(now_s - since_s)}"
-            history = history.tell(_said(now_s, "router-back", GOOD, text, router.name))
+            history = history.tell(now_s, "router-back", GOOD, text, router.name)
     wanted = {name: size.wanted for name, size in snapshot.pools.items()}
     for name, size in wanted.items():
         was = history.wanted.get(name, size)
         if was != size:
             text = f"pool {name} scales from {was} to {size}"
-            history = history.tell(_said(now_s, "scaled", INFO, text))
+            history = history.tell(now_s, "scaled", INFO, text)
     return replace(history, wanted=wanted) if wanted else history
-
-
-def _said(at_s: float, kind: str, mood: str, text: str, who: str = "") -> Happening:
-    return Happening(at_s=at_s, kind=kind, mood=mood, text=text, who=who)
-
-
-def _fresh(marks: Mapping[tuple[str, int], Mark], now_s: float) -> dict[tuple[str, int], Mark]:
-    return {place: mark for place, mark in marks.items() if now_s - mark.at_s <= MARKED_S}
 
 
 def _went(history: History, view: View, member: Member, now_s: float) -> History:
     if member.state == DRAINING:
-        return history.tell(_said(now_s, "left", INFO, f"{member.name} has drained and left", member.name))
+        return history.tell(now_s, "left", INFO, f"{member.name} has drained and left", member.name)
     lost = Lost(member=member, at_s=now_s)
     successors: list[str] = []
     if member.pool == EXPERT:
         history, successors = _take_over(history, view, member, now_s)
     history = replace(history, lost=(*history.lost, lost)[-_MOST_LOST:])
-    return history.tell(_said(now_s, "lost", BAD, _lost_text(member, successors), member.name))
+    return history.tell(now_s, "lost", BAD, _lost_text(member, successors), member.name)
 
 
 def _take_over(history: History, view: View, member: Member, now_s: float) -> tuple[History, list[str]]:
@@ -211,17 +205,17 @@ def _became(history: History, was: Member | None, member: Member, now_s: float) 
         return history
     name = member.name
     if member.state == SUSPECT:
-        return history.tell(_said(now_s, "suspect", WARN, f"{name} is suspect: silent, or accused", name))
+        return history.tell(now_s, "suspect", WARN, f"{name} is suspect: silent, or reported", name)
     if member.state == DRAINING:
-        return history.tell(_said(now_s, "drains", INFO, f"{name} drains", name))
+        return history.tell(now_s, "drains", INFO, f"{name} drains", name)
     if member.state == SERVING:
         if was is not None and was.state == SUSPECT:
-            return history.tell(_said(now_s, "well", GOOD, f"{name} is well again", name))
+            return history.tell(now_s, "well", GOOD, f"{name} is well again", name)
         if was is not None and was.state == DRAINING:
-            return history.tell(_said(now_s, "stays", INFO, f"{name} stays after all", name))
+            return history.tell(now_s, "stays", INFO, f"{name} stays after all", name)
         return _serves(history, member, now_s)
     if was is None:
-        return history.tell(_said(now_s, "joined", INFO, f"{name} joined", name))
+        return history.tell(now_s, "joined", INFO, f"{name} joined", name)
     return history
 
 
@@ -229,11 +223,11 @@ def _serves(history: History, member: Member, now_s: float) -> History:
     name = member.name
     waiting = history.unreplaced(member.pool)
     if not waiting:
-        return history.tell(_said(now_s, "serves", GOOD, f"{name} serves", name))
+        return history.tell(now_s, "serves", GOOD, f"{name} serves", name)
     lost = waiting[0]
     text = f"{name} serves in place of {lost.member.name}, {seconds(now_s - lost.at_s)} after its loss"
     lasting = tuple(replace(x, replacement=name) if x is lost else x for x in history.lost)
-    return replace(history, lost=lasting).tell(_said(now_s, "replaced", GOOD, text, name))
+    return replace(history, lost=lasting).tell(now_s, "replaced", GOOD, text, name)
 
 
 def _moved(history: History, known: Mapping[str, Member], view: View, now_s: float) -> History:
@@ -264,7 +258,7 @@ def _moved(history: History, known: Mapping[str, Member], view: View, now_s: flo
         move = None
     move = Move(at_s=move.at_s if move else now_s, last_s=now_s, gained=gained, given_up=given_up)
     history = replace(history, marks=marks, move=move)
-    return history.tell(_said(now_s, "moved", INFO, _move_text(move, view.epoch)))
+    return history.tell(now_s, "moved", INFO, _move_text(move, view.epoch))
 
 
 def _sum(first: Mapping[str, int], second: Mapping[str, int]) -> dict[str, int]:
@@ -292,14 +286,14 @@ def _redundancy(history: History, view: View, now_s: float) -> History:
         if history.formed and history.short_s is not None:
             on = many(view.replicas_wanted, "server")
             text = f"every expert is on {on} again, after {seconds(now_s - history.short_s)}"
-            history = history.tell(_said(now_s, "redundant", GOOD, text))
+            history = history.tell(now_s, "redundant", GOOD, text)
         return replace(history, formed=True, short_s=None)
     if history.formed and history.short_s is None:
         history = replace(history, short_s=now_s)
     last = history.happenings[0].kind if history.happenings else ""
     if history.formed and not least and last != "experts-gone":
         text = f"{many(short, 'expert')} on no server: requests that need them wait"
-        history = history.tell(_said(now_s, "experts-gone", BAD, text))
+        history = history.tell(now_s, "experts-gone", BAD, text)
     return history
 
 

@@ -135,7 +135,7 @@ def added_stalls(records: Iterable[StreamRecord], fault_s: float, window_s: floa
     fewer than three pieces came.
 
     Args:
-        fault_s: When the fault struck.
+        fault_s: When the fault began.
         window_s: Seconds after it in which a wait is taken for its effect.
 
     Returns:
