@@ -447,7 +447,7 @@ def scale(
       eaas scale attention 2 --wait-s 60
     """
     from eaas.cluster.status import GatewayUnreachable, RouterUnknown, router_address
-    from eaas.ops.scale import operator_credentials, pools_table, wait_for_size
+    from eaas.ops.status import operator_credentials, pools_table, wait_for_size
     from router.client import RouterClient, RouterUnavailable, ScaleRefused
     from router.tls import CredentialsInvalid
 

@@ -41,7 +41,7 @@ def roll(
     # Here, so that `eaas --help` answers at once.
     from eaas.cluster.status import GatewayUnreachable, RouterUnknown, router_address
     from eaas.ops.roll import ROLES, Roll, RollFailed
-    from eaas.ops.scale import operator_credentials
+    from eaas.ops.status import operator_credentials
     from router.client import RouterClient, RouterUnavailable, ScaleRefused
     from router.tls import CredentialsInvalid
 

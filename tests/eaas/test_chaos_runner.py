@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from eaas.ops.chaos.inject import ChaosRefused
 from eaas.ops.chaos.plan import FaultEvent, parse_plan
-from eaas.ops.chaos.processes import ChaosRefused
 from eaas.ops.chaos.runner import rehearse, run_plan
 from router.faults import Fault
 

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import json
+import os
+import select
+import signal
+import subprocess
+import sys
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from eaas.cluster.status import GatewayUnreachable, fetch_status
 from eaas.ops.chaos.plan import in_words
-from eaas.ops.chaos.processes import ChaosRefused, Frozen, kill_pids, stopped
+from p2p import thaw
 from router.client import FaultRefused, RouterClient, RouterUnavailable
 from router.faults import Fault
 from router.faults_wire import Injection
 
 T = TypeVar("T")
+# What a member's command line names.
+_MODULES = (b"router", b"experts", b"eaas.attention", b"eaas.gateway")
 # A process on its way in or out is no target of a choice among a pool; by its name it can be hit all the same.
 _USABLE = ("serving", "suspect", "unreachable", "waiting")
 _TIMEOUT_S = 5.0
@@ -27,6 +34,10 @@ _STATUS_S = 1.0
 # A signal goes by pid when the router does not take it within this time: longer than the router waits for a member to
 # be told, or what it did late would be done twice.
 _SIGNAL_S = 2.0
+
+
+class ChaosRefused(RuntimeError):
+    """The fault can't be injected; the text says why."""
 
 
 def members_of(url: str, timeout_s: float = 5.0) -> list[dict[str, Any]]:
@@ -286,3 +297,138 @@ def _message(error: urllib.error.HTTPError) -> str:
 
 def _as_dict(one: Injection) -> dict[str, Any]:
     return {"fault": one.fault.to_dict(), "names": list(one.names), "remaining_s": one.remaining_s}
+
+
+# By pid: what a crash and a hung host look like from outside. It needs nothing of the cluster but the gateway's list of
+# pids, and works on the router and the gateway as well, and while the router is dead.
+
+
+def kill_pids(pids: Mapping[str, int], names: Sequence[str]) -> dict[str, int]:
+    """End members with SIGKILL; returns their pids. Raises ChaosRefused, before any is killed if one is unknown.
+
+    Args:
+        pids: Of every member, by name.
+    """
+    with _opened(pids, names) as opened:
+        for name, pidfd in opened.items():
+            _send(pidfd, signal.SIGKILL, name)
+    return {name: pids[name] for name in names}
+
+
+def stopped(pids: Mapping[str, int]) -> list[str]:
+    """Members that are stopped now, whoever did that."""
+    return [name for name, pid in pids.items() if _is_stopped(pid)]
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return False
+
+
+class Frozen:
+    """Members stopped with SIGSTOP, until `thaw`, or until this process ends, even by SIGKILL."""
+
+    def __init__(self, pids: Mapping[str, int], names: Sequence[str], *, stop: bool = True) -> None:
+        """Args: pids: of every member, by name. stop: False: others have stopped them, or will at once.
+
+        Raises:
+            ChaosRefused: one cannot be frozen; then none is.
+        """
+        self._opened: dict[str, int] = {}
+        self._pids = pids
+        self._waker: subprocess.Popen[bytes] | None = None
+        with _opened(pids, names) as opened:
+            try:
+                if stop and opened:
+                    self._waker = _waker(list(opened.values()))
+                for name, pidfd in opened.items():
+                    if stop and _is_stopped(pids[name]):
+                        # Whoever wakes it from one freeze wakes it from both.
+                        raise ChaosRefused(f"{name} is frozen already; clear that, or let it end.")
+                    # Kept before it is stopped, so that whatever interrupts this thaws it.
+                    self._opened[name] = os.dup(pidfd)
+                    if stop:
+                        _send(pidfd, signal.SIGSTOP, name)
+            except BaseException:
+                self.thaw()
+                raise
+
+    def lasts(self) -> bool:
+        """Whether one of them is stopped still."""
+        return any(_is_stopped(self._pids[name]) for name in self._opened)
+
+    def wait(self, for_s: float) -> None:
+        """Until one of them has ended, at most `for_s` seconds."""
+        select.select([*self._opened.values()], [], [], for_s)
+
+    def thaw(self) -> list[str]:
+        """Let them go on; returns those that have ended meanwhile."""
+        ended: list[str] = []
+        while self._opened:
+            name, pidfd = self._opened.popitem()
+            # Looked at before it may run again: one that was replaced is killed, or ends as soon as it wakes.
+            if select.select([pidfd], [], [], 0)[0]:
+                ended.append(name)
+            with suppress(ProcessLookupError):  # It was fenced and ended: nothing to thaw.
+                signal.pidfd_send_signal(pidfd, signal.SIGCONT)
+            os.close(pidfd)
+        waker, self._waker = self._waker, None
+        if waker is not None:
+            # Waited for: a waker that is late must not end the next freeze.
+            waker.communicate()
+        return sorted(ended)
+
+
+def _waker(pidfds: list[int]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", str(Path(thaw.__file__)), ",".join(map(str, pidfds))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        pass_fds=pidfds,
+        # A signal for this process's group must not end the one that outlives it.
+        start_new_session=True,
+    )
+
+
+@contextmanager
+def _opened(pids: Mapping[str, int], names: Sequence[str]) -> Iterator[dict[str, int]]:
+    opened: dict[str, int] = {}
+    try:
+        for name in names:
+            opened[name] = _open_member(pids, name)
+        yield opened
+    finally:
+        for pidfd in opened.values():
+            os.close(pidfd)
+
+
+def _open_member(pids: Mapping[str, int], target: str) -> int:
+    pid = pids.get(target)
+    if not pid:
+        raise ChaosRefused(f"No member {target!r} here; name one of: {', '.join(pids) or 'nobody'}.")
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        raise ChaosRefused(f"{target} (pid {pid}) has just ended, or runs on another host.") from None
+    # The pid is the gateway's word; make sure that it still names a process of ours before a signal goes there.
+    with suppress(OSError), Path(f"/proc/{pid}/cmdline").open("rb") as file:
+        command = file.read().split(b"\0")
+        if any(module in command for module in _MODULES):
+            return pidfd
+    os.close(pidfd)
+    raise ChaosRefused(
+        f"Pid {pid} is not a process of EaaS on this host; {target} runs elsewhere or has ended."
+    )
+
+
+def _send(pidfd: int, number: signal.Signals, target: str) -> None:
+    try:
+        signal.pidfd_send_signal(pidfd, number)
+    except ProcessLookupError:
+        raise ChaosRefused(f"{target} has ended by itself.") from None
+    except PermissionError:
+        raise ChaosRefused(
+            f"{target} belongs to another user; run this as the user who started the cluster."
+        ) from None
