@@ -10,8 +10,8 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
-from eaas.load.client import Client, Endpoint
-from eaas.load.record import StreamRecord
+from eaas.ops.load.client import Client, Endpoint
+from eaas.ops.load.record import StreamRecord
 
 # A stream that has not ended by then never will.
 LIMIT_S = 90.0

@@ -37,12 +37,14 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+
 from benchmarks.lane_share import LaneShare
 from benchmarks.recovery import cpu_s
 from benchmarks.report import record
 from benchmarks.struck import Counts, Struck, options, setting, struck_cluster
-from eaas.load.judge import Timeline, added_stalls, bootstrap_interval, quantiles
-from eaas.load.record import StreamRecord
+from eaas.ops.load.record import StreamRecord
+from eaas.ops.load.report import Timeline, added_stalls, quantiles
 from router.faults import Fault
 from router.view import EXPERT, SERVING
 
@@ -233,13 +235,31 @@ def in_pairs(struck: Struck, chosen: argparse.Namespace) -> dict[str, Any]:
 
 def interval(values: Sequence[float], seed: int) -> dict[str, Any]:
     """Median, its 95% interval, and every value."""
-    found = bootstrap_interval(values, seed)
+    median, low, high = bootstrap_interval(values, seed)
     return {
-        "median": round(found.median, 3),
-        "low": round(found.low, 3),
-        "high": round(found.high, 3),
+        "median": round(median, 3),
+        "low": round(low, 3),
+        "high": round(high, 3),
         "each": [round(value, 3) for value in values],
     }
+
+
+def bootstrap_interval(
+    values: Sequence[float], seed: int, *, level: float = 0.95, draws: int = 10_000
+) -> tuple[float, float, float]:
+    """The median of `values` (such as paired differences), and both ends of its percentile bootstrap interval.
+
+    Raises:
+        ValueError: no values.
+    """
+    if not values:
+        raise ValueError("0 values have no median; at least 1 is needed.")
+    found = np.asarray(values, dtype=np.float64)
+    picks = np.random.default_rng(seed).integers(0, len(found), size=(draws, len(found)))
+    medians = np.sort(np.median(found[picks], axis=1))
+    edge = (1.0 - level) / 2.0
+    low, high = np.quantile(medians, [edge, 1.0 - edge])
+    return float(np.median(found)), float(low), float(high)
 
 
 def faults_of(runs: Sequence[Run], what: str) -> dict[str, Any]:

@@ -28,8 +28,8 @@ from typing import Any
 from benchmarks.closed_loop import LIMIT_S
 from benchmarks.report import record
 from benchmarks.struck import Counts, Struck, options, setting, struck_cluster
-from eaas.load.judge import added_stalls
-from eaas.load.record import StreamRecord
+from eaas.ops.load.record import StreamRecord
+from eaas.ops.load.report import added_stalls
 from router.client import FaultRefused, RouterUnavailable
 from router.faults import CLIENT_POINTS, SERVER_POINTS, Fault
 from router.view import EXPERT

@@ -16,9 +16,8 @@ from benchmarks.report import RESULTS
 from eaas.cluster.config import ClusterConfig
 from eaas.cluster.local import LocalCluster
 from eaas.gateway.status import replicas_min
-from eaas.load.judge import Verdict, compare
-from eaas.load.record import StreamRecord
 from eaas.model.resolve import resolve_model
+from eaas.ops.load.record import StreamRecord, Verdict, compare
 from p2p.cores import named_cores
 from router.client import RouterClient
 from router.view import ATTENTION, EXPERT, SERVING, View

@@ -24,14 +24,13 @@ from starlette.types import ASGIApp
 from eaas.gateway import protection
 from eaas.gateway.app import create_app
 from eaas.gateway.config import GatewayConfig
+from eaas.gateway.dashboard.history import ClusterSnapshot
 from eaas.gateway.gateway import Gateway
 from eaas.gateway.http_guard import Connection, RequestIds, WithoutPrefix
 from eaas.gateway.listening import ListenFailed, address_of, checked_address, listen
 from eaas.gateway.load_model import ModelUnusable, load_model
 from eaas.gateway.status import RouterStatus
 from eaas.tracing import add_options, open_tracing, version
-from eaas.view.board import Router
-from eaas.view.sight import Sight
 from experts.faults import SelfInflicted
 from router import child
 from router.client import JoinRefused, RouterClient, RouterUnavailable
@@ -149,16 +148,15 @@ class RouterViews:
         status, routers = self._ask(rows=False)
         return status.view if status else self._client.view, routers
 
-    def sight(self) -> Sight:
+    def snapshot(self) -> ClusterSnapshot:
         """All that the router tells, for a view of the cluster. Blocks shortly."""
         status, routers = self._ask(rows=True)
-        states = tuple(Router(name=router.name, state=router.state) for router in routers)
         if status is None:
-            return Sight(view=self._client.view, heard=False, routers=states)
-        return Sight(
+            return ClusterSnapshot(view=self._client.view, heard=False, routers=tuple(routers))
+        return ClusterSnapshot(
             view=status.view,
             heard=True,
-            routers=states,
+            routers=tuple(routers),
             pools=status.pools,
             gone=status.gone,
             problem=status.problem,

@@ -10,7 +10,6 @@ from starlette.exceptions import HTTPException
 
 from eaas.gateway import (
     controlling,
-    dashboard,
     errors,
     generating,
     messaging,
@@ -18,6 +17,7 @@ from eaas.gateway import (
     responding,
     tokenizing,
 )
+from eaas.gateway.dashboard import app as dashboard
 from eaas.gateway.errors import ApiError, ErrorReply
 from eaas.gateway.gateway import Gateway
 from eaas.gateway.messages_format import body_for

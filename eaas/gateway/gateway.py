@@ -13,7 +13,8 @@ from pydantic import BaseModel, ValidationError
 
 from eaas.gateway import errors
 from eaas.gateway.config import GatewayConfig
-from eaas.gateway.dashboard import Dashboard
+from eaas.gateway.dashboard.app import Dashboard
+from eaas.gateway.dashboard.history import ClusterSnapshot
 from eaas.gateway.errors import ApiError
 from eaas.gateway.http_guard import check_nesting, read_body, require_json
 from eaas.gateway.load import GatewayLoad
@@ -22,7 +23,6 @@ from eaas.gateway.replies import EventStream, Exchange, Work
 from eaas.gateway.served_model import ServedModel
 from eaas.gateway.status import RouterStatus
 from eaas.gateway.worker_pool import WorkerPool
-from eaas.view.sight import Sight
 from router.view import View
 
 R = TypeVar("R", bound=BaseModel)
@@ -38,7 +38,7 @@ class ViewSource(Protocol):
 
     def latest(self) -> tuple[View | None, list[RouterStatus]]: ...
 
-    def sight(self) -> Sight: ...
+    def snapshot(self) -> ClusterSnapshot: ...
 
     def suspect(self, name: str, incarnation: int, reason: str) -> None: ...
 
@@ -69,7 +69,7 @@ class Gateway:
         self.exchanges: dict[str, Exchange] = {}  # those in progress
         self._loop: asyncio.AbstractEventLoop | None = None
         self.views = views
-        self.dashboard = Dashboard(self, views.sight)
+        self.dashboard = Dashboard(self, views.snapshot)
         self._pool: WorkerPool | None = None
         self.started_s = time.monotonic()
 

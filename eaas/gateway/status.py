@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from eaas.view.history import copies
+from router import bitmap
 from router.view import EXPERT, Member, View
 
 
@@ -20,6 +20,16 @@ class RouterStatus:
     pid: int | None
     address: str
     state: str
+
+
+def everything(view: View) -> int:
+    """Bitmap of all (layer, expert) pairs."""
+    return (1 << view.layers * view.experts) - 1
+
+
+def copies(view: View) -> tuple[int, int]:
+    """Servers that hold the expert which has the fewest, and how many (layer, expert) pairs have so few."""
+    return bitmap.copies((bitmap.from_bytes(m.serving) for m in view.pool(EXPERT)), everything(view))
 
 
 def replicas_min(view: View) -> int:

@@ -27,8 +27,7 @@ from huggingface_hub.errors import HFValidationError
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from eaas.cluster.scale import RouterUnknown, router_address
-from eaas.cluster.status import GatewayUnreachable
+from eaas.cluster.status import GatewayUnreachable, RouterUnknown, router_address
 from eaas.integrations.pool import START_S, ConnectFailed, ExpertPool
 from experts.backend import ExpertsLost
 from experts.checkpoint import Checkpoint, CheckpointInvalid

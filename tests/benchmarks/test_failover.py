@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import tomllib
 from pathlib import Path
 
@@ -10,8 +11,8 @@ import pytest
 
 from benchmarks import failover, fault_points, readme, soak
 from benchmarks.lane_share import VERSION_1, LaneShareUnavailable
-from eaas.load.record import StreamRecord
 from eaas.model.make_model import make_model
+from eaas.ops.load.record import StreamRecord
 from router.faults import POINTS, Fault
 
 pytestmark = pytest.mark.alone
@@ -201,3 +202,21 @@ def test_what_a_client_saw_is_put_to_the_blow_before_its_end() -> None:
 def test_a_blow_is_told_to_the_router_in_its_own_words() -> None:
     fault = fault_points.Blow.of(1, 0).fault()
     assert Fault.from_dict(fault.to_dict()) == fault
+
+
+def test_the_bootstrapped_interval_holds_the_median_and_repeats_by_seed() -> None:
+    rng = random.Random(5)
+    values = [rng.gauss(0.4, 1.0) for _ in range(40)]
+    found = failover.bootstrap_interval(values, seed=1)
+    assert found == failover.bootstrap_interval(values, seed=1)
+    median, low, high = found
+    assert low < median < high
+    assert low < 0.4 < high
+    with pytest.raises(ValueError, match="no median"):
+        failover.bootstrap_interval([], seed=1)
+    covered = 0
+    for seed in range(200):
+        rng = random.Random(seed)
+        _, low, high = failover.bootstrap_interval([rng.gauss(0.0, 1.0) for _ in range(25)], seed, draws=400)
+        covered += low <= 0.0 <= high
+    assert 176 <= covered <= 199, f"95% intervals held the true median in {covered} of 200 samples"

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from eaas.chaos import probes
+from eaas.ops.chaos import probes
 from tests.e2e.test_command_line import EAAS, run, served, serving
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # that a chat template may ask for, the name of a trace file.
 SHOWN = {
     ("eaas/engine/traced.py", "time.time_ns"),
-    ("eaas/gateway/dashboard.py", "time.time"),
+    ("eaas/gateway/dashboard/app.py", "time.time"),
     ("eaas/gateway/replies.py", "time.time"),
     ("eaas/model/chat.py", "datetime.datetime.now"),
     ("p2p/monitor.py", "time.time_ns"),
@@ -27,9 +27,9 @@ SHOWN = {
 }
 # Dates that people set: until when a key or a certificate is good.
 SET = {
-    ("eaas/certs.py", "datetime.datetime.now"),
+    ("eaas/ops/certs.py", "datetime.datetime.now"),
     ("eaas/gateway/authentication.py", "time.time"),
-    ("eaas/keys_command.py", "datetime.datetime.now"),
+    ("eaas/ops/keys.py", "datetime.datetime.now"),
 }
 TIME_OF_DAY = {
     "time.time",

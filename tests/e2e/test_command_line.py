@@ -20,13 +20,13 @@ import numpy as np
 import openai
 import pytest
 
-from eaas.certs import make_certs
-from eaas.chaos.plan import read_plan
 from eaas.cluster.state_dir import default_root
 from eaas.cluster.status import fetch_status
+from eaas.ops.certs import make_certs
+from eaas.ops.chaos.plan import read_plan
 from tests.e2e.waiting import wait_for
 
-EAAS = [sys.executable, "-m", "eaas.cli"]
+EAAS = [sys.executable, "-m", "eaas.ops.cli"]
 START_S = 60
 
 

@@ -29,8 +29,8 @@ from eaas.cluster.config import ClusterConfig
 from eaas.cluster.local import LocalCluster
 from eaas.cluster.status import fetch_status
 from eaas.model.resolve import resolve_model
-from eaas.top.app import Top
-from eaas.top.feed import Feed
+from eaas.ops.top.app import Top
+from eaas.ops.top.feed import Feed
 from tests import chromium
 
 pytestmark = pytest.mark.full(seconds=10)
@@ -153,7 +153,7 @@ def is_picture(path: Path) -> bool:
 
 
 @needs_browser
-def test_pictures_of_a_kill_show_the_loss_who_took_over_and_the_heir(
+def test_pictures_of_a_kill_show_the_loss_who_took_over_and_the_replacement(
     watched: LocalCluster, page: chromium.Page, tmp_path: Path
 ) -> None:
     url = watched.url
@@ -195,8 +195,8 @@ def test_pictures_of_a_kill_show_the_loss_who_took_over_and_the_heir(
             await hold("calm", "document.querySelector('.bar.whole') !== null", "● WHOLE")
             victim = await asyncio.to_thread(kill_one, url)
             await hold("lost", LOST, f"✕ {victim} lost")
-            heir = f"serves in place of {victim}"
-            await hold("replaced", f"document.body.innerText.includes('{heir}')", heir)
+            replaced = f"serves in place of {victim}"
+            await hold("replaced", f"document.body.innerText.includes('{replaced}')", replaced)
             await drawn(app, pilot, "● WHOLE")
             await asyncio.to_thread(page.until, "document.querySelector('.bar.whole') !== null", 60)
 
@@ -272,7 +272,7 @@ def test_the_page_says_that_it_has_no_news_and_comes_back_by_itself(
         assert page.run("document.querySelector('.bar.whole') === null"), "silence is shown as health"
     finally:
         os.kill(pid, signal.SIGKILL)
-    page.until("!trouble && board.traffic.name !== " + json.dumps(name), 90)
+    page.until("!trouble && board.gateway.name !== " + json.dumps(name), 90)
     page.until("!document.body.classList.contains('stale')")
     assert [text for text in page.problems() if "net::" not in text] == []
 
@@ -350,7 +350,7 @@ class Terminal:
 
 def test_top_lives_in_a_real_terminal(watched: LocalCluster) -> None:
     eventually(lambda: is_whole(watched.url), "a whole cluster")
-    terminal = Terminal(sys.executable, "-m", "eaas.cli", "top", "--url", watched.url)
+    terminal = Terminal(sys.executable, "-m", "eaas.ops.cli", "top", "--url", watched.url)
     try:
         terminal.until("\x1b[?1049h")
         terminal.until("● WHOLE")

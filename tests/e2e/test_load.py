@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from eaas.cli import app
 from eaas.cluster.local import LocalCluster
+from eaas.ops.cli import app
 
-runner = pytest.importorskip("eaas.chaos.runner", reason="needs eaas.chaos.runner, found none")
+runner = pytest.importorskip("eaas.ops.chaos.runner", reason="needs eaas.ops.chaos.runner, found none")
 
 PLAN = """seed = 5
 [[fault]]

@@ -12,8 +12,8 @@ import pytest
 
 from eaas.cluster.config import ClusterConfig
 from eaas.cluster.local import LocalCluster
-from eaas.cluster.roll import ROLES, Roll
 from eaas.cluster.status import fetch_status
+from eaas.ops.roll import ROLES, Roll
 from router.client import RouterClient
 from tests.e2e.clients import stream_all
 from tests.e2e.waiting import wait_for

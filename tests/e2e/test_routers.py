@@ -14,9 +14,8 @@ import pytest
 
 from eaas.cluster.config import ClusterConfig
 from eaas.cluster.local import LocalCluster
-from eaas.cluster.roll import Roll
-from eaas.cluster.scale import router_address
-from eaas.cluster.status import fetch_status
+from eaas.cluster.status import fetch_status, router_address
+from eaas.ops.roll import Roll
 from router.client import RouterClient
 from router.view import Status, View
 from tests.e2e.clients import Seen, stream_all

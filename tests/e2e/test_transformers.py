@@ -302,7 +302,7 @@ def test_the_page_s_example_runs_against_what_eaas_pool_starts(tiny: Path, tmp_p
     page = (Path(__file__).parents[2] / "docs" / "transformers.md").read_text()
     script = tmp_path / "example.py"
     script.write_text(re.findall(r"```python\n(import sys.*?)```", page, re.DOTALL)[0])
-    command = [sys.executable, "-m", "eaas.cli", "pool", str(tiny), "--port", "0"]
+    command = [sys.executable, "-m", "eaas.ops.cli", "pool", str(tiny), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         try:
             assert process.stdout is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from typer.testing import CliRunner
 
-from eaas.chaos.cli import chaos_app
+from eaas.ops.chaos.cli import chaos_app
 from router.faults import KINDS
 
 

@@ -7,7 +7,8 @@ from random import Random
 
 import pytest
 
-from eaas.chaos.plan import (
+from eaas.ops.chaos.inject import names_of
+from eaas.ops.chaos.plan import (
     Plan,
     PlanInvalid,
     Select,
@@ -18,7 +19,6 @@ from eaas.chaos.plan import (
     read_plan,
     seconds,
 )
-from eaas.chaos.targets import names_of
 from router.faults import Fault
 
 MEMBERS = ["router/0", "gateway/1", "attention/1", "expert/2", "expert/10", "expert/3", "expert/4"]

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from eaas.chaos.plan import parse_plan
-from eaas.chaos.runner import FaultEvent, rehearse, run_plan
-from eaas.chaos.targets import ChaosRefused
+from eaas.ops.chaos.inject import ChaosRefused
+from eaas.ops.chaos.plan import FaultEvent, parse_plan
+from eaas.ops.chaos.runner import rehearse, run_plan
 from router.faults import Fault
 
 PLAN = """

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from eaas import doctor
+from eaas.ops import doctor
 from p2p.cuda_driver import CudaMissing, DeviceFacts
 from p2p.trial import Trial
 

@@ -13,9 +13,8 @@ import httpx
 import msgspec
 import pytest
 
-from eaas.gateway.dashboard import BEAT_S, MOST_LISTENERS
-from eaas.gateway.dashboard_page import dashboard_page
-from eaas.view.board import Board
+from eaas.gateway.dashboard.app import BEAT_S, MOST_LISTENERS, dashboard_page
+from eaas.gateway.dashboard.board import Board
 from tests.eaas.gateway_world import FakeWorker, GatewayProcess, World, eventually
 
 
@@ -74,7 +73,7 @@ def choices(url: str) -> dict[str, float]:
 def test_a_listener_gets_a_board_at_once_and_then_one_after_another(url: str, worker: FakeWorker) -> None:
     complete(url)
     first, *rest = boards(url, 4)
-    assert (first.model, first.verdict) == ("tiny", "whole"), first.reasons
+    assert (first.gateway.model, first.verdict) == ("tiny", "whole"), first.reasons
     assert [server.name for server in first.heat.servers] == ["expert/1"]
     assert first.heat.servers[0].busy == 0.25
     assert [each.name for each in first.workers] == [worker.name]
@@ -85,7 +84,7 @@ def test_a_listener_gets_a_board_at_once_and_then_one_after_another(url: str, wo
 
 def test_what_is_served_is_counted_and_what_is_good_too(url: str) -> None:
     listening = boards(url, 60)
-    before = next(listening).traffic
+    before = next(listening).gateway
     counted = choices(url)["ended"]
     for _ in range(5):
         assert complete(url).status_code == 200
@@ -93,17 +92,18 @@ def test_what_is_served_is_counted_and_what_is_good_too(url: str) -> None:
     # What is read in the middle of a request has tokens of one that has not ended.
     eventually(lambda: choices(url)["ended"] >= counted + 5, "all five are counted")
     done_s = time.time()
-    traffic = next(b.traffic for b in listening if b.past and b.past[-1].at_s > done_s)
-    ended = round(traffic.ended_per_s * traffic.window_s)
+    board = next(b for b in listening if b.past and b.past[-1].at_s > done_s)
+    rates = board.rates
+    ended = round(rates.ended_per_s * rates.window_s)
     assert ended >= 5
-    assert traffic.ttft_p50_s is not None and traffic.itl_p99_s is not None
-    assert traffic.failed == 0
+    assert rates.ttft_p50_s is not None and rates.itl_p99_s is not None
+    assert rates.failed == 0
     # Twenty tokens each. The refused one is a request that was answered too.
-    assert traffic.tokens_per_s * traffic.window_s == pytest.approx(20 * ended)
-    assert traffic.good_per_s == traffic.ended_per_s
+    assert rates.tokens_per_s * rates.window_s == pytest.approx(20 * ended)
+    assert rates.good_per_s == rates.ended_per_s
     # A request is counted when it has been answered, which is a moment later.
-    assert traffic.requests_per_s * traffic.window_s >= ended - 1.1
-    assert before.name == traffic.name
+    assert rates.requests_per_s * rates.window_s >= ended - 1.1
+    assert before.name == board.gateway.name
     found = choices(url)
     assert found["ended"] == found["good"] >= 5
 
@@ -214,6 +214,6 @@ def test_the_page_needs_nothing_else_and_may_run_nothing_else(url: str) -> None:
     assert reply.content == dashboard_page()[0]
     links = re.findall(r"""(?:src|href|url)\s*[=(]\s*["']?([^"')\s>]+)""", reply.text)
     assert set(links) <= {"data:,", "#heat"}, links
-    for left_over in ("innerHTML", "eval(", "/*style*/", "/*script*/", " on" + "click="):
+    for left_over in ("innerHTML", "eval(", "/*style*/", "/*script*/", "/*glyphs*/", " on" + "click="):
         assert left_over not in reply.text
     assert httpx.post(f"{url}/dashboard").status_code == 405

@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.fleet import Costs, Shape, simulate
-from eaas.cli import app
-from eaas.planner import KNOWN, Hardware, PlanInfeasible, Task, Work, disaggregated, monolithic, plan
+from eaas.ops.cli import app
+from eaas.ops.planner import KNOWN, Hardware, PlanInfeasible, Task, Work, disaggregated, monolithic, plan
 
 DEMO = Path(__file__).parents[2] / "eaas" / "demo_model"
 WORK = Work(

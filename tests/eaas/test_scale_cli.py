@@ -20,7 +20,7 @@ __all__ = ["started"]
 
 def scale(*arguments: str) -> tuple[int, str]:
     environment = {**os.environ, "COLUMNS": "300", "NO_COLOR": "1"}
-    command = [sys.executable, "-m", "eaas.cli", "scale", *arguments]
+    command = [sys.executable, "-m", "eaas.ops.cli", "scale", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
     return done.returncode, done.stdout + done.stderr
 

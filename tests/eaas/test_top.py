@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import http.server
 import os
+import queue
 import re
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,19 @@ from typing import Any
 import pytest
 from textual.pilot import Pilot
 
-from eaas.gateway.dashboard import event_of
-from eaas.top.app import Help, Top
-from eaas.top.draw import MARK_GLYPHS, MOOD_GLYPHS, STATE_GLYPHS, Show, draw
-from eaas.top.feed import Feed, FeedRefused, NoNews, boards_in
-from eaas.view.board import Board, Happening, Heat, Server
+from eaas.gateway.dashboard.app import event_of
+from eaas.gateway.dashboard.board import (
+    MARK_GLYPHS,
+    MOOD_GLYPHS,
+    STATE_GLYPHS,
+    Board,
+    Happening,
+    Heat,
+    Server,
+)
+from eaas.ops.top.app import Help, Top
+from eaas.ops.top.draw import Show, draw
+from eaas.ops.top.feed import Feed, FeedRefused, NoNews, boards_in
 from tests.eaas.view_world import board, member, past, reading, size, story, two_of_each, view
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -146,19 +155,18 @@ class Still:
     url = "http://gateway/dashboard/events"
 
     def __init__(self) -> None:
-        self.tell: Callable[[Board | NoNews], None] = lambda _: None
-        self._ready, self._closed = threading.Event(), threading.Event()
+        self._told: queue.SimpleQueue[Board | NoNews | None] = queue.SimpleQueue()
+        self.closed = False
 
-    def read(self, tell: Callable[[Board | NoNews], None]) -> None:
-        self.tell = tell
-        self._ready.set()
-        self._closed.wait()
+    def news(self) -> Iterator[Board | NoNews]:
+        yield from iter(self._told.get, None)
 
-    def wait(self) -> None:
-        assert self._ready.wait(10)
+    def tell(self, news: Board | NoNews) -> None:
+        self._told.put(news)
 
     def close(self) -> None:
-        self._closed.set()
+        self.closed = True
+        self._told.put(None)
 
 
 def shown_by(app: Top) -> str:
@@ -186,16 +194,15 @@ def test_keys_pause_sort_explain_and_quit() -> None:
         app = Top(feed, CALM)  # type: ignore[arg-type]
         async with app.run_test(size=(80, 24)) as pilot:
             await until_shown(pilot, app, "● WHOLE")
-            await asyncio.to_thread(feed.wait)
-            await asyncio.to_thread(feed.tell, LOST)
+            feed.tell(LOST)
             await until_shown(pilot, app, "▲ DEGRADED")
             await pilot.press("p")
             await until_shown(pilot, app, "paused at 00:00:13")
-            await asyncio.to_thread(feed.tell, CALM)
+            feed.tell(CALM)
             await pilot.pause()
             assert "▲ DEGRADED" in shown_by(app), "a paused picture has changed"
             await pilot.press("p")
-            await asyncio.to_thread(feed.tell, CALM)
+            feed.tell(CALM)
             await until_shown(pilot, app, "● WHOLE")
             await pilot.press("s")
             await until_shown(pilot, app, "sort: load")
@@ -204,11 +211,11 @@ def test_keys_pause_sort_explain_and_quit() -> None:
             assert isinstance(app.screen, Help)
             await pilot.press("q")
             await until(pilot, app, lambda: not isinstance(app.screen, Help))
-            await asyncio.to_thread(feed.tell, NoNews(reason="nothing listens there"))
+            feed.tell(NoNews(reason="nothing listens there"))
             await until_shown(pilot, app, "? NO NEWS, was whole")
             no_news = re.compile(r"✕ no news for \S+ s: nothing listens there")
             await until(pilot, app, lambda: no_news.search(shown_by(app)) is not None)
-            await asyncio.to_thread(feed.tell, CALM)
+            feed.tell(CALM)
             await until_shown(pilot, app, "● WHOLE")
             await pilot.resize_terminal(100, 30)
             await until(pilot, app, lambda: "q  quit" in shown_by(app).splitlines()[-1])
@@ -218,7 +225,7 @@ def test_keys_pause_sort_explain_and_quit() -> None:
             assert len(lines[-1]) == 99
             await pilot.press("q")
         assert app.return_value is None
-        assert feed._closed.is_set()
+        assert feed.closed
 
     asyncio.run(play())
 
@@ -269,12 +276,10 @@ def test_the_feed_goes_on_after_every_end_of_the_connection() -> None:
     feed = Feed(gateway.url + "/v1", key="secret-key")
     told: list[str] = []
 
-    def tell(news: Board | NoNews) -> None:
+    for news in feed.news():
         told.append(news.verdict if isinstance(news, Board) else news.reason)
         if told[-1] == "degraded":
             feed.close()
-
-    feed.read(tell)
     gateway.close()
     assert told[:2] == ["whole", "whole"]
     assert told[2] == "the gateway ended the connection"
@@ -309,7 +314,7 @@ def run_top(*arguments: str, without: str = "") -> subprocess.CompletedProcess[s
     start = "import sys\n"
     if without:
         start += f"sys.modules[{without!r}] = None\n"
-    start += "from eaas.cli import main\nmain()\n"
+    start += "from eaas.ops.cli import main\nmain()\n"
     return subprocess.run(
         [sys.executable, "-c", start, "top", *arguments],
         capture_output=True, text=True, timeout=60, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},

@@ -9,12 +9,23 @@ import msgspec
 import numpy as np
 import pytest
 
-from eaas.view.board import DEGRADED, DOWN, GAINED, GIVEN_UP, TAKEN_OVER, WHOLE, Board, Router
-from eaas.view.heat import Flow, heat_of, spread
-from eaas.view.history import MOST_HAPPENINGS, History, copies, follow, learn
-from eaas.view.rates import MOST_POINTS, quantile
-from eaas.view.sight import Sight
-from eaas.view.words import ago, number, seconds, short
+from eaas.gateway.dashboard.board import (
+    DEGRADED,
+    DOWN,
+    GAINED,
+    GIVEN_UP,
+    TAKEN_OVER,
+    WHOLE,
+    Board,
+    ago,
+    number,
+    seconds,
+    short,
+)
+from eaas.gateway.dashboard.compose import MOST_POINTS, quantile
+from eaas.gateway.dashboard.heat import Flow, heat_of, spread
+from eaas.gateway.dashboard.history import MOST_HAPPENINGS, ClusterSnapshot, History, follow, learn
+from eaas.gateway.status import copies
 from router.view import GoneMember, View
 from tests.eaas.view_world import (
     ALL,
@@ -27,6 +38,7 @@ from tests.eaas.view_world import (
     member,
     past,
     reading,
+    router,
     size,
     story,
     texts,
@@ -43,7 +55,7 @@ POOLS = {"expert": size(3, 3), "attention": size(1, 1)}
 # -- what happened
 
 
-def test_a_loss_says_who_goes_on_marks_their_cells_and_ends_with_the_heir() -> None:
+def test_a_loss_says_who_goes_on_marks_their_cells_and_ends_with_the_replacement() -> None:
     history = story((0.0, WHOLE_VIEW), (10.0, view(6, TWO, THREE, WORKER)))
     assert texts(history)[1] == "expert/1 lost; its experts go on at expert/2, expert/3"
     # expert/1 held pairs 0-5: 0-2 are on expert/2 (layer 0), 3 and 4-5 on expert/3 (both layers).
@@ -69,10 +81,10 @@ def test_the_router_s_reason_is_told_as_soon_as_it_is_known() -> None:
     history = story((0.0, WHOLE_VIEW), (1.0, view(6, TWO, THREE, WORKER)))
     gone = GoneMember(name="expert/1", incarnation=101, pid=1, reason="silent for 1.20 s")
     other = GoneMember(name="expert/1", incarnation=5, pid=1, reason="of long ago")
-    history = learn(history, Sight(view=history.view, heard=True, gone=(other, gone)), 2.0)
+    history = learn(history, ClusterSnapshot(view=history.view, heard=True, gone=(other, gone)), 2.0)
     assert texts(history)[1].startswith("expert/1 lost (silent for 1.20 s); its experts")
     assert history.lost[0].reason == "silent for 1.20 s"
-    again = learn(history, Sight(view=history.view, heard=True, gone=(other, gone)), 3.0)
+    again = learn(history, ClusterSnapshot(view=history.view, heard=True, gone=(other, gone)), 3.0)
     assert again.happenings == history.happenings
 
 
@@ -122,12 +134,12 @@ def test_experts_on_no_server_are_told_once_and_the_end_of_it_too() -> None:
 
 def test_a_new_term_a_router_away_and_a_scaled_pool_are_told() -> None:
     history = story((0.0, WHOLE_VIEW), (1.0, replace(WHOLE_VIEW, term=2)))
-    away, back = Router(name="router/0", state="unreachable"), Router(name="router/0", state="serving")
-    for at_s, router, wanted in ((2.0, back, 3), (3.0, away, 3), (4.0, away, 3), (9.0, back, 5)):
-        sight = Sight(
-            view=history.view, heard=True, routers=(router,), pools={"expert": size(wanted, wanted)}
+    away, back = router("router/0", "unreachable"), router("router/0", "serving")
+    for at_s, seen, wanted in ((2.0, back, 3), (3.0, away, 3), (4.0, away, 3), (9.0, back, 5)):
+        snapshot = ClusterSnapshot(
+            view=history.view, heard=True, routers=(seen,), pools={"expert": size(wanted, wanted)}
         )
-        history = learn(history, sight, at_s)
+        history = learn(history, snapshot, at_s)
     assert kinds(history) == ["begins", "term", "router-away", "router-back", "scaled"]
     assert texts(history)[-2:] == ["router/0 answers again, after 6 s", "pool expert scales from 3 to 5"]
 
@@ -189,8 +201,8 @@ def test_rows_of_an_expert_are_spread_over_its_copies_and_scaled_to_what_servers
 
 
 def test_before_two_readings_the_heat_is_what_servers_report_and_not_zero() -> None:
-    sight = Sight(view=WHOLE_VIEW, heard=True, rows=np.zeros(LAYERS * EXPERTS, np.uint64))
-    heat, _ = heat_of(WHOLE_VIEW, Flow().read(sight, 0.0), story((0.0, WHOLE_VIEW)), 1.0, 1.0)
+    snapshot = ClusterSnapshot(view=WHOLE_VIEW, heard=True, rows=np.zeros(LAYERS * EXPERTS, np.uint64))
+    heat, _ = heat_of(WHOLE_VIEW, Flow().read(snapshot, 0.0), story((0.0, WHOLE_VIEW)), 1.0, 1.0)
     assert [sum(server.rows) for server in heat.servers] == [60.0, 50.0, 50.0]
     assert heat.servers[0].rows == (40.0, 20.0)
 
@@ -206,10 +218,10 @@ def test_spreading_loses_no_row() -> None:
 
 
 def test_a_router_that_counts_anew_makes_no_negative_rate() -> None:
-    sight = Sight(view=WHOLE_VIEW, heard=True)
+    snapshot = ClusterSnapshot(view=WHOLE_VIEW, heard=True)
     flow = Flow()
     for at_s, rows in ((0.0, 1000), (1.0, 1100), (2.0, 7), (3.0, 107)):
-        flow = flow.read(replace(sight, rows=np.full(8, rows, np.uint64)), at_s)
+        flow = flow.read(replace(snapshot, rows=np.full(8, rows, np.uint64)), at_s)
     assert flow.rates() is not None
     assert (flow.rates() == 100).all()
 
@@ -219,7 +231,7 @@ def test_a_lost_server_keeps_its_column_until_it_is_old_news() -> None:
     first = board(history, 11.0).heat.servers[0]
     assert (first.name, first.state, first.since_s, first.held) == ("expert/1", "lost", 10.0, (4, 2))
     history = follow(history, view(8, TWO, THREE, WORKER, member("expert/4", ONE_PAIRS)), 12.0)
-    assert board(history, 69.0).heat.servers[0].heir == "expert/4"
+    assert board(history, 69.0).heat.servers[0].replacement == "expert/4"
     assert [server.name for server in board(history, 71.0).heat.servers] == [
         "expert/2",
         "expert/3",
@@ -304,8 +316,8 @@ def test_after_a_loss_it_is_degraded_and_says_what_comes() -> None:
     ],
 )
 def test_every_trouble_has_its_verdict_and_its_words(case: str, verdict: str, said: str) -> None:
-    away = Router(name="router/0", state="unreachable")
-    leads = Router(name="router/1", state="serving")
+    away = router("router/0", "unreachable")
+    leads = router("router/1", "serving")
     history = story((0.0, WHOLE_VIEW))
     shown = {
         "unready": lambda: board(history, 1.0, own=replace(OWN, unready="no attention worker serves")),

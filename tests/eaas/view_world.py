@@ -7,19 +7,18 @@ from dataclasses import replace
 
 import numpy as np
 
-from eaas.view.board import Board, Heat, Router
-from eaas.view.compose import Own, board_of
-from eaas.view.heat import Flow, heat_of
-from eaas.view.history import History, follow, learn
-from eaas.view.rates import Past, Reading
-from eaas.view.sight import Sight
+from eaas.gateway.dashboard.board import Board, GatewayFacts, Heat
+from eaas.gateway.dashboard.compose import Past, Reading, board_of
+from eaas.gateway.dashboard.heat import Flow, heat_of
+from eaas.gateway.dashboard.history import ClusterSnapshot, History, follow, learn
+from eaas.gateway.status import RouterStatus
 from router import bitmap
 from router.view import Member, PoolSize, View
 
 LAYERS, EXPERTS = 2, 4
 ALL = range(LAYERS * EXPERTS)
 BOUNDS_S = (0.01, 0.1, 1.0)
-OWN = Own(
+OWN = GatewayFacts(
     name="gateway/1",
     model="demo",
     version="1",
@@ -57,6 +56,10 @@ def view(epoch: int, *members: Member, term: int = 1, wanted: int = 2) -> View:
 
 def size(wanted: int, live: int, starting: int = 0) -> PoolSize:
     return PoolSize(wanted=wanted, live=live, starting=starting, draining=0, least=0, most=9)
+
+
+def router(name: str, state: str) -> RouterStatus:
+    return RouterStatus(name=name, pid=None, address="", state=state)
 
 
 def two_of_each() -> tuple[Member, Member, Member]:
@@ -104,21 +107,27 @@ def board(
     now_s: float,
     *,
     pools: Mapping[str, PoolSize] | None = None,
-    routers: Sequence[Router] = (Router(name="router/0", state="serving"),),
+    routers: Sequence[RouterStatus] | None = None,
     heard: bool = True,
-    own: Own = OWN,
+    own: GatewayFacts = OWN,
     rows: Sequence[int] | None = None,
     seen: Past | None = None,
     problem: str = "",
 ) -> Board:
     """The board of a history's last View. rows: sent to each expert within one second, by pair."""
-    sight = Sight(view=history.view, heard=heard, routers=tuple(routers), pools=pools or {}, problem=problem)
-    history = learn(history, sight, now_s)
+    snapshot = ClusterSnapshot(
+        view=history.view,
+        heard=heard,
+        routers=tuple(routers or [router("router/0", "serving")]),
+        pools=pools or {},
+        problem=problem,
+    )
+    history = learn(history, snapshot, now_s)
     flow = Flow()
     if rows is not None:
         before = np.zeros(LAYERS * EXPERTS, np.uint64)
-        flow = flow.read(replace(sight, rows=before), 0.0)
-        flow = flow.read(replace(sight, rows=np.array(rows, np.uint64)), 1.0)
+        flow = flow.read(replace(snapshot, rows=before), 0.0)
+        flow = flow.read(replace(snapshot, rows=np.array(rows, np.uint64)), 1.0)
     heat = Heat(layers=0, experts=0, servers=(), hottest=0.0, balance=None)
     if history.view is not None:
         heat, _ = heat_of(history.view, flow, history, now_s, 1.0)
@@ -126,7 +135,7 @@ def board(
         own=own,
         past=seen or past(reading(0.0), reading(1.0)),
         history=history,
-        sight=sight,
+        snapshot=snapshot,
         heat=heat,
         now_s=now_s,
         as_of_s=now_s if heard else None,

@@ -17,12 +17,12 @@ import numpy as np
 import openai
 import pytest
 
-from eaas.certs import make_certs
 from eaas.cluster.config import ClusterConfig
 from eaas.cluster.local import LocalCluster
 from eaas.gateway.keys import Key, digest_of, new_key, write_keys
 from eaas.integrations.pool import ConnectFailed, ExpertPool
 from eaas.model.make_model import make_model
+from eaas.ops.certs import make_certs
 from experts.model import ExpertShape
 from tests.eaas.gateway_world import eventually
 
@@ -78,7 +78,7 @@ class Secure:
             "EAAS_API_KEY": self.key,
             "SSL_CERT_FILE": str(self.folder / "certs" / "ca" / "ca.pem"),
         }
-        command = [sys.executable, "-m", "eaas.cli", *arguments, "--url", self.cluster.url]
+        command = [sys.executable, "-m", "eaas.ops.cli", *arguments, "--url", self.cluster.url]
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 
 

@@ -35,7 +35,7 @@ PROMPT = "the-quick-brown-secret-prompt"
 
 def eaas(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "eaas.cli", *arguments], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "eaas.ops.cli", *arguments], capture_output=True, text=True, timeout=60
     )
 
 
@@ -467,7 +467,7 @@ def test_a_change_of_the_file_forgives_nothing() -> None:
 def test_editors_wait_for_each_other(tmp_path: Path) -> None:
     """Four at once: no key is lost."""
     path = tmp_path / "keys.json"
-    command = [sys.executable, "-m", "eaas.cli", "keys", "new", str(path)]
+    command = [sys.executable, "-m", "eaas.ops.cli", "keys", "new", str(path)]
     running = [subprocess.Popen([*command, f"n{number}"], stdout=subprocess.PIPE) for number in range(4)]
     assert [process.wait(60) for process in running] == [0] * 4
     assert sorted(key.name for key in read_keys(path)) == [f"n{number}" for number in range(4)]

@@ -20,11 +20,11 @@ import pytest
 
 from eaas.attention import parser as attention_parser
 from eaas.attention import prepare
-from eaas.certs import make_certs
 from eaas.cluster.config import ClusterConfig
 from eaas.gateway.http_guard import Bounds
 from eaas.gateway.keys import Key, digest_of, new_key, write_keys
 from eaas.gateway.listening import ListenFailed, listen
+from eaas.ops.certs import make_certs
 from experts.__main__ import listen as listen_for_clients
 from experts.__main__ import parse as expert_options
 from experts.server import ExpertsService
@@ -146,7 +146,7 @@ def test_a_local_cluster_refuses_before_it_starts_anything() -> None:
         ClusterConfig(model=Path(), served_name="m", host="0.0.0.0")
     with pytest.raises(ValueError, match="belong together"):
         ClusterConfig(model=Path(), served_name="m", tls_cert=Path("c"))
-    served = run("eaas.cli", "serve", "demo", "--host", "0.0.0.0")
+    served = run("eaas.ops.cli", "serve", "demo", "--host", "0.0.0.0")
     assert served.returncode == 1 and "no keys (--keys-file)" in " ".join(served.stderr.split())
 
 

@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from eaas.chaos.plan import PlanInvalid, read_plan
+from eaas.ops.chaos.plan import PlanInvalid, read_plan
 from tests.sim.cluster import runner
 from tests.sim.cluster.mutation import run_mutants
 from tests.sim.cluster.planned import check

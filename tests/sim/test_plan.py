@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from eaas.chaos.plan import PlanInvalid, parse_plan
+from eaas.ops.chaos.plan import PlanInvalid, parse_plan
 from tests.sim.cluster.planned import KINDS, check
 from tests.sim.cluster.runner import Job, run
 from tests.sim.cluster.world import LIVENESS

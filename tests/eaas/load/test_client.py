@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from eaas.load.client import Client, Endpoint, EndpointInvalid, EndpointUnreachable
-from eaas.load.driver import Driver, learn_cost, learn_models
-from eaas.load.prompts import Prompt, Workload
-from eaas.load.record import StreamRecord
+from eaas.ops.load.client import Client, Endpoint, EndpointInvalid, EndpointUnreachable
+from eaas.ops.load.driver import Driver, learn_cost, learn_models
+from eaas.ops.load.record import StreamRecord
+from eaas.ops.load.workload import Prompt, Workload
 from tests.eaas.load.fake_server import FakeServer, fake_server
 
 

@@ -9,18 +9,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 from typer.testing import CliRunner, Result
 
-from eaas.cli import app
-from eaas.load.cli import duration_s
-from eaas.load.members import AdminUnreachable
-from eaas.load.record import StreamRecord
+from eaas.ops.chaos.plan import FaultEvent
+from eaas.ops.cli import app
+from eaas.ops.load.cluster import AdminUnreachable
+from eaas.ops.load.record import StreamRecord
+from eaas.ops.load.session import duration_s
 from tests.eaas.load.fake_server import FakeServer, fake_server
 
 
@@ -141,41 +142,38 @@ def test_a_plan_runs_beside_the_load_and_its_faults_are_on_the_time_line(
     server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The plan's runner is a stand-in, which says what it did and when by its own clock."""
-    struck: dict[str, Any] = {}
+    injected: dict[str, Any] = {}
 
     def run_plan(
         plan: object, url: str, *, on_event: Callable[[Any], None], stop: threading.Event
     ) -> list[Any]:
-        struck.update(plan=plan, url=url)
+        injected.update(plan=plan, url=url)
         while len(server.served) < 30:
             time.sleep(0.005)
-        struck["at_s"] = time.monotonic()
-        said = {"id": "f1", "kind": "kill", "targets": ("expert/1",), "text": "killed", "at_s": 0.0}
-        on_event(SimpleNamespace(phase="began", **said))
-        on_event(SimpleNamespace(**{**said, "phase": "refused", "id": "", "text": "no member expert/9"}))
-        struck["stopped"] = stop.wait(20)
+        injected["at_s"] = time.monotonic()
+        began = FaultEvent(
+            at_s=0.0, phase="began", id="f1", kind="kill", targets=("expert/1",), text="killed"
+        )
+        on_event(began)
+        on_event(replace(began, phase="refused", id="", text="no member expert/9"))
+        injected["stopped"] = stop.wait(20)
         return []
 
-    for name, words in (
-        ("plan", {"read_plan": lambda path: f"plan of {path}"}),
-        ("runner", {"run_plan": run_plan}),
-    ):
-        module = ModuleType(f"eaas.chaos.{name}")
-        vars(module).update(words)
-        monkeypatch.setitem(sys.modules, f"eaas.chaos.{name}", module)
+    monkeypatch.setattr("eaas.ops.chaos.plan.read_plan", lambda path: f"plan of {path}")
+    monkeypatch.setattr("eaas.ops.chaos.runner.run_plan", run_plan)
     server.script = "say:20"
     report, code = report_of(
         server, tmp_path, "--rate", "100", "--requests", "80", "--chaos", "kill.toml", "--warmup", "10ms"
     )
-    assert struck["plan"] == "plan of kill.toml" and struck["url"] == server.url
-    assert struck["stopped"], "the load's end ends the plan"
+    assert injected["plan"] == "plan of kill.toml" and injected["url"] == server.url
+    assert injected["stopped"], "the load's end ends the plan"
     assert code == 1, "a fault was refused"
     chaos = report["chaos"]
     assert [event["phase"] for event in chaos["events"]] == ["began", "refused"]
     (span,) = chaos["spans"]
     assert span["text"] == "kill expert/1" and span["ended_s"] == span["began_s"]
-    # By the server's own record: as many requests had come when the fault struck as the load's clock says.
-    before = sum(served.written_s[0] < struck["at_s"] for served in server.served)
+    # By the server's own record: as many requests had come when the fault began as the load's clock says.
+    before = sum(served.written_s[0] < injected["at_s"] for served in server.served)
     assert 28 <= before <= 80
     assert chaos["windows"]["before"] > 0
 
@@ -186,10 +184,8 @@ def test_a_plan_that_breaks_off_is_told_and_ends_with_1(
     def run_plan(plan: object, url: str, **rest: object) -> list[Any]:
         raise ConnectionError("no gateway")
 
-    for name, words in (("plan", {"read_plan": str}), ("runner", {"run_plan": run_plan})):
-        module = ModuleType(f"eaas.chaos.{name}")
-        vars(module).update(words)
-        monkeypatch.setitem(sys.modules, f"eaas.chaos.{name}", module)
+    monkeypatch.setattr("eaas.ops.chaos.plan.read_plan", str)
+    monkeypatch.setattr("eaas.ops.chaos.runner.run_plan", run_plan)
     server.script = "say:2"
     report, code = report_of(server, tmp_path, "--rate", "100", "--requests", "5", "--chaos", "x.toml")
     assert report["chaos"]["problem"] == "ConnectionError: no gateway"
@@ -227,7 +223,7 @@ def test_a_freeze_ends_with_the_load_however_that_ends(
         report = tmp_path / "report.json"
         words = ["--rate", "5", "--for", "100s", "--chaos", str(plan), "--json", str(report)]
         load = subprocess.Popen(
-            [sys.executable, "-m", "eaas.cli", "load", server.url, *words], stdout=subprocess.DEVNULL
+            [sys.executable, "-m", "eaas.ops.cli", "load", server.url, *words], stdout=subprocess.DEVNULL
         )
         try:
             until_state("T")
@@ -251,7 +247,7 @@ def test_a_router_that_is_gone_at_the_end_costs_its_rows_and_no_more_of_the_repo
             raise AdminUnreachable(f"No router answers at {admin}")
         return said.pop()
 
-    monkeypatch.setattr("eaas.load.session.expert_rows", expert_rows)
+    monkeypatch.setattr("eaas.ops.load.session.expert_rows", expert_rows)
     report, code = report_of(server, tmp_path, "--rate", "100", "--requests", "5", "--admin", "h:1")
     assert (report["summary"]["requests"], code) == (5, 0)
     assert (report["expert_rows"], report["expert_rows_note"]) == ([], "No router answers at h:1")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING
 
-from eaas.chaos.plan import Plan, PlanInvalid, Step, choose, in_words
+from eaas.ops.chaos.plan import Plan, PlanInvalid, Step, choose, in_words
 from router.view import GATEWAY
 from tests.sim.cluster.faults import FORM_S, Schedule
 from tests.sim.cluster.members import ExpertServer, Process

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from multiprocessing import get_context
 from zlib import crc32
 
-from eaas.chaos.plan import Plan
+from eaas.ops.chaos.plan import Plan
 from router.core import step as core_step
 from tests.sim.cluster.judge import Violation
 from tests.sim.cluster.world import LIVENESS, SAFETY, Step, World

@@ -12,7 +12,7 @@ from heapq import heappop, heappush
 from random import Random
 from typing import Any
 
-from eaas.chaos.plan import Plan
+from eaas.ops.chaos.plan import Plan
 from router.events import Command, Event
 from router.scaling import Policy
 from router.state import Config, State

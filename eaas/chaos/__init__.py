@@ -1,5 +1,0 @@
-"""Failures injected on purpose, by hand or by plan."""
-
-from eaas.chaos.processes import freeze_member as freeze_member
-from eaas.chaos.processes import kill_member as kill_member
-from eaas.chaos.targets import ChaosRefused as ChaosRefused

@@ -1,0 +1,189 @@
+"""Certificates for a cluster: a CA of its own, and one certificate for each role. The verb is `eaas certs`."""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from eaas.ops.terminal import failing_on
+from router.roles import CA, CERT, KEY, ROLES, role_uri, server_name
+
+CA_FOLDER = "ca"
+CA_DAYS = 3650
+# Clocks of two machines differ.
+_EARLIER = datetime.timedelta(minutes=5)
+
+
+class CertsFailed(RuntimeError):
+    """A certificate could not be made; the text says why and what to do."""
+
+
+def make_certs(
+    folder: Path, roles: Sequence[str] = ROLES, *, name: str = "", hosts: Sequence[str] = (), days: int = 90
+) -> list[Path]:
+    """Write FOLDER/ca, unless it is there, and FOLDER/ROLE/{ca,cert,key}.pem for each role, anew each time.
+
+    Args:
+        name: Which process of the role it is for; it becomes part of the URI, and nothing depends on it.
+        hosts: DNS names and IP addresses that it is for beside the role's own name: those that clients of the gateway,
+            Prometheus or KEDA call it by.
+        days: Until it expires.
+
+    Returns:
+        The folders of the roles.
+
+    Raises:
+        CertsFailed: the library is missing, a role is unknown, or a file cannot be read or written.
+    """
+    try:
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes, serialization
+        from cryptography.hazmat.primitives.asymmetric import ec
+        from cryptography.x509.oid import ExtendedKeyUsageOID
+    except ImportError as error:
+        raise CertsFailed(
+            "The package cryptography is needed to make certificates and is not installed: "
+            "pip install 'eaas[certs]'. Serving with certificates from elsewhere does without it."
+        ) from error
+    unknown = [role for role in roles if role not in ROLES]
+    if unknown:
+        raise CertsFailed(f"{unknown[0]!r} is no role; give some of {', '.join(ROLES)}.")
+    if not 1 <= days <= CA_DAYS:
+        raise CertsFailed(f"{days} days asked for; give 1 to {CA_DAYS}.")
+    now = datetime.datetime.now(datetime.UTC)
+
+    def pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+        return key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+
+    def begun(subject: str, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, for_days: int):
+        return (
+            x509.CertificateBuilder()
+            .subject_name(named(subject))
+            .issuer_name(issuer)
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - _EARLIER)
+            .not_valid_after(now + datetime.timedelta(days=for_days))
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        )
+
+    def usage(*, signs_certificates: bool) -> x509.KeyUsage:
+        return x509.KeyUsage(
+            digital_signature=not signs_certificates,
+            key_cert_sign=signs_certificates,
+            crl_sign=signs_certificates,
+            content_commitment=False,
+            key_encipherment=False,
+            data_encipherment=False,
+            key_agreement=False,
+            encipher_only=False,
+            decipher_only=False,
+        )
+
+    def named(text: str) -> x509.Name:
+        return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, text)])
+
+    def general_name(host: str) -> x509.GeneralName:
+        try:
+            return x509.IPAddress(ipaddress.ip_address(host))
+        except ValueError:
+            return x509.DNSName(host)
+
+    def new_authority() -> None:
+        key = ec.generate_private_key(ec.SECP256R1())
+        made = (
+            begun("EaaS CA", named("EaaS CA"), key, CA_DAYS)
+            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .add_extension(usage(signs_certificates=True), critical=True)
+            .sign(key, hashes.SHA256())
+        )
+        _write(folder / CA_FOLDER / KEY, pem(key), secret=True)
+        _write(folder / CA_FOLDER / CA, made.public_bytes(serialization.Encoding.PEM))
+
+    def issue(role: str, signing_key: ec.EllipticCurvePrivateKey) -> Path:
+        key = ec.generate_private_key(ec.SECP256R1())
+        names: list[x509.GeneralName] = [
+            x509.UniformResourceIdentifier(role_uri(role, name)),
+            x509.DNSName(server_name(role)),
+            *(general_name(host) for host in hosts),
+        ]
+        identifier = authority.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
+        made = (
+            begun(f"{role} {name}".strip(), authority.subject, key, days)
+            .add_extension(x509.SubjectAlternativeName(names), critical=False)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(usage(signs_certificates=False), critical=True)
+            .add_extension(
+                x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]),
+                critical=False,
+            )
+            .add_extension(
+                x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(identifier), critical=False
+            )
+            .sign(signing_key, hashes.SHA256())
+        )
+        at = folder / role / name if name else folder / role
+        _write(at / CA, authority.public_bytes(serialization.Encoding.PEM))
+        _write(at / KEY, pem(key), secret=True)
+        _write(at / CERT, made.public_bytes(serialization.Encoding.PEM))
+        return at
+
+    try:
+        if not (folder / CA_FOLDER / KEY).exists():
+            new_authority()
+        authority = x509.load_pem_x509_certificate((folder / CA_FOLDER / CA).read_bytes())
+        authority_key = serialization.load_pem_private_key((folder / CA_FOLDER / KEY).read_bytes(), None)
+        if not isinstance(authority_key, ec.EllipticCurvePrivateKey):
+            raise CertsFailed(
+                f"{folder / CA_FOLDER / KEY} is no key of an elliptic curve; this CA is not ours."
+            )
+        return [issue(role, authority_key) for role in roles]
+    except (OSError, ValueError) as error:
+        raise CertsFailed(f"{folder}: {error}") from error
+
+
+def _write(path: Path, content: bytes, *, secret: bool = False) -> None:
+    """Replace a file at once: who reads it meanwhile finds the old or the new, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700 if secret else 0o755)
+    partial = path.with_name(f".{path.name}.partial")
+    partial.unlink(missing_ok=True)
+    mode = 0o600 if secret else 0o644
+    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+        file.write(content)
+    partial.replace(path)
+
+
+def certs(
+    folder: Annotated[Path, typer.Argument(help="Where they go; a CA that is there is used again.")],
+    role: Annotated[
+        list[str] | None, typer.Option(help=f"{', '.join(ROLES)}; default: all. Once for each.")
+    ] = None,
+    name: Annotated[str, typer.Option(help="Which process of the role, such as 1; default: any.")] = "",
+    host: Annotated[
+        list[str] | None,
+        typer.Option(help="Name or address that others call it by, beside the role's own. Once for each."),
+    ] = None,
+    days: Annotated[int, typer.Option(help="Until they expire.")] = 90,
+) -> None:
+    """Make certificates for the processes of a cluster, signed by a CA that is made with them.
+
+    Each process gets FOLDER/ROLE as its --tls-dir. Run it again to renew them: processes take the new ones up by
+    themselves. FOLDER/ca/key.pem signs for the whole cluster: keep it away from the machines that serve.
+
+    Examples:
+
+      eaas certs ./certs
+
+      eaas certs ./certs --role gateway --host api.example.org --days 30
+    """
+    with failing_on(CertsFailed):
+        for at in make_certs(folder, role or ROLES, name=name, hosts=host or (), days=days):
+            print(at)

@@ -1,0 +1,1 @@
+"""Faults injected on purpose, by hand or by plan."""

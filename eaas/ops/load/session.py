@@ -1,0 +1,309 @@
+"""One whole load test: learn the endpoint, drive it, inject faults if asked to, and report."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eaas.ops.chaos.plan import seconds
+from eaas.ops.load.client import Client, Endpoint, EndpointUnreachable
+from eaas.ops.load.cluster import (
+    AdminUnreachable,
+    PlanRun,
+    ServerSeries,
+    expert_rows,
+    rows_between,
+    watch_members,
+)
+from eaas.ops.load.driver import Driver, learn_cost, learn_models
+from eaas.ops.load.record import StreamRecord
+from eaas.ops.load.report import Run, Slo, as_report, summarize
+from eaas.ops.load.workload import (
+    DEFAULT_TOKENS,
+    ArrivalsInvalid,
+    Point,
+    PromptsInvalid,
+    TokenCost,
+    TraceRequest,
+    Workload,
+    fit,
+    knee,
+    next_rate,
+    read_arrivals,
+    read_prompts,
+    read_trace,
+    schedule,
+    trace_prompts,
+    word_prompts,
+)
+
+if TYPE_CHECKING:
+    from eaas.ops.load.cli import Options
+
+_EVERY_S = 0.25
+# Of the requests of a rate, so many must keep the promise.
+KEPT_SHARE = 0.95
+_MOST_LINES = 1_000_000
+_ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+# The report, and the records that it was made of.
+Outcome = tuple[dict[str, Any], Sequence[StreamRecord]]
+
+
+def duration_s(text: str) -> float:
+    """Seconds of a duration over 0, such as 500ms, 60s, 2m, or a bare number of seconds. Raises ValueError."""
+    found = seconds(text)
+    if not found:
+        raise ValueError(f"{text!r} is no duration: more than 0 is needed, such as 60s or 500ms.")
+    return found
+
+
+class Session:
+    """A load test in progress. `stop` ends it early; what was seen by then is reported."""
+
+    def __init__(self, options: Options, progress: Callable[[str, Driver, Client], None]) -> None:
+        """Raises ValueError, OSError: an option makes no sense, or a file cannot be read."""
+        self._options = options
+        self._progress = progress
+        self._arrivals = read_arrivals(options.arrivals)
+        ttft_s, tpot_s, e2e_s, for_s = (
+            duration_s(text) if text is not None else None
+            for text in (options.slo_ttft, options.slo_tpot, options.slo_e2e, options.for_)
+        )
+        self._slo = Slo(ttft_s=ttft_s, tpot_s=tpot_s, e2e_s=e2e_s)
+        if options.sweep and (
+            self._arrivals.kind in ("closed", "trace") or options.chaos or options.reference
+        ):
+            raise ArrivalsInvalid(
+                "--sweep needs constant, poisson or gamma arrivals, and neither faults nor a reference."
+            )
+        if options.sweep and self._slo == Slo():
+            raise ArrivalsInvalid(
+                "--sweep looks for the rate that breaks an SLO, and none was given; add one, such as --slo-ttft 500ms."
+            )
+        if for_s is None and options.requests is None and self._arrivals.kind != "trace":
+            for_s = 60.0
+        self._for_s = for_s
+        self._timeout_s, self._warmup_s = duration_s(options.timeout), duration_s(options.warmup)
+        key = os.environ.get(options.api_key_env, "")
+        self._endpoint = Endpoint.of_url(options.url, chat=options.chat or None, key=key)
+        self._admin_key = options.admin_key_file.read_text().strip() if options.admin_key_file else ""
+        self._driver: Driver | None = None
+        self._stopped = False
+        self._trace: list[TraceRequest] = []
+
+    def stop(self) -> None:
+        """Send nothing more, revert faults, report."""
+        self._stopped = True
+        if self._driver is not None:
+            self._driver.stop()
+
+    async def run(self) -> Outcome:
+        """Raises EndpointUnreachable, AdminUnreachable, ArrivalsInvalid, PromptsInvalid, TraceInvalid, OSError."""
+        with _endings_call(self.stop):
+            workload = await self._workload()
+            client = Client(self._endpoint, self._timeout_s)
+            try:
+                return await (self._sweep if self._options.sweep else self._measure)(client, workload)
+            finally:
+                client.close()
+
+    async def _measure(self, client: Client, workload: Workload) -> Outcome:
+        reference: list[StreamRecord] | None = None
+        if self._options.reference:
+            reference = (await self._drive("reference", client, workload, self._options.rate))[0].records
+        run = await self._with_faults(client, workload)
+        if reference is not None and not self._stopped:
+            # Closed loops may get further in one run than in the other.
+            known = {record.prompt for record in reference if not record.failed}
+            missing = sorted({record.prompt for record in run.records} - known)
+            if missing:
+                driver = Driver(client, workload)
+                client.start()
+                rest = driver.each(missing, self._arrivals.streams or 8)
+                await self._shown("rest of the reference", driver, client, rest)
+                # They belong to no time of the reference run, only to its texts.
+                reference = [*reference, *(replace(record, token_s=[]) for record in driver.records)]
+        return as_report(self._settings(workload), run, self._slo, reference), run.records
+
+    async def _with_faults(self, client: Client, workload: Workload) -> Run:
+        """The run itself: with its faults, and with the cluster watched where there is one."""
+        options, origin = self._options, self._endpoint.origin
+        before = expert_rows(options.admin, self._admin_key) if options.admin else []
+        servers: dict[str, ServerSeries] = {}
+        watch = asyncio.create_task(watch_members(origin, lambda: client.now_s, servers))
+        plan = PlanRun(options.chaos, origin, lambda: client.now_s) if options.chaos else None
+        runs: list[asyncio.Task[None]] = []
+        try:
+            cpu_s = time.process_time()
+            begin = (lambda: runs.append(asyncio.create_task(plan.run()))) if plan is not None else None
+            driver, end_s = await self._drive("load", client, workload, options.rate, begin)
+            cpu_s = time.process_time() - cpu_s
+        finally:
+            if plan is not None:
+                plan.stop()
+            watch.cancel()
+            await asyncio.gather(watch, *runs, return_exceptions=True)
+        try:
+            after = expert_rows(options.admin, self._admin_key) if options.admin else []
+            rows, rows_note = rows_between(before, after)
+        except AdminUnreachable as error:
+            # The plan may have injected just that; what else was seen is worth its report.
+            rows, rows_note = [], str(error)
+        return Run(
+            records=driver.records,
+            end_s=end_s,
+            warmup_s=self._warmup_s,
+            events=plan.events if plan is not None else (),
+            problem=plan.problem if plan is not None else "",
+            servers=servers,
+            expert_rows=rows,
+            expert_rows_note=rows_note,
+            cpu_s=cpu_s,
+        )
+
+    async def _drive(
+        self,
+        title: str,
+        client: Client,
+        workload: Workload,
+        rate: float | None,
+        on_start: Callable[[], object] | None = None,
+    ) -> tuple[Driver, float]:
+        """Send the workload once; returns the driver and when the last request was due."""
+        driver = self._driver = Driver(client, workload)
+        if self._stopped:
+            driver.stop()
+        for_s, requests = self._for_s, self._options.requests
+        if self._arrivals.kind == "closed":
+            client.start()
+            work = driver.closed_loop(self._arrivals.streams, for_s=for_s or float("inf"), requests=requests)
+        else:
+            times = [request.at_s for request in self._trace] or schedule(
+                self._arrivals,
+                1.0 if rate is None else rate,
+                self._options.seed,
+                for_s=for_s,
+                requests=requests,
+            )
+            client.start()
+            work = driver.open_loop(times)
+        if on_start is not None:
+            on_start()
+        await self._shown(title, driver, client, work)
+        last_s = max((record.planned_s for record in driver.records), default=0.0)
+        return driver, for_s if for_s is not None and not self._stopped else last_s
+
+    async def _shown(
+        self, title: str, driver: Driver, client: Client, work: Coroutine[Any, Any, None]
+    ) -> None:
+        task = asyncio.create_task(work)
+        while not task.done():
+            await asyncio.wait([task], timeout=_EVERY_S)
+            self._progress(title, driver, client)
+        await task
+
+    async def _sweep(self, client: Client, workload: Workload) -> Outcome:
+        """Find the highest rate at which KEPT_SHARE of the requests keep the SLO; the report is of that rate's run."""
+        start = 1.0 if self._options.rate is None else self._options.rate
+        points: list[Point] = []
+        shown: list[dict[str, Any]] = []
+        best: Run | None = None
+        while not self._stopped and (rate := next_rate(points, start)) is not None:
+            cpu_s = time.process_time()
+            driver, end_s = await self._drive(f"rate {rate:.3g}", client, workload, rate)
+            if self._stopped and points:
+                break
+            found = summarize(driver.records, self._slo)
+            kept = found.requests > 0 and found.good >= KEPT_SHARE * found.requests
+            points.append(Point(rate=rate, kept=kept))
+            # Of the time in which requests were sent: the wait for the last answers is no load.
+            goodput = found.good / end_s if end_s else 0.0
+            shown.append({"rate": rate, "kept": kept, "goodput": goodput, "requests": found.requests})
+            if best is None or rate == knee(points):
+                best = Run(records=driver.records, end_s=end_s, cpu_s=time.process_time() - cpu_s)
+        if best is None:
+            raise EndpointUnreachable("the sweep was ended before its first rate.")
+        settings = self._settings(workload) | {"rate": knee(points) or "below every rate tried"}
+        return as_report(settings, best, self._slo, sweep=shown), best.records
+
+    async def _workload(self) -> Workload:
+        options, endpoint = self._options, self._endpoint
+        named = {str(model.get("id")): model for model in await learn_models(endpoint)}
+        model = options.model or next(iter(named), "")
+        if model not in named:
+            raise EndpointUnreachable(
+                f"{endpoint.origin} serves {', '.join(named) or 'no model'}; {model or 'none'} was asked for. "
+                f"Name one with --model."
+            )
+        context = options.context or named[model].get("max_model_len")
+        workload = Workload(
+            model=model,
+            chat=endpoint.chat,
+            prompts=word_prompts(options.seed, 1, TokenCost()),
+            max_tokens=options.max_tokens or 64,
+            temperature=options.temperature,
+            seed=options.seed,
+            options=(("ignore_eos", True),) if options.ignore_eos else (),
+        )
+        if options.prompts is not None:
+            with options.prompts.open(encoding="utf-8") as file:
+                prompts = read_prompts(islice(file, _MOST_LINES))
+            if not endpoint.chat and any(prompt.messages for prompt in prompts):
+                raise PromptsInvalid(f"{options.prompts} holds chat messages; add --chat.")
+            return replace(workload, prompts=lambda index: prompts[index], distinct=len(prompts))
+        cost = await learn_cost(endpoint, workload, self._timeout_s)
+        if self._arrivals.kind != "trace":
+            tokens = options.prompt_tokens or DEFAULT_TOKENS
+            return replace(workload, prompts=word_prompts(options.seed, tokens, cost))
+        with Path(self._arrivals.path).open(encoding="utf-8") as file:
+            recorded = read_trace(islice(file, _MOST_LINES))
+        self._trace = fit(
+            recorded, speed=options.speed, rate=options.rate, for_s=self._for_s, limit=options.requests,
+            context=int(context) if context else None, most_output=options.max_tokens,
+        )  # fmt: skip
+        return replace(workload, prompts=trace_prompts(self._trace, options.seed, cost))
+
+    def _settings(self, workload: Workload) -> dict[str, Any]:
+        options, arrivals = self._options, self._arrivals
+        said: dict[str, Any] = {
+            "endpoint": f"{self._endpoint.origin}{self._endpoint.path}",
+            "model": workload.model,
+            "arrivals": f"trace {Path(arrivals.path).name}" if arrivals.path else options.arrivals,
+            "rate": "" if arrivals.kind == "closed" else options.rate or "",
+            "seconds": self._for_s or "",
+            "most tokens": workload.max_tokens,
+            "temperature": workload.temperature,
+            "seed": options.seed,
+            "plan": options.chaos.name if options.chaos else "",
+        }
+        return {name: value for name, value in said.items() if value != ""}
+
+
+@contextlib.contextmanager
+def _endings_call(stop: Callable[[], None]) -> Iterator[None]:
+    """Call `stop` when this process is told to end; afterwards signals do what they did before.
+
+    A closed loop of uvloop leaves its handlers behind, and they do nothing: what calls this within a longer life would
+    never again heed Ctrl-C.
+    """
+    loop = asyncio.get_running_loop()
+    before = {number: signal.getsignal(number) for number in _ENDINGS}
+    for number in _ENDINGS:
+        loop.add_signal_handler(number, stop)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            loop.remove_signal_handler(number)
+            # None: it was set by no Python code, and cannot be set again from here.
+            if handler is not None:
+                signal.signal(number, handler)

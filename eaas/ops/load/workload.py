@@ -1,0 +1,410 @@
+"""What a load sends, and when: arrival processes by seed, recorded traces, prompts, and the search for the highest rate
+that still keeps its promise. Pure.
+
+An open loop sends on time whatever the server does, as users do; a closed loop waits for an answer first, so that a
+slow server gets less load and looks better than it is.
+
+Traces: Azure's CSV (TIMESTAMP,ContextTokens,GeneratedTokens) and Mooncake's JSON lines (timestamp in ms, input_length,
+output_length, and hash_ids, one for each 512 tokens of the prompt: equal ids at the head of two prompts are a shared
+prefix).
+
+A length in tokens needs the endpoint's tokenizer, which a client does not have: two probes say how many tokens a word
+costs there (`TokenCost`), and prompts are made of words accordingly.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+import numpy as np
+
+BLOCK_TOKENS = 512
+_WORDS = (
+    "the of and to in is you that it he was for on are as with his they at be this have from or one had by word but "
+    "not what all were we when your can said there use an each which she do how their if will up other about out many "
+    "then them these so some her would make like him into time has look two more write go see number no way could "
+    "people my than first water been call who oil its now find long down day did get come made may part over new sound "
+    "take only little work know place year live me back give most very after thing our just name good sentence man "
+    "think say great where help through much before line right too mean old any same tell boy follow came want show"
+)
+WORDS = _WORDS.split(" ")
+DEFAULT_TOKENS = 32
+OPEN = ("constant", "poisson", "gamma")
+FORMS = "constant, poisson, gamma:SHAPE (below 1 is burstier than Poisson), closed:STREAMS or trace:FILE"
+# No schedule is longer: a rate mistyped by a thousand must not fill the memory.
+MOST_REQUESTS = 2_000_000
+
+
+class ArrivalsInvalid(ValueError):
+    """No such arrival process; the text says what was found and what is needed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrivals:
+    """An arrival process.
+
+    Attributes:
+        kind: One of OPEN, "closed" or "trace".
+        shape: Of the gamma distribution of gaps; their coefficient of variation is shape ** -0.5.
+        streams: Requests in flight in a closed loop.
+        path: Of a trace.
+    """
+
+    kind: str
+    shape: float = 1.0
+    streams: int = 0
+    path: str = ""
+
+
+def read_arrivals(text: str) -> Arrivals:
+    """An arrival process from its word.
+
+    Raises:
+        ArrivalsInvalid: no such word, or an option that makes no sense.
+    """
+    kind, _, option = text.partition(":")
+    if kind in ("constant", "poisson") and not option:
+        return Arrivals(kind=kind)
+    if kind == "trace" and option:
+        return Arrivals(kind=kind, path=option)
+    if kind == "closed" and option.isdecimal() and 1 <= int(option) <= 10_000:
+        return Arrivals(kind=kind, streams=int(option))
+    if kind == "gamma":
+        try:
+            shape = float(option)
+        except ValueError:
+            shape = 0.0
+        if 1e-3 <= shape <= 1e3:
+            return Arrivals(kind=kind, shape=shape)
+    raise ArrivalsInvalid(f"arrivals are {text!r}; give {FORMS}.")
+
+
+def schedule(
+    arrivals: Arrivals, rate: float, seed: int, *, for_s: float | None, requests: int | None
+) -> list[float]:
+    """When an open loop sends, in seconds since its start.
+
+    Args:
+        rate: Requests per second, in the mean.
+        for_s: No request is planned at or after this. requests: nor are there more than so many. One of both is needed.
+
+    Raises:
+        ArrivalsInvalid: no open loop, no rate, or no end.
+    """
+    if arrivals.kind not in OPEN or not 0 < rate <= 1e5:
+        raise ArrivalsInvalid(
+            f"{arrivals.kind} arrivals at {rate:g} requests/s; an open loop ({', '.join(OPEN)}) needs a rate over 0 "
+            f"and at most 100000."
+        )
+    if for_s is None and requests is None:
+        raise ArrivalsInvalid("the load has no end; give a duration or a number of requests.")
+    expected = rate * for_s if for_s is not None else float(requests or 0)
+    count = min(expected, requests) if requests is not None else expected
+    if count > MOST_REQUESTS:
+        raise ArrivalsInvalid(f"{count:.0f} requests; at most {MOST_REQUESTS} are possible. Lower the rate.")
+    times: list[float] = []
+    rng = np.random.default_rng(seed)
+    at_s = 0.0
+    while requests is None or len(times) < requests:
+        size = 1024
+        if arrivals.kind == "constant":
+            block = (len(times) + np.arange(size)) / rate
+        else:
+            shape = arrivals.shape if arrivals.kind == "gamma" else 1.0
+            block = at_s + np.cumsum(rng.gamma(shape, 1.0 / (shape * rate), size))
+            at_s = float(block[-1])
+        times += block.tolist()
+        if for_s is not None and times[-1] >= for_s:
+            times = [time_s for time_s in times if time_s < for_s]
+            break
+    return times[:requests]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """A rate that was tried, and whether the endpoint kept its promise at it."""
+
+    rate: float
+    kept: bool
+
+
+def next_rate(points: Sequence[Point], start: float, closeness: float = 1.1) -> float | None:
+    """The next rate to try in the search for the knee: doubled until the promise breaks, then bisected.
+
+    Args:
+        points: What was tried. start: The first rate.
+        closeness: The search is over when the least rate that broke it is at most so many times the knee.
+
+    Returns:
+        Requests per second; None when the knee is known, or further from the start than a thousand times.
+    """
+    if not points:
+        return start
+    kept, broke = knee(points), min((p.rate for p in points if not p.kept), default=None)
+    if broke is None:
+        return kept * 2 if kept is not None and kept < start * 1000 else None
+    if kept is None:
+        return broke / 2 if broke > start / 1000 else None
+    # The middle of the ratio: a rate is known to so many per cent.
+    return (kept * broke) ** 0.5 if broke / kept > closeness else None
+
+
+def knee(points: Sequence[Point]) -> float | None:
+    """The highest rate kept below every rate that broke the promise; None: none was kept."""
+    broke = min((p.rate for p in points if not p.kept), default=float("inf"))
+    return max((p.rate for p in points if p.kept and p.rate < broke), default=None)
+
+
+class TraceInvalid(ValueError):
+    """The file is no such trace; the text names the line."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TraceRequest:
+    """One recorded request.
+
+    Attributes:
+        at_s: Since the first one.
+        prompt_tokens, output_tokens: Its lengths.
+        blocks: Names of the blocks of BLOCK_TOKENS that its prompt begins with; empty: it shares nothing.
+    """
+
+    at_s: float
+    prompt_tokens: int
+    output_tokens: int
+    blocks: tuple[int, ...] = ()
+
+
+def read_trace(lines: Iterable[str]) -> list[TraceRequest]:
+    """The requests of a trace in order of time, the first at 0.
+
+    Raises:
+        TraceInvalid: neither format, or a line that breaks it.
+    """
+    found: list[TraceRequest] = []
+    columns: list[str] = []
+    for number, line in enumerate(lines, 1):
+        text = line.strip()
+        if not text:
+            continue
+        try:
+            if text.startswith("{"):
+                found.append(_mooncake(json.loads(text)))
+            elif not columns:
+                columns = [name.strip() for name in text.split(",")]
+                if not {"TIMESTAMP", "ContextTokens", "GeneratedTokens"} <= set(columns):
+                    raise ValueError(
+                        "neither a JSON object nor a header with TIMESTAMP, ContextTokens, GeneratedTokens"
+                    )
+            else:
+                found.append(_azure(dict(zip(columns, text.split(","), strict=True))))
+        except (ValueError, KeyError, TypeError) as error:
+            reason = f"no {error}" if isinstance(error, KeyError) else str(error)
+            raise TraceInvalid(f"line {number} of the trace, {text[:60]!r}: {reason}.") from None
+    if not found:
+        raise TraceInvalid("the trace holds no request; a CSV of Azure or JSON lines of Mooncake are needed.")
+    found.sort(key=lambda request: request.at_s)
+    first_s = found[0].at_s
+    return [replace(request, at_s=request.at_s - first_s) for request in found]
+
+
+def _azure(row: dict[str, str]) -> TraceRequest:
+    # Seven digits of a second: numpy reads them, and knows the days between.
+    at = np.datetime64(row["TIMESTAMP"].strip().removesuffix("Z").partition("+")[0].replace(" ", "T"), "ns")
+    at_s = float((at - np.datetime64("2020-01-01", "ns")) / np.timedelta64(1, "s"))
+    return _checked(at_s, int(row["ContextTokens"]), int(row["GeneratedTokens"]), ())
+
+
+def _mooncake(row: dict[str, Any]) -> TraceRequest:
+    blocks = tuple(int(block) for block in row.get("hash_ids", ()))
+    return _checked(
+        float(row["timestamp"]) / 1e3, int(row["input_length"]), int(row["output_length"]), blocks
+    )
+
+
+def _checked(at_s: float, prompt: int, output: int, blocks: tuple[int, ...]) -> TraceRequest:
+    if prompt < 0 or output < 0 or not np.isfinite(at_s):
+        raise ValueError(f"time {at_s} s, {prompt} and {output} tokens; none may be negative or endless")
+    return TraceRequest(at_s=at_s, prompt_tokens=max(1, prompt), output_tokens=max(1, output), blocks=blocks)
+
+
+def fit(
+    requests: Sequence[TraceRequest],
+    *,
+    speed: float = 1.0,
+    rate: float | None = None,
+    for_s: float | None = None,
+    limit: int | None = None,
+    context: int | None = None,
+    most_output: int | None = None,
+) -> list[TraceRequest]:
+    """A trace made to fit.
+
+    Args:
+        speed: How many times faster than recorded. rate: instead of it, the mean requests per second wanted.
+        for_s: Requests planned at or after this are left out. limit: so are those beyond so many.
+        context: Tokens of the model's context: an output is clipped to half of it, then a prompt to what is left.
+        most_output: Outputs are clipped to so many tokens.
+
+    Raises:
+        TraceInvalid: a speed that is none.
+    """
+    if rate is not None:
+        span_s = requests[-1].at_s
+        speed = rate * span_s / (len(requests) - 1) if span_s > 0 else 1.0
+    if not 0 < speed < float("inf"):
+        raise TraceInvalid(
+            f"a trace cannot be replayed {speed:g} times faster; give a speed or a rate over 0."
+        )
+    fitted: list[TraceRequest] = []
+    for request in requests[:limit]:
+        at_s = request.at_s / speed
+        if for_s is not None and at_s >= for_s:
+            break
+        prompt, output = request.prompt_tokens, request.output_tokens
+        if most_output is not None:
+            output = min(output, most_output)
+        if context is not None:
+            output = max(1, min(output, context // 2))
+            prompt = max(1, min(prompt, context - output))
+        fitted.append(replace(request, at_s=at_s, prompt_tokens=prompt, output_tokens=output))
+    return fitted
+
+
+class PromptsInvalid(ValueError):
+    """No such prompts; the text says what is needed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenCost:
+    """What a prompt of words costs at an endpoint, in tokens: `fixed` (template, first word) and for each word."""
+
+    fixed: float = 0.0
+    per_word: float = 1.0
+
+    @classmethod
+    def of_probes(cls, few: tuple[int, int], many: tuple[int, int]) -> TokenCost:
+        """From two prompts, each as (words, tokens)."""
+        per_word = max(0.1, (many[1] - few[1]) / (many[0] - few[0]))
+        return cls(fixed=max(0.0, few[1] - per_word * few[0]), per_word=per_word)
+
+    def words(self, tokens: int) -> int:
+        """Words of a prompt of about so many tokens, rounded down: a full context leaves no room for more."""
+        return max(1, int((tokens - self.fixed) / self.per_word))
+
+
+def words(seed: int, number: int, count: int) -> str:
+    """`count` random words, always the same for (seed, number)."""
+    picks: list[int] = np.random.default_rng((seed, number)).integers(0, len(WORDS), size=count).tolist()
+    return " ".join([WORDS[pick] for pick in picks])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One request's content: a text or chat messages, and the tokens wanted (None: the workload's)."""
+
+    text: str = ""
+    messages: tuple[dict[str, Any], ...] = ()
+    max_tokens: int | None = None
+
+
+Prompts = Callable[[int], Prompt]
+
+
+def word_prompts(seed: int, tokens: int, cost: TokenCost) -> Prompts:
+    """Prompts of about so many tokens, each of other words."""
+    count = cost.words(tokens)
+    return lambda index: Prompt(text=words(seed, index, count))
+
+
+def trace_prompts(requests: Sequence[TraceRequest], seed: int, cost: TokenCost) -> Prompts:
+    """Prompts of a trace's lengths; those whose blocks begin alike begin with the same words."""
+    per_block = max(1, round(BLOCK_TOKENS / cost.per_word))
+
+    def prompt(index: int) -> Prompt:
+        request = requests[index % len(requests)]
+        left = cost.words(request.prompt_tokens)
+        parts: list[str] = []
+        for block in request.blocks:
+            if left <= 0:
+                break
+            # A block is made whole and then cut: a shorter prompt still begins as a longer one does.
+            parts.append(" ".join(words(seed, block, per_block).split(" ")[:left]))
+            left -= per_block
+        if left > 0:
+            # Beyond all block names, which count from 0.
+            parts.append(words(seed, (1 << 40) + index, left))
+        return Prompt(text=" ".join(parts), max_tokens=request.output_tokens)
+
+    return prompt
+
+
+def read_prompts(lines: Iterable[str]) -> list[Prompt]:
+    """Prompts of a file: a text in each line, or JSON lines with "prompt" or "messages", and perhaps "max_tokens".
+
+    Raises:
+        PromptsInvalid: a line of JSON without a prompt, or no line at all.
+    """
+    found: list[Prompt] = []
+    for number, line in enumerate(lines, 1):
+        text = line.rstrip("\r\n")
+        if not text.strip():
+            continue
+        if not text.lstrip().startswith("{"):
+            found.append(Prompt(text=text))
+            continue
+        try:
+            said: dict[str, Any] = json.loads(text)
+        except ValueError as error:
+            raise PromptsInvalid(f"line {number} of the prompts is no JSON: {error}.") from None
+        prompt, messages, most = said.get("prompt", ""), said.get("messages", ()), said.get("max_tokens")
+        if not isinstance(prompt, str) or not isinstance(messages, list | tuple) or not (prompt or messages):
+            raise PromptsInvalid(f'line {number} of the prompts needs a text "prompt" or a list "messages".')
+        found.append(Prompt(text=prompt, messages=tuple(messages), max_tokens=most))  # pyright: ignore[reportUnknownArgumentType]
+    if not found:
+        raise PromptsInvalid("the file of prompts is empty; at least one line is needed.")
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """The requests of a run: body number `index` is always the same.
+
+    Attributes:
+        distinct: Different bodies; later indexes begin again. None: no end of them.
+        seed: Of sampling; request `index` gets seed + index. Greedy where the temperature is 0.
+        options: Further fields of every body, such as {"ignore_eos": True}.
+    """
+
+    model: str
+    chat: bool
+    prompts: Prompts
+    distinct: int | None = None
+    max_tokens: int = 64
+    temperature: float = 0.0
+    seed: int = 0
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def index(self, number: int) -> int:
+        """Which body the request `number` of a run carries."""
+        return number if self.distinct is None else number % self.distinct
+
+    def body(self, index: int, *, max_tokens: int | None = None) -> bytes:
+        """The JSON body of a streamed request."""
+        prompt = self.prompts(index)
+        fields: dict[str, Any] = {"model": self.model}
+        if self.chat:
+            fields["messages"] = list(prompt.messages) or [{"role": "user", "content": prompt.text}]
+        else:
+            fields["prompt"] = prompt.text or "\n".join(str(m.get("content", "")) for m in prompt.messages)
+        fields["max_tokens"] = max_tokens or prompt.max_tokens or self.max_tokens
+        fields["temperature"] = self.temperature
+        if self.temperature > 0:
+            fields["seed"] = self.seed + index
+        return msgspec.json.encode(
+            fields | dict(self.options) | {"stream": True, "stream_options": {"include_usage": True}}
+        )

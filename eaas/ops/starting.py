@@ -1,0 +1,75 @@
+"""What verbs that start a cluster do first: look at the model, pack its experts, wait until it runs or Ctrl-C comes."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+from eaas import native
+from eaas.cluster.local import LocalCluster
+from eaas.cluster.process import StartFailed
+from eaas.model.families import spec_of
+from eaas.model.tokenizer import Tokenizer, TokenizerInvalid
+from eaas.ops.terminal import failing_on
+from experts.checkpoint import Checkpoint, CheckpointInvalid
+from experts.model import ConfigInvalid, Dtype, ExpertShape
+from experts.native import IsaUnavailable
+from experts.pack import PackedExperts, PackUnavailable
+from p2p.native import NativeMissing
+
+PACK_ERRORS = (CheckpointInvalid, ConfigInvalid, IsaUnavailable, NativeMissing, PackUnavailable)
+
+
+def pack_experts(model: Path, dtype: str) -> ExpertShape:
+    """Pack a model's experts, with a progress bar, so that every expert server of this host maps the same file.
+
+    Raises: one of PACK_ERRORS, before any process has started.
+    """
+    checkpoint = Checkpoint.open(model)
+    shape = ExpertShape.from_config(checkpoint.config)
+    with Progress(
+        TextColumn("packing experts"), BarColumn(), TaskProgressColumn(), transient=True
+    ) as progress:
+        task = progress.add_task("pack", total=None)
+        PackedExperts.open(
+            checkpoint,
+            shape,
+            Dtype.resolve(dtype, checkpoint.config),
+            progress=lambda done, total: progress.update(task, completed=done, total=total),
+        )
+    return shape
+
+
+def prepare_model(model: Path, dtype: str) -> None:
+    """Find what is wrong with a model before any process starts, and pack its experts once, with a progress bar, so
+    that every expert server of the host maps the same file.
+    """
+    with failing_on(*PACK_ERRORS, TokenizerInvalid):
+        # Here too, though others compute: what is wrong with it is said before any of them starts.
+        native.load()
+        spec_of(Checkpoint.open(model).config)
+        Tokenizer.load(model)
+        pack_experts(model, dtype)
+
+
+def start_or_stop(cluster: LocalCluster, stop: threading.Event) -> None:
+    """Start the cluster, giving up at once when Ctrl-C comes first. Raises StartFailed."""
+    failures: list[StartFailed] = []
+
+    def start() -> None:
+        try:
+            cluster.start()
+        except StartFailed as failure:
+            failures.append(failure)
+        finally:
+            done.set()
+
+    done = threading.Event()
+    threading.Thread(target=start, name="start", daemon=True).start()
+    while not done.wait(0.05):
+        if stop.is_set():
+            return
+    if failures:
+        raise failures[0]

@@ -1,0 +1,77 @@
+"""What the verbs share: how they print, fail, and name the cluster that they mean."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, get_type_hints
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+Url = Annotated[str, typer.Option(help="Address of the gateway, as `eaas serve` prints it.")]
+RouterAddress = Annotated[str, typer.Option(help="HOST:PORT of the router; default: what the gateway says.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+console = Console()
+errors = Console(stderr=True)
+
+
+def fail(message: str) -> typer.Exit:
+    """Print why a verb failed; raise the result."""
+    errors.print("[bold red]eaas:[/]", escape(message), highlight=False, soft_wrap=True)
+    return typer.Exit(1)
+
+
+@contextlib.contextmanager
+def failing_on(*kinds: type[Exception]) -> Iterator[None]:
+    """End the verb with status 1 and the text of the exception, if it is one of these."""
+    try:
+        yield
+    except kinds as error:
+        raise fail(str(error)) from None
+
+
+def say(text: str) -> None:
+    """Print a line as it is: no markup, no wrapping."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def table(
+    head: Sequence[str], rows: Iterable[Sequence[str]], *, title: str = "", figures: bool = False
+) -> Table:
+    """A table for the terminal. figures: columns after the first are numbers, and stand to the right."""
+    made = Table(title=title or None, title_justify="left")
+    for place, heading in enumerate(head):
+        made.add_column(heading, justify="right" if figures and place else "left")
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+def takes_fields_of(options: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a verb that takes keywords the fields of a dataclass as its parameters, for typer to read."""
+    hints = get_type_hints(options, include_extras=True)
+    return takes({one.name: (hints[one.name], one.default) for one in dataclasses.fields(options)})
+
+
+def takes(parameters: Mapping[str, tuple[Any, Any]]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a verb that takes keywords these parameters, each (annotation, default), for typer to read."""
+
+    def given(verb: Callable[..., None]) -> Callable[..., None]:
+        verb.__signature__ = inspect.Signature(  # pyright: ignore[reportFunctionMemberAccess]
+            [
+                inspect.Parameter(
+                    name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default
+                )
+                for name, (annotation, default) in parameters.items()
+            ]
+        )
+        verb.__annotations__ = {name: annotation for name, (annotation, _) in parameters.items()}
+        return verb
+
+    return given

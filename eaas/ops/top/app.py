@@ -1,0 +1,147 @@
+"""The terminal application: boards in, pictures out, four keys."""
+
+from __future__ import annotations
+
+import time
+from typing import ClassVar
+
+from rich.console import Group
+from rich.text import Text
+from textual import work
+from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Center, Middle
+from textual.events import Resize
+from textual.screen import ModalScreen
+from textual.widgets import Static
+
+from eaas.gateway.dashboard.board import BAD, GOOD, INFO, Board
+from eaas.ops.top.draw import SORTS, Show, clock, draw
+from eaas.ops.top.feed import Feed, FeedRefused, NoNews
+
+_HELP = """\
+[b]Keys[/]   [b]q[/] quit   [b]p[/] pause and go on   [b]s[/] sort by number, load, state   [b]?[/] this
+
+[b]Top line[/]   ● whole: nothing to do   ▲ degraded: served, but look   ✕ down: not served
+           below it: what is amiss, and → what to do about it
+[b]Gateway[/]    means and percentiles of the last 10 s; goodput: answers within the
+           targets of TTFT and of the time per token
+[b]Heat map[/]   a column for each expert server, a row for each layer, the rows that it
+           computes a second; brighter is busier
+           » took over from a lost server   + gained   − gave up a copy
+           ✕ lost   … loading   ↓ drains   ? suspect
+[b]Times[/]      are UTC; the same picture is at /dashboard of the gateway
+"""
+
+
+class Help(ModalScreen[None]):
+    """What the keys and the glyphs mean; any of ?, q and Escape leaves it."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,q,question_mark,enter,space", "dismiss", "close", show=False)
+    ]
+    DEFAULT_CSS = """
+    Help { background: #0b1117 70%; }
+    Help Middle, Help Center { width: 100%; height: 100%; background: transparent; }
+    Help Static { width: 84; max-width: 100%; height: auto; padding: 1 2; background: #18222c; color: #dbe3ea;
+      border: round #3d4956; }
+    """
+
+    def compose(self) -> ComposeResult:
+        with Middle(), Center():
+            yield Static(_HELP, id="help")
+
+
+class Top(App[str]):
+    """The live view. Its return value says why it ended by itself, if it did."""
+
+    TITLE = "eaas top"
+    ENABLE_COMMAND_PALETTE = False
+    CSS = """
+    Screen { background: #0f161d; color: #dbe3ea; overflow: hidden; }
+    #picture { width: 100%; height: 100%; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("q,ctrl+c", "quit", "quit"),
+        Binding("p,space", "pause", "pause"),
+        Binding("s", "sort", "sort"),
+        Binding("question_mark,h", "help", "help"),
+    ]
+
+    def __init__(self, feed: Feed, board: Board | None = None) -> None:
+        """Args: board: to show until the feed brings one."""
+        super().__init__()
+        self._feed = feed
+        self.board = board
+        self.paused = False
+        self.sort = SORTS[0]
+        self._broken = ""
+        self._told_s = time.monotonic()
+
+    def compose(self) -> ComposeResult:
+        yield Static(id="picture")
+
+    def on_mount(self) -> None:
+        """Begin to read."""
+        self.read()
+        self.set_interval(1.0, self.show)
+        self.show()
+
+    def on_unmount(self) -> None:
+        """Let the reading thread end."""
+        self._feed.close()
+
+    @work(thread=True, exit_on_error=False)
+    def read(self) -> None:
+        """Follow the feed, on a thread."""
+        try:
+            for news in self._feed.news():
+                self.call_from_thread(self.tell, news)
+        except FeedRefused as error:
+            self.call_from_thread(self.exit, str(error))
+
+    def tell(self, news: Board | NoNews) -> None:
+        """Take in what the feed says."""
+        if isinstance(news, NoNews):
+            self._broken = news.reason
+        else:
+            self._broken, self._told_s = "", time.monotonic()
+            if not self.paused:
+                self.board = news
+        self.show()
+
+    def show(self) -> None:
+        """Draw."""
+        board = self.board
+        picture = self.query_one("#picture", Static)
+        if board is None:
+            waits = self._broken or "waiting for the first news"
+            picture.update(Text(f"\n  {self._feed.url}: {waits}. q quits.", "#8b98a5"))
+            return
+        news, mood = self._news(board)
+        show = Show(width=self.size.width, height=self.size.height, sort=self.sort, news=news, mood=mood)
+        picture.update(Group(*draw(board, show)))
+
+    def _news(self, board: Board) -> tuple[str, str]:
+        if self._broken:
+            return f"no news for {time.monotonic() - self._told_s:.0f} s: {self._broken}", BAD
+        return (f"paused at {clock(board.at_s)}", INFO) if self.paused else ("live", GOOD)
+
+    def on_resize(self, event: Resize) -> None:
+        """Draw for the new size."""
+        del event
+        self.call_after_refresh(self.show)
+
+    def action_pause(self) -> None:
+        """Hold the picture, or go on."""
+        self.paused = not self.paused
+        self.show()
+
+    def action_sort(self) -> None:
+        """The next order."""
+        self.sort = SORTS[(SORTS.index(self.sort) + 1) % len(SORTS)]
+        self.show()
+
+    def action_help(self) -> None:
+        """Say what the glyphs mean."""
+        self.push_screen(Help())

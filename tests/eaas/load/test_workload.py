@@ -1,0 +1,199 @@
+"""Arrivals have the statistics that their name promises, traces are replayed as recorded, and the knee is found."""
+
+from __future__ import annotations
+
+import json
+import math
+from itertools import pairwise
+from statistics import fmean, pstdev
+
+import pytest
+
+from eaas.ops.load.workload import (
+    Arrivals,
+    ArrivalsInvalid,
+    Point,
+    PromptsInvalid,
+    TokenCost,
+    TraceInvalid,
+    TraceRequest,
+    Workload,
+    fit,
+    knee,
+    next_rate,
+    read_arrivals,
+    read_prompts,
+    read_trace,
+    schedule,
+    trace_prompts,
+    word_prompts,
+)
+
+AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 23:59:59.5000000,374,44
+2023-11-17 00:00:01.0000000,396,109
+"""
+MOONCAKE = """{"timestamp": 4000, "input_length": 1100, "output_length": 5, "hash_ids": [0, 1, 9]}
+{"timestamp": 1000, "input_length": 1024, "output_length": 500, "hash_ids": [0, 1]}
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "variation"), [("constant", 0.0), ("poisson", 1.0), ("gamma:0.25", 2.0), ("gamma:4", 0.5)]
+)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_gaps_have_the_rate_and_the_burstiness_of_their_name(text: str, variation: float, seed: int) -> None:
+    times = schedule(read_arrivals(text), 50.0, seed, for_s=None, requests=40_000)
+    gaps = [later - earlier for earlier, later in pairwise(times)]
+    assert len(times) == 40_000 and times == sorted(times)
+    assert fmean(gaps) == pytest.approx(1 / 50, rel=0.05), f"seed {seed}"
+    assert pstdev(gaps) / fmean(gaps) == pytest.approx(variation, rel=0.05, abs=1e-6), f"seed {seed}"
+
+
+def test_the_same_seed_gives_the_same_times_and_another_seed_others() -> None:
+    first, again, other = (
+        schedule(read_arrivals("poisson"), 10.0, seed, for_s=30.0, requests=None) for seed in (7, 7, 8)
+    )
+    assert first == again != other
+    assert all(0 <= at_s < 30.0 for at_s in first)
+    assert 200 < len(first) < 400
+
+
+def test_a_longer_schedule_begins_as_the_shorter_one() -> None:
+    short, long = (schedule(read_arrivals("gamma:0.5"), 10.0, 3, for_s=None, requests=n) for n in (100, 3000))
+    assert long[:100] == short
+
+
+def test_whichever_end_comes_first_ends_the_schedule() -> None:
+    constant = read_arrivals("constant")
+    assert schedule(constant, 10.0, 0, for_s=1.0, requests=None) == pytest.approx([n / 10 for n in range(10)])
+    assert len(schedule(constant, 10.0, 0, for_s=1.0, requests=4)) == 4
+    assert len(schedule(constant, 10.0, 0, for_s=0.5, requests=400)) == 5
+
+
+@pytest.mark.parametrize(
+    "text", ["uniform", "gamma", "gamma:0", "gamma:nan", "closed", "closed:0", "trace:", "poisson:3"]
+)
+def test_what_is_no_arrival_process_is_refused(text: str) -> None:
+    with pytest.raises(ArrivalsInvalid, match=r"closed:STREAMS"):
+        read_arrivals(text)
+
+
+def test_a_schedule_without_end_or_rate_is_refused() -> None:
+    poisson = Arrivals(kind="poisson")
+    with pytest.raises(ArrivalsInvalid, match="no end"):
+        schedule(poisson, 1.0, 0, for_s=None, requests=None)
+    with pytest.raises(ArrivalsInvalid, match="over 0"):
+        schedule(poisson, 0.0, 0, for_s=1.0, requests=None)
+    with pytest.raises(ArrivalsInvalid, match="Lower the rate"):
+        schedule(poisson, 1e5, 0, for_s=1e5, requests=None)
+
+
+@pytest.mark.parametrize("limit", [0.02, 0.7, 1.0, 13.0, 900.0])
+def test_the_sweep_finds_the_knee_to_a_tenth(limit: float) -> None:
+    points: list[Point] = []
+    while (rate := next_rate(points, 1.0)) is not None:
+        points.append(Point(rate=rate, kept=rate <= limit))
+        assert len(points) < 30
+    found = knee(points)
+    assert found is not None and limit / 1.1 <= found <= limit
+
+
+def test_a_sweep_that_nothing_ends_or_nothing_passes_ends_by_itself() -> None:
+    for kept in (True, False):
+        points: list[Point] = []
+        while (rate := next_rate(points, 1.0)) is not None:
+            points.append(Point(rate=rate, kept=kept))
+            assert len(points) < 30
+        assert (knee(points) is not None) == kept
+
+
+def test_traces_are_read_with_their_times_from_the_first_request() -> None:
+    assert read_trace(AZURE.splitlines()) == [
+        TraceRequest(at_s=0.0, prompt_tokens=374, output_tokens=44),
+        TraceRequest(at_s=1.5, prompt_tokens=396, output_tokens=109),
+    ]
+    assert read_trace(MOONCAKE.splitlines()) == [
+        TraceRequest(at_s=0.0, prompt_tokens=1024, output_tokens=500, blocks=(0, 1)),
+        TraceRequest(at_s=3.0, prompt_tokens=1100, output_tokens=5, blocks=(0, 1, 9)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "no request"),
+        ("a,b\n1,2", "line 1"),
+        (AZURE + "2023-11-17,x,3", "line 4"),
+        (AZURE + "2023-11-17,3", "line 4"),
+        ('{"timestamp": 1}', "input_length"),
+        ('{"timestamp": 1, "input_length": -1, "output_length": 2}', "negative"),
+    ],
+)
+def test_a_broken_trace_is_refused_by_its_line(text: str, said: str) -> None:
+    with pytest.raises(TraceInvalid, match=said):
+        read_trace(text.splitlines())
+
+
+def test_a_trace_is_scaled_in_time_and_clipped_to_the_context() -> None:
+    requests = read_trace(MOONCAKE.splitlines())
+    fitted = fit(requests, speed=2.0, context=600)
+    assert [(r.at_s, r.prompt_tokens, r.output_tokens) for r in fitted] == [(0.0, 300, 300), (1.5, 595, 5)]
+    many = [TraceRequest(at_s=n**1.5, prompt_tokens=1, output_tokens=1) for n in range(101)]
+    paced = fit(many, rate=4.0)
+    assert paced[-1].at_s == pytest.approx(100 / 4.0)
+    assert len(fit(many, rate=4.0, for_s=10.0)) == sum(r.at_s < 10.0 for r in paced)
+    assert len(fit(many, limit=7)) == 7
+    assert {r.output_tokens for r in fit(requests, most_output=3)} == {3}
+    with pytest.raises(TraceInvalid):
+        fit(requests, speed=math.inf)
+
+
+def test_prompts_share_exactly_the_prefix_that_their_blocks_share() -> None:
+    cost = TokenCost(fixed=2.0, per_word=2.0)
+    requests = read_trace(MOONCAKE.splitlines())
+    prompts = trace_prompts(requests, 0, cost)
+    short, long = (prompts(index).text.split() for index in (0, 1))
+    assert long[: len(short)] == short, "the same two blocks"
+    assert (len(short), len(long)) == ((1024 - 2) // 2, (1100 - 2) // 2)
+    assert prompts(0).max_tokens == 500
+    other = trace_prompts([TraceRequest(at_s=0, prompt_tokens=1024, output_tokens=1, blocks=(0, 2))], 0, cost)
+    text = other(0).text.split()
+    assert text[:256] == short[:256] and text[256:300] != short[256:300], (
+        "one block of 512 tokens is 256 words"
+    )
+
+
+def test_made_up_prompts_differ_and_repeat_by_seed() -> None:
+    cost = TokenCost.of_probes((16, 35), (80, 163))
+    assert (cost.fixed, cost.per_word) == (3.0, 2.0)
+    prompts, again, other = word_prompts(1, 33, cost), word_prompts(1, 33, cost), word_prompts(2, 33, cost)
+    assert prompts(5) == again(5) != prompts(6)
+    assert prompts(5) != other(5)
+    assert len(prompts(5).text.split()) == 15
+
+
+def test_prompts_of_a_file_are_texts_or_json_lines() -> None:
+    found = read_prompts(
+        ["ROMEO:\n", "\n", '{"prompt": "x", "max_tokens": 3}', '{"messages": [{"role": "user"}]}']
+    )
+    assert [(p.text, p.max_tokens, len(p.messages)) for p in found] == [
+        ("ROMEO:", None, 0),
+        ("x", 3, 0),
+        ("", None, 1),
+    ]
+    for bad in (['{"text": 1}'], ["{"], []):
+        with pytest.raises(PromptsInvalid):
+            read_prompts(bad)
+
+
+def test_a_body_is_greedy_or_seeded_so_that_it_can_be_sent_again() -> None:
+    fields = {"model": "m", "prompts": read_prompts(["hi"]).__getitem__, "distinct": 1}
+    greedy = json.loads(Workload(chat=False, **fields).body(0))  # type: ignore[arg-type]
+    assert greedy["prompt"] == "hi" and greedy["temperature"] == 0 and "seed" not in greedy
+    assert greedy["stream"] and greedy["stream_options"] == {"include_usage": True}
+    drawn = Workload(chat=True, temperature=0.8, seed=5, options=(("ignore_eos", True),), **fields)  # type: ignore[arg-type]
+    said = json.loads(drawn.body(0))
+    assert said["messages"] == [{"role": "user", "content": "hi"}]
+    assert (said["seed"], said["ignore_eos"]) == (5, True)
+    assert drawn.index(7) == 0
