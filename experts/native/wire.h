@@ -24,6 +24,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "p2p/native/cpu.h"
+
 namespace experts {
 
 static_assert(std::endian::native == std::endian::little, "the wire format is little-endian");
@@ -124,7 +126,7 @@ inline __attribute__((always_inline)) RowFold fold_columns(const float* row, uin
 __attribute__((target("avx2"))) inline RowFold fold_columns_avx2(const float* row, uint32_t first, uint32_t last) {
     return fold_columns(row, first, last);
 }
-inline const bool HAS_AVX2 = __builtin_cpu_supports("avx2");
+inline const bool HAS_AVX2 = p2p::cpu().avx2;
 inline RowFold fold_row(const float* row, uint32_t first, uint32_t last) {
     return HAS_AVX2 ? fold_columns_avx2(row, first, last) : fold_columns(row, first, last);
 }
