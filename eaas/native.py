@@ -1,4 +1,4 @@
-"""The native library of this package, bound by ctypes: decoder, experts in this process, sampler."""
+"""The native library of this package, bound by ctypes: decoder and sampler."""
 
 from __future__ import annotations
 
@@ -189,8 +189,5 @@ def _declare(library: ctypes.CDLL) -> None:
     declare("decoder_step", code, pointer, POINTER(DecoderPlan), POINTER(c_uint32))
     declare("decoder_trace", None, pointer, pointer, word, pointer)
     declare("decoder_ops", pointer)
-    declare("local_experts_new", pointer, *[word] * 5, code, word, word)
-    declare("local_experts_free", None, pointer)
-    declare("local_experts_set", code, pointer, word, word, *[pointer] * 3, code)
     declare("sampler_sample", code, pointer, word, word, *[pointer] * 6, word, POINTER(c_uint32))
     declare("sampler_philox", None, *[pointer] * 3)

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,16 +26,6 @@ class Activation:
                 f"activation alpha {self.alpha}, limit {self.limit}, shift {self.shift}: alpha and limit must be"
                 " positive, alpha and shift finite."
             )
-
-    def apply(self, gate: NDArray[Any], up: NDArray[Any]) -> NDArray[Any]:
-        """By its definition, in the type of its arguments."""
-        if self == SWIGLU:
-            # No sum with 0, which would take the sign of -0 away.
-            with np.errstate(over="ignore"):
-                return gate / (1 + np.exp(-gate)) * up
-        gated, upped = np.minimum(gate, self.limit), np.clip(up, -self.limit, self.limit)
-        with np.errstate(over="ignore"):
-            return gated / (1 + np.exp(-self.alpha * gated)) * (upped + self.shift)
 
 
 SWIGLU = Activation()

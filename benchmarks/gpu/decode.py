@@ -23,7 +23,6 @@ from torch import Tensor
 
 from benchmarks.gpu.timing import copy_rate
 from eaas.engine.decoder import StepPlan
-from eaas.engine.reference import ReferenceDecoder
 from eaas.gpu.decoder import GpuDecoder
 from eaas.gpu.weights import DeviceWeights, source_of
 from eaas.model.families import spec_of, tensors_of
@@ -35,6 +34,7 @@ from experts.checkpoint import Checkpoint
 from experts.gpu.local import LocalExperts
 from experts.gpu.weights import ExpertWeights
 from experts.model import ExpertShape
+from tests.eaas.reference import ReferenceDecoder
 
 Say = Callable[[Mapping[str, Any]], None]
 DEVICE = "cuda"

@@ -252,4 +252,4 @@ class ServerEnd:
 
 def bytes_at(address: int, nbytes: int) -> np.ndarray:
     """Memory at an address, writable: uint8 [nbytes]."""
-    return np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), np.uint8)
+    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))

@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 
-from eaas.engine.trace import PHASES, StepTrace
+from benchmarks.step_trace import PHASES, StepTrace
 from tests.eaas.decoder_world import VARIANTS, World, spec_of, tokens_of
 
 SEED = 20261121

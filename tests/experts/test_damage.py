@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from experts.model import Dtype
 from experts.native import ServerStats
 from experts.report import report_of
-from experts.wire import HEADER, VERSION, rows_digest
+from experts.wire import VERSION
 from p2p import native as p2p_native
+from tests.experts.messages import HEADER, rows_digest
 from tests.experts.steps import LOST, OK, PENDING, Call, World, shape_of, to_bits
 from tests.experts.test_steps import spread
 from tests.sim.mutants import Mutant

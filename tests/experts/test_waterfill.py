@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from experts import native
 from experts.model import Dtype
-from experts.waterfill import EXPERT_COST, SERVERS, pour
 from tests.experts.steps import OK, Call, World, shape_of
+from tests.experts.waterfill import EXPERT_COST, SERVERS, pour
 
 REPLICAS = 8
 SEEDS = range(60)

@@ -1,4 +1,4 @@
-"""Promises of the experts layer's messages, by the numpy codec (test_fallback: the native one agrees)."""
+"""Promises of the experts layer's messages, by the numpy codec (tests/fuzz: the native one agrees)."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 
 from experts.model import Dtype
-from experts.wire import (
-    HEADER_BYTES,
+from experts.wire import HEADER_BYTES, WireShape
+from tests.experts.messages import (
     PAIR,
     Reply,
     Request,
     Status,
     WireInvalid,
-    WireShape,
     decode_reply,
     decode_request,
     encode_reply,

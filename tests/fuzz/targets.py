@@ -28,6 +28,7 @@ from p2p import native as p2p_native
 from p2p.descriptor import decode
 from p2p.frame import HEADER_BYTES, PAYLOAD_OFFSET, SIGNAL_BYTES, checksum, open_frame, seal_frame
 from p2p.shm_link import create_memory
+from tests.experts import messages
 from tests.experts.steps import MODEL_HASH, OK, PENDING, Call, World, shape_of
 from tests.fuzz.choices import Choices, damage
 
@@ -130,21 +131,21 @@ def hash_again(payload: bytes) -> bytes:
         return payload
     return (
         payload[:16]
-        + wire.routing_hash(np.frombuffer(listed, wire.PAIR)).to_bytes(8, "little")
+        + messages.routing_hash(np.frombuffer(listed, messages.PAIR)).to_bytes(8, "little")
         + payload[24:]
     )
 
 
-def request_of(choices: Choices, dtype: Dtype) -> wire.Request:
+def request_of(choices: Choices, dtype: Dtype) -> messages.Request:
     """A request that is right."""
     count = 1 + choices.below(3)
-    pairs = np.zeros(1 + choices.below(count * SHAPE.top_k), wire.PAIR)
+    pairs = np.zeros(1 + choices.below(count * SHAPE.top_k), messages.PAIR)
     for pair in pairs:
         pair["row"], pair["expert"] = choices.below(count), choices.below(SHAPE.experts)
         pair["k_slot"] = choices.below(SHAPE.top_k)
     rows = np.frombuffer(choices.take(count * SHAPE.hidden * dtype.nbytes), np.uint8).reshape(count, -1)
     element = np.float32 if dtype is Dtype.FLOAT32 else np.uint16
-    return wire.Request(layer=choices.below(2), rows=rows.view(element), pairs=pairs)
+    return messages.Request(layer=choices.below(2), rows=rows.view(element), pairs=pairs)
 
 
 _sequence = iter(range(1, 1 << 62))
@@ -156,7 +157,7 @@ def request(data: bytes) -> None:
     dtype = choices.pick(list(Dtype))
     place, number = world(dtype), choices.below(2)
     link = place.links[1, number]
-    asked = wire.encode_request(wire_of(dtype), request_of(choices, dtype))
+    asked = messages.encode_request(wire_of(dtype), request_of(choices, dtype))
     payload = damage(asked, choices)
     if choices.below(2):
         payload = hash_again(payload)
@@ -169,17 +170,17 @@ def request(data: bytes) -> None:
     p2p_native.load().p2p_signal_store(memory.ctypes.data, sequence)
     assert place.library.expert_server_step(place.servers[number].handle, place.now_ns) == 1
     reply = open_frame(link.reply.slot(0).data, place.slot_bytes, 1001, 100 + number, sequence).payload
-    read: wire.Request | None = None
-    with contextlib.suppress(FrameInvalid, wire.WireInvalid):
+    read: messages.Request | None = None
+    with contextlib.suppress(FrameInvalid, messages.WireInvalid):
         opened = open_frame(memory.data, place.slot_bytes, 100 + number, 1001, sequence)
-        read = wire.decode_request(wire_of(dtype), opened.payload, place.slot_bytes)
+        read = messages.decode_request(wire_of(dtype), opened.payload, place.slot_bytes)
     status = int.from_bytes(reply[42:44], "little")
     if read is None or read.reply_lane >= 8:
-        assert status == wire.Status.INVALID, f"the reference cannot read what got {status}: {payload!r}"
+        assert status == messages.Status.INVALID, f"the reference cannot read what got {status}: {payload!r}"
         return
     held = all((read.layer, int(expert)) in place.servers[number].held for expert in read.pairs["expert"])
-    assert status == (wire.Status.OK if held else wire.Status.NOT_HELD)
-    answer = wire.decode_reply(wire_of(dtype), reply, read)
+    assert status == (messages.Status.OK if held else messages.Status.NOT_HELD)
+    answer = messages.decode_reply(wire_of(dtype), reply, read)
     for pair, row in zip(read.pairs, answer.rows, strict=False):
         wanted = place.weights.row(read.layer, int(pair["expert"]), _padded(read.rows[pair["row"]]))
         assert row.tobytes() == wanted.tobytes() or np.isnan(wanted).any(), (
@@ -209,7 +210,7 @@ def reply(data: bytes) -> None:
             break
         place.step_servers()
         opened = open_frame(asked.data, place.slot_bytes, 100, 1000, sequence)
-        read = wire.decode_request(wire_of(dtype), opened.payload, place.slot_bytes)
+        read = messages.decode_request(wire_of(dtype), opened.payload, place.slot_bytes)
         honest = open_frame(link.reply.slot(0).data, place.slot_bytes, 1000, 100, sequence).payload
         payload = damage(honest, choices)[: place.slot_bytes]
         header = Header(
@@ -222,15 +223,15 @@ def reply(data: bytes) -> None:
         slot = seal(payload, header, PAYLOAD_OFFSET + place.slot_bytes, choices)
         link.reply.slot(0)[SIGNAL_BYTES : len(slot)] = np.frombuffer(slot, np.uint8)[SIGNAL_BYTES:]
         corrupt, wanted, foreign = place.stats(0, 0).corrupt, False, False
-        with contextlib.suppress(FrameInvalid, wire.WireInvalid):
+        with contextlib.suppress(FrameInvalid, messages.WireInvalid):
             taken = open_frame(link.reply.slot(0).data, place.slot_bytes, 1000, 100, sequence)
             # What another release wrote is refused, and nobody's fault.
             if wire.HEADER_BYTES <= len(taken.payload) <= wire_of(dtype).reply_bytes(len(read.pairs)):
-                words = np.frombuffer(taken.payload, wire.HEADER, 1)[0]
-                foreign = words["magic"] == wire.MAGIC and words["version"] != wire.VERSION
-            answer = wire.decode_reply(wire_of(dtype), taken.payload, read)
-            wanted = answer.status is wire.Status.INVALID or taken.header.attempt == opened.header.attempt
-            believed &= answer.status is not wire.Status.OK or taken.payload[64:] == honest[64:]
+                words = np.frombuffer(taken.payload, messages.HEADER, 1)[0]
+                foreign = words["magic"] == messages.MAGIC and words["version"] != wire.VERSION
+            answer = messages.decode_reply(wire_of(dtype), taken.payload, read)
+            wanted = answer.status is messages.Status.INVALID or taken.header.attempt == opened.header.attempt
+            believed &= answer.status is not messages.Status.OK or taken.payload[64:] == honest[64:]
         status = call.step()
         assert place.stats(0, 0).corrupt - corrupt == (not wanted and not foreign), (
             f"the reference says {wanted}: {payload!r}"

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from experts.model import Dtype
-from experts.wire import HEADER, Kind, rows_digest
 from p2p import build
-from p2p.sim import Adversary
+from tests.experts.messages import HEADER, Kind, rows_digest
 from tests.sim.expert_world import LAYOUT, WAKE_NS, Faults, Link, World
 from tests.sim.mutants import FLAGS, Mutant
+from tests.sim.network import Adversary
 
 CALLS = 6_000
 CALLS_OF_A_SEED = 25_000

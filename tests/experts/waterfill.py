@@ -1,4 +1,4 @@
-"""How a client splits the rows of one batch over replicas: waterfill.h in Python, for machines without it. Pure.
+"""How a client splits the rows of one batch over replicas: waterfill.h, written again in Python.
 
 Every sum is made in the order of the native code, so both find the same split.
 """
