@@ -21,13 +21,13 @@ import numpy as np
 import torch
 
 from eaas.engine.decoder import BLOCK_TOKENS, Decoder, StepPlan
-from eaas.engine.local_experts import LocalExperts
-from eaas.engine.reference import ReferenceDecoder
 from eaas.model.loader import load_spec, load_weights
 from eaas.model.resolve import resolve_model
 from eaas.model.tokenizer import Tokenizer
 from experts.checkpoint import Checkpoint
 from experts.model import Dtype, ExpertShape
+from tests.eaas.local_experts import LocalExperts
+from tests.eaas.reference import ReferenceDecoder
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,9 +19,9 @@ from torch import Tensor
 from benchmarks.bits_per_byte import Measured, end_of, measure
 from benchmarks.demo_model_net import Model, Shape, hf_tensors
 from benchmarks.train_demo_model import HELD_OUT, Recipe, held_out_bits
-from eaas.engine.reference import to_tensor
 from eaas.model.tokenizer import Tokenizer
 from experts.checkpoint import Checkpoint
+from tests.eaas.reference import to_tensor
 
 CARD = """\
 ---

@@ -20,13 +20,13 @@ import numpy as np
 
 from benchmarks.report import record, spread
 from eaas.engine.decoder import Decoder, StepPlan
-from eaas.engine.local_experts import LocalExperts
 from eaas.model.loader import load_spec, load_weights
 from eaas.model.make_model import make_model
 from experts import native
 from experts.checkpoint import Checkpoint
 from experts.kernels import numerics_class, packed_bytes
 from experts.model import Dtype
+from tests.eaas.local_experts import LocalExperts
 
 BLOCKS_EACH, FIRST, STEPS = 8, 64, 8  # cache blocks of a sequence; position that rounds start at; their steps
 

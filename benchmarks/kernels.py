@@ -24,11 +24,11 @@ from torch.nn import functional
 from benchmarks.probe import BEYOND_CACHE, Lanes, huge, library, part, pointer
 from benchmarks.report import record, spread
 from eaas import native
-from eaas.engine.sampler import Sampler, SamplingRow
 from eaas.model.make_model import SHAPES, Shape
 from experts import native as experts_native
 from experts.kernels import TILE_ROWS, isa_name, pack_expert, pack_matrix, to_bfloat16_reference
 from experts.model import Dtype
+from tests.eaas.sampling import Sampler, SamplingRow
 
 TARGET_S = 0.008  # of one sample, where one call is shorter
 FFN_ROWS = (1, 2, 4, 8, 16, 64, 256)

@@ -1,9 +1,9 @@
 """Incast, simulated: 32 clients send much to 8 servers at once, and now and then something small that is urgent.
 
-Frames go through p2p.sim, whose clock is virtual, by way of a link to each server that carries one chunk after the
-other at a fixed rate and loses none. A client may have as many chunks on their way to a server as it has slots there:
-that is all that stands before a small request. Payloads are markers; only the time that a chunk's bytes would take is
-spent.
+Frames go through tests.sim.network, whose clock is virtual, by way of a link to each server that carries one chunk
+after the other at a fixed rate and loses none. A client may have as many chunks on their way to a server as it has
+slots there: that is all that stands before a small request. Payloads are markers; only the time that a chunk's bytes
+would take is spent.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from p2p import Header, WindowLayout, open_frame, seal_frame
-from p2p.sim import SimNetwork
+from tests.sim.network import SimNetwork
 
 CLIENTS: Final = 32
 SERVERS: Final = 8

@@ -30,7 +30,6 @@ from eaas.cluster.config import ClusterConfig
 from eaas.cluster.local import LocalCluster
 from eaas.engine.decoder import Decoder, ExpertBackend, client_backend
 from eaas.engine.engine import Engine, EngineConfig
-from eaas.engine.local_experts import LocalExperts
 from eaas.engine.scheduler import SchedulerConfig
 from eaas.engine.worker_protocol import SamplingParams, Submit
 from eaas.model.loader import load_spec, load_weights
@@ -42,6 +41,7 @@ from experts.kernels import numerics_class
 from experts.model import Dtype, ExpertShape
 from p2p import ShmEndpoint
 from router.client import RouterClient
+from tests.eaas.local_experts import LocalExperts
 
 STEP_TOKENS = 512
 BLOCK_TOKENS = 16

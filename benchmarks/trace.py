@@ -19,7 +19,7 @@ from benchmarks.engines.driven import Driven, inproc, ours
 from benchmarks.engines.run import prompts_for
 from benchmarks.report import record, spread
 from benchmarks.setting import checkpoint, cluster, cores_of, numbers, parser
-from eaas.engine.trace import StepTrace
+from benchmarks.step_trace import StepTrace
 from eaas.model.make_model import SHAPES
 
 TOKENS = 33

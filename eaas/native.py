@@ -1,4 +1,4 @@
-"""The native library of this package, bound by ctypes: decoder, experts in this process, sampler."""
+"""The native library of this package, bound by ctypes: decoder and sampler."""
 
 from __future__ import annotations
 
@@ -165,9 +165,6 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "decoder_step": (_code, (_pointer, POINTER(DecoderPlan), POINTER(c_uint32))),
     "decoder_trace": (None, (_pointer, _pointer, _word, _pointer)),
     "decoder_ops": (_pointer, ()),
-    "local_experts_new": (_pointer, (*[_word] * 5, _code, _word, _word)),
-    "local_experts_free": (None, (_pointer,)),
-    "local_experts_set": (_code, (_pointer, _word, _word, *[_pointer] * 3, _code)),
     "sampler_sample": (_code, (_pointer, _word, _word, *[_pointer] * 6, _word, _pointer)),
     "sampler_philox": (None, (*[_pointer] * 3,)),
 }

@@ -124,7 +124,7 @@ class Loader:
                 if found is view and self._held and (self._doubted or time.monotonic() >= self._scrub_s):
                     if not self._is_sound():
                         # Before it is had anew, which may take long.
-                        self._say(view)
+                        self._say(found)
                         again_s = 0.0
                     continue
                 view = found

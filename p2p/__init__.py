@@ -1,7 +1,7 @@
 """One-sided messages between processes: windows, slots, frames, signals.
 
 It knows nothing of what the bytes mean. README.md holds the promises and an example; native code uses the
-headers under native/. The simulator is `p2p.sim`.
+headers under native/.
 """
 
 from p2p.descriptor import Descriptor, Transport, decode

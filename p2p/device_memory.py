@@ -1,11 +1,6 @@
-"""Memory of a GPU that processes share, and words of this host that its kernels share with the process."""
+"""Memory of a GPU that processes share."""
 
 from __future__ import annotations
-
-import mmap
-
-import numpy as np
-from numpy.typing import NDArray
 
 from p2p.cuda_device import Device
 
@@ -89,27 +84,3 @@ class DeviceMemory:
         if self._handle is not None:
             self.device.release(self._handle)
             self._handle = None
-
-
-class HostWords:
-    """Words of host memory, u64[count] zeros, that kernels read and write at `address` and the process in `words`.
-
-    For what passes between a loop on the GPU and the thread that feeds it: counters, a word that says stop.
-    """
-
-    def __init__(self, device: Device, count: int) -> None:
-        if count < 1:
-            raise ValueError(f"{count} words of host memory asked for; at least 1 is needed.")
-        # Shared, so that a fork leaves these very pages to this process.
-        self._memory = mmap.mmap(-1, -(-count * 8 // mmap.PAGESIZE) * mmap.PAGESIZE)
-        whole = np.frombuffer(self._memory, dtype=np.uint64)
-        self.words: NDArray[np.uint64] = whole[:count]
-        self._device = device
-        self._host_address = int(whole.ctypes.data)
-        self.address = device.register(self._host_address, len(self._memory))
-
-    def close(self) -> None:
-        """Unpin; idempotent. Kernels must use it no more; `words` stays readable."""
-        if self.address:
-            self._device.unregister(self._host_address)
-            self.address = 0

@@ -19,7 +19,6 @@ from benchmarks.engines.gate_tap import GateTap
 from benchmarks.engines.run import Run
 from eaas.engine.decoder import Decoder, ExpertBackend, client_backend
 from eaas.engine.engine import Engine, EngineConfig
-from eaas.engine.local_experts import LocalExperts
 from eaas.engine.request import Request
 from eaas.engine.scheduler import SchedulerConfig
 from eaas.engine.worker_protocol import SamplingParams, Submit
@@ -31,6 +30,7 @@ from experts.kernels import numerics_class
 from experts.model import Dtype, ExpertShape
 from p2p import ShmEndpoint
 from router.client import RouterClient
+from tests.eaas.local_experts import LocalExperts
 
 BLOCK_TOKENS = 16
 STEP_TOKENS = 512

@@ -18,9 +18,10 @@ from benchmarks.gpu.timing import L2_BYTES, copy_rate, seconds
 from eaas import native
 from eaas.gpu import norm_rope, sampling
 from eaas.gpu.attention import Sums, attention, attention_reference, plan_work
-from eaas.gpu.gate import gate, gate_reference, parts_of
+from eaas.gpu.gate import gate, parts_of
 from eaas.model.spec import MoeSpec, Score
 from eaas.native import SAMPLE_ROW
+from tests.eaas.reference import gate_reference
 
 Say = Callable[[Mapping[str, Any]], None]
 DEVICE = "cuda"

@@ -24,7 +24,6 @@ from torch import Tensor
 from benchmarks.gpu.local_experts import LocalExperts
 from benchmarks.gpu.timing import copy_rate
 from eaas.engine.decoder import StepPlan
-from eaas.engine.reference import ReferenceDecoder
 from eaas.gpu.decoder import GpuDecoder
 from eaas.gpu.weights import DeviceWeights, source_of
 from eaas.model.families import spec_of, tensors_of
@@ -35,6 +34,7 @@ from eaas.native import SAMPLE_ROW
 from experts.checkpoint import Checkpoint
 from experts.gpu.weights import ExpertWeights
 from experts.model import ExpertShape
+from tests.eaas.reference import ReferenceDecoder
 
 Say = Callable[[Mapping[str, Any]], None]
 DEVICE = "cuda"

@@ -17,7 +17,6 @@ import numpy as np
 from eaas import native
 from eaas.engine.bad_words import BadWords
 from eaas.engine.request import Request
-from eaas.engine.sampler import bits_of
 from eaas.engine.steps import Judged
 from eaas.native import SAMPLE_ROW
 
@@ -312,6 +311,17 @@ class Chooser:
         if held.bad is not None:
             held.forbidden = np.array([*held.ends, *held.bad.forbidden(output)], dtype=np.int32)
         row["forbidden"], row["forbidden_count"] = held.forbidden.ctypes.data, len(held.forbidden)
+
+
+def bits_of(tokens: Sequence[int] | np.ndarray, vocab: int) -> np.ndarray:
+    """One bit a token, 32 in a word, the lowest first: uint32 [(vocab + 31) / 32], set for the tokens given.
+
+    Raises:
+        IndexError: a token is outside the vocabulary.
+    """
+    chosen = np.zeros(-(-vocab // 32) * 32, dtype=np.uint8)
+    chosen[:vocab][np.asarray(tokens, dtype=np.int64)] = 1
+    return np.packbits(chosen, bitorder="little").view(np.uint32)
 
 
 def _wants_logprobs(requests: Sequence[Request], judged: Sequence[Judged]) -> bool:

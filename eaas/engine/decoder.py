@@ -310,7 +310,7 @@ class Decoder:
         return held.reshape(-1, *held.shape[2:])[start - first * size : stop - first * size]
 
     def trace(self, stamps: np.ndarray | None, counts: np.ndarray | None) -> None:
-        """Have the lanes stamp their phases from the next step on, or no longer; see `eaas.engine.trace`.
+        """Have the lanes stamp their phases from the next step on, or no longer; see `benchmarks.step_trace`.
 
         Args:
             stamps: uint64 [lanes, capacity, 2]: CLOCK_MONOTONIC nanoseconds, and the phase that ended then.

@@ -1,6 +1,6 @@
 """The gate: logits of all experts for each row, and the choice of its top k.
 
-Definition (`eaas.engine.reference.choose_experts`): logits = norm @ weight.T; scores by softmax or sigmoid; the choice
+Definition (`tests.eaas.reference.gate_reference`): logits = norm @ weight.T; scores by softmax or sigmoid; the choice
 by scores, plus a correction where there is one, among the experts of the best groups where there are groups; ties go to
 the lowest index; weights are the chosen scores, divided by their sum where asked for, times a factor.
 
@@ -23,7 +23,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eaas.engine.reference import choose_experts
 from eaas.gpu.norm_rope import ShapeInvalid, check, product
 from eaas.model.spec import MoeSpec, Score
 from p2p.device import INTERPRET
@@ -37,16 +36,6 @@ FEW_ROWS = 16  # up to this many, a program takes 16 rows, else 64
 def parts_of(hidden: int) -> int:
     """In how many parts the logits of rows of that width are summed."""
     return -(-hidden // PART_COLUMNS)
-
-
-# ---- reference, in torch
-
-
-def gate_reference(
-    norm: Tensor, weight: Tensor, correction: Tensor | None, moe: MoeSpec
-) -> tuple[Tensor, Tensor]:
-    """Ids and weights [rows, top_k] of a norm [rows, hidden] that was not rounded; in its type."""
-    return choose_experts(moe, norm @ weight.to(norm.dtype).T, correction)
 
 
 # ---- wrappers

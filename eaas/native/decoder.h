@@ -127,17 +127,3 @@ namespace eaas {
 struct Ops;
 }
 P2P_API const eaas::Ops* decoder_ops(void);
-
-// ---- experts in this process, with the bits of the expert servers. State of an ExpertCall.
-
-struct LocalExperts;
-P2P_API LocalExperts* local_experts_new(uint32_t layers, uint32_t experts, uint32_t hidden,
-                                        uint32_t intermediate, uint32_t top_k, int32_t dtype, uint32_t lanes,
-                                        uint32_t max_rows);
-P2P_API void local_experts_free(LocalExperts* local);
-P2P_API int32_t local_experts_set(LocalExperts* local, uint32_t layer, uint32_t expert, const void* gate,
-                                  const void* up, const void* down, int32_t dtype);
-P2P_API int32_t local_experts_call(void* state, LanePool* pool, uint32_t lane, uint32_t layer,
-                                   const void* rows, uint32_t n, const uint16_t* expert_ids,
-                                   const float* weights, float* out, uint8_t* drop, uint64_t deadline_ns,
-                                   void (*while_away)(void*, uint32_t), void* arg);

@@ -8,26 +8,9 @@
 #include <initializer_list>
 
 #include "experts/native/kernel_table.h"
+#include "p2p/native/cpu.h"
 
 namespace {
-
-bool cpu_has_avx2() {
-#if EAAS_HAVE_AVX2
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-#else
-    return false;
-#endif
-}
-
-bool cpu_has_avx512() {
-#if EAAS_HAVE_AVX512
-    return cpu_has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
-#else
-    return false;
-#endif
-}
 
 bool known(const char* name) {
     return !strcmp(name, "portable") || !strcmp(name, "avx2") || !strcmp(name, "avx512");
@@ -36,10 +19,10 @@ bool known(const char* name) {
 const KernelTable* find(const char* name) {
     if (!strcmp(name, "portable")) return &isa_portable::kernel_table;
 #if EAAS_HAVE_AVX2
-    if (!strcmp(name, "avx2") && cpu_has_avx2()) return &isa_avx2::kernel_table;
+    if (!strcmp(name, "avx2") && p2p::cpu().avx2) return &isa_avx2::kernel_table;
 #endif
 #if EAAS_HAVE_AVX512
-    if (!strcmp(name, "avx512") && cpu_has_avx512()) return &isa_avx512::kernel_table;
+    if (!strcmp(name, "avx512") && p2p::cpu().avx512_dot) return &isa_avx512::kernel_table;
 #endif
     return nullptr;
 }

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "experts/native/build/wire_format.h"
+#include "p2p/native/cpu.h"
 
 namespace experts {
 
@@ -71,7 +72,7 @@ inline __attribute__((always_inline)) RowFold fold_columns(const float* row, uin
 __attribute__((target("avx2"))) inline RowFold fold_columns_avx2(const float* row, uint32_t first, uint32_t last) {
     return fold_columns(row, first, last);
 }
-inline const bool HAS_AVX2 = __builtin_cpu_supports("avx2");
+inline const bool HAS_AVX2 = p2p::cpu().avx2;
 inline RowFold fold_row(const float* row, uint32_t first, uint32_t last) {
     return HAS_AVX2 ? fold_columns_avx2(row, first, last) : fold_columns(row, first, last);
 }

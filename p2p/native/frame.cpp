@@ -6,6 +6,8 @@
 #include <cstring>
 #include <numeric>
 
+#include "p2p/native/cpu.h"
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -115,9 +117,7 @@ __attribute__((target("avx512f"))) uint64_t block_avx512(uint8_t* copy, const ui
     return std::accumulate(lane, lane + 8, uint64_t{0});
 }
 
-Block* const block_sum = __builtin_cpu_supports("avx512f") ? block_avx512
-                         : __builtin_cpu_supports("avx2")  ? block_avx2
-                                                           : block_portable;
+Block* const block_sum = p2p::cpu().avx512 ? block_avx512 : p2p::cpu().avx2 ? block_avx2 : block_portable;
 #else
 constexpr Block* block_sum = block_portable;
 #endif

@@ -15,7 +15,6 @@ from eaas.cluster.config import ClusterConfig
 from eaas.cluster.local import LocalCluster
 from eaas.engine.decoder import Decoder, client_backend
 from eaas.engine.engine import Engine, EngineConfig
-from eaas.engine.local_experts import LocalExperts
 from eaas.engine.request import Request
 from eaas.engine.scheduler import SchedulerConfig
 from eaas.engine.worker_protocol import SamplingParams, Submit
@@ -29,6 +28,7 @@ from p2p import ShmEndpoint
 from router.client import RouterClient
 from router.view import Member
 from tests.e2e.waiting import LIMIT_S
+from tests.eaas.local_experts import LocalExperts
 
 CORES = (0, 1)
 BLOCK_TOKENS = 16

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from eaas.engine.decoder import Decoder, StepPlan
-from eaas.engine.local_experts import LocalExperts
-from eaas.engine.reference import ReferenceDecoder
 from eaas.model.rope import Rope
 from eaas.model.spec import ModelSpec, MoeSpec, QkNorm, Score
 from experts.model import Dtype
+from tests.eaas.local_experts import LocalExperts
+from tests.eaas.reference import ReferenceDecoder
 
 VOCAB = 131
 

@@ -20,14 +20,14 @@ from pathlib import Path
 import numpy as np
 
 from eaas.engine.decoder import Decoder
-from eaas.engine.local_experts import LocalExperts
-from eaas.engine.sampler import Sampler, SamplingRow
 from eaas.model.loader import load_spec, load_weights
 from eaas.model.resolve import resolve_model
 from experts.checkpoint import Checkpoint
 from experts.model import Dtype, ExpertShape
 from experts.native import IsaUnavailable
 from tests.eaas.decoder_world import VARIANTS, VOCAB, Runner, World
+from tests.eaas.local_experts import LocalExperts
+from tests.eaas.sampling import Sampler, SamplingRow
 
 RECORDED = Path(__file__).with_suffix(".json")
 ISAS = ("avx512", "avx2", "portable")

@@ -18,11 +18,11 @@ from eaas.engine.decoder import (
     StepPlan,
     WeightsInvalid,
 )
-from eaas.engine.reference import choose_experts
 from eaas.native import EXPERT_CALL
 from experts import native as experts_native
 from experts.model import Dtype
 from tests.eaas.decoder_world import VARIANTS, World, spec_of, tokens_of
+from tests.eaas.reference import choose_experts
 
 SEED = 20261121
 BF16 = spec_of(

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from eaas.engine.decoder import Decoder
-from eaas.engine.local_experts import LocalExperts
-from eaas.engine.reference import ReferenceDecoder
 from eaas.model.loader import load_spec, load_weights
 from experts.checkpoint import Checkpoint
 from experts.model import Dtype, ExpertShape
 from tests.eaas.decoder_world import Runner, bits_of
+from tests.eaas.local_experts import LocalExperts
+from tests.eaas.reference import ReferenceDecoder
 
 transformers = pytest.importorskip("transformers", reason="needs transformers, found none")
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from eaas.engine.choice import Chooser, Found, Refusal
+from eaas.engine.choice import Chooser, Found, Refusal, bits_of
 from eaas.engine.request import Request
-from eaas.engine.sampler import Sampler, SamplingRow, bits_of
 from eaas.engine.steps import Judged
 from eaas.engine.worker_protocol import SamplingParams
+from tests.eaas.sampling import Sampler, SamplingRow
 
 VOCAB = 50
 SEED = 31

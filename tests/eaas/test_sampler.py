@@ -8,13 +8,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from eaas.engine.sampler import (
+from eaas.engine.choice import bits_of
+from tests.eaas.sampling import (
     LogitsInvalid,
     Sampled,
     Sampler,
     SamplingInvalid,
     SamplingRow,
-    bits_of,
     philox,
 )
 

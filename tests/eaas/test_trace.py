@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from eaas.engine.trace import PHASES, StepTrace
+from benchmarks.step_trace import PHASES, StepTrace
 from tests.eaas.decoder_world import VARIANTS, World, spec_of, tokens_of
 
 pytestmark = pytest.mark.alone

@@ -14,11 +14,9 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from benchmarks.gpu.local_experts import LocalExperts
-from eaas.engine import reference
 from eaas.engine.choice import Found
 from eaas.engine.decoder import DecoderError, ExpertsLost, PlanInvalid, StepPlan, WeightsInvalid
 from eaas.engine.engine import Engine, EngineConfig
-from eaas.engine.reference import choose_experts, to_tensor
 from eaas.engine.scheduler import SchedulerConfig
 from eaas.engine.worker_protocol import SamplingParams, Submit, Token
 from eaas.gpu import decoder as module
@@ -31,7 +29,9 @@ from experts.checkpoint import Checkpoint
 from experts.gpu.client import StepReport
 from experts.gpu.weights import ExpertWeights
 from experts.model import Dtype, ExpertShape
+from tests.eaas import reference
 from tests.eaas.decoder_world import VARIANTS, VOCAB, Runner, World, spec_of, tokens_of
+from tests.eaas.reference import choose_experts, to_tensor
 from tests.gpu.device import DEVICE, fresh_seed
 
 Experts = Sequence[Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]]

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from eaas.gpu.gate import gate, gate_reference, parts_of
+from eaas.gpu.gate import gate, parts_of
 from eaas.gpu.norm_rope import ShapeInvalid
 from eaas.model.spec import MoeSpec, Score
+from tests.eaas.reference import gate_reference
 from tests.gpu.aot import compile_kernel
 from tests.gpu.device import DEVICE, distance, fresh_seed, poisoned, same_bits
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from eaas import native
-from eaas.engine.sampler import philox
 from eaas.gpu.sampling import NOT_FINITE, OK, Scratch, can_choose, choices_of, choose, greedy_reference
 from eaas.native import SAMPLE_ROW
+from tests.eaas.sampling import philox
 from tests.gpu.aot import compile_kernel
 from tests.gpu.device import DEVICE, fresh_seed, poisoned
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import mmap
 import os
 import signal
 import struct
@@ -34,7 +35,7 @@ from p2p import (
 from p2p.cuda import CudaEndpoint
 from p2p.cuda_device import Device
 from p2p.cuda_driver import CudaDriver, CudaError, CudaMissing
-from p2p.device_memory import DeviceMemory, HostWords
+from p2p.device_memory import DeviceMemory
 from p2p.transport import TransportChoice
 from tests.p2p.one_host import ROOT, OneHost, forge, hangs_up, open_fds
 from tests.p2p.peer_process import CHILD, PARENT
@@ -303,19 +304,17 @@ def test_closing_goes_on_past_a_failure(world: OneHost) -> None:
     tell(world, "fake_cuda_forget")
 
 
-def test_words_of_the_host_are_shared_with_kernels(world: OneHost, endpoint: CudaEndpoint) -> None:
-    words = HostWords(endpoint.device, 3)
-    assert world.live()["pinned"] == 1 and words.address and words.words.tolist() == [0, 0, 0]
-    words.words[1] = 7
-    assert ctypes.c_uint64.from_address(words.address + 8).value == 7
-    words.close()
-    words.close()
-    assert words.words[1] == 7
-    with pytest.raises(ValueError, match="at least 1 is needed"):
-        HostWords(endpoint.device, 0)
+def test_memory_of_the_host_is_shared_with_kernels(world: OneHost, endpoint: CudaEndpoint) -> None:
+    words = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.uint64)
+    address = endpoint.device.register(words.ctypes.data, words.nbytes)
+    assert world.live()["pinned"] == 1
+    words[1] = 7
+    assert ctypes.c_uint64.from_address(address + 8).value == 7
+    endpoint.device.unregister(words.ctypes.data)
+    assert world.live()["pinned"] == 0
     tell(world, "fake_cuda_fail", b"cuMemHostGetDevicePointer_v2", 801)
     with pytest.raises(CudaError, match="Mapping pinned bytes on device 0"):
-        HostWords(endpoint.device, 1)
+        endpoint.device.register(words.ctypes.data, words.nbytes)
 
 
 def test_other_users_of_the_driver_find_their_context_unchanged(

@@ -23,7 +23,7 @@ from p2p import (
     WindowLayout,
     native,
 )
-from p2p.sim import Adversary, SimEndpoint, SimNetwork, SimPeer, SimWindow
+from tests.sim.network import Adversary, SimEndpoint, SimNetwork, SimPeer, SimWindow
 
 LAYOUT = WindowLayout(slots=4, payload_bytes=600)
 CLIENT = 9

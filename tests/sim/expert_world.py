@@ -21,10 +21,10 @@ import numpy as np
 from experts import native
 from experts.model import Dtype
 from p2p.endpoint import PeerGone
-from p2p.sim import Adversary, SimEndpoint, SimNetwork, SimPeer, SimWindow
 from p2p.window import WindowLayout
 from tests.experts.steps import LOST, MODEL_HASH, NO_SERVER, OK, PENDING, REPLICAS
 from tests.sim.asks import MOST_TOKENS, SHAPE, Ask, asks
+from tests.sim.network import Adversary, SimEndpoint, SimNetwork, SimPeer, SimWindow
 
 LAYOUT = WindowLayout(slots=3, payload_bytes=512)
 LANES = 2

@@ -16,10 +16,10 @@ import pytest
 from experts.model import Dtype
 from experts.wire import Kind
 from p2p import build
-from p2p.sim import Adversary
 from tests.experts.wire_codec import HEADER, rows_digest
 from tests.sim.expert_world import LAYOUT, WAKE_NS, Faults, Link, World
 from tests.sim.mutants import FLAGS, Mutant
+from tests.sim.network import Adversary
 
 CALLS = 6_000
 CALLS_OF_A_SEED = 25_000

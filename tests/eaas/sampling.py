@@ -112,17 +112,6 @@ class Sampled:
 _NONE = np.empty(0, dtype=np.int32)
 
 
-def bits_of(tokens: Sequence[int] | np.ndarray, vocab: int) -> np.ndarray:
-    """One bit a token, 32 in a word, the lowest first: uint32 [(vocab + 31) / 32], set for the tokens given.
-
-    Raises:
-        IndexError: a token is outside the vocabulary.
-    """
-    chosen = np.zeros(-(-vocab // 32) * 32, dtype=np.uint8)
-    chosen[:vocab][np.asarray(tokens, dtype=np.int64)] = 1
-    return np.packbits(chosen, bitorder="little").view(np.uint32)
-
-
 class Sampler:
     """Chooses tokens. Keeps no state between calls.
 

@@ -1,4 +1,4 @@
-"""How badly a simulated network behaves, and what of it happened. Used by `p2p.sim`."""
+"""How badly a simulated network behaves, and what of it happened. Used by `tests.sim.network`."""
 
 from __future__ import annotations
 

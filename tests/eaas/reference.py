@@ -219,5 +219,12 @@ def choose_experts(moe: MoeSpec, logits: Tensor, correction: Tensor | None) -> t
     return ids, weights * moe.scaling_factor
 
 
+def gate_reference(
+    norm: Tensor, weight: Tensor, correction: Tensor | None, moe: MoeSpec
+) -> tuple[Tensor, Tensor]:
+    """Ids and weights [rows, top_k] of a norm [rows, hidden] that was not rounded; in its type."""
+    return choose_experts(moe, norm @ weight.to(norm.dtype).T, correction)
+
+
 def _top(values: Tensor, count: int) -> Tensor:
     return values.sort(dim=-1, descending=True, stable=True).indices[..., :count]

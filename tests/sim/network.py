@@ -22,11 +22,11 @@ from typing import ClassVar, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from p2p.adversary import Adversary, Counts
 from p2p.descriptor import TOKEN_BYTES, WINDOW_LIMIT_BYTES, Descriptor, Transport, decode
 from p2p.endpoint import CONNECT_S, ConnectRefused, DescriptorInvalid, EndpointClosed, PeerGone, Status
 from p2p.frame import PAYLOAD_OFFSET, SIGNAL_BYTES, check_words, load_signals
 from p2p.window import WindowLayout
+from tests.sim.adversary import Adversary, Counts
 
 _WORD: Final = struct.Struct("<Q")
 _LENGTH: Final = struct.Struct("<I")

@@ -89,8 +89,8 @@ void combine(const LocalExperts& local, uint32_t row, const float* weights, floa
 
 }  // namespace
 
-LocalExperts* local_experts_new(uint32_t layers, uint32_t experts, uint32_t hidden, uint32_t intermediate,
-                                uint32_t top_k, int32_t dtype, uint32_t lanes, uint32_t max_rows) try {
+P2P_API LocalExperts* local_experts_new(uint32_t layers, uint32_t experts, uint32_t hidden, uint32_t intermediate,
+                                        uint32_t top_k, int32_t dtype, uint32_t lanes, uint32_t max_rows) try {
     if (!layers || !experts || !hidden || !intermediate || !top_k || !lanes || !max_rows) return nullptr;
     auto local = std::make_unique<LocalExperts>();
     local->layers = layers;
@@ -119,9 +119,9 @@ LocalExperts* local_experts_new(uint32_t layers, uint32_t experts, uint32_t hidd
     return built ? local.release() : nullptr;
 } P2P_CATCH(nullptr)
 
-void local_experts_free(LocalExperts* local) { delete local; }
+P2P_API void local_experts_free(LocalExperts* local) { delete local; }
 
-int32_t local_experts_set(LocalExperts* local, uint32_t layer, uint32_t expert, const void* gate,
+P2P_API int32_t local_experts_set(LocalExperts* local, uint32_t layer, uint32_t expert, const void* gate,
                           const void* up, const void* down, int32_t dtype) {
     if (layer >= local->layers || expert >= local->experts) return DECODER_E_WEIGHT;
     const Expert& to = local->weights[static_cast<uint64_t>(layer) * local->experts + expert];
@@ -130,7 +130,8 @@ int32_t local_experts_set(LocalExperts* local, uint32_t layer, uint32_t expert, 
     return DECODER_OK;
 }
 
-int32_t local_experts_call(void* state, LanePool* pool, uint32_t lane, uint32_t layer, const void* rows,
+// State of an ExpertCall.
+P2P_API int32_t local_experts_call(void* state, LanePool* pool, uint32_t lane, uint32_t layer, const void* rows,
                            uint32_t n, const uint16_t* expert_ids, const float* weights, float* out,
                            uint8_t* drop, uint64_t deadline_ns, void (*while_away)(void*, uint32_t),
                            void* arg) {

@@ -2,15 +2,55 @@
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
+import os
 import weakref
+from ctypes import c_int32, c_uint32, c_void_p
+from functools import cache
+from pathlib import Path
 
 import numpy as np
 
 from eaas import native
 from eaas.engine.decoder import ExpertBackend, WeightsInvalid
+from experts import native as experts_native
 from experts.checkpoint import Checkpoint
 from experts.model import ConfigInvalid, Dtype, ExpertShape
 from experts.tensors import tensors_of
+from p2p import native as p2p_native
+from p2p.build import COMMON, ROOT, run_compiler
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """local_experts.cpp, compiled once for its text and the native code beside which it runs.
+
+    Raises:
+        BuildFailed: no compiler, or it refused the file.
+    """
+    native.load()
+    beside = [experts_native.LIBRARY, p2p_native.LIBRARY]
+    digest = hashlib.sha256(SOURCE.read_bytes())
+    for header in sorted((ROOT / "eaas" / "native").glob("*.h")):
+        digest.update(header.read_bytes())
+    path = ROOT / "build" / "tests" / f"local_experts-{digest.hexdigest()[:16]}.so"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Several processes may come to it at once: whoever is last replaces what is the same.
+        partial = path.with_suffix(f".{os.getpid()}.partial")
+        flags = [*COMMON, "-I", str(ROOT), "-shared", str(SOURCE), *map(str, beside)]
+        run_compiler([*flags, *(f"-Wl,-rpath,{lower.parent}" for lower in beside), "-o", str(partial)])
+        partial.replace(path)
+    loaded = ctypes.CDLL(str(path))
+    loaded.local_experts_new.argtypes = [*[c_uint32] * 5, c_int32, c_uint32, c_uint32]
+    loaded.local_experts_new.restype = c_void_p
+    loaded.local_experts_free.argtypes = [c_void_p]
+    loaded.local_experts_free.restype = None
+    loaded.local_experts_set.argtypes = [c_void_p, c_uint32, c_uint32, *[c_void_p] * 3, c_int32]
+    return loaded
 
 
 class LocalExperts:
@@ -43,7 +83,7 @@ class LocalExperts:
         Raises:
             MemoryError: the host has too little, or a size is zero.
         """
-        self._library = native.load()
+        self._library = library()
         self._sizes = (intermediate, hidden)
         sizes = (layers, experts, hidden, intermediate, top_k)
         self._handle = self._library.local_experts_new(*sizes, int(dtype), lanes, max_rows)
