@@ -237,6 +237,20 @@ def test_the_stop_word_ends_a_pass_at_once() -> None:
         assert int(end.tables.control[4]) - clock <= 2 * 20_000, "a stopped pass waited"
 
 
+def test_who_watches_sees_passes_go_on_idle_and_without_a_lease() -> None:
+    end = World(servers=1, replicas=1).ends[0]
+    assert end.turns() is None, "none has ended yet"
+    seen = 0
+    try:
+        for lease_ns in ((1 << 63) - 1, 0):
+            end.set_lease(lease_ns)
+            end.run(100_000_000)
+            before, seen = seen, end.turns() or 0
+            assert seen > before
+    finally:
+        end.close()
+
+
 def test_a_route_changes_between_steps_without_anything_being_built_anew() -> None:
     seed = fresh_seed()
     world = World()
