@@ -238,7 +238,8 @@ def test_the_stop_word_ends_a_pass_at_once() -> None:
 
 
 def test_who_watches_sees_passes_go_on_idle_and_without_a_lease() -> None:
-    end = World(servers=1, replicas=1).ends[0]
+    world = World(servers=1, replicas=1)  # whose windows the passes look into
+    end = world.ends[0]
     assert end.turns() is None, "none has ended yet"
     seen = 0
     try:
