@@ -17,14 +17,16 @@ import httpx
 import openai
 import pytest
 
+pytestmark = pytest.mark.full(seconds=40)
+
 ROOT = Path(__file__).resolve().parents[2]
 HELD = {
     *("p2p/_p2p.so", "experts/_experts.so", "eaas/_eaas.so"),
     *("eaas/demo_model/model.safetensors", "eaas/demo_model/tokenizer.json", "eaas/demo_model/config.json"),
     *(
-        "eaas/gateway/page/dashboard.html",
-        "eaas/gateway/page/dashboard.js",
-        "eaas/gateway/page/dashboard.css",
+        "eaas/gateway/dashboard/page/dashboard.html",
+        "eaas/gateway/dashboard/page/dashboard.js",
+        "eaas/gateway/dashboard/page/dashboard.css",
     ),
     *("router/proto/router.proto", "router/proto/router_pb2.py", "experts/proto/experts_pb2.py"),
 }
