@@ -53,7 +53,7 @@ def run_demo(config: ClusterConfig, *, tokens: int, seed: int, console: Console)
         console.print(
             f"{config.experts} expert servers, each expert on {config.replicas}; the text without a fault:\n"
         )
-        calm = complete(cluster, config.served_name, tokens, lambda _: None)
+        calm = complete(cluster, config.served_model_name, tokens, lambda _: None)
         console.print(calm.text, style="dim", markup=False, highlight=False)
         killed: dict[str, Any] = {}
 
@@ -66,7 +66,7 @@ def run_demo(config: ClusterConfig, *, tokens: int, seed: int, console: Console)
                 killed.update(name=victim["name"], at_s=time.monotonic())
 
         console.print(f"\nThe same again, with one server killed (SIGKILL) after {kill_at} tokens:\n")
-        struck = complete(cluster, config.served_name, tokens, kill_midway)
+        struck = complete(cluster, config.served_model_name, tokens, kill_midway)
         at = len("".join(struck.texts[: kill_at + 1]))
         console.print(struck.text[:at], end="", markup=False, highlight=False)
         console.print(f"[bold red]<{killed['name']} killed>[/]", end="", highlight=False)

@@ -13,6 +13,7 @@ from typing import TypeVar
 import grpc
 
 from experts import native
+from experts.config import MOST_SLOTS
 from experts.give import Giver, Refused
 from experts.links import CONNECT_BACK_S, Closer
 from experts.model import Dtype, ExpertShape
@@ -27,7 +28,6 @@ from router.host import name_thread
 
 log = logging.getLogger(__name__)
 
-MOST_SLOTS = 16
 LANE_0 = "expert-lane-0"
 RUN_NS = 1_000_000_000
 

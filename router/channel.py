@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import ipaddress
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +9,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from router.exposure import target_of
 from router.proto import router_pb2 as pb
 from router.proto import router_pb2_grpc as rpc
 from router.roles import ROUTER
@@ -41,10 +40,6 @@ _OPTIONS = (
 )
 
 
-class RouterAddressInvalid(ValueError):
-    """A list of addresses that cannot be followed."""
-
-
 def open_channel(address: str, credentials: Credentials | None = None) -> grpc.Channel:
     """A channel that sends every call to the router that leads, as health tells. Raises RouterAddressInvalid."""
     return channel_to(target_of(address), ROUTER, credentials, _OPTIONS)
@@ -57,15 +52,6 @@ def channel_to(
     if credentials is None:
         return grpc.insecure_channel(address, options=options)
     return credentials.channel(address, role, options)
-
-
-def router_address(text: str) -> str:
-    """The value of a --router option. Raises argparse.ArgumentTypeError."""
-    try:
-        target_of(text)
-    except RouterAddressInvalid as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
 
 
 def answers(address: str, timeout_s: float, credentials: Credentials | None = None) -> bool:
@@ -94,28 +80,3 @@ def is_refused_by_standby(error: grpc.RpcError) -> bool:
     at once."""
     metadata: Any = error.trailing_metadata()
     return any(key == STANDBY for key, _ in metadata or ())
-
-
-def target_of(address: str) -> str:
-    """gRPC's name for one router's address, or for several with commas between.
-
-    Raises:
-        RouterAddressInvalid: an entry of several is no IP address with a port.
-    """
-    parts = [part.strip() for part in address.split(",")]
-    if len(parts) == 1:
-        return address
-    versions: set[int] = set()
-    for part in parts:
-        host, _, port = part.rpartition(":")
-        try:
-            versions.add(ipaddress.ip_address(host.strip("[]")).version)
-        except ValueError:
-            versions.add(0)
-        if not port.isdigit() or 0 in versions or len(versions) > 1:
-            # gRPC follows a list of addresses of one kind; a name in it would be looked up once and never again.
-            raise RouterAddressInvalid(
-                f"router address {part!r} found among several; IP:PORT needed, all of one IP version, or one "
-                f"NAME:PORT whose name resolves to all of them"
-            )
-    return f"ipv{versions.pop()}:{','.join(parts)}"

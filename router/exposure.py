@@ -1,4 +1,4 @@
-"""Which addresses only this machine can reach, and what a listener needs before others may reach it. Pure."""
+"""Addresses: which only this machine can reach, what a listener needs to be open to others, lists of routers. Pure."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ LOOPBACK = "127.0.0.1"
 
 class Exposed(ValueError):
     """A listener would be open to other machines without what protects it; or its address is none."""
+
+
+class RouterAddressInvalid(ValueError):
+    """A list of addresses that cannot be followed."""
 
 
 def is_loopback(host: str) -> bool:
@@ -65,3 +69,28 @@ def told_address(option: str, host: str, advertised: str) -> str:
 def host_port(host: str, port: int) -> str:
     """host:port, an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+def target_of(address: str) -> str:
+    """gRPC's name for one router's address, or for several with commas between.
+
+    Raises:
+        RouterAddressInvalid: an entry of several is no IP address with a port.
+    """
+    parts = [part.strip() for part in address.split(",")]
+    if len(parts) == 1:
+        return address
+    versions: set[int] = set()
+    for part in parts:
+        host, _, port = part.rpartition(":")
+        try:
+            versions.add(ipaddress.ip_address(host.strip("[]")).version)
+        except ValueError:
+            versions.add(0)
+        if not port.isdigit() or 0 in versions or len(versions) > 1:
+            # gRPC follows a list of addresses of one kind; a name in it would be looked up once and never again.
+            raise RouterAddressInvalid(
+                f"router address {part!r} found among several; IP:PORT needed, all of one IP version, or one "
+                f"NAME:PORT whose name resolves to all of them"
+            )
+    return f"ipv{versions.pop()}:{','.join(parts)}"

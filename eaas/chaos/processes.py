@@ -18,7 +18,7 @@ from pathlib import Path
 from eaas.chaos.targets import ChaosRefused, members_of, pids_of
 from p2p import thaw
 
-_MODULES = (b"router", b"experts", b"eaas.attention", b"eaas.gateway")
+_MODULES = (b"router", b"experts", b"eaas.engine", b"eaas.gateway")
 
 
 def kill_member(url: str, target: str) -> int:

@@ -139,7 +139,7 @@ class Gateway:
         known = getattr(request.state, "body", None)
         if known is None:
             require_json(request)
-            known = await read_body(request, self.config.body_limit_bytes, self.config.body_timeout_s)
+            known = await read_body(request, self.config.max_body_bytes, self.config.body_timeout_s)
             check_nesting(known)
             request.state.body = known
         return known

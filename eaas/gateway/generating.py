@@ -125,15 +125,15 @@ def _work(gateway: Gateway, prepared: Prepared, bad_tokens: tuple[tuple[int, ...
         seeded=wanted.seed is not None,
         stops=tuple(wanted.stop or ()),
         stream=bool(wanted.stream),
-        include_usage=wanted.include_usage or gateway.config.always_usage,
-        usage_stats=wanted.usage_stats or gateway.config.always_usage,
+        include_usage=wanted.include_usage or gateway.config.enable_force_include_usage,
+        usage_stats=wanted.usage_stats or gateway.config.enable_force_include_usage,
         open_end=wanted.token_limit is None,
         return_token_ids=bool(wanted.return_token_ids) or wanted.detokenize is False,
         text_shown=wanted.detokenize is not False,
         stop_shown=bool(wanted.include_stop_str_in_output),
         shown_tokens=prepared.shown_tokens,
         special_shown=wanted.skip_special_tokens is False,
-        tokens_by_id=gateway.config.tokens_by_id
+        tokens_by_id=gateway.config.return_tokens_as_token_ids
         if wanted.return_tokens_as_token_ids is None
         else wanted.return_tokens_as_token_ids,
         request_id=wanted.request_id,

@@ -1,60 +1,21 @@
-"""What protects a gateway's listener, as its command line asks: TLS, keys, bounds."""
+"""What protects a gateway's listener, as its options ask: TLS, keys, bounds."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from eaas.gateway.authentication import Authentication
-from eaas.gateway.config import GatewayConfig
+from eaas.gateway.config import GatewayConfig, GatewayOptions
 from eaas.gateway.http_guard import Bounds
 from eaas.gateway.keys import KeyRing
 from eaas.gateway.server_tls import ServerTls
 
 # Of links to workers, the router, files: some ten each; the rest is a reserve.
 KEPT_DESCRIPTORS = 128
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that `of` reads."""
-    parser.add_argument(
-        "--tls-cert", type=Path, metavar="FILE", help="PEM chain to speak HTTPS with, own certificate first."
-    )
-    parser.add_argument("--tls-key", type=Path, metavar="FILE", help="Private key of --tls-cert.")
-    parser.add_argument(
-        "--keys-file",
-        type=Path,
-        metavar="FILE",
-        help="API keys as `eaas keys` writes them: every request must bring one, but GET /health, /ping and /version. "
-        "Read again when it changes, and on SIGHUP.",
-    )
-    parser.add_argument(
-        "--open-metrics",
-        action="store_true",
-        help="Answer GET /metrics without a key, as Prometheus asks by default.",
-    )
-    parser.add_argument(
-        "--allowed-origins",
-        default="",
-        metavar="ORIGIN,...",
-        help="Pages of these origins may ask from a browser, such as https://chat.example; * for any (default: none).",
-    )
-    parser.add_argument(
-        "--max-connections",
-        type=int,
-        default=GatewayConfig.max_connections,
-        help="Connections of clients; one more is closed at once.",
-    )
-    parser.add_argument(
-        "--log-requests",
-        action="store_true",
-        help="Log a line for each request: method, path, status, time and the name of its key; never what was asked.",
-    )
 
 
 @dataclass(kw_only=True)
@@ -96,21 +57,17 @@ class Protection:
         self.refresh(anew=True)
 
 
-def of(options: argparse.Namespace) -> Protection:
-    """What the command line asks for.
+def of(options: GatewayOptions) -> Protection:
+    """What the options ask for.
 
     Raises:
-        ValueError: a file cannot be used, or one of two that belong together is missing.
+        ValueError: a file cannot be used.
     """
-    if (options.tls_cert is None) != (options.tls_key is None):
-        raise ValueError("--tls-cert and --tls-key belong together: give both, or neither")
-    if options.open_metrics and options.keys_file is None:
-        raise ValueError("--open-metrics without --keys-file: nothing asks for a key; leave it out")
     return Protection(
-        tls=ServerTls(options.tls_cert, options.tls_key) if options.tls_cert else None,
+        tls=ServerTls(options.tls_cert, options.tls_key) if options.tls_cert and options.tls_key else None,
         keys=KeyRing(options.keys_file) if options.keys_file else None,
         open_metrics=options.open_metrics,
-        allowed_origins=tuple(filter(None, options.allowed_origins.split(","))),
+        allowed_origins=options.allowed_origins,
     )
 
 
@@ -130,5 +87,5 @@ def bounds_of(config: GatewayConfig) -> Bounds:
         head_bytes=config.head_limit_bytes,
         headers=config.max_headers,
         head_timeout_s=config.head_timeout_s,
-        body_overhead_bytes=config.body_limit_bytes,
+        body_overhead_bytes=config.max_body_bytes,
     )

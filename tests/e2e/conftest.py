@@ -23,6 +23,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def cluster(tiny: Path) -> Iterator[LocalCluster]:
     """Four expert servers, each expert on two, one attention worker, all with the HTTP endpoint."""
-    config = ClusterConfig(model=tiny, served_name="tiny", experts=4, replicas=2, port=0, cores=(0, 1))
+    config = ClusterConfig(model=tiny, served_model_name="tiny", experts=4, replicas=2, port=0, cores=(0, 1))
     with LocalCluster(config) as running:
         yield running

@@ -33,7 +33,7 @@ PASSED = [
 def running(tiny: Path) -> Iterator[LocalCluster]:
     config = ClusterConfig(
         model=tiny,
-        served_name="tiny",
+        served_model_name="tiny",
         experts=3,
         attention=2,
         replicas=2,
@@ -322,7 +322,7 @@ def test_a_server_killed_while_its_work_grows_is_replaced(
 
 
 def test_a_cluster_that_does_not_allow_chaos_takes_none(tiny: Path) -> None:
-    config = ClusterConfig(model=tiny, served_name="tiny", experts=2, port=0, cores=(0, 1))
+    config = ClusterConfig(model=tiny, served_model_name="tiny", experts=2, port=0, cores=(0, 1))
     with LocalCluster(config) as cluster:
         router = RouterClient(cluster.router_address)
         with pytest.raises(FaultRefused, match="not started with --allow-chaos"):

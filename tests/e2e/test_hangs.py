@@ -24,7 +24,7 @@ from tests.e2e.waiting import wait_for
 @pytest.fixture(scope="module")
 def calm(tiny: Path) -> Iterator[Calm]:
     config = ClusterConfig(
-        model=tiny, served_name="tiny", experts=3, attention=1, replicas=2, port=0, cores=(0, 1)
+        model=tiny, served_model_name="tiny", experts=3, attention=1, replicas=2, port=0, cores=(0, 1)
     )
     with LocalCluster(config) as cluster:
         yield Calm(cluster)
@@ -144,7 +144,7 @@ def test_time_in_which_the_whole_host_stood_still_counts_against_no_request(tiny
     """All processes are stopped for longer than a token may take, in several moments of a step."""
     config = ClusterConfig(
         model=tiny,
-        served_name="tiny",
+        served_model_name="tiny",
         experts=2,
         attention=1,
         replicas=2,

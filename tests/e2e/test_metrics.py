@@ -28,7 +28,8 @@ PROMPT, TOKENS = "a prompt of some length, so that two blocks are filled", 24
 def cluster(tiny: Path) -> Iterator[LocalCluster]:
     """Three expert servers, each expert on two, all that faults need, and both pages."""
     config = ClusterConfig(
-        model=tiny, served_name="tiny", experts=3, replicas=2, port=0, cores=(0, 1), admin_port=0, allow_chaos=True
+        model=tiny, served_model_name="tiny", experts=3, replicas=2, port=0, cores=(0, 1), admin_port=0,
+        allow_chaos=True,
     )  # fmt: skip
     with LocalCluster(config) as running:
         yield running

@@ -27,7 +27,7 @@ def in_a_pool(
     deadline_s: float = 30.0,
 ) -> None:
     async def run() -> None:
-        config = GatewayConfig(model_name="m", deadline_s=deadline_s)
+        config = GatewayConfig(deadline_s=deadline_s)
         pool = WorkerPool(config, GatewayMetrics())
         group = [await worker_of(number) for number in range(1, workers + 1)]
         pool.apply_view(view_of(*group))
