@@ -42,72 +42,31 @@ class OptionsInvalid(ValueError):
     """An option, or several together, make no sense: what was found, what is needed."""
 
 
-def option(
-    default: Any = MISSING,
-    help: str = "",
-    *,
-    metavar: str = "",
-    choices: Sequence[str] = (),
-    least: float | None = None,
-    most: float | None = None,
-    above: float | None = None,
-    positional: bool = False,
-    repeats: bool = False,
-) -> Any:
-    """Declare an option.
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One option of one class, as `option` declares it.
 
-    Args:
-        default: Value where nobody gives another; without one somebody must.
-        help: What it is, as a sentence. Empty: this is a base class's option with another default.
+    Attributes:
+        metavar: What stands for the value in help.
+        choices: All that it may be.
         least, most, above: Bounds of a number; `above` itself is out of them.
         positional: It has no flag; a command line gives it by itself.
         repeats: The flag is given once for each of several values. Without it they have commas between them.
-    """
-    words = {
-        "help": help,
-        "metavar": metavar,
-        "choices": tuple(choices),
-        "least": least,
-        "most": most,
-        "above": above,
-        "positional": positional,
-        "repeats": repeats,
-    }
-    return field(default=default, metadata=words)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """Base of every class that declares options; a subclass adds its own checks to `__post_init__`.
-
-    Attributes:
-        given: Names of those that somebody gave, be it with the value of the default.
+        name, hint, owner: Of its field, its type, and the class that declares it.
     """
 
-    given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
-
-    def __post_init__(self) -> None:
-        """Refuse what makes no sense. Raises OptionsInvalid, or another ValueError with found, needed, next move."""
-        for one in options_of(type(self)).values():
-            one.check(getattr(self, one.name))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Option:
-    """One option of one class: the arguments of `option`, its type, and the class that declares it."""
-
-    name: str
-    hint: Any
     default: Any
-    owner: type[Options]
     help: str
-    metavar: str
-    choices: tuple[str, ...]
-    least: float | None
-    most: float | None
-    above: float | None
-    positional: bool
-    repeats: bool
+    metavar: str = ""
+    choices: tuple[str, ...] = ()
+    least: float | None = None
+    most: float | None = None
+    above: float | None = None
+    positional: bool = False
+    repeats: bool = False
+    name: str = ""
+    hint: Any = None
+    owner: type = object
 
     @property
     def flag(self) -> str:
@@ -192,6 +151,33 @@ class Option:
             raise OptionsInvalid(f"{self.flag} {value}: {needed} is needed.")
 
 
+def option(default: Any = MISSING, help: str = "", **more: Any) -> Any:
+    """Declare an option.
+
+    Args:
+        default: Value where nobody gives another; without one somebody must.
+        help: What it is, as a sentence. Empty: this is a base class's option with another default.
+        more: Of the attributes of `Option`: metavar, choices, bounds and how it is given.
+    """
+    return field(default=default, metadata={"option": Option(default=default, help=help, **more)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Base of every class that declares options; a subclass adds its own checks to `__post_init__`.
+
+    Attributes:
+        given: Names of those that somebody gave, be it with the value of the default.
+    """
+
+    given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Refuse what makes no sense. Raises OptionsInvalid, or another ValueError with found, needed, next move."""
+        for one in options_of(type(self)).values():
+            one.check(getattr(self, one.name))
+
+
 _T = TypeVar("_T", bound=Options)
 _declared: dict[type[Options], dict[str, Option]] = {}
 
@@ -200,18 +186,18 @@ def options_of(kind: type[Options]) -> Mapping[str, Option]:
     """The options of a class by name, in the order of their declaration, those of its bases first."""
     if kind not in _declared:
         hints = typing.get_type_hints(kind)
-        found = [one for one in dataclasses.fields(kind) if "help" in one.metadata]
-        _declared[kind] = {one.name: _option(kind, one, hints[one.name]) for one in found}
+        found = (one for one in dataclasses.fields(kind) if "option" in one.metadata)
+        _declared[kind] = {one.name: _in_class(kind, one.name, hints[one.name]) for one in found}
     return _declared[kind]
 
 
-def _option(kind: type[Options], one: dataclasses.Field[Any], hint: Any) -> Option:
-    declared = (base for base in kind.__mro__ if one.name in inspect.get_annotations(base))
-    fields = ((base, base.__dataclass_fields__[one.name].metadata) for base in declared)
-    owner, words = next((base, words) for base, words in fields if words["help"])
+def _in_class(kind: type[Options], name: str, hint: Any) -> Option:
+    bases = [base for base in kind.__mro__ if name in inspect.get_annotations(base)]
+    declared = [(base, base.__dataclass_fields__[name].metadata["option"]) for base in bases]
+    owner, one = next((base, one) for base, one in declared if one.help)
     if isinstance(hint, UnionType):
         hint = next(part for part in typing.get_args(hint) if part is not NoneType)
-    return Option(name=one.name, hint=hint, default=one.default, owner=owner, **words)
+    return dataclasses.replace(one, name=name, hint=hint, owner=owner, default=declared[0][1].default)
 
 
 def read(kind: type[_T], role: str, arguments: Sequence[str], environment: Mapping[str, str]) -> _T:
