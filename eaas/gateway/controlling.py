@@ -23,7 +23,7 @@ _POLL_S = 0.05
 
 
 class AbortRequest(BaseModel):
-    """Body of POST /inference/v1/abort_requests: ids of requests; none or an empty list is all."""
+    """Body of POST /abort_requests: ids of requests; none or an empty list is all."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
     request_ids: list[str] | None = None
@@ -79,10 +79,21 @@ class ControlRoutes:
         return JSONResponse({"is_paused": gateway.paused or gateway.pool.held})
 
     async def abort(self, request: Request) -> Response:
-        """POST /inference/v1/abort_requests: end requests by the ids that their clients gave or were told."""
+        """POST /abort_requests: end requests by the ids that their clients gave or were told, or all."""
         _from_no_other_page(request)
         wanted = await self._gateway.parse(request, AbortRequest)
         return JSONResponse({"status": "aborted", "aborted": self._abort(wanted.request_ids or None)})
+
+    async def abort_named(self, request: Request) -> Response:
+        """POST /inference/v1/abort_requests: the same of those that are named, never of all."""
+        _from_no_other_page(request)
+        ids = (await self._gateway.parse(request, AbortRequest)).request_ids
+        if ids is None:
+            message = (
+                "'request_ids' is missing; name the requests to end, or POST /abort_requests to end all."
+            )
+            raise invalid(message, param="request_ids", code="missing_required_parameter")
+        return JSONResponse({"status": "aborted", "aborted": self._abort(ids)})
 
     def _abort(self, ids: list[str] | None) -> int:
         named = None if ids is None else frozenset(ids)
@@ -135,7 +146,7 @@ def add_routes(app: FastAPI, gateway: Gateway) -> None:
         ("/pause", routes.pause),
         ("/resume", routes.resume),
         ("/abort_requests", routes.abort),
-        ("/inference/v1/abort_requests", routes.abort),
+        ("/inference/v1/abort_requests", routes.abort_named),
         ("/reset_prefix_cache", routes.forget),
         ("/scale_elastic_ep", routes.scale),
     ):

@@ -98,6 +98,12 @@ def text_too_long(*, limit: int, found_bytes: int, most_bytes: int, param: str) 
     return invalid(message, param=param, code="context_length_exceeded")
 
 
+def out_of_vocabulary(token: int, vocab: int, param: str) -> ApiError:
+    """A 400 for the id of a token that there is none of; `vocab` is how many there are."""
+    message = f"Token {token} is out of vocabulary, which has {vocab} tokens; their ids are 0 to {vocab - 1}."
+    return invalid(message, param=param, code="invalid_value")
+
+
 def unknown_model(name: str, served: str) -> ApiError:
     """A 404 for a model name that this gateway does not serve."""
     message = f"The model `{name}` does not exist here. This server has `{served}`."
@@ -147,6 +153,9 @@ def from_validation(
     path = path[:1] + [part for part in path[1:] if isinstance(part, int) or part not in _UNION_ARMS]
     where = ".".join(str(part) for part in path)
     reason = str(first.get("msg", "not valid")).removeprefix("Value error, ")
+    if str(first.get("type", "")).endswith(_BOUNDS):
+        # vLLM's clients look for pydantic's word.
+        reason = f"{reason} ({first['type']})"
     if not where:
         # What several fields make together begins with the name of one.
         quoted = _QUOTED.match(reason)
@@ -157,4 +166,5 @@ def from_validation(
 
 
 _QUOTED = re.compile(r"'(\w+)'")
+_BOUNDS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
 _UNION_ARMS = frozenset({"str", "int", "float", "bool", "list"})

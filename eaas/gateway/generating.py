@@ -1,5 +1,5 @@
-"""POST /v1/chat/completions, /v1/completions and /inference/v1/generate, and what every route that makes tokens goes
-through."""
+"""POST /v1/chat/completions (and batches of them), /v1/completions and /inference/v1/generate, and what each route that
+makes tokens goes through."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 
 from eaas.engine.grammar import Grammar, GrammarInvalid, check_schemas
+from eaas.gateway.batch_schema import BatchChatRequest
 from eaas.gateway.config import GatewayConfig
 from eaas.gateway.errors import invalid
 from eaas.gateway.gateway import Gateway
@@ -224,7 +225,7 @@ def grammar_of(model: ServedModel, wanted: ChatRequest, use: ToolUse) -> Grammar
     if use.must_call:
         try:
             check_schemas([tool["function"].get("parameters") for tool in use.shown])
-            return Grammar("lark", call_grammar(use, model.call_style, model.call_token))
+            return Grammar("lark", call_grammar(use, model.call_style, model.call_marks))
         except GrammarInvalid as error:
             raise invalid(
                 f"Invalid value for 'tools': {error}", param="tools", code="invalid_value"
@@ -294,6 +295,21 @@ class GenerationRoutes:
 
         return await gateway.counted("chat", generate(gateway, request, prepare))
 
+    async def chat_batch(self, request: Request) -> Response:
+        """POST /v1/chat/completions/batch: a choice for each conversation, in their order."""
+        gateway = self._gateway
+
+        async def prepare() -> Prepared:
+            chats = (await gateway.parse(request, BatchChatRequest)).chats()
+            gateway.require_model(chats[0].model)
+            prompts = [
+                _cut(gateway, wanted, await encode_conversation(gateway.model, wanted, tools_of(wanted)))
+                for wanted in chats
+            ]
+            return Prepared(wanted=chats[0], format=ChatFormat(), prompts=prompts)
+
+        return await gateway.counted("chat", generate(gateway, request, prepare))
+
     async def complete(self, request: Request) -> Response:
         """POST /v1/completions."""
         gateway = self._gateway
@@ -345,6 +361,7 @@ def add_routes(app: FastAPI, gateway: Gateway) -> None:
     # Bodies are read and checked here rather than by FastAPI: limits come first, parsing once.
     for path, route, shape in (
         ("/v1/chat/completions", routes.chat, ChatRequest),
+        ("/v1/chat/completions/batch", routes.chat_batch, BatchChatRequest),
         ("/v1/completions", routes.complete, CompletionRequest),
         ("/inference/v1/generate", routes.complete_tokens, TokensRequest),
     ):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from eaas.engine.worker_protocol import MAX_TOP_LOGPROBS, SamplingParams
 from eaas.gateway.constraints import outside
-from eaas.gateway.errors import context_too_long, invalid
+from eaas.gateway.errors import context_too_long, invalid, out_of_vocabulary
 from eaas.gateway.schema import ChatRequest, CompletionRequest
 
 _SEEDS = 1 << 64
@@ -84,8 +84,7 @@ def sampling_params(wanted: ChatRequest | CompletionRequest, limit: int, vocab: 
     ):
         wrong = outside(tokens, vocab)
         if wrong is not None:
-            message = f"Token {wrong} is out of vocabulary; token ids are 0 to {vocab - 1}."
-            raise invalid(message, param=param, code="invalid_value")
+            raise out_of_vocabulary(wrong, vocab, param)
     return SamplingParams(
         max_tokens=limit,
         min_tokens=least,

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from eaas.gateway.conversation import for_template
-from eaas.gateway.errors import invalid, text_too_long
+from eaas.gateway.errors import invalid, out_of_vocabulary, text_too_long
 from eaas.gateway.tool_calls import CallStyle, style_of
 from eaas.model.chat import TemplateRefused
 from eaas.model.tokenizer import Tokenizer
@@ -59,14 +59,16 @@ class ServedModel:
         return "tools" in (self.tokenizer.chat_template or "")
 
     @cached_property
-    def call_token(self) -> int | None:
-        """The special token with which the model begins a call; None where it begins one with plain text."""
-        return self.tokenizer.special_token(self.call_style.begin)
+    def call_marks(self) -> Mapping[str, int]:
+        """The tokens that stand for what is before and after a call; none for a mark that is plain text."""
+        marks = (self.call_style.begin, self.call_style.end)
+        found = {mark: self.tokenizer.added_token(mark) for mark in marks}
+        return {mark: token for mark, token in found.items() if token is not None}
 
     @cached_property
     def call_tokens(self) -> frozenset[int]:
         """The special tokens by which calls are found, and which are no text otherwise."""
-        return frozenset() if self.call_token is None else frozenset({self.call_token})
+        return frozenset(filter(self.tokenizer.is_special, self.call_marks.values()))
 
     def system_fingerprint(self, numerics_classes: Sequence[str], dropped: bool) -> str:
         """OpenAI's system_fingerprint: changes with the weights, with the numerics that computed the answer, and when
@@ -102,8 +104,7 @@ class ServedModel:
                 tokens = prompt
                 wrong = next((token for token in tokens if not 0 <= token < self.vocab), None)
                 if wrong is not None:
-                    message = f"Token {wrong} is out of vocabulary; token ids are 0 to {self.vocab - 1}."
-                    raise invalid(message, param=field, code="invalid_value")
+                    raise out_of_vocabulary(wrong, self.vocab, field)
             if not tokens:
                 raise invalid(
                     "The prompt is empty; send at least one token.", param=field, code="invalid_value"

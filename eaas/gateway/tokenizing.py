@@ -9,7 +9,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from eaas.gateway.errors import invalid
+from eaas.gateway.errors import out_of_vocabulary
 from eaas.gateway.gateway import Gateway
 from eaas.gateway.schema import MAX_MESSAGES, MAX_TOOLS, ChatTemplateSource, Message, Tool
 
@@ -104,8 +104,7 @@ class TokenizingRoutes:
             self._gateway.require_model(wanted.model)
         wrong = next((token for token in wanted.tokens if not 0 <= token < model.vocab), None)
         if wrong is not None:
-            message = f"Token {wrong} is out of vocabulary; token ids are 0 to {model.vocab - 1}."
-            raise invalid(message, param="tokens", code="invalid_value")
+            raise out_of_vocabulary(wrong, model.vocab, "tokens")
         return Response(
             msgspec.json.encode({"prompt": await model.decode(wanted.tokens)}), media_type="application/json"
         )

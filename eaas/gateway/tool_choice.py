@@ -92,21 +92,24 @@ def _named(choice: Mapping[str, Any]) -> tuple[Literal["auto", "required"], list
     )
 
 
-def call_grammar(use: ToolUse, style: CallStyle, begin_token: int | None) -> str:
+def call_grammar(use: ToolUse, style: CallStyle, marks: Mapping[str, int]) -> str:
     """The language of one or more calls of these tools as the model's family writes them, in llguidance's Lark.
 
     Args:
-        begin_token: The token that stands for ``style.begin``, where it is a special one, which no text produces.
+        marks: The tokens that stand for ``style.begin`` and ``style.end``, where they are added ones: llguidance takes
+            some of these, special or not, for no text.
     """
     rules = [_object_rule(number, tool["function"]) for number, tool in enumerate(use.shown)]
     objects = " | ".join(f"object_{number}" for number in range(len(use.shown)))
-    begin = json.dumps(style.begin) if begin_token is None else f"<[{begin_token}]>"
+    begin, end = (
+        f"<[{marks[mark]}]>" if mark in marks else json.dumps(mark) for mark in (style.begin, style.end)
+    )
     more = MOST_PARALLEL - 1 if use.parallel else 0
     if style.listed:
         several = f' (", " object){{0,{more}}}' if more else ""
         start = f'{begin} "[" object{several} "]"'
     else:
-        call = f'{begin} "\\n" object "\\n" {json.dumps(style.end)}'
+        call = f'{begin} "\\n" object "\\n" {end}'
         rules.append(f"call: {call}")
         start = 'call ("\\n" call)' + f"{{0,{more}}}" if more else "call"
     return "\n".join([f"start: {start}", f"object: {objects}", *rules])

@@ -57,6 +57,7 @@ class Tokenizer:
         self._others = lru_cache(8)(lambda source: ChatTemplate(source, special_tokens))
         self.vocab = max(rust.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         added = rust.get_added_tokens_decoder()
+        self._added = frozenset(added)
         self._special = frozenset(token for token, entry in added.items() if entry.special)
         pipeline = json.loads(rust.to_str())
         decoder = pipeline.get("decoder") or {}
@@ -142,10 +143,15 @@ class Tokenizer:
         """The chat template's text; None where there is none."""
         return None if self._template is None else self._template.source
 
-    def special_token(self, text: str) -> int | None:
-        """The id of a special token, which no other text produces; None where ``text`` is none."""
+    def added_token(self, text: str) -> int | None:
+        """The id of a token beside the vocabulary's own, special or not, which is all that ``text`` is encoded as;
+        None where there is none."""
         token = self._rust.token_to_id(text)
-        return token if token in self._special else None
+        return token if token in self._added else None
+
+    def is_special(self, token: int) -> bool:
+        """Whether a token is no text of an answer."""
+        return token in self._special
 
     def detokenizer(self, *, skip_special: bool = True, shown: frozenset[int] = frozenset()) -> Detokenizer:
         """For one sequence: all that it returns, joined, equals `decode` of the same tokens.

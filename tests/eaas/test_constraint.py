@@ -32,6 +32,8 @@ from eaas.engine.grammar import (
 from eaas.engine.request import Request
 from eaas.engine.scheduler import SchedulerConfig
 from eaas.engine.worker_protocol import Failed, PromptLogprobs, SamplingParams, Submit, Token
+from eaas.gateway.served_model import ServedModel
+from eaas.gateway.tool_choice import call_grammar, tool_use
 from eaas.model.tokenizer import Tokenizer
 from tests.eaas.fake_decoder import BLOCK_TOKENS, FakeDecoder
 
@@ -495,3 +497,37 @@ def test_masks_are_made_while_the_engine_does_something_else(grammars: Grammars)
     while not constraint.ready(0):
         assert time.monotonic() < end_s, "no thread made the mask"
     assert constraint.mask.any() and not constraint.fault
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_a_call_that_must_be_made_is_marked_with_the_models_own_tokens(special: bool, tmp_path: Path) -> None:
+    # Qwen's tokenizers have such tokens, and do not call them special; llguidance does.
+    source = json.loads((MODEL / "tokenizer.json").read_text())
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": special}
+    marks = {"<tool_call>": VOCAB, "</tool_call>": VOCAB + 1}
+    source["added_tokens"] += [{"id": token, "content": mark, **flags} for mark, token in marks.items()]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(source))
+    model = ServedModel(
+        name="m",
+        tokenizer=Tokenizer.load(tmp_path),
+        max_model_len=512,
+        vocab=VOCAB + 2,
+        fingerprint="",
+        created=0,
+    )
+    assert (model.call_marks, model.call_tokens) == (
+        marks,
+        frozenset(marks.values()) if special else frozenset(),
+    )
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+    grammar = Grammar(
+        "lark", call_grammar(tool_use(tools, "required", None), model.call_style, model.call_marks)
+    )
+    text = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
+    tokens = model.tokenizer.encode(text)
+    assert tokens[0] == marks["<tool_call>"] and tokens[-1] == marks["</tool_call>"]
+    grammars = Grammars.open(tmp_path, VOCAB + 2, sorted(EOS))
+    assert grammars is not None
+    constraint = grammars.begin(grammar, tokens, sorted(EOS), 0).result(30)
+    assert constraint.ready(30) and constraint.fault == ""
+    grammars.close()

@@ -484,3 +484,45 @@ def test_the_gateway_does_not_load_torch(tmp_path: Path) -> None:
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
     )
+
+
+BATCH = "/v1/chat/completions/batch"
+
+
+def test_a_batch_of_conversations_has_a_choice_for_each(url: str, worker: FakeWorker) -> None:
+    worker.submits.clear()
+    conversations = [[{"role": "user", "content": word}] for word in ("alpha", "be")]
+    body = {"messages": conversations, "max_tokens": 9, "logprobs": True, "return_token_ids": True}
+    reply = httpx.post(f"{url}{BATCH}", json=body).json()
+    prompts = [f"<user>{word}<assistant>" for word in ("alpha", "be")]
+    assert sorted(bytes(submit.prompt).decode() for submit in worker.submits) == sorted(prompts)
+    assert reply["object"] == "chat.completion"
+    # A worker of these tests repeats its prompt.
+    said = [(choice["index"], choice["message"]["content"]) for choice in reply["choices"]]
+    assert said == [(0, prompts[0][:9]), (1, prompts[1][:9])]
+    assert all(
+        len(choice["logprobs"]["content"]) == len(choice["token_ids"]) == 9 for choice in reply["choices"]
+    )
+    assert reply["usage"] == {
+        "prompt_tokens": sum(map(len, prompts)), "completion_tokens": 18,
+        "total_tokens": sum(map(len, prompts)) + 18,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ({"stream": True}, "stream"),
+        ({"n": 2}, "n"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"temperature": -1}, "temperature"),
+        ({"logprob_token_ids": [5]}, "logprob_token_ids"),
+        ({"messages": [{"role": "user", "content": "one conversation"}]}, "messages.0"),
+        ({"messages": []}, "messages"),
+        ({"messages": [[]]}, "messages"),
+    ],
+)
+def test_what_a_batch_cannot_have_is_a_400_that_names_it(url: str, asked: dict[str, Any], named: str) -> None:
+    body = {"messages": [[{"role": "user", "content": "a"}]], "max_tokens": 1, **asked}
+    reply = httpx.post(f"{url}{BATCH}", json=body)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, named), reply.text

@@ -103,7 +103,18 @@ def test_requests_are_aborted_by_the_names_that_their_clients_gave(
         "aborted": 1,
     }
     assert [end for _, end in choices_of(running)] == ["abort", "abort"]
-    assert httpx.post(url + path, json={}).json()["aborted"] == 0
+    assert httpx.post(url + path, json={"request_ids": []}).json()["aborted"] == 0
+
+
+def test_all_requests_are_aborted_by_the_route_for_that_alone(
+    url: str, running: Future[httpx.Response]
+) -> None:
+    refused = httpx.post(f"{url}/inference/v1/abort_requests", json={})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "request_ids")
+    assert httpx.post(f"{url}/inference/v1/abort_requests", json={"request_ids": []}).json()["aborted"] == 0
+    assert not running.done()
+    assert httpx.post(f"{url}/abort_requests", json={}).json()["aborted"] == 1
+    assert [end for _, end in choices_of(running)] == ["abort", "abort"]
 
 
 def test_a_stream_that_is_aborted_ends_as_streams_do(url: str, worker: FakeWorker) -> None:

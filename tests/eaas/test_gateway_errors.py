@@ -160,7 +160,7 @@ WRONG = [
     ("temperature", -0.1),
     ("temperature", 2.1), ("temperature", "hot"), ("top_p", 0), ("top_p", 1.01), ("top_k", -2),
     ("top_k", 1.5),
-    ("min_p", -0.1), ("min_p", 1.1), ("seed", "x"), ("seed", 2**64), ("seed", 1.5), ("presence_penalty", 2.5),
+    ("min_p", -0.1), ("min_p", 1.1), ("seed", "x"), ("seed", 2**63), ("seed", 1.5), ("presence_penalty", 2.5),
     ("frequency_penalty", -2.5), ("repetition_penalty", 0), ("n", 0), ("n", 17), ("n", "2"), ("stop", 3),
     ("stop", ""), ("stop", ["a", ""]), ("stop", ["a"] * 17), ("stop", ["x" * 1025]), ("stop", [1]),
     ("stop_token_ids", [10**6]), ("stop_token_ids", "x"), ("stream", "yes"), ("stream", 1),
@@ -189,6 +189,13 @@ def test_a_wrong_value_is_a_400_that_names_the_field(url: str, name: str, value:
         assert error["type"] == "invalid_request_error"
         assert name in (error["param"] or "") or name in error["message"], error
         assert error["param"] and error["code"], error
+
+
+def test_what_is_out_of_bounds_is_said_in_the_words_that_clients_of_vllm_look_for(url: str) -> None:
+    assert "(greater_than_equal)" in refused(url, CHAT, seed=-(2**63) - 1)["message"]
+    assert "(less_than_equal)" in refused(url, CHAT, seed=2**63)["message"]
+    message = refused(url, CHAT, logit_bias={"261": 1.0})["message"]
+    assert "261 is out of vocabulary" in message and "260 tokens" in message
 
 
 CHAT_ONLY = [
