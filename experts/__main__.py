@@ -36,7 +36,7 @@ from p2p.endpoint import P2PError
 from p2p.transport import TransportChoice
 from router import child
 from router.client import JoinRefused, RouterClient, RouterUnavailable
-from router.exposure import bound_address, host_port, told_address
+from router.exposure import host_port
 from router.faults import SERVER_POINTS
 from router.heartbeat import Heartbeat
 from router.role_check import RequireRolesThreaded
@@ -74,10 +74,7 @@ def listen(
 
     Raises:
         StartFailed: the port is taken.
-        Exposed: other machines could reach it, and there is no TLS.
     """
-    host = bound_address("--host", options.host, {"TLS (--tls-dir)": credentials is not None})
-    told = told_address("--host", host, options.advertise)
     control = grpc.server(
         ThreadPoolExecutor(max_workers=8),
         interceptors=[RequireRolesThreaded()] if credentials is not None else [],
@@ -88,7 +85,7 @@ def listen(
     experts_pb2_grpc.add_ExpertsServicer_to_server(service, control)
     health_pb2_grpc.add_HealthServicer_to_server(healthy, control)
     try:
-        at = host_port(host, options.port)
+        at = host_port(options.bound_host, options.port)
         bound = (
             control.add_secure_port(at, credentials.server())
             if credentials
@@ -96,11 +93,11 @@ def listen(
         )
     except RuntimeError as error:
         raise StartFailed(
-            f"port {options.port} on {host} cannot be used ({error}). Choose another, or 0 for any."
+            f"port {options.port} on {options.host} cannot be used ({error}). Choose another, or 0 for any."
         ) from error
     control.start()
     closing.callback(control.stop, 0)
-    return host_port(told, bound), control, healthy
+    return host_port(options.told_host, bound), control, healthy
 
 
 class Load:

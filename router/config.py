@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from router import logs
-from router.exposure import LOOPBACK, target_of
+from router.exposure import LOOPBACK, bound_address, target_of, told_address
 from router.options import Options, OptionsInvalid, option
 from router.pools import autoscale_bounds
 from router.state import Config
@@ -50,6 +50,21 @@ class ListenerOptions(ChildOptions):
     advertise: str = option(
         "", "Name or address under which others reach this process; default: that of --host.", metavar="NAME"
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # Neither may be open without TLS, nor without a name that others can call.
+        _ = self.told_host
+
+    @property
+    def bound_host(self) -> str:
+        """The IP address to bind. Raises Exposed, as making these options does."""
+        return bound_address("--host", self.host, {"TLS (--tls-dir)": self.tls_dir is not None})
+
+    @property
+    def told_host(self) -> str:
+        """The host under which others are told to reach this process."""
+        return told_address("--host", self.bound_host, self.advertise)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,7 +47,7 @@ from p2p.native import NativeMissing as TransportMissing
 from p2p.transport import TransportChoice
 from router import child
 from router.client import JoinRefused, RouterClient, RouterUnavailable
-from router.exposure import bound_address, host_port, told_address
+from router.exposure import host_port
 from router.faults import CLIENT_POINTS
 from router.heartbeat import Heartbeat, OwnTime
 from router.view import ATTENTION
@@ -255,10 +255,8 @@ def prepare(options: WorkerOptions, ending: Ending, closing: contextlib.ExitStac
     class_of, new_decoder = backend(device, path)
     kernels = class_of(spec.dtype)
     credentials = child.credentials(options, ATTENTION)
-    host = bound_address("--host", options.host, {"TLS (--tls-dir)": credentials is not None})
-    told_host = told_address("--host", host, options.advertise)
-    listener = closing.enter_context(listen(host, options.port))
-    address = host_port(told_host, listener.getsockname()[1])
+    listener = closing.enter_context(listen(options.bound_host, options.port))
+    address = host_port(options.told_host, listener.getsockname()[1])
     door = listener
     if credentials is not None:
         door = closing.enter_context(contextlib.closing(SecureDoor(listener, credentials)))

@@ -23,9 +23,9 @@ from eaas.gateway import protection
 from eaas.gateway.app import create_app
 from eaas.gateway.config import GatewayOptions
 from eaas.gateway.gateway import Gateway
-from eaas.gateway.http_guard import Connection, RequestIds, WithoutPrefix
+from eaas.gateway.guard import Connection, RequestIds, WithoutPrefix
 from eaas.gateway.listening import ListenFailed, address_of, checked_address, listen
-from eaas.gateway.load_model import ModelUnusable, load_model
+from eaas.gateway.served_model import ModelUnusable, load_model
 from eaas.gateway.status import RouterStatus
 from eaas.tracing import open_tracing, version
 from eaas.view.board import Router

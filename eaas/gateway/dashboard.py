@@ -11,11 +11,15 @@ A listener that reads slowly gets the newest board next, not those between.
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import hashlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from functools import cache
+from importlib import resources
 from typing import Protocol
 
 import msgspec
@@ -26,10 +30,9 @@ from starlette.types import Receive, Scope, Send
 
 from eaas.gateway import errors
 from eaas.gateway.config import GatewayConfig
-from eaas.gateway.dashboard_page import dashboard_page
 from eaas.gateway.metrics import GatewayMetrics
+from eaas.gateway.pool import WorkerPool
 from eaas.gateway.served_model import ServedModel
-from eaas.gateway.worker_pool import WorkerPool
 from eaas.view.board import WARN, Board, Happening, Heat
 from eaas.view.compose import Own, board_of
 from eaas.view.heat import Flow, heat_of
@@ -296,3 +299,32 @@ def _compose(
         own=own, past=past, history=history, sight=sight, heat=heat, now_s=now_s, as_of_s=as_of_s
     )
     return event_of(board), flow
+
+
+_PARTS = resources.files("eaas.gateway") / "page"
+
+
+@cache
+def dashboard_page() -> tuple[bytes, dict[str, str]]:
+    """One document that needs nothing else, and its headers: a policy lets it run only what is in it."""
+    style, script = (_read(name) for name in ("dashboard.css", "dashboard.js"))
+    page = _read("dashboard.html").replace("/*style*/", style).replace("/*script*/", script)
+    policy = (
+        "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; connect-src 'self'; "
+        f"img-src data:; style-src {_source(style)}; script-src {_source(script)}"
+    )
+    headers = {
+        "content-security-policy": policy,
+        "cache-control": "no-cache",
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+    }
+    return page.encode(), headers
+
+
+def _read(name: str) -> str:
+    return (_PARTS / name).read_text(encoding="utf-8")
+
+
+def _source(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

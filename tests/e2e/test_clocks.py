@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SHOWN = {
     ("eaas/engine/traced.py", "time.time_ns"),
     ("eaas/gateway/dashboard.py", "time.time"),
-    ("eaas/gateway/replies.py", "time.time"),
+    ("eaas/gateway/stream.py", "time.time"),
     ("eaas/model/chat.py", "datetime.datetime.now"),
     ("p2p/monitor.py", "time.time_ns"),
     ("router/injection.py", "time.time"),

@@ -13,8 +13,7 @@ import httpx
 import msgspec
 import pytest
 
-from eaas.gateway.dashboard import BEAT_S, MOST_LISTENERS
-from eaas.gateway.dashboard_page import dashboard_page
+from eaas.gateway.dashboard import BEAT_S, MOST_LISTENERS, dashboard_page
 from eaas.view.board import Board
 from tests.eaas.gateway_world import FakeWorker, GatewayProcess, World, eventually
 

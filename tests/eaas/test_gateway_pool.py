@@ -10,11 +10,11 @@ import pytest
 
 from eaas.engine.worker_protocol import Failed, SamplingParams
 from eaas.gateway.config import GatewayConfig
-from eaas.gateway.generation import Choice, Generation
-from eaas.gateway.load import GatewayLoad
+from eaas.gateway.gateway import GatewayLoad
 from eaas.gateway.metrics import GatewayMetrics, Histogram, Recent
+from eaas.gateway.pool import WorkerPool
 from eaas.gateway.sequence import Sequence
-from eaas.gateway.worker_pool import WorkerPool
+from eaas.gateway.text import Choice, Generation
 from router.view import Member, View
 from tests.eaas.gateway_world import MAX_MODEL_LEN, FakeWorker
 

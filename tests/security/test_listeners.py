@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,10 @@ import pytest
 
 from eaas.certs import make_certs
 from eaas.cluster.config import ClusterConfig
-from eaas.gateway.http_guard import Bounds
+from eaas.gateway.guard import Bounds
 from eaas.gateway.keys import Key, digest_of, new_key, write_keys
 from eaas.gateway.listening import ListenFailed, listen
 from eaas.settings import ROLES
-from experts.__main__ import listen as listen_for_clients
-from experts.config import ExpertOptions
-from experts.server import ExpertsService
 from router.exposure import Exposed, bound_address, is_loopback, told_address
 from router.options import options_of
 from router.tls import Credentials
@@ -129,11 +125,9 @@ def test_router_and_admin_listener_refuse_to_be_open(tmp_path: Path, certs: Path
 
 
 def test_expert_servers_and_attention_workers_refuse_to_be_open(world: World) -> None:
-    options = ExpertOptions(router="127.0.0.1:1", model=Path("m"), host="0.0.0.0")
-    with ExitStack() as closing, pytest.raises(Exposed, match="no TLS \\(--tls-dir\\)"):
-        listen_for_clients(options, None, ExpertsService(), closing)
-    refused = run("eaas.engine", "--router", "127.0.0.1:1", "--model", str(world.model), "--host", "::")
-    assert refused.returncode == 1 and "no TLS (--tls-dir)" in refused.stderr, refused.stderr
+    for module in ("experts", "eaas.engine"):
+        refused = run(module, "--router", "127.0.0.1:1", "--model", str(world.model), "--host", "::")
+        assert refused.returncode == 1 and "no TLS (--tls-dir)" in refused.stderr, refused.stderr
 
 
 def test_a_local_cluster_refuses_before_it_starts_anything() -> None:
@@ -307,7 +301,7 @@ def test_a_head_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> 
 
     import uvicorn
 
-    from eaas.gateway.http_guard import Connection
+    from eaas.gateway.guard import Connection
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
