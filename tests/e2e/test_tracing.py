@@ -185,7 +185,7 @@ def test_nothing_of_it_is_imported_before_it_is_asked_for() -> None:
     [
         ("ftp://127.0.0.1/", 1.0, "is no http or https URL"),
         ("127.0.0.1:4318", 1.0, "is no http or https URL"),
-        ("http://127.0.0.1:4318/v1/traces", 1.5, "give 0 (none) to 1"),
+        ("http://127.0.0.1:4318/v1/traces", 1.5, "at least 0 and at most 1"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(tiny: Path, url: str, share: float, message: str) -> None:
