@@ -40,7 +40,6 @@ from eaas.cluster.config import ClusterConfig
 from eaas.cluster.local import LocalCluster
 from eaas.cluster.status import fetch_status
 from eaas.model.resolve import resolve_model
-from p2p.cores import named_cores
 
 NAME = "attention_loss"
 LIMIT_S = 60.0
@@ -383,11 +382,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     chosen = options.parse_args(argv)
     config = ClusterConfig(
         model=resolve_model(chosen.model),
-        served_name=NAME,
+        served_model_name=NAME,
         experts=chosen.experts,
         attention=2,
         port=0,
-        cores=named_cores(""),
     )
     if chosen.backlog:
         made = {"requests": chosen.backlog, "prompt_tokens": chosen.prompt_tokens, "tokens": chosen.tokens}

@@ -186,7 +186,7 @@ def against(
     """Send all streams to a new cluster of `servers` expert servers, scaled by a policy or left alone."""
     config = ClusterConfig(
         model=resolve_model(DEMO),
-        served_name=NAME,
+        served_model_name=NAME,
         experts=servers,
         replicas=1,
         expert_lanes=1,

@@ -28,7 +28,6 @@ from eaas.cluster.config import ClusterConfig
 from eaas.cluster.local import LocalCluster
 from eaas.cluster.status import fetch_status
 from eaas.model.resolve import resolve_model
-from p2p.cores import named_cores
 
 NAME = "leaks"
 LIMIT_S = 300.0
@@ -171,13 +170,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     chosen = options.parse_args(argv)
     config = ClusterConfig(
         model=resolve_model(chosen.model),
-        served_name=NAME,
+        served_model_name=NAME,
         experts=2,
         attention=chosen.attention,
         # So few that one wave uses every block: memory touched for the first time is no leak.
         kv_tokens=16384,
         port=0,
-        cores=named_cores(""),
     )
     sizes = {name: getattr(chosen, name) for name in ("streams", "cancelled", "slow", "tokens")}
     ends: Counter[str] = Counter()

@@ -78,7 +78,7 @@ def local_experts(model: Path, lanes: int) -> LocalExperts:
 def expert_pool(model: Path, servers: int, cores: tuple[int, ...]) -> Iterator[ExpertClient]:
     """A client attached to that many expert servers, each a process on this host."""
     config = ClusterConfig(
-        model=model, served_name="bench", experts=servers, attention=0, replicas=min(2, servers), cores=cores,
+        model=model, served_model_name="bench", experts=servers, attention=0, replicas=min(2, servers), cores=cores,
         endpoint=False,
     )  # fmt: skip
     checkpoint = Checkpoint.open(model)

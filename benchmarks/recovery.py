@@ -37,7 +37,6 @@ from eaas.cluster.local import LocalCluster
 from eaas.gateway.status import replicas_min
 from eaas.model.resolve import resolve_model
 from experts.server import LANE_0
-from p2p.cores import named_cores
 from router.client import RouterClient
 from router.view import ATTENTION, EXPERT, SERVING, View
 
@@ -227,12 +226,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     chosen = options.parse_args(argv)
     config = ClusterConfig(
         model=resolve_model(chosen.model),
-        served_name=NAME,
+        served_model_name=NAME,
         experts=chosen.experts,
         attention=chosen.attention,
         replicas=chosen.replicas,
         port=0,
-        cores=named_cores(""),
     )
     seen, draw = Observer(), random.Random(chosen.seed)
     with LocalCluster(config, on_event=seen.on_event) as cluster:

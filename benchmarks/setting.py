@@ -82,7 +82,7 @@ def cluster(
     """
     config = ClusterConfig(
         model=model,
-        served_name=NAME,
+        served_model_name=NAME,
         experts=servers,
         expert_lanes=lanes,
         replicas=replicas or min(2, servers),

@@ -18,7 +18,6 @@ from eaas.cluster.local import LocalCluster
 from eaas.gateway.status import replicas_min
 from eaas.model.resolve import resolve_model
 from eaas.ops.load.record import StreamRecord, Verdict, compare
-from p2p.cores import named_cores
 from router.client import RouterClient
 from router.view import ATTENTION, EXPERT, SERVING, View
 
@@ -169,12 +168,12 @@ def struck_cluster(chosen: argparse.Namespace, **config: Any) -> Iterator[Struck
     seen = Observer()
     wanted = ClusterConfig(
         model=resolve_model(chosen.model),
-        served_name=NAME,
+        served_model_name=NAME,
         experts=chosen.experts,
         attention=chosen.attention,
         replicas=chosen.replicas,
         port=0,
-        cores=named_cores(chosen.cores),
+        cores=tuple(int(core) for core in chosen.cores.split(",") if core),
         **config,
     )
     with LocalCluster(wanted, on_event=seen.on_event) as cluster:

@@ -157,7 +157,7 @@ def measure_outputs(
         for _ in range(requests)
     ]
     config = ClusterConfig(
-        model=resolve_model("demo"), served_name=NAME, experts=2, port=0, cores=tuple(cores)
+        model=resolve_model("demo"), served_model_name=NAME, experts=2, port=0, cores=tuple(cores)
     )
     with LocalCluster(config) as cluster, ThreadPoolExecutor(at_once) as pool:
         began_s = time.monotonic()

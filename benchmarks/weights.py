@@ -127,7 +127,7 @@ def world_of(
 ) -> Iterator[tuple[World, LocalCluster]]:
     """A cluster that serves, and a receiver beside it."""
     config = ClusterConfig(
-        model=model, served_name=setting.NAME, experts=SERVERS, replicas=SERVERS, port=0, cores=tuple(cores),
+        model=model, served_model_name=setting.NAME, experts=SERVERS, replicas=SERVERS, port=0, cores=tuple(cores),
         transport=transport,
     )  # fmt: skip
     with contextlib.ExitStack() as closing:

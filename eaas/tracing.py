@@ -1,15 +1,17 @@
-"""Traces, for those who ask for them: options, and the W3C header that carries a trace from process to process.
+"""Traces, for those who ask for them: the option, and the W3C header that carries a trace from process to process.
 
 Spans are made in eaas/spans.py, which needs the extra `tracing`; nothing of it is imported before a URL is given.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import re
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from router.options import Options, OptionsInvalid, option
 
 if TYPE_CHECKING:
     from eaas.spans import Tracing
@@ -44,36 +46,22 @@ def version() -> str:
         return "0+source"
 
 
-def add_options(options: argparse.ArgumentParser, *, begins: bool) -> None:
-    """The options of a process that may trace. Args: begins: it decides which requests are traced."""
-    options.add_argument(
-        "--trace-url",
-        default="",
+@dataclass(frozen=True, kw_only=True)
+class TracingOptions(Options):
+    """Traces"""
+
+    trace_url: str = option(
+        "",
+        "Send traces there, by OTLP over HTTP, such as http://127.0.0.1:4318/v1/traces; default: none are made.",
         metavar="URL",
-        help="send traces there, by OTLP over HTTP, such as http://127.0.0.1:4318/v1/traces; default: none are made",
-    )
-    if not begins:
-        return
-    options.add_argument(
-        "--trace-share",
-        type=float,
-        default=1.0,
-        help="share of requests that are traced, 0 to 1, where the client does not say (default 1)",
     )
 
-
-def check_options(url: str, share: float) -> None:
-    """Refuse what makes no sense.
-
-    Raises:
-        ValueError: no URL of HTTP, or no share.
-    """
-    if url and not re.fullmatch(r"https?://[^\s/?#]+(/\S*)?", url):
-        raise ValueError(
-            f"--trace-url {url!r} is no http or https URL; give one such as http://127.0.0.1:4318/v1/traces."
-        )
-    if not 0.0 <= share <= 1.0:
-        raise ValueError(f"--trace-share {share} found; give 0 (none) to 1 (every request).")
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.trace_url and not re.fullmatch(r"https?://[^\s/?#]+(/\S*)?", self.trace_url):
+            raise OptionsInvalid(
+                f"--trace-url {self.trace_url} is no http or https URL; give one such as http://127.0.0.1:4318/v1/traces."
+            )
 
 
 def open_tracing(
@@ -82,10 +70,8 @@ def open_tracing(
     """What makes the spans of this process; None when no URL was given.
 
     Raises:
-        ValueError: the options make no sense.
         TracingMissing: the extra is not installed.
     """
-    check_options(url, share)
     if not url:
         return None
     try:

@@ -1,8 +1,7 @@
-"""The expert server's process: python -m experts --router 127.0.0.1:7000 --model DIR --cores 0"""
+"""The expert server's process: python -m experts --router 127.0.0.1:7000 --model DIR (experts.config)"""
 
 from __future__ import annotations
 
-import argparse
 import logging
 import signal
 import sys
@@ -20,7 +19,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from experts.accounts import server_totals
 from experts.backend import DeviceUnavailable
 from experts.checkpoint import Checkpoint, CheckpointInvalid, read_config
-from experts.devices import HELP as DEVICE_HELP
+from experts.config import CHECKPOINT, PEERS, ExpertOptions
 from experts.devices import Device
 from experts.faults import SERVER_FAULTS, SelfInflicted
 from experts.give import WeightSender
@@ -30,24 +29,20 @@ from experts.model import ConfigInvalid, Dtype, ExpertShape
 from experts.native import IsaUnavailable
 from experts.pack import PackedExperts, PackUnavailable, layout_of
 from experts.proto import experts_pb2, experts_pb2_grpc
-from experts.server import MOST_SLOTS, ExpertServer, ExpertsService
+from experts.server import ExpertServer, ExpertsService
 from experts.weights import Weights, manifest_from
 from p2p.cores import named_cores
 from p2p.endpoint import P2PError
-from p2p.transport import HELP as TRANSPORT_HELP
 from p2p.transport import TransportChoice
 from router import child, logs
 from router.client import JoinRefused, RouterClient, RouterUnavailable
-from router.connection import router_address
-from router.exposure import bound_address, host_port, told_address
+from router.exposure import host_port
 from router.faults import SERVER_POINTS
 from router.heartbeat import Heartbeat
 from router.tls import Credentials, RequireRolesThreaded
 from router.view import EXPERT
 
 log = logging.getLogger("experts")
-
-AUTO, CHECKPOINT, PEERS = "auto", "checkpoint", "peers"
 
 _ASK_ROUTER_S = 2.0
 _WAIT_ROUTER_S = 30.0
@@ -74,58 +69,14 @@ class StartFailed(Exception):
     """The server cannot start; the text says why."""
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="eaas expert",
-        description="Serve experts of one model, as the router places them. Listens on loopback unless told otherwise.",
-        epilog="Exit codes: 0 stopped by a signal or drained, 1 cannot start or fenced (it says why), 2 bad usage."
-        " Example: eaas expert --router 127.0.0.1:7000 --model ./model --cores 0,1",
-    )
-    parser.add_argument(
-        "--router", required=True, type=router_address, metavar="HOST:PORT,...", help="address of each router"
-    )
-    parser.add_argument("--model", required=True, help="directory with config.json and *.safetensors")
-    parser.add_argument(
-        "--weights",
-        choices=(AUTO, CHECKPOINT, PEERS),
-        default=AUTO,
-        help="where from, if no server of this host packed them yet: servers of the cluster and the checkpoint,"
-        " whichever is faster (auto, default), the checkpoint alone, or peers alone: then the directory needs only"
-        " config.json, and the model is the cluster's",
-    )
-    parser.add_argument("--dtype", default="auto", help="bfloat16, float32, int8 or auto (default)")
-    parser.add_argument(
-        "--cores", default="", help="one lane on each of these, as 0,1 (default: one lane, unpinned)"
-    )
-    parser.add_argument(
-        "--slots",
-        type=int,
-        default=MOST_SLOTS,
-        help=f"most requests in flight of one client, 1 to {MOST_SLOTS} (the default)",
-    )
-    parser.add_argument("--device", default="cpu", help=DEVICE_HELP)
-    parser.add_argument("--transport", default="shm", help=TRANSPORT_HELP)
-    parser.add_argument(
-        "--zone", default="", help="what fails together, such as a rack: copies of an expert avoid one zone"
-    )
-    parser.add_argument("--port", type=int, default=0, help="control port; 0 = any (default)")
-    child.add_listener(parser)
-    child.add_options(parser)
-    return parser.parse_args(arguments)
-
-
 def listen(
-    options: argparse.Namespace, credentials: Credentials | None, service: ExpertsService, closing: ExitStack
+    options: ExpertOptions, credentials: Credentials | None, service: ExpertsService, closing: ExitStack
 ) -> tuple[str, grpc.Server, health.HealthServicer]:
     """Start the control service. Returns the address that others call, itself and the health servicer.
 
     Raises:
         StartFailed: the port is taken.
-        Exposed: other machines could reach it, and there is no TLS.
     """
-    host = bound_address("--host", options.host, {"TLS (--tls-dir)": credentials is not None})
-    told = told_address("--host", host, options.advertise)
     control = grpc.server(
         ThreadPoolExecutor(max_workers=8),
         interceptors=[RequireRolesThreaded()] if credentials is not None else [],
@@ -136,7 +87,7 @@ def listen(
     experts_pb2_grpc.add_ExpertsServicer_to_server(service, control)
     health_pb2_grpc.add_HealthServicer_to_server(healthy, control)
     try:
-        at = host_port(host, options.port)
+        at = host_port(options.bound_host, options.port)
         bound = (
             control.add_secure_port(at, credentials.server())
             if credentials
@@ -144,11 +95,11 @@ def listen(
         )
     except RuntimeError as error:
         raise StartFailed(
-            f"port {options.port} on {host} cannot be used ({error}). Choose another, or 0 for any."
+            f"port {options.port} on {options.host} cannot be used ({error}). Choose another, or 0 for any."
         ) from error
     control.start()
     closing.callback(control.stop, 0)
-    return host_port(told, bound), control, healthy
+    return host_port(options.told_host, bound), control, healthy
 
 
 class Load:
@@ -219,13 +170,11 @@ class Ending:
         self.wanted.set()
 
 
-def serve(options: argparse.Namespace, ending: Ending) -> None:
+def serve(options: ExpertOptions, ending: Ending) -> None:
     """Join, load, serve until told to end. Raises _START_ERRORS or StartFailed."""
     cores = named_cores(options.cores) if options.cores else (-1,)
     device, transport = Device.parse(options.device), TransportChoice.parse(options.transport)
     backend, new_endpoint = device.backend(), device.opener(transport)
-    if not 1 <= options.slots <= MOST_SLOTS:
-        raise StartFailed(f"--slots {options.slots}: 1 to {MOST_SLOTS} is needed.")
     credentials = child.credentials(options, EXPERT)
     checkpoint = None if options.weights == PEERS else Checkpoint.open(options.model)
     config = checkpoint.config if checkpoint else read_config(options.model)
@@ -397,18 +346,12 @@ def _leave(router: RouterClient) -> None:
         log.info("leave_failed reason=%s", error)
 
 
-def main() -> int:
-    options = parse(sys.argv[1:])
-    child.begin(options, orphaned=signal.SIGKILL)
+def main(options: ExpertOptions) -> int:
+    """Serve until told to end. Raises as `serve` does. Returns the exit code."""
     ending = Ending()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, ending.on_signal)
-    try:
-        serve(options, ending)
-    except (*_START_ERRORS, StartFailed) as error:
-        log.error("cannot_start reason=%s", error)
-        child.tell_failed(options, str(error))
-        return 1
+    serve(options, ending)
     # Python takes its handlers away while it ends; one more SIGTERM would then look like a crash.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
@@ -419,4 +362,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    refusals = (*_START_ERRORS, StartFailed)
+    sys.exit(child.start("expert", ExpertOptions, main, refusals, orphaned=signal.SIGKILL))

@@ -13,11 +13,6 @@ from p2p.descriptor import Transport
 from p2p.endpoint import Endpoint
 from p2p.transport import TransportChoice
 
-HELP = (
-    "what computes: cpu (default), cuda:0 (a GPU, by its number), or interpreter (the GPU's kernels on the CPU, "
-    "thousands of times slower: to study and test them)"
-)
-
 
 class Kind(Enum):
     """Kinds of processors."""

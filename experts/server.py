@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experts.backend import Backend, ClientLink, LinkRefused, ServerCounters
+from experts.config import MOST_SLOTS
 from experts.cpu import CpuBackend
 from experts.give import Refused, WeightSender
 from experts.links import CONNECT_BACK_S, LinkReaper
@@ -28,7 +29,6 @@ from router.host import name_thread
 
 log = logging.getLogger(__name__)
 
-MOST_SLOTS = 16
 LANE_0 = "expert-lane-0"
 RUN_NS = 1_000_000_000
 

@@ -1,26 +1,19 @@
-"""CPU cores for lanes, as command lines name them."""
+"""CPU cores for lanes."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 
-def named_cores(text: str) -> tuple[int, ...]:
-    """Cores named like "0,1", in that order; all that this process may use where nothing is named.
+def named_cores(named: Sequence[int]) -> tuple[int, ...]:
+    """The cores that were named, in that order; all that this process may use where none was.
 
     Raises:
-        ValueError: not core numbers, a core twice, or one that this process may not use.
+        ValueError: a core twice, or one that this process may not use.
     """
     allowed = sorted(os.sched_getaffinity(0))
-    if not text:
-        return tuple(allowed)
-    try:
-        named = tuple(int(core) for core in text.split(","))
-    except ValueError:
-        raise ValueError(
-            f"--cores {text}: core numbers with commas between them are needed, as in 0,1."
-        ) from None
-    foreign = [core for core in named if core not in allowed]
-    if foreign or len(set(named)) < len(named):
+    if set(named) - set(allowed) or len(set(named)) < len(named):
+        text = ",".join(map(str, named))
         raise ValueError(f"--cores {text}: name each once, among those this process may use: {allowed}.")
-    return named
+    return tuple(named or allowed)

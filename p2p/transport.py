@@ -10,11 +10,6 @@ from p2p.descriptor import Transport
 from p2p.endpoint import Endpoint, P2PError
 from p2p.shm import ShmEndpoint
 
-HELP = (
-    "how processes reach each other: shm (one host, default), nixl (between hosts), nixl:eth0,eth1 (its rails), "
-    "cuda:0 (GPU kernels of one host; which GPU), or nixl@cuda:0 (GPU kernels between hosts)"
-)
-
 
 @dataclass(frozen=True, kw_only=True)
 class TransportChoice:

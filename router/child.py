@@ -1,4 +1,4 @@
-"""What every process of the cluster has in common: its options, its log, and what it owes the one that started it."""
+"""What every process of the cluster has in common: its start, its log, and what it owes the one that started it."""
 
 from __future__ import annotations
 
@@ -9,85 +9,77 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from router import logs
-from router.exposure import LOOPBACK
+from router.config import ChildOptions
+from router.options import read
 from router.tls import Credentials
 
+log = logging.getLogger("router.child")
+
 _PR_SET_PDEATHSIG = 1
+_T = TypeVar("_T", bound=ChildOptions)
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that every process of the cluster takes from its launcher."""
-    parser.add_argument("--ready-fd", type=int, default=-1, help="write one JSON line here when usable")
-    parser.add_argument("--die-with", type=int, default=0, metavar="PID", help="stop when this parent ends")
-    parser.add_argument(
-        "--allow-chaos",
-        action="store_true",
-        help="take faults that are injected on purpose (default: refuse)",
-    )
-    parser.add_argument(
-        "--tls-dir",
-        type=Path,
-        metavar="DIR",
-        help="ca.pem, cert.pem and key.pem of this process's role, as `eaas certs` makes them: TLS with every other "
-        "process, both ways (default: none, on loopback only)",
-    )
-    parser.add_argument(
-        "--log-format",
-        choices=logs.FORMATS,
-        default=logs.TEXT,
-        help="json: one object for each line of the log",
-    )
-
-
-def add_listener(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a process that other processes connect to, beside its port."""
-    parser.add_argument(
-        "--host",
-        default=LOOPBACK,
-        help=f"IP address to listen on (default {LOOPBACK}); one that other machines can reach needs --tls-dir",
-    )
-    parser.add_argument(
-        "--advertise",
-        default="",
-        metavar="NAME",
-        help="name or address under which others reach this process (default: that of --host)",
-    )
-
-
-def credentials(options: argparse.Namespace, role: str) -> Credentials | None:
-    """What --tls-dir holds; None without it. Raises CredentialsInvalid."""
-    return Credentials(options.tls_dir, role) if options.tls_dir else None
-
-
-def begin(
-    options: argparse.Namespace, level: str = "info", *, orphaned: signal.Signals = signal.SIGTERM
-) -> None:
-    """Log to stderr; with --die-with, end when the launcher ends, however and whenever it ends.
+def start(
+    role: str,
+    kind: type[_T],
+    run: Callable[[_T], int],
+    refusals: tuple[type[Exception], ...],
+    *,
+    orphaned: signal.Signals = signal.SIGTERM,
+    arguments: Sequence[str] | None = None,
+) -> int:
+    """Read this process's options, log to stderr, and run. Returns the exit code.
 
     Args:
-        orphaned: The signal to end by. A process that is frozen takes SIGKILL alone; one that has something to say to
-            its clients needs SIGTERM.
+        run: Serves until told to end, and returns the exit code.
+        refusals: What it raises where it cannot start; the text says why, to the log and to the launcher.
+        orphaned: The signal to end by when the launcher ends, with --die-with. A process that is frozen takes SIGKILL
+            alone; one that has something to say to its clients needs SIGTERM.
+        arguments: Without the program's name; default: this process's.
     """
-    logs.begin(options.log_format, level)
+    words = sys.argv[1:] if arguments is None else arguments
+    try:
+        options = read(kind, role, words, os.environ)
+    except ValueError as error:
+        logs.begin(logs.TEXT, "info")
+        return _refused(_ready_fd(words), error)
+    logs.begin(options.log_format, options.log_level)
     if options.die_with:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, orphaned, 0, 0, 0)
         # It may have ended before the request was made: then somebody else is the parent by now.
         if os.getppid() != options.die_with:
             sys.exit(f"the launcher (pid {options.die_with}) has ended; stopping")
+    try:
+        return run(options)
+    except refusals as error:
+        return _refused(options.ready_fd, error)
 
 
-def tell_ready(options: argparse.Namespace, name: str, address: str, **more: str) -> None:
+def credentials(options: ChildOptions, role: str) -> Credentials | None:
+    """What --tls-dir holds; None without it. Raises CredentialsInvalid."""
+    return Credentials(options.tls_dir, role) if options.tls_dir else None
+
+
+def tell_ready(options: ChildOptions, name: str, address: str, **more: str) -> None:
     """Say to the launcher that this process is usable, under its member name, at host:port, and `more` of it."""
     _tell(options.ready_fd, {"name": name, "address": address, "pid": os.getpid(), **more})
 
 
-def tell_failed(options: argparse.Namespace, reason: str) -> None:
-    """Say to the launcher why this process could not start."""
-    _tell(options.ready_fd, {"error": reason})
+def _refused(ready_fd: int, error: Exception) -> int:
+    log.error("cannot_start reason=%s", error)
+    _tell(ready_fd, {"error": str(error)})
+    return 1
+
+
+def _ready_fd(words: Sequence[str]) -> int:
+    """The descriptor that the launcher reads, of a command line that makes no sense otherwise."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--ready-fd", type=int, default=-1)
+    return parser.parse_known_args(words)[0].ready_fd
 
 
 def _tell(ready_fd: int, line: Mapping[str, object]) -> None:
@@ -97,4 +89,4 @@ def _tell(ready_fd: int, line: Mapping[str, object]) -> None:
         with os.fdopen(ready_fd, "w") as launcher:
             launcher.write(json.dumps(line) + "\n")
     except BrokenPipeError:
-        logging.getLogger("router.child").info("launcher_gone pid=%d", os.getpid())
+        log.info("launcher_gone pid=%d", os.getpid())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import threading
@@ -12,7 +11,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from router.exposure import RouterAddressInvalid, target_of
+from router.exposure import target_of
 from router.host import boot_s
 from router.messages import LEADER, STANDBY
 from router.proto import router_pb2 as pb
@@ -56,15 +55,6 @@ def channel_to(
     if credentials is None:
         return grpc.insecure_channel(address, options=options)
     return credentials.channel(address, role, options)
-
-
-def router_address(text: str) -> str:
-    """The value of a --router option. Raises argparse.ArgumentTypeError."""
-    try:
-        target_of(text)
-    except RouterAddressInvalid as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
 
 
 def answers(address: str, timeout_s: float, credentials: Credentials | None = None) -> bool:

@@ -10,7 +10,6 @@ before the next. What was started outlives the launcher, and joins the router un
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import math
@@ -33,6 +32,7 @@ from typing import Protocol
 
 from router import child
 from router.client import RouterClient, RouterUnavailable
+from router.config import START_TRIES_S, LauncherOptions
 from router.events import StartProcess, StopProcess
 from router.exposure import is_loopback
 from router.host import HOST_VARIABLE, PID_VARIABLE, host_id
@@ -47,8 +47,6 @@ _BACKOFF_FIRST_S = 0.5
 _BACKOFF_MOST_S = 30.0
 # Linux gives no process a pid from here on (PID_MAX_LIMIT).
 _PID_LIMIT = 1 << 22
-# All tries of a start by webhook: the router gives up on an order after `start_s` and orders again.
-_START_TRIES_S = 0.75 * Config.start_s
 # Answers that another try may better: too early, too many, or the far side's own trouble.
 _TRY_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
 
@@ -234,7 +232,7 @@ class Launcher:
                 pid=pid,
                 host=self._host,
                 router=self._router,
-                until_s=time.monotonic() + _START_TRIES_S,
+                until_s=time.monotonic() + START_TRIES_S,
             )
         return Order(
             key=key,
@@ -337,65 +335,13 @@ def _backoff() -> Iterator[float]:
         wait_s = min(2 * wait_s, _BACKOFF_MOST_S)
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="eaas launcher",
-        description="Carry out the router's orders to start and stop processes with a command or a webhook. "
-        "The command finds EAAS_ACTION (start or stop), EAAS_POOL (expert or attention), EAAS_ROUTER, EAAS_HOST, "
-        "EAAS_PID, EAAS_ORDER and for a stop EAAS_MEMBER in its environment; the webhook gets the same as JSON. "
-        "A process started so must have EAAS_HOST and EAAS_PID in its own environment: the order to stop it has the "
-        "same EAAS_PID. A process of this machine without that EAAS_HOST is never ordered to stop.",
-        epilog="Exit codes: 0 stopped by a signal, 1 could not start (the message says why), 2 bad usage. "
-        "Example: eaas launcher --router 127.0.0.1:7000 --exec 'if [ $EAAS_ACTION = stop ]; then kill -9 $EAAS_PID; "
-        "else exec eaas $EAAS_POOL --router $EAAS_ROUTER --model ./checkpoint; fi'",
-    )
-    parser.add_argument("--router", required=True, metavar="HOST:PORT", help="address of the router")
-    way = parser.add_mutually_exclusive_group(required=True)
-    way.add_argument("--exec", metavar="COMMAND", dest="command", help="shell command run for each order")
-    way.add_argument("--webhook", metavar="URL", help="where each order is POSTed as JSON")
-    parser.add_argument(
-        "--webhook-key-file", type=Path, help="file with a key, sent as `Authorization: Bearer KEY`"
-    )
-    parser.add_argument(
-        "--host",
-        default="",
-        help="name under which to take orders; default: this machine (needed with --webhook)",
-    )
-    parser.add_argument(
-        "--timeout-s", type=float, default=30.0, help="for a POST or a stop command (default 30)"
-    )
-    parser.add_argument(
-        "--tries",
-        type=int,
-        default=5,
-        help="of a POST or a stop command, 0.5, 1, 2 ... s apart (default 5); "
-        f"a start by POST is tried for {_START_TRIES_S:g} s in all",
-    )
-    child.add_options(parser)
-    return parser.parse_args(arguments)
-
-
-def launcher_of(options: argparse.Namespace) -> Launcher:
-    """The launcher that the command line asks for.
+def launcher_of(options: LauncherOptions) -> Launcher:
+    """The launcher that the options ask for.
 
     Raises:
-        LauncherInvalid: it makes no sense, or the key file cannot be read.
+        LauncherInvalid: the address makes no sense, or the key file cannot be read.
         CredentialsInvalid: as --tls-dir says.
     """
-    if options.tries < 1 or not options.timeout_s > 0:
-        raise LauncherInvalid(
-            f"--tries {options.tries} and --timeout-s {options.timeout_s:g} found; "
-            "give at least 1 and more than 0"
-        )
-    if options.webhook and not options.host:
-        raise LauncherInvalid(
-            "--webhook starts processes elsewhere: give --host NAME, which they get as EAAS_HOST"
-        )
-    if options.webhook_key_file and not options.webhook:
-        raise LauncherInvalid(
-            "--webhook-key-file with --exec: there is no POST to send the key with; leave it out"
-        )
     way: Way
     if options.webhook:
         key = ""
@@ -408,7 +354,7 @@ def launcher_of(options: argparse.Namespace) -> Launcher:
                 raise LauncherInvalid(f"{options.webhook_key_file} holds no key: one line of printable ASCII")
         way = Webhook(url=options.webhook, timeout_s=options.timeout_s, key=key)
     else:
-        way = Exec(command=options.command, timeout_s=options.timeout_s)
+        way = Exec(command=options.exec, timeout_s=options.timeout_s)
     return Launcher(
         router=options.router,
         host=options.host or host_id(),
@@ -418,15 +364,9 @@ def launcher_of(options: argparse.Namespace) -> Launcher:
     )
 
 
-def main() -> int:
-    options = parse(sys.argv[1:])
-    child.begin(options)
-    try:
-        launcher = launcher_of(options)
-    except (LauncherInvalid, CredentialsInvalid) as error:
-        log.error("cannot_start reason=%s", error)
-        child.tell_failed(options, str(error))
-        return 1
+def main(options: LauncherOptions) -> int:
+    """Carry out orders until SIGTERM or SIGINT. Raises as launcher_of says. Returns the exit code."""
+    launcher = launcher_of(options)
     for number in (signal.SIGTERM, signal.SIGINT):
         # On another thread: the one interrupted may hold the client's lock.
         signal.signal(number, lambda *_: threading.Thread(target=launcher.close).start())
@@ -436,4 +376,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(child.start("launcher", LauncherOptions, main, (ValueError, CredentialsInvalid)))

@@ -17,26 +17,28 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
-from eaas.cluster.arguments import KEYS_FILE, Surroundings, arguments_of
-from eaas.cluster.config import ClusterConfig
+from eaas.cluster.config import KEYS_FILE, ClusterConfig, LaunchContext, child_options
 from eaas.cluster.process import Child, StartFailed
 from eaas.cluster.state_dir import StateDir
-from eaas.gateway.keys import keys_of, write_keys
+from eaas.gateway.keys import digest_of, keys_of, write_keys
 from eaas.gateway.listening import ListenFailed, address_of, listen
+from eaas.settings import ROLES
+from p2p.cores import named_cores
 from router.client import RouterClient, RouterUnavailable
 from router.connection import answers
 from router.etcd import EtcdUnavailable
 from router.etcd_store import erase
 from router.events import StartProcess, StopProcess
 from router.host import host_id
+from router.options import arguments
 from router.roles import LAUNCHER
 from router.tls import Credentials
 from router.view import DRAINING, GATEWAY, View
 
 logger = logging.getLogger(__name__)
 
-MODULES = {"router": "router", "expert": "experts", "attention": "eaas.attention", "gateway": "eaas.gateway"}
 # A part that keeps dying is restarted ever more slowly: 0.1, 0.2, 0.4 ... 5 s; one that lived so long begins anew.
 RESTART_FIRST_S, RESTART_MOST_S, RESTART_FORGIVEN_S = 0.1, 5.0, 30.0
 # A router that answers no probe for so long is ended and started again; the token path does not miss it.
@@ -51,11 +53,11 @@ class LocalCluster:
     Raises (from `start`):
         StartFailed: a part did not become ready, with its name and the reason.
     Raises CredentialsInvalid where the launcher has no certificate in `tls_dir`, StateDirUnusable where journal and
-    logs cannot be kept.
+    logs cannot be kept, ValueError where it names cores that it may not use.
     """
 
     def __init__(self, config: ClusterConfig, *, on_event: Callable[[str], None] | None = None) -> None:
-        self.config = config
+        self.config = config = replace(config, cores=named_cores(config.cores))
         tls = config.tls_dir
         self._credentials = Credentials(tls / LAUNCHER, LAUNCHER) if tls is not None else None
         self._state = StateDir(config.state_dir)
@@ -247,13 +249,15 @@ class LocalCluster:
         log = self.state_dir / f"{pool}.{self._launched}.log"
         try:
             self._state.ensure()
-            if self.config.api_key_digests:
+            if self.config.api_key:
                 # Each time: the folder may have been made anew.
-                write_keys(self.state_dir / KEYS_FILE, keys_of(self.config.api_key_digests))
+                write_keys(
+                    self.state_dir / KEYS_FILE, keys_of([digest_of(key) for key in self.config.api_key])
+                )
             child = Child.start(
                 pool=pool,
                 slot=slot,
-                module=MODULES[pool],
+                module=ROLES[pool].module,
                 arguments=self._arguments(pool, slot, port),
                 log=log,
                 pass_fds=[self._listener.fileno()] if pool == "gateway" and self._listener else (),
@@ -267,14 +271,14 @@ class LocalCluster:
         self._selector.register(child.ready_fd, selectors.EVENT_READ, (child, False))
 
     def _arguments(self, pool: str, slot: int, port: int) -> list[str]:
-        surroundings = Surroundings(
+        context = LaunchContext(
             state_dir=self.state_dir,
             router_address=self.router_address,
             experts_wanted=self._experts_wanted,
             listen_fd=self._listener.fileno() if self._listener else -1,
             admin_address=self._admin_addresses.get(slot, ""),
         )
-        return arguments_of(self.config, surroundings, pool, slot, port)
+        return arguments(child_options(self.config, context, pool, slot, port))
 
     def _report(self, child: Child) -> None:
         descriptor = child.ready_fd

@@ -1,21 +1,19 @@
-"""``python -m eaas.gateway``: the HTTP process of a cluster."""
+"""``python -m eaas.gateway``: the HTTP process of a cluster; options: eaas.gateway.config."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import gc
 import logging
 import os
-import re
 import resource
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
 import grpc
 import uvicorn
@@ -23,18 +21,18 @@ from starlette.types import ASGIApp
 
 from eaas.gateway import protection
 from eaas.gateway.app import create_app
-from eaas.gateway.config import GatewayConfig
+from eaas.gateway.config import GatewayOptions
 from eaas.gateway.dashboard.history import ClusterSnapshot
 from eaas.gateway.gateway import Gateway
-from eaas.gateway.http_guard import Connection, RequestIds, WithoutPrefix
+from eaas.gateway.guard import Connection, RequestIds, WithoutPrefix
 from eaas.gateway.listening import ListenFailed, address_of, checked_address, listen
-from eaas.gateway.load_model import ModelUnusable, load_model
+from eaas.gateway.served_model import ModelUnusable, load_model
 from eaas.gateway.status import RouterStatus
-from eaas.tracing import add_options, open_tracing, version
+from eaas.tracing import open_tracing, version
 from experts.faults import SelfInflicted
 from router import child
 from router.client import JoinRefused, RouterClient, RouterUnavailable
-from router.connection import pid_at, router_address
+from router.connection import pid_at
 from router.faults import FaultTaker
 from router.heartbeat import ending
 from router.host import process_id
@@ -53,6 +51,7 @@ _TURNS_PER_S = 4
 # An event loop that stands so long, while its process neither computes nor reads, never comes round again; nor does one
 # that stands for so much longer whatever its process does.
 _HUNG_S, _LONGEST_TURN_S = 1.0, 60.0
+START_ERRORS = (ListenFailed, ModelUnusable, OSError, ValueError)
 
 
 class RouterViews:
@@ -283,145 +282,23 @@ class _Server(uvicorn.Server):
         self._on_stop()
 
 
-def parser() -> argparse.ArgumentParser:
-    """The options of this process."""
-    options = argparse.ArgumentParser(
-        prog="eaas gateway",
-        description="Serve the OpenAI API over HTTP for the attention workers that the router knows.",
-        epilog="Example: eaas gateway --router 127.0.0.1:7000 --model ./checkpoint --port 8000. "
-        "Exit codes: 0 stopped, 1 it could not start (the reason is printed), 2 wrong options.",
-    )
-    options.add_argument(
-        "--router",
-        required=True,
-        type=router_address,
-        metavar="HOST:PORT,...",
-        help="Address of each router.",
-    )
-    options.add_argument(
-        "--model", required=True, type=Path, help="Checkpoint folder: tokenizer and configuration."
-    )
-    options.add_argument(
-        "--served-model-name", default="", help="Name that clients use; default: the folder's name."
-    )
-    options.add_argument(
-        "--host",
-        default="127.0.0.1",
-        help="IP address to listen on; beyond loopback it needs --tls-cert, --tls-key and --keys-file.",
-    )
-    options.add_argument("--port", type=int, default=8000, help="TCP port; 0 takes a free one.")
-    options.add_argument(
-        "--listen-fd",
-        type=int,
-        default=-1,
-        help="Listening socket from the launcher, instead of host and port.",
-    )
-    options.add_argument(
-        "--max-model-len",
-        type=int,
-        metavar="TOKENS",
-        help="Longest prompt and output together (default: what the model allows).",
-    )
-    options.add_argument(
-        "--root-path",
-        default="",
-        type=path_prefix,
-        metavar="/PREFIX",
-        help="Prefix of every path, such as /llm, behind a proxy: with it and without it requests are the same.",
-    )
-    options.add_argument(
-        "--return-tokens-as-token-ids",
-        action="store_true",
-        help="Log-probabilities name tokens token_id:7 where a request does not say otherwise.",
-    )
-    options.add_argument(
-        "--enable-force-include-usage", action="store_true", help="Every chunk of every stream has its usage."
-    )
-    options.add_argument(
-        "--max-logprobs",
-        type=int,
-        default=GatewayConfig.max_logprobs,
-        help="Likeliest tokens that a request may ask for beside each token; -1: as many as workers tell.",
-    )
-    options.add_argument(
-        "--trust-request-chat-template",
-        action="store_true",
-        help="Requests may bring a chat template of their own, which runs here in the sandbox of the model's.",
-    )
-    options.add_argument(
-        "--deadline-s", type=float, default=30.0, help="Longest wait for an attention worker."
-    )
-    options.add_argument(
-        "--max-requests",
-        type=int,
-        default=GatewayConfig.max_requests,
-        help="Requests in progress; more are refused.",
-    )
-    options.add_argument(
-        "--max-owed-tokens",
-        type=int,
-        default=GatewayConfig.max_owed_tokens,
-        help="Tokens to be computed for all requests, as reckoned; requests beyond are refused.",
-    )
-    options.add_argument("--max-body-bytes", type=int, default=4 << 20, help="Largest request body.")
-    options.add_argument(
-        "--drain-s",
-        type=float,
-        default=GatewayConfig.drain_s,
-        help="Longest that it goes on with its streams once another gateway has taken its place.",
-    )
-    options.add_argument(
-        "--drain-on-term",
-        action="store_true",
-        help="At SIGTERM go on with the streams that there are, as after a replacement; a second one ends them. For "
-        "orchestrators that have started another gateway before (default: they end at once, with an error).",
-    )
-    options.add_argument(
-        "--stall-s", type=float, default=60.0, help="End a client that reads nothing for so long."
-    )
-    add_options(options, begins=True)
-    protection.add_options(options)
-    child.add_options(options)
-    options.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
-    return options
-
-
-def path_prefix(text: str) -> str:
-    """What --root-path says, without a slash at its end; for argparse.
-
-    Raises:
-        argparse.ArgumentTypeError: it begins with none, or is no path.
-    """
-    prefix = text.rstrip("/")
-    if prefix and not re.fullmatch(r"(/[\w.~-]+)+", prefix, re.ASCII):
-        raise argparse.ArgumentTypeError(f"{text!r} is no path prefix; give one such as /llm")
-    return prefix
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the gateway until SIGTERM or SIGINT. Returns the exit code."""
-    options = parser().parse_args(arguments)
-    child.begin(options, options.log_level)
+def main(options: GatewayOptions) -> int:
+    """Serve until SIGTERM or SIGINT. Raises START_ERRORS. Returns the exit code."""
     # Every connection is a descriptor, and the usual soft limit is 1,024.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    try:
-        guards = protection.of(options)
-        tls, keys = guards.tls is not None, guards.keys is not None
-        if options.listen_fd >= 0:
-            listener = socket.socket(fileno=options.listen_fd)
-            checked_address(listener.getsockname()[0], tls=tls, keys=keys, option="--listen-fd")
-        else:
-            listener = listen(options.host, options.port, options.stall_s, tls=tls, keys=keys)
-        with contextlib.closing(listener):
-            return _serve(options, listener, guards)
-    except (ListenFailed, ModelUnusable, OSError, ValueError) as error:
-        log.error("start_failed error=%s", error)
-        child.tell_failed(options, str(error))
-        return 1
+    guards = protection.of(options)
+    tls, keys = guards.tls is not None, guards.keys is not None
+    if options.listen_fd >= 0:
+        listener = socket.socket(fileno=options.listen_fd)
+        checked_address(listener.getsockname()[0], tls=tls, keys=keys, option="--listen-fd")
+    else:
+        listener = listen(options.host, options.port, options.stall_s, tls=tls, keys=keys)
+    with contextlib.closing(listener):
+        return _serve(options, listener, guards)
 
 
-def _serve(options: argparse.Namespace, listener: socket.socket, guards: protection.Protection) -> int:
+def _serve(options: GatewayOptions, listener: socket.socket, guards: protection.Protection) -> int:
     name = options.served_model_name or options.model.resolve().name
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     connections = protection.connections_within(options.max_connections, descriptors)
@@ -429,21 +306,8 @@ def _serve(options: argparse.Namespace, listener: socket.socket, guards: protect
         log.warning(
             "connections_limited to=%d descriptors=%d: raise ulimit -n for more", connections, descriptors
         )
-    config = GatewayConfig(
-        model_name=name,
-        tokens_by_id=options.return_tokens_as_token_ids,
-        always_usage=options.enable_force_include_usage,
-        max_logprobs=options.max_logprobs,
-        deadline_s=options.deadline_s,
-        max_requests=options.max_requests,
-        max_owed_tokens=options.max_owed_tokens,
-        stall_s=options.stall_s,
-        drain_s=options.drain_s,
-        body_limit_bytes=options.max_body_bytes,
-        max_connections=connections,
-        tls_dir=options.tls_dir,
-    )
-    address = address_of(listener)
+    config = replace(options, max_connections=connections)
+    address, prefix = address_of(listener), options.root_path.rstrip("/")
     tracing = open_tracing(
         options.trace_url, options.trace_share, service="eaas-gateway", instance=address, version=version()
     )
@@ -476,10 +340,10 @@ def _serve(options: argparse.Namespace, listener: socket.socket, guards: protect
         log.info("ready address=%s model=%s pid=%d", gateway.address, name, os.getpid())
         child.tell_ready(options, gateway.name, gateway.address)
 
-    app: ASGIApp = guards.around(create_app(gateway, options.root_path), gateway.metrics.count_refused)
+    app: ASGIApp = guards.around(create_app(gateway, prefix), gateway.metrics.count_refused)
     # Outside of the keys, which go by paths.
     app = RequestIds(
-        WithoutPrefix(app, options.root_path),
+        WithoutPrefix(app, prefix),
         closing=lambda: gateway.draining,
         logs_requests=options.log_requests,
     )
@@ -520,4 +384,4 @@ def _serve(options: argparse.Namespace, listener: socket.socket, guards: protect
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(child.start("gateway", GatewayOptions, main, START_ERRORS))

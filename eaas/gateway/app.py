@@ -11,10 +11,10 @@ from starlette.exceptions import HTTPException
 from eaas.gateway import (
     controlling,
     errors,
-    generating,
-    messaging,
+    messages,
     operating,
-    responding,
+    responses,
+    routes,
     tokenizing,
 )
 from eaas.gateway.dashboard import app as dashboard
@@ -75,6 +75,6 @@ def create_app(gateway: Gateway, root_path: str = "") -> FastAPI:
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_fault)
-    for surface in (generating, responding, messaging, tokenizing, operating, controlling, dashboard):
+    for surface in (routes, responses, messages, tokenizing, operating, controlling, dashboard):
         surface.add_routes(app, gateway)
     return app

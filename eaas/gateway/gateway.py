@@ -16,14 +16,13 @@ from eaas.gateway.config import GatewayConfig
 from eaas.gateway.dashboard.app import Dashboard
 from eaas.gateway.dashboard.history import ClusterSnapshot
 from eaas.gateway.errors import ApiError
-from eaas.gateway.http_guard import check_nesting, read_body, require_json
-from eaas.gateway.load import GatewayLoad
+from eaas.gateway.guard import check_nesting, read_body, require_json
 from eaas.gateway.metrics import GatewayMetrics
-from eaas.gateway.replies import EventStream, Exchange, Work
+from eaas.gateway.pool import WorkerPool
 from eaas.gateway.served_model import ServedModel
 from eaas.gateway.status import RouterStatus
-from eaas.gateway.worker_pool import WorkerPool
-from router.view import View
+from eaas.gateway.stream import EventStream, Exchange, Work
+from router.view import HEARS, View
 
 R = TypeVar("R", bound=BaseModel)
 
@@ -139,7 +138,7 @@ class Gateway:
         known = getattr(request.state, "body", None)
         if known is None:
             require_json(request)
-            known = await read_body(request, self.config.body_limit_bytes, self.config.body_timeout_s)
+            known = await read_body(request, self.config.max_body_bytes, self.config.body_timeout_s)
             check_nesting(known)
             request.state.body = known
         return known
@@ -248,3 +247,40 @@ class Gateway:
     def release(self) -> None:
         """One request has ended."""
         self.running -= 1
+
+
+# Workers with work speak every 50 ms.
+_HEARD_S = 1.0
+
+
+class GatewayLoad:
+    """The load report that goes with each lease renewal, from which the router and autoscalers judge whether workers
+    are missing; called on the router client's thread.
+    """
+
+    def __init__(self, pool: WorkerPool) -> None:
+        self._pool = pool
+
+    def __call__(self) -> dict[str, float]:
+        """running: choices at a worker. waiting: those without one; backlog_tokens: to be computed for these, and
+        queue_s: the age of the oldest. ttft_p99_s, tpot_p99_s: of the last minute, absent when nothing ended in it.
+        hears:NAME: 1 for each attention worker that spoke in the last second.
+        """
+        now_s = time.monotonic()
+        waiting = self._pool.queue()
+        oldest_s = min((sequence.waiting_since_s for sequence in waiting), default=now_s)
+        load = {
+            "running": float(self._pool.running - len(waiting)),
+            "waiting": float(len(waiting)),
+            "backlog_tokens": float(sum(self._pool.cost_of(sequence) for sequence in waiting)),
+            "queue_s": now_s - oldest_s,
+        }
+        for name, seen in (
+            ("ttft_p99_s", self._pool.metrics.recent_ttft),
+            ("tpot_p99_s", self._pool.metrics.recent_tpot),
+        ):
+            p99_s = seen.p99_s(now_s)
+            if p99_s is not None:
+                load[name] = p99_s
+        heard = (link for link in self._pool.links() if now_s - link.heard_s < _HEARD_S)
+        return load | {HEARS + link.name: 1.0 for link in heard}

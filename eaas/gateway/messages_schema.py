@@ -13,8 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from eaas.gateway.errors import from_validation
-from eaas.gateway.schema import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, ChatRequest
-from eaas.gateway.unsupported import Unsupported
+from eaas.gateway.schema import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, ChatRequest, Unsupported
 
 _STRICT = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}

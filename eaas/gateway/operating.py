@@ -89,7 +89,7 @@ class OperatingRoutes:
                 "attention_workers": len(pool.links()),
                 "max_requests": config.max_requests,
                 "max_owed_tokens": config.max_owed_tokens,
-                "max_body_bytes": config.body_limit_bytes,
+                "max_body_bytes": config.max_body_bytes,
                 "deadline_s": config.deadline_s,
                 "stall_s": config.stall_s,
             }

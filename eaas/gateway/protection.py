@@ -1,8 +1,9 @@
-"""What protects a gateway's listener, as its command line asks: TLS, keys, bounds."""
+"""What protects a gateway's listener, as its options ask: TLS, keys, bounds."""
 
 from __future__ import annotations
 
-import argparse
+import logging
+import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,50 +12,12 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from eaas.gateway.authentication import Authentication
-from eaas.gateway.config import GatewayConfig
-from eaas.gateway.http_guard import Bounds
+from eaas.gateway.config import GatewayConfig, GatewayOptions
+from eaas.gateway.guard import Bounds
 from eaas.gateway.keys import KeyRing
-from eaas.gateway.server_tls import ServerTls
 
 # Of links to workers, the router, files: some ten each; the rest is a reserve.
 KEPT_DESCRIPTORS = 128
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that `of` reads."""
-    parser.add_argument(
-        "--tls-cert", type=Path, metavar="FILE", help="PEM chain to speak HTTPS with, own certificate first."
-    )
-    parser.add_argument("--tls-key", type=Path, metavar="FILE", help="Private key of --tls-cert.")
-    parser.add_argument(
-        "--keys-file",
-        type=Path,
-        metavar="FILE",
-        help="API keys as `eaas keys` writes them: every request must bring one, but GET /health, /ping and /version. "
-        "Read again when it changes, and on SIGHUP.",
-    )
-    parser.add_argument(
-        "--open-metrics",
-        action="store_true",
-        help="Answer GET /metrics without a key, as Prometheus asks by default.",
-    )
-    parser.add_argument(
-        "--allowed-origins",
-        default="",
-        metavar="ORIGIN,...",
-        help="Pages of these origins may ask from a browser, such as https://chat.example; * for any (default: none).",
-    )
-    parser.add_argument(
-        "--max-connections",
-        type=int,
-        default=GatewayConfig.max_connections,
-        help="Connections of clients; one more is closed at once.",
-    )
-    parser.add_argument(
-        "--log-requests",
-        action="store_true",
-        help="Log a line for each request: method, path, status, time and the name of its key; never what was asked.",
-    )
 
 
 @dataclass(kw_only=True)
@@ -96,21 +59,17 @@ class Protection:
         self.refresh(anew=True)
 
 
-def of(options: argparse.Namespace) -> Protection:
-    """What the command line asks for.
+def of(options: GatewayOptions) -> Protection:
+    """What the options ask for.
 
     Raises:
-        ValueError: a file cannot be used, or one of two that belong together is missing.
+        ValueError: a file cannot be used.
     """
-    if (options.tls_cert is None) != (options.tls_key is None):
-        raise ValueError("--tls-cert and --tls-key belong together: give both, or neither")
-    if options.open_metrics and options.keys_file is None:
-        raise ValueError("--open-metrics without --keys-file: nothing asks for a key; leave it out")
     return Protection(
-        tls=ServerTls(options.tls_cert, options.tls_key) if options.tls_cert else None,
+        tls=ServerTls(options.tls_cert, options.tls_key) if options.tls_cert and options.tls_key else None,
         keys=KeyRing(options.keys_file) if options.keys_file else None,
         open_metrics=options.open_metrics,
-        allowed_origins=tuple(filter(None, options.allowed_origins.split(","))),
+        allowed_origins=options.allowed_origins,
     )
 
 
@@ -130,5 +89,65 @@ def bounds_of(config: GatewayConfig) -> Bounds:
         head_bytes=config.head_limit_bytes,
         headers=config.max_headers,
         head_timeout_s=config.head_timeout_s,
-        body_overhead_bytes=config.body_limit_bytes,
+        body_overhead_bytes=config.max_body_bytes,
     )
+
+
+log = logging.getLogger(__name__)
+
+
+class CertificateInvalid(ValueError):
+    """A certificate and its key cannot be used: what was found, what is needed."""
+
+
+class ServerTls:
+    """The TLS context of a listener. `refresh` has it show another certificate from the next connection on."""
+
+    def __init__(self, cert: Path, key: Path) -> None:
+        """Raises CertificateInvalid."""
+        self._cert, self._key = cert, key
+        self._stamp = self._found()
+        try:
+            self.context = self._load()
+        except (OSError, ValueError) as error:
+            raise CertificateInvalid(
+                f"--tls-cert {cert} with --tls-key {key} cannot be used ({error}); a PEM chain, this server's own "
+                "certificate first, and its private key without a password are needed"
+            ) from error
+
+    def refresh(self, *, anew: bool = False) -> bool:
+        """Read the files again if they have changed; True if another certificate is shown now.
+
+        What cannot be used changes nothing, and the log says so, once.
+        """
+        stamp = self._found()
+        if stamp == self._stamp and not anew:
+            return False
+        self._stamp = stamp
+        try:
+            # First in a context that nobody uses: half of a pair would leave the listener with nothing.
+            self._load()
+            self.context.load_cert_chain(self._cert, self._key, _no_password)
+        except (OSError, ValueError) as error:
+            log.error("certificate_not_read path=%s kept=the_old reason=%s", self._cert, error)
+            return False
+        log.info("certificate_read path=%s", self._cert)
+        return True
+
+    def _load(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.load_cert_chain(self._cert, self._key, _no_password)
+        context.set_alpn_protocols(["http/1.1"])
+        return context
+
+    def _found(self) -> tuple[tuple[int, int], ...]:
+        try:
+            return tuple((one.st_mtime_ns, one.st_ino) for one in (self._cert.stat(), self._key.stat()))
+        except OSError:
+            return ()
+
+
+def _no_password() -> str:
+    # Without this OpenSSL would ask at the terminal, and wait.
+    raise ValueError("the private key has a password")

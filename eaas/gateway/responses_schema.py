@@ -12,8 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from eaas.gateway.constraints import LogprobCount
 from eaas.gateway.errors import from_validation
-from eaas.gateway.schema import MAX_MESSAGES, MAX_TOOLS, ChatRequest, Function
-from eaas.gateway.unsupported import Unsupported
+from eaas.gateway.schema import MAX_MESSAGES, MAX_TOOLS, ChatRequest, Function, Unsupported
 
 _STRICT = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 _TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "summary_text")

@@ -7,13 +7,13 @@ ignored.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from eaas.engine.worker_protocol import MAX_BAD
 from eaas.gateway.constraints import ConstrainedRequest, LogprobCount
-from eaas.gateway.unsupported import OnlyOne, OnlyTrue, Unsupported
 
 MAX_CHOICES = 16
 MAX_STOPS = 16
@@ -30,6 +30,20 @@ _STRICT = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 # The largest that models come with have some 20,000 characters.
 ChatTemplateSource = Annotated[str, Field(min_length=1, max_length=1 << 16)]
 BadWord = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+def _only(*defaults: Any) -> Callable[[Any], None]:
+    def check(value: Any) -> None:
+        if value is not None and not any(value == known and type(value) is type(known) for known in defaults):
+            raise ValueError("this server does not support it; leave it out")
+
+    return check
+
+
+# Types of fields that may be left out, null, or what the name says.
+Unsupported = Annotated[Any, AfterValidator(_only(False, [], {}, ""))]
+OnlyOne = Annotated[Any, AfterValidator(_only(1, 1.0))]
+OnlyTrue = Annotated[Any, AfterValidator(_only(True))]
 
 
 class StreamOptions(BaseModel):

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any, TypeVar
 
-from eaas.gateway.conversation import for_template
 from eaas.gateway.errors import full, invalid, out_of_vocabulary, text_too_long
 from eaas.gateway.tool_calls import CallStyle, style_of
 from eaas.model.chat import TemplateRefused
-from eaas.model.tokenizer import Tokenizer
+from eaas.model.loader import load_spec
+from eaas.model.tokenizer import Tokenizer, TokenizerInvalid
+from experts.checkpoint import Checkpoint, CheckpointInvalid
+from experts.model import ConfigInvalid
 
 T = TypeVar("T")
 
@@ -267,3 +271,77 @@ class ServedModel:
             )
         async with self._long_taken, self._long:
             return await asyncio.to_thread(work)
+
+
+class ModelUnusable(ValueError):
+    """The checkpoint folder cannot be served; the text says why."""
+
+
+def load_model(
+    folder: Path, name: str, *, trusts_templates: bool = False, max_model_len: int | None = None
+) -> ServedModel:
+    """The model in a checkpoint folder under its served name.
+
+    Args:
+        trusts_templates: Requests may bring a chat template of their own.
+        max_model_len: Tokens of the context, where fewer are wanted than the model has.
+
+    Raises:
+        ModelUnusable: a file is missing or makes no sense.
+    """
+    try:
+        checkpoint = Checkpoint.open(folder)
+        spec = load_spec(checkpoint)
+        tokenizer = Tokenizer.load(folder)
+        fingerprint = checkpoint.fingerprint
+    except (CheckpointInvalid, ConfigInvalid, TokenizerInvalid, TemplateRefused) as error:
+        raise ModelUnusable(str(error)) from error
+    return ServedModel(
+        name=name,
+        tokenizer=tokenizer,
+        max_model_len=spec.context(max_model_len),
+        vocab=spec.vocab,
+        fingerprint=fingerprint,
+        created=int((folder / "config.json").stat().st_mtime),
+        trusts_templates=trusts_templates,
+    )
+
+
+def for_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages as chat templates expect them, oldest first, each with "role" and "content".
+
+    Clients speak OpenAI's form, which differs in three places from what the templates were written for: templates know
+    no role "developer", read a call's arguments as an object rather than as its text, and add up contents without
+    asking whether there is one.
+    """
+    return [_message(message) for message in messages]
+
+
+def _message(given: Mapping[str, Any]) -> dict[str, Any]:
+    message = dict(given)
+    if message.get("role") == "developer":
+        message["role"] = "system"
+    if message.get("content") is None:
+        message["content"] = ""
+    calls = message.get("tool_calls")
+    if isinstance(calls, list):
+        message["tool_calls"] = [_call(call) for call in calls]
+    return message
+
+
+def _call(given: Any) -> Any:
+    function = given.get("function") if isinstance(given, Mapping) else None
+    if not isinstance(function, Mapping):
+        return given
+    return {**given, "function": {**function, "arguments": _arguments(function.get("arguments"))}}
+
+
+def _arguments(given: Any) -> Any:
+    if not isinstance(given, str):
+        return given
+    try:
+        parsed = json.loads(given)
+    except (ValueError, RecursionError):
+        # What a model wrote once may be no JSON; it is to see its own words again.
+        return given
+    return parsed if isinstance(parsed, dict) else given

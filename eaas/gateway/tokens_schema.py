@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from eaas.gateway.errors import from_validation
-from eaas.gateway.schema import CompletionRequest, StreamOptions
-from eaas.gateway.unsupported import Unsupported
+from eaas.gateway.schema import CompletionRequest, StreamOptions, Unsupported
 
 _STRICT = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 # Those of vLLM's SamplingParams that say how it is to be told, which this route settles itself.

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from eaas.gateway.choice_of_worker import choose
+from eaas.gateway.link import WorkerLink
 from eaas.gateway.sequence import Sequence
-from eaas.gateway.worker_link import WorkerLink
 
 
 class Trial:

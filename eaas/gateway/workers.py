@@ -8,7 +8,7 @@ import time
 
 from eaas.engine.worker_protocol import PROTOCOL
 from eaas.gateway.fleet import Seen
-from eaas.gateway.worker_link import LinkOwner, WorkerLink
+from eaas.gateway.link import LinkOwner, WorkerLink
 from router.classes import covering
 from router.roles import server_name
 from router.tls import Credentials

@@ -9,12 +9,10 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import signal
 import sys
-import threading
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 from rich.console import Console
@@ -23,10 +21,12 @@ from eaas.ops.certs import certs
 from eaas.ops.chaos.cli import chaos_app
 from eaas.ops.keys import keys_app
 from eaas.ops.load.cli import load
-from eaas.ops.pool import pool
 from eaas.ops.roll_command import roll
 from eaas.ops.terminal import DEFAULT_URL, fail
 from eaas.ops.top.cli import top
+
+if TYPE_CHECKING:
+    from router.options import Options
 
 app = typer.Typer(
     name="eaas",
@@ -36,7 +36,6 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
-app.command()(pool)
 app.command()(roll)
 app.add_typer(chaos_app, name="chaos")
 app.command()(load)
@@ -70,282 +69,101 @@ TlsDir = Annotated[
     Path | None,
     typer.Option(help="TLS between the processes: a folder with one of each role, as `eaas certs` makes it."),
 ]
+T = TypeVar("T", bound="Options")
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
-@app.command()
-def serve(
-    model: Annotated[
-        str, typer.Argument(help="Checkpoint folder, hub id, or `demo`, the built-in model.")
-    ] = "demo",
-    experts: Annotated[int, typer.Option(help="Expert servers.")] = 2,
-    attention: Annotated[int, typer.Option(help="Attention workers.")] = 1,
-    replicas: Annotated[
-        int, typer.Option(help="Servers that hold each expert; 2 survive any single loss.")
-    ] = 2,
-    redundant_experts: Annotated[
-        int, typer.Option(min=0, help="Copies in each layer beyond the replicas; they follow the load.")
-    ] = 0,
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="TCP port of the HTTP endpoint; 0 takes a free one.")
-    ] = 8000,
-    host: Annotated[
-        str,
-        typer.Option(
-            help="IP address to listen on; beyond loopback it needs --tls-cert, --tls-key and --keys-file."
-        ),
-    ] = "127.0.0.1",
-    dtype: Annotated[
-        str, typer.Option(help="bfloat16, float32, int8, or auto: what the checkpoint says.")
-    ] = "auto",
-    served_model_name: Annotated[
-        str, typer.Option(help="Name that clients use; default: the model's own.")
-    ] = "",
-    cores: Annotated[str, typer.Option(help="CPU cores to use, such as 0,1; default: all allowed.")] = "",
-    expert_lanes: Annotated[
-        int, typer.Option(min=0, help="Cores of each expert server; 0 deals them out among the servers.")
-    ] = 0,
-    transport: Annotated[
-        str, typer.Option(help="How processes reach each other: shm, nixl, or nixl:eth0,eth1 (its rails).")
-    ] = "shm",
-    device: Annotated[
-        str,
-        typer.Option(
-            help="What computes, dealt out in each pool: cpu, GPUs as cuda:0,cuda:1, both as cuda:0,cpu, or "
-            "interpreter (the GPUs' kernels on the CPU, very slowly)."
-        ),
-    ] = "cpu",
-    kv_tokens: Annotated[int, typer.Option(min=16, help="Tokens of KV cache per attention worker.")] = 65536,
-    deadline_s: Annotated[
-        float, typer.Option(help="Longest wait for a lost expert or worker to return.")
-    ] = 30.0,
-    routers: Annotated[int, typer.Option(help="Routers; one leads, the others take over. Needs --etcd.")] = 1,
-    etcd: Annotated[
-        str, typer.Option(help="Keep the routers' state in etcd, such as http://127.0.0.1:2379.")
-    ] = "",
-    autoscale: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="POOL:LEAST..MOST, such as expert:1..6: its size follows its load; once for each pool."
-        ),
-    ] = None,
-    admin_port: Annotated[
-        int | None,
-        typer.Option(help="Port of scaling, health and metrics of the router over HTTP; 0 takes a free one."),
-    ] = None,
-    admin_key_file: Annotated[
-        Path | None, typer.Option(help="File with the key that requests to --admin-port must bring.")
-    ] = None,
-    allow_chaos: Annotated[
-        bool, typer.Option("--allow-chaos", help="Take faults injected on purpose.")
-    ] = False,
-    trace_url: Annotated[
-        str,
-        typer.Option(help="Send traces there by OTLP over HTTP, such as http://127.0.0.1:4318/v1/traces."),
-    ] = "",
-    trace_share: Annotated[
-        float, typer.Option(help="Share of requests traced, 0 to 1, where the client does not say.")
-    ] = 1.0,
-    tls_cert: Annotated[Path | None, typer.Option(help="PEM chain: the endpoint speaks HTTPS.")] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="Private key of --tls-cert.")] = None,
-    keys_file: Annotated[
-        Path | None, typer.Option(help="Who may ask: API keys, as `eaas keys` makes them.")
-    ] = None,
-    api_key: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A key that requests must bring, instead of --keys-file; may be given again. Who sees this host's "
-            "processes sees it."
-        ),
-    ] = None,
-    root_path: Annotated[
-        str,
-        typer.Option(help="Prefix of every path, such as /llm, where a proxy passes requests on with it."),
-    ] = "",
-    max_model_len: Annotated[
-        int | None,
-        typer.Option(min=1, help="Longest prompt and output together; default: what the model allows."),
-    ] = None,
-    allowed_origins: Annotated[
-        str,
-        typer.Option(help="Pages of these origins may ask from a browser: https://a.example,...; * for any."),
-    ] = "",
-    trust_request_chat_template: Annotated[
-        bool, typer.Option(help="Requests may bring a chat template of their own.")
-    ] = False,
-    return_tokens_as_token_ids: Annotated[
-        bool, typer.Option(help="Log-probabilities name tokens token_id:7 where a request does not say.")
-    ] = False,
-    enable_force_include_usage: Annotated[
-        bool, typer.Option(help="Every chunk of every stream has its usage.")
-    ] = False,
-    max_logprobs: Annotated[
-        int | None,
-        typer.Option(
-            min=-1, help="Likeliest tokens told beside each, at most; default: 20; -1: up to 4,096."
-        ),
-    ] = None,
-    tls_dir: TlsDir = None,
-    log_format: Annotated[str, typer.Option(help="text, or json: one object for each line.")] = "text",
-    state_dir: Annotated[
-        Path | None, typer.Option(help="Folder for journal and logs; default: $XDG_STATE_HOME/eaas.")
-    ] = None,
-) -> None:
-    """Serve a model: a router, expert servers, attention workers and the HTTP gateway, each its own process.
+def _own(verb: str, kind: type[T], words: list[str]) -> T:
+    """The options of a verb that reads them itself; exits with the reason where they make no sense."""
+    from router.options import read
 
-    Examples:
-
-      eaas serve
-
-      eaas serve ./my-checkpoint --experts 4 --replicas 2 --port 8001
-    """
-    from eaas.cluster.local import LocalCluster
-    from eaas.cluster.process import StartFailed
-    from eaas.cluster.state_dir import StateDirUnusable
-    from eaas.gateway.keys import digest_of
-    from eaas.ops.starting import prepare_model, start_or_stop
-    from router.tls import CredentialsInvalid
-
-    config = cluster_config(
-        model,
-        experts,
-        attention,
-        replicas,
-        port,
-        host,
-        dtype,
-        served_model_name,
-        cores,
-        kv_tokens,
-        deadline_s,
-        expert_lanes,
-        transport,
-        routers,
-        etcd,
-        tuple(autoscale or ()),
-        admin_port,
-        admin_key_file,
-        redundant_experts,
-        allow_chaos,
-        device,
-        trace_url=trace_url,
-        trace_share=trace_share,
-        tls_cert=tls_cert,
-        tls_key=tls_key,
-        keys_file=keys_file,
-        api_key_digests=tuple(digest_of(key) for key in api_key or ()),
-        root_path=root_path,
-        max_model_len=max_model_len,
-        allowed_origins=allowed_origins,
-        trust_request_chat_template=trust_request_chat_template,
-        return_tokens_as_token_ids=return_tokens_as_token_ids,
-        enable_force_include_usage=enable_force_include_usage,
-        max_logprobs=max_logprobs,
-        tls_dir=tls_dir,
-        log_format=log_format,
-        state_dir=state_dir,
-    )
-    stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: stop.set())
-    prepare_model(config.model, config.dtype)
     try:
-        cluster = LocalCluster(
-            config, on_event=lambda text: console.print(f"[dim]{text}[/]", highlight=False)
-        )
-    except (CredentialsInvalid, StateDirUnusable) as error:
+        return read(kind, verb, words, os.environ)
+    except ValueError as error:
         raise fail(str(error)) from None
-    # What curl needs beside the address.
-    needed = ' -H "authorization: Bearer $EAAS_API_KEY"' if config.asks_for_keys else ""
-    try:
-        start_or_stop(cluster, stop)
-        if not stop.is_set():
+
+
+@app.command(context_settings=PASS_ON, add_help_option=False)
+def serve(context: typer.Context) -> None:
+    """Serve a model: a router, expert servers, attention workers and the HTTP gateway (`eaas serve --help`)."""
+    from eaas.cluster.config import ClusterConfig
+
+    config = _own("serve", ClusterConfig, context.args)
+    from eaas.cluster.local import LocalCluster
+    from eaas.ops.starting import START_ERRORS, prepare_model, run_cluster, with_model
+
+    def tell(cluster: LocalCluster) -> None:
+        # What curl needs beside the address.
+        needed = ' -H "authorization: Bearer $EAAS_API_KEY"' if config.asks_for_keys else ""
+        admin = "https" if config.tls_dir else "http"
+        console.print(
+            f"[bold green]ready[/] {config.served_model_name} at {cluster.url}/v1 "
+            f"({config.experts} expert servers, {config.replicas} replicas), logs in {cluster.state_dir}. "
+            "Ctrl-C stops it. Try:\n"
+            f"  curl{needed} {cluster.url}/v1/completions -H 'content-type: application/json' "
+            f'-d \'{{"model": "{config.served_model_name}", "prompt": "ROMEO:", "max_tokens": 64}}\'\n'
+            f"  eaas status --url {cluster.url}"
+            + "".join(f"\nadmin: {admin}://{address}" for address in cluster.admin_addresses),
+            highlight=False,
+            soft_wrap=True,
+        )
+        if not config.experts:
+            proof = f" --tls-dir {shlex.quote(str(config.tls_dir))}" if config.tls_dir else ""
+            # Asked by the router's address, which needs no key of the gateway's.
             console.print(
-                f"[bold green]ready[/] {config.served_name} at {cluster.url}/v1 "
-                f"({experts} expert servers, {replicas} replicas), logs in {cluster.state_dir}. Ctrl-C stops it. Try:\n"
-                f"  curl{needed} {cluster.url}/v1/completions -H 'content-type: application/json' "
-                f'-d \'{{"model": "{config.served_name}", "prompt": "ROMEO:", "max_tokens": 64}}\'\n'
-                f"  eaas status --url {cluster.url}"
-                + "".join(
-                    f"\nadmin: {'https' if config.tls_dir else 'http'}://{address}"
-                    for address in cluster.admin_addresses
-                ),
+                "No expert server runs, so requests wait for one: "
+                f"eaas scale expert 2 --router {cluster.router_address}{proof}",
                 highlight=False,
+                markup=False,
                 soft_wrap=True,
             )
-            if not experts:
-                proof = f" --tls-dir {shlex.quote(str(config.tls_dir))}" if config.tls_dir else ""
-                # Asked by the router's address, which needs no key of the gateway's.
-                console.print(
-                    "No expert server runs, so requests wait for one: "
-                    f"eaas scale expert 2 --router {cluster.router_address}{proof}",
-                    highlight=False,
-                    markup=False,
-                    soft_wrap=True,
-                )
-            stop.wait()
-    except StartFailed as error:
-        raise fail(str(error)) from None
-    finally:
-        cluster.stop()
-
-
-def cluster_config(
-    model: str, experts: int, attention: int, replicas: int, port: int, host: str, dtype: str, name: str, cores: str,
-    kv_tokens: int, deadline_s: float, expert_lanes: int, transport: str, routers: int = 1, etcd: str = "",
-    autoscale: tuple[str, ...] = (), admin_port: int | None = None, admin_key_file: Path | None = None,
-    redundant: int = 0, allow_chaos: bool = False, device: str = "cpu", **more: Any,
-):  # fmt: skip
-    """The cluster's configuration from the command line; exits with the reason where it makes no sense."""
-    from eaas.cluster.config import ClusterConfig
-    from eaas.model.resolve import ModelNotFound, resolve_model
-    from p2p.cores import named_cores
 
     try:
-        folder = resolve_model(model)
-        return ClusterConfig(
-            model=folder,
-            served_name=name or (model if model == "demo" else folder.name),
-            experts=experts,
-            attention=attention,
-            replicas=replicas,
-            host=host,
-            port=port,
-            dtype=dtype,
-            cores=named_cores(cores),
-            expert_lanes=expert_lanes,
-            transport=transport,
-            devices=tuple(device.split(",")),
-            kv_tokens=kv_tokens,
-            deadline_s=deadline_s,
-            routers=routers,
-            etcd=etcd,
-            autoscale=autoscale,
-            admin_port=admin_port,
-            admin_key_file=admin_key_file,
-            redundant_experts=redundant,
-            allow_chaos=allow_chaos,
-            **more,
-        )
-    except (ModelNotFound, ValueError) as error:
+        config = with_model(config)
+        prepare_model(config.model, config.dtype)
+        run_cluster(config, show=_show_event, on_ready=tell)
+    except START_ERRORS as error:
         raise fail(str(error)) from None
 
 
-def _role(verb: str, module: str, text: str) -> None:
-    """Add a verb that runs one role alone, for several hosts; the role's own parser explains its options."""
+@app.command(context_settings=PASS_ON, add_help_option=False)
+def pool(context: typer.Context) -> None:
+    """Serve the experts of a model alone, for a model that runs elsewhere (`eaas pool --help`)."""
+    from eaas.cluster.config import PoolConfig
 
-    @app.command(verb, context_settings=PASS_ON, add_help_option=False, help=text)
+    options = _own("pool", PoolConfig, context.args)
+    from eaas.ops.pool import run_pool
+    from eaas.ops.starting import PACK_ERRORS, START_ERRORS
+
+    try:
+        run_pool(options, _show_event)
+    except (*PACK_ERRORS, *START_ERRORS) as error:
+        raise fail(str(error)) from None
+
+
+def _show_event(text: str) -> None:
+    console.print(f"[dim]{text}[/]", highlight=False)
+
+
+def _role(verb: str, text: str) -> None:
+    """Add a verb that runs one role alone, for several hosts; the role itself reads its options."""
+
+    @app.command(
+        verb, context_settings=PASS_ON, add_help_option=False, help=f"{text} (`eaas {verb} --help`)."
+    )
     def run(context: typer.Context) -> None:
-        os.execv(sys.executable, [sys.executable, "-m", module, *context.args])
+        from eaas.settings import ROLES
+
+        # Here already: help and mistakes need none of the role's libraries.
+        _own(verb, ROLES[verb].options, context.args)
+        os.execv(sys.executable, [sys.executable, "-m", ROLES[verb].module, *context.args])
 
 
-_role("router", "router", "Run the router alone (`eaas router --help` lists its options).")
-_role("expert", "experts", "Run one expert server and join it to a router.")
-_role("attention", "eaas.attention", "Run one attention worker and join it to a router.")
-_role("gateway", "eaas.gateway", "Run the HTTP gateway and join it to a router.")
-_role(
-    "launcher", "router.launcher", "Carry out the router's orders for processes with a command or a webhook."
-)
+_role("router", "Run the router alone")
+_role("expert", "Run one expert server and join it to a router")
+_role("attention", "Run one attention worker and join it to a router")
+_role("gateway", "Run the HTTP gateway and join it to a router")
+_role("launcher", "Carry out the router's orders for processes with a command or a webhook")
 
 
 @app.command()
@@ -504,15 +322,15 @@ def demo(
 
     Exits with 0 when they are equal.
     """
-    from eaas.cluster.process import StartFailed
+    from eaas.cluster.config import ClusterConfig
     from eaas.ops.demo import run_demo
-    from eaas.ops.starting import prepare_model
+    from eaas.ops.starting import START_ERRORS, prepare_model, with_model
 
-    config = cluster_config(model, 4, 1, 2, 0, "127.0.0.1", "auto", "", "", 65536, 30.0, 0, "shm")
-    prepare_model(config.model, config.dtype)
     try:
+        config = with_model(ClusterConfig(model=Path(model), experts=4, port=0))
+        prepare_model(config.model, config.dtype)
         same = run_demo(config, tokens=tokens, seed=seed, console=console)
-    except StartFailed as error:
+    except START_ERRORS as error:
         raise fail(str(error)) from None
     raise typer.Exit(0 if same else 1)
 

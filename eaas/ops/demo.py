@@ -35,7 +35,7 @@ def run_demo(config: ClusterConfig, *, tokens: int, seed: int, console: Console)
         console.print(
             f"{config.experts} expert servers, each expert on {config.replicas}; the text without a fault:\n"
         )
-        calm = asyncio.run(complete(cluster.url, config.served_name, tokens))
+        calm = asyncio.run(complete(cluster.url, config.served_model_name, tokens))
         console.print(calm.text, style="dim", markup=False, highlight=False)
         members = fetch_status(cluster.url)["members"]
         victim = next(member for member in members if member["name"].startswith("expert/"))
@@ -47,7 +47,7 @@ def run_demo(config: ClusterConfig, *, tokens: int, seed: int, console: Console)
             killed_s, killed_at = time.monotonic(), pieces
 
         console.print(f"\nThe same again, with one server killed (SIGKILL) after {kill_at} tokens:\n")
-        killed = asyncio.run(complete(cluster.url, config.served_name, tokens, kill_at, kill))
+        killed = asyncio.run(complete(cluster.url, config.served_model_name, tokens, kill_at, kill))
         at = len("".join(killed.pieces[:killed_at]))
         console.print(killed.text[:at], end="", markup=False, highlight=False)
         console.print(f"[bold red]<{victim['name']} killed>[/]", end="", highlight=False)

@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-import eaas.attention
-import eaas.gateway.__main__
-import experts.__main__
-import router.__main__
+from eaas.settings import ROLES, chart_schema
 from router.keda import trigger_of
+from router.options import Options, read
 from tests.prometheus import RULES
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 CHART = DEPLOY / "helm" / "eaas"
 HELM = shutil.which("helm", path=str(Path(sys.executable).parent)) or shutil.which("helm")
-PARSE: dict[str, Callable[[list[str]], argparse.Namespace]] = {
-    "router": router.__main__.parse,
-    "expert": experts.__main__.parse,
-    "attention": lambda words: eaas.attention.parser().parse_args(words),
-    "gateway": lambda words: eaas.gateway.__main__.parser().parse_args(words),
-}
+PODS = ("router", "expert", "attention", "gateway")
 EVERYTHING = (
     "monitoring.serviceMonitor=true",
     "monitoring.alerts=true",
@@ -61,12 +53,12 @@ def pods(manifests: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]
             yield template["metadata"]["labels"]["app.kubernetes.io/component"], template["spec"]
 
 
-def read(words: list[str]) -> argparse.Namespace:
+def options_in(words: list[str], environment: Mapping[str, str] | None = None) -> Options:
     """A command line as its program reads it; what it refuses fails the test."""
     try:
-        return PARSE[words[0]](words[1:])
-    except SystemExit as error:
-        raise AssertionError(f"eaas {shlex.join(words)}: refused") from error
+        return read(ROLES[words[0]].options, words[0], words[1:], environment or {})
+    except (SystemExit, ValueError) as error:
+        raise AssertionError(f"eaas {shlex.join(words)}: {error}") from error
 
 
 @needs_helm
@@ -96,7 +88,7 @@ def test_every_command_line_is_read_by_its_program_and_its_files_are_mounted(val
         (container,) = pod["containers"]
         words = [str(word) for word in container["args"]]
         assert words[0] == role
-        options = vars(read(words))
+        options = vars(options_in(words))
         mounts = [Path(mount["mountPath"]) for mount in container["volumeMounts"]]
         volumes = {volume["name"] for volume in pod["volumes"]} | {"journal"}
         assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
@@ -108,7 +100,42 @@ def test_every_command_line_is_read_by_its_program_and_its_files_are_mounted(val
         ports = {port["containerPort"] for port in container["ports"]}
         assert ports == {options[name] for name in ("port", "admin_port") if options.get(name)}, role
         seen.add(role)
-    assert seen == set(PARSE)
+    assert seen == set(PODS)
+
+
+@needs_helm
+def test_every_option_that_the_chart_leaves_open_reaches_its_program_and_no_other_is_taken() -> None:
+    asked = {
+        "gateway": {
+            "max_requests": 3000000,
+            "log_requests": True,
+            "allowed_origins": ("https://a", "https://b"),
+        },
+        "expert": {"cores": (0, 1), "slots": 2},
+        "attention": {"deadline_s": 12.5, "prefix_reuse": False},
+        "router": {"lease_s": 4.0, "log_level": "debug"},
+    }
+    sets = [
+        f"{role}.options.{name}={{{','.join(map(str, value))}}}"
+        if isinstance(value, tuple)
+        else f"{role}.options.{name}={str(value).lower()}"
+        for role, options in asked.items()
+        for name, value in options.items()
+    ]
+    for role, pod in pods(rendered("cpu", *sets)):
+        (container,) = pod["containers"]
+        words = [str(word) for word in container["args"]]
+        said = {one["name"]: one["value"] for one in container["env"] if "value" in one}
+        options = options_in(words, said)
+        assert {name: getattr(options, name) for name in asked[role]} == asked[role]
+        # What the templates give by flags would hide it.
+        given = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words[1:]}
+        assert not given & set(chart_schema()["properties"][role]["properties"]["options"]["properties"]), (
+            role
+        )
+    for nonsense in ("gateway.options.max_request=1", "expert.options.slots=99", "attention.options.host=::"):
+        with pytest.raises(AssertionError, match="values don't meet the specifications of the schema"):
+            rendered("cpu", nonsense)
 
 
 @needs_helm
@@ -175,7 +202,7 @@ def test_what_selects_finds_and_every_open_port_has_a_rule() -> None:
             ruled.add(role)
         elif kind == "ScaledObject":
             assert spec["scaleTargetRef"]["name"] in labels
-    assert ruled == set(PARSE)
+    assert ruled == set(PODS)
 
 
 @needs_helm
@@ -223,11 +250,11 @@ def test_every_unit_of_systemd_starts_a_command_that_its_program_reads() -> None
         program, role, *words = shlex.split(command)
         assert program.endswith("/eaas")
         assert "$" not in command
-        read([role, *words])
+        options_in([role, *words])
         assert "Restart=always" in text, unit.name
         assert "User=eaas" in text, unit.name
         roles.add(role)
-    assert roles == set(PARSE)
+    assert roles == set(PODS)
 
 
 def test_the_image_runs_as_nobody_in_particular_and_brings_what_the_chart_names() -> None:

@@ -23,7 +23,7 @@ class Calm:
 
     def _streams(self, on_token: Callable[[int], None]) -> list[list[str]]:
         seen: list[Seen] = stream_all(
-            self.cluster.url, self.cluster.config.served_name, PROMPTS, TOKENS, on_token
+            self.cluster.url, self.cluster.config.served_model_name, PROMPTS, TOKENS, on_token
         )
         errors = [repr(one.error) for one in seen if one.error]
         assert not errors, f"{errors}"

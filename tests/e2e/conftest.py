@@ -42,7 +42,7 @@ def shared(tiny: Path) -> Iterator[LocalCluster]:
     """The cluster of all tests that need no other; they have it through `cluster`."""
     config = ClusterConfig(
         model=tiny,
-        served_name="tiny",
+        served_model_name="tiny",
         experts=EXPERTS,
         replicas=REPLICAS,
         port=0,

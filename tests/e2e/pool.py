@@ -127,7 +127,7 @@ class Pool:
     def __init__(self, model: Path, servers: int, replicas: int, dtype: str = "auto") -> None:
         config = ClusterConfig(
             model=model,
-            served_name="pool",
+            served_model_name="pool",
             experts=servers,
             attention=0,
             replicas=replicas,

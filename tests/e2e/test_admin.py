@@ -59,7 +59,7 @@ def test_what_makes_no_sense_is_refused_before_anything_starts(tiny: Path) -> No
         (["--autoscale", "expert:3..2"], "least <= most"),
         (["--autoscale", "expert:1..2", "--autoscale", "expert:1..3"], "names pool expert twice"),
         (["--autoscale", "expert:0..0"], "most from 1 to 64"),
-        (["--admin-port", "70000"], "--admin-port 70000 is no TCP port"),
+        (["--admin-port", "70000"], "--admin-port 70000: at least 0 and at most 65535"),
         (["--admin-key-file", "/nowhere"], "--admin-key-file without --admin-port"),
     ):
         refused = run("serve", str(tiny), *flags)

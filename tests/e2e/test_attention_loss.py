@@ -18,7 +18,7 @@ from eaas.model.resolve import resolve_model
 def test_an_attention_worker_lost_or_frozen_changes_no_token(tiny: Path, attention: int) -> None:
     seed = datetime.datetime.now(datetime.UTC).date().toordinal()
     config = ClusterConfig(
-        model=tiny, served_name="attention_loss", experts=2, attention=attention, port=0, cores=(0, 1)
+        model=tiny, served_model_name="attention_loss", experts=2, attention=attention, port=0, cores=(0, 1)
     )
     with LocalCluster(config) as cluster:
         experiment = Experiment(cluster, streams=8, tokens=48, seed=seed)
@@ -36,7 +36,7 @@ def test_two_workers_killed_a_second_apart_under_a_long_queue_cost_no_request() 
     # Tried one after another, those that were lost twice would wait for longer than the deadline.
     config = ClusterConfig(
         model=resolve_model("demo"),
-        served_name="attention_loss",
+        served_model_name="attention_loss",
         experts=2,
         attention=2,
         port=0,

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SHOWN = {
     ("eaas/engine/traced.py", "time.time_ns"),
     ("eaas/gateway/dashboard/app.py", "time.time"),
-    ("eaas/gateway/replies.py", "time.time"),
+    ("eaas/gateway/stream.py", "time.time"),
     ("eaas/model/chat.py", "datetime.datetime.now"),
     ("p2p/monitor.py", "time.time_ns"),
     ("router/injection.py", "time.time"),
@@ -69,14 +69,14 @@ def test_servers_whose_clocks_differ_serve_the_same_tokens(
     if tried.returncode:
         pytest.skip(f"needs time namespaces, found: {tried.stderr.strip()}")
     with LocalCluster(
-        ClusterConfig(model=tiny, served_name="tiny", experts=4, replicas=2, port=0, cores=(0, 1))
+        ClusterConfig(model=tiny, served_model_name="tiny", experts=4, replicas=2, port=0, cores=(0, 1))
     ) as cluster:
         alone = Calm(cluster).texts
     interpreter = tmp_path / "python"
     # By the last digit of the shell's own pid: about half of all processes, whatever their role.
     interpreter.write_text(
         "#!/bin/sh\n"
-        'case "$2" in experts|eaas.attention) ;; *) exec ' + sys.executable + ' "$@";; esac\n'
+        'case "$2" in experts|eaas.engine) ;; *) exec ' + sys.executable + ' "$@";; esac\n'
         f"count=$(cat {tmp_path}/count 2>/dev/null || echo 0); echo $((count + 1)) > {tmp_path}/count\n"
         f'[ $((count % 2)) = 0 ] && exec {" ".join(apart)} {sys.executable} "$@"\n'
         f'exec {sys.executable} "$@"\n'
@@ -85,7 +85,7 @@ def test_servers_whose_clocks_differ_serve_the_same_tokens(
     monkeypatch.setattr(sys, "executable", str(interpreter))
     with LocalCluster(
         ClusterConfig(
-            model=tiny, served_name="tiny", experts=4, attention=2, replicas=2, port=0, cores=(0, 1)
+            model=tiny, served_model_name="tiny", experts=4, attention=2, replicas=2, port=0, cores=(0, 1)
         )
     ) as cluster:
         mixed = Calm(cluster)

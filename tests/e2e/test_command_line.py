@@ -240,7 +240,7 @@ def serving(url: str) -> set[str]:
 
 
 @pytest.mark.full(seconds=1.5)
-@pytest.mark.parametrize("module", ["router", "experts", "eaas.attention", "eaas.gateway"])
+@pytest.mark.parametrize("module", ["router", "experts", "eaas.engine", "eaas.gateway"])
 def test_a_process_whose_launcher_has_ended_already_does_not_start(
     tiny: Path, module: str, tmp_path: Path
 ) -> None:
@@ -299,7 +299,7 @@ def test_a_damaged_checkpoint_is_refused_in_clear_words(
     ("arguments", "words"),
     [
         (["--replicas", "3", "--experts", "2"], ["3 replicas", "--experts 2"]),
-        (["--experts", "-1"], ["-1 expert servers", "give 0"]),
+        (["--experts", "-1"], ["--experts -1", "at least 0"]),
         (["--dtype", "float8"], ["float8", "bfloat16"]),
         (["--host", "0.0.0.0"], ["loopback"]),
         (["--cores", "0,x"], ["--cores", "0,x"]),

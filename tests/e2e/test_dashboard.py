@@ -46,7 +46,7 @@ def watched() -> Iterator[LocalCluster]:
     """The demonstration model on five expert servers, each expert on two, with two attention workers."""
     config = ClusterConfig(
         model=resolve_model("demo"),
-        served_name="demo",
+        served_model_name="demo",
         experts=5,
         attention=2,
         replicas=2,

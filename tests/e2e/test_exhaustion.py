@@ -110,7 +110,7 @@ def test_a_full_journal_disk_under_streams_changes_nothing_and_heals(calm: Calm)
 def test_a_cache_disk_without_room_is_named_before_anything_serves(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = ClusterConfig(model=tiny, served_name="tiny", experts=2, port=0, cores=(0, 1))
+    config = ClusterConfig(model=tiny, served_model_name="tiny", experts=2, port=0, cores=(0, 1))
     with disk(tmp_path, "64k") as small:
         monkeypatch.setenv("XDG_CACHE_HOME", str(small))
         with pytest.raises(StartFailed) as refusal, LocalCluster(config):
@@ -124,7 +124,7 @@ def test_a_cache_disk_that_has_filled_up_keeps_no_replacement_from_serving(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights that were packed once are mapped; nothing is written for a replacement."""
-    config = ClusterConfig(model=tiny, served_name="tiny", experts=3, replicas=2, port=0, cores=(0, 1))
+    config = ClusterConfig(model=tiny, served_model_name="tiny", experts=3, replicas=2, port=0, cores=(0, 1))
     with disk(tmp_path, "64m") as small:
         monkeypatch.setenv("XDG_CACHE_HOME", str(small))
         with LocalCluster(config) as cluster:

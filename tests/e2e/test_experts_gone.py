@@ -90,7 +90,7 @@ def forsaken(
 ) -> Iterator[Forsaken]:
     config = ClusterConfig(
         model=model,
-        served_name="tiny",
+        served_model_name="tiny",
         experts=servers,
         replicas=replicas,
         port=0,

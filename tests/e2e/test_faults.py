@@ -35,7 +35,7 @@ FEW = ("reply-half-written", "step-after-tokens")
 def running(tiny: Path) -> Iterator[LocalCluster]:
     config = ClusterConfig(
         model=tiny,
-        served_name="tiny",
+        served_model_name="tiny",
         experts=3,
         attention=2,
         replicas=2,
@@ -334,7 +334,7 @@ def test_a_server_killed_while_its_work_grows_is_replaced(
 
 @pytest.mark.full(seconds=5)
 def test_a_cluster_that_does_not_allow_chaos_takes_none(tiny: Path) -> None:
-    config = ClusterConfig(model=tiny, served_name="tiny", experts=2, port=0, cores=(0, 1))
+    config = ClusterConfig(model=tiny, served_model_name="tiny", experts=2, port=0, cores=(0, 1))
     with LocalCluster(config) as cluster:
         router = RouterClient(cluster.router_address)
         with pytest.raises(FaultRefused, match="not started with --allow-chaos"):

@@ -150,7 +150,7 @@ def test_time_in_which_the_whole_host_stood_still_counts_against_no_request(tiny
     """All processes are stopped for longer than a token may take, in several moments of a step."""
     config = ClusterConfig(
         model=tiny,
-        served_name="tiny",
+        served_model_name="tiny",
         experts=2,
         attention=1,
         replicas=2,

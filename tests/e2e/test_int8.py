@@ -30,7 +30,7 @@ def alone(tiny: Path) -> list[list[str]]:
     """Each prompt by itself, over one expert server."""
     with LocalCluster(
         ClusterConfig(
-            model=tiny, served_name="tiny", experts=1, replicas=1, port=0, cores=(0, 1), dtype="int8"
+            model=tiny, served_model_name="tiny", experts=1, replicas=1, port=0, cores=(0, 1), dtype="int8"
         )
     ) as one:
         return [texts_of(one.url, [prompt])[0] for prompt in PROMPTS]
@@ -40,7 +40,7 @@ def test_two_servers_a_batch_and_a_killed_server_give_the_tokens_of_one_alone(
     tiny: Path, alone: list[list[str]]
 ) -> None:
     config = ClusterConfig(
-        model=tiny, served_name="tiny", experts=2, replicas=2, port=0, cores=(0, 1), dtype="int8"
+        model=tiny, served_model_name="tiny", experts=2, replicas=2, port=0, cores=(0, 1), dtype="int8"
     )
     with LocalCluster(config) as two:
         members = {member["name"]: member for member in fetch_status(two.url)["members"]}

@@ -21,7 +21,7 @@ SEED = 11
 
 def test_streams_cancelled_and_read_slowly_leave_no_block_slot_or_descriptor(tiny: Path) -> None:
     sizes = {"streams": 60, "cancelled": 24, "slow": 3, "tokens": 24}
-    config = ClusterConfig(model=tiny, served_name="leaks", experts=2, port=0, cores=(0, 1))
+    config = ClusterConfig(model=tiny, served_model_name="leaks", experts=2, port=0, cores=(0, 1))
     with LocalCluster(config) as cluster:
         wave(cluster.url, **sizes, seed=SEED)
         before = reading(cluster)

@@ -37,7 +37,7 @@ WEATHER: Any = {"type": "function", "function": {"name": "weather", "parameters"
 @pytest.fixture(scope="module")
 def demo() -> Iterator[LocalCluster]:
     """Two expert servers with the built-in model."""
-    config = ClusterConfig(model=DEMO, served_name="demo", experts=2, replicas=2, port=0, cores=(0, 1))
+    config = ClusterConfig(model=DEMO, served_model_name="demo", experts=2, replicas=2, port=0, cores=(0, 1))
     with LocalCluster(config) as running:
         yield running
 

@@ -48,7 +48,7 @@ def test_the_alert_for_lost_experts_fires_and_clears_and_so_does_that_for_failin
     model, away = tmp_path / "model", tmp_path / "away"
     shutil.copytree(tiny, model)
     config = ClusterConfig(
-        model=model, served_name="tiny", experts=2, replicas=2, port=0, cores=(0, 1), admin_port=0, deadline_s=90
+        model=model, served_model_name="tiny", experts=2, replicas=2, port=0, cores=(0, 1), admin_port=0, deadline_s=90
     )  # fmt: skip
     with LocalCluster(config) as cluster:
         targets = {

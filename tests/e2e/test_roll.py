@@ -32,7 +32,7 @@ def events() -> list[str]:
 @pytest.fixture(scope="module")
 def rolled(tiny: Path, events: list[str]) -> Iterator[LocalCluster]:
     config = ClusterConfig(
-        model=tiny, served_name="tiny", experts=3, attention=2, replicas=2, port=0, cores=(0, 1)
+        model=tiny, served_model_name="tiny", experts=3, attention=2, replicas=2, port=0, cores=(0, 1)
     )
     with LocalCluster(config, on_event=events.append) as running:
         yield running

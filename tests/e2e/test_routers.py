@@ -55,7 +55,7 @@ def world(tiny: Path) -> Iterator[World]:
     with etcd_process() as etcd:
         config = ClusterConfig(
             model=tiny,
-            served_name="tiny",
+            served_model_name="tiny",
             experts=4,
             replicas=2,
             port=0,
@@ -172,7 +172,13 @@ def test_what_a_cluster_kept_in_etcd_goes_with_it(tiny: Path) -> None:
 
     with etcd_process() as etcd:
         config = ClusterConfig(
-            model=tiny, served_name="tiny", experts=1, replicas=1, endpoint=False, attention=0, etcd=etcd.url
+            model=tiny,
+            served_model_name="tiny",
+            experts=1,
+            replicas=1,
+            endpoint=False,
+            attention=0,
+            etcd=etcd.url,
         )
         with LocalCluster(config):
             assert Etcd(etcd.url).txn([], [get("/eaas/", prefix=True)])[1][0].get("kvs")

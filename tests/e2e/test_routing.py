@@ -35,7 +35,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(model: Path) -> Iterator[LocalCluster]:
-    config = ClusterConfig(model=model, served_name="tiny", experts=2, attention=1, port=0, cores=(0, 1))
+    config = ClusterConfig(
+        model=model, served_model_name="tiny", experts=2, attention=1, port=0, cores=(0, 1)
+    )
     with LocalCluster(config) as running:
         yield running
 

@@ -57,7 +57,7 @@ class Scaled:
 
 @contextlib.contextmanager
 def scaled(tiny: Path, **sizes: int) -> Iterator[Scaled]:
-    config = ClusterConfig(model=tiny, served_name="tiny", port=0, cores=(0, 1), **sizes)
+    config = ClusterConfig(model=tiny, served_model_name="tiny", port=0, cores=(0, 1), **sizes)
     with LocalCluster(config) as cluster, contextlib.closing(Scaled(cluster)) as made:
         yield made
 

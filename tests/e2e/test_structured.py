@@ -44,7 +44,9 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "scene", "strict": True
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[LocalCluster]:
     model = Path(resolve_model("demo"))
-    config = ClusterConfig(model=model, served_name="demo", experts=2, attention=2, port=0, cores=(0, 1))
+    config = ClusterConfig(
+        model=model, served_model_name="demo", experts=2, attention=2, port=0, cores=(0, 1)
+    )
     with LocalCluster(config) as running:
         yield running
 

@@ -36,7 +36,7 @@ def spans() -> Iterator[Receiver]:
 def cluster(tiny: Path, spans: Receiver) -> Iterator[LocalCluster]:
     """Two attention workers, and no request traced of whose client does not ask for it."""
     config = ClusterConfig(
-        model=tiny, served_name="tiny", experts=1, replicas=1, attention=2, port=0, cores=(0, 1),
+        model=tiny, served_model_name="tiny", experts=1, replicas=1, attention=2, port=0, cores=(0, 1),
         trace_url=spans.url, trace_share=0.0,
     )  # fmt: skip
     with LocalCluster(config) as running:
@@ -158,7 +158,7 @@ def test_a_request_that_fails_has_a_span_too(cluster: LocalCluster, spans: Recei
 
 def test_a_receiver_that_is_not_there_costs_no_request(tiny: Path) -> None:
     config = ClusterConfig(
-        model=tiny, served_name="tiny", experts=1, replicas=1, port=0, cores=(0, 1),
+        model=tiny, served_model_name="tiny", experts=1, replicas=1, port=0, cores=(0, 1),
         trace_url="http://127.0.0.1:9/v1/traces",
     )  # fmt: skip
     with LocalCluster(config) as cluster:
@@ -168,7 +168,7 @@ def test_a_receiver_that_is_not_there_costs_no_request(tiny: Path) -> None:
 
 def test_nothing_of_it_is_imported_before_it_is_asked_for() -> None:
     """FastAPI brings OpenTelemetry's interfaces along; what makes and sends spans is left alone."""
-    told = "import sys, eaas.gateway.__main__, eaas.attention; print(*sys.modules)"
+    told = "import sys, eaas.gateway.__main__, eaas.engine.__main__; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True)
     ours = (
         "opentelemetry.sdk",
@@ -187,12 +187,12 @@ def test_nothing_of_it_is_imported_before_it_is_asked_for() -> None:
     [
         ("ftp://127.0.0.1/", 1.0, "is no http or https URL"),
         ("127.0.0.1:4318", 1.0, "is no http or https URL"),
-        ("http://127.0.0.1:4318/v1/traces", 1.5, "give 0 (none) to 1"),
+        ("http://127.0.0.1:4318/v1/traces", 1.5, "at least 0 and at most 1"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(tiny: Path, url: str, share: float, message: str) -> None:
     with pytest.raises(ValueError, match=message.replace("(", r"\(").replace(")", r"\)")):
-        ClusterConfig(model=tiny, served_name="tiny", trace_url=url, trace_share=share)
+        ClusterConfig(model=tiny, served_model_name="tiny", trace_url=url, trace_share=share)
 
 
 def test_without_the_extra_a_process_says_what_to_install(tiny: Path) -> None:

@@ -82,7 +82,12 @@ def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Lo
 def serving(folder: Path, servers: int = 2, replicas: int = 2) -> Iterator[LocalCluster]:
     """The experts of a checkpoint, as `eaas pool` serves them."""
     config = ClusterConfig(
-        model=folder, served_name="pool", experts=servers, replicas=replicas, attention=0, endpoint=False
+        model=folder,
+        served_model_name="pool",
+        experts=servers,
+        replicas=replicas,
+        attention=0,
+        endpoint=False,
     )
     with LocalCluster(config) as cluster:
         yield cluster
@@ -219,7 +224,7 @@ def test_who_comes_as_the_last_server_goes_waits_for_the_next() -> None:
 def test_a_gateways_cluster_lends_its_experts_and_sends_the_client_nothing(tiny: Path) -> None:
     model = eaas.load(tiny)
     whole = AutoModelForCausalLM.from_pretrained(tiny, experts_implementation="eager")
-    config = ClusterConfig(model=tiny, served_name="tiny", experts=2, port=0)
+    config = ClusterConfig(model=tiny, served_model_name="tiny", experts=2, port=0)
     with LocalCluster(config) as cluster, eaas.connect(cluster.url, model):
         tokens = torch.arange(20)[None]
         assert_close(logits(model, tokens), logits(whole, tokens), torch.bfloat16)

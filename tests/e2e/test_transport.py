@@ -31,7 +31,12 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def served() -> Iterator[LocalCluster]:
     config = ClusterConfig(
-        model=resolve_model("demo"), served_name="demo", experts=3, port=0, cores=(0, 1), transport="nixl"
+        model=resolve_model("demo"),
+        served_model_name="demo",
+        experts=3,
+        port=0,
+        cores=(0, 1),
+        transport="nixl",
     )
     cluster = LocalCluster(config)
     try:
@@ -52,7 +57,9 @@ def complete(url: str, prompt: str, tokens: int = TOKENS) -> str:
 
 @pytest.fixture(scope="module")
 def expected() -> list[str]:
-    config = ClusterConfig(model=resolve_model("demo"), served_name="demo", experts=2, port=0, cores=(0, 1))
+    config = ClusterConfig(
+        model=resolve_model("demo"), served_model_name="demo", experts=2, port=0, cores=(0, 1)
+    )
     cluster = LocalCluster(config)
     try:
         cluster.start()

@@ -13,12 +13,11 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
 
 import pytest
 
-from eaas.attention import Ending, listen, parser, prepare
 from eaas.cluster.process import Child
+from eaas.engine.__main__ import listen
 from eaas.engine.worker_protocol import (
     Failed,
     Hello,
@@ -38,7 +37,6 @@ pytestmark = pytest.mark.alone
 
 START_S = 60.0
 # Refused before it is used: a real one would take over this process's signals.
-UNUSED_ENDING = cast(Ending, None)
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +76,7 @@ class Cluster:
 
     def attention(self, *arguments: str) -> Child:
         fixed = ("--router", self.router, "--model", str(self.model), "--kv-tokens", "2048")
-        return self.start("eaas.attention", *fixed, *arguments)
+        return self.start("eaas.engine", *fixed, *arguments)
 
     def end(self) -> None:
         for child in self.children:
@@ -223,7 +221,7 @@ def start_error(*arguments: str) -> str:
     read_fd, write_fd = os.pipe()
     try:
         ended = subprocess.run(
-            [sys.executable, "-m", "eaas.attention", *arguments, "--ready-fd", str(write_fd)],
+            [sys.executable, "-m", "eaas.engine", *arguments, "--ready-fd", str(write_fd)],
             pass_fds=(write_fd,),
             capture_output=True,
             timeout=START_S,
@@ -241,10 +239,7 @@ def start_error(*arguments: str) -> str:
 def test_a_start_that_fails_says_why(tmp_path: Path, model: Path) -> None:
     usual = ["--router", "127.0.0.1:1", "--model", str(tmp_path)]
     assert str(tmp_path) in start_error(*usual)
-    options = parser().parse_args([*usual[:2], "--model", str(model), "--kv-tokens", "3"])
-    unused = contextlib.ExitStack()
-    with pytest.raises(StartFailed, match=r"--kv-tokens 3, .*: at least 16, 1 and 1 are needed"):
-        prepare(options, UNUSED_ENDING, unused)
+    assert start_error(*usual, "--kv-tokens", "3") == "--kv-tokens 3: at least 16 is needed."
 
 
 def test_a_port_in_use_is_refused() -> None:

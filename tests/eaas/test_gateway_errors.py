@@ -17,7 +17,7 @@ import openai
 import pytest
 
 from eaas.engine.worker_protocol import Failed
-from eaas.gateway import refusals
+from eaas.gateway import errors
 from tests.eaas.gateway_world import MAX_MODEL_LEN, FakeWorker, World, eventually, gateway_url, within
 
 CHAT = "/v1/chat/completions"
@@ -305,7 +305,7 @@ def test_what_a_worker_refuses_has_its_status(
 
 def test_bounds_that_leave_no_token_are_the_clients_fault_however_late_that_shows() -> None:
     failed = Failed(id="a", attempt=1, code="no_token", message="nothing is left", retryable=False)
-    assert [refusals.error_of(failed, begun=begun).reply.status for begun in (False, True)] == [400, 400]
+    assert [errors.error_of(failed, begun=begun).reply.status for begun in (False, True)] == [400, 400]
 
 
 def test_a_fault_in_mid_stream_is_an_error_event_and_no_done(url: str, worker: FakeWorker) -> None:

@@ -10,11 +10,11 @@ import pytest
 
 from eaas.engine.worker_protocol import Failed, SamplingParams
 from eaas.gateway.config import GatewayConfig
-from eaas.gateway.generation import Choice, Generation
-from eaas.gateway.load import GatewayLoad
+from eaas.gateway.gateway import GatewayLoad
 from eaas.gateway.metrics import GatewayMetrics, Histogram, Recent
+from eaas.gateway.pool import WorkerPool
 from eaas.gateway.sequence import Sequence
-from eaas.gateway.worker_pool import WorkerPool
+from eaas.gateway.text import Choice, Generation
 from router.view import Member, View
 from tests.eaas.gateway_world import MAX_MODEL_LEN, FakeWorker
 
@@ -73,9 +73,7 @@ async def until(condition, what: str) -> None:
 
 def test_an_idle_worker_may_be_silent_for_ever() -> None:
     async def scenario() -> None:
-        pool = WorkerPool(
-            GatewayConfig(model_name="m", deadline_s=0.1, silence_margin_s=0.05), GatewayMetrics()
-        )
+        pool = WorkerPool(GatewayConfig(deadline_s=0.1, silence_margin_s=0.05), GatewayMetrics())
         worker = await worker_of(1)
         pool.apply_view(view_of(worker))
         await until(lambda: len(pool.links()) == 1, "a link")
@@ -93,7 +91,7 @@ def test_an_idle_worker_may_be_silent_for_ever() -> None:
 def test_a_replay_stays_in_its_numerics_class_while_one_is_left() -> None:
     async def scenario() -> None:
         metrics = GatewayMetrics()
-        pool = WorkerPool(GatewayConfig(model_name="m"), metrics)
+        pool = WorkerPool(GatewayConfig(), metrics)
         first, second, other = await worker_of(1), await worker_of(2), await worker_of(3)
         other.numerics_class = "another"
         pool.apply_view(view_of(first, second))
@@ -120,7 +118,7 @@ def test_a_replay_stays_in_its_numerics_class_while_one_is_left() -> None:
 
 def test_the_least_loaded_worker_is_chosen_whatever_was_chosen_last() -> None:
     async def scenario() -> None:
-        pool = WorkerPool(GatewayConfig(model_name="m"), GatewayMetrics())
+        pool = WorkerPool(GatewayConfig(), GatewayMetrics())
         first, second = await worker_of(1), await worker_of(2)
         first.frozen = second.frozen = True
         pool.apply_view(view_of(first, second))
@@ -138,7 +136,7 @@ def test_the_least_loaded_worker_is_chosen_whatever_was_chosen_last() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_no_load_is_left_behind_when_all_has_ended(seed: int) -> None:
     async def scenario() -> None:
-        pool = WorkerPool(GatewayConfig(model_name="m", deadline_s=1), GatewayMetrics())
+        pool = WorkerPool(GatewayConfig(deadline_s=1), GatewayMetrics())
         workers = [await worker_of(number) for number in (1, 2)]
         pool.apply_view(view_of(*workers))
         await until(lambda: len(pool.links()) == 2, "two links")
@@ -158,7 +156,7 @@ def test_no_load_is_left_behind_when_all_has_ended(seed: int) -> None:
 
 def test_the_load_tells_what_waits_without_a_worker_and_how_the_last_minute_was() -> None:
     async def scenario() -> None:
-        pool = WorkerPool(GatewayConfig(model_name="m", batch_tokens=7), GatewayMetrics())
+        pool = WorkerPool(GatewayConfig(batch_tokens=7), GatewayMetrics())
         load = GatewayLoad(pool)
         assert load() == {"running": 0, "waiting": 0, "backlog_tokens": 0, "queue_s": 0}
         generation, sequence = sequence_of("hello", 4)
@@ -194,7 +192,7 @@ def test_a_request_without_a_limit_gets_what_its_worker_has_room_for() -> None:
     """It was admitted when no worker could be asked."""
 
     async def scenario() -> None:
-        pool = WorkerPool(GatewayConfig(model_name="m"), GatewayMetrics())
+        pool = WorkerPool(GatewayConfig(), GatewayMetrics())
         _, open_end = sequence_of("free", MAX_MODEL_LEN * 2)
         open_end.open_end = True
         _, bounded = sequence_of("bound", MAX_MODEL_LEN * 2)
@@ -213,7 +211,7 @@ def test_a_request_without_a_limit_gets_what_its_worker_has_room_for() -> None:
 def test_a_draining_worker_ends_what_it_can_and_the_rest_goes_on_elsewhere() -> None:
     async def scenario() -> None:
         metrics = GatewayMetrics()
-        pool = WorkerPool(GatewayConfig(model_name="m", drain_move_s=0.6), metrics)
+        pool = WorkerPool(GatewayConfig(drain_move_s=0.6), metrics)
         first, second = await worker_of(1), await worker_of(2)
         pool.apply_view(view_of(first))
         await until(lambda: len(pool.links()) == 1, "a link")
@@ -242,7 +240,7 @@ def test_a_draining_worker_ends_what_it_can_and_the_rest_goes_on_elsewhere() -> 
 def test_what_has_no_token_yet_leaves_a_draining_worker_at_once() -> None:
     async def scenario() -> None:
         metrics = GatewayMetrics()
-        pool = WorkerPool(GatewayConfig(model_name="m"), metrics)
+        pool = WorkerPool(GatewayConfig(), metrics)
         first, second = await worker_of(1), await worker_of(2)
         first.frozen = True
         pool.apply_view(view_of(first))
@@ -266,7 +264,7 @@ def test_what_has_no_token_yet_leaves_a_draining_worker_at_once() -> None:
 def test_a_new_worker_takes_its_part_of_what_queues_at_the_others() -> None:
     async def scenario() -> None:
         metrics = GatewayMetrics()
-        pool = WorkerPool(GatewayConfig(model_name="m"), metrics)
+        pool = WorkerPool(GatewayConfig(), metrics)
         first, second = await worker_of(1), await worker_of(2)
         pool.apply_view(view_of(first))
         await until(lambda: len(pool.links()) == 1, "a link")
@@ -298,7 +296,7 @@ def test_a_new_worker_takes_its_part_of_what_queues_at_the_others() -> None:
 def test_drains_are_no_losses_however_many_meet_a_request_that_waits() -> None:
     async def scenario() -> None:
         metrics = GatewayMetrics()
-        pool = WorkerPool(GatewayConfig(model_name="m", max_losses=2), metrics)
+        pool = WorkerPool(GatewayConfig(max_losses=2), metrics)
         generation, sequence = sequence_of("waits", 5)
         pool.submit(sequence)
         for number in range(1, 6):
@@ -326,7 +324,7 @@ def test_drains_are_no_losses_however_many_meet_a_request_that_waits() -> None:
 def test_a_draining_worker_keeps_its_choices_while_nobody_else_can_take_them() -> None:
     async def scenario() -> None:
         metrics = GatewayMetrics()
-        pool = WorkerPool(GatewayConfig(model_name="m", drain_move_s=0.01), metrics)
+        pool = WorkerPool(GatewayConfig(drain_move_s=0.01), metrics)
         only = await worker_of(1)
         pool.apply_view(view_of(only))
         await until(lambda: len(pool.links()) == 1, "a link")
@@ -349,7 +347,7 @@ def test_a_draining_worker_keeps_its_choices_while_nobody_else_can_take_them() -
 def test_what_a_drain_moved_goes_back_when_the_drain_is_taken_back() -> None:
     async def scenario() -> None:
         metrics = GatewayMetrics()
-        pool = WorkerPool(GatewayConfig(model_name="m", deadline_s=30), metrics)
+        pool = WorkerPool(GatewayConfig(deadline_s=30), metrics)
         first, second = await worker_of(1), await worker_of(2)
         first.frozen = second.frozen = True
         pool.apply_view(view_of(first, second))
@@ -373,7 +371,7 @@ def test_what_a_drain_moved_goes_back_when_the_drain_is_taken_back() -> None:
 def test_a_worker_whose_drain_was_taken_back_is_like_any_other() -> None:
     async def scenario() -> None:
         metrics = GatewayMetrics()
-        pool = WorkerPool(GatewayConfig(model_name="m", drain_move_s=0.05), metrics)
+        pool = WorkerPool(GatewayConfig(drain_move_s=0.05), metrics)
         first, second = await worker_of(1), await worker_of(2)
         pool.apply_view(view_of(first))
         await until(lambda: len(pool.links()) == 1, "a link")
@@ -402,7 +400,7 @@ def test_a_worker_whose_drain_was_taken_back_is_like_any_other() -> None:
 
 def test_losing_a_worker_with_many_choices_costs_time_by_their_number_and_not_by_its_square() -> None:
     async def lose(count: int) -> float:
-        pool = WorkerPool(GatewayConfig(model_name="m"), GatewayMetrics())
+        pool = WorkerPool(GatewayConfig(), GatewayMetrics())
         worker, other = await worker_of(1), await worker_of(2)
         pool.apply_view(view_of(worker))
         await until(lambda: len(pool.links()) == 1, "a link")
@@ -432,7 +430,7 @@ def test_losing_a_worker_with_many_choices_costs_time_by_their_number_and_not_by
 
 def test_no_deadline_runs_for_those_who_wait_for_a_trial_while_a_worker_serves() -> None:
     async def scenario() -> None:
-        pool = WorkerPool(GatewayConfig(model_name="m", deadline_s=0.3), GatewayMetrics())
+        pool = WorkerPool(GatewayConfig(deadline_s=0.3), GatewayMetrics())
         first, second = await worker_of(1), await worker_of(2)
         pool.apply_view(view_of(first))
         await until(lambda: len(pool.links()) == 1, "a link")
@@ -477,7 +475,7 @@ def test_histogram_buckets_are_cumulative() -> None:
 @pytest.mark.parametrize("code", ["too_long", "never_fits", "overloaded"])
 def test_a_replay_that_one_worker_has_no_room_for_goes_to_the_next(code: str) -> None:
     async def scenario() -> None:
-        pool = WorkerPool(GatewayConfig(model_name="m"), GatewayMetrics())
+        pool = WorkerPool(GatewayConfig(), GatewayMetrics())
         first, small, large = await worker_of(1), await worker_of(2), await worker_of(3)
         small.refuse = lambda submit: Failed(
             id=submit.id, attempt=submit.attempt, code=code, message="no room", retryable=False

@@ -18,8 +18,8 @@ from typing import Any
 import httpx
 import pytest
 
-from eaas.gateway.generation import HELD_BYTES, Choice, StreamedGeneration
 from eaas.gateway.openai_format import CompletionFormat, ResponseHead, StreamUsage
+from eaas.gateway.text import HELD_BYTES, Choice, StreamedGeneration
 from eaas.gateway.tool_calls import HERMES
 from eaas.gateway.tool_format import ToolChatFormat
 from tests.eaas.gateway_world import FakeWorker, GatewayProcess, World, eventually, gateway_url

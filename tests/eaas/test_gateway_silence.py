@@ -11,10 +11,10 @@ import pytest
 
 from eaas.engine.worker_protocol import PROTOCOL, Failed, Step, Submit, Token, encode
 from eaas.gateway.config import GatewayConfig
-from eaas.gateway.load import GatewayLoad
+from eaas.gateway.gateway import GatewayLoad
 from eaas.gateway.metrics import GatewayMetrics
+from eaas.gateway.pool import WorkerPool
 from eaas.gateway.silence import FALSE_MOST_S, FORGIVE_S, LEAST_S, MOST_S, Silence
-from eaas.gateway.worker_pool import WorkerPool
 from tests.eaas.gateway_world import FakeWorker
 from tests.eaas.test_gateway_pool import sequence_of, until, view_of, worker_of
 
@@ -29,7 +29,7 @@ def in_a_pool(
     deadline_s: float = 30.0,
 ) -> None:
     async def run() -> None:
-        config = GatewayConfig(model_name="m", deadline_s=deadline_s)
+        config = GatewayConfig(deadline_s=deadline_s)
         pool = WorkerPool(config, GatewayMetrics())
         group = [await worker_of(number) for number in range(1, workers + 1)]
         pool.apply_view(view_of(*group))

@@ -91,12 +91,12 @@ def test_requests_keep_their_class_while_its_server_is_replaced_and_others_go_on
     device = "interpreter" if DEVICE == "cpu" else "cuda:0"
     config = ClusterConfig(
         model=model,
-        served_name="small",
+        served_model_name="small",
         experts=2,
         attention=2,
         replicas=1,
         port=0,
-        devices=(device, "cpu"),
+        device=(device, "cpu"),
         deadline_s=250.0,
         kv_tokens=256,
         step_tokens=16,

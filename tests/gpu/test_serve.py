@@ -33,11 +33,11 @@ def test_a_killed_server_changes_no_token(tmp_path: Path) -> None:
     device = "interpreter" if DEVICE == "cpu" else "cuda:0"
     config = ClusterConfig(
         model=model,
-        served_name="small",
+        served_model_name="small",
         experts=2,
         replicas=2,
         port=0,
-        devices=(device,),
+        device=(device,),
         deadline_s=250.0,
         kv_tokens=256,
         step_tokens=16,

@@ -20,9 +20,11 @@ import pytest
 
 from router import launcher as launching
 from router.client import RouterClient
+from router.config import LauncherOptions
 from router.events import StartProcess, StopProcess
 from router.host import host_id
-from router.launcher import Exec, LauncherInvalid, Order, OrderFailed, Webhook, launcher_of, parse
+from router.launcher import Exec, Order, OrderFailed, Webhook, launcher_of
+from router.options import read
 from router.state import Config
 from tests.router.test_service import SHAPE, RouterProcess, started, until
 
@@ -92,6 +94,10 @@ def launched() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
         if process.poll() is None:
             process.kill()
         process.wait()
+
+
+def options(*flags: str) -> LauncherOptions:
+    return read(LauncherOptions, "launcher", ["--router", "127.0.0.1:1", *flags], {})
 
 
 def order(action: str = "start") -> Order:
@@ -316,15 +322,15 @@ def test_a_stop_command_that_hangs_is_ended_with_its_children(tmp_path: Path) ->
         (["--webhook", "https://a.example/", "--host", "x", "--webhook-key-file", "NONE"], "cannot be read"),
         (["--webhook", "https://a.example/", "--host", "x", "--webhook-key-file", "EMPTY"], "holds no key"),
         (["--exec", "true", "--webhook-key-file", "KEY"], "there is no POST to send the key with"),
-        (["--exec", "true", "--tries", "0"], "give at least 1 and more than 0"),
+        (["--exec", "true", "--tries", "0"], "--tries 0: at least 1 is needed"),
     ],
 )
 def test_a_launcher_that_makes_no_sense_says_why(tmp_path: Path, flags: list[str], message: str) -> None:
     (tmp_path / "KEY").write_text("secret")
     (tmp_path / "EMPTY").write_text("\n")
     named = [str(tmp_path / flag) if flag in ("KEY", "NONE", "EMPTY") else flag for flag in flags]
-    with pytest.raises(LauncherInvalid, match=message):
-        launcher_of(parse(["--router", "127.0.0.1:1", *named]))
+    with pytest.raises(ValueError, match=message):
+        launcher_of(options(*named))
 
 
 @pytest.mark.parametrize("host", ["", "elsewhere"])
@@ -332,8 +338,7 @@ def test_only_what_a_launcher_started_is_ended(
     tmp_path: Path, host: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended = tmp_path / "ended"
-    options = parse(["--router", "127.0.0.1:1", "--host", host, "--exec", f"echo $EAAS_PID >> {ended}"])
-    launcher = launcher_of(options)
+    launcher = launcher_of(options("--host", host, "--exec", f"echo $EAAS_PID >> {ended}"))
     monkeypatch.setattr(launcher, "_report", lambda pid, pool: None)
     foreign = subprocess.Popen(["sleep", "60"])
     ours = subprocess.Popen(["sleep", "60"], env={**os.environ, "EAAS_HOST": host_id()})
@@ -352,11 +357,10 @@ def test_only_what_a_launcher_started_is_ended(
 def test_a_start_by_webhook_is_given_up_before_the_router_orders_again(
     hook: Hook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert Config.start_s > launching._START_TRIES_S
-    monkeypatch.setattr(launching, "_START_TRIES_S", 1.0)
+    assert Config.start_s > launching.START_TRIES_S
+    monkeypatch.setattr(launching, "START_TRIES_S", 1.0)
     hook.answer = 503
-    flags = ["--router", "127.0.0.1:1", "--host", "cloud", "--webhook", hook.url, "--tries", "50"]
-    launcher = launcher_of(parse(flags))
+    launcher = launcher_of(options("--host", "cloud", "--webhook", hook.url, "--tries", "50"))
     given_up: list[str] = []
     monkeypatch.setattr(launcher, "_report", lambda pid, pool: given_up.append(pool))
     start = launcher._order(StartProcess(host="", pool="expert"))

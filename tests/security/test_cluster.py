@@ -45,7 +45,7 @@ class Secure:
         self.cluster = LocalCluster(
             ClusterConfig(
                 model=model,
-                served_name="tiny",
+                served_model_name="tiny",
                 experts=2,
                 replicas=2,
                 port=0,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import socket
@@ -11,24 +10,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from eaas.attention import parser as attention_parser
-from eaas.attention import prepare
 from eaas.cluster.config import ClusterConfig
-from eaas.gateway.http_guard import Bounds
+from eaas.gateway.guard import Bounds
 from eaas.gateway.keys import Key, digest_of, new_key, write_keys
 from eaas.gateway.listening import ListenFailed, listen
 from eaas.ops.certs import make_certs
-from experts.__main__ import listen as listen_for_clients
-from experts.__main__ import parse as expert_options
-from experts.server import ExpertsService
+from eaas.settings import ROLES
 from router.exposure import Exposed, bound_address, is_loopback, told_address
+from router.options import options_of
 from router.tls import Credentials
 from tests.eaas.gateway_world import GatewayProcess, World, eventually
 
@@ -130,38 +125,30 @@ def test_router_and_admin_listener_refuse_to_be_open(tmp_path: Path, certs: Path
 
 
 def test_expert_servers_and_attention_workers_refuse_to_be_open(world: World) -> None:
-    options = expert_options(["--router", "127.0.0.1:1", "--model", "m", "--host", "0.0.0.0"])
-    with ExitStack() as closing, pytest.raises(Exposed, match="no TLS \\(--tls-dir\\)"):
-        listen_for_clients(options, None, ExpertsService(), closing)
-    refused = run("eaas.attention", "--router", "127.0.0.1:1", "--model", str(world.model), "--host", "::")
-    assert refused.returncode == 1, refused.stderr
-    assert (
-        callable(prepare)
-        and attention_parser().parse_args(["--router", "127.0.0.1:1", "--model", "m"]).host == "127.0.0.1"
-    )
+    for module in ("experts", "eaas.engine"):
+        refused = run(module, "--router", "127.0.0.1:1", "--model", str(world.model), "--host", "::")
+        assert refused.returncode == 1 and "no TLS (--tls-dir)" in refused.stderr, refused.stderr
 
 
 def test_a_local_cluster_refuses_before_it_starts_anything() -> None:
     with pytest.raises(ValueError, match=r"--host 0\.0\.0\.0 can be reached by other machines"):
-        ClusterConfig(model=Path(), served_name="m", host="0.0.0.0")
+        ClusterConfig(model=Path(), served_model_name="m", host="0.0.0.0")
     with pytest.raises(ValueError, match="belong together"):
-        ClusterConfig(model=Path(), served_name="m", tls_cert=Path("c"))
+        ClusterConfig(model=Path(), served_model_name="m", tls_cert=Path("c"))
     served = run("eaas.ops.cli", "serve", "demo", "--host", "0.0.0.0")
     assert served.returncode == 1 and "no keys (--keys-file)" in " ".join(served.stderr.split())
 
 
 def test_every_process_listens_on_loopback_unless_told_otherwise() -> None:
-    from eaas.gateway.__main__ import parser as gateway_parser
-    from router.__main__ import parse as router_options
-
-    router = router_options(["--journal", "j"])
-    needed = ["--router", "127.0.0.1:1", "--model", "m"]
-    hosts = [router.host, router.admin_host, expert_options(needed).host]
-    hosts += [attention_parser().parse_args(needed).host, gateway_parser().parse_args(needed).host]
-    assert all(is_loopback(host) for host in hosts), hosts
-    assert router.admin_port is None, "the admin listener is off unless asked for"
-    allowed: list[argparse.Namespace] = [router, expert_options(needed), gateway_parser().parse_args(needed)]
-    assert not any(options.allow_chaos for options in allowed), "chaos is off unless asked for"
+    roles = {role: one.options for role, one in ROLES.items() if role not in ("serve", "pool")}
+    for role, kind in roles.items():
+        options = options_of(kind)
+        assert options["allow_chaos"].default is False, "chaos is off unless asked for"
+        assert role == "launcher" or is_loopback(options["host"].default), role
+    assert is_loopback(options_of(roles["router"])["admin_host"].default)
+    assert options_of(roles["router"])["admin_port"].default is None, (
+        "there is no admin listener unless asked for"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -314,7 +301,7 @@ def test_a_head_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> 
 
     import uvicorn
 
-    from eaas.gateway.http_guard import Connection
+    from eaas.gateway.guard import Connection
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})

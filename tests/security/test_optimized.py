@@ -45,8 +45,8 @@ REFUSALS = {
     "exposure": "from router.exposure import bound_address; bound_address('--host', '0.0.0.0', {'TLS': False})",
     "checkpoint": "from experts.checkpoint import Checkpoint; Checkpoint.open('/dev')",
     "config": "from pathlib import Path; from eaas.cluster.config import ClusterConfig; "
-    "ClusterConfig(model=Path(), served_name='m', replicas=0)",
-    "gateway": "from eaas.gateway.config import GatewayConfig; GatewayConfig(model_name='m', max_requests=0)",
+    "ClusterConfig(model=Path(), served_model_name='m', replicas=0)",
+    "gateway": "from eaas.gateway.config import GatewayConfig; GatewayConfig(max_requests=0)",
 }
 
 

@@ -37,8 +37,8 @@ from eaas.gateway.dashboard.compose import Past, Reading, board_of
 from eaas.gateway.dashboard.heat import Flow, heat_of
 from eaas.gateway.dashboard.history import ClusterSnapshot, History, follow, learn
 from eaas.gateway.metrics import GatewayMetrics
+from eaas.gateway.pool import WorkerPool
 from eaas.gateway.served_model import ServedModel
-from eaas.gateway.worker_pool import WorkerPool
 from router.view import View
 
 log = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
 """Gateways and those who ask them: requests, the workers that serve them, and what is shown of them.
 
-The token log is the product's own; the rest follows eaas/gateway/worker_pool.py.
+The token log is the product's own; the rest follows eaas/gateway/pool.py.
 """
 
 from __future__ import annotations

@@ -63,6 +63,10 @@ env:
     valueFrom: {fieldRef: {fieldPath: status.podIP}}
   - name: NODE_NAME
     valueFrom: {fieldRef: {fieldPath: spec.nodeName}}
+{{- range $name, $value := (index $.Values $role).options }}
+  - name: EAAS_{{ upper $role }}_{{ upper $name }}
+    value: {{ kindIs "string" $value | ternary $value (kindIs "slice" $value | ternary (join "," $value) (toJson $value)) | quote }}
+{{- end }}
 securityContext:
   allowPrivilegeEscalation: false
   readOnlyRootFilesystem: true

@@ -6,9 +6,9 @@ from fastapi import FastAPI, Request, Response
 from starlette.responses import JSONResponse
 
 from eaas.gateway.gateway import Gateway
-from eaas.gateway.generating import Prepared, encode_conversation, generate, grammar_of, tools_of
 from eaas.gateway.messages_format import PATH, MessagesFormat
 from eaas.gateway.messages_schema import CountTokensRequest, MessagesRequest, as_chat
+from eaas.gateway.routes import Prepared, encode_conversation, generate, grammar_of, tools_of
 
 
 class MessageRoutes:

@@ -1,4 +1,4 @@
-"""The attention worker's process: python -m eaas.attention --router ADDRESS --model FOLDER
+"""The attention worker's process: python -m eaas.engine --router ADDRESS --model FOLDER (eaas.engine.config).
 
 It joins the router as a member of the pool "attention", follows the placement, and serves gateways over TCP
 once every expert has a replica. One thread runs sockets and engine; the router client's threads keep the
@@ -7,7 +7,6 @@ lease and bring placements; the decoder's lanes are native threads.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import logging
 import os
@@ -16,11 +15,11 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Protocol
 
+from eaas.engine.config import BLOCK_TOKENS, WorkerOptions
 from eaas.engine.constraint import Grammars
 from eaas.engine.decoder import Decoder, DecoderError
 from eaas.engine.engine import LEAST_WAIT, Engine, EngineConfig, StepDecoder
@@ -30,12 +29,10 @@ from eaas.engine.worker import STUCK_MARGIN_S, Worker
 from eaas.engine.worker_protocol import Hello
 from eaas.model.loader import load_spec, load_weights
 from eaas.placement import Placement, StartFailed, Stopped
-from eaas.tracing import add_options as add_tracing_options
 from eaas.tracing import open_tracing, version
 from experts.backend import Backend, DeviceUnavailable
 from experts.checkpoint import Checkpoint
 from experts.client import ExpertClient
-from experts.devices import HELP as DEVICE_HELP
 from experts.devices import Device
 from experts.faults import CLIENT_FAULTS, SelfInflicted
 from experts.kernels import numerics_class
@@ -45,12 +42,10 @@ from experts.pace import Track, load_entries, observe_all
 from p2p import native as p2p_native
 from p2p.cores import named_cores
 from p2p.endpoint import Endpoint, P2PError
-from p2p.transport import HELP as TRANSPORT_HELP
 from p2p.transport import TransportChoice
 from router import child, logs
 from router.client import JoinRefused, RouterClient, RouterUnavailable
-from router.connection import router_address
-from router.exposure import bound_address, host_port, told_address
+from router.exposure import host_port
 from router.faults import CLIENT_POINTS
 from router.heartbeat import Heartbeat, OwnTime
 from router.view import ATTENTION
@@ -59,7 +54,6 @@ log = logging.getLogger("eaas.attention")
 
 # An orderly end is promised within a second; a step that waits for experts may take far longer.
 STUCK_STEP_S = 0.6
-BLOCK_TOKENS = 16
 ROUTED_S = 1.0
 # A loop that stands so long, while its process neither computes nor reads, hangs: it goes round 4 times a second
 # without work, and 200 times while it waits for expert servers.
@@ -74,48 +68,6 @@ START_ERRORS = (
     RouterUnavailable,
     ValueError,
 )
-
-
-def parser() -> argparse.ArgumentParser:
-    """The options of this process."""
-    options = argparse.ArgumentParser(
-        prog="eaas attention",
-        description="Compute attention, gates and sampling for gateways; expert servers compute the experts.",
-        epilog="Example: eaas attention --router 127.0.0.1:7000 --model ./checkpoint. "
-        "Exit codes: 0 stopped by a signal or drained, 1 could not start or fenced (the log says why), 2 bad usage.",
-    )
-    options.add_argument(
-        "--router", required=True, type=router_address, metavar="HOST:PORT,...", help="address of each router"
-    )
-    options.add_argument("--model", required=True, type=Path, help="checkpoint folder")
-    options.add_argument("--dtype", default="auto", help="auto (default), bfloat16, float32 or int8")
-    options.add_argument(
-        "--cores", default="", help="cores of the lanes, such as 0,1; default: all that this process may use"
-    )
-    options.add_argument("--kv-tokens", type=int, default=65536, help="tokens that the KV pool holds")
-    options.add_argument(
-        "--max-model-len",
-        type=int,
-        metavar="TOKENS",
-        help="longest prompt and output together (default: what the model allows)",
-    )
-    options.add_argument("--step-tokens", type=int, default=512, help="most rows computed in one step")
-    options.add_argument("--max-running", type=int, default=256, help="most requests that run at once")
-    options.add_argument("--deadline-s", type=float, default=30.0, help="longest wait for expert servers")
-    options.add_argument("--start-s", type=float, default=110.0, help="longest wait for the first placement")
-    options.add_argument(
-        "--prefix-reuse",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="compute a common beginning of prompts once",
-    )
-    options.add_argument("--device", default="cpu", help=DEVICE_HELP)
-    options.add_argument("--transport", default="shm", help=TRANSPORT_HELP)
-    options.add_argument("--port", type=int, default=0, help="port to listen on; 0 = any (default)")
-    child.add_listener(options)
-    add_tracing_options(options, begins=False)
-    child.add_options(options)
-    return options
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -261,7 +213,7 @@ def decoding(
     )
 
 
-def prepare(options: argparse.Namespace, ending: Ending, closing: contextlib.ExitStack) -> Worker:
+def prepare(options: WorkerOptions, ending: Ending, closing: contextlib.ExitStack) -> Worker:
     """Join the router, load the model, wait for the experts, and report readiness.
 
     Args:
@@ -278,11 +230,6 @@ def prepare(options: argparse.Namespace, ending: Ending, closing: contextlib.Exi
     if options.allow_chaos:
         faults = SelfInflicted(kinds=CLIENT_FAULTS, points=CLIENT_POINTS, rails=transport.named_rails)
     kv_blocks = options.kv_tokens // BLOCK_TOKENS
-    if kv_blocks < 1 or options.step_tokens < 1 or options.max_running < 1:
-        raise StartFailed(
-            f"--kv-tokens {options.kv_tokens}, --step-tokens {options.step_tokens}, --max-running "
-            f"{options.max_running}: at least {BLOCK_TOKENS}, 1 and 1 are needed."
-        )
     checkpoint = Checkpoint.open(options.model)
     spec = load_spec(checkpoint)
     spec = replace(spec, dtype=Dtype.resolve(options.dtype, checkpoint.config))
@@ -296,10 +243,8 @@ def prepare(options: argparse.Namespace, ending: Ending, closing: contextlib.Exi
     class_of, new_decoder = decoding(device, backend)
     kernels = class_of(spec.dtype)
     credentials = child.credentials(options, ATTENTION)
-    host = bound_address("--host", options.host, {"TLS (--tls-dir)": credentials is not None})
-    told_host = told_address("--host", host, options.advertise)
-    listener = closing.enter_context(listen(host, options.port))
-    address = host_port(told_host, listener.getsockname()[1])
+    listener = closing.enter_context(listen(options.bound_host, options.port))
+    address = host_port(options.told_host, listener.getsockname()[1])
     door = listener
     if credentials is not None:
         door = closing.enter_context(contextlib.closing(SecureDoor(listener, credentials)))
@@ -434,9 +379,8 @@ def leave(router: RouterClient) -> None:
         log.info("leave_unanswered error=%s", error)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = parser().parse_args(arguments)
-    child.begin(options, orphaned=signal.SIGKILL)
+def main(options: WorkerOptions) -> int:
+    """Serve until told to end. Raises StartFailed. Returns the exit code."""
     ending = Ending()
     with contextlib.ExitStack() as closing:
         closing.callback(ending.done)
@@ -445,13 +389,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except Stopped:
             log.info("stopped_before_ready")
             return ending.code
-        except (StartFailed, *START_ERRORS) as error:
-            log.error("cannot_start reason=%s", error)
-            child.tell_failed(options, str(error))
-            return 1
+        except START_ERRORS as error:
+            raise StartFailed(str(error)) from error
         worker.run()
     return ending.code
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(child.start("attention", WorkerOptions, main, (StartFailed,), orphaned=signal.SIGKILL))

@@ -8,9 +8,9 @@ from fastapi import FastAPI, Request, Response
 
 from eaas.gateway.errors import ApiError, ErrorReply
 from eaas.gateway.gateway import Gateway
-from eaas.gateway.generating import Prepared, encode_conversation, generate, grammar_of, tools_of
 from eaas.gateway.responses_format import ResponsesFormat
 from eaas.gateway.responses_schema import ResponsesRequest, as_chat
+from eaas.gateway.routes import Prepared, encode_conversation, generate, grammar_of, tools_of
 
 
 class ResponseRoutes:

@@ -27,13 +27,22 @@ from eaas.engine.worker_protocol import (
     Token,
 )
 from eaas.gateway.config import GatewayConfig
-from eaas.gateway.errors import ApiError, full, internal, invalid, unavailable
+from eaas.gateway.errors import (
+    BLAMELESS,
+    LOST,
+    REFUSALS,
+    ApiError,
+    error_of,
+    full,
+    internal,
+    invalid,
+    unavailable,
+)
 from eaas.gateway.fleet import Seen
+from eaas.gateway.link import WorkerLink
 from eaas.gateway.metrics import GatewayMetrics
-from eaas.gateway.refusals import BLAMELESS, LOST, REFUSALS, error_of
 from eaas.gateway.sequence import Sequence
 from eaas.gateway.trial import Trial
-from eaas.gateway.worker_link import WorkerLink
 from eaas.gateway.workers import Workers
 from eaas.tracing import TRACEPARENT
 from router.roles import GATEWAY

@@ -22,16 +22,16 @@ from eaas.engine.worker_protocol import SamplingParams
 from eaas.gateway.authentication import account_of, reserve_tokens
 from eaas.gateway.budgets import Account
 from eaas.gateway.errors import ApiError, ErrorReply
-from eaas.gateway.generation import Choice, Echo, Generation, Silence, StreamedGeneration
-from eaas.gateway.http_guard import CLIENT_GONE, CLIENT_STALLED, Connection
+from eaas.gateway.guard import CLIENT_GONE, CLIENT_STALLED, Connection
 from eaas.gateway.metrics import GatewayMetrics
 from eaas.gateway.openai_format import Events, Format, ResponseHead, StreamUsage, Usage
+from eaas.gateway.pool import WorkerPool
 from eaas.gateway.prompt_scores import PromptScores, TokensById
 from eaas.gateway.routing import Routing
 from eaas.gateway.sequence import Sequence as PoolSequence
 from eaas.gateway.served_model import ServedModel
 from eaas.gateway.stops import StopAutomaton, StopMatcher
-from eaas.gateway.worker_pool import WorkerPool
+from eaas.gateway.text import Choice, Echo, Generation, Silence, StreamedGeneration
 
 # Of an answer's tokens, so many at most are taken from its key's budget before it begins; the rest when it has ended.
 _RESERVED_OUTPUT = 256

@@ -14,14 +14,14 @@ from eaas.gateway.batch_schema import BatchChatRequest
 from eaas.gateway.config import GatewayConfig
 from eaas.gateway.errors import invalid
 from eaas.gateway.gateway import Gateway
-from eaas.gateway.generation import Echo
 from eaas.gateway.openai_format import ChatFormat, CompletionFormat, Format
 from eaas.gateway.prompt_scores import MOST_SCORES
-from eaas.gateway.replies import EventStream, Exchange, Work
 from eaas.gateway.routing import MOST_ROUTED_TOKENS
 from eaas.gateway.sampling import sampling_params, settle_logprobs, token_limit
 from eaas.gateway.schema import ChatRequest, CompletionRequest
 from eaas.gateway.served_model import ServedModel
+from eaas.gateway.stream import EventStream, Exchange, Work
+from eaas.gateway.text import Echo
 from eaas.gateway.tokens_format import TokensFormat
 from eaas.gateway.tokens_schema import TokensRequest, as_completion
 from eaas.gateway.tool_choice import ToolUse, call_grammar, tool_use
@@ -126,15 +126,15 @@ def _work(gateway: Gateway, prepared: Prepared, bad_tokens: tuple[tuple[int, ...
         seeded=wanted.seed is not None,
         stops=tuple(wanted.stop or ()),
         stream=bool(wanted.stream),
-        include_usage=wanted.include_usage or gateway.config.always_usage,
-        usage_stats=wanted.usage_stats or gateway.config.always_usage,
+        include_usage=wanted.include_usage or gateway.config.enable_force_include_usage,
+        usage_stats=wanted.usage_stats or gateway.config.enable_force_include_usage,
         open_end=wanted.token_limit is None,
         return_token_ids=bool(wanted.return_token_ids) or wanted.detokenize is False,
         text_shown=wanted.detokenize is not False,
         stop_shown=bool(wanted.include_stop_str_in_output),
         shown_tokens=prepared.shown_tokens,
         special_shown=wanted.skip_special_tokens is False,
-        tokens_by_id=gateway.config.tokens_by_id
+        tokens_by_id=gateway.config.return_tokens_as_token_ids
         if wanted.return_tokens_as_token_ids is None
         else wanted.return_tokens_as_token_ids,
         request_id=wanted.request_id,

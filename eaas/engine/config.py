@@ -1,0 +1,52 @@
+"""Options of an attention worker, and those that whoever answers requests has. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from eaas.tracing import TracingOptions
+from experts.config import ComputingOptions, MemberOptions
+from router.options import Options, option
+
+# Tokens of one block of the KV cache.
+BLOCK_TOKENS = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestOptions(Options):
+    """Requests"""
+
+    deadline_s: float = option(
+        30.0,
+        "Longest wait for a lost attention worker or expert server to return, for a new request and for one that goes "
+        "on alike. What waits in the queue of a worker that computes others has none.",
+        above=0,
+    )
+    max_model_len: int | None = option(
+        None,
+        "Longest prompt and output together; default: what the model allows.",
+        metavar="TOKENS",
+        least=1,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions(Options):
+    """The engine of an attention worker"""
+
+    # 65,536 tokens x 2 (K and V) x 8 layers x 4 heads x 64 x 2 bytes = 512 MiB on shape S.
+    kv_tokens: int = option(65536, "Tokens of KV cache of each attention worker.", least=BLOCK_TOKENS)
+    step_tokens: int = option(512, "Most rows computed in one step.", metavar="ROWS", least=1)
+    max_running: int = option(256, "Most requests that run at once.", least=1)
+    prefix_reuse: bool = option(True, "Compute a common beginning of prompts once.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerOptions(EngineOptions, RequestOptions, ComputingOptions, TracingOptions, MemberOptions):
+    """Compute attention, gates and sampling for gateways; expert servers compute the experts.
+
+    Example:
+      eaas attention --router 127.0.0.1:7000 --model ./checkpoint
+    """
+
+    start_s: float = option(110.0, "Longest wait for the first placement.", above=0)
