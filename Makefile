@@ -88,7 +88,6 @@ bench: setup $(VENV)/.complete-dev ## Decode speed beside other engines (llamacp
 	@$(BIN)/python -m benchmarks.decode $(ARGS)
 
 wheel: setup ## A wheel of this machine's architecture in dist/, native code included: it serves without a checkout or a compiler
-	@rm -rf build/lib build/bdist.*
 	@$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 	@ls dist/*.whl
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -38,6 +39,9 @@ class BuildWithNative(build_py):
     """Compiles into the source folders, from where package data picks the libraries up."""
 
     def run(self) -> None:
+        if not self.editable_mode:
+            # Whatever an earlier build left there would be packed too.
+            shutil.rmtree(self.build_lib, ignore_errors=True)
         native_build.build()
         super().run()
 

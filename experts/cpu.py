@@ -302,7 +302,8 @@ class CpuServer:
 
     def turns(self) -> int | None:
         """How often it went to look for requests, which it does idle too; None where it waits on no doorbell."""
-        return p2p_native.load().p2p_bell_heartbeat(self._bell_page) or None
+        # Zero counts: a lane that never came to look for requests stands still.
+        return p2p_native.load().p2p_bell_heartbeat(self._bell_page) if self._bell_page else None
 
     def stop(self) -> None:
         """Make `run` return within one batch, now and from then on."""

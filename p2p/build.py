@@ -182,8 +182,7 @@ def _build_library(cxx: Sequence[str], library: Library, extra: tuple[str, ...])
 def _write_format(package: str, name: str) -> Path:
     """Bring the header of a format up to date with its description."""
     header = ROOT / package / "native" / "build" / f"{name}_format.h"
-    command = [sys.executable, "-m", f"{package}.{name}"]
-    text = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    text = _run([sys.executable, str(ROOT / package / f"{name}.py")])
     if not header.exists() or header.read_text() != text:
         header.parent.mkdir(parents=True, exist_ok=True)
         # Renamed over: whoever compiles beside this finds one or the other.
@@ -218,7 +217,7 @@ class _Object:
         return True
 
 
-def _run(command: list[str]) -> None:
+def _run(command: list[str]) -> str:
     # ziglang builds its C++ library at first use, and keeps it here rather than in the home of whoever builds.
     environment = {"ZIG_GLOBAL_CACHE_DIR": str(ROOT / "build" / "zig"), **os.environ}
     try:
@@ -231,6 +230,7 @@ def _run(command: list[str]) -> None:
         raise BuildFailed(f"{' '.join(command)}\nended with {done.returncode}:\n{done.stderr[-4000:]}")
     if done.stderr:
         print(done.stderr, file=sys.stderr)
+    return done.stdout
 
 
 if __name__ == "__main__":

@@ -144,7 +144,12 @@ def ending(count: Callable[[], int | None], *, bound_s: float, longest_s: float)
 def _others_run() -> bool:
     """Whether another thread of this process runs, wants to, or waits for a disk."""
     own = str(threading.get_native_id())
-    for task in _TASKS.iterdir():
+    try:
+        tasks = list(_TASKS.iterdir())
+    except OSError:
+        # No descriptor is left: nobody can tell, and a loop that computes is not to be taken for one that hangs.
+        return True
+    for task in tasks:
         if task.name == own:
             continue
         try:

@@ -153,6 +153,7 @@ class Journal:
             JournalUnusable: no such folder, no permission, no space, another router's, or not a journal.
         """
         self.path = path
+        self._whole = True  # what the file holds is all that was ever committed
         self._open()
 
     def _open(self) -> None:
@@ -195,18 +196,19 @@ class Journal:
         Raises:
             JournalUnusable: nothing of it was committed.
         """
-        if self._is_gone():
+        if self._is_gone() or not self._whole:
             # Somebody removed it, or its folder. What it held is known here.
             self._open_anew()
             before = State()
         elif is_same(before, after):
             return False
         self._write(changes(before, after))
+        self._whole = True
         return True
 
     def prove(self, state: State) -> None:
         """Write the counters again, durably. Raises JournalUnusable while that is not possible."""
-        if self._is_gone():
+        if self._is_gone() or not self._whole:
             self.save(State(), state)
         self._write(changes(state, state))
 
@@ -234,6 +236,8 @@ class Journal:
         return str(self.path) != ":memory:" and not self.path.exists()
 
     def _open_anew(self) -> None:
+        # Until everything is in it once, counters alone would be a journal without members.
+        self._whole = False
         self._base.close()
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

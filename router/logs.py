@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import re
+import select
 import sys
 import threading
 import traceback
@@ -22,6 +23,7 @@ from collections import deque
 from contextlib import suppress
 from contextvars import ContextVar
 from functools import lru_cache
+from types import TracebackType
 from typing import Any, NoReturn
 
 TEXT, JSON = "text", "json"
@@ -148,7 +150,11 @@ class Lines(logging.Handler):
             # Whoever read it may have gone.
             with suppress(OSError):
                 while left:
-                    left = left[os.write(self._fd, left) :]
+                    try:
+                        left = left[os.write(self._fd, left) :]
+                    except BlockingIOError:
+                        # A parent made it so.
+                        select.select([], [self._fd], [])
             with self._changed:
                 self._waiting.popleft()
                 if self._dropped:
@@ -169,6 +175,18 @@ def begin(form: str, level: str) -> None:
     lines = Lines(sys.stderr.fileno())
     lines.setFormatter(JsonLines() if form == JSON else _Text())
     logging.basicConfig(level=level.upper(), handlers=[lines])
+    # What ends a thread is a line like others: written to stderr here, it would wait for whoever reads that.
+    sys.excepthook = _on_exception
+    threading.excepthook = lambda found: _on_exception(found.exc_type, found.exc_value, found.exc_traceback)
+
+
+def _on_exception(
+    kind: type[BaseException], error: BaseException | None, where: TracebackType | None
+) -> None:
+    found = (kind, error or kind(), where)
+    logging.getLogger(__name__).critical(
+        "uncaught thread=%s", threading.current_thread().name, exc_info=found
+    )
 
 
 def end_at_once(code: int) -> NoReturn:

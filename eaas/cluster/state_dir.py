@@ -59,7 +59,7 @@ class StateDir:
 
     def ensure(self) -> None:
         """Make the folder again if somebody has removed it, with a lock of its own. Raises OSError."""
-        if self.path.is_dir():
+        if self._lock < 0 or self.path.is_dir():
             return
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with _locked(self.path.parent):

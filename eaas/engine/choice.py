@@ -260,7 +260,12 @@ class Chooser:
         self._tokens[[row for row, reason in barred.items() if not reason]] = -1
         broken = np.flatnonzero(self._statuses[: len(words)])
         refused = {row: _REASONS[int(self._statuses[row])] for row in broken.tolist()}
-        return refused | {row: Refusal(reason, asked=True) for row, reason in barred.items() if reason}
+        # Logits that are not finite are nobody's request, whatever its grammar has come to.
+        return refused | {
+            row: Refusal(reason, asked=True)
+            for row, reason in barred.items()
+            if reason and int(self._statuses[row]) != native.SAMPLER_E_NOT_FINITE
+        }
 
     def _enter(self, slot: int, request: Request) -> _Slot:
         params = request.params

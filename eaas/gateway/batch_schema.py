@@ -37,11 +37,12 @@ class BatchChatRequest(BaseModel):
         Raises:
             ApiError: a value that no chat may have.
         """
-        shared = self.model_extra or {}
+        shared, (first, *others) = self.model_extra or {}, self.messages
         try:
-            return [
-                ChatRequest.model_validate({**shared, "messages": messages}) for messages in self.messages
-            ]
+            chat = ChatRequest.model_validate({**shared, "messages": first})
+            # What all share is judged once: it may be large, and nothing else is done meanwhile.
+            alone = [ChatRequest.model_validate({"messages": messages}) for messages in others]
+            return [chat, *(chat.model_copy(update={"messages": other.messages}) for other in alone)]
         except ValidationError as error:
             problems = error.errors(include_url=False, include_context=False, include_input=False)
             raise from_validation(problems) from None

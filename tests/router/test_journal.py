@@ -16,7 +16,7 @@ import pytest
 
 from router.core import step
 from router.events import Exited, Join, Loaded, Started
-from router.journal import Journal, JournalUnusable
+from router.journal import Changes, Journal, JournalUnusable
 from router.state import Config, State
 
 DURABLE = ("salt", "term", "epoch", "joined", "named", "model", "members")
@@ -171,6 +171,35 @@ def test_a_journal_that_somebody_removed_is_written_again_whole(tmp_path: Path) 
     state = journal.load()
     shutil.rmtree(folder)
     assert journal.save(state, state), "what did not change is written too"
+    journal.close()
+    loaded = Journal(path).load()
+    assert {name: getattr(loaded, name) for name in DURABLE} == {
+        name: getattr(before, name) for name in DURABLE
+    }
+
+
+def test_a_journal_made_anew_counts_once_all_of_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counters alone, without the members, would have every member fenced after the next start."""
+    path = tmp_path / "journal"
+    before = grown(path)
+    journal = Journal(path)
+    state = journal.load()
+    path.unlink()
+    write, full = journal._write, [True]
+
+    def written(found: Changes) -> None:
+        if full[0]:
+            raise JournalUnusable("no room")
+        write(found)
+
+    monkeypatch.setattr(journal, "_write", written)
+    for attempt in (lambda: journal.save(state, state), lambda: journal.prove(state)):
+        with pytest.raises(JournalUnusable, match="no room"):
+            attempt()
+    full[0] = False
+    journal.prove(state)
     journal.close()
     loaded = Journal(path).load()
     assert {name: getattr(loaded, name) for name in DURABLE} == {

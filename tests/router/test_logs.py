@@ -60,6 +60,31 @@ def test_nobody_waits_for_who_does_not_read_and_what_was_dropped_is_counted(
     assert _read(read, "\n") == "it goes on\n"
 
 
+def test_a_pipe_that_never_blocks_gets_every_line_whole(stalled: tuple[int, int]) -> None:
+    read, write = stalled
+    os.set_blocking(write, False)
+    lines = logs.Lines(write)
+    for number in range(3):
+        lines.handle(logging.LogRecord("test", logging.INFO, __file__, 0, "line %d", (number,), None))
+    time.sleep(0.1)
+    assert _read(read, "line 2\n") == "line 0\nline 1\nline 2\n"
+
+
+def test_what_ends_a_thread_is_a_line_like_others() -> None:
+    code = """
+import threading
+from router import logs
+logs.begin("json", "info")
+thread = threading.Thread(target=lambda: 1 / 0, name="lane")
+thread.start()
+thread.join()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    (line,) = done.stderr.splitlines()
+    found = json.loads(line)
+    assert (found["event"], found["thread"]) == ("uncaught", "lane") and "ZeroDivisionError" in line
+
+
 def test_a_router_whose_log_stands_still_serves(stalled: tuple[int, int], tmp_path: Path) -> None:
     """Its first line finds no room; it used to end as a process whose loop hangs."""
     read, write = stalled
