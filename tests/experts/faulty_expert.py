@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import itertools
 import os
+import runpy
 import signal
 import sys
 from typing import Any
 
 import numpy as np
 
-from experts import __main__ as process
 from experts import loading
 from experts.kernels import PackedExpert, answer_of
 from p2p import ShmEndpoint
@@ -45,4 +45,4 @@ def plant(fault: str) -> None:
 
 if __name__ == "__main__":
     plant(sys.argv.pop(1))
-    sys.exit(process.main())
+    runpy.run_module("experts", run_name="__main__", alter_sys=True)

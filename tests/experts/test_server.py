@@ -6,7 +6,6 @@ import errno
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -15,6 +14,7 @@ import pytest
 
 from experts import __main__ as process
 from experts import native
+from experts.config import ExpertOptions
 from experts.give import Refused
 from experts.model import Dtype
 from experts.proto import experts_pb2 as pb
@@ -211,22 +211,13 @@ def test_an_ending_process_frees_its_server_after_those_who_call_it(
     monkeypatch.setattr(process, "ExpertServer", Server)
     monkeypatch.setattr(process, "ExpertsService", Service)
     monkeypatch.setattr(process.child, "tell_ready", lambda *said: None)
-    options = SimpleNamespace(
-        cores="",
-        slots=4,
-        model=str(tmp_path / "model"),
-        dtype="float32",
-        port=0,
+    options = ExpertOptions(
         router="127.0.0.1:1",
-        device="cpu",
-        transport="shm",
+        model=tmp_path / "model",
+        dtype="float32",
+        slots=4,
         weights="checkpoint",
-        allow_chaos=False,
-        zone="",
-        tls_dir=None,
-        host="127.0.0.1",
-        advertise="",
     )
-    process.serve(options, ending)  # pyright: ignore[reportArgumentType]
+    process.serve(options, ending)
     assert ending.fault == fault
     assert events[:3] == ["leave", "router closed", "server closed, services[0].server is None=True"], events

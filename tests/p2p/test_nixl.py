@@ -38,9 +38,12 @@ from p2p import (
 from p2p.nixl import NixlEndpoint, NixlWindow, RailConfig
 from tests.p2p.nixl_process import CHILD, LAYOUT, PARENT, lay_out, send
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec(nixl_native.PACKAGE) is None, reason="needs package nixl-cu13, found none"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec(nixl_native.PACKAGE) is None, reason="needs package nixl-cu13, found none"
+    ),
+    pytest.mark.alone,
+]
 ROOT = Path(__file__).parents[2]
 # What UCX reads: loopback alone, whatever else this machine has.
 os.environ["UCX_NET_DEVICES"] = "lo"

@@ -271,7 +271,8 @@ def test_a_key_file_that_holds_no_key_is_refused_at_the_start(
 def test_an_admin_port_that_cannot_be_had_is_named(tmp_path: Path, taken: bool, port: int) -> None:
     with socket.create_server(("127.0.0.1", port)):
         said, status = failing(tmp_path, ["--admin-port", str(port if taken else 70000)])
-    assert f"port {port if taken else 70000} of 127.0.0.1 cannot be used for --admin-port" in said
+    refused = f"port {port} of 127.0.0.1 cannot be used for --admin-port"
+    assert (refused if taken else "--admin-port 70000: at least 0 and at most 65535 is needed.") in said
     assert status == 1
 
 
