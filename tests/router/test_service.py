@@ -412,9 +412,9 @@ def test_the_service_describes_itself(started: Callable[..., RouterProcess]) -> 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--experts", "2", "--replicas", "3"], "3 replicas of every expert need 3 expert servers"),
+        (["--experts", "2", "--replicas", "3"], "3 replicas of each expert need 3 expert servers"),
         (["--journal", "/no/such/folder/journal"], "See that its folder exists"),
-        (["--lease-s", "-1"], "lease_s is -1.0"),
+        (["--lease-s", "-1"], "--lease-s -1.0: more than 0 is needed"),
     ],
 )
 def test_a_start_that_fails_says_why(tmp_path: Path, flags: list[str], message: str) -> None:
