@@ -20,10 +20,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from eaas.engine.decoder import BLOCK_TOKENS, Decoder, StepPlan
 from eaas.model.loader import load_spec, load_weights
 from eaas.model.resolve import resolve_model
 from eaas.model.tokenizer import Tokenizer
+from eaas.worker.decoder import BLOCK_TOKENS, Decoder, StepPlan
 from experts.checkpoint import Checkpoint
 from experts.model import Dtype, ExpertShape
 from tests.eaas.local_experts import LocalExperts

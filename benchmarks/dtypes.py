@@ -19,9 +19,9 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.report import record, spread
-from eaas.engine.decoder import Decoder, StepPlan
 from eaas.model.loader import load_spec, load_weights
 from eaas.model.make_model import make_model
+from eaas.worker.decoder import Decoder, StepPlan
 from experts import native
 from experts.checkpoint import Checkpoint
 from experts.kernels import numerics_class, packed_bytes

@@ -28,13 +28,13 @@ from benchmarks.probe import Lanes
 from benchmarks.report import record, spread
 from eaas.cluster.config import ClusterConfig
 from eaas.cluster.local import LocalCluster
-from eaas.engine.decoder import Decoder, ExpertBackend, client_backend
-from eaas.engine.engine import Engine, EngineConfig
-from eaas.engine.scheduler import SchedulerConfig
-from eaas.engine.worker_protocol import SamplingParams, Submit
 from eaas.model.loader import load_spec, load_weights
 from eaas.model.make_model import SHAPES, Shape, make_model
 from eaas.placement import Placement
+from eaas.worker.decoder import Decoder, ExpertBackend, client_backend
+from eaas.worker.engine import Engine, EngineConfig
+from eaas.worker.protocol import SamplingParams, Submit
+from eaas.worker.scheduler import SchedulerConfig
 from experts.checkpoint import Checkpoint
 from experts.client import ExpertClient
 from experts.kernels import numerics_class

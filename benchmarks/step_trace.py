@@ -6,7 +6,7 @@ from types import TracebackType
 
 import numpy as np
 
-from eaas.engine.decoder import Decoder
+from eaas.worker.decoder import Decoder
 
 # By the numbers of eaas/native/decoder.h and, from 100 on, experts/native/client.h.
 PHASES = {

@@ -41,13 +41,13 @@ from benchmarks.report import RESULTS, record, spread
 from benchmarks.setting import numbers
 from eaas.cluster.config import ClusterConfig
 from eaas.cluster.local import LocalCluster
-from eaas.engine.constraint import Constraint, Grammars
-from eaas.engine.engine import Engine, EngineConfig
-from eaas.engine.grammar import Grammar, of_schema
-from eaas.engine.scheduler import SchedulerConfig
-from eaas.engine.worker_protocol import SamplingParams, Submit
 from eaas.model.loader import load_spec
 from eaas.model.resolve import resolve_model
+from eaas.worker.constraint import Constraint, Grammars
+from eaas.worker.engine import Engine, EngineConfig
+from eaas.worker.grammar import Grammar, of_schema
+from eaas.worker.protocol import SamplingParams, Submit
+from eaas.worker.scheduler import SchedulerConfig
 from experts.checkpoint import Checkpoint
 
 NAME = "structured"

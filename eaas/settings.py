@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from eaas.cluster.config import ClusterConfig, PoolConfig
-from eaas.engine.config import WorkerOptions
 from eaas.gateway.config import GatewayOptions
+from eaas.worker.config import WorkerOptions
 from experts.config import ExpertOptions
 from router.config import LauncherOptions, RouterOptions
 from router.options import EXIT_CODES, Option, Options, options_of, title_of
@@ -34,7 +34,7 @@ ROLES = {
     "pool": Role(options=PoolConfig),
     "router": Role(options=RouterOptions, module="router"),
     "expert": Role(options=ExpertOptions, module="experts"),
-    "attention": Role(options=WorkerOptions, module="eaas.engine"),
+    "attention": Role(options=WorkerOptions, module="eaas.worker"),
     "gateway": Role(options=GatewayOptions, module="eaas.gateway"),
     "launcher": Role(options=LauncherOptions, module="router.launcher"),
 }

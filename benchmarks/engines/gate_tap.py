@@ -9,8 +9,8 @@ import ctypes
 
 import numpy as np
 
-from eaas.engine.decoder import ExpertBackend
 from eaas.native import EXPERT_CALL
+from eaas.worker.decoder import ExpertBackend
 
 
 class GateTap:

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from benchmarks.gpu.local_experts import LocalExperts
 from benchmarks.gpu.timing import copy_rate
-from eaas.engine.decoder import StepPlan
 from eaas.gpu.decoder import GpuDecoder
 from eaas.gpu.weights import DeviceWeights, source_of
 from eaas.model.families import spec_of, tensors_of
@@ -31,6 +30,7 @@ from eaas.model.loader import load_spec, load_weights
 from eaas.model.make_model import make_model
 from eaas.model.spec import ModelSpec
 from eaas.native import SAMPLE_ROW
+from eaas.worker.decoder import StepPlan
 from experts.checkpoint import Checkpoint
 from experts.gpu.weights import ExpertWeights
 from experts.model import ExpertShape

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eaas.engine.config import EngineOptions, WorkerOptions
 from eaas.gateway.config import EndpointOptions, GatewayOptions
+from eaas.worker.config import EngineOptions, WorkerOptions
 from experts.config import ComputingOptions, ExpertOptions
 from experts.devices import Device
 from p2p.transport import TransportChoice

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from eaas.engine.config import RequestOptions
 from eaas.tracing import TracingOptions
+from eaas.worker.config import RequestOptions
 from router.config import ChildOptions, JoinOptions
 from router.events import DRAIN_S
 from router.options import OptionsInvalid, option

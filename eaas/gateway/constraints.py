@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal, cast
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from eaas.engine.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarInvalid, of_choices, of_grammar, of_schema
-from eaas.engine.worker_protocol import MAX_BIASES, MOST_BIAS
+from eaas.worker.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarInvalid, of_choices, of_grammar, of_schema
+from eaas.worker.protocol import MAX_BIASES, MOST_BIAS
 
 MAX_ALLOWED_TOKENS = 1 << 16
 _ID_DIGITS = 10

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from eaas.engine.worker_protocol import Failed
+from eaas.worker.protocol import Failed
 
 INVALID_REQUEST = "invalid_request_error"
 OVERLOADED = "overloaded_error"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from eaas.engine.worker_protocol import WorkerLoad
+from eaas.worker.protocol import WorkerLoad
 
 # Workers whose counters are remembered: one that comes back must not be counted twice.
 _REMEMBERED = 256

@@ -7,7 +7,8 @@ import logging
 import time
 from typing import Protocol, cast
 
-from eaas.engine.worker_protocol import (
+from eaas.gateway.silence import Silence
+from eaas.worker.protocol import (
     Failed,
     Hello,
     PromptLogprobs,
@@ -20,7 +21,6 @@ from eaas.engine.worker_protocol import (
     encode,
     for_gateway,
 )
-from eaas.gateway.silence import Silence
 
 log = logging.getLogger(__name__)
 

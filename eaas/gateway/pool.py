@@ -16,16 +16,6 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from eaas.engine.worker_protocol import (
-    Cancel,
-    Failed,
-    ForgetBlocks,
-    PromptLogprobs,
-    ProtocolError,
-    RoutedExperts,
-    Submit,
-    Token,
-)
 from eaas.gateway.config import GatewayConfig
 from eaas.gateway.errors import (
     BLAMELESS,
@@ -45,6 +35,16 @@ from eaas.gateway.sequence import Sequence
 from eaas.gateway.trial import Trial
 from eaas.gateway.workers import Workers
 from eaas.tracing import TRACEPARENT
+from eaas.worker.protocol import (
+    Cancel,
+    Failed,
+    ForgetBlocks,
+    PromptLogprobs,
+    ProtocolError,
+    RoutedExperts,
+    Submit,
+    Token,
+)
 from router.roles import GATEWAY
 from router.tls import Credentials
 from router.view import View

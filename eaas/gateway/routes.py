@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import msgspec
 from fastapi import FastAPI, Request, Response
 
-from eaas.engine.grammar import Grammar, GrammarInvalid, check_schemas
 from eaas.gateway.batch_schema import BatchChatRequest
 from eaas.gateway.config import GatewayConfig
 from eaas.gateway.errors import invalid
@@ -26,6 +25,7 @@ from eaas.gateway.tokens_format import TokensFormat
 from eaas.gateway.tokens_schema import TokensRequest, as_completion
 from eaas.gateway.tool_choice import ToolUse, call_grammar, tool_use
 from eaas.gateway.tool_format import ToolChatFormat
+from eaas.worker.grammar import Grammar, GrammarInvalid, check_schemas
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ import io
 
 import numpy as np
 
-from eaas.engine.worker_protocol import RoutedExperts
+from eaas.worker.protocol import RoutedExperts
 
 # Of one request, in prompts and outputs, counting each choice: what is told of them is kept until it is answered.
 MOST_ROUTED_TOKENS = 1 << 17

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from eaas.engine.worker_protocol import MAX_TOP_LOGPROBS, SamplingParams
 from eaas.gateway.constraints import outside
 from eaas.gateway.errors import context_too_long, invalid, out_of_vocabulary
 from eaas.gateway.schema import ChatRequest, CompletionRequest
+from eaas.worker.protocol import MAX_TOP_LOGPROBS, SamplingParams
 
 _SEEDS = 1 << 64
 _LOGPROB_FIELDS = ("top_logprobs", "logprobs", "prompt_logprobs")

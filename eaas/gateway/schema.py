@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from eaas.engine.worker_protocol import MAX_BAD
 from eaas.gateway.constraints import ConstrainedRequest, LogprobCount
+from eaas.worker.protocol import MAX_BAD
 
 MAX_CHOICES = 16
 MAX_STOPS = 16

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from eaas.engine.worker_protocol import SamplingParams
 from eaas.gateway.choice_of_worker import beginning
 from eaas.gateway.link import WorkerLink
 from eaas.gateway.text import Choice, Generation
 from eaas.gateway.token_log import TokenLog
+from eaas.worker.protocol import SamplingParams
 
 
 class Sequence:

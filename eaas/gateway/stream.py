@@ -18,7 +18,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from eaas.engine.worker_protocol import SamplingParams
 from eaas.gateway.authentication import account_of, reserve_tokens
 from eaas.gateway.budgets import Account
 from eaas.gateway.errors import ApiError, ErrorReply
@@ -32,6 +31,7 @@ from eaas.gateway.sequence import Sequence as PoolSequence
 from eaas.gateway.served_model import ServedModel
 from eaas.gateway.stops import StopAutomaton, StopMatcher
 from eaas.gateway.text import Choice, Echo, Generation, Silence, StreamedGeneration
+from eaas.worker.protocol import SamplingParams
 
 # Of an answer's tokens, so many at most are taken from its key's budget before it begins; the rest when it has ended.
 _RESERVED_OUTPUT = 256

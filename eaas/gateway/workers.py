@@ -6,9 +6,9 @@ import asyncio
 import logging
 import time
 
-from eaas.engine.worker_protocol import PROTOCOL
 from eaas.gateway.fleet import Seen
 from eaas.gateway.link import LinkOwner, WorkerLink
+from eaas.worker.protocol import PROTOCOL
 from router.classes import covering
 from router.roles import server_name
 from router.tls import Credentials

@@ -25,16 +25,6 @@ import torch
 import triton
 from torch import Tensor
 
-from eaas.engine.choice import Found
-from eaas.engine.decoder import (
-    BLOCK_TOKENS,
-    DecoderError,
-    ExpertsLost,
-    StepLimits,
-    StepPlan,
-    plan_arrays,
-    rope_tables,
-)
 from eaas.gpu import norm_rope, sampling
 from eaas.gpu.attention import QUERIES, Sums, attention
 from eaas.gpu.experts import DeviceExperts
@@ -44,6 +34,16 @@ from eaas.gpu.linear import linear
 from eaas.gpu.streams import Streams
 from eaas.gpu.weights import DeviceWeights, LayerWeights, Mlp, source_of
 from eaas.model.spec import ModelSpec
+from eaas.worker.choice import Found
+from eaas.worker.decoder import (
+    BLOCK_TOKENS,
+    DecoderError,
+    ExpertsLost,
+    StepLimits,
+    StepPlan,
+    plan_arrays,
+    rope_tables,
+)
 from experts.gpu.client import StepReport
 from experts.gpu.tiles import numerics_class
 from experts.model import Dtype

@@ -32,9 +32,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eaas.engine.decoder import StepLimits
 from eaas.gpu.attention import ITEM_WORDS, PARTIALS, SPLIT_KEYS, plan_work
 from eaas.gpu.sampling import CHOICE_WORDS
+from eaas.worker.decoder import StepLimits
 
 HEAD = 64
 COUNT_STRIDE = 4  # words: a count begins at a multiple of 16 bytes
@@ -172,7 +172,7 @@ class StepInputs:
         """Write a plan's rows for the next step of that size.
 
         Args:
-            arrays: What `eaas.engine.decoder.plan_arrays` gave; `StepLimits.fault_of_rows` finds nothing.
+            arrays: What `eaas.worker.decoder.plan_arrays` gave; `StepLimits.fault_of_rows` finds nothing.
             choices: int32 [wanted, CHOICE_WORDS]; None: no tokens are chosen.
 
         Raises:

@@ -5,7 +5,7 @@ Definition, per row of the float32 residual stream x [hidden]:
     add_norm   x += addend (+ bias), x += scale * shared; x / sqrt(mean(x^2) + eps) * weight
     swiglu     silu(gate) * up
     place      queries and keys of the fused projection [q | k | v]: + bias, RMS norm of each head or of the whole
-               projection, clip, rotation by the tables of `eaas.engine.decoder.rope_tables`; queries go to the
+               projection, clip, rotation by the tables of `eaas.worker.decoder.rope_tables`; queries go to the
                attention kernel, keys and values into the paged cache, all as bfloat16
 One program computes a row (or a row's heads of one key head) whatever the batch, by one order of additions.
 

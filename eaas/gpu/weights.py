@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eaas.engine.decoder import DecoderError, WeightsInvalid
 from eaas.gpu.linear import LinearWeight
 from eaas.model.families import tensors_of
 from eaas.model.spec import ModelSpec, QkNorm
+from eaas.worker.decoder import DecoderError, WeightsInvalid
 
 Source = Callable[[str], Tensor]
 

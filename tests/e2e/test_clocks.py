@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Shown to people: when a fault began, "created" in an answer, what happened on the dashboard, a span's begin, the date
 # that a chat template may ask for, the name of a trace file.
 SHOWN = {
-    ("eaas/engine/traced.py", "time.time_ns"),
+    ("eaas/worker/traced.py", "time.time_ns"),
     ("eaas/gateway/dashboard/app.py", "time.time"),
     ("eaas/gateway/stream.py", "time.time"),
     ("eaas/model/chat.py", "datetime.datetime.now"),
@@ -76,7 +76,7 @@ def test_servers_whose_clocks_differ_serve_the_same_tokens(
     # By the last digit of the shell's own pid: about half of all processes, whatever their role.
     interpreter.write_text(
         "#!/bin/sh\n"
-        'case "$2" in experts|eaas.engine) ;; *) exec ' + sys.executable + ' "$@";; esac\n'
+        'case "$2" in experts|eaas.worker) ;; *) exec ' + sys.executable + ' "$@";; esac\n'
         f"count=$(cat {tmp_path}/count 2>/dev/null || echo 0); echo $((count + 1)) > {tmp_path}/count\n"
         f'[ $((count % 2)) = 0 ] && exec {" ".join(apart)} {sys.executable} "$@"\n'
         f'exec {sys.executable} "$@"\n'

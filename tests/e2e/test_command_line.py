@@ -240,7 +240,7 @@ def serving(url: str) -> set[str]:
 
 
 @pytest.mark.full(seconds=1.5)
-@pytest.mark.parametrize("module", ["router", "experts", "eaas.engine", "eaas.gateway"])
+@pytest.mark.parametrize("module", ["router", "experts", "eaas.worker", "eaas.gateway"])
 def test_a_process_whose_launcher_has_ended_already_does_not_start(
     tiny: Path, module: str, tmp_path: Path
 ) -> None:

@@ -21,7 +21,7 @@ from eaas.cluster.config import ClusterConfig
 from eaas.cluster.local import LocalCluster
 from eaas.cluster.process import Child
 from eaas.cluster.status import fetch_status
-from eaas.engine.engine import NEARLY_S
+from eaas.worker.engine import NEARLY_S
 from router.events import StartProcess, StopProcess
 from tests.e2e.clients import stream_all
 from tests.e2e.waiting import LIMIT_S, wait_for

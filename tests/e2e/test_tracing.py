@@ -16,7 +16,7 @@ import pytest
 
 from eaas.cluster.config import ClusterConfig
 from eaas.cluster.local import LocalCluster
-from eaas.engine.traced import EVERY
+from eaas.worker.traced import EVERY
 from tests.e2e.waiting import wait_for
 from tests.otlp import Receiver, receiver
 
@@ -168,14 +168,14 @@ def test_a_receiver_that_is_not_there_costs_no_request(tiny: Path) -> None:
 
 def test_nothing_of_it_is_imported_before_it_is_asked_for() -> None:
     """FastAPI brings OpenTelemetry's interfaces along; what makes and sends spans is left alone."""
-    told = "import sys, eaas.gateway.__main__, eaas.engine.__main__; print(*sys.modules)"
+    told = "import sys, eaas.gateway.__main__, eaas.worker.__main__; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True)
     ours = (
         "opentelemetry.sdk",
         "opentelemetry.exporter",
         "eaas.spans",
         "eaas.gateway.traced",
-        "eaas.engine.traced",
+        "eaas.worker.traced",
     )
     found = done.stdout.split()
     assert "eaas.tracing" in found

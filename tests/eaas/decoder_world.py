@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from eaas.engine.decoder import Decoder, StepPlan
 from eaas.model.rope import Rope
 from eaas.model.spec import ModelSpec, MoeSpec, QkNorm, Score
+from eaas.worker.decoder import Decoder, StepPlan
 from experts.model import Dtype
 from tests.eaas.local_experts import LocalExperts
 from tests.eaas.reference import ReferenceDecoder

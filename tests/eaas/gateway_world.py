@@ -21,8 +21,8 @@ from typing import Any
 import grpc
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from eaas.engine.worker import BEAT_S
-from eaas.engine.worker_protocol import (
+from eaas.worker.loop import BEAT_S
+from eaas.worker.protocol import (
     PROTOCOL,
     Cancel,
     Failed,

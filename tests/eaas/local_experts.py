@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from eaas import native
-from eaas.engine.decoder import ExpertBackend, WeightsInvalid
+from eaas.worker.decoder import ExpertBackend, WeightsInvalid
 from experts import native as experts_native
 from experts.checkpoint import Checkpoint
 from experts.model import ConfigInvalid, Dtype, ExpertShape

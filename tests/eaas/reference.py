@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from eaas.engine.decoder import rope_tables
 from eaas.model.spec import ModelSpec, MoeSpec, QkNorm, Score
+from eaas.worker.decoder import rope_tables
 
 Expert = tuple[Tensor, Tensor, Tensor]
 Attend = Callable[[int, int, Tensor], Tensor]
@@ -35,7 +35,7 @@ class ModelMath:
 
     Args:
         spec: The model.
-        weights: By role, as for `eaas.engine.decoder.Decoder`.
+        weights: By role, as for `eaas.worker.decoder.Decoder`.
         dtype: float32, or float64 to judge others by.
     """
 
@@ -136,7 +136,7 @@ class ReferenceDecoder:
 
     Args:
         spec: The model.
-        weights: By role, as for `eaas.engine.decoder.Decoder`.
+        weights: By role, as for `eaas.worker.decoder.Decoder`.
         expert: (MoE layer, expert) -> its gate, up [intermediate, hidden] and down [hidden, intermediate].
         dtype: float32, or float64 to judge others by.
     """

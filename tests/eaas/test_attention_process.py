@@ -17,8 +17,10 @@ from pathlib import Path
 import pytest
 
 from eaas.cluster.process import Child
-from eaas.engine.__main__ import listen
-from eaas.engine.worker_protocol import (
+from eaas.model.make_model import make_model
+from eaas.placement import StartFailed
+from eaas.worker.__main__ import listen
+from eaas.worker.protocol import (
     Failed,
     Hello,
     SamplingParams,
@@ -28,8 +30,6 @@ from eaas.engine.worker_protocol import (
     encode,
     for_gateway,
 )
-from eaas.model.make_model import make_model
-from eaas.placement import StartFailed
 from experts.checkpoint import Checkpoint
 from router.client import RouterClient
 
@@ -76,7 +76,7 @@ class Cluster:
 
     def attention(self, *arguments: str) -> Child:
         fixed = ("--router", self.router, "--model", str(self.model), "--kv-tokens", "2048")
-        return self.start("eaas.engine", *fixed, *arguments)
+        return self.start("eaas.worker", *fixed, *arguments)
 
     def end(self) -> None:
         for child in self.children:
@@ -221,7 +221,7 @@ def start_error(*arguments: str) -> str:
     read_fd, write_fd = os.pipe()
     try:
         ended = subprocess.run(
-            [sys.executable, "-m", "eaas.engine", *arguments, "--ready-fd", str(write_fd)],
+            [sys.executable, "-m", "eaas.worker", *arguments, "--ready-fd", str(write_fd)],
             pass_fds=(write_fd,),
             capture_output=True,
             timeout=START_S,

@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from eaas.engine import worker as worker_module
-from eaas.engine.engine import Engine, EngineConfig
-from eaas.engine.scheduler import SchedulerConfig
-from eaas.engine.worker import Worker
-from eaas.engine.worker_protocol import (
+from eaas.worker import loop as worker_module
+from eaas.worker.engine import Engine, EngineConfig
+from eaas.worker.loop import Worker
+from eaas.worker.protocol import (
     Cancel,
     Failed,
     ForgetBlocks,
@@ -28,6 +27,7 @@ from eaas.engine.worker_protocol import (
     encode,
     for_gateway,
 )
+from eaas.worker.scheduler import SchedulerConfig
 from tests.eaas.fake_decoder import BLOCK_TOKENS, VOCAB, FakeDecoder, expected_output
 
 pytestmark = pytest.mark.alone

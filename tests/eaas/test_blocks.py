@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eaas.engine.blocks import BlockError, BlockPool, next_digest, root_digest
+from eaas.worker.blocks import BlockError, BlockPool, next_digest, root_digest
 
 
 def chain(tokens: list[int], fingerprint: str = "model", block_tokens: int = 1) -> list[bytes]:

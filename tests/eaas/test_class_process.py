@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from eaas.cluster.process import Child
-from eaas.engine.worker_protocol import Failed, Hello, Step
 from eaas.model.make_model import make_model
+from eaas.worker.protocol import Failed, Hello, Step
 from router.client import RouterClient
 from tests.eaas.test_attention_process import Gateway, cluster, exit_code
 

@@ -16,9 +16,12 @@ import numpy as np
 import pytest
 from jsonschema import Draft202012Validator
 
-from eaas.engine.constraint import Grammars
-from eaas.engine.engine import Engine, EngineConfig
-from eaas.engine.grammar import (
+from eaas.gateway.served_model import ServedModel
+from eaas.gateway.tool_choice import call_grammar, tool_use
+from eaas.model.tokenizer import Tokenizer
+from eaas.worker.constraint import Grammars
+from eaas.worker.engine import Engine, EngineConfig
+from eaas.worker.grammar import (
     MAX_GRAMMAR_BYTES,
     MAX_SCHEMA_DEPTH,
     Grammar,
@@ -29,12 +32,9 @@ from eaas.engine.grammar import (
     of_lark,
     of_schema,
 )
-from eaas.engine.request import Request
-from eaas.engine.scheduler import SchedulerConfig
-from eaas.engine.worker_protocol import Failed, PromptLogprobs, SamplingParams, Submit, Token
-from eaas.gateway.served_model import ServedModel
-from eaas.gateway.tool_choice import call_grammar, tool_use
-from eaas.model.tokenizer import Tokenizer
+from eaas.worker.protocol import Failed, PromptLogprobs, SamplingParams, Submit, Token
+from eaas.worker.request import Request
+from eaas.worker.scheduler import SchedulerConfig
 from tests.eaas.fake_decoder import BLOCK_TOKENS, FakeDecoder
 
 MODEL = Path(__file__).parents[2] / "eaas" / "demo_model"

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from eaas.engine.decoder import (
+from eaas.native import EXPERT_CALL
+from eaas.worker.decoder import (
     Decoder,
     DecoderError,
     ExpertBackend,
@@ -18,7 +19,6 @@ from eaas.engine.decoder import (
     StepPlan,
     WeightsInvalid,
 )
-from eaas.native import EXPERT_CALL
 from experts import native as experts_native
 from experts.model import Dtype
 from tests.eaas.decoder_world import VARIANTS, World, spec_of, tokens_of

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from eaas.engine.decoder import Decoder
 from eaas.model.loader import load_spec, load_weights
+from eaas.worker.decoder import Decoder
 from experts.checkpoint import Checkpoint
 from experts.model import Dtype, ExpertShape
 from tests.eaas.decoder_world import Runner, bits_of

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eaas.engine.decoder import ExpertsLost, StepPlan
-from eaas.engine.engine import Engine, EngineConfig
-from eaas.engine.request import Request
-from eaas.engine.scheduler import SchedulerConfig
-from eaas.engine.worker_protocol import Failed, SamplingParams, Submit, Token
+from eaas.worker.decoder import ExpertsLost, StepPlan
+from eaas.worker.engine import Engine, EngineConfig
+from eaas.worker.protocol import Failed, SamplingParams, Submit, Token
+from eaas.worker.request import Request
+from eaas.worker.scheduler import SchedulerConfig
 from tests.eaas.fake_decoder import BLOCK_TOKENS, VOCAB, FakeDecoder, expected_output
 
 MAX_MODEL_LEN = 128

@@ -8,10 +8,10 @@ from functools import cache
 import numpy as np
 import pytest
 
-from eaas.engine.engine import Engine, EngineConfig
-from eaas.engine.request import Request
-from eaas.engine.scheduler import SchedulerConfig
-from eaas.engine.worker_protocol import SamplingParams, Submit
+from eaas.worker.engine import Engine, EngineConfig
+from eaas.worker.protocol import SamplingParams, Submit
+from eaas.worker.request import Request
+from eaas.worker.scheduler import SchedulerConfig
 from experts.model import Dtype
 from tests.eaas import decoder_world
 from tests.eaas.decoder_world import VARIANTS, VOCAB

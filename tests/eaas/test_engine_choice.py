@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from eaas.engine.choice import Chooser, Found, Refusal, bits_of
-from eaas.engine.request import Request
-from eaas.engine.steps import Judged
-from eaas.engine.worker_protocol import SamplingParams
+from eaas.worker.choice import Chooser, Found, Refusal, bits_of
+from eaas.worker.protocol import SamplingParams
+from eaas.worker.request import Request
+from eaas.worker.steps import Judged
 from tests.eaas.sampling import Sampler, SamplingRow
 
 VOCAB = 50

@@ -8,9 +8,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from eaas.engine import worker_protocol as protocol
-from eaas.engine.grammar import Grammar
-from eaas.engine.worker_protocol import (
+from eaas.worker import protocol
+from eaas.worker.grammar import Grammar
+from eaas.worker.protocol import (
     Cancel,
     Failed,
     Hello,

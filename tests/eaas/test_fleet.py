@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from eaas.engine.worker_protocol import WorkerLoad
 from eaas.gateway.fleet import Ledger, Seen, kv_use
 from eaas.tracing import is_sampled, valid_traceparent
+from eaas.worker.protocol import WorkerLoad
 
 
 def seen(blocks: int, load: WorkerLoad | None) -> Seen:

@@ -12,9 +12,9 @@ import httpx
 import openai
 import pytest
 
-from eaas.engine.grammar import Grammar
 from eaas.gateway.__main__ import RouterViews
 from eaas.gateway.status import RouterStatus
+from eaas.worker.grammar import Grammar
 from router.proto import router_pb2 as pb
 from tests.eaas.gateway_world import (
     EOS,

@@ -16,8 +16,8 @@ import httpx
 import openai
 import pytest
 
-from eaas.engine.worker_protocol import Failed
 from eaas.gateway import errors
+from eaas.worker.protocol import Failed
 from tests.eaas.gateway_world import MAX_MODEL_LEN, FakeWorker, World, eventually, gateway_url, within
 
 CHAT = "/v1/chat/completions"

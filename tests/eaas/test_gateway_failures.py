@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from eaas.engine.worker_protocol import Failed, Step, Submit, Token, encode
+from eaas.worker.protocol import Failed, Step, Submit, Token, encode
 from tests.eaas.gateway_world import FakeWorker, GatewayProcess, World, eventually, gateway_url, within
 
 PLAIN = "/v1/completions"

@@ -8,13 +8,13 @@ from collections.abc import Iterable
 
 import pytest
 
-from eaas.engine.worker_protocol import Failed, SamplingParams
 from eaas.gateway.config import GatewayConfig
 from eaas.gateway.gateway import GatewayLoad
 from eaas.gateway.metrics import GatewayMetrics, Histogram, Recent
 from eaas.gateway.pool import WorkerPool
 from eaas.gateway.sequence import Sequence
 from eaas.gateway.text import Choice, Generation
+from eaas.worker.protocol import Failed, SamplingParams
 from router.view import Member, View
 from tests.eaas.gateway_world import MAX_MODEL_LEN, FakeWorker
 

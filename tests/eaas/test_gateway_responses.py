@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from eaas.engine.worker_protocol import Failed
+from eaas.worker.protocol import Failed
 from tests.eaas.gateway_world import FakeWorker, World, eventually, gateway_url
 
 TOOL = {

@@ -9,12 +9,12 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from eaas.engine.worker_protocol import PROTOCOL, Failed, Step, Submit, Token, encode
 from eaas.gateway.config import GatewayConfig
 from eaas.gateway.gateway import GatewayLoad
 from eaas.gateway.metrics import GatewayMetrics
 from eaas.gateway.pool import WorkerPool
 from eaas.gateway.silence import FALSE_MOST_S, FORGIVE_S, LEAST_S, MOST_S, Silence
+from eaas.worker.protocol import PROTOCOL, Failed, Step, Submit, Token, encode
 from tests.eaas.gateway_world import FakeWorker
 from tests.eaas.test_gateway_pool import sequence_of, until, view_of, worker_of
 

@@ -8,10 +8,10 @@ import io
 import numpy as np
 import pytest
 
-from eaas.engine.engine import Engine, EngineConfig
-from eaas.engine.scheduler import SchedulerConfig
-from eaas.engine.worker_protocol import RoutedExperts, SamplingParams, Submit
 from eaas.gateway.routing import Routing
+from eaas.worker.engine import Engine, EngineConfig
+from eaas.worker.protocol import RoutedExperts, SamplingParams, Submit
+from eaas.worker.scheduler import SchedulerConfig
 from tests.eaas import decoder_world, test_engine_bits
 from tests.eaas.decoder_world import VARIANTS
 from tests.eaas.fake_decoder import FakeDecoder

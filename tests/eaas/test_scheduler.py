@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eaas.engine.blocks import BlockPool
-from eaas.engine.request import Refused, Request
-from eaas.engine.scheduler import Plan, Scheduler, SchedulerConfig
-from eaas.engine.worker_protocol import SamplingParams
+from eaas.worker.blocks import BlockPool
+from eaas.worker.protocol import SamplingParams
+from eaas.worker.request import Refused, Request
+from eaas.worker.scheduler import Plan, Scheduler, SchedulerConfig
 from tests.eaas.fake_decoder import BLOCK_TOKENS, FakeDecoder, expected_output
 
 

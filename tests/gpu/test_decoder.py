@@ -14,17 +14,17 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from benchmarks.gpu.local_experts import LocalExperts
-from eaas.engine.choice import Found
-from eaas.engine.decoder import DecoderError, ExpertsLost, PlanInvalid, StepPlan, WeightsInvalid
-from eaas.engine.engine import Engine, EngineConfig
-from eaas.engine.scheduler import SchedulerConfig
-from eaas.engine.worker_protocol import SamplingParams, Submit, Token
 from eaas.gpu import decoder as module
 from eaas.gpu.decoder import GpuDecoder
 from eaas.model.loader import load_spec, load_weights
 from eaas.model.make_model import make_model
 from eaas.model.spec import ModelSpec, MoeSpec, QkNorm, Score
 from eaas.native import SAMPLE_ROW
+from eaas.worker.choice import Found
+from eaas.worker.decoder import DecoderError, ExpertsLost, PlanInvalid, StepPlan, WeightsInvalid
+from eaas.worker.engine import Engine, EngineConfig
+from eaas.worker.protocol import SamplingParams, Submit, Token
+from eaas.worker.scheduler import SchedulerConfig
 from experts.checkpoint import Checkpoint
 from experts.gpu.client import StepReport
 from experts.gpu.weights import ExpertWeights

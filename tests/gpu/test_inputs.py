@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from eaas.engine.decoder import PlanInvalid, StepLimits
 from eaas.gpu.inputs import CHANGES, StepInputs
+from eaas.worker.decoder import PlanInvalid, StepLimits
 from tests.gpu.aot import compile_kernel
 from tests.gpu.device import DEVICE, fresh_seed
 

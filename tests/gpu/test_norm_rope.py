@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from eaas.engine.decoder import rope_tables
 from eaas.gpu import norm_rope
+from eaas.worker.decoder import rope_tables
 from tests.eaas.decoder_world import spec_of
 from tests.gpu.aot import compile_kernel
 from tests.gpu.device import DEVICE, distance, fresh_seed, poisoned, same_bits

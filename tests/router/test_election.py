@@ -437,7 +437,7 @@ def test_a_list_of_routers_that_cannot_be_followed_is_refused() -> None:
             RouterClient(address)
 
 
-@pytest.mark.parametrize("module", ["experts", "eaas.engine", "eaas.gateway"])
+@pytest.mark.parametrize("module", ["experts", "eaas.worker", "eaas.gateway"])
 def test_every_role_refuses_such_a_list(module: str) -> None:
     command = [sys.executable, "-m", module, "--router", "a:7000,b:7000", "--model", "/nowhere"]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -125,7 +125,7 @@ def test_router_and_admin_listener_refuse_to_be_open(tmp_path: Path, certs: Path
 
 
 def test_expert_servers_and_attention_workers_refuse_to_be_open(world: World) -> None:
-    for module in ("experts", "eaas.engine"):
+    for module in ("experts", "eaas.worker"):
         refused = run(module, "--router", "127.0.0.1:1", "--model", str(world.model), "--host", "::")
         assert refused.returncode == 1 and "no TLS (--tls-dir)" in refused.stderr, refused.stderr
 

@@ -22,8 +22,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
-from eaas.engine.secure_door import SecureDoor
 from eaas.ops.certs import make_certs
+from eaas.worker.tls_listener import TlsListener
 from experts.proto import experts_pb2, experts_pb2_grpc
 from router.client import RouterClient, RouterUnavailable
 from router.proto import externalscaler_pb2, router_pb2
@@ -356,7 +356,7 @@ def greet(port: int, context: ssl.SSLContext) -> bytes:
 def test_an_attention_worker_lets_only_gateways_in(certs: Path) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
-    door = SecureDoor(listener, Credentials(certs / "attention", "attention"))
+    door = TlsListener(listener, Credentials(certs / "attention", "attention"))
     try:
         with ThreadPoolExecutor(1) as caller:
             for role in ROLES:
@@ -387,7 +387,7 @@ def test_an_attention_worker_lets_only_gateways_in(certs: Path) -> None:
 def test_large_messages_pass_the_door_whole_both_ways(certs: Path) -> None:
     """Records of TLS are 16 KB: what OpenSSL holds back must not wait for the next byte on the wire."""
     listener = socket.create_server(("127.0.0.1", 0))
-    door = SecureDoor(listener, Credentials(certs / "attention", "attention"))
+    door = TlsListener(listener, Credentials(certs / "attention", "attention"))
     sent = os.urandom(3_000_000)
 
     def echo() -> bytes:

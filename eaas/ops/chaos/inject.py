@@ -24,7 +24,7 @@ from router.faults import Fault, Injection
 
 T = TypeVar("T")
 # What a member's command line names.
-_MODULES = (b"router", b"experts", b"eaas.engine", b"eaas.gateway")
+_MODULES = (b"router", b"experts", b"eaas.worker", b"eaas.gateway")
 # A process on its way in or out is no target of a choice among a pool; by its name it can be hit all the same.
 _USABLE = ("serving", "suspect", "unreachable", "waiting")
 _TIMEOUT_S = 5.0

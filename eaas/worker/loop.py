@@ -20,10 +20,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from eaas.engine.engine import Engine
-from eaas.engine.request import Request
-from eaas.engine.secure_door import SecureConnection, SecureDoor
-from eaas.engine.worker_protocol import (
+from eaas.worker.engine import Engine
+from eaas.worker.protocol import (
     Cancel,
     Failed,
     Hello,
@@ -34,10 +32,12 @@ from eaas.engine.worker_protocol import (
     encode,
     for_worker,
 )
+from eaas.worker.request import Request
+from eaas.worker.tls_listener import SecureConnection, TlsListener
 from p2p import faults
 
 if TYPE_CHECKING:
-    from eaas.engine.traced import WorkerSpans
+    from eaas.worker.traced import WorkerSpans
 
 log = logging.getLogger(__name__)
 
@@ -157,7 +157,7 @@ class Worker:
         self,
         engine: Engine,
         hello: Hello,
-        listener: socket.socket | SecureDoor,
+        listener: socket.socket | TlsListener,
         *,
         between_steps: Callable[[], None] = lambda: None,
         may_answer: Callable[[], bool] = lambda: True,

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import msgspec
 
-from eaas.engine.grammar import Grammar
+from eaas.worker.grammar import Grammar
 
 # Of these messages; a worker of another is not used.
 PROTOCOL = 8

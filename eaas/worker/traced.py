@@ -9,11 +9,11 @@ import time
 
 from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode
 
-from eaas.engine.engine import Engine, Outcome
-from eaas.engine.request import Request
-from eaas.engine.worker_protocol import Submit
 from eaas.spans import Tracing, traceparent_of
 from eaas.tracing import is_sampled, valid_traceparent
+from eaas.worker.engine import Engine, Outcome
+from eaas.worker.protocol import Submit
+from eaas.worker.request import Request
 
 EVERY = 64
 # Of one step; its own span would grow with the batch.

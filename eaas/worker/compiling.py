@@ -6,9 +6,9 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from typing import NamedTuple
 
-from eaas.engine.constraint import Constraint, Grammars
-from eaas.engine.grammar import Grammar, GrammarInvalid
-from eaas.engine.request import Refused, Request
+from eaas.worker.constraint import Constraint, Grammars
+from eaas.worker.grammar import Grammar, GrammarInvalid
+from eaas.worker.request import Refused, Request
 
 # Most take a millisecond. One that takes longer than this goes on in vain, but its client has an answer.
 LONGEST_S = 10.0

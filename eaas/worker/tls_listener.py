@@ -73,7 +73,7 @@ class SecureConnection:
         self._connection.close()
 
 
-class SecureDoor:
+class TlsListener:
     """What the worker's loop accepts from instead of a listening socket."""
 
     def __init__(self, listener: socket.socket, credentials: Credentials) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from eaas.engine.grammar import Grammar, GrammarInvalid, of_lark
+from eaas.worker.grammar import Grammar, GrammarInvalid, of_lark
 
 log = logging.getLogger(__name__)
 

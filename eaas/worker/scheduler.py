@@ -20,9 +20,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from eaas.engine.blocks import BlockPool, next_digest, root_digest
-from eaas.engine.request import Refused, Request, TokenArray
-from eaas.engine.steps import Chunk, Emitted, Flight, Judged, Plan, judged_of, rows_to_judge
+from eaas.worker.blocks import BlockPool, next_digest, root_digest
+from eaas.worker.request import Refused, Request, TokenArray
+from eaas.worker.steps import Chunk, Emitted, Flight, Judged, Plan, judged_of, rows_to_judge
 
 
 @dataclass(frozen=True, kw_only=True)

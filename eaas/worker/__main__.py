@@ -1,4 +1,4 @@
-"""The attention worker's process: python -m eaas.engine --router ADDRESS --model FOLDER (eaas.engine.config).
+"""The attention worker's process: python -m eaas.worker --router ADDRESS --model FOLDER (eaas.worker.config).
 
 It joins the router as a member of the pool "attention", follows the placement, and serves gateways over TCP
 once every expert has a replica. One thread runs sockets and engine; the router client's threads keep the
@@ -19,17 +19,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
-from eaas.engine.config import BLOCK_TOKENS, WorkerOptions
-from eaas.engine.constraint import Grammars
-from eaas.engine.decoder import Decoder, DecoderError
-from eaas.engine.engine import LEAST_WAIT, Engine, EngineConfig, StepDecoder
-from eaas.engine.scheduler import SchedulerConfig
-from eaas.engine.secure_door import SecureDoor
-from eaas.engine.worker import STUCK_MARGIN_S, Worker
-from eaas.engine.worker_protocol import Hello
 from eaas.model.loader import load_spec, load_weights
 from eaas.placement import Placement, StartFailed, Stopped
 from eaas.tracing import open_tracing, version
+from eaas.worker.config import BLOCK_TOKENS, WorkerOptions
+from eaas.worker.constraint import Grammars
+from eaas.worker.decoder import Decoder, DecoderError
+from eaas.worker.engine import LEAST_WAIT, Engine, EngineConfig, StepDecoder
+from eaas.worker.loop import STUCK_MARGIN_S, Worker
+from eaas.worker.protocol import Hello
+from eaas.worker.scheduler import SchedulerConfig
+from eaas.worker.tls_listener import TlsListener
 from experts.backend import Backend, DeviceUnavailable
 from experts.checkpoint import Checkpoint
 from experts.client import ExpertClient
@@ -247,7 +247,7 @@ def prepare(options: WorkerOptions, ending: Ending, closing: contextlib.ExitStac
     address = host_port(options.told_host, listener.getsockname()[1])
     door = listener
     if credentials is not None:
-        door = closing.enter_context(contextlib.closing(SecureDoor(listener, credentials)))
+        door = closing.enter_context(contextlib.closing(TlsListener(listener, credentials)))
     router = RouterClient(options.router, credentials)
     closing.callback(router.close)
     identity = router.join(
@@ -350,7 +350,7 @@ def prepare(options: WorkerOptions, ending: Ending, closing: contextlib.ExitStac
     )
     spans = None
     if tracing is not None:
-        from eaas.engine.traced import WorkerSpans
+        from eaas.worker.traced import WorkerSpans
 
         spans = WorkerSpans(tracing, engine)
     worker = Worker(

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from eaas.engine.request import Request, TokenArray
+from eaas.worker.request import Request, TokenArray
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,10 +15,10 @@ from typing import NamedTuple
 import numpy as np
 
 from eaas import native
-from eaas.engine.bad_words import BadWords
-from eaas.engine.request import Request
-from eaas.engine.steps import Judged
 from eaas.native import SAMPLE_ROW
+from eaas.worker.bad_words import BadWords
+from eaas.worker.request import Request
+from eaas.worker.steps import Judged
 
 
 class Refusal(NamedTuple):

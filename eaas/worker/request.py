@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from eaas.engine.worker_protocol import Failed, SamplingParams
+from eaas.worker.protocol import Failed, SamplingParams
 
 TokenArray = npt.NDArray[np.int32]
 
@@ -33,7 +33,7 @@ class Refused(Exception):
 
 
 class Follower(Protocol):
-    """Where an output stands in its grammar: `eaas.engine.constraint.Constraint`, or a stand-in."""
+    """Where an output stands in its grammar: `eaas.worker.constraint.Constraint`, or a stand-in."""
 
     fault: str
     mask: npt.NDArray[np.uint32]

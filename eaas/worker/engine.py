@@ -14,14 +14,14 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from eaas.engine.blocks import BlockPool
-from eaas.engine.choice import Choice, Chooser, Found, Refusal
-from eaas.engine.compiling import Compiling
-from eaas.engine.constraint import Grammars
-from eaas.engine.decoder import ExpertsLost, StepPlan
-from eaas.engine.request import Refused, Request
-from eaas.engine.scheduler import Plan, Scheduler, SchedulerConfig
-from eaas.engine.worker_protocol import Failed, PromptLogprobs, RoutedExperts, Submit, Token, WorkerLoad
+from eaas.worker.blocks import BlockPool
+from eaas.worker.choice import Choice, Chooser, Found, Refusal
+from eaas.worker.compiling import Compiling
+from eaas.worker.constraint import Grammars
+from eaas.worker.decoder import ExpertsLost, StepPlan
+from eaas.worker.protocol import Failed, PromptLogprobs, RoutedExperts, Submit, Token, WorkerLoad
+from eaas.worker.request import Refused, Request
+from eaas.worker.scheduler import Plan, Scheduler, SchedulerConfig
 from experts.routes import DROPPED
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ LogitsHook = Callable[[Request, int, np.ndarray], None]
 
 
 class StepDecoder(Protocol):
-    """What computes logits: `eaas.engine.decoder.Decoder`, or a stand-in."""
+    """What computes logits: `eaas.worker.decoder.Decoder`, or a stand-in."""
 
     def step(self, plan: StepPlan, deadline_s: float) -> np.ndarray:
         """float32 [m, vocab], valid until the next step. Raises ExpertsLost."""
@@ -66,7 +66,7 @@ class TokenDecoder(Protocol):
 
 @runtime_checkable
 class RoutingDecoder(Protocol):
-    """A decoder that notes which experts its gates choose: `eaas.engine.decoder.Decoder`."""
+    """A decoder that notes which experts its gates choose: `eaas.worker.decoder.Decoder`."""
 
     @property
     def routing_shape(self) -> tuple[int, int, int]:

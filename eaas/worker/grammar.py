@@ -1,6 +1,6 @@
 """What a grammar is on its way from the gateway to an attention worker. Pure: the worker compiles it.
 
-Limits come before anything is compiled; what compiling itself may cost is bounded by `eaas.engine.constraint`.
+Limits come before anything is compiled; what compiling itself may cost is bounded by `eaas.worker.constraint`.
 """
 
 from __future__ import annotations
