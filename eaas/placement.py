@@ -15,9 +15,8 @@ import time
 from collections.abc import Callable
 
 from experts.client import ExpertClient
-from router.classes import can_talk, class_for, covering, narrowed
 from router.client import RouterClient, RouterUnavailable
-from router.view import ATTENTION, EXPERT, SERVING, View
+from router.view import ATTENTION, EXPERT, SERVING, View, can_talk, class_for, covering, narrowed
 
 log = logging.getLogger("eaas.attention")
 

@@ -35,8 +35,8 @@ from p2p.cores import named_cores
 from p2p.endpoint import P2PError
 from p2p.transport import TransportChoice
 from router import child, logs
+from router.access import host_port
 from router.client import JoinRefused, RouterClient, RouterUnavailable
-from router.exposure import host_port
 from router.faults import SERVER_POINTS
 from router.heartbeat import Heartbeat
 from router.tls import Credentials, RequireRolesThreaded

@@ -20,8 +20,8 @@ from experts.proto import experts_pb2 as pb
 from experts.proto import experts_pb2_grpc as rpc
 from p2p.endpoint import Endpoint, P2PError, Window
 from p2p.frame import PAYLOAD_OFFSET
+from router.access import EXPERT
 from router.connection import PLAIN, channel_to
-from router.roles import EXPERT
 from router.tls import Credentials
 from router.view import Member
 

@@ -19,8 +19,8 @@ from experts.proto import experts_pb2_grpc as rpc
 from p2p import faults
 from p2p.endpoint import Endpoint, P2PError, Peer, Status, Window
 from p2p.window import WindowLayout
+from router.access import EXPERT
 from router.connection import channel_to
-from router.roles import EXPERT
 from router.tls import Credentials
 from router.view import Member
 

@@ -9,13 +9,12 @@ import sys
 from functools import partial
 
 from router import child
+from router.access import ROUTER, Exposed
 from router.config import RouterOptions
 from router.etcd import Etcd, EtcdInvalid
 from router.etcd_store import ClusterInvalid, Election, EtcdStore, prefix_of
-from router.exposure import Exposed
 from router.journal import Journal, JournalUnusable, Store
 from router.pools import autoscale_bounds
-from router.roles import ROUTER
 from router.scaling import Policy
 from router.service import CannotListen, serve
 from router.state import Config, ConfigInvalid

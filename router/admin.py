@@ -36,15 +36,14 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from router.access import LOOPBACK, OPERATOR, bound_address, host_port, is_loopback
 from router.events import DRAIN_S, LONGEST_DRAIN_S, Refused, Scale
-from router.exposure import LOOPBACK, bound_address, host_port, is_loopback
 from router.faults import Fault, FaultInvalid, Injection
 from router.injection import ChaosNotAllowed, FaultRefused, TooManyFaults
 from router.journal import JournalUnusable
 from router.metrics import CONTENT_TYPE, RouterMetrics
 from router.pools import pool_size
 from router.records import view_of
-from router.roles import OPERATOR
 from router.service import CannotListen, RouterService
 from router.state import LAUNCHED_POOLS, Config
 from router.tls import Credentials, peer_role

@@ -19,8 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from router.bitmap import indexes
-from router.classes import by_class
-from router.records import pool, replace
+from router.records import by_class, pool, replace
 from router.state import Config, MemberRecord, Seen, State
 from router.view import EXPERT
 

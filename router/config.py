@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from router import logs
-from router.exposure import LOOPBACK, bound_address, target_of, told_address
+from router.access import LOOPBACK, bound_address, target_of, told_address
 from router.options import Options, OptionsInvalid, option
 from router.pools import autoscale_bounds
 from router.state import Config

@@ -11,12 +11,11 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from router.exposure import target_of
+from router.access import ROUTER, target_of
 from router.host import boot_s
 from router.messages import LEADER, STANDBY
 from router.proto import router_pb2 as pb
 from router.proto import router_pb2_grpc as rpc
-from router.roles import ROUTER
 from router.tls import Credentials
 
 PLAIN = (("grpc.enable_http_proxy", 0),)

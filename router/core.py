@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from router import lifecycle, moves
 from router.balance import rebalance
-from router.classes import can_mix
-from router.corruption import judge_corruption
 from router.events import (
     LONGEST_DRAIN_S,
     Acked,
@@ -35,7 +33,7 @@ from router.events import (
     Tick,
     UnknownMember,
 )
-from router.liveness import discount_stall, judge_silence, record_suspicion, renew
+from router.liveness import discount_stall, judge_corruption, judge_silence, record_suspicion, renew
 from router.pools import autoscale
 from router.records import fence, is_member, pool, replace, with_liveness, with_record
 from router.state import (
@@ -49,7 +47,7 @@ from router.state import (
     Model,
     State,
 )
-from router.view import ASKING_POOLS, CLIENT, EXPERT, GATEWAY, PROTOCOL
+from router.view import ASKING_POOLS, CLIENT, EXPERT, GATEWAY, PROTOCOL, can_mix
 
 # What is kept of a process must be of a size that the journal and every View can bear: the largest model known has
 # 61 layers with 384 experts, 23,424 pairs.

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
-from router.exposure import is_loopback
+from router.access import is_loopback
 
 Operation = dict[str, Any]
 

@@ -31,12 +31,11 @@ from pathlib import Path
 from typing import Protocol
 
 from router import child
+from router.access import LAUNCHER, is_loopback
 from router.client import RouterClient, RouterUnavailable
 from router.config import START_TRIES_S, LauncherOptions
 from router.events import StartProcess, StopProcess
-from router.exposure import is_loopback
 from router.host import HOST_VARIABLE, PID_VARIABLE, host_id
-from router.roles import LAUNCHER
 from router.state import Config
 from router.tls import Credentials, CredentialsInvalid
 from router.view import View

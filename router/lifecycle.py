@@ -22,7 +22,6 @@ from __future__ import annotations
 from collections import Counter
 
 from router import bitmap
-from router.classes import is_last_replica
 from router.events import (
     DRAIN_S,
     Command,
@@ -35,7 +34,7 @@ from router.events import (
     StopProcess,
     Tick,
 )
-from router.records import doubts_itself, fence, pool, replace, with_liveness, with_record
+from router.records import doubts_itself, fence, is_last_replica, pool, replace, with_liveness, with_record
 from router.state import (
     LAUNCHED_POOLS,
     MOST_MEMBERS,

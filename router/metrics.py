@@ -9,12 +9,20 @@ from typing import NamedTuple
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 
-from router.counts import EVICTIONS, Counts, Coverage, coverage
 from router.events import Totals
 from router.faults import KINDS
 from router.injection import Injections
 from router.journal import JournalUnusable
-from router.pools import moves_in_flight, pool_load, pool_size, replicas_min
+from router.pools import (
+    EVICTIONS,
+    Counts,
+    Coverage,
+    coverage,
+    moves_in_flight,
+    pool_load,
+    pool_size,
+    replicas_min,
+)
 from router.records import phase
 from router.state import LAUNCHED_POOLS, Config, State
 from router.view import ATTENTION, EXPERT, POOLS

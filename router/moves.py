@@ -18,10 +18,9 @@ from dataclasses import dataclass, field
 
 from router import bitmap, lifecycle
 from router.bitmap import by_layer, in_at_least, lowest, union
-from router.classes import by_class, peers
 from router.events import Command
 from router.placement import place
-from router.records import acked_by_all, pool, replace, with_record
+from router.records import acked_by_all, by_class, peers, pool, replace, with_record
 from router.state import Batch, Config, Failures, MemberRecord, State
 from router.view import EXPERT
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 from router import bitmap
@@ -154,3 +154,31 @@ def view_of(config: Config, state: State) -> View:
             for name, record in state.members.items()
         ),
     )
+
+
+def by_class(records: Iterable[MemberRecord]) -> list[list[MemberRecord]]:
+    """Members of each class, as they joined."""
+    found: dict[str, list[MemberRecord]] = {}
+    for record in records:
+        found.setdefault(record.numerics_class, []).append(record)
+    return list(found.values())
+
+
+def peers(state: State, record: MemberRecord) -> list[MemberRecord]:
+    """Expert servers that may hold replicas for this one's requests: those of its class that stay, it aside.
+
+    Where there is none, those of all classes: nothing else can take over from the last of a class.
+    """
+    others = [r for r in pool(state, EXPERT) if r.name != record.name]
+    kin = [r for r in others if r.numerics_class == record.numerics_class]
+    lost = state.silent | state.standing
+    staying = [r for r in kin if not r.draining and r.name not in lost]
+    return kin if staying else others
+
+
+def is_last_replica(state: State, name: str) -> bool:
+    """True if none of its peers that is heard of serves some expert that this member serves."""
+    lost = state.silent | state.standing
+    others = [r for r in peers(state, state.members[name]) if r.name not in lost]
+    elsewhere = bitmap.union(record.serving for record in others)
+    return bool(state.members[name].serving & ~elsewhere)

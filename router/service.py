@@ -14,8 +14,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
+from router.access import LOOPBACK, bound_address, host_port, told_address
 from router.core import step
-from router.counts import Counts
 from router.etcd_store import Election
 from router.events import (
     LONGEST_DRAIN_S,
@@ -41,7 +41,6 @@ from router.events import (
     Tick,
     UnknownMember,
 )
-from router.exposure import LOOPBACK, bound_address, host_port, told_address
 from router.faults import Fault, FaultInvalid
 from router.heartbeat import ending
 from router.host import boot_s, host_id
@@ -64,7 +63,7 @@ from router.messages import (
     to_message,
     totals_of,
 )
-from router.pools import pool_size
+from router.pools import Counts, pool_size
 from router.proto import externalscaler_pb2_grpc as keda_rpc
 from router.proto import router_pb2 as pb
 from router.proto import router_pb2_grpc as rpc

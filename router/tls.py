@@ -1,7 +1,7 @@
 """Mutual TLS between processes: one folder for each process, with the certificate that says what it is.
 
     ca.pem     who may sign certificates of this cluster
-    cert.pem   this process's, with its role (router/roles.py), for servers and clients alike
+    cert.pem   this process's, with its role (router/access.py), for servers and clients alike
     key.pem    its private key
 
 Files are read again when they have changed: every new connection uses what is there then. What cannot be used is
@@ -21,7 +21,7 @@ from typing import Any
 
 import grpc
 
-from router.roles import CA, CERT, KEY, claim_refusal, refusal, role_of, server_name
+from router.access import CA, CERT, KEY, claim_refusal, refusal, role_of, server_name
 
 log = logging.getLogger(__name__)
 

@@ -1,9 +1,16 @@
-"""What the router tells everyone: who is a member, and which experts may be asked of whom. Pure."""
+"""What the router tells everyone: who is a member, and which experts may be asked of whom. Pure.
+
+A numerics class is a name for members that compute the same bits: words between dashes, such as cpu-bf16-fma-1 or
+cuda-sm90-bf16-triton3.6-1: first what carries rows, and among the others the format of numbers. Members of one carrier
+and one format can talk with each other; those of another format serve another model. A pool may hold several classes;
+a request stays in the class in which it began, so each class has a placement, and what another class holds is no
+replica to it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,9 +35,12 @@ SUSPECT = "suspect"
 DRAINING = "draining"
 
 # Words of a load report. STANDS: seconds for which the loop that does this member's work has stood still, where that is
-# longer than it ever may. HEARS and a name: a gateway has lately heard from that attention worker.
+# longer than it ever may. HEARS and a name: a gateway has lately heard from that attention worker. CORRUPTS and a name:
+# a client's count of that server's replies that failed a check. REACHES and a pace: servers that a client asks.
 STANDS = "stands_s"
 HEARS = "hears:"
+CORRUPTS = "corrupt:"
+REACHES = "servers_"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,3 +179,54 @@ class Status:
     pid: int
     leader: str
     rows: NDArray[np.uint64] = field(compare=False)
+
+
+_FORMATS = frozenset({"f32", "bf16", "int8"})
+
+
+def carrier_of(numerics_class: str) -> str:
+    """What carries rows: "cpu", "cuda", "interpreter"."""
+    return numerics_class.partition("-")[0]
+
+
+def format_of(numerics_class: str) -> str:
+    """The format of numbers, "" where the name tells none."""
+    return next((word for word in numerics_class.split("-") if word in _FORMATS), "")
+
+
+def can_mix(one: str, other: str) -> bool:
+    """Whether members of these classes may serve one model; an empty name is not checked."""
+    return (
+        not one or not other or one == other or (bool(format_of(one)) and format_of(one) == format_of(other))
+    )
+
+
+def can_talk(one: str, other: str) -> bool:
+    """Whether an attention worker of the one class can ask an expert server of the other."""
+    return can_mix(one, other) and (not one or not other or carrier_of(one) == carrier_of(other))
+
+
+def covering(view: View) -> frozenset[str]:
+    """Classes whose expert servers serve every expert of the model."""
+    everything = bitmap.everything(view.layers, view.experts)
+    served: dict[str, int] = {}
+    for member in view.pool(EXPERT):
+        held = bitmap.from_bytes(member.serving)
+        served[member.numerics_class] = served.get(member.numerics_class, 0) | held
+    return frozenset(name for name, held in served.items() if held == everything)
+
+
+def class_for(view: View, own: str) -> str | None:
+    """The class of expert servers that a worker of class `own` is to ask: its own, once there is a server of it.
+
+    Else one that it can talk with and that covers the model; None while there is none.
+    """
+    if any(member.numerics_class == own for member in view.pool(EXPERT)):
+        return own
+    return min((name for name in covering(view) if can_talk(own, name)), default=None)
+
+
+def narrowed(view: View, numerics_class: str | None) -> View:
+    """The View without the expert servers of other classes."""
+    members = tuple(m for m in view.members if m.pool != EXPERT or m.numerics_class == numerics_class)
+    return view if len(members) == len(view.members) else replace(view, members=members)

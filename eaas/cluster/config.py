@@ -12,8 +12,8 @@ from eaas.worker.config import EngineOptions, WorkerOptions
 from experts.config import ComputingOptions, ExpertOptions
 from experts.devices import Device
 from p2p.transport import TransportChoice
+from router.access import bound_address
 from router.config import ChildOptions, ExpertPoolOptions, PoolsOptions, ProcessOptions, RouterOptions
-from router.exposure import bound_address
 from router.options import Options, OptionsInvalid, derived, option
 
 # Of the cluster's folder: keys that its command line gave by themselves.

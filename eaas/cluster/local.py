@@ -26,6 +26,7 @@ from eaas.gateway.keys import digest_of, keys_of, write_keys
 from eaas.gateway.listening import ListenFailed, address_of, listen
 from eaas.settings import ROLES
 from p2p.cores import named_cores
+from router.access import LAUNCHER
 from router.client import RouterClient, RouterUnavailable
 from router.connection import answers
 from router.etcd import EtcdUnavailable
@@ -33,7 +34,6 @@ from router.etcd_store import erase
 from router.events import StartProcess, StopProcess
 from router.host import host_id
 from router.options import arguments
-from router.roles import LAUNCHER
 from router.tls import Credentials
 from router.view import DRAINING, GATEWAY, View
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from router.exposure import Exposed, bound_address, host_port
+from router.access import Exposed, bound_address, host_port
 
 
 class ListenFailed(Exception):

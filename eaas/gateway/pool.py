@@ -45,7 +45,7 @@ from eaas.worker.protocol import (
     Submit,
     Token,
 )
-from router.roles import GATEWAY
+from router.access import GATEWAY
 from router.tls import Credentials
 from router.view import View
 

@@ -9,10 +9,9 @@ import time
 from eaas.gateway.fleet import Seen
 from eaas.gateway.link import LinkOwner, WorkerLink
 from eaas.worker.protocol import PROTOCOL
-from router.classes import covering
-from router.roles import server_name
+from router.access import server_name
 from router.tls import Credentials
-from router.view import ATTENTION, DRAINING, SERVING, SUSPECT, Member, View
+from router.view import ATTENTION, DRAINING, SERVING, SUSPECT, Member, View, covering
 
 log = logging.getLogger(__name__)
 

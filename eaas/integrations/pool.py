@@ -23,10 +23,9 @@ from experts.model import ConfigInvalid, Dtype, ExpertShape
 from experts.pace import Track, load_entries, observe_all
 from p2p.endpoint import P2PError
 from p2p.transport import TransportChoice
-from router.classes import carrier_of, covering
 from router.client import JoinRefused, RouterClient, RouterUnavailable
 from router.tls import Credentials, CredentialsInvalid
-from router.view import CLIENT, EXPERT, Identity, View
+from router.view import CLIENT, EXPERT, Identity, View, carrier_of, covering
 
 log = logging.getLogger(__name__)
 

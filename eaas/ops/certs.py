@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from eaas.ops.terminal import failing_on
-from router.roles import CA, CERT, KEY, ROLES, role_uri, server_name
+from router.access import CA, CERT, KEY, ROLES, role_uri, server_name
 
 CA_FOLDER = "ca"
 CA_DAYS = 3650

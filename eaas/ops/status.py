@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from eaas.ops.terminal import table
-from router.roles import OPERATOR
+from router.access import OPERATOR
 
 if TYPE_CHECKING:
     from router.client import RouterClient

@@ -44,8 +44,8 @@ from p2p.cores import named_cores
 from p2p.endpoint import Endpoint, P2PError
 from p2p.transport import TransportChoice
 from router import child, logs
+from router.access import host_port
 from router.client import JoinRefused, RouterClient, RouterUnavailable
-from router.exposure import host_port
 from router.faults import CLIENT_POINTS
 from router.heartbeat import Heartbeat, OwnTime
 from router.view import ATTENTION

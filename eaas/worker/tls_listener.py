@@ -13,7 +13,7 @@ import ssl
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-from router.roles import GATEWAY
+from router.access import GATEWAY
 from router.tls import Credentials, peer_role
 
 log = logging.getLogger(__name__)

@@ -16,9 +16,8 @@ import pytest
 from eaas.cluster.config import ClusterConfig
 from eaas.cluster.local import LocalCluster
 from router.client import FaultRefused, RouterClient, RouterUnavailable
-from router.corruption import WORD
 from router.faults import CLIENT_POINTS, SERVER_POINTS, Fault
-from router.view import View
+from router.view import CORRUPTS, View
 from tests.e2e.clients import Seen, stream_all
 
 CLIENTS, TOKENS = 8, 32
@@ -155,7 +154,7 @@ def test_a_kill_at_a_named_point_ends_the_process_there_unseen(
 
 def accused(router: RouterClient) -> bool:
     """Whether an attention worker says that a server's answers were wrong."""
-    return any(word.startswith(WORD) for member in view_of(router).members for word in member.load)
+    return any(word.startswith(CORRUPTS) for member in view_of(router).members for word in member.load)
 
 
 def load_of(router: RouterClient, name: str) -> dict[str, float]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from router.corruption import AGAIN_S
 from router.events import Command, Fenced, Join, Renewed, StartProcess, Tick
+from router.liveness import AGAIN_S
 from router.pools import pool_size
 from tests.router.told import Step, Told, cluster
 

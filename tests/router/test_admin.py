@@ -23,9 +23,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.client import RouterClient
-from router.counts import Counts
 from router.journal import JournalUnusable
 from router.metrics import RouterMetrics
+from router.pools import Counts
 from router.state import MOST_MEMBERS, Config, State
 from tests.router.test_service import HOST, SHAPE, RouterProcess, Server, failing, started, until
 

@@ -7,11 +7,10 @@ import random
 import pytest
 
 from router.bitmap import to_bytes
-from router.classes import can_mix, can_talk, carrier_of, class_for, covering, format_of, narrowed
 from router.core import step
 from router.events import Exited, Left, Scale, Tick
 from router.records import view_of
-from router.view import Member, View
+from router.view import Member, View, can_mix, can_talk, carrier_of, class_for, covering, format_of, narrowed
 from tests.router.told import Told, lively, rest
 
 CPU, CUDA, OTHER_CPU = "cpu-bf16-fma-1", "cuda-sm90-bf16-triton3.6-1", "cpu-bf16-vdpbf16-1"

@@ -7,11 +7,11 @@ from random import Random
 
 import numpy as np
 
-from router.counts import Counts, coverage
 from router.events import Fenced, Totals
 from router.lifecycle import DRAINED, OVERDUE
 from router.messages import totals_of
 from router.metrics import RouterMetrics
+from router.pools import Counts, coverage
 from router.proto import router_pb2 as pb
 from router.records import replace
 from router.state import Config, Liveness, MemberRecord, Model, State

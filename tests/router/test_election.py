@@ -19,11 +19,11 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from router.access import RouterAddressInvalid, target_of
 from router.client import RouterClient, RouterUnavailable
 from router.etcd import Etcd, get, pairs
 from router.etcd_store import prefix_of
 from router.events import StartProcess
-from router.exposure import RouterAddressInvalid, target_of
 from router.journal import Journal
 from router.proto import router_pb2 as pb
 from router.proto import router_pb2_grpc as rpc

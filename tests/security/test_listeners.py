@@ -22,7 +22,7 @@ from eaas.gateway.keys import Key, digest_of, new_key, write_keys
 from eaas.gateway.listening import ListenFailed, listen
 from eaas.ops.certs import make_certs
 from eaas.settings import ROLES
-from router.exposure import Exposed, bound_address, is_loopback, told_address
+from router.access import Exposed, bound_address, is_loopback, told_address
 from router.options import options_of
 from router.tls import Credentials
 from tests.eaas.gateway_world import GatewayProcess, World, eventually

@@ -42,7 +42,7 @@ REFUSALS = {
     "descriptor": "from p2p.descriptor import decode; decode(b'x' * 200)",
     "frame": "from p2p.frame import open_frame; open_frame(bytes(4096), 1024, 1, 1, 1)",
     "keys": "from pathlib import Path; from eaas.gateway.keys import read_keys; read_keys(Path('/dev/null'))",
-    "exposure": "from router.exposure import bound_address; bound_address('--host', '0.0.0.0', {'TLS': False})",
+    "exposure": "from router.access import bound_address; bound_address('--host', '0.0.0.0', {'TLS': False})",
     "checkpoint": "from experts.checkpoint import Checkpoint; Checkpoint.open('/dev')",
     "config": "from pathlib import Path; from eaas.cluster.config import ClusterConfig; "
     "ClusterConfig(model=Path(), served_model_name='m', replicas=0)",

@@ -25,10 +25,10 @@ from grpc_reflection.v1alpha import reflection_pb2
 from eaas.ops.certs import make_certs
 from eaas.worker.tls_listener import TlsListener
 from experts.proto import experts_pb2, experts_pb2_grpc
+from router.access import CALLERS, ROLES, claim_refusal, refusal, role_of, role_uri, server_name
 from router.client import RouterClient, RouterUnavailable
 from router.proto import externalscaler_pb2, router_pb2
 from router.proto import router_pb2_grpc as rpc
-from router.roles import CALLERS, ROLES, claim_refusal, refusal, role_of, role_uri, server_name
 from router.tls import Credentials, CredentialsInvalid, RequireRolesThreaded
 
 FILES = (router_pb2, externalscaler_pb2, experts_pb2, health_pb2, reflection_pb2)
