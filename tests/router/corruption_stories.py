@@ -19,7 +19,7 @@ def reports(*numbers: int, reached: float = 4.0) -> dict[str, float]:
     return {"servers_ok": reached, **{f"corrupt:expert/{number}": 3.0 for number in numbers}}
 
 
-def by_all(told: Told, load: Mapping[str, float]) -> Loads:
+def by_all(told: Told, load: dict[str, float]) -> dict[str, dict[str, float]]:
     return {name: load for name, record in told.state.members.items() if record.pool == "attention"}
 
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -131,7 +132,8 @@ def health(router: RouterProcess, name: str = "") -> str:
     with grpc.insecure_channel(router.address) as channel:
         try:
             request = health_pb2.HealthCheckRequest(service=name)
-            reply = health_pb2_grpc.HealthStub(channel).Check(request, timeout=5)
+            stub: Any = health_pb2_grpc.HealthStub(channel)
+            reply = stub.Check(request, timeout=5)
         except grpc.RpcError:
             return ""
     return health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)
@@ -239,7 +241,7 @@ def test_a_leader_that_was_frozen_neither_writes_nor_publishes(started: Start) -
             for n in range(1, 4)
         ]
         renewal = routers.stub(leader).Renew.future(
-            pb.RenewRequest(name=server.name, incarnation=server.client.identity.incarnation), timeout=60
+            pb.RenewRequest(name=server.name, incarnation=server.incarnation), timeout=60
         )
         # What it sent before may still be on its way here.
         known: list[tuple[int, int]] = []
@@ -296,7 +298,8 @@ def test_a_call_in_progress_when_the_lease_ends_decides_nothing(tmp_path: Path) 
             raise Refused(code, details)
 
     async def scene() -> None:
-        lease, call = Lease(), Call()
+        lease: Any = Lease()
+        call: Any = Call()
         service = RouterService(Config(), Journal(tmp_path / "journal"), election=lease)
         service.lead()
         joined = await service.Join(pb.JoinRequest(protocol=PROTOCOL, pool="gateway", host=HOST, pid=1), call)

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, Protocol
 
 import grpc
 import pytest
@@ -28,6 +29,12 @@ pytestmark = pytest.mark.alone
 
 HOST = "a-host-of-this-test"
 SHAPE = {"layers": 2, "experts": 6, "model_hash": "m"}
+
+
+class Reachable(Protocol):
+    """A router, or several, by address."""
+
+    address: str
 
 
 class RouterProcess:
@@ -66,7 +73,7 @@ class RouterProcess:
 class Server:
     """An expert server, or attention worker, without experts or attention."""
 
-    def __init__(self, router: RouterProcess, pool: str = "expert", *, loads: bool = True) -> None:
+    def __init__(self, router: Reachable, pool: str = "expert", *, loads: bool = True) -> None:
         self.loads = loads
         self.views: list[View] = []
         self.fenced: list[str] = []
@@ -75,6 +82,12 @@ class Server:
         self.pid = 1_000_000 + id(self) % 1_000_000
         self.name = self.client.join(pool=pool, address="nowhere", pid=self.pid, host=HOST, **SHAPE).name
         self.client.start(on_view=self.see, load=lambda: {"busy": 0.25}, on_fenced=self.fenced.append)
+
+    @property
+    def incarnation(self) -> int:
+        identity = self.client.identity
+        assert identity is not None
+        return identity.incarnation
 
     def see(self, view: View) -> None:
         self.views.append(view)
@@ -322,7 +335,7 @@ def test_on_an_older_journal_the_cluster_goes_on(started: Callable[..., RouterPr
     gone.die()
     servers += [Server(router) for _ in range(2)]
     until(lambda: complete(attention.client, 4, 2))
-    given = {server.client.identity.incarnation for server in [attention, gone, *servers]}
+    given = {server.incarnation for server in [attention, gone, *servers]}
     known, view = [attention, *servers[:2]], attention.client.view
     assert view is not None
     router.stop(signal.SIGKILL)
@@ -333,11 +346,12 @@ def test_on_an_older_journal_the_cluster_goes_on(started: Callable[..., RouterPr
 
     until(lambda: complete(attention.client, 2, 2))
     assert not any(server.fenced for server in known), "a member of the journal was lost"
-    assert attention.client.view.epoch > view.epoch, f"{attention.client.view.epoch} after {view.epoch}"
+    newest = attention.client.view
+    assert newest is not None and newest.epoch > view.epoch, f"{newest} after {view.epoch}"
     until(lambda: all(server.fenced for server in servers[2:]))
     # The next that join are others, though the journal counts as it did.
     joined = [Server(router) for _ in range(2)]
-    assert not given & {server.client.identity.incarnation for server in joined}
+    assert not given & {server.incarnation for server in joined}
     until(lambda: complete(attention.client, 4, 2))
     joined[0].client.report_exit(HOST, joined[0].pid)
     until(lambda: complete(attention.client, 3, 2))
@@ -360,7 +374,7 @@ def test_a_router_that_cannot_write_publishes_nothing_and_says_so(
     with pytest.raises(RouterUnavailable, match=r"journal .* cannot be written"):
         other.join(pool="expert", address="a", pid=1, host=HOST, **SHAPE)
     channel = grpc.insecure_channel(router.address)
-    health = health_pb2_grpc.HealthStub(channel)
+    health: Any = health_pb2_grpc.HealthStub(channel)
 
     def condition() -> int:
         return health.Check(health_pb2.HealthCheckRequest(service="router.v1.Router")).status
@@ -404,7 +418,8 @@ def test_the_service_describes_itself(started: Callable[..., RouterProcess]) -> 
     router = started()
     with grpc.insecure_channel(router.address) as channel:
         request = reflection_pb2.ServerReflectionRequest(list_services="")
-        (reply,) = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([request]))
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
+        (reply,) = stub.ServerReflectionInfo(iter([request]))
     names = {service.name for service in reply.list_services_response.service}
     assert {"router.v1.Router", "grpc.health.v1.Health"} <= names
 
