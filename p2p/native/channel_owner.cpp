@@ -153,6 +153,8 @@ void on_write(P2pOwner* o, const P2pNote& note, uint64_t now_ns) {
     std::erase_if(o->deferred, [&](const Deferred& signal) {
         bool now = complete(o, signal);
         if (now) store(o, signal);
+        // After a put's the next put to the same place may be waiting for this word.
+        if (now && signal.first == 0) o->unreported = REPORT_WRITES;
         return now;
     });
 }

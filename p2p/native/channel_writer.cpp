@@ -32,6 +32,7 @@ struct Write {
     uint64_t submitted_ns;
     uint64_t posted_ns;
     uint64_t under_way;  // bytes, when it was posted
+    uint64_t after;      // sent only when all writes up to this one are there
     uint32_t path;
     WriteState state;
     bool signals;
@@ -92,10 +93,10 @@ uint32_t live_paths(const P2pWriter* w) {
 }
 
 void submit(P2pWriter* w, uint64_t first, uint64_t offset, uint64_t bytes, bool signals, uint64_t signal_offset,
-            uint64_t value, uint64_t now_ns) {
+            uint64_t value, uint64_t now_ns, uint64_t after = 0) {
     uint64_t number = ++w->numbered;
-    w->writes.push_back({number, first, offset, bytes, signal_offset, value, now_ns, 0, 0, 0, WriteState::READY,
-                         signals, false, false});
+    w->writes.push_back({number, first, offset, bytes, signal_offset, value, now_ns, 0, 0, after, 0,
+                         WriteState::READY, signals, false, false});
     w->ready.push_back(number);
     w->counts.writes++;
     w->counts.bytes += bytes;
@@ -116,12 +117,20 @@ uint64_t piece_bytes(const P2pWriter* w) {
 
 // Pieces of a range; the last of them carries the signal of a frame.
 void submit_pieces(P2pWriter* w, uint64_t offset, uint64_t bytes, bool signals, uint64_t signal_offset,
-                   uint64_t value, uint64_t now_ns) {
+                   uint64_t value, uint64_t now_ns, uint64_t after = 0) {
     uint64_t first = w->numbered + 1, most = piece_bytes(w);
     for (uint64_t at = 0; at < bytes; at += most) {
         uint64_t piece = std::min(most, bytes - at);
-        submit(w, first, offset + at, piece, signals && at + piece == bytes, signal_offset, value, now_ns);
+        submit(w, first, offset + at, piece, signals && at + piece == bytes, signal_offset, value, now_ns, after);
     }
+}
+
+// The last write to these bytes that may still land; 0: none. Of two puts to one place the later must stay, and writes
+// overtake each other: also on one path, whose end copies small ones later than the transport lands large ones.
+uint64_t last_over(const P2pWriter* w, uint64_t offset, uint64_t bytes) {
+    for (auto write = w->writes.rbegin(); write != w->writes.rend(); write++)
+        if (write->offset < offset + bytes && offset < write->offset + write->bytes) return write->number;
+    return 0;
 }
 
 void scan_slots(P2pWriter* w, uint64_t now_ns) {
@@ -320,7 +329,8 @@ void post(P2pWriter* w, uint64_t now_ns) {
             w->ready.pop_front();
             continue;
         }
-        if (write->number >= w->writes.front().number + WINDOW_WRITES) return;
+        uint64_t oldest = w->writes.front().number;  // that is not there
+        if (write->number >= oldest + WINDOW_WRITES || write->after >= oldest) return;
         uint64_t bytes = write->stale ? 0 : write->bytes;
         uint32_t index = choose(w, bytes);
         if (index == P2P_PATHS) return;
@@ -440,7 +450,7 @@ P2P_API int p2p_writer_watch_slots(P2pWriter* writer) try {
 
 P2P_API int p2p_writer_put(P2pWriter* writer, uint64_t offset, uint64_t bytes, uint64_t now_ns) try {
     if (offset > writer->nbytes || bytes > writer->nbytes - offset) return -1;
-    submit_pieces(writer, offset, bytes, false, 0, 0, now_ns);
+    submit_pieces(writer, offset, bytes, false, 0, 0, now_ns, last_over(writer, offset, bytes));
     return 0;
 } P2P_CATCH(P2P_E_MEMORY)
 

@@ -176,6 +176,27 @@ def test_a_put_over_several_rails_is_whole_when_its_signal_shows() -> None:
         world.close_all()
 
 
+def test_of_two_puts_to_the_same_bytes_the_later_stays() -> None:
+    first, end, word = 64, 4080, 4088  # of the header page, which holds no slot
+    for seed in range(20):
+        world = World(seed, paths=2)
+        world.rails[1].bytes_per_s /= 20
+        chance = random.Random(seed)
+        for number in range(1, 6):
+            world.image[first:end] = number
+            world.lib.p2p_writer_put(world.writer, first, end - first, world.now_ns)
+            world.lib.p2p_writer_signal(world.writer, word, number, world.now_ns)
+            for _ in range(chance.randrange(1, 60)):
+                world.step()
+                signalled, least = world.window[word], world.window[first:end].min()
+                assert least >= signalled, f"seed {seed}: signal {signalled}, and bytes of put {least}"
+        while world.window[word] != 5:
+            world.step()
+            assert world.now_ns < 5_000 * MS, f"seed {seed}"
+        assert set(world.window[first:end].tolist()) == {5}, f"seed {seed}"
+        world.close_all()
+
+
 def test_a_write_that_was_refused_but_is_under_way_harms_nobody() -> None:
     for seed in range(40):
         world = World(seed, bytes_per_s=1e6)
