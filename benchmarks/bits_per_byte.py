@@ -23,7 +23,8 @@ import torch
 from eaas.model.loader import load_spec, load_weights
 from eaas.model.resolve import resolve_model
 from eaas.model.tokenizer import Tokenizer
-from eaas.worker.decoder import BLOCK_TOKENS, Decoder, StepPlan
+from eaas.worker.decoder import BLOCK_TOKENS, Decoder
+from eaas.worker.scheduler import StepPlan
 from experts.checkpoint import Checkpoint
 from experts.model import Dtype, ExpertShape
 from tests.eaas.local_experts import LocalExperts

@@ -21,7 +21,8 @@ import numpy as np
 from benchmarks.report import record, spread
 from eaas.model.loader import load_spec, load_weights
 from eaas.model.make_model import make_model
-from eaas.worker.decoder import Decoder, StepPlan
+from eaas.worker.decoder import Decoder
+from eaas.worker.scheduler import StepPlan
 from experts import native
 from experts.checkpoint import Checkpoint
 from experts.kernels import numerics_class, packed_bytes

@@ -22,8 +22,7 @@ from eaas.placement import Placement
 from eaas.worker.decoder import Decoder, ExpertBackend, client_backend
 from eaas.worker.engine import Engine, EngineConfig
 from eaas.worker.protocol import SamplingParams, Submit
-from eaas.worker.request import Request
-from eaas.worker.scheduler import SchedulerConfig
+from eaas.worker.scheduler import SchedulerConfig, StepPlan
 from experts.checkpoint import Checkpoint
 from experts.client import ExpertClient
 from experts.kernels import numerics_class
@@ -78,7 +77,7 @@ class Driven:
         self._seen: list[np.ndarray] = []
         self._engine = Engine(self.decoder, config)
         # Of its own, so that a timed run never looks at logits.
-        self._looking = Engine(self.decoder, config, on_logits=self._keep)
+        self._looking = Engine(_Kept(self.decoder, self._seen), config)
         self.facts |= {"numerics_class": self.decoder.numerics_class, "lanes": len(self.cores)}
 
     def generate(self, prompts: Sequence[Sequence[int]], tokens: int) -> Run:
@@ -109,9 +108,6 @@ class Driven:
         self.decoder.close()
         self.closing.close()
 
-    def _keep(self, request: Request, index: int, logits: np.ndarray) -> None:
-        self._seen.append(logits.copy())
-
     def _run(self, engine: Engine, prompts: Sequence[Sequence[int]], tokens: int) -> Run:
         params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
         made: list[list[int]] = [[] for _ in prompts]
@@ -137,6 +133,18 @@ class Driven:
             steps_s=np.diff(times).tolist(),
             made=counts,
         )
+
+
+class _Kept:
+    """A decoder that keeps the logits by which tokens are chosen."""
+
+    def __init__(self, decoder: Decoder, seen: list[np.ndarray]) -> None:
+        self._decoder, self._seen = decoder, seen
+
+    def step(self, plan: StepPlan, deadline_s: float) -> np.ndarray:
+        logits = self._decoder.step(plan, deadline_s)
+        self._seen += [row.copy() for row in logits[: len(plan.requests)]]
+        return logits
 
 
 def inproc(model: Path, cores: Sequence[int], kv_tokens: int, count_experts: bool = False) -> Driven:

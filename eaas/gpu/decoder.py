@@ -34,16 +34,16 @@ from eaas.gpu.linear import linear
 from eaas.gpu.streams import Streams
 from eaas.gpu.weights import DeviceWeights, LayerWeights, Mlp, source_of
 from eaas.model.spec import ModelSpec
-from eaas.worker.choice import Found
 from eaas.worker.decoder import (
     BLOCK_TOKENS,
     DecoderError,
     ExpertsLost,
     StepLimits,
-    StepPlan,
     plan_arrays,
     rope_tables,
 )
+from eaas.worker.sample import DeviceSamples
+from eaas.worker.scheduler import StepPlan
 from experts.gpu.client import StepReport
 from experts.gpu.tiles import numerics_class
 from experts.model import Dtype
@@ -196,7 +196,7 @@ class GpuDecoder:
             self._streams.wait()
         return self._host_logits.numpy()[:count]
 
-    def step_tokens(self, plan: StepPlan, rows: np.ndarray, deadline_s: float) -> Found:
+    def step_tokens(self, plan: StepPlan, rows: np.ndarray, deadline_s: float) -> DeviceSamples:
         """As `step`, but choose tokens on the device: the logits of rows that it chooses for do not leave it.
 
         Args:
@@ -210,7 +210,7 @@ class GpuDecoder:
         """
         if len(rows) != len(plan.logits_rows):
             raise DecoderError(
-                f"{len(rows)} ways to choose for {len(plan.logits_rows)} logits rows; one each is needed."
+                f"{len(rows)} ways to sample for {len(plan.logits_rows)} logits rows; one each is needed."
             )
         here = sampling.can_choose(rows)
         choices = sampling.choices_of(rows, here)
@@ -231,8 +231,8 @@ class GpuDecoder:
                     self._host_logits[to].copy_(self._logits[left[to] - first], non_blocking=True)
             if len(left) or len(rows) > len(self._logits):
                 self._streams.wait()
-        return Found(
-            chosen=here,
+        return DeviceSamples(
+            sampled=here,
             tokens=self._tokens.numpy()[: len(rows)],
             sound=self._status.numpy()[: len(rows)] == sampling.OK,
             logits=self._host_logits.numpy()[: len(left)],

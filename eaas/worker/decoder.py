@@ -17,6 +17,7 @@ import numpy as np
 
 from eaas import native
 from eaas.model.spec import ModelSpec, Score
+from eaas.worker.scheduler import StepPlan
 from experts import native as experts_native
 from experts.model import Dtype
 
@@ -73,31 +74,6 @@ def client_backend(handle: int) -> ExpertBackend:
         return np.flatnonzero(rows), count
 
     return ExpertBackend(call=native.address_of(library, "expert_call"), state=handle, missing=missing)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepPlan:
-    """The rows of one step. Rows of one sequence come in rising position; all arrays are int32.
-
-    Attributes:
-        token_ids: [rows].
-        positions: [rows], from 0.
-        seqs: [rows]: row of `block_tables`.
-        block_tables: [sequences, blocks]: cache block of positions b * block_tokens and on; what no row needs
-            may hold anything.
-        logits_rows: [wanted]: rows whose logits the step returns.
-        drop: uint8 [rows] of experts.routes.KEEP or MAY_DROP; the step writes DROPPED where an expert's term was left
-            out. None: nothing may be.
-        routed: Note which experts the gates choose for the rows, for `Decoder.routing`.
-    """
-
-    token_ids: np.ndarray
-    positions: np.ndarray
-    seqs: np.ndarray
-    block_tables: np.ndarray
-    logits_rows: np.ndarray
-    drop: np.ndarray | None = None
-    routed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,13 +15,12 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from eaas.worker.blocks import BlockPool
-from eaas.worker.choice import Choice, Chooser, Found, Refusal
-from eaas.worker.compiling import Compiling
-from eaas.worker.constraint import Grammars
-from eaas.worker.decoder import ExpertsLost, StepPlan
+from eaas.worker.constraint import Compiling, Grammars
+from eaas.worker.decoder import ExpertsLost
 from eaas.worker.protocol import Failed, PromptLogprobs, RoutedExperts, Submit, Token, WorkerLoad
 from eaas.worker.request import Refused, Request
-from eaas.worker.scheduler import Plan, Scheduler, SchedulerConfig
+from eaas.worker.sample import DeviceSamples, Refusal, Samples, SlotSampler
+from eaas.worker.scheduler import Scheduler, SchedulerConfig, StepPlan
 from experts.routes import DROPPED
 
 log = logging.getLogger(__name__)
@@ -40,11 +39,10 @@ RECKONED_TOKENS = 256
 # wait, nobody else is held up, and the longest is what one mask may take.
 MASK_GRACE_S = 0.001
 LONGEST_MASK_S = 0.05
-# Logits of judged prompt tokens, at most so many bytes in a step.
-JUDGED_BYTES = 64 << 20
+# Logits for log-probabilities of prompts, at most so many bytes in a step.
+PROMPT_LOGITS_BYTES = 64 << 20
 # Choices of experts told with one token: twice as many bytes, well below what a slow gateway may leave unread.
 MOST_ROUTED = 4 << 20
-LogitsHook = Callable[[Request, int, np.ndarray], None]
 
 
 class StepDecoder(Protocol):
@@ -57,9 +55,9 @@ class StepDecoder(Protocol):
 
 @runtime_checkable
 class TokenDecoder(Protocol):
-    """A decoder that can choose tokens where it computes logits, which then need not leave it."""
+    """A decoder that can sample where it computes logits, which then need not leave it."""
 
-    def step_tokens(self, plan: StepPlan, rows: np.ndarray, deadline_s: float) -> Found:
+    def step_tokens(self, plan: StepPlan, rows: np.ndarray, deadline_s: float) -> DeviceSamples:
         """As `StepDecoder.step`; rows: `eaas.native.SAMPLE_ROW`, one for each of the plan's logits rows."""
         ...
 
@@ -119,13 +117,11 @@ class Engine:
         self,
         decoder: StepDecoder,
         config: EngineConfig,
-        on_logits: LogitsHook | None = None,
         clock: Callable[[], float] = time.monotonic,
         grammars: Grammars | None = None,
         wake: Callable[[], None] = lambda: None,
     ) -> None:
         """Args:
-        on_logits: Called with (request, index, float32 [vocab]) before each choice; copy it.
         grammars: Who compiles grammars; None: requests with one are refused.
         wake: Called, on another thread, when a request whose grammar was compiled can be queued.
         """
@@ -135,9 +131,7 @@ class Engine:
         self.computed = 0
         self.busy_s = 0.0
         self._decoder = decoder
-        # Who looks at logits needs them here.
-        self._by_token = decoder if isinstance(decoder, TokenDecoder) and on_logits is None else None
-        self._on_logits = on_logits
+        self._by_token = decoder if isinstance(decoder, TokenDecoder) else None
         self._clock = clock
         # Since when no step has succeeded for want of experts; None while all is well.
         self._lost_since_s: float | None = None
@@ -147,10 +141,10 @@ class Engine:
         self._pool = BlockPool(
             blocks=config.kv_blocks, block_tokens=config.block_tokens, reuse=config.prefix_reuse
         )
-        judged = max(1, min(config.scheduler.judged_rows, JUDGED_BYTES // (4 * config.vocab)))
-        self.scheduler = Scheduler(replace(config.scheduler, judged_rows=judged), self._pool)
+        rows = max(1, min(config.scheduler.prompt_logprobs_rows, PROMPT_LOGITS_BYTES // (4 * config.vocab)))
+        self.scheduler = Scheduler(replace(config.scheduler, prompt_logprobs_rows=rows), self._pool)
         self.compiling = Compiling(grammars, wake, clock)
-        self._chooser = Chooser(vocab=config.vocab, slots=config.scheduler.slots)
+        self._sampler = SlotSampler(vocab=config.vocab, slots=config.scheduler.slots)
 
     @property
     def has_work(self) -> bool:
@@ -294,20 +288,11 @@ class Engine:
             plan = self.scheduler.plan()
         if plan is None:
             return None
-        step = StepPlan(
-            token_ids=plan.token_ids,
-            positions=plan.positions,
-            seqs=plan.seqs,
-            block_tables=plan.block_tables,
-            logits_rows=plan.logits_rows,
-            drop=plan.drop,
-            routed=plan.routed,
-        )
         if plan.begun:
             self.on_begun(plan.begun)
         began_s = self._clock()
         try:
-            choice = self._compute(step, plan, self._budget_s(began_s))
+            samples = self._compute(plan, self._budget_s(began_s))
         except ExpertsLost as lost:
             return self._fail_overdue(lost, began_s, plan)
         self._computed_s = self._clock()
@@ -319,7 +304,7 @@ class Engine:
                     request.moved_s = self._clock()
         if plan.drop is not None:
             self._note_dropped(plan.seqs[plan.drop == DROPPED])
-        outcome = self._hand_out(plan, choice)
+        outcome = self._hand_out(plan, samples)
         # A step that ended for want of experts is not counted: it waited.
         self.busy_s += self._clock() - began_s
         self.computed += len(plan.token_ids)
@@ -332,20 +317,18 @@ class Engine:
                 request.dropped = True
                 log.warning("experts_dropped id=%s at=%d", request.id, len(request.output))
 
-    def _compute(self, step: StepPlan, plan: Plan, budget_s: float) -> Choice | None:
-        """Run a step and choose its tokens; None where it has none to choose."""
-        requests, judged, chooser = plan.requests, plan.judged, self._chooser
-        if self._by_token is not None and len(plan.logits_rows):
-            ways = chooser.ways(plan.slots, requests, judged)
-            found = self._by_token.step_tokens(step, ways, budget_s)
-            return chooser.complete(ways, requests, found, judged, self._barred(requests))
-        logits = self._decoder.step(step, budget_s)
+    def _compute(self, plan: StepPlan, budget_s: float) -> Samples | None:
+        """Run a step and sample its tokens; None where it has none to sample."""
         if not len(plan.logits_rows):
+            self._decoder.step(plan, budget_s)
             return None
-        if self._on_logits is not None:
-            for request, row in zip(requests, logits[: len(requests)], strict=True):
-                self._on_logits(request, len(request.output), row)
-        return chooser.choose(logits, plan.slots, requests, judged, self._barred(requests))
+        rows, device = self._sampler.rows(plan), None
+        if self._by_token is not None:
+            device = self._by_token.step_tokens(plan, rows, budget_s)
+            logits = device.logits
+        else:
+            logits = self._decoder.step(plan, budget_s)
+        return self._sampler.sample(plan, rows, logits, self._barred(plan.requests), device)
 
     def _barred(self, requests: Sequence[Request]) -> dict[int, str]:
         """Rows whose grammars say nothing yet, and "", or nothing any more, and why."""
@@ -361,26 +344,26 @@ class Engine:
                 barred[row] = constraint.fault
         return barred
 
-    def _hand_out(self, plan: Plan, choice: Choice | None) -> Outcome:
+    def _hand_out(self, plan: StepPlan, samples: Samples | None) -> Outcome:
         outcome = Outcome()
         requests = plan.requests
-        if choice is None:
+        if samples is None:
             self.scheduler.complete([])
             return outcome
-        refused = {requests[row]: reason for row, reason in choice.refused.items() if row < len(requests)}
-        self._judge(plan, choice, outcome, refused)
+        refused = {requests[row]: reason for row, reason in samples.refused.items() if row < len(requests)}
+        self._tell_prompts(plan, samples, outcome, refused)
         by_owner = outcome.tokens
         # Those of a request that ends are free by then, and as they were until the next step.
         blocks = {request: request.blocks for request in requests if request.params.wants_routing}
-        for row, (request, number, token, finish) in enumerate(self.scheduler.complete(choice.tokens)):
-            if token < 0 or row in choice.refused:
+        for row, (request, number, token, finish) in enumerate(self.scheduler.complete(samples.tokens)):
+            if token < 0 or row in samples.refused:
                 continue
             wanted = request.params.logprobs
-            if choice.logprobs is None or wanted < 0:
+            if samples.logprobs is None or wanted < 0:
                 made = Token(request.id, request.attempt, number, token, finish)
             else:
-                top = choice.top(row, wanted)
-                made = Token(request.id, request.attempt, number, token, finish, choice.logprobs[row], top)
+                top = samples.top(row, wanted)
+                made = Token(request.id, request.attempt, number, token, finish, samples.logprobs[row], top)
             tokens = by_owner.get(request.owner)
             if tokens is None:
                 by_owner[request.owner] = [made]
@@ -408,20 +391,23 @@ class Engine:
         piece = RoutedExperts(request.id, request.attempt, start, stop, layers, top_k, found.tobytes())
         outcome.routed.setdefault(request.owner, []).append(piece)
 
-    def _judge(self, plan: Plan, choice: Choice, outcome: Outcome, refused: dict[Request, Refusal]) -> None:
-        """Hand out what a step says of prompts."""
+    def _tell_prompts(
+        self, plan: StepPlan, samples: Samples, outcome: Outcome, refused: dict[Request, Refusal]
+    ) -> None:
+        """Hand out log-probabilities of prompts."""
         row = len(plan.requests)
-        for request, start, stop in plan.judged:
-            rows = range(row, row + stop - start)
+        for chunk in plan.prompt_logprobs:
+            request, start, _ = chunk
+            rows = range(row, row + chunk.rows)
             row = rows.stop
-            broken = next((choice.refused[number] for number in rows if number in choice.refused), None)
+            broken = next((samples.refused[number] for number in rows if number in samples.refused), None)
             if broken is not None:
                 refused[request] = broken
-            elif choice.logprobs is not None:
+            elif samples.logprobs is not None:
                 count = request.params.prompt_logprobs
-                ranks = choice.ranks.tolist()
+                ranks = samples.ranks.tolist()
                 tokens = [
-                    (choice.logprobs[number], ranks[number], choice.top(number, count)) for number in rows
+                    (samples.logprobs[number], ranks[number], samples.top(number, count)) for number in rows
                 ]
                 piece = PromptLogprobs(request.id, request.attempt, start, tokens)
                 outcome.prompts.setdefault(request.owner, []).append(piece)
@@ -438,7 +424,7 @@ class Engine:
         longest_s = max(self._waited_s(request, now_s) for request in self.scheduler.live())
         return max(self.config.deadline_s * LEAST_WAIT, self.config.deadline_s - longest_s)
 
-    def _fail_overdue(self, lost: ExpertsLost, began_s: float, plan: Plan) -> Outcome:
+    def _fail_overdue(self, lost: ExpertsLost, began_s: float, plan: StepPlan) -> Outcome:
         # A request whose rows all came is not to blame for the step, and goes on; who queues has its turn after those
         # that are. With no row to blame, all wait: else nobody would ever have waited for too long.
         rows = lost.rows

@@ -62,7 +62,8 @@ class Request:
         published: How many of its blocks have been named to the pool.
         dropped: Some of it was computed without the terms of lost experts.
         constraint: What says which tokens its grammar lets through; None: all.
-        judged: Tokens of the prompt whose log-probabilities were told, the first included; all where none are wanted.
+        prompt_scored: Tokens of the prompt whose log-probabilities were told, the first included; all where none are
+            wanted.
         routed: Tokens whose experts were told, or need not be.
     """
 
@@ -75,7 +76,6 @@ class Request:
         "digests",
         "dropped",
         "id",
-        "judged",
         "moved_s",
         "order",
         "output",
@@ -83,6 +83,7 @@ class Request:
         "params",
         "preemptions",
         "prompt",
+        "prompt_scored",
         "published",
         "routed",
         "slot",
@@ -123,8 +124,8 @@ class Request:
         self.dropped = False
         self.constraint: Follower | None = None
         # What has a token has told them all.
-        judges = params.prompt_logprobs >= 0 and not self.output
-        self.judged = 1 if judges else len(self.prompt)
+        tells = params.prompt_logprobs >= 0 and not self.output
+        self.prompt_scored = 1 if tells else len(self.prompt)
         self.routed = self.length - 1 if self.output else min(params.routed_from, len(self.prompt))
 
     @property

@@ -14,15 +14,82 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from eaas.worker.blocks import BlockPool, next_digest, root_digest
 from eaas.worker.request import Refused, Request, TokenArray
-from eaas.worker.steps import Chunk, Emitted, Flight, Judged, Plan, judged_of, rows_to_judge
+
+
+class Chunk(NamedTuple):
+    """Tokens `start` to `stop` - 1 of a request's context, or of its prompt."""
+
+    request: Request
+    start: int
+    stop: int
+
+    @property
+    def rows(self) -> int:
+        """How many these are."""
+        return self.stop - self.start
+
+    def prompt_logprobs(self) -> Chunk:
+        """The tokens of the prompt whose log-probabilities these rows give first: each row those of the next."""
+        request = self.request
+        last = min(self.stop + 1, len(request.prompt))
+        return Chunk(request, min(max(self.start + 1, request.prompt_scored), last), last)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepPlan:
+    """One step: n rows, of which m + k give logits: m to choose tokens by, k for log-probabilities of prompts.
+
+    What the engine computes by, from the scheduler to the decoder. A decoder needs the first seven alone.
+
+    Args:
+        token_ids: int32 [n].
+        positions: int32 [n], from 0; rows of one sequence are in ascending order.
+        seqs: int32 [n], row -> row of `block_tables`.
+        block_tables: int32 [sequences, blocks]: cache block of positions b * block_tokens and on; what no row needs
+            may hold anything. A view, valid for this step.
+        logits_rows: int32 [m + k], indexes into the n rows.
+        drop: uint8 [n] of experts.routes.KEEP or MAY_DROP; the step writes DROPPED where an expert's term was left
+            out. None: nothing may be.
+        routed: Note which experts the gates choose for the rows, for `Decoder.routing`.
+        requests: The m requests, in the order of `logits_rows`; valid for this step.
+        prompt_logprobs: Tokens of prompts that the k rows are for, in their order.
+        begun: Requests none of whose rows were computed since they came, or were preempted, until this step.
+    """
+
+    token_ids: TokenArray
+    positions: TokenArray
+    seqs: TokenArray
+    block_tables: TokenArray
+    logits_rows: TokenArray
+    drop: NDArray[np.uint8] | None = None
+    routed: bool = False
+    requests: Sequence[Request] = ()
+    prompt_logprobs: Sequence[Chunk] = ()
+    begun: Sequence[Request] = ()
+
+    @property
+    def slots(self) -> TokenArray:
+        """int32 [m]: the slots of `requests`."""
+        return self.seqs[self.logits_rows[: len(self.requests)]]
+
+
+class Emitted(NamedTuple):
+    """A token that a step made: number `number` of the request's output; the last says how it finished. Below 0: none
+    was chosen yet."""
+
+    request: Request
+    number: int
+    token: int
+    finish: Literal["", "stop", "length", "complete"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +101,7 @@ class SchedulerConfig:
         step_tokens: Most rows in one step.
         max_running: Most requests with blocks; `step_tokens` caps it, so that each has a row in every step.
         max_waiting: Requests in the queue; one more is refused as overloaded.
-        judged_rows: Prompt tokens whose log-probabilities are computed in one step, about: each needs a row of logits.
+        prompt_logprobs_rows: Prompt tokens whose log-probabilities one step computes, about: each is a row of logits.
         fingerprint: Names the model's weights and dtype; blocks are only shared under the same one.
 
     Raises:
@@ -46,10 +113,10 @@ class SchedulerConfig:
     max_running: int = 256
     max_waiting: int = 4096
     fingerprint: str = ""
-    judged_rows: int = 512
+    prompt_logprobs_rows: int = 512
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "step_tokens", "max_running", "max_waiting", "judged_rows"):
+        for name in ("max_model_len", "step_tokens", "max_running", "max_waiting", "prompt_logprobs_rows"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1.")
 
@@ -88,7 +155,8 @@ class Scheduler:
         self._may_drop = np.zeros(slots, np.uint8)
         self._droppers = self._routed = 0
         self._decode_slots: TokenArray | None = None
-        self._in_flight: Flight | None = None
+        # Of the step between `plan` and `complete`: requests that generate, their slots, and chunks of prompts.
+        self._in_flight: tuple[list[Request], TokenArray, list[Chunk]] | None = None
 
     # -- the queue -------------------------------------------------------------------------------------------
 
@@ -175,7 +243,7 @@ class Scheduler:
 
     # -- the step --------------------------------------------------------------------------------------------
 
-    def plan(self) -> Plan | None:
+    def plan(self) -> StepPlan | None:
         """The next step, or None when there is nothing to compute."""
         self._between_steps()
         self._grow()
@@ -183,19 +251,19 @@ class Scheduler:
         if slots is None:
             slots = self._decode_slots = np.array([r.slot for r in self._decoding], dtype=np.int32)
         running = len(self._prefilling)
-        chunks = self._chunks(self.config.step_tokens - len(slots))
+        budget = self.config.step_tokens - len(slots)
+        chunks = self._chunks(budget) if budget > 0 else []
         if not chunks:
             if not len(slots):
                 return None
-            self._in_flight = Flight(self._decoding, slots, chunks)
-            return Plan(
+            self._in_flight = self._decoding, slots, chunks
+            return StepPlan(
                 token_ids=self._last[slots],
                 positions=self._computed[slots],
                 seqs=slots,
                 block_tables=self._tables,
                 logits_rows=self._ranks[: len(slots)],
                 requests=self._decoding,
-                slots=slots,
                 drop=self._droppable(slots),
                 routed=self._routed > 0,
             )
@@ -213,49 +281,39 @@ class Scheduler:
         self._in_flight = None
         emitted: list[Emitted] = []
         block_tokens = self.pool.block_tokens
-        ended: list[Request] = []
         if decoding:
             chosen = np.array(tokens[: len(decoding)], dtype=np.int32)
             known = chosen >= 0
             self._computed[slots] += known
             self._last[slots] = np.where(known, chosen, self._last[slots])
             for request, token in zip(decoding, tokens, strict=False):
-                if token < 0:
-                    emitted.append(Emitted(request, len(request.output), -1, ""))
-                    continue
-                request.computed = computed = request.computed + 1
-                if computed % block_tokens == 0:
-                    self._publish(request)
-                step = self._emit(request, token)
-                emitted.append(step)
-                if step.finish:
-                    ended.append(request)
-        ranked = len(decoding)
-        for request, start, stop in chunks:
-            first, last = judged_of(request, start, stop)
-            request.judged += last - first
+                if token >= 0:
+                    request.computed = computed = request.computed + 1
+                    if computed % block_tokens == 0:
+                        self._publish(request)
+                emitted.append(self._emit(request, token))
+        row = len(decoding)
+        for chunk in chunks:
+            request, _, stop = chunk
+            request.prompt_scored += chunk.prompt_logprobs().rows
             ends = stop == len(request.context)
-            again = ends and tokens[ranked] < 0
+            again = ends and tokens[row] < 0
             request.computed = stop - again
             self._computed[request.slot] = stop - again
             self._publish(request)
             if not ends:
                 continue
-            token = tokens[ranked]
-            ranked += 1
-            if again:
-                emitted.append(Emitted(request, len(request.output), -1, ""))
-                continue
-            self._prefilling.remove(request)
-            self._decoding.append(request)
-            self._decode_slots = None
-            self._last[request.slot] = token
-            step = self._emit(request, token)
-            emitted.append(step)
-            if step.finish:
-                ended.append(request)
-        for request in ended:
-            self._end(request)
+            token = tokens[row]
+            row += 1
+            if not again:
+                self._prefilling.remove(request)
+                self._decoding.append(request)
+                self._decode_slots = None
+                self._last[request.slot] = token
+            emitted.append(self._emit(request, token))
+        for made in emitted:
+            if made.finish:
+                self._end(made.request)
         return emitted
 
     def abandon(self) -> None:
@@ -327,34 +385,32 @@ class Scheduler:
 
     def _chunks(self, budget: int) -> list[Chunk]:
         chunks: list[Chunk] = []
-        judged = 0
-        for request in self._prefilling:
+        scored = self.config.prompt_logprobs_rows
+        for request in self._prefilling_then_admitted():
+            start, most = request.computed, budget
+            if request.prompt_scored < len(request.prompt):
+                # At least one, so that it goes on whoever came before it.
+                most = min(budget, max(1, scored))
+            chunks.append(chunk := Chunk(request, start, min(len(request.context), start + most)))
+            budget, scored = budget - chunk.rows, scored - chunk.prompt_logprobs().rows
             if budget <= 0:
-                return chunks
-            taken = self._take_chunk(request, budget, judged, chunks)
-            budget, judged = budget - taken, judged + rows_to_judge(chunks[-1])
-        if self._parked and not self._open:
-            return chunks
-        while budget > 0 and self._waiting and self._free_slots and self._admit(self._waiting[0]):
-            taken = self._take_chunk(self._waiting.popleft(), budget, judged, chunks)
-            budget, judged = budget - taken, judged + rows_to_judge(chunks[-1])
+                break
         return chunks
 
-    def _take_chunk(self, request: Request, budget: int, judged: int, chunks: list[Chunk]) -> int:
-        start = request.computed
-        if request.judged < len(request.prompt):
-            # At least one, so that it goes on whoever came before it.
-            budget = min(budget, max(1, self.config.judged_rows - judged))
-        stop = min(len(request.context), start + budget)
-        chunks.append(Chunk(request, start, stop))
-        return stop - start
+    def _prefilling_then_admitted(self) -> Iterator[Request]:
+        """Those whose prompts are being computed, then those that wait, as each is asked for: who is admitted."""
+        yield from list(self._prefilling)
+        while not (self._parked and not self._open) and self._waiting and self._free_slots:
+            if not self._admit(self._waiting[0]):
+                return
+            yield self._waiting.popleft()
 
     def _admit(self, request: Request) -> bool:
         pool = self.pool
         context = request.tokens(0, request.length)
         # The last token is always computed, since its logits choose the next one.
-        # So is every token of a prompt that is judged.
-        shares = pool.reuse and request.judged >= len(request.prompt)
+        # So is every token of a prompt whose log-probabilities are told.
+        shares = pool.reuse and request.prompt_scored >= len(request.prompt)
         full = (len(context) - 1) // pool.block_tokens if shares else 0
         self._extend_digests(request, context, full)
         # One spare block for each running request: else the newcomer would soon be preempted for one of them.
@@ -376,9 +432,9 @@ class Scheduler:
         self._prefilling.append(request)
         return True
 
-    def _mixed(self, slots: TokenArray, chunks: list[Chunk], begun: list[Request]) -> Plan:
+    def _mixed(self, slots: TokenArray, chunks: list[Chunk], begun: list[Request]) -> StepPlan:
         count = len(slots)
-        rows = count + sum(stop - start for _, start, stop in chunks)
+        rows = count + sum(chunk.rows for chunk in chunks)
         token_ids = np.empty(rows, dtype=np.int32)
         positions = np.empty(rows, dtype=np.int32)
         seqs = np.empty(rows, dtype=np.int32)
@@ -387,34 +443,35 @@ class Scheduler:
         seqs[:count] = slots
         logits_rows = list(range(count))
         requests = list(self._decoding)
-        judged: list[Judged] = []
-        judged_rows: list[int] = []
+        scored: list[Chunk] = []
+        scored_rows: list[int] = []
         row = count
-        for request, start, stop in chunks:
-            end = row + stop - start
+        for chunk in chunks:
+            request, start, stop = chunk
+            end = row + chunk.rows
             token_ids[row:end] = request.context[start:stop]
             positions[row:end] = np.arange(start, stop, dtype=np.int32)
             seqs[row:end] = request.slot
-            first, last = judged_of(request, start, stop)
-            if first < last:
-                judged.append(Judged(request, first, last))
-                judged_rows += range(row + first - 1 - start, row + last - 1 - start)
+            told = chunk.prompt_logprobs()
+            if told.rows:
+                scored.append(told)
+                first = row + told.start - 1 - start
+                scored_rows += range(first, first + told.rows)
             row = end
             if stop == len(request.context):
                 logits_rows.append(end - 1)
                 requests.append(request)
         # A request that ends its prompt in this step joins self._decoding while `complete` walks the plan.
-        self._in_flight = Flight(list(self._decoding), slots, chunks)
-        return Plan(
+        self._in_flight = list(self._decoding), slots, chunks
+        return StepPlan(
             token_ids=token_ids,
             positions=positions,
             seqs=seqs,
             block_tables=self._tables,
-            logits_rows=np.array(logits_rows + judged_rows, dtype=np.int32),
+            logits_rows=np.array(logits_rows + scored_rows, dtype=np.int32),
             requests=requests,
-            slots=np.array([request.slot for request in requests], dtype=np.int32),
             drop=self._droppable(seqs),
-            judged=judged,
+            prompt_logprobs=scored,
             begun=begun,
             routed=self._routed > 0,
         )
@@ -425,6 +482,8 @@ class Scheduler:
     def _emit(self, request: Request, token: int) -> Emitted:
         output = request.output
         index = len(output)
+        if token < 0:
+            return Emitted(request, index, -1, "")
         output.append(token)
         params = request.params
         if token in request.stops and index >= params.min_tokens:

@@ -28,6 +28,7 @@ from p2p import ShmEndpoint
 from router.client import RouterClient
 from router.view import Member
 from tests.e2e.waiting import LIMIT_S
+from tests.eaas.fake_decoder import Watched
 from tests.eaas.local_experts import LocalExperts
 
 CORES = (0, 1)
@@ -64,7 +65,7 @@ class Driver:
         self.tokens: dict[str, list[int]] = {}
         self.steps = 0
         self.engine = Engine(
-            decoder,
+            Watched(decoder, self._keep),
             EngineConfig(
                 scheduler=SchedulerConfig(max_model_len=spec.max_model_len, step_tokens=step_tokens),
                 kv_blocks=kv_blocks,
@@ -73,7 +74,6 @@ class Driver:
                 deadline_s=deadline_s,
                 prefix_reuse=prefix_reuse,
             ),
-            on_logits=self._keep,
         )
         self._decoder = decoder
 

@@ -16,7 +16,8 @@ from eaas.model.loader import load_spec, load_weights
 from eaas.model.make_model import make_model
 from eaas.model.resolve import resolve_model
 from eaas.native import EXPERT_CALL
-from eaas.worker.decoder import Decoder, ExpertBackend, StepPlan
+from eaas.worker.decoder import Decoder, ExpertBackend
+from eaas.worker.scheduler import StepPlan
 from experts.checkpoint import Checkpoint
 from experts.model import Dtype, ExpertShape
 from tests.e2e.pool import BLOCK_TOKENS, CORES, local_experts, pool_of

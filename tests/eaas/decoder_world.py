@@ -9,7 +9,8 @@ import numpy as np
 
 from eaas.model.rope import Rope
 from eaas.model.spec import ModelSpec, MoeSpec, QkNorm, Score
-from eaas.worker.decoder import Decoder, StepPlan
+from eaas.worker.decoder import Decoder
+from eaas.worker.scheduler import StepPlan
 from experts.model import Dtype
 from tests.eaas.local_experts import LocalExperts
 from tests.eaas.reference import ReferenceDecoder

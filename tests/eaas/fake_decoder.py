@@ -69,3 +69,16 @@ class FakeDecoder:
             table = plan.block_tables[plan.seqs[row], : -(-length // self.block_tokens)]
             out[number] = self.logits(self.kv[table].reshape(-1)[:length])
         return out
+
+
+class Watched:
+    """A decoder; `look` is called with (request, index, float32 [vocab]) for each token to be chosen by its logits."""
+
+    def __init__(self, decoder: Any, look: Callable[[Any, int, np.ndarray], None]) -> None:
+        self._decoder, self._look = decoder, look
+
+    def step(self, plan: Any, deadline_s: float) -> np.ndarray:
+        logits = self._decoder.step(plan, deadline_s)
+        for request, row in zip(plan.requests, logits, strict=False):
+            self._look(request, len(request.output), row)
+        return logits

@@ -476,7 +476,7 @@ def test_the_log_probabilities_of_a_prompt_are_those_of_its_tokens(
 
 def test_prompts_are_judged_few_at_a_time(grammars: Grammars) -> None:
     world = World(grammars, step_tokens=64)
-    world.engine.scheduler.config = SchedulerConfig(max_model_len=512, step_tokens=64, judged_rows=5)
+    world.engine.scheduler.config = SchedulerConfig(max_model_len=512, step_tokens=64, prompt_logprobs_rows=5)
     for id in ("a", "b"):
         world.submit(id, prompt=range(2, 32), prompt_logprobs=0, max_tokens=1)
     most = 0
@@ -496,7 +496,7 @@ def test_prompts_are_judged_few_at_a_time(grammars: Grammars) -> None:
 def test_a_request_that_has_tokens_is_not_judged_again() -> None:
     params = SamplingParams(max_tokens=5, prompt_logprobs=0)
     request = Request(owner=0, id="a", attempt=2, prompt=[1, 2, 3], output=[4], params=params)
-    assert request.judged == 3
+    assert request.prompt_scored == 3
 
 
 def test_masks_are_made_while_the_engine_does_something_else(grammars: Grammars) -> None:

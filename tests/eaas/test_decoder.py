@@ -16,9 +16,9 @@ from eaas.worker.decoder import (
     ExpertBackend,
     ExpertsLost,
     PlanInvalid,
-    StepPlan,
     WeightsInvalid,
 )
+from eaas.worker.scheduler import StepPlan
 from experts import native as experts_native
 from experts.model import Dtype
 from tests.eaas.decoder_world import VARIANTS, World, spec_of, tokens_of

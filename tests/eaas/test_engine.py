@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eaas.worker.decoder import ExpertsLost, StepPlan
+from eaas.worker.decoder import ExpertsLost
 from eaas.worker.engine import Engine, EngineConfig
 from eaas.worker.protocol import Failed, SamplingParams, Submit, Token
 from eaas.worker.request import Request
-from eaas.worker.scheduler import SchedulerConfig
-from tests.eaas.fake_decoder import BLOCK_TOKENS, VOCAB, FakeDecoder, expected_output
+from eaas.worker.scheduler import SchedulerConfig, StepPlan
+from tests.eaas.fake_decoder import BLOCK_TOKENS, VOCAB, FakeDecoder, Watched, expected_output
 
 MAX_MODEL_LEN = 128
 
@@ -40,7 +40,7 @@ class World:
             eos_ids=frozenset(eos),
             prefix_reuse=reuse,
         )
-        self.engine = Engine(self.decoder, config, on_logits=self.keep, clock=clock)
+        self.engine = Engine(Watched(self.decoder, self.keep), config, clock=clock)
         self.tokens: dict[str, list[int]] = {}
         self.records: list[Token] = []
         self.failed: list[Failed] = []
@@ -314,7 +314,7 @@ def test_lost_experts_fail_each_request_at_its_own_deadline_and_no_other() -> No
     """Deadline 30 s. Lost from 100 s on; a, b in the step, c comes 10 s later, all is well again at 135 s."""
     world = World()
     now_s = [100.0]
-    world.engine = Engine(world.decoder, world.engine.config, on_logits=world.keep, clock=lambda: now_s[0])
+    world.engine = Engine(Watched(world.decoder, world.keep), world.engine.config, clock=lambda: now_s[0])
     world.submit("a", [1, 2, 3], max_tokens=9)
     world.submit("b", [4, 5, 6], max_tokens=9)
     world.step()
@@ -351,7 +351,7 @@ def test_lost_experts_fail_each_request_at_its_own_deadline_and_no_other() -> No
 def test_a_request_whose_rows_all_came_goes_on_when_the_step_is_lost_for_another() -> None:
     world = World()
     now_s = [100.0]
-    world.engine = Engine(world.decoder, world.engine.config, on_logits=world.keep, clock=lambda: now_s[0])
+    world.engine = Engine(Watched(world.decoder, world.keep), world.engine.config, clock=lambda: now_s[0])
     world.submit("a", [1, 2, 3], max_tokens=9)
     world.submit("b", [4, 5, 6], max_tokens=9)
     world.step()
@@ -374,7 +374,7 @@ def test_the_first_step_that_meets_lost_experts_holds_up_others_for_no_longer_th
     """Deadline 30 s, patience 1.5 s: "b" needs lost experts and fails at its deadline, "a" has its tokens at once."""
     world = World()
     now_s = [100.0]
-    world.engine = Engine(world.decoder, world.engine.config, on_logits=world.keep, clock=lambda: now_s[0])
+    world.engine = Engine(Watched(world.decoder, world.keep), world.engine.config, clock=lambda: now_s[0])
     whole, ended_s = world.decoder.step, dict[str, float]()
 
     def step(plan: StepPlan, deadline_s: float) -> np.ndarray:
@@ -404,7 +404,7 @@ def test_requests_that_keep_coming_for_lost_experts_hold_up_no_other_for_ever() 
     """Deadline 30 s. One more request that needs them comes every second; "a" needs none of them."""
     world = World()
     now_s = [100.0]
-    world.engine = Engine(world.decoder, world.engine.config, on_logits=world.keep, clock=lambda: now_s[0])
+    world.engine = Engine(Watched(world.decoder, world.keep), world.engine.config, clock=lambda: now_s[0])
     whole = world.decoder.step
     came_s: dict[str, float] = {}
 
@@ -442,7 +442,7 @@ def test_who_queues_behind_requests_that_wait_for_lost_experts_is_served_when_it
     """Deadline 30 s. Prompts of ones need what is lost, and each fills a step; those of twos, behind them, do not."""
     world = World(step_tokens=4)
     now_s = [100.0]
-    world.engine = Engine(world.decoder, world.engine.config, on_logits=world.keep, clock=lambda: now_s[0])
+    world.engine = Engine(Watched(world.decoder, world.keep), world.engine.config, clock=lambda: now_s[0])
     whole = world.decoder.step
 
     def step(plan: StepPlan, deadline_s: float) -> np.ndarray:
@@ -467,7 +467,7 @@ def test_who_queues_behind_requests_that_wait_for_lost_experts_is_served_when_it
 def test_who_queues_where_nothing_can_be_computed_fails_soon_after_the_deadline() -> None:
     world = World(step_tokens=4)
     now_s = [0.0]
-    world.engine = Engine(world.decoder, world.engine.config, on_logits=world.keep, clock=lambda: now_s[0])
+    world.engine = Engine(Watched(world.decoder, world.keep), world.engine.config, clock=lambda: now_s[0])
     for number in range(60):
         world.submit(f"q{number}", [1, 2, 3, number], max_tokens=4)
 
@@ -489,7 +489,7 @@ def test_a_request_that_went_on_while_experts_were_lost_has_not_waited_for_them(
     """Deadline 30 s. Lost from 100 s on for b and c; a is computed meanwhile, and once is to blame too."""
     world = World()
     now_s = [100.0]
-    world.engine = Engine(world.decoder, world.engine.config, on_logits=world.keep, clock=lambda: now_s[0])
+    world.engine = Engine(Watched(world.decoder, world.keep), world.engine.config, clock=lambda: now_s[0])
     world.submit("a", [2, 3, 4], max_tokens=9)
     world.step()
     world.submit("b", [1, 5], max_tokens=9)
@@ -521,7 +521,7 @@ def test_a_request_that_went_on_while_experts_were_lost_has_not_waited_for_them(
 def test_a_step_lost_for_no_row_is_lost_for_all_and_none_waits_past_its_deadline() -> None:
     world = World()
     now_s = [100.0]
-    world.engine = Engine(world.decoder, world.engine.config, on_logits=world.keep, clock=lambda: now_s[0])
+    world.engine = Engine(Watched(world.decoder, world.keep), world.engine.config, clock=lambda: now_s[0])
     world.submit("a", [1, 2, 3])
     world.submit("b", [4, 5, 6])
 
@@ -539,7 +539,7 @@ def test_a_step_lost_for_no_row_is_lost_for_all_and_none_waits_past_its_deadline
 def test_requests_that_queue_while_experts_are_lost_fail_at_their_deadline_too() -> None:
     world = World(step_tokens=4)
     now_s = [0.0]
-    world.engine = Engine(world.decoder, world.engine.config, on_logits=world.keep, clock=lambda: now_s[0])
+    world.engine = Engine(Watched(world.decoder, world.keep), world.engine.config, clock=lambda: now_s[0])
     for number in range(12):
         world.submit(f"q{number}", [1, 2, 3, number], max_tokens=4)
 

@@ -15,6 +15,7 @@ from eaas.worker.scheduler import SchedulerConfig
 from experts.model import Dtype
 from tests.eaas import decoder_world
 from tests.eaas.decoder_world import VARIANTS, VOCAB
+from tests.eaas.fake_decoder import Watched
 
 SEED = 23
 NEW_TOKENS = 12
@@ -41,7 +42,7 @@ class World:
             vocab=VOCAB,
             prefix_reuse=reuse,
         )
-        self.engine = Engine(self.runner.decoder, config, on_logits=self.keep)
+        self.engine = Engine(Watched(self.runner.decoder, self.keep), config)
         self.bad: dict[str, tuple[tuple[int, ...], ...]] = {}
         self.bits: dict[tuple[str, int], bytes] = {}
         self.tokens: dict[str, list[int]] = {}

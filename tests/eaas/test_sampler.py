@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from eaas.worker.choice import bits_of
+from eaas.worker.sample import bits_of
 from tests.eaas.sampling import (
     LogitsInvalid,
     Sampled,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from eaas.worker.blocks import BlockPool
 from eaas.worker.protocol import SamplingParams
 from eaas.worker.request import Refused, Request
-from eaas.worker.scheduler import Plan, Scheduler, SchedulerConfig
+from eaas.worker.scheduler import Scheduler, SchedulerConfig, StepPlan
 from tests.eaas.fake_decoder import BLOCK_TOKENS, FakeDecoder, expected_output
 
 
@@ -59,7 +59,7 @@ class World:
         self.emitted[id] = list(output or [])
         return request
 
-    def step(self) -> Plan | None:
+    def step(self) -> StepPlan | None:
         plan = self.scheduler.plan()
         if plan is None:
             return None
@@ -81,7 +81,7 @@ class World:
                 return taken
         raise AssertionError(f"not done after {steps} steps")
 
-    def check_plan(self, plan: Plan) -> None:
+    def check_plan(self, plan: StepPlan) -> None:
         assert 1 <= len(plan.token_ids) <= self.step_tokens
         generating = {r.id for r in self.scheduler.live() if r.slot >= 0 and r.computed >= len(r.context)}
         assert generating <= {r.id for r in plan.requests}, "a generating request has no row"

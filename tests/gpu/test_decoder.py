@@ -20,11 +20,11 @@ from eaas.model.loader import load_spec, load_weights
 from eaas.model.make_model import make_model
 from eaas.model.spec import ModelSpec, MoeSpec, QkNorm, Score
 from eaas.native import SAMPLE_ROW
-from eaas.worker.choice import Found
-from eaas.worker.decoder import DecoderError, ExpertsLost, PlanInvalid, StepPlan, WeightsInvalid
+from eaas.worker.decoder import DecoderError, ExpertsLost, PlanInvalid, WeightsInvalid
 from eaas.worker.engine import Engine, EngineConfig
 from eaas.worker.protocol import SamplingParams, Submit, Token
-from eaas.worker.scheduler import SchedulerConfig
+from eaas.worker.sample import DeviceSamples
+from eaas.worker.scheduler import SchedulerConfig, StepPlan
 from experts.checkpoint import Checkpoint
 from experts.gpu.client import StepReport
 from experts.gpu.weights import ExpertWeights
@@ -301,12 +301,12 @@ def test_tokens_chosen_on_the_device_are_those_of_its_logits(monkeypatch: pytest
         rows["top_count"][left] = 0
         found = decoder.step_tokens(plan, rows, 1.0)
         here = [row for row in range(3) if row not in left]
-        assert np.flatnonzero(found.chosen).tolist() == here
+        assert np.flatnonzero(found.sampled).tolist() == here
         assert found.tokens[here].tolist() == logits.argmax(-1)[here].tolist(), f"{left}, seed {seed}"
         assert found.sound[here].all()
         # The logits of the others, and nobody else's.
         same_bits(found.logits, logits[left], f"left {left}", seed)
-    with pytest.raises(DecoderError, match="1 ways to choose for 3 logits rows"):
+    with pytest.raises(DecoderError, match="1 ways to sample for 3 logits rows"):
         decoder.step_tokens(plan, rows[:1], 1.0)
 
 
@@ -335,7 +335,7 @@ def test_the_engine_over_the_device_emits_the_tokens_that_its_own_sampler_choose
             return decoder.step(plan, deadline_s)
 
     class Choosing(Counting):
-        def step_tokens(self, plan: StepPlan, rows: np.ndarray, deadline_s: float) -> Found:
+        def step_tokens(self, plan: StepPlan, rows: np.ndarray, deadline_s: float) -> DeviceSamples:
             steps["step_tokens"] += 1
             return decoder.step_tokens(plan, rows, deadline_s)
 

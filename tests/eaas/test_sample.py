@@ -1,14 +1,14 @@
-"""Choosing by slot agrees with the sampler called row by row."""
+"""Sampling by slot agrees with the sampler called row by row."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from eaas.worker.choice import Chooser, Found, Refusal, bits_of
 from eaas.worker.protocol import SamplingParams
 from eaas.worker.request import Request
-from eaas.worker.steps import Judged
+from eaas.worker.sample import DeviceSamples, Refusal, Samples, SlotSampler, bits_of
+from eaas.worker.scheduler import Chunk, StepPlan
 from tests.eaas.sampling import Sampler, SamplingRow
 
 VOCAB = 50
@@ -74,6 +74,27 @@ def row_of(request: Request) -> SamplingRow:
     )
 
 
+def plan_of(requests: list[Request], slots: np.ndarray | None = None, prompts: list[Chunk] = []) -> StepPlan:  # noqa: B006
+    """A step of one row for each request, in its slot, and of those that tell of prompts."""
+    count, none = len(requests), np.zeros(0, dtype=np.int32)
+    seqs = np.arange(count, dtype=np.int32) if slots is None else slots
+    return StepPlan(
+        token_ids=none,
+        positions=none,
+        seqs=seqs,
+        block_tables=none,
+        logits_rows=np.arange(count, dtype=np.int32),
+        requests=requests,
+        prompt_logprobs=prompts,
+    )
+
+
+def samples_of(
+    sampler: SlotSampler, plan: StepPlan, logits: np.ndarray, barred: dict[int, str] | None = None
+) -> Samples:
+    return sampler.sample(plan, sampler.rows(plan), logits, barred or {})
+
+
 def request_of(params: SamplingParams, prompt: list[int], output: list[int] | None = None) -> Request:
     return Request(owner=0, id="r", attempt=1, prompt=prompt, output=output or [], params=params)
 
@@ -81,7 +102,7 @@ def request_of(params: SamplingParams, prompt: list[int], output: list[int] | No
 def test_every_mixture_of_parameters_gives_the_samplers_choice() -> None:
     source = np.random.default_rng(SEED)
     slots = 6
-    chooser, sampler = Chooser(vocab=VOCAB, slots=slots), Sampler(VOCAB)
+    slot_sampler, sampler = SlotSampler(vocab=VOCAB, slots=slots), Sampler(VOCAB)
     live: dict[int, Request] = {}
     for step in range(300):
         for slot in range(slots):
@@ -96,7 +117,7 @@ def test_every_mixture_of_parameters_gives_the_samplers_choice() -> None:
         requests = [live[slot] for slot in chosen.tolist()]
         logits = source.standard_normal((len(requests), VOCAB), dtype=np.float32)
         wanted = sampler.sample(logits, [row_of(request) for request in requests])
-        choice = chooser.choose(logits, chosen, requests)
+        choice = samples_of(slot_sampler, plan_of(requests, chosen), logits)
         assert choice.tokens == [row.token for row in wanted], f"seed {SEED}, step {step}"
         for number, (request, row) in enumerate(zip(requests, wanted, strict=True)):
             count = request.params.logprobs
@@ -119,15 +140,16 @@ def test_what_a_decoder_chose_is_kept_and_what_it_left_is_chosen() -> None:
         ]
         slots = source.permutation(6)[:count].astype(np.int32)
         logits = source.standard_normal((count, VOCAB), dtype=np.float32)
-        wanted = Chooser(vocab=VOCAB, slots=6).choose(logits.copy(), slots, requests)
+        plan = plan_of(requests, slots)
+        wanted = samples_of(SlotSampler(vocab=VOCAB, slots=6), plan, logits.copy())
         here = source.random(count) < 0.5
         for number, request in enumerate(requests):
             here[number] &= request.params.logprobs < 0
-        chooser = Chooser(vocab=VOCAB, slots=6)
+        slot_sampler = SlotSampler(vocab=VOCAB, slots=6)
         # Of the rows that it leaves, a decoder's tokens mean nothing.
         tokens = np.where(here, wanted.tokens, -5).astype(np.int32)
-        found = Found(chosen=here, tokens=tokens, sound=here, logits=logits[~here])
-        choice = chooser.complete(chooser.ways(slots, requests), requests, found)
+        found = DeviceSamples(sampled=here, tokens=tokens, sound=here, logits=logits[~here])
+        choice = slot_sampler.sample(plan, slot_sampler.rows(plan), found.logits, device=found)
         assert choice.tokens == wanted.tokens, f"seed {SEED}, step {step}"
         assert choice.refused == {}
         for number, request in enumerate(requests):
@@ -139,30 +161,30 @@ def test_what_a_decoder_chose_is_kept_and_what_it_left_is_chosen() -> None:
 
 
 def test_rows_are_refused_alone_whoever_chooses() -> None:
-    chooser = Chooser(vocab=4, slots=4)
+    slot_sampler = SlotSampler(vocab=4, slots=4)
     barred = SamplingParams(max_tokens=2, min_tokens=1, stop_token_ids=(0, 1, 2, 3))
     free = SamplingParams(max_tokens=2, temperature=0.0)
     requests = [request_of(params, [1]) for params in (free, barred, free, free)]
-    ways = chooser.ways(np.arange(4, dtype=np.int32), requests)
-    found = Found(
-        chosen=np.array([True, False, True, False]),
+    plan = plan_of(requests)
+    found = DeviceSamples(
+        sampled=np.array([True, False, True, False]),
         tokens=np.array([9, 9, 2, 9], dtype=np.int32),
         sound=np.array([False, False, True, True]),
         logits=np.array([[1, 2, 3, 4], [4, 5, 2, 1]], dtype=np.float32),
     )
-    choice = chooser.complete(ways, requests, found)
+    choice = slot_sampler.sample(plan, slot_sampler.rows(plan), found.logits, device=found)
     assert choice.refused == {0: BROKEN, 1: NOTHING_LEFT}
     assert choice.tokens[2:] == [2, 1]
     assert choice.logprobs is None
 
 
 def test_a_row_with_nothing_to_choose_is_refused_alone() -> None:
-    chooser = Chooser(vocab=4, slots=2)
+    slot_sampler = SlotSampler(vocab=4, slots=2)
     barred = SamplingParams(max_tokens=2, min_tokens=1, stop_token_ids=(0, 1, 2, 3))
     free = SamplingParams(max_tokens=2, temperature=0.0)
     logits = np.array([[1, 2, 3, 4], [4, 3, 2, 1]], dtype=np.float32)
     requests = [request_of(barred, [1]), request_of(free, [1])]
-    choice = chooser.choose(logits, np.arange(2, dtype=np.int32), requests)
+    choice = samples_of(slot_sampler, plan_of(requests), logits)
     assert choice.refused == {0: NOTHING_LEFT}
     assert choice.tokens[1] == 0
 
@@ -172,52 +194,49 @@ def test_a_barred_row_of_broken_logits_is_refused_alone() -> None:
     logits = np.full((4, 4), np.nan, dtype=np.float32)
     logits[3] = 1, 2, 3, 4
     requests = [request_of(SamplingParams(max_tokens=2, temperature=0.0), [1]) for _ in range(4)]
-    barred, slots = {0: "it is too much", 1: "", 3: "it is too much"}, np.arange(4, dtype=np.int32)
-    choice = Chooser(vocab=4, slots=4).choose(logits, slots, requests, barred=barred)
+    barred = {0: "it is too much", 1: "", 3: "it is too much"}
+    choice = samples_of(SlotSampler(vocab=4, slots=4), plan_of(requests), logits, barred)
     assert choice.refused == {0: BROKEN, 1: BROKEN, 2: BROKEN, 3: Refusal("it is too much", asked=True)}
     assert choice.tokens[:3] == [0, -1, 0]
 
 
 def test_many_refused_rows_cost_no_row_a_second_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time by their number, and not by its square."""
-    chooser, calls = Chooser(vocab=4, slots=64), [0]
-    sample = chooser._sample
+    slot_sampler, calls = SlotSampler(vocab=4, slots=64), [0]
+    sample = slot_sampler._sample
 
     def counted(*arguments: object) -> int:
         calls[0] += 1
         return sample(*arguments)
 
-    monkeypatch.setattr(chooser, "_sample", counted)
+    monkeypatch.setattr(slot_sampler, "_sample", counted)
     logits = np.tile(np.array([1, 2, 3, 4], dtype=np.float32), (64, 1))
     logits[1::2] = np.inf
     requests = [request_of(SamplingParams(max_tokens=2, temperature=0.0), [1]) for _ in range(64)]
-    choice = chooser.choose(logits, np.arange(64, dtype=np.int32), requests)
+    choice = samples_of(slot_sampler, plan_of(requests), logits)
     assert choice.refused == dict.fromkeys(range(1, 64, 2), BROKEN)
     assert choice.tokens == [3, 0] * 32 and calls == [1]
 
 
 def test_logits_of_another_shape_are_refused() -> None:
-    chooser = Chooser(vocab=4, slots=2)
+    slot_sampler = SlotSampler(vocab=4, slots=2)
     request = request_of(SamplingParams(max_tokens=1), [1])
     with pytest.raises(ValueError, match=r"\[1, 5\]; contiguous float32 \[1, 4\] needed"):
-        chooser.choose(np.zeros((1, 5), dtype=np.float32), np.zeros(1, dtype=np.int32), [request])
+        samples_of(slot_sampler, plan_of([request]), np.zeros((1, 5), dtype=np.float32))
 
 
 @pytest.mark.parametrize("by_decoder", [False, True])
-def test_barred_rows_have_no_token_and_judged_rows_come_after_them(by_decoder: bool) -> None:
+def test_barred_rows_have_no_token_and_rows_of_prompts_come_after_them(by_decoder: bool) -> None:
     source = np.random.default_rng(SEED)
     logits = source.standard_normal((6, VOCAB), dtype=np.float32)
     requests = [request_of(SamplingParams(max_tokens=2, temperature=0.0), [1]) for _ in range(3)]
     asks = request_of(SamplingParams(max_tokens=2, prompt_logprobs=2), [4, 9, 17, 30])
-    judged, barred = [Judged(asks, 1, 4)], {0: "", 2: "it is too much"}
-    slots, chooser = np.arange(3, dtype=np.int32), Chooser(vocab=VOCAB, slots=3)
+    plan, barred = plan_of(requests, prompts=[Chunk(asks, 1, 4)]), {0: "", 2: "it is too much"}
+    sampler, device = SlotSampler(vocab=VOCAB, slots=3), None
     if by_decoder:
-        ways = chooser.ways(slots, requests, judged)
         none = np.zeros(6, dtype=bool)
-        found = Found(chosen=none, tokens=np.zeros(6, np.int32), sound=none, logits=logits.copy())
-        choice = chooser.complete(ways, requests, found, judged, barred)
-    else:
-        choice = chooser.choose(logits.copy(), slots, requests, judged, barred)
+        device = DeviceSamples(sampled=none, tokens=np.zeros(6, np.int32), sound=none, logits=logits)
+    choice = sampler.sample(plan, sampler.rows(plan), logits.copy(), barred, device)
     assert choice.tokens[0] == -1 and choice.tokens[1] == logits[1].argmax() and len(choice.tokens) == 3
     assert choice.refused == {2: Refusal("it is too much", asked=True)}
     assert choice.logprobs is not None

@@ -1,9 +1,9 @@
-"""Choosing the tokens of a step; sampling parameters are kept by slot, so that a row costs no object.
+"""Sampling: the next token of each request of a step, and log-probabilities of prompts.
 
-A request's parameters are written into its slot's row once; a step gathers the rows of its slots and calls
-the native sampler. Only requests with penalties or bad words, or still short of min_tokens, cost Python in every
-step; the mask of a grammar lies where its row points. Where the decoder chooses by itself, on a GPU, only the rows
-that it leaves are chosen here: among them those with forbidden tokens.
+A request's SamplingParams are written into its slot's row (`eaas.native.SAMPLE_ROW`) once; a step gathers the rows of
+its slots and calls the native sampler, so that a row costs no object. Only requests with penalties or bad words, or
+still short of min_tokens, cost Python in every step; the mask of a grammar lies where its row points. Where the decoder
+samples by itself, on a GPU, only the rows that it leaves are sampled here: among them those with forbidden tokens.
 """
 
 from __future__ import annotations
@@ -16,13 +16,34 @@ import numpy as np
 
 from eaas import native
 from eaas.native import SAMPLE_ROW
-from eaas.worker.bad_words import BadWords
 from eaas.worker.request import Request
-from eaas.worker.steps import Judged
+from eaas.worker.scheduler import Chunk, StepPlan
+
+
+class BadWords:
+    """Sequences of tokens that one request's output must not hold: the last of each is forbidden after the others.
+
+    What is forbidden next follows from the output alone, so that a replay and a preemption forbid the same.
+    """
+
+    __slots__ = ("_after", "_always")
+
+    def __init__(self, sequences: Sequence[Sequence[int]]) -> None:
+        self._always = [tokens[0] for tokens in sequences if len(tokens) == 1]
+        # By the token before the last, so that a step looks at those alone which may be at their end.
+        self._after: dict[int, list[list[int]]] = {}
+        for tokens in sequences:
+            if len(tokens) > 1:
+                self._after.setdefault(tokens[-2], []).append(list(tokens))
+
+    def forbidden(self, output: Sequence[int]) -> list[int]:
+        """Tokens that must not come next after these, some of them perhaps twice."""
+        ending = self._after.get(output[-1], ()) if output else ()
+        return [*self._always, *(tokens[-1] for tokens in ending if output[1 - len(tokens) :] == tokens[:-1])]
 
 
 class Refusal(NamedTuple):
-    """Why nothing could be chosen for a row.
+    """Why nothing could be sampled for a row.
 
     Args:
         reason: In words.
@@ -34,15 +55,15 @@ class Refusal(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
-    """What was chosen for each request's row; the rows of judged tokens come after them.
+class Samples:
+    """What a step sampled: a row for each request of the plan, then one for each token of its prompt_logprobs.
 
     Args:
-        tokens: One a request; below 0 where none could be chosen yet.
+        tokens: One a request; below 0 where none could be sampled yet.
         logprobs: float32, one a row; meaningful where the request asked for them. None where no row did.
         ranks: [rows], 1 for the likeliest; as `logprobs`.
         top_ids, top_logprobs: [rows, most asked for].
-        refused: Rows for which nothing could be chosen; their token means nothing.
+        refused: Rows for which nothing could be sampled; their token means nothing.
     """
 
     tokens: list[int]
@@ -59,17 +80,17 @@ class Choice:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
-    """What a decoder chose by itself; its arrays are valid until its next step.
+class DeviceSamples:
+    """What a decoder sampled by itself; its arrays are valid until its next step.
 
     Args:
-        chosen: bool [rows], whether it did.
+        sampled: bool [rows], whether it did.
         tokens: int32 [rows], which mean something where it did and they are sound.
         sound: bool [rows], whether the row's logits were finite.
-        logits: float32 [rows not chosen, vocab], contiguous, in the order of rows.
+        logits: float32 [rows not sampled, vocab], contiguous, in the order of rows.
     """
 
-    chosen: np.ndarray
+    sampled: np.ndarray
     tokens: np.ndarray
     sound: np.ndarray
     logits: np.ndarray
@@ -96,8 +117,8 @@ class _Slot:
         return self.penalised or len(self.ends) > 0 or self.bad is not None
 
 
-class Chooser:
-    """Chooses tokens for the slots of one scheduler.
+class SlotSampler:
+    """Samples for the slots of one scheduler.
 
     Args:
         vocab: Logits of a row.
@@ -114,103 +135,78 @@ class Chooser:
         self._most_top = _USUAL_TOP
         self._make_room(slots)
 
-    def choose(
+    def rows(self, plan: StepPlan) -> np.ndarray:
+        """How to sample the step: `eaas.native.SAMPLE_ROW`, one for each of its logits rows, brought up to date. What
+        they point at is valid until the requests' next tokens are known.
+        """
+        indexes: list[int] = []
+        slots = plan.slots
+        for slot, request in zip(slots.tolist(), plan.requests, strict=True):
+            held = self._slots[slot]
+            if held is None or held.request is not request:
+                held = self._slots[slot] = self._enter(slot, request)
+            if held.special:
+                self._update(slot, held)
+            indexes.append(len(request.output))
+        words = self._words.take(slots, axis=0)
+        words[:, _INDEX_WORD] = indexes
+        if plan.prompt_logprobs:
+            words = np.concatenate([words, *(_prompt_words(chunk) for chunk in plan.prompt_logprobs)])
+            wanted = (chunk.request.params.prompt_logprobs for chunk in plan.prompt_logprobs)
+            self._most_top = max(self._most_top, *wanted)
+        if len(words) > len(self._tokens) or self._most_top > self._made_top:
+            self._make_room(max(len(words), len(self._tokens)))
+        return words.view(SAMPLE_ROW)[:, 0]
+
+    def sample(
         self,
+        plan: StepPlan,
+        rows: np.ndarray,
         logits: np.ndarray,
-        slots: np.ndarray,
-        requests: Sequence[Request],
-        judged: Sequence[Judged] = (),
         barred: Mapping[int, str] = {},
-    ) -> Choice:
-        """Choose the next token of each request, and judge tokens of prompts.
+        device: DeviceSamples | None = None,
+    ) -> Samples:
+        """Sample the next token of each request, and what the plan asks of prompts.
 
         Args:
-            logits: float32 [rows, vocab], contiguous.
-            slots: int32 [requests].
-            requests: Each in its slot.
-            judged: What the rows after those of requests are for.
-            barred: Rows for which no token can be chosen, and why not at all; "": not yet.
+            rows: What `rows` gave for this plan.
+            logits: float32 [rows, vocab], contiguous; of those alone that `device` left.
+            barred: Rows for which no token can be sampled, and why not at all; "": not yet. A device leaves them.
+            device: What the decoder sampled by itself; None: nothing.
         """
-        words = self._gather(slots, requests, judged)
-        self._check(logits, len(words))
-        count = len(requests)
-        refused = self._run(logits, words, barred)
-        return Choice(
-            tokens=self._tokens[:count].tolist(),
-            logprobs=self._logprobs[: len(words)].tolist() if _wants_logprobs(requests, judged) else None,
-            ranks=self._ranks,
-            top_ids=self._top_ids,
-            top_logprobs=self._top_logprobs,
+        words, refused = rows.view(np.uint64).reshape(len(rows), -1), dict[int, Refusal]()
+        tokens, logprobs = self._tokens, self._logprobs
+        ranks, top_ids, top_logprobs = self._ranks, self._top_ids, self._top_logprobs
+        if device is None:
+            refused = self._run(logits, words, barred)
+        else:
+            broken = np.flatnonzero(device.sampled & ~device.sound)
+            refused = {int(row): _REASONS[native.SAMPLER_E_NOT_FINITE] for row in broken}
+            left = np.flatnonzero(~device.sampled)
+            tokens = device.tokens
+            if len(left):
+                here = {number: barred[row] for number, row in enumerate(left.tolist()) if row in barred}
+                found = self._run(logits, words[left], here)
+                refused |= {int(left[number]): reason for number, reason in found.items()}
+
+                def spread(array: np.ndarray) -> np.ndarray:
+                    whole = np.zeros((len(rows), *array.shape[1:]), dtype=array.dtype)
+                    whole[left] = array[: len(left)]
+                    return whole
+
+                tokens = np.where(device.sampled, tokens, spread(self._tokens))
+                logprobs, ranks = spread(logprobs), spread(ranks)
+                top_ids, top_logprobs = spread(top_ids), spread(top_logprobs)
+        # A device leaves the rows whose log-probabilities are asked for.
+        tells = bool(plan.prompt_logprobs) or any(r.params.logprobs >= 0 for r in plan.requests)
+        return Samples(
+            tokens=tokens[: len(plan.requests)].tolist(),
+            logprobs=logprobs[: len(rows)].tolist() if tells else None,
+            ranks=ranks,
+            top_ids=top_ids,
+            top_logprobs=top_logprobs,
             refused=refused,
         )
-
-    def ways(
-        self, slots: np.ndarray, requests: Sequence[Request], judged: Sequence[Judged] = ()
-    ) -> np.ndarray:
-        """How the next token of each request is to be chosen: `eaas.native.SAMPLE_ROW` [rows], for a decoder that
-        chooses by itself. What its rows point at is valid until the requests' next tokens are known.
-
-        Args:
-            slots, requests, judged: As for `choose`.
-        """
-        return self._gather(slots, requests, judged).view(SAMPLE_ROW)[:, 0]
-
-    def complete(
-        self,
-        ways: np.ndarray,
-        requests: Sequence[Request],
-        found: Found,
-        judged: Sequence[Judged] = (),
-        barred: Mapping[int, str] = {},
-    ) -> Choice:
-        """What a decoder chose, with the tokens of rows that it left.
-
-        Args:
-            ways: What `ways` gave for these requests.
-            found: What the decoder did with them.
-            judged, barred: As for `choose`.
-        """
-        broken = np.flatnonzero(found.chosen & ~found.sound)
-        refused = {int(row): _REASONS[native.SAMPLER_E_NOT_FINITE] for row in broken}
-        left = np.flatnonzero(~found.chosen)
-        count = len(left)
-        if not count:
-            none = self._top_ids[:0], self._top_logprobs[:0]
-            return Choice(
-                tokens=found.tokens.tolist(),
-                logprobs=None,
-                ranks=self._ranks[:0],
-                top_ids=none[0],
-                top_logprobs=none[1],
-                refused=refused,
-            )
-        self._check(found.logits, count)
-        words = ways[left].view(np.uint64).reshape(count, -1)
-        # A grammar's rows are never chosen for on a device.
-        here = {number: barred[row] for number, row in enumerate(left.tolist()) if row in barred}
-        refused |= {int(left[row]): reason for row, reason in self._run(found.logits, words, here).items()}
-
-        def spread(array: np.ndarray) -> np.ndarray:
-            whole = np.zeros((len(ways), *array.shape[1:]), dtype=array.dtype)
-            whole[left] = array[:count]
-            return whole
-
-        tokens = np.where(found.chosen, found.tokens, spread(self._tokens))
-        return Choice(
-            tokens=tokens[: len(requests)].tolist(),
-            logprobs=spread(self._logprobs).tolist() if _wants_logprobs(requests, judged) else None,
-            ranks=spread(self._ranks),
-            top_ids=spread(self._top_ids),
-            top_logprobs=spread(self._top_logprobs),
-            refused=refused,
-        )
-
-    def _check(self, logits: np.ndarray, count: int) -> None:
-        wanted = (count, self._vocab)
-        if logits.dtype != np.float32 or logits.shape != wanted or not logits.flags.c_contiguous:
-            raise ValueError(
-                f"Logits are {logits.dtype} {list(logits.shape)}; contiguous float32 {list(wanted)} needed."
-            )
 
     def _make_room(self, rows: int) -> None:
         """Results of so many rows, each with as many of the likeliest tokens as any request has asked for."""
@@ -224,26 +220,12 @@ class Chooser:
         results = (self._tokens, self._logprobs, self._ranks, self._top_ids, self._top_logprobs)
         self._results = [array.ctypes.data for array in results]
 
-    def _gather(self, slots: np.ndarray, requests: Sequence[Request], judged: Sequence[Judged]) -> np.ndarray:
-        """The rows of slots, as words, brought up to date; after them those of judged tokens."""
-        indexes: list[int] = []
-        for slot, request in zip(slots.tolist(), requests, strict=True):
-            held = self._slots[slot]
-            if held is None or held.request is not request:
-                held = self._slots[slot] = self._enter(slot, request)
-            if held.special:
-                self._update(slot, held)
-            indexes.append(len(request.output))
-        words = self._words.take(slots, axis=0)
-        words[:, _INDEX_WORD] = indexes
-        if judged:
-            words = np.concatenate([words, *(_judging(piece) for piece in judged)])
-            self._most_top = max(self._most_top, *(piece.request.params.prompt_logprobs for piece in judged))
-        if len(words) > len(self._tokens) or self._most_top > self._made_top:
-            self._make_room(max(len(words), len(self._tokens)))
-        return words
-
     def _run(self, logits: np.ndarray, words: np.ndarray, barred: Mapping[int, str]) -> dict[int, Refusal]:
+        wanted = (len(words), self._vocab)
+        if logits.dtype != np.float32 or logits.shape != wanted or not logits.flags.c_contiguous:
+            raise ValueError(
+                f"Logits are {logits.dtype} {list(logits.shape)}; contiguous float32 {list(wanted)} needed."
+            )
         for row in barred:
             words[row] = _ANY_TOKEN
         status = self._sample(
@@ -329,15 +311,11 @@ def bits_of(tokens: Sequence[int] | np.ndarray, vocab: int) -> np.ndarray:
     return np.packbits(chosen, bitorder="little").view(np.uint32)
 
 
-def _wants_logprobs(requests: Sequence[Request], judged: Sequence[Judged]) -> bool:
-    return bool(judged) or any(request.params.logprobs >= 0 for request in requests)
-
-
-def _judging(piece: Judged) -> np.ndarray:
-    """Rows, as words, that choose the tokens of a prompt that are there, for their log-probabilities."""
-    rows = _ANY_TOKEN.view(SAMPLE_ROW).repeat(piece.stop - piece.start)
-    rows["given"] = piece.request.prompt[piece.start : piece.stop] + 1
-    rows["top_count"] = piece.request.params.prompt_logprobs
+def _prompt_words(chunk: Chunk) -> np.ndarray:
+    """Rows, as words, that take the tokens of a prompt that are there, for their log-probabilities."""
+    rows = _ANY_TOKEN.view(SAMPLE_ROW).repeat(chunk.rows)
+    rows["given"] = chunk.request.prompt[chunk.start : chunk.stop] + 1
+    rows["top_count"] = chunk.request.params.prompt_logprobs
     return rows.view(np.uint64).reshape(len(rows), -1)
 
 
