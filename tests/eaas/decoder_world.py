@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from tests.eaas.reference import ReferenceDecoder
 VOCAB = 131
 
 
-def spec_of(**changes: object) -> ModelSpec:
+def spec_of(**changes: Any) -> ModelSpec:
     """A tiny spec; fields of MoeSpec and ModelSpec may be changed alike, and `theta`."""
     theta = changes.pop("theta", 10000.0)
     head_dim = changes.get("head_dim", 32)
@@ -109,8 +110,8 @@ class World:
         def vector(size: int, center: float, spread: float) -> np.ndarray:
             return stored(center + spread * random.standard_normal(size))
 
-        def mlp(inner: int) -> list[np.ndarray]:
-            return [matrix(inner, spec.hidden), matrix(inner, spec.hidden), matrix(spec.hidden, inner)]
+        def mlp(inner: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+            return matrix(inner, spec.hidden), matrix(inner, spec.hidden), matrix(spec.hidden, inner)
 
         weights = {"embed": stored(random.standard_normal((spec.vocab, spec.hidden)))}
         if not spec.tie_embeddings:
@@ -144,12 +145,12 @@ class World:
                     if moe.shared_gate:
                         part["shared_gate"] = matrix(1, spec.hidden)
             weights |= {f"{layer}.{role}": array for role, array in part.items()}
-        experts = [[tuple(mlp(moe.expert_intermediate)) for _ in range(moe.experts)] for _ in spec.moe_layers]
+        experts = [[mlp(moe.expert_intermediate) for _ in range(moe.experts)] for _ in spec.moe_layers]
         return cls(spec, weights, experts)
 
     def reference(self, dtype: object = None) -> ReferenceDecoder:
         """The torch definition of the same model."""
-        extra = {} if dtype is None else {"dtype": dtype}
+        extra: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
         return ReferenceDecoder(
             self.spec, self.weights, lambda layer, expert: self.experts[layer][expert], **extra
         )

@@ -47,7 +47,7 @@ class FakeDecoder:
         self.kv = np.full((kv_blocks, block_tokens), -1, dtype=np.int32)
         self.before_step: Callable[[float], None] | None = None
         self.rows_per_step: list[int] = []
-        self.logits: Callable[[Sequence[int]], np.ndarray] = logits_of
+        self.logits: Callable[[Any], np.ndarray] = logits_of
         self.vocab = VOCAB
 
     def step(self, plan: Any, deadline_s: float) -> np.ndarray:

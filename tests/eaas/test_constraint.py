@@ -338,7 +338,7 @@ def test_a_library_that_breaks_ends_its_own_request_alone(
 
         def begin(*arguments: Any) -> Any:
             constraint = begun(*arguments)
-            constraint._matcher = SimpleNamespace(consume_token=breaks)
+            setattr(constraint, "_matcher", SimpleNamespace(consume_token=breaks))  # noqa: B010
             return constraint
 
         monkeypatch.setattr(held, "_begun", begin)

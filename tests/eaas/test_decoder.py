@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -70,7 +71,9 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch_of_17_lengths(world: World
     lengths = [1, 2, 3, 5, 7, 15, 16, 17, 31, 33, 63, 64, 65, 66, 80, 100, 129]
     sequences = [tokens_of(length, SEED + i) for i, length in enumerate(lengths)]
     alone = [runner.prefill(tokens)[-1] for tokens in sequences]
-    tables = np.random.Generator(np.random.Philox(key=SEED)).permutation(400)[: 17 * 10].reshape(17, 10)
+    tables = (
+        np.random.Generator(np.random.Philox(key=SEED)).permutation(400)[: 17 * 10].reshape(17, 10).tolist()
+    )
     for start in range(0, 17, 4):
         pieces = [
             (s[:-1], 0, t)
@@ -216,7 +219,8 @@ def test_a_plan_outside_the_limits_is_refused_before_anything_runs(
         "block_tables": [[0, 1]],
         "logits_rows": [1],
     } | {field: value}
-    plan = StepPlan(**{name: np.array(part, dtype=np.int32) for name, part in parts.items()})
+    arrays: dict[str, Any] = {name: np.array(part, dtype=np.int32) for name, part in parts.items()}
+    plan = StepPlan(**arrays)
     with pytest.raises(PlanInvalid, match=message):
         runner.decoder.step(plan, 1.0)
     with pytest.raises(PlanInvalid, match="int64"):

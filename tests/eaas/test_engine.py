@@ -49,7 +49,7 @@ class World:
         bits = logits.tobytes()
         assert self.logits.setdefault((request.id, index), bits) == bits, f"{request.id} {index} differs"
 
-    def submit(self, id: str, prompt: Sequence[int], output: Sequence[int] = (), **params: object) -> None:
+    def submit(self, id: str, prompt: Sequence[int], output: Sequence[int] = (), **params: Any) -> None:
         message = Submit(
             id=id,
             attempt=1,
@@ -80,7 +80,7 @@ class World:
         assert self.engine.load()["kv_use"] == 0.0
 
 
-def sampled(seed: int) -> dict[str, object]:
+def sampled(seed: int) -> dict[str, Any]:
     return {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "seed": seed}
 
 
@@ -91,7 +91,7 @@ def prompts(count: int, seed: int = 5) -> dict[str, list[int]]:
     }
 
 
-def alone(prompt: Sequence[int], **params: object) -> tuple[list[int], list[bytes]]:
+def alone(prompt: Sequence[int], **params: Any) -> tuple[list[int], list[bytes]]:
     """Tokens and logits of a request that has an engine to itself."""
     world = World(reuse=False, step_tokens=256)
     world.submit("a", prompt, **params)

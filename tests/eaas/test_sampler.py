@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -244,15 +245,16 @@ def test_bad_arguments_are_refused() -> None:
         one(logits, SamplingRow(seed=1, index=0, forbidden=range(8)))
     with pytest.raises(SamplingInvalid, match=r"contiguous float32 \[1, 9\]"):
         Sampler(9).sample(logits[None], [SamplingRow(seed=1, index=0)])
-    for change in (
+    changes: tuple[dict[str, Any], ...] = (
         {"top_p": 0.0},
         {"temperature": math.nan},
         {"min_p": 1.1},
         {"repetition_penalty": 0.0},
         {"seed": -1},
-    ):
+    )
+    for change in changes:
         with pytest.raises(SamplingInvalid, match="out of range"):
-            SamplingRow(**({"seed": 1, "index": 0} | change))
+            SamplingRow(**{"seed": 1, "index": 0, **change})
     assert Sampler(8).sample(np.empty((0, 8), dtype=np.float32), []) == []
 
 
@@ -291,7 +293,7 @@ def test_biases_are_added_before_penalties_and_do_not_show_in_log_probabilities(
     biased, biases = [3, 700, VOCAB - 1], [2.0, -1.5, 30.0]
     row = SamplingRow(seed=1, index=0, temperature=0.8, biased=biased, biases=biases)
     changed = logits.copy()
-    changed[biased] += np.float32(biases)
+    changed[biased] += np.array(biases, np.float32)
     plain = SamplingRow(seed=1, index=0, temperature=0.8)
     assert draws(logits, row, 300).tolist() == draws(changed, plain, 300).tolist()
     penalties = {"output": [3, 700], "repetition_penalty": 1.3, "presence_penalty": 0.5, "temperature": 0.0}

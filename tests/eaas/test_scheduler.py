@@ -394,7 +394,7 @@ def test_steps_and_their_results_alternate() -> None:
 @pytest.mark.parametrize("name", ["max_model_len", "step_tokens", "max_running", "max_waiting"])
 def test_a_limit_below_one_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} is 0"):
-        SchedulerConfig(**{"max_model_len": 8, name: 0})
+        SchedulerConfig(**{"max_model_len": 8, name: 0})  # pyright: ignore[reportArgumentType]
 
 
 Submit = st.tuples(
