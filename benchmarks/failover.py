@@ -293,10 +293,10 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     if found is None:
         return {}
     return {
-        "count": found.count,
-        "p50": round(found.p50, 3),
-        "p99": round(found.p99, 3),
-        "max": round(found.most, 3),
+        "count": found["count"],
+        "p50": round(found["p50"], 3),
+        "p99": round(found["p99"], 3),
+        "max": round(found["most"], 3),
     }
 
 

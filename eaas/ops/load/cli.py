@@ -120,9 +120,8 @@ def load(**given: Any) -> None:
     import uvloop
 
     from eaas.ops.load.client import EndpointUnreachable
-    from eaas.ops.load.cluster import AdminUnreachable
     from eaas.ops.load.report import is_clean
-    from eaas.ops.load.session import Session
+    from eaas.ops.load.session import AdminUnreachable, Session
     from eaas.ops.load.show import Ticker, page, tables
 
     options = Options(**given)

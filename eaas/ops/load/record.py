@@ -76,6 +76,33 @@ class StreamRecord:
         return self.token_s[0] - self.sent_s if self.token_s and self.sent_s is not None else None
 
     @property
+    def ttft_planned_s(self) -> float | None:
+        """From the planned time to the first piece."""
+        return self.token_s[0] - self.planned_s if self.token_s else None
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean seconds for each output token after the first; None with fewer than two tokens."""
+        if self.output_tokens < 2 or len(self.token_s) < 2:
+            return None
+        return (self.token_s[-1] - self.token_s[0]) / (self.output_tokens - 1)
+
+    @property
+    def e2e_s(self) -> float | None:
+        """From sending to the end."""
+        return self.ended_s - self.sent_s if self.ended_s is not None and self.sent_s is not None else None
+
+    @property
+    def e2e_planned_s(self) -> float | None:
+        """From the planned time to the end."""
+        return self.ended_s - self.planned_s if self.ended_s is not None else None
+
+    @property
+    def dispatch_s(self) -> float | None:
+        """How late it was sent."""
+        return self.sent_s - self.planned_s if self.sent_s is not None else None
+
+    @property
     def gaps_s(self) -> list[float]:
         """Seconds between each piece and the next."""
         return [later - earlier for earlier, later in pairwise(self.token_s)]

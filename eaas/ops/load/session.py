@@ -1,39 +1,37 @@
-"""One whole load test: learn the endpoint, drive it, inject faults if asked to, and report."""
+"""One whole load test: learn the endpoint, drive it, inject faults if asked to, and report.
+
+Where a cluster of EaaS is behind the endpoint, its faults by plan, the reports of its expert servers and the rows of
+each expert are on the load's clock too.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
+import threading
 import time
+import urllib.request
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eaas.ops.chaos.plan import seconds
+from eaas.cluster.status import GatewayUnreachable, fetch_status
+from eaas.ops.chaos.plan import FaultEvent, seconds
 from eaas.ops.load.client import Client, Endpoint, EndpointUnreachable
-from eaas.ops.load.cluster import (
-    AdminUnreachable,
-    PlanRun,
-    ServerSeries,
-    expert_rows,
-    rows_between,
-    watch_members,
-)
 from eaas.ops.load.driver import Driver, learn_cost, learn_models
 from eaas.ops.load.record import StreamRecord
 from eaas.ops.load.report import Run, Slo, as_report, summarize
 from eaas.ops.load.workload import (
     DEFAULT_TOKENS,
-    ArrivalsInvalid,
-    Point,
-    PromptsInvalid,
     TokenCost,
     TraceRequest,
     Workload,
+    WorkloadInvalid,
     fit,
     knee,
     next_rate,
@@ -48,14 +46,21 @@ from eaas.ops.load.workload import (
 if TYPE_CHECKING:
     from eaas.ops.load.cli import Options
 
-_EVERY_S = 0.25
+_SHOWN_EVERY_S = 0.25
+_MEMBERS_EVERY_S = 1.0
 # Of the requests of a rate, so many must keep the promise.
 KEPT_SHARE = 0.95
 _MOST_LINES = 1_000_000
 _ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
+# One expert server's reports: "at_s" since the load's start, "rows_per_s", and "busy", 0 to 1 of its lanes.
+Series = dict[str, list[float]]
 # The report, and the records that it was made of.
 Outcome = tuple[dict[str, Any], Sequence[StreamRecord]]
+
+
+class AdminUnreachable(RuntimeError):
+    """The router's admin listener did not answer; the text says what to check."""
 
 
 def duration_s(text: str) -> float:
@@ -82,11 +87,11 @@ class Session:
         if options.sweep and (
             self._arrivals.kind in ("closed", "trace") or options.chaos or options.reference
         ):
-            raise ArrivalsInvalid(
+            raise WorkloadInvalid(
                 "--sweep needs constant, poisson or gamma arrivals, and neither faults nor a reference."
             )
         if options.sweep and self._slo == Slo():
-            raise ArrivalsInvalid(
+            raise WorkloadInvalid(
                 "--sweep looks for the rate that breaks an SLO, and none was given; add one, such as --slo-ttft 500ms."
             )
         if for_s is None and options.requests is None and self._arrivals.kind != "trace":
@@ -107,7 +112,7 @@ class Session:
             self._driver.stop()
 
     async def run(self) -> Outcome:
-        """Raises EndpointUnreachable, AdminUnreachable, ArrivalsInvalid, PromptsInvalid, TraceInvalid, OSError."""
+        """Raises EndpointUnreachable, AdminUnreachable, WorkloadInvalid, OSError."""
         with _endings_call(self.stop):
             workload = await self._workload()
             client = Client(self._endpoint, self._timeout_s)
@@ -138,7 +143,7 @@ class Session:
         """The run itself: with its faults, and with the cluster watched where there is one."""
         options, origin = self._options, self._endpoint.origin
         before = expert_rows(options.admin, self._admin_key) if options.admin else []
-        servers: dict[str, ServerSeries] = {}
+        servers: dict[str, Series] = {}
         watch = asyncio.create_task(watch_members(origin, lambda: client.now_s, servers))
         plan = PlanRun(options.chaos, origin, lambda: client.now_s) if options.chaos else None
         runs: list[asyncio.Task[None]] = []
@@ -207,32 +212,32 @@ class Session:
     ) -> None:
         task = asyncio.create_task(work)
         while not task.done():
-            await asyncio.wait([task], timeout=_EVERY_S)
+            await asyncio.wait([task], timeout=_SHOWN_EVERY_S)
             self._progress(title, driver, client)
         await task
 
     async def _sweep(self, client: Client, workload: Workload) -> Outcome:
         """Find the highest rate at which KEPT_SHARE of the requests keep the SLO; the report is of that rate's run."""
         start = 1.0 if self._options.rate is None else self._options.rate
-        points: list[Point] = []
+        kept: dict[float, bool] = {}
         shown: list[dict[str, Any]] = []
         best: Run | None = None
-        while not self._stopped and (rate := next_rate(points, start)) is not None:
+        while not self._stopped and (rate := next_rate(kept, start)) is not None:
             cpu_s = time.process_time()
             driver, end_s = await self._drive(f"rate {rate:.3g}", client, workload, rate)
-            if self._stopped and points:
+            if self._stopped and kept:
                 break
             found = summarize(driver.records, self._slo)
-            kept = found.requests > 0 and found.good >= KEPT_SHARE * found.requests
-            points.append(Point(rate=rate, kept=kept))
+            requests, good = found["requests"], found["good"]
+            kept[rate] = requests > 0 and good >= KEPT_SHARE * requests
             # Of the time in which requests were sent: the wait for the last answers is no load.
-            goodput = found.good / end_s if end_s else 0.0
-            shown.append({"rate": rate, "kept": kept, "goodput": goodput, "requests": found.requests})
-            if best is None or rate == knee(points):
+            goodput = good / end_s if end_s else 0.0
+            shown.append({"rate": rate, "kept": kept[rate], "goodput": goodput, "requests": requests})
+            if best is None or rate == knee(kept):
                 best = Run(records=driver.records, end_s=end_s, cpu_s=time.process_time() - cpu_s)
         if best is None:
             raise EndpointUnreachable("the sweep was ended before its first rate.")
-        settings = self._settings(workload) | {"rate": knee(points) or "below every rate tried"}
+        settings = self._settings(workload) | {"rate": knee(kept) or "below every rate tried"}
         return as_report(settings, best, self._slo, sweep=shown), best.records
 
     async def _workload(self) -> Workload:
@@ -258,7 +263,7 @@ class Session:
             with options.prompts.open(encoding="utf-8") as file:
                 prompts = read_prompts(islice(file, _MOST_LINES))
             if not endpoint.chat and any(prompt.messages for prompt in prompts):
-                raise PromptsInvalid(f"{options.prompts} holds chat messages; add --chat.")
+                raise WorkloadInvalid(f"{options.prompts} holds chat messages; add --chat.")
             return replace(workload, prompts=lambda index: prompts[index], distinct=len(prompts))
         cost = await learn_cost(endpoint, workload, self._timeout_s)
         if self._arrivals.kind != "trace":
@@ -307,3 +312,95 @@ def _endings_call(stop: Callable[[], None]) -> Iterator[None]:
             # None: it was set by no Python code, and cannot be set again from here.
             if handler is not None:
                 signal.signal(number, handler)
+
+
+class PlanRun:
+    """A plan that runs beside the load, in a thread, as faults block while they last.
+
+    Attributes:
+        events: What came of it, on the load's clock.
+        problem: Why it broke off; empty: it did not.
+    """
+
+    def __init__(self, path: Path, url: str, clock: Callable[[], float]) -> None:
+        """Args: url: of the gateway. clock: seconds since the load's start. Raises PlanInvalid."""
+        # Here rather than in the thread: importing takes long enough to make faults late and the load uneven.
+        from eaas.ops.chaos.plan import read_plan
+        from eaas.ops.chaos.runner import run_plan
+
+        plan, stop = read_plan(path), threading.Event()
+        self._clock, self.stop = clock, stop.set
+        self._carry_out = lambda: run_plan(plan, url, on_event=self._on_event, stop=stop)
+        self.events: list[FaultEvent] = []
+        self.problem = ""
+
+    def _on_event(self, event: FaultEvent) -> None:
+        text = event.text if event.phase == "refused" else f"{event.kind} {', '.join(event.targets)}"
+        # Stamped here: the plan's own clock began some time after it was asked to.
+        self.events.append(replace(event, at_s=self._clock(), text=text))
+
+    async def run(self) -> None:
+        """Carry it out until its end, or until `stop` reverts what lasts."""
+        try:
+            await asyncio.to_thread(self._carry_out)
+        except Exception as error:
+            # The load goes on; whoever reads the report is told that the faults did not.
+            self.problem = f"{type(error).__name__}: {error}"
+
+
+async def watch_members(url: str, clock: Callable[[], float], servers: dict[str, Series]) -> None:
+    """Add what each expert server reports every second, until cancelled; of an endpoint that is no EaaS nothing."""
+    try:
+        (await asyncio.to_thread(fetch_status, url))["members"]
+    except (GatewayUnreachable, KeyError, TypeError):
+        return
+    while True:
+        await asyncio.sleep(_MEMBERS_EVERY_S)
+        try:
+            members = (await asyncio.to_thread(fetch_status, url, _MEMBERS_EVERY_S))["members"]
+        except GatewayUnreachable:
+            continue  # The plan may have injected just that; the gap in the samples shows it.
+        now_s = clock()
+        for member in members:
+            load = member["load"]
+            if member["pool"] == "expert" and load:
+                series = servers.setdefault(member["name"], {"at_s": [], "rows_per_s": [], "busy": []})
+                series["at_s"].append(now_s)
+                for name in ("rows_per_s", "busy"):
+                    series[name].append(load.get(name, 0.0))
+
+
+def expert_rows(admin: str, key: str = "") -> list[list[int]]:
+    """Rows sent to each expert since the router began, by layer, from its admin listener.
+
+    Raises:
+        AdminUnreachable: nothing answers there, or it refuses.
+    """
+    base = admin if "://" in admin else f"http://{admin}"
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    try:
+        request = urllib.request.Request(f"{base.rstrip('/')}/admin/experts", headers=headers)
+        with urllib.request.urlopen(request, timeout=5.0) as response:
+            return json.load(response)["rows"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise AdminUnreachable(
+            f"No router answers at {admin}/admin/experts ({error}). Start the cluster with --admin-port and give the "
+            f"address that it prints."
+        ) from None
+
+
+def rows_between(
+    before: Sequence[Sequence[int]], after: Sequence[Sequence[int]]
+) -> tuple[list[list[int]], str]:
+    """Rows of each expert between two tables of `expert_rows`, and what they lack, in words; empty: nothing.
+
+    A count that went down, or a table that is gone, tells of a router that began anew.
+    """
+    # Nothing was said before: nothing had been sent.
+    base = before or [[0] * len(layer) for layer in after]
+    if [len(layer) for layer in base] == [len(layer) for layer in after]:
+        pairs = zip(after, base, strict=True)
+        between = [[late - early for late, early in zip(*pair, strict=True)] for pair in pairs]
+        if all(rows >= 0 for layer in between for rows in layer):
+            return between, ""
+    return [list(layer) for layer in after], "The router began anew meanwhile: rows since then only."

@@ -15,7 +15,7 @@ costs there (`TokenCost`), and prompts are made of words accordingly.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,8 +39,8 @@ FORMS = "constant, poisson, gamma:SHAPE (below 1 is burstier than Poisson), clos
 MOST_REQUESTS = 2_000_000
 
 
-class ArrivalsInvalid(ValueError):
-    """No such arrival process; the text says what was found and what is needed."""
+class WorkloadInvalid(ValueError):
+    """No such arrival process, trace or prompts; the text says what was found and what is needed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ def read_arrivals(text: str) -> Arrivals:
     """An arrival process from its word.
 
     Raises:
-        ArrivalsInvalid: no such word, or an option that makes no sense.
+        WorkloadInvalid: no such word, or an option that makes no sense.
     """
     kind, _, option = text.partition(":")
     if kind in ("constant", "poisson") and not option:
@@ -80,7 +80,7 @@ def read_arrivals(text: str) -> Arrivals:
             shape = 0.0
         if 1e-3 <= shape <= 1e3:
             return Arrivals(kind=kind, shape=shape)
-    raise ArrivalsInvalid(f"arrivals are {text!r}; give {FORMS}.")
+    raise WorkloadInvalid(f"arrivals are {text!r}; give {FORMS}.")
 
 
 def schedule(
@@ -93,19 +93,19 @@ def schedule(
         for_s: No request is planned at or after this. requests: nor are there more than so many. One of both is needed.
 
     Raises:
-        ArrivalsInvalid: no open loop, no rate, or no end.
+        WorkloadInvalid: no open loop, no rate, or no end.
     """
     if arrivals.kind not in OPEN or not 0 < rate <= 1e5:
-        raise ArrivalsInvalid(
+        raise WorkloadInvalid(
             f"{arrivals.kind} arrivals at {rate:g} requests/s; an open loop ({', '.join(OPEN)}) needs a rate over 0 "
             f"and at most 100000."
         )
     if for_s is None and requests is None:
-        raise ArrivalsInvalid("the load has no end; give a duration or a number of requests.")
+        raise WorkloadInvalid("the load has no end; give a duration or a number of requests.")
     expected = rate * for_s if for_s is not None else float(requests or 0)
     count = min(expected, requests) if requests is not None else expected
     if count > MOST_REQUESTS:
-        raise ArrivalsInvalid(f"{count:.0f} requests; at most {MOST_REQUESTS} are possible. Lower the rate.")
+        raise WorkloadInvalid(f"{count:.0f} requests; at most {MOST_REQUESTS} are possible. Lower the rate.")
     times: list[float] = []
     rng = np.random.default_rng(seed)
     at_s = 0.0
@@ -124,43 +124,31 @@ def schedule(
     return times[:requests]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Point:
-    """A rate that was tried, and whether the endpoint kept its promise at it."""
-
-    rate: float
-    kept: bool
-
-
-def next_rate(points: Sequence[Point], start: float, closeness: float = 1.1) -> float | None:
+def next_rate(kept: Mapping[float, bool], start: float, closeness: float = 1.1) -> float | None:
     """The next rate to try in the search for the knee: doubled until the promise breaks, then bisected.
 
     Args:
-        points: What was tried. start: The first rate.
+        kept: The rates that were tried, and whether the endpoint kept its promise at each. start: The first rate.
         closeness: The search is over when the least rate that broke it is at most so many times the knee.
 
     Returns:
         Requests per second; None when the knee is known, or further from the start than a thousand times.
     """
-    if not points:
+    if not kept:
         return start
-    kept, broke = knee(points), min((p.rate for p in points if not p.kept), default=None)
+    best, broke = knee(kept), min((rate for rate, good in kept.items() if not good), default=None)
     if broke is None:
-        return kept * 2 if kept is not None and kept < start * 1000 else None
-    if kept is None:
+        return best * 2 if best is not None and best < start * 1000 else None
+    if best is None:
         return broke / 2 if broke > start / 1000 else None
     # The middle of the ratio: a rate is known to so many per cent.
-    return (kept * broke) ** 0.5 if broke / kept > closeness else None
+    return (best * broke) ** 0.5 if broke / best > closeness else None
 
 
-def knee(points: Sequence[Point]) -> float | None:
+def knee(kept: Mapping[float, bool]) -> float | None:
     """The highest rate kept below every rate that broke the promise; None: none was kept."""
-    broke = min((p.rate for p in points if not p.kept), default=float("inf"))
-    return max((p.rate for p in points if p.kept and p.rate < broke), default=None)
-
-
-class TraceInvalid(ValueError):
-    """The file is no such trace; the text names the line."""
+    broke = min((rate for rate, good in kept.items() if not good), default=float("inf"))
+    return max((rate for rate, good in kept.items() if good and rate < broke), default=None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,7 +171,7 @@ def read_trace(lines: Iterable[str]) -> list[TraceRequest]:
     """The requests of a trace in order of time, the first at 0.
 
     Raises:
-        TraceInvalid: neither format, or a line that breaks it.
+        WorkloadInvalid: neither format, or a line that breaks it.
     """
     found: list[TraceRequest] = []
     columns: list[str] = []
@@ -204,9 +192,11 @@ def read_trace(lines: Iterable[str]) -> list[TraceRequest]:
                 found.append(_azure(dict(zip(columns, text.split(","), strict=True))))
         except (ValueError, KeyError, TypeError) as error:
             reason = f"no {error}" if isinstance(error, KeyError) else str(error)
-            raise TraceInvalid(f"line {number} of the trace, {text[:60]!r}: {reason}.") from None
+            raise WorkloadInvalid(f"line {number} of the trace, {text[:60]!r}: {reason}.") from None
     if not found:
-        raise TraceInvalid("the trace holds no request; a CSV of Azure or JSON lines of Mooncake are needed.")
+        raise WorkloadInvalid(
+            "the trace holds no request; a CSV of Azure or JSON lines of Mooncake are needed."
+        )
     found.sort(key=lambda request: request.at_s)
     first_s = found[0].at_s
     return [replace(request, at_s=request.at_s - first_s) for request in found]
@@ -216,20 +206,22 @@ def _azure(row: dict[str, str]) -> TraceRequest:
     # Seven digits of a second: numpy reads them, and knows the days between.
     at = np.datetime64(row["TIMESTAMP"].strip().removesuffix("Z").partition("+")[0].replace(" ", "T"), "ns")
     at_s = float((at - np.datetime64("2020-01-01", "ns")) / np.timedelta64(1, "s"))
-    return _checked(at_s, int(row["ContextTokens"]), int(row["GeneratedTokens"]), ())
+    return _checked(at_s, row["ContextTokens"], row["GeneratedTokens"])
 
 
 def _mooncake(row: dict[str, Any]) -> TraceRequest:
-    blocks = tuple(int(block) for block in row.get("hash_ids", ()))
-    return _checked(
-        float(row["timestamp"]) / 1e3, int(row["input_length"]), int(row["output_length"]), blocks
-    )
+    at_s = float(row["timestamp"]) / 1e3
+    return _checked(at_s, row["input_length"], row["output_length"], row.get("hash_ids", ()))
 
 
-def _checked(at_s: float, prompt: int, output: int, blocks: tuple[int, ...]) -> TraceRequest:
-    if prompt < 0 or output < 0 or not np.isfinite(at_s):
+def _checked(at_s: float, prompt: str | int, output: str | int, blocks: Iterable[int] = ()) -> TraceRequest:
+    lengths = int(prompt), int(output)
+    if min(lengths) < 0 or not np.isfinite(at_s):
         raise ValueError(f"time {at_s} s, {prompt} and {output} tokens; none may be negative or endless")
-    return TraceRequest(at_s=at_s, prompt_tokens=max(1, prompt), output_tokens=max(1, output), blocks=blocks)
+    prompt_tokens, output_tokens = (max(1, length) for length in lengths)
+    return TraceRequest(
+        at_s=at_s, prompt_tokens=prompt_tokens, output_tokens=output_tokens, blocks=tuple(map(int, blocks))
+    )
 
 
 def fit(
@@ -251,13 +243,13 @@ def fit(
         most_output: Outputs are clipped to so many tokens.
 
     Raises:
-        TraceInvalid: a speed that is none.
+        WorkloadInvalid: a speed that is none.
     """
     if rate is not None:
         span_s = requests[-1].at_s
         speed = rate * span_s / (len(requests) - 1) if span_s > 0 else 1.0
     if not 0 < speed < float("inf"):
-        raise TraceInvalid(
+        raise WorkloadInvalid(
             f"a trace cannot be replayed {speed:g} times faster; give a speed or a rate over 0."
         )
     fitted: list[TraceRequest] = []
@@ -273,10 +265,6 @@ def fit(
             prompt = max(1, min(prompt, context - output))
         fitted.append(replace(request, at_s=at_s, prompt_tokens=prompt, output_tokens=output))
     return fitted
-
-
-class PromptsInvalid(ValueError):
-    """No such prompts; the text says what is needed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -347,7 +335,7 @@ def read_prompts(lines: Iterable[str]) -> list[Prompt]:
     """Prompts of a file: a text in each line, or JSON lines with "prompt" or "messages", and perhaps "max_tokens".
 
     Raises:
-        PromptsInvalid: a line of JSON without a prompt, or no line at all.
+        WorkloadInvalid: a line of JSON without a prompt, or no line at all.
     """
     found: list[Prompt] = []
     for number, line in enumerate(lines, 1):
@@ -360,13 +348,13 @@ def read_prompts(lines: Iterable[str]) -> list[Prompt]:
         try:
             said: dict[str, Any] = json.loads(text)
         except ValueError as error:
-            raise PromptsInvalid(f"line {number} of the prompts is no JSON: {error}.") from None
+            raise WorkloadInvalid(f"line {number} of the prompts is no JSON: {error}.") from None
         prompt, messages, most = said.get("prompt", ""), said.get("messages", ()), said.get("max_tokens")
         if not isinstance(prompt, str) or not isinstance(messages, list | tuple) or not (prompt or messages):
-            raise PromptsInvalid(f'line {number} of the prompts needs a text "prompt" or a list "messages".')
+            raise WorkloadInvalid(f'line {number} of the prompts needs a text "prompt" or a list "messages".')
         found.append(Prompt(text=prompt, messages=tuple(messages), max_tokens=most))  # pyright: ignore[reportUnknownArgumentType]
     if not found:
-        raise PromptsInvalid("the file of prompts is empty; at least one line is needed.")
+        raise WorkloadInvalid("the file of prompts is empty; at least one line is needed.")
     return found
 
 

@@ -19,9 +19,8 @@ from typer.testing import CliRunner, Result
 
 from eaas.ops.chaos.plan import FaultEvent
 from eaas.ops.cli import app
-from eaas.ops.load.cluster import AdminUnreachable
 from eaas.ops.load.record import StreamRecord
-from eaas.ops.load.session import duration_s
+from eaas.ops.load.session import AdminUnreachable, duration_s
 from tests.eaas.load.fake_server import FakeServer, fake_server
 
 

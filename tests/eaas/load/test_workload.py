@@ -11,13 +11,10 @@ import pytest
 
 from eaas.ops.load.workload import (
     Arrivals,
-    ArrivalsInvalid,
-    Point,
-    PromptsInvalid,
     TokenCost,
-    TraceInvalid,
     TraceRequest,
     Workload,
+    WorkloadInvalid,
     fit,
     knee,
     next_rate,
@@ -75,37 +72,37 @@ def test_whichever_end_comes_first_ends_the_schedule() -> None:
     "text", ["uniform", "gamma", "gamma:0", "gamma:nan", "closed", "closed:0", "trace:", "poisson:3"]
 )
 def test_what_is_no_arrival_process_is_refused(text: str) -> None:
-    with pytest.raises(ArrivalsInvalid, match=r"closed:STREAMS"):
+    with pytest.raises(WorkloadInvalid, match=r"closed:STREAMS"):
         read_arrivals(text)
 
 
 def test_a_schedule_without_end_or_rate_is_refused() -> None:
     poisson = Arrivals(kind="poisson")
-    with pytest.raises(ArrivalsInvalid, match="no end"):
+    with pytest.raises(WorkloadInvalid, match="no end"):
         schedule(poisson, 1.0, 0, for_s=None, requests=None)
-    with pytest.raises(ArrivalsInvalid, match="over 0"):
+    with pytest.raises(WorkloadInvalid, match="over 0"):
         schedule(poisson, 0.0, 0, for_s=1.0, requests=None)
-    with pytest.raises(ArrivalsInvalid, match="Lower the rate"):
+    with pytest.raises(WorkloadInvalid, match="Lower the rate"):
         schedule(poisson, 1e5, 0, for_s=1e5, requests=None)
 
 
 @pytest.mark.parametrize("limit", [0.02, 0.7, 1.0, 13.0, 900.0])
 def test_the_sweep_finds_the_knee_to_a_tenth(limit: float) -> None:
-    points: list[Point] = []
-    while (rate := next_rate(points, 1.0)) is not None:
-        points.append(Point(rate=rate, kept=rate <= limit))
-        assert len(points) < 30
-    found = knee(points)
+    kept: dict[float, bool] = {}
+    while (rate := next_rate(kept, 1.0)) is not None:
+        kept[rate] = rate <= limit
+        assert len(kept) < 30
+    found = knee(kept)
     assert found is not None and limit / 1.1 <= found <= limit
 
 
 def test_a_sweep_that_nothing_ends_or_nothing_passes_ends_by_itself() -> None:
-    for kept in (True, False):
-        points: list[Point] = []
-        while (rate := next_rate(points, 1.0)) is not None:
-            points.append(Point(rate=rate, kept=kept))
-            assert len(points) < 30
-        assert (knee(points) is not None) == kept
+    for good in (True, False):
+        kept: dict[float, bool] = {}
+        while (rate := next_rate(kept, 1.0)) is not None:
+            kept[rate] = good
+            assert len(kept) < 30
+        assert (knee(kept) is not None) == good
 
 
 def test_traces_are_read_with_their_times_from_the_first_request() -> None:
@@ -131,7 +128,7 @@ def test_traces_are_read_with_their_times_from_the_first_request() -> None:
     ],
 )
 def test_a_broken_trace_is_refused_by_its_line(text: str, said: str) -> None:
-    with pytest.raises(TraceInvalid, match=said):
+    with pytest.raises(WorkloadInvalid, match=said):
         read_trace(text.splitlines())
 
 
@@ -145,7 +142,7 @@ def test_a_trace_is_scaled_in_time_and_clipped_to_the_context() -> None:
     assert len(fit(many, rate=4.0, for_s=10.0)) == sum(r.at_s < 10.0 for r in paced)
     assert len(fit(many, limit=7)) == 7
     assert {r.output_tokens for r in fit(requests, most_output=3)} == {3}
-    with pytest.raises(TraceInvalid):
+    with pytest.raises(WorkloadInvalid):
         fit(requests, speed=math.inf)
 
 
@@ -183,7 +180,7 @@ def test_prompts_of_a_file_are_texts_or_json_lines() -> None:
         ("", None, 1),
     ]
     for bad in (['{"text": 1}'], ["{"], []):
-        with pytest.raises(PromptsInvalid):
+        with pytest.raises(WorkloadInvalid):
             read_prompts(bad)
 
 
