@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from eaas.ops.chaos.inject import ChaosRefused, open_injector
-from eaas.ops.chaos.plan import TEXTS, WORDS, Plan, PlanInvalid, Select, Step, by_hand, fault_of, words_of
+from eaas.ops.chaos.plan import TEXTS, WORDS, PlanInvalid, Select, plan_by_hand, words_of
 from eaas.ops.chaos.runner import run_plan
 from router.faults import FaultInvalid
 
@@ -54,14 +54,9 @@ def _action(kind: str) -> Callable[..., Events]:
         unknown = sorted(set(options) - set(WORDS.values()))
         if unknown:
             raise ChaosRefused(f"{', '.join(unknown)} unknown; {kind} takes {', '.join(words_of(kind))}.")
-        said = {word: options.get(field, by_hand(kind, word)) for word, field in WORDS.items()}
-        said = {
-            word: value for word, value in said.items() if WORDS[word] in options or word in words_of(kind)
-        }
+        said = {word: options[field] for word, field in WORDS.items() if field in options}
         try:
-            select = Select(target=target, pool=pool, mode=mode)
-            fault = fault_of(kind, seed, {word: value for word, value in said.items() if value is not None})
-            plan = Plan(seed=seed, steps=(Step(at_s=0.0, select=select, fault=fault),))
+            plan = plan_by_hand(kind, said, Select(target=target, pool=pool, mode=mode), seed)
         except (PlanInvalid, FaultInvalid) as error:
             raise ChaosRefused(str(error)) from None
         with closing(open_injector(url, admin, Path(key_file) if key_file else None)) as injector:

@@ -18,16 +18,14 @@ from eaas.ops.chaos.plan import (
     Plan,
     PlanInvalid,
     Select,
-    Step,
     by_hand,
-    fault_of,
     in_words,
+    plan_by_hand,
     read_plan,
-    seconds,
     words_of,
 )
 from eaas.ops.terminal import DEFAULT_URL, Url, errors, failing_on, say, takes
-from router.faults import KINDS, Fault, FaultInvalid
+from router.faults import KINDS, POINT_WAIT_S, Fault, FaultInvalid
 
 _EXIT = "Exit codes: 0 done, 1 refused (the reason is printed), 2 the command line can't be read, 130 interrupted."
 chaos_app = typer.Typer(
@@ -97,7 +95,7 @@ def _add_verb(kind: str) -> None:
     @chaos_app.command(kind, help=f"{text}\n\nExample: eaas chaos {example}\n\n{_EXIT}")
     @takes({**_WHOM, **own, "seed": _SEED, "dry_run": (_DryRun, False), **_REACH})
     def verb(**given: Any) -> None:
-        said = {word: given[name] for word, name in names.items() if given[name] is not None}
+        said = {word: given[name] for word, name in names.items()}
         with failing_on(PlanInvalid, FaultInvalid):
             if given["member"] and given["target"]:
                 raise PlanInvalid(
@@ -109,10 +107,7 @@ def _add_verb(kind: str) -> None:
                     f"Example: eaas chaos {example}"
                 )
             select = Select(target=given["member"] or given["target"], pool=given["pool"], mode=given["mode"])
-            fault = fault_of(kind, given["seed"], said)
-            within = {"within_s": seconds(given["within"])} if given.get("within") else {}
-            step = Step(at_s=0.0, select=select, fault=fault, **within)
-        plan = Plan(seed=given["seed"], steps=(step,))
+            plan = plan_by_hand(kind, said, select, given["seed"], given.get("within") or POINT_WAIT_S)
         _carry_out(plan, given["dry_run"], **{name: given[name] for name in _REACH})
 
 

@@ -14,13 +14,13 @@ import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from eaas.cluster.status import GatewayUnreachable, fetch_status
 from eaas.ops.chaos.plan import in_words
 from p2p import thaw
 from router.client import FaultRefused, RouterClient, RouterUnavailable
-from router.faults import Fault, Injection
+from router.faults import Fault
 
 T = TypeVar("T")
 # What a member's command line names.
@@ -70,38 +70,6 @@ class NotTaken(ChaosRefused):
     """The router, or a member, does not take the fault."""
 
 
-class Injector(Protocol):
-    """A way to the members of one cluster. Every method raises ChaosRefused with the reason."""
-
-    def members(self) -> list[dict[str, Any]]:
-        """{"name", "pool", "state"} of each that may be hit."""
-        ...
-
-    def inject(self, names: Sequence[str], fault: Fault) -> tuple[str, str]:
-        """Begin a fault; its id, and what was done, in words."""
-        ...
-
-    def over(self) -> set[str]:
-        """Ids of faults known to be over; one that is not known any more may last."""
-        ...
-
-    def end(self, id: str, early: bool) -> str:
-        """End a fault that `inject` began, before its time or when that has come; how it went, in words."""
-        ...
-
-    def clear(self, id: str) -> list[str]:
-        """End a fault, or with an empty id all, before their time; ids of those ended."""
-        ...
-
-    def faults(self) -> list[dict[str, Any]]:
-        """{"fault": {...}, "names": [...], "remaining_s": 3.2} of each that lasts, and of the latest that are over."""
-        ...
-
-    def close(self) -> None:
-        """Let go of connections; what is injected stays until its time is over."""
-        ...
-
-
 def open_injector(url: str, admin: str = "", key_file: Path | None = None) -> Injector:
     """The way to a cluster.
 
@@ -116,7 +84,7 @@ def open_injector(url: str, admin: str = "", key_file: Path | None = None) -> In
 
 
 class ByGateway:
-    """A cluster on this host.
+    """A cluster on this host. Every method raises ChaosRefused with the reason.
 
     A kill or a freeze goes through the router where that takes faults, so that it is counted and a freeze ends even if
     this process is killed; else by pid, which needs nothing else to work. The rest goes through the router alone.
@@ -130,14 +98,14 @@ class ByGateway:
         self._frozen: dict[str, tuple[Frozen, dict[str, int]]] = {}
 
     def members(self) -> list[dict[str, Any]]:
-        try:
+        """{"name", "pool", "state"} of each that may be hit."""
+        # A gateway that was killed or frozen on purpose answers nobody: who was there last is good enough.
+        with suppress(ChaosRefused):
             self._members = members_of(self._url, _STATUS_S)
-        except ChaosRefused:
-            # A gateway that was killed or frozen on purpose answers nobody: who was there last is good enough.
-            return self._members
         return self._members
 
     def inject(self, names: Sequence[str], fault: Fault) -> tuple[str, str]:
+        """Begin a fault; its id, and what was done, in words."""
         if fault.kind in ("kill", "freeze") and not fault.where:
             return self._signal(names, fault)
         for name in names:
@@ -169,11 +137,13 @@ class ByGateway:
         return id, f"froze {', '.join(names)} for {fault.for_s:g} s"
 
     def over(self) -> set[str]:
+        """Ids of faults known to be over; one that is not known any more may last."""
         thawed = {id for id, (frozen, _) in self._frozen.items() if not frozen.lasts()}
         told = self._ask(lambda client: client.faults(timeout_s=_SIGNAL_S))
         return thawed | {one.fault.id for one in told if not one.active and one.fault.id not in self._frozen}
 
     def end(self, id: str, early: bool) -> str:
+        """End a fault that `inject` began, before its time or when that has come; how it went, in words."""
         if id in self._frozen:
             frozen, pids = self._frozen.pop(id)
             return self._thaw(frozen, pids)
@@ -195,7 +165,10 @@ class ByGateway:
         return "; ".join(said)
 
     def clear(self, id: str) -> list[str]:
-        """Frozen processes have their names as ids; nobody else may be there to thaw them."""
+        """End a fault, or with an empty id all, before their time; ids of those ended.
+
+        Frozen processes have their names as ids; nobody else may be there to thaw them.
+        """
         pids = pids_of(self._members)
         frozen = [name for name in stopped(pids) if not id or name in id.split(",")]
         Frozen(pids, frozen, stop=False).thaw()
@@ -208,11 +181,15 @@ class ByGateway:
             return frozen
 
     def faults(self) -> list[dict[str, Any]]:
-        said = [_as_dict(one) for one in self._ask(lambda client: client.faults())]
-        told = {name for one in said if one["remaining_s"] > 0 for name in one["names"]}
-        frozen = [name for name in stopped(pids_of(self._members)) if name not in told]
-        return said + [
-            {"fault": {"id": name, "kind": "freeze"}, "names": [name], "remaining_s": None} for name in frozen
+        """{"fault": {...}, "names": [...], "remaining_s": 3.2} of each that lasts, and of the latest that are over."""
+        told = self._ask(lambda client: client.faults())
+        known = {name for one in told if one.remaining_s > 0 for name in one.names}
+        frozen = [name for name in stopped(pids_of(self._members)) if name not in known]
+        found = [(one.fault.to_dict(), list(one.names), one.remaining_s) for one in told]
+        found += [({"id": name, "kind": "freeze"}, [name], None) for name in frozen]
+        return [
+            {"fault": fault, "names": names, "remaining_s": remaining_s}
+            for fault, names, remaining_s in found
         ]
 
     def _ask(self, ask: Callable[[RouterClient], T]) -> T:
@@ -226,12 +203,13 @@ class ByGateway:
             raise ChaosRefused(str(error)) from None
 
     def close(self) -> None:
+        """Let go of the connection; what is injected stays until its time is over."""
         if self._router is not None:
             self._router.close()
 
 
 class ByAdmin:
-    """A cluster anywhere, through its router's admin listener."""
+    """A cluster anywhere, through its router's admin listener. Its methods are those of ByGateway."""
 
     def __init__(self, address: str, key_file: Path | None) -> None:
         self._address = (address if "://" in address else f"http://{address}").rstrip("/")
@@ -294,16 +272,14 @@ def _message(error: urllib.error.HTTPError) -> str:
         return f"{error.url} answered {error.code}, and not as an admin listener does."
 
 
-def _as_dict(one: Injection) -> dict[str, Any]:
-    return {"fault": one.fault.to_dict(), "names": list(one.names), "remaining_s": one.remaining_s}
-
+Injector = ByGateway | ByAdmin
 
 # By pid: what a crash and a hung host look like from outside. It needs nothing of the cluster but the gateway's list of
 # pids, and works on the router and the gateway as well, and while the router is dead.
 
 
-def kill_pids(pids: Mapping[str, int], names: Sequence[str]) -> dict[str, int]:
-    """End members with SIGKILL; returns their pids. Raises ChaosRefused, before any is killed if one is unknown.
+def kill_pids(pids: Mapping[str, int], names: Sequence[str]) -> None:
+    """End members with SIGKILL. Raises ChaosRefused, before any is killed if one is unknown.
 
     Args:
         pids: Of every member, by name.
@@ -311,7 +287,6 @@ def kill_pids(pids: Mapping[str, int], names: Sequence[str]) -> dict[str, int]:
     with _opened(pids, names) as opened:
         for name, pidfd in opened.items():
             _send(pidfd, signal.SIGKILL, name)
-    return {name: pids[name] for name in names}
 
 
 def stopped(pids: Mapping[str, int]) -> list[str]:
@@ -357,10 +332,6 @@ class Frozen:
     def lasts(self) -> bool:
         """Whether one of them is stopped still."""
         return any(_is_stopped(self._pids[name]) for name in self._opened)
-
-    def wait(self, for_s: float) -> None:
-        """Until one of them has ended, at most `for_s` seconds."""
-        select.select([*self._opened.values()], [], [], for_s)
 
     def thaw(self) -> list[str]:
         """Let them go on; returns those that have ended meanwhile."""

@@ -123,7 +123,7 @@ class Step:
     Attributes:
         at_s: Since the plan began.
         fault: With an empty id; who carries it out gives one.
-        within_s: Longest wait for the point where a kill or a freeze is to strike.
+        within_s: Longest wait for the point where a kill or a freeze is to happen.
     """
 
     at_s: float
@@ -141,7 +141,7 @@ class Step:
 
     @property
     def waits(self) -> bool:
-        """Whether it strikes at a point of the protocol, when its member passes that."""
+        """Whether it happens at a point of the protocol, when its member passes that."""
         return self.fault.kind in ("kill", "freeze") and bool(self.fault.where)
 
     @property
@@ -275,6 +275,23 @@ def fault_of(kind: str, seed: int, options: Mapping[str, Any]) -> Fault:
     if kind == "kill" and "for_s" in said:
         raise PlanInvalid("kill takes no for: what is killed stays so; leave it out, or freeze it.")
     return Fault.from_dict({"id": "", "kind": kind, "seed": seed, **said})
+
+
+def plan_by_hand(
+    kind: str, options: Mapping[str, Any], select: Select, seed: int, within: Any = POINT_WAIT_S
+) -> Plan:
+    """One fault, at once.
+
+    Args:
+        options: By the words in WORDS; what is not said, or None, is as `by_hand` has it.
+
+    Raises:
+        PlanInvalid, FaultInvalid: as `fault_of`.
+    """
+    said = {word: by_hand(kind, word) for word in words_of(kind)} | dict(options)
+    fault = fault_of(kind, seed, {word: value for word, value in said.items() if value is not None})
+    step = Step(at_s=0.0, select=select, fault=fault, within_s=seconds(within))
+    return Plan(seed=seed, steps=(step,))
 
 
 def words_of(kind: str) -> list[str]:
