@@ -6,26 +6,27 @@ libraries.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shlex
 import sys
+import tomllib
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
-from rich.console import Console
 
 from eaas.ops.certs import certs
 from eaas.ops.chaos.cli import chaos_app
 from eaas.ops.keys import keys_app
 from eaas.ops.load.cli import load
-from eaas.ops.roll_command import roll
-from eaas.ops.terminal import DEFAULT_URL, fail
-from eaas.ops.top.cli import top
+from eaas.ops.running import roll, scale, status, top
+from eaas.ops.terminal import Json, console, failing_on
 
 if TYPE_CHECKING:
+    from eaas.ops.planner import Hardware, Work
     from router.options import Options
 
 app = typer.Typer(
@@ -36,13 +37,10 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
-app.command()(roll)
+for verb in (status, scale, roll, top, load, certs):
+    app.command()(verb)
 app.add_typer(chaos_app, name="chaos")
-app.command()(load)
-app.command()(certs)
 app.add_typer(keys_app, name="keys")
-app.command()(top)
-console = Console()
 
 
 def _tell_version(wanted: bool) -> None:
@@ -64,11 +62,7 @@ def every_verb(
     """
 
 
-Url = Annotated[str, typer.Option(help="Address of the gateway, as `eaas serve` prints it.")]
-TlsDir = Annotated[
-    Path | None,
-    typer.Option(help="TLS between the processes: a folder with one of each role, as `eaas certs` makes it."),
-]
+_CONFIG_LIMIT_BYTES = 16 << 20
 T = TypeVar("T", bound="Options")
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
@@ -77,10 +71,8 @@ def _own(verb: str, kind: type[T], words: list[str]) -> T:
     """The options of a verb that reads them itself; exits with the reason where they make no sense."""
     from router.options import read
 
-    try:
+    with failing_on(ValueError):
         return read(kind, verb, words, os.environ)
-    except ValueError as error:
-        raise fail(str(error)) from None
 
 
 @app.command(context_settings=PASS_ON, add_help_option=False)
@@ -118,12 +110,10 @@ def serve(context: typer.Context) -> None:
                 soft_wrap=True,
             )
 
-    try:
+    with failing_on(*START_ERRORS):
         config = with_model(config)
         prepare_model(config.model, config.dtype)
         run_cluster(config, show=_show_event, on_ready=tell)
-    except START_ERRORS as error:
-        raise fail(str(error)) from None
 
 
 @app.command(context_settings=PASS_ON, add_help_option=False)
@@ -132,13 +122,10 @@ def pool(context: typer.Context) -> None:
     from eaas.cluster.config import PoolConfig
 
     options = _own("pool", PoolConfig, context.args)
-    from eaas.ops.pool import run_pool
-    from eaas.ops.starting import PACK_ERRORS, START_ERRORS
+    from eaas.ops.starting import PACK_ERRORS, START_ERRORS, run_pool
 
-    try:
+    with failing_on(*PACK_ERRORS, *START_ERRORS):
         run_pool(options, _show_event)
-    except (*PACK_ERRORS, *START_ERRORS) as error:
-        raise fail(str(error)) from None
 
 
 def _show_event(text: str) -> None:
@@ -166,28 +153,6 @@ _role("gateway", "Run the HTTP gateway and join it to a router")
 _role("launcher", "Carry out the router's orders for processes with a command or a webhook")
 
 
-@app.command()
-def status(
-    url: Url = DEFAULT_URL,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what the gateway says, as JSON.")] = False,
-) -> None:
-    """Show the members of a running cluster.
-
-    Exits with 1 when the gateway can't be reached.
-    """
-    from eaas.cluster.status import GatewayUnreachable, fetch_status
-    from eaas.ops.status import status_table
-
-    try:
-        state = fetch_status(url)
-    except GatewayUnreachable as error:
-        raise fail(str(error)) from None
-    if as_json:
-        print(json.dumps(state))
-    else:
-        console.print(status_table(state))
-
-
 @app.command("plan")
 def plan_command(
     model: Annotated[str, typer.Argument(help="Folder with config.json, that file, or `demo`.")],
@@ -205,7 +170,7 @@ def plan_command(
     overlap: Annotated[
         bool, typer.Option(help="Two half batches under way: one computes while one waits.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Say how many expert servers each attention worker needs, and whether two kinds of process pay at all.
 
@@ -219,18 +184,15 @@ def plan_command(
       eaas plan ./Qwen3-30B-A3B --hardware h200 --tpot-ms 30 --context 4096
     """
     from eaas.model.resolve import ModelNotFound
-    from eaas.ops.plan import as_dict, plan_table, read_hardware, read_work, verdict
-    from eaas.ops.planner import Task, plan
+    from eaas.ops.planner import Task, as_dict, plan, plan_table, verdict
 
-    try:
-        attention = read_hardware(hardware)
-        expert = read_hardware(expert_hardware) if expert_hardware else attention
-        work = read_work(model)
+    with failing_on(ModelNotFound, ValueError):
+        attention = _read_hardware(hardware)
+        expert = _read_hardware(expert_hardware) if expert_hardware else attention
+        work = _read_work(model)
         before = min(2048, work.max_context - 1) if context is None else context
         task = Task(tpot_s=tpot_ms / 1e3, context=before, devices=devices, replicas=replicas, overlap=overlap)
         found = plan(work, attention, expert, task)
-    except (ModelNotFound, ValueError) as error:
-        raise fail(str(error)) from None
     if as_json:
         print(json.dumps(as_dict(found)))
     else:
@@ -238,57 +200,57 @@ def plan_command(
         console.print(verdict(found), highlight=False)
 
 
-@app.command()
-def scale(
-    pool: Annotated[str, typer.Argument(help="expert or attention; without it, the pools are shown.")] = "",
-    size: Annotated[int | None, typer.Argument(min=0, help="Processes that the pool should have.")] = None,
-    drain_s: Annotated[
-        float, typer.Option(help="Longest wait for a process that goes to finish what runs on it.")
-    ] = 30.0,
-    wait_s: Annotated[
-        float, typer.Option(min=0, help="Return when the pool has its size; exit 1 if not within this.")
-    ] = 0.0,
-    router: Annotated[
-        str, typer.Option(help="HOST:PORT of the router; default: what the gateway says.")
-    ] = "",
-    tls_dir: TlsDir = None,
-    url: Url = DEFAULT_URL,
-) -> None:
-    """Show the pools of a running cluster, or make one larger or smaller; requests go on meanwhile.
+def _read_work(model: str) -> Work:
+    """The work of a model, from its config.json alone: no weights are needed.
 
-    Examples:
+    Args:
+        model: A folder with config.json, that file itself, or "demo".
 
-      eaas scale
-
-      eaas scale expert 6
-
-      eaas scale attention 2 --wait-s 60
+    Raises:
+        ValueError: not JSON. ModelNotFound: no such model. ConfigInvalid: it cannot be served.
     """
-    from eaas.cluster.status import GatewayUnreachable, RouterUnknown, router_address
-    from eaas.ops.status import operator_credentials, pools_table, wait_for_size
-    from router.client import RouterClient, RouterUnavailable, ScaleRefused
-    from router.tls import CredentialsInvalid
+    from eaas.model.families import spec_of
+    from eaas.model.resolve import resolve_model
+    from eaas.ops.planner import Work
 
-    if pool and size is None:
-        raise fail(f"eaas scale {pool} lacks the size. Give it: eaas scale {pool} 2")
+    path = Path(model).expanduser()
+    if not path.is_file():
+        path = resolve_model(model) / "config.json"
     try:
-        client = RouterClient(router or router_address(url), operator_credentials(tls_dir))
-        try:
-            if size is None:
-                console.print(pools_table(client.status().pools))
-                return
-            state = client.scale(pool, size, drain_s)
-            if wait_s:
-                state = wait_for_size(client, pool, wait_s)
-        finally:
-            client.close()
-    except (CredentialsInvalid, GatewayUnreachable, RouterUnknown, RouterUnavailable, ScaleRefused) as error:
-        raise fail(str(error)) from None
-    console.print(pools_table({pool: state}))
-    if wait_s and state.is_scaling:
-        raise fail(
-            f"pool {pool} has {state.live} of {state.wanted} processes after {wait_s:g} s; it goes on changing"
+        with path.open("rb") as file:
+            config = json.loads(file.read(_CONFIG_LIMIT_BYTES))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path}: an object is needed, found {type(config).__name__}")
+    return Work.of(spec_of(config))
+
+
+def _read_hardware(name: str) -> Hardware:
+    """A known device by its name, or one described by a TOML file with Hardware's fields.
+
+    Raises:
+        ValueError: neither; or a field is missing, unknown or no number.
+    """
+    from eaas.ops.planner import KNOWN, Hardware
+
+    if name in KNOWN:
+        return KNOWN[name]
+    path = Path(name).expanduser()
+    if not path.is_file():
+        raise ValueError(
+            f"hardware {name!r} is neither known ({', '.join(KNOWN)}) nor a TOML file. A file has the lines "
+            + ", ".join(f"{field.name} = ..." for field in dataclasses.fields(Hardware))
         )
+    try:
+        found = tomllib.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as TOML: {error}") from error
+    found.setdefault("name", path.stem)
+    try:
+        return Hardware(**found)
+    except TypeError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 @app.command("make-model")
@@ -305,10 +267,8 @@ def make_model_command(
     """
     from eaas.model.make_model import make_model
 
-    try:
+    with failing_on(ValueError, OSError):
         make_model(shape, arch, out, seed, dtype)
-    except (ValueError, OSError) as error:
-        raise fail(str(error)) from None
     console.print(f"wrote {out}")
 
 
@@ -323,20 +283,17 @@ def demo(
     Exits with 0 when they are equal.
     """
     from eaas.cluster.config import ClusterConfig
-    from eaas.ops.demo import run_demo
-    from eaas.ops.starting import START_ERRORS, prepare_model, with_model
+    from eaas.ops.starting import START_ERRORS, prepare_model, run_demo, with_model
 
-    try:
+    with failing_on(*START_ERRORS):
         config = with_model(ClusterConfig(model=Path(model), experts=4, port=0))
         prepare_model(config.model, config.dtype)
-        same = run_demo(config, tokens=tokens, seed=seed, console=console)
-    except START_ERRORS as error:
-        raise fail(str(error)) from None
+        same = run_demo(config, tokens=tokens, seed=seed)
     raise typer.Exit(0 if same else 1)
 
 
 @app.command()
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+def doctor(as_json: Json = False) -> None:
     """Say what this machine can do: compiler, native libraries, instruction sets, cores, memory, transports.
 
     Exits with 1 when something that serving needs is missing.

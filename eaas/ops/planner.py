@@ -19,10 +19,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.table import Table
 
 from eaas.model.families import tensors_of
 from eaas.model.spec import ModelSpec
+from eaas.ops.terminal import table
 
 # A prediction within this share of the other says nothing: that is how far the parts of the model are trusted.
 MARGIN = 0.03
@@ -389,4 +393,54 @@ def _obstacle(work: Work, attention: Hardware, expert: Hardware, task: Task) -> 
         )
     return (
         f"no batch meets {task.tpot_s * 1e3:g} ms for a token: allow more time, more devices or faster ones"
+    )
+
+
+def as_dict(plan: Plan) -> dict[str, Any]:
+    """The plan for --json."""
+    return {
+        **asdict(plan),
+        **{
+            kind: asdict(fleet) | {"tokens_per_s": fleet.tokens_per_s, "per_price": fleet.per_price}
+            for kind, fleet in (("disaggregated", plan.disaggregated), ("monolithic", plan.monolithic))
+            if fleet is not None
+        },
+    }
+
+
+def verdict(plan: Plan) -> str:
+    """One paragraph: what to run, and why."""
+    split, whole = plan.disaggregated, plan.monolithic
+    if plan.pays and split is not None:
+        each = split.servers / split.workers
+        text = f"Yes: {split.workers} attention workers and {split.servers} expert servers, {each:.2g} for each worker."
+        text += f" {plan.gain:+.0%} tokens for the price" if whole is not None else ""
+    else:
+        devices = 0 if whole is None else whole.workers
+        text = f"No: speed alone does not pay for two kinds of process; a monolithic fleet of {devices} does better."
+        text += (
+            f" Disaggregated, tokens for the price change by {plan.gain:+.0%}" if split is not None else ""
+        )
+    return f"{text.rstrip('.')}: {plan.why}."
+
+
+def plan_table(plan: Plan) -> Table:
+    """Both fleets beside each other."""
+    fleets = (plan.disaggregated, plan.monolithic)
+    rows: list[tuple[str, Callable[[Fleet], str]]] = [
+        (
+            "devices",
+            lambda f: f"{f.workers} + {f.servers} expert servers" if f.servers else str(f.workers),
+        ),
+        ("sequences of each worker", lambda f: f"{f.batch:,}"),
+        ("time for a token", lambda f: f"{f.tpot_s * 1e3:.1f} ms"),
+        ("tokens/s", lambda f: f"{f.tokens_per_s:,.0f}"),
+        ("tokens/s for a unit of price", lambda f: f"{f.per_price:,.1f}"),
+        ("attention devices busy", lambda f: f"{f.attention_busy:.0%}"),
+        ("expert devices busy", lambda f: f"{f.experts_busy:.0%}"),
+        ("network and hand-over of a step", lambda f: f"{f.network_s * 1e3:.1f} ms"),
+    ]
+    return table(
+        ("", "disaggregated", "monolithic"),
+        ([title, *("cannot" if fleet is None else show(fleet) for fleet in fleets)] for title, show in rows),
     )

@@ -1,34 +1,48 @@
-"""What verbs that start a cluster have in common: look at the model, pack its experts, start, and run until Ctrl-C."""
+"""Verbs that start a cluster: look at the model, pack its experts, start, and run until Ctrl-C; and the demonstration,
+in which an expert server dies in mid-stream and the text does not change.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import json
+import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from eaas import native
-from eaas.cluster.config import ClusterConfig
+from eaas.cluster.config import ClusterConfig, PoolConfig
 from eaas.cluster.local import LocalCluster
 from eaas.cluster.process import StartFailed
 from eaas.cluster.state_dir import StateDirUnusable
+from eaas.cluster.status import fetch_status
 from eaas.model.families import spec_of
 from eaas.model.resolve import DEMO, resolve_model
 from eaas.model.tokenizer import Tokenizer, TokenizerInvalid
-from eaas.ops.terminal import failing_on
+from eaas.ops.load.client import Client, Endpoint
+from eaas.ops.load.record import StreamRecord
+from eaas.ops.terminal import console, failing_on, table
 from experts.checkpoint import Checkpoint, CheckpointInvalid
 from experts.model import ConfigInvalid, Dtype, ExpertShape
 from experts.native import IsaUnavailable
 from experts.pack import PackedExperts, PackUnavailable
 from p2p.native import NativeMissing
 from router.tls import CredentialsInvalid
+from router.view import CLIENT
 
 PACK_ERRORS = (CheckpointInvalid, ConfigInvalid, IsaUnavailable, NativeMissing, PackUnavailable)
 # The model cannot be found, an option makes no sense, or a process does not start.
 START_ERRORS = (StartFailed, StateDirUnusable, CredentialsInvalid, ValueError)
+_PROMPT = "ROMEO:\n"
+_REPLACEMENT_LIMIT_S = 30.0
+_ANSWER_LIMIT_S = 120.0
 
 
 def with_model(config: ClusterConfig) -> ClusterConfig:
@@ -115,3 +129,104 @@ def _start_or_stop(cluster: LocalCluster, stop: threading.Event) -> None:
             return
     if failures:
         raise failures[0]
+
+
+def run_pool(options: PoolConfig, show: Callable[[str], None]) -> None:
+    """Run the pool until Ctrl-C, and say how to connect. Raises: one of PACK_ERRORS or START_ERRORS."""
+    config = with_model(options.cluster())
+    shape = pack_experts(config.model, config.dtype)
+
+    def tell(cluster: LocalCluster) -> None:
+        proof = f', tls_dir="{config.tls_dir / CLIENT}"' if config.tls_dir is not None else ""
+        console.print(
+            f"[bold green]ready[/] {shape.layers} x {shape.experts} experts of {config.model.name} "
+            f"on {config.experts} servers, router at {cluster.router_address}, logs in {cluster.state_dir}. "
+            "Ctrl-C stops it. Connect:\n"
+            f'  eaas.integrations.transformers.connect("{cluster.router_address}", model{proof})',
+            highlight=False,
+            soft_wrap=True,
+        )
+
+    run_cluster(config, show=show, on_ready=tell)
+
+
+def run_demo(config: ClusterConfig, *, tokens: int, seed: int) -> bool:
+    """Stream once without a fault and once with an expert server killed midway; print both and a table.
+
+    Returns:
+        Whether the two texts are equal, token for token.
+    """
+    kill_at = Random(seed).randrange(tokens // 4, tokens // 2)
+    with LocalCluster(config, on_event=lambda _: None) as cluster:
+        console.print(
+            f"{config.experts} expert servers, each expert on {config.replicas}; the text without a fault:\n"
+        )
+        calm = asyncio.run(complete(cluster.url, config.served_model_name, tokens))
+        console.print(calm.text, style="dim", markup=False, highlight=False)
+        members = fetch_status(cluster.url)["members"]
+        victim = next(member for member in members if member["name"].startswith("expert/"))
+        killed_s, killed_at = 0.0, 0
+
+        def kill(pieces: int) -> None:
+            nonlocal killed_s, killed_at
+            os.kill(victim["pid"], signal.SIGKILL)
+            killed_s, killed_at = time.monotonic(), pieces
+
+        console.print(f"\nThe same again, with one server killed (SIGKILL) after {kill_at} tokens:\n")
+        killed = asyncio.run(complete(cluster.url, config.served_model_name, tokens, kill_at, kill))
+        at = len("".join(killed.pieces[:killed_at]))
+        console.print(killed.text[:at], end="", markup=False, highlight=False)
+        console.print(f"[bold red]<{victim['name']} killed>[/]", end="", highlight=False)
+        console.print(killed.text[at:], markup=False, highlight=False)
+        replacement_s = _wait_whole(cluster, config, victim["name"]) - killed_s
+    same = calm.pieces == killed.pieces
+    rows = (
+        ("tokens", str(tokens)),
+        ("equal, token for token", "[green]yes[/]" if same else "[red]NO[/]"),
+        ("longest gap without a fault", f"{1e3 * max(calm.gaps_s, default=0.0):.1f} ms"),
+        ("longest gap with the kill (the stall)", f"{1e3 * max(killed.gaps_s, default=0.0):.1f} ms"),
+        ("all servers and replicas back after", f"{replacement_s:.2f} s"),
+    )
+    shown = table(("", ""), rows)
+    shown.show_header = False
+    console.print(shown)
+    return same
+
+
+async def complete(
+    url: str, model: str, tokens: int, after: int = 0, act: Callable[[int], None] = lambda pieces: None
+) -> StreamRecord:
+    """Stream one greedy completion of exactly `tokens` tokens; call `act` when more than `after` pieces have come.
+
+    Raises:
+        RuntimeError: the stream failed.
+    """
+    asked = {"model": model, "prompt": _PROMPT, "max_tokens": tokens, "temperature": 0, "stream": True}
+    client, record = Client(Endpoint.of_url(url), _ANSWER_LIMIT_S), StreamRecord(prompt=0, planned_s=0.0)
+    stream = asyncio.create_task(client.stream(json.dumps(asked | {"ignore_eos": True}).encode(), record))
+    while client.pieces <= after and not stream.done():
+        await asyncio.sleep(0.001)
+    act(len(record.pieces))
+    await stream
+    client.close()
+    if record.failed:
+        raise RuntimeError(f"The stream failed: {record.error}")
+    return record
+
+
+def _wait_whole(cluster: LocalCluster, config: ClusterConfig, lost: str) -> float:
+    """Wait until the pool has its wanted size without `lost` and every expert its replicas; the time it was seen."""
+    deadline = time.monotonic() + _REPLACEMENT_LIMIT_S
+    while time.monotonic() < deadline:
+        state = fetch_status(cluster.url)
+        serving = [m for m in state["members"] if m["name"].startswith("expert/") and m["state"] == "serving"]
+        if (
+            len(serving) == config.experts
+            and lost not in {member["name"] for member in serving}
+            and state["replicas_min"] >= config.replicas
+        ):
+            return time.monotonic()
+        time.sleep(0.02)
+    raise RuntimeError(
+        f"{_REPLACEMENT_LIMIT_S:.0f} s after the kill the pool is not whole again: {fetch_status(cluster.url)}"
+    )

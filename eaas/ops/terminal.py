@@ -15,7 +15,6 @@ from rich.table import Table
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 Url = Annotated[str, typer.Option(help="Address of the gateway, as `eaas serve` prints it.")]
-RouterAddress = Annotated[str, typer.Option(help="HOST:PORT of the router; default: what the gateway says.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 console = Console()
 errors = Console(stderr=True)

@@ -13,7 +13,7 @@ import pytest
 from eaas.cluster import local
 from eaas.cluster.config import ClusterConfig
 from eaas.cluster.local import LocalCluster
-from eaas.ops.status import load_words
+from eaas.ops.running import load_words
 from router.client import RouterClient
 from router.host import host_id
 from tests.router.test_service import SHAPE, RouterProcess, started, until

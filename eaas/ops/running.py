@@ -1,0 +1,236 @@
+"""The verbs for a cluster that runs: `eaas status`, `scale`, `roll` and `top`.
+
+What they need of gRPC and of other libraries they import when they run, so that `eaas --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from eaas.cluster.status import KEY_VARIABLE, GatewayUnreachable, RouterUnknown, fetch_status, router_address
+from eaas.ops.terminal import DEFAULT_URL, Url, console, fail, failing_on, table
+from router.access import OPERATOR
+
+if TYPE_CHECKING:
+    from router.client import RouterClient
+    from router.view import PoolSize
+
+_LOOK_S = 0.2
+# `eaas top` says after so long that there is nothing to show.
+_FIRST_BOARD_S = 5.0
+_Router = Annotated[str, typer.Option(help="HOST:PORT of the router; default: what the gateway says.")]
+_TlsDir = Annotated[
+    Path | None,
+    typer.Option(help="TLS between the processes: a folder with one of each role, as `eaas certs` makes it."),
+]
+
+
+def status(
+    url: Url = DEFAULT_URL,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what the gateway says, as JSON.")] = False,
+) -> None:
+    """Show the members of a running cluster.
+
+    Exits with 1 when the gateway can't be reached.
+    """
+    with failing_on(GatewayUnreachable):
+        state = fetch_status(url)
+    if as_json:
+        print(json.dumps(state))
+    else:
+        console.print(status_table(state))
+
+
+def scale(
+    pool: Annotated[str, typer.Argument(help="expert or attention; without it, the pools are shown.")] = "",
+    size: Annotated[int | None, typer.Argument(min=0, help="Processes that the pool should have.")] = None,
+    drain_s: Annotated[
+        float, typer.Option(help="Longest wait for a process that goes to finish what runs on it.")
+    ] = 30.0,
+    wait_s: Annotated[
+        float, typer.Option(min=0, help="Return when the pool has its size; exit 1 if not within this.")
+    ] = 0.0,
+    router: _Router = "",
+    tls_dir: _TlsDir = None,
+    url: Url = DEFAULT_URL,
+) -> None:
+    """Show the pools of a running cluster, or make one larger or smaller; requests go on meanwhile.
+
+    Examples:
+
+      eaas scale
+
+      eaas scale expert 6
+
+      eaas scale attention 2 --wait-s 60
+    """
+    if pool and size is None:
+        raise fail(f"eaas scale {pool} lacks the size. Give it: eaas scale {pool} 2")
+    with _client_of_router(router, tls_dir, url) as client:
+        if size is None:
+            console.print(pools_table(client.status().pools))
+            return
+        state = client.scale(pool, size, drain_s)
+        if wait_s:
+            state = wait_for_size(client, pool, wait_s)
+    console.print(pools_table({pool: state}))
+    if wait_s and state.is_scaling:
+        raise fail(
+            f"pool {pool} has {state.live} of {state.wanted} processes after {wait_s:g} s; it goes on changing"
+        )
+
+
+def roll(
+    pools: Annotated[
+        list[str] | None,
+        typer.Argument(help="router, expert, attention, gateway; default: all, in this order."),
+    ] = None,
+    wait_s: Annotated[
+        float, typer.Option(min=1, help="Longest for each process; exit 1 if not within this.")
+    ] = 120.0,
+    drain_s: Annotated[
+        float, typer.Option(min=1, help="Longest wait for a process that goes to finish what runs on it.")
+    ] = 30.0,
+    router: _Router = "",
+    tls_dir: _TlsDir = None,
+    url: Url = DEFAULT_URL,
+) -> None:
+    """Replace the processes of a running cluster one after another, as an upgrade does; requests go on meanwhile.
+
+    Each is started anew from the code that is installed now, and takes over before the old one ends.
+
+    Examples:
+
+      eaas roll
+
+      eaas roll expert attention --drain-s 10
+    """
+    from eaas.ops.roll import ROLES, Roll, RollFailed
+
+    wrong = [pool for pool in pools or () if pool not in ROLES]
+    if wrong:
+        raise fail(f"{wrong[0]!r} is no pool; give some of {', '.join(ROLES)}, or none for all.")
+    with failing_on(RollFailed), _client_of_router(router, tls_dir, url) as client:
+        Roll(url, client, wait_s=wait_s, drain_s=drain_s, show=console.out).roll(pools or ROLES)
+
+
+@contextmanager
+def _client_of_router(address: str, tls_dir: Path | None, url: str) -> Iterator[RouterClient]:
+    """The router's client for a verb, which ends with status 1 where the router does not do as it asks."""
+    # gRPC takes a quarter of a second to import, and `eaas status` needs none of it.
+    from router.client import RouterClient, RouterUnavailable, ScaleRefused
+    from router.tls import Credentials, CredentialsInvalid
+
+    with failing_on(CredentialsInvalid, GatewayUnreachable, RouterUnknown, RouterUnavailable, ScaleRefused):
+        proof = Credentials(tls_dir / OPERATOR, OPERATOR) if tls_dir is not None else None
+        with closing(RouterClient(address or router_address(url), proof)) as client:
+            yield client
+
+
+def top(url: Url = DEFAULT_URL) -> None:
+    """Watch a running cluster, live: traffic, attention workers, the load of each layer on each expert server, and
+    what happened. The same is shown by a browser at /dashboard of the gateway.
+
+    Keys: q quits, p pauses, s sorts, ? explains. Exits with 1 when the gateway can't be reached. Where the gateway asks
+    for a key, put it into EAAS_API_KEY.
+
+    Example: eaas top --url http://127.0.0.1:8001
+    """
+    try:
+        from eaas.ops.top.app import Feed, FeedRefused, Top
+    except ModuleNotFoundError as error:
+        raise fail(f"eaas top needs {error.name}, which is not installed: pip install 'eaas[top]'") from None
+
+    key = os.environ.get(KEY_VARIABLE, "")
+    with failing_on(FeedRefused):
+        board = Feed(url, key).first(_FIRST_BOARD_S)
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise fail(
+            "eaas top draws on a terminal, and there is none here. Use eaas status, or /dashboard in a browser."
+        )
+    said = Top(Feed(url, key), board).run()
+    if said:
+        raise fail(said)
+
+
+def headline(state: Mapping[str, Any]) -> str:
+    """One line: whole or degraded, and in what."""
+    members, wanted = state["members"], state["replicas_wanted"]
+    serving = sum(member["pool"] == "expert" and member["state"] == "serving" for member in members)
+    routers = {m["name"]: m["state"] for m in members if m["pool"] == "router"}
+    # Standbys are well while one leads.
+    well = ("serving", "standby") if "serving" in routers.values() else ()
+    away = next((name for name, state in routers.items() if state not in well), "")
+    held = state["replicas_min"]
+    verdict = "DEGRADED" if away or not state["gateway"]["ready"] or (held or 0) < (wanted or 1) else "whole"
+    text = (
+        f"{state['model']}: {verdict}, {serving} expert servers serving, every expert on {held} of {wanted}"
+    )
+    return text + (f"; {away} does not answer, so this is as of epoch {state['epoch']}" if away else "")
+
+
+def load_words(load: Mapping[str, float]) -> str:
+    """What a member reports of its load, in words: what people ask for first, and nothing of its links."""
+    said = (
+        ("running", "{:.0f} running"),
+        ("waiting", "{:.0f} waiting"),
+        ("busy", "busy {:.0%}"),
+        ("tokens_per_s", "{:,.0f} tokens/s"),
+        ("rows_per_s", "{:,.0f} rows/s"),
+        ("kv_use", "KV {:.0%}"),
+        ("clients", "{:.0f} clients"),
+    )
+    return ", ".join(form.format(load[word]) for word, form in said if word in load)
+
+
+def status_table(state: Mapping[str, Any]) -> Table:
+    """Members of the cluster, one line each, by pool and number."""
+    members = sorted(state["members"], key=lambda m: (m["pool"], int(m["name"].rpartition("/")[2])))
+    rows = [
+        (
+            member["name"],
+            member["state"],
+            str(member["pid"] or "?"),
+            "" if member["experts"] is None else str(member["experts"]),
+            load_words(member["load"] or {}),
+        )
+        for member in members
+    ]
+    return table(("member", "state", "pid", "experts", "load"), rows, title=headline(state))
+
+
+def wait_for_size(client: RouterClient, pool: str, wait_s: float) -> PoolSize:
+    """The pool's size once it is what is wanted, or after `wait_s` as it is then. Raises RouterUnavailable."""
+    until_s = time.monotonic() + wait_s
+    while True:
+        size = client.status().pools[pool]
+        if not size.is_scaling or time.monotonic() >= until_s:
+            return size
+        time.sleep(min(_LOOK_S, max(0.0, until_s - time.monotonic())))
+
+
+def pools_table(pools: Mapping[str, PoolSize]) -> Table:
+    """One line for each pool."""
+    head = ("pool", "wanted", "live", "starting", "draining", "bounds", "held up")
+    return table(
+        head,
+        (
+            (
+                name,
+                *map(str, (size.wanted, size.live, size.starting, size.draining)),
+                f"{size.least} to {size.most}",
+                size.held_up,
+            )
+            for name, size in pools.items()
+        ),
+    )
