@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,7 @@ def test_a_worker_that_has_joined_and_is_not_ready_yet_is_not_counted_twice_when
 ) -> None:
     router = started("--experts", "0", "--attention", "2", "--lease-s", "10")
     worker, watcher = RouterClient(router.address), RouterClient(router.address)
-    cluster = LocalCluster(
+    cluster: Any = LocalCluster(
         ClusterConfig(model=tmp_path, served_model_name="m", experts=0, attention=2, endpoint=False)
     )
     # The router of this host watches the process that joins.
@@ -67,7 +68,7 @@ def test_what_cannot_be_started_at_once_is_started_when_it_can_be(
     monkeypatch.setattr(local.Child, "start", start)
     monkeypatch.setattr(local, "RESTART_FIRST_S", 0.01)
     events: list[str] = []
-    cluster = LocalCluster(ClusterConfig(model=tmp_path, served_model_name="m"), on_event=events.append)
+    cluster: Any = LocalCluster(ClusterConfig(model=tmp_path, served_model_name="m"), on_event=events.append)
     # The supervisor does not run: its acts are carried out here.
     monkeypatch.setattr(cluster._selector, "register", lambda *_: None)
     cluster._gateway_address, cluster._router_addresses[0] = "127.0.0.1:1", "127.0.0.1:2"

@@ -175,7 +175,7 @@ def shown_by(app: Top) -> str:
     return "\n".join(strip.text[:width].rstrip() for strip in strips)
 
 
-async def until(pilot: Pilot[None], app: Top, holds: Callable[[], bool]) -> None:
+async def until(pilot: Pilot[Any], app: Top, holds: Callable[[], bool]) -> None:
     """A screen is drawn a moment after what changes it, on a busy host a long one."""
     end_s = time.monotonic() + 20
     while not holds():
@@ -183,7 +183,7 @@ async def until(pilot: Pilot[None], app: Top, holds: Callable[[], bool]) -> None
         await pilot.pause(0.02)
 
 
-async def until_shown(pilot: Pilot[None], app: Top, words: str) -> None:
+async def until_shown(pilot: Pilot[Any], app: Top, words: str) -> None:
     await until(pilot, app, lambda: words in shown_by(app))
 
 

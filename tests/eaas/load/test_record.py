@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -85,7 +86,7 @@ def test_what_a_failed_stream_did_send_is_still_compared() -> None:
     [{"finish": "stop"}, {"tokens": 49}],
     ids=["finish reason", "token count with the same text"],
 )
-def test_the_same_text_with_another_end_has_changed(change: dict[str, object]) -> None:
+def test_the_same_text_with_another_end_has_changed(change: dict[str, Any]) -> None:
     assert compare([stream(WORDS, **change)], [stream(WORDS)]).changed == 1
 
 
@@ -104,7 +105,7 @@ def test_a_changed_last_token_is_no_loss_though_it_occurs_later() -> None:
         ({"error": "timeout: 30 s"}, "timeout"),
     ],
 )
-def test_every_way_to_fail_is_a_failure_by_kind(change: dict[str, object], kind: str) -> None:
+def test_every_way_to_fail_is_a_failure_by_kind(change: dict[str, Any], kind: str) -> None:
     record = stream(WORDS, **change)
     assert record.error_kind == kind
     assert compare([record], [stream(WORDS)]).failed == 1
