@@ -399,11 +399,3 @@ def eventually(condition: Callable[[], Any], what: str, timeout_s: float = 60.0)
     while not condition():
         assert time.monotonic() < end_s, f"not within {timeout_s} s: {what}"
         time.sleep(0.005)
-
-
-def within(bound_s: float, took_s: Callable[[], float]) -> None:
-    """One of three tries must keep a bound of time: a busy host makes what is fast slow, but nothing slow fast."""
-    tries: list[float] = []
-    while not tries or tries[-1] >= bound_s:
-        assert len(tries) < 3, f"{tries} s, less than {bound_s} s is promised"
-        tries.append(took_s())

@@ -177,19 +177,42 @@ def test_tokens_that_wait_are_bounded_and_one_request_alone_is_always_taken(
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        (PLAIN, {"prompt": "a" * 4_000_000}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 900}] * 4096}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": ""}] * 4096}),
-        (PLAIN, {"prompt": [[1]] * 800_000}),
-        ("/tokenize", {"prompt": "a" * 1_000_000, "return_token_strs": True}),
-        (PLAIN, b'{"prompt": "' + b"[" * 70_000 + b'", "user": "' + b'\\"' * 1_900_000),
-        (PLAIN, {"prompt": "a", "structured_outputs": {"grammar": "\n" * 1_900_000}}),
-        (PLAIN, {"prompt": [1] * 1_300_000}),
-        ("/v1/messages", {"max_tokens": 1, "messages": [{"role": "assistant", "content": [CALL] * 28_000}]}),
+        pytest.param(
+            "/tokenize", {"prompt": "a" * 1_000_000, "return_token_strs": True}, id="tokens with names"
+        ),
+        pytest.param(
+            PLAIN,
+            b'{"prompt": "' + b"[" * 70_000 + b'", "user": "' + b'\\"' * 1_900_000,
+            id="an endless string",
+        ),
+        pytest.param(
+            PLAIN, {"prompt": "a", "structured_outputs": {"grammar": "\n" * 1_900_000}}, id="an empty grammar"
+        ),
+        *(
+            pytest.param(path, body, id=name, marks=pytest.mark.full(seconds=1.5))
+            for name, path, body in (
+                ("one letter", PLAIN, {"prompt": "a" * 4_000_000}),
+                (
+                    "long messages",
+                    "/v1/chat/completions",
+                    {"messages": [{"role": "user", "content": "a" * 900}] * 4096},
+                ),
+                (
+                    "many messages",
+                    "/v1/chat/completions",
+                    {"messages": [{"role": "user", "content": ""}] * 4096},
+                ),
+                ("many lists", PLAIN, {"prompt": [[1]] * 800_000}),
+                ("many tokens", PLAIN, {"prompt": [1] * 1_300_000}),
+                (
+                    "many calls",
+                    "/v1/messages",
+                    {"max_tokens": 1, "messages": [{"role": "assistant", "content": [CALL] * 28_000}]},
+                ),
+            )
+        ),
     ],
-    ids=["one letter", "long messages", "many messages", "many lists", "tokens with names", "an endless string",
-         "an empty grammar", "many tokens", "many calls"],
-)  # fmt: skip
+)
 def test_large_bodies_hold_up_no_stream(world: World, path: str, body: dict[str, Any] | bytes) -> None:
     """Six at once; each took the event loop for seconds."""
     worker = world.worker(step_s=0.01)

@@ -136,6 +136,7 @@ def test_a_server_that_is_not_heard_is_done_without_until_it_is_again(
     until("its answers", lambda: (cluster.check(client, rng, 8), pair().replies > replies)[1], 20.0)
 
 
+@pytest.mark.full(seconds=3)
 def test_a_server_whose_every_reply_was_lost_is_asked_again(
     cluster: Cluster, rng: np.random.Generator
 ) -> None:
@@ -171,7 +172,11 @@ def test_a_link_that_lost_a_frame_is_made_anew_and_what_its_server_did_still_cou
 
 
 @pytest.mark.parametrize(
-    ("kind", "share"), [pytest.param("partition", 1.0, marks=pytest.mark.full(seconds=6)), ("loss", 0.1)]
+    ("kind", "share"),
+    [
+        pytest.param("partition", 1.0, marks=pytest.mark.full(seconds=6)),
+        pytest.param("loss", 0.1, marks=pytest.mark.full(seconds=4)),
+    ],
 )
 def test_after_a_fault_of_every_link_all_servers_answer_within_seconds(
     cluster: Cluster, pair: Callable[[], ServerStats], rng: np.random.Generator, kind: str, share: float
@@ -232,6 +237,7 @@ def test_what_a_process_does_not_take_is_refused_and_named() -> None:
     assert taker.active == railed.active == 0
 
 
+@pytest.mark.full(seconds=2)
 def test_faults_end_by_themselves_and_a_second_of_one_id_replaces_the_first() -> None:
     taker = SelfInflicted(kinds=("loss",))
     taker.begin(Fault(id="a", kind="loss", for_s=30.0))

@@ -22,6 +22,7 @@ from p2p import ShmEndpoint
 from router import bitmap
 from router.view import Member, View
 from tests.experts.steps import Weights, shape_of, to_bits
+from tests.host_stalls import HostStalls, bounded
 
 pytestmark = pytest.mark.alone
 
@@ -201,14 +202,7 @@ def test_a_prefill_of_600_rows_goes_in_chunks(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("dtype", list(Dtype))
 def test_a_server_killed_during_calls_changes_no_bit(dtype: Dtype) -> None:
-    slowest_s: list[float] = []
-    # On a quiet machine the loss costs about 5 ms. A busy one may hold up one call: the best of three counts.
-    while len(slowest_s) < 3 and min(slowest_s, default=1.0) >= 1.0:
-        slowest_s.append(slowest_call_around_a_kill_s(dtype))
-    assert min(slowest_s) < 1.0, slowest_s
-
-
-def slowest_call_around_a_kill_s(dtype: Dtype) -> float:
+    # On a quiet machine the loss costs about 5 ms.
     cluster = Cluster(dtype)
     servers = cluster.start(3, 2)
     client = cluster.client()
@@ -218,13 +212,14 @@ def slowest_call_around_a_kill_s(dtype: Dtype) -> float:
         cluster.check(client, rng, 20)
     killer = threading.Timer(0.05, os.kill, (servers[1].process.pid, signal.SIGKILL))
     killer.start()
-    slowest_s = max(cluster.check(client, rng, int(rng.integers(1, 60))) for _ in range(60))
+    with HostStalls() as stalls:
+        slowest_s = max(cluster.check(client, rng, int(rng.integers(1, 60))) for _ in range(60))
+    assert slowest_s < 1.0 + stalls.seconds, (slowest_s, stalls.seconds)
     killer.join()
     client.apply_view(cluster.view(without=(servers[1],)))
     assert client.attached == ("expert/1", "expert/3")
     cluster.check(client, rng, 20)
     cluster.close()
-    return slowest_s
 
 
 def test_a_frozen_server_changes_no_bit_and_comes_back(cluster: Cluster) -> None:
@@ -258,15 +253,10 @@ def test_the_last_replica_lost_is_said_at_the_deadline_and_new_routes_heal_it(cl
     rng = np.random.default_rng(3)
     cluster.check(client, rng, 5)
     server.process.kill()
-    took_s: list[float] = []
-    # A busy machine may say it late once: the soonest of three counts.
-    while len(took_s) < 3 and min(took_s, default=0.6) >= 0.6:
-        began_s = time.monotonic()
-        with pytest.raises(ExpertsLost, match="No live replica"):
-            cluster.check(client, rng, 5, deadline_s=0.3)
-        took_s.append(time.monotonic() - began_s)
-        assert took_s[-1] >= 0.3
-    assert min(took_s) < 0.6, took_s
+    began_s = time.monotonic()
+    with bounded(0.6), pytest.raises(ExpertsLost, match="No live replica"):
+        cluster.check(client, rng, 5, deadline_s=0.3)
+    assert time.monotonic() - began_s >= 0.3
     cluster.start(1, 1)
     # Published while a call waits.
     later = threading.Timer(0.2, client.apply_view, (cluster.view(without=(server,)),))

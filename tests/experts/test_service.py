@@ -22,6 +22,7 @@ from experts.kernels import ffn_reference, from_dtype
 from experts.model import Dtype, ExpertShape
 from p2p import ShmEndpoint
 from router.client import RouterClient
+from tests.host_stalls import bounded
 
 pytestmark = pytest.mark.alone
 
@@ -167,15 +168,10 @@ def test_servers_load_what_the_router_places_and_a_client_gets_the_models_rows(
 
 
 def test_a_server_leaves_within_a_second_of_sigterm(router: Child, model: Path, tmp_path: Path) -> None:
-    took_s: list[float] = []
-    # A busy machine may hold up one of them: the quickest of three counts.
-    while len(took_s) < 3 and min(took_s, default=1.5) >= 1.5:
-        server = start_server(router, model, tmp_path)
-        assert server.said["name"] == f"expert/{1 + len(took_s)}"
-        began_s = time.monotonic()
+    server = start_server(router, model, tmp_path)
+    assert server.said["name"] == "expert/1"
+    with bounded(1.5):
         assert server.end() == 0
-        took_s.append(time.monotonic() - began_s)
-    assert min(took_s) < 1.5, took_s
 
 
 def test_a_start_that_fails_says_why(router: Child, model: Path, tmp_path: Path) -> None:

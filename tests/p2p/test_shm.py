@@ -118,14 +118,10 @@ def test_a_ring_wakes_a_lane_of_another_process(endpoint: ShmEndpoint) -> None:
                 latencies_ns.append(int(latency_ns))
             return rang, sorted(latencies_ns)[30]
 
-        # Waits that only time out end 3 to 5 ms after the ring. A machine that is busy for a while spoils a round.
-        rounds = []
-        for number in range(3):
-            rounds.append(woken(1 + 60 * number))
-            if rounds[-1][0] >= 40 and rounds[-1][1] < 1_500_000:
-                break
+        # Waits that only time out end 3 to 5 ms after the ring.
+        rang, median_ns = woken(1)
         other.say("")
-        assert rounds[-1][0] >= 40 and rounds[-1][1] < 1_500_000, rounds
+        assert rang >= 40 and median_ns < 1_500_000, (rang, median_ns)
 
 
 def test_memory_is_sealed_against_resizing() -> None:

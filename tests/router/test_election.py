@@ -213,6 +213,7 @@ def test_a_killed_leader_is_followed_within_its_lease(started: Start) -> None:
     launcher.close()
 
 
+@pytest.mark.full(seconds=8)
 def test_a_leader_that_was_frozen_neither_writes_nor_publishes(started: Start) -> None:
     routers = started()
     leader = routers.await_leader()
@@ -342,6 +343,7 @@ def test_a_standby_says_who_leads_and_decides_nothing(started: Start) -> None:
     client.close()
 
 
+@pytest.mark.full(seconds=12)
 @pytest.mark.parametrize("fault", ["killed", "frozen"])
 def test_without_etcd_nobody_decides_and_nobody_is_fenced(started: Start, fault: str) -> None:
     with etcd_process() as etcd:
@@ -373,6 +375,7 @@ def test_without_etcd_nobody_decides_and_nobody_is_fenced(started: Start, fault:
             each.die()
 
 
+@pytest.mark.full(seconds=8)
 def test_a_short_absence_of_etcd_changes_no_leader(started: Start) -> None:
     with etcd_process() as etcd:
         routers = started(2, "--leader-ttl-s", "30", etcd=etcd.url)
