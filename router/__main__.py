@@ -6,10 +6,9 @@ import asyncio
 import logging
 import signal
 import sys
-from functools import partial
 
 from router import child
-from router.access import ROUTER, Exposed
+from router.access import Exposed
 from router.config import RouterOptions
 from router.etcd import Etcd, EtcdInvalid
 from router.etcd_store import ClusterInvalid, Election, EtcdStore, prefix_of
@@ -50,17 +49,6 @@ async def run(options: RouterOptions) -> None:
         redundant=options.redundant_experts,
         lease_s=options.lease_s,
     )
-    credentials = child.credentials(options, ROUTER)
-    admin = None
-    if options.admin_port is not None:
-        # Here: only a router that has this listener loads its libraries.
-        from router.admin import listen
-
-        admin = partial(
-            *(listen, config, options.admin_port, options.admin_key_file),
-            host=options.admin_host,
-            credentials=credentials,
-        )
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -72,12 +60,7 @@ async def run(options: RouterOptions) -> None:
 
     store, election = store_of(options)
     try:
-        await serve(
-            *(config, store, options.port, stop, ready, election, admin, options.allow_chaos),
-            host=options.host,
-            advertise=options.advertise,
-            credentials=credentials,
-        )
+        await serve(options, config, store, election, stop, ready)
     finally:
         store.close()
 

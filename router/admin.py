@@ -36,15 +36,16 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from router.access import LOOPBACK, OPERATOR, bound_address, host_port, is_loopback
-from router.events import DRAIN_S, LONGEST_DRAIN_S, Refused, Scale
-from router.faults import Fault, FaultInvalid, Injection
-from router.injection import ChaosNotAllowed, FaultRefused, TooManyFaults
+from router.access import OPERATOR, bound_address, host_port, is_loopback
+from router.config import RouterOptions
+from router.events import DRAIN_S, LONGEST_DRAIN_S, Scale
+from router.faults import Fault, FaultInvalid, FaultRefused, Injection
+from router.injection import ChaosNotAllowed, TooManyFaults
 from router.journal import JournalUnusable
 from router.metrics import CONTENT_TYPE, RouterMetrics
 from router.pools import pool_size
 from router.records import view_of
-from router.service import CannotListen, RouterService
+from router.service import CallRefused, CannotListen, RouterService
 from router.state import LAUNCHED_POOLS, Config
 from router.tls import Credentials, peer_role
 from router.view import PoolSize
@@ -195,17 +196,17 @@ class AdminApp:
         if method != "PUT":
             return _json(_words(pool, self._size(pool)))
         wanted, drain_s = _read_scale(await _read_body(headers, receive))
-        scaled = self._router.scale(Scale(pool=pool, wanted=wanted, drain_s=drain_s))
-        if isinstance(scaled, Refused):
+        try:
+            return _json(_words(pool, self._router.scale(Scale(pool=pool, wanted=wanted, drain_s=drain_s))))
+        except CallRefused as refused:
             least, most = self._config.bounds(pool)
             raise _Refused(
                 status=409,
                 found=f"wanted {wanted}",
                 needed=f"{least} to {most}",
                 do="PUT a size within the bounds",
-                message=scaled.message,
-            )
-        return _json(_words(pool, scaled))
+                message=str(refused),
+            ) from None
 
     def _rows(self) -> list[list[int]]:
         model, rows = self._router.state.model, self._router.counts.rows
@@ -430,29 +431,22 @@ class AdminListener(uvicorn.Server):
 
 
 def listen(
-    config: Config,
-    port: int,
-    key_file: Path | None,
-    router: RouterService,
-    host: str = LOOPBACK,
-    credentials: Credentials | None = None,
+    options: RouterOptions, config: Config, router: RouterService, credentials: Credentials | None
 ) -> AdminListener:
     """The admin listener of a router, which `begin` lets answer.
-
-    Args:
-        port: 0 = any. key_file: None: nobody needs a key. host: IP address. credentials: of the router; None: no TLS.
 
     Raises:
         CannotListen: the port cannot be had, or there is no key in the file.
         Exposed: other machines could reach it, and it has no TLS or no key.
     """
+    key_file, port = options.admin_key_file, options.admin_port or 0
     needed = {"TLS (--tls-dir)": credentials is not None, "key (--admin-key-file)": key_file is not None}
-    bound = bound_address("--admin-host", host, needed)
+    bound = bound_address("--admin-host", options.admin_host, needed)
     digest = key_digest(key_file) if key_file is not None else None
     try:
         app = AdminApp(config, router, digest, exposed=not is_loopback(bound))
         return AdminListener(app, bound, port, credentials)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise CannotListen(
             f"port {port} of {bound} cannot be used for --admin-port ({error}): "
             f"stop what listens there or give another"

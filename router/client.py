@@ -27,13 +27,12 @@ from router.connection import (
     AWAY,
     RETRY_MOST_S,
     Connection,
-    FaultRefused,
     JoinRefused,
     RouterUnavailable,
     ScaleRefused,
 )
 from router.events import Exited, Join, Left, StartProcess, StopProcess, Suspected, Totals
-from router.faults import Fault, FaultTaker, Injection
+from router.faults import Fault, FaultRefused, FaultTaker, Injection
 from router.heartbeat import Heartbeat
 from router.host import boot_s, host_id, name_thread, process_id
 from router.messages import from_message, launch_of, status_of, to_message

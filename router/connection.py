@@ -103,10 +103,6 @@ class ScaleRefused(Exception):
     """The router will not have that size."""
 
 
-class FaultRefused(Exception):
-    """The router injects nothing; the text says why and what would be needed."""
-
-
 class Connection:
     """Every method may be called from any thread."""
 

@@ -76,6 +76,10 @@ class FaultInvalid(ValueError):
     """No such fault; the text says what was found and what is needed."""
 
 
+class FaultRefused(Exception):
+    """Nothing was injected; the text says why and what would be needed."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class FaultsTaken:
     """What a process does to itself on command: kinds of faults, points of a kill or a freeze, and its rails."""

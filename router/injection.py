@@ -14,9 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import grpc
-
-from router.faults import LONGEST_S, POINT_WAIT_S, Fault, FaultInvalid, FaultsTaken, Injection
+from router.faults import LONGEST_S, POINT_WAIT_S, Fault, FaultInvalid, FaultRefused, FaultsTaken, Injection
 from router.messages import to_message
 from router.proto import router_pb2 as pb
 
@@ -33,10 +31,6 @@ _MOMENT_S = 0.01
 _TELL_S = 1.0
 
 
-class FaultRefused(Exception):
-    """Nothing was injected; the text says why."""
-
-
 class TooManyFaults(FaultRefused):
     """So many are active already."""
 
@@ -47,19 +41,6 @@ class ChaosNotAllowed(FaultRefused):
 
 class KeyNeeded(FaultRefused):
     """Only the admin listener, which asks for its key, takes faults."""
-
-
-def status_of(error: FaultRefused | FaultInvalid) -> grpc.StatusCode:
-    """The status that says so to a caller over gRPC."""
-    match error:
-        case TooManyFaults():
-            return grpc.StatusCode.RESOURCE_EXHAUSTED
-        case KeyNeeded():
-            return grpc.StatusCode.PERMISSION_DENIED
-        case FaultInvalid():
-            return grpc.StatusCode.INVALID_ARGUMENT
-        case _:
-            return grpc.StatusCode.FAILED_PRECONDITION
 
 
 @dataclass

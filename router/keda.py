@@ -15,11 +15,9 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
-from typing import NoReturn
 
 import grpc
 
-from router.journal import JournalUnusable
 from router.pools import pool_load, pool_size
 from router.proto import externalscaler_pb2 as pb
 from router.proto import externalscaler_pb2_grpc as rpc
@@ -138,7 +136,7 @@ def _number(given: Mapping[str, str], key: str, default: float) -> float:
 
 
 class ExternalScaler(rpc.ExternalScalerServicer):
-    """Answers KEDA from the router's present state."""
+    """Answers KEDA from the router's present state. What it raises is turned into a status by who serves it."""
 
     def __init__(self, config: Config, state: Callable[[], State]) -> None:
         """Args: state: raises JournalUnusable while this router does not decide: then nobody is told anything."""
@@ -146,57 +144,45 @@ class ExternalScaler(rpc.ExternalScalerServicer):
         self._state = state
 
     async def IsActive(self, request: pb.ScaledObjectRef, context: Context) -> pb.IsActiveResponse:
-        return pb.IsActiveResponse(result=await self._active(await _trigger(request, context), context))
+        del context
+        return pb.IsActiveResponse(result=_trigger(request).is_active(self._config, self._state()))
 
     async def StreamIsActive(
         self, request: pb.ScaledObjectRef, context: Context
     ) -> AsyncIterator[pb.IsActiveResponse]:
-        trigger, told = await _trigger(request, context), None
+        del context
+        trigger, told = _trigger(request), None
         while True:
-            active = await self._active(trigger, context)
+            active = trigger.is_active(self._config, self._state())
             if active != told:
                 told = active
                 yield pb.IsActiveResponse(result=active)
             await asyncio.sleep(_LOOK_S)
 
     async def GetMetricSpec(self, request: pb.ScaledObjectRef, context: Context) -> pb.GetMetricSpecResponse:
-        trigger = await _trigger(request, context)
+        del context
+        trigger = _trigger(request)
         spec = pb.MetricSpec(
             metricName=trigger.name, targetSize=math.ceil(trigger.target), targetSizeFloat=trigger.target
         )
         return pb.GetMetricSpecResponse(metricSpecs=[spec])
 
     async def GetMetrics(self, request: pb.GetMetricsRequest, context: Context) -> pb.GetMetricsResponse:
-        trigger = await _trigger(request.scaledObjectRef, context)
+        del context
+        trigger = _trigger(request.scaledObjectRef)
         if request.metricName != trigger.name:
-            await _abort(
-                context,
-                grpc.StatusCode.INVALID_ARGUMENT,
-                f"metricName {request.metricName!r} found, {trigger.name!r} needed, as GetMetricSpec says",
+            raise TriggerInvalid(
+                f"metricName {request.metricName!r} found, {trigger.name!r} needed, as GetMetricSpec says"
             )
-        try:
-            value = trigger.value(self._config, self._state())
-        except (NothingReported, JournalUnusable) as error:
-            await _abort(context, grpc.StatusCode.UNAVAILABLE, str(error))
+        value = trigger.value(self._config, self._state())
         whole = min(math.ceil(value), 2**63 - 1)
         metric = pb.MetricValue(metricName=trigger.name, metricValue=whole, metricValueFloat=value)
         return pb.GetMetricsResponse(metricValues=[metric])
 
-    async def _active(self, trigger: Trigger, context: Context) -> bool:
-        try:
-            return trigger.is_active(self._config, self._state())
-        except (NothingReported, JournalUnusable) as error:
-            await _abort(context, grpc.StatusCode.UNAVAILABLE, str(error))
 
-
-async def _trigger(request: pb.ScaledObjectRef, context: Context) -> Trigger:
+def _trigger(request: pb.ScaledObjectRef) -> Trigger:
     try:
         return trigger_of(request.scalerMetadata)
     except TriggerInvalid as error:
         who = f"ScaledObject {request.namespace}/{request.name}: " if request.name else ""
-        await _abort(context, grpc.StatusCode.INVALID_ARGUMENT, f"{who}{error}")
-
-
-async def _abort(context: Context, code: grpc.StatusCode, message: str) -> NoReturn:
-    await context.abort(code, message)
-    raise RuntimeError("abort returned")
+        raise TriggerInvalid(f"{who}{error}") from None

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import os
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from typing import TYPE_CHECKING, Any, NoReturn
+from contextlib import aclosing
+from typing import Any, NoReturn, TypeVar
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
-from router.access import LOOPBACK, bound_address, host_port, told_address
+from router import child
+from router.access import ROUTER, host_port
+from router.config import RouterOptions
 from router.core import step
 from router.etcd_store import Election
 from router.events import (
-    LONGEST_DRAIN_S,
     Acked,
     Command,
     Event,
@@ -41,13 +44,13 @@ from router.events import (
     Tick,
     UnknownMember,
 )
-from router.faults import Fault, FaultInvalid
+from router.faults import Fault, FaultInvalid, FaultRefused
 from router.heartbeat import ending
 from router.host import boot_s, host_id
-from router.injection import FaultRefused, Injections, Watcher, status_of
+from router.injection import Injections, KeyNeeded, TooManyFaults, Watcher
 from router.journal import JournalUnusable, Store
 from router.keda import SERVICE as KEDA_SERVICE
-from router.keda import ExternalScaler
+from router.keda import ExternalScaler, NothingReported, TriggerInvalid
 from router.lifecycle import ORDERLY
 from router.messages import (
     LEADER,
@@ -69,42 +72,103 @@ from router.proto import router_pb2 as pb
 from router.proto import router_pb2_grpc as rpc
 from router.records import view_of
 from router.state import LAUNCHED_POOLS, Config, State
-from router.tls import Credentials, RequireRoles
+from router.tls import guarded, why_not
 from router.view import NO_ROWS, Identity, PoolSize, Status
 
 log = logging.getLogger(__name__)
 
+Context = grpc.aio.ServicerContext
+_Command = TypeVar("_Command")
+
+# What a standby answers too.
 _ANSWERED = ("/grpc.", f"/{SERVICE}/Status")
 
 
-async def refuse_as_standby(context: grpc.aio.ServicerContext, reason: str) -> NoReturn:
-    """Abort a call with UNAVAILABLE, and say that nothing of it was carried out."""
-    await context.abort(grpc.StatusCode.UNAVAILABLE, reason, ((STANDBY, "1"),))
-    raise RuntimeError("abort returned")
+class NotLeading(JournalUnusable):
+    """Another router decides, or none yet."""
 
 
-class RefuseUnlessLeading(grpc.aio.ServerInterceptor):
-    """Aborts every call of every service with UNAVAILABLE, but health, reflection and Status."""
+class CallRefused(Exception):
+    """The core refuses what was asked; the text says why, the code how that is said over gRPC."""
 
-    def __init__(self, leads: Callable[[], bool], reason: Callable[[], str]) -> None:
-        """Args: reason: what the caller is told."""
+    def __init__(self, code: grpc.StatusCode, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
 
-        async def refuse(request: Any, context: grpc.aio.ServicerContext) -> None:
-            del request
-            await refuse_as_standby(context, reason())
 
-        self._leads = leads
-        self._refusal = grpc.unary_unary_rpc_method_handler(refuse)
+# How a caller hears of what an answer raises: by the first that it is.
+_CODES = {
+    JournalUnusable: grpc.StatusCode.UNAVAILABLE,
+    NothingReported: grpc.StatusCode.UNAVAILABLE,
+    TriggerInvalid: grpc.StatusCode.INVALID_ARGUMENT,
+    FaultInvalid: grpc.StatusCode.INVALID_ARGUMENT,
+    TooManyFaults: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    KeyNeeded: grpc.StatusCode.PERMISSION_DENIED,
+    FaultRefused: grpc.StatusCode.FAILED_PRECONDITION,
+}
+_REFUSALS = (CallRefused, *_CODES)
+
+
+class Guard(grpc.aio.ServerInterceptor):
+    """Around every call: whether the caller may make it, whether this router may answer it, and errors as statuses."""
+
+    def __init__(self, service: RouterService, needs_roles: bool) -> None:
+        """Args: needs_roles: a caller's certificate must allow the method; else there are no certificates."""
+        self._service, self._needs_roles = service, needs_roles
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler:
-        """The method's own way to answer, or the refusal."""
-        if self._leads() or handler_call_details.method.startswith(_ANSWERED):
-            return await continuation(handler_call_details)
-        return self._refusal
+    ) -> Any:
+        """The method behind the checks."""
+        handler: Any = await continuation(handler_call_details)
+        method: str = handler_call_details.method
+        if handler is None or (method.startswith("/grpc.") and not self._needs_roles):
+            return handler
+
+        def check(request: Any, context: Context) -> None:
+            if self._needs_roles and (reason := why_not(context, method, request)):
+                raise CallRefused(grpc.StatusCode.PERMISSION_DENIED, reason)
+            if not method.startswith(_ANSWERED):
+                self._service.require_leading()
+
+        def guard(behaviour: Callable[..., Any]) -> Callable[..., Any]:
+            async def one(request: Any, context: Context) -> Any:
+                try:
+                    check(request, context)
+                    return await behaviour(request, context)
+                except _REFUSALS as error:
+                    await _abort(context, error)
+
+            async def many(request: Any, context: Context) -> AsyncIterator[Any]:
+                try:
+                    check(request, context)
+                    answers = behaviour(request, context)
+                    if inspect.isawaitable(answers):
+                        # Health writes its answers itself.
+                        await answers
+                        return
+                    async with aclosing(answers):
+                        async for answer in answers:
+                            yield answer
+                except _REFUSALS as error:
+                    await _abort(context, error)
+
+            return many if handler.response_streaming else one
+
+        return guarded(handler, guard)
+
+
+async def _abort(context: Context, error: Exception) -> NoReturn:
+    code = (
+        error.code
+        if isinstance(error, CallRefused)
+        else next(code for kind, code in _CODES.items() if isinstance(error, kind))
+    )
+    # Of a refusal for want of leading nothing was carried out: the caller may ask the router that leads at once.
+    await context.abort(code, str(error), ((STANDBY, "1"),) if isinstance(error, NotLeading) else ())
+    raise RuntimeError("abort returned")
 
 
 class ExitWatch:
@@ -153,12 +217,6 @@ _AGAIN_S = 1.0
 # Ticks that fail in a row before the router gives up: it judges nobody meanwhile.
 _MOST_FAILED_TICKS = 100
 
-Context = grpc.aio.ServicerContext
-
-
-class NotLeading(JournalUnusable):
-    """Another router decides, or none yet."""
-
 
 class RouterService(rpc.RouterServicer):
     """Carries events to the core and its commands out, each commit before its consequences."""
@@ -182,7 +240,7 @@ class RouterService(rpc.RouterServicer):
         self._clock = clock
         self._election = election
         self._host = host_id()
-        self._exits = ExitWatch(self._ended)
+        self._exits = ExitWatch(self._exit_seen)
         self._state = State()
         self._led = False
         self.turns = 0  # how often the loop has looked at the clock
@@ -201,11 +259,6 @@ class RouterService(rpc.RouterServicer):
     def leads(self) -> bool:
         """True while this router decides. False at once when its lease may have ended, whatever else waits."""
         return self._led and (self._election is None or self._election.leads())
-
-    def not_leading(self) -> str:
-        """What a caller is told who asks for more than a standby can give."""
-        leader = self._election.leader if self._election else ""
-        return f"this router is a standby; {leader or 'no router'} leads"
 
     def lead(self) -> None:
         """Begin a term with the stored state.
@@ -230,11 +283,16 @@ class RouterService(rpc.RouterServicer):
             len(self._state.members),
         )
 
+    def require_leading(self) -> None:
+        """Raises NotLeading: another router decides."""
+        if not self.leads():
+            leader = self._election.leader if self._election else ""
+            raise NotLeading(f"this router is a standby; {leader or 'no router'} leads")
+
     @property
     def state(self) -> State:
         """What is known now. Raises NotLeading: then nothing is."""
-        if not self.leads():
-            raise NotLeading(self.not_leading())
+        self.require_leading()
         return self._state
 
     @property
@@ -299,46 +357,43 @@ class RouterService(rpc.RouterServicer):
                     raise
 
     async def Join(self, request: pb.JoinRequest, context: Context) -> pb.JoinReply:
-        for command in await self._answer(from_message(Join, request), context):
-            if isinstance(command, Refused):
-                log.warning(
-                    "join_refused pool=%s address=%s reason=%s",
-                    request.pool,
-                    request.address,
-                    command.message,
-                )
-                await context.abort(grpc.StatusCode.FAILED_PRECONDITION, command.message)
-            if isinstance(command, Joined):
-                log.info("joined name=%s address=%s pid=%d", command.name, request.address, request.pid)
-                self._watch_exit(request.host, request.pid)
-                identity = Identity(
-                    name=command.name,
-                    incarnation=command.incarnation,
-                    term=self._state.term,
-                    lease_s=self._config.lease_s,
-                    renew_s=self._config.renew_s,
-                )
-                return to_message(identity, salt=self._state.salt)
-        raise RuntimeError("the core answered a Join with neither Joined nor Refused")
+        del context
+        commands = self.apply(from_message(Join, request))
+        if refused := _first(Refused, commands):
+            said = (request.pool, request.address, refused.message)
+            log.warning("join_refused pool=%s address=%s reason=%s", *said)
+            raise CallRefused(grpc.StatusCode.FAILED_PRECONDITION, refused.message)
+        joined = _first(Joined, commands)
+        if joined is None:
+            raise RuntimeError("the core answered a Join with neither Joined nor Refused")
+        log.info("joined name=%s address=%s pid=%d", joined.name, request.address, request.pid)
+        self._watch_exit(request.host, request.pid)
+        identity = Identity(
+            name=joined.name,
+            incarnation=joined.incarnation,
+            term=self._state.term,
+            lease_s=self._config.lease_s,
+            renew_s=self._config.renew_s,
+        )
+        return to_message(identity, salt=self._state.salt)
 
     async def Renew(self, request: pb.RenewRequest, context: Context) -> pb.RenewReply:
-        commands = await self._answer(renewed_of(request), context)
-        if any(isinstance(c, UnknownMember) for c in commands):
+        del context
+        if _first(UnknownMember, self.apply(renewed_of(request))):
             gone = next((g for g in self._state.gone if g.incarnation == request.incarnation), None)
             reason = gone.reason if gone else ""
             return pb.RenewReply(fenced=True, drained=reason in ORDERLY, reason=reason)
-        acked = Acked(
-            name=request.name, incarnation=request.incarnation, epoch=request.acked, salt=request.salt
-        )
-        await self._answer(acked, context)
+        name, incarnation = request.name, request.incarnation
+        self.apply(Acked(name=name, incarnation=incarnation, epoch=request.acked, salt=request.salt))
         if routed := routed_of(request):
-            await self._answer(routed, context)
+            self.apply(routed)
             self.counts.add_rows(self._state, routed)
         if request.totals:
             self.counts.add_totals(request.name, totals_of(request))
         return pb.RenewReply(term=self._state.term, epoch=self._state.epoch, salt=self._state.salt)
 
     async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.View]:
+        del context
         watcher = Watcher(request.incarnation, taken_of(request))
         self._watchers.add(watcher)
         self.injections.attach(request.name, watcher)
@@ -358,31 +413,35 @@ class RouterService(rpc.RouterServicer):
         finally:
             self._watchers.discard(watcher)
             self.injections.detach(request.name, watcher)
-        await refuse_as_standby(context, self.not_leading())
+        self.require_leading()
 
     async def Loaded(self, request: pb.LoadedRequest, context: Context) -> pb.LoadedReply:
-        commands = await self._answer(loaded_of(request), context)
+        del context
+        commands = self.apply(loaded_of(request))
         return pb.LoadedReply(
-            fenced=any(isinstance(c, UnknownMember) for c in commands),
-            stale=any(isinstance(c, Stale) for c in commands),
+            fenced=_first(UnknownMember, commands) is not None, stale=_first(Stale, commands) is not None
         )
 
     async def Suspect(self, request: pb.SuspectRequest, context: Context) -> pb.SuspectReply:
+        del context
         log.warning("suspected name=%s by=%s reason=%s", request.name, request.by, request.reason)
-        await self._answer(from_message(Suspected, request), context)
+        self.apply(from_message(Suspected, request))
         return pb.SuspectReply()
 
     async def Leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveReply:
-        await self._answer(from_message(Left, request), context)
+        del context
+        self.apply(from_message(Left, request))
         return pb.LeaveReply()
 
     async def ReportExit(self, request: pb.ReportExitRequest, context: Context) -> pb.ReportExitReply:
-        commands = await self._answer(from_message(Exited, request), context)
-        return pb.ReportExitReply(name=next((c.name for c in commands if isinstance(c, Fenced)), ""))
+        del context
+        fenced = _first(Fenced, self.apply(from_message(Exited, request)))
+        return pb.ReportExitReply(name=fenced.name if fenced else "")
 
     async def Launches(
         self, request: pb.LaunchesRequest, context: Context
     ) -> AsyncIterator[pb.LaunchCommand]:
+        del context
         queue: asyncio.Queue[StartProcess | StopProcess | None] = asyncio.Queue()
         replaced = self._launchers.get(request.host)
         self._launchers[request.host] = queue
@@ -390,42 +449,28 @@ class RouterService(rpc.RouterServicer):
             replaced.put_nowait(None)
         try:
             log.info("launcher_attached host=%s", request.host)
-            await self._answer(from_message(LauncherAttached, request), context)
+            self.apply(from_message(LauncherAttached, request))
             while (command := await queue.get()) is not None:
                 yield launch_message(command)
         finally:
             if self._launchers.get(request.host) is queue:
                 del self._launchers[request.host]
-                self._detached(request.host)
+                self._report(LauncherDetached(host=request.host))
 
     async def Scale(self, request: pb.ScaleRequest, context: Context) -> pb.ScaleReply:
-        if not 0 <= request.drain_s <= LONGEST_DRAIN_S:
-            found = f"drain_s {request.drain_s:g} found; give seconds, 0 (the default) to {LONGEST_DRAIN_S:g}"
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, found)
-        try:
-            scaled = self.scale(scale_of(request))
-        except JournalUnusable as error:
-            await _abort(context, str(error))
-        if isinstance(scaled, Refused):
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, scaled.message)
-            raise RuntimeError("abort returned")
-        return pb.ScaleReply(pool=to_message(scaled))
+        del context
+        return pb.ScaleReply(pool=to_message(self.scale(scale_of(request))))
 
-    def scale(self, event: Scale) -> PoolSize | Refused:
+    def scale(self, event: Scale) -> PoolSize:
         """Change a pool's wanted size; returns what the pool is like then.
 
         Raises:
+            CallRefused: no such pool, or a size that it may not have.
             JournalUnusable: then nothing has happened.
         """
-        try:
-            commands = self._apply(event)
-        except NotLeading:
-            raise
-        except JournalUnusable as error:
-            self._set_problem(str(error))
-            raise
-        refused = next((command for command in commands if isinstance(command, Refused)), None)
-        return refused or pool_size(self._config, self._state, event.pool)
+        if refused := _first(Refused, self.apply(event)):
+            raise CallRefused(grpc.StatusCode.INVALID_ARGUMENT, refused.message)
+        return pool_size(self._config, self._state, event.pool)
 
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusReply:
         del context
@@ -441,40 +486,33 @@ class RouterService(rpc.RouterServicer):
         return to_message(status)
 
     async def Inject(self, request: pb.InjectRequest, context: Context) -> pb.InjectReply:
-        try:
-            self.injections.require_no_key()
-            injection = await self.injections.inject(request.names, from_message(Fault, request.fault))
-        except (FaultRefused, FaultInvalid) as error:
-            await context.abort(status_of(error), str(error))
-            raise RuntimeError("abort returned") from error
+        del context
+        self.injections.require_no_key()
+        injection = await self.injections.inject(request.names, from_message(Fault, request.fault))
         return pb.InjectReply(id=injection.fault.id)
 
     async def Clear(self, request: pb.ClearRequest, context: Context) -> pb.ClearReply:
-        try:
-            self.injections.require_no_key()
-            return pb.ClearReply(ids=self.injections.clear(request.id))
-        except FaultRefused as error:
-            await context.abort(status_of(error), str(error))
-            raise RuntimeError("abort returned") from error
+        del context
+        self.injections.require_no_key()
+        return pb.ClearReply(ids=self.injections.clear(request.id))
 
     async def Faults(self, request: pb.FaultsRequest, context: Context) -> pb.FaultsReply:
         del request, context
         return pb.FaultsReply(injections=[to_message(known) for known in self.injections.known()])
 
-    async def _answer(self, event: Event, context: Context) -> list[Command]:
+    def apply(self, event: Event) -> list[Command]:
+        """What the core answers to an event, once it is durable. Raises JournalUnusable: then nothing has happened."""
         try:
             return self._apply(event)
-        except NotLeading as error:
-            await refuse_as_standby(context, str(error))
+        except NotLeading:
+            raise
         except JournalUnusable as error:
             self._set_problem(str(error))
-            await _abort(context, str(error))
+            raise
 
     def _apply(self, event: Event) -> list[Command]:
-        """Raises JournalUnusable: then nothing has happened."""
         # Before anything is answered, even what changes nothing: another may have decided otherwise since.
-        if not self.leads():
-            raise NotLeading(self.not_leading())
+        self.require_leading()
         state, commands = step(self._config, self._state, event, self._clock())
         if self._problem and any(isinstance(c, Publish) for c in commands):
             raise JournalUnusable(self._problem)
@@ -517,27 +555,20 @@ class RouterService(rpc.RouterServicer):
         if host == self._host:
             self._exits.watch(pid)
 
-    def _ended(self, pid: int) -> None:
+    def _exit_seen(self, pid: int) -> None:
         log.info("exit_seen pid=%d", pid)
-        try:
-            self._apply(Exited(host=self._host, pid=pid))
-        except NotLeading:
-            return  # Whoever leads next watches every member that is then left.
-        except JournalUnusable as error:
-            self._set_problem(str(error))
-            # The proof must not be lost: it is given again until it can be written down.
-            asyncio.get_running_loop().call_later(self._config.tick_s, self._ended, pid)
+        self._report(Exited(host=self._host, pid=pid))
 
-    def _detached(self, host: str) -> None:
-        if host in self._launchers:
+    def _report(self, event: Exited | LauncherDetached) -> None:
+        """What this router saw itself must not be lost: it is said again until it can be written down."""
+        if isinstance(event, LauncherDetached) and event.host in self._launchers:
             return  # Another launcher has come: what it said replaces what was known of this one.
         try:
-            self._apply(LauncherDetached(host=host))
+            self.apply(event)
         except NotLeading:
-            return
-        except JournalUnusable as error:
-            self._set_problem(str(error))
-            asyncio.get_running_loop().call_later(self._config.tick_s, self._detached, host)
+            return  # Whoever leads next watches every member that is then left, and hears launchers anew.
+        except JournalUnusable:
+            asyncio.get_running_loop().call_later(self._config.tick_s, self._report, event)
 
     def _set_problem(self, problem: str) -> None:
         if problem == self._problem:
@@ -566,13 +597,9 @@ class RouterService(rpc.RouterServicer):
             await self.health.set(name, status.SERVING if well else status.NOT_SERVING)
 
 
-async def _abort(context: Context, message: str) -> NoReturn:
-    await context.abort(grpc.StatusCode.UNAVAILABLE, message)
-    raise RuntimeError("abort returned")
+def _first(kind: type[_Command], commands: list[Command]) -> _Command | None:
+    return next((command for command in commands if isinstance(command, kind)), None)
 
-
-if TYPE_CHECKING:
-    from router.admin import AdminListener
 
 _MOST_STREAMS = 4096
 _GRACE_S = 0.2
@@ -586,43 +613,30 @@ class CannotListen(Exception):
 
 
 async def serve(
+    options: RouterOptions,
     config: Config,
     store: Store,
-    port: int,
+    election: Election | None,
     stop: asyncio.Event,
     ready: Callable[[str, str], None],
-    election: Election | None = None,
-    admin: Callable[[RouterService], AdminListener] | None = None,
-    allow_chaos: bool = False,
-    host: str = LOOPBACK,
-    advertise: str = "",
-    credentials: Credentials | None = None,
 ) -> None:
     """Serve until `stop` is set.
 
     Args:
-        port: 0 = any.
-        ready: called with the addresses of the router and its admin listener once it leads, or stands by.
         election: None where there is only one router.
-        admin: makes the admin listener; None: there is none, and its address is empty.
-        allow_chaos: faults may be injected into members that allow it.
-        host: IP address to listen on.
-        advertise: name of this machine for the others; empty: the host.
-        credentials: every caller must prove its role; None: no TLS, on loopback alone.
+        ready: called with the addresses of the router and its admin listener (empty: there is none) once it leads, or
+            stands by.
 
     Raises:
-        Exposed: other machines could reach it, and there is no TLS.
-        CannotListen: the port is taken, or the admin listener's.
+        CannotListen: a port is taken, or the file of the admin listener's key holds none.
+        CredentialsInvalid: as --tls-dir says.
+        Exposed: other machines could reach the admin listener, and it has no TLS or no key.
         JournalUnusable: the journal cannot be read or written.
     """
-    bound_host = bound_address("--host", host, {"TLS (--tls-dir)": credentials is not None})
-    told_host = told_address("--host", bound_host, advertise)
-    service = RouterService(config, store, election=election, allow_chaos=allow_chaos)
+    credentials = child.credentials(options, ROUTER)
+    service = RouterService(config, store, election=election, allow_chaos=options.allow_chaos)
     server = grpc.aio.server(
-        interceptors=(
-            *((RequireRoles(),) if credentials is not None else ()),
-            RefuseUnlessLeading(service.leads, service.not_leading),
-        ),
+        interceptors=(Guard(service, needs_roles=credentials is not None),),
         options=(
             ("grpc.so_reuseport", 0),
             ("grpc.max_concurrent_streams", _MOST_STREAMS),
@@ -632,13 +646,13 @@ async def serve(
         ),
     )
     try:
-        at = host_port(bound_host, port)
+        at = host_port(options.bound_host, options.port)
         bound = (
             server.add_secure_port(at, credentials.server()) if credentials else server.add_insecure_port(at)
         )
     except RuntimeError as error:
         raise CannotListen(
-            f"port {port} of {bound_host} cannot be used ({error}): "
+            f"port {options.port} of {options.bound_host} cannot be used ({error}): "
             f"stop what listens there or give another --port"
         ) from error
     rpc.add_RouterServicer_to_server(service, server)
@@ -646,13 +660,18 @@ async def serve(
     keda_rpc.add_ExternalScalerServicer_to_server(ExternalScaler(config, lambda: service.state), server)
     names = (SERVICE, KEDA_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
-    listener = admin(service) if admin is not None else None
+    listener = None
+    if options.admin_port is not None:
+        # Here: only a router that has this listener loads its libraries.
+        from router.admin import listen
+
+        listener = listen(options, config, service, credentials)
     if election is None:
         service.lead()
     else:
         await election.reach()
     await server.start()
-    address = host_port(told_host, bound)
+    address = host_port(options.told_host, bound)
     # A commit to etcd may wait for the network, and is judged by the lease there.
     heartbeat = ending(
         lambda: service.turns, bound_s=_HUNG_S if election is None else _LONGEST_S, longest_s=_LONGEST_S

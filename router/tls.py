@@ -10,11 +10,10 @@ logged, and what was there before stays in use.
 
 from __future__ import annotations
 
-import inspect
 import logging
 import ssl
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -205,8 +204,6 @@ def _prove(client: ssl.SSLContext, server: ssl.SSLContext, role: str) -> None:
         raise ValueError(f"{CERT} says the role {found or 'of nobody'}, {role} is needed")
 
 
-log = logging.getLogger(__name__)
-
 _KINDS = {
     (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
     (False, True): ("unary_stream", grpc.unary_stream_rpc_method_handler),
@@ -215,7 +212,8 @@ _KINDS = {
 }
 
 
-def _why_not(context: Any, method: str, request: object) -> str:
+def why_not(context: Any, method: str, request: object) -> str:
+    """Why who calls a gRPC method may not; empty: it may. A refusal is logged."""
     role = caller_role(context)
     reason = refusal(role, method) or claim_refusal(role, method, request)
     if reason:
@@ -223,7 +221,8 @@ def _why_not(context: Any, method: str, request: object) -> str:
     return reason
 
 
-def _rebuilt(handler: Any, guard: Callable[[Any], Any]) -> grpc.RpcMethodHandler:
+def guarded(handler: Any, guard: Callable[[Any], Any]) -> grpc.RpcMethodHandler:
+    """The handler with its method put behind `guard`, which makes one of the same form."""
     name, make = _KINDS[bool(handler.request_streaming), bool(handler.response_streaming)]
     return make(
         guard(getattr(handler, name)),
@@ -232,46 +231,8 @@ def _rebuilt(handler: Any, guard: Callable[[Any], Any]) -> grpc.RpcMethodHandler
     )
 
 
-class RequireRoles(grpc.aio.ServerInterceptor):
-    """For a server of asyncio: PERMISSION_DENIED, and why, unless the caller's certificate allows the method."""
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        """The method behind the check."""
-        handler: Any = await continuation(handler_call_details)
-        if handler is None:
-            return handler
-        method: str = handler_call_details.method
-
-        async def check(request: Any, context: Any) -> None:
-            if reason := _why_not(context, method, request):
-                await context.abort(grpc.StatusCode.PERMISSION_DENIED, reason)
-
-        def guard(behaviour: Callable[..., Any]) -> Callable[..., Any]:
-            async def one(request: Any, context: Any) -> Any:
-                await check(request, context)
-                return await behaviour(request, context)
-
-            async def many(request: Any, context: Any) -> AsyncIterator[Any]:
-                await check(request, context)
-                answers = behaviour(request, context)
-                if inspect.isawaitable(answers):
-                    # Health writes its answers itself.
-                    await answers
-                    return
-                async for answer in answers:
-                    yield answer
-
-            return many if handler.response_streaming else one
-
-        return _rebuilt(handler, guard)
-
-
 class RequireRolesThreaded(grpc.ServerInterceptor):
-    """The same for a server of threads."""
+    """For a server of threads: PERMISSION_DENIED, and why, unless the caller's certificate allows the method."""
 
     def intercept_service(
         self,
@@ -286,7 +247,7 @@ class RequireRolesThreaded(grpc.ServerInterceptor):
 
         def guard(behaviour: Callable[..., Any]) -> Callable[..., Any]:
             def checked(request: Any, context: Any, *more: Any) -> Any:
-                if reason := _why_not(context, method, request):
+                if reason := why_not(context, method, request):
                     context.abort(grpc.StatusCode.PERMISSION_DENIED, reason)
                 return behaviour(request, context, *more)
 
@@ -296,4 +257,4 @@ class RequireRolesThreaded(grpc.ServerInterceptor):
                     setattr(checked, name, getattr(behaviour, name))
             return checked
 
-        return _rebuilt(handler, guard)
+        return guarded(handler, guard)

@@ -28,7 +28,7 @@ from router.events import StartProcess
 from router.journal import Journal
 from router.proto import router_pb2 as pb
 from router.proto import router_pb2_grpc as rpc
-from router.service import RouterService
+from router.service import NotLeading, RouterService
 from router.state import Config
 from router.view import PROTOCOL
 from tests.etcd import EtcdProcess, etcd_process
@@ -291,23 +291,16 @@ def test_a_call_in_progress_when_the_lease_ends_decides_nothing(tmp_path: Path) 
         def leads(self) -> bool:
             return self.held
 
-    class Refused(Exception):
-        pass
-
-    class Call:
-        async def abort(self, code: grpc.StatusCode, details: str, metadata: object = ()) -> None:
-            raise Refused(code, details)
-
     async def scene() -> None:
         lease: Any = Lease()
-        call: Any = Call()
+        call: Any = None
         service = RouterService(Config(), Journal(tmp_path / "journal"), election=lease)
         service.lead()
         joined = await service.Join(pb.JoinRequest(protocol=PROTOCOL, pool="gateway", host=HOST, pid=1), call)
         renewal = pb.RenewRequest(name=joined.name, incarnation=joined.incarnation)
         assert not (await service.Renew(renewal, call)).fenced
         lease.held = False
-        with pytest.raises(Refused, match=r"this router is a standby; 127[.]0[.]0[.]1:2 leads"):
+        with pytest.raises(NotLeading, match=r"this router is a standby; 127[.]0[.]0[.]1:2 leads"):
             await service.Renew(renewal, call)
         service.step_down()
 

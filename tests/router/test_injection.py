@@ -15,7 +15,6 @@ import pytest
 from router.client import FaultRefused, RouterClient
 from router.faults import KINDS, POINT_WAIT_S, POINTS, Fault, FaultInvalid, FaultsTaken
 from router.injection import MOST_ACTIVE, Injections, Watcher
-from router.injection import FaultRefused as NotInjected
 from router.messages import from_message, to_message
 from router.proto import router_pb2 as pb
 from tests.router.test_service import HOST, RouterProcess, until
@@ -48,6 +47,11 @@ class Member:
         ).name
         self.client.start(faults=taker)
 
+    @property
+    def told(self) -> list[Fault | str]:
+        assert self.taker is not None
+        return self.taker.told
+
 
 @pytest.fixture
 def router(tmp_path: Path) -> Iterator[RouterProcess]:
@@ -78,15 +82,15 @@ def test_each_member_named_is_told_at_once_and_nobody_else(join: Join) -> None:
     fault = Fault(id="", kind="loss", share=0.25, peers=(third.name,), for_s=30.0, seed=(1 << 64) - 1)
     began_s = time.monotonic()
     given = first.client.inject([first.name, second.name, first.name], fault)
-    until(lambda: first.taker.told and second.taker.told)
+    until(lambda: first.told and second.told)
     told = Fault.from_dict(fault.to_dict() | {"id": given})
-    assert (first.taker.told, second.taker.told, third.taker.told) == ([told], [told], [])
+    assert (first.told, second.told, third.told) == ([told], [told], [])
     (known,) = third.client.faults()
     assert (known.fault, known.names, known.active) == (told, (first.name, second.name), True)
     assert 29 - (time.monotonic() - began_s) < known.remaining_s <= 30
     assert known.ends_s - known.began_s == pytest.approx(30)
     assert third.client.clear(given) == [given]
-    until(lambda: first.taker.told[1:] == [given] == second.taker.told[1:])
+    until(lambda: first.told[1:] == [given] == second.told[1:])
     assert [known.active for known in third.client.faults()] == [False]
     assert third.client.clear() == []
 
@@ -129,7 +133,7 @@ def test_what_cannot_be_done_is_refused_and_nobody_is_told(join: Join) -> None:
     ):
         with pytest.raises(FaultRefused, match=words):
             willing.client.inject(names, fault)
-    assert willing.taker.told == [] == willing.client.faults()
+    assert willing.told == [] == willing.client.faults()
     willing.client.inject([willing.name], Fault(id="a", kind="loss"))
     with pytest.raises(FaultRefused, match="'a' is active already"):
         willing.client.inject([willing.name], Fault(id="a", kind="loss"))
@@ -158,7 +162,7 @@ def test_a_router_that_does_not_allow_chaos_passes_nothing_on(tmp_path: Path) ->
         ):
             with pytest.raises(FaultRefused, match="router was not started with --allow-chaos"):
                 act()
-        assert member.client.faults() == [] == member.taker.told
+        assert member.client.faults() == [] == member.told
     finally:
         member.client.close()
         router.stop(signal.SIGKILL)
@@ -168,11 +172,11 @@ def test_a_router_that_came_back_finds_its_members_again(router: RouterProcess, 
     member = join(Taker())
     member.client.inject([member.name], Fault(id="a", kind="loss", for_s=60.0))
     router.stop(signal.SIGKILL)
-    until(lambda: member.taker.told, 2)
+    until(lambda: member.told, 2)
     router.start()
     assert member.client.faults() == [], "what was injected is the member's to end"
     member.client.inject([member.name], Fault(id="b", kind="loss", for_s=60.0))
-    until(lambda: len(member.taker.told) == 2, 2)
+    until(lambda: len(member.told) == 2, 2)
 
 
 def test_a_router_that_came_back_clears_what_it_never_heard_of(router: RouterProcess, join: Join) -> None:
@@ -181,8 +185,8 @@ def test_a_router_that_came_back_clears_what_it_never_heard_of(router: RouterPro
     router.stop(signal.SIGKILL)
     router.start()
     assert member.client.clear() == []
-    until(lambda: member.taker.told[1:] == [""], 3)
-    until(lambda: member.client.clear("x") == [] and "x" in member.taker.told, 3)
+    until(lambda: member.told[1:] == [""], 3)
+    until(lambda: member.client.clear("x") == [] and "x" in member.told, 3)
     second = member.client.inject([member.name], Fault(id="", kind="loss", for_s=60.0))
     assert second != first, "an id is given once, whoever gives it"
 
@@ -196,7 +200,7 @@ def test_a_fault_that_a_process_cannot_do_leaves_it_a_member(join: Join) -> None
     member = join(Broken())
     for number in range(2):
         member.client.inject([member.name], Fault(id=str(number), kind="loss"))
-    until(lambda: len(member.taker.told) == 2, 2)
+    until(lambda: len(member.told) == 2, 2)
 
 
 def test_faults_are_counted_and_members_report_theirs(router: RouterProcess, join: Join) -> None:
@@ -254,7 +258,7 @@ def test_what_a_stream_did_not_carry_was_not_injected() -> None:
     async def scene() -> None:
         scene = Scene()
         watcher = scene.watch()
-        with pytest.raises(NotInjected, match="expert/1 could not be told: the fault is taken back"):
+        with pytest.raises(FaultRefused, match="expert/1 could not be told: the fault is taken back"):
             await scene.inject(kind="partition", for_s=60.0)
         assert not scene.injections.active
         scene.injections.detach("expert/1", watcher)
@@ -315,7 +319,7 @@ def test_a_process_is_frozen_once_at_a_time() -> None:
         scene = Scene()
         watcher = scene.watch()
         await scene.inject(watcher, id="long", kind="freeze", for_s=60.0)
-        with pytest.raises(NotInjected, match="expert/1 is under the freeze long already"):
+        with pytest.raises(FaultRefused, match="expert/1 is under the freeze long already"):
             await scene.inject(watcher, kind="freeze", for_s=1.0)
         scene.injections.clear("long")
         await scene.inject(watcher, kind="freeze", for_s=1.0)

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import pytest
 
 from router import service as shell
 from router.events import Event, Join, Loaded, Renewed, StartProcess, Tick
+from router.faults import FaultInvalid
+from router.injection import ChaosNotAllowed, KeyNeeded, TooManyFaults
 from router.journal import JournalUnusable
-from router.messages import from_message, renewed_of
+from router.keda import NothingReported, TriggerInvalid
+from router.messages import STANDBY, from_message, renewed_of
 from router.proto import router_pb2 as pb
-from router.service import RouterService
+from router.service import CallRefused, Guard, NotLeading, RouterService
 from router.state import Config, State
 from router.view import PROTOCOL
 
@@ -45,19 +50,22 @@ class Memory:
         pass
 
 
-class Refused(Exception):
+class Aborted(Exception):
     pass
 
 
 class Call:
     async def abort(self, code: grpc.StatusCode, details: str, metadata: object = ()) -> None:
-        raise Refused(code, details)
+        raise Aborted(code, details, metadata)
+
+
+CALL: Any = Call()
 
 
 class Scene:
     """A leading router whose time passes by hand."""
 
-    def __init__(self, config: Config, election: object = None) -> None:
+    def __init__(self, config: Config, election: Any = None) -> None:
         self.store = Memory()
         self.now_s = 0.0
         self.service = RouterService(config, self.store, clock=lambda: self.now_s, election=election)
@@ -89,8 +97,8 @@ def test_a_launcher_that_goes_while_nothing_can_be_written_is_forgotten_once_it_
     async def scene() -> None:
         scene = Scene(Config(experts_wanted=3, attention_wanted=0, form_s=1.0))
         service, store = scene.service, scene.store
-        orders = service.Launches(pb.LaunchesRequest(host=HOST), Call())
-        first = asyncio.create_task(anext(orders))
+        orders: Any = service.Launches(pb.LaunchesRequest(host=HOST), CALL)
+        first = asyncio.ensure_future(anext(orders))
         await asyncio.sleep(0)
         for pid in (100, 101):
             request = pb.JoinRequest(
@@ -137,7 +145,7 @@ def test_a_tick_that_fails_does_not_end_the_router_unless_all_do(monkeypatch: py
     monkeypatch.setattr(shell, "step", faulty)
 
     async def status(service: RouterService) -> str:
-        return (await service.Status(pb.StatusRequest(), Call())).problem
+        return (await service.Status(pb.StatusRequest(), CALL)).problem
 
     async def scene() -> None:
         nonlocal faults
@@ -173,8 +181,8 @@ def test_what_was_saved_too_late_orders_no_process() -> None:
             lease.held = False
 
         scene.store.on_save = lose
-        orders = service.Launches(pb.LaunchesRequest(host=HOST), Call())
-        first = asyncio.create_task(anext(orders))
+        orders: Any = service.Launches(pb.LaunchesRequest(host=HOST), CALL)
+        first = asyncio.ensure_future(anext(orders))
         for _ in range(5):
             await asyncio.sleep(0)
         assert [start.pool for start in service._state.starts] == ["expert"]
@@ -190,8 +198,61 @@ def test_what_was_saved_too_late_orders_no_process() -> None:
 def test_a_drain_without_end_is_refused(drain_s: float) -> None:
     async def scene() -> None:
         service = Scene(Config()).service
-        with pytest.raises(Refused, match=r"drain_s .* found; give seconds"):
-            await service.Scale(pb.ScaleRequest(pool="expert", wanted=1, drain_s=drain_s), Call())
+        with pytest.raises(CallRefused, match=r"drain_s is .*; give more than 0 and at most 1000000"):
+            await service.Scale(pb.ScaleRequest(pool="expert", wanted=1, drain_s=drain_s), CALL)
         service.step_down()
 
     asyncio.run(scene())
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "metadata"),
+    [
+        (NotLeading("another leads"), grpc.StatusCode.UNAVAILABLE, ((STANDBY, "1"),)),
+        (JournalUnusable("disk full"), grpc.StatusCode.UNAVAILABLE, ()),
+        (NothingReported("no load"), grpc.StatusCode.UNAVAILABLE, ()),
+        (TriggerInvalid("no pool"), grpc.StatusCode.INVALID_ARGUMENT, ()),
+        (CallRefused(grpc.StatusCode.INVALID_ARGUMENT, "too many"), grpc.StatusCode.INVALID_ARGUMENT, ()),
+        (FaultInvalid("no fault"), grpc.StatusCode.INVALID_ARGUMENT, ()),
+        (TooManyFaults("64 faults"), grpc.StatusCode.RESOURCE_EXHAUSTED, ()),
+        (KeyNeeded("no key"), grpc.StatusCode.PERMISSION_DENIED, ()),
+        (ChaosNotAllowed("not allowed"), grpc.StatusCode.FAILED_PRECONDITION, ()),
+    ],
+)
+def test_what_an_answer_raises_is_told_as_a_status(
+    error: Exception, code: grpc.StatusCode, metadata: object
+) -> None:
+    """By calls of one answer and of many; what comes before the error is still told."""
+
+    async def one(request: object, context: object) -> None:
+        raise error
+
+    async def many(request: object, context: object) -> AsyncIterator[int]:
+        yield 7
+        raise error
+
+    async def judge() -> None:
+        service = Scene(Config()).service
+
+        async def guarded(handler: Any) -> Any:
+            async def found(details: object) -> Any:
+                return handler
+
+            details: Any = SimpleNamespace(method="/router.v1.Router/Watch")
+            return await Guard(service, needs_roles=False).intercept_service(found, details)
+
+        unary = await guarded(grpc.unary_unary_rpc_method_handler(one))
+        with pytest.raises(Aborted) as told:
+            await unary.unary_unary(None, CALL)
+        assert told.value.args == (code, str(error), metadata)
+        stream = await guarded(grpc.unary_stream_rpc_method_handler(many))
+        answers = stream.unary_stream(None, CALL)
+        assert await anext(answers) == 7
+        with pytest.raises(Aborted) as told:
+            await anext(answers)
+        assert told.value.args == (code, str(error), metadata)
+        service.step_down()
+        with pytest.raises(Aborted, match="no router leads"):
+            await anext(stream.unary_stream(None, CALL))
+
+    asyncio.run(judge())
