@@ -22,7 +22,7 @@ from eaas.gateway.pool import WorkerPool
 from eaas.gateway.served_model import ServedModel
 from eaas.gateway.status import RouterStatus
 from eaas.gateway.stream import EventStream, Exchange, Work
-from router.view import HEARS, View
+from router.view import View
 
 R = TypeVar("R", bound=BaseModel)
 
@@ -89,7 +89,7 @@ class Gateway:
         """Start the pool and follow the router until shutdown."""
         loop = self._loop = asyncio.get_running_loop()
         pool = self._pool = WorkerPool(self.config, self.metrics, self.model.fingerprint)
-        self.metrics.workers, self.metrics.waiting = pool.seen, lambda: pool.waiting
+        self.metrics.workers, self.metrics.waiting = pool.links, lambda: pool.waiting
         gauges = self.metrics.gauges
         gauges["eaas_running"] = ("Requests in progress.", lambda: self.running)
         gauges["eaas_choices"] = ("Choices in flight.", lambda: pool.running)
@@ -108,7 +108,7 @@ class Gateway:
 
         pool.on_silent = on_silent
         # It may wait a moment for the router.
-        await asyncio.to_thread(self.views.start, on_view, GatewayLoad(pool))
+        await asyncio.to_thread(self.views.start, on_view, pool.load)
         try:
             async with self.dashboard.running():
                 yield
@@ -247,40 +247,3 @@ class Gateway:
     def release(self) -> None:
         """One request has ended."""
         self.running -= 1
-
-
-# Workers with work speak every 50 ms.
-_HEARD_S = 1.0
-
-
-class GatewayLoad:
-    """The load report that goes with each lease renewal, from which the router and autoscalers judge whether workers
-    are missing; called on the router client's thread.
-    """
-
-    def __init__(self, pool: WorkerPool) -> None:
-        self._pool = pool
-
-    def __call__(self) -> dict[str, float]:
-        """running: choices at a worker. waiting: those without one; backlog_tokens: to be computed for these, and
-        queue_s: the age of the oldest. ttft_p99_s, tpot_p99_s: of the last minute, absent when nothing ended in it.
-        hears:NAME: 1 for each attention worker that spoke in the last second.
-        """
-        now_s = time.monotonic()
-        waiting = self._pool.queue()
-        oldest_s = min((sequence.waiting_since_s for sequence in waiting), default=now_s)
-        load = {
-            "running": float(self._pool.running - len(waiting)),
-            "waiting": float(len(waiting)),
-            "backlog_tokens": float(sum(self._pool.cost_of(sequence) for sequence in waiting)),
-            "queue_s": now_s - oldest_s,
-        }
-        for name, seen in (
-            ("ttft_p99_s", self._pool.metrics.recent_ttft),
-            ("tpot_p99_s", self._pool.metrics.recent_tpot),
-        ):
-            p99_s = seen.p99_s(now_s)
-            if p99_s is not None:
-                load[name] = p99_s
-        heard = (link for link in self._pool.links() if now_s - link.heard_s < _HEARD_S)
-        return load | {HEARS + link.name: 1.0 for link in heard}

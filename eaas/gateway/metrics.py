@@ -1,19 +1,25 @@
-"""What the gateway counts, and its /metrics page. One event loop writes; no locks on the token path."""
+"""What the gateway counts, and its /metrics page. One event loop writes; no locks on the token path.
+
+Beside its own names the page has those that vLLM gave, which dashboards and the Gateway API inference extension read.
+Each means what it means there, summed over the attention workers behind this gateway; those of vLLM that have no
+counterpart here are left out rather than faked. docs/metrics.md lists what there is.
+"""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
+from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from eaas.gateway.fleet import Ledger, Seen
-from eaas.gateway.sequence import Sequence as TokenSequence
-from eaas.gateway.vllm_metrics import vllm_families
+from eaas.gateway.failover import Sequence as TokenSequence
+from eaas.gateway.link import WorkerLink
+from eaas.worker.protocol import WorkerLoad
 
 TTFT_BOUNDS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 ITL_BOUNDS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
@@ -22,20 +28,16 @@ TOKEN_BOUNDS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 200
 WINDOW_S = 60.0
 # Shown from the start: a counter that begins with its first event hides that event from rate().
 REPLAYS = (
-    "worker_lost",
-    "silent",
-    "drained",
-    "shared",
-    "resumed",
-    "overloaded",
-    "class_lost",
-    "expert_lost",
-    "shutting_down",
-    "token_gap",
-)
+    "worker_lost", "silent", "drained", "shared", "resumed", "overloaded", "class_lost", "expert_lost",
+    "shutting_down", "token_gap",
+)  # fmt: skip
 REFUSALS = ("requests", "tokens", "key", "key_requests", "key_tokens")
+FINISHES = ("stop", "length", "abort", "error")
 # A percentile of the newest so many says enough; memory stays bounded.
 MOST_KEPT = 4096
+# Workers whose counters are remembered: one that comes back must not be counted twice.
+_REMEMBERED = 256
+_NOTHING = WorkerLoad()
 
 
 class Histogram:
@@ -78,6 +80,31 @@ class Recent:
         return found[math.ceil(0.99 * len(found)) - 1] if found else None
 
 
+class Ledger:
+    """Sums of counters over all workers ever heard, so that they only rise though workers come and go.
+
+    Attributes:
+        preemptions: Requests put back for want of KV blocks.
+        looked_up, reused: Tokens of prompts looked for in the KV cache, and found.
+    """
+
+    def __init__(self) -> None:
+        self.preemptions = self.looked_up = self.reused = 0
+        self._last: dict[int, WorkerLoad] = {}
+
+    def heard(self, incarnation: int, load: WorkerLoad | None) -> None:
+        """Add what a worker has counted since the last time, over whichever connection. Args: load: its newest."""
+        if load is None:
+            return
+        last = self._last.pop(incarnation, _NOTHING)
+        self._last[incarnation] = load
+        self.preemptions += max(0, load.preemptions - last.preemptions)
+        self.looked_up += max(0, load.looked_up - last.looked_up)
+        self.reused += max(0, load.reused - last.reused)
+        if len(self._last) > _REMEMBERED:
+            del self._last[next(iter(self._last))]
+
+
 class GatewayMetrics:
     """Counters of one gateway. Also a prometheus-client collector."""
 
@@ -85,58 +112,45 @@ class GatewayMetrics:
         """Args: model_name: as clients name it. ttft_target_s, tpot_target_s: a choice within both is good."""
         self.model_name = model_name
         self._ttft_target_s, self._tpot_target_s = ttft_target_s, tpot_target_s
-        self.requests: dict[tuple[str, int], int] = {}
-        self.prompt_tokens = 0
-        self.output_tokens = 0
-        self.stale_tokens = 0
-        self.replays: dict[str, int] = {}
-        self.class_crossings = 0
-        self.dropped = 0
-        self.disconnects = 0
-        self.refused: dict[str, int] = {}
-        self.silences = 0
-        self.pauses = 0
-        self.slow_readers = 0
-        # Choices that ended, and of them those within the targets of TTFT and TPOT.
-        self.ended = 0
-        self.good = 0
+        self.requests: Counter[tuple[str, int]] = Counter()  # answered, by endpoint and HTTP status
+        self.replays: Counter[str] = Counter()  # choices handed on to another attention worker, by reason
+        self.refused: Counter[str] = Counter()  # requests refused at admission, by the bound that was reached
+        self.finished: Counter[str] = Counter()  # choices that ended: stop, length, abort or error
+        # What these count: see _COUNTERS.
+        self.prompt_tokens = self.output_tokens = self.stale_tokens = self.class_crossings = self.dropped = 0
+        self.disconnects = self.silences = self.pauses = self.slow_readers = self.ended = self.good = 0
         self.ttft = Histogram(TTFT_BOUNDS_S)
         self.itl = Histogram(ITL_BOUNDS_S)
-        self.e2e = Histogram(E2E_BOUNDS_S)
-        self.recent_ttft = Recent()
-        # Of each choice that ended: its tokens after the first, over the time that they took.
-        self.recent_tpot = Recent()
-        self.finished: dict[str, int] = {}
-        self.decode = Histogram(E2E_BOUNDS_S)
         self.tpot = Histogram(ITL_BOUNDS_S)
+        self.e2e = Histogram(E2E_BOUNDS_S)
         self.served = Histogram(E2E_BOUNDS_S)
+        self.decode = Histogram(E2E_BOUNDS_S)
         self.prompt_lengths = Histogram(TOKEN_BOUNDS)
         self.output_lengths = Histogram(TOKEN_BOUNDS)
         self.token_limits = Histogram(TOKEN_BOUNDS)
+        self.recent_ttft = Recent()
+        # Of each choice that ended: its tokens after the first, over the time that they took.
+        self.recent_tpot = Recent()
         self.ledger = Ledger()
         self.gauges: dict[str, tuple[str, Callable[[], float]]] = {}
         # The connected attention workers, and the choices that wait for one.
-        self.workers: Callable[[], Sequence[Seen]] = list
+        self.workers: Callable[[], Sequence[WorkerLink]] = list
         self.waiting: Callable[[], int] = int
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
     def count_request(self, endpoint: str, status: int, took_s: float) -> None:
         """Count one answered request by endpoint and HTTP status (499: the client went away), and its seconds."""
-        self.requests[endpoint, status] = self.requests.get((endpoint, status), 0) + 1
+        self.requests[endpoint, status] += 1
         self.e2e.observe(took_s)
         if status == 200:
             self.served.observe(took_s)
-
-    def count_end(self, reason: str) -> None:
-        """Count one choice that has ended: stop, length, abort or error."""
-        self.finished[reason] = self.finished.get(reason, 0) + 1
 
     def count_whole(self, reason: str, now_s: float, sequence: TokenSequence) -> None:
         """Count one choice that was generated to its end, at monotonic time ``now_s``."""
         output = len(sequence.log.output)
         decode_s = now_s - sequence.first_s
-        self.count_end(reason)
+        self.finished[reason] += 1
         self.decode.observe(decode_s)
         self.prompt_lengths.observe(len(sequence.log.prompt))
         self.output_lengths.observe(output)
@@ -149,13 +163,9 @@ class GatewayMetrics:
         self.ended += 1
         self.good += ttft_s <= self._ttft_target_s and tpot_s <= self._tpot_target_s
 
-    def count_replay(self, reason: str) -> None:
-        """Count one choice handed on to another attention worker."""
-        self.replays[reason] = self.replays.get(reason, 0) + 1
-
     def count_refused(self, reason: str) -> None:
         """Count one request refused at admission, by the bound that was reached."""
-        self.refused[reason] = self.refused.get(reason, 0) + 1
+        self.refused[reason] += 1
 
     def page(self) -> bytes:
         """The text of /metrics."""
@@ -167,97 +177,134 @@ class GatewayMetrics:
 
     def collect(self) -> Iterable[Metric]:
         """All families, read at the moment of the scrape."""
-        requests = CounterMetricFamily(
-            "eaas_requests", "Requests answered, by endpoint and HTTP status.", labels=["endpoint", "status"]
-        )
-        for (endpoint, status), count in sorted(self.requests.items()):
-            requests.add_metric([endpoint, str(status)], count)
-        yield requests
-        replays = CounterMetricFamily(
-            "eaas_replays", "Choices handed on to another attention worker.", labels=["reason"]
-        )
-        for reason, count in sorted({**dict.fromkeys(REPLAYS, 0), **self.replays}.items()):
-            replays.add_metric([reason], count)
-        yield replays
-        refused = CounterMetricFamily(
-            "eaas_refused", "Requests refused at admission, by the bound that was reached.", labels=["reason"]
-        )
-        for reason, count in sorted({**dict.fromkeys(REFUSALS, 0), **self.refused}.items()):
-            refused.add_metric([reason], count)
-        yield refused
-        tokens = CounterMetricFamily("eaas_tokens", "Tokens of served requests, by kind.", labels=["kind"])
-        tokens.add_metric(["prompt"], self.prompt_tokens)
-        tokens.add_metric(["output"], self.output_tokens)
-        yield tokens
-        for name, text, count in (
-            (
-                "eaas_stale_tokens",
-                "Tokens refused: an old attempt, or not the next index.",
-                self.stale_tokens,
-            ),
-            ("eaas_class_crossings", "Choices that went on in another numerics class.", self.class_crossings),
-            (
-                "eaas_dropped_experts",
-                "Requests answered without some lost experts, as they allowed.",
-                self.dropped,
-            ),
-            ("eaas_disconnects", "Requests whose client went away.", self.disconnects),
-            ("eaas_silences", "Workers found silent with work.", self.silences),
-            ("eaas_pauses", "Streams paused until their client had read what it had.", self.pauses),
-            ("eaas_choices_ended", "Choices that ended with their last token.", self.ended),
-            ("eaas_choices_good", "Choices that ended within the targets of TTFT and TPOT.", self.good),
-            ("eaas_slow_readers", "Streams ended because their client read too slowly.", self.slow_readers),
-        ):
-            yield CounterMetricFamily(name, text, value=count)
-        for name, (text, read) in self.gauges.items():
-            yield GaugeMetricFamily(name, text, value=read())
-        for name, text, histogram in (
-            ("eaas_ttft_seconds", "From admission to the first token.", self.ttft),
-            ("eaas_itl_seconds", "Between two tokens of a choice.", self.itl),
-            ("eaas_e2e_seconds", "From admission to the end of the request.", self.e2e),
-        ):
-            yield HistogramMetricFamily(name, text, buckets=histogram.buckets(), sum_value=histogram.total)
         workers = self.workers()
         for worker in workers:
             self.ledger.heard(worker.incarnation, worker.load)
-        yield from _worker_gauges(workers)
-        yield from vllm_families(
-            self.model_name,
-            workers=workers,
-            waiting=self.waiting(),
-            counters={
-                "prompt_tokens": self.prompt_tokens,
-                "generation_tokens": self.output_tokens,
-                "num_preemptions": self.ledger.preemptions,
-                "prefix_cache_queries": self.ledger.looked_up,
-                "prefix_cache_hits": self.ledger.reused,
-            },
-            finished=self.finished,
-            histograms={
-                "time_to_first_token_seconds": ("From admission to the first token.", self.ttft),
-                "inter_token_latency_seconds": ("Between two tokens of a choice.", self.itl),
-                "request_time_per_output_token_seconds": ("Mean over a choice's tokens.", self.tpot),
-                "e2e_request_latency_seconds": ("Of requests answered with 200.", self.served),
-                "request_decode_time_seconds": ("From first to last token.", self.decode),
-                "request_prompt_tokens": ("Tokens of a prompt.", self.prompt_lengths),
-                "request_generation_tokens": ("Tokens of a choice.", self.output_lengths),
-                "request_max_num_generation_tokens": ("Tokens allowed a choice.", self.token_limits),
-            },
+        yield from self._own(workers)
+        yield from self._vllm(workers)
+
+    def _own(self, workers: Sequence[WorkerLink]) -> Iterable[Metric]:
+        answered = {(endpoint, str(status)): n for (endpoint, status), n in sorted(self.requests.items())}
+        tokens = {"prompt": self.prompt_tokens, "output": self.output_tokens}
+        for name, text, labels, counts in (
+            ("requests", "Requests answered, by endpoint and HTTP status.", ("endpoint", "status"), answered),
+            ("replays", "Choices handed on to another attention worker.", ("reason",), _all(REPLAYS, self.replays)),
+            ("refused", "Requests refused at admission, by the bound that was reached.", ("reason",),
+             _all(REFUSALS, self.refused)),
+            ("tokens", "Tokens of served requests, by kind.", ("kind",), tokens),
+        ):  # fmt: skip
+            yield _family(CounterMetricFamily, f"eaas_{name}", text, labels, counts)
+        for name, text, attribute in _COUNTERS:
+            yield CounterMetricFamily(f"eaas_{name}", text, value=getattr(self, attribute))
+        for name, (text, read) in self.gauges.items():
+            yield GaugeMetricFamily(name, text, value=read())
+        for name, text, histogram in (
+            ("ttft", "From admission to the first token.", self.ttft),
+            ("itl", "Between two tokens of a choice.", self.itl),
+            ("e2e", "From admission to the end of the request.", self.e2e),
+        ):
+            yield _histogram(f"eaas_{name}_seconds", text, {}, histogram)
+        for name, text, read in _OF_WORKERS:
+            values = {worker.name: read(worker) for worker in workers}
+            yield _family(GaugeMetricFamily, f"eaas_worker_{name}", text, ("worker",), values)
+
+    def _vllm(self, workers: Sequence[WorkerLink]) -> Iterable[Metric]:
+        model, loads, ledger = self.model_name, [_load(worker) for worker in workers], self.ledger
+        queued = self.waiting() + sum(load.waiting for load in loads)
+        labels, of_model = ("model_name",), {"model_name": model}
+        for kind, name, text, value in (
+            (GaugeMetricFamily, "num_requests_running", "Requests in steps.", sum(x.running for x in loads)),
+            (GaugeMetricFamily, "num_requests_waiting", "Requests that are queued.", queued),
+            (GaugeMetricFamily, "kv_cache_usage_perc", "KV blocks held, 1 is all.", kv_use(workers)),
+            (CounterMetricFamily, "prompt_tokens", "Tokens of prompts.", self.prompt_tokens),
+            (CounterMetricFamily, "generation_tokens", "Tokens generated.", self.output_tokens),
+            (CounterMetricFamily, "num_preemptions", "Requests put back for want of KV blocks.", ledger.preemptions),
+            (CounterMetricFamily, "prefix_cache_queries", "Tokens of prompts looked for in the KV cache.",
+             ledger.looked_up),
+            (CounterMetricFamily, "prefix_cache_hits", "Tokens of prompts found in the KV cache.", ledger.reused),
+        ):  # fmt: skip
+            yield _family(kind, f"vllm:{name}", text, labels, {model: value})
+        names = ("model_name", "block_size", "num_gpu_blocks")
+        blocks = (
+            {(model, str(_block_tokens(workers[0])), str(sum(map(_kv_blocks, workers)))): 1.0}
+            if workers
+            else {}
         )
+        yield _family(GaugeMetricFamily, "vllm:cache_config_info", "The KV cache, in labels.", names, blocks)
+        ends = {(reason, model): self.finished[reason] for reason in FINISHES}
+        names = ("finished_reason", "model_name")
+        yield _family(CounterMetricFamily, "vllm:request_success", "Choices that have ended.", names, ends)
+        for name, text, histogram in (
+            ("time_to_first_token_seconds", "From admission to the first token.", self.ttft),
+            ("inter_token_latency_seconds", "Between two tokens of a choice.", self.itl),
+            ("request_time_per_output_token_seconds", "Mean over a choice's tokens.", self.tpot),
+            ("e2e_request_latency_seconds", "Of requests answered with 200.", self.served),
+            ("request_decode_time_seconds", "From first to last token.", self.decode),
+            ("request_prompt_tokens", "Tokens of a prompt.", self.prompt_lengths),
+            ("request_generation_tokens", "Tokens of a choice.", self.output_lengths),
+            ("request_max_num_generation_tokens", "Tokens allowed a choice.", self.token_limits),
+        ):
+            yield _histogram(f"vllm:{name}", text, of_model, histogram)
 
 
-def _worker_gauges(workers: Sequence[Seen]) -> Iterable[Metric]:
-    for name, text, read in (
-        ("running", "Requests in the steps of a worker.", lambda worker: worker.running),
-        ("waiting", "Requests in the queue of a worker.", lambda worker: worker.waiting),
-        ("kv_use", "Share of a worker's KV blocks that are held.", lambda worker: worker.kv_use),
-        (
-            "outstanding_tokens",
-            "Tokens still to be computed there, as reckoned.",
-            lambda worker: worker.outstanding,
-        ),
-    ):
-        gauge = GaugeMetricFamily(f"eaas_worker_{name}", text, labels=["worker"])
-        for worker in workers:
-            gauge.add_metric([worker.name], read(worker))
-        yield gauge
+# Name after eaas_, meaning, and attribute of GatewayMetrics.
+_COUNTERS = (
+    ("stale_tokens", "Tokens refused: an old attempt, or not the next index.", "stale_tokens"),
+    ("class_crossings", "Choices that went on in another numerics class.", "class_crossings"),
+    ("dropped_experts", "Requests answered without some lost experts, as they allowed.", "dropped"),
+    ("disconnects", "Requests whose client went away.", "disconnects"),
+    ("silences", "Workers found silent with work.", "silences"),
+    ("pauses", "Streams paused until their client had read what it had.", "pauses"),
+    ("choices_ended", "Choices that ended with their last token.", "ended"),
+    ("choices_good", "Choices that ended within the targets of TTFT and TPOT.", "good"),
+    ("slow_readers", "Streams ended because their client read too slowly.", "slow_readers"),
+)
+_OF_WORKERS: tuple[tuple[str, str, Callable[[WorkerLink], float]], ...] = (
+    ("running", "Requests in the steps of a worker.", lambda worker: _load(worker).running),
+    ("waiting", "Requests in the queue of a worker.", lambda worker: _load(worker).waiting),
+    ("kv_use", "Share of a worker's KV blocks that are held.", lambda worker: _load(worker).kv_use),
+    ("outstanding_tokens", "Tokens still to be computed there, as reckoned.", lambda worker: worker.outstanding),
+)  # fmt: skip
+
+
+def _load(worker: WorkerLink) -> WorkerLoad:
+    return worker.load or _NOTHING
+
+
+def _block_tokens(worker: WorkerLink) -> int:
+    return worker.hello.block_tokens if worker.hello else 1
+
+
+def _kv_blocks(worker: WorkerLink) -> int:
+    return worker.hello.kv_tokens // worker.hello.block_tokens if worker.hello else 0
+
+
+def kv_use(workers: Sequence[WorkerLink]) -> float:
+    """Share of all KV blocks that are held, 0 to 1; 0 where there are none."""
+    blocks = sum(map(_kv_blocks, workers))
+    held = sum(_load(worker).kv_use * _kv_blocks(worker) for worker in workers)
+    return held / blocks if blocks else 0.0
+
+
+def _all(known: Iterable[str], counts: Mapping[str, int]) -> dict[str, int]:
+    return dict(sorted({**dict.fromkeys(known, 0), **counts}.items()))
+
+
+def _family(
+    kind: type[CounterMetricFamily] | type[GaugeMetricFamily],
+    name: str,
+    text: str,
+    labels: Sequence[str],
+    samples: Mapping[Any, float],
+) -> Metric:
+    """Args: samples: by the value of the label, or by the values of all of them."""
+    family = kind(name, text, labels=labels)
+    for values, value in samples.items():
+        family.add_metric([values] if isinstance(values, str) else values, value)
+    return family
+
+
+def _histogram(name: str, text: str, labels: Mapping[str, str], histogram: Histogram) -> Metric:
+    family = HistogramMetricFamily(name, text, labels=list(labels))
+    family.add_metric(list(labels.values()), histogram.buckets(), histogram.total)
+    return family

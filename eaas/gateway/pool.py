@@ -28,26 +28,14 @@ from eaas.gateway.errors import (
     invalid,
     unavailable,
 )
-from eaas.gateway.fleet import Seen
-from eaas.gateway.link import WorkerLink
+from eaas.gateway.failover import Sequence, Trial
+from eaas.gateway.link import WorkerLink, Workers
 from eaas.gateway.metrics import GatewayMetrics
-from eaas.gateway.sequence import Sequence
-from eaas.gateway.trial import Trial
-from eaas.gateway.workers import Workers
 from eaas.tracing import TRACEPARENT
-from eaas.worker.protocol import (
-    Cancel,
-    Failed,
-    ForgetBlocks,
-    PromptLogprobs,
-    ProtocolError,
-    RoutedExperts,
-    Submit,
-    Token,
-)
+from eaas.worker.protocol import Cancel, Failed, ForgetBlocks, ProtocolError, Step, Submit, Token
 from router.access import GATEWAY
 from router.tls import Credentials
-from router.view import View
+from router.view import HEARS, View
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +44,8 @@ _SWEEP_S = 0.05
 _AGAIN_S = 0.5
 # Who owes tokens and is silent for so long is told of, and again every two seconds.
 _TELL_S, _TELL_AGAIN_S = 1.0, 2.0
+# Workers with work speak every 50 ms.
+_HEARD_S = 1.0
 
 
 class WorkerPool:
@@ -94,9 +84,31 @@ class WorkerPool:
         """Choices without a worker."""
         return len(self._waiting)
 
-    def queue(self) -> list[Sequence]:
-        """Choices without a worker. Any thread."""
-        return list(self._waiting.values())
+    def load(self) -> dict[str, float]:
+        """The report that goes with each lease renewal, from which the router and autoscalers judge whether workers are
+        missing. Any thread.
+
+        running: choices at a worker. waiting: those without one; backlog_tokens: to be computed for these, and
+        queue_s: the age of the oldest. ttft_p99_s, tpot_p99_s: of the last minute, absent when nothing ended in it.
+        hears:NAME: 1 for each attention worker that spoke in the last second.
+        """
+        now_s = time.monotonic()
+        waiting = list(self._waiting.values())
+        oldest_s = min((sequence.waiting_since_s for sequence in waiting), default=now_s)
+        load = {
+            "running": float(self.running - len(waiting)),
+            "waiting": float(len(waiting)),
+            "backlog_tokens": float(sum(map(self.cost_of, waiting))),
+            "queue_s": now_s - oldest_s,
+        }
+        for name, recent in (
+            ("ttft_p99_s", self.metrics.recent_ttft),
+            ("tpot_p99_s", self.metrics.recent_tpot),
+        ):
+            p99_s = recent.p99_s(now_s)
+            if p99_s is not None:
+                load[name] = p99_s
+        return load | {HEARS + link.name: 1.0 for link in self.links() if now_s - link.heard_s < _HEARD_S}
 
     def cost_of(self, sequence: Sequence) -> int:
         """Tokens to be computed for a choice from here on, as far as can be reckoned: prefill and output."""
@@ -110,7 +122,7 @@ class WorkerPool:
     @property
     def numerics_classes(self) -> list[str]:
         """Numerics classes of the connected workers."""
-        return sorted({link.hello.numerics_class for link in self.links() if link.hello})
+        return sorted({link.numerics_class for link in self.links()})
 
     @property
     def view(self) -> View | None:
@@ -120,17 +132,13 @@ class WorkerPool:
     @property
     def owed_tokens(self) -> int:
         """Tokens still to be computed for all choices, as far as can be reckoned."""
-        waiting = sum(self.cost_of(sequence) for sequence in self._waiting.values())
+        waiting = sum(map(self.cost_of, self._waiting.values()))
         return waiting + sum(link.outstanding for link in self.links())
 
     @property
     def paused(self) -> int:
         """Choices that wait for their client to read."""
         return len(self._paused)
-
-    def seen(self) -> list[Seen]:
-        """The connected workers, as metrics show them."""
-        return self._workers.seen()
 
     def unready_reason(self) -> str:
         """Why no request can be served now; empty when one can."""
@@ -149,7 +157,7 @@ class WorkerPool:
         sequence.traceparent = TRACEPARENT.get()
         self._sequences[sequence.id] = sequence
         if self._closed:
-            self._fail(sequence, unavailable("The gateway is shutting down.", code="shutting_down"))
+            self._fail(sequence, _shutting_down())
         else:
             self._place(sequence)
             self._watch_time()
@@ -164,7 +172,7 @@ class WorkerPool:
         for sequence in in_progress:
             link = sequence.link
             self._forget(sequence)
-            self.metrics.count_end("abort")
+            self.metrics.finished["abort"] += 1
             if link is not None:
                 link.send(Cancel(id=sequence.id))
         return in_progress
@@ -185,7 +193,7 @@ class WorkerPool:
         """Have choices that were paused go on: the tokens that they have are computed again, as in any replay."""
         for sequence in sequences:
             if self._paused.pop(sequence.id, None) is not None:
-                self.metrics.count_replay("resumed")
+                self.metrics.replays["resumed"] += 1
                 self._place(sequence)
 
     def hold(self, *, held: bool) -> None:
@@ -207,7 +215,7 @@ class WorkerPool:
         """End every choice with a retryable error and every connection."""
         self._closed = True
         for sequence in list(self._sequences.values()):
-            self._fail(sequence, unavailable("The gateway is shutting down.", code="shutting_down"))
+            self._fail(sequence, _shutting_down())
         self._workers.close()
         if self._sweeper is not None:
             self._sweeper.cancel()
@@ -251,7 +259,32 @@ class WorkerPool:
         if lost:
             log.warning("replay name=%s choices=%d reason=%s", link.name, len(lost), reason)
 
-    def tokens(self, link: WorkerLink, tokens: list[Token]) -> None:
+    def step(self, link: WorkerLink, step: Step) -> None:
+        """What one engine step of a worker made; whatever is of an attempt that is over changes nothing."""
+        for mark in step.begun:
+            if (sequence := self._current(*mark)) is not None:
+                sequence.begun = True
+        for mark in step.dropped:
+            sequence = self._current(*mark)
+            if sequence is not None and not sequence.generation.dropped:
+                self.metrics.dropped += 1
+                sequence.generation.experts_dropped()
+        for piece in step.prompts:
+            sequence = self._current(piece.id, piece.attempt)
+            if sequence is not None and sequence.choice.scores is not None:
+                sequence.choice.scores.take(piece.start, piece.tokens)
+        for piece in step.routed:
+            sequence = self._current(piece.id, piece.attempt)
+            if sequence is not None and sequence.choice.routing is not None:
+                sequence.choice.routing.take(piece)
+        self._take(link, step.tokens)
+
+    def _current(self, id: str, attempt: int) -> Sequence | None:
+        """The choice in flight whose present attempt this is."""
+        sequence = self._sequences.get(id)
+        return sequence if sequence is not None and sequence.log.attempt == attempt else None
+
+    def _take(self, link: WorkerLink, tokens: list[Token]) -> None:
         """All tokens of one engine step: log each, show it, end what has ended."""
         now_s = time.monotonic()
         sequences, metrics = self._sequences, self.metrics
@@ -264,9 +297,8 @@ class WorkerPool:
             if not token_log.accept(token.attempt, token.index, token.token):
                 metrics.stale_tokens += 1
                 if token.attempt == token_log.attempt and token.index > len(token_log.output):
-                    log.error(
-                        "token_gap id=%s index=%d next=%d", token.id, token.index, len(token_log.output)
-                    )
+                    found = token.id, token.index, len(token_log.output)
+                    log.error("token_gap id=%s index=%d next=%d", *found)
                     sequence.refused_by.add(link.incarnation)
                     self._move(sequence, "token_gap")
                 continue
@@ -301,51 +333,13 @@ class WorkerPool:
                 if not token.finish:
                     link.send(Cancel(id=sequence.id))
 
-    def begun(self, marks: list[tuple[str, int]]) -> None:
-        """Choices, by id and attempt, that a worker computes from now on."""
-        for id, attempt in marks:
-            sequence = self._sequences.get(id)
-            if sequence is not None and sequence.log.attempt == attempt:
-                sequence.begun = True
-
-    def dropped(self, marks: list[tuple[str, int]]) -> None:
-        """Choices, by id and attempt, that a worker computes without the terms of lost experts."""
-        for id, attempt in marks:
-            sequence = self._sequences.get(id)
-            if sequence is not None and sequence.log.attempt == attempt and not sequence.generation.dropped:
-                self.metrics.dropped += 1
-                sequence.generation.experts_dropped()
-
-    def judged(self, pieces: list[PromptLogprobs]) -> None:
-        """What a worker says of prompts, token by token."""
-        for piece in pieces:
-            sequence = self._sequences.get(piece.id)
-            if sequence is not None and sequence.log.attempt == piece.attempt:
-                sequence.choice.judged(piece.start, piece.tokens)
-
-    def routed(self, pieces: list[RoutedExperts]) -> None:
-        """Which experts computed tokens of choices."""
-        for piece in pieces:
-            sequence = self._sequences.get(piece.id)
-            if (
-                sequence is not None
-                and sequence.log.attempt == piece.attempt
-                and sequence.choice.routing is not None
-            ):
-                sequence.choice.routing.take(piece)
-
     def failed(self, link: WorkerLink, message: Failed) -> None:
         """A worker gave up one choice: move it, or tell the client."""
-        sequence = self._sequences.get(message.id)
-        if sequence is None or sequence.log.attempt != message.attempt:
+        sequence = self._current(message.id, message.attempt)
+        if sequence is None:
             return
-        log.warning(
-            "choice_failed id=%s worker=%s code=%s message=%s",
-            message.id,
-            link.name,
-            message.code,
-            message.message,
-        )
+        found = message.id, link.name, message.code, message.message
+        log.warning("choice_failed id=%s worker=%s code=%s message=%s", *found)
         if message.code == "shutting_down":
             sequence.refused_by.add(link.incarnation)
             self._replay(sequence, "shutting_down")
@@ -386,7 +380,7 @@ class WorkerPool:
             return None
         links = [x for x in self._workers.candidates() if x.incarnation not in sequence.refused_by]
         wanted = sequence.numerics_class
-        same_class = [link for link in links if link.hello and link.hello.numerics_class == wanted]
+        same_class = [link for link in links if link.numerics_class == wanted]
         return self._trial.worker(same_class or (links if cross or not sequence.log.output else []), sequence)
 
     def _place(self, sequence: Sequence) -> None:
@@ -408,17 +402,10 @@ class WorkerPool:
             return
         self._waiting.pop(sequence.id, None)
         token_log = sequence.log
-        numerics_class = link.hello.numerics_class if link.hello else ""
-        if (
-            sequence.numerics_class is not None
-            and numerics_class != sequence.numerics_class
-            and token_log.output
-        ):
+        before, sequence.numerics_class = sequence.numerics_class, link.numerics_class
+        if before not in (None, link.numerics_class) and token_log.output:
             self.metrics.class_crossings += 1
-            log.warning(
-                "class_crossed id=%s from=%s to=%s", sequence.id, sequence.numerics_class, numerics_class
-            )
-        sequence.numerics_class = numerics_class
+            log.warning("class_crossed id=%s from=%s to=%s", sequence.id, before, link.numerics_class)
         sequence.link = link
         sequence.begun = False
         if sequence.open_end and link.hello and not token_log.output:
@@ -481,7 +468,7 @@ class WorkerPool:
                 )
                 self._fail(sequence, internal(message, code="attempts_exhausted"))
                 return
-        self.metrics.count_replay(reason)
+        self.metrics.replays[reason] += 1
         self._place(sequence)
 
     def _lost_alone(self, sequence: Sequence) -> int:
@@ -533,7 +520,7 @@ class WorkerPool:
 
     def _fail(self, sequence: Sequence, error: ApiError) -> None:
         self._forget(sequence)
-        self.metrics.count_end("error")
+        self.metrics.finished["error"] += 1
         sequence.generation.fail(error.reply)
 
     # -- time
@@ -596,3 +583,7 @@ class WorkerPool:
                     link.send(Cancel(id=sequence.id))
                     waited = f"{link.name} has been silent for {silence_s:.1f} s, and no other serves."
                     self._fail(sequence, unavailable(waited))
+
+
+def _shutting_down() -> ApiError:
+    return unavailable("The gateway is shutting down.", code="shutting_down")

@@ -15,12 +15,11 @@ from eaas.gateway.errors import invalid
 from eaas.gateway.gateway import Gateway
 from eaas.gateway.openai_format import ChatFormat, CompletionFormat, Format
 from eaas.gateway.prompt_scores import MOST_SCORES
-from eaas.gateway.routing import MOST_ROUTED_TOKENS
 from eaas.gateway.sampling import sampling_params, settle_logprobs, token_limit
 from eaas.gateway.schema import ChatRequest, CompletionRequest
 from eaas.gateway.served_model import ServedModel
 from eaas.gateway.stream import EventStream, Exchange, Work
-from eaas.gateway.text import Echo
+from eaas.gateway.text import MOST_ROUTED_TOKENS, Echo
 from eaas.gateway.tokens_format import TokensFormat
 from eaas.gateway.tokens_schema import TokensRequest, as_completion
 from eaas.gateway.tool_choice import ToolUse, call_grammar, tool_use

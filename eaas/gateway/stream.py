@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 import msgspec
 from starlette.requests import Request
@@ -21,16 +22,15 @@ from starlette.types import Receive, Scope, Send
 from eaas.gateway.authentication import account_of, reserve_tokens
 from eaas.gateway.budgets import Account
 from eaas.gateway.errors import ApiError, ErrorReply
+from eaas.gateway.failover import Sequence as PoolSequence
 from eaas.gateway.guard import CLIENT_GONE, CLIENT_STALLED, Connection
 from eaas.gateway.metrics import GatewayMetrics
 from eaas.gateway.openai_format import Events, Format, ResponseHead, StreamUsage, Usage
 from eaas.gateway.pool import WorkerPool
 from eaas.gateway.prompt_scores import PromptScores, TokensById
-from eaas.gateway.routing import Routing
-from eaas.gateway.sequence import Sequence as PoolSequence
 from eaas.gateway.served_model import ServedModel
 from eaas.gateway.stops import StopAutomaton, StopMatcher
-from eaas.gateway.text import Choice, Echo, Generation, Silence, StreamedGeneration
+from eaas.gateway.text import Choice, Echo, Generation, NoText, RoutedExpertsLog, StreamedGeneration
 from eaas.worker.protocol import SamplingParams
 
 # Of an answer's tokens, so many at most are taken from its key's budget before it begins; the rest when it has ended.
@@ -126,58 +126,51 @@ class Exchange:
         self.generation = (
             StreamedGeneration(on_change, self._events, self._pause) if work.stream else Generation(on_change)
         )
-        self._sequences = self._make_sequences()
         self.prompt_tokens = sum(len(prompt) for prompt in work.prompts)
-
-    def _make_sequences(self) -> list[PoolSequence]:
-        work, model = self._work, self._model
         automaton = StopAutomaton(work.stops) if work.stops else None
-        tokenizer, (named, by_id) = model.tokenizer, work.prompt_counts
-        shown = TokensById(tokenizer) if work.tokens_by_id else tokenizer
-        names = shown if work.params.logprobs >= 0 else None
-        sequences: list[PoolSequence] = []
-        for number, prompt in enumerate(work.prompts):
+        self._sequences: list[PoolSequence] = []
+        for prompt, limit, echo in zip(work.prompts, work.limits, work.echoes or repeat(None), strict=False):
             seed = work.params.seed if work.seeded else secrets.randbits(63)
             for draw in range(work.choices):
-                index = number * work.choices + draw
-                choice = Choice(
-                    generation=self.generation,
-                    index=index,
-                    detokenizer=tokenizer.detokenizer(
-                        skip_special=not work.special_shown, shown=work.shown_tokens
-                    )
-                    if work.text_shown
-                    else Silence(),
-                    matcher=StopMatcher(automaton, stop_shown=work.stop_shown)
-                    if automaton is not None
-                    else None,
-                    min_tokens=work.params.min_tokens,
-                    names=names,
-                    wants_tokens=work.return_token_ids,
-                    stop_shown=work.stop_shown,
-                    echo=None if work.echoes is None else work.echoes[number],
-                    scores=None
-                    if max(named, by_id) < 0
-                    else PromptScores(prompt, shown, named=named, by_id=by_id),
-                    routing=Routing(min(work.params.routed_from, len(prompt)))
-                    if work.params.wants_routing
-                    else None,
-                    stops=work.params.stop_token_ids,
-                    counted=work.usage_stats,
-                )
-                limit = work.limits[number]
                 params = msgspec.structs.replace(work.params, seed=seed, choice=draw, max_tokens=limit)
-                sequences.append(
-                    PoolSequence(
-                        id=f"{self.own_id}-{index}",
-                        prompt=prompt,
-                        params=params,
-                        choice=choice,
-                        generation=self.generation,
-                        open_end=work.open_end,
-                    )
-                )
-        return sequences
+                self._sequences.append(self._sequence(len(self._sequences), prompt, params, echo, automaton))
+
+    def _sequence(
+        self,
+        index: int,
+        prompt: list[int],
+        params: SamplingParams,
+        echo: Echo | None,
+        automaton: StopAutomaton | None,
+    ) -> PoolSequence:
+        work, tokenizer = self._work, self._model.tokenizer
+        shown, (named, by_id) = TokensById(tokenizer) if work.tokens_by_id else tokenizer, work.prompt_counts
+        detokenizer = NoText()
+        if work.text_shown:
+            detokenizer = tokenizer.detokenizer(skip_special=not work.special_shown, shown=work.shown_tokens)
+        choice = Choice(
+            generation=self.generation,
+            index=index,
+            detokenizer=detokenizer,
+            matcher=StopMatcher(automaton, stop_shown=work.stop_shown) if automaton is not None else None,
+            min_tokens=params.min_tokens,
+            names=shown if params.logprobs >= 0 else None,
+            wants_tokens=work.return_token_ids,
+            stop_shown=work.stop_shown,
+            echo=echo,
+            scores=PromptScores(prompt, shown, named=named, by_id=by_id) if max(named, by_id) >= 0 else None,
+            routing=RoutedExpertsLog(min(params.routed_from, len(prompt))) if params.wants_routing else None,
+            stops=params.stop_token_ids,
+            counted=work.usage_stats,
+        )
+        return PoolSequence(
+            id=f"{self.own_id}-{index}",
+            prompt=prompt,
+            params=params,
+            choice=choice,
+            generation=self.generation,
+            open_end=work.open_end,
+        )
 
     async def answer(self, request: Request) -> Response:
         """Submit the choices and wait for what the response begins with.
@@ -204,8 +197,7 @@ class Exchange:
 
     def body(self) -> bytes:
         """The whole response, once the generation has ended without error."""
-        generation = self.generation
-        return self._work.format.body(self.head(), generation.finished_choices(), self._usage())
+        return self._work.format.body(self.head(), self.generation.finished_choices(), self._usage())
 
     async def wait(self) -> None:
         """Sleep until the generation has changed."""
@@ -246,7 +238,7 @@ class Exchange:
         return Usage(prompt=len(prompt), completion=self.generation.choices[index].tokens)
 
     def _usage(self) -> Usage:
-        return self.generation.usage(self.prompt_tokens)
+        return Usage(prompt=self.prompt_tokens, completion=self.generation.completion_tokens)
 
     def last_events(self) -> bytes:
         """What ends a stream in which nothing went wrong."""
@@ -289,14 +281,8 @@ class Exchange:
 
     def _used(self) -> int:
         """Tokens on its key's account: none where it failed by our fault before there were any."""
-        generation = self.generation
-        if (
-            generation.error is not None
-            and generation.error.status >= 500
-            and not generation.completion_tokens
-        ):
-            return 0
-        return self.prompt_tokens + generation.completion_tokens
+        error, made = self.generation.error, self.generation.completion_tokens
+        return 0 if error is not None and error.status >= 500 and not made else self.prompt_tokens + made
 
     async def _listen(self, request: Request) -> None:
         while True:

@@ -1,4 +1,4 @@
-"""From token ids to what one request's client is shown: text, stop strings, log-probabilities, the end. Pure.
+"""From token ids to what one request's client is shown: text, stop strings, log-probabilities, experts, the end. Pure.
 
 A choice turns each accepted token into visible text at once, when the token arrives, so that a stop string
 cancels the work even while the client reads slowly, and hands it to its generation, which keeps it for the
@@ -7,19 +7,27 @@ response: a slow reader holds up nobody but itself.
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Callable, Container, Sequence
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
 
 from eaas.gateway.errors import ErrorReply
-from eaas.gateway.openai_format import Ending, Events, FinishedChoice, TokenLogprobs, TokenText, Usage
-from eaas.gateway.prompt_scores import PromptScores, Scores, TokenNames
-from eaas.gateway.routing import Routing
+from eaas.gateway.openai_format import Ending, Events, FinishedChoice, TokenLogprobs, TokenText
+from eaas.gateway.prompt_scores import PromptScores, TokenNames
 from eaas.gateway.stops import StopMatcher
+from eaas.worker.protocol import RoutedExperts
 
 Alternatives = Sequence[tuple[int, float]]
 
 # Events that a slow reader's stream keeps, some 300 tokens; the connection's own buffers come before them.
 HELD_BYTES = 1 << 16
+# Of one request, in prompts and outputs, counting each choice: what is told of their experts is kept until it is
+# answered.
+MOST_ROUTED_TOKENS = 1 << 17
 
 
 class Detokenizer(Protocol):
@@ -30,15 +38,13 @@ class Detokenizer(Protocol):
     def flush(self) -> str: ...
 
 
-class Silence:
+class NoText:
     """A detokenizer that says nothing, for clients which want token ids alone."""
 
     def push(self, token: int) -> str:
-        """No text."""
         return ""
 
     def flush(self) -> str:
-        """No text."""
         return ""
 
 
@@ -53,15 +59,17 @@ class Piece(NamedTuple):
     """What became visible of one choice.
 
     Attributes:
+        offset: Characters of the choice's text before it.
         tokens: Ids that it came from, when they were asked for.
         finish: OpenAI's finish_reason when the choice ends with this piece, else None.
     """
 
     index: int
     text: str
-    logprobs: list[TokenLogprobs] | None
-    tokens: list[int] | None
-    finish: str | None
+    logprobs: list[TokenLogprobs] | None = None
+    offset: int = 0
+    finish: str | None = None
+    tokens: list[int] | None = None
 
 
 class Generation:
@@ -71,21 +79,10 @@ class Generation:
     failure.
     """
 
-    __slots__ = (
-        "choices",
-        "completion_tokens",
-        "dropped",
-        "error",
-        "numerics_classes",
-        "on_change",
-        "open_choices",
-        "pieces",
-    )
-
     def __init__(self, on_change: Callable[[], None]) -> None:
         self.choices: list[Choice] = []
         self.open_choices = 0
-        self.completion_tokens = 0
+        self.completion_tokens = 0  # every accepted token counts, shown or not
         self.pieces: list[Piece] = []
         self.error: ErrorReply | None = None
         self.numerics_classes: tuple[str, ...] = ()
@@ -102,11 +99,6 @@ class Generation:
         """Whether the response has something to do now."""
         return self.ended
 
-    def add(self, choice: Choice) -> None:
-        """Count in a choice, before its first token."""
-        self.choices.append(choice)
-        self.open_choices += 1
-
     def computed_by(self, numerics_class: str) -> None:
         """Note a numerics class that takes part in the answer."""
         if numerics_class not in self.numerics_classes:
@@ -116,23 +108,10 @@ class Generation:
         """Note that from here on terms of lost experts are missing."""
         self.dropped = True
 
-    def show(
-        self,
-        index: int,
-        text: str,
-        logprobs: list[TokenLogprobs] | None,
-        offset: int,
-        finish: str | None,
-        tokens: list[int] | None = None,
-    ) -> None:
-        """Take what became visible of a choice, ``offset`` characters after its start.
-
-        Args:
-            finish: OpenAI's finish_reason when the choice ends with this piece, else None.
-            tokens: Ids of its tokens, when they were asked for.
-        """
-        self.pieces.append(Piece(index, text, logprobs, tokens, finish))
-        if finish is not None:
+    def show(self, piece: Piece) -> None:
+        """Take what became visible of a choice."""
+        self.pieces.append(piece)
+        if piece.finish is not None:
             self.open_choices -= 1
             if self.open_choices == 0:
                 self.on_change()
@@ -143,35 +122,12 @@ class Generation:
             self.error = reply
             self.on_change()
 
-    def usage(self, prompt_tokens: int) -> Usage:
-        """Tokens so far; every accepted token counts, shown or not."""
-        return Usage(prompt=prompt_tokens, completion=self.completion_tokens)
-
     def finished_choices(self) -> list[FinishedChoice]:
-        """All choices in order, put together from their pieces, once the generation has ended without
-        error."""
-        texts: list[list[str]] = [[] for _ in self.choices]
-        logprobs: list[list[TokenLogprobs]] = [[] for _ in self.choices]
-        tokens: list[list[int]] = [[] for _ in self.choices]
-        reasons = ["length"] * len(self.choices)
+        """All choices in order, put together from their pieces, once the generation has ended without error."""
+        pieces: list[list[Piece]] = [[] for _ in self.choices]
         for piece in self.pieces:
-            texts[piece.index].append(piece.text)
-            logprobs[piece.index].extend(piece.logprobs or ())
-            tokens[piece.index].extend(piece.tokens or ())
-            reasons[piece.index] = piece.finish or reasons[piece.index]
-        return [
-            FinishedChoice(
-                index=index,
-                text="".join(texts[index]),
-                finish_reason=reasons[index],
-                logprobs=logprobs[index] if choice.wants_logprobs else None,
-                tokens=tokens[index] if choice.wants_tokens else None,
-                prompt_logprobs=choice.prompt_logprobs,
-                routed_experts=None if choice.routing is None else choice.routing.encoded(),
-                stop_reason=choice.stop_reason,
-            )
-            for index, choice in enumerate(self.choices)
-        ]
+            pieces[piece.index].append(piece)
+        return [choice.finished(mine) for choice, mine in zip(self.choices, pieces, strict=True)]
 
 
 class StreamedGeneration(Generation):
@@ -182,8 +138,6 @@ class StreamedGeneration(Generation):
         full: HELD_BYTES of them lay there, and ``on_full`` was called; whoever has taken them sets it back.
         write: Takes each new event at once, past ``chunks``; None while the response is at work itself.
     """
-
-    __slots__ = ("_events", "_held_bytes", "_make_events", "_on_full", "_opened", "chunks", "full", "write")
 
     def __init__(
         self,
@@ -217,17 +171,10 @@ class StreamedGeneration(Generation):
         super().experts_dropped()
         self._events = None
 
-    def show(
-        self,
-        index: int,
-        text: str,
-        logprobs: list[TokenLogprobs] | None,
-        offset: int,
-        finish: str | None,
-        tokens: list[int] | None = None,
-    ) -> None:
+    def show(self, piece: Piece) -> None:
         """Make an event of what became visible, and write it if that can be done at once."""
         events = self._events or self._open()
+        index, text, logprobs, offset, finish, tokens = piece
         ending = None
         if finish is not None:
             ending = Ending(finish, self.choices[index].stop_reason)
@@ -259,91 +206,54 @@ class StreamedGeneration(Generation):
         return events
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
 class Choice:
-    """One choice's way from token ids to visible text."""
+    """One choice's way from token ids to visible text; it joins ``generation`` when it is made.
 
-    __slots__ = (
-        "_detokenizer",
-        "_echo",
-        "_generation",
-        "_ids",
-        "_index",
-        "_matcher",
-        "_min_tokens",
-        "_names",
-        "_plain",
-        "_push",
-        "_read",
-        "_scores",
-        "_shown",
-        "_silent",
-        "_stop_shown",
-        "_stops",
-        "_waiting",
-        "routing",
-        "stop_reason",
-        "tokens",
-        "wants_logprobs",
-        "wants_tokens",
-    )
+    Attributes:
+        matcher: None when there are no stop strings.
+        min_tokens: Tokens before which no stop string counts.
+        names: Given when log-probabilities are wanted.
+        wants_tokens: Token ids are handed on with the text.
+        stop_shown: What a stop token stands for is shown.
+        echo: What is still to be shown before the first token.
+        scores: Takes the log-probabilities of the prompt, where they are wanted.
+        routing: Takes the experts of its tokens, where they are wanted.
+        counted: Each event says what it has used so far.
+        stops: The client's stop tokens.
+        tokens: How many it has, where more than plain text is wanted.
+        stop_reason: The stop string or the client's stop token that ended it.
+    """
 
-    def __init__(
-        self,
-        *,
-        generation: Generation,
-        index: int,
-        detokenizer: Detokenizer,
-        matcher: StopMatcher | None,
-        min_tokens: int,
-        names: TokenNames | None,
-        wants_tokens: bool = False,
-        stop_shown: bool = False,
-        echo: Echo | None = None,
-        scores: PromptScores | None = None,
-        routing: Routing | None = None,
-        counted: bool = False,
-        stops: Container[int] = (),
-    ) -> None:
-        """Join ``generation`` as choice ``index``.
+    generation: Generation
+    index: int
+    detokenizer: Detokenizer
+    matcher: StopMatcher | None
+    min_tokens: int
+    names: TokenNames | None
+    wants_tokens: bool = False
+    stop_shown: bool = False
+    echo: Echo | None = None
+    scores: PromptScores | None = None
+    routing: RoutedExpertsLog | None = None
+    counted: bool = False
+    stops: Container[int] = ()
+    tokens: int = 0
+    stop_reason: int | str | None = None
+    _silent: bool = field(init=False)
+    _plain: bool = field(init=False)
+    _read: int = field(init=False, default=0)  # characters read from the detokenizer
+    _shown: int = field(init=False, default=0)  # characters handed to the response
+    # Log-probabilities of tokens not yet visible, each with the offset of its first character.
+    _waiting: list[tuple[int, TokenLogprobs]] = field(init=False, default_factory=list)
+    _ids: list[int] = field(init=False, default_factory=list)  # of tokens not yet handed on
 
-        Args:
-            matcher: None when there are no stop strings.
-            min_tokens: Tokens before which no stop string counts.
-            names: Given when log-probabilities are wanted.
-            wants_tokens: Token ids are handed on with the text.
-            stop_shown: What a stop token stands for is shown.
-            echo: What is shown before the first token.
-            scores: Takes the log-probabilities of the prompt, where they are wanted.
-            routing: Takes the experts of its tokens, where they are wanted.
-            counted: Each event says what it has used so far.
-            stops: The client's stop tokens.
-        """
-        self._generation = generation
-        self._index = index
-        self._detokenizer = detokenizer
-        self._push = detokenizer.push
-        self._matcher = matcher
-        self._min_tokens = min_tokens
-        self._names = names
-        self.tokens = 0
-        self._read = 0  # characters read from the detokenizer
-        self._shown = 0  # characters handed to the response
-        # Log-probabilities of tokens not yet visible, each with the offset of its first character.
-        self._waiting: list[tuple[int, TokenLogprobs]] = []
-        self._silent = isinstance(detokenizer, Silence)
-        plain = matcher is None and names is None and not wants_tokens and echo is None
-        self._plain = plain and not counted
-        self._echo = echo
-        self._scores = scores
-        self.routing = routing
-        self._stops = stops
-        # The stop string or the client's stop token that ended it.
-        self.stop_reason: int | str | None = None
-        self.wants_logprobs = names is not None
-        self.wants_tokens = wants_tokens
-        self._ids: list[int] = []  # of tokens not yet handed on
-        self._stop_shown = stop_shown
-        generation.add(self)
+    def __post_init__(self) -> None:
+        self._silent = isinstance(self.detokenizer, NoText)
+        nothing_more = self.matcher is None and self.names is None and self.echo is None
+        self._plain = nothing_more and not (self.wants_tokens or self.counted)
+        self.generation.choices.append(self)
+        self.generation.open_choices += 1
 
     def token(self, token: int, finish: str, logprob: float | None, top: Alternatives) -> bool:
         """Take the next token of this choice.
@@ -355,72 +265,73 @@ class Choice:
         Returns:
             True when a stop string ended the choice: the worker does not know of it yet.
         """
-        generation = self._generation
+        generation = self.generation
         generation.completion_tokens += 1
         if self._plain and not finish:
-            text = self._push(token)
+            # Most tokens: they cost as little as can be.
+            text = self.detokenizer.push(token)
             if text:
                 offset = self._shown
                 self._shown = offset + len(text)
-                generation.show(self._index, text, None, offset, None)
+                generation.show(Piece(self.index, text, None, offset))
             return False
-        if self._echo is not None and self._show_echo(self._echo):
+        if self.echo is not None and self._show_echo(self.echo):
             return True
         self.tokens += 1
         if self.wants_tokens:
             self._ids.append(token)
-        if finish == "stop":
-            self.stop_reason = token if token in self._stops else None
-            if self._names is not None and self._silent:
-                # Where ids alone are told the last is one of them.
-                self._waiting.append((self._read, self._name(token, logprob, top)))
-            self._end("stop", self._push(token) if self._stop_shown else "")
+        stops = finish == "stop"
+        text = self.detokenizer.push(token) if self.stop_shown or not stops else ""
+        # Where ids alone are told the last is one of them.
+        if self.names is not None and (self._silent or not stops):
+            self._waiting.append((self._read, self._named(self.names, token, logprob, top)))
+        if stops:
+            self.stop_reason = token if token in self.stops else None
+            self.end("stop", text)
             return False
-        text = self._push(token)
-        if self._names is not None:
-            self._waiting.append((self._read, self._name(token, logprob, top)))
         self._read += len(text)
-        matcher = self._matcher
-        if matcher is not None and self.tokens > self._min_tokens:
+        matcher = self.matcher
+        if matcher is not None and self.tokens > self.min_tokens:
             text = matcher.push(text)
             if matcher.stopped:
                 self.stop_reason = matcher.found
                 self._show(text, "stop", everything=False)
                 return True
         if finish:
-            self._end("stop" if finish == "complete" else finish, text)
+            self.end("stop" if finish == "complete" else finish, text)
         elif text or self._silent:
             self._show(text, None, everything=self._silent)
         return False
 
-    def judged(self, start: int, scores: Scores) -> None:
-        """Take log-probabilities of tokens number ``start`` and on of the prompt; all come before the first token."""
-        if self._scores is not None:
-            self._scores.take(start, scores)
-
-    @property
-    def prompt_logprobs(self) -> list[dict[str, Any] | None] | None:
-        """Those of the prompt by token id, where the client wants them so."""
-        return None if self._scores is None else self._scores.by_id()
+    def finished(self, pieces: Sequence[Piece]) -> FinishedChoice:
+        """The whole choice. Args: pieces: all that became visible of it."""
+        return FinishedChoice(
+            index=self.index,
+            text="".join(piece.text for piece in pieces),
+            finish_reason=next((piece.finish for piece in pieces if piece.finish), "length"),
+            logprobs=[one for p in pieces for one in p.logprobs or ()] if self.names is not None else None,
+            tokens=[one for p in pieces for one in p.tokens or ()] if self.wants_tokens else None,
+            prompt_logprobs=None if self.scores is None else self.scores.by_id(),
+            routed_experts=None if self.routing is None else self.routing.encoded(),
+            stop_reason=self.stop_reason,
+        )
 
     def _show_echo(self, echo: Echo) -> bool:
         """Show the prompt, once; True when that is all."""
-        self._echo = None
-        logprobs = None if self._scores is None else self._scores.named()
+        self.echo = None
+        logprobs = None if self.scores is None else self.scores.named()
         self._read = self._shown = len(echo.text)
         # The token that made the worker speak is not the client's.
-        self._generation.completion_tokens -= echo.alone
+        self.generation.completion_tokens -= echo.alone
         finish = "length" if echo.alone else None
-        self._generation.show(self._index, echo.text, logprobs, 0, finish, [] if self.wants_tokens else None)
+        tokens = [] if self.wants_tokens else None
+        self.generation.show(Piece(self.index, echo.text, logprobs, 0, finish, tokens))
         return echo.alone
 
-    def end(self, finish: str) -> None:
-        """End the choice here, for a reason of the gateway's own."""
-        self._end(finish)
-
-    def _end(self, finish: str, text: str = "") -> None:
-        rest = self._detokenizer.flush()
-        matcher = self._matcher
+    def end(self, finish: str, text: str = "") -> None:
+        """End the choice here. Args: text: that of its last token."""
+        rest = self.detokenizer.flush()
+        matcher = self.matcher
         if matcher is None:
             self._show(text + rest, finish, everything=True)
             return
@@ -435,7 +346,7 @@ class Choice:
         offset = self._shown
         self._shown += len(text)
         logprobs: list[TokenLogprobs] | None = None
-        if self.wants_logprobs:
+        if self.names is not None:
             waiting = self._waiting
             count = 0
             while count < len(waiting) and (everything or waiting[count][0] < self._shown):
@@ -445,16 +356,49 @@ class Choice:
         tokens: list[int] | None = None
         if self.wants_tokens:
             tokens, self._ids = self._ids, []
-        self._generation.show(self._index, text, logprobs, offset, finish, tokens)
+        self.generation.show(Piece(self.index, text, logprobs, offset, finish, tokens))
 
-    def _name(self, token: int, logprob: float | None, top: Alternatives) -> TokenLogprobs:
-        names = self._names
-        if names is None:
-            raise ValueError("no log-probabilities were asked for this choice: check wants_logprobs first")
-        chosen = TokenText(
-            names.token_text(token), names.token_bytes(token), float("-inf") if logprob is None else logprob
-        )
-        return TokenLogprobs(
-            chosen,
-            [TokenText(names.token_text(other), names.token_bytes(other), value) for other, value in top],
-        )
+    def _named(
+        self, names: TokenNames, token: int, logprob: float | None, top: Alternatives
+    ) -> TokenLogprobs:
+        def text(token: int, value: float) -> TokenText:
+            return TokenText(names.token_text(token), names.token_bytes(token), value)
+
+        chosen = text(token, float("-inf") if logprob is None else logprob)
+        return TokenLogprobs(chosen, [text(*pair) for pair in top])
+
+
+class RoutedExpertsLog:
+    """The experts of one choice's tokens, gathered piece by piece; what a replay tells again counts once."""
+
+    __slots__ = ("_pieces", "_shape", "_stop", "_width")
+
+    def __init__(self, start: int) -> None:
+        """Args: start: The first token that the client wants, at most the length of the prompt."""
+        self._stop = start
+        self._pieces: list[bytes] = []
+        self._shape = (0, 0)
+        self._width = 1
+
+    def take(self, piece: RoutedExperts) -> None:
+        """Take those of tokens number ``piece.start`` to ``piece.stop`` - 1; what leaves a gap is left out."""
+        tokens = piece.stop - piece.start
+        if piece.start > self._stop or tokens < 1:
+            return
+        self._shape = (piece.layers, piece.top_k)
+        bytes_each = len(piece.experts) // tokens
+        self._width = bytes_each // (piece.layers * piece.top_k)
+        self._pieces.append(piece.experts[(self._stop - piece.start) * bytes_each :])
+        self._stop = max(self._stop, piece.stop)
+
+    def encoded(self) -> str | None:
+        """As vLLM returns them: base64 of a .npy file, [tokens - 1, layers, top_k]; None where none were told.
+
+        No step has computed the last token, so no experts were chosen for it.
+        """
+        if not self._pieces:
+            return None
+        found = np.frombuffer(b"".join(self._pieces), f"<u{self._width}")
+        file = io.BytesIO()
+        np.save(file, found.reshape(-1, *self._shape), allow_pickle=False)
+        return base64.b64encode(file.getvalue()).decode()

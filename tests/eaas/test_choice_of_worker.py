@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from eaas.gateway.choice_of_worker import PREFIX_TOKENS, beginning, choose
+from eaas.gateway.failover import PREFIX_TOKENS, choose, prefix_hash
 
 
 @dataclass
@@ -36,7 +36,7 @@ def test_what_begins_alike_is_computed_once(seed: int) -> None:
         found = total = 0
         running: list[tuple[Worker, int]] = []
         for number, one in enumerate(asked):
-            chosen = choose(workers, beginning(one) if affine else None)
+            chosen = choose(workers, prefix_hash(one) if affine else None)
             assert chosen is not None
             blocks = [tuple(one[: end * 16]) for end in range(1, len(one) // 16 + 1)]
             found += 16 * sum(block in seen[chosen.incarnation] for block in blocks)
@@ -61,7 +61,7 @@ def test_what_begins_alike_is_computed_once(seed: int) -> None:
 def test_one_popular_beginning_is_shared_out_before_its_worker_is_clearly_busier(seed: int) -> None:
     draw = random.Random(seed)
     workers = [Worker(draw.randrange(1 << 60)) for _ in range(4)]
-    prefix = beginning(prompt(draw, 128))
+    prefix = prefix_hash(prompt(draw, 128))
     for number in range(400):
         chosen = choose(workers, prefix)
         assert chosen is not None
@@ -78,14 +78,14 @@ def test_a_worker_that_goes_moves_only_its_own(seed: int) -> None:
     draw = random.Random(seed)
     workers = [Worker(draw.randrange(1 << 60)) for _ in range(5)]
     for _ in range(200):
-        prefix = beginning(prompt(draw, PREFIX_TOKENS))
+        prefix = prefix_hash(prompt(draw, PREFIX_TOKENS))
         before = choose(workers, prefix)
         after = choose([worker for worker in workers if worker is not workers[2]], prefix)
         assert before is after or before is workers[2], f"seed {seed}"
 
 
 def test_short_prompts_go_to_the_least_busy_the_longest_ago_chosen_first() -> None:
-    assert beginning([1] * (PREFIX_TOKENS - 1)) is None
+    assert prefix_hash([1] * (PREFIX_TOKENS - 1)) is None
     workers = [Worker(1, 10, 3), Worker(2, 5, 2), Worker(3, 5, 1)]
     assert choose(workers, None) is workers[2]
     assert choose([], None) is None
@@ -94,7 +94,7 @@ def test_short_prompts_go_to_the_least_busy_the_longest_ago_chosen_first() -> No
 
 def test_every_gateway_finds_the_same_worker() -> None:
     environment = {"PYTHONPATH": "."}
-    code = "from eaas.gateway.choice_of_worker import beginning; print(beginning(list(range(100))))"
+    code = "from eaas.gateway.failover import prefix_hash; print(prefix_hash(list(range(100))))"
     command = [sys.executable, "-c", code]
     numbers = {
         subprocess.run(
@@ -102,4 +102,4 @@ def test_every_gateway_finds_the_same_worker() -> None:
         ).stdout
         for seed in ("1", "2")
     }
-    assert numbers == {f"{beginning(list(range(200)))}\n".encode()}
+    assert numbers == {f"{prefix_hash(list(range(200)))}\n".encode()}

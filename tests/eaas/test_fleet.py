@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
 
-from eaas.gateway.fleet import Ledger, Seen, kv_use
+from eaas.gateway.metrics import Ledger, kv_use
 from eaas.tracing import is_sampled, valid_traceparent
-from eaas.worker.protocol import WorkerLoad
+from eaas.worker.protocol import Hello, WorkerLoad
 
 
-def seen(blocks: int, load: WorkerLoad | None) -> Seen:
-    return Seen(
-        name="attention/1", incarnation=1, kv_blocks=blocks, block_tokens=16, outstanding=0, load=load
-    )
+@dataclass
+class Connected:
+    """As a connection says it: what fits at its worker, and its newest load."""
+
+    hello: Hello
+    load: WorkerLoad | None
+
+
+def seen(blocks: int, load: WorkerLoad | None) -> Any:
+    return Connected(
+        Hello(
+            name="attention/1", incarnation=1, model_hash="", numerics_class="", max_model_len=1, vocab=1,
+            kv_tokens=16 * blocks,
+        ),
+        load,
+    )  # fmt: skip
 
 
 def test_the_cache_of_all_workers_is_as_full_as_their_blocks() -> None:

@@ -9,10 +9,9 @@ from collections.abc import Iterable
 import pytest
 
 from eaas.gateway.config import GatewayConfig
-from eaas.gateway.gateway import GatewayLoad
+from eaas.gateway.failover import Sequence
 from eaas.gateway.metrics import GatewayMetrics, Histogram, Recent
 from eaas.gateway.pool import WorkerPool
-from eaas.gateway.sequence import Sequence
 from eaas.gateway.text import Choice, Generation
 from eaas.worker.protocol import Failed, SamplingParams
 from router.view import Member, View
@@ -157,7 +156,7 @@ def test_no_load_is_left_behind_when_all_has_ended(seed: int) -> None:
 def test_the_load_tells_what_waits_without_a_worker_and_how_the_last_minute_was() -> None:
     async def scenario() -> None:
         pool = WorkerPool(GatewayConfig(batch_tokens=7), GatewayMetrics())
-        load = GatewayLoad(pool)
+        load = pool.load
         assert load() == {"running": 0, "waiting": 0, "backlog_tokens": 0, "queue_s": 0}
         generation, sequence = sequence_of("hello", 4)
         pool.submit(sequence)

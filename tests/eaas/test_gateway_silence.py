@@ -10,10 +10,9 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from eaas.gateway.config import GatewayConfig
-from eaas.gateway.gateway import GatewayLoad
+from eaas.gateway.failover import FALSE_MOST_S, FORGIVE_S, LEAST_S, MOST_S, Silence
 from eaas.gateway.metrics import GatewayMetrics
 from eaas.gateway.pool import WorkerPool
-from eaas.gateway.silence import FALSE_MOST_S, FORGIVE_S, LEAST_S, MOST_S, Silence
 from eaas.worker.protocol import PROTOCOL, Failed, Step, Submit, Token, encode
 from tests.eaas.gateway_world import FakeWorker
 from tests.eaas.test_gateway_pool import sequence_of, until, view_of, worker_of
@@ -302,13 +301,13 @@ def test_the_router_is_told_who_speaks_and_who_owes_tokens_and_does_not() -> Non
         _, sequence = sequence_of(TEXT, 60)
         pool.submit(sequence)
         await until(lambda: len(sequence.log.output) > 5, "tokens")
-        assert GatewayLoad(pool)()["hears:attention/1"] == 1.0
+        assert pool.load()["hears:attention/1"] == 1.0
         workers[0].silent = True
         await until(lambda: bool(told), "a word to the router")
         (link,) = pool.links()
         assert told[0][:2] == ("attention/1", link.incarnation), told
         assert told[0][2].startswith(f"it owes {link.outstanding} tokens and has been silent for 1."), told
-        assert "hears:attention/1" not in GatewayLoad(pool)()
+        assert "hears:attention/1" not in pool.load()
         workers[0].silent = False
         await until(lambda: sequence.generation.ended, "the end")
         assert len(told) == 1, told

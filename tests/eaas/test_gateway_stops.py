@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from eaas.gateway.failover import TokenLog
 from eaas.gateway.stops import StopAutomaton, StopMatcher
-from eaas.gateway.token_log import TokenLog
 
 
 def shown_by_the_definition(text: str, stops: list[str]) -> tuple[str, bool]:

@@ -8,7 +8,7 @@ import io
 import numpy as np
 import pytest
 
-from eaas.gateway.routing import Routing
+from eaas.gateway.text import RoutedExpertsLog
 from eaas.worker.engine import Engine, EngineConfig
 from eaas.worker.protocol import RoutedExperts, SamplingParams, Submit
 from eaas.worker.scheduler import SchedulerConfig
@@ -30,14 +30,14 @@ class World(test_engine_bits.World):
         config = EngineConfig(scheduler=scheduler, kv_blocks=blocks, vocab=SPEC.vocab)
         self.engine = Engine(self.runner.decoder, config)
         self.tokens: dict[str, list[int]] = {}
-        self.routing: dict[str, Routing] = {}
+        self.routing: dict[str, RoutedExpertsLog] = {}
 
     def submit(self, id: str, output: list[int] | None = None, start: int = 0) -> None:
         params = SamplingParams(max_tokens=NEW_TOKENS, seed=int(id[1:]), ignore_eos=True, routed_from=start)
         message = Submit(id=id, attempt=1, prompt=prompts()[id], output=output or [], params=params)
         assert self.engine.submit(message) is None
         self.tokens[id] = list(output or [])
-        self.routing.setdefault(id, Routing(start))
+        self.routing.setdefault(id, RoutedExpertsLog(start))
 
     def step(self) -> bool:
         outcome = self.engine.step()
@@ -54,7 +54,7 @@ class World(test_engine_bits.World):
         return {id: decoded(routing) for id, routing in self.routing.items()}
 
 
-def decoded(routing: Routing) -> np.ndarray:
+def decoded(routing: RoutedExpertsLog) -> np.ndarray:
     text = routing.encoded()
     assert text is not None
     return np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
@@ -150,7 +150,7 @@ def test_pieces_overlap_or_leave_a_gap() -> None:
     def piece(start: int, stop: int) -> RoutedExperts:
         return RoutedExperts("a", 1, start, stop, 1, 2, bytes(range(2 * start, 2 * stop)))
 
-    routing = Routing(0)
+    routing = RoutedExpertsLog(0)
     assert routing.encoded() is None
     for start, stop in ((0, 3), (2, 5), (1, 4), (7, 9), (5, 5), (5, 6)):
         routing.take(piece(start, stop))

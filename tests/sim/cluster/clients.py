@@ -8,7 +8,7 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from eaas.gateway.token_log import TokenLog
+from eaas.gateway.failover import TokenLog
 from router.view import ATTENTION, GATEWAY
 from tests.sim.cluster.members import Process
 from tests.sim.cluster.network import LOST
