@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import pytest
 
 from eaas.gateway.failover import PREFIX_TOKENS, choose, prefix_hash
+from eaas.worker.protocol import ToWorker
 
 
 @dataclass
@@ -17,6 +18,9 @@ class Worker:
     incarnation: int
     outstanding: int = 0
     chosen: int = 0
+
+    def send(self, message: ToWorker) -> None:
+        """Nothing is sent."""
 
 
 def prompt(draw: random.Random, tokens: int) -> list[int]:
