@@ -47,6 +47,7 @@ def test_what_is_no_shard_is_refused(text: str) -> None:
         parse_shard(text)
 
 
+@pytest.mark.full(seconds=12)
 def test_the_option_runs_one_shard(tmp_path: Path) -> None:
     (tmp_path / "tests").mkdir()
     for name in ("conftest.py", "shards.py"):

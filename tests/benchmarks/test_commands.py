@@ -20,6 +20,7 @@ def lines(folder: Path, name: str) -> list[dict]:
     return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.full(seconds=30)
 def test_decode_compares_every_engine_that_is_installed(tmp_path: Path) -> None:
     options = [
         "--shape",
@@ -42,6 +43,7 @@ def test_decode_compares_every_engine_that_is_installed(tmp_path: Path) -> None:
     assert "ours/inproc" in row["ratio"]
 
 
+@pytest.mark.full(seconds=7)
 def test_decode_runs_beside_a_busy_core(tmp_path: Path) -> None:
     options = [
         "--shape",
@@ -88,6 +90,7 @@ def test_gateway_counts_the_cpu_time_of_its_process(tmp_path: Path) -> None:
     assert row["ratio"]["http/ours"]["median"] > 0
 
 
+@pytest.mark.full(seconds=10)
 def test_scaling_writes_every_point_with_its_floor(tmp_path: Path) -> None:
     options = ["--shape", "tiny", "--rounds", "1", "--tokens", "8", "--results", str(tmp_path)]
     sweeps = ["--batch", "1,4", "--context", "32,64", "--servers", "1,2", "--servers-batch", "1"]
@@ -119,6 +122,7 @@ def test_trace_accounts_for_a_steps_time_lane_by_lane(
     assert "tiny, batch 2, 1 servers" in capsys.readouterr().out
 
 
+@pytest.mark.full(seconds=9)
 def test_recovery_times_each_phase_of_a_replacement(tmp_path: Path) -> None:
     make_model("tiny", "qwen3_moe", tmp_path / "tiny", seed=1)
     options = ["--model", str(tmp_path / "tiny"), "--kills", "1", "--experts", "3", "--streams", "2"]
@@ -137,6 +141,7 @@ def test_recovery_times_each_phase_of_a_replacement(tmp_path: Path) -> None:
     assert row["fault"] == "hang" and 0.25 < worst["gone"] <= worst["whole"], row
 
 
+@pytest.mark.full(seconds=10)
 def test_weights_are_had_from_every_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # so that what the command sets is undone
     weights.main(["--shape", "tiny", "--rounds", "1", "--tokens", "512", "--results", str(tmp_path)])

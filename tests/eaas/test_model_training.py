@@ -30,6 +30,7 @@ def play(seed: int, speeches: int) -> str:
     return "\n\n".join(f"{rng.choice(['HAL', 'ANNE'])}:\n{speech()}" for _ in range(speeches))
 
 
+@pytest.mark.full(seconds=4)
 def test_training_lowers_the_held_out_bits_and_saves_what_it_measured(tmp_path: Path) -> None:
     text, held = play(1, 400), play(2, 20)
     recipe = Recipe(seed=1, steps=4, tokens=2048, every=2)
