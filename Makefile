@@ -9,7 +9,7 @@ TORCH_INDEX ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup native serve demo test test-all test-optimized check check-native fuzz sim mutants e2e soak bench wheel gpu proto screenshots clean
+.PHONY: help setup native serve demo test test-all test-optimized check check-native fuzz sim mutants e2e soak bench wheel gpu proto screenshots docs clean
 
 help: ## List the targets
 	@grep -hE '^[a-z0-9-]+:.*?## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -98,6 +98,11 @@ screenshots: setup $(VENV)/.complete-dev ## Pictures of eaas top and of the dash
 	@command -v chromium >/dev/null || { echo "chromium needed, none found: apt-get install --no-install-recommends chromium"; exit 1; }
 	@EAAS_SCREENSHOTS=$(CURDIR)/screenshots $(BIN)/python -m pytest tests/e2e/test_dashboard.py -k pictures $(ARGS)
 	@ls screenshots
+
+docs: setup ## The documentation as a site in build/site, every link checked
+	@$(BIN)/python -c 'import material' 2>/dev/null || $(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "build/site/index.html"
 
 proto: setup $(VENV)/.complete-dev ## Generate the gRPC code again
 	@$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. router/proto/router.proto router/proto/externalscaler.proto experts/proto/experts.proto

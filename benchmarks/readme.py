@@ -1,4 +1,4 @@
-"""Write the README's figures from benchmarks/results, so that none is typed by hand.
+"""Write the figures of README.md and docs/figures.md from benchmarks/results, so that none is typed by hand.
 
 python -m benchmarks.readme
 """
@@ -13,7 +13,8 @@ from typing import Any
 
 from benchmarks.report import RESULTS
 
-README = RESULTS.parent.parent / "README.md"
+ROOT = RESULTS.parent.parent
+README, FIGURES = ROOT / "README.md", ROOT / "docs" / "figures.md"
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 Row = dict[str, Any]
 PEERS = ("transformers", "llamacpp")
@@ -28,6 +29,7 @@ FAILOVER = ("what", "share_of_core", "streams", "model")
 FAULT_POINTS = ("experts", "attention", "model")
 SEEN = ("failed", "lost", "repeated", "changed")
 P2P = ("topology", "measure", "bytes", "footprint")
+KILL = ("fault",)
 
 
 def newest(benchmark: str, fields: Sequence[str], folder: Path = RESULTS) -> list[Row]:
@@ -50,7 +52,7 @@ def key(row: Row, fields: Sequence[str]) -> tuple[Any, ...]:
 
 
 def latest(folder: Path = RESULTS) -> str:
-    """Everything between the marks, as Markdown."""
+    """Every figure there is, as Markdown: what docs/figures.md has between its marks."""
     decode = newest("decode", DECODE, folder)
     parts = [decode_table(list(rows)) for _, rows in groupby(decode, lambda row: key(row, DECODE[:-1]))]
     handover, gateway = newest("handover", HANDOVER, folder), newest("gateway", GATEWAY, folder)
@@ -63,14 +65,54 @@ def latest(folder: Path = RESULTS) -> str:
     parts += fault_points_table(newest("fault_points", FAULT_POINTS, folder))
     parts += p2p_tables(newest("p2p", P2P, folder))
     if (folder / "p2p.svg").exists():
-        parts.append("Every transport, size and topology: [plot](benchmarks/results/p2p.svg).")
+        parts.append("Every transport, size and topology: [plot](../benchmarks/results/p2p.svg).")
     parts += [
         f"How a step's time grows with batch, context and servers, beside its floor: shape "
-        f"{path.stem.removeprefix('scaling-')}: [table](benchmarks/results/{path.name})"
-        + (f", [plot](benchmarks/results/{path.stem}.svg)." if path.with_suffix(".svg").exists() else ".")
+        f"{path.stem.removeprefix('scaling-')}: [table](../benchmarks/results/{path.name})"
+        + (f", [plot](../benchmarks/results/{path.stem}.svg)." if path.with_suffix(".svg").exists() else ".")
         for path in sorted(folder.glob("scaling-*.md"))
     ]
     return "\n\n".join(parts)
+
+
+def short(folder: Path = RESULTS) -> str:
+    """What README.md has between its marks: the kill that its picture shows, and the comparison with llama.cpp."""
+    kills, decode = newest("kill", KILL, folder), newest("decode", DECODE, folder)
+    beside = [row for row in decode if "llamacpp" in row["tokens_per_s"]]
+    parts = [kill_line(kills[-1])] if kills else []
+    parts += [comparison_table(beside)] if beside else []
+    return "\n\n".join(parts)
+
+
+def kill_line(row: Row) -> str:
+    """What the clients of the recorded kill saw of it."""
+    stall = row["longest_stall_ms"]
+    seen = f"{row['lost']} tokens were lost, {row['repeated']} repeated, {row['changed']} texts changed"
+    return (
+        f"The kill: {row['requests']} streams, {row['arrivals_per_s']:g} new ones a second, on "
+        f"{row['hardware']['cores']} cores of an {row['hardware']['cpu']}; one of {row['experts']} expert servers "
+        f"ended by SIGKILL at {row['at_s']:.0f} s. {row['failed']} requests failed, {seen}"
+        + (f"; the longest added wait of any stream was {stall:.0f} ms." if stall is not None else ".")
+    )
+
+
+def comparison_table(rows: Sequence[Row]) -> str:
+    """EaaS beside llama.cpp: medians of all shapes and batches."""
+    first = rows[0]
+    lines = [
+        f"Tokens/s through the HTTP endpoint, bf16, {first['experts']} expert servers on {machine(first)}, beside "
+        f"llama-cpp-python {first['versions'].get('llama-cpp-python', '')} in the same run; medians of "
+        f"{first['rounds']} interleaved rounds.",
+        "",
+        "| shape, streams | EaaS | llama.cpp | EaaS / llama.cpp (least to greatest) |",
+        "|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row['shape']}, {row['batch']} | {row['tokens_per_s']['http']['median']:.0f} | "
+        f"{row['tokens_per_s']['llamacpp']['median']:.0f} | {cell(row['ratio']['http/llamacpp'], 2)} |"
+        for row in rows
+    ]
+    return "\n".join(lines)
 
 
 def machine(row: Row) -> str:
@@ -177,7 +219,7 @@ def balance_table(rows: Sequence[Row]) -> list[str]:
             f"| {row['setting']} | {row['seeds']} | {cells[0]} | {ours['over_bound']['mean']:.3f} | "
             f"{ours['gb_per_interval']:.3f} ({row['bytes_of_eplb']:.2%}) | {cells[1]} | {cells[2]} |"
         )
-    return ["\n".join(lines), "[Plot](benchmarks/results/balance.svg)."]
+    return ["\n".join(lines), "[Plot](../benchmarks/results/balance.svg)."]
 
 
 def elasticity_table(rows: Sequence[Row]) -> list[str]:
@@ -198,7 +240,7 @@ def elasticity_table(rows: Sequence[Row]) -> list[str]:
             f"{found['changes_per_h']:.1f} |"
             for name, found in row["policies"].items()
         ]
-        parts += ["\n".join(lines), "[One day of it](benchmarks/results/elasticity.svg)."]
+        parts += ["\n".join(lines), "[One day of it](../benchmarks/results/elasticity.svg)."]
     return parts
 
 
@@ -322,21 +364,28 @@ def p2p_tables(rows: Sequence[Row]) -> list[str]:
     return tables
 
 
-def render(text: str, figures: str) -> str:
-    """The README's text with what lies between its marks replaced.
+def render(path: Path, figures: str) -> str:
+    """A page's text with what lies between its marks replaced.
 
     Raises:
         ValueError: the marks are missing.
     """
+    text = path.read_text()
     if BEGIN not in text or END not in text:
-        raise ValueError(f"README.md lacks the marks {BEGIN} and {END}; put them where the figures belong.")
+        raise ValueError(f"{path.name} lacks the marks {BEGIN} and {END}; put them where the figures belong.")
     head, _, rest = text.partition(BEGIN)
     _, _, tail = rest.partition(END)
     return f"{head}{BEGIN}\n{figures}\n{END}{tail}"
 
 
-def main(path: Path = README) -> None:
-    path.write_text(render(path.read_text(), latest()))
+def pages() -> dict[Path, str]:
+    """The text that each page with figures should have."""
+    return {README: render(README, short()), FIGURES: render(FIGURES, latest())}
+
+
+def main() -> None:
+    for path, text in pages().items():
+        path.write_text(text)
 
 
 if __name__ == "__main__":

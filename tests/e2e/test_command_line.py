@@ -377,9 +377,10 @@ def test_the_version_and_the_help_are_told() -> None:
         assert done.returncode == 0 and "Usage: " in done.stdout
 
 
-def test_every_plan_that_the_readme_names_is_there_and_can_be_read() -> None:
+def test_every_plan_that_the_documents_name_is_there_and_can_be_read() -> None:
     root = Path(__file__).parents[2]
-    named = set(re.findall(r"[\w/-]+\.toml", (root / "README.md").read_text())) - {"pyproject.toml"}
+    pages = [root / "README.md", *(root / "docs").glob("*.md")]
+    named = {plan for page in pages for plan in re.findall(r"deploy/chaos/[\w-]+\.toml", page.read_text())}
     assert named
     for path in named:
         assert read_plan(root / path).steps, path
