@@ -90,7 +90,6 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "experts_pack_matrix": (None, (c_int, c_void_p, c_int, c_uint32, c_uint32, c_void_p)),
     "experts_pack_gate_up": (None, (c_int, c_void_p, c_void_p, c_int, c_uint32, c_uint32, c_void_p)),
     "experts_linear": (None, _PRODUCT),
-    "experts_ffn_down": (None, _PRODUCT),
     "experts_ffn_gate_up": (None, _PRODUCT),
     "experts_ffn_gate_up_formed": (None, (POINTER(ExpertForm), *_PRODUCT)),
     "experts_to_dtype": (None, (c_int, c_void_p, c_void_p, c_uint64)),

@@ -1,15 +1,10 @@
-// The int8 tile kernel, once for every instruction set (compiled three times; see simd.h and int8.h).
+// The int8 tile kernel, once for every instruction set (compiled three times; see simd.h and kernel_table.h).
 //
 // A panel of rows is quantised once and stays in the nearest caches while every tile's weights pass over it
 // as one stream. Sums of a group are exact integers, so that neither the instructions nor the rows beside it
 // show in a row's bits; between groups the float accumulators wait in memory, which keeps theirs.
-#include "experts/native/int8.h"
-
-#include "experts/native/kernels.h"
+#include "experts/native/kernel_table.h"
 #include "experts/native/simd.h"
-
-// Accumulators live in registers only where every index is a constant.
-#define EAAS_UNROLL _Pragma("GCC unroll 8")
 
 namespace EAAS_ISA_NS {
 namespace {
@@ -33,11 +28,7 @@ struct Staged {
 typedef Lanes16<ipart> i32x16;
 typedef int8_t bpart __attribute__((vector_size(kPartLanes)));
 
-EAAS_INLINE i32x16 splat_i32(int32_t x) {
-#define EAAS_PART(m, i) ipart{} + x
-    return EAAS_EACH(EAAS_PART);
-#undef EAAS_PART
-}
+EAAS_INLINE i32x16 splat_i32(int32_t x) { return by_part(EAAS_PART(int, ipart p) { return p + x; }, i32x16{}); }
 
 // Sixteen columns and four k: sums + w[column][k] * x[k]. w: 64 bytes; x: the four bytes.
 #if defined(EAAS_ISA_AVX512)
@@ -78,9 +69,7 @@ EAAS_INLINE i32x16 dot4(i32x16 sums, const uint8_t* w, int32_t x) {
 #endif
 
 EAAS_INLINE f32x16 to_float(i32x16 x) {
-#define EAAS_PART(m, i) __builtin_convertvector(x.m, part)
-    return EAAS_EACH(EAAS_PART);
-#undef EAAS_PART
+    return by_part(EAAS_PART(int, ipart p) { return __builtin_convertvector(p, part); }, x);
 }
 
 // ---- quantisation
@@ -88,9 +77,8 @@ EAAS_INLINE f32x16 to_float(i32x16 x) {
 // q[0..16) = x * inverse, to the nearest integer; |x * inverse| < 128.
 EAAS_INLINE void quantise16(f32x16 x, float inverse, int8_t* q) {
     const f32x16 shifted = x * splat(inverse) + splat(12582912.0f);
-#define EAAS_PART(m, i) part_store(q, __builtin_convertvector((ipart)shifted.m - 0x4b400000, bpart), i)
-    [[maybe_unused]] const int stored[] = EAAS_EACH(EAAS_PART);
-#undef EAAS_PART
+    by_part(EAAS_PART(int i, part p) { return part_store(q, __builtin_convertvector((ipart)p - 0x4b400000, bpart), i); },
+            shifted);
 }
 
 void stage_group(const uint16_t* x, uint32_t count, Staged& to) {
@@ -174,26 +162,26 @@ void rows_of(const uint8_t* w, const Staged* x, uint32_t m, float* acc) {
 }
 
 template <class Finish>
-void tiles(const void* packed, uint32_t k, const void* x, uint64_t x_stride, uint32_t m, uint32_t tile0,
-           uint32_t tile1, Finish finish) {
+void tiles(const Product& p, Finish finish) {
     alignas(64) Staged staged[kStagedGroups];
     alignas(64) float acc[kPanelRows * kTile];
-    const auto* const rows = static_cast<const uint16_t*>(x);
+    const auto* const rows = static_cast<const uint16_t*>(p.x);
+    const uint32_t k = p.k, m = p.m;
     const uint32_t groups = (k + kGroup - 1) / kGroup;
     const uint32_t span = groups < kStagedGroups ? groups : kStagedGroups;
     const uint32_t fitting = kStagedGroups / span, panel = fitting < kPanelRows ? fitting : kPanelRows;
     for (uint32_t row = 0; row < m; row += panel) {
         const uint32_t now = m - row < panel ? m - row : panel;
         uint32_t held = groups;  // the first group of the span that is staged
-        for (uint32_t tile = tile0; tile < tile1; ++tile) {
-            const uint8_t* w = static_cast<const uint8_t*>(packed) + uint64_t{tile} * groups * kGroupBytes;
+        for (uint32_t tile = p.tile0; tile < p.tile1; ++tile) {
+            const uint8_t* w = static_cast<const uint8_t*>(p.packed) + uint64_t{tile} * groups * kGroupBytes;
             for (uint32_t i = 0; i < now * kTile; ++i) acc[i] = 0.0f;
             for (uint32_t first = 0; first < groups; first += span) {
                 const uint32_t end = groups - first < span ? groups : first + span;
                 for (uint32_t g = first; held != first && g < end; ++g) {
                     const uint32_t count = k - g * kGroup < kGroup ? k - g * kGroup : kGroup;
                     for (uint32_t i = 0; i < now; ++i)
-                        stage_group(rows + (row + i) * x_stride + g * kGroup, count,
+                        stage_group(rows + (row + i) * p.x_stride + g * kGroup, count,
                                     staged[(g - first) * now + i]);
                 }
                 held = first;
@@ -215,24 +203,21 @@ void tiles(const void* packed, uint32_t k, const void* x, uint64_t x_stride, uin
 
 }  // namespace
 
-void int8_linear(const void* packed, uint32_t rows, uint32_t k, const void* x, uint64_t x_stride, uint32_t m,
-                 float* out, uint64_t out_stride, uint32_t tile0, uint32_t tile1) {
-    tiles(packed, k, x, x_stride, m, tile0, tile1, [=](uint32_t tile, uint32_t row, const float* acc) {
-        const uint32_t column = tile * kTile, count = rows - column < kTile ? rows - column : kTile;
-        __builtin_memcpy(out + row * out_stride + column, acc, count * sizeof(float));
+void int8_linear(const Product& p) {
+    tiles(p, [&](uint32_t tile, uint32_t row, const float* acc) {
+        const uint32_t column = tile * kTile, count = p.rows - column < kTile ? p.rows - column : kTile;
+        __builtin_memcpy(static_cast<float*>(p.out) + row * p.out_stride + column, acc, count * sizeof(float));
     });
 }
 
-void int8_gate_up(const void* packed, uint32_t hidden, uint32_t inter, const void* x, uint64_t x_stride,
-                  uint32_t m, void* act, uint64_t act_stride, uint32_t tile0, uint32_t tile1) {
-    auto* const to = static_cast<uint16_t*>(act);
-    tiles(packed, hidden, x, x_stride, m, tile0, tile1, [=](uint32_t tile, uint32_t row, const float* acc) {
+void int8_gate_up(const Product& p) {
+    tiles(p, [&](uint32_t tile, uint32_t row, const float* acc) {
+        auto* const to = static_cast<uint16_t*>(p.out) + row * p.out_stride;
         for (uint32_t half = 0; half < 2; ++half) {
             const uint32_t column = tile * EXPERTS_GATE_UP_COLUMNS + half * 16;
-            if (column >= inter) return;
+            if (column >= p.rows) return;
             const f32x16 product = silu(load(acc + half * 32)) * load(acc + half * 32 + 16);
-            store_bf16_part(to + row * act_stride + column, product,
-                            inter - column < 16 ? inter - column : 16);
+            store_bf16_part(to + column, product, p.rows - column < 16 ? p.rows - column : 16);
         }
     });
 }

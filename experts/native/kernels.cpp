@@ -12,10 +12,6 @@
 
 namespace {
 
-bool known(const char* name) {
-    return !strcmp(name, "portable") || !strcmp(name, "avx2") || !strcmp(name, "avx512");
-}
-
 const KernelTable* find(const char* name) {
     if (!strcmp(name, "portable")) return &isa_portable::kernel_table;
 #if EAAS_HAVE_AVX2
@@ -37,10 +33,7 @@ std::atomic<const KernelTable*> chosen{nullptr};
 
 const KernelTable& table() {
     const KernelTable* now = chosen.load(std::memory_order_acquire);
-    if (now == nullptr) {
-        now = best();
-        chosen.store(now, std::memory_order_release);
-    }
+    if (now == nullptr) chosen.store(now = best(), std::memory_order_release);
     return *now;
 }
 
@@ -48,12 +41,7 @@ const KernelTable& table() {
 
 P2P_API int experts_isa_select(const char* name) {
     if (name == nullptr || !*name) name = getenv("EAAS_ISA");
-    if (name == nullptr || !*name) {
-        chosen.store(best(), std::memory_order_release);
-        return 0;
-    }
-    if (!known(name)) return EXPERTS_E_ISA_UNKNOWN;
-    const KernelTable* found = find(name);
+    const KernelTable* found = name == nullptr || !*name ? best() : find(name);
     if (found == nullptr) return EXPERTS_E_ISA_ABSENT;
     chosen.store(found, std::memory_order_release);
     return 0;
@@ -71,25 +59,21 @@ P2P_API const char* experts_numerics_class(int dtype) {
 P2P_API void experts_linear(int dtype, const void* packed, uint32_t rows, uint32_t k, const void* x,
                             uint64_t x_stride, uint32_t m, float* out, uint64_t out_stride, uint32_t tile0,
                             uint32_t tile1) {
-    if (dtype == EAAS_INT8)
-        return table().int8_linear(packed, rows, k, x, x_stride, m, out, out_stride, tile0, tile1);
-    table().linear(dtype, packed, rows, k, x, x_stride, m, out, out_stride, tile0, tile1);
+    table().linear({dtype, packed, k, rows, x, x_stride, m, out, out_stride, tile0, tile1});
 }
 
 P2P_API void experts_ffn_gate_up(int dtype, const void* packed, uint32_t hidden, uint32_t inter,
                                  const void* x, uint64_t x_stride, uint32_t m, void* act,
                                  uint64_t act_stride, uint32_t tile0, uint32_t tile1) {
-    if (dtype == EAAS_INT8)
-        return table().int8_gate_up(packed, hidden, inter, x, x_stride, m, act, act_stride, tile0, tile1);
-    table().gate_up(dtype, packed, hidden, inter, x, x_stride, m, act, act_stride, tile0, tile1);
+    experts_ffn_gate_up_formed(nullptr, dtype, packed, hidden, inter, x, x_stride, m, act, act_stride, tile0, tile1);
 }
 
 P2P_API void experts_ffn_gate_up_formed(const ExpertForm* form, int dtype, const void* packed, uint32_t hidden,
                                         uint32_t inter, const void* x, uint64_t x_stride, uint32_t m,
                                         void* act, uint64_t act_stride, uint32_t tile0, uint32_t tile1) {
-    const void* biases = static_cast<const char*>(packed) + experts_gate_up_bytes(dtype, inter, hidden);
-    table().gate_up_formed(*form, form->biased ? static_cast<const float*>(biases) : nullptr, dtype, packed,
-                           hidden, inter, x, x_stride, m, act, act_stride, tile0, tile1);
+    const void* behind = static_cast<const char*>(packed) + experts_gate_up_bytes(dtype, inter, hidden);
+    const float* biases = form && form->biased ? static_cast<const float*>(behind) : nullptr;
+    table().gate_up({dtype, packed, hidden, inter, x, x_stride, m, act, act_stride, tile0, tile1}, form, biases);
 }
 
 P2P_API void experts_add_down_biases(int dtype, const void* packed, uint32_t hidden, uint32_t inter, uint32_t m,
@@ -100,12 +84,6 @@ P2P_API void experts_add_down_biases(int dtype, const void* packed, uint32_t hid
     for (uint32_t i = 0; i < m; ++i)
         for (uint32_t column = tile0 * EXPERTS_TILE_ROWS; column < last; ++column)
             out[i * out_stride + column] += biases[column];
-}
-
-P2P_API void experts_ffn_down(int dtype, const void* packed, uint32_t hidden, uint32_t inter,
-                              const void* act, uint64_t act_stride, uint32_t m, float* out,
-                              uint64_t out_stride, uint32_t tile0, uint32_t tile1) {
-    experts_linear(dtype, packed, hidden, inter, act, act_stride, m, out, out_stride, tile0, tile1);
 }
 
 P2P_API void experts_to_dtype(int dtype, const float* x, void* out, uint64_t n) {

@@ -14,7 +14,7 @@
 // instruction set's register tile or the caller's lanes. So the bits of a row are the same alone and in any
 // batch. Portable and avx2 agree bit for bit: float32 fma, even k then odd k. avx512 agrees for f32; its bf16
 // products use VDPBF16PS per pair of k and are a numerics class of their own (experts_numerics_class). int8,
-// whose rows are bf16 and whose arithmetic int8.h defines, has the same bits everywhere.
+// whose rows are bf16 and whose arithmetic kernel_table.h defines, has the same bits everywhere.
 #pragma once
 
 #include <stdint.h>
@@ -26,10 +26,10 @@ enum { EXPERTS_TILE_ROWS = 64, EXPERTS_GATE_UP_COLUMNS = 32 };
 
 // ---- instruction sets: "portable", "avx2", "avx512"
 
-enum { EXPERTS_E_ISA_UNKNOWN = -1, EXPERTS_E_ISA_ABSENT = -2 };
+enum { EXPERTS_E_ISA_ABSENT = -2 };
 // Choose by name; with a null or empty name by $EAAS_ISA, or where that is unset the best that this CPU has.
-// Returns 0; EXPERTS_E_ISA_UNKNOWN: no such name; EXPERTS_E_ISA_ABSENT: this CPU or this build lacks it. On
-// an error the choice stands. Not to be called while a kernel runs. Before any call the best one is chosen.
+// Returns 0; EXPERTS_E_ISA_ABSENT, and the choice stands: this CPU or this build lacks it, or nobody has it.
+// Not to be called while a kernel runs. Before any call the best one is chosen.
 P2P_API int experts_isa_select(const char* name);
 P2P_API const char* experts_isa_name(void);
 // 1 where this CPU and this build have it, 0 where not.
@@ -68,7 +68,7 @@ struct ExpertForm {
     float shift;
     uint32_t biased;
 };
-// As experts_ffn_gate_up, of f32 and bf16 alone.
+// As experts_ffn_gate_up, of f32 and bf16 alone where the form is not null: SwiGLU.
 P2P_API void experts_ffn_gate_up_formed(const struct ExpertForm* form, int dtype, const void* packed,
                                         uint32_t hidden, uint32_t inter, const void* x, uint64_t x_stride,
                                         uint32_t m, void* act, uint64_t act_stride, uint32_t tile0,
@@ -76,9 +76,5 @@ P2P_API void experts_ffn_gate_up_formed(const struct ExpertForm* form, int dtype
 // Adds the biases behind down's tiles to out[m][hidden], for tiles [tile0, tile1).
 P2P_API void experts_add_down_biases(int dtype, const void* packed, uint32_t hidden, uint32_t inter, uint32_t m,
                                      float* out, uint64_t out_stride, uint32_t tile0, uint32_t tile1);
-// out[m][hidden] = act @ down^T, for tiles [tile0, tile1) of ceil(hidden / 64): experts_linear by its role.
-P2P_API void experts_ffn_down(int dtype, const void* packed, uint32_t hidden, uint32_t inter,
-                              const void* act, uint64_t act_stride, uint32_t m, float* out,
-                              uint64_t out_stride, uint32_t tile0, uint32_t tile1);
 // Floats to rows of `dtype`: bf16 by round to nearest even, f32 by copy. n elements; x and out may not overlap.
 P2P_API void experts_to_dtype(int dtype, const float* x, void* out, uint64_t n);

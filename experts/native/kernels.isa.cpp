@@ -10,12 +10,7 @@
 // order, and the fma chain of an output never depends on the rows beside it.
 #include "experts/native/simd.h"
 
-#include "experts/native/int8.h"
 #include "experts/native/kernel_table.h"
-#include "experts/native/kernels.h"
-
-// Accumulators live in registers only where every index is a constant.
-#define EAAS_UNROLL _Pragma("GCC unroll 8")
 
 namespace EAAS_ISA_NS {
 namespace {
@@ -261,14 +256,14 @@ void wide_panel(const uint8_t* packed, uint64_t tile_bytes, uint32_t k, const ty
 }
 
 template <class Step, class Finish>
-void wide(const void* packed, uint64_t tile_bytes, uint32_t k, const typename Step::Element* x,
-          uint64_t x_stride, uint32_t m, uint32_t tile0, uint32_t tile1, Finish finish) {
-    const uint32_t panels = (m + kWideRows - 1) / kWideRows;
-    for (uint32_t tile = tile0; tile < tile1; tile += kWideTiles) {
-        const uint32_t count = tile1 - tile < kWideTiles ? tile1 - tile : kWideTiles;
-        for (uint32_t p = 0; p < panels; ++p) {
-            const uint64_t row0 = uint64_t{m} * p / panels, row1 = uint64_t{m} * (p + 1) / panels;
-            wide_panel<Step>(static_cast<const uint8_t*>(packed), tile_bytes, k, x + row0 * x_stride, x_stride,
+void wide(const Product& p, uint64_t tile_bytes, Finish finish) {
+    const auto* const x = static_cast<const typename Step::Element*>(p.x);
+    const uint32_t panels = (p.m + kWideRows - 1) / kWideRows;
+    for (uint32_t tile = p.tile0; tile < p.tile1; tile += kWideTiles) {
+        const uint32_t count = p.tile1 - tile < kWideTiles ? p.tile1 - tile : kWideTiles;
+        for (uint32_t panel = 0; panel < panels; ++panel) {
+            const uint64_t row0 = uint64_t{p.m} * panel / panels, row1 = uint64_t{p.m} * (panel + 1) / panels;
+            wide_panel<Step>(static_cast<const uint8_t*>(p.packed), tile_bytes, p.k, x + row0 * p.x_stride, p.x_stride,
                              static_cast<uint32_t>(row1 - row0), tile, count,
                              [&](uint32_t to, uint32_t row, const float* acc) {
                                  finish(to, static_cast<uint32_t>(row0) + row, acc);
@@ -278,36 +273,30 @@ void wide(const void* packed, uint64_t tile_bytes, uint32_t k, const typename St
 }
 
 template <class Step, class Finish>
-void tiles(const void* packed, uint32_t k, const void* x, uint64_t x_stride, uint32_t m, uint32_t tile0,
-           uint32_t tile1, Finish finish) {
-    const uint64_t tile_bytes = (uint64_t{k} + 1) / 2 * 2 / Step::kElements * kStepBytes;
-    const auto* rows = static_cast<const typename Step::Element*>(x);
+void tiles(const Product& p, Finish finish) {
+    const uint64_t tile_bytes = (uint64_t{p.k} + 1) / 2 * 2 / Step::kElements * kStepBytes;
     // With 32 registers of sixteen lanes the groups below hold four blocks at once, and need no panel.
     if constexpr (kPartLanes < 16)
-        if (m >= kWideFrom) return wide<Step>(packed, tile_bytes, k, rows, x_stride, m, tile0, tile1, finish);
+        if (p.m >= kWideFrom) return wide<Step>(p, tile_bytes, finish);
+    const auto* rows = static_cast<const typename Step::Element*>(p.x);
     alignas(64) float acc[kPanelRows * kTile];
-    for (uint32_t tile = tile0; tile < tile1; ++tile) {
-        const uint8_t* from = static_cast<const uint8_t*>(packed) + tile * tile_bytes;
-        for (uint32_t row = 0; row < m; row += kPanelRows) {
-            const uint32_t now = m - row < kPanelRows ? m - row : kPanelRows;
-            panel<Step>(from, k, rows + row * x_stride, x_stride, now, acc);
+    for (uint32_t tile = p.tile0; tile < p.tile1; ++tile) {
+        const uint8_t* from = static_cast<const uint8_t*>(p.packed) + tile * tile_bytes;
+        for (uint32_t row = 0; row < p.m; row += kPanelRows) {
+            const uint32_t now = p.m - row < kPanelRows ? p.m - row : kPanelRows;
+            panel<Step>(from, p.k, rows + row * p.x_stride, p.x_stride, now, acc);
             for (uint32_t i = 0; i < now; ++i) finish(tile, row + i, acc + i * kTile);
         }
     }
 }
 
-void linear(int dtype, const void* packed, uint32_t rows, uint32_t k, const void* x, uint64_t x_stride,
-            uint32_t m, float* out, uint64_t out_stride, uint32_t tile0, uint32_t tile1) {
-    const auto finish = [=](uint32_t tile, uint32_t row, const float* acc) {
-        const uint32_t column = tile * kTile;
-        const uint32_t count = rows - column < kTile ? rows - column : kTile;
-        __builtin_memcpy(out + row * out_stride + column, acc, count * sizeof(float));
+void linear(const Product& p) {
+    if (p.dtype == EAAS_INT8) return int8_linear(p);
+    const auto finish = [&](uint32_t tile, uint32_t row, const float* acc) {
+        const uint32_t column = tile * kTile, count = p.rows - column < kTile ? p.rows - column : kTile;
+        __builtin_memcpy(static_cast<float*>(p.out) + row * p.out_stride + column, acc, count * sizeof(float));
     };
-    if (dtype == EAAS_F32) {
-        tiles<StepF32>(packed, k, x, x_stride, m, tile0, tile1, finish);
-    } else {
-        tiles<StepBf16>(packed, k, x, x_stride, m, tile0, tile1, finish);
-    }
+    p.dtype == EAAS_F32 ? tiles<StepF32>(p, finish) : tiles<StepBf16>(p, finish);
 }
 
 void store_act(float* to, f32x16 x, uint32_t count) {
@@ -319,53 +308,38 @@ void store_act(uint16_t* to, f32x16 x, uint32_t count) {
 
 // activate(place, gate, up): sixteen columns; the gates of the first have row `place` of the packed matrix.
 template <class Step, class Activate>
-void gate_up_of(const void* packed, uint32_t hidden, uint32_t inter, const void* x, uint64_t x_stride,
-                uint32_t m, void* act, uint64_t act_stride, uint32_t tile0, uint32_t tile1, Activate activate) {
-    auto* const to = static_cast<typename Step::Element*>(act);
-    const auto finish = [=](uint32_t tile, uint32_t row, const float* acc) {
+void gate_up_of(const Product& p, Activate activate) {
+    tiles<Step>(p, [&](uint32_t tile, uint32_t row, const float* acc) {
+        auto* const to = static_cast<typename Step::Element*>(p.out) + row * p.out_stride;
         for (uint32_t half = 0; half < 2; ++half) {
             const uint32_t column = tile * EXPERTS_GATE_UP_COLUMNS + half * 16;
-            if (column >= inter) return;
+            if (column >= p.rows) return;
             const f32x16 product =
                 activate(uint64_t{tile} * kTile + half * 32, load(acc + half * 32), load(acc + half * 32 + 16));
-            store_act(to + row * act_stride + column, product, inter - column < 16 ? inter - column : 16);
+            store_act(to + column, product, p.rows - column < 16 ? p.rows - column : 16);
         }
-    };
-    tiles<Step>(packed, hidden, x, x_stride, m, tile0, tile1, finish);
+    });
 }
 
 template <class Activate>
-void gate_up_in(int dtype, const void* packed, uint32_t hidden, uint32_t inter, const void* x,
-                uint64_t x_stride, uint32_t m, void* act, uint64_t act_stride, uint32_t tile0, uint32_t tile1,
-                Activate activate) {
-    if (dtype == EAAS_F32) {
-        gate_up_of<StepF32>(packed, hidden, inter, x, x_stride, m, act, act_stride, tile0, tile1, activate);
-    } else {
-        gate_up_of<StepBf16>(packed, hidden, inter, x, x_stride, m, act, act_stride, tile0, tile1, activate);
-    }
+void gate_up_in(const Product& p, Activate activate) {
+    p.dtype == EAAS_F32 ? gate_up_of<StepF32>(p, activate) : gate_up_of<StepBf16>(p, activate);
 }
 
-void gate_up(int dtype, const void* packed, uint32_t hidden, uint32_t inter, const void* x, uint64_t x_stride,
-             uint32_t m, void* act, uint64_t act_stride, uint32_t tile0, uint32_t tile1) {
-    gate_up_in(dtype, packed, hidden, inter, x, x_stride, m, act, act_stride, tile0, tile1,
-               [](uint64_t, f32x16 gate, f32x16 up) { return silu(gate) * up; });
-}
-
-void gate_up_formed(const ExpertForm& form, const float* biases, int dtype, const void* packed,
-                    uint32_t hidden, uint32_t inter, const void* x, uint64_t x_stride, uint32_t m, void* act,
-                    uint64_t act_stride, uint32_t tile0, uint32_t tile1) {
-    const float alpha = form.alpha, limit = form.limit, shift = form.shift;
-    gate_up_in(dtype, packed, hidden, inter, x, x_stride, m, act, act_stride, tile0, tile1,
-               [=](uint64_t place, f32x16 gate, f32x16 up) {
-                   if (biases) {
-                       gate = gate + load(biases + place);
-                       up = up + load(biases + place + 16);
-                   }
-                   // Whatever is compared comes second: that is what a NaN is passed on from.
-                   gate = min(splat(limit), gate);
-                   up = max(splat(-limit), min(splat(limit), up));
-                   return gate / (splat(1.0f) + exp(-(splat(alpha) * gate))) * (up + splat(shift));
-               });
+void gate_up(const Product& p, const ExpertForm* form, const float* biases) {
+    if (p.dtype == EAAS_INT8) return int8_gate_up(p);
+    if (!form) return gate_up_in(p, [](uint64_t, f32x16 gate, f32x16 up) { return silu(gate) * up; });
+    const float alpha = form->alpha, limit = form->limit, shift = form->shift;
+    gate_up_in(p, [=](uint64_t place, f32x16 gate, f32x16 up) {
+        if (biases) {
+            gate = gate + load(biases + place);
+            up = up + load(biases + place + 16);
+        }
+        // Whatever is compared comes second: that is what a NaN is passed on from.
+        gate = min(splat(limit), gate);
+        up = max(splat(-limit), min(splat(limit), up));
+        return gate / (splat(1.0f) + exp(-(splat(alpha) * gate))) * (up + splat(shift));
+    });
 }
 
 void rows_to_bf16(const float* x, uint16_t* out, uint64_t n) {
@@ -384,7 +358,6 @@ constexpr const char* kName = "portable";
 
 }  // namespace
 
-extern const KernelTable kernel_table = {kName,   kBf16Class,   linear,      gate_up,
-                                         rows_to_bf16, int8_linear, int8_gate_up, gate_up_formed};
+extern const KernelTable kernel_table = {kName, kBf16Class, linear, gate_up, rows_to_bf16};
 
 }  // namespace EAAS_ISA_NS

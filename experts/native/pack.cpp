@@ -2,8 +2,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#include "experts/native/int8.h"
-#include "experts/native/kernels.h"
+#include "experts/native/kernel_table.h"
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the packed layouts are little-endian");
 
@@ -52,7 +51,7 @@ float as_float(uint32_t bits) {
     return value;
 }
 
-// The same for int8: group by group, 64 scales and then the steps of four k (int8.h says how they come about).
+// The same for int8: group by group, 64 scales and then the steps of four k (kernel_table.h says how they come about).
 template <class From>
 uint8_t* pack_tile_int8(const uint8_t* const rows[EXPERTS_TILE_ROWS], uint32_t k, uint8_t* out) {
     constexpr uint32_t kGroup = EXPERTS_INT8_GROUP, kScaleBytes = EXPERTS_TILE_ROWS * sizeof(float);

@@ -271,19 +271,15 @@ void serve_batch(ExpertServer* server, uint32_t lane) {
     const uint32_t up_tiles = tiles(server->intermediate, EXPERTS_GATE_UP_COLUMNS);
     const uint32_t down_tiles = tiles(shape.hidden, EXPERTS_TILE_ROWS);
     auto up = [&](const Group& g, uint32_t tile0, uint32_t tile1) {
-        if (server->formed)
-            return experts_ffn_gate_up_formed(
-                &server->form, int(shape.dtype), g.expert->gate_up, shape.hidden, server->intermediate,
-                server->x.data() + g.first * row_bytes, x_stride, g.count,
-                server->act.data() + g.first * act_stride * element, act_stride, tile0, tile1);
-        experts_ffn_gate_up(int(shape.dtype), g.expert->gate_up, shape.hidden, server->intermediate,
-                            server->x.data() + g.first * row_bytes, x_stride, g.count,
-                            server->act.data() + g.first * act_stride * element, act_stride, tile0, tile1);
+        experts_ffn_gate_up_formed(server->formed ? &server->form : nullptr, int(shape.dtype), g.expert->gate_up,
+                                   shape.hidden, server->intermediate, server->x.data() + g.first * row_bytes,
+                                   x_stride, g.count, server->act.data() + g.first * act_stride * element,
+                                   act_stride, tile0, tile1);
     };
     auto down = [&](const Group& g, uint32_t tile0, uint32_t tile1) {
-        experts_ffn_down(int(shape.dtype), g.expert->down, shape.hidden, server->intermediate,
-                         server->act.data() + g.first * act_stride * element, act_stride, g.count, g.out,
-                         shape.hidden, tile0, tile1);
+        experts_linear(int(shape.dtype), g.expert->down, shape.hidden, server->intermediate,
+                       server->act.data() + g.first * act_stride * element, act_stride, g.count, g.out,
+                       shape.hidden, tile0, tile1);
         if (server->form.biased)
             experts_add_down_biases(int(shape.dtype), g.expert->down, shape.hidden, server->intermediate, g.count,
                                     g.out, shape.hidden, tile0, tile1);

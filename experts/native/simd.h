@@ -22,6 +22,8 @@ static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the packed layouts are
 #endif
 
 #define EAAS_INLINE static inline __attribute__((always_inline, unused))
+// Accumulators live in registers only where every index is a constant.
+#define EAAS_UNROLL _Pragma("GCC unroll 8")
 
 namespace EAAS_ISA_NS {
 
@@ -38,27 +40,37 @@ typedef int32_t ipart __attribute__((vector_size(4 * kPartLanes)));
 typedef uint32_t upart __attribute__((vector_size(4 * kPartLanes)));
 typedef uint16_t hpart __attribute__((vector_size(2 * kPartLanes)));
 
-template <class P>
-struct Lanes16;
+// by_part(f, x, ...) is f(0, part 0 of x, ...), f(1, part 1 of x, ...) and so on: as many lanes again.
 #if defined(EAAS_ISA_AVX512)
 template <class P>
 struct Lanes16 {
     P a;
 };
-#define EAAS_EACH(expr) {expr(a, 0)}
+template <class F, class... X>
+EAAS_INLINE auto by_part(F f, X... x) {
+    return Lanes16<decltype(f(0, x.a...))>{f(0, x.a...)};
+}
 #elif defined(EAAS_ISA_AVX2)
 template <class P>
 struct Lanes16 {
     P a, b;
 };
-#define EAAS_EACH(expr) {expr(a, 0), expr(b, 1)}
+template <class F, class... X>
+EAAS_INLINE auto by_part(F f, X... x) {
+    return Lanes16<decltype(f(0, x.a...))>{f(0, x.a...), f(1, x.b...)};
+}
 #else
 template <class P>
 struct Lanes16 {
     P a, b, c, d;
 };
-#define EAAS_EACH(expr) {expr(a, 0), expr(b, 1), expr(c, 2), expr(d, 3)}
+template <class F, class... X>
+EAAS_INLINE auto by_part(F f, X... x) {
+    return Lanes16<decltype(f(0, x.a...))>{f(0, x.a...), f(1, x.b...), f(2, x.c...), f(3, x.d...)};
+}
 #endif
+// A lambda for it, with these parameters.
+#define EAAS_PART(...) [=](__VA_ARGS__) __attribute__((always_inline))
 typedef Lanes16<part> f32x16;
 
 // ---- parts: what differs between instruction sets
@@ -153,22 +165,12 @@ EAAS_INLINE part part_scale(part x, part shifted) {
 
 EAAS_INLINE f32x16 splat(float x) {
     // Minus zero is the identity that keeps -0.
-#define EAAS_PART(m, i) x - part{}
-    return EAAS_EACH(EAAS_PART);
-#undef EAAS_PART
+    return by_part(EAAS_PART(int, part p) { return x - p; }, Lanes16<part>{});
 }
 EAAS_INLINE f32x16 zero() { return splat(0.0f); }
 
-EAAS_INLINE f32x16 load(const float* from) {
-#define EAAS_PART(m, i) part_load<part>(from, i)
-    return EAAS_EACH(EAAS_PART);
-#undef EAAS_PART
-}
-EAAS_INLINE void store(float* to, f32x16 x) {
-#define EAAS_PART(m, i) part_store(to, x.m, i)
-    [[maybe_unused]] const int stored[] = EAAS_EACH(EAAS_PART);
-#undef EAAS_PART
-}
+EAAS_INLINE f32x16 load(const float* from) { return by_part(EAAS_PART(int i) { return part_load<part>(from, i); }); }
+EAAS_INLINE void store(float* to, f32x16 x) { by_part(EAAS_PART(int i, part p) { return part_store(to, p, i); }, x); }
 
 // The first `count` (0 to 16) lanes; the others read as zero, and are not written.
 EAAS_INLINE f32x16 load_part(const float* from, unsigned count) {
@@ -185,54 +187,32 @@ EAAS_INLINE void store_part(float* to, f32x16 x, unsigned count) {
 // ---- sixteen lanes: arithmetic
 
 EAAS_INLINE f32x16 operator+(f32x16 x, f32x16 y) {
-#define EAAS_PART(m, i) x.m + y.m
-    return EAAS_EACH(EAAS_PART);
-#undef EAAS_PART
+    return by_part(EAAS_PART(int, part p, part q) { return p + q; }, x, y);
 }
 EAAS_INLINE f32x16 operator-(f32x16 x, f32x16 y) {
-#define EAAS_PART(m, i) x.m - y.m
-    return EAAS_EACH(EAAS_PART);
-#undef EAAS_PART
+    return by_part(EAAS_PART(int, part p, part q) { return p - q; }, x, y);
 }
 EAAS_INLINE f32x16 operator*(f32x16 x, f32x16 y) {
-#define EAAS_PART(m, i) x.m * y.m
-    return EAAS_EACH(EAAS_PART);
-#undef EAAS_PART
+    return by_part(EAAS_PART(int, part p, part q) { return p * q; }, x, y);
 }
 EAAS_INLINE f32x16 operator/(f32x16 x, f32x16 y) {
-#define EAAS_PART(m, i) x.m / y.m
-    return EAAS_EACH(EAAS_PART);
-#undef EAAS_PART
+    return by_part(EAAS_PART(int, part p, part q) { return p / q; }, x, y);
 }
-EAAS_INLINE f32x16 operator-(f32x16 x) {
-#define EAAS_PART(m, i) -x.m
-    return EAAS_EACH(EAAS_PART);
-#undef EAAS_PART
-}
+EAAS_INLINE f32x16 operator-(f32x16 x) { return by_part(EAAS_PART(int, part p) { return -p; }, x); }
 
 // x * y + z, rounded once.
 EAAS_INLINE f32x16 fma(f32x16 x, f32x16 y, f32x16 z) {
-#define EAAS_PART(m, i) part_fma(x.m, y.m, z.m)
-    return EAAS_EACH(EAAS_PART);
-#undef EAAS_PART
+    return by_part(EAAS_PART(int, part p, part q, part r) { return part_fma(p, q, r); }, x, y, z);
 }
 // x > y ? x : y, lane by lane: where either is NaN, the second.
 EAAS_INLINE f32x16 max(f32x16 x, f32x16 y) {
-#define EAAS_PART(m, i) part_max(x.m, y.m)
-    return EAAS_EACH(EAAS_PART);
-#undef EAAS_PART
+    return by_part(EAAS_PART(int, part p, part q) { return part_max(p, q); }, x, y);
 }
 // x < y ? x : y, lane by lane: where either is NaN, the second.
 EAAS_INLINE f32x16 min(f32x16 x, f32x16 y) {
-#define EAAS_PART(m, i) part_min(x.m, y.m)
-    return EAAS_EACH(EAAS_PART);
-#undef EAAS_PART
+    return by_part(EAAS_PART(int, part p, part q) { return part_min(p, q); }, x, y);
 }
-EAAS_INLINE f32x16 sqrt(f32x16 x) {
-#define EAAS_PART(m, i) part_sqrt(x.m)
-    return EAAS_EACH(EAAS_PART);
-#undef EAAS_PART
-}
+EAAS_INLINE f32x16 sqrt(f32x16 x) { return by_part(EAAS_PART(int, part p) { return part_sqrt(p); }, x); }
 
 // e**x within 1.1 ulp; 0 below the smallest subnormal, infinity above the largest float, NaN for NaN.
 // x = n ln 2 + r with |r| <= ln 2 / 2; the polynomial is (e**r - 1 - r) / r**2 (Cephes, expf).
@@ -250,9 +230,7 @@ EAAS_INLINE f32x16 exp(f32x16 x) {
     p = fma(p, r, splat(1.6666665459e-1f));
     p = fma(p, r, splat(5.0000001201e-1f));
     p = fma(p, r * r, r) + splat(1.0f);
-#define EAAS_PART(m, i) part_scale(p.m, shifted.m)
-    return EAAS_EACH(EAAS_PART);
-#undef EAAS_PART
+    return by_part(EAAS_PART(int, part q, part n) { return part_scale(q, n); }, p, shifted);
 }
 
 // x / (1 + e**-x): -0 at very negative x, x itself at large x.
@@ -292,14 +270,10 @@ EAAS_INLINE uint16_t to_bf16(float x) {
 }
 
 EAAS_INLINE f32x16 load_bf16(const uint16_t* from) {
-#define EAAS_PART(m, i) part_from_bf16(part_load<hpart>(from, i))
-    return EAAS_EACH(EAAS_PART);
-#undef EAAS_PART
+    return by_part(EAAS_PART(int i) { return part_from_bf16(part_load<hpart>(from, i)); });
 }
 EAAS_INLINE void store_bf16(uint16_t* to, f32x16 x) {
-#define EAAS_PART(m, i) part_store(to, part_to_bf16(x.m), i)
-    [[maybe_unused]] const int stored[] = EAAS_EACH(EAAS_PART);
-#undef EAAS_PART
+    by_part(EAAS_PART(int i, part p) { return part_store(to, part_to_bf16(p), i); }, x);
 }
 EAAS_INLINE f32x16 load_bf16_part(const uint16_t* from, unsigned count) {
     uint16_t lanes[16] = {};
@@ -314,14 +288,10 @@ EAAS_INLINE void store_bf16_part(uint16_t* to, f32x16 x, unsigned count) {
 
 // Sixteen interleaved pairs (even, odd), as packed weights and keys hold them.
 EAAS_INLINE f32x16 load_bf16_even(const uint16_t* pairs) {
-#define EAAS_PART(m, i) (part)(part_load<upart>(pairs, 2 * (i)) << 16)
-    return EAAS_EACH(EAAS_PART);
-#undef EAAS_PART
+    return by_part(EAAS_PART(int i) { return (part)(part_load<upart>(pairs, 2 * i) << 16); });
 }
 EAAS_INLINE f32x16 load_bf16_odd(const uint16_t* pairs) {
-#define EAAS_PART(m, i) (part)(part_load<upart>(pairs, 2 * (i)) & 0xffff0000u)
-    return EAAS_EACH(EAAS_PART);
-#undef EAAS_PART
+    return by_part(EAAS_PART(int i) { return (part)(part_load<upart>(pairs, 2 * i) & 0xffff0000u); });
 }
 
 }  // namespace EAAS_ISA_NS

@@ -163,10 +163,10 @@ P2P_API int32_t local_experts_call(void* state, LanePool* pool, uint32_t lane, u
     });
     ended(PHASE_GATE_UP);
     over_tiles(local, lane, local.down_tiles(), [&](const Run& run, uint32_t tile0, uint32_t tile1) {
-        experts_ffn_down(local.dtype, layer_weights[run.expert].down, local.hidden, local.intermediate,
-                         local.act + run.first * act_bytes, local.intermediate, run.pairs,
-                         local.results + static_cast<uint64_t>(run.first) * local.hidden, local.hidden, tile0,
-                         tile1);
+        experts_linear(local.dtype, layer_weights[run.expert].down, local.hidden, local.intermediate,
+                       local.act + run.first * act_bytes, local.intermediate, run.pairs,
+                       local.results + static_cast<uint64_t>(run.first) * local.hidden, local.hidden, tile0,
+                       tile1);
     });
     ended(PHASE_DOWN);
     const eaas::Span own(n, lane, local.lanes);

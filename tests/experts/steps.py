@@ -112,7 +112,7 @@ class Weights:
             0,
             (shape.intermediate + 31) // 32,
         )
-        self.library.experts_ffn_down(
+        self.library.experts_linear(
             dtype,
             self.down[layer, expert].ctypes.data,
             shape.hidden,
