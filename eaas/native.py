@@ -30,7 +30,7 @@ SAMPLER_E_TOKEN = -2
 SAMPLER_E_NOTHING_LEFT = -3
 
 # ExpertCall of eaas/native/decoder.h, for who stands between a decoder and its experts: state, pool, lane, layer,
-# rows, n, expert_ids, weights, out, drop, deadline_ns, while_away, arg.
+# rows, n, expert_ids, weights, out, drop, deadline_ns, overlap, arg.
 EXPERT_CALL = CFUNCTYPE(
     c_int32, c_void_p, c_void_p, c_uint32, c_uint32, c_void_p, c_uint32, c_void_p, c_void_p, c_void_p,
     c_void_p, c_uint64, c_void_p, c_void_p,

@@ -35,49 +35,33 @@ class ExpertsLost(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class ServerLink:
-    """One server as its client reaches it. Both windows have `slots` slots of `slot_bytes` payload.
+    """One server as its client reaches it. Both windows have `slots` slots of `slot_bytes` payload."""
 
-    Attributes:
-        tx, tx_bytes: The server's window, where requests are written: its address here.
-        rx, rx_bytes: This client's window for that server, where replies appear.
-        bell_page: Address of the server's doorbell page; 0 where the transport has none.
-        liveness_fd: Hangs up when the server's process ends; -1 where the transport has none.
-        lane: The client's lane that packs for this server and waits for it.
-        lanes: The server's lanes, where each has the core of the client's lane of equal number, which wakes it; else 1.
-    """
-
-    tx: int
+    tx: int  # the server's window, where requests are written: its address here
     tx_bytes: int
-    rx: int
+    rx: int  # this client's window for that server, where replies appear
     rx_bytes: int
-    bell_page: int = 0
+    bell_page: int = 0  # address of the server's doorbell page; 0 where the transport has none
     server_incarnation: int
-    liveness_fd: int = -1
+    liveness_fd: int = -1  # hangs up when the server's process ends; -1 where the transport has none
     slots: int
     slot_bytes: int
-    lane: int = 0
-    lanes: int = 1
+    lane: int = 0  # the client's lane that packs for this server and waits for it
+    lanes: int = 1  # the server's, where each has the core of the client's lane of equal number, which wakes it; else 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClientLink:
-    """One client as its server reaches it. Both windows have `slots` slots of `slot_bytes` payload.
+    """One client as its server reaches it. Both windows have `slots` slots of `slot_bytes` payload."""
 
-    Attributes:
-        rx, rx_bytes: This server's window, where the client's requests appear: its address here.
-        tx, tx_bytes: The client's window, where replies are written.
-        bell_page: Address of the client's doorbell page; 0 where the transport has none.
-        bell_lanes: Lanes of that page: all of the client's, or fewer; a lane that has none rings the last.
-    """
-
-    rx: int
+    rx: int  # this server's window, where the client's requests appear: its address here
     rx_bytes: int
-    tx: int
+    tx: int  # the client's window, where replies are written
     tx_bytes: int
-    bell_page: int = 0
+    bell_page: int = 0  # address of the client's doorbell page; 0 where the transport has none
     client_incarnation: int
     client_lanes: int = 1
-    bell_lanes: int = 1
+    bell_lanes: int = 1  # of that page: all of the client's, or fewer; a lane that has none rings the last
     slots: int
     slot_bytes: int
 
@@ -93,69 +77,44 @@ class ServerState(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class ServerStats:
-    """What a client counted of one server since it was attached; latencies from ring to accepted reply.
+    """What a client counted of one server since it was attached; latencies from ring to accepted reply."""
 
-    Attributes:
-        rows, pairs, calls: Rows, (token, k) pairs and chunks sent.
-        latency_ns: Moving average over chunks, weight 1/16.
-        latency_max_ns: Recent maximum, decaying by 1/64 a chunk.
-        service_ns: Moving average of the time that the server itself reported.
-        hedges: Pairs overdue here that were sent elsewhere as well.
-        redispatches: Pairs sent elsewhere because this server died or refused them.
-        lost: Pairs that were still waiting for this server when a call failed.
-        corrupt: Replies that failed validation.
-        replies, in_flight, latency_sum_ns, service_sum_ns: Sums over the replies accepted: their number, the pairs in
-            flight as each was asked for, its latency, and the time that the server reported.
-        extra: Of the chunks sent here, hedges of what another server was slow to answer.
-        quarantined_until_ns: It gave corrupt replies, and until then is asked only where no other replica exists.
-        late_slots: Slots retired: until a late reply arrives, or for a while after a corrupt one.
-        lost_slots: Of those: a later request was answered, so that theirs will hardly be.
-        state: A ServerState.
-        speed: Relative to the other servers, as rows are split by it.
-    """
-
-    rows: int = 0
-    pairs: int = 0
-    calls: int = 0
-    latency_ns: int = 0
-    latency_max_ns: int = 0
-    service_ns: int = 0
-    hedges: int = 0
-    redispatches: int = 0
-    lost: int = 0
-    corrupt: int = 0
+    rows: int = 0  # sent
+    pairs: int = 0  # (token, k) pairs sent
+    calls: int = 0  # chunks sent
+    latency_ns: int = 0  # moving average over chunks, weight 1/16
+    latency_max_ns: int = 0  # recent maximum, decaying by 1/64 a chunk
+    service_ns: int = 0  # moving average of the time that the server itself reported
+    hedges: int = 0  # pairs overdue here that were sent elsewhere as well
+    redispatches: int = 0  # pairs sent elsewhere because this server died or refused them
+    lost: int = 0  # pairs that were still waiting for this server when a call failed
+    corrupt: int = 0  # replies that failed validation
+    # Sums over the replies accepted: their number, the pairs in flight as each was asked for, its latency, and the
+    # time that the server reported.
     replies: int = 0
     in_flight: int = 0
     latency_sum_ns: int = 0
     service_sum_ns: int = 0
-    extra: int = 0
-    quarantined_until_ns: int = 0
-    late_slots: int = 0
-    lost_slots: int = 0
+    extra: int = 0  # of the chunks sent here, hedges of what another server was slow to answer
+    quarantined_until_ns: int = 0  # it gave corrupt replies; until then it is asked where no other replica exists
+    late_slots: int = 0  # retired: until a late reply arrives, or for a while after a corrupt one
+    lost_slots: int = 0  # of those: a later request was answered, so that theirs will hardly be
     state: int = ServerState.EMPTY
-    speed: float = 0.0
+    speed: float = 0.0  # relative to the other servers, as rows are split by it
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerCounters:
-    """What a server counted since it began.
-
-    Attributes:
-        requests: Answered OK.
-        rows, pairs: Rows received in them, and (row, expert) pairs computed.
-        experts: Activated, summed over batches.
-        busy_ns: From pick-up to reply, summed over batches.
-        not_held, invalid: Requests refused: an expert is not here; not understood.
-    """
+    """What a server counted since it began."""
 
     batches: int = 0
-    requests: int = 0
-    rows: int = 0
-    pairs: int = 0
-    experts: int = 0
-    busy_ns: int = 0
-    not_held: int = 0
-    invalid: int = 0
+    requests: int = 0  # answered OK
+    rows: int = 0  # received in them
+    pairs: int = 0  # (row, expert) pairs computed
+    experts: int = 0  # activated, summed over batches
+    busy_ns: int = 0  # from pick-up to reply, summed over batches
+    not_held: int = 0  # requests refused: an expert is not here
+    invalid: int = 0  # requests refused: not understood
 
 
 class ClientBackend(Protocol):

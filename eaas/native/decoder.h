@@ -43,7 +43,7 @@ struct DecoderShape {
 // As expert_call of experts/native/client.h, whose client is the usual `state`.
 typedef int32_t (*ExpertCall)(void* state, LanePool* pool, uint32_t lane, uint32_t layer, const void* rows,
                               uint32_t n, const uint16_t* expert_ids, const float* weights, float* out,
-                              uint8_t* drop, uint64_t deadline_ns, void (*while_away)(void*, uint32_t),
+                              uint8_t* drop, uint64_t deadline_ns, void (*overlap)(void*, uint32_t),
                               void* arg);
 
 struct Decoder;

@@ -1,7 +1,8 @@
-// The client's life outside calls: servers come and go, routes are published and adopted, counters are read.
+// The client's calls, and its life outside them: servers come and go, routes are published and adopted, counters are
+// read. One expert call is made by all lanes at once, waiting on doorbells, or in steps that never wait.
+#include <time.h>
+
 #include <algorithm>
-#include <cstdlib>
-#include <new>
 
 #include "experts/native/client_state.h"
 #include "p2p/native/doorbell.h"
@@ -9,34 +10,10 @@
 
 namespace experts {
 
-void Arena::Free::operator()(uint8_t* memory) const { std::free(memory); }
-
-uint8_t* Arena::take(uint64_t bytes) {
-    bytes = (bytes + 63) / 64 * 64;
-    while (block_ < blocks_.size() && blocks_[block_].bytes - used_ < bytes) {
-        block_++;
-        used_ = 0;
-    }
-    if (block_ == blocks_.size()) {
-        uint64_t size = bytes > (4u << 20) ? bytes : (4u << 20);
-        auto* memory = static_cast<uint8_t*>(std::aligned_alloc(64, size));
-        if (!memory) throw std::bad_alloc();
-        blocks_.push_back({std::unique_ptr<uint8_t, Free>(memory), size});
-    }
-    uint8_t* taken = blocks_[block_].memory.get() + used_;
-    used_ += bytes;
-    return taken;
-}
-
-void Arena::reset() {
-    block_ = 0;
-    used_ = 0;
-}
-
 static void vacate(ExpertClient* client, uint32_t index) {
     Server& server = client->servers[index];
     client->used.fetch_and(~(1ull << index));
-    for (Slot& slot : server.slots) slot = Slot{};
+    std::fill_n(server.slots, MAX_SLOTS, Slot{});
     server.units = 0;
     server.queue.clear();
     server.queue_head = 0;
@@ -102,7 +79,7 @@ P2P_API void expert_client_set_patience(ExpertClient* client, uint64_t patience_
     client->patience_ns = patience_ns;
 }
 
-P2P_API int32_t expert_client_add_server(ExpertClient* client, const ServerLink* link) {
+P2P_API int32_t expert_client_add_server(ExpertClient* client, const ServerLink* link) try {
     const WireShape& shape = client->shape;
     if (!link->tx || !link->rx || !link->slots || link->slots > MAX_SLOTS || link->lane >= client->lanes)
         return EXPERTS_E_ARGUMENT;
@@ -118,8 +95,7 @@ P2P_API int32_t expert_client_add_server(ExpertClient* client, const ServerLink*
     for (uint32_t i = 0; i < EXPERTS_MAX_SERVERS; i++) {
         Server& server = client->servers[i];
         if (server.state.load() != SERVER_EMPTY) continue;
-        server.stale.reset(new (std::nothrow) uint8_t[link->slot_bytes]);
-        if (!server.stale) return EXPERTS_E_MEMORY;
+        server.stale = Block(link->slot_bytes);
         server.link = *link;
         std::fill_n(server.in_state, SLOT_STATES, 0);
         server.in_state[SLOT_FREE] = link->slots;
@@ -145,7 +121,7 @@ P2P_API int32_t expert_client_add_server(ExpertClient* client, const ServerLink*
         return int32_t(i);
     }
     return EXPERTS_E_FULL;
-}
+} P2P_CATCH(EXPERTS_E_MEMORY)
 
 P2P_API void expert_client_remove_server(ExpertClient* client, uint32_t index) {
     if (index >= EXPERTS_MAX_SERVERS) return;
@@ -204,28 +180,242 @@ P2P_API uint32_t expert_client_missing(ExpertClient* client, uint8_t* rows, uint
 P2P_API int32_t expert_client_stats(ExpertClient* client, uint32_t index, ServerStats* out) {
     if (index >= EXPERTS_MAX_SERVERS) return EXPERTS_E_ARGUMENT;
     Server& server = client->servers[index];
-    auto read = [](uint64_t& field) { return std::atomic_ref(field).load(std::memory_order_relaxed); };
-    ServerStats& stats = server.stats;
-    *out = {read(stats.rows),
-            read(stats.pairs),
-            read(stats.calls),
-            read(stats.latency_ns),
-            read(stats.latency_max_ns),
-            read(stats.service_ns),
-            read(stats.hedges),
-            read(stats.redispatches),
-            read(stats.lost),
-            read(stats.corrupt),
-            read(stats.replies),
-            read(stats.in_flight),
-            read(stats.latency_sum_ns),
-            read(stats.service_sum_ns),
-            read(stats.extra),
-            read(stats.quarantined_until_ns),
-            std::atomic_ref(stats.late_slots).load(std::memory_order_relaxed),
-            std::atomic_ref(stats.lost_slots).load(std::memory_order_relaxed),
-            server.state.load(),
-            std::atomic_ref(client->speed[index]).load(std::memory_order_relaxed)};
-    if (server.leaving.load()) out->state = SERVER_LEFT;
+    read_counters(server.stats, out);
+    out->state = server.leaving.load() ? SERVER_LEFT : server.state.load();
+    out->speed = std::atomic_ref(client->speed[index]).load(std::memory_order_relaxed);
     return EXPERTS_OK;
+}
+
+// ---- calls
+
+namespace {
+
+constexpr uint64_t LIVENESS_NS = 2'000'000;
+constexpr uint64_t STALL_NS = 500'000'000;  // of waits that last 5 ms: the process did not run
+
+uint64_t clock_ns() {
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return uint64_t(now.tv_sec) * 1'000'000'000 + uint64_t(now.tv_nsec);
+}
+
+// The call is over, well or not: what is still out comes back to slots that no call waits for.
+void finish(ExpertClient* client) {
+    Call& call = client->call;
+    for (uint32_t index : client->attached()) {
+        Server& server = client->servers[index];
+        for (const Slot& slot : server.slots)
+            if (call.missing.load() && slot.awaited_by(call.id) && !slot.probe)
+                add(server.stats.lost, call.chunks[slot.chunk].pairs);
+        server.queue.clear();
+        server.queue_head = 0;
+    }
+    if (!call.missing.load()) blame(client);
+    std::lock_guard lock(client->mutex);
+    client->in_call = false;
+    adopt_locked(client);
+}
+
+int32_t begin(ExpertClient* client, uint32_t layer, const void* rows, uint32_t n, const uint16_t* ids,
+              const float* weights, float* out, uint8_t* drop, uint64_t now_ns, uint64_t deadline_ns) try {
+    Call& call = client->call;
+    uint32_t total = n * client->shape.top_k;
+    if (layer >= client->shape.layers || n == 0 || n > client->max_tokens || !rows || !ids || !weights || !out ||
+        std::any_of(ids, ids + total, [&](uint16_t id) { return id >= client->shape.experts; }))
+        return EXPERTS_E_ARGUMENT;
+    {
+        std::lock_guard lock(client->mutex);
+        if (client->in_call) return EXPERTS_E_ARGUMENT;
+        adopt_locked(client);
+        client->in_call = true;
+    }
+    call.id++;
+    // Replies to earlier calls that came meanwhile free their slots, before the plan looks at them.
+    for (uint32_t lane = 0; lane < client->lanes; lane++) progress(client, lane, now_ns);
+    call.layer = layer;
+    call.n = n;
+    call.rows = static_cast<const uint8_t*>(rows);
+    call.ids = ids;
+    call.weights = weights;
+    call.out = out;
+    call.drop = drop;
+    if (deadline_ns != call.said_deadline_ns) call.deadline_ns = call.said_deadline_ns = deadline_ns;
+    call.lost_ns = UINT64_MAX;
+    call.attempt = 0;
+    call.routes_since = 0;
+    call.replan.store(0);
+    call.missing.store(total);
+    call.settled = 0;
+    call.chunks.clear();
+    call.order.clear();
+    for (uint32_t i = 0; i < (total + 63) / 64; i++) call.filled[i].store(0, std::memory_order_relaxed);
+    for (LaneWord& word : call.outstanding) word.value = 0;
+    for (uint32_t lane = 0; lane < client->lanes; lane++) {
+        client->scratch[lane].doubts.clear();
+        client->scratch[lane].doubts.reserve(total);
+    }
+    client->arena.reset();
+    plan_first(client, now_ns);
+    return EXPERTS_OK;
+} P2P_CATCH(client->in_call ? finish(client) : void(), EXPERTS_E_MEMORY)
+
+int32_t plan_or_fail(ExpertClient* client, uint64_t now_ns) try {
+    if (now_ns >= client->call.end_ns()) return EXPERTS_E_LOST;
+    plan_again(client, now_ns);
+    return EXPERTS_OK;
+} P2P_CATCH(EXPERTS_E_MEMORY)
+
+void ring_lanes(ExpertClient* client, uint32_t lane) {
+    if (!client->page) return;
+    for (uint32_t other = 0; other < client->lanes; other++)
+        if (other != lane) p2p_bell_ring(client->page, other);
+}
+
+struct Dispatched {
+    uint32_t seen;  // the lane's doorbell before
+    bool shared;    // other lanes' servers compute on this core too, and ring when they leave it
+};
+
+// Sends what is planned for the lane's servers.
+Dispatched dispatch(ExpertClient* client, uint32_t lane) {
+    uint32_t seen = p2p_bell_read(client->page, lane);
+    post_chunks(client, lane, clock_ns());
+    return {seen, ring_shared(client, lane)};
+}
+
+void wait_lane(ExpertClient* client, uint32_t lane, const Dispatched& dispatched) {
+    Call& call = client->call;
+    // Once: whether the call is complete is for the lanes to say that receive the replies.
+    uint64_t now_ns = clock_ns();
+    if (dispatched.shared && call.outstanding[lane].value == 0 && call.missing.load() && client->page &&
+        now_ns < call.end_ns())
+        p2p_bell_wait(client->page, lane, dispatched.seen,
+                      std::min(P2P_WAIT_NS, call.end_ns() - now_ns));
+    uint64_t checked_ns = now_ns;
+    for (;;) {
+        uint32_t seen = p2p_bell_read(client->page, lane);
+        uint64_t before_ns = now_ns;
+        now_ns = clock_ns();
+        // Time in which nobody here could have heard an answer is taken off the wait for it.
+        if (lane == 0 && now_ns - before_ns > STALL_NS && call.deadline_ns < UINT64_MAX / 2)
+            call.deadline_ns += now_ns - before_ns;
+        // Waiting is work too: without this a step that waits for lost experts would look hung.
+        if (lane == 0) p2p_bell_beat(client->page);
+        progress(client, lane, now_ns);
+        if (now_ns - checked_ns >= LIVENESS_NS) {
+            check_liveness(client, lane, now_ns, false);
+            checked_ns = now_ns;
+        }
+        if (lane_finished(client, lane, now_ns)) break;
+        uint64_t wake_ns = std::min(call.end_ns(), next_due_ns(client, lane));
+        p2p_bell_wait(client->page, lane, seen, wake_ns > now_ns ? std::min(P2P_WAIT_NS, wake_ns - now_ns) : 0);
+    }
+    // Another lane may wait for a reply that is no longer needed, or must come and plan again.
+    if (call.replan.load() || call.in_doubt.load(std::memory_order_relaxed)) ring_lanes(client, lane);
+}
+
+void meet(ExpertClient* client, LanePool* pool, uint32_t lane) {
+    if (client->lanes == 1) return;
+    p2p_lanes_barrier(pool, lane);
+    p2p_lanes_stamp(pool, lane, EXPERTS_PHASE_MEET);
+}
+
+}  // namespace
+
+P2P_API int32_t expert_call(ExpertClient* client, LanePool* pool, uint32_t lane, uint32_t layer,
+                            const void* rows, uint32_t n, const uint16_t* expert_ids, const float* weights,
+                            float* out, uint8_t* drop, uint64_t deadline_ns,
+                            void (*overlap)(void*, uint32_t), void* arg) {
+    Call& call = client->call;
+    const auto ended = [&](uint64_t phase) { p2p_lanes_stamp(pool, lane, phase); };
+    if (lane == 0)
+        call.status = begin(client, layer, rows, n, expert_ids, weights, out, drop, clock_ns(), deadline_ns);
+    ended(EXPERTS_PHASE_PLAN);
+    meet(client, pool, lane);
+    if (lane == 0) count_settled(call);
+    int32_t status = call.status;
+    Dispatched dispatched{};
+    if (status == EXPERTS_OK) {
+        dispatched = dispatch(client, lane);
+        ended(EXPERTS_PHASE_SEND);
+        if (overlap) overlap(arg, lane);
+        ended(EXPERTS_PHASE_AWAY);
+    }
+    while (status == EXPERTS_OK) {
+        wait_lane(client, lane, dispatched);
+        ended(EXPERTS_PHASE_REPLY);
+        meet(client, pool, lane);
+        if (call.missing.load() == 0) {
+            combine(client, lane, client->lanes);
+            if (lane == 0) finish(client);
+            ended(EXPERTS_PHASE_COMBINE);
+            break;
+        }
+        if (lane == 0) {
+            call.status = plan_or_fail(client, clock_ns());
+            if (call.status != EXPERTS_OK) finish(client);
+        }
+        meet(client, pool, lane);
+        if (lane == 0) count_settled(call);
+        status = call.status;
+        if (status == EXPERTS_OK) dispatched = dispatch(client, lane);
+    }
+    meet(client, pool, lane);
+    return status;
+}
+
+P2P_API int32_t expert_client_begin(ExpertClient* client, uint32_t layer, const void* rows, uint32_t n,
+                                    const uint16_t* expert_ids, const float* weights, float* out,
+                                    uint8_t* drop, uint64_t now_ns, uint64_t deadline_ns) {
+    int32_t status = begin(client, layer, rows, n, expert_ids, weights, out, drop, now_ns, deadline_ns);
+    if (status == EXPERTS_OK) count_settled(client->call);
+    for (uint32_t lane = 0; status == EXPERTS_OK && lane < client->lanes; lane++)
+        post_chunks(client, lane, now_ns);
+    client->checked_ns = now_ns;
+    return status;
+}
+
+P2P_API int32_t expert_client_step(ExpertClient* client, uint64_t now_ns) {
+    Call& call = client->call;
+    if (!client->in_call) return EXPERTS_E_ARGUMENT;
+    bool check = now_ns - client->checked_ns >= LIVENESS_NS;
+    for (uint32_t lane = 0; lane < client->lanes; lane++) {
+        progress(client, lane, now_ns);
+        if (check) check_liveness(client, lane, now_ns, false);
+    }
+    if (check) client->checked_ns = now_ns;
+    bool stuck = call.replan.load() || (call.in_doubt.load() && client->routes_pending.load());
+    if (call.missing.load() == 0) {
+        for (uint32_t lane = 0; lane < client->lanes; lane++) combine(client, lane, client->lanes);
+        finish(client);
+        return EXPERTS_OK;
+    }
+    if (!stuck && now_ns < call.end_ns()) return EXPERTS_PENDING;
+    int32_t status = plan_or_fail(client, now_ns);
+    if (status != EXPERTS_OK) {
+        finish(client);
+        return status;
+    }
+    count_settled(call);
+    for (uint32_t lane = 0; lane < client->lanes; lane++) post_chunks(client, lane, now_ns);
+    return EXPERTS_PENDING;
+}
+
+P2P_API int32_t expert_exchange(ExpertClient* client, uint32_t layer, const void* rows, uint32_t n,
+                                const uint16_t* expert_ids, const float* weights, float* out,
+                                uint8_t* drop, uint64_t deadline_ns) {
+    if (client->lanes == 1)
+        return expert_call(client, nullptr, 0, layer, rows, n, expert_ids, weights, out, drop, deadline_ns,
+                           nullptr, nullptr);
+    if (!client->own_pool) client->own_pool = p2p_lanes_new(client->lanes, nullptr);
+    if (!client->own_pool) return EXPERTS_E_MEMORY;
+    int32_t status = EXPERTS_E_ARGUMENT;
+    auto lane_call = [&](uint32_t lane) {
+        int32_t mine = expert_call(client, client->own_pool, lane, layer, rows, n, expert_ids, weights,
+                                   out, drop, deadline_ns, nullptr, nullptr);
+        if (lane == 0) status = mine;
+    };
+    auto run = [](void* arg, uint32_t lane) { (*static_cast<decltype(lane_call)*>(arg))(lane); };
+    p2p_lanes_run(client->own_pool, run, &lane_call);
+    return status;
 }

@@ -116,13 +116,13 @@ enum { EXPERTS_PHASE_PLAN = 100, EXPERTS_PHASE_SEND, EXPERTS_PHASE_AWAY, EXPERTS
 //   drop        null, or n of EXPERTS_KEEP or EXPERTS_MAY_DROP: where the latter stands, a term whose expert has
 //               no live replica by the routes counts as zeros, at once, and EXPERTS_DROPPED stands there on return
 //   deadline_ns CLOCK_MONOTONIC nanoseconds
-//   while_away  called once by each lane between dispatch and the first wait; may be null
+//   overlap     called once by each lane between dispatch and the first wait; may be null
 // Inputs must be lane 0's to see; for the others a barrier within is enough. `out` is complete for all on return.
 // Returns EXPERTS_OK or a negative code, the same on every lane; `out` is untouched on failure.
 P2P_API int32_t expert_call(ExpertClient* client, LanePool* pool, uint32_t lane, uint32_t layer,
                             const void* rows, uint32_t n, const uint16_t* expert_ids, const float* weights,
                             float* out, uint8_t* drop, uint64_t deadline_ns,
-                            void (*while_away)(void*, uint32_t), void* arg);
+                            void (*overlap)(void*, uint32_t), void* arg);
 
 // The same call in steps that never block, for one thread that owns all lanes (simulators, event loops).
 P2P_API int32_t expert_client_begin(ExpertClient* client, uint32_t layer, const void* rows, uint32_t n,

@@ -15,8 +15,8 @@ namespace {
 
 template <class Visit>
 void each_server(ExpertClient* client, uint32_t lane, Visit visit) {
-    for (uint64_t left = client->used.load(std::memory_order_acquire); left; left &= left - 1) {
-        Server& server = client->servers[std::countr_zero(left)];
+    for (uint32_t index : client->attached()) {
+        Server& server = client->servers[index];
         if (server.link.lane == lane && server.state.load(std::memory_order_acquire) == SERVER_LIVE)
             visit(server);
     }
@@ -81,8 +81,8 @@ void shift(ExpertClient* client, Server& server, Slot& slot, SlotState to) {
     server.in_state[from]--;
     server.in_state[to]++;
     uint32_t kept = server.in_state[SLOT_LATE] + server.in_state[SLOT_LOST] + server.in_state[SLOT_COOLDOWN];
-    std::atomic_ref(server.stats.late_slots).store(kept, std::memory_order_relaxed);
-    std::atomic_ref(server.stats.lost_slots).store(server.in_state[SLOT_LOST], std::memory_order_relaxed);
+    set(server.stats.late_slots, kept);
+    set(server.stats.lost_slots, server.in_state[SLOT_LOST]);
     // A server that catches up may take what no other replica could.
     if (from == SLOT_LATE && !server.in_state[SLOT_LATE] &&
         client->call.in_doubt.load(std::memory_order_relaxed))
@@ -141,7 +141,7 @@ void send(ExpertClient* client, Server& server, uint32_t lane, uint32_t slot_ind
 }
 
 void post(ExpertClient* client, Server& server, uint32_t lane, uint64_t now_ns) {
-    for (uint32_t i = 0; i < server.link.slots && server.queue_head < server.queue.size(); i++)
+    for (uint32_t i = 0; i < server.link.slots && server.has_queue(); i++)
         if (server.slots[i].state == SLOT_FREE)
             send(client, server, lane, i, server.queue[server.queue_head++], now_ns);
 }
@@ -192,8 +192,8 @@ bool drain_stale_reply(ExpertClient* client, Server& server, const Slot& slot, c
     P2pHeader frame;
     WireHeader header{};
     int length = p2p_frame_open(memory, server.link.slot_bytes, client->incarnation,
-                                server.link.server_incarnation, slot.sequence, &frame, server.stale.get());
-    if (length >= int(sizeof header)) std::memcpy(&header, server.stale.get(), sizeof header);
+                                server.link.server_incarnation, slot.sequence, &frame, server.stale.data());
+    if (length >= int(sizeof header)) std::memcpy(&header, server.stale.data(), sizeof header);
     if (header.magic != WIRE_MAGIC || header.kind != WIRE_REPLY) {
         count_corrupt(server, now_ns);
         return false;
@@ -309,8 +309,7 @@ void scan(ExpertClient* client, Server& server, uint64_t now_ns) {
             server.probe_at_ns = server.replan_at_ns = now_ns + server.probe_wait_ns;
             if (slot.probe) continue;
             if (current) call.chunks[slot.chunk].state = CHUNK_LATE;
-            bool others_wait = server.queue_head < server.queue.size();
-            if (!current && !others_wait) continue;
+            if (!current && !server.has_queue()) continue;
             call.in_doubt.store(true, std::memory_order_relaxed);
             call.replan.store(1);
         } else if (current && !slot.probe && slot.state != SLOT_BUSY && now_ns >= server.replan_at_ns) {
@@ -337,11 +336,11 @@ void fail_server(ExpertClient* client, Server& server) {
     }
     std::fill_n(server.in_state, SLOT_STATES, 0);
     server.in_state[SLOT_FREE] = server.link.slots;
-    for (; server.queue_head < server.queue.size(); server.queue_head++)
+    for (; server.has_queue(); server.queue_head++)
         fail(server.queue[server.queue_head]);
     server.units = 0;
-    for (uint64_t* kept : {&server.stats.late_slots, &server.stats.lost_slots})
-        std::atomic_ref(*kept).store(0u, std::memory_order_relaxed);
+    set(server.stats.late_slots, 0);
+    set(server.stats.lost_slots, 0);
     server.state.store(SERVER_GONE);
     call.replan.store(1);
 }
@@ -354,8 +353,8 @@ void post_chunks(ExpertClient* client, uint32_t lane, uint64_t now_ns) {
 
 bool ring_shared(ExpertClient* client, uint32_t lane) {
     bool rung = false;
-    for (uint64_t left = client->call.shared; left; left &= left - 1) {
-        const ServerLink& link = client->servers[std::countr_zero(left)].link;
+    for (uint32_t index : Bits{client->call.shared}) {
+        const ServerLink& link = client->servers[index].link;
         if (lane == link.lane || lane >= link.lanes) continue;
         p2p_bell_ring(link.bell_page, lane);
         rung = true;
@@ -373,7 +372,7 @@ void progress(ExpertClient* client, uint32_t lane, uint64_t now_ns) {
 
 void check_liveness(ExpertClient* client, uint32_t lane, uint64_t now_ns, bool idle_too) {
     each_server(client, lane, [&](Server& server) {
-        bool idle = server.drained() && server.queue_head == server.queue.size();
+        bool idle = server.drained() && !server.has_queue();
         if (server.link.liveness_fd < 0 || (idle && !idle_too)) return;
         pollfd probe{server.link.liveness_fd, POLLRDHUP, 0};
         if (poll(&probe, 1, 0) <= 0 || !(probe.revents & (POLLRDHUP | POLLHUP | POLLERR | POLLNVAL))) return;

@@ -1,4 +1,4 @@
-// Which server computes which pair: experts poured over their replicas (waterfill.h), then cut into chunks.
+// Which server computes which pair: experts split over their replicas (waterfill.h), then cut into chunks.
 #include <algorithm>
 #include <bit>
 #include <cstring>
@@ -25,10 +25,9 @@ struct Masks {
 
 Masks server_masks(ExpertClient* client, uint64_t now_ns) {
     Masks masks;
-    for (uint64_t left = client->used.load(std::memory_order_acquire); left; left &= left - 1) {
-        uint32_t i = uint32_t(std::countr_zero(left));
+    for (uint32_t i : client->attached()) {
         Server& server = client->servers[i];
-        if (server.state.load(std::memory_order_acquire) != SERVER_LIVE || server.leaving.load()) continue;
+        if (!server.attached()) continue;
         bool distrusted = now_ns < server.stats.quarantined_until_ns;
         (server.is_late() ? masks.late : distrusted ? masks.distrusted : masks.healthy) |= 1ull << i;
     }
@@ -38,8 +37,8 @@ Masks server_masks(ExpertClient* client, uint64_t now_ns) {
 void compare_latencies(ExpertClient* client) {
     for (uint32_t size = 0; size < Latency::SIZES; size++) {
         uint64_t least_ns = UINT64_MAX;
-        for (uint64_t left = client->used.load(std::memory_order_acquire); left; left &= left - 1)
-            if (uint64_t q99_ns = client->servers[std::countr_zero(left)].latency.class_q99_ns(size))
+        for (uint32_t i : client->attached())
+            if (uint64_t q99_ns = client->servers[i].latency.class_q99_ns(size))
                 least_ns = std::min(least_ns, q99_ns);
         client->least_q99_ns[size] = least_ns == UINT64_MAX ? 0 : least_ns;
     }
@@ -50,16 +49,14 @@ void compare_latencies(ExpertClient* client) {
 void estimate_latencies(ExpertClient* client) {
     const Server* best = nullptr;
     bool unknown = false;
-    for (uint64_t left = client->used.load(std::memory_order_acquire); left; left &= left - 1) {
-        const Server& server = client->servers[std::countr_zero(left)];
+    for (uint32_t i : client->attached()) {
+        const Server& server = client->servers[i];
         unknown |= !server.latency.known();
         if (server.latency.known() && (!best || server.stats.replies > best->stats.replies)) best = &server;
     }
     if (!unknown || !best) return;
-    for (uint64_t left = client->used.load(std::memory_order_acquire); left; left &= left - 1) {
-        Server& server = client->servers[std::countr_zero(left)];
-        if (!server.latency.known()) server.latency = best->latency;
-    }
+    for (uint32_t i : client->attached())
+        if (!client->servers[i].latency.known()) client->servers[i].latency = best->latency;
 }
 
 uint64_t replicas(const ExpertClient* client, uint32_t expert) {
@@ -98,15 +95,6 @@ uint64_t most_willing(const Plan& plan, uint32_t expert, uint64_t servers) {
     return 0;
 }
 
-void weigh_servers(ExpertClient* client) {
-    double ns[EXPERTS_MAX_SERVERS] = {};
-    for (uint64_t left = client->used.load(std::memory_order_acquire); left; left &= left - 1) {
-        uint32_t i = uint32_t(std::countr_zero(left));
-        ns[i] = client->servers[i].service.ns_per_unit();
-    }
-    weigh(EXPERTS_MAX_SERVERS, ns, client->speed);
-}
-
 // Fills plan.server_of for every touched expert, and plan.want_of for those that are split.
 void choose_servers(ExpertClient* client, const Masks& masks) {
     Plan& plan = client->plan;
@@ -121,26 +109,28 @@ void choose_servers(ExpertClient* client, const Masks& masks) {
         wants.push_back({expert, plan.count[expert], servers, {}});
     }
     if (client->call.id % WEIGH_CALLS == 0) {
-        weigh_servers(client);
+        double ns[EXPERTS_MAX_SERVERS] = {};
+        for (uint32_t i : client->attached()) ns[i] = client->servers[i].service.ns_per_unit();
+        weigh(EXPERTS_MAX_SERVERS, ns, client->speed);
         compare_latencies(client);
     }
     // Clients draw differently, and anew in each call.
     uint64_t turn = (client->incarnation * 0x9e3779b97f4a7c15 >> 32) + client->call.id;
-    plan.fill.pour(wants.data(), wants.size(), client->speed, EXPERT_COST, uint32_t(turn));
+    plan.fill.split_rows(wants.data(), wants.size(), client->speed, EXPERT_COST, uint32_t(turn));
     for (const Want& want : wants) {
         uint32_t server = EXPERTS_NO_SERVER, slot = 0;
-        for (uint64_t left = want.servers; left; left &= left - 1, slot++)
-            if (want.rows[slot]) server = server == EXPERTS_NO_SERVER ? uint32_t(std::countr_zero(left)) : SPLIT;
+        for (uint32_t holder : Bits{want.servers})
+            if (want.rows[slot++]) server = server == EXPERTS_NO_SERVER ? holder : SPLIT;
         plan.server_of[want.expert] = uint8_t(server);
     }
 }
 
 // One row of a split expert: where its token travels anyway, else where most rows are left.
 uint32_t take_row(Want& want, uint64_t beside) {
-    uint32_t best = EXPERTS_NO_SERVER, best_slot = 0, slot = 0;
+    uint32_t best = EXPERTS_NO_SERVER, best_slot = 0, next_slot = 0;
     bool best_beside = false;
-    for (uint64_t left = want.servers; left; left &= left - 1, slot++) {
-        uint32_t server = uint32_t(std::countr_zero(left));
+    for (uint32_t server : Bits{want.servers}) {
+        uint32_t slot = next_slot++;
         bool travels = beside >> server & 1;
         if (!want.rows[slot] || (best_beside && !travels)) continue;
         if (best == EXPERTS_NO_SERVER || travels > best_beside || want.rows[slot] > want.rows[best_slot])
@@ -183,10 +173,7 @@ void cut_chunks(ExpertClient* client, uint32_t index) {
     const Plan& plan = client->plan;
     std::vector<uint32_t>& list = client->plan.list[index];
     uint64_t limit = std::min<uint64_t>(CHUNK_BYTES, server.link.slot_bytes);
-    if (server.queue_head == server.queue.size()) {
-        server.queue.clear();
-        server.queue_head = 0;
-    }
+    if (!server.has_queue()) server.queue_head = 0, server.queue.clear();
     // An expert that the server may not hold goes alone: who refuses a chunk does not say for which expert.
     auto part = [&](uint32_t pair) {
         uint32_t expert = call.ids[pair];
@@ -238,8 +225,7 @@ void cut_chunks(ExpertClient* client, uint32_t index) {
 // Whether it is time to learn how a server does to which nothing is given: one that owes a reply, or a slow one.
 bool wants_probe(const ExpertClient* client, uint32_t index, uint64_t now_ns) {
     const Server& server = client->servers[index];
-    if (server.state.load(std::memory_order_acquire) != SERVER_LIVE || server.leaving.load()) return false;
-    if (!server.has_slot() || server.queue_head < server.queue.size()) return false;
+    if (!server.attached() || !server.has_slot() || server.has_queue()) return false;
     if (server.in_state[SLOT_LATE]) return now_ns >= server.probe_at_ns;
     return client->speed[index] < 1 && server.drained() && now_ns >= server.asked_ns + PROBE_SLOW_NS;
 }
@@ -261,16 +247,10 @@ void plan_probe(ExpertClient* client, uint32_t index, uint64_t now_ns) {
 
 void cut_all(ExpertClient* client, uint64_t servers) {
     client->call.shared = 0;
-    for (; servers; servers &= servers - 1) {
-        uint32_t index = uint32_t(std::countr_zero(servers));
+    for (uint32_t index : Bits{servers}) {
         if (client->servers[index].link.lanes > 1) client->call.shared |= 1ull << index;
         cut_chunks(client, index);
     }
-}
-
-void count_pair(Plan& plan, uint32_t expert) {
-    if (plan.count[expert] == 0) plan.touched.push_back(expert);
-    plan.count[expert]++;
 }
 
 // What the router balances by: each row once, however often it is sent.
@@ -325,9 +305,6 @@ bool outdated(const Call& call, const Chunk& chunk) { return chunk.attempt < cal
 void collect_missing(ExpertClient* client, const Masks& masks, uint64_t now_ns) {
     Call& call = client->call;
     Plan& plan = client->plan;
-    uint32_t total = call.n * client->shape.top_k;
-    plan.pair_state.assign(total, PAIR_OPEN);
-    plan.pair_late.assign(total, 0);
     for (LaneWord& word : call.outstanding) word.value = 0;
     plan.suspects = 0;
     for (const Server& server : client->servers)
@@ -353,7 +330,7 @@ void collect_missing(ExpertClient* client, const Masks& masks, uint64_t now_ns) 
         chunk.refused = false;
         if (chunk.out()) call.outstanding[server.link.lane].value++;
     }
-    for (uint32_t pair = 0; pair < total; pair++)
+    for (uint32_t pair = 0; pair < plan.pair_state.size(); pair++)
         if (pair_filled(call, pair)) plan.pair_state[pair] = PAIR_FILLED;
     for (Server& server : client->servers) {
         auto kept = [&](uint32_t chunk) { return call.chunks[chunk].state == CHUNK_PLANNED; };
@@ -397,12 +374,11 @@ void settle_doubts(ExpertClient* client, uint64_t now_ns) {
             if (&other == &doubt || std::memcmp(other.row, doubt.row, client->shape.reply_row_bytes())) continue;
             (other.server == doubt.server ? repeated : confirmed) = true;
         }
-        for (uint64_t left = replicas(client, call.ids[doubt.pair]); left; left &= left - 1) {
-            uint32_t index = uint32_t(std::countr_zero(left));
+        for (uint32_t index : Bits{replicas(client, call.ids[doubt.pair])}) {
             const Server& server = client->servers[index];
             bool asked = server.state.load(std::memory_order_acquire) == SERVER_LIVE && !server.suspect(now_ns) &&
                          refusals(client->plan, call.ids[doubt.pair], index) < MAX_REFUSALS;
-            if (asked && index != doubt.server) others |= left & -left;
+            if (asked && index != doubt.server) others |= 1ull << index;
         }
         bool alone = std::popcount(said) == 1 && !others;
         if (confirmed || (repeated && alone)) call.settled += fill(call, doubt.pair, doubt.row);
@@ -415,53 +391,68 @@ uint32_t another(const ExpertClient* client, const Masks& masks, uint32_t pair, 
     if (server == EXPERTS_NO_SERVER || !plan.said_by(pair, server)) return server;
     const uint32_t expert = client->call.ids[pair];
     uint64_t able = replicas(client, expert);
-    for (uint64_t left = able; left; left &= left - 1)
-        if (plan.said_by(pair, uint32_t(std::countr_zero(left)))) able &= ~(left & -left);
+    for (uint32_t index : Bits{able})
+        if (plan.said_by(pair, index)) able &= ~(1ull << index);
     uint64_t willing = most_willing(plan, expert, able & masks.healthy);
     if (!willing) willing = most_willing(plan, expert, able & masks.distrusted);
     return willing ? uint32_t(std::countr_zero(willing)) : server;
 }
 
-}  // namespace
-
-void plan_first(ExpertClient* client, uint64_t now_ns) {
+// Gives every open pair to a server, and cuts what each server got into chunks.
+void place_pairs(ExpertClient* client, const Masks& masks, uint64_t now_ns) {
     Call& call = client->call;
     Plan& plan = client->plan;
-    uint32_t total = call.n * client->shape.top_k;
-    // A plan that ran out of memory left its scratch half used.
-    clear_counts(plan);
-    for (std::vector<uint32_t>& list : plan.list) list.clear();
-    forget_refusals(plan);
-    estimate_latencies(client);
-    for (uint32_t pair = 0; pair < total; pair++) count_pair(plan, call.ids[pair]);
-    count_routed(client);
-    Masks masks = server_masks(client, now_ns);
+    const uint32_t total = call.n * client->shape.top_k;
+    auto open = [&](uint32_t pair) { return plan.pair_state[pair] == PAIR_OPEN; };
+    bool in_doubt = false, lost = false;
+    for (uint32_t pair = 0; pair < total; pair++) {
+        in_doubt |= plan.pair_late[pair] != 0;
+        if (open(pair) && plan.count[call.ids[pair]]++ == 0) plan.touched.push_back(call.ids[pair]);
+    }
+    if (!call.attempt) count_routed(client);
     choose_servers(client, masks);
     uint64_t servers = 0;
-    bool in_doubt = false, lost = false;
-    auto give = [&](uint32_t pair, uint32_t server) {
-        if (server == EXPERTS_NO_SERVER && drop_pair(client, masks, pair)) return;
-        lost |= is_lost(client, masks, pair, server);
+    assign_pairs(client, open, [&](uint32_t pair, uint32_t server) {
+        server = another(client, masks, pair, server);
+        if (server == EXPERTS_NO_SERVER && !plan.pair_late[pair] && drop_pair(client, masks, pair)) return;
+        lost |= !plan.pair_late[pair] && is_lost(client, masks, pair, server);
         in_doubt |= !masks.takes(server);
         if (server == EXPERTS_NO_SERVER) return;
+        // A late server gets a row that it already holds again only after a while: what travelled may be lost.
+        const Server& chosen = client->servers[server];
+        bool again = masks.takes(server) || (now_ns >= chosen.probe_at_ns && chosen.has_slot());
+        if (plan.pair_late[pair] && !again) return;
+        for (uint32_t late : Bits{plan.pair_late[pair]}) add(client->servers[late].stats.hedges, 1);
         plan.list[server].push_back(pair);
         servers |= 1ull << server;
-    };
-    assign_pairs(client, [](uint32_t) { return true; }, give);
+    });
     clear_counts(plan);
     call.in_doubt.store(in_doubt, std::memory_order_relaxed);
     bound_wait(client, lost, now_ns);
     cut_all(client, servers);
-    for (uint64_t left = client->used.load(std::memory_order_acquire); left; left &= left - 1) {
-        uint32_t index = uint32_t(std::countr_zero(left));
+}
+
+}  // namespace
+
+void plan_first(ExpertClient* client, uint64_t now_ns) {
+    Plan& plan = client->plan;
+    const uint32_t total = client->call.n * client->shape.top_k;
+    // A plan that ran out of memory left its scratch half used.
+    clear_counts(plan);
+    for (std::vector<uint32_t>& list : plan.list) list.clear();
+    forget_refusals(plan);
+    plan.doubts.clear();
+    plan.pair_state.assign(total, PAIR_OPEN);
+    plan.pair_late.assign(total, 0);
+    estimate_latencies(client);
+    place_pairs(client, server_masks(client, now_ns), now_ns);
+    for (uint32_t index : client->attached())
         if (wants_probe(client, index, now_ns)) plan_probe(client, index, now_ns);
-    }
 }
 
 void plan_again(ExpertClient* client, uint64_t now_ns) {
     Call& call = client->call;
     Plan& plan = client->plan;
-    uint32_t total = call.n * client->shape.top_k;
     call.attempt++;
     if (client->routes_pending.load()) {
         std::lock_guard lock(client->mutex);
@@ -472,38 +463,15 @@ void plan_again(ExpertClient* client, uint64_t now_ns) {
     for (uint32_t lane = 0; lane < client->lanes; lane++) check_liveness(client, lane, now_ns, true);
     Masks masks = server_masks(client, now_ns);
     settle_doubts(client, now_ns);
+    std::fill(plan.pair_state.begin(), plan.pair_state.end(), PAIR_OPEN);
+    std::fill(plan.pair_late.begin(), plan.pair_late.end(), 0);
     collect_missing(client, masks, now_ns);
     // Whoever hears of the epoch may take away what older routes still ask for.
     auto behind = [&](const Chunk& chunk) { return chunk.out() && outdated(call, chunk); };
     if (std::none_of(call.chunks.begin(), call.chunks.end(), behind))
         client->adopted_epoch.store(client->routes.epoch);
     call.replan.store(0);
-    for (uint32_t pair = 0; pair < total; pair++)
-        if (plan.pair_state[pair] == PAIR_OPEN) count_pair(plan, call.ids[pair]);
-    choose_servers(client, masks);
-    uint64_t servers = 0;
-    bool in_doubt = false, lost = false;
-    auto give = [&](uint32_t pair, uint32_t server) {
-        server = another(client, masks, pair, server);
-        if (server == EXPERTS_NO_SERVER && !plan.pair_late[pair] && drop_pair(client, masks, pair)) return;
-        lost |= !plan.pair_late[pair] && is_lost(client, masks, pair, server);
-        in_doubt |= !masks.takes(server);
-        if (server == EXPERTS_NO_SERVER) return;
-        // A late server gets a row that it already holds again only after a while: what travelled may be lost.
-        const Server& chosen = client->servers[server];
-        bool again = masks.takes(server) || (now_ns >= chosen.probe_at_ns && chosen.has_slot());
-        if (plan.pair_late[pair] && !again) return;
-        for (uint64_t left = plan.pair_late[pair]; left; left &= left - 1)
-            add(client->servers[std::countr_zero(left)].stats.hedges, 1);
-        plan.list[server].push_back(pair);
-        servers |= 1ull << server;
-    };
-    for (uint32_t pair = 0; pair < total; pair++) in_doubt |= plan.pair_late[pair] != 0;
-    assign_pairs(client, [&](uint32_t pair) { return plan.pair_state[pair] == PAIR_OPEN; }, give);
-    clear_counts(plan);
-    call.in_doubt.store(in_doubt, std::memory_order_relaxed);
-    bound_wait(client, lost, now_ns);
-    cut_all(client, servers);
+    place_pairs(client, masks, now_ns);
 }
 
 void blame(ExpertClient* client) {

@@ -10,6 +10,7 @@
 
 #include "experts/native/client.h"
 #include "experts/native/latency.h"
+#include "experts/native/memory.h"
 #include "experts/native/waterfill.h"
 #include "experts/native/wire.h"
 
@@ -92,7 +93,7 @@ struct Server {
     uint64_t sequence = 0;
     uint32_t in_state[SLOT_STATES] = {};  // slots
     uint32_t units = 0;  // pairs in busy slots
-    std::unique_ptr<uint8_t[]> stale;  // payload of a reply that is only drained
+    Block stale;         // payload of a reply that is only drained
     Latency latency;
     ServiceTime service;
     uint64_t corrupt_ns[CORRUPT_MOST] = {};  // when the latest corrupt replies came
@@ -100,11 +101,13 @@ struct Server {
     uint64_t probe_at_ns = 0;
     uint64_t replan_at_ns = 0;  // of a call that waits for a late reply from here
     uint64_t probe_wait_ns = PROBE_FIRST_NS;
-    std::vector<uint32_t> queue;  // chunks planned, not yet sent
+    std::vector<uint32_t> queue;  // chunks planned, not yet sent, from queue_head on
     size_t queue_head = 0;
     ServerStats stats{};
 
+    bool attached() const { return state.load(std::memory_order_acquire) == SERVER_LIVE && !leaving.load(); }
     bool drained() const { return in_state[SLOT_FREE] == link.slots; }
+    bool has_queue() const { return queue_head < queue.size(); }
     bool has_slot() const { return in_state[SLOT_FREE] > 0; }
     // Gets no rows that another can take.
     bool is_late() const { return in_state[SLOT_LATE] || in_state[SLOT_LOST] == link.slots; }
@@ -149,25 +152,6 @@ struct Call {
     std::unique_ptr<std::atomic<uint64_t>[]> filled;  // one bit for each pair: the first valid reply wins
     std::vector<const float*> row;                    // of each filled pair
     LaneWord outstanding[EXPERTS_MAX_LANES];          // chunks of each lane that a reply may still come for
-};
-
-// Private memory for the replies of one call; blocks stay for the next.
-class Arena {
-  public:
-    uint8_t* take(uint64_t bytes);
-    void reset();
-
-  private:
-    struct Free {
-        void operator()(uint8_t* memory) const;
-    };
-    struct Block {
-        std::unique_ptr<uint8_t, Free> memory;
-        uint64_t bytes;
-    };
-    std::vector<Block> blocks_;
-    size_t block_ = 0;
-    uint64_t used_ = 0;
 };
 
 struct Routes {
@@ -220,10 +204,6 @@ struct LaneScratch {
     std::vector<Doubt> doubts;  // of the call, since they were last collected
 };
 
-struct FreeLanes {
-    void operator()(LanePool* pool) const { p2p_lanes_free(pool); }
-};
-
 }  // namespace experts
 
 struct ExpertClient {
@@ -243,6 +223,7 @@ struct ExpertClient {
     experts::Routes routes;
 
     std::atomic<uint64_t> used{0};  // places that are not empty
+    experts::Bits attached() const { return {used.load(std::memory_order_acquire)}; }
     experts::Server servers[EXPERTS_MAX_SERVERS];
     double speed[EXPERTS_MAX_SERVERS];  // relative, as the plan takes it
     std::atomic<int32_t> hedge_credit{experts::HEDGE_MOST};
@@ -252,21 +233,13 @@ struct ExpertClient {
     std::vector<float> nothing;  // the row of a pair that was dropped
     experts::Call call;
     experts::Plan plan;
-    experts::Arena arena;
+    experts::Arena arena;  // of the call's replies
     experts::LaneScratch scratch[EXPERTS_MAX_LANES];
-    std::unique_ptr<LanePool, experts::FreeLanes> own_pool;  // of expert_exchange
+    LanePool* own_pool = nullptr;  // of expert_exchange
+    ~ExpertClient() { p2p_lanes_free(own_pool); }
 };
 
 namespace experts {
-
-// Counters are read by other threads while a lane writes them.
-inline void add(uint64_t& field, uint64_t amount) {
-    std::atomic_ref ref(field);
-    ref.store(ref.load(std::memory_order_relaxed) + amount, std::memory_order_relaxed);
-}
-inline void set(uint64_t& field, uint64_t value) {
-    std::atomic_ref(field).store(value, std::memory_order_relaxed);
-}
 
 // 1 where the pair had no row yet.
 inline uint32_t fill(Call& call, uint32_t pair, const float* row) {
@@ -288,10 +261,12 @@ inline void count_corrupt(Server& server, uint64_t now_ns) {
     if (first) set(server.stats.quarantined_until_ns, first + CORRUPT_NS);
 }
 
+// client.cpp
+void adopt_locked(ExpertClient* client);
+
 // client_plan.cpp, lane 0 only
 void plan_first(ExpertClient* client, uint64_t now_ns);
 void plan_again(ExpertClient* client, uint64_t now_ns);
-void adopt_locked(ExpertClient* client);
 // Counts against each server the rows that another one gave differently. Once, when the call is complete.
 void blame(ExpertClient* client);
 

@@ -1,20 +1,428 @@
-// The server's life around batches: clients, experts, lease; the loop of each lane.
+// The expert server. From signals to replies: collect, group by layer and expert across clients, compute over the lanes,
+// answer. Around batches: clients, experts, lease; the loop of each lane.
 #include <time.h>
 
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <vector>
 
-#include "experts/native/server_state.h"
+#include "experts/native/server.h"
+
+#include "experts/native/kernels.h"
+#include "experts/native/memory.h"
+#include "experts/native/wire.h"
 #include "p2p/native/doorbell.h"
+#include "p2p/native/faults.h"
+#include "p2p/native/frame.h"
 #include "p2p/native/window.h"
 
-using namespace experts;
+namespace experts {
+
+constexpr uint32_t SERVER_MAX_SLOTS = 16;
+constexpr uint32_t BATCH_JOBS = 16;
+constexpr uint32_t BATCH_PAIRS = 512;  // so that a prefill delays decoding by little
+
+struct Client {
+    bool attached = false;
+    ClientLink link{};
+    uint64_t done[SERVER_MAX_SLOTS] = {};      // last sequence answered in each slot
+    uint64_t rejected[SERVER_MAX_SLOTS] = {};  // a signal whose frame did not validate, answered once
+};
+
+struct Expert {
+    const void* gate_up = nullptr;
+    const void* down = nullptr;
+};
+
+struct Job {
+    uint32_t client;
+    uint32_t slot;
+    uint64_t sequence;
+    uint32_t attempt;
+    uint16_t status;
+    uint64_t picked_ns;
+    WireHeader header;
+    uint64_t* folds;  // of each pair's row, summed over the columns computed so far (RowFold)
+    Buffer payload;
+    const WirePair* pairs() const {
+        return reinterpret_cast<const WirePair*>(payload.data() + sizeof(WireHeader));
+    }
+    const uint8_t* rows() const { return payload.data() + sizeof(WireHeader) + routing_bytes(header.pairs); }
+};
+
+// One pair of the batch; sorted, pairs of one layer and expert are neighbours.
+struct Item {
+    uint64_t key;  // layer << 32 | expert << 16 | job
+    uint32_t pair;
+};
+
+struct Group {
+    const Expert* expert;
+    uint32_t first;  // of its items
+    uint32_t count;
+    float* out;  // count rows of hidden, in a reply where one request holds them all, else private
+    bool direct;
+};
+
+}  // namespace experts
+
+struct ExpertServer {
+    experts::WireShape shape{};
+    uint32_t intermediate = 0;
+    ExpertForm form{};
+    bool formed = false;  // experts are more than SwiGLU without biases
+    uint64_t incarnation = 0;
+    uint32_t lanes = 1;
+    LanePool* pool = nullptr;
+    void* page = nullptr;
+    uint64_t max_slot_bytes = 0;
+
+    std::mutex mutex;  // held by the loop from scan to reply, by others to change what it reads
+    std::atomic<uint32_t> wanting{0};  // threads that wait for the mutex: the loop lets them pass
+    std::atomic<uint64_t> lease_ns{UINT64_MAX};
+    std::atomic<bool> stopped{false};
+    experts::Client clients[EXPERT_SERVER_MAX_CLIENTS];
+    std::vector<experts::Expert> experts;  // [layers][experts]
+    std::vector<uint8_t> doubtful;         // of each: it gave a row that is not finite
+    std::atomic<bool> any_doubtful{false};
+
+    uint32_t next_client = 0;
+    experts::Job jobs[experts::BATCH_JOBS];
+    uint32_t job_count = 0;
+    std::vector<experts::Item> items;
+    std::vector<experts::Group> groups;
+    experts::Buffer x, act, out, folds;
+    ServerCounters counters{};
+
+    std::atomic<uint32_t> batch{0};  // rises when a batch is ready for the other lanes
+    std::atomic<uint32_t> left{0};   // other lanes that have not left the batch yet
+    std::atomic<bool> running{false};
+    bool starved = false;  // the run ended for want of memory: a server without is best replaced
+    uint64_t run_until_ns = 0;
+};
 
 namespace {
 
-uint64_t boottime_ns() {
+using namespace experts;
+
+uint64_t clock_ns(clockid_t clock) {
     timespec now;
-    clock_gettime(CLOCK_BOOTTIME, &now);
+    clock_gettime(clock, &now);
     return uint64_t(now.tv_sec) * 1'000'000'000 + uint64_t(now.tv_nsec);
 }
+uint64_t monotonic_ns() { return clock_ns(CLOCK_MONOTONIC); }
+
+// ---- one batch
+
+uint32_t tiles(uint32_t rows, uint32_t tile) { return (rows + tile - 1) / tile; }
+
+// Looks for the client's oldest request that was not answered yet.
+bool take_request(ExpertServer* server, uint32_t index, uint64_t now_ns) {
+    Client& client = server->clients[index];
+    if (p2p_fault_cut(client.link.tx)) return false;
+    uint32_t oldest = client.link.slots;
+    uint64_t sequence = 0;
+    for (uint32_t i = 0; i < client.link.slots; i++) {
+        uint64_t seen = p2p_signal_load(p2p_slot(client.link.rx, i, client.link.slot_bytes));
+        // A signal from before the last answer came late or twice: nobody waits for another, which would only
+        // overwrite the last.
+        if (seen <= client.done[i] || seen == client.rejected[i]) continue;
+        if (oldest == client.link.slots || seen < sequence) {
+            oldest = i;
+            sequence = seen;
+        }
+    }
+    if (oldest == client.link.slots) return false;
+    Job& job = server->jobs[server->job_count];
+    uint8_t* payload = job.payload.need(client.link.slot_bytes);
+    P2pHeader frame;
+    int length =
+        p2p_frame_open(p2p_slot(client.link.rx, oldest, client.link.slot_bytes), client.link.slot_bytes,
+                       server->incarnation, client.link.client_incarnation, sequence, &frame, payload);
+    p2p_fault_point(P2P_POINT_REQUEST_TAKEN);
+    bool opened = length >= 0;
+    bool valid = opened && request_valid(server->shape, payload, uint64_t(length), client.link.slot_bytes);
+    if (valid) std::memcpy(&job.header, payload, sizeof job.header);
+    valid = valid && job.header.reply_lane < client.link.client_lanes;
+    if (!valid) job.header = WireHeader{};
+    job.client = index;
+    job.slot = oldest;
+    job.sequence = sequence;
+    job.attempt = opened ? frame.attempt : 0;
+    job.picked_ns = now_ns;
+    job.status = valid ? STATUS_OK : STATUS_INVALID;
+    // A frame that cannot be read has no trusted sequence: only that very signal is put aside.
+    (opened ? client.done : client.rejected)[oldest] = sequence;
+    server->job_count++;
+    return true;
+}
+
+void add_items(ExpertServer* server, uint32_t job_index) {
+    Job& job = server->jobs[job_index];
+    const WirePair* pairs = job.pairs();
+    const Expert* held = server->experts.data() + uint64_t(job.header.layer) * server->shape.experts;
+    for (uint32_t i = 0; i < job.header.pairs; i++) {
+        if (held[pairs[i].expert].gate_up) continue;
+        job.status = STATUS_NOT_HELD;
+        return;
+    }
+    for (uint32_t i = 0; i < job.header.pairs; i++)
+        server->items.push_back(
+            {uint64_t(job.header.layer) << 32 | uint64_t(pairs[i].expert) << 16 | job_index, i});
+}
+
+float* reply_rows(ExpertServer* server, const Job& job) {
+    const ClientLink& link = server->clients[job.client].link;
+    uint8_t* payload = static_cast<uint8_t*>(p2p_payload(p2p_slot(link.tx, job.slot, link.slot_bytes)));
+    return reinterpret_cast<float*>(payload + sizeof(WireHeader));
+}
+
+void group(ExpertServer* server) {
+    const WireShape& shape = server->shape;
+    std::vector<Item>& items = server->items;
+    auto before = [](const Item& a, const Item& b) {
+        return a.key != b.key ? a.key < b.key : a.pair < b.pair;
+    };
+    // One client lists its pairs by expert already.
+    if (!std::is_sorted(items.begin(), items.end(), before)) std::sort(items.begin(), items.end(), before);
+    uint64_t row_bytes = shape.row_bytes();
+    uint8_t* x = server->x.need(items.size() * row_bytes);
+    server->act.need(items.size() * ((uint64_t(server->intermediate) + 63) / 64 * 64) * 4);
+    float* out = reinterpret_cast<float*>(server->out.need(items.size() * shape.reply_row_bytes()));
+    auto* folds = reinterpret_cast<uint64_t*>(server->folds.need(items.size() * sizeof(uint64_t)));
+    std::fill_n(folds, items.size(), 0);
+    for (uint32_t i = 0; i < server->job_count; i++) {
+        Job& job = server->jobs[i];
+        job.folds = folds;
+        if (job.status == STATUS_OK) folds += job.header.pairs;
+    }
+    for (size_t first = 0; first < items.size();) {
+        size_t end = first;
+        bool direct = true;
+        for (; end < items.size() && items[end].key >> 16 == items[first].key >> 16; end++) {
+            direct &=
+                items[end].key == items[first].key && items[end].pair == items[first].pair + (end - first);
+            const Job& job = server->jobs[items[end].key & 0xFFFF];
+            std::memcpy(x + end * row_bytes, job.rows() + job.pairs()[items[end].pair].row * row_bytes,
+                        row_bytes);
+        }
+        const Job& job = server->jobs[items[first].key & 0xFFFF];
+        uint64_t place = uint64_t(job.header.layer) * shape.experts + (items[first].key >> 16 & 0xFFFF);
+        float* rows = direct ? reply_rows(server, job) + uint64_t(items[first].pair) * shape.hidden
+                             : out + first * shape.hidden;
+        server->groups.push_back(
+            {&server->experts[place], uint32_t(first), uint32_t(end - first), rows, direct});
+        first = end;
+    }
+}
+
+void answer(ExpertServer* server, uint32_t job_index) {
+    Job& job = server->jobs[job_index];
+    const WireShape& shape = server->shape;
+    const ClientLink& link = server->clients[job.client].link;
+    void* memory = p2p_slot(link.tx, job.slot, link.slot_bytes);
+    bool ok = job.status == STATUS_OK;
+    if (ok) {
+        float* rows = reply_rows(server, job);
+        for (const Group& from : server->groups) {
+            if (from.direct) continue;
+            for (uint32_t i = 0; i < from.count; i++) {
+                const Item& item = server->items[from.first + i];
+                if ((item.key & 0xFFFF) != job_index) continue;
+                std::memcpy(rows + uint64_t(item.pair) * shape.hidden, from.out + uint64_t(i) * shape.hidden,
+                            shape.reply_row_bytes());
+            }
+        }
+        p2p_fault_rows(link.tx, rows, uint64_t(job.header.pairs) * shape.hidden);
+    }
+    p2p_fault_point(P2P_POINT_REPLY_HALF_WRITTEN);
+    WireHeader header = job.header;
+    header.magic = WIRE_MAGIC;
+    header.version = WIRE_VERSION;
+    header.kind = WIRE_REPLY;
+    header.status = job.status;
+    header.service_ns = monotonic_ns() - job.picked_ns;
+    RowsDigest digest;
+    for (uint32_t i = 0; ok && i < header.pairs; i++) digest.add({job.folds[i], 0});
+    header.digest = digest.sum;
+    std::memcpy(p2p_payload(memory), &header, sizeof header);
+    P2pHeader fields{};
+    fields.incarnation = link.client_incarnation;
+    fields.sequence = job.sequence;
+    fields.attempt = job.attempt;
+    fields.length = uint32_t(ok ? reply_bytes(shape, header.pairs) : sizeof(WireHeader));
+    fields.sender = server->incarnation;
+    p2p_frame_seal(memory, &fields);
+    // A request that could not be read does not say which lane waits: all are rung.
+    bool read = job.header.magic;
+    uint32_t first = read ? std::min<uint32_t>(job.header.reply_lane, link.bell_lanes - 1) : 0;
+    uint32_t count = read ? 1 : link.bell_lanes;
+    p2p_fault_point(P2P_POINT_REPLY_BEFORE_SIGNAL);
+    if (p2p_fault_takes(link.tx, memory, job.sequence, link.bell_page, first, count)) return;
+    // Signal last: the client may read the reply as soon as it changes.
+    p2p_signal_store(memory, job.sequence);
+    p2p_fault_point(P2P_POINT_REPLY_AFTER_SIGNAL);
+    for (uint32_t lane = first; lane < first + count; lane++) p2p_bell_ring(link.bell_page, lane);
+}
+
+void count_batch(ExpertServer* server) {
+    ServerCounters& counters = server->counters;
+    add(counters.batches, 1);
+    add(counters.pairs, server->items.size());
+    add(counters.experts, server->groups.size());
+    add(counters.busy_ns, monotonic_ns() - server->jobs[0].picked_ns);
+    for (uint32_t i = 0; i < server->job_count; i++) {
+        const Job& job = server->jobs[i];
+        add(job.status == STATUS_OK         ? counters.requests
+            : job.status == STATUS_NOT_HELD ? counters.not_held
+                                            : counters.invalid,
+            1);
+        if (job.status == STATUS_OK) add(counters.rows, job.header.rows);
+    }
+}
+
+// Takes what is ready, validates it and groups it; false where there is nothing to compute or refuse. All of a batch's
+// memory is had here: throws std::bad_alloc.
+bool collect(ExpertServer* server, uint64_t now_ns) {
+    server->job_count = 0;
+    server->items.clear();
+    server->groups.clear();
+    uint32_t pairs = 0, served = 0;
+    uint32_t start = server->next_client;
+    // One request of each client in turn; a second round only where a single client is busy, so that no
+    // client's chunks delay another's by more than one.
+    for (uint32_t round = 0; round < SERVER_MAX_SLOTS; round++) {
+        uint32_t before = server->job_count;
+        for (uint32_t i = 0; i < EXPERT_SERVER_MAX_CLIENTS; i++) {
+            if (server->job_count == BATCH_JOBS || pairs >= BATCH_PAIRS) break;
+            uint32_t index = (start + i) % EXPERT_SERVER_MAX_CLIENTS;
+            if (!server->clients[index].attached || !take_request(server, index, now_ns)) continue;
+            Job& job = server->jobs[server->job_count - 1];
+            pairs += job.header.pairs;
+            if (round == 0) served++;
+            server->next_client = (index + 1) % EXPERT_SERVER_MAX_CLIENTS;
+        }
+        if (server->job_count == before || served != 1) break;
+    }
+    if (server->job_count == 0) return false;
+    for (uint32_t i = 0; i < server->job_count; i++)
+        if (server->jobs[i].status == STATUS_OK) add_items(server, i);
+    group(server);
+    return true;
+}
+
+// What a tile of the group costs: its weights are read once, and about five rows weigh as much as the read.
+uint64_t tile_cost(const Group& group) { return 5 + group.count; }
+
+// Calls work(group, tile0, tile1) for the lane's part of all tiles of all groups: contiguous, so that whole groups
+// stay with one lane where they can.
+template <class Work>
+void over_tiles(const ExpertServer* server, uint32_t lane, uint32_t tiles, Work work) {
+    uint64_t total = 0, before = 0;
+    for (const Group& group : server->groups) total += tile_cost(group) * tiles;
+    uint64_t first = total * lane / server->lanes, last = total * (lane + 1) / server->lanes;
+    for (const Group& group : server->groups) {
+        uint64_t cost = tile_cost(group);
+        auto tile = [&](uint64_t at) {
+            return at <= before ? 0 : uint32_t(std::min<uint64_t>(tiles, (at - before + cost - 1) / cost));
+        };
+        if (tile(first) < tile(last)) work(group, tile(first), tile(last));
+        before += cost * tiles;
+    }
+}
+
+// Whether every lane computes whole groups, so that none reads what another wrote.
+bool whole_groups(const ExpertServer* server) {
+    uint64_t total = 0, before = 0;
+    for (const Group& group : server->groups) total += tile_cost(group);
+    uint32_t found = 1;
+    for (const Group& group : server->groups) {
+        if (before * server->lanes == total * found) found++;
+        before += tile_cost(group);
+    }
+    return found == server->lanes;
+}
+
+void computed(const ExpertServer* server) {
+    p2p_fault_point(P2P_POINT_COMPUTED);
+    p2p_fault_stretch(server->jobs[0].picked_ns, server->page);
+}
+
+// Computes and answers the batch; made by every lane.
+void serve_batch(ExpertServer* server, uint32_t lane) {
+    const WireShape& shape = server->shape;
+    const uint32_t lanes = server->lanes;
+    const uint64_t row_bytes = shape.row_bytes();
+    const uint32_t element = shape.dtype == EAAS_F32 ? 4 : 2;
+    const uint64_t x_stride = row_bytes / element;
+    const uint64_t act_stride = (uint64_t(server->intermediate) + 63) / 64 * 64;
+    const uint32_t up_tiles = tiles(server->intermediate, EXPERTS_GATE_UP_COLUMNS);
+    const uint32_t down_tiles = tiles(shape.hidden, EXPERTS_TILE_ROWS);
+    auto up = [&](const Group& g, uint32_t tile0, uint32_t tile1) {
+        experts_ffn_gate_up_formed(server->formed ? &server->form : nullptr, int(shape.dtype), g.expert->gate_up,
+                                   shape.hidden, server->intermediate, server->x.data() + g.first * row_bytes,
+                                   x_stride, g.count, server->act.data() + g.first * act_stride * element,
+                                   act_stride, tile0, tile1);
+    };
+    auto down = [&](const Group& g, uint32_t tile0, uint32_t tile1) {
+        experts_linear(int(shape.dtype), g.expert->down, shape.hidden, server->intermediate,
+                       server->act.data() + g.first * act_stride * element, act_stride, g.count, g.out,
+                       shape.hidden, tile0, tile1);
+        if (server->form.biased)
+            experts_add_down_biases(int(shape.dtype), g.expert->down, shape.hidden, server->intermediate, g.count,
+                                    g.out, shape.hidden, tile0, tile1);
+        const uint32_t column0 = tile0 * EXPERTS_TILE_ROWS;
+        const uint32_t column1 = std::min<uint32_t>(tile1 * EXPERTS_TILE_ROWS, shape.hidden);
+        uint32_t over = 0;
+        for (uint32_t i = 0; i < g.count; i++) {
+            const Item& item = server->items[g.first + i];
+            const RowFold part = fold_row(g.out + uint64_t(i) * shape.hidden, column0, column1);
+            over |= part.over;
+            std::atomic_ref fold(server->jobs[item.key & 0xFFFF].folds[item.pair]);
+            fold.fetch_add(part.sum, std::memory_order_relaxed);
+        }
+        if (over >> 31) {
+            std::atomic_ref(server->doubtful[size_t(g.expert - server->experts.data())]).store(1);
+            server->any_doubtful.store(true);
+        }
+    };
+    if (lanes == 1) {
+        for (const Group& g : server->groups) {
+            p2p_bell_beat(server->page);
+            up(g, 0, up_tiles), down(g, 0, down_tiles);
+        }
+        computed(server);
+        for (uint32_t i = 0; i < server->job_count; i++) answer(server, i);
+        count_batch(server);
+        return;
+    }
+    over_tiles(server, lane, up_tiles, up);
+    if (!whole_groups(server)) p2p_lanes_barrier(server->pool, lane);
+    over_tiles(server, lane, down_tiles, down);
+    p2p_lanes_barrier(server->pool, lane);
+    computed(server);
+    for (uint32_t i = lane; i < server->job_count; i += lanes) answer(server, i);
+    if (lane == 0) {
+        count_batch(server);
+        // The next batch reuses all of this, and clients may go once the mutex is free.
+        for (;;) {
+            uint32_t seen = p2p_bell_read(server->page, 0), left = server->left.load(std::memory_order_acquire);
+            if (!left) return;
+            if (!p2p_lanes_spin(server->pool, 0, &server->left, left))
+                p2p_bell_wait(server->page, 0, seen, P2P_WAIT_NS);
+        }
+    }
+    // A client's lane on this core is best woken from here, before this lane parks.
+    for (uint32_t i = 0; i < server->job_count; i++) {
+        const ClientLink& link = server->clients[server->jobs[i].client].link;
+        if (lane < link.bell_lanes) p2p_bell_ring(link.bell_page, lane);
+    }
+    if (server->left.fetch_sub(1, std::memory_order_release) == 1) p2p_bell_ring(server->page, 0);
+}
+
+// ---- around batches
 
 // The loop takes the mutex again at once after each batch; without this another thread might never get it.
 class Turn {
@@ -39,7 +447,7 @@ void let_others_pass(ExpertServer* server) {
 
 bool may_answer(ExpertServer* server) {
     uint64_t lease_ns = server->lease_ns.load();
-    return lease_ns == UINT64_MAX || (lease_ns && boottime_ns() < lease_ns);
+    return lease_ns == UINT64_MAX || (lease_ns && clock_ns(CLOCK_BOOTTIME) < lease_ns);
 }
 
 // Computes the next batch, or finds none.
@@ -217,8 +625,5 @@ P2P_API int64_t expert_server_take_doubtful(ExpertServer* server) {
 }
 
 P2P_API void expert_server_counters(ExpertServer* server, ServerCounters* out) {
-    auto read = [](uint64_t& field) { return std::atomic_ref(field).load(std::memory_order_relaxed); };
-    ServerCounters& c = server->counters;
-    *out = {read(c.batches), read(c.requests), read(c.rows),     read(c.pairs),
-            read(c.experts), read(c.busy_ns),  read(c.not_held), read(c.invalid)};
+    read_counters(server->counters, out);
 }

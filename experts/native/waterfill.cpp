@@ -33,8 +33,7 @@ double squared(double load, double speed) { return load * load / speed; }
 uint32_t holders_of(uint64_t servers, const double* load, const double* speed, double cost, uint32_t turn,
                     Holder* found) {
     uint32_t n = 0;
-    for (uint64_t left = servers; left; left &= left - 1) {
-        uint32_t server = uint32_t(std::countr_zero(left));
+    for (uint32_t server : Bits{servers}) {
         Holder holder{load[server], speed[server], (load[server] + cost) / speed[server],
                       lot(server, turn), n};
         uint32_t at = n++;
@@ -77,16 +76,15 @@ double split(double rows, const Holder* holders, uint32_t n, double cost, double
 }
 
 void add_to(double* load, uint64_t servers, const double* share, double cost, double sign) {
-    for (uint32_t slot = 0; servers; servers &= servers - 1, slot++)
-        if (share[slot] > 0) load[std::countr_zero(servers)] += sign * (share[slot] + cost);
+    for (uint32_t server : Bits{servers}) {
+        if (*share > 0) load[server] += sign * (*share + cost);
+        share++;
+    }
 }
 
 double squares(const double* load, const double* speed, uint64_t servers) {
     double sum = 0;
-    for (; servers; servers &= servers - 1) {
-        uint32_t server = uint32_t(std::countr_zero(servers));
-        sum += squared(load[server], speed[server]);
-    }
+    for (uint32_t server : Bits{servers}) sum += squared(load[server], speed[server]);
     return sum;
 }
 
@@ -94,8 +92,7 @@ double squares(const double* load, const double* speed, uint64_t servers) {
 uint32_t last_of(uint64_t all, const double* load, const double* speed, double* ends) {
     uint32_t last = 0;
     *ends = -1;
-    for (; all; all &= all - 1) {
-        uint32_t server = uint32_t(std::countr_zero(all));
+    for (uint32_t server : Bits{all}) {
         double time = load[server] / speed[server];
         if (time > *ends) *ends = time, last = server;
     }
@@ -105,21 +102,21 @@ uint32_t last_of(uint64_t all, const double* load, const double* speed, double* 
 // Whole rows. owed: by server, what rounding has taken from it so far.
 void round_off(Want& want, const double* share, uint32_t turn, double* owed) {
     uint32_t left = want.count, slot = 0;
-    for (uint64_t servers = want.servers; servers; servers &= servers - 1, slot++) {
+    for (uint32_t server : Bits{want.servers}) {
         uint32_t rows = std::min(left, uint32_t(share[slot]));
         want.rows[slot] = rows;
         left -= rows;
-        if (share[slot] > 0) owed[std::countr_zero(servers)] += share[slot] - rows;
+        if (share[slot] > 0) owed[server] += share[slot] - rows;
+        slot++;
     }
     for (; left; left--) {
         uint32_t to = 0, to_slot = EXPERTS_MAX_REPLICAS;
         slot = 0;
-        for (uint64_t servers = want.servers; servers; servers &= servers - 1, slot++) {
-            uint32_t server = uint32_t(std::countr_zero(servers));
-            if (!(share[slot] > 0)) continue;
+        for (uint32_t server : Bits{want.servers}) {
             bool first = to_slot == EXPERTS_MAX_REPLICAS || owed[server] > owed[to] ||
                          (owed[server] == owed[to] && lot(server, turn) < lot(to, turn));
-            if (first) to = server, to_slot = slot;
+            if (share[slot] > 0 && first) to = server, to_slot = slot;
+            slot++;
         }
         owed[to] -= 1;
         want.rows[to_slot]++;
@@ -128,7 +125,7 @@ void round_off(Want& want, const double* share, uint32_t turn, double* owed) {
 
 }  // namespace
 
-void Waterfill::pour(Want* wants, size_t n, const double* speed, double cost, uint32_t turn) {
+void Waterfill::split_rows(Want* wants, size_t n, const double* speed, double cost, uint32_t turn) {
     order.clear();
     share.resize(n * EXPERTS_MAX_REPLICAS);
     uint64_t all = 0;
@@ -140,9 +137,9 @@ void Waterfill::pour(Want* wants, size_t n, const double* speed, double cost, ui
     }
     std::sort(order.begin(), order.end());
     double speeds = 0;
-    for (uint64_t left = all; left; left &= left - 1) {
-        load[std::countr_zero(left)] = 0;
-        speeds += speed[std::countr_zero(left)];
+    for (uint32_t server : Bits{all}) {
+        load[server] = 0;
+        speeds += speed[server];
     }
     Holder holders[EXPERTS_MAX_REPLICAS];
     size_t movable = n;  // from here on experts have a choice
@@ -156,8 +153,7 @@ void Waterfill::pour(Want* wants, size_t n, const double* speed, double cost, ui
     }
     for (int sweep = 0; sweep < SWEEPS; sweep++) {
         double most = 0, loads = 0;
-        for (uint64_t left = all; left; left &= left - 1) {
-            uint32_t server = uint32_t(std::countr_zero(left));
+        for (uint32_t server : Bits{all}) {
             loads += load[server];
             most = std::max(most, load[server] / speed[server]);
         }
@@ -172,7 +168,7 @@ void Waterfill::pour(Want* wants, size_t n, const double* speed, double cost, ui
             uint32_t found = holders_of(want.servers, load, speed, cost, turn, holders);
             double added = split(want.count, holders, found, cost, fresh);
             double gain = was - squares(load, speed, want.servers) - added;
-            // Activations make hills: what is poured again may lie no better.
+            // Activations make hills: what is split again may lie no better.
             if (gain > 0) {
                 gained += gain;
                 std::copy_n(fresh, EXPERTS_MAX_REPLICAS, old);
@@ -181,7 +177,7 @@ void Waterfill::pour(Want* wants, size_t n, const double* speed, double cost, ui
         }
         if (gained <= most * most * speeds * 1e-6) break;
     }
-    relieve(wants, movable, all, speed, cost, turn);
+    rebalance(wants, movable, all, speed, cost, turn);
     double owed[EXPERTS_MAX_SERVERS] = {};
     for (size_t at = 0; at < n; at++) {
         size_t i = order[at] & 0xffffff;
@@ -190,8 +186,8 @@ void Waterfill::pour(Want* wants, size_t n, const double* speed, double cost, ui
     }
 }
 
-void Waterfill::relieve(const Want* wants, size_t movable, uint64_t all, const double* speed, double cost,
-                        uint32_t turn) {
+void Waterfill::rebalance(const Want* wants, size_t movable, uint64_t all, const double* speed, double cost,
+                          uint32_t turn) {
     if (!all) return;
     double ends, sooner, was[EXPERTS_MAX_SERVERS];
     for (uint32_t last = last_of(all, load, speed, &ends); speed[last] < 1; ends = sooner) {
@@ -257,7 +253,7 @@ P2P_API int32_t expert_waterfill(uint32_t n, const uint32_t* counts, const uint6
     std::vector<experts::Want> wants;
     for (uint32_t i = 0; i < n; i++)
         if (counts[i]) wants.push_back({i, counts[i], servers[i], {}});
-    fill.pour(wants.data(), wants.size(), speed, expert_cost, turn);
+    fill.split_rows(wants.data(), wants.size(), speed, expert_cost, turn);
     std::memset(rows, 0, sizeof(uint32_t) * EXPERTS_MAX_REPLICAS * n);
     for (const experts::Want& want : wants)
         std::memcpy(rows + want.expert * EXPERTS_MAX_REPLICAS, want.rows, sizeof want.rows);

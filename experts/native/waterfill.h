@@ -5,11 +5,12 @@
 #include <vector>
 
 #include "experts/native/client.h"
+#include "experts/native/memory.h"
 
 namespace experts {
 
 // One expert of a batch: its rows, a mask of at most EXPERTS_MAX_REPLICAS servers that may compute it, and what
-// `pour` found: rows for each of those servers, lowest index first.
+// `split_rows` found: rows for each of those servers, lowest index first.
 struct Want {
     uint32_t expert;
     uint32_t count;
@@ -21,14 +22,14 @@ struct Want {
 struct Waterfill {
     std::vector<uint64_t> order;
     std::vector<double> share;  // [wants][EXPERTS_MAX_REPLICAS], in parts of rows
-    std::vector<double> before;  // the same, before a slow server was relieved
+    std::vector<double> before;  // the same, before a slow server was given less
     double load[EXPERTS_MAX_SERVERS];
 
     // Fills wants[i].rows so that the busiest server ends early: a server's time is
     // (its rows + expert_cost x its experts) / speed.
     //
-    // Experts with the fewest servers go first, large before small; each is poured over its servers to an even
-    // level. Then experts are lifted out and poured again, while the sum over servers of time^2 x speed falls:
+    // Experts with the fewest servers go first, large before small; each is split over its servers to an even
+    // level. Then experts are taken out and split again, while the sum over servers of time^2 x speed falls:
     // at its least the busiest server is as idle as the replicas allow, and an expert is split only where that
     // is worth the further activation. All that in parts of rows, for an odd row at each of many hands is a slope
     // that no single move can level; whole rows come last, each to the server that rounding owes most.
@@ -36,10 +37,10 @@ struct Waterfill {
     // all then end sooner.
     // Equal servers are taken in an order drawn by `turn`, so that what is left over by many clients does not meet
     // on one server.
-    void pour(Want* wants, size_t n, const double* speed, double expert_cost, uint32_t turn);
+    void split_rows(Want* wants, size_t n, const double* speed, double expert_cost, uint32_t turn);
 
   private:
-    void relieve(const Want* wants, size_t movable, uint64_t all, const double* speed, double cost, uint32_t turn);
+    void rebalance(const Want* wants, size_t movable, uint64_t all, const double* speed, double cost, uint32_t turn);
 };
 
 // What a server's own service times say of its speed: sums over its replies that fade with a half-life of 44.

@@ -133,7 +133,7 @@ P2P_API int32_t local_experts_set(LocalExperts* local, uint32_t layer, uint32_t 
 // State of an ExpertCall.
 P2P_API int32_t local_experts_call(void* state, LanePool* pool, uint32_t lane, uint32_t layer, const void* rows,
                            uint32_t n, const uint16_t* expert_ids, const float* weights, float* out,
-                           uint8_t* drop, uint64_t deadline_ns, void (*while_away)(void*, uint32_t),
+                           uint8_t* drop, uint64_t deadline_ns, void (*overlap)(void*, uint32_t),
                            void* arg) {
     (void)deadline_ns;
     (void)drop;  // Every expert is here.
@@ -150,7 +150,7 @@ P2P_API int32_t local_experts_call(void* state, LanePool* pool, uint32_t lane, u
     const uint64_t act_bytes = local.intermediate * local.element_bytes();
     if (lane == 0) plan_runs(local, n, expert_ids);
     ended(PHASE_GATHER);
-    if (while_away) while_away(arg, lane);
+    if (overlap) overlap(arg, lane);
     const eaas::Span pairs(static_cast<uint64_t>(n) * local.top_k, lane, local.lanes);
     for (uint32_t pair = pairs.begin; pair < pairs.end; ++pair)
         std::memcpy(local.gathered + pair * row_bytes,
