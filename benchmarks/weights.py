@@ -24,7 +24,7 @@ from benchmarks.report import record, spread
 from eaas.cluster.config import ClusterConfig
 from eaas.cluster.local import LocalCluster
 from experts.checkpoint import Checkpoint
-from experts.give import at_low_priority
+from experts.transfer import at_low_priority
 from experts.kernels import answer_of
 from experts.manifest import Manifest
 from experts.model import Dtype, ExpertShape

@@ -22,7 +22,6 @@ from experts.checkpoint import Checkpoint, CheckpointInvalid, read_config
 from experts.config import CHECKPOINT, PEERS, ExpertOptions
 from experts.devices import Device
 from experts.faults import SERVER_FAULTS, SelfInflicted
-from experts.give import WeightSender
 from experts.kernels import KernelsBroken
 from experts.loading import Loader
 from experts.model import ConfigInvalid, Dtype, ExpertShape
@@ -30,6 +29,7 @@ from experts.native import IsaUnavailable
 from experts.pack import PackedExperts, PackUnavailable, layout_of
 from experts.proto import experts_pb2, experts_pb2_grpc
 from experts.server import ExpertServer, ExpertsService
+from experts.transfer import WeightSender
 from experts.weights import Weights, manifest_from
 from p2p.cores import named_cores
 from p2p.endpoint import P2PError

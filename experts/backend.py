@@ -96,7 +96,9 @@ class ServerStats:
     latency_sum_ns: int = 0
     service_sum_ns: int = 0
     extra: int = 0  # of the chunks sent here, hedges of what another server was slow to answer
-    quarantined_until_ns: int = 0  # it gave corrupt replies; until then it is asked where no other replica exists
+    quarantined_until_ns: int = (
+        0  # it gave corrupt replies; until then it is asked where no other replica exists
+    )
     late_slots: int = 0  # retired: until a late reply arrives, or for a while after a corrupt one
     lost_slots: int = 0  # of those: a later request was answered, so that theirs will hardly be
     state: int = ServerState.EMPTY

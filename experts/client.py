@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +30,7 @@ from experts.backend import (
 from experts.cpu import CpuBackend
 from experts.links import Attacher, AttachFailed, Link, LinkReaper
 from experts.model import Dtype, ExpertShape
-from experts.pace import Observation
+from experts.pace import Observation, Track, load_entries, observe_all
 from experts.proto import experts_pb2 as pb
 from experts.routes import NO_SERVER, empty_table, table_of
 from experts.wire import WireShape, model_hash_of
@@ -47,14 +47,6 @@ RETRY_S = 0.25
 # some that will hardly be answered. Not more often: what is under way on the old link is asked for again.
 RELINK_S = 2.0
 RELINK_LOST_S = 10.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Server:
-    """One attached server, at its place in the routes."""
-
-    place: int
-    link: Link
 
 
 class ExpertClient:
@@ -120,7 +112,6 @@ class ExpertClient:
             endpoint=endpoint,
             backend=backend,
             layout=self._layout,
-            incarnation=incarnation,
             credentials=credentials,
             request=pb.AttachRequest(
                 name=endpoint.name,
@@ -138,11 +129,12 @@ class ExpertClient:
         )
         self._reaper = LinkReaper(endpoint)
         self._accounts = Accounts(shape, dtype, endpoint)
+        self._tracks: dict[str, Track] = {}
         # Guards all below. The lease waits for it too: never held while native code calls, a server is awaited or
         # a link is closed.
         self._lock = threading.RLock()
-        self._servers: dict[str, _Server] = {}
-        self._leaving: list[_Server] = []
+        self._servers: dict[str, Link] = {}
+        self._leaving: list[Link] = []
         self._attaching: dict[tuple[str, int], threading.Thread] = {}
         self._unreached: set[tuple[str, int]] = set()  # name and incarnation, since they were last attached
         self._stuck_since_s: dict[str, float] = {}
@@ -217,7 +209,7 @@ class ExpertClient:
 
     def _is_lost(self, name: str, member: Member | None) -> bool:
         server = self._servers[name]
-        return member is None or member.incarnation != server.link.member.incarnation or self._is_gone(server)
+        return member is None or member.incarnation != server.member.incarnation or self._is_gone(server)
 
     def _publish(self, view: View, *, complete: bool) -> None:
         places = {name: server.place for name, server in self._servers.items()}
@@ -297,9 +289,9 @@ class ExpertClient:
             return
         before = self._servers.get(member.name)
         self._unreached.discard((member.name, member.incarnation))
-        servers = {**self._servers, member.name: _Server(place=place, link=link)}
+        servers = self._servers | {member.name: replace(link, place=place)}
         # As they joined, whichever answered first: reports keep their order.
-        self._servers = dict(sorted(servers.items(), key=lambda item: item[1].link.member.incarnation))
+        self._servers = dict(sorted(servers.items(), key=lambda item: item[1].member.incarnation))
         log.info(
             "server_attached server=%s incarnation=%d place=%d lane=%d",
             member.name,
@@ -323,9 +315,9 @@ class ExpertClient:
         self._next_lane += 1
         return self._next_lane % len(self._cores)
 
-    def _is_gone(self, server: _Server) -> bool:
+    def _is_gone(self, server: Link) -> bool:
         state = self.backend.stats(server.place).state
-        return state == ServerState.GONE or self._attacher.is_gone(server.link)
+        return state == ServerState.GONE or self._attacher.is_gone(server)
 
     def _release_idle(self) -> None:
         """Give back what native code no longer touches; the server frees its side when it sees the hang-up."""
@@ -333,9 +325,9 @@ class ExpertClient:
             if not self.backend.is_idle(server.place):
                 continue
             self._leaving.remove(server)
-            self._accounts.leave(server.link.member.name, self.backend.stats(server.place))
-            self._reaper.give_back(server.link.peer, server.link.window)
-            member = server.link.member
+            self._accounts.leave(server.member.name, self.backend.stats(server.place))
+            self._reaper.give_back(server.peer, server.window)
+            member = server.member
             log.info("server_detached server=%s incarnation=%d", member.name, member.incarnation)
 
     def _keep_up(self) -> None:
@@ -365,7 +357,7 @@ class ExpertClient:
             if now_s - since_s >= (RELINK_S if name in full else RELINK_LOST_S):
                 log.warning("link_stuck server=%s stuck_s=%.1f", name, now_s - since_s)
                 self._stuck_since_s[name] = now_s
-                self._begin_attach(self._servers[name].link.member)
+                self._begin_attach(self._servers[name].member)
 
     def exchange(
         self,
@@ -428,18 +420,23 @@ class ExpertClient:
             return {name: self.backend.stats(server.place) for name, server in self._servers.items()}
 
     def observations(self) -> dict[str, Observation]:
-        """How fast each attached server answers, for `experts.pace.observe_all`."""
+        """How fast each attached server answers."""
         with self._lock:
             return {
-                name: observation_of(self.backend.stats(server.place), server.link.peer)
+                name: observation_of(self.backend.stats(server.place), server.peer)
                 for name, server in self._servers.items()
             }
+
+    def load(self) -> dict[str, float]:
+        """The load report's words on the pace of servers since the last report. For one reporter."""
+        self._tracks = observe_all(self._tracks, self.observations())
+        return load_entries(self._tracks)
 
     def totals(self) -> list[Totals]:
         """What was done with each server since this client began, as the router's metrics show it."""
         with self._lock:
             servers = [*self._servers.values(), *self._leaving]
-            links = [(s.link.member.name, self.backend.stats(s.place), s.link.peer) for s in servers]
+            links = [(s.member.name, self.backend.stats(s.place), s.peer) for s in servers]
             return self._accounts.totals(links)
 
     def take_routed(self) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:

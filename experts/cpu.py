@@ -1,7 +1,7 @@
 """Rows carried through host memory and computed by native code: `experts.backend.Backend`.
 
 Here the functions of client.h and server.h become methods, their codes exceptions, and their structures the records of
-`experts.backend`.
+`experts.backend`, which says what each method does.
 """
 
 from __future__ import annotations
@@ -40,39 +40,29 @@ class CpuBackend:
         self.wire_version = wire_version
 
     def numerics_class(self, dtype: Dtype) -> str:
-        """Name of the arithmetic of the instruction set in use."""
         return kernels.numerics_class(dtype)
 
     def self_test(self, dtype: Dtype) -> None:
-        """Compare it with the definition.
-
-        Raises:
-            KernelsBroken: they differ by more than rounding explains.
-        """
         kernels.self_test(dtype)
 
     def window(self, wire: WireShape, most_tokens: int, slots: int) -> WindowLayout:
-        """Slots for the largest call, or for chunks of it.
+        """Slots for the largest call, or for chunks of it."""
 
-        Raises:
-            ValueError: one token does not fit in a slot, or no call may have so many.
-        """
-        top_k = wire.shape.top_k
-        most = max(
-            wire.reply_bytes(most_tokens * top_k), wire.request_bytes(most_tokens, most_tokens * top_k)
-        )
-        layout = WindowLayout(slots=slots, payload_bytes=min(CHUNK_BYTES, most))
-        one_token = max(wire.reply_bytes(top_k), wire.request_bytes(1, top_k))
-        if one_token > layout.payload_bytes or not 1 <= most_tokens <= MAX_ROWS:
+        def bytes_of(tokens: int) -> int:
+            pairs = tokens * wire.shape.top_k
+            return max(wire.reply_bytes(pairs), wire.request_bytes(tokens, pairs))
+
+        layout = WindowLayout(slots=slots, payload_bytes=min(CHUNK_BYTES, bytes_of(most_tokens)))
+        if bytes_of(1) > layout.payload_bytes or not 1 <= most_tokens <= MAX_ROWS:
             raise ValueError(
-                f"One token takes {one_token} bytes and a slot holds {layout.payload_bytes};"
+                f"One token takes {bytes_of(1)} bytes and a slot holds {layout.payload_bytes};"
                 f" max_tokens is {most_tokens}, of 1 to {MAX_ROWS}. Fewer or smaller tokens are needed."
             )
         return layout
 
     def prepare(self, window: Window, layout: WindowLayout) -> None:
         """Write a window's layout where both sides look for it."""
-        native.load().p2p_window_init(
+        p2p_native.load().p2p_window_init(
             window.address, window.nbytes, window.incarnation, layout.slots, layout.payload_bytes
         )
 
@@ -86,19 +76,9 @@ class CpuBackend:
         max_tokens: int,
         patience_s: float,
     ) -> CpuClient:
-        """A client of a model.
-
-        Raises:
-            ValueError: a size is out of range.
-        """
         return CpuClient(wire, incarnation, lanes, bell_page, max_tokens, patience_s)
 
     def server(self, wire: WireShape, *, incarnation: int, cores: Sequence[int], bell_page: int) -> CpuServer:
-        """A server of a model.
-
-        Raises:
-            ValueError: the lanes cannot be started.
-        """
         return CpuServer(wire, incarnation, cores, bell_page, self.most_slot_bytes)
 
 
@@ -117,16 +97,8 @@ class CpuClient:
         self._shape, self._library = wire.shape, native.load()
         shape = wire.shape
         self.handle: int = self._library.expert_client_new(
-            shape.layers,
-            shape.experts,
-            shape.hidden,
-            shape.top_k,
-            wire.dtype,
-            wire.model_hash,
-            incarnation,
-            lanes,
-            bell_page,
-            max_tokens,
+            *(shape.layers, shape.experts, shape.hidden, shape.top_k, wire.dtype, wire.model_hash),
+            *(incarnation, lanes, bell_page, max_tokens),
         )
         if not self.handle:
             raise ValueError(f"No expert client for {shape}, {lanes} lanes, {max_tokens} tokens a call.")
@@ -134,19 +106,10 @@ class CpuClient:
 
     @property
     def adopted_epoch(self) -> int:
-        """Nothing that the running call has out was asked by routes older than this epoch's."""
         return int(self._library.expert_client_adopted_epoch(self.handle))
 
     def add_server(self, link: ServerLink) -> int:
-        """A place for a server.
-
-        Raises:
-            LinkRefused: there is none, or the windows have another layout.
-        """
-        place = self._library.expert_client_add_server(
-            self.handle, ctypes.byref(native.ServerLink(**asdict(link)))
-        )
-        return _place(place, "servers")
+        return _place(self._library.expert_client_add_server(self.handle, native.ServerLink(**asdict(link))))
 
     def remove_server(self, place: int) -> None:
         """Takes effect at a call's boundary, at once where no call runs."""
@@ -157,26 +120,19 @@ class CpuClient:
         return bool(self._library.expert_client_server_idle(self.handle, place))
 
     def publish(self, epoch: int, table: Table) -> None:
-        """Adopted at the running call's end, or within it where it waits for a replica; at once where none runs.
-
-        Raises:
-            MemoryError: nothing has changed.
-        """
+        """Adopted at the running call's end, or within it where it waits for a replica; at once where none runs."""
         if self._library.expert_client_publish_routes(self.handle, epoch, table.ctypes.data):
             raise MemoryError(
                 f"no memory for the routes of epoch {epoch}; the ones before it stay. Free some."
             )
 
     def stats(self, place: int) -> ServerStats:
-        """What was counted of a server."""
         stats = native.ServerStats()
-        self._library.expert_client_stats(self.handle, place, ctypes.byref(stats))
+        self._library.expert_client_stats(self.handle, place, stats)
         return ServerStats(**native.values_of(stats))
 
     def take_routed(self) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-        """Rows sent to each expert since the last time, and calls that had any: [layers * experts] each."""
-        rows = np.empty(self._shape.layers * self._shape.experts, np.uint32)
-        activated = np.empty_like(rows)
+        rows, activated = np.empty((2, self._shape.layers * self._shape.experts), np.uint32)
         self._library.expert_client_take_routed(self.handle, rows.ctypes.data, activated.ctypes.data)
         return rows, activated
 
@@ -190,22 +146,10 @@ class CpuClient:
         drop: NDArray[np.uint8] | None,
         deadline_ns: int,
     ) -> None:
-        """One call, from a thread without lanes.
-
-        Raises:
-            ExpertsLost: no live replica answered before the deadline.
-            ValueError: a layer, a count or an expert id is out of range.
-        """
+        """One call, from a thread without lanes."""
         status = self._library.expert_exchange(
-            self.handle,
-            layer,
-            rows.ctypes.data,
-            len(rows),
-            ids.ctypes.data,
-            weights.ctypes.data,
-            out.ctypes.data,
-            None if drop is None else drop.ctypes.data,
-            deadline_ns,
+            *(self.handle, layer, rows.ctypes.data, len(rows), ids.ctypes.data, weights.ctypes.data),
+            *(out.ctypes.data, None if drop is None else drop.ctypes.data, deadline_ns),
         )
         if status == _LOST:
             raise ExpertsLost(f"No live replica of every expert of layer {layer} answered in time.")
@@ -215,7 +159,6 @@ class CpuClient:
             )
 
     def close(self) -> None:
-        """Free it; no call is running, nor comes."""
         self._library.expert_client_free(self.handle)
 
 
@@ -225,20 +168,11 @@ class CpuServer:
     def __init__(
         self, wire: WireShape, incarnation: int, cores: Sequence[int], bell_page: int, most_slot_bytes: int
     ) -> None:
-        self._shape, self._library = wire.shape, native.load()
-        shape, self._bell_page = wire.shape, bell_page
+        self._shape, self._library, self._bell_page = wire.shape, native.load(), bell_page
+        shape = wire.shape
         self._handle: int = self._library.expert_server_new(
-            shape.layers,
-            shape.experts,
-            shape.hidden,
-            shape.intermediate,
-            shape.top_k,
-            wire.dtype,
-            wire.model_hash,
-            incarnation,
-            len(cores),
-            (ctypes.c_int32 * len(cores))(*cores),
-            bell_page,
+            *(shape.layers, shape.experts, shape.hidden, shape.intermediate, shape.top_k, wire.dtype),
+            *(wire.model_hash, incarnation, len(cores), (ctypes.c_int32 * len(cores))(*cores), bell_page),
             most_slot_bytes,
         )
         if not self._handle:
@@ -246,55 +180,33 @@ class CpuServer:
                 f"lanes on cores {list(cores)} could not start for {shape}. Name cores that may be used."
             )
         if not shape.plain:
-            form = native.ExpertForm.of(shape.activation, shape.biased)
-            self._library.expert_server_set_form(self._handle, ctypes.byref(form))
+            self._library.expert_server_set_form(self._handle, native.form_of(shape.activation, shape.biased))
 
     def add_client(self, link: ClientLink) -> int:
-        """A place for a client.
-
-        Raises:
-            LinkRefused: there is none, or the windows have another layout.
-        """
-        place = self._library.expert_server_add_client(
-            self._handle, ctypes.byref(native.ClientLink(**asdict(link)))
-        )
-        return _place(place, "clients")
+        return _place(self._library.expert_server_add_client(self._handle, native.ClientLink(**asdict(link))))
 
     def remove_client(self, place: int) -> None:
-        """On return its memory is touched no more."""
         self._library.expert_server_remove_client(self._handle, place)
 
     def set_expert(
         self, layer: int, expert: int, gate_up: NDArray[np.uint8], down: NDArray[np.uint8]
     ) -> None:
-        """Answer for an expert, from these arrays.
-
-        Raises:
-            ValueError: there is no such expert.
-        """
         addresses = gate_up.ctypes.data, down.ctypes.data
         if self._library.expert_server_set_expert(self._handle, layer, expert, *addresses):
             raise ValueError(f"expert {expert} of layer {layer} is outside {self._shape}.")
 
     def clear_expert(self, layer: int, expert: int) -> None:
-        """On return its weights are no longer read."""
         self._library.expert_server_clear_expert(self._handle, layer, expert)
 
     def take_doubtful(self) -> tuple[int, int] | None:
-        """(layer, expert) of one that gave a row that is not finite since the last time."""
         number = self._library.expert_server_take_doubtful(self._handle)
         return None if number < 0 else divmod(number, self._shape.experts)
 
     def set_lease(self, boottime_ns: int) -> None:
-        """Answer only before this CLOCK_BOOTTIME instant; 0 is for good."""
         self._library.expert_server_set_lease(self._handle, boottime_ns)
 
     def run(self, max_ns: int) -> bool:
-        """Serve for at most that long, parked on the doorbell where idle; True when stopped.
-
-        Raises:
-            MemoryError: none is left for a batch.
-        """
+        """Serve, parked on the doorbell where idle."""
         code = self._library.expert_server_run(self._handle, max_ns)
         if code < 0:
             raise MemoryError("no memory is left for a batch of requests; free some, or raise the limit.")
@@ -310,23 +222,21 @@ class CpuServer:
         self._library.expert_server_stop(self._handle)
 
     def counters(self) -> ServerCounters:
-        """What was served so far."""
         counters = native.ServerCounters()
-        self._library.expert_server_counters(self._handle, ctypes.byref(counters))
+        self._library.expert_server_counters(self._handle, counters)
         return ServerCounters(**native.values_of(counters))
 
     def close(self) -> None:
-        """Free it; no thread is in `run`."""
         self._library.expert_server_free(self._handle)
 
 
-def _place(code: int, peers: str) -> int:
+def _place(code: int) -> int:
     """A place for a peer, or what its code says.
 
     Raises:
         LinkRefused: there is none.
     """
     if code < 0:
-        reasons = {_FULL: f"all places for {peers} are taken.", _MEMORY: "no memory is left."}
+        reasons = {_FULL: "all places are taken.", _MEMORY: "no memory is left."}
         raise LinkRefused(reasons.get(code, "its windows have another layout than was agreed."))
     return code

@@ -238,7 +238,7 @@ def ffn_gate_up(expert: PackedExpert, x: np.ndarray, tiles: range | None = None)
     x = _activations(x, expert.dtype, expert.hidden)
     tiles = _tiles(tiles, expert.gate_up_tiles)
     act = np.zeros((len(x), expert.intermediate), _element(expert.dtype))
-    form = None if expert.plain else native.ExpertForm.of(expert.activation, expert.biased)
+    form = None if expert.plain else native.form_of(expert.activation, expert.biased)
     native.load().experts_ffn_gate_up_formed(
         form, expert.dtype, expert.gate_up.ctypes.data, expert.hidden, expert.intermediate, x.ctypes.data,
         _stride(x), len(x), act.ctypes.data, expert.intermediate, tiles.start, tiles.stop,

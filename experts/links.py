@@ -46,6 +46,7 @@ class Link:
     peer: Peer
     cores: Sequence[int]
     rings_lanes: bool
+    place: int = -1  # in the routes, once it is attached
 
 
 class Attacher:
@@ -54,7 +55,6 @@ class Attacher:
     Args:
         backend: What carries the rows.
         layout: Of the windows, both ways.
-        incarnation: Of this member.
         request: What every server is asked; its own fields are filled in.
         credentials: Of this process; None: no TLS.
     """
@@ -65,12 +65,10 @@ class Attacher:
         endpoint: Endpoint,
         backend: Backend,
         layout: WindowLayout,
-        incarnation: int,
         request: pb.AttachRequest,
         credentials: Credentials | None = None,
     ) -> None:
-        self._endpoint, self._layout, self._incarnation = endpoint, layout, incarnation
-        self._request = request
+        self._endpoint, self._layout, self._request = endpoint, layout, request
         self._backend, self._credentials = backend, credentials
         self._lock = threading.Lock()
         self._calls: set[Any] = set()
@@ -85,11 +83,11 @@ class Attacher:
         end_s = time.monotonic() + ATTACH_S
         with ExitStack() as undo:
             try:
-                window = self._endpoint.export_window(self._layout.nbytes, self._incarnation)
+                window = self._endpoint.export_window(self._layout.nbytes, self._request.incarnation)
                 undo.callback(window.close)
                 self._backend.prepare(window, self._layout)
                 reply = self._ask(member, window)
-                if (found := reply.wire_version or 1) != (needed := self._backend.wire_version):
+                if (found := reply.wire_version) != (needed := self._backend.wire_version):
                     raise AttachFailed(
                         f"wire version {found} found, {needed} needed: run one release on both sides."
                     )
@@ -114,11 +112,12 @@ class Attacher:
         )
 
     def _ask(self, member: Member, window: Window) -> pb.AttachReply:
-        request = pb.AttachRequest()
-        request.CopyFrom(self._request)
-        request.server_incarnation = member.incarnation
-        request.reply_descriptor = window.descriptor
-        request.wire_version = self._backend.wire_version
+        request = pb.AttachRequest(
+            server_incarnation=member.incarnation,
+            reply_descriptor=window.descriptor,
+            wire_version=self._backend.wire_version,
+        )
+        request.MergeFrom(self._request)
         # A channel for each try: one that is kept waits longer after each failure, and longest just when
         # its server is back.
         with channel_to(member.address, EXPERT, self._credentials) as channel:

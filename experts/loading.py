@@ -22,8 +22,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from experts.give import at_low_priority
 from experts.kernels import PackedExpert, WeightsBroken, answer_of
+from experts.transfer import at_low_priority
 from experts.weights import Weights, WeightsUnavailable
 from p2p import faults
 from router.view import View

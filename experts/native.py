@@ -74,7 +74,10 @@ def _functions() -> dict[str, tuple[Any, tuple[Any, ...]]]:
     """Of each exported function by name: the type of its result, and those of its arguments."""
     declared = re.findall(r"P2P_API ([\w ]+?\*?) (\w+)\(([^;]*)\);", _DECLARED)
     return {
-        name: (_type(result), tuple(map(_type, re.split(r",(?![^(]*\))", arguments))) if arguments != "void" else ())
+        name: (
+            _type(result),
+            tuple(map(_type, re.split(r",(?![^(]*\))", arguments))) if arguments != "void" else (),
+        )
         for result, name, arguments in declared
     }
 

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from experts.backend import Backend, ClientLink, LinkRefused, ServerCounters
 from experts.config import MOST_SLOTS
 from experts.cpu import CpuBackend
-from experts.give import Refused, WeightSender
 from experts.links import CONNECT_BACK_S, LinkReaper
 from experts.model import Dtype, ExpertShape
 from experts.proto import experts_pb2 as pb
 from experts.proto import experts_pb2_grpc as rpc
+from experts.transfer import Refused, WeightSender
 from experts.wire import WireShape, model_hash_of
 from p2p import faults
 from p2p.endpoint import Endpoint, P2PError, Peer, Status, Window
@@ -248,36 +248,29 @@ class ExpertServer:
         )
 
     def _check(self, request: pb.AttachRequest) -> None:
-        ours = (self.incarnation, self.model_hash, self.shape.layers, self.shape.experts, self.shape.hidden)
-        ours = (*ours, self.shape.top_k, int(self.dtype), self._backend.wire_version)
-        theirs = (
-            request.server_incarnation,
-            request.model_hash,
-            request.layers,
-            request.experts,
-            request.hidden,
-        )
-        # Before it could be said there was only the first.
-        theirs = (*theirs, request.top_k, request.dtype, request.wire_version or 1)
-        words = ("incarnation", "model", "layers", "experts", "hidden", "top_k", "dtype", "wire version")
+        needed = {
+            "server_incarnation": self.incarnation,
+            "model_hash": self.model_hash,
+            **{word: getattr(self.shape, word) for word in ("layers", "experts", "hidden", "top_k")},
+            "dtype": int(self.dtype),
+            "wire_version": self._backend.wire_version,
+        }
         wrong = [
-            f"{word} {found} (here {needed})"
-            for word, found, needed in zip(words, theirs, ours, strict=True)
-            if found != needed
+            f"{word.replace('_', ' ')} {getattr(request, word)} (here {wanted})"
+            for word, wanted in needed.items()
+            if getattr(request, word) != wanted
         ]
         if wrong:
             raise Refused(
                 grpc.StatusCode.FAILED_PRECONDITION,
                 f"{request.name} asks for {', '.join(wrong)}. Serve one model, from one release.",
             )
-        if (
-            not 1 <= request.slots <= self._most_slots
-            or not 1 <= request.slot_bytes <= self._backend.most_slot_bytes
-        ):
+        slots, slot_bytes = self._most_slots, self._backend.most_slot_bytes
+        if not 1 <= request.slots <= slots or not 1 <= request.slot_bytes <= slot_bytes:
             raise Refused(
                 grpc.StatusCode.INVALID_ARGUMENT,
                 f"{request.name} asks for {request.slots} slots of {request.slot_bytes} bytes;"
-                f" at most {self._most_slots} of {self._backend.most_slot_bytes} are given.",
+                f" at most {slots} of {slot_bytes} are given.",
             )
 
     def reap(self) -> None:

@@ -18,16 +18,15 @@ import math
 import threading
 import time
 from collections.abc import Iterable
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from experts.checkpoint import Checkpoint, CheckpointInvalid
-from experts.fetch import PeerSource, SourceFailed, manifest_of
 from experts.kernels import PackedExpert
 from experts.manifest import BlobCorrupt, Manifest, PackLayout
 from experts.pack import PackedExperts, pack_blob
+from experts.transfer import PeerSource, SourceFailed, manifest_of
 from p2p.endpoint import Endpoint
 from router.tls import Credentials
 from router.view import EXPERT, Member, View
@@ -43,16 +42,6 @@ MANIFEST_TRIES = 4
 
 class WeightsUnavailable(RuntimeError):
     """No source has an expert now; the text lists what each said."""
-
-
-class Source(Protocol):
-    """Where packed experts come from."""
-
-    def blob(self, layer: int, expert: int) -> NDArray[np.uint8]:
-        """The bytes of one expert, not checked yet. Raises SourceFailed."""
-        ...
-
-    def close(self) -> None: ...
 
 
 class Rates:
@@ -83,25 +72,6 @@ class Rates:
             return self._bytes_per_s[name]
         servers = [rate for other, rate in self._bytes_per_s.items() if other != CHECKPOINT]
         return max(servers) if servers and name != CHECKPOINT else math.inf
-
-
-class CheckpointSource:
-    """Experts packed from the checkpoint, one at a time."""
-
-    def __init__(self, layout: PackLayout, checkpoint: Checkpoint) -> None:
-        self._layout, self._checkpoint = layout, checkpoint
-
-    def blob(self, layer: int, expert: int) -> NDArray[np.uint8]:
-        """As `Source` says."""
-        try:
-            return pack_blob(self._layout, self._checkpoint, layer, expert)
-        except CheckpointInvalid as error:
-            raise SourceFailed(str(error)) from error
-        except OSError as error:
-            raise SourceFailed(f"{self._checkpoint.directory}: cannot be read: {error}.") from error
-
-    def close(self) -> None:
-        """Nothing to do."""
 
 
 def manifest_from(view: View, layout: PackLayout, credentials: Credentials | None = None) -> Manifest | None:
@@ -143,9 +113,8 @@ class Weights:
         self._name, self._endpoint = name, endpoint
         self._stop = threading.Event()
         self._rates = Rates()
-        self._sources: dict[str, Source] = {}
-        if checkpoint is not None:
-            self._sources[CHECKPOINT] = CheckpointSource(packed.layout, checkpoint)
+        self._checkpoint = checkpoint
+        self._sources: dict[str, PeerSource] = {}
 
     def expert(self, layer: int, expert: int, view: View, *, anew: bool = False) -> PackedExpert:
         """An expert whose bytes are right, mapped for as long as this process lives. Blocks.
@@ -163,8 +132,8 @@ class Weights:
 
     def rest(self) -> None:
         """Close what is open to servers; the next expert opens it again."""
-        for name in [name for name in self._sources if name != CHECKPOINT]:
-            self._sources.pop(name).close()
+        while self._sources:
+            self._sources.popitem()[1].close()
 
     def stop(self) -> None:
         """Have what waits for a server fail, now and later. From any thread."""
@@ -187,16 +156,17 @@ class Weights:
             for member in view.replicas(layer, expert)
             if self._endpoint is not None and member.name != self._name and _gives(member, self.packed.layout)
         }
-        names = [name for name in self._sources if name == CHECKPOINT or name in servers]
+        names = [CHECKPOINT] if self._checkpoint else []
+        names += [name for name in self._sources if name in servers]
         # Each server begins with another of those that it never asked.
         start = sum(self._name.encode()) % max(1, len(servers))
         names += [name for name in (*servers, *servers)[start : start + len(servers)] if name not in names]
         faults: list[str] = []
         for name in self._rates.order(names, time.monotonic()):
-            connected = name in self._sources
+            connected = name == CHECKPOINT or name in self._sources
             began_s = time.monotonic()
             try:
-                blob = self._source(name, servers).blob(layer, expert)
+                blob = self._blob(name, servers, layer, expert)
                 took_s = time.monotonic() - began_s
                 self._put(layer, expert, blob)
             except BlobCorrupt as corrupt:
@@ -231,7 +201,15 @@ class Weights:
                 " disk."
             ) from corrupt
 
-    def _source(self, name: str, servers: dict[str, Member]) -> Source:
+    def _blob(self, name: str, servers: dict[str, Member], layer: int, expert: int) -> NDArray[np.uint8]:
+        """The bytes that a source gives, not checked yet. Raises SourceFailed."""
+        if name == CHECKPOINT and self._checkpoint is not None:
+            try:
+                return pack_blob(self.packed.layout, self._checkpoint, layer, expert)
+            except CheckpointInvalid as error:
+                raise SourceFailed(str(error)) from error
+            except OSError as error:
+                raise SourceFailed(f"{self._checkpoint.directory}: cannot be read: {error}.") from error
         if name not in self._sources and self._endpoint is not None:
             self._sources[name] = PeerSource(
                 endpoint=self._endpoint,
@@ -240,10 +218,9 @@ class Weights:
                 stop=self._stop,
                 credentials=self._credentials,
             )
-        return self._sources[name]
+        return self._sources[name].blob(layer, expert)
 
     def _leave(self, name: str, until_s: float) -> None:
         self._rates.failed(name, until_s)
-        self._sources[name].close()
-        if name != CHECKPOINT:
-            del self._sources[name]
+        if source := self._sources.pop(name, None):
+            source.close()

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from eaas.placement import Placement, StartFailed
 from experts.client import ExpertClient
 from experts.model import ConfigInvalid, Dtype, ExpertShape
-from experts.pace import Track, load_entries, observe_all
 from p2p.endpoint import P2PError
 from p2p.transport import TransportChoice
 from router.client import JoinRefused, RouterClient, RouterUnavailable
@@ -212,7 +211,6 @@ class _Session:
         self._lock = threading.Lock()
         self._running = 0
         self._routed_s = time.monotonic()
-        self._tracks: dict[str, Track] = {}
         with contextlib.ExitStack() as closing:
             try:
                 self._open(pool, start_s, closing)
@@ -289,9 +287,7 @@ class _Session:
             rows, activated = self.client.take_routed()
             if rows.any():
                 self._router.routed(rows, activated)
-        found = self.client.observations()
-        self._tracks = observe_all(self._tracks, found)
-        return {"running": float(self._running), **load_entries(self._tracks)}
+        return {"running": float(self._running), **self.client.load()}
 
 
 def _join(router: RouterClient, pool: ExpertPool, start_s: float) -> tuple[Identity, View, str]:

@@ -38,7 +38,6 @@ from experts.faults import CLIENT_FAULTS, SelfInflicted
 from experts.kernels import numerics_class
 from experts.model import Dtype, ExpertShape
 from experts.native import IsaUnavailable
-from experts.pace import Track, load_entries, observe_all
 from p2p import native as p2p_native
 from p2p.cores import named_cores
 from p2p.endpoint import Endpoint, P2PError
@@ -152,7 +151,6 @@ class Load:
         self._placement = placement
         self._client, self._router = client, router
         self._routed_s = time.monotonic()
-        self._tracks: dict[str, Track] = {}
         self._at_s = time.monotonic()
         self._computed, self._busy_s = 0, 0.0
 
@@ -170,9 +168,7 @@ class Load:
         rate = (computed - self._computed) / elapsed_s
         busy = min(1.0, (busy_s - self._busy_s) / elapsed_s)
         self._at_s, self._computed, self._busy_s = now_s, computed, busy_s
-        found = self._client.observations()
-        self._tracks = observe_all(self._tracks, found)
-        return {**engine.load(), "busy": busy, "tokens_per_s": rate, **load_entries(self._tracks)}
+        return {**engine.load(), "busy": busy, "tokens_per_s": rate, **self._client.load()}
 
     def turns(self, endpoint: Endpoint) -> int | None:
         """What rises while the worker's loop goes on, also while it waits for expert servers; None before it runs."""

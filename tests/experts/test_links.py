@@ -377,7 +377,7 @@ def test_a_server_of_another_release_is_not_used_whichever_side_is_newer(
     client.apply_view(world.view((7, address, EVERY), (8, world.listen(older), EVERY)))
     for words in (
         f"asks for wire version {VERSION} (here {VERSION + 1})",
-        f"wire version 1 found, {VERSION} needed",
+        f"wire version 0 found, {VERSION} needed",
     ):
         assert until(lambda words=words: words in caplog.text, 10), caplog.text
     assert not client.attached and not newer.clients

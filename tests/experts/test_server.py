@@ -15,10 +15,10 @@ import pytest
 from experts import __main__ as process
 from experts import native
 from experts.config import ExpertOptions
-from experts.give import Refused
 from experts.model import Dtype
 from experts.proto import experts_pb2 as pb
 from experts.server import ExpertServer, ServerClosed
+from experts.transfer import Refused
 from experts.wire import VERSION
 from p2p import ShmEndpoint, ShmPeer, ShmWindow, Status
 from p2p.window import WindowLayout

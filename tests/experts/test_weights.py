@@ -14,16 +14,15 @@ import grpc
 import numpy as np
 import pytest
 
-from experts import fetch
+from experts import transfer
 from experts import weights as weights_module
 from experts.checkpoint import Checkpoint
-from experts.fetch import SourceFailed, manifest_of
-from experts.give import STREAM_S, TAKERS, WINDOW
 from experts.manifest import PackLayout
 from experts.model import Dtype
 from experts.pack import PackedExperts
 from experts.proto import experts_pb2 as pb
 from experts.proto import experts_pb2_grpc as rpc
+from experts.transfer import STREAM_S, TAKERS, WINDOW, SourceFailed, manifest_of
 from experts.weights import CHECKPOINT, Rates, Weights, WeightsUnavailable, manifest_from
 from p2p import ShmEndpoint, Status
 from tests.experts.weights_world import PAIRS, SHAPE, SOON_S, Peer, World, same, write
@@ -193,10 +192,10 @@ def test_a_silent_source_is_given_up_and_ending_does_not_wait_for_it(
 ) -> None:
     silent = world.peer(1)
     silent.endpoint.signal = lambda *_: None
-    monkeypatch.setattr(fetch, "PIECE_S", 0.2)
+    monkeypatch.setattr(transfer, "PIECE_S", 0.2)
     with pytest.raises(WeightsUnavailable, match="expert/1 put nothing for 0 s"):
         world.weights().expert(0, 0, world.view(silent.member()))
-    monkeypatch.setattr(fetch, "PIECE_S", 1000.0)
+    monkeypatch.setattr(transfer, "PIECE_S", 1000.0)
     weights = world.weights()
     threading.Timer(0.2, weights.stop).start()
     with pytest.raises(WeightsUnavailable, match="this server is ending"):
@@ -331,13 +330,13 @@ def test_a_taker_that_goes_leaves_nothing_at_its_source(world: World) -> None:
     weights = Weights(name="x", packed=world.weights().packed, endpoint=taker, checkpoint=None)
     weights.expert(0, 0, world.view(peer.member()), anew=True)
     source = weights._sources["expert/1"]
-    source._stream._channel.close()  # as the kernel does when a process is killed
+    source._channel.close()  # as the kernel does when a process is killed
     taker.close()
     end_s = time.monotonic() + SOON_S
     while peer.endpoint._peers and time.monotonic() < end_s:
         time.sleep(0.01)
     assert not peer.endpoint._peers
-    source._stream._requests.put(None)
+    source._requests.put(None)
 
 
 def test_a_giver_that_ends_says_so_to_its_takers(world: World) -> None:

@@ -11,12 +11,12 @@ import grpc
 import numpy as np
 
 from experts.checkpoint import Checkpoint
-from experts.give import WeightSender
 from experts.kernels import PackedExpert
 from experts.model import Dtype, ExpertShape
 from experts.pack import PackedExperts
 from experts.proto import experts_pb2_grpc as rpc
 from experts.server import ExpertsService
+from experts.transfer import WeightSender
 from experts.weights import Weights
 from p2p import ShmEndpoint
 from router import bitmap

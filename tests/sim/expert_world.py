@@ -20,6 +20,7 @@ import numpy as np
 
 from experts import native
 from experts.model import Dtype
+from p2p import native as p2p_native
 from p2p.endpoint import PeerGone
 from p2p.window import WindowLayout
 from tests.experts.steps import LOST, MODEL_HASH, NO_SERVER, OK, PENDING, REPLICAS
@@ -429,7 +430,7 @@ class World:
         reply = client.endpoint.export_window(LAYOUT.nbytes)
         request = server.endpoint.export_window(LAYOUT.nbytes)
         for window in (reply, request):
-            library.p2p_window_init(window.address, window.nbytes, window.incarnation, *slots)
+            p2p_native.load().p2p_window_init(window.address, window.nbytes, window.incarnation, *slots)
         to_server = client.endpoint.connect(request.descriptor)
         to_client = server.endpoint.connect(reply.descriptor)
         link = Link(client, server, request, reply, to_server, to_client, socket.socketpair())

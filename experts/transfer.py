@@ -1,4 +1,4 @@
-"""Gives packed experts to another server: puts their bytes into its window, piece by piece, as fast as it asks.
+"""Packed experts from one server to another: put into the taker's window piece by piece, as fast as it asks.
 
 The window has SLOTS slots. The piece of sequence s goes into the payload of slot s % SLOTS, and then s becomes that
 slot's signal. The taker asks for a piece only when it has copied what its slot held before, so that it sets the pace,
@@ -8,21 +8,33 @@ the whole expert.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import grpc
+import numpy as np
+from numpy.typing import NDArray
 
-from experts.links import CONNECT_BACK_S
+from experts.links import CONNECT_BACK_S, brief
+from experts.manifest import Manifest, ManifestInvalid, PackLayout
 from experts.pack import PackedExperts
 from experts.proto import experts_pb2 as pb
+from experts.proto import experts_pb2_grpc as rpc
 from p2p.descriptor import decode
-from p2p.endpoint import Endpoint, P2PError, Peer
+from p2p.endpoint import Endpoint, P2PError, Peer, Window
 from p2p.frame import PAYLOAD_OFFSET
 from p2p.window import WindowLayout
+from router.access import EXPERT
+from router.connection import PLAIN, channel_to
+from router.tls import Credentials
+from router.view import Member
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +42,11 @@ WINDOW = WindowLayout(slots=4, payload_bytes=1 << 20)
 TAKERS = 4
 LOW_NICE = 19
 STREAM_S = 120.0
+ASK_S = 2.0
+PIECE_S = 5.0
+
+_POLL_S = 0.0002
+_LEAVE_S = 1.0
 
 
 class Refused(Exception):
@@ -38,6 +55,10 @@ class Refused(Exception):
     def __init__(self, code: grpc.StatusCode, message: str) -> None:
         super().__init__(message)
         self.code = code
+
+
+class SourceFailed(Exception):
+    """An expert could not be had from one source; the text says why."""
 
 
 def at_low_priority() -> None:
@@ -149,3 +170,126 @@ class WeightSender:
         self._endpoint.put(peer, slot + PAYLOAD_OFFSET, blob[piece.offset : end])
         # Signal last: the taker copies the piece as soon as it changes.
         self._endpoint.signal(peer, slot, piece.sequence)
+
+
+def manifest_of(member: Member, layout: PackLayout, credentials: Credentials | None = None) -> Manifest:
+    """Ask a server what its experts are. Blocks, at most ASK_S.
+
+    Args:
+        credentials: Of this process; None: no TLS.
+
+    Raises:
+        SourceFailed: it does not answer, or packs them otherwise.
+    """
+    request = pb.ManifestRequest(server_incarnation=member.incarnation, model_hash=layout.fingerprint)
+    limit = ("grpc.max_receive_message_length", layout.head_bytes + 1024)
+    try:
+        with channel_to(member.address, EXPERT, credentials, (*PLAIN, limit)) as channel:
+            reply = rpc.ExpertsStub(channel).Manifest(request, timeout=ASK_S)
+        return Manifest.decode(reply.manifest, layout)
+    except (grpc.RpcError, ManifestInvalid) as error:
+        raise SourceFailed(f"{member.name}: {brief(error)}") from error
+
+
+class PeerSource:
+    """Experts of one server, over a window that it writes, by one call of Give at a time. For use from one thread.
+
+    Args:
+        endpoint: Of this process.
+        member: The server.
+        manifest: Of both.
+        stop: When it is set, what waits fails.
+        credentials: Of this process; None: no TLS.
+    """
+
+    def __init__(
+        self,
+        *,
+        endpoint: Endpoint,
+        member: Member,
+        manifest: Manifest,
+        stop: threading.Event,
+        credentials: Credentials | None = None,
+    ) -> None:
+        self._endpoint, self._member, self._manifest, self._stop = endpoint, member, manifest, stop
+        self._credentials = credentials
+        self._window: Window | None = None
+        self._began_s = 0.0
+
+    def blob(self, layer: int, expert: int) -> NDArray[np.uint8]:
+        """The packed bytes of one expert, as they came: to be compared with its digest. Blocks.
+
+        Raises:
+            SourceFailed: the server does not serve it, has gone, or puts nothing for PIECE_S.
+        """
+        try:
+            # Young enough to live until the expert is here.
+            if time.monotonic() - self._began_s > STREAM_S / 2:
+                self.close()
+            return self._take(self._window or self._open(), layer, expert)
+        except (P2PError, OSError) as error:
+            raise SourceFailed(f"{self._member.name}: {error}") from error
+
+    def close(self) -> None:
+        """End the call, which has the server disconnect, and withdraw the window. Idempotent; the next expert opens
+        another.
+        """
+        if self._window is None:
+            return
+        self._requests.put(None)
+        with contextlib.suppress(grpc.RpcError, grpc.FutureTimeoutError, grpc.FutureCancelledError):
+            self._call.result(_LEAVE_S)
+        self._channel.close()
+        self._window.close()
+        self._window = None
+
+    def _open(self) -> Window:
+        window = self._endpoint.export_window(WINDOW.nbytes)
+        self._began_s, self._sequence = time.monotonic(), 0
+        self._requests: queue.SimpleQueue[pb.GiveRequest | None] = queue.SimpleQueue()
+        opening = pb.GiveOpening(
+            server_incarnation=self._member.incarnation,
+            identity=self._manifest.identity,
+            descriptor=window.descriptor,
+        )
+        self._requests.put(pb.GiveRequest(opening=opening))
+        self._channel = channel_to(self._member.address, EXPERT, self._credentials)
+        asked = iter(self._requests.get, None)
+        self._call: Any = rpc.ExpertsStub(self._channel).Give.future(asked, timeout=STREAM_S)
+        self._window = window
+        return window
+
+    def _take(self, window: Window, layer: int, expert: int) -> NDArray[np.uint8]:
+        """Ask for all pieces of an expert, as many at a time as there are slots, and copy each as it comes."""
+        # One expert at a time: it is not mapped by anyone before its bytes are known to be right.
+        nbytes = self._manifest.layout.blob_bytes
+        blob = np.empty(nbytes, np.uint8)
+        starts = range(0, nbytes, WINDOW.payload_bytes)
+        first = self._sequence + 1
+        for number, start in enumerate(starts):
+            while self._sequence < first + min(number + WINDOW.slots, len(starts)) - 1:
+                at = starts[self._sequence + 1 - first]
+                self._ask(layer, expert, at, min(WINDOW.payload_bytes, nbytes - at))
+            slot = WINDOW.slot_offset((first + number) % WINDOW.slots)
+            self._await(window, slot, first + number)
+            piece = blob[start : start + WINDOW.payload_bytes]
+            begin = slot + PAYLOAD_OFFSET
+            piece[:] = window.memory[begin : begin + len(piece)]
+        return blob
+
+    def _ask(self, layer: int, expert: int, offset: int, nbytes: int) -> None:
+        self._sequence += 1
+        piece = pb.Piece(sequence=self._sequence, layer=layer, expert=expert, offset=offset, nbytes=nbytes)
+        self._requests.put(pb.GiveRequest(piece=piece))
+
+    def _await(self, window: Window, slot: int, sequence: int) -> None:
+        name, end_s = self._member.name, time.monotonic() + PIECE_S
+        while int(window.poll(slot, 1)[0]) != sequence:
+            if self._stop.is_set():
+                raise SourceFailed("this server is ending.")
+            if self._call.done():
+                raise SourceFailed(f"{name}: {brief(self._call.exception())}")
+            if time.monotonic() > end_s:
+                raise SourceFailed(f"{name} put nothing for {PIECE_S:.0f} s.")
+            self._endpoint.progress()
+            time.sleep(_POLL_S)
