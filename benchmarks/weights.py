@@ -24,11 +24,11 @@ from benchmarks.report import record, spread
 from eaas.cluster.config import ClusterConfig
 from eaas.cluster.local import LocalCluster
 from experts.checkpoint import Checkpoint
-from experts.transfer import at_low_priority
 from experts.kernels import answer_of
 from experts.manifest import Manifest
 from experts.model import Dtype, ExpertShape
 from experts.pack import PackedExperts, layout_of
+from experts.transfer import at_low_priority
 from experts.weights import Weights, manifest_from
 from p2p.endpoint import Endpoint
 from p2p.transport import TransportChoice
