@@ -136,7 +136,7 @@ def write(plan: dict[str, Any]) -> None:
             state = {
                 "sent": number,
                 "at_s": now_s,
-                "rails": [asdict(rail) for rail in end.endpoint.rail_counts(peer)],
+                "rails": [rail._asdict() for rail in end.endpoint.rail_counts(peer)],
                 "link": asdict(monitor.read()),
                 **end.counts(),
             }

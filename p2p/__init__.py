@@ -17,8 +17,8 @@ from p2p.endpoint import (
     Window,
 )
 from p2p.frame import Frame, FrameInvalid, Header, Reason, load_signal, open_frame, seal_frame, store_signal
+from p2p.local import ShmEndpoint
 from p2p.native import NativeMissing
-from p2p.shm import ShmEndpoint, ShmPeer, ShmWindow
 from p2p.window import WindowLayout
 
 __all__ = [
@@ -36,8 +36,6 @@ __all__ = [
     "PeerGone",
     "Reason",
     "ShmEndpoint",
-    "ShmPeer",
-    "ShmWindow",
     "Status",
     "Transport",
     "Window",

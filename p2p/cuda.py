@@ -1,6 +1,6 @@
 """The cuda transport: endpoints of one host and one user whose windows lie in device memory (links: see local.py).
 
-GPU code writes a peer's window at `CudaPeer.address` and reads its own at `CudaWindow.address`, with no CPU on the
+GPU code writes a peer's window at `peer.address` and reads its own at `window.address`, with no CPU on the
 way: one GPU that two processes share, or GPUs of one node that reach each other (NVLink). What this module does from
 the host, `put`, `signal`, `poll` and `memory`, goes by synchronous copies and is for set-up, tests and trials.
 
@@ -24,103 +24,23 @@ peer out of the device's tables, and let everything enqueued with the old tables
 
 from __future__ import annotations
 
-import mmap
-import socket
 import struct
 import uuid
+from collections.abc import Callable
 from typing import ClassVar, Final
 
-import numpy as np
-from numpy.typing import NDArray
-
-from p2p.cuda_device import Device
+from p2p.cuda_device import Device, DeviceMemory
 from p2p.cuda_driver import CudaDriver, CudaError
 from p2p.descriptor import Descriptor, Transport
-from p2p.device_memory import DeviceMemory
 from p2p.endpoint import ConnectRefused, DescriptorInvalid
-from p2p.frame import check_words, load_signals
-from p2p.local import RETIRED_LIMIT_BYTES, SOCKET_PREFIX, LocalEndpoint, LocalPeer, LocalWindow
-from p2p.shm_link import call
+from p2p.local import RETIRED_LIMIT_BYTES, LocalEndpoint
+from p2p.memory import Memory
+from p2p.shm_link import SOCKET_BYTES
 
-_SOCKET_BYTES: Final = len(SOCKET_PREFIX) + 32
 _PLACE: Final = struct.Struct("<16sQ")
 
 
-class CudaWindow(LocalWindow):
-    """Device memory that one peer writes and this process's kernels read. Made by `CudaEndpoint.export_window`."""
-
-    def __init__(
-        self, endpoint: CudaEndpoint, offer: Descriptor, device_memory: DeviceMemory, fd: int
-    ) -> None:
-        super().__init__(endpoint, offer, fd)
-        self._device_memory = device_memory
-
-    @property
-    def address(self) -> int:
-        """Where the memory starts, for kernels of this process; the CPU cannot read it."""
-        self._require_open()
-        return self._device_memory.address
-
-    @property
-    def memory(self) -> NDArray[np.uint8]:
-        """A copy of the memory as it is now, u8[nbytes]."""
-        return self.read(0, self.nbytes)
-
-    @property
-    def held_bytes(self) -> int:
-        return self._device_memory.nbytes
-
-    @property
-    def is_open(self) -> bool:
-        return self._device_memory.address != 0
-
-    def read(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
-        """A copy of a part of the memory, u8[nbytes].
-
-        Raises:
-            ValueError: it does not lie in the window.
-        """
-        if offset < 0 or nbytes < 1 or offset + nbytes > self.nbytes:
-            raise ValueError(f"{nbytes} bytes at {offset} do not lie in a window of {self.nbytes}.")
-        return self._device_memory.device.read(self.address + offset, nbytes)
-
-    def poll(self, offset: int, count: int, stride_bytes: int = 8) -> NDArray[np.uint64]:
-        """Read `count` signal words, the first at `offset`: u64[count]. What was put before them is there too.
-
-        Raises:
-            ValueError: a word would lie outside the window or off 8 bytes.
-        """
-        check_words(self.nbytes, offset, count, stride_bytes)
-        return load_signals(self.read(offset, (count - 1) * stride_bytes + 8), 0, count, stride_bytes)
-
-    def _let_go(self) -> None:
-        self._device_memory.close()
-
-
-class CudaPeer(LocalPeer):
-    """Another endpoint's window, mapped for this process's kernels. Made by `CudaEndpoint.connect`."""
-
-    def __init__(
-        self, offer: Descriptor, link: socket.socket, device_memory: DeviceMemory, page: mmap.mmap
-    ) -> None:
-        super().__init__(offer, link, page)
-        self._device_memory = device_memory
-
-    @property
-    def address(self) -> int:
-        """Where the window starts, for kernels of this process; the CPU cannot write it."""
-        self._require_open()
-        return self._device_memory.address
-
-    @property
-    def is_open(self) -> bool:
-        return self._device_memory.address != 0
-
-    def _let_go(self) -> None:
-        self._device_memory.close()
-
-
-class CudaEndpoint(LocalEndpoint[CudaWindow, CudaPeer]):
+class CudaEndpoint(LocalEndpoint):
     """One process's end of the cuda transport. A context manager; safe to use from several threads.
 
     Args:
@@ -155,20 +75,18 @@ class CudaEndpoint(LocalEndpoint[CudaWindow, CudaPeer]):
             self.device.close()
             raise
 
-    def _new_window(self, nbytes: int, incarnation: int) -> CudaWindow:
+    def _allocate(self, nbytes: int) -> tuple[Memory, int, bytes]:
         memory = DeviceMemory.create(self.device, nbytes)
         try:
-            place = _PLACE.pack(self.device.facts.uuid.bytes, memory.nbytes)
-            offer = self._describe(nbytes, incarnation, place)
-            return CudaWindow(self, offer, memory, memory.export_fd())
+            return memory, memory.export_fd(), _PLACE.pack(self.device.facts.uuid.bytes, memory.nbytes)
         except BaseException:
             memory.close()
             raise
 
-    def _join(self, offer: Descriptor, timeout_s: float) -> CudaPeer:
+    def _mapper(self, offer: Descriptor) -> Callable[[int], Memory]:
         owner, held_bytes = _place_of(offer)
 
-        def map_window(fd: int) -> DeviceMemory:
+        def map_window(fd: int) -> Memory:
             try:
                 return DeviceMemory.receive(self.device, fd, held_bytes)
             except (CudaError, ValueError) as error:
@@ -176,16 +94,7 @@ class CudaEndpoint(LocalEndpoint[CudaWindow, CudaPeer]):
                     f"{offer.name}'s window on GPU-{owner} cannot be mapped on {self.device.facts}: {error}"
                 ) from error
 
-        address = offer.address[:_SOCKET_BYTES]
-        return CudaPeer(offer, *call(offer, address, self.incarnation, timeout_s, map_window))
-
-    def _store(self, peer: CudaPeer, offset: int, data: NDArray[np.uint8]) -> None:
-        if len(data):
-            self.device.write(peer.address + offset, data)
-
-    def _store_signal(self, peer: CudaPeer, offset: int, value: int) -> None:
-        # Each earlier put has ended on the device: a release. One word is one aligned copy.
-        self.device.write(peer.address + offset, np.array([value], dtype=np.uint64).view(np.uint8))
+        return map_window
 
     def close(self) -> None:
         """Leave nothing behind; idempotent. Stop kernels that use this endpoint's memory first."""
@@ -196,11 +105,11 @@ class CudaEndpoint(LocalEndpoint[CudaWindow, CudaPeer]):
 
 
 def _place_of(offer: Descriptor) -> tuple[uuid.UUID, int]:
-    if len(offer.address) != _SOCKET_BYTES + _PLACE.size:
+    if len(offer.address) != SOCKET_BYTES + _PLACE.size:
         raise DescriptorInvalid(
-            f"an address of {len(offer.address)} bytes found, {_SOCKET_BYTES + _PLACE.size} needed; ask for a new one."
+            f"an address of {len(offer.address)} bytes found, {SOCKET_BYTES + _PLACE.size} needed; ask for a new one."
         )
-    identity, held_bytes = _PLACE.unpack_from(offer.address, _SOCKET_BYTES)
+    identity, held_bytes = _PLACE.unpack_from(offer.address, SOCKET_BYTES)
     if held_bytes < offer.nbytes:
         raise DescriptorInvalid(
             f"an allocation of {held_bytes} bytes for a window of {offer.nbytes}; ask for a new descriptor."

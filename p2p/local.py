@@ -1,4 +1,4 @@
-"""What the transports of one host have in common: windows handed over a unix socket that then is the proof of life.
+"""The transports of one host: windows handed over a unix socket that then is the proof of life; shm is one of them.
 
 A window's memory is a file descriptor, passed by shm_link's handshake to the one peer that shows the window's token.
 The socket stays open for the life of the link and is the proof of life (`liveness_fd`): it hangs up when the peer's
@@ -9,7 +9,6 @@ A process that forks without exec shares its sockets with the child, which then 
 
 from __future__ import annotations
 
-import ctypes
 import hmac
 import mmap
 import os
@@ -17,9 +16,10 @@ import secrets
 import socket
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, ClassVar, Final, Generic, Self, TypeVar
+from typing import ClassVar, Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,69 +28,52 @@ from p2p import native
 from p2p.descriptor import WINDOW_LIMIT_BYTES, Descriptor, Transport, decode
 from p2p.endpoint import CONNECT_S, DescriptorInvalid, EndpointClosed, PeerGone, Status, check_endpoint
 from p2p.frame import check_words
-from p2p.shm_link import Acceptor, Hello, Verdict, answer, create_memory, link_status, new_token
+from p2p.memory import HostMemory, Memory, MemoryPeer, MemoryWindow
+from p2p.shm_link import (
+    SOCKET_PREFIX,
+    Acceptor,
+    Hello,
+    Verdict,
+    answer,
+    call,
+    create_memory,
+    link_status,
+    map_memory,
+    new_token,
+)
 
 # 32 windows of 2 MiB: a peer that leaves that much behind and lives on is broken.
 RETIRED_LIMIT_BYTES: Final = 64 << 20
-SOCKET_PREFIX: Final = b"\0p2p-"
 
 
-def address_of(memory: mmap.mmap) -> int:
-    """Where mapped memory starts."""
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
-
-
-class LocalWindow(ABC):
+class LocalWindow(MemoryWindow):
     """Memory that one peer writes and this process reads.
 
     Args:
         fd: What stands for the memory; this object closes it once it was passed on.
     """
 
-    def __init__(self, endpoint: LocalEndpoint[Any, Any], offer: Descriptor, fd: int) -> None:
+    def __init__(self, endpoint: LocalEndpoint, offer: Descriptor, memory: Memory, fd: int) -> None:
+        super().__init__(offer, memory)
         self._endpoint = endpoint
-        self._offer = offer
         self._fd = fd
         self._link: socket.socket | None = None
         self.peer_incarnation = 0
-
-    @property
-    def nbytes(self) -> int:
-        return self._offer.nbytes
-
-    @property
-    def incarnation(self) -> int:
-        return self._offer.incarnation
-
-    @property
-    def descriptor(self) -> bytes:
-        return self._offer.encode()
+        self.held_bytes = memory.nbytes
 
     @property
     def liveness_fd(self) -> int:
         link = self._link
         return link.fileno() if link else -1
 
-    @property
-    def held_bytes(self) -> int:
-        """Memory that the window takes."""
-        return self.nbytes
-
-    @property
-    @abstractmethod
-    def is_open(self) -> bool:
-        """Whether the memory is still this side's."""
-
-    def _require_open(self) -> None:
-        if not self.is_open:
-            raise EndpointClosed("this window was closed; export a new one.")
-
     def close(self) -> None:
         """Withdraw the window; idempotent. It stays mapped, retired, until its peer lets go."""
         self._endpoint._withdraw(self)
 
     def _release(self) -> None:
-        self._let_go()
+        if self._memory:
+            self._memory.close()
+            self._memory = None
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -98,66 +81,34 @@ class LocalWindow(ABC):
             self._link.close()
             self._link = None
 
-    @abstractmethod
-    def _let_go(self) -> None:
-        """Unmap the memory; idempotent."""
 
-
-class LocalPeer(ABC):
+class LocalPeer(MemoryPeer):
     """Another endpoint's window, mapped."""
 
-    def __init__(self, offer: Descriptor, link: socket.socket, page: mmap.mmap) -> None:
-        self._offer = offer
+    def __init__(self, offer: Descriptor, link: socket.socket, memory: Memory, page: HostMemory) -> None:
+        super().__init__(offer, memory)
         self._link = link
         self._page = page
-        self._page_address = address_of(page)
-
-    @property
-    def name(self) -> str:
-        return self._offer.name
-
-    @property
-    def nbytes(self) -> int:
-        return self._offer.nbytes
-
-    @property
-    def incarnation(self) -> int:
-        return self._offer.incarnation
 
     @property
     def page_address(self) -> int:
         self._require_open()
-        return self._page_address
+        return self._page.address
 
     @property
     def liveness_fd(self) -> int:
         return self._link.fileno()
 
-    @property
-    @abstractmethod
-    def is_open(self) -> bool:
-        """Whether this side still has the window mapped."""
-
-    def _require_open(self) -> None:
-        if not self.is_open:
-            raise EndpointClosed(f"this side disconnected from {self.name}; connect with a new descriptor.")
-
     def _release(self) -> None:
         # In this order: the hang-up proves to the owner that nothing is written any more.
-        self._let_go()
+        if self._memory:
+            self._memory.close()
+            self._memory = None
         self._page.close()
         self._link.close()
 
-    @abstractmethod
-    def _let_go(self) -> None:
-        """Unmap the window; idempotent."""
 
-
-W = TypeVar("W", bound=LocalWindow)
-P = TypeVar("P", bound=LocalPeer)
-
-
-class LocalEndpoint(ABC, Generic[W, P]):
+class LocalEndpoint(ABC):
     """One process's end of such a transport. A context manager; safe to use from several threads.
 
     Args:
@@ -177,18 +128,16 @@ class LocalEndpoint(ABC, Generic[W, P]):
         self.name = name
         self.incarnation = incarnation
         self.lanes = lanes
-        self.library = native.load()
         self._retired_limit_bytes = retired_limit_bytes
         self._lock = threading.RLock()
         self._closed = False
-        self._windows: list[W] = []
-        self._retired: list[W] = []
-        self._peers: list[P] = []
+        self._windows: list[LocalWindow] = []
+        self._retired: list[LocalWindow] = []
+        self._peers: list[LocalPeer] = []
         self._socket_name = SOCKET_PREFIX + secrets.token_hex(16).encode()
         self._page_fd = create_memory("p2p-page", mmap.PAGESIZE)
-        self._page = mmap.mmap(self._page_fd, mmap.PAGESIZE)
-        self._page_address = address_of(self._page)
-        self.library.p2p_bell_init(self._page_address, incarnation, lanes)
+        self._page = HostMemory(mmap.mmap(self._page_fd, mmap.PAGESIZE))
+        native.load().p2p_bell_init(self._page.address, incarnation, lanes)
         self._acceptor = Acceptor(self._socket_name, self._admit)
 
     def __enter__(self) -> Self:
@@ -199,11 +148,19 @@ class LocalEndpoint(ABC, Generic[W, P]):
     ) -> None:
         self.close()
 
+    @abstractmethod
+    def _allocate(self, nbytes: int) -> tuple[Memory, int, bytes]:
+        """Memory for a window, what stands for it, and what a descriptor's address says beside the socket's name."""
+
+    @abstractmethod
+    def _mapper(self, offer: Descriptor) -> Callable[[int], Memory]:
+        """What maps the memory that a file descriptor stands for, which stays the caller's."""
+
     @property
     def page_address(self) -> int:
         """This endpoint's own doorbell page."""
         self._require_open()
-        return self._page_address
+        return self._page.address
 
     @property
     def retired_bytes(self) -> int:
@@ -211,7 +168,7 @@ class LocalEndpoint(ABC, Generic[W, P]):
         with self._lock:
             return sum(window.held_bytes for window in self._retired)
 
-    def export_window(self, nbytes: int, incarnation: int | None = None) -> W:
+    def export_window(self, nbytes: int, incarnation: int | None = None) -> LocalWindow:
         """Offer `nbytes` of zeroed memory to one peer, as the endpoint's incarnation unless given.
 
         Raises:
@@ -221,28 +178,23 @@ class LocalEndpoint(ABC, Generic[W, P]):
         """
         if not 1 <= nbytes <= WINDOW_LIMIT_BYTES:
             raise ValueError(f"a window of {nbytes} bytes asked for; 1 to {WINDOW_LIMIT_BYTES} needed.")
-        incarnation = self.incarnation if incarnation is None else incarnation
         self.progress()
         with self._lock:
             self._require_open()
-            window = self._new_window(nbytes, incarnation)
+            memory, fd, place = self._allocate(nbytes)
+            offer = Descriptor(
+                transport=self.transport,
+                incarnation=self.incarnation if incarnation is None else incarnation,
+                nbytes=nbytes,
+                address=self._socket_name + place,
+                name=self.name,
+                token=new_token(),
+            )
+            window = LocalWindow(self, offer, memory, fd)
             self._windows.append(window)
         return window
 
-    def _describe(self, nbytes: int, incarnation: int, address: bytes = b"") -> Descriptor:
-        return Descriptor(
-            transport=self.transport,
-            incarnation=incarnation,
-            nbytes=nbytes,
-            address=self._socket_name + address,
-            name=self.name,
-            token=new_token(),
-        )
-
-    @abstractmethod
-    def _new_window(self, nbytes: int, incarnation: int) -> W: ...
-
-    def connect(self, descriptor: bytes, timeout_s: float = CONNECT_S) -> P:
+    def connect(self, descriptor: bytes, timeout_s: float = CONNECT_S) -> LocalPeer:
         """Map the window that the descriptor invites to.
 
         Raises:
@@ -255,7 +207,7 @@ class LocalEndpoint(ABC, Generic[W, P]):
                 f"a {offer.transport.name} descriptor; this endpoint speaks {self.transport.name}."
             )
         self._require_open()
-        peer = self._join(offer, timeout_s)
+        peer = LocalPeer(offer, *call(offer, self.incarnation, timeout_s, self._mapper(offer)))
         with self._lock:
             if not self._closed:
                 self._peers.append(peer)
@@ -263,10 +215,9 @@ class LocalEndpoint(ABC, Generic[W, P]):
         peer._release()
         raise EndpointClosed(f"endpoint {self.name} was closed while it connected.")
 
-    @abstractmethod
-    def _join(self, offer: Descriptor, timeout_s: float) -> P: ...
-
-    def put(self, peer: P, offset: int, source: bytes | bytearray | memoryview | NDArray[np.uint8]) -> None:
+    def put(
+        self, peer: LocalPeer, offset: int, source: bytes | bytearray | memoryview | NDArray[np.uint8]
+    ) -> None:
         """Copy bytes into the peer's window.
 
         Raises:
@@ -277,13 +228,9 @@ class LocalEndpoint(ABC, Generic[W, P]):
         if offset < 0 or offset + len(data) > peer.nbytes:
             raise ValueError(f"{len(data)} bytes at {offset} do not lie in a window of {peer.nbytes}.")
         with self._lock:
-            peer._require_open()
-            self._store(peer, offset, data)
+            peer._require_open().write(offset, data)
 
-    @abstractmethod
-    def _store(self, peer: P, offset: int, data: NDArray[np.uint8]) -> None: ...
-
-    def signal(self, peer: P, offset: int, value: int) -> None:
+    def signal(self, peer: LocalPeer, offset: int, value: int) -> None:
         """Store a signal word, a release: whoever sees it sees every earlier put as well.
 
         Raises:
@@ -293,13 +240,10 @@ class LocalEndpoint(ABC, Generic[W, P]):
         """
         check_words(peer.nbytes, offset)
         with self._lock:
-            if self.status(peer) is Status.GONE:
-                peer._require_open()
+            memory = peer._require_open()
+            if _link_is_gone(peer._link):
                 raise PeerGone(f"{peer.name} has ended or withdrew the window; use another.")
-            self._store_signal(peer, offset, value)
-
-    @abstractmethod
-    def _store_signal(self, peer: P, offset: int, value: int) -> None: ...
+            memory.store_signal(offset, value)
 
     def progress(self) -> None:
         """Free retired windows whose peers have let go."""
@@ -308,12 +252,12 @@ class LocalEndpoint(ABC, Generic[W, P]):
                 self._retired.remove(window)
                 window._release()
 
-    def status(self, link: W | P) -> Status:
+    def status(self, link: LocalWindow | LocalPeer) -> Status:
         """GONE once the other side has ended, disconnected or withdrawn, or this side has closed the link."""
         with self._lock:
-            return Status.GONE if not link.is_open or _link_is_gone(link._link) else Status.ALIVE
+            return Status.GONE if link._memory is None or _link_is_gone(link._link) else Status.ALIVE
 
-    def disconnect(self, peer: P) -> None:
+    def disconnect(self, peer: LocalPeer) -> None:
         """Unmap a peer's window and hang up; idempotent. Stop native code and kernels that write there first."""
         with self._lock:
             if peer in self._peers:
@@ -342,12 +286,12 @@ class LocalEndpoint(ABC, Generic[W, P]):
         if self._closed:
             raise EndpointClosed(f"endpoint {self.name} was closed; make a new one under a new incarnation.")
 
-    def _withdraw(self, window: W) -> None:
+    def _withdraw(self, window: LocalWindow) -> None:
         with self._lock:
             if window not in self._windows:
                 return
             self._windows.remove(window)
-            if _link_is_gone(window._link) or window._link is None:
+            if window._link is None or _link_is_gone(window._link):
                 window._release()
                 return
             # Asks the peer to let go; its hang-up is the proof that the memory may be freed.
@@ -372,7 +316,7 @@ class LocalEndpoint(ABC, Generic[W, P]):
             os.close(window._fd)
             window._fd = -1
 
-    def _judge(self, matches: list[W], incarnation: int) -> Verdict:
+    def _judge(self, matches: list[LocalWindow], incarnation: int) -> Verdict:
         self.progress()
         if self._closed or not matches or matches[0]._link is not None:
             return Verdict.UNKNOWN
@@ -380,6 +324,23 @@ class LocalEndpoint(ABC, Generic[W, P]):
             window.held_bytes for window in self._retired if window.peer_incarnation == incarnation
         )
         return Verdict.RETIRED_FULL if left_behind > self._retired_limit_bytes else Verdict.OK
+
+
+class ShmEndpoint(LocalEndpoint):
+    """One process's end of the shm transport: windows are sealed memfds, mapped by both sides."""
+
+    transport: ClassVar[Transport] = Transport.SHM
+
+    def _allocate(self, nbytes: int) -> tuple[Memory, int, bytes]:
+        fd = create_memory(f"p2p-{self.name}"[:200], nbytes)
+        try:
+            return HostMemory(mmap.mmap(fd, nbytes)), fd, b""
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def _mapper(self, offer: Descriptor) -> Callable[[int], Memory]:
+        return lambda fd: HostMemory(map_memory(fd, offer.nbytes))
 
 
 def _link_is_gone(link: socket.socket | None) -> bool:

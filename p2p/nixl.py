@@ -2,7 +2,12 @@
 
 Bytes land in the owner's window by one-sided writes. What is put, and the frames that native code writes to
 `Peer.address`, goes out of an image of the window on this side. A rail that fails costs nothing but its bandwidth:
-see native/channel.h. Threads, connections and their ends are native/carrier.h's; windows on GPUs nixl_memory.py's.
+see native/channel.h. Threads, connections and their ends are native/carrier.h's.
+
+Windows on a GPU are device memory: adapters write there directly where they can, else the host copies, and the host
+stores the signals, so kernels poll and read them as windows of the cuda transport. Images then are pinned, so that
+kernels write frames there and the transport's thread, which watches the slots' signals, sends them. No kernel takes
+part in the network: that is what is meant by host-driven.
 
 UCX over TCP neither encrypts nor asks who writes to the memory of a process that it can reach: keep these rails on a
 network of their own. The token keeps out peers that were not invited, not attackers on that network.
@@ -24,62 +29,36 @@ import numpy as np
 from numpy.typing import NDArray
 
 from p2p import nixl_native
-from p2p.cuda_device import Device
+from p2p.cuda_device import Device, DeviceMemory, PinnedMemory
 from p2p.cuda_driver import CudaDriver
 from p2p.descriptor import WINDOW_LIMIT_BYTES, Descriptor, Transport, decode
 from p2p.endpoint import (
     CONNECT_S,
     ConnectRefused,
     DescriptorInvalid,
-    EndpointClosed,
     P2PError,
     PeerGone,
     Status,
     check_endpoint,
 )
 from p2p.frame import check_words
+from p2p.memory import HostMemory, Memory, MemoryPeer, MemoryWindow
 from p2p.monitor import ChannelState, Monitor
 from p2p.nixl_carrier import Carrier
-from p2p.nixl_memory import DeviceWindow, HostMemory, PinnedMemory, gpu_of
-from p2p.nixl_rails import RailConfig, RailCounts
+from p2p.nixl_native import CHANNEL_COUNTS, RAIL_COUNTS, RailConfig, RailCounts, gpu_of
 from p2p.shm_link import new_token
 
 # 256 MB put over 1 Gbit/s take 2 s. What does not move is given up sooner: see native/link.cpp.
 CLOSE_S: Final = 5.0
 
 
-class NixlWindow:
+class NixlWindow(MemoryWindow):
     """Memory that one peer writes from afar and this process reads. Made by `NixlEndpoint.export_window`."""
 
-    def __init__(
-        self, endpoint: NixlEndpoint, offer: Descriptor, memory: HostMemory | DeviceWindow, link: int
-    ) -> None:
+    def __init__(self, endpoint: NixlEndpoint, offer: Descriptor, memory: Memory, link: int) -> None:
+        super().__init__(offer, memory)
         self._endpoint = endpoint
-        self._offer = offer
-        self._memory: HostMemory | DeviceWindow | None = memory
         self._link = link
-
-    @property
-    def address(self) -> int:
-        """Where the memory starts: for kernels, where the endpoint has a GPU."""
-        return self._require_open().address
-
-    @property
-    def nbytes(self) -> int:
-        return self._offer.nbytes
-
-    @property
-    def incarnation(self) -> int:
-        return self._offer.incarnation
-
-    @property
-    def descriptor(self) -> bytes:
-        return self._offer.encode()
-
-    @property
-    def memory(self) -> NDArray[np.uint8]:
-        """The memory as u8[nbytes]; a copy of it where it lies on a GPU."""
-        return self._require_open().array
 
     @property
     def peer_incarnation(self) -> int:
@@ -90,56 +69,28 @@ class NixlWindow:
         """Hangs up when the peer can write no more; -1 once this window is closed."""
         return self._endpoint._ask(self, "p2p_link_fd", -1)
 
-    def poll(self, offset: int, count: int, stride_bytes: int = 8) -> NDArray[np.uint64]:
-        """Read `count` signal words, the first at `offset`, each an acquire: u64[count].
-
-        Raises:
-            ValueError: a word would lie outside the window or off 8 bytes.
-        """
-        memory = self._require_open()
-        check_words(self.nbytes, offset, count, stride_bytes)
-        return memory.poll(self._endpoint.library, offset, count, stride_bytes)
-
-    def _require_open(self) -> HostMemory | DeviceWindow:
-        if self._memory is None:
-            raise EndpointClosed("this window was closed; export a new one.")
-        return self._memory
-
     def close(self) -> None:
         """Withdraw the window; idempotent. When this returns, nothing that was sent to it lands any more."""
         self._endpoint._close_link(self)
 
 
-class NixlPeer:
-    """Another endpoint's window, as an image that is sent. Made by `NixlEndpoint.connect`."""
+class NixlPeer(MemoryPeer):
+    """Another endpoint's window, as an image that is sent. Made by `NixlEndpoint.connect`.
+
+    A frame that native code stores in a slot of the image, signal last, is sent by itself.
+    """
 
     def __init__(self, endpoint: NixlEndpoint, offer: Descriptor, image: HostMemory, link: int) -> None:
+        super().__init__(offer, image)
         self._endpoint = endpoint
-        self._offer = offer
-        self._memory: HostMemory | None = image
         self._link = link
-
-    @property
-    def name(self) -> str:
-        return self._offer.name
-
-    @property
-    def address(self) -> int:
-        """The image: a frame that native code stores in a slot of it, signal last, is sent."""
-        return self._require_open().address
+        self._device_address = image.device_address
 
     @property
     def device_address(self) -> int:
         """The same image for kernels: what they store in a slot, signal last, is sent. 0 without a GPU."""
-        return self._require_open().device_address
-
-    @property
-    def nbytes(self) -> int:
-        return self._offer.nbytes
-
-    @property
-    def incarnation(self) -> int:
-        return self._offer.incarnation
+        self._require_open()
+        return self._device_address
 
     @property
     def page_address(self) -> int:
@@ -157,11 +108,6 @@ class NixlPeer:
         """Whether its channel moves bytes much more slowly than it did (native/monitor.h)."""
         return self._endpoint._is_slow(self)
 
-    def _require_open(self) -> HostMemory:
-        if self._memory is None:
-            raise EndpointClosed(f"this side disconnected from {self.name}; connect with a new descriptor.")
-        return self._memory
-
 
 L = TypeVar("L", NixlWindow, NixlPeer)
 
@@ -176,7 +122,7 @@ class NixlEndpoint:
         rails: Network devices to use, each for a path of its own; an empty name leaves the choice to UCX
             (and its variable UCX_NET_DEVICES). Of two endpoints, equal places in this list meet.
         config: How rails are used and given up.
-        device: The GPU on which windows lie, in the driver's order; none: host memory. See nixl_memory.py.
+        device: The GPU on which windows lie, in the driver's order; none: host memory.
         driver: Loaded already; where not given, the machine's own.
 
     Raises:
@@ -205,7 +151,7 @@ class NixlEndpoint:
         self.rails = rails
         self.library = nixl_native.load()
         self._links: list[NixlWindow | NixlPeer] = []
-        self._page = HostMemory(mmap.PAGESIZE)
+        self._page = HostMemory.allocate(mmap.PAGESIZE)
         self.library.p2p_bell_init(self._page.address, incarnation, lanes)
         if device is not None:
             nixl_native.check_transports(os.environ.get("UCX_TLS"), nixl_native.UNFENCED_GPU)
@@ -217,7 +163,7 @@ class NixlEndpoint:
             gpu = gpu_of(self.device) if self.device else None
             handle: int | None = self.library.p2p_carrier_new(
                 *(incarnation, names, len(rails), self._page.address, lanes),
-                *((config or RailConfig()).native(), ctypes.byref(gpu) if gpu else None),
+                *((config or RailConfig()).native(len(rails)), ctypes.byref(gpu) if gpu else None),
             )
             if handle is not None:
                 undo.pop_all()
@@ -262,9 +208,9 @@ class NixlEndpoint:
         with self._carrier.call() as carrier, ExitStack() as undo:
             # Allocated now: without memory this fails here, and not in the token path.
             if self.device:
-                memory = DeviceWindow(self.device, nbytes)
+                memory = DeviceMemory.create(self.device, nbytes, rdma=True)
             else:
-                memory = HostMemory(nbytes, mmap.MAP_PRIVATE | mmap.MAP_POPULATE)
+                memory = HostMemory.allocate(nbytes, mmap.MAP_PRIVATE | mmap.MAP_POPULATE)
             undo.callback(memory.close)
             link = self.library.p2p_link_export(
                 *(carrier, memory.address, nbytes, incarnation, token, error, len(error))
@@ -304,7 +250,9 @@ class NixlEndpoint:
             raise DescriptorInvalid(f"a {offer.transport.name} descriptor; this endpoint speaks NIXL.")
         error = ctypes.create_string_buffer(nixl_native.ERROR_BYTES)
         with self._carrier.call() as carrier, ExitStack() as undo:
-            image = PinnedMemory(self.device, offer.nbytes) if self.device else HostMemory(offer.nbytes)
+            image = (
+                PinnedMemory(self.device, offer.nbytes) if self.device else HostMemory.allocate(offer.nbytes)
+            )
             undo.callback(image.close)
             link = self.library.p2p_link_connect(
                 *(carrier, image.address, offer.nbytes, offer.incarnation, offer.token),
@@ -332,9 +280,9 @@ class NixlEndpoint:
         if offset < 0 or offset + len(data) > peer.nbytes:
             raise ValueError(f"{len(data)} bytes at {offset} do not lie in a window of {peer.nbytes}.")
         with self._lock:
-            image = peer._require_open().array
+            image = peer._require_open()
             self._require_alive(peer)
-            image[offset : offset + len(data)] = data
+            image.write(offset, data)
             self._require_room(peer, self.library.p2p_link_put(peer._link, offset, len(data)))
 
     def signal(self, peer: NixlPeer, offset: int, value: int) -> None:
@@ -377,22 +325,20 @@ class NixlEndpoint:
     def rail_counts(self, peer: NixlPeer) -> tuple[RailCounts, ...]:
         """What each of the owner's rails carries, in their order; empty once this side disconnected."""
         rails: list[RailCounts] = []
-        counts = nixl_native.PathCounts()
+        raw = ctypes.create_string_buffer(RAIL_COUNTS.size)
         with self._lock:
-            while peer._memory is not None and (
-                self.library.p2p_link_rail_counts(peer._link, len(rails), ctypes.byref(counts)) == 0
-            ):
-                values = {field[0]: getattr(counts, field[0]) for field in counts._fields_}
-                rails.append(RailCounts(**(values | {"live": bool(counts.live)})))
+            while peer._memory and self.library.p2p_link_rail_counts(peer._link, len(rails), raw) == 0:
+                live, *rest = RAIL_COUNTS.unpack(raw.raw)
+                rails.append(RailCounts(bool(live), *rest))
         return tuple(rails)
 
     def channel_counts(self, link: NixlWindow | NixlPeer) -> dict[str, int]:
         """What the link's channel has done (P2pChannelCounts of native/channel.h); zeros once it is closed."""
-        counts = nixl_native.ChannelCounts()
+        counts = (ctypes.c_uint64 * len(CHANNEL_COUNTS))()
         with self._lock:
-            if link._memory is not None:
-                self.library.p2p_link_counts(link._link, ctypes.byref(counts))
-        return {field[0]: getattr(counts, field[0]) for field in counts._fields_}
+            if link._memory:
+                self.library.p2p_link_counts(link._link, counts)
+        return dict(zip(CHANNEL_COUNTS, counts, strict=True))
 
     @property
     def refused(self) -> int:
@@ -427,7 +373,7 @@ class NixlEndpoint:
                 " Connect again once there is some."
             )
 
-    def _adopt(self, link: L, memory: HostMemory | DeviceWindow, undo: ExitStack) -> L:
+    def _adopt(self, link: L, memory: Memory, undo: ExitStack) -> L:
         with self._lock:
             self._carrier.adopt(link._link, memory)
             undo.pop_all()

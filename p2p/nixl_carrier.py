@@ -10,7 +10,8 @@ from contextlib import contextmanager
 
 from p2p.cuda_device import Device
 from p2p.endpoint import EndpointClosed
-from p2p.nixl_memory import DeviceWindow, Gpu, HostMemory
+from p2p.memory import HostMemory, Memory
+from p2p.nixl_native import Gpu
 
 
 class Carrier:
@@ -46,7 +47,7 @@ class Carrier:
         self._closing = False
         self._calls = 0
         # Native code uses it until the link is closed, whatever became of its Python end.
-        self._memory: dict[int, HostMemory | DeviceWindow] = {}
+        self._memory: dict[int, Memory] = {}
 
     def require_open(self) -> int:
         """The handle; hold the lock while it is used, or be inside `call`.
@@ -79,7 +80,7 @@ class Carrier:
             if self._handle is not None:
                 self._library.p2p_carrier_progress(self._handle)
 
-    def adopt(self, link: int, memory: HostMemory | DeviceWindow) -> None:
+    def adopt(self, link: int, memory: Memory) -> None:
         """Keep a new link, inside `call`.
 
         Raises:

@@ -1,5 +1,6 @@
 """NIXL's library where it is installed, and the native half of the nixl transport (native/carrier.h), bound by ctypes.
 
+With it what goes in and comes out there: how rails are used, what each has done, the GPU on which windows lie.
 The package nixl-cu13 is looked up, never imported: its Python part and its build against CUDA are not needed.
 """
 
@@ -7,19 +8,28 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import math
 import os
 import socket
-from ctypes import POINTER, c_char_p, c_int, c_uint32, c_uint64, c_void_p
+import struct
+from ctypes import POINTER, Array, c_char_p, c_int, c_uint32, c_uint64, c_void_p
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from p2p import native
+from p2p.cuda_device import Device
+from p2p.cuda_driver import Attribute
 from p2p.endpoint import P2PError
 
 PACKAGE: Final = "nixl_cu13"
 ERROR_BYTES: Final = 512
 LINK_ADDRESS_BYTES: Final = 16384
+PIECE_LIMIT_BYTES: Final = 512 * 1024
+GPU_MEMORY: Final = 1  # NIXL's VRAM
+_ORDERED: Final = 100  # CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER
+_FLUSHED_BY_HOST: Final = 1  # CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST
 
 _INSTALL: Final = (
     "Install it with `pip install --no-deps nixl-cu13` (after the CPU build of torch, where torch is used)"
@@ -42,34 +52,107 @@ class NixlMissing(P2PError):
     """The nixl transport cannot be used in this environment; the text says why and what to install."""
 
 
-class ChannelConfig(ctypes.Structure):
-    """P2pChannelConfig of native/channel.h."""
+@dataclass(frozen=True, kw_only=True)
+class RailConfig:
+    """How rails are used and given up.
 
-    _fields_ = tuple(
-        (name, c_uint64)
-        for name in ("paths", "piece_bytes", "silence_ns", "grace_ns", "reopen_first_ns", "reopen_last_ns")
-    )
+    Args:
+        silence_ms: A rail that says nothing for so long, with writes under way, is doubted and then probed. TCP's
+            own first retransmission comes after 200 ms; a switch costs nothing but that rail.
+        grace_ms: Time for the probe's answer.
+        piece_bytes: A write is cut into pieces of so many, at most 512 KiB: incast hurts only above that.
+        reopen_first_s: From giving up a rail to trying it again.
+        reopen_last_s: The same after many failures, doubled each time in between.
+
+    Raises:
+        ValueError: a value is out of its bounds.
+    """
+
+    silence_ms: float = 100.0
+    grace_ms: float = 20.0
+    piece_bytes: int = PIECE_LIMIT_BYTES
+    reopen_first_s: float = 0.5
+    reopen_last_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        times = (self.silence_ms, self.grace_ms, self.reopen_first_s, self.reopen_last_s)
+        if not all(math.isfinite(value) and value > 0 for value in times):
+            raise ValueError(f"times of {times} given; each has to be positive.")
+        if self.reopen_last_s < self.reopen_first_s:
+            raise ValueError(
+                f"reopen_last_s {self.reopen_last_s} is under reopen_first_s {self.reopen_first_s}; raise it."
+            )
+        if not 4096 <= self.piece_bytes <= PIECE_LIMIT_BYTES:
+            raise ValueError(f"pieces of {self.piece_bytes} bytes; 4096 to {PIECE_LIMIT_BYTES} needed.")
+
+    def native(self, rails: int) -> Array[c_uint64]:
+        """P2pChannelConfig of native/channel.h."""
+        times_ns = (
+            *(int(ms * 1e6) for ms in (self.silence_ms, self.grace_ms)),
+            *(int(s * 1e9) for s in (self.reopen_first_s, self.reopen_last_s)),
+        )
+        return (c_uint64 * 6)(rails, self.piece_bytes, *times_ns)
 
 
-class ChannelCounts(ctypes.Structure):
-    """P2pChannelCounts of native/channel.h."""
-
-    _fields_ = tuple(
-        (name, c_uint64)
-        for name in ("writes", "bytes", "sent_again", "repeated", "doubts", "closed", "opened", "waiting")
-    )
+# P2pChannelCounts of native/channel.h.
+CHANNEL_COUNTS: Final = (
+    *("writes", "bytes", "sent_again", "repeated", "doubts", "closed", "opened", "waiting"),
+)
 
 
-class PathCounts(ctypes.Structure):
-    """P2pPathCounts of native/channel.h."""
+class RailCounts(NamedTuple):
+    """What one rail of a peer has done, and does: P2pPathCounts of native/channel.h."""
+
+    live: bool
+    generation: int
+    in_flight_bytes: int
+    bytes_per_s: int
+    sent_bytes: int
+    switch_ns: int
+
+
+RAIL_COUNTS: Final = struct.Struct("<IIQQQQ")
+
+
+class Gpu(ctypes.Structure):
+    """P2pGpu of native/gpu.h."""
 
     _fields_ = (
-        ("live", c_uint32),
-        ("generation", c_uint32),
-        ("in_flight_bytes", c_uint64),
-        ("bytes_per_s", c_uint64),
-        ("sent_bytes", c_uint64),
-        ("switch_ns", c_uint64),
+        *((name, c_void_p) for name in ("push", "pop", "exchange_mode", "to_device", "from_device")),
+        *((name, c_void_p) for name in ("synchronize", "flush", "context", "stream")),
+        ("kind", c_uint32),
+        ("device", c_uint32),
+    )
+
+
+def gpu_of(device: Device) -> Gpu:
+    """What native code needs to copy to a device; the device has to outlive it.
+
+    Raises:
+        P2PError: kernels there would not see what adapters write in order, and nothing can be done about it.
+    """
+    driver, ordinal = device.driver, device.facts.ordinal
+    entries = {
+        "push": "cuCtxPushCurrent_v2",
+        "pop": "cuCtxPopCurrent_v2",
+        "exchange_mode": "cuThreadExchangeStreamCaptureMode",
+        "to_device": "cuMemcpyHtoDAsync_v2",
+        "from_device": "cuMemcpyDtoHAsync_v2",
+        "synchronize": "cuStreamSynchronize",
+    }
+    reached = driver.attribute(ordinal, Attribute.RDMA)
+    if reached and driver.attribute(ordinal, Attribute.RDMA_ORDERING) < _ORDERED:
+        if not driver.attribute(ordinal, Attribute.RDMA_FLUSH) & _FLUSHED_BY_HOST:
+            raise P2PError(
+                f"{device.facts} neither orders nor flushes what network adapters write to it: use nixl without a GPU."
+            )
+        entries["flush"] = "cuFlushGPUDirectRDMAWrites"
+    return Gpu(
+        context=device.context,
+        stream=device.stream,
+        kind=GPU_MEMORY,
+        device=ordinal,
+        **{name: driver.entry(function) for name, function in entries.items()},
     )
 
 
@@ -77,7 +160,7 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "p2p_nixl_load": (c_int, (c_char_p, c_char_p, c_uint64)),
     "p2p_carrier_new": (
         c_void_p,
-        (c_uint64, POINTER(c_char_p), c_uint32, c_void_p, c_uint32, POINTER(ChannelConfig), c_void_p),
+        (c_uint64, POINTER(c_char_p), c_uint32, c_void_p, c_uint32, c_void_p, c_void_p),
     ),
     "p2p_carrier_leave": (None, (c_void_p,)),
     "p2p_carrier_free": (None, (c_void_p,)),
@@ -100,8 +183,8 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "p2p_link_fd": (c_int, (c_void_p,)),
     "p2p_link_peer_incarnation": (c_uint64, (c_void_p,)),
     "p2p_link_monitor": (c_void_p, (c_void_p,)),
-    "p2p_link_counts": (None, (c_void_p, POINTER(ChannelCounts))),
-    "p2p_link_rail_counts": (c_int, (c_void_p, c_uint32, POINTER(PathCounts))),
+    "p2p_link_counts": (None, (c_void_p, c_void_p)),
+    "p2p_link_rail_counts": (c_int, (c_void_p, c_uint32, c_void_p)),
 }
 
 

@@ -37,12 +37,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Final, Protocol, TypeVar
+from typing import Final
 
 from p2p.descriptor import TOKEN_BYTES, Descriptor
 from p2p.endpoint import ConnectRefused, Status
+from p2p.memory import HostMemory, Memory
 
 HANDSHAKE_S: Final = 1.0
+SOCKET_PREFIX: Final = b"\0p2p-"
+SOCKET_BYTES: Final = len(SOCKET_PREFIX) + 32  # of its name, at the head of a descriptor's address
 SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 _HELLO: Final = struct.Struct("<4sHHQ32s16s")
@@ -133,22 +136,12 @@ def answer(link: socket.socket, verdict: Verdict, nbytes: int = 0, fds: Sequence
             link.shutdown(socket.SHUT_RDWR)
 
 
-class Mapped(Protocol):
-    """What a window's descriptor was mapped as."""
-
-    def close(self) -> None: ...
-
-
-M = TypeVar("M", bound=Mapped)
-
-
 def call(
-    descriptor: Descriptor, address: bytes, incarnation: int, timeout_s: float, map_window: Callable[[int], M]
-) -> tuple[socket.socket, M, mmap.mmap]:
+    descriptor: Descriptor, incarnation: int, timeout_s: float, map_window: Callable[[int], Memory]
+) -> tuple[socket.socket, Memory, HostMemory]:
     """Connect to the window's owner: (link, window, doorbell page).
 
     Args:
-        address: Of the owner's socket.
         map_window: Maps the window that a file descriptor stands for, which stays this function's to close.
 
     Raises:
@@ -158,7 +151,7 @@ def call(
     fds: list[int] = []
     try:
         link.settimeout(timeout_s)
-        link.connect(address)
+        link.connect(descriptor.address[:SOCKET_BYTES])
         if not same_user(link):
             raise ConnectRefused(f"{descriptor.name}'s socket belongs to another user; run both as one.")
         link.sendall(_HELLO.pack(b"P2PH", _VERSION, 0, incarnation, descriptor.token, bytes(16)))
@@ -166,7 +159,7 @@ def call(
         _check_answer(descriptor, answer, len(fds), flags)
         window = map_window(fds[0])
         try:
-            page = map_memory(fds[1], mmap.PAGESIZE)
+            page = HostMemory(map_memory(fds[1], mmap.PAGESIZE))
         except BaseException:
             window.close()
             raise

@@ -8,7 +8,7 @@ from typing import Any
 
 from p2p.descriptor import Transport
 from p2p.endpoint import Endpoint, P2PError
-from p2p.shm import ShmEndpoint
+from p2p.local import ShmEndpoint
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -388,9 +388,8 @@ def stopped_server(report: Report) -> None:
 
 def processes(report: Report) -> None:
     """Two servers in processes of their own on this card; the first is killed."""
-    from p2p.cuda_device import Device
+    from p2p.cuda_device import Device, DeviceMemory
     from p2p.cuda_driver import CudaDriver
-    from p2p.device_memory import DeviceMemory
 
     shape, device = TWO, Device(CudaDriver.load(), 0)
     client = GpuClient(

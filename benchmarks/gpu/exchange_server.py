@@ -11,9 +11,8 @@ import torch
 
 from benchmarks.gpu.exchange import CLIENT, SERVER, TWO, TWO_INTERMEDIATE, random_experts
 from experts.gpu.server import GpuServer, GroupedExperts
-from p2p.cuda_device import Device
+from p2p.cuda_device import Device, DeviceMemory
 from p2p.cuda_driver import CudaDriver
-from p2p.device_memory import DeviceMemory
 
 
 def main() -> None:

@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
-// Filled by p2p/nixl_memory.py; stays for as long as anything uses it. The functions are the driver's own, named beside
+// Filled by p2p/nixl_native.py; stays for as long as anything uses it. The functions are the driver's own, named beside
 // them; 0 is success.
 struct P2pGpu {
     int (*push)(void* context);                                                       // cuCtxPushCurrent_v2

@@ -21,8 +21,9 @@ from experts.proto import experts_pb2 as pb
 from experts.proto import experts_pb2_grpc as rpc
 from experts.server import ExpertServer, ExpertsService
 from experts.wire import VERSION
-from p2p import ShmEndpoint, ShmPeer, ShmWindow
+from p2p import ShmEndpoint
 from p2p.descriptor import Descriptor, Transport
+from p2p.local import LocalPeer, LocalWindow
 from p2p.shm_link import new_token
 from router.view import Member, View
 from tests.experts.steps import Weights, shape_of
@@ -41,7 +42,7 @@ class PoorEndpoint(ShmEndpoint):
 
     failures = 0
 
-    def export_window(self, nbytes: int, incarnation: int | None = None) -> ShmWindow:
+    def export_window(self, nbytes: int, incarnation: int | None = None) -> LocalWindow:
         if self.failures:
             self.failures -= 1
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -170,11 +171,13 @@ def until(true: Callable[[], object], within_s: float = 10.0) -> bool:
     return True
 
 
-def hold_up(endpoint: ShmEndpoint, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, list[ShmPeer]]:
+def hold_up(
+    endpoint: ShmEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> tuple[threading.Event, list[LocalPeer]]:
     """Lets no disconnect end until the event is set; the list is of those that were asked for."""
     let_go, asked, disconnect = threading.Event(), [], endpoint.disconnect
 
-    def disconnect_slowly(peer: ShmPeer) -> None:
+    def disconnect_slowly(peer: LocalPeer) -> None:
         asked.append(peer)
         let_go.wait()
         disconnect(peer)

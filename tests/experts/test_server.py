@@ -20,7 +20,8 @@ from experts.proto import experts_pb2 as pb
 from experts.server import ExpertServer, ServerClosed
 from experts.transfer import Refused
 from experts.wire import VERSION
-from p2p import ShmEndpoint, ShmPeer, ShmWindow, Status
+from p2p import ShmEndpoint, Status
+from p2p.local import LocalPeer, LocalWindow
 from p2p.window import WindowLayout
 from router.view import Identity
 from tests.experts.steps import shape_of
@@ -36,12 +37,12 @@ class Endpoint(ShmEndpoint):
     poor = False
     server: ExpertServer | None = None
 
-    def export_window(self, nbytes: int, incarnation: int | None = None) -> ShmWindow:
+    def export_window(self, nbytes: int, incarnation: int | None = None) -> LocalWindow:
         if self.poor:
             raise OSError(errno.EMFILE, "Too many open files")
         return super().export_window(nbytes, incarnation)
 
-    def connect(self, descriptor: bytes, timeout_s: float = 5.0) -> ShmPeer:
+    def connect(self, descriptor: bytes, timeout_s: float = 5.0) -> LocalPeer:
         peer = super().connect(descriptor, timeout_s)
         if self.server:
             self.server.close()
@@ -83,7 +84,7 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ExpertServer, Endpoi
     client.close()
 
 
-def request_for(server: ExpertServer, window: ShmWindow) -> pb.AttachRequest:
+def request_for(server: ExpertServer, window: LocalWindow) -> pb.AttachRequest:
     shape = server.shape
     return pb.AttachRequest(
         wire_version=VERSION,

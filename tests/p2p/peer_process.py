@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from p2p import ShmEndpoint, ShmPeer, Status, WindowLayout, native, open_frame
+from p2p import Peer, ShmEndpoint, Status, WindowLayout, native, open_frame
 from p2p.cuda import CudaEndpoint
 from p2p.cuda_driver import CudaDriver
 
@@ -57,7 +57,7 @@ def echo() -> None:
 
 
 def send(
-    peer: ShmPeer, index: int, sequence: int, payload: bytes, attempt: int = 0, sender: int | None = None
+    peer: Peer, index: int, sequence: int, payload: bytes, attempt: int = 0, sender: int | None = None
 ) -> None:
     """One frame by native code: payload, header, signal, doorbell."""
     library, at = native.load(), peer.address + LAYOUT.slot_offset(index)

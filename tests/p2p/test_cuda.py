@@ -33,9 +33,8 @@ from p2p import (
     seal_frame,
 )
 from p2p.cuda import CudaEndpoint
-from p2p.cuda_device import Device
+from p2p.cuda_device import Device, DeviceMemory
 from p2p.cuda_driver import CudaDriver, CudaError, CudaMissing
-from p2p.device_memory import DeviceMemory
 from p2p.transport import TransportChoice
 from tests.p2p.one_host import ROOT, OneHost, forge, hangs_up, open_fds
 from tests.p2p.peer_process import CHILD, PARENT

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from p2p import P2PError, Status, WindowLayout, native, nixl_memory, nixl_native, open_frame
+from p2p import P2PError, Status, WindowLayout, native, nixl_native, open_frame
 from p2p.nixl import NixlEndpoint
 from tests.p2p.one_host import OneHost
 from tests.p2p.peer_process import send as send_frame
@@ -34,7 +34,7 @@ os.environ["UCX_NET_DEVICES"] = "lo"
 @pytest.fixture
 def world(stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OneHost]:
     """The stand-in, whose memory NIXL takes for what it is; it holds no more at the end than before."""
-    monkeypatch.setattr(nixl_memory, "GPU_MEMORY", 0)
+    monkeypatch.setattr(nixl_native, "GPU_MEMORY", 0)
     made = OneHost(stand_in)
     before = made.live()
     yield made

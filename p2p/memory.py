@@ -1,0 +1,155 @@
+"""What lies behind the windows and peers of every transport: memory of this host, or of a GPU (cuda_device.py)."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from p2p import native
+from p2p.descriptor import Descriptor
+from p2p.endpoint import EndpointClosed
+from p2p.frame import check_words
+
+
+class Memory(Protocol):
+    """A range of memory. Offsets lie inside it: whoever calls has seen to that."""
+
+    address: int  # for native code, or for kernels; 0 once it is closed
+    nbytes: int  # allocated
+
+    def read(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
+        """The bytes, u8[nbytes]; a copy where the memory lies on a GPU."""
+        ...
+
+    def poll(self, offset: int, count: int, stride_bytes: int) -> NDArray[np.uint64]:
+        """Read signal words, each an acquire: u64[count]."""
+        ...
+
+    def write(self, offset: int, data: NDArray[np.uint8]) -> None:
+        """Copy u8[n], contiguous, there."""
+        ...
+
+    def store_signal(self, offset: int, value: int) -> None:
+        """A release: what was written before is seen by whoever sees the word."""
+        ...
+
+    def close(self) -> None:
+        """Let go; idempotent. Native code and kernels must use it no more."""
+        ...
+
+
+class HostMemory:
+    """Memory of this host that is mapped here."""
+
+    device_address = 0
+
+    def __init__(self, mapping: mmap.mmap) -> None:
+        self._mapping = mapping
+        self._library = native.load()
+        self.nbytes = len(mapping)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+
+    @classmethod
+    def allocate(cls, nbytes: int, flags: int = mmap.MAP_PRIVATE) -> HostMemory:
+        """Zeros of this process alone."""
+        return cls(mmap.mmap(-1, nbytes, flags=mmap.MAP_ANONYMOUS | flags))
+
+    def read(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
+        return np.frombuffer(self._mapping, np.uint8, nbytes, offset)
+
+    def poll(self, offset: int, count: int, stride_bytes: int) -> NDArray[np.uint64]:
+        words = (ctypes.c_uint64 * count)()
+        self._library.p2p_signals_load(self.address + offset, stride_bytes, count, words)
+        return np.ctypeslib.as_array(words)
+
+    def write(self, offset: int, data: NDArray[np.uint8]) -> None:
+        self._mapping[offset : offset + len(data)] = data.data
+
+    def store_signal(self, offset: int, value: int) -> None:
+        self._library.p2p_signal_store(self.address + offset, value)
+
+    def close(self) -> None:
+        self.address = 0
+        # Views keep the mapping: what Python code still holds stays readable.
+        with contextlib.suppress(BufferError):
+            self._mapping.close()
+
+
+class MemoryWindow:
+    """What every transport's windows have in common: memory that one peer writes and this process reads."""
+
+    def __init__(self, offer: Descriptor, memory: Memory) -> None:
+        self._offer = offer
+        self._memory: Memory | None = memory
+
+    @property
+    def address(self) -> int:
+        """Where the memory starts: for kernels where it lies on a GPU, which the CPU cannot read."""
+        return self._require_open().address
+
+    @property
+    def nbytes(self) -> int:
+        return self._offer.nbytes
+
+    @property
+    def incarnation(self) -> int:
+        return self._offer.incarnation
+
+    @property
+    def descriptor(self) -> bytes:
+        return self._offer.encode()
+
+    @property
+    def memory(self) -> NDArray[np.uint8]:
+        """The memory as u8[nbytes]; a copy of it as it is now where it lies on a GPU."""
+        return self._require_open().read(0, self.nbytes)
+
+    def poll(self, offset: int, count: int, stride_bytes: int = 8) -> NDArray[np.uint64]:
+        """Read `count` signal words, the first at `offset`, each an acquire: u64[count].
+
+        Raises:
+            ValueError: a word would lie outside the window or off 8 bytes.
+        """
+        memory = self._require_open()
+        check_words(self.nbytes, offset, count, stride_bytes)
+        return memory.poll(offset, count, stride_bytes)
+
+    def _require_open(self) -> Memory:
+        if self._memory is None:
+            raise EndpointClosed("this window was closed; export a new one.")
+        return self._memory
+
+
+class MemoryPeer:
+    """What every transport's peers have in common: another endpoint's window, mapped or as an image that is sent."""
+
+    def __init__(self, offer: Descriptor, memory: Memory) -> None:
+        self._offer = offer
+        self._memory: Memory | None = memory
+
+    @property
+    def name(self) -> str:
+        return self._offer.name
+
+    @property
+    def address(self) -> int:
+        """Where to write, signal last: for kernels where the window is mapped from a GPU."""
+        return self._require_open().address
+
+    @property
+    def nbytes(self) -> int:
+        return self._offer.nbytes
+
+    @property
+    def incarnation(self) -> int:
+        return self._offer.incarnation
+
+    def _require_open(self) -> Memory:
+        if self._memory is None:
+            raise EndpointClosed(f"this side disconnected from {self.name}; connect with a new descriptor.")
+        return self._memory
