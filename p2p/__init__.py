@@ -16,7 +16,7 @@ from p2p.endpoint import (
     Status,
     Window,
 )
-from p2p.frame import Frame, FrameInvalid, Header, Reason, load_signal, open_frame, seal_frame, store_signal
+from p2p.frame import Frame, FrameInvalid, Header, Reason, open_frame, seal_frame
 from p2p.local import ShmEndpoint
 from p2p.native import NativeMissing
 from p2p.window import WindowLayout
@@ -41,8 +41,6 @@ __all__ = [
     "Window",
     "WindowLayout",
     "decode",
-    "load_signal",
     "open_frame",
     "seal_frame",
-    "store_signal",
 ]

@@ -9,11 +9,11 @@ Rules that every kernel built on this keeps:
 - The clock differs from thread to thread as well: a loop's end is decided by `clock_ns`, the same for all.
 - One thread releases for all: `tl.debug_barrier()` between the rows' stores and `store_release`.
 
-The frame checksum is that of p2p/frame.py, bit for bit. A row's seal, over its u32 words w, all mod 2^64::
+The frame checksum is that of p2p/native/frame.h, bit for bit. A row's seal, over its u32 words w, all mod 2^64::
 
     key(i)  = (i * 0x9E3779B1 + place * 0x85EBCA6B mod 2^32) | 1
     seal    = sum of w[i] * key(i)  +  stamp(sequence, incarnation, place)
-    stamp   = mix(mix(mix(sequence ^ GOLDEN) ^ incarnation) + place * GOLDEN), mix of p2p/frame.py
+    stamp   = mix(mix(mix(sequence ^ GOLDEN) ^ incarnation) + place * GOLDEN), mix of p2p/native/frame.h
 
 A change within one word moves the sum by less than 2^64, and never by 0: every flip of a byte is seen. A row of an
 earlier sequence, of another incarnation, or from another place differs by its stamp; two rows that changed places
@@ -160,7 +160,7 @@ def folded(words, index, place):
 
 @triton.jit
 def frame_key(index):
-    """Key of the u32 word `index` (u64, below 256) of a block of a frame, as p2p/frame.py makes them."""
+    """Key of the u32 word `index` (u64, below 256) of a block of a frame, as p2p/native/frame.h makes them."""
     z = (index + 1) * _GOLDEN + _KEY_SEED
     z = (z ^ (z >> 30)) * _KEY_1
     z = (z ^ (z >> 27)) * _KEY_2

@@ -1,7 +1,7 @@
 """Where everything lies on the GPU data path: frames in windows, words of tables. Pure; every number is here once.
 
-Slots and the frame's header are those of p2p/frame.py, in windows of p2p/window.py: one request window per client at
-the server, one reply window per server at the client, both of `slots` slots, a request's reply in the slot of equal
+Slots and the frame's header are those of p2p/native/frame.h, in windows of p2p/window.py: one request window per client
+at the server, one reply window per server at the client, both of `slots` slots, a request's reply in the slot of equal
 number. A frame's flags have bit 0 set (rows are sealed one by one) and its reserved field holds how many bytes of the
 payload the checksum covers; p2p/device.py says what a row's seal is. Nothing is packed together: the place of a row,
 a pair and an answer follows from its token's number, so that no program waits for another to know where to write.

@@ -70,7 +70,7 @@ WIRE = _constants(
         "ATTEMPTS": ATTEMPT_LIMIT,
     },
 )
-# Which u64 of both headers holds a field, alone or in its lower bits: 0 to 7 are the frame's (p2p/frame.py).
+# Which u64 of both headers holds a field, alone or in its lower bits: 0 to 7 are the frame's (p2p/native/frame.h).
 _FRAME_WORDS = (
     "MAGIC",
     "INCARNATION",

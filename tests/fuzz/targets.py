@@ -26,11 +26,12 @@ from experts.model import Dtype
 from p2p import ConnectRefused, Descriptor, DescriptorInvalid, FrameInvalid, Header, ShmEndpoint, Transport
 from p2p import native as p2p_native
 from p2p.descriptor import decode
-from p2p.frame import HEADER_BYTES, PAYLOAD_OFFSET, SIGNAL_BYTES, checksum, open_frame, seal_frame
+from p2p.frame import HEADER_BYTES, PAYLOAD_OFFSET, SIGNAL_BYTES
 from p2p.shm_link import create_memory
 from tests.experts import wire_codec
 from tests.experts.steps import MODEL_HASH, OK, PENDING, Call, World, shape_of
 from tests.fuzz.choices import Choices, damage
+from tests.p2p.frame_reference import checksum, open_frame, seal_frame
 
 SHAPE = shape_of(layers=2, experts=4, hidden=24, intermediate=8, top_k=2)
 

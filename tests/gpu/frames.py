@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from experts.gpu.layout import ExchangeShape
-from p2p.frame import checksum
 from tests.gpu.exchange_world import CLIENT, SERVER
+from tests.p2p.frame_reference import checksum
 
 MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15

@@ -103,7 +103,7 @@ def test_a_row_alone_and_in_a_batch_has_the_same_bits() -> None:
 
 
 def test_frames_are_what_the_layout_says() -> None:
-    """Headers, lists, rows and seals of a request and its reply, against p2p/frame.py and plain arithmetic."""
+    """Headers, lists, rows and seals of a request and its reply, against plain arithmetic and the judge of frames."""
     seed = fresh_seed()
     shape = shape_of(rows_out=RowsOut.E4M3)
     world = World(shape=shape, servers=1, replicas=1)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from p2p import Header, WindowLayout, faults, load_signal, native, open_frame, seal_frame
+from p2p import Header, WindowLayout, faults, native, open_frame, seal_frame
 from p2p.frame import FrameInvalid
 
 pytestmark = pytest.mark.alone
@@ -71,7 +71,8 @@ class Link:
         return "sent"
 
     def signal(self) -> int:
-        return load_signal(self.memory[LAYOUT.slot_offset(self.sequence % LAYOUT.slots) :].data)
+        slot = LAYOUT.slot_offset(self.sequence % LAYOUT.slots)
+        return native.load().p2p_signal_load(self.memory.ctypes.data + slot)
 
 
 @pytest.mark.parametrize(("kind", "hit"), [("loss", "kept"), ("wire", "CHECKSUM")])

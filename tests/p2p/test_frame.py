@@ -10,8 +10,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from p2p import FrameInvalid, Header, Reason, load_signal, native, open_frame, seal_frame, store_signal
-from p2p.frame import HEADER_BYTES, PAYLOAD_OFFSET, SIGNAL_BYTES, checksum, encode_header, load_signals
+from p2p import FrameInvalid, Header, Reason, native, open_frame
+from p2p import seal_frame as native_seal
+from p2p.frame import HEADER_BYTES, PAYLOAD_OFFSET, SIGNAL_BYTES, load_signals
+from tests.p2p import frame_reference as reference
+from tests.p2p.frame_reference import checksum, encode_header, seal_frame
 
 CAPACITY = 3000
 OWNER, SENDER, SEQUENCE = 0xA1, 0xB2, 77
@@ -37,7 +40,7 @@ def native_open(slot: np.ndarray, capacity: int = CAPACITY, owner=OWNER, sender=
 def reference_open(slot: np.ndarray, capacity: int = CAPACITY, owner=OWNER, sender=SENDER, sequence=SEQUENCE):
     """The reference's verdict in the native form."""
     try:
-        frame = open_frame(slot.data, capacity, owner, sender, sequence)
+        frame = reference.open_frame(slot.data, capacity, owner, sender, sequence)
     except FrameInvalid as refusal:
         return int(refusal.reason), b""
     return frame.header.length, frame.payload
@@ -146,6 +149,9 @@ def test_native_and_reference_agree_bit_for_bit(payload: bytes, **fields: int) -
     )
     native.load().p2p_frame_seal(by_native.ctypes.data, unsealed)
     assert by_native.tobytes() == by_reference.tobytes()
+    by_native[:PAYLOAD_OFFSET] = 0xEE
+    native_seal(by_native.data, header, payload)
+    assert by_native.tobytes() == by_reference.tobytes()
     result, raw, copied = native_open(by_native, CAPACITY, header.incarnation, header.sender, header.sequence)
     assert (result, copied) == (len(payload), payload)
     assert raw == encode_header(header, payload)
@@ -168,13 +174,13 @@ def test_the_keys_of_the_checksum_are_odd_and_all_different() -> None:
     assert len(set(unit)) == 256
 
 
-def test_signals_are_the_first_word_of_a_slot_in_both_codecs() -> None:
+def test_signals_are_the_first_word_of_a_slot() -> None:
     slot = np.zeros(256, np.uint8)
     library = native.load()
-    store_signal(slot.data, 2**64 - 3)
+    slot[:8] = np.array([2**64 - 3], np.uint64).view(np.uint8)
     assert library.p2p_signal_load(slot.ctypes.data) == 2**64 - 3
     library.p2p_signal_store(slot.ctypes.data + 128, 12)
-    assert load_signal(slot[128:].data) == 12
+    assert slot[128:136].view(np.uint64)[0] == 12
     words = np.zeros(2, np.uint64)
     library.p2p_signals_load(slot.ctypes.data, 128, 2, words.ctypes.data)
     assert words.tolist() == load_signals(slot, 0, 2, 128).tolist() == [2**64 - 3, 12]
@@ -191,6 +197,8 @@ def test_words_outside_the_window_are_refused(offset: int, count: int, stride: i
 def test_a_payload_that_its_header_or_slot_does_not_fit_is_refused() -> None:
     header = Header(incarnation=1, sequence=1, sender=1, length=5)
     with pytest.raises(ValueError, match="says 5 bytes, the payload has 4"):
-        encode_header(header, b"four")
+        native_seal(memoryview(bytearray(200)), header, b"four")
     with pytest.raises(ValueError, match="the slot has 130 bytes, the frame needs 133"):
-        seal_frame(memoryview(bytearray(130)), header, b"fiver")
+        native_seal(memoryview(bytearray(130)), header, b"fiver")
+    with pytest.raises(FrameInvalid, match="length: 100 bytes found, 128 needed"):
+        open_frame(bytes(100), CAPACITY, OWNER, SENDER, SEQUENCE)
