@@ -112,7 +112,7 @@ def open_frame(
         *(head.ctypes.data, payload.ctypes.data),
     )
     magic, version, flags, to, number, attempt, length, remaining_ns, origin, reserved, seal = _HEADER.unpack(
-        head
+        head.tobytes()
     )
     if result < 0:
         found, needed = {
