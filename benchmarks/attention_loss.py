@@ -5,8 +5,8 @@ two choices and a stop string, with log-probabilities, and sampled without a see
 worker gets SIGKILL, or SIGSTOP and a while later SIGCONT. Everything is compared with the same batch without a fault:
     failed    streams that did not end as they should,
     lost, repeated, changed    tokens (of a sampled stream without a seed only their number can be known),
-    pause     the longest wait for a next event, or for the first, of any stream that had not ended when its worker was
-              struck. At most PAUSE_S is promised; a longer one is told.
+    pause     the longest wait for a next event, or for the first, of any stream that had not ended when its worker
+              got the signal. At most PAUSE_S is promised; a longer one is told.
 Ends with exit code 1 when a stream failed, or a token was lost, repeated or changed.
 
 With --backlog, instead: so many requests at once, whose prompts differ; while they queue both workers are killed,
@@ -78,10 +78,10 @@ class Stream:
             if choice["finish_reason"]:
                 self.finish[index] = choice["finish_reason"]
 
-    def pause_s(self, struck_s: float) -> float:
+    def pause_s(self, injected_s: float) -> float:
         """The longest wait for an event that ended after that moment; 0 when all had come by then."""
         waits = pairwise([self.sent_s, *self.arrivals_s])
-        return max((later - earlier for earlier, later in waits if later > struck_s), default=0.0)
+        return max((later - earlier for earlier, later in waits if later > injected_s), default=0.0)
 
 
 @dataclass(kw_only=True)
@@ -189,10 +189,10 @@ def batch(
     url: str,
     requests: Sequence[tuple[str, Mapping[str, Any]]],
     at: int = 0,
-    strike: Callable[[], None] = lambda: None,
+    inject: Callable[[], None] = lambda: None,
     limit_s: float = LIMIT_S,
 ) -> list[Stream]:
-    """All requests at once; ``strike`` is called after so many events of all together."""
+    """All requests at once; ``inject`` is called after so many events of all together."""
     host, _, port = url.removeprefix("http://").rpartition(":")
     came = 0
 
@@ -200,7 +200,7 @@ def batch(
         nonlocal came
         came += 1
         if came == at:
-            strike()
+            inject()
 
     async def run() -> list[Stream]:
         return await asyncio.gather(
@@ -211,7 +211,7 @@ def batch(
 
 
 class Experiment:
-    """Strikes attention workers of one cluster, and keeps what its clients saw."""
+    """Injects faults into attention workers of one cluster, and keeps what its clients saw."""
 
     def __init__(self, cluster: LocalCluster, *, streams: int, tokens: int, seed: int) -> None:
         self._cluster = cluster
@@ -229,7 +229,7 @@ class Experiment:
             if one.problem:
                 raise RuntimeError(f"seed {seed}: without a fault: {one.problem}")
 
-    def strike(self, kind: str) -> None:
+    def inject(self, kind: str) -> None:
         """Kill a worker, or freeze it for a while, in the middle of a batch."""
         self._wait_until_whole()
         draw = self._draw
@@ -237,11 +237,11 @@ class Experiment:
         victim = draw.choice(sorted(pids))
         pidfd = os.pidfd_open(pids[victim])
         frozen_s = draw.choice(FREEZES_S)
-        struck_s: list[float] = []
+        injected_s: list[float] = []
 
         def act() -> None:
             signal.pidfd_send_signal(pidfd, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
-            struck_s.append(time.monotonic())
+            injected_s.append(time.monotonic())
             if kind == "freeze":
                 asyncio.get_running_loop().call_later(frozen_s, wake)
 
@@ -255,12 +255,12 @@ class Experiment:
             self._cluster.url, self._requests, draw.randrange(len(self.calm), self._events * 3 // 4), act
         )
         # The batch may have ended before the worker was to wake.
-        time.sleep(max(0.0, struck_s[0] + frozen_s - time.monotonic()) if kind == "freeze" else 0.0)
+        time.sleep(max(0.0, injected_s[0] + frozen_s - time.monotonic()) if kind == "freeze" else 0.0)
         wake()
         os.close(pidfd)
         for one, wanted in zip(found, self.calm, strict=True):
             self.counts.compare(one, wanted)
-        self.pauses_s[kind].append(max(one.pause_s(struck_s[0]) for one in found))
+        self.pauses_s[kind].append(max(one.pause_s(injected_s[0]) for one in found))
 
     def _workers(self) -> dict[str, int]:
         return {n: pid for n, pid in self._cluster.pids().items() if n.startswith("attention/")}
@@ -316,7 +316,7 @@ def backlog(
     ]
     left: list[int] = []
 
-    def strike() -> None:
+    def kill_both() -> None:
         until_s = time.monotonic() + LIMIT_S
         # What has not ended by then was accepted, and queues or is computed.
         while int(fetch_status(cluster.url)["gateway"]["running"]) < requests * 3 // 4:
@@ -333,9 +333,9 @@ def backlog(
 
     began_s = time.monotonic()
     with ThreadPoolExecutor(1) as other:
-        struck = other.submit(strike)
+        killed = other.submit(kill_both)
         found = batch(cluster.url, wanted, limit_s=BACKLOG_LIMIT_S)
-        struck.result()
+        killed.result()
     problems = [
         one.problem or f"it has {len(one.tokens.get(0, ()))} tokens"
         for one in found
@@ -408,7 +408,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         order = ["kill"] * chosen.kills + ["freeze"] * chosen.freezes
         random.Random(chosen.seed).shuffle(order)
         for kind in order:
-            experiment.strike(kind)
+            experiment.inject(kind)
     result = {
         "model": chosen.model,
         "experts": chosen.experts,

@@ -229,7 +229,7 @@ def replay(requests: Sequence[Asked], cores: Sequence[int]) -> dict[str, Any]:
     scaled = against(cores, streams, LEAST, policy, full)
     for why in scaled.whys:
         print(why, file=sys.stderr)
-    return judged(record, streams) | {
+    return compared(record, streams) | {
         "speedup": SPEEDUP,
         "full_at": round(full, 4),
         "sizes": scaled.sizes,
@@ -237,7 +237,7 @@ def replay(requests: Sequence[Asked], cores: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def judged(record: Sequence[Stream], streams: Sequence[Stream]) -> dict[str, Any]:
+def compared(record: Sequence[Stream], streams: Sequence[Stream]) -> dict[str, Any]:
     """What clients saw: streams that failed, and texts that differ from the record's."""
     expected, found = [s.text() for s in record], [s.text() for s in streams]
     pairs = [(e, f) for e, f in zip(expected, found, strict=True) if e is not None and f is not None]

@@ -39,10 +39,10 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.fault_experiment import Counts, FaultExperiment, fault_experiment, options, setting
 from benchmarks.lane_share import LaneShare
 from benchmarks.recovery import cpu_s
 from benchmarks.report import record
-from benchmarks.struck import Counts, Struck, options, setting, struck_cluster
 from eaas.ops.load.record import StreamRecord
 from eaas.ops.load.report import Timeline, added_stalls, quantiles
 from router.faults import Fault
@@ -67,7 +67,7 @@ BOUNDS = {
 
 
 @dataclass(kw_only=True)
-class Blow:
+class Injection:
     """One fault of a run, on the run's clock.
 
     Attributes:
@@ -77,7 +77,7 @@ class Blow:
     """
 
     victim: str
-    struck_s: float
+    injected_s: float
     redundant_s: float = 0.0
     whole_s: float = 0.0
     replacement_cpu_s: float = 0.0
@@ -88,7 +88,7 @@ class Run:
     """Streams of one run, its faults, its serving servers over time, and the cores that those kept busy (no fault)."""
 
     records: list[StreamRecord] = field(default_factory=list)
-    blows: list[Blow] = field(default_factory=list)
+    injections: list[Injection] = field(default_factory=list)
     serving: list[tuple[float, int]] = field(default_factory=list)
     busy_cores: float = 0.0
 
@@ -108,12 +108,12 @@ class Run:
         return total
 
 
-def strike(struck: Struck, what: str, victim: str) -> None:
+def begin_fault(experiment: FaultExperiment, what: str, victim: str) -> None:
     """Do it to a process; a frozen one is thawed by itself, if it is still there."""
-    pid = struck.cluster.pids()[victim]
+    pid = experiment.cluster.pids()[victim]
     if what == "slow":
         fault = Fault(id=f"slow-{victim}", kind="slow", for_s=SLOW_S, times=SLOW_TIMES)
-        struck.router.inject([victim], fault)
+        experiment.router.inject([victim], fault)
         return
     pidfd = os.pidfd_open(pid)
     signal.pidfd_send_signal(pidfd, signal.SIGSTOP if what == "freeze" else signal.SIGKILL)
@@ -130,60 +130,60 @@ def strike(struck: Struck, what: str, victim: str) -> None:
     threading.Thread(target=thaw, daemon=True).start()
 
 
-def blow(struck: Struck, what: str, draw: random.Random) -> Blow:
-    """Strike one expert server and wait for what it takes; the whole pool where one was lost."""
-    struck.wait("a whole pool", struck.is_whole)
-    before = set(struck.serving())
-    found = Blow(victim=draw.choice(sorted(before)), struck_s=struck.streams.now_s)
-    strike(struck, what, found.victim)
+def inject(experiment: FaultExperiment, what: str, draw: random.Random) -> Injection:
+    """Inject a fault into one expert server and wait for what it takes; the whole pool where one was lost."""
+    experiment.wait("a whole pool", experiment.is_whole)
+    before = set(experiment.serving())
+    found = Injection(victim=draw.choice(sorted(before)), injected_s=experiment.streams.now_s)
+    begin_fault(experiment, what, found.victim)
     if what == "slow":
         return found
-    lost_s = struck.wait(f"the end of {found.victim}", lambda: found.victim not in struck.serving())
-    found.redundant_s = lost_s + struck.wait("redundancy", struck.is_redundant)
-    found.whole_s = found.redundant_s + struck.wait("a whole pool", struck.is_whole)
-    pids = struck.cluster.pids()
-    found.replacement_cpu_s = sum(cpu_s(pids[name]) for name in set(struck.serving()) - before)
+    lost_s = experiment.wait(f"the end of {found.victim}", lambda: found.victim not in experiment.serving())
+    found.redundant_s = lost_s + experiment.wait("redundancy", experiment.is_redundant)
+    found.whole_s = found.redundant_s + experiment.wait("a whole pool", experiment.is_whole)
+    pids = experiment.cluster.pids()
+    found.replacement_cpu_s = sum(cpu_s(pids[name]) for name in set(experiment.serving()) - before)
     return found
 
 
-def servers_cpu_s(struck: Struck) -> float:
+def servers_cpu_s(experiment: FaultExperiment) -> float:
     """Processor time of all serving expert servers so far."""
-    pids = struck.cluster.pids()
-    return sum(cpu_s(pids[name]) for name in struck.serving())
+    pids = experiment.cluster.pids()
+    return sum(cpu_s(pids[name]) for name in experiment.serving())
 
 
 @contextlib.contextmanager
-def watched(struck: Struck, run: Run) -> Iterator[None]:
+def watched(experiment: FaultExperiment, run: Run) -> Iterator[None]:
     """Streams for the length of a `with`, and everything about them in `run` afterwards."""
-    since = len(struck.seen.views)
-    first = len(struck.serving())
-    used_s, began_s = servers_cpu_s(struck), time.monotonic()
-    with struck.streams.running():
+    since = len(experiment.seen.views)
+    first = len(experiment.serving())
+    used_s, began_s = servers_cpu_s(experiment), time.monotonic()
+    with experiment.streams.running():
         yield
-    run.busy_cores = (servers_cpu_s(struck) - used_s) / (time.monotonic() - began_s)
-    run.records = list(struck.streams.ended)
-    zero_s = struck.streams.zero_s
+    run.busy_cores = (servers_cpu_s(experiment) - used_s) / (time.monotonic() - began_s)
+    run.records = list(experiment.streams.ended)
+    zero_s = experiment.streams.zero_s
     run.serving = [(float("-inf"), first)]
-    for at_s, view in struck.seen.views[since:]:
+    for at_s, view in experiment.seen.views[since:]:
         run.serving.append((at_s - zero_s, sum(m.state == SERVING for m in view.pool(EXPERT))))
 
 
-def one_run(struck: Struck, chosen: argparse.Namespace, what: str, draw: random.Random) -> Run:
+def one_run(experiment: FaultExperiment, chosen: argparse.Namespace, what: str, draw: random.Random) -> Run:
     """Streams for the chosen time; `what` happens at its moment (nothing where it is empty)."""
     run = Run()
-    struck.wait("a whole pool", struck.is_whole)
-    with watched(struck, run):
+    experiment.wait("a whole pool", experiment.is_whole)
+    with watched(experiment, run):
         began_s = time.monotonic()
         end_s, count = began_s + chosen.seconds, SERIAL_KILLS if what == "serial" else 1
         for number in range(count if what else 0):
             # Several share the rest of the run evenly, and none begins before the last one's loss is made good.
             due_s = began_s + chosen.at + number * (chosen.seconds - chosen.at) / count
             time.sleep(max(0.0, due_s - time.monotonic()))
-            run.blows.append(blow(struck, "kill" if what == "serial" else what, draw))
+            run.injections.append(inject(experiment, "kill" if what == "serial" else what, draw))
         time.sleep(max(0.0, end_s - time.monotonic()))
     if what == "slow":
         # The calm run that may be next must find nothing of it.
-        struck.router.clear()
+        experiment.router.clear()
     return run
 
 
@@ -192,7 +192,7 @@ def share_lost(faulty: float, calm: float) -> float:
     return 100.0 * (1.0 - faulty / calm)
 
 
-def in_pairs(struck: Struck, chosen: argparse.Namespace) -> dict[str, Any]:
+def in_pairs(experiment: FaultExperiment, chosen: argparse.Namespace) -> dict[str, Any]:
     """Runs with and without a fault by turns: loss by throughput, and by throughput per serving server."""
     draw = random.Random(chosen.seed)
     to_s = chosen.seconds if chosen.what == "serial" else min(chosen.seconds, chosen.at + chosen.window)
@@ -201,11 +201,11 @@ def in_pairs(struck: Struck, chosen: argparse.Namespace) -> dict[str, Any]:
     for number in range(chosen.pairs):
         pair: dict[str, Run] = {}
         for what in (chosen.what, "") if number % 2 == 0 else ("", chosen.what):
-            pair[what] = one_run(struck, chosen, what, draw)
-            counts += struck.judge(pair[what].records)
+            pair[what] = one_run(experiment, chosen, what, draw)
+            counts += experiment.compare(pair[what].records)
             requests += len(pair[what].records)
         faulty, calm = pair[chosen.what], pair[""]
-        from_s = faulty.blows[0].struck_s
+        from_s = faulty.injections[0].injected_s
         calm_rates.append(calm.rate(from_s, to_s))
         losses.append(share_lost(faulty.rate(from_s, to_s), calm_rates[-1]))
         each = [run.rate(from_s, to_s) / run.server_s(from_s, to_s) for run in (faulty, calm)]
@@ -264,16 +264,16 @@ def bootstrap_interval(
 
 def faults_of(runs: Sequence[Run], what: str) -> dict[str, Any]:
     """Added stalls, of all streams and of each fault the worst, and times of repair, over all faults of those runs."""
-    blows = [one for run in runs for one in run.blows]
+    injections = [one for run in runs for one in run.injections]
     # Many streams hide the few that a fault held up; the worst of each fault is what one fault costs.
     stalls = [
-        [1e3 * stall for stall in added_stalls(run.records, one.struck_s, STALL_WINDOW_S)]
+        [1e3 * stall for stall in added_stalls(run.records, one.injected_s, STALL_WINDOW_S)]
         for run in runs
-        for one in run.blows
+        for one in run.injections
     ]
     worst = [max(each) for each in stalls if each]
     found: dict[str, Any] = {
-        "faults": len(blows),
+        "faults": len(injections),
         "stream_s": spread(
             [(one.ended_s or 0.0) - (one.sent_s or 0.0) for run in runs for one in run.records]
         ),
@@ -281,9 +281,9 @@ def faults_of(runs: Sequence[Run], what: str) -> dict[str, Any]:
         "worst_stall_ms": {**spread(worst), "each": [round(stall, 1) for stall in worst]},
     }
     if what != "slow":
-        found["redundant_s"] = spread([one.redundant_s for one in blows])
-        found["whole_s"] = spread([one.whole_s for one in blows])
-        found["replacement_cpu_s"] = spread([one.replacement_cpu_s for one in blows])
+        found["redundant_s"] = spread([one.redundant_s for one in injections])
+        found["whole_s"] = spread([one.whole_s for one in injections])
+        found["replacement_cpu_s"] = spread([one.replacement_cpu_s for one in injections])
     return found
 
 
@@ -300,22 +300,22 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     }
 
 
-def stalls(struck: Struck, chosen: argparse.Namespace) -> dict[str, Any]:
+def stalls(experiment: FaultExperiment, chosen: argparse.Namespace) -> dict[str, Any]:
     """Kill after kill, each with its five seconds, and the added stalls of all of them."""
     draw, run = random.Random(chosen.seed), Run()
-    with watched(struck, run):
+    with watched(experiment, run):
         for number in range(chosen.kills):
             # At no fixed moment of a step or of a lease.
             time.sleep(draw.uniform(0.5, 0.7))
-            run.blows.append(blow(struck, "kill", draw))
-            since_s = struck.streams.now_s - run.blows[-1].struck_s
+            run.injections.append(inject(experiment, "kill", draw))
+            since_s = experiment.streams.now_s - run.injections[-1].injected_s
             time.sleep(max(0.0, STALL_WINDOW_S - since_s))
             if (number + 1) % 20 == 0:
                 print(
-                    f"{number + 1} of {chosen.kills} kills; {struck.judge(list(struck.streams.ended))}",
+                    f"{number + 1} of {chosen.kills} kills; {experiment.compare(list(experiment.streams.ended))}",
                     flush=True,
                 )
-    seen = struck.judge(run.records)
+    seen = experiment.compare(run.records)
     return {**faults_of([run], "kill"), "requests": len(run.records), **asdict(seen)}
 
 
@@ -346,14 +346,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     if chosen.at >= chosen.seconds:
         found.error(f"--at {chosen.at:g} lies behind the run's end; --seconds is {chosen.seconds:g}.")
     with contextlib.ExitStack() as closing:
-        struck = closing.enter_context(
-            struck_cluster(chosen, **({"allow_chaos": True} if chosen.what == "slow" else {}))
+        experiment = closing.enter_context(
+            fault_experiment(chosen, **({"allow_chaos": True} if chosen.what == "slow" else {}))
         )
         if chosen.share:
-            closing.enter_context(LaneShare(struck, chosen.share))
-        measure: Callable[[Struck, argparse.Namespace], dict[str, Any]]
+            closing.enter_context(LaneShare(experiment, chosen.share))
+        measure: Callable[[FaultExperiment, argparse.Namespace], dict[str, Any]]
         measure = stalls if chosen.what == "stalls" else in_pairs
-        result = measure(struck, chosen)
+        result = measure(experiment, chosen)
     limits = {"share_of_core": chosen.share} if chosen.share else {}
     result["over"] = beyond(chosen.what, result)
     record(

@@ -1,10 +1,10 @@
-"""Every feature of the API while processes are struck: each answer must be that of the calm run, to the last field.
+"""Every feature of the API while faults are injected: each answer must be that of the calm run, to the last field.
 
 A round draws requests over all features (completions, chat and responses; streamed or not; several choices and
 prompts, seeds, penalties, biases, log-probabilities, echoes, ends, grammars, tools, experts), asks all of them in calm,
-side by side, and again while faults strike that are drawn as for the soak. Bodies, tokens, finish reasons and usage are
-compared; only what is another in each answer by design (ids, times, whose turn it is in a stream of several choices) is
-left out.
+side by side, and again while faults are injected that are drawn as for the soak. Bodies, tokens, finish reasons and
+usage are compared; only what is another in each answer by design (ids, times, whose turn it is in a stream of several
+choices) is left out.
 
     python -m benchmarks.features --rounds 300
 
@@ -26,12 +26,12 @@ from typing import Any
 
 import httpx
 
+from benchmarks.fault_experiment import FaultExperiment, fault_experiment, options, setting
 from benchmarks.report import record
 from benchmarks.soak import GATEWAY, REFUSALS, Step, carry_out, plan
-from benchmarks.struck import Struck, options, setting, struck_cluster
 
 REQUESTS = 8
-# The faults of a round strike within so long.
+# The faults of a round are injected within so long.
 STRIKES_S = 0.8
 TIMEOUT_S = 60.0
 # Each answer has its own.
@@ -189,30 +189,32 @@ def ask(client: httpx.Client, asked: Asked) -> Any:
     ]
 
 
-def strike(struck: Struck, draw: random.Random, faults: Sequence[Step], outcomes: Counter[str]) -> None:
+def inject(
+    experiment: FaultExperiment, draw: random.Random, faults: Sequence[Step], outcomes: Counter[str]
+) -> None:
     """Carry faults out, at moments drawn."""
     for at_s, step in sorted((draw.uniform(0, STRIKES_S), step) for step in faults):
         time.sleep(at_s / len(faults))
-        outcomes[f"{step.pool} {step.fault.kind}: {carry_out(struck, step)}"] += 1
+        outcomes[f"{step.pool} {step.fault.kind}: {carry_out(experiment, step)}"] += 1
 
 
-def cleared(struck: Struck) -> bool:
-    """Take all faults back; False while no router answers, for it was struck itself."""
+def cleared(experiment: FaultExperiment) -> bool:
+    """Take all faults back; False while no router answers, for it may have a fault itself."""
     try:
-        struck.router.clear()
+        experiment.router.clear()
     except REFUSALS:
         return False
     return True
 
 
-def rounds(struck: Struck, first: int, count: int) -> dict[str, Any]:
+def rounds(experiment: FaultExperiment, first: int, count: int) -> dict[str, Any]:
     """That many rounds; what differed is in "differed"."""
     outcomes: Counter[str] = Counter()
     statuses: Counter[int] = Counter()
     differed: list[int] = []
     faults = (step for step in plan(first, 1e3) if step.pool != GATEWAY)
     with (
-        httpx.Client(base_url=struck.cluster.url, timeout=TIMEOUT_S) as client,
+        httpx.Client(base_url=experiment.cluster.url, timeout=TIMEOUT_S) as client,
         ThreadPoolExecutor(REQUESTS) as pool,
     ):
         for seed in range(first, first + count):
@@ -221,18 +223,19 @@ def rounds(struck: Struck, first: int, count: int) -> dict[str, Any]:
             statuses.update(found[0] for found in calm)
             draw = random.Random(f"{seed} faults")
             steps = [next(faults) for _ in range(draw.randint(1, 3))]
-            striking = threading.Thread(target=strike, args=(struck, draw, steps, outcomes))
-            striking.start()
+            injecting = threading.Thread(target=inject, args=(experiment, draw, steps, outcomes))
+            injecting.start()
             under_fire = list(pool.map(lambda one: ask(client, one), asked))
-            striking.join()
+            injecting.join()
             for one, was, now in zip(asked, calm, under_fire, strict=True):
                 if was != now:
                     differed.append(seed)
                     print(
-                        f"seed {seed}: {one}\ncalm: {json.dumps(was)}\nstruck: {json.dumps(now)}", flush=True
+                        f"seed {seed}: {one}\ncalm: {json.dumps(was)}\nwith faults: {json.dumps(now)}",
+                        flush=True,
                     )
-            struck.wait("a router that takes faults back", lambda: cleared(struck))
-            struck.wait("a whole cluster", struck.is_whole)
+            experiment.wait("a router that takes faults back", lambda: cleared(experiment))
+            experiment.wait("a whole cluster", experiment.is_whole)
             if (seed - first + 1) % 25 == 0:
                 print(f"{seed - first + 1} rounds, {len(differed)} answers differ", flush=True)
     return {
@@ -250,8 +253,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     found.set_defaults(experts=3, seed=time.time_ns() // 1_000_000)
     chosen = found.parse_args(argv)
     print(f"first seed {chosen.seed}", flush=True)
-    with struck_cluster(chosen, allow_chaos=True) as struck:
-        result = rounds(struck, chosen.seed, chosen.rounds)
+    with fault_experiment(chosen, allow_chaos=True) as experiment:
+        result = rounds(experiment, chosen.seed, chosen.rounds)
     record(
         "features",
         {**setting(chosen), "rounds": chosen.rounds, **result},

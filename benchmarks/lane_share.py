@@ -7,7 +7,7 @@ import threading
 import time
 from pathlib import Path
 
-from benchmarks.struck import Struck
+from benchmarks.fault_experiment import FaultExperiment
 from router.view import EXPERT
 
 # Short, so that a server at its limit waits little for the next period.
@@ -24,7 +24,7 @@ class LaneShareUnavailable(RuntimeError):
 class LaneShare:
     """Gives every expert server its own quota, those that join later included, for the length of a `with`."""
 
-    def __init__(self, struck: Struck, share: float) -> None:
+    def __init__(self, experiment: FaultExperiment, share: float) -> None:
         """
         Args:
             share: Of one core, 0 to 1.
@@ -32,7 +32,7 @@ class LaneShare:
         Raises:
             LaneShareUnavailable: no control group can be made here; at the end of the `with`, for one that joined.
         """
-        self._struck = struck
+        self._experiment = experiment
         self._quota_us, self._period_us = round(PERIOD_US * share), PERIOD_US
         if self._quota_us < LEAST_QUOTA_US:
             self._quota_us, self._period_us = LEAST_QUOTA_US, round(LEAST_QUOTA_US / share)
@@ -69,7 +69,7 @@ class LaneShare:
             self._error = error
 
     def _hold_new(self) -> None:
-        view = self._struck.view
+        view = self._experiment.view
         for member in view.pool(EXPERT) if view else ():
             if member.pid not in self._groups:
                 self._hold(member.pid)

@@ -1,4 +1,4 @@
-"""What this machine can do, measured beside what is judged by it; and lanes that run native loops together."""
+"""What this machine can do, measured beside what depends on it; and lanes that run native loops together."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def stream(network: Network, **plan: Any) -> Iterator[Ends]:
             ends.end()
 
 
-def judged(ends: Ends, cuts_s: Sequence[float] = ()) -> dict[str, Any]:
+def result_of(ends: Ends, cuts_s: Sequence[float] = ()) -> dict[str, Any]:
     """The result of a stream, with how long nothing came after each cut (ms)."""
     said = ends.result()
     arrivals = np.load(ends.arrivals_path)
@@ -155,7 +155,7 @@ def cut(messages: int, seed: int) -> dict[str, Any]:
             (network.heal if silent else network.plug)(rail)
             if not all_live(ends, 2):
                 break
-        return {"cuts": len(cuts_s), **judged(ends, cuts_s)}
+        return {"cuts": len(cuts_s), **result_of(ends, cuts_s)}
 
 
 def three(messages: int, seed: int) -> dict[str, Any]:
@@ -172,7 +172,7 @@ def three(messages: int, seed: int) -> dict[str, Any]:
             with Network(3, SLOW_MBIT) as network, stream(network, **sizes) as ends:
                 if kind == "cut":
                     network.cut(0)
-                results.append(judged(ends))
+                results.append(result_of(ends))
                 arrivals = np.load(ends.arrivals_path)
             # The switch itself has its own figure: this is about the bandwidth that is left.
             settled = arrivals[arrivals > arrivals[0] + 1.0]
@@ -202,7 +202,7 @@ def flap(messages: int, seed: int) -> dict[str, Any]:
             pause(ends, 0.15)
             network.heal(0)
             flaps += 1
-        return {"flaps": flaps, **judged(ends)}
+        return {"flaps": flaps, **result_of(ends)}
 
 
 def two(messages: int, seed: int) -> dict[str, Any]:
@@ -215,7 +215,7 @@ def two(messages: int, seed: int) -> dict[str, Any]:
         pause(ends, 1.0)
         network.heal(0)
         network.heal(1)
-        return judged(ends, cuts_s)
+        return result_of(ends, cuts_s)
 
 
 def stop(messages: int, seed: int) -> dict[str, Any]:
@@ -226,7 +226,7 @@ def stop(messages: int, seed: int) -> dict[str, Any]:
         ends.processes["writer"].send_signal(signal.SIGSTOP)
         time.sleep(3.0)
         ends.processes["writer"].send_signal(signal.SIGCONT)
-        return judged(ends)
+        return result_of(ends)
 
 
 def idle(messages: int, seed: int) -> dict[str, Any]:
@@ -235,7 +235,7 @@ def idle(messages: int, seed: int) -> dict[str, Any]:
     with Network(2, MBIT) as network, stream(network, messages=40, seed=seed, bytes_per_s=80_000) as ends:
         pause(ends, 60)
         anomalies = ends.state()["link"]["anomalies"]
-        return {"anomalies": anomalies, **judged(ends)}
+        return {"anomalies": anomalies, **result_of(ends)}
 
 
 def step(messages: int, seed: int) -> dict[str, Any]:
@@ -254,7 +254,7 @@ def step(messages: int, seed: int) -> dict[str, Any]:
                 delay_ms = (link["changed_ns"] / 1e9 - stepped_s) * 1e3
                 break
         network.shape(0, MBIT)
-        return {"anomalies_before": before, "flagged_after_ms": round(delay_ms, 1), **judged(ends)}
+        return {"anomalies_before": before, "flagged_after_ms": round(delay_ms, 1), **result_of(ends)}
 
 
 SCENARIOS: dict[str, Callable[[int, int], dict[str, Any]]] = {

@@ -2,7 +2,7 @@
 
 Messages are frames in the slots of a window, written and read by native code; message n's payload follows from
 (seed, n), so that the reading end knows what must come. The owner gives a slot back by a signal in a window of the
-writer's. What the owner saw is the judge: each message's digest, how often it came, and when.
+writer's. What the owner saw decides: each message's digest, how often it came, and when.
 """
 
 from __future__ import annotations

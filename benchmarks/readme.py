@@ -262,9 +262,9 @@ def recovery_table(rows: Sequence[Row]) -> list[str]:
             else "–"
             for phase in ("replicas", "whole")
         ]
-        struck = f"{row['pool']}{' hung' if 'fault' in row else ''}"
+        target = f"{row['pool']}{' hung' if 'fault' in row else ''}"
         lines.append(
-            f"| {row['experts']} + {row['attention']} | {struck} | {row['kills']} | {found[0]} | {found[1]} |"
+            f"| {row['experts']} + {row['attention']} | {target} | {row['kills']} | {found[0]} | {found[1]} |"
         )
     return ["\n".join(lines)]
 
@@ -314,7 +314,7 @@ def fault_points_table(rows: Sequence[Row]) -> list[str]:
     parts = []
     for row in rows:
         lines = [
-            f"{row['struck']:,} kills and freezes of real processes at named points of the protocol, one after "
+            f"{row['injected']:,} kills and freezes of real processes at named points of the protocol, one after "
             f"another under {row['streams']} streams ({row['requests']:,} requests, seed {row['seed']}): "
             f"{', '.join(f'{row[name]} {name}' for name in SEEN)}. Worst added stall of any stream, ms, after a kill "
             "and after a freeze (of 0.1 to 4 s).",

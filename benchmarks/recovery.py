@@ -141,7 +141,7 @@ def hung(pid: int, pool: str) -> contextlib.AbstractContextManager[None]:
 FAULTS = {"kill": killed, "hang": hung}
 
 
-def strike(
+def inject(
     cluster: LocalCluster, seen: Observer, pool: str, fault: str, draw: random.Random
 ) -> dict[str, float]:
     """Do a fault to a member of a pool and wait for its replacement. Seconds from the fault to each phase."""
@@ -240,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             streams = Streams(cluster.url, chosen.streams, chosen.tokens, chosen.seed)
             with streams.running():
                 for pool in chosen.pools.split(","):
-                    rounds = [strike(cluster, seen, pool, chosen.fault, draw) for _ in range(chosen.kills)]
+                    rounds = [inject(cluster, seen, pool, chosen.fault, draw) for _ in range(chosen.kills)]
                     result = {
                         "pool": pool,
                         "model": chosen.model,

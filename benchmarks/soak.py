@@ -28,9 +28,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.fault_experiment import FaultExperiment, NotRepaired, fault_experiment, options, setting
 from benchmarks.fault_points import is_ready
 from benchmarks.report import record
-from benchmarks.struck import NotRepaired, Struck, options, setting, struck_cluster
 from router.client import FaultRefused, RouterUnavailable
 from router.faults import CLIENT_POINTS, SERVER_POINTS, Fault
 from router.view import ATTENTION, EXPERT
@@ -132,30 +132,30 @@ def as_toml(seed: int, steps: Sequence[Step]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def carry_out(struck: Struck, step: Step) -> str:
+def carry_out(experiment: FaultExperiment, step: Step) -> str:
     """Do one step; what came of it: "done", or why nothing was."""
     fault = step.fault
     takes_away = fault.kind in ("kill", "freeze", "partition") and step.pool in (EXPERT, ATTENTION)
-    if takes_away and not is_ready(struck):
+    if takes_away and not is_ready(experiment):
         return "too little is left"
     if step.pool in (ROUTER, GATEWAY):
-        found = [name for name in struck.cluster.pids() if name.startswith(f"{step.pool}/")]
+        found = [name for name in experiment.cluster.pids() if name.startswith(f"{step.pool}/")]
     else:
-        found = struck.serving() if step.pool == EXPERT else struck.workers()
+        found = experiment.serving() if step.pool == EXPERT else experiment.workers()
     if not found:
         return "nobody is there"
     victim = sorted(found)[int(step.dice * len(found))]
     if step.pool in (ROUTER, GATEWAY):
-        return _by_signal(struck.cluster.pids().get(victim, 0), fault)
+        return _by_signal(experiment.cluster.pids().get(victim, 0), fault)
     try:
-        struck.router.inject([victim], fault)
+        experiment.router.inject([victim], fault)
     except REFUSALS as error:
         return type(error).__name__
     return "done"
 
 
 def _by_signal(pid: int, fault: Fault) -> str:
-    """The router and the gateway are struck from here: who passes orders on can't be told to freeze."""
+    """The router and the gateway get their signals from here: who passes orders on can't be told to freeze."""
     try:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -173,10 +173,10 @@ def _by_signal(pid: int, fault: Fault) -> str:
     return "done"
 
 
-def holdings(struck: Struck) -> dict[str, tuple[int, float]]:
+def holdings(experiment: FaultExperiment) -> dict[str, tuple[int, float]]:
     """File descriptors and MiB of memory of this process and of each of the cluster's."""
     found = {}
-    for name, pid in {**struck.cluster.pids(), "launcher": os.getpid()}.items():
+    for name, pid in {**experiment.cluster.pids(), "launcher": os.getpid()}.items():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # It has just ended.
             resident = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
             found[f"{name} (pid {pid})"] = (len(list(Path(f"/proc/{pid}/fd").iterdir())), resident / 2**20)
@@ -206,43 +206,43 @@ def unproven(outcomes: Counter[str], requests: int) -> list[str]:
     return [reason for reason, holds in reasons.items() if holds]
 
 
-def soak(struck: Struck, steps: Sequence[Step], minutes: float) -> dict[str, Any]:
+def soak(experiment: FaultExperiment, steps: Sequence[Step], minutes: float) -> dict[str, Any]:
     """Carry the plan out; what is amiss afterwards is in "amiss"."""
     outcomes: Counter[str] = Counter()
     amiss: list[str] = []
-    with struck.streams.running():
+    with experiment.streams.running():
         # Connections of the streams and first growths are no leak.
         time.sleep(2.0)
         with contextlib.suppress(NotRepaired):  # Clients that are never answered are told of at the end.
-            struck.wait("an answer for each client", lambda: struck.streams.is_warm)
-        before, began_s = holdings(struck), time.monotonic()
+            experiment.wait("an answer for each client", lambda: experiment.streams.is_warm)
+        before, began_s = holdings(experiment), time.monotonic()
         for number, step in enumerate(steps):
             time.sleep(max(0.0, began_s + step.at_s - time.monotonic()))
-            outcomes[carry_out(struck, step)] += 1
+            outcomes[carry_out(experiment, step)] += 1
             if (number + 1) % 100 == 0:
-                counts = struck.judge(list(struck.streams.ended))
+                counts = experiment.compare(list(experiment.streams.ended))
                 print(f"{number + 1} of {len(steps)} faults, {step.at_s / 60:.1f} min: {counts}", flush=True)
                 if not counts.clean:
                     break
         time.sleep(max(0.0, began_s + 60 * minutes - time.monotonic()))
-        struck.router.clear()
+        experiment.router.clear()
         try:
-            whole_s = struck.wait("a whole cluster after the last fault", struck.is_whole)
+            whole_s = experiment.wait("a whole cluster after the last fault", experiment.is_whole)
         except NotRepaired as error:
             amiss.append(str(error))
             whole_s = -1.0
         time.sleep(2.0)
-        after = holdings(struck)
-    counts = struck.judge(struck.streams.ended)
+        after = holdings(experiment)
+    counts = experiment.compare(experiment.streams.ended)
     if not counts.clean:
         amiss.append(f"clients saw {counts}")
-    amiss += unproven(outcomes, len(struck.streams.ended))
+    amiss += unproven(outcomes, len(experiment.streams.ended))
     amiss += leaks(before, after)
     return {
         "faults": outcomes["done"],
         "outcomes": dict(outcomes),
         "kinds": dict(Counter(f"{step.pool} {step.fault.kind}" for step in steps)),
-        "requests": len(struck.streams.ended),
+        "requests": len(experiment.streams.ended),
         "whole_s": round(whole_s, 2),
         **asdict(counts),
         "amiss": amiss,
@@ -259,8 +259,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     path = chosen.results / f"soak-{chosen.seed}.toml"
     path.write_text(as_toml(chosen.seed, steps))
     print(f"seed {chosen.seed}: {len(steps)} faults in {chosen.minutes:g} minutes, plan {path}", flush=True)
-    with struck_cluster(chosen, allow_chaos=True) as struck:
-        result = soak(struck, steps, chosen.minutes)
+    with fault_experiment(chosen, allow_chaos=True) as experiment:
+        result = soak(experiment, steps, chosen.minutes)
     record(
         "soak", {**setting(chosen), "minutes": chosen.minutes, **result}, ("numpy", "grpcio"), chosen.results
     )

@@ -3,7 +3,7 @@
 Two measurements on the demonstration model, which writes verse and has never seen JSON:
 
     outputs    a local cluster answers `--requests` chats, each with another random schema, prompt and seed, at a
-               temperature of 1; the package jsonschema judges every answer. Schemas bound every string, number and
+               temperature of 1; the package jsonschema checks every answer. Schemas bound every string, number and
                array, so that an answer that is followed to its end is whole.
     masks      the engine in this process, every expert too, so that its steps are as short as they get. Rounds
                alternate between a batch of free requests and one under a schema; the steps' medians, the processor
@@ -115,7 +115,7 @@ def _value(draw: random.Random, depth: int) -> Schema:
     return draw.choice([*leaves, *[_object(draw, depth), _array(draw, depth)] * (3 * depth)])
 
 
-def judge(url: str, schema: Schema, prompt: str, seed: int) -> tuple[str, int, str]:
+def check_answer(url: str, schema: Schema, prompt: str, seed: int) -> tuple[str, int, str]:
     """One answer: "valid", or what is wrong with it; its tokens; the answer."""
     body = {
         "model": NAME,
@@ -161,7 +161,7 @@ def measure_outputs(
     )
     with LocalCluster(config) as cluster, ThreadPoolExecutor(at_once) as pool:
         began_s = time.monotonic()
-        answers = list(pool.map(lambda given: judge(cluster.url, *given), asked))
+        answers = list(pool.map(lambda given: check_answer(cluster.url, *given), asked))
         seconds = time.monotonic() - began_s
     for (verdict, _, text), (schema, _, number) in zip(answers, asked, strict=True):
         if verdict != "valid":
@@ -341,7 +341,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     options.add_argument(
-        "--requests", type=int, default=1000, help="answers to judge; 0: measure masks alone"
+        "--requests", type=int, default=1000, help="answers to check; 0: measure masks alone"
     )
     options.add_argument("--at-once", type=int, default=16, help="requests under way")
     options.add_argument("--seed", type=int, default=1, help="of schemas, prompts and sampling")

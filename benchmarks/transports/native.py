@@ -1,4 +1,4 @@
-"""The shm transport native to native (loops.cpp), and the memory copies it is judged by."""
+"""The shm transport native to native (loops.cpp), and the memory copies it is measured against."""
 
 from __future__ import annotations
 

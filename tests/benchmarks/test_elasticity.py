@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import elasticity
 from benchmarks.elasticity import Outcome, late_part, late_share, read_trace, serve, tuned
-from benchmarks.elasticity_live import Stream, judged, streams_of
+from benchmarks.elasticity_live import Stream, compared, streams_of
 from router.scaling import Signals
 
 
@@ -129,7 +129,7 @@ def stream(*events: str, tokens: int = 2) -> Stream:
     )
 
 
-def test_the_judge_counts_failed_and_changed_streams() -> None:
+def test_the_comparison_counts_failed_and_changed_streams() -> None:
     def said(text: str) -> str:
         return json.dumps({"choices": [{"text": text}]})
 
@@ -144,7 +144,7 @@ def test_the_judge_counts_failed_and_changed_streams() -> None:
         stream(*whole, tokens=3),
         stream(),
     ]
-    result = judged(record, found)
+    result = compared(record, found)
     assert (result["failed"], result["changed"], result["compared"]) == (4, 1, 2)
     assert result["failed_fixed"] == 0
 

@@ -88,8 +88,8 @@ def test_the_worst_stall_of_each_fault_is_recorded_beside_those_of_all_streams()
         )  # fmt: skip
 
     records = [one(slot, 0.25 if slot == 7 else 0.0) for slot in range(150)]
-    blows = [failover.Blow(victim="expert/1", struck_s=at_s) for at_s in (3.0, 9.0)]
-    found = failover.faults_of([failover.Run(records=records, blows=blows)], "kill")
+    injections = [failover.Injection(victim="expert/1", injected_s=at_s) for at_s in (3.0, 9.0)]
+    found = failover.faults_of([failover.Run(records=records, injections=injections)], "kill")
     assert found["added_stall_ms"]["p99"] == pytest.approx(0.0, abs=1.0), "one stream of 150"
     assert found["worst_stall_ms"]["each"] == pytest.approx([0.0, 250.0], abs=1.0)
     assert found["worst_stall_ms"]["p99"] == pytest.approx(250.0, abs=1.0)
@@ -113,14 +113,14 @@ def test_the_loss_is_what_lacks_of_the_calm_run() -> None:
 
 
 def test_a_seed_gives_one_campaign_of_every_point_by_kill_and_freeze() -> None:
-    blows = [fault_points.Blow.of(7, number) for number in range(2 * len(POINTS))]
-    again = [fault_points.Blow.of(7, number) for number in range(2 * len(POINTS))]
-    assert [one.fault() for one in blows] == [one.fault() for one in again]
-    assert {(one.point, one.kind) for one in blows} == {
+    injections = [fault_points.Injection.of(7, number) for number in range(2 * len(POINTS))]
+    again = [fault_points.Injection.of(7, number) for number in range(2 * len(POINTS))]
+    assert [one.fault() for one in injections] == [one.fault() for one in again]
+    assert {(one.point, one.kind) for one in injections} == {
         (point, kind) for point in POINTS for kind in ("kill", "freeze")
     }
-    others = [fault_points.Blow.of(8, number).fault() for number in range(2 * len(POINTS))]
-    assert [one.fault() for one in blows] != others
+    others = [fault_points.Injection.of(8, number).fault() for number in range(2 * len(POINTS))]
+    assert [one.fault() for one in injections] != others
 
 
 def test_a_seed_gives_one_soak_and_its_plan_says_all_of_it() -> None:
@@ -155,36 +155,38 @@ def test_what_is_held_too_much_is_named() -> None:
     assert "50 MiB before, 150 after" in found[1]
 
 
-def test_what_a_client_saw_is_put_to_the_blow_before_its_end() -> None:
-    class Judge:
+def test_what_a_client_saw_is_put_to_the_fault_before_its_end() -> None:
+    class Calm:
         reference = (StreamRecord(prompt=0, planned_s=0.0),)
 
         @staticmethod
-        def judge(records: list[StreamRecord]) -> fault_points.Counts:
+        def compare(records: list[StreamRecord]) -> fault_points.Counts:
             return fault_points.Counts(failed=sum(one.failed for one in records))
 
-    blows = [fault_points.Blow.of(1, number) for number in range(2)]
+    injections = [fault_points.Injection.of(1, number) for number in range(2)]
     hits = [
-        fault_points.Hit(blow=blow, victim="expert/1", armed_s=at_s, struck_s=at_s + 0.1)
-        for blow, at_s in zip(blows, (1.0, 3.0), strict=True)
+        fault_points.Hit(injection=injection, victim="expert/1", armed_s=at_s, injected_s=at_s + 0.1)
+        for injection, at_s in zip(injections, (1.0, 3.0), strict=True)
     ]
     good = StreamRecord(
         prompt=0, planned_s=0.0, sent_s=0.0, status=200, finish="length", ended_s=2.0,
         token_s=[0.5, 0.6, 0.7, 1.9], pieces=list("abcd"),
     )  # fmt: skip
     bad = StreamRecord(prompt=0, planned_s=2.5, sent_s=2.5, ended_s=3.5, error="closed: gone")
-    points = fault_points.by_point(Judge(), hits, [bad, good])  # pyright: ignore[reportArgumentType]
+    points = fault_points.by_point(Calm(), hits, [bad, good])  # pyright: ignore[reportArgumentType]
     assert (
-        points[blows[0].point] | {"failed": 0, "kill": 1, "worst_kill_ms": 1100.0} == points[blows[0].point]
+        points[injections[0].point] | {"failed": 0, "kill": 1, "worst_kill_ms": 1100.0}
+        == points[injections[0].point]
     )
-    # It was sent before the blow and never answered: a second of waiting.
+    # It was sent before the injection and never answered: a second of waiting.
     assert (
-        points[blows[1].point] | {"failed": 1, "kill": 1, "worst_kill_ms": 1000.0} == points[blows[1].point]
+        points[injections[1].point] | {"failed": 1, "kill": 1, "worst_kill_ms": 1000.0}
+        == points[injections[1].point]
     )
     (table,) = readme.fault_points_table(
         [
             {
-                "struck": 2,
+                "injected": 2,
                 "streams": 1,
                 "requests": 2,
                 "seed": 1,
@@ -200,7 +202,7 @@ def test_what_a_client_saw_is_put_to_the_blow_before_its_end() -> None:
 
 
 def test_a_blow_is_told_to_the_router_in_its_own_words() -> None:
-    fault = fault_points.Blow.of(1, 0).fault()
+    fault = fault_points.Injection.of(1, 0).fault()
     assert Fault.from_dict(fault.to_dict()) == fault
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks import attention_loss, failover, lane_share, leaks, soak
-from benchmarks.struck import Counts
+from benchmarks.fault_experiment import Counts
 from router.client import FaultRefused
 from router.faults import Fault
 
@@ -36,8 +36,8 @@ def test_failover_ends_with_1_when_clients_saw_something_or_nobody_asked(
 ) -> None:
     spread = {"count": 1, "p50": 9.0, "p99": 9.0, "max": 999.0}
     result = {"stream_s": spread, "worst_stall_ms": spread, "requests": 5, **ZEROS, **found}
-    monkeypatch.setattr(failover, "struck_cluster", lambda chosen: contextlib.nullcontext())
-    monkeypatch.setattr(failover, "stalls", lambda struck, chosen: result)
+    monkeypatch.setattr(failover, "fault_experiment", lambda chosen: contextlib.nullcontext())
+    monkeypatch.setattr(failover, "stalls", lambda experiment, chosen: result)
     assert code_of(failover.main, "--what", "stalls", "--results", str(tmp_path)) == code
     assert "worst_stall_ms max: 999" in (tmp_path / "failover.jsonl").read_text()
 
@@ -63,10 +63,10 @@ def test_attention_loss_ends_with_1_when_a_stream_was_harmed(
 
 
 def test_a_pause_before_the_first_event_counts() -> None:
-    struck = attention_loss.Stream(kind="greedy", sent_s=10.0, arrivals_s=[12.5, 12.6])
-    assert struck.pause_s(10.1) == pytest.approx(2.5)
-    assert struck.pause_s(12.55) == pytest.approx(0.1)
-    assert struck.pause_s(13.0) == 0.0
+    held_up = attention_loss.Stream(kind="greedy", sent_s=10.0, arrivals_s=[12.5, 12.6])
+    assert held_up.pause_s(10.1) == pytest.approx(2.5)
+    assert held_up.pause_s(12.55) == pytest.approx(0.1)
+    assert held_up.pause_s(13.0) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -92,8 +92,8 @@ def test_leaks_ends_with_1_when_something_stays_behind_or_no_stream_was_served(
     assert code_of(leaks.main, "--minutes", "0.0001", "--results", str(tmp_path)) == code
 
 
-def test_a_soak_in_which_every_injection_is_refused_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Struck:
+def test_a_soak_in_which_every_fault_is_refused_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class FaultExperiment:
         def __init__(self) -> None:
             self.streams, self.cluster, self.router = self, self, self
             self.ended: list[Any] = []
@@ -113,7 +113,7 @@ def test_a_soak_in_which_every_injection_is_refused_shows_nothing(monkeypatch: p
         def serving(self) -> list[str]:
             return ["expert/1"]
 
-        def judge(self, records: object) -> Counts:
+        def compare(self, records: object) -> Counts:
             return Counts()
 
         def wait(self, *_: object) -> float:
@@ -122,9 +122,9 @@ def test_a_soak_in_which_every_injection_is_refused_shows_nothing(monkeypatch: p
         def is_whole(self) -> bool:
             return True
 
-    monkeypatch.setattr(soak, "is_ready", lambda struck: True)
+    monkeypatch.setattr(soak, "is_ready", lambda experiment: True)
     steps = [soak.Step(at_s=0.0, pool="expert", fault=Fault(id="a", kind="kill"), dice=0.0)]
-    found = soak.soak(Struck(), steps, 0.0)  # pyright: ignore[reportArgumentType]
+    found = soak.soak(FaultExperiment(), steps, 0.0)  # pyright: ignore[reportArgumentType]
     assert found["amiss"] == [
         "no fault was injected",
         "1 faults were refused and 0 injected",
@@ -143,8 +143,8 @@ def test_a_server_that_was_not_held_to_its_share_ends_the_measurement(
             raise lane_share.LaneShareUnavailable("no quota for 2")
 
     monkeypatch.setattr(lane_share.LaneShare, "_hold", hold)
-    struck: Any = SimpleNamespace(view=SimpleNamespace(pool=lambda name: members))
+    experiment: Any = SimpleNamespace(view=SimpleNamespace(pool=lambda name: members))
     unavailable = pytest.raises(lane_share.LaneShareUnavailable, match="no quota for 2")
-    with unavailable, lane_share.LaneShare(struck, 0.5) as share:
+    with unavailable, lane_share.LaneShare(experiment, 0.5) as share:
         members.append(SimpleNamespace(pid=2))
         share._thread.join(10)

@@ -1,4 +1,4 @@
-"""Answers over every feature of the API are those of the calm run while processes are struck; a difference is seen."""
+"""Answers over every feature of the API are those of the calm run while faults are injected; a difference is seen."""
 
 from __future__ import annotations
 
@@ -7,23 +7,25 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.fault_experiment import fault_experiment, options
 from benchmarks.features import drawn, rounds, told
-from benchmarks.struck import options, struck_cluster
 
 ROUNDS = 6
 
 
 @pytest.mark.full(seconds=40)
-def test_every_feature_answers_as_in_calm_while_processes_are_struck(tmp_path: Path) -> None:
+def test_every_feature_answers_as_in_calm_while_faults_are_injected(tmp_path: Path) -> None:
     seed = time.time_ns() // 1_000_000
     arguments = ["--experts", "3", "--seed", str(seed), "--results", str(tmp_path)]
-    with struck_cluster(
+    with fault_experiment(
         options(None, streams=2, seconds=0).parse_args(arguments), allow_chaos=True
-    ) as struck:
-        found = rounds(struck, seed, ROUNDS)
+    ) as experiment:
+        found = rounds(experiment, seed, ROUNDS)
     assert not found["differed"], f"python -m benchmarks.features --rounds {ROUNDS} --seed {seed}"
     assert set(found["statuses"]) == {"200"}, f"seed {seed}: {found['statuses']}"
-    assert any(outcome.endswith("done") for outcome in found["outcomes"]), f"seed {seed}: nobody was struck"
+    assert any(outcome.endswith("done") for outcome in found["outcomes"]), (
+        f"seed {seed}: no fault was injected"
+    )
 
 
 def test_the_requests_are_of_every_kind() -> None:

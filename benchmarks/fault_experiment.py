@@ -1,4 +1,4 @@
-"""A local cluster under streams while processes of it are struck, and what its clients saw of that."""
+"""A local cluster under streams while faults are injected into its processes, and what its clients saw of that."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from eaas.ops.load.record import StreamRecord, Verdict, compare
 from router.client import RouterClient
 from router.view import ATTENTION, EXPERT, SERVING, View
 
-NAME = "struck"
+NAME = "experiment"
 # A pool that has not come back by then never will.
 LIMIT_S = 60.0
 
@@ -55,7 +55,7 @@ class Counts:
         return self == Counts()
 
 
-class Struck:
+class FaultExperiment:
     """The cluster, its streams, and the texts that they have when nothing is wrong."""
 
     def __init__(self, cluster: LocalCluster, seen: Observer, options: argparse.Namespace) -> None:
@@ -133,7 +133,7 @@ class Struck:
         pids = self.cluster.pids()
         return sorted(m.name for m in (self.view.pool(ATTENTION) if self.view else ()) if m.name in pids)
 
-    def judge(self, records: Sequence[StreamRecord]) -> Counts:
+    def compare(self, records: Sequence[StreamRecord]) -> Counts:
         """Those streams against the calm ones."""
         return Counts.of(compare(records, self.reference))
 
@@ -163,7 +163,7 @@ def setting(chosen: argparse.Namespace) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def struck_cluster(chosen: argparse.Namespace, **config: Any) -> Iterator[Struck]:
+def fault_experiment(chosen: argparse.Namespace, **config: Any) -> Iterator[FaultExperiment]:
     """A cluster for the length of a `with`, calm texts known."""
     seen = Observer()
     wanted = ClusterConfig(
@@ -177,9 +177,9 @@ def struck_cluster(chosen: argparse.Namespace, **config: Any) -> Iterator[Struck
         **config,
     )
     with LocalCluster(wanted, on_event=seen.on_event) as cluster:
-        struck = Struck(cluster, seen, chosen)
+        experiment = FaultExperiment(cluster, seen, chosen)
         try:
-            struck.calm()
-            yield struck
+            experiment.calm()
+            yield experiment
         finally:
-            struck.router.close()
+            experiment.router.close()
