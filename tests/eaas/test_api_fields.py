@@ -57,7 +57,7 @@ def test_every_known_field_is_in_the_table(route: str) -> None:
     known = {*(get_type_hints(PUBLISHED[route]) if route in PUBLISHED else ()), "stream", *VLLM[route]}
     assert len(known) > 15
     assert not known - TABLES[route].keys()
-    assert set(TABLES[route].values()) == {"honoured", "refused", "ignored"}
+    assert set(TABLES[route].values()) == {"honored", "refused", "ignored"}
     assert f"vLLM {VLLM['version']}" in PAGE
 
 
@@ -85,7 +85,7 @@ def test_what_is_refused_is_a_400_that_names_the_field_and_its_default_is_taken(
             assert reply.status_code == 400, f"{name}: {reply.text}"
             error = reply.json()["error"]
             assert name in (error.get("param") or "") or f"'{name}'" in error["message"], f"{name}: {error}"
-        defaults = {name: None for name, what in TABLES[route].items() if what != "honoured"}
+        defaults = {name: None for name, what in TABLES[route].items() if what != "honored"}
         assert client.post(path, json={**body, **defaults}).status_code == 200
 
 
@@ -98,10 +98,10 @@ def test_what_is_ignored_changes_nothing(url: str, route: str) -> None:
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_what_is_honoured_is_a_field_of_the_schema(url: str, route: str) -> None:
+def test_what_is_honored_is_a_field_of_the_schema(url: str, route: str) -> None:
     described = httpx.get(f"{url}/openapi.json").json()["paths"][ROUTES[route][0]]["post"]["requestBody"]
     fields = described["content"]["application/json"]["schema"]["properties"]
-    assert not {name for name, what in TABLES[route].items() if what == "honoured"} - fields.keys()
+    assert not {name for name, what in TABLES[route].items() if what == "honored"} - fields.keys()
 
 
 def test_the_model_may_be_left_out(url: str) -> None:
