@@ -8,19 +8,11 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from eaas.gateway import (
-    controlling,
-    errors,
-    messages,
-    operating,
-    responses,
-    routes,
-    tokenizing,
-)
+from eaas.gateway import controlling, errors, operating, routes, tokenizing
 from eaas.gateway.dashboard import app as dashboard
 from eaas.gateway.errors import ApiError, ErrorReply
 from eaas.gateway.gateway import Gateway
-from eaas.gateway.messages_format import body_for
+from eaas.gateway.messages import body_for
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +67,6 @@ def create_app(gateway: Gateway, root_path: str = "") -> FastAPI:
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_fault)
-    for surface in (routes, responses, messages, tokenizing, operating, controlling, dashboard):
+    for surface in (routes, tokenizing, operating, controlling, dashboard):
         surface.add_routes(app, gateway)
     return app

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from eaas.gateway.budgets import Account, Overdrawn
 from eaas.gateway.errors import ApiError, ErrorReply
 from eaas.gateway.keys import KeyRing
-from eaas.gateway.messages_format import body_for
+from eaas.gateway.messages import body_for
 
 # Load balancers and the kubelet ask these, and have no key to ask with.
 OPEN_PATHS = frozenset({"/health", "/ping", "/version"})

@@ -18,23 +18,30 @@ from eaas.worker.protocol import MAX_BIASES, MOST_BIAS
 MAX_ALLOWED_TOKENS = 1 << 16
 _ID_DIGITS = 10
 
-_STRICT = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+# Likeliest tokens; -1: the whole vocabulary. How many are allowed is the server's setting.
+LogprobCount = Annotated[int, Field(ge=-1)]
+TokenId = Annotated[int, Field(ge=0)]
+Bias = Annotated[float, Field(ge=-MOST_BIAS, le=MOST_BIAS)]
 
 
-class JsonSchemaFormat(BaseModel):
+class Strict(BaseModel):
+    """A part of a request: "5" is no integer, null means "not given", fields that nobody knows are ignored."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+class JsonSchemaFormat(Strict):
     """``response_format.json_schema``. Strict or not, the output follows the schema to the letter."""
 
-    model_config = _STRICT
     name: Annotated[str, Field(min_length=1, max_length=64)]
     description: str | None = None
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
     strict: bool | None = None
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(Strict):
     """``response_format``."""
 
-    model_config = _STRICT
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
 
@@ -57,10 +64,9 @@ class ResponseFormat(BaseModel):
         return of_schema(self.json_schema.schema_)
 
 
-class StructuredOutputs(BaseModel):
+class StructuredOutputs(Strict, extra="allow"):
     """``structured_outputs``, as vLLM names them: exactly one of the fields."""
 
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
     json_: Annotated[dict[str, Any] | bool | str | None, Field(alias="json")] = None
     regex: str | None = None
     choice: list[str] | None = None
@@ -97,31 +103,20 @@ class StructuredOutputs(BaseModel):
         return any_object()
 
 
-# Likeliest tokens; -1: the whole vocabulary. How many are allowed is the server's setting.
-LogprobCount = Annotated[int, Field(ge=-1)]
-
-
-class ConstrainedRequest(BaseModel):
+class ConstrainedRequest(Strict):
     """What chat and plain completions share of these fields."""
 
-    model_config = _STRICT
-
+    ignore_eos: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    logit_bias: (
-        Annotated[
-            dict[str, Annotated[float, Field(ge=-MOST_BIAS, le=MOST_BIAS)]], Field(max_length=MAX_BIASES)
-        ]
-        | None
-    ) = None
-    allowed_token_ids: (
-        Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, max_length=MAX_ALLOWED_TOKENS)]
-        | None
-    ) = None
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_BIASES)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_TOKENS)] | None = (
+        None
+    )
     prompt_logprobs: LogprobCount | None = None
 
     @field_validator("response_format", "structured_outputs", mode="after")
@@ -153,7 +148,7 @@ class ConstrainedRequest(BaseModel):
         given += ["response_format"] if formatted else []
         if len(given) > 1:
             raise ValueError(f"{' and '.join(map(repr, given))} were given; an output follows one of them")
-        if given and getattr(self, "ignore_eos", None):
+        if given and self.ignore_eos:
             raise ValueError(f"'{given[0]}' says where the output ends: it cannot be given with 'ignore_eos'")
         if given and given[0] in _GUIDED:
             self.structured_outputs = StructuredOutputs.model_validate(
@@ -163,14 +158,6 @@ class ConstrainedRequest(BaseModel):
                 self.structured_outputs.asked()
             except GrammarInvalid as error:
                 raise ValueError(f"'{given[0]}': {error}") from None
-        return self
-
-    @model_validator(mode="after")
-    def _whole(self) -> ConstrainedRequest:
-        if self.prompt_logprobs is not None and getattr(self, "stream", None):
-            raise ValueError("'prompt_logprobs' needs 'stream': false: it is part of a whole answer")
-        if getattr(self, "return_routed_experts", None) and getattr(self, "stream", None):
-            raise ValueError("'return_routed_experts' needs 'stream': false: it is part of a whole answer")
         return self
 
     @property

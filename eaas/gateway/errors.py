@@ -5,15 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
+from pydantic import BaseModel, ValidationError
 
 from eaas.worker.protocol import Failed
 
 INVALID_REQUEST = "invalid_request_error"
 OVERLOADED = "overloaded_error"
 SERVER_ERROR = "server_error"
+
+R = TypeVar("R", bound=BaseModel)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +61,14 @@ class ApiError(Exception):
         self.reply = reply
 
 
-def invalid(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:
+def invalid(message: str, *, param: str | None = None, code: str | None = "invalid_value") -> ApiError:
     """A 400: the request cannot be served as it stands, and sending it again will not help."""
     return ApiError(ErrorReply(status=400, message=message, param=param, code=code))
+
+
+def wrong_field(field: str, reason: str) -> ApiError:
+    """A 400 for the value of one field."""
+    return invalid(f"Invalid value for '{field}': {reason}.", param=field)
 
 
 def context_too_long(*, limit: int, prompt: int, wanted: int | None, param: str) -> ApiError:
@@ -103,7 +111,7 @@ def text_too_long(*, limit: int, found_bytes: int, most_bytes: int, param: str) 
 def out_of_vocabulary(token: int, vocab: int, param: str) -> ApiError:
     """A 400 for the id of a token that there is none of; `vocab` is how many there are."""
     message = f"Token {token} is out of vocabulary, which has {vocab} tokens; their ids are 0 to {vocab - 1}."
-    return invalid(message, param=param, code="invalid_value")
+    return invalid(message, param=param)
 
 
 def unknown_model(name: str, served: str) -> ApiError:
@@ -129,6 +137,19 @@ def internal(message: str, *, code: str = "internal_error") -> ApiError:
     return ApiError(ErrorReply(status=500, message=message, kind=SERVER_ERROR, code=code))
 
 
+def checked(shape: type[R], given: bytes | Mapping[str, Any], names: Mapping[str, str] | None = None) -> R:
+    """What a client sent, as a request of this shape. Args: given: JSON, or its fields; names: as `from_validation`'s.
+
+    Raises:
+        ApiError: 400, it is none.
+    """
+    try:
+        return shape.model_validate_json(given) if isinstance(given, bytes) else shape.model_validate(given)
+    except ValidationError as error:
+        problems = error.errors(include_url=False, include_context=False, include_input=False)
+        raise from_validation(problems, names) from None
+
+
 def from_validation(
     problems: Sequence[Mapping[str, Any]], names: Mapping[str, str] | None = None
 ) -> ApiError:
@@ -140,7 +161,7 @@ def from_validation(
             nothing further inside is named.
     """
     if not problems:
-        return invalid("The request body is not valid.", code="invalid_value")
+        return invalid("The request body is not valid.")
     first = problems[0]
     if first.get("type") == "json_invalid":
         reason = str(first.get("msg", "")).removeprefix("Invalid JSON: ")
@@ -162,7 +183,7 @@ def from_validation(
         # What several fields make together begins with the name of one.
         quoted = _QUOTED.match(reason)
         param = quoted[1] if quoted is not None else None
-        return invalid(f"The request body is not valid: {reason}.", param=param, code="invalid_value")
+        return invalid(f"The request body is not valid: {reason}.", param=param)
     code = "missing_required_parameter" if first.get("type") == "missing" else "invalid_value"
     return invalid(f"Invalid value for '{where}': {reason}.", param=where, code=code)
 
@@ -187,7 +208,7 @@ _CLIENT_FAULTS = {
 def error_of(message: Failed, *, begun: bool) -> ApiError:
     """What a client is told of a choice that no worker will go on with. Args: begun: it has tokens already."""
     if message.code == "no_token":
-        return invalid(message.message, code="invalid_value")
+        return invalid(message.message)
     if message.code in _CLIENT_FAULTS and not begun:
         return invalid(message.message, code=_CLIENT_FAULTS[message.code])
     if message.retryable:

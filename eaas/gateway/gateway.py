@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Protocol, TypeVar
 
 from fastapi import FastAPI, Request, Response
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from eaas.gateway import errors
 from eaas.gateway.config import GatewayConfig
@@ -147,24 +147,16 @@ class Gateway:
         """What a request asks. Its body is not kept: an answer may be streamed for hours.
 
         Raises:
-            ApiError: as for `body_of`; or it is not of that shape.
+            ApiError: as for `body_of`; or it is not of that shape; 404, it names another model than the one served
+                here, which is meant where none is named.
         """
         body = await self.body_of(request)
         del request.state.body
-        try:
-            return shape.model_validate_json(body)
-        except ValidationError as error:
-            problems = error.errors(include_url=False, include_context=False, include_input=False)
-            raise errors.from_validation(problems) from None
-
-    def require_model(self, name: str | None) -> None:
-        """Refuse another model than the one served here, which is meant where none is named.
-
-        Raises:
-            ApiError: 404.
-        """
+        asked = errors.checked(shape, body)
+        name: str | None = getattr(asked, "model", None)
         if name not in (None, self.model.name):
-            raise errors.unknown_model(str(name), self.model.name)
+            raise errors.unknown_model(name, self.model.name)
+        return asked
 
     async def counted(self, endpoint: str, reply: Coroutine[Any, Any, Response]) -> Response:
         """Await a reply and count it under ``endpoint``."""

@@ -430,7 +430,7 @@ class WorkerPool:
         try:
             link.send(submit)
         except ProtocolError as error:
-            self._fail(sequence, invalid(str(error)))
+            self._fail(sequence, invalid(str(error), code=None))
 
     def _place_soon(self) -> None:
         """Place those that wait before long: once, however many ask for it at a time."""

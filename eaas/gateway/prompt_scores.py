@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from eaas.gateway.openai_format import TokenLogprobs, TokenText, finite
+from eaas.gateway.formats import TokenLogprobs, TokenText, finite
 
 # Of one request, over all its prompts, choices and alternatives: some 60 MB until it is answered.
 MOST_SCORES = 1 << 18

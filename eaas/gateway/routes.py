@@ -1,30 +1,34 @@
-"""POST /v1/chat/completions (and batches of them), /v1/completions and /inference/v1/generate, and what each route that
-makes tokens goes through."""
+"""The routes that make tokens, of every API, and what each request goes through; a table at the end lists them."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request, Response
+from pydantic import BaseModel
+from starlette.responses import JSONResponse
 
-from eaas.gateway.batch_schema import BatchChatRequest
+from eaas.gateway import messages, responses
 from eaas.gateway.config import GatewayConfig
-from eaas.gateway.errors import invalid
+from eaas.gateway.errors import ApiError, ErrorReply, invalid, wrong_field
+from eaas.gateway.formats import Format
 from eaas.gateway.gateway import Gateway
-from eaas.gateway.openai_format import ChatFormat, CompletionFormat, Format
+from eaas.gateway.messages import CountTokensRequest, MessagesFormat, MessagesRequest
+from eaas.gateway.openai_format import ChatFormat, CompletionFormat
 from eaas.gateway.prompt_scores import MOST_SCORES
+from eaas.gateway.responses import ResponsesFormat, ResponsesRequest
 from eaas.gateway.sampling import sampling_params, settle_logprobs, token_limit
-from eaas.gateway.schema import ChatRequest, CompletionRequest
+from eaas.gateway.schema import BatchChatRequest, ChatRequest, CompletionRequest, StreamOptions
 from eaas.gateway.served_model import ServedModel
 from eaas.gateway.stream import EventStream, Exchange, Work
 from eaas.gateway.text import MOST_ROUTED_TOKENS, Echo
-from eaas.gateway.tokens_format import TokensFormat
-from eaas.gateway.tokens_schema import TokensRequest, as_completion
-from eaas.gateway.tool_choice import ToolUse, call_grammar, tool_use
-from eaas.gateway.tool_format import ToolChatFormat
+from eaas.gateway.tokens import TokensFormat, TokensRequest, as_completion
+from eaas.gateway.tool_calls import CallStyle, ToolUse, call_grammar, tool_use
 from eaas.worker.grammar import Grammar, GrammarInvalid, check_schemas
+from eaas.worker.protocol import SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,37 +89,23 @@ async def generate(
             exchange.close()
 
 
-def _context(gateway: Gateway) -> int:
-    return min(gateway.model.max_model_len, gateway.pool.max_model_len or gateway.model.max_model_len)
-
-
-def _cut(gateway: Gateway, wanted: ChatRequest | CompletionRequest, prompt: list[int]) -> list[int]:
-    tokens = wanted.cut(prompt, _context(gateway))
-    if not tokens:
-        message = "'truncate_prompt_tokens' leaves nothing of the prompt; ask for at least 1."
-        raise invalid(message, param="truncate_prompt_tokens", code="invalid_value")
-    return tokens
-
-
 def _work(gateway: Gateway, prepared: Prepared, bad_tokens: tuple[tuple[int, ...], ...]) -> Work:
-    wanted, prompts = prepared.wanted, prepared.prompts
-    settle_logprobs(wanted, vocab=gateway.model.vocab, most=gateway.config.max_logprobs)
+    wanted, prompts, config = prepared.wanted, prepared.prompts, gateway.config
+    settle_logprobs(wanted, vocab=gateway.model.vocab, most=config.max_logprobs)
     context = _context(gateway)
     limits = [token_limit(wanted, len(prompt), context) for prompt in prompts]
     params = sampling_params(wanted, min(limits), gateway.model.vocab)
-    if bad_tokens:
-        params = msgspec.structs.replace(params, bad_tokens=bad_tokens)
-    _check_scores(wanted, prompts, params.prompt_logprobs)
-    _check_alternatives(wanted, limits, params.logprobs)
-    _check_routing(wanted, prompts, limits)
+    params = msgspec.structs.replace(params, bad_tokens=bad_tokens)
+    _refuse_too_much(wanted, prompts, limits, params)
     if prepared.grammar is not None:
         if params.ignore_eos:
             raise invalid(
                 "A call that must be made ends where it is complete: it cannot be asked for with ignore_eos.",
                 param="ignore_eos",
-                code="invalid_value",
             )
         params = msgspec.structs.replace(params, grammar=prepared.grammar)
+    usage, forced = wanted.stream_options or StreamOptions(), config.enable_force_include_usage
+    by_id = wanted.return_tokens_as_token_ids
     return Work(
         format=prepared.format,
         prompts=prompts,
@@ -125,63 +115,54 @@ def _work(gateway: Gateway, prepared: Prepared, bad_tokens: tuple[tuple[int, ...
         seeded=wanted.seed is not None,
         stops=tuple(wanted.stop or ()),
         stream=bool(wanted.stream),
-        include_usage=wanted.include_usage or gateway.config.enable_force_include_usage,
-        usage_stats=wanted.usage_stats or gateway.config.enable_force_include_usage,
-        open_end=wanted.token_limit is None,
+        include_usage=bool(usage.include_usage) or forced,
+        usage_stats=bool(usage.include_usage and usage.continuous_usage_stats) or forced,
+        open_end=wanted.token_limit is None and wanted.default_limit is None,
         return_token_ids=bool(wanted.return_token_ids) or wanted.detokenize is False,
         text_shown=wanted.detokenize is not False,
         stop_shown=bool(wanted.include_stop_str_in_output),
         shown_tokens=prepared.shown_tokens,
         special_shown=wanted.skip_special_tokens is False,
-        tokens_by_id=gateway.config.return_tokens_as_token_ids
-        if wanted.return_tokens_as_token_ids is None
-        else wanted.return_tokens_as_token_ids,
+        tokens_by_id=config.return_tokens_as_token_ids if by_id is None else by_id,
         request_id=wanted.request_id,
         echoes=_echoes(gateway.model, wanted, prompts),
         prompt_counts=(wanted.echo_count, wanted.prompt_count),
     )
 
 
-def _check_scores(
-    wanted: ChatRequest | CompletionRequest, prompts: Sequence[list[int]], likeliest: int
+def _context(gateway: Gateway) -> int:
+    return min(gateway.model.max_model_len, gateway.pool.max_model_len or gateway.model.max_model_len)
+
+
+def _refuse_too_much(
+    wanted: ChatRequest | CompletionRequest,
+    prompts: Sequence[list[int]],
+    limits: Sequence[int],
+    params: SamplingParams,
 ) -> None:
-    """Bound what this process would keep of prompts; -1: nothing is told of them."""
-    scores = (likeliest + 1) * wanted.choices * sum(map(len, prompts))
+    """Bound what this process would keep of one answer: log-probabilities and experts of tokens."""
+    prompt_tokens, output_tokens = (wanted.choices * n for n in (sum(map(len, prompts)), sum(limits)))
+    scores, limit = (params.prompt_logprobs + 1) * prompt_tokens, wanted.token_limit_field
     if scores > MOST_SCORES:
         raise invalid(
             f"{scores} log-probabilities of prompts were asked for, counting each choice and each alternative; at most "
             f"{MOST_SCORES} are told at once. Send fewer or shorter prompts, or ask for fewer alternatives.",
             param="prompt_logprobs" if wanted.prompt_count >= 0 else "logprobs",
-            code="invalid_value",
         )
-
-
-def _check_alternatives(
-    wanted: ChatRequest | CompletionRequest, limits: Sequence[int], likeliest: int
-) -> None:
-    """Bound what this process would keep of a whole answer, where more is told of its tokens than OpenAI tells."""
-    scores = (likeliest + 1) * wanted.choices * sum(limits)
-    if likeliest > GatewayConfig.max_logprobs and not wanted.stream and scores > MOST_SCORES:
+    scores = (params.logprobs + 1) * output_tokens
+    # As many as OpenAI tells are told of a whole answer in any case.
+    if params.logprobs > GatewayConfig.max_logprobs and not wanted.stream and scores > MOST_SCORES:
         raise invalid(
             f"{scores} log-probabilities could be in the answer, counting each choice and each alternative; at most "
-            f"{MOST_SCORES} are told at once. Lower '{wanted.token_limit_field}', or ask for a stream or for fewer.",
-            param=wanted.token_limit_field,
-            code="invalid_value",
+            f"{MOST_SCORES} are told at once. Lower '{limit}', or ask for a stream or for fewer.",
+            param=limit,
         )
-
-
-def _check_routing(
-    wanted: ChatRequest | CompletionRequest, prompts: Sequence[list[int]], limits: Sequence[int]
-) -> None:
-    """Bound what this process would keep of the experts of tokens."""
-    tokens = wanted.choices * (sum(map(len, prompts)) + sum(limits)) if wanted.return_routed_experts else 0
-    if tokens > MOST_ROUTED_TOKENS:
+    tokens = prompt_tokens + output_tokens
+    if wanted.return_routed_experts and tokens > MOST_ROUTED_TOKENS:
         raise invalid(
             f"The experts of up to {tokens} tokens of prompts and outputs were asked for, counting each choice; at "
-            f"most {MOST_ROUTED_TOKENS} are told at once. Send fewer or shorter prompts, or lower "
-            f"'{wanted.token_limit_field}'.",
+            f"most {MOST_ROUTED_TOKENS} are told at once. Send fewer or shorter prompts, or lower '{limit}'.",
             param="return_routed_experts",
-            code="invalid_value",
         )
 
 
@@ -204,34 +185,24 @@ def _echoes(
     return [Echo(text, wanted.max_tokens == 0) for text in texts]
 
 
-def tools_of(wanted: ChatRequest) -> ToolUse:
-    """The tools that the model is shown, and whether it must call one.
+# -- conversations, in whichever API's words
 
-    Raises:
-        ApiError: ``tool_choice`` makes no sense.
-    """
+
+def _tools_of(wanted: ChatRequest) -> ToolUse:
     try:
         return tool_use(wanted.tool_dicts, wanted.tool_choice, wanted.parallel_tool_calls)
     except ValueError as error:
-        raise invalid(
-            f"Invalid value for 'tool_choice': {error}.", param="tool_choice", code="invalid_value"
-        ) from None
+        raise wrong_field("tool_choice", str(error)) from None
 
 
-def grammar_of(model: ServedModel, wanted: ChatRequest, use: ToolUse) -> Grammar | None:
-    """The language of the calls that the model must make; None where it is free.
-
-    Raises:
-        ApiError: the tools' schemas are over a limit, or the model would never hear of its tools.
-    """
+def _grammar_of(model: ServedModel, wanted: ChatRequest, use: ToolUse) -> Grammar | None:
+    """The language of the calls that the model must make; None where it is free."""
     if use.must_call:
         try:
             check_schemas([tool["function"].get("parameters") for tool in use.shown])
             return Grammar("lark", call_grammar(use, model.call_style, model.call_marks))
         except GrammarInvalid as error:
-            raise invalid(
-                f"Invalid value for 'tools': {error}", param="tools", code="invalid_value"
-            ) from None
+            raise invalid(f"Invalid value for 'tools': {error}", param="tools") from None
     shows = model.shows_tools if wanted.chat_template is None else "tools" in wanted.chat_template
     if use.shown and not shows:
         raise invalid(
@@ -243,131 +214,182 @@ def grammar_of(model: ServedModel, wanted: ChatRequest, use: ToolUse) -> Grammar
     return None
 
 
-async def encode_conversation(
-    model: ServedModel, wanted: ChatRequest, use: ToolUse, *, must_fit: bool = True
-) -> list[int]:
-    """The prompt of a chat request.
-
-    Args:
-        must_fit: It is to be computed: one that is too long is refused, unless it is to be cut.
-
-    Raises:
-        ApiError: the chat template refuses it.
-    """
-    going_on = bool(wanted.continue_final_message)
-    return await model.encode_chat(
-        [message.model_dump(exclude_none=True) for message in wanted.messages],
+async def _encode(gateway: Gateway, wanted: ChatRequest, use: ToolUse, *, must_fit: bool = True) -> list[int]:
+    """The prompt of a conversation. Args: must_fit: it is to be computed: one that is too long is refused, unless it is
+    to be cut."""
+    prompt = await gateway.model.encode_chat(
+        wanted.messages,
+        wanted,
         wanted.template_options,
         tools=use.shown,
-        add_generation_prompt=wanted.begins_turn,
-        continue_final_message=going_on,
-        add_special_tokens=bool(wanted.add_special_tokens),
         field=wanted.prompt_field,
-        template=wanted.chat_template,
         must_fit=must_fit and wanted.truncate_prompt_tokens is None,
+    )
+    return _cut(gateway, wanted, prompt)
+
+
+def _cut(gateway: Gateway, wanted: ChatRequest | CompletionRequest, prompt: list[int]) -> list[int]:
+    tokens = wanted.cut(prompt, _context(gateway))
+    if not tokens:
+        message = "'truncate_prompt_tokens' leaves nothing of the prompt; ask for at least 1."
+        raise invalid(message, param="truncate_prompt_tokens")
+    return tokens
+
+
+async def _conversation(
+    gateway: Gateway, wanted: ChatRequest, format_of: Callable[[CallStyle | None, list[int]], Format]
+) -> Prepared:
+    """Prepare a conversation. Args: format_of: given how the model writes calls, None without tools, and the prompt."""
+    model, use = gateway.model, _tools_of(wanted)
+    grammar = _grammar_of(model, wanted, use)
+    prompt = await _encode(gateway, wanted, use)
+    style = model.call_style if use.shown else None
+    return Prepared(
+        wanted=wanted,
+        format=format_of(style, prompt),
+        prompts=[prompt],
+        grammar=grammar,
+        shown_tokens=model.call_tokens if style else frozenset(),
     )
 
 
-class GenerationRoutes:
-    """The routes of completions of each kind."""
+# -- what the table names: how each kind of request is prepared
 
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
 
-    async def chat(self, request: Request) -> Response:
-        """POST /v1/chat/completions."""
-        gateway = self._gateway
+async def chat(gateway: Gateway, wanted: ChatRequest) -> Prepared:
+    """A chat."""
+    shows_ids = bool(wanted.return_token_ids)
+    return await _conversation(
+        gateway, wanted, lambda style, prompt: ChatFormat(style, prompt if shows_ids else None)
+    )
 
-        async def prepare() -> Prepared:
-            wanted, model = await gateway.parse(request, ChatRequest), gateway.model
-            gateway.require_model(wanted.model)
-            use = tools_of(wanted)
-            grammar = grammar_of(model, wanted, use)
-            prompt = _cut(gateway, wanted, await encode_conversation(model, wanted, use))
-            prompt_ids = prompt if wanted.return_token_ids else None
-            if not use.shown:
-                return Prepared(wanted=wanted, format=ChatFormat(prompt_ids), prompts=[prompt])
-            return Prepared(
-                wanted=wanted,
-                format=ToolChatFormat(model.call_style, prompt_ids),
-                prompts=[prompt],
-                grammar=grammar,
-                shown_tokens=model.call_tokens,
-            )
 
-        return await gateway.counted("chat", generate(gateway, request, prepare))
+async def chat_batch(gateway: Gateway, given: BatchChatRequest) -> Prepared:
+    """Several chats: a choice for each, in their order."""
+    chats = given.chats()
+    prompts = [await _encode(gateway, wanted, _tools_of(wanted)) for wanted in chats]
+    return Prepared(wanted=chats[0], format=ChatFormat(), prompts=prompts)
 
-    async def chat_batch(self, request: Request) -> Response:
-        """POST /v1/chat/completions/batch: a choice for each conversation, in their order."""
-        gateway = self._gateway
 
-        async def prepare() -> Prepared:
-            chats = (await gateway.parse(request, BatchChatRequest)).chats()
-            gateway.require_model(chats[0].model)
-            prompts = [
-                _cut(gateway, wanted, await encode_conversation(gateway.model, wanted, tools_of(wanted)))
-                for wanted in chats
-            ]
-            return Prepared(wanted=chats[0], format=ChatFormat(), prompts=prompts)
+async def create_response(gateway: Gateway, given: ResponsesRequest) -> Prepared:
+    """A response in OpenAI's newer shape."""
+    wanted = responses.as_chat(given)
+    said = responses.repeated(given, wanted)
+    return await _conversation(gateway, wanted, lambda style, _: ResponsesFormat(style, said))
 
-        return await gateway.counted("chat", generate(gateway, request, prepare))
 
-    async def complete(self, request: Request) -> Response:
-        """POST /v1/completions."""
-        gateway = self._gateway
+async def create_message(gateway: Gateway, given: MessagesRequest) -> Prepared:
+    """A message in Anthropic's shape."""
+    wanted = messages.as_chat(given)
+    return await _conversation(
+        gateway, wanted, lambda style, prompt: MessagesFormat(style, prompt_tokens=len(prompt))
+    )
 
-        async def prepare() -> Prepared:
-            wanted = await gateway.parse(request, CompletionRequest)
-            gateway.require_model(wanted.model)
-            encoded = await gateway.model.encode_prompts(
-                wanted.prompt,
-                add_special_tokens=wanted.add_special_tokens is not False,
-                must_fit=wanted.truncate_prompt_tokens is None,
-            )
-            prompts = [_cut(gateway, wanted, prompt) for prompt in encoded]
-            shape = CompletionFormat(prompts if wanted.return_token_ids else None, wanted.choices)
-            return Prepared(wanted=wanted, format=shape, prompts=prompts)
 
-        return await gateway.counted("completions", generate(gateway, request, prepare))
+async def complete(gateway: Gateway, wanted: CompletionRequest) -> Prepared:
+    """A completion of each of some prompts."""
+    encoded = await gateway.model.encode_prompts(
+        wanted.prompt,
+        add_special_tokens=wanted.add_special_tokens is not False,
+        must_fit=wanted.truncate_prompt_tokens is None,
+    )
+    prompts = [_cut(gateway, wanted, prompt) for prompt in encoded]
+    shape = CompletionFormat(prompts if wanted.return_token_ids else None, wanted.choices)
+    return Prepared(wanted=wanted, format=shape, prompts=prompts)
 
-    async def invoke(self, request: Request) -> Response:
+
+async def complete_tokens(gateway: Gateway, given: TokensRequest) -> Prepared:
+    """A completion of token ids."""
+    wanted = as_completion(given)
+    (prompt,) = await gateway.model.encode_prompts(wanted.prompt, field="token_ids")
+    prompt = _cut(gateway, wanted, prompt)
+    shape = TokensFormat(prompt if given.return_token_ids else None)
+    return Prepared(wanted=wanted, format=shape, prompts=[prompt])
+
+
+# Of each route its path, the name that its requests are counted under, the shape of its body, and what prepares it.
+ROUTES: Sequence[tuple[str, str, type[BaseModel], Callable[[Gateway, Any], Awaitable[Prepared]]]] = (
+    ("/v1/chat/completions", "chat", ChatRequest, chat),
+    ("/v1/chat/completions/batch", "chat", BatchChatRequest, chat_batch),
+    ("/v1/completions", "completions", CompletionRequest, complete),
+    ("/v1/responses", "responses", ResponsesRequest, create_response),
+    (messages.PATH, "messages", MessagesRequest, create_message),
+    ("/inference/v1/generate", "generate", TokensRequest, complete_tokens),
+)
+
+
+def add_json_route(
+    app: FastAPI,
+    path: str,
+    route: Callable[[Request], Awaitable[Response]],
+    shape: type[BaseModel],
+    name: str,
+) -> None:
+    """Serve a POST whose body is described as of this shape, and read and checked by the route rather than by FastAPI:
+    limits come first, parsing once."""
+    body = {"content": {"application/json": {"schema": shape.model_json_schema()}}, "required": True}
+    extra = {"requestBody": body}
+    app.add_api_route(path, route, methods=["POST"], response_model=None, name=name, openapi_extra=extra)
+
+
+def add_routes(app: FastAPI, gateway: Gateway) -> None:
+    """Serve them under ``app``, and what goes with them."""
+
+    def route_of(
+        counted_as: str, shape: type[BaseModel], prepare: Callable[[Gateway, Any], Awaitable[Prepared]]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        async def route(request: Request) -> Response:
+            async def prepared() -> Prepared:
+                return await prepare(gateway, await gateway.parse(request, shape))
+
+            return await gateway.counted(counted_as, generate(gateway, request, prepared))
+
+        return route
+
+    routes: dict[str, Callable[[Request], Awaitable[Response]]] = {}
+    for path, counted_as, shape, prepare in ROUTES:
+        routes[path] = route_of(counted_as, shape, prepare)
+        add_json_route(app, path, routes[path], shape, prepare.__name__)
+
+    async def invoke(request: Request) -> Response:
         """POST /invocations: a chat where there are messages, else a completion."""
-        with self._gateway.reading():
-            body = await self._gateway.body_of(request)
+        with gateway.reading():
+            body = await gateway.body_of(request)
         try:
             chats = "messages" in msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         except msgspec.DecodeError:
             chats = False  # Who reads it whole says what is wrong.
-        return await (self.chat if chats else self.complete)(request)
+        return await routes["/v1/chat/completions" if chats else "/v1/completions"](request)
 
-    async def complete_tokens(self, request: Request) -> Response:
-        """POST /inference/v1/generate."""
-        gateway = self._gateway
+    async def count_tokens(request: Request) -> Response:
+        """POST /v1/messages/count_tokens: how long the prompt would be."""
+        with gateway.reading():
+            wanted = messages.as_chat(await gateway.parse(request, CountTokensRequest))
+            prompt = await _encode(gateway, wanted, _tools_of(wanted), must_fit=False)
+        return JSONResponse({"input_tokens": len(prompt)})
 
-        async def prepare() -> Prepared:
-            given = await gateway.parse(request, TokensRequest)
-            gateway.require_model(given.model)
-            wanted = as_completion(given)
-            prompts = await gateway.model.encode_prompts(wanted.prompt, field="token_ids")
-            prompts = [_cut(gateway, wanted, prompt) for prompt in prompts]
-            shape = TokensFormat(prompts[0] if given.return_token_ids else None)
-            return Prepared(wanted=wanted, format=shape, prompts=prompts)
+    async def cancel(response_id: str) -> Response:
+        """POST /v1/responses/{response_id}/cancel: the response ends with what it has said so far."""
+        running = gateway.exchanges.values()
+        mine = response_id.startswith(ResponsesFormat.prefix)
+        exchange = next((exchange for exchange in running if mine and exchange.id == response_id), None)
+        if exchange is None:
+            return await stored(response_id)
+        exchange.cancel()
+        return Response(exchange.body(), media_type="application/json")
 
-        return await gateway.counted("generate", generate(gateway, request, prepare))
-
-
-def add_routes(app: FastAPI, gateway: Gateway) -> None:
-    """Serve them under ``app``."""
-    routes = GenerationRoutes(gateway)
-    app.add_api_route("/invocations", routes.invoke, methods=["POST"], response_model=None)
-    # Bodies are read and checked here rather than by FastAPI: limits come first, parsing once.
-    for path, route, shape in (
-        ("/v1/chat/completions", routes.chat, ChatRequest),
-        ("/v1/chat/completions/batch", routes.chat_batch, BatchChatRequest),
-        ("/v1/completions", routes.complete, CompletionRequest),
-        ("/inference/v1/generate", routes.complete_tokens, TokensRequest),
-    ):
-        body = {"content": {"application/json": {"schema": shape.model_json_schema()}}, "required": True}
-        app.add_api_route(
-            path, route, methods=["POST"], response_model=None, openapi_extra={"requestBody": body}
+    async def stored(response_id: str) -> Response:
+        """GET and DELETE /v1/responses/{response_id}, and its input items: there is none."""
+        message = (
+            f"No response '{response_id[:128]}' is in progress here, and none is stored: what was said is in the "
+            "answer to the request that asked for it."
         )
+        reply = ErrorReply(status=404, message=message, param="response_id", code="response_not_found")
+        raise ApiError(reply)
+
+    app.add_api_route("/invocations", invoke, methods=["POST"], response_model=None)
+    add_json_route(app, f"{messages.PATH}/count_tokens", count_tokens, CountTokensRequest, "count_tokens")
+    one = "/v1/responses/{response_id}"
+    app.add_api_route(f"{one}/cancel", cancel, methods=["POST"], response_model=None)
+    app.add_api_route(one, stored, methods=["GET", "DELETE"], response_model=None)
+    app.add_api_route(f"{one}/input_items", stored, methods=["GET"], response_model=None)

@@ -26,12 +26,9 @@ def token_limit(wanted: ChatRequest | CompletionRequest, prompt: int, context: i
         raise context_too_long(limit=context, prompt=prompt, wanted=None, param=wanted.prompt_field)
     limit = wanted.token_limit
     if limit is None:
-        limit = room
+        limit = min(room, wanted.default_limit or room)
     elif limit > room:
-        given = getattr(wanted, wanted.token_limit_field) is not None
-        if given:
-            raise context_too_long(limit=context, prompt=prompt, wanted=limit, param=wanted.token_limit_field)
-        limit = room
+        raise context_too_long(limit=context, prompt=prompt, wanted=limit, param=wanted.token_limit_field)
     # A prompt that is shown alone takes a token too: the worker answers with nothing less.
     return max(1, limit)
 

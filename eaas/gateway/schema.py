@@ -1,18 +1,17 @@
 """Request bodies of the OpenAI API as pydantic models. Pure.
 
-Types are strict ("5" is no integer) and null means "not given", as OpenAI has it. Unknown fields are ignored;
-fields that are known to change the answer, and that this server cannot honour, are refused rather than
-ignored.
+Fields that are known to change the answer, and that this server cannot honor, are refused rather than ignored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, create_model, field_validator, model_validator
 
-from eaas.gateway.constraints import ConstrainedRequest, LogprobCount
+from eaas.gateway.constraints import ConstrainedRequest, LogprobCount, Strict, TokenId
+from eaas.gateway.errors import checked
 from eaas.worker.protocol import MAX_BAD
 
 MAX_CHOICES = 16
@@ -24,41 +23,58 @@ MAX_MESSAGES = 4096
 MAX_BAD_WORDS = MAX_BAD // 2
 MAX_TOOLS = 128
 
-_STRICT = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+S = TypeVar("S", bound=Strict)
 
-
-# The largest that models come with have some 20,000 characters.
-ChatTemplateSource = Annotated[str, Field(min_length=1, max_length=1 << 16)]
 BadWord = Annotated[str, Field(min_length=1, max_length=256)]
+# What a field may say that asks for nothing.
+_NOTHING = (False, [], {}, "")
+_FALSE = (*_NOTHING, 0, 0.0)
 
 
-def _only(*defaults: Any) -> Callable[[Any], None]:
+def only(*values: Any, because: str = "this server does not support it; leave it out") -> AfterValidator:
+    """The check of a field that may be left out, null, or have one of these values; none of them means anything."""
+
     def check(value: Any) -> None:
-        if value is not None and not any(value == known and type(value) is type(known) for known in defaults):
-            raise ValueError("this server does not support it; leave it out")
+        if value is not None and not any(value == known and type(value) is type(known) for known in values):
+            raise ValueError(because)
 
-    return check
-
-
-# Types of fields that may be left out, null, or what the name says.
-Unsupported = Annotated[Any, AfterValidator(_only(False, [], {}, ""))]
-OnlyOne = Annotated[Any, AfterValidator(_only(1, 1.0))]
-OnlyTrue = Annotated[Any, AfterValidator(_only(True))]
+    return AfterValidator(check)
 
 
-class StreamOptions(BaseModel):
+Unsupported = Annotated[Any, only(*_NOTHING)]
+
+
+def more_fields(*, taken: Sequence[str] = (), refused: Sequence[str] = ()) -> Callable[[type[S]], type[S]]:
+    """Fields of a request body that need no type of their own, each of which may be left out.
+
+    Args:
+        taken: Those that another request, which this one comes down to, has and judges.
+        refused: Those that this server does not support.
+    """
+    fields: dict[str, Any] = {
+        **dict.fromkeys(taken, (Any, None)),
+        **dict.fromkeys(refused, (Unsupported, None)),
+    }
+
+    def extended(body: type[S]) -> type[S]:
+        return create_model(
+            body.__name__, __base__=body, __doc__=body.__doc__, __module__=body.__module__, **fields
+        )
+
+    return extended
+
+
+class StreamOptions(Strict):
     """``stream_options``: whether a last chunk carries the usage, or each."""
 
-    model_config = _STRICT
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class Message(BaseModel):
+class Message(Strict, extra="allow"):
     """One chat message; fields beyond these reach the chat template untouched."""
 
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
     role: Annotated[str, Field(min_length=1, max_length=64)]
     content: str | None = None
 
@@ -85,27 +101,63 @@ class Message(BaseModel):
         return self
 
 
-class Function(BaseModel):
+class Function(Strict, extra="allow"):
     """What a tool of type "function" does; ``parameters`` is a JSON schema of an object."""
 
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
     name: Annotated[str, Field(pattern=r"^[\w.:/-]{1,128}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
 
 
-class Tool(BaseModel):
+class Tool(Strict, extra="allow"):
     """One of ``tools``; fields beyond these reach the chat template untouched."""
 
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
     type: Literal["function"]
     function: Function
 
 
+class Conversation(Strict):
+    """What a chat and the counting of its tokens share: how messages become a prompt."""
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    # A chat template mostly writes the special tokens itself.
+    add_special_tokens: bool | None = None
+    # The largest that models come with have some 20,000 characters.
+    chat_template: Annotated[str, Field(min_length=1, max_length=1 << 16)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+
+    @model_validator(mode="after")
+    def _agree_on_the_turn(self) -> Conversation:
+        if self.add_generation_prompt and self.continue_final_message:
+            raise ValueError("'add_generation_prompt' and 'continue_final_message' exclude each other")
+        return self
+
+    @property
+    def begins_turn(self) -> bool:
+        """Whether the assistant's turn is opened for it, rather than the last message gone on with."""
+        begins = self.add_generation_prompt
+        return not self.continue_final_message if begins is None else begins
+
+    @property
+    def tool_dicts(self) -> list[dict[str, Any]]:
+        """The tools as the client gave them."""
+        return [tool.model_dump(exclude_unset=True) for tool in self.tools or ()]
+
+
+@more_fields(
+    refused=(
+        "ec_transfer_params", "kv_transfer_params", "logits_processors", "logprob_token_ids", "mm_payload",
+        "prompt_embeds", "repetition_detection", "return_mm_kwargs", "return_token_offsets", "return_weight_versions",
+        "routed_experts", "thinking_token_budget", "use_beam_search", "vllm_xargs", "watermarking",
+    )
+)  # fmt: skip
 class GenerationRequest(ConstrainedRequest):
     """What chat and plain completions share."""
 
-    model_config = _STRICT
+    prompt_field: ClassVar[str]  # where the prompt is
+    default_limit: ClassVar[int | None] = None  # of tokens; None: all that there is room for
 
     model: str | None = None
     stream: bool | None = None
@@ -121,9 +173,8 @@ class GenerationRequest(ConstrainedRequest):
     presence_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0.0, le=10.0)] | None = None
-    ignore_eos: bool | None = None
     stop: list[str] | None = None
-    stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
+    stop_token_ids: list[TokenId] | None = None
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
     request_id: Annotated[str, Field(pattern=r"^[!-~]{1,128}$")] | None = None
@@ -143,23 +194,8 @@ class GenerationRequest(ConstrainedRequest):
     routed_experts_prompt_start: Annotated[int, Field(ge=0)] | None = None
 
     best_of: Any = None
-    ec_transfer_params: Unsupported = None
-    kv_transfer_params: Unsupported = None
-    length_penalty: OnlyOne = None
-    logits_processors: Unsupported = None
-    logprob_token_ids: Unsupported = None
-    mm_payload: Unsupported = None
-    prompt_embeds: Unsupported = None
-    repetition_detection: Unsupported = None
-    return_mm_kwargs: Unsupported = None
-    return_token_offsets: Unsupported = None
-    return_weight_versions: Unsupported = None
-    routed_experts: Unsupported = None
-    spaces_between_special_tokens: OnlyTrue = None
-    thinking_token_budget: Unsupported = None
-    use_beam_search: Unsupported = None
-    vllm_xargs: Unsupported = None
-    watermarking: Unsupported = None
+    length_penalty: Annotated[Any, only(1, 1.0)] = None
+    spaces_between_special_tokens: Annotated[Any, only(True)] = None
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -185,6 +221,13 @@ class GenerationRequest(ConstrainedRequest):
 
     @model_validator(mode="after")
     def _agree(self) -> GenerationRequest:
+        told = {
+            "prompt_logprobs": self.prompt_logprobs is not None,
+            "return_routed_experts": self.return_routed_experts,
+        }
+        for name in told if self.stream else ():
+            if told[name]:
+                raise ValueError(f"'{name}' needs 'stream': false: it is part of a whole answer")
         if self.stream_options is not None and not self.stream:
             raise ValueError("'stream_options' is only allowed when 'stream' is true")
         if self.detokenize is False and (self.stop or getattr(self, "tools", None)):
@@ -196,9 +239,24 @@ class GenerationRequest(ConstrainedRequest):
         return self
 
     @property
+    def token_limit(self) -> int | None:
+        """Wanted tokens; None when no number was given."""
+        return self.max_tokens
+
+    @property
+    def token_limit_field(self) -> str:
+        """The name under which the limit is given."""
+        return "max_tokens"
+
+    @property
     def echo_count(self) -> int:
         """Alternatives reported for each token of a prompt that is shown first; -1: none are."""
         return -1
+
+    @property
+    def choices(self) -> int:
+        """Choices wanted for each prompt."""
+        return 1 if self.n is None else self.n
 
     def cut(self, prompt: list[int], context: int) -> list[int]:
         """The prompt's tokens, as many as `truncate_prompt_tokens` says: the last ones, or the first.
@@ -212,73 +270,33 @@ class GenerationRequest(ConstrainedRequest):
         most = context - 1 if most < 0 else most
         return prompt[:most] if self.truncation_side == "right" else prompt[max(0, len(prompt) - most) :]
 
-    @property
-    def choices(self) -> int:
-        """Choices wanted for each prompt."""
-        return 1 if self.n is None else self.n
 
-    @property
-    def include_usage(self) -> bool:
-        """Whether the stream ends with a usage chunk."""
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
-
-    @property
-    def usage_stats(self) -> bool:
-        """Whether every chunk of the stream has the usage of its choice so far."""
-        return (
-            self.stream_options is not None
-            and self.include_usage
-            and bool(self.stream_options.continuous_usage_stats)
-        )
+_NoFunctions = only(*_FALSE, because="it is deprecated and not supported; use 'tools' and 'tool_choice'")
+_TextAlone = only(*_FALSE, ["text"], because="this model answers with text alone; leave it out")
 
 
-class ChatRequest(GenerationRequest):
+@more_fields(
+    refused=(
+        "documents", "moderation", "prediction", "return_prompt_text", "web_search_options",
+    )
+)  # fmt: skip
+class ChatRequest(GenerationRequest, Conversation):
     """Body of POST /v1/chat/completions."""
+
+    prompt_field = "messages"
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: LogprobCount | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
     reasoning_effort: str | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    functions: Any = None
-    function_call: Any = None
-    modalities: list[str] | None = None
-    audio: Any = None
-    add_special_tokens: bool | None = None
-    chat_template: ChatTemplateSource | None = None
-    documents: Unsupported = None
+    functions: Annotated[Any, _NoFunctions] = None
+    function_call: Annotated[Any, _NoFunctions] = None
+    modalities: Annotated[list[str] | None, _TextAlone] = None
+    audio: Annotated[Any, _TextAlone] = None
     echo: bool | None = None
-    include_reasoning: Any = None
-    moderation: Unsupported = None
-    prediction: Unsupported = None
-    return_prompt_text: Unsupported = None
-    web_search_options: Unsupported = None
-
-    @field_validator("functions", "function_call", mode="after")
-    @classmethod
-    def _no_functions(cls, value: Any) -> Any:
-        if value:
-            raise ValueError("it is deprecated and not supported; use 'tools' and 'tool_choice'")
-        return None
-
-    @field_validator("modalities", "audio", mode="after")
-    @classmethod
-    def _text_alone(cls, value: Any) -> Any:
-        if value and value != ["text"]:
-            raise ValueError("this model answers with text alone; leave it out")
-        return None
-
-    @model_validator(mode="after")
-    def _agree_on_the_turn(self) -> ChatRequest:
-        if self.add_generation_prompt and self.continue_final_message:
-            raise ValueError("'add_generation_prompt' and 'continue_final_message' exclude each other")
-        return self
 
     @model_validator(mode="after")
     def _agree_on_logprobs(self) -> ChatRequest:
@@ -287,26 +305,10 @@ class ChatRequest(GenerationRequest):
         return self
 
     @property
-    def begins_turn(self) -> bool:
-        """Whether the assistant's turn is opened for it, rather than the last message gone on with."""
-        begins = self.add_generation_prompt
-        return not self.continue_final_message if begins is None else begins
-
-    @property
-    def tool_dicts(self) -> list[dict[str, Any]]:
-        """The tools as the client gave them."""
-        return [tool.model_dump(exclude_unset=True) for tool in self.tools or ()]
-
-    @property
     def template_options(self) -> dict[str, Any]:
         """More names for the chat template."""
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         return {**effort, **(self.chat_template_kwargs or {})}
-
-    @property
-    def prompt_field(self) -> str:
-        """Where the prompt is."""
-        return "messages"
 
     @property
     def token_limit(self) -> int | None:
@@ -324,6 +326,38 @@ class ChatRequest(GenerationRequest):
         return (self.top_logprobs or 0) if self.logprobs else -1
 
 
+class BatchChatRequest(Strict, extra="allow"):
+    """Body of POST /v1/chat/completions/batch, which is vLLM's: several conversations; the other fields are those of a
+    chat, and each conversation's."""
+
+    model: str | None = None
+    messages: Annotated[list[list[Any]], Field(min_length=1, max_length=MAX_PROMPTS)]
+
+    @model_validator(mode="after")
+    def _has_one_answer_each(self) -> BatchChatRequest:
+        asked = self.model_extra or {}
+        # What is told of one conversation, or as one goes on.
+        for name in ("echo", "prompt_logprobs", "stream", "tools"):
+            value = asked.get(name)
+            if value is not None and value is not False and value != []:
+                raise ValueError(f"'{name}' is not supported with several conversations; leave it out")
+        if asked.get("n") not in (None, 1):
+            raise ValueError("'n' other than 1 is not supported with several conversations; leave it out")
+        return self
+
+    def chats(self) -> list[ChatRequest]:
+        """One request for each conversation.
+
+        Raises:
+            ApiError: a value that no chat may have.
+        """
+        first, *others = self.messages
+        chat = checked(ChatRequest, {**(self.model_extra or {}), "model": self.model, "messages": first})
+        # What all share is judged once: it may be large, and nothing else is done meanwhile.
+        alone = [checked(ChatRequest, {"messages": messages}) for messages in others]
+        return [chat, *(chat.model_copy(update={"messages": other.messages}) for other in alone)]
+
+
 def _all_ids(items: list[Any]) -> bool:
     # JSON's true is an integer to isinstance. There may be a million of them, so no Python runs for each.
     return set(map(type, items)) == {int}
@@ -332,12 +366,15 @@ def _all_ids(items: list[Any]) -> bool:
 class CompletionRequest(GenerationRequest):
     """Body of POST /v1/completions."""
 
+    prompt_field = "prompt"
+    default_limit = 16  # OpenAI's
+
     prompt: Any
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: LogprobCount | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
-    suffix: Any = None
+    suffix: Annotated[Any, only(*_FALSE)] = None
 
     @field_validator("prompt", mode="after")
     @classmethod
@@ -364,28 +401,6 @@ class CompletionRequest(GenerationRequest):
         if self.max_tokens == 0 and not self.echo:
             raise ValueError("'max_tokens' of 0 needs 'echo': true; else there is nothing to answer with")
         return self
-
-    @field_validator("suffix", mode="after")
-    @classmethod
-    def _not_here(cls, value: Any) -> Any:
-        if value:
-            raise ValueError("this server does not support it; leave it out")
-        return None
-
-    @property
-    def prompt_field(self) -> str:
-        """Where the prompt is."""
-        return "prompt"
-
-    @property
-    def token_limit(self) -> int | None:
-        """Wanted completion tokens; OpenAI's default is 16."""
-        return 16 if self.max_tokens is None else self.max_tokens
-
-    @property
-    def token_limit_field(self) -> str:
-        """The name under which the limit is given."""
-        return "max_tokens"
 
     @property
     def top_count(self) -> int:

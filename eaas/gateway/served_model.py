@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from eaas.gateway.errors import full, invalid, out_of_vocabulary, text_too_long
+from eaas.gateway.schema import Conversation, Message
 from eaas.gateway.tool_calls import CallStyle, style_of
 from eaas.model.chat import TemplateRefused
 from eaas.model.loader import load_spec
@@ -113,9 +114,7 @@ class ServedModel:
                 tokens = prompt
                 self.check_tokens(tokens, field)
             if not tokens:
-                raise invalid(
-                    "The prompt is empty; send at least one token.", param=field, code="invalid_value"
-                )
+                raise invalid("The prompt is empty; send at least one token.", param=field)
             encoded.append(tokens)
         return encoded
 
@@ -170,7 +169,7 @@ class ServedModel:
         for bare, spaced in encoded:
             if not bare:
                 message = "Each of 'bad_words' needs at least one token; one of them has none."
-                raise invalid(message, param="bad_words", code="invalid_value")
+                raise invalid(message, param="bad_words")
             found.append(tuple(bare))
             if len(spaced) == len(bare) and spaced[0] != bare[0]:
                 found.append(tuple(spaced))
@@ -186,37 +185,30 @@ class ServedModel:
 
     async def encode_chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Message],
+        wanted: Conversation,
         options: Mapping[str, Any] | None,
         *,
-        tools: Sequence[Mapping[str, Any]] = (),
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        add_special_tokens: bool = False,
+        tools: Sequence[Mapping[str, Any]],
         field: str = "messages",
         must_fit: bool = True,
-        template: str | None = None,
     ) -> list[int]:
         """Token ids of a conversation, ready for the assistant's turn.
 
         Args:
-            messages: As clients send them.
+            wanted: How the messages become a prompt.
             options: More names for the chat template.
             tools: Descriptions for the chat template.
-            continue_final_message: The last message is one to go on with.
             field: Where the messages stand in the request, for an error.
             must_fit: What is over the context however it is cut is refused before that.
-            template: The client's, in place of the model's own.
 
         Raises:
             ApiError: the chat template refuses the messages, or gives nothing; or the client's is not wanted here.
         """
+        template = wanted.chat_template
         if "chat_template" in (options or {}):
-            raise invalid(
-                "Give it as the field 'chat_template' instead.",
-                param="chat_template_kwargs",
-                code="invalid_value",
-            )
+            message = "Give it as the field 'chat_template' instead."
+            raise invalid(message, param="chat_template_kwargs")
         if template is not None and not self.trusts_templates:
             raise invalid(
                 "This server uses the model's own chat template; leave 'chat_template' out, or start the server with "
@@ -224,7 +216,7 @@ class ServedModel:
                 param="chat_template",
                 code="unsupported_value",
             )
-        prepared = for_template(messages)
+        prepared = [_for_template(message.model_dump(exclude_none=True)) for message in messages]
         plain = not tools and not options and all(len(message) == 2 for message in prepared)
         characters = sum(len(str(message["content"])) + _MESSAGE_CHARACTERS for message in prepared)
         if not plain:
@@ -236,8 +228,8 @@ class ServedModel:
         def encode() -> list[int]:
             text = self.tokenizer.render_chat(
                 prepared,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
+                add_generation_prompt=wanted.begins_turn,
+                continue_final_message=bool(wanted.continue_final_message),
                 tools=tools or None,
                 options=options,
                 source=template,
@@ -248,15 +240,15 @@ class ServedModel:
                 )
             if must_fit:
                 self.check_length(text, field)
-            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            return self.tokenizer.encode(text, add_special_tokens=bool(wanted.add_special_tokens))
 
         try:
             tokens = await self._aside(characters, encode)
         except TemplateRefused as error:
             at = field if template is None else "chat_template"
-            raise invalid(str(error), param=at, code="invalid_value") from error
+            raise invalid(str(error), param=at) from error
         if not tokens:
-            raise invalid("The messages give an empty prompt.", param=field, code="invalid_value")
+            raise invalid("The messages give an empty prompt.", param=field)
         return tokens
 
     async def _aside(self, characters: int, work: Callable[[], T]) -> T:
@@ -307,41 +299,32 @@ def load_model(
     )
 
 
-def for_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages as chat templates expect them, oldest first, each with "role" and "content".
+def _for_template(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as chat templates expect it, with "role" and "content".
 
     Clients speak OpenAI's form, which differs in three places from what the templates were written for: templates know
     no role "developer", read a call's arguments as an object rather than as its text, and add up contents without
     asking whether there is one.
     """
-    return [_message(message) for message in messages]
-
-
-def _message(given: Mapping[str, Any]) -> dict[str, Any]:
-    message = dict(given)
+    message = {**given, "content": given.get("content") or ""}
     if message.get("role") == "developer":
         message["role"] = "system"
-    if message.get("content") is None:
-        message["content"] = ""
     calls = message.get("tool_calls")
     if isinstance(calls, list):
-        message["tool_calls"] = [_call(call) for call in calls]
+        message["tool_calls"] = [_call_for_template(call) for call in calls]
     return message
 
 
-def _call(given: Any) -> Any:
+def _call_for_template(given: Any) -> Any:
     function = given.get("function") if isinstance(given, Mapping) else None
     if not isinstance(function, Mapping):
         return given
-    return {**given, "function": {**function, "arguments": _arguments(function.get("arguments"))}}
-
-
-def _arguments(given: Any) -> Any:
-    if not isinstance(given, str):
-        return given
-    try:
-        parsed = json.loads(given)
-    except (ValueError, RecursionError):
-        # What a model wrote once may be no JSON; it is to see its own words again.
-        return given
-    return parsed if isinstance(parsed, dict) else given
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            read = json.loads(arguments)
+        except (ValueError, RecursionError):
+            # What a model wrote once may be no JSON; it is to see its own words again.
+            read = None
+        arguments = read if isinstance(read, dict) else arguments
+    return {**given, "function": {**function, "arguments": arguments}}

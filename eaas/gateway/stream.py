@@ -23,9 +23,9 @@ from eaas.gateway.authentication import account_of, reserve_tokens
 from eaas.gateway.budgets import Account
 from eaas.gateway.errors import ApiError, ErrorReply
 from eaas.gateway.failover import Sequence as PoolSequence
+from eaas.gateway.formats import Format, ResponseHead, StreamUsage, Usage
 from eaas.gateway.guard import CLIENT_GONE, CLIENT_STALLED, Connection
 from eaas.gateway.metrics import GatewayMetrics
-from eaas.gateway.openai_format import Events, Format, ResponseHead, StreamUsage, Usage
 from eaas.gateway.pool import WorkerPool
 from eaas.gateway.prompt_scores import PromptScores, TokensById
 from eaas.gateway.served_model import ServedModel
@@ -227,7 +227,7 @@ class Exchange:
             dropped=generation.dropped,
         )
 
-    def _events(self) -> Events:
+    def _events(self) -> Format:
         work = self._work
         now = self._usage_of if work.usage_stats else None
         usage = StreamUsage(last=work.include_usage, now=now)

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from eaas.gateway.errors import ErrorReply
-from eaas.gateway.openai_format import Ending, Events, FinishedChoice, TokenLogprobs, TokenText
+from eaas.gateway.formats import Delta, Ending, FinishedChoice, Format, TokenLogprobs, TokenText
 from eaas.gateway.prompt_scores import PromptScores, TokenNames
 from eaas.gateway.stops import StopMatcher
 from eaas.worker.protocol import RoutedExperts
@@ -142,7 +142,7 @@ class StreamedGeneration(Generation):
     def __init__(
         self,
         on_change: Callable[[], None],
-        make_events: Callable[[], Events],
+        make_events: Callable[[], Format],
         on_full: Callable[[], None] = lambda: None,
     ) -> None:
         """Args: make_events: event templates under the present numerics classes."""
@@ -151,7 +151,7 @@ class StreamedGeneration(Generation):
         self._on_full = on_full
         self._held_bytes = 0
         self.full = False
-        self._events: Events | None = None
+        self._events: Format | None = None
         self._opened = False
         self.chunks: list[bytes] = []
         self.write: Callable[[bytes], None] | None = None
@@ -180,9 +180,9 @@ class StreamedGeneration(Generation):
             ending = Ending(finish, self.choices[index].stop_reason)
             self.open_choices -= 1
         if text or logprobs or tokens:
-            event = events.text(index, text, logprobs, offset, tokens, ending)
+            event = events.event(Delta(index, text, logprobs, offset, tokens, ending))
         else:
-            event = b"" if ending is None else events.finish(index, ending)
+            event = b"" if ending is None else events.event(Delta(index, "", ending=ending))
         if self.write is not None and self.open_choices and event:
             self.write(event)
         elif event or finish is not None or self.chunks:
@@ -198,7 +198,7 @@ class StreamedGeneration(Generation):
         chunks, self.chunks, self._held_bytes = self.chunks, [], 0
         return b"".join(chunks)
 
-    def _open(self) -> Events:
+    def _open(self) -> Format:
         events = self._events = self._make_events()
         if not self._opened:
             self._opened = True

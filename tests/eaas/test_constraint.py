@@ -17,7 +17,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from eaas.gateway.served_model import ServedModel
-from eaas.gateway.tool_choice import call_grammar, tool_use
+from eaas.gateway.tool_calls import call_grammar, tool_use
 from eaas.model.tokenizer import Tokenizer
 from eaas.worker.constraint import Grammars
 from eaas.worker.engine import Engine, EngineConfig
