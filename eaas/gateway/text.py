@@ -55,23 +55,6 @@ class Echo(NamedTuple):
     alone: bool
 
 
-class Piece(NamedTuple):
-    """What became visible of one choice.
-
-    Attributes:
-        offset: Characters of the choice's text before it.
-        tokens: Ids that it came from, when they were asked for.
-        finish: OpenAI's finish_reason when the choice ends with this piece, else None.
-    """
-
-    index: int
-    text: str
-    logprobs: list[TokenLogprobs] | None = None
-    offset: int = 0
-    finish: str | None = None
-    tokens: list[int] | None = None
-
-
 class Generation:
     """All choices of one request.
 
@@ -83,7 +66,7 @@ class Generation:
         self.choices: list[Choice] = []
         self.open_choices = 0
         self.completion_tokens = 0  # every accepted token counts, shown or not
-        self.pieces: list[Piece] = []
+        self.pieces: list[Delta] = []
         self.error: ErrorReply | None = None
         self.numerics_classes: tuple[str, ...] = ()
         self.dropped = False  # computed without some experts that were lost, as the client allowed
@@ -108,10 +91,10 @@ class Generation:
         """Note that from here on terms of lost experts are missing."""
         self.dropped = True
 
-    def show(self, piece: Piece) -> None:
+    def show(self, piece: Delta) -> None:
         """Take what became visible of a choice."""
         self.pieces.append(piece)
-        if piece.finish is not None:
+        if piece.ending is not None:
             self.open_choices -= 1
             if self.open_choices == 0:
                 self.on_change()
@@ -124,7 +107,7 @@ class Generation:
 
     def finished_choices(self) -> list[FinishedChoice]:
         """All choices in order, put together from their pieces, once the generation has ended without error."""
-        pieces: list[list[Piece]] = [[] for _ in self.choices]
+        pieces: list[list[Delta]] = [[] for _ in self.choices]
         for piece in self.pieces:
             pieces[piece.index].append(piece)
         return [choice.finished(mine) for choice, mine in zip(self.choices, pieces, strict=True)]
@@ -171,21 +154,18 @@ class StreamedGeneration(Generation):
         super().experts_dropped()
         self._events = None
 
-    def show(self, piece: Piece) -> None:
+    def show(self, piece: Delta) -> None:
         """Make an event of what became visible, and write it if that can be done at once."""
         events = self._events or self._open()
-        index, text, logprobs, offset, finish, tokens = piece
-        ending = None
-        if finish is not None:
-            ending = Ending(finish, self.choices[index].stop_reason)
+        if piece.ending is not None:
             self.open_choices -= 1
-        if text or logprobs or tokens:
-            event = events.event(Delta(index, text, logprobs, offset, tokens, ending))
+        if piece.text or piece.logprobs or piece.tokens:
+            event = events.event(piece)
         else:
-            event = b"" if ending is None else events.event(Delta(index, "", ending=ending))
+            event = b"" if piece.ending is None else events.event(Delta(piece.index, "", ending=piece.ending))
         if self.write is not None and self.open_choices and event:
             self.write(event)
-        elif event or finish is not None or self.chunks:
+        elif event or piece.ending is not None or self.chunks:
             self.chunks.append(event)
             self._held_bytes += len(event)
             if self._held_bytes > HELD_BYTES and not self.full and self.open_choices:
@@ -273,7 +253,7 @@ class Choice:
             if text:
                 offset = self._shown
                 self._shown = offset + len(text)
-                generation.show(Piece(self.index, text, None, offset))
+                generation.show(Delta(self.index, text, None, offset))
             return False
         if self.echo is not None and self._show_echo(self.echo):
             return True
@@ -303,12 +283,12 @@ class Choice:
             self._show(text, None, everything=self._silent)
         return False
 
-    def finished(self, pieces: Sequence[Piece]) -> FinishedChoice:
+    def finished(self, pieces: Sequence[Delta]) -> FinishedChoice:
         """The whole choice. Args: pieces: all that became visible of it."""
         return FinishedChoice(
             index=self.index,
             text="".join(piece.text for piece in pieces),
-            finish_reason=next((piece.finish for piece in pieces if piece.finish), "length"),
+            finish_reason=next((piece.ending.reason for piece in pieces if piece.ending), "length"),
             logprobs=[one for p in pieces for one in p.logprobs or ()] if self.names is not None else None,
             tokens=[one for p in pieces for one in p.tokens or ()] if self.wants_tokens else None,
             prompt_logprobs=None if self.scores is None else self.scores.by_id(),
@@ -323,9 +303,9 @@ class Choice:
         self._read = self._shown = len(echo.text)
         # The token that made the worker speak is not the client's.
         self.generation.completion_tokens -= echo.alone
-        finish = "length" if echo.alone else None
+        ending = Ending("length") if echo.alone else None
         tokens = [] if self.wants_tokens else None
-        self.generation.show(Piece(self.index, echo.text, logprobs, 0, finish, tokens))
+        self.generation.show(Delta(self.index, echo.text, logprobs, 0, tokens, ending))
         return echo.alone
 
     def end(self, finish: str, text: str = "") -> None:
@@ -356,7 +336,8 @@ class Choice:
         tokens: list[int] | None = None
         if self.wants_tokens:
             tokens, self._ids = self._ids, []
-        self.generation.show(Piece(self.index, text, logprobs, offset, finish, tokens))
+        ending = None if finish is None else Ending(finish, self.stop_reason)
+        self.generation.show(Delta(self.index, text, logprobs, offset, tokens, ending))
 
     def _named(
         self, names: TokenNames, token: int, logprob: float | None, top: Alternatives
