@@ -20,8 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from eaas.model.loader import load_spec, load_weights
-from eaas.model.resolve import resolve_model
+from eaas.model.loader import load_spec, load_weights, resolve_model
 from eaas.model.tokenizer import Tokenizer
 from eaas.worker.decoder import BLOCK_TOKENS, Decoder
 from eaas.worker.scheduler import StepPlan

@@ -22,7 +22,7 @@ import numpy as np
 
 from eaas.cluster.config import ClusterConfig
 from eaas.cluster.local import LocalCluster
-from eaas.model.resolve import DEMO, resolve_model
+from eaas.model.loader import DEMO, resolve_model
 from router.client import RouterClient, RouterUnavailable
 from router.scaling import Memory, Policy, Signals, decide, signals_of
 from router.view import EXPERT, SERVING, SUSPECT, Status

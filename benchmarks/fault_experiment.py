@@ -16,7 +16,7 @@ from benchmarks.report import RESULTS
 from eaas.cluster.config import ClusterConfig
 from eaas.cluster.local import LocalCluster
 from eaas.gateway.status import replicas_min
-from eaas.model.resolve import resolve_model
+from eaas.model.loader import resolve_model
 from eaas.ops.load.record import StreamRecord, Verdict, compare
 from router.client import RouterClient
 from router.view import ATTENTION, EXPERT, SERVING, View

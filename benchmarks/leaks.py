@@ -27,7 +27,7 @@ from benchmarks.report import RESULTS, record
 from eaas.cluster.config import ClusterConfig
 from eaas.cluster.local import LocalCluster
 from eaas.cluster.status import fetch_status
-from eaas.model.resolve import resolve_model
+from eaas.model.loader import resolve_model
 
 NAME = "leaks"
 LIMIT_S = 300.0

@@ -41,8 +41,7 @@ from benchmarks.report import RESULTS, record, spread
 from benchmarks.setting import numbers
 from eaas.cluster.config import ClusterConfig
 from eaas.cluster.local import LocalCluster
-from eaas.model.loader import load_spec
-from eaas.model.resolve import resolve_model
+from eaas.model.loader import load_spec, resolve_model
 from eaas.worker.constraint import Constraint, Grammars
 from eaas.worker.engine import Engine, EngineConfig
 from eaas.worker.grammar import Grammar, of_schema

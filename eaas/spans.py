@@ -1,19 +1,36 @@
-"""What makes the spans of one process and sends them. Imported only where traces were asked for."""
+"""What makes the spans of one process and sends them, and those of an attention worker.
+
+Imported only where traces were asked for. Of a worker, each traced choice has a span, and of the steps that it is in
+its first and one in EVERY. There is never one for an expert call.
+"""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
-from opentelemetry.trace import Link, Span, SpanKind, set_span_in_context
+from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from eaas.tracing import is_sampled, valid_traceparent
+
+if TYPE_CHECKING:
+    from eaas.worker.engine import Engine, Outcome
+    from eaas.worker.protocol import Submit
+    from eaas.worker.request import Request
+
+EVERY = 64
+# Of one step; its own span would grow with the batch.
+MOST_LINKS = 16
+# Traced choices at one worker at once; more go untraced.
+MOST_LIVE = 256
 _EXPORT_S = 1.0
 _FLUSH_S = 0.4
 _DELAY_MS = 500
@@ -64,3 +81,121 @@ def traceparent_of(span: Span) -> str:
     carrier: dict[str, str] = {}
     _wire.inject(carrier, set_span_in_context(span))
     return carrier["traceparent"]
+
+
+class _Choice:
+    """One traced choice at a worker."""
+
+    __slots__ = ("began", "first", "had", "request", "span")
+
+    def __init__(self, request: Request, span: Span) -> None:
+        self.request, self.span = request, span
+        self.had = len(request.output)
+        self.first = False
+        self.began = False
+
+    @property
+    def has_run(self) -> bool:
+        """Whether some step has computed rows of it."""
+        return self.request.computed > 0 or len(self.request.output) > self.had
+
+
+class WorkerSpans:
+    """Spans of the choices that an attention worker computes. For the thread that steps its engine.
+
+    What it costs grows with the traced choices alone, and not with tokens.
+    """
+
+    def __init__(self, tracing: Tracing, engine: Engine, every: int = EVERY) -> None:
+        """Args: every: of so many steps with traced choices one has a span, beside the first of each choice."""
+        self._tracing, self._engine, self._every = tracing, engine, every
+        self._live: dict[tuple[int, str], _Choice] = {}
+        self._steps = 0
+
+    def submitted(self, message: Submit, owner: int) -> None:
+        """A choice was taken by the engine."""
+        parent = valid_traceparent(message.traceparent)
+        request = self._engine.find(owner, message.id)
+        if not parent or not is_sampled(parent) or request is None or len(self._live) >= MOST_LIVE:
+            return
+        self._end_over()
+        span = self._tracing.start(
+            "attention",
+            SpanKind.SERVER,
+            parent,
+            attributes={
+                "eaas.choice": message.id,
+                "eaas.attempt": message.attempt,
+                "eaas.prompt_tokens": len(message.prompt),
+                "eaas.replayed_tokens": len(message.output),
+            },
+        )
+        self._live[owner, message.id] = _Choice(request, span)
+
+    def begin_step(self) -> int:
+        """Before a step: its time since 1970 in nanoseconds, or 0 where no traced choice is there."""
+        return time.time_ns() if self._live else 0
+
+    def end_step(self, began_ns: int, outcome: Outcome | None, rows: int) -> None:
+        """After it. Args: began_ns: as `begin_step` gave it. rows: tokens that it computed."""
+        if not began_ns or not self._live:
+            return
+        self._steps += 1
+        ran = [choice for choice in self._live.values() if choice.has_run]
+        fresh = [choice for choice in ran if not choice.began]
+        for choice in fresh:
+            choice.began = True
+        if ran and (fresh or self._steps % self._every == 0):
+            self._record(began_ns, fresh or ran, rows)
+        for choice in ran:
+            if not choice.first and len(choice.request.output) > choice.had:
+                choice.first = True
+                choice.span.add_event("first_token")
+        if outcome is not None and outcome.failed:
+            self._note_failures(outcome)
+        self._end_over()
+
+    def between(self) -> None:
+        """Between steps: end the spans of choices that were cancelled, or whose gateway went away."""
+        if self._live:
+            self._end_over()
+
+    def stop(self) -> None:
+        """End the spans of all that is left: the worker stops, and its choices go on elsewhere."""
+        for choice in self._live.values():
+            choice.span.set_status(Status(StatusCode.ERROR, "shutting_down"))
+            choice.span.end()
+        self._live.clear()
+
+    def _record(self, began_ns: int, choices: list[_Choice], rows: int) -> None:
+        first, *others = choices
+        span = self._tracing.start(
+            "step",
+            SpanKind.INTERNAL,
+            traceparent_of(first.span),
+            began_ns,
+            {
+                "eaas.rows": rows,
+                "eaas.running": self._engine.scheduler.running,
+                "eaas.traced": len(self._live),
+            },
+            [Link(choice.span.get_span_context()) for choice in others[:MOST_LINKS]],
+        )
+        span.end()
+
+    def _note_failures(self, outcome: Outcome) -> None:
+        for owner, failures in outcome.failed.items():
+            for failed in failures:
+                choice = self._live.get((owner, failed.id))
+                if choice is not None:
+                    choice.span.set_status(Status(StatusCode.ERROR, failed.code))
+
+    def _end_over(self) -> None:
+        find = self._engine.find
+        for (owner, id), choice in list(self._live.items()):
+            if find(owner, id) is not choice.request:
+                request = choice.request
+                choice.span.set_attribute("eaas.output_tokens", len(request.output) - choice.had)
+                choice.span.set_attribute("eaas.preemptions", request.preemptions)
+                choice.span.end()
+                del self._live[owner, id]

@@ -20,8 +20,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from eaas.cluster.config import KEYS_FILE, ClusterConfig, LaunchContext, child_options
-from eaas.cluster.process import Child, StartFailed
-from eaas.cluster.state_dir import StateDir
+from eaas.cluster.process import Child, StartFailed, StateDir
 from eaas.gateway.keys import digest_of, keys_of, write_keys
 from eaas.gateway.listening import ListenFailed, address_of, listen
 from eaas.settings import ROLES

@@ -34,7 +34,7 @@ from eaas.gpu.norm_rope import check, inlined
 CHOICE_WORDS = 12
 OK, NOT_FINITE = 0, -1
 GREEDY_BELOW = 1e-5
-SUM_BLOCK = 1024  # kSampleBlock of eaas/native/sampler_ops.h
+SUM_BLOCK = 1024  # kSampleBlock of eaas/native/ops.h
 _SCANNED = 4096  # logits of one program of the scan
 _WALKED = 4096  # logits that a choosing program takes at a time
 _SLOTS = 128  # rows chosen side by side

@@ -5,13 +5,11 @@ Every field is honoured, known not to matter for serving, or refused; `unknown_f
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from eaas.model.rope import rope_of
-from eaas.model.spec import ModelSpec, MoeSpec, QkNorm
+from eaas.model.spec import ModelSpec, MoeSpec, QkNorm, positive, rope_of
 from experts.model import ConfigInvalid, Dtype, ExpertShape, UnknownArchitecture
 
 # Read here, in rope.py or in experts.model.
@@ -120,13 +118,13 @@ def spec_of(config: Mapping[str, Any], generation: Mapping[str, Any] | None = No
         head_dim=head_dim,
         vocab=vocab,
         intermediate=_count(config, "intermediate_size") if dense else 0,
-        eps=_positive(config, "rms_norm_eps", family.eps),
+        eps=positive(config, "rms_norm_eps", family.eps),
         rope=rope_of(config, head_dim, max_model_len, family.rope_theta),
         max_model_len=max_model_len,
         qk_norm=family.qk_norm,
         qkv_bias=every_bias or (family.qkv_bias and _flag(config, "qkv_bias", True)),
         o_bias=every_bias,
-        clip_qkv=_positive(config, "clip_qkv", 0.0) if family.clip_qkv else 0.0,
+        clip_qkv=positive(config, "clip_qkv", 0.0) if family.clip_qkv else 0.0,
         sliding_window=_windows(config, family, layers, max_model_len),
         tie_embeddings=_flag(config, "tie_word_embeddings", False),
         dtype=Dtype.resolve("auto", config),
@@ -309,16 +307,3 @@ def _flag(config: Mapping[str, Any], field: str, default: bool) -> bool:
     if not isinstance(value, bool):
         raise ConfigInvalid(f"config.json: {field} is {value!r}; true or false is needed.")
     return value
-
-
-def _positive(config: Mapping[str, Any], field: str, default: float) -> float:
-    value = config.get(field)
-    if value is None:
-        return default
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not (math.isfinite(value) and value > 0)
-    ):
-        raise ConfigInvalid(f"config.json: {field} is {value!r}; a number above 0 is needed.")
-    return float(value)

@@ -13,12 +13,26 @@ from typing import Any, Protocol
 
 from tokenizers import Tokenizer as RustTokenizer
 
-from eaas.model.byte_level import token_bytes
 from eaas.model.chat import ChatTemplate, TemplateRefused
 
 _JSON_LIMIT_BYTES = 64 << 20
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+def _alphabet() -> dict[int, str]:
+    printable = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
+
+
+# The byte-level alphabet of GPT-2: each byte has one printable character.
+BYTE_TO_CHAR = _alphabet()
+CHAR_TO_BYTE = {char: byte for byte, char in BYTE_TO_CHAR.items()}
 
 
 class TokenizerInvalid(ValueError):
@@ -173,7 +187,7 @@ class Tokenizer:
         if token in self._special:
             return name.encode()
         if self._byte_level:
-            return token_bytes(name)
+            return _bytes_of(name)
         byte = _BYTE_TOKEN.fullmatch(name) if self._byte_fallback else None
         return bytes([int(byte[1], 16)]) if byte else name.replace("▁", " ").encode()
 
@@ -184,6 +198,13 @@ class Tokenizer:
     def token_text(self, token: int) -> str:
         """The text of one token on its own; bytes that are no whole character become U+FFFD."""
         return self.token_bytes(token).decode(errors="replace")
+
+
+def _bytes_of(token: str) -> bytes:
+    """The bytes of a vocabulary entry; one with characters outside the alphabet stands for itself."""
+    if all(char in CHAR_TO_BYTE for char in token):
+        return bytes(CHAR_TO_BYTE[char] for char in token)
+    return token.encode()
 
 
 def _strips(added: Any) -> bool:
@@ -212,7 +233,7 @@ class _ByteLevelDetokenizer:
         name = None if token in self._skipped else self._rust.id_to_token(token)
         if name is None:
             return ""
-        raw = token_bytes(name)
+        raw = _bytes_of(name)
         with contextlib.suppress(UnicodeDecodeError):
             self._whole_texts[token] = raw.decode()
         text = self._utf8.decode(raw)

@@ -4,13 +4,29 @@
 #include <memory>
 
 #include "eaas/native/decoder_state.h"
-#include "eaas/native/isa.h"
 
-EAAS_EACH_ISA(extern const eaas::Ops ops)
+// ops.isa.cpp defines one for each instruction set of this build.
+namespace isa_portable {
+extern const eaas::Ops ops;
+}
+namespace isa_avx2 {
+extern const eaas::Ops ops;
+}
+namespace isa_avx512 {
+extern const eaas::Ops ops;
+}
 
 namespace eaas {
 
-const Ops* current_ops() { return &EAAS_CURRENT_ISA(ops); }
+const Ops* current_ops() {
+#if defined(EAAS_HAVE_AVX512)
+    if (std::strcmp(experts_isa_name(), "avx512") == 0) return &isa_avx512::ops;
+#endif
+#if defined(EAAS_HAVE_AVX2)
+    if (std::strcmp(experts_isa_name(), "avx2") == 0) return &isa_avx2::ops;
+#endif
+    return &isa_portable::ops;
+}
 
 namespace {
 

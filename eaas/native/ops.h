@@ -1,4 +1,5 @@
-// What the decoder does to one row or one head between matrix products, once per instruction set.
+// What the decoder does to one row or one head between matrix products, and the sampler to one row of logits, once per
+// instruction set.
 //
 // Included by `*.isa.cpp` files too, so it holds declarations only. Bits: every operation has one order of
 // additions, whatever the batch, the chunk or the lanes; all instruction sets agree.
@@ -13,6 +14,7 @@ constexpr uint32_t kKeyTile = 64;  // positions between two rescalings of the on
 constexpr uint32_t kQueries = 6;   // (row, query head) pairs that share one pass over the keys
 constexpr uint32_t kMaxHeadDim = 256;
 constexpr uint32_t kMaxExperts = 4096;
+constexpr uint32_t kSampleBlock = 1024;
 
 // Cache subtile of one key-value head: keys transposed [head_dim][16], then values [16][head_dim padded to
 // 16].
@@ -63,6 +65,12 @@ struct Ops {
     // x[i] += scale * y[i], product and sum rounded apart.
     void (*add_scaled)(float* x, const float* y, float scale, uint64_t n);
     void (*to_float)(int dtype, const void* from, float* out, uint64_t n);
+    // The highest of n values; *finite: 0 where any is NaN or infinite.
+    float (*highest)(const float* x, uint32_t n, int* finite);
+    // out[i] = exp((x[i] - top) * scale); zeros up to the next multiple of 16.
+    void (*weights)(const float* x, float top, float scale, uint32_t n, float* out);
+    // sums[b] of blocks of kSampleBlock values; x is padded with zeros to a multiple of 16.
+    void (*block_sums)(const float* x, uint32_t n, double* sums);
 };
 
 // The table of the instruction set that experts_isa_name() names now.

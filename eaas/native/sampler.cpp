@@ -1,4 +1,4 @@
-// Penalties, filters and the draw. The passes over the whole vocabulary are in sampler.isa.cpp.
+// Penalties, filters and the draw. The passes over the whole vocabulary are in ops.isa.cpp.
 #include "eaas/native/sampler.h"
 
 #include <algorithm>
@@ -8,17 +8,12 @@
 #include <limits>
 #include <vector>
 
-#include "eaas/native/isa.h"
-#include "eaas/native/sampler_ops.h"
-
-EAAS_EACH_ISA(extern const eaas::SamplerOps sampler_ops)
+#include "eaas/native/ops.h"
 
 namespace {
 
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 constexpr float kGreedyBelow = 1e-5f;
-
-const eaas::SamplerOps& current() { return EAAS_CURRENT_ISA(sampler_ops); }
 
 struct Scratch {
     std::vector<float> logits, weights;
@@ -71,8 +66,8 @@ void penalise(const SampleRow& row, uint32_t vocab, std::vector<uint32_t>& count
 // The chosen token's log-probability and the likeliest tokens', from untouched logits.
 void report(const SampleRow& row, const float* logits, uint32_t vocab, float top, uint32_t token,
             Scratch& scratch, float* logprob, uint32_t* rank, int32_t* top_ids, float* top_logprobs) {
-    current().weights(logits, top, 1.0f, vocab, scratch.weights.data());
-    current().block_sums(scratch.weights.data(), vocab, scratch.sums.data());
+    eaas::current_ops()->weights(logits, top, 1.0f, vocab, scratch.weights.data());
+    eaas::current_ops()->block_sums(scratch.weights.data(), vocab, scratch.sums.data());
     double total = 0;
     for (uint32_t b = 0; b * eaas::kSampleBlock < vocab; ++b) total += scratch.sums[b];
     const double normaliser = std::log(total) + top;
@@ -97,7 +92,7 @@ void report(const SampleRow& row, const float* logits, uint32_t vocab, float top
 }
 
 double total_weight(uint32_t vocab, Scratch& scratch) {
-    current().block_sums(scratch.weights.data(), vocab, scratch.sums.data());
+    eaas::current_ops()->block_sums(scratch.weights.data(), vocab, scratch.sums.data());
     double total = 0;
     for (uint32_t b = 0; b * eaas::kSampleBlock < vocab; ++b) total += scratch.sums[b];
     return total;
@@ -212,7 +207,7 @@ int32_t sample_row(const float* logits, uint32_t vocab, const SampleRow& row, Sc
                    int32_t* token, float* logprob, uint32_t* rank, int32_t* top_ids,
                    float* top_logprobs) {
     int finite = 0;
-    const float raw_top = current().highest(logits, vocab, &finite);
+    const float raw_top = eaas::current_ops()->highest(logits, vocab, &finite);
     if (!finite) return SAMPLER_E_NOT_FINITE;
     if (!inside(row.prompt, row.prompt_count, vocab) || !inside(row.output, row.output_count, vocab) ||
         !inside(row.forbidden, row.forbidden_count, vocab) || !inside(row.biased, row.biased_count, vocab) ||
@@ -227,7 +222,7 @@ int32_t sample_row(const float* logits, uint32_t vocab, const SampleRow& row, Sc
         penalise(row, vocab, scratch.counts, scratch.logits.data());
         x = scratch.logits.data();
         int unused = 0;
-        top = current().highest(x, vocab, &unused);
+        top = eaas::current_ops()->highest(x, vocab, &unused);
         if (!(top > kNone)) return SAMPLER_E_NOTHING_LEFT;
     }
     uint32_t chosen = 0;
@@ -236,7 +231,7 @@ int32_t sample_row(const float* logits, uint32_t vocab, const SampleRow& row, Sc
     } else if (row.temperature < kGreedyBelow) {
         chosen = lowest_at(x, vocab, top);
     } else {
-        current().weights(x, top, 1.0f / row.temperature, vocab, scratch.weights.data());
+        eaas::current_ops()->weights(x, top, 1.0f / row.temperature, vocab, scratch.weights.data());
         if (row.min_p > 0.0f)
             for (uint32_t i = 0; i < vocab; ++i)
                 if (scratch.weights[i] < row.min_p) scratch.weights[i] = 0.0f;

@@ -183,7 +183,7 @@ def plan_command(
 
       eaas plan ./Qwen3-30B-A3B --hardware h200 --tpot-ms 30 --context 4096
     """
-    from eaas.model.resolve import ModelNotFound
+    from eaas.model.loader import ModelNotFound
     from eaas.ops.planner import Task, as_dict, plan, plan_table, verdict
 
     with failing_on(ModelNotFound, ValueError):
@@ -210,7 +210,7 @@ def _read_work(model: str) -> Work:
         ValueError: not JSON. ModelNotFound: no such model. ConfigInvalid: it cannot be served.
     """
     from eaas.model.families import spec_of
-    from eaas.model.resolve import resolve_model
+    from eaas.model.loader import resolve_model
     from eaas.ops.planner import Work
 
     path = Path(model).expanduser()

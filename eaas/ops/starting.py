@@ -20,11 +20,10 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from eaas import native
 from eaas.cluster.config import ClusterConfig, PoolConfig
 from eaas.cluster.local import LocalCluster
-from eaas.cluster.process import StartFailed
-from eaas.cluster.state_dir import StateDirUnusable
+from eaas.cluster.process import StartFailed, StateDirUnusable
 from eaas.cluster.status import fetch_status
 from eaas.model.families import spec_of
-from eaas.model.resolve import DEMO, resolve_model
+from eaas.model.loader import DEMO, resolve_model
 from eaas.model.tokenizer import Tokenizer, TokenizerInvalid
 from eaas.ops.load.client import Client, Endpoint
 from eaas.ops.load.record import StreamRecord

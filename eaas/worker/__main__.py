@@ -346,7 +346,7 @@ def prepare(options: WorkerOptions, ending: Ending, closing: contextlib.ExitStac
     )
     spans = None
     if tracing is not None:
-        from eaas.worker.traced import WorkerSpans
+        from eaas.spans import WorkerSpans
 
         spans = WorkerSpans(tracing, engine)
     worker = Worker(

@@ -37,7 +37,7 @@ from eaas.worker.tls_listener import SecureConnection, TlsListener
 from p2p import faults
 
 if TYPE_CHECKING:
-    from eaas.worker.traced import WorkerSpans
+    from eaas.spans import WorkerSpans
 
 log = logging.getLogger(__name__)
 

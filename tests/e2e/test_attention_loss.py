@@ -10,7 +10,7 @@ import pytest
 from benchmarks.attention_loss import Counts, Experiment, Stream, backlog
 from eaas.cluster.config import ClusterConfig
 from eaas.cluster.local import LocalCluster
-from eaas.model.resolve import resolve_model
+from eaas.model.loader import resolve_model
 
 
 @pytest.mark.full(seconds=20)

@@ -20,7 +20,7 @@ import numpy as np
 import openai
 import pytest
 
-from eaas.cluster.state_dir import default_root
+from eaas.cluster.process import default_root
 from eaas.cluster.status import fetch_status
 from eaas.ops.certs import make_certs
 from eaas.ops.chaos.plan import read_plan

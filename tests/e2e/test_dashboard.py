@@ -28,7 +28,7 @@ from textual.pilot import Pilot
 from eaas.cluster.config import ClusterConfig
 from eaas.cluster.local import LocalCluster
 from eaas.cluster.status import fetch_status
-from eaas.model.resolve import resolve_model
+from eaas.model.loader import resolve_model
 from eaas.ops.top.app import Feed, Top
 from tests import chromium
 

@@ -17,7 +17,7 @@ from jsonschema import Draft202012Validator
 from eaas.cluster.config import ClusterConfig
 from eaas.cluster.local import LocalCluster
 from eaas.cluster.status import fetch_status
-from eaas.model.resolve import resolve_model
+from eaas.model.loader import resolve_model
 
 SEEDS = range(6)
 SCHEMA: dict[str, Any] = {

@@ -16,7 +16,7 @@ import pytest
 
 from eaas.cluster.config import ClusterConfig
 from eaas.cluster.local import LocalCluster
-from eaas.worker.traced import EVERY
+from eaas.spans import EVERY
 from tests.e2e.waiting import wait_for
 from tests.otlp import Receiver, receiver
 
@@ -175,7 +175,6 @@ def test_nothing_of_it_is_imported_before_it_is_asked_for() -> None:
         "opentelemetry.exporter",
         "eaas.spans",
         "eaas.gateway.traced",
-        "eaas.worker.traced",
     )
     found = done.stdout.split()
     assert "eaas.tracing" in found

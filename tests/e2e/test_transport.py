@@ -14,7 +14,7 @@ import pytest
 
 from eaas.cluster.config import ClusterConfig
 from eaas.cluster.local import LocalCluster
-from eaas.model.resolve import resolve_model
+from eaas.model.loader import resolve_model
 
 PROMPTS = ("ROMEO:", "To be", "KING HENRY:", "What light")
 TOKENS = 96

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from eaas.model.rope import Rope
-from eaas.model.spec import ModelSpec, MoeSpec, QkNorm, Score
+from eaas.model.spec import ModelSpec, MoeSpec, QkNorm, Rope, Score
 from eaas.worker.decoder import Decoder
 from eaas.worker.scheduler import StepPlan
 from experts.model import Dtype

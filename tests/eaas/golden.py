@@ -19,8 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from eaas.model.loader import load_spec, load_weights
-from eaas.model.resolve import resolve_model
+from eaas.model.loader import load_spec, load_weights, resolve_model
 from eaas.worker.decoder import Decoder
 from experts.checkpoint import Checkpoint
 from experts.model import Dtype, ExpertShape

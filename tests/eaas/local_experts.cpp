@@ -5,7 +5,7 @@
 #include <memory>
 #include <vector>
 
-#include "eaas/native/arena.h"
+#include "eaas/native/decoder_state.h"
 #include "eaas/native/decoder.h"
 
 namespace {

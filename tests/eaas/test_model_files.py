@@ -11,10 +11,8 @@ import numpy as np
 import pytest
 
 from benchmarks.bits_per_byte import end_of, measure
-from eaas.model.loader import load_spec
-from eaas.model.make_model import ARCHITECTURES, SHAPES, make_config, make_model
-from eaas.model.resolve import ModelNotFound, resolve_model
-from eaas.model.write import TensorOut, write_safetensors
+from eaas.model.loader import ModelNotFound, load_spec, resolve_model
+from eaas.model.make_model import ARCHITECTURES, SHAPES, TensorOut, make_config, make_model, write_safetensors
 from experts.checkpoint import Checkpoint
 from experts.model import ExpertShape
 

@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.bits_per_byte import open_reference
+from eaas.model.loader import resolve_model
 from eaas.model.make_model import make_model
-from eaas.model.resolve import resolve_model
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {}),

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from eaas.model.chat import ChatTemplate, TemplateRefused
-from eaas.model.template_limits import MOST_CHARACTERS, MOST_SECONDS
+from eaas.model.chat import MOST_CHARACTERS, MOST_SECONDS, ChatTemplate, TemplateRefused
 
 DOUBLES = (
     "{% set ns = namespace(s='x') %}{% for i in range(60) %}{% set ns.s = DOUBLE %}{% endfor %}{{ ns.s }}"

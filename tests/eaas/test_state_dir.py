@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from eaas.cluster import state_dir
-from eaas.cluster.state_dir import StateDir
+from eaas.cluster import process
+from eaas.cluster.process import StateDir
 
 
 def test_a_folder_made_again_is_locked_before_the_old_lock_is_given_up(
@@ -16,17 +16,17 @@ def test_a_folder_made_again_is_locked_before_the_old_lock_is_given_up(
 ) -> None:
     kept = StateDir(tmp_path)
     shutil.rmtree(kept.path)
-    lock, taken = state_dir._lock, []
+    lock, taken = process._lock, []
 
     def refused(folder: Path) -> int:
         taken.append(folder)
         raise BlockingIOError("another has it")
 
-    monkeypatch.setattr(state_dir, "_lock", refused)
+    monkeypatch.setattr(process, "_lock", refused)
     with pytest.raises(BlockingIOError):
         kept.ensure()
     assert taken == [kept.path] and not kept.path.exists(), "nobody's folder may look like one that is in use"
-    monkeypatch.setattr(state_dir, "_lock", lock)
+    monkeypatch.setattr(process, "_lock", lock)
     kept.ensure()
     other = StateDir(tmp_path)
     assert kept.path.is_dir(), "the sweep of another launcher left it alone"
