@@ -25,19 +25,19 @@ import urllib.parse
 import urllib.request
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from router import child
 from router.access import LAUNCHER, is_loopback
 from router.client import RouterClient, RouterUnavailable
 from router.config import START_TRIES_S, LauncherOptions
 from router.events import StartProcess, StopProcess
-from router.host import HOST_VARIABLE, PID_VARIABLE, host_id
+from router.host import HOST_VARIABLE, host_id
 from router.state import Config
-from router.tls import Credentials, CredentialsInvalid
+from router.tls import CredentialsInvalid
 from router.view import View
 
 log = logging.getLogger("router.launcher")
@@ -82,53 +82,41 @@ class Order:
     pid: int = 0
     until_s: float = math.inf
 
-
-class Way(Protocol):
-    """How orders are carried out."""
-
-    def carry_out(self, order: Order) -> int:
-        """Try once. Returns the pid of the command that ended, 0 if there was none. Raises OrderFailed."""
-        ...
+    @property
+    def said(self) -> dict[str, str | int]:
+        """What whoever carries it out is told, by name."""
+        return {name: getattr(self, name) for name in ("action", "pool", "member", "pid", "host", "router")}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Exec:
-    """Runs a shell command with the order in its environment.
+def run_command(order: Order, command: str, timeout_s: float) -> int:
+    """Run a shell command, with the order in its environment, to its end; returns its pid.
 
     A start may take as long as it likes: the command may be the process that was asked for, in the foreground.
+
+    Raises:
+        OrderFailed: it ended with a status other than 0, or a stop took longer than timeout_s.
     """
-
-    command: str
-    timeout_s: float
-
-    def carry_out(self, order: Order) -> int:
-        """Run it to its end; returns its pid. Raises OrderFailed: a status other than 0, or a stop took too long."""
-        environment = {
-            **os.environ,
-            "EAAS_ACTION": order.action,
-            "EAAS_POOL": order.pool,
-            "EAAS_MEMBER": order.member,
-            PID_VARIABLE: str(order.pid),
-            "EAAS_ROUTER": order.router,
-            "EAAS_ORDER": order.key,
-            HOST_VARIABLE: order.host,
-        }
-        try:
-            # A session of its own: what is started here outlives the launcher and its terminal.
-            process = subprocess.Popen(
-                self.command, shell=True, stdin=subprocess.DEVNULL, env=environment, start_new_session=True
-            )
-        except OSError as error:
-            raise OrderFailed(f"the command cannot be run: {error}") from error
-        try:
-            status = process.wait(None if order.action == "start" else self.timeout_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            raise OrderFailed(f"the command ran for over {self.timeout_s:g} s and was ended") from None
-        if status != 0:
-            raise OrderFailed(f"the command ended with status {status}", pid=process.pid)
-        return process.pid
+    told = {f"EAAS_{name.upper()}": str(value) for name, value in order.said.items()}
+    try:
+        # A session of its own: what is started here outlives the launcher and its terminal.
+        process = subprocess.Popen(
+            command,
+            shell=True,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **told, "EAAS_ORDER": order.key},
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise OrderFailed(f"the command cannot be run: {error}") from error
+    try:
+        status = process.wait(None if order.action == "start" else timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise OrderFailed(f"the command ran for over {timeout_s:g} s and was ended") from None
+    if status != 0:
+        raise OrderFailed(f"the command ended with status {status}", pid=process.pid)
+    return process.pid
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -138,66 +126,66 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         return None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Webhook:
-    """POSTs the order as JSON, with an Idempotency-Key that stays the same from try to try.
+def post(order: Order, url: str, timeout_s: float, key: str = "") -> int:
+    """POST the order as JSON, with an Idempotency-Key that stays the same from try to try; returns 0.
 
     Raises:
-        LauncherInvalid: no http(s) URL, or a key that would travel in the clear.
+        OrderFailed: no answer in time, or another status than 2xx.
     """
+    headers = {"content-type": "application/json", "idempotency-key": order.key}
+    if key:
+        headers["authorization"] = f"Bearer {key}"
+    request = urllib.request.Request(url, json.dumps(order.said).encode(), headers, method="POST")
+    try:
+        left_s = min(timeout_s, max(0.1, order.until_s - time.monotonic()))
+        with urllib.request.build_opener(_NoRedirect).open(request, timeout=left_s):
+            return 0
+    except urllib.error.HTTPError as error:
+        with error:
+            raise OrderFailed(f"{url} answered {error.code}", is_final=error.code not in _TRY_AGAIN) from None
+    except (OSError, ValueError) as error:
+        raise OrderFailed(f"{url} did not answer: {error}") from error
 
-    url: str
-    timeout_s: float
-    key: str = ""
 
-    def __post_init__(self) -> None:
-        parts = urllib.parse.urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise LauncherInvalid(f"--webhook {self.url} found, an http:// or https:// address needed")
-        if self.key and parts.scheme == "http" and not is_loopback(parts.hostname):
-            raise LauncherInvalid(
-                f"--webhook {self.url} would carry the key unencrypted to another host; use https://"
-            )
-
-    def carry_out(self, order: Order) -> int:
-        """POST it once; returns 0. Raises OrderFailed: no answer in time, or another status than 2xx."""
-        said = {
-            "action": order.action,
-            "pool": order.pool,
-            "member": order.member,
-            "pid": order.pid,
-            "host": order.host,
-            "router": order.router,
-        }
-        headers = {"content-type": "application/json", "idempotency-key": order.key}
-        if self.key:
-            headers["authorization"] = f"Bearer {self.key}"
-        request = urllib.request.Request(self.url, json.dumps(said).encode(), headers, method="POST")
+def _webhook(options: LauncherOptions) -> Callable[[Order], int]:
+    url = urllib.parse.urlsplit(options.webhook)
+    if url.scheme not in ("http", "https") or not url.hostname:
+        raise LauncherInvalid(f"--webhook {options.webhook} found, an http:// or https:// address needed")
+    key = ""
+    if options.webhook_key_file:
         try:
-            timeout_s = min(self.timeout_s, max(0.1, order.until_s - time.monotonic()))
-            with urllib.request.build_opener(_NoRedirect).open(request, timeout=timeout_s):
-                return 0
-        except urllib.error.HTTPError as error:
-            with error:
-                raise OrderFailed(
-                    f"{self.url} answered {error.code}", is_final=error.code not in _TRY_AGAIN
-                ) from None
-        except (OSError, ValueError) as error:
-            raise OrderFailed(f"{self.url} did not answer: {error}") from error
+            key = options.webhook_key_file.read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise LauncherInvalid(f"--webhook-key-file cannot be read: {error}") from error
+        if not key or not key.isascii() or not key.isprintable():
+            raise LauncherInvalid(f"{options.webhook_key_file} holds no key: one line of printable ASCII")
+        if url.scheme == "http" and not is_loopback(url.hostname):
+            raise LauncherInvalid(
+                f"--webhook {options.webhook} would carry the key unencrypted to another host; use https://"
+            )
+    return partial(post, url=options.webhook, timeout_s=options.timeout_s, key=key)
 
 
 class Launcher:
     """Follows the router's orders for one host; each order on a thread of its own, so that none waits for another."""
 
-    def __init__(
-        self, *, router: str, host: str, way: Way, tries: int, credentials: Credentials | None = None
-    ) -> None:
-        """Args: tries: of each order but a start by command, which the router itself orders again."""
-        self._client = RouterClient(router, credentials)
-        self._router = router
-        self._host = host
-        self._way = way
-        self._tries = tries
+    def __init__(self, options: LauncherOptions) -> None:
+        """Nothing is sent yet.
+
+        Raises:
+            LauncherInvalid: the address makes no sense, or the key file cannot be read.
+            CredentialsInvalid: as --tls-dir says.
+        """
+        self._carry: Callable[[Order], int] = (
+            _webhook(options)
+            if options.webhook
+            else partial(run_command, command=options.exec, timeout_s=options.timeout_s)
+        )
+        # A command that starts a process may have done so before it failed; only the router may order another.
+        self._tries = {"start": options.tries if options.webhook else 1, "stop": options.tries}
+        self._router, self._host = options.router, options.host or host_id()
+        self._is_here = self._host == host_id()
+        self._client = RouterClient(options.router, child.credentials(options, LAUNCHER))
         self._closed = threading.Event()
         self._lock = threading.Lock()
         # Starts that have neither failed nor joined, oldest first: key -> (pool, when ordered).
@@ -221,41 +209,28 @@ class Launcher:
         self._client.close()
 
     def _order(self, command: StartProcess | StopProcess) -> Order:
-        key = str(uuid.uuid4())
-        if isinstance(command, StartProcess):
-            pid = 0 if self._is_here() else _PID_LIMIT + secrets.randbelow((1 << 31) - _PID_LIMIT)
-            return Order(
-                key=key,
-                action="start",
-                pool=command.pool,
-                pid=pid,
-                host=self._host,
-                router=self._router,
-                until_s=time.monotonic() + START_TRIES_S,
-            )
-        return Order(
-            key=key,
-            action="stop",
-            pool=command.name.partition("/")[0],
-            member=command.name,
-            pid=command.pid,
-            host=self._host,
-            router=self._router,
-        )
+        made = partial(Order, key=str(uuid.uuid4()), host=self._host, router=self._router)
+        if isinstance(command, StopProcess):
+            pool = command.name.partition("/")[0]
+            return made(action="stop", pool=pool, member=command.name, pid=command.pid)
+        pid = 0 if self._is_here else _PID_LIMIT + secrets.randbelow((1 << 31) - _PID_LIMIT)
+        return made(action="start", pool=command.pool, pid=pid, until_s=time.monotonic() + START_TRIES_S)
 
     def _carry_out(self, order: Order) -> None:
         if order.action == "stop" and (foreign := self._foreign(order.pid)):
             log.error("not_stopped member=%s pid=%d reason=%s", order.member, order.pid, foreign)
             return
-        # A command that starts a process may have done so before it failed; only the router may order another.
-        tries = 1 if order.action == "start" and isinstance(self._way, Exec) else self._tries
         for number, wait_s in enumerate(_backoff(), start=1):
             try:
-                pid = self._way.carry_out(order)
+                pid = self._carry(order)
             except OrderFailed as error:
                 said = (order.action, order.pool, order.member, number, error)
                 log.warning("order_failed action=%s pool=%s member=%s try=%d reason=%s", *said)
-                if error.is_final or number >= tries or time.monotonic() + wait_s >= order.until_s:
+                if (
+                    error.is_final
+                    or number >= self._tries[order.action]
+                    or time.monotonic() + wait_s >= order.until_s
+                ):
                     self._give_up(order, error.pid)
                     return
                 if self._closed.wait(wait_s):
@@ -273,7 +248,7 @@ class Launcher:
         """
         if pid <= 1:
             return "no pid of a member"
-        if not self._is_here():
+        if not self._is_here:
             return "" if pid >= _PID_LIMIT else "no number of an order"
         try:
             environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
@@ -295,7 +270,7 @@ class Launcher:
     def _report(self, pid: int, pool: str) -> None:
         """Tell the router of a process of this host that ended (pid), of a start that failed (pool), or both."""
         # Only on its own machine does a pid name the process: elsewhere another may have it.
-        pid = pid if self._is_here() else 0
+        pid = pid if self._is_here else 0
         if not pid and not pool:
             return
         for wait_s in _backoff():
@@ -306,9 +281,6 @@ class Launcher:
                 log.warning("report_delayed pid=%d pool=%s reason=%s", pid, pool, error)
             if self._closed.wait(wait_s):
                 return
-
-    def _is_here(self) -> bool:
-        return self._host == host_id()
 
     def _see(self, view: View) -> None:
         present = {member.name: member.pool for member in view.members if member.host == self._host}
@@ -334,38 +306,9 @@ def _backoff() -> Iterator[float]:
         wait_s = min(2 * wait_s, _BACKOFF_MOST_S)
 
 
-def launcher_of(options: LauncherOptions) -> Launcher:
-    """The launcher that the options ask for.
-
-    Raises:
-        LauncherInvalid: the address makes no sense, or the key file cannot be read.
-        CredentialsInvalid: as --tls-dir says.
-    """
-    way: Way
-    if options.webhook:
-        key = ""
-        if options.webhook_key_file:
-            try:
-                key = options.webhook_key_file.read_text().strip()
-            except (OSError, UnicodeDecodeError) as error:
-                raise LauncherInvalid(f"--webhook-key-file cannot be read: {error}") from error
-            if not key or not key.isascii() or not key.isprintable():
-                raise LauncherInvalid(f"{options.webhook_key_file} holds no key: one line of printable ASCII")
-        way = Webhook(url=options.webhook, timeout_s=options.timeout_s, key=key)
-    else:
-        way = Exec(command=options.exec, timeout_s=options.timeout_s)
-    return Launcher(
-        router=options.router,
-        host=options.host or host_id(),
-        way=way,
-        tries=options.tries,
-        credentials=child.credentials(options, LAUNCHER),
-    )
-
-
 def main(options: LauncherOptions) -> int:
-    """Carry out orders until SIGTERM or SIGINT. Raises as launcher_of says. Returns the exit code."""
-    launcher = launcher_of(options)
+    """Carry out orders until SIGTERM or SIGINT. Raises as Launcher does. Returns the exit code."""
+    launcher = Launcher(options)
     for number in (signal.SIGTERM, signal.SIGINT):
         # On another thread: the one interrupted may hold the client's lock.
         signal.signal(number, lambda *_: threading.Thread(target=launcher.close).start())

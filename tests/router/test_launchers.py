@@ -23,7 +23,7 @@ from router.client import RouterClient
 from router.config import LauncherOptions
 from router.events import StartProcess, StopProcess
 from router.host import host_id
-from router.launcher import Exec, Order, OrderFailed, Webhook, launcher_of
+from router.launcher import Launcher, Order, OrderFailed, post, run_command
 from router.options import read
 from router.state import Config
 from tests.host_stalls import bounded
@@ -230,7 +230,7 @@ def test_a_webhook_is_told_what_to_start_and_its_processes_fill_the_order_from_a
     ]
     for client, name in zip(members, names, strict=True):
         client.start(
-            on_view=lambda v, c=client, n=name: c.loaded(v.member(n).target, v.epoch) if v.member(n) else None
+            on_view=lambda v, c=client, n=name: c.loaded(m.target, v.epoch) if (m := v.member(n)) else None
         )
     watcher = RouterClient(router.address)
     until(lambda: [m.state for m in watcher.status().view.members] == ["serving"] * 2)
@@ -292,11 +292,11 @@ def test_a_launcher_that_ends_leaves_what_it_started_and_stops_within_a_second(
 def test_a_redirect_is_not_followed_and_silence_is_a_failure(hook: Hook) -> None:
     hook.answer = 302
     with pytest.raises(OrderFailed, match="answered 302") as caught:
-        Webhook(url=hook.url, timeout_s=1).carry_out(order())
+        post(order(), hook.url, timeout_s=1)
     assert caught.value.is_final
     assert len(hook.seen) == 1
     with pytest.raises(OrderFailed, match="did not answer") as caught:
-        Webhook(url="http://127.0.0.1:1/", timeout_s=1).carry_out(order())
+        post(order(), "http://127.0.0.1:1/", timeout_s=1)
     assert not caught.value.is_final
 
 
@@ -304,9 +304,7 @@ def test_a_redirect_is_not_followed_and_silence_is_a_failure(hook: Hook) -> None
 def test_a_stop_command_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     with pytest.raises(OrderFailed, match=r"ran for over 3 s and was ended"):
-        Exec(command=f"sleep 60 & echo $! > {shlex.quote(str(pid))}; wait", timeout_s=3).carry_out(
-            order("stop")
-        )
+        run_command(order("stop"), f"sleep 60 & echo $! > {shlex.quote(str(pid))}; wait", timeout_s=3)
     child = Path(f"/proc/{pid.read_text().strip()}/stat")
     until(lambda: not child.exists() or child.read_text().rpartition(")")[2].split()[0] == "Z")
 
@@ -328,7 +326,7 @@ def test_a_launcher_that_makes_no_sense_says_why(tmp_path: Path, flags: list[str
     (tmp_path / "EMPTY").write_text("\n")
     named = [str(tmp_path / flag) if flag in ("KEY", "NONE", "EMPTY") else flag for flag in flags]
     with pytest.raises(ValueError, match=message):
-        launcher_of(options(*named))
+        Launcher(options(*named))
 
 
 @pytest.mark.parametrize("host", ["", "elsewhere"])
@@ -336,7 +334,7 @@ def test_only_what_a_launcher_started_is_ended(
     tmp_path: Path, host: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended = tmp_path / "ended"
-    launcher = launcher_of(options("--host", host, "--exec", f"echo $EAAS_PID >> {ended}"))
+    launcher = Launcher(options("--host", host, "--exec", f"echo $EAAS_PID >> {ended}"))
     monkeypatch.setattr(launcher, "_report", lambda pid, pool: None)
     foreign = subprocess.Popen(["sleep", "60"])
     ours = subprocess.Popen(["sleep", "60"], env={**os.environ, "EAAS_HOST": host_id()})
@@ -358,7 +356,7 @@ def test_a_start_by_webhook_is_given_up_before_the_router_orders_again(
     assert Config.start_s > launching.START_TRIES_S
     monkeypatch.setattr(launching, "START_TRIES_S", 1.0)
     hook.answer = 503
-    launcher = launcher_of(options("--host", "cloud", "--webhook", hook.url, "--tries", "50"))
+    launcher = Launcher(options("--host", "cloud", "--webhook", hook.url, "--tries", "50"))
     given_up: list[str] = []
     monkeypatch.setattr(launcher, "_report", lambda pid, pool: given_up.append(pool))
     start = launcher._order(StartProcess(host="", pool="expert"))
