@@ -48,50 +48,13 @@ LEASE_THREAD = "router-lease"
 # No View in use is older than so many terms.
 _MOST_SALTS = 64
 
+# With which the router says that it will not, rather than that it cannot.
 _REFUSALS = (
     grpc.StatusCode.FAILED_PRECONDITION,
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
     grpc.StatusCode.PERMISSION_DENIED,
 )
-
-
-class PendingReport:
-    """What a member says with its next renewal, beside its load. For use from any thread.
-
-    What an unanswered renewal said is lost: nothing but balance and metrics needs it.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._routed: tuple[NDArray[np.uint32], NDArray[np.uint32]] | None = None
-        self._totals: tuple[Totals, ...] = ()
-
-    def routed(self, rows: NDArray[np.uint32], activated: NDArray[np.uint32]) -> None:
-        """Add rows sent, and batches that had any, [layers * experts], to those not told yet."""
-        with self._lock:
-            if self._routed is not None:
-                rows, activated = rows + self._routed[0], activated + self._routed[1]
-            self._routed = (rows, activated)
-
-    def counted(self, totals: Iterable[Totals]) -> None:
-        """Replace the counters not told yet."""
-        with self._lock:
-            self._totals = tuple(totals)
-
-    def forget(self) -> None:
-        """Nothing of it is to be said under another name."""
-        with self._lock:
-            self._routed, self._totals = None, ()
-
-    def take_into(self, request: pb.RenewRequest) -> None:
-        """Move everything into a request."""
-        with self._lock:
-            routed, self._routed = self._routed, None
-            totals, self._totals = self._totals, ()
-        if routed is not None:
-            request.rows, request.activated = (part.astype("<u4").tobytes() for part in routed)
-        request.totals.extend(to_message(each) for each in totals)
 
 
 class RouterClient:
@@ -122,7 +85,10 @@ class RouterClient:
         self._told_salt = 0  # of the term that knows what this expert server holds
         self._held: tuple[bytes, int] = (b"", 0)
         self._loaded: tuple[Identity | None, bytes, int, int] | None = None
-        self._pending = PendingReport()
+        # What the next renewal says beside the load. What an unanswered one said is lost: nothing but balance and
+        # metrics needs it.
+        self._routed: tuple[NDArray[np.uint32], NDArray[np.uint32]] | None = None
+        self._totals: tuple[Totals, ...] = ()
         self._watching: grpc.Call | None = None
         self._spoke_s = boot_s()
         self._threads: list[threading.Thread] = []
@@ -210,12 +176,9 @@ class RouterClient:
             expert_bytes=expert_bytes,
         )
         sent_s = boot_s()
-        try:
-            reply = self._connection.ask(self._stub.Join, to_message(joining), timeout_s)
-        except grpc.RpcError as error:
-            if error.code() in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT):
-                raise JoinRefused(error.details()) from None
-            raise self._connection.unavailable(error, "join") from error
+        reply = self._connection.call(
+            self._stub.Join, to_message(joining), timeout_s, JoinRefused, _REFUSALS[:2]
+        )
         with self._lock:
             self._acked = 0
             self._salts = []
@@ -223,7 +186,8 @@ class RouterClient:
             self._told_salt = reply.salt
             self._held = (b"", 0)
             self._loaded = None
-            self._pending.forget()
+            # Nothing of it is to be said under another name.
+            self._routed, self._totals = None, ()
             self._view = None
             self._fenced = False
             self._spoke_s = sent_s
@@ -296,11 +260,15 @@ class RouterClient:
         Args:
             rows, activated: [layers * experts], in the order of bitmaps: rows, and batches that had any.
         """
-        self._pending.routed(rows, activated)
+        with self._lock:
+            if self._routed is not None:
+                rows, activated = rows + self._routed[0], activated + self._routed[1]
+            self._routed = rows, activated
 
     def counted(self, totals: Iterable[Totals]) -> None:
         """Say what this process has counted since it began: it goes with the next renewal. Does not block."""
-        self._pending.counted(totals)
+        with self._lock:
+            self._totals = tuple(totals)
 
     def scale(self, pool: str, wanted: int, drain_s: float | None = None, timeout_s: float = 5.0) -> PoolSize:
         """Change the wanted size of a pool; the change itself takes its time.
@@ -315,12 +283,8 @@ class RouterClient:
         if wanted < 0:
             raise ScaleRefused(f"{wanted} members of pool {pool!r} asked for; give at least 0")
         request = pb.ScaleRequest(pool=pool, wanted=wanted, drain_s=drain_s or 0.0)
-        try:
-            return from_message(PoolSize, self._connection.ask(self._stub.Scale, request, timeout_s).pool)
-        except grpc.RpcError as error:
-            if error.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.PERMISSION_DENIED):
-                raise ScaleRefused(error.details()) from None
-            raise self._connection.unavailable(error, "scale") from error
+        reply = self._connection.call(self._stub.Scale, request, timeout_s, ScaleRefused, _REFUSALS)
+        return from_message(PoolSize, reply.pool)
 
     def inject(self, names: Sequence[str], fault: Fault, timeout_s: float = 5.0) -> str:
         """Have members do a fault to themselves: each that is named is told, or none. Returns the fault's id.
@@ -333,25 +297,17 @@ class RouterClient:
             RouterUnavailable: no router answered in time.
         """
         request = pb.InjectRequest(names=names, fault=to_message(fault))
-        return self._ask_for_faults(self._stub.Inject, request, timeout_s).id
+        return self._connection.call(self._stub.Inject, request, timeout_s, FaultRefused, _REFUSALS).id
 
     def clear(self, fault_id: str = "", timeout_s: float = 5.0) -> list[str]:
         """End a fault, or all; the ids of those that were active. Raises as `inject`."""
         request = pb.ClearRequest(id=fault_id)
-        return list(self._ask_for_faults(self._stub.Clear, request, timeout_s).ids)
+        return list(self._connection.call(self._stub.Clear, request, timeout_s, FaultRefused, _REFUSALS).ids)
 
     def faults(self, timeout_s: float = 5.0) -> list[Injection]:
         """What is injected, and what was lately, oldest first. Raises RouterUnavailable."""
         reply = self._connection.call(self._stub.Faults, pb.FaultsRequest(), timeout_s)
         return [from_message(Injection, message) for message in reply.injections]
-
-    def _ask_for_faults(self, method: Callable[..., Any], request: Any, timeout_s: float) -> Any:
-        try:
-            return self._connection.ask(method, request, timeout_s)
-        except grpc.RpcError as error:
-            if error.code() in _REFUSALS:
-                raise FaultRefused(error.details()) from None
-            raise self._connection.unavailable(error, "faults") from error
 
     def suspect(self, name: str, incarnation: int, reason: str, timeout_s: float = 1.0) -> None:
         """Tell the router that a member misbehaves. Raises RouterUnavailable."""
@@ -449,18 +405,24 @@ class RouterClient:
                 self._wake.wait(max(0.0, wait_s - (self._spoke_s - began_s)))
 
     def _renew(self, identity: Identity) -> None:
+        # Before the rest is taken: whoever is asked for its load may count something more.
+        load = self._present_load()
         with self._lock:
             acked, seen = self._acked, self._view.epoch if self._view is not None else 0
             salt = next((salt for first, salt in reversed(self._salts) if first <= acked), 0)
+            routed, self._routed = self._routed, None
+            totals, self._totals = self._totals, ()
         request = pb.RenewRequest(
             name=identity.name,
             incarnation=identity.incarnation,
-            load=self._present_load(),
+            load=load,
             acked=acked,
             salt=salt,
             seen=seen,
+            totals=[to_message(each) for each in totals],
         )
-        self._pending.take_into(request)
+        if routed is not None:
+            request.rows, request.activated = (part.astype("<u4").tobytes() for part in routed)
         reply = self._stub.Renew(request, timeout=identity.lease_s / 2)
         if reply.fenced:
             self._fence(

@@ -77,9 +77,8 @@ def pid_at(address: str, timeout_s: float, credentials: Credentials | None = Non
             return None
 
 
-def is_refused_by_standby(error: grpc.RpcError) -> bool:
-    """True if a router carried nothing out because it does not lead, or does no more: the one that leads may be asked
-    at once."""
+def _is_of_standby(error: grpc.RpcError) -> bool:
+    # It has carried nothing out: the one that leads may be asked at once.
     metadata: Any = error.trailing_metadata()
     return any(key == STANDBY for key, _ in metadata or ())
 
@@ -129,32 +128,42 @@ class Connection:
                 self._stub = rpc.RouterStub(self._channels[-1])
             return self._stub
 
-    def unavailable(self, error: grpc.RpcError, what: str) -> RouterUnavailable:
-        """What a caller is told who asked for `what`."""
-        # To somebody without a certificate a router with TLS looks like one that is away.
-        proof = "" if self._credentials else ", or name a folder of certificates where the cluster has TLS"
-        return RouterUnavailable(
-            f"{what}: the router at {self.address} did not answer ({error.code().name}: {error.details()}); "
-            f"see that it runs and that the address is right{proof}"
-        )
+    def call(
+        self,
+        method: Callable[..., Any],
+        request: Any,
+        timeout_s: float,
+        refused: type[Exception] = RouterUnavailable,
+        codes: Sequence[grpc.StatusCode] = (),
+    ) -> Any:
+        """The answer of whoever leads.
 
-    def call(self, method: Callable[..., Any], request: Any, timeout_s: float) -> Any:
-        """As `ask`, but raises RouterUnavailable."""
-        try:
-            return self.ask(method, request, timeout_s)
-        except grpc.RpcError as error:
-            raise self.unavailable(error, type(request).__name__.removesuffix("Request")) from error
+        Args:
+            refused: Raised with the router's own words, where its status is one of these codes.
 
-    def ask(self, method: Callable[..., Any], request: Any, timeout_s: float) -> Any:
-        """The answer of whoever leads. Raises grpc.RpcError."""
+        Raises:
+            RouterUnavailable: no router answered in time, or with another status.
+        """
         end_s = boot_s() + timeout_s
         while True:
             try:
                 return method(request, timeout=max(0.0, end_s - boot_s()), wait_for_ready=True)
             except grpc.RpcError as error:
                 # A router that has just ceased to lead refuses before its health has told everyone.
-                if not is_refused_by_standby(error) or self.closed.wait(_RETRY_FIRST_S):
-                    raise
+                if _is_of_standby(error) and not self.closed.wait(_RETRY_FIRST_S):
+                    continue
+                if error.code() in codes:
+                    raise refused(error.details()) from None
+                # To somebody without a certificate a router with TLS looks like one that is away.
+                proof = (
+                    ""
+                    if self._credentials
+                    else ", or name a folder of certificates where the cluster has TLS"
+                )
+                raise RouterUnavailable(
+                    f"{type(request).__name__.removesuffix('Request')}: the router at {self.address} did not answer "
+                    f"({error.code().name}: {error.details()}); see that it runs and that the address is right{proof}"
+                ) from error
 
     def stream(self, call: Callable[[], Any]) -> Iterator[Any]:
         """The messages of a stream, which is opened again whenever it ends, until `close`."""
