@@ -13,7 +13,6 @@ import json
 import sys
 import time
 from collections import deque
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +136,7 @@ def write(plan: dict[str, Any]) -> None:
                 "sent": number,
                 "at_s": now_s,
                 "rails": [rail._asdict() for rail in end.endpoint.rail_counts(peer)],
-                "link": asdict(monitor.read()),
+                "link": monitor.read()._asdict(),
                 **end.counts(),
             }
             # Whole, whoever reads it meanwhile.

@@ -15,10 +15,9 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,29 +52,9 @@ class ChannelState(IntEnum):
     SLOW = 1
 
 
-class _State(ctypes.Structure):
-    _fields_ = [
-        (name, ctypes.c_uint64)
-        for name in (
-            "bandwidth",
-            "mean_bandwidth",
-            "outstanding",
-            "most_outstanding",
-            "writes",
-            "bytes",
-            "anomalies",
-            "dropped",
-            "changed_ns",
-            "state",
-        )
-    ]
+class MonitorState(NamedTuple):
+    """One channel now (P2pMonitorState). Bandwidths in bytes per second, over 8 writes and over 50 ms; 0: not known."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class MonitorState:
-    """One channel now. Bandwidths in bytes per second, over 8 writes and over 50 ms; 0 while not known."""
-
-    state: ChannelState
     bandwidth: int
     mean_bandwidth: int
     outstanding: int
@@ -85,6 +64,7 @@ class MonitorState:
     anomalies: int
     dropped: int
     changed_ns: int
+    state: ChannelState
 
 
 class Monitor:
@@ -102,11 +82,11 @@ class Monitor:
 
     def read(self) -> MonitorState:
         """The channel's state; any thread."""
-        found = _State()
+        words = (ctypes.c_uint64 * len(MonitorState._fields))()
         with self._guard():
-            self._library.p2p_monitor_read(self.address, ctypes.byref(found))
-        values = {field[0]: getattr(found, field[0]) for field in _State._fields_}
-        return MonitorState(**values | {"state": ChannelState(found.state)})
+            self._library.p2p_monitor_read(self.address, words)
+        *numbers, state = words
+        return MonitorState(*numbers, state=ChannelState(state))
 
     def drain(self) -> Records:
         """Take the oldest records, at most RING_RECORDS; one thread at a time."""

@@ -7,7 +7,7 @@
 
 #include "p2p/native/doorbell.h"
 #include "p2p/native/frame.h"
-#include "p2p/native/spin.h"
+#include "p2p/native/wait.h"
 
 #define LOOP extern "C" __attribute__((visibility("default")))
 

@@ -2,24 +2,10 @@
 
 #include <algorithm>
 #include <bit>
-#include <cerrno>
 #include <cstddef>
 #include <cstring>
 
-#include "p2p/native/futex.h"
-
-namespace p2p {
-
-bool futex_wait(const uint32_t* word, uint32_t seen, Scope scope, const timespec* timeout) {
-    long result = syscall(SYS_futex, word, FUTEX_WAIT | int(scope), seen, timeout, nullptr, 0);
-    return result == 0 || errno != ETIMEDOUT;
-}
-
-void futex_wake_all(uint32_t* word, Scope scope) {
-    syscall(SYS_futex, word, FUTEX_WAKE | int(scope), INT_MAX, nullptr, nullptr, 0);
-}
-
-}  // namespace p2p
+#include "p2p/native/wait.h"
 
 namespace {
 
@@ -56,13 +42,6 @@ P2P_API int p2p_bell_init(void* page, uint64_t incarnation, uint32_t lanes) {
     PageHeader header{P2P_BELL_MAGIC, P2P_BELL_VERSION, incarnation, 0, 0, lanes};
     std::memcpy(page, &header, sizeof header);
     return 0;
-}
-
-P2P_API int p2p_bell_check(const void* page, uint64_t incarnation) {
-    PageHeader header;
-    std::memcpy(&header, page, sizeof header);
-    bool known = header.magic == P2P_BELL_MAGIC && header.version == P2P_BELL_VERSION;
-    return known && header.incarnation == incarnation ? 0 : -1;
 }
 
 P2P_API void p2p_bell_beat(void* page) {

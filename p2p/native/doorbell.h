@@ -29,8 +29,6 @@ constexpr uint64_t P2P_BLIND_WAIT_NS = 50'000;  // a wait without a doorbell
 
 // 0, or -1 where lanes is not in 1..P2P_BELL_LANES. `page` is zeroed memory of P2P_BELL_PAGE bytes.
 P2P_API int p2p_bell_init(void* page, uint64_t incarnation, uint32_t lanes);
-// For the peer: 0 where this is that endpoint's page, else -1.
-P2P_API int p2p_bell_check(const void* page, uint64_t incarnation);
 P2P_API void p2p_bell_beat(void* page);
 P2P_API uint64_t p2p_bell_heartbeat(const void* page);
 

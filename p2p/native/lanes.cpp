@@ -12,8 +12,7 @@
 #include <memory>
 #include <new>
 
-#include "p2p/native/futex.h"
-#include "p2p/native/spin.h"
+#include "p2p/native/wait.h"
 
 namespace {
 
@@ -198,8 +197,6 @@ P2P_API void p2p_lanes_free(LanePool* pool) {
         sched_setaffinity(0, sizeof pool->caller_cores, &pool->caller_cores);
     delete pool;
 }
-
-P2P_API uint32_t p2p_lanes_count(const LanePool* pool) { return pool->count; }
 
 P2P_API int p2p_lanes_run(LanePool* pool, void (*fn)(void* arg, uint32_t lane), void* arg) {
     if (pool->running.exchange(true, std::memory_order_acquire)) return P2P_E_LANES_BUSY;

@@ -22,7 +22,6 @@ enum {
 P2P_API LanePool* p2p_lanes_new(uint32_t count, const int32_t* cores);
 // Stops and joins the threads; gives the caller's affinity back where run had pinned it. Null is fine.
 P2P_API void p2p_lanes_free(LanePool* pool);
-P2P_API uint32_t p2p_lanes_count(const LanePool* pool);
 
 // fn(arg, lane) on every lane; the caller becomes lane 0 (and stays pinned to its core). Returns 0 when all
 // lanes are done, with all that they wrote visible, or P2P_E_LANES_BUSY. fn must not throw, nor run the same

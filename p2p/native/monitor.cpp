@@ -85,7 +85,6 @@ struct P2pMonitor {
     // The feeder's own.
     uint64_t outstanding = 0;
     uint64_t mark_ns = 0;  // the last completion, or the post that ended a pause
-    bool marked = false;
     bool slow = false;
     uint32_t next = 0;  // of `recent`
     Writes recent[P2P_MONITOR_WRITES];
@@ -102,12 +101,6 @@ struct P2pMonitor {
     alignas(64) std::atomic<uint32_t> head{0};
     std::unique_ptr<P2pMonitorRecord[]> ring;
     uint32_t capacity = 0;
-
-    void begin_window() {
-        std::fill(std::begin(recent), std::end(recent), Writes{});
-        window = {};
-        evidence = {};
-    }
 
     void slide(const Writes& write) {
         Writes& place = recent[next++ % P2P_MONITOR_WRITES];
@@ -209,10 +202,7 @@ P2P_API void p2p_monitor_free(P2pMonitor* monitor) { delete monitor; }
 
 P2P_API void p2p_monitor_posted(P2pMonitor* monitor, uint64_t now_ns, uint64_t bytes) {
     if (!monitor || !bytes) return;
-    if (!monitor->outstanding) {
-        monitor->mark_ns = now_ns;
-        monitor->marked = true;
-    }
+    if (!monitor->outstanding) monitor->mark_ns = now_ns;
     monitor->outstanding += bytes;
     set(monitor->published.outstanding, monitor->outstanding);
 }
@@ -222,29 +212,16 @@ P2P_API void p2p_monitor_completed(P2pMonitor* monitor, uint64_t now_ns, uint64_
     P2pMonitor& m = *monitor;
     uint64_t before = m.outstanding;
     m.outstanding -= std::min(bytes, before);
-    // The first after a cut tells only where the next one begins.
-    if (m.marked) {
-        const Writes write{bytes, now_ns - std::min(now_ns, m.mark_ns), 1, before};
-        m.slide(write);
-        m.judge(write, now_ns);
-    }
+    const Writes write{bytes, now_ns - std::min(now_ns, m.mark_ns), 1, before};
+    m.slide(write);
+    m.judge(write, now_ns);
     m.mark_ns = now_ns;
-    m.marked = true;
     uint64_t bandwidth = m.window.count == P2P_MONITOR_WRITES ? m.window.bandwidth() : 0;
     m.keep(now_ns, posted_ns, bytes, bandwidth);
     set(m.published.bandwidth, bandwidth);
     set(m.published.outstanding, m.outstanding);
     add(m.published.writes, 1);
     add(m.published.bytes, bytes);
-}
-
-P2P_API void p2p_monitor_abandoned(P2pMonitor* monitor, uint64_t bytes) {
-    if (!monitor) return;
-    monitor->outstanding -= std::min(bytes, monitor->outstanding);
-    monitor->marked = false;
-    monitor->begin_window();
-    set(monitor->published.outstanding, monitor->outstanding);
-    set(monitor->published.bandwidth, 0);
 }
 
 P2P_API void p2p_monitor_read(const P2pMonitor* monitor, P2pMonitorState* out) {

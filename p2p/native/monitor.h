@@ -3,7 +3,7 @@
 //
 // The feeder says when a write was posted and when it completed. Posted means handed to the channel, whether on
 // the wire yet or in the channel's own queue, so that what is outstanding shows what the channel owes. Each
-// posted write ends in exactly one completion (in any order) or in an abandonment. Times are nanoseconds of one
+// posted write ends in exactly one completion, in any order. Times are nanoseconds of one
 // monotonic clock and never run backwards.
 //
 // Over the last W = 8 completed writes:
@@ -86,8 +86,6 @@ P2P_API void p2p_monitor_free(P2pMonitor* monitor);
 // For the feeder. A write of no bytes is ignored.
 P2P_API void p2p_monitor_posted(P2pMonitor* monitor, uint64_t now_ns, uint64_t bytes);
 P2P_API void p2p_monitor_completed(P2pMonitor* monitor, uint64_t now_ns, uint64_t posted_ns, uint64_t bytes);
-// These bytes will not complete: the channel was cut. The window begins anew; what is usual stays.
-P2P_API void p2p_monitor_abandoned(P2pMonitor* monitor, uint64_t bytes);
 
 // From any thread; zeros for null.
 P2P_API void p2p_monitor_read(const P2pMonitor* monitor, P2pMonitorState* out);

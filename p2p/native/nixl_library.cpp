@@ -51,41 +51,8 @@ bool find(void* library, const char* name, Function& function, const char** miss
 
 const char* find_all(void* library) {
     const char* missing = nullptr;
-#define P2P_FIND(name) find(library, #name, table.name, &missing)
-    P2P_FIND(create_configured_agent);
-    P2P_FIND(destroy_agent);
-    P2P_FIND(create_params);
-    P2P_FIND(destroy_params);
-    P2P_FIND(create_backend);
-    P2P_FIND(destroy_backend);
-    P2P_FIND(get_local_md);
-    P2P_FIND(load_remote_md);
-    P2P_FIND(create_reg_dlist);
-    P2P_FIND(destroy_reg_dlist);
-    P2P_FIND(reg_dlist_add_desc);
-    P2P_FIND(register_mem);
-    P2P_FIND(create_xfer_dlist);
-    P2P_FIND(destroy_xfer_dlist);
-    P2P_FIND(xfer_dlist_clear);
-    P2P_FIND(xfer_dlist_add_desc);
-    P2P_FIND(create_opt_args);
-    P2P_FIND(destroy_opt_args);
-    P2P_FIND(opt_args_set_notif_msg);
-    P2P_FIND(opt_args_set_has_notif);
-    P2P_FIND(create_xfer_req);
-    P2P_FIND(post_xfer_req);
-    P2P_FIND(get_xfer_status);
-    P2P_FIND(release_xfer_req);
-    P2P_FIND(destroy_xfer_req);
-    P2P_FIND(gen_notif);
-    P2P_FIND(create_notif_map);
-    P2P_FIND(destroy_notif_map);
-    P2P_FIND(notif_map_clear);
-    P2P_FIND(notif_map_size);
-    P2P_FIND(notif_map_get_agent_at);
-    P2P_FIND(notif_map_get_notifs_size);
-    P2P_FIND(notif_map_get_notif);
-    P2P_FIND(get_notifs);
+#define P2P_FIND(name, ...) find(library, #name, table.name, &missing);
+    P2P_NIXL_FUNCTIONS(P2P_FIND)
 #undef P2P_FIND
     return missing;
 }

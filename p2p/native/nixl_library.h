@@ -18,42 +18,48 @@ constexpr int WRITE = 1;
 
 using Handle = void*;  // agents, descriptor lists, requests...
 
+// Its functions: the name without nixl_capi_, then the types of the arguments. Each returns 0 or an error.
+#define P2P_NIXL_FUNCTIONS(X) \
+    X(create_configured_agent, const char* name, const void* config, Handle* agent) \
+    X(destroy_agent, Handle agent) \
+    X(create_params, Handle* params) \
+    X(destroy_params, Handle params) \
+    X(create_backend, Handle agent, const char* plugin, Handle params, Handle* backend) \
+    X(destroy_backend, Handle backend) \
+    X(get_local_md, Handle agent, void** data, size_t* bytes) \
+    X(load_remote_md, Handle agent, const void* data, size_t bytes, char** name) \
+    X(create_reg_dlist, int kind, Handle* list) \
+    X(destroy_reg_dlist, Handle list) \
+    X(reg_dlist_add_desc, Handle list, uintptr_t at, size_t bytes, uint64_t device, const void*, size_t) \
+    X(register_mem, Handle agent, Handle list, Handle options) \
+    X(create_xfer_dlist, int kind, Handle* list) \
+    X(destroy_xfer_dlist, Handle list) \
+    X(xfer_dlist_clear, Handle list) \
+    X(xfer_dlist_add_desc, Handle list, uintptr_t at, size_t bytes, uint64_t device) \
+    X(create_opt_args, Handle* options) \
+    X(destroy_opt_args, Handle options) \
+    X(opt_args_set_notif_msg, Handle options, const void* data, size_t bytes) \
+    X(opt_args_set_has_notif, Handle options, bool value) \
+    X(create_xfer_req, Handle agent, int operation, Handle local, Handle remote, \
+      const char* remote_agent, Handle* request, Handle options) \
+    X(post_xfer_req, Handle agent, Handle request, Handle options) \
+    X(get_xfer_status, Handle agent, Handle request) \
+    X(release_xfer_req, Handle agent, Handle request) \
+    X(destroy_xfer_req, Handle request) \
+    X(gen_notif, Handle agent, const char* remote_agent, const void* data, size_t bytes, Handle options) \
+    X(create_notif_map, Handle* map) \
+    X(destroy_notif_map, Handle map) \
+    X(notif_map_clear, Handle map) \
+    X(notif_map_size, Handle map, size_t* agents) \
+    X(notif_map_get_agent_at, Handle map, size_t index, const char** name) \
+    X(notif_map_get_notifs_size, Handle map, const char* name, size_t* notes) \
+    X(notif_map_get_notif, Handle map, const char* name, size_t index, const void** data, size_t* bytes) \
+    X(get_notifs, Handle agent, Handle map, Handle options)
+
 struct Functions {
-    int (*create_configured_agent)(const char* name, const void* config, Handle* agent);
-    int (*destroy_agent)(Handle agent);
-    int (*create_params)(Handle* params);
-    int (*destroy_params)(Handle params);
-    int (*create_backend)(Handle agent, const char* plugin, Handle params, Handle* backend);
-    int (*destroy_backend)(Handle backend);
-    int (*get_local_md)(Handle agent, void** data, size_t* bytes);
-    int (*load_remote_md)(Handle agent, const void* data, size_t bytes, char** name);
-    int (*create_reg_dlist)(int kind, Handle* list);
-    int (*destroy_reg_dlist)(Handle list);
-    int (*reg_dlist_add_desc)(Handle list, uintptr_t at, size_t bytes, uint64_t device, const void*, size_t);
-    int (*register_mem)(Handle agent, Handle list, Handle options);
-    int (*create_xfer_dlist)(int kind, Handle* list);
-    int (*destroy_xfer_dlist)(Handle list);
-    int (*xfer_dlist_clear)(Handle list);
-    int (*xfer_dlist_add_desc)(Handle list, uintptr_t at, size_t bytes, uint64_t device);
-    int (*create_opt_args)(Handle* options);
-    int (*destroy_opt_args)(Handle options);
-    int (*opt_args_set_notif_msg)(Handle options, const void* data, size_t bytes);
-    int (*opt_args_set_has_notif)(Handle options, bool value);
-    int (*create_xfer_req)(Handle agent, int operation, Handle local, Handle remote, const char* remote_agent,
-                           Handle* request, Handle options);
-    int (*post_xfer_req)(Handle agent, Handle request, Handle options);
-    int (*get_xfer_status)(Handle agent, Handle request);
-    int (*release_xfer_req)(Handle agent, Handle request);
-    int (*destroy_xfer_req)(Handle request);
-    int (*gen_notif)(Handle agent, const char* remote_agent, const void* data, size_t bytes, Handle options);
-    int (*create_notif_map)(Handle* map);
-    int (*destroy_notif_map)(Handle map);
-    int (*notif_map_clear)(Handle map);
-    int (*notif_map_size)(Handle map, size_t* agents);
-    int (*notif_map_get_agent_at)(Handle map, size_t index, const char** name);
-    int (*notif_map_get_notifs_size)(Handle map, const char* name, size_t* notes);
-    int (*notif_map_get_notif)(Handle map, const char* name, size_t index, const void** data, size_t* bytes);
-    int (*get_notifs)(Handle agent, Handle map, Handle options);
+#define P2P_NIXL_FUNCTION(name, ...) int (*name)(__VA_ARGS__);
+    P2P_NIXL_FUNCTIONS(P2P_NIXL_FUNCTION)
+#undef P2P_NIXL_FUNCTION
 };
 
 // Null before p2p_nixl_load has succeeded.

@@ -18,7 +18,6 @@ P2P_API int p2p_window_init(void* window, uint64_t bytes, uint64_t incarnation, 
     header.version = P2P_WINDOW_VERSION;
     header.incarnation = incarnation;
     header.slots = slots;
-    header.state = P2P_STATE_STARTING;
     header.payload_capacity = payload_capacity;
     header.slot_stride = p2p_slot_stride(payload_capacity);
     std::memcpy(window, &header, sizeof header);
@@ -38,20 +37,4 @@ P2P_API int p2p_window_check(const void* window, uint64_t bytes, uint64_t incarn
     bool agreed = header.slots == slots && header.payload_capacity == payload_capacity &&
                   header.slot_stride == p2p_slot_stride(payload_capacity);
     return agreed ? 0 : P2P_E_WINDOW_LAYOUT;
-}
-
-P2P_API void p2p_window_beat(void* window) {
-    __atomic_fetch_add(&static_cast<P2pWindowHeader*>(window)->heartbeat, 1, __ATOMIC_RELEASE);
-}
-
-P2P_API uint64_t p2p_window_heartbeat(const void* window) {
-    return __atomic_load_n(&static_cast<const P2pWindowHeader*>(window)->heartbeat, __ATOMIC_ACQUIRE);
-}
-
-P2P_API void p2p_window_set_state(void* window, uint32_t state) {
-    __atomic_store_n(&static_cast<P2pWindowHeader*>(window)->state, state, __ATOMIC_RELEASE);
-}
-
-P2P_API uint32_t p2p_window_state(const void* window) {
-    return __atomic_load_n(&static_cast<const P2pWindowHeader*>(window)->state, __ATOMIC_ACQUIRE);
 }

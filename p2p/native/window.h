@@ -5,10 +5,9 @@
 //                4     4  layout version (1)
 //                8     8  incarnation of the owner
 //               16     4  slots
-//               20     4  state: P2P_STATE_*
+//               20     4  zero
 //               24     8  payload capacity of a slot in bytes
 //               32     8  slot stride in bytes
-//               64     8  heartbeat: rises while the owner makes progress
 //   slot i at 4096 + i * stride; stride = signal line + header + capacity, rounded up to 4096
 #pragma once
 #include "p2p/native/frame.h"
@@ -17,13 +16,6 @@ constexpr uint64_t P2P_PAGE = 4096;
 constexpr uint32_t P2P_WINDOW_MAGIC = 0x57503250;
 constexpr uint32_t P2P_WINDOW_VERSION = 1;
 constexpr uint32_t P2P_SLOTS_LIMIT = 4096;
-
-enum {
-    P2P_STATE_STARTING = 0,
-    P2P_STATE_SERVING = 1,
-    P2P_STATE_DRAINING = 2,
-    P2P_STATE_CLOSED = 3,
-};
 
 enum {
     P2P_E_WINDOW_SIZE = -20,         // slots or capacity out of range, or the memory is too small for them
@@ -38,13 +30,11 @@ struct P2pWindowHeader {
     uint32_t version;
     uint64_t incarnation;
     uint32_t slots;
-    uint32_t state;
+    uint32_t zero;
     uint64_t payload_capacity;
     uint64_t slot_stride;
-    uint64_t zero[3];
-    uint64_t heartbeat;
 };
-static_assert(offsetof(P2pWindowHeader, heartbeat) == 64);
+static_assert(sizeof(P2pWindowHeader) == 40);
 
 inline uint64_t p2p_slot_stride(uint64_t payload_capacity) {
     return (P2P_FRAME_OFFSET + payload_capacity + P2P_PAGE - 1) / P2P_PAGE * P2P_PAGE;
@@ -63,13 +53,9 @@ inline const void* p2p_slot(const void* window, uint32_t index, uint64_t payload
 // 1..P2P_PAYLOAD_LIMIT.
 P2P_API uint64_t p2p_window_bytes(uint32_t slots, uint64_t payload_capacity);
 
-// Write the header of zeroed memory; state STARTING. 0, or P2P_E_WINDOW_SIZE.
+// Write the header of zeroed memory. 0, or P2P_E_WINDOW_SIZE.
 P2P_API int p2p_window_init(void* window, uint64_t bytes, uint64_t incarnation, uint32_t slots,
                             uint64_t payload_capacity);
 // For the peer: is this the window that was agreed on? 0, or P2P_E_WINDOW_*.
 P2P_API int p2p_window_check(const void* window, uint64_t bytes, uint64_t incarnation, uint32_t slots,
                              uint64_t payload_capacity);
-P2P_API void p2p_window_beat(void* window);
-P2P_API uint64_t p2p_window_heartbeat(const void* window);
-P2P_API void p2p_window_set_state(void* window, uint32_t state);
-P2P_API uint32_t p2p_window_state(const void* window);

@@ -130,12 +130,8 @@ def test_a_null_page_and_a_lane_out_of_range_do_no_harm(page: np.ndarray) -> Non
 
 def test_a_page_belongs_to_one_incarnation(page: np.ndarray) -> None:
     library, address = native.load(), page.ctypes.data
-    assert library.p2p_bell_check(address, 7) == 0
-    assert library.p2p_bell_check(address, 8) == -1
     assert library.p2p_bell_init(address, 7, 0) == library.p2p_bell_init(address, 7, 64) == -1
     assert page[:32].tobytes() == struct.pack("<IIQQII", 0x42503250, 1, 7, 0, 0, 63)
-    page[0] ^= 1
-    assert library.p2p_bell_check(address, 7) == -1
 
 
 def test_the_heartbeat_rises(page: np.ndarray) -> None:

@@ -52,15 +52,3 @@ def test_only_the_agreed_window_passes_the_check() -> None:
     assert check(slots=SLOTS - 1) == check(capacity=CAPACITY - 1) == -24
     memory[4] = 9
     assert check() == -22
-
-
-def test_heartbeat_rises_and_state_is_kept() -> None:
-    library = native.load()
-    memory = np.zeros(WindowLayout(slots=1, payload_bytes=64).nbytes, np.uint8)
-    at = memory.ctypes.data
-    library.p2p_window_init(at, memory.nbytes, OWNER, 1, 64)
-    before = library.p2p_window_heartbeat(at)
-    library.p2p_window_beat(at)
-    assert library.p2p_window_heartbeat(at) == before + 1
-    library.p2p_window_set_state(at, 2)
-    assert library.p2p_window_state(at) == 2
