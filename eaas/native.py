@@ -39,62 +39,49 @@ EXPERT_CALL = CFUNCTYPE(
 QK_NORMS = ("none", "head", "full")
 # Order of enum DecoderRole.
 ROLES = (
-    "embed",
-    "head",
-    "final_norm",
-    "input_norm",
-    "q",
-    "k",
-    "v",
-    "o",
-    "q_bias",
-    "k_bias",
-    "v_bias",
-    "o_bias",
-    "q_norm",
-    "k_norm",
-    "post_norm",
-    "gate",
-    "gate_bias",
-    "shared_gate_up",
-    "shared_down_proj",
-    "shared_gate",
-    "dense_gate_up",
-    "dense_down_proj",
+    *(
+        "embed",
+        "head",
+        "final_norm",
+        "input_norm",
+        "q",
+        "k",
+        "v",
+        "o",
+        "q_bias",
+        "k_bias",
+        "v_bias",
+        "o_bias",
+    ),
+    *(
+        "q_norm",
+        "k_norm",
+        "post_norm",
+        "gate",
+        "gate_bias",
+        "shared_gate_up",
+        "shared_down_proj",
+        "shared_gate",
+    ),
+    *("dense_gate_up", "dense_down_proj"),
 )
+
+
+def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names.split()]
 
 
 class DecoderShape(ctypes.Structure):
     """struct DecoderShape of decoder.h."""
 
     _fields_ = [
-        *[
-            (name, c_uint32)
-            for name in [
-                "hidden",
-                "layers",
-                "q_heads",
-                "kv_heads",
-                "head_dim",
-                "vocab",
-                "experts",
-                "top_k",
-                "dense_intermediate",
-                "shared_intermediate",
-                "shared_gate",
-                "qk_norm",
-                "gate_sigmoid",
-                "gate_normalise",
-                "groups",
-                "groups_kept",
-                "kv_blocks",
-                "block_tokens",
-                "max_rows",
-                "max_positions",
-            ]
-        ],
+        *_fields(c_uint32, "hidden layers q_heads kv_heads head_dim vocab experts top_k dense_intermediate"),
+        *_fields(
+            c_uint32, "shared_intermediate shared_gate qk_norm gate_sigmoid gate_normalise groups groups_kept"
+        ),
+        *_fields(c_uint32, "kv_blocks block_tokens max_rows max_positions"),
         ("dtype", c_int32),
-        *[(name, c_float) for name in ("eps", "clip_qkv", "gate_scale")],
+        *_fields(c_float, "eps clip_qkv gate_scale"),
     ]
 
 
@@ -102,54 +89,20 @@ class DecoderPlan(ctypes.Structure):
     """struct DecoderPlan of decoder.h."""
 
     _fields_ = [
-        *[
-            (name, c_void_p)
-            for name in (
-                "tokens",
-                "positions",
-                "sequences",
-                "tables",
-                "logits_rows",
-                "logits",
-                "drop",
-                "routed",
-            )
-        ],
+        *_fields(c_void_p, "tokens positions sequences tables logits_rows logits drop routed"),
         ("deadline_ns", c_uint64),
-        *[(name, c_uint32) for name in ("rows", "tables_rows", "table_blocks", "logits_count")],
+        *_fields(c_uint32, "rows tables_rows table_blocks logits_count"),
     ]
 
 
 # struct SampleRow of sampler.h.
 SAMPLE_ROW = np.dtype(
-    {
-        "names": [
-            "prompt",
-            "output",
-            "forbidden",
-            "allowed",
-            "allowed_too",
-            "biased",
-            "biases",
-            "seed",
-            "index",
-            "prompt_count",
-            "output_count",
-            "forbidden_count",
-            "biased_count",
-            "choice",
-            "given",
-            "temperature",
-            "top_p",
-            "min_p",
-            "repetition",
-            "presence",
-            "frequency",
-            "top_k",
-            "top_count",
-        ],
-        "formats": ["u8"] * 9 + ["u4"] * 6 + ["f4"] * 6 + ["i4"] * 2,
-    },
+    [
+        *_fields("u8", "prompt output forbidden allowed allowed_too biased biases seed index"),
+        *_fields("u4", "prompt_count output_count forbidden_count biased_count choice given"),
+        *_fields("f4", "temperature top_p min_p repetition presence frequency"),
+        *_fields("i4", "top_k top_count"),
+    ],
     align=True,
 )
 

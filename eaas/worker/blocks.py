@@ -74,11 +74,6 @@ class BlockPool:
         """Blocks that nobody holds, cached ones included."""
         return len(self._blank) + len(self._cached)
 
-    @property
-    def cached(self) -> int:
-        """Free blocks whose content may still be used again."""
-        return len(self._cached)
-
     def acquire(self, digests: Sequence[bytes], count: int, spare: int = 0) -> Acquired | None:
         """Take `count` blocks, of which as many of the first as possible are those that `digests` name.
 
@@ -155,36 +150,6 @@ class BlockPool:
         self._digests = [None] * self.blocks
         self._blank += self._cached
         self._cached.clear()
-
-    def references(self, block: int) -> int:
-        """How many sequences hold a block."""
-        return self._references[block]
-
-    def problems(self, held: Iterable[Sequence[int]]) -> list[str]:
-        """Everything that is wrong, given the blocks of every live sequence; empty when all is well."""
-        expected = [0] * self.blocks
-        for blocks in held:
-            for block in blocks:
-                expected[block] += 1
-        found: list[str] = []
-        if len(set(self._blank)) != len(self._blank):
-            found.append("a block is twice in the blank list")
-        if set(self._blank) & set(self._cached):
-            found.append("a block is both blank and cached")
-        found += [
-            f"block {block}: {counted} references, {expected[block]} holders"
-            for block, counted in enumerate(self._references)
-            if counted != expected[block]
-        ]
-        unheld = {block for block in range(self.blocks) if expected[block] == 0}
-        if unheld != set(self._blank) | set(self._cached):
-            found.append("the free lists are not the unheld blocks")
-        if any(self._digests[block] is None for block in self._cached):
-            found.append("a cached block has no digest")
-        named = {digest: block for block, digest in enumerate(self._digests) if digest is not None}
-        if named != self._by_digest:
-            found.append("digests and blocks disagree")
-        return found
 
     def _forget(self, block: int) -> None:
         digest = self._digests[block]

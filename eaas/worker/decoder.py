@@ -16,6 +16,7 @@ from typing import ClassVar
 import numpy as np
 
 from eaas import native
+from eaas.model.families import tensors_of
 from eaas.model.spec import ModelSpec, Score
 from eaas.worker.scheduler import StepPlan
 from experts import native as experts_native
@@ -128,26 +129,21 @@ class StepLimits:
     def refusal(self, status: int, where: int, arrays: Sequence[np.ndarray]) -> PlanInvalid:
         """In words, why a plan is refused: one of CODES, the row, and what `plan_arrays` gave."""
         tokens, positions, sequences, tables, wanted = arrays
-        if status == native.DECODER_E_ROWS:
-            return PlanInvalid(
-                f"{len(tokens)} rows, {len(wanted)} logits rows; 1 to {self.max_rows} are possible."
-            )
-        if status == native.DECODER_E_TOKEN:
-            return PlanInvalid(
-                f"Row {where}: token {tokens[where]} is outside the vocabulary of {self.vocab}."
-            )
-        if status == native.DECODER_E_POSITION:
-            room = min(self.max_positions, tables.shape[1] * self.block_tokens)
-            return PlanInvalid(f"Row {where}: position {positions[where]}; 0 to {room - 1} have a place.")
-        if status == native.DECODER_E_SEQUENCE:
-            return PlanInvalid(
-                f"Row {where}: sequence {sequences[where]}; there are {len(tables)} block tables."
-            )
-        if status == native.DECODER_E_BLOCK:
-            return PlanInvalid(
-                f"Row {where}: its block table names a block outside 0 to {self.kv_blocks - 1}."
-            )
-        return PlanInvalid(f"Logits row {wanted[where]} is asked for; there are {len(tokens)} rows.")
+        match status:
+            case native.DECODER_E_ROWS:
+                text = f"{len(tokens)} rows, {len(wanted)} logits rows; 1 to {self.max_rows} are possible."
+            case native.DECODER_E_TOKEN:
+                text = f"Row {where}: token {tokens[where]} is outside the vocabulary of {self.vocab}."
+            case native.DECODER_E_POSITION:
+                room = min(self.max_positions, tables.shape[1] * self.block_tokens)
+                text = f"Row {where}: position {positions[where]}; 0 to {room - 1} have a place."
+            case native.DECODER_E_SEQUENCE:
+                text = f"Row {where}: sequence {sequences[where]}; there are {len(tables)} block tables."
+            case native.DECODER_E_BLOCK:
+                text = f"Row {where}: its block table names a block outside 0 to {self.kv_blocks - 1}."
+            case _:
+                text = f"Logits row {wanted[where]} is asked for; there are {len(tokens)} rows."
+        return PlanInvalid(text)
 
 
 class Decoder:
@@ -210,8 +206,13 @@ class Decoder:
         self._finalizer = weakref.finalize(self, self._library.decoder_free, self._handle)
         # Read in place, so that workers of one host share its pages.
         self._embed = _array(weights, "embed")
-        for role, layer in _roles(spec):
-            self._set(weights, role, layer)
+        for role in tensors_of(spec):
+            layer, _, name = role.rpartition(".")
+            # One call takes the gate's and the up projection.
+            if not name.endswith("_up_proj"):
+                self._set(weights, name.replace("_gate_proj", "_gate_up"), int(layer or 0))
+        if spec.tie_embeddings:
+            self._set(weights, "head", 0)
 
     @property
     def numerics_class(self) -> str:
@@ -410,24 +411,6 @@ def rope_tables(spec: ModelSpec, positions: int) -> tuple[np.ndarray, np.ndarray
     angles = (np.arange(positions, dtype=np.float32)[:, None] * inv_freq).astype(np.float64)
     factor = np.float32(spec.rope.attention_factor)
     return np.cos(angles).astype(np.float32) * factor, np.sin(angles).astype(np.float32) * factor
-
-
-def _roles(spec: ModelSpec) -> list[tuple[str, int]]:
-    roles = [("embed", 0), ("head", 0), ("final_norm", 0)]
-    moe = spec.moe
-    for layer in range(spec.layers):
-        names = ["input_norm", "q", "k", "v", "o", "post_norm"]
-        names += ["q_bias", "k_bias", "v_bias"] if spec.qkv_bias else []
-        names += ["o_bias"] if spec.o_bias else []
-        names += ["q_norm", "k_norm"] if spec.qk_norm.value != "none" else []
-        if layer in moe.dense_layers:
-            names += ["dense_gate_up", "dense_down_proj"]
-        else:
-            names += ["gate"] + (["gate_bias"] if moe.correction_bias else [])
-            names += ["shared_gate_up", "shared_down_proj"] if moe.shared_intermediate else []
-            names += ["shared_gate"] if moe.shared_intermediate and moe.shared_gate else []
-        roles += [(name, layer) for name in names]
-    return roles
 
 
 def _array(weights: Mapping[str, np.ndarray], role: str) -> np.ndarray:

@@ -57,50 +57,37 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tr
     logprobs: int = -1  # alternatives wanted beside the chosen token's own logprob; -1: neither
     ignore_eos: bool = False
     stop_token_ids: tuple[TokenId, ...] = ()
-    drop_lost_experts: bool = (
-        False  # leave out the terms of experts that no server has, and say so, instead of waiting
-    )
+    drop_lost_experts: bool = False  # leave out the terms of experts that no server has, and say so
     grammar: Grammar | None = None  # the language that the output must be in; None: any
     logit_bias: tuple[tuple[TokenId, float], ...] = ()  # added to the logits of these tokens
     allowed_token_ids: tuple[TokenId, ...] = ()  # no other token is chosen; none given: all are allowed
-    cache_salt: Annotated[str, msgspec.Meta(max_length=256)] = (
-        ""  # KV blocks are shared under the same one alone
-    )
-    bad_tokens: tuple[
-        Annotated[tuple[TokenId, ...], msgspec.Meta(min_length=1)], ...
-    ] = ()  # not in the output
+    # KV blocks are shared under the same one alone.
+    cache_salt: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    # Sequences that are not in the output.
+    bad_tokens: tuple[Annotated[tuple[TokenId, ...], msgspec.Meta(min_length=1)], ...] = ()
     # Who comes first, the lower the earlier; of equals, who came first.
     priority: Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)] = 0
     prompt_logprobs: int = -1  # as logprobs, for each token of the prompt but the first; -1: none
     routed_from: int = -1  # the experts of each token from this one on are told; -1: of none
 
     def __post_init__(self) -> None:
-        if not 1 <= self.max_tokens < 1 << 31:
-            raise ValueError(f"max_tokens is {self.max_tokens}; it must be at least 1")
-        if not 0 <= self.min_tokens <= self.max_tokens:
-            raise ValueError(
-                f"min_tokens is {self.min_tokens}; it must be 0 to max_tokens ({self.max_tokens})"
-            )
-        if not 0.0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature is {self.temperature}; it must be a finite number, 0 or more")
-        if not 0.0 < self.top_p <= 1.0:
-            raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
-        if not 0 <= self.top_k < 1 << 31:
-            raise ValueError(f"top_k is {self.top_k}; it must be 0 (no limit) or more")
-        if not 0.0 <= self.min_p <= 1.0:
-            raise ValueError(f"min_p is {self.min_p}; it must be 0 to 1")
-        if not 0.0 < self.repetition_penalty < math.inf:
-            raise ValueError(f"repetition_penalty is {self.repetition_penalty}; it must be above 0")
-        if not (math.isfinite(self.presence_penalty) and math.isfinite(self.frequency_penalty)):
-            raise ValueError("presence_penalty and frequency_penalty must be finite numbers")
-        if not -1 <= self.logprobs <= MAX_TOP_LOGPROBS:
-            raise ValueError(f"logprobs is {self.logprobs}; it must be -1 (none) to {MAX_TOP_LOGPROBS}")
-        if not 0 <= self.seed < 1 << 64:
-            raise ValueError(f"seed is {self.seed}; it must be 0 to 2**64 - 1")
-        if not -1 <= self.prompt_logprobs <= MAX_TOP_LOGPROBS:
-            raise ValueError(
-                f"prompt_logprobs is {self.prompt_logprobs}; it must be -1 (none) to {MAX_TOP_LOGPROBS}"
-            )
+        logprobs = f"-1 (none) to {MAX_TOP_LOGPROBS}"
+        for name, sound, needed in (
+            ("max_tokens", 1 <= self.max_tokens < 1 << 31, "at least 1"),
+            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, f"0 to max_tokens ({self.max_tokens})"),
+            ("temperature", 0.0 <= self.temperature < math.inf, "a finite number, 0 or more"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
+            ("top_k", 0 <= self.top_k < 1 << 31, "0 (no limit) or more"),
+            ("min_p", 0.0 <= self.min_p <= 1.0, "0 to 1"),
+            ("repetition_penalty", 0.0 < self.repetition_penalty < math.inf, "above 0"),
+            ("presence_penalty", math.isfinite(self.presence_penalty), "a finite number"),
+            ("frequency_penalty", math.isfinite(self.frequency_penalty), "a finite number"),
+            ("logprobs", -1 <= self.logprobs <= MAX_TOP_LOGPROBS, logprobs),
+            ("prompt_logprobs", -1 <= self.prompt_logprobs <= MAX_TOP_LOGPROBS, logprobs),
+            ("seed", 0 <= self.seed < 1 << 64, "0 to 2**64 - 1"),
+        ):
+            if not sound:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be {needed}")
         if len(self.logit_bias) > MAX_BIASES:
             raise ValueError(f"{len(self.logit_bias)} biases were given; at most {MAX_BIASES} are possible")
         if len(self.bad_tokens) > MAX_BAD:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import InitVar, dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -43,6 +43,7 @@ class Follower(Protocol):
     def advance(self, token: int) -> bool: ...
 
 
+@dataclass(kw_only=True, slots=True, eq=False)
 class Request:
     """A request from its admission to its end.
 
@@ -67,62 +68,34 @@ class Request:
         routed: Tokens whose experts were told, or need not be.
     """
 
-    __slots__ = (
-        "attempt",
-        "blocks",
-        "computed",
-        "constraint",
-        "context",
-        "digests",
-        "dropped",
-        "id",
-        "moved_s",
-        "order",
-        "output",
-        "owner",
-        "params",
-        "preemptions",
-        "prompt",
-        "prompt_scored",
-        "published",
-        "routed",
-        "slot",
-        "stops",
-        "submitted_s",
-    )
+    owner: int
+    id: str
+    attempt: int
+    prompt: TokenArray
+    output: list[int]
+    params: SamplingParams
+    eos: InitVar[frozenset[int]] = frozenset()
+    submitted_s: float = 0.0
+    moved_s: float = field(init=False)
+    stops: frozenset[int] = field(init=False)
+    order: int = -1
+    slot: int = -1
+    context: TokenArray = field(init=False)
+    computed: int = 0
+    blocks: list[int] = field(default_factory=list[int])
+    digests: list[bytes] = field(default_factory=list[bytes])
+    preemptions: int = 0
+    published: int = 0
+    dropped: bool = False
+    constraint: Follower | None = None
+    prompt_scored: int = field(init=False)
+    routed: int = field(init=False)
 
-    def __init__(
-        self,
-        *,
-        owner: int,
-        id: str,
-        attempt: int,
-        prompt: Sequence[int],
-        output: Sequence[int],
-        params: SamplingParams,
-        eos: frozenset[int] = frozenset(),
-        submitted_s: float = 0.0,
-    ) -> None:
-        self.owner = owner
-        self.id = id
-        self.attempt = attempt
-        self.submitted_s = submitted_s
-        self.moved_s = submitted_s
-        self.prompt: TokenArray = np.array(prompt, dtype=np.int32)
-        self.output: list[int] = list(output)
-        self.params = params
+    def __post_init__(self, eos: frozenset[int]) -> None:
+        params = self.params
+        self.moved_s, self.context = self.submitted_s, self.prompt
         stops = frozenset(params.stop_token_ids)
         self.stops = stops if params.ignore_eos else stops | eos
-        self.order = -1
-        self.slot = -1
-        self.context: TokenArray = self.prompt
-        self.computed = 0
-        self.blocks: list[int] = []
-        self.digests: list[bytes] = []
-        self.preemptions = 0
-        self.published = 0
-        self.dropped = False
-        self.constraint: Follower | None = None
         # What has a token has told them all.
         tells = params.prompt_logprobs >= 0 and not self.output
         self.prompt_scored = 1 if tells else len(self.prompt)

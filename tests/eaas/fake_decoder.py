@@ -6,11 +6,14 @@ logits just as it would there.
 
 from __future__ import annotations
 
+import itertools
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
+
+from eaas.worker.blocks import BlockPool
 
 VOCAB = 97
 BLOCK_TOKENS = 4
@@ -69,6 +72,31 @@ class FakeDecoder:
             table = plan.block_tables[plan.seqs[row], : -(-length // self.block_tokens)]
             out[number] = self.logits(self.kv[table].reshape(-1)[:length])
         return out
+
+
+def problems(pool: BlockPool, held: Iterable[Sequence[int]]) -> list[str]:
+    """Everything that is wrong with a pool, given the blocks of every live sequence; empty when all is well."""
+    expected = [0] * pool.blocks
+    for block in itertools.chain.from_iterable(held):
+        expected[block] += 1
+    found = [
+        f"block {block}: {counted} references, {expected[block]} holders"
+        for block, counted in enumerate(pool._references)
+        if counted != expected[block]
+    ]
+    if len(set(pool._blank)) != len(pool._blank):
+        found.append("a block is twice in the blank list")
+    if set(pool._blank) & set(pool._cached):
+        found.append("a block is both blank and cached")
+    unheld = {block for block in range(pool.blocks) if expected[block] == 0}
+    if unheld != set(pool._blank) | set(pool._cached):
+        found.append("the free lists are not the unheld blocks")
+    if any(pool._digests[block] is None for block in pool._cached):
+        found.append("a cached block has no digest")
+    named = {digest: block for block, digest in enumerate(pool._digests) if digest is not None}
+    if named != pool._by_digest:
+        found.append("digests and blocks disagree")
+    return found
 
 
 class Watched:

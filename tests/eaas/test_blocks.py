@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eaas.worker.blocks import BlockError, BlockPool, next_digest, root_digest
+from tests.eaas.fake_decoder import problems
 
 
 def chain(tokens: list[int], fingerprint: str = "model", block_tokens: int = 1) -> list[bytes]:
@@ -33,8 +34,8 @@ def test_a_common_beginning_is_shared_without_copying() -> None:
     assert second is not None
     assert (second.reused, second.blocks[:2]) == (2, first[:2])
     assert second.blocks[2] not in first
-    assert [pool.references(b) for b in first] == [2, 2, 1]
-    assert not pool.problems([first, second.blocks])
+    assert [pool._references[b] for b in first] == [2, 2, 1]
+    assert not problems(pool, [first, second.blocks])
 
 
 def test_the_same_tokens_after_another_beginning_are_not_shared() -> None:
@@ -58,14 +59,14 @@ def test_released_blocks_serve_again_until_they_are_taken() -> None:
     pool = BlockPool(blocks=4, block_tokens=1)
     first = filled(pool, [1, 2, 3])
     pool.release(first)
-    assert (pool.free, pool.cached) == (4, 3)
+    assert (pool.free, len(pool._cached)) == (4, 3)
     again = pool.acquire(chain([1, 2, 3]), 3)
     assert again is not None
     assert (again.reused, again.blocks) == (3, first)
     pool.release(again.blocks)
     taken = pool.acquire([], 4)
     assert taken is not None
-    assert (pool.free, pool.cached) == (0, 0)
+    assert (pool.free, len(pool._cached)) == (0, 0)
     pool.release(taken.blocks)
     assert pool.acquire(chain([1, 2, 3]), 3).reused == 0  # type: ignore[union-attr]
 
@@ -91,7 +92,7 @@ def test_nothing_is_taken_when_there_are_too_few() -> None:
     assert pool.acquire(chain([1, 2]), 5) is None
     assert pool.acquire(chain([1, 2]), 3, spare=2) is None
     assert pool.free == 4
-    assert not pool.problems([])
+    assert not problems(pool, [])
     # Two of the four free blocks are the shared ones themselves.
     assert pool.acquire(chain([1, 2]), 4) is not None
 
@@ -101,16 +102,16 @@ def test_what_is_forgotten_serves_nobody_again_and_no_block_is_lost() -> None:
     held = filled(pool, [1, 2])
     pool.release(filled(pool, [3, 4]))
     pool.forget()
-    assert pool.problems([held]) == [] and (pool.free, pool.cached) == (2, 0)
+    assert problems(pool, [held]) == [] and (pool.free, len(pool._cached)) == (2, 0)
     assert pool.acquire(chain([1, 2]), 2).reused == 0  # type: ignore[union-attr]
     pool.release(held)
-    assert (pool.free, pool.cached) == (2, 0)
+    assert (pool.free, len(pool._cached)) == (2, 0)
 
 
 def test_reuse_can_be_switched_off() -> None:
     pool = BlockPool(blocks=4, block_tokens=1, reuse=False)
     pool.release(filled(pool, [1, 2]))
-    assert pool.cached == 0
+    assert len(pool._cached) == 0
     assert pool.acquire(chain([1, 2]), 2).reused == 0  # type: ignore[union-attr]
 
 
@@ -121,8 +122,8 @@ def test_a_second_copy_of_the_same_content_stays_unnamed() -> None:
     pool.publish(first, digest)
     pool.publish(second, digest)
     pool.release([second])
-    assert pool.cached == 0
-    assert not pool.problems([[first]])
+    assert len(pool._cached) == 0
+    assert not problems(pool, [[first]])
 
 
 @pytest.mark.parametrize("blocks", [0, -1])
@@ -176,4 +177,4 @@ def test_no_sequence_of_calls_leaks_or_mixes_blocks(
         if turn in forgets:
             pool.forget()
             content.clear()
-        assert pool.problems(live) == []
+        assert problems(pool, live) == []

@@ -495,7 +495,9 @@ def test_prompts_are_judged_few_at_a_time(grammars: Grammars) -> None:
 
 def test_a_request_that_has_tokens_is_not_judged_again() -> None:
     params = SamplingParams(max_tokens=5, prompt_logprobs=0)
-    request = Request(owner=0, id="a", attempt=2, prompt=[1, 2, 3], output=[4], params=params)
+    request = Request(
+        owner=0, id="a", attempt=2, prompt=np.array([1, 2, 3], dtype=np.int32), output=[4], params=params
+    )
     assert request.prompt_scored == 3
 
 

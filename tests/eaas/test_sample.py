@@ -96,7 +96,14 @@ def samples_of(
 
 
 def request_of(params: SamplingParams, prompt: list[int], output: list[int] | None = None) -> Request:
-    return Request(owner=0, id="r", attempt=1, prompt=prompt, output=output or [], params=params)
+    return Request(
+        owner=0,
+        id="r",
+        attempt=1,
+        prompt=np.array(prompt, np.int32),
+        output=output or [],
+        params=params,
+    )
 
 
 def test_every_mixture_of_parameters_gives_the_samplers_choice() -> None:

@@ -13,7 +13,7 @@ from eaas.worker.blocks import BlockPool
 from eaas.worker.protocol import SamplingParams
 from eaas.worker.request import Refused, Request
 from eaas.worker.scheduler import Scheduler, SchedulerConfig, StepPlan
-from tests.eaas.fake_decoder import BLOCK_TOKENS, FakeDecoder, expected_output
+from tests.eaas.fake_decoder import BLOCK_TOKENS, FakeDecoder, expected_output, problems
 
 
 @dataclass
@@ -54,7 +54,14 @@ class World:
         params = SamplingParams(
             max_tokens=max_tokens, stop_token_ids=stops, cache_salt=cache_salt, priority=priority
         )
-        request = Request(owner=0, id=id, attempt=1, prompt=prompt, output=output or [], params=params)
+        request = Request(
+            owner=0,
+            id=id,
+            attempt=1,
+            prompt=np.array(prompt, np.int32),
+            output=output or [],
+            params=params,
+        )
         self.scheduler.add(request)
         self.emitted[id] = list(output or [])
         return request
@@ -88,7 +95,7 @@ class World:
 
     def check_blocks(self) -> None:
         live = list(self.scheduler.live())
-        assert self.pool.problems([r.blocks for r in live]) == []
+        assert problems(self.pool, [r.blocks for r in live]) == []
         for request in live:
             assert len(request.blocks) * BLOCK_TOKENS >= request.computed
         waiting = [(r.params.priority, r.order) for r in self.scheduler._waiting]
@@ -145,7 +152,13 @@ def test_the_end_of_the_model_is_ignored_on_request_and_before_min_tokens() -> N
     for ignore, minimum, wanted in ((True, 0, "length"), (False, 0, "stop"), (False, 2, "length")):
         params = SamplingParams(max_tokens=2, min_tokens=minimum, ignore_eos=ignore)
         request = Request(
-            owner=0, id="a", attempt=1, prompt=prompt, output=[], params=params, eos=frozenset({first})
+            owner=0,
+            id="a",
+            attempt=1,
+            prompt=np.array(prompt, np.int32),
+            output=[],
+            params=params,
+            eos=frozenset({first}),
         )
         world = World()
         world.scheduler.add(request)
