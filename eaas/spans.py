@@ -18,8 +18,9 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from eaas.tracing import is_sampled, valid_traceparent
+from eaas.tracing import TRACEPARENT, is_sampled, valid_traceparent
 
 if TYPE_CHECKING:
     from eaas.worker.engine import Engine, Outcome
@@ -199,3 +200,45 @@ class WorkerSpans:
                 choice.span.set_attribute("eaas.preemptions", request.preemptions)
                 choice.span.end()
                 del self._live[owner, id]
+
+
+class TracedRequests:
+    """An ASGI application whose POST requests each have a span, below that of the client where it names one."""
+
+    def __init__(self, app: ASGIApp, tracing: Tracing, model: str) -> None:
+        self._app, self._tracing, self._model = app, tracing, model
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        given = valid_traceparent(headers.get(b"traceparent", b"").decode("latin-1"))
+        path = scope["path"]
+        name = f"POST {path}" if path.startswith("/v1/") else "POST"
+        known = {"http.request.method": "POST", "url.path": path, "gen_ai.request.model": self._model}
+        span = self._tracing.start(name, SpanKind.SERVER, given, attributes=known)
+
+        async def watch(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                span.set_attribute("http.response.status_code", status)
+                if status >= 500:
+                    span.set_status(Status(StatusCode.ERROR))
+                for name, value in message.get("headers", ()):
+                    if name == b"x-request-id":
+                        span.set_attribute("eaas.request_id", value.decode("latin-1"))
+                span.add_event("response_began")
+            await send(message)
+
+        token = TRACEPARENT.set(traceparent_of(span))
+        try:
+            await self._app(scope, receive, watch)
+        except BaseException as error:
+            span.record_exception(error)
+            span.set_status(Status(StatusCode.ERROR))
+            raise
+        finally:
+            TRACEPARENT.reset(token)
+            span.end()

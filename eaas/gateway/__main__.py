@@ -13,19 +13,18 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 
 import grpc
 import uvicorn
 from starlette.types import ASGIApp
 
-from eaas.gateway import protection
 from eaas.gateway.app import create_app
 from eaas.gateway.config import GatewayOptions
 from eaas.gateway.dashboard.history import ClusterSnapshot
 from eaas.gateway.gateway import Gateway
 from eaas.gateway.guard import Connection, RequestIds, WithoutPrefix
 from eaas.gateway.listening import ListenFailed, address_of, checked_address, listen
+from eaas.gateway.protection import Protection
 from eaas.gateway.served_model import ModelUnusable, load_model
 from eaas.gateway.status import RouterStatus
 from eaas.tracing import open_tracing, version
@@ -287,7 +286,7 @@ def main(options: GatewayOptions) -> int:
     # Every connection is a descriptor, and the usual soft limit is 1,024.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    guards = protection.of(options)
+    guards = Protection(options)
     tls, keys = guards.tls is not None, guards.keys is not None
     if options.listen_fd >= 0:
         listener = socket.socket(fileno=options.listen_fd)
@@ -298,21 +297,14 @@ def main(options: GatewayOptions) -> int:
         return _serve(options, listener, guards)
 
 
-def _serve(options: GatewayOptions, listener: socket.socket, guards: protection.Protection) -> int:
+def _serve(options: GatewayOptions, listener: socket.socket, guards: Protection) -> int:
     name = options.served_model_name or options.model.resolve().name
-    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    connections = protection.connections_within(options.max_connections, descriptors)
-    if connections < options.max_connections:
-        log.warning(
-            "connections_limited to=%d descriptors=%d: raise ulimit -n for more", connections, descriptors
-        )
-    config = replace(options, max_connections=connections)
     address, prefix = address_of(listener), options.root_path.rstrip("/")
     tracing = open_tracing(
         options.trace_url, options.trace_share, service="eaas-gateway", instance=address, version=version()
     )
     gateway = Gateway(
-        config=config,
+        config=options,
         model=load_model(
             options.model,
             name,
@@ -348,12 +340,12 @@ def _serve(options: GatewayOptions, listener: socket.socket, guards: protection.
         logs_requests=options.log_requests,
     )
     if tracing is not None:
-        from eaas.gateway.traced import TracedRequests
+        from eaas.spans import TracedRequests
 
         app = TracedRequests(app, tracing, name)
     settings = uvicorn.Config(
         app,
-        http=Connection.bounded(protection.bounds_of(config)),
+        http=Connection.bounded(options, resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
         ws="none",
         loop="uvloop",
         lifespan="on",
@@ -370,9 +362,9 @@ def _serve(options: GatewayOptions, listener: socket.socket, guards: protection.
         on_started=started,
         on_stop=gateway.stop,
         on_second=guards.refresh,
-        on_hangup=guards.refresh_anew,
+        on_hangup=lambda: guards.refresh(anew=True),
         on_term=drain if options.drain_on_term else None,
-        drain_s=config.drain_s,
+        drain_s=options.drain_s,
     )
     heartbeat = ending(lambda: server.turns, bound_s=_HUNG_S, longest_s=_LONGEST_TURN_S)
     heartbeat.start()

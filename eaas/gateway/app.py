@@ -8,7 +8,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from eaas.gateway import controlling, errors, operating, routes, tokenizing
+from eaas.gateway import errors, operating, routes, tokenizing
 from eaas.gateway.dashboard import app as dashboard
 from eaas.gateway.errors import ApiError, ErrorReply
 from eaas.gateway.gateway import Gateway
@@ -39,6 +39,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
         raise error
     headers = dict(error.headers or {})
     where = f"{request.method} {request.url.path}"
+    message, code = str(error.detail), None
     if error.status_code == 404:
         message, code = (
             f"There is nothing at {where}. The API is under /v1; see GET /v1/models.",
@@ -47,8 +48,6 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     elif error.status_code == 405:
         allowed = headers.get("Allow", headers.get("allow", "another method"))
         message, code = f"{where} is not allowed; use {allowed}.", "method_not_allowed"
-    else:
-        message, code = str(error.detail), None
     return _reply(request, ErrorReply(status=error.status_code, message=message, code=code, headers=headers))
 
 
@@ -67,6 +66,6 @@ def create_app(gateway: Gateway, root_path: str = "") -> FastAPI:
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_fault)
-    for surface in (routes, tokenizing, operating, controlling, dashboard):
+    for surface in (routes, tokenizing, operating, dashboard):
         surface.add_routes(app, gateway)
     return app

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import sys
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -16,8 +17,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from eaas.gateway.authentication import account_of
+from eaas.gateway.config import GatewayConfig
 from eaas.gateway.errors import OVERLOADED, ApiError, ErrorReply
+from eaas.gateway.protection import account_of
 from router.logs import REQUEST_ID
 
 log = logging.getLogger(__name__)
@@ -30,21 +32,11 @@ MOST_CONTAINERS = 1 << 14
 # Possessive, and to the end of what is never closed: each byte is looked at once, whatever the body holds.
 _STRINGS = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 
+# Of links to workers, the router, files: some ten each; the rest is a reserve.
+_KEPT_DESCRIPTORS = 128
 _CONNECTION = "eaas.connection"
 # A client that has gone is known by the second write that it does not take, its reset being on the way until then.
 _PROBES_S = (0.1, 0.9)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bounds:
-    """What a client may make this process hold before its request is looked at; see GatewayConfig."""
-
-    connections: int = 4096
-    head_bytes: int = 64 << 10
-    headers: int = 128
-    head_timeout_s: float = 30.0
-    # Beside its payload a body may carry so much: sizes of chunks, and what clients write behind these.
-    body_overhead_bytes: int = 4 << 20
 
 
 class WithoutPrefix:
@@ -70,7 +62,8 @@ class _OutOfBounds(Exception):
 class Connection(HttpToolsProtocol):
     """uvicorn's connection, with bounds, which a response may write to past ASGI once its body has begun."""
 
-    bounds: ClassVar[Bounds] = Bounds()
+    # What a client may make this process hold before its request is looked at.
+    bounds: ClassVar[GatewayConfig] = GatewayConfig()
 
     _running: RequestResponseCycle | None = None
     timed_out = False  # the client took nothing for too long, and the kernel ended it
@@ -84,9 +77,18 @@ class Connection(HttpToolsProtocol):
     _head_timer: asyncio.TimerHandle | None = None
 
     @classmethod
-    def bounded(cls, bounds: Bounds) -> type[Connection]:
-        """A class of connections with these bounds."""
-        return type(cls.__name__, (cls,), {"bounds": bounds})
+    def bounded(cls, bounds: GatewayConfig, descriptors: int = sys.maxsize) -> type[Connection]:
+        """A class of connections with these bounds.
+
+        Args:
+            descriptors: The most that this process may have: no more connections than leave some for what else it
+                opens.
+        """
+        connections = max(1, min(bounds.max_connections, descriptors - _KEPT_DESCRIPTORS))
+        if connections < bounds.max_connections:
+            found = connections, descriptors
+            log.warning("connections_limited to=%d descriptors=%d: raise ulimit -n for more", *found)
+        return type(cls.__name__, (cls,), {"bounds": replace(bounds, max_connections=connections)})
 
     @classmethod
     def of(cls, scope: Scope) -> Connection | None:
@@ -96,7 +98,7 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """asyncio: a client is here, and TLS is agreed."""
         super().connection_made(transport)
-        if len(self.connections) > self.bounds.connections:
+        if len(self.connections) > self.bounds.max_connections:
             log.warning("connection_refused open=%d", len(self.connections) - 1)
             self._refuse(_TOO_MANY_CONNECTIONS)
             return
@@ -111,11 +113,12 @@ class Connection(HttpToolsProtocol):
         if not self._began_here:
             self._received_bytes += len(data)
         if self._head_open:
-            if self._received_bytes > self.bounds.head_bytes:
+            if self._received_bytes > self.bounds.head_limit_bytes:
                 self._refuse(_HEAD_TOO_LARGE)
             elif self._head_timer is None:
                 self._await_head()
-        elif self._received_bytes > self.bounds.head_bytes + self.bounds.body_overhead_bytes:
+        elif self._received_bytes > self.bounds.head_limit_bytes + self.bounds.max_body_bytes:
+            # Beside its payload a body may carry so much: sizes of chunks, and what clients write behind these.
             self._refuse(_HEAD_TOO_LARGE)
 
     def on_message_begin(self) -> None:
@@ -134,7 +137,7 @@ class Connection(HttpToolsProtocol):
         """httptools: a header, or one after a chunked body."""
         super().on_header(name, value)
         self._count(len(name) + len(value))
-        if len(self.headers) > self.bounds.headers:
+        if len(self.headers) > self.bounds.max_headers:
             raise _OutOfBounds
 
     def on_headers_complete(self) -> None:
@@ -150,12 +153,15 @@ class Connection(HttpToolsProtocol):
 
     def _count(self, nbytes: int) -> None:
         self._header_bytes += nbytes
-        if self._header_bytes > self.bounds.head_bytes:
+        if self._header_bytes > self.bounds.head_limit_bytes:
             raise _OutOfBounds
 
     def send_400_response(self, msg: str) -> None:
         """uvicorn: the parser stopped. In the form of every other error, and 431 where a bound was the reason."""
-        large = self._header_bytes > self.bounds.head_bytes or len(self.headers or ()) > self.bounds.headers
+        large = (
+            self._header_bytes > self.bounds.head_limit_bytes
+            or len(self.headers or ()) > self.bounds.max_headers
+        )
         self._refuse(_HEAD_TOO_LARGE if large else _NOT_HTTP)
 
     def _refuse(self, reply: ErrorReply) -> None:

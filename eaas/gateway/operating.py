@@ -1,4 +1,9 @@
-"""The routes for clients that look around and for operators: models, health, metrics, status."""
+"""The routes that make no tokens: models, health, metrics, status; and those by which operators change what a gateway
+does, in vLLM's names: pause and resume, abort, forget, scale.
+
+Pausing is this gateway's own; what is forgotten and scaled is the cluster's. Where keys are asked for, what changes
+something takes an operator's; and it answers no page of another origin, which a browser would ask for anybody.
+"""
 
 from __future__ import annotations
 
@@ -6,32 +11,56 @@ import asyncio
 import html
 import os
 import time
-from typing import Any
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
-from fastapi import FastAPI, Response
+from fastapi import Depends, FastAPI, Request, Response
+from pydantic import Field
 from starlette.responses import JSONResponse
 
-from eaas.gateway import errors
+from eaas.gateway.constraints import Strict
+from eaas.gateway.errors import ApiError, ErrorReply, invalid, unavailable, unknown_model, wrong_field
 from eaas.gateway.gateway import Gateway
 from eaas.gateway.status import cluster_status
+from router.client import RouterUnavailable, ScaleRefused
+
+_PAUSE_MODES = ("abort", "wait", "keep")
+_POLL_S = 0.05
+
+
+class AbortRequest(Strict):
+    """Body of POST /abort_requests: ids of requests; none or an empty list is all."""
+
+    request_ids: list[str] | None = None
+
+
+class ScaleRequest(Strict):
+    """Body of POST /scale_elastic_ep: attention workers wanted, or members of the pool that is named."""
+
+    new_data_parallel_size: Annotated[int, Field(ge=1, le=1 << 16)]
+    drain_timeout: Annotated[float, Field(gt=0)] | None = None
+    pool: Literal["attention", "expert"] = "attention"
 
 
 class OperatingRoutes:
-    """The routes that make no tokens."""
+    """What looks, and what changes something for everybody."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
 
+    # -- looking
+
     def model_card(self) -> dict[str, Any]:
         """The model as /v1/models shows it."""
+        model = self._gateway.model
         return {
-            "id": self._gateway.model.name,
+            "id": model.name,
             "object": "model",
-            "created": self._gateway.model.created,
+            "created": model.created,
             "owned_by": "eaas",
-            "root": self._gateway.model.name,
+            "root": model.name,
             "parent": None,
-            "max_model_len": self._gateway.model.max_model_len,
+            "max_model_len": model.max_model_len,
         }
 
     async def front(self) -> Response:
@@ -54,21 +83,17 @@ class OperatingRoutes:
     async def one_model(self, name: str) -> Response:
         """GET /v1/models/{name}."""
         if name != self._gateway.model.name:
-            raise errors.unknown_model(name, self._gateway.model.name)
+            raise unknown_model(name, self._gateway.model.name)
         return JSONResponse(self.model_card())
 
     async def health(self) -> Response:
-        """GET /health: 200 when a request could be served now, else 503 with the reason."""
+        """GET /health and /ping: 200 when a request could be served now, else 503 with the reason."""
         gateway = self._gateway
         drains = "it drains, another gateway has taken its place" if gateway.draining else ""
         reason = drains or gateway.pool.unready_reason()
         if reason:
-            raise errors.unavailable(f"Not ready: {reason}.", code="not_ready")
+            raise unavailable(f"Not ready: {reason}.", code="not_ready")
         return JSONResponse({"status": "ok"})
-
-    async def ping(self) -> Response:
-        """GET and POST /ping: as /health, for platforms that ask so."""
-        return await self.health()
 
     async def load(self) -> Response:
         """GET /load: requests in progress."""
@@ -78,6 +103,7 @@ class OperatingRoutes:
         """GET /server_info: what is served, and its limits."""
         gateway = self._gateway
         config, model, pool = gateway.config, gateway.model, gateway.pool
+        limits = ("max_requests", "max_owed_tokens", "max_body_bytes", "deadline_s", "stall_s")
         return JSONResponse(
             {
                 "version": gateway.version,
@@ -87,11 +113,7 @@ class OperatingRoutes:
                 "vocab": model.vocab,
                 "numerics_classes": pool.numerics_classes,
                 "attention_workers": len(pool.links()),
-                "max_requests": config.max_requests,
-                "max_owed_tokens": config.max_owed_tokens,
-                "max_body_bytes": config.max_body_bytes,
-                "deadline_s": config.deadline_s,
-                "stall_s": config.stall_s,
+                **{name: getattr(config, name) for name in limits},
             }
         )
 
@@ -101,7 +123,7 @@ class OperatingRoutes:
             f"The model `{self._gateway.model.name}` generates text and has no embeddings. Use a server with an "
             "embedding model, or /v1/chat/completions and /v1/completions here."
         )
-        raise errors.invalid(message, code="unsupported_endpoint")
+        raise invalid(message, code="unsupported_endpoint")
 
     async def versions(self) -> Response:
         """GET /version."""
@@ -137,6 +159,92 @@ class OperatingRoutes:
             cluster_status(model=gateway.model.name, view=view or pool.view, gateway=own, routers=routers)
         )
 
+    # -- changing
+
+    async def pause(self, request: Request) -> Response:
+        """POST /pause?mode=abort|wait|keep: no request is computed here any more, until /resume.
+
+        abort ends those in progress with what they have said; wait lets them end, and answers then; keep has them wait
+        with the tokens that they have, and new ones too. With the others new requests are refused: 503.
+        """
+        gateway, mode = self._gateway, request.query_params.get("mode", "abort")
+        if mode not in _PAUSE_MODES:
+            raise wrong_field("mode", f"{mode[:32]!r} found; 'abort', 'wait' or 'keep' is needed")
+        gateway.paused = mode != "keep"
+        gateway.pool.hold(held=mode == "keep")
+        if mode == "abort":
+            self._abort(None)
+        while mode == "wait" and gateway.exchanges and gateway.paused:
+            await asyncio.sleep(_POLL_S)
+        return JSONResponse({"status": "paused"})
+
+    async def resume(self) -> Response:
+        """POST /resume: requests are computed again."""
+        self._gateway.paused = False
+        self._gateway.pool.hold(held=False)
+        return JSONResponse({"status": "resumed"})
+
+    async def is_paused(self) -> Response:
+        """GET /is_paused."""
+        gateway = self._gateway
+        return JSONResponse({"is_paused": gateway.paused or gateway.pool.held})
+
+    async def abort(self, request: Request) -> Response:
+        """POST /abort_requests: end requests by the ids that their clients gave or were told, or all."""
+        wanted = await self._gateway.parse(request, AbortRequest)
+        return JSONResponse({"status": "aborted", "aborted": self._abort(wanted.request_ids or None)})
+
+    async def abort_named(self, request: Request) -> Response:
+        """POST /inference/v1/abort_requests: the same of those that are named, never of all."""
+        ids = (await self._gateway.parse(request, AbortRequest)).request_ids
+        if ids is None:
+            message = (
+                "'request_ids' is missing; name the requests to end, or POST /abort_requests to end all."
+            )
+            raise invalid(message, param="request_ids", code="missing_required_parameter")
+        return JSONResponse({"status": "aborted", "aborted": self._abort(ids)})
+
+    def _abort(self, ids: list[str] | None) -> int:
+        named = None if ids is None else frozenset(ids)
+        ended = 0
+        for exchange in list(self._gateway.exchanges.values()):
+            if named is None or exchange.id in named or exchange.request_id in named:
+                exchange.cancel()
+                ended += 1
+        return ended
+
+    async def forget(self) -> Response:
+        """POST /reset_prefix_cache: attention workers reuse nothing that was computed before, for any request."""
+        return JSONResponse({"success": self._gateway.pool.forget_blocks()})
+
+    async def scale(self, request: Request) -> Response:
+        """POST /scale_elastic_ep: change the wanted size of a pool; the change itself takes its time."""
+        wanted = await self._gateway.parse(request, ScaleRequest)
+        try:
+            await asyncio.to_thread(
+                self._gateway.views.scale, wanted.pool, wanted.new_data_parallel_size, wanted.drain_timeout
+            )
+        except ScaleRefused as error:
+            raise invalid(str(error), param="new_data_parallel_size") from None
+        except RouterUnavailable as error:
+            raise unavailable(f"{error} Scale with: eaas scale.", code="router_unavailable") from None
+        members = f"{wanted.new_data_parallel_size} members of the {wanted.pool} pool"
+        return JSONResponse({"message": f"Scaling to {members}."})
+
+
+async def _from_no_other_page(request: Request) -> None:
+    """Refuse a page of another origin: a browser sends such a request without asking, and with stored passwords.
+
+    Raises:
+        ApiError: 403.
+    """
+    origin = request.headers.get("origin")
+    if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
+        message = (
+            "This route takes no request from a page of another origin. Ask from a terminal, such as by curl."
+        )
+        raise ApiError(ErrorReply(status=403, message=message, code="other_origin"))
+
 
 def add_routes(app: FastAPI, gateway: Gateway) -> None:
     """Serve them under ``app``."""
@@ -146,14 +254,25 @@ def add_routes(app: FastAPI, gateway: Gateway) -> None:
         ("/v1/models", routes.models),
         ("/v1/models/{name:path}", routes.one_model),
         ("/health", routes.health),
-        ("/ping", routes.ping),
+        ("/ping", routes.health),
         ("/load", routes.load),
         ("/server_info", routes.server_info),
         ("/version", routes.versions),
         ("/metrics", routes.metrics_page),
         ("/status", routes.status),
+        ("/is_paused", routes.is_paused),
     ):
         app.add_api_route(path, route, methods=["GET"], response_model=None)
         app.add_api_route(path, route, methods=["HEAD"], response_model=None, include_in_schema=False)
-    app.add_api_route("/ping", routes.ping, methods=["POST"], response_model=None)
+    app.add_api_route("/ping", routes.health, methods=["POST"], response_model=None)
     app.add_api_route("/v1/embeddings", routes.embeddings, methods=["POST"], response_model=None)
+    of_this_page = [Depends(_from_no_other_page)]
+    for path, route in (
+        ("/pause", routes.pause),
+        ("/resume", routes.resume),
+        ("/abort_requests", routes.abort),
+        ("/inference/v1/abort_requests", routes.abort_named),
+        ("/reset_prefix_cache", routes.forget),
+        ("/scale_elastic_ep", routes.scale),
+    ):
+        app.add_api_route(path, route, methods=["POST"], response_model=None, dependencies=of_this_page)

@@ -1,99 +1,203 @@
-"""What protects a gateway's listener, as its options ask: TLS, keys, bounds."""
+"""What protects a gateway's listener: keys, and TLS.
+
+Every request brings a key, but those that only ask whether this process lives. A key goes in ``Authorization: Bearer
+KEY``, as OpenAI's clients send it; or, for browsers, as the password of Basic authentication with any user name; or in
+``X-Api-Key``, as Anthropic's clients send it. It stays in the request's headers, which nothing writes anywhere.
+"""
 
 from __future__ import annotations
 
+import base64
+import binascii
 import logging
 import ssl
-from collections.abc import Callable
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from eaas.gateway.authentication import Authentication
-from eaas.gateway.config import GatewayConfig, GatewayOptions
-from eaas.gateway.guard import Bounds
+from eaas.gateway.budgets import Account, Overdrawn
+from eaas.gateway.config import GatewayOptions
+from eaas.gateway.errors import ApiError, ErrorReply
 from eaas.gateway.keys import KeyRing
-
-# Of links to workers, the router, files: some ten each; the rest is a reserve.
-KEPT_DESCRIPTORS = 128
-
-
-@dataclass(kw_only=True)
-class Protection:
-    """TLS and keys of one listener; None: there is none of that kind."""
-
-    tls: ServerTls | None
-    keys: KeyRing | None
-    open_metrics: bool
-    allowed_origins: tuple[str, ...] = ()
-    _authentication: Authentication | None = None
-
-    def around(self, app: ASGIApp, on_refused: Callable[[str], None]) -> ASGIApp:
-        """The application behind the keys, for pages of other origins too where they are allowed.
-
-        Args:
-            on_refused: Told why, for each request that is refused.
-        """
-        if self.keys is not None:
-            app = self._authentication = Authentication(
-                app, self.keys, open_metrics=self.open_metrics, on_refused=on_refused
-            )
-        if not self.allowed_origins:
-            return app
-        # Outside of the keys: a browser asks first whether it may, and brings none.
-        return CORSMiddleware(
-            app, allow_origins=self.allowed_origins, allow_methods=["GET", "POST"], allow_headers=["*"]
-        )
-
-    def refresh(self, *, anew: bool = False) -> None:
-        """Take up what has changed in the files; cheap when nothing has."""
-        if self.tls is not None:
-            self.tls.refresh(anew=anew)
-        if self._authentication is not None:
-            self._authentication.refresh(anew=anew)
-
-    def refresh_anew(self) -> None:
-        """Read the files again though they look the same."""
-        self.refresh(anew=True)
-
-
-def of(options: GatewayOptions) -> Protection:
-    """What the options ask for.
-
-    Raises:
-        ValueError: a file cannot be used.
-    """
-    return Protection(
-        tls=ServerTls(options.tls_cert, options.tls_key) if options.tls_cert and options.tls_key else None,
-        keys=KeyRing(options.keys_file) if options.keys_file else None,
-        open_metrics=options.open_metrics,
-        allowed_origins=options.allowed_origins,
-    )
-
-
-def connections_within(wanted: int, descriptors: int) -> int:
-    """As many connections as are wanted, or as leave descriptors for what else this process opens.
-
-    Args:
-        descriptors: The most that it may have.
-    """
-    return max(1, min(wanted, descriptors - KEPT_DESCRIPTORS))
-
-
-def bounds_of(config: GatewayConfig) -> Bounds:
-    """What each connection may hold."""
-    return Bounds(
-        connections=config.max_connections,
-        head_bytes=config.head_limit_bytes,
-        headers=config.max_headers,
-        head_timeout_s=config.head_timeout_s,
-        body_overhead_bytes=config.max_body_bytes,
-    )
-
+from eaas.gateway.messages import body_for
 
 log = logging.getLogger(__name__)
+
+# Load balancers and the kubelet ask these, and have no key to ask with.
+OPEN_PATHS = frozenset({"/health", "/ping", "/version"})
+METRICS_PATH = "/metrics"
+# What shows the cluster and the load of everybody, or changes something for everybody.
+OPERATOR_PATHS = frozenset(
+    {
+        METRICS_PATH,
+        "/status",
+        "/dashboard",
+        "/dashboard/events",
+        "/load",
+        "/server_info",
+        "/pause",
+        "/resume",
+        "/is_paused",
+        "/abort_requests",
+        "/inference/v1/abort_requests",
+        "/reset_prefix_cache",
+        "/scale_elastic_ep",
+    }
+)
+
+_ACCOUNT = "eaas.account"
+_RATE_LIMITED = "rate_limit_error"
+
+
+def account_of(scope: Scope) -> Account | None:
+    """On whose account a request goes; None where this gateway asks for no key."""
+    return scope.get(_ACCOUNT)
+
+
+def reserve_tokens(account: Account | None, tokens: int) -> None:
+    """Spend what a request is reckoned to take.
+
+    Raises:
+        ApiError: 429, with the time after which there is enough.
+    """
+    overdrawn = account.reserve(tokens, time.monotonic()) if account is not None else None
+    if overdrawn is not None:
+        raise ApiError(_overdrawn_reply(overdrawn))
+
+
+class Authentication:
+    """Lets a request through to ``app`` once its key is known and its budget allows it."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        ring: KeyRing,
+        *,
+        open_metrics: bool = False,
+        on_refused: Callable[[str], None] = lambda reason: None,
+    ) -> None:
+        """Args:
+        open_metrics: GET /metrics needs no key.
+        on_refused: Told "key", "key_requests" or "key_tokens" for each that is refused here.
+        """
+        self._app, self._ring, self._on_refused = app, ring, on_refused
+        self._open = OPEN_PATHS | ({METRICS_PATH} if open_metrics else frozenset[str]())
+        self._accounts: dict[str, Account] = {}
+        self._set_accounts()
+
+    def refresh(self, *, anew: bool = False) -> None:
+        """Use the keys that the file has now, if it has changed."""
+        if self._ring.refresh(anew=anew):
+            self._set_accounts()
+
+    def _set_accounts(self) -> None:
+        now_s = time.monotonic()
+        # The last entry of each name says its budgets.
+        by_name = {key.name: key for key in self._ring.keys}
+        self._accounts = {name: self._accounts.get(name) or Account(name) for name in by_name}
+        for name, key in by_name.items():
+            self._accounts[name].set(key.requests_per_minute, key.tokens_per_minute, now_s)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or (scope["path"] in self._open and scope["method"] in ("GET", "HEAD")):
+            await self._app(scope, receive, send)
+            return
+        key = _key_in(scope["headers"])
+        entry = self._ring.find(key, time.time()) if key else None
+        if entry is None:
+            self._on_refused("key")
+            await _send(scope, send, _unknown(scope["path"], given=bool(key)))
+            return
+        # The patterns of routes end in `$`, which a newline at the end satisfies too.
+        if scope["path"].rstrip("\n") in OPERATOR_PATHS and not entry.operator:
+            self._on_refused("key")
+            await _send(scope, send, _NOT_AN_OPERATORS)
+            return
+        account = self._accounts[entry.name]
+        # What only reads costs nothing.
+        if scope["method"] == "POST" and (overdrawn := account.begin(time.monotonic())) is not None:
+            self._on_refused(f"key_{overdrawn.kind}")
+            await _send(scope, send, _overdrawn_reply(overdrawn), account.headers(time.monotonic()))
+            return
+        scope[_ACCOUNT] = account
+        if account.requests is None and account.tokens is None:
+            await self._app(scope, receive, send)
+            return
+
+        async def send_with_budgets(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), *account.headers(time.monotonic())]
+            await send(message)
+
+        await self._app(scope, receive, send_with_budgets)
+
+
+def _key_in(headers: Sequence[tuple[bytes, bytes]]) -> str:
+    given = [value for name, value in headers if name == b"authorization"]
+    bare = [value for name, value in headers if name == b"x-api-key"]
+    if not given and len(bare) == 1:
+        return bare[0].strip().decode("latin-1")
+    scheme, _, rest = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
+    rest = rest.strip()
+    if scheme.lower() == b"bearer":
+        return rest.decode("latin-1")
+    if scheme.lower() == b"basic":
+        try:
+            return base64.b64decode(rest, validate=True).partition(b":")[2].decode("latin-1")
+        except (binascii.Error, ValueError):
+            return ""
+    return ""
+
+
+def _unknown(path: str, *, given: bool) -> ErrorReply:
+    found = "The API key is not known here, or has expired." if given else "No API key was given."
+    # Only pages that people open in a browser ask it to ask them.
+    challenge = "Bearer" if path.startswith("/v1") else 'Bearer, Basic realm="EaaS"'
+    return ErrorReply(
+        status=401,
+        message=f"{found} Send the header Authorization: Bearer KEY; whoever runs this server gives out keys.",
+        code="invalid_api_key",
+        headers={"www-authenticate": challenge},
+    )
+
+
+_NOT_AN_OPERATORS = ErrorReply(
+    status=403,
+    message="This key may ask for tokens, not look at the cluster. Use one made with: eaas keys new --operator.",
+    code="operator_key_needed",
+    # Another key would be answered otherwise; this is RFC 6750's word for it.
+    headers={"www-authenticate": 'Bearer error="insufficient_scope", Basic realm="EaaS"'},
+)
+
+
+def _overdrawn_reply(overdrawn: Overdrawn) -> ErrorReply:
+    return ErrorReply(
+        status=429,
+        message=f"This key's budget of {overdrawn.per_minute} {overdrawn.kind} a minute is spent. "
+        f"Try again in {overdrawn.retry_after_s} s.",
+        kind=_RATE_LIMITED,
+        code="rate_limit_exceeded",
+        retry_after_s=overdrawn.retry_after_s,
+    )
+
+
+async def _send(
+    scope: Scope, send: Send, reply: ErrorReply, more: Sequence[tuple[bytes, bytes]] = ()
+) -> None:
+    body = body_for(scope["path"], reply)
+    headers = [(name.encode(), value.encode()) for name, value in reply.all_headers().items()]
+    headers += [
+        (b"content-type", b"application/json"),
+        (b"content-length", b"%d" % len(body)),
+        # Its body may still be coming, and nobody here reads it.
+        (b"connection", b"close"),
+        *more,
+    ]
+    await send({"type": "http.response.start", "status": reply.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
 
 
 class CertificateInvalid(ValueError):
@@ -151,3 +255,44 @@ class ServerTls:
 def _no_password() -> str:
     # Without this OpenSSL would ask at the terminal, and wait.
     raise ValueError("the private key has a password")
+
+
+class Protection:
+    """TLS and keys of one listener, as its options ask.
+
+    Attributes:
+        tls, keys: None: there is none of that kind.
+    """
+
+    def __init__(self, options: GatewayOptions) -> None:
+        """Raises ValueError: a file cannot be used."""
+        self.tls = (
+            ServerTls(options.tls_cert, options.tls_key) if options.tls_cert and options.tls_key else None
+        )
+        self.keys = KeyRing(options.keys_file) if options.keys_file else None
+        self._options = options
+        self._authentication: Authentication | None = None
+
+    def around(self, app: ASGIApp, on_refused: Callable[[str], None]) -> ASGIApp:
+        """The application behind the keys, for pages of other origins too where they are allowed.
+
+        Args:
+            on_refused: Told why, for each request that is refused.
+        """
+        if self.keys is not None:
+            app = self._authentication = Authentication(
+                app, self.keys, open_metrics=self._options.open_metrics, on_refused=on_refused
+            )
+        origins = self._options.allowed_origins
+        if not origins:
+            return app
+        # Outside of the keys: a browser asks first whether it may, and brings none.
+        return CORSMiddleware(app, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])
+
+    def refresh(self, *, anew: bool = False) -> None:
+        """Take up what has changed in the files; cheap when nothing has. Args: anew: read them though they look the
+        same."""
+        if self.tls is not None:
+            self.tls.refresh(anew=anew)
+        if self._authentication is not None:
+            self._authentication.refresh(anew=anew)

@@ -19,7 +19,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from eaas.gateway.authentication import account_of, reserve_tokens
 from eaas.gateway.budgets import Account
 from eaas.gateway.errors import ApiError, ErrorReply
 from eaas.gateway.failover import Sequence as PoolSequence
@@ -28,6 +27,7 @@ from eaas.gateway.guard import CLIENT_GONE, CLIENT_STALLED, Connection
 from eaas.gateway.metrics import GatewayMetrics
 from eaas.gateway.pool import WorkerPool
 from eaas.gateway.prompt_scores import PromptScores, TokensById
+from eaas.gateway.protection import account_of, reserve_tokens
 from eaas.gateway.served_model import ServedModel
 from eaas.gateway.stops import StopAutomaton, StopMatcher
 from eaas.gateway.text import Choice, Echo, Generation, NoText, RoutedExpertsLog, StreamedGeneration

@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eaas.gateway.authentication import OPERATOR_PATHS
+from eaas.gateway.protection import OPERATOR_PATHS
 from experts.checkpoint import Checkpoint, CheckpointInvalid
 from experts.manifest import BlobCorrupt
 from experts.model import Dtype, ExpertShape

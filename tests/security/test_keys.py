@@ -24,9 +24,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eaas.gateway import keys as keys_module
-from eaas.gateway.authentication import OPERATOR_PATHS
 from eaas.gateway.budgets import Account, Budget
 from eaas.gateway.keys import MOST_KEYS, Key, KeyRing, KeysInvalid, digest_of, new_key, read_keys, write_keys
+from eaas.gateway.protection import OPERATOR_PATHS
 from tests.eaas.gateway_world import GatewayProcess, World, eventually
 
 PLAIN = "/v1/completions"

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from eaas.cluster.config import ClusterConfig
-from eaas.gateway.guard import Bounds
+from eaas.gateway.config import GatewayConfig
 from eaas.gateway.keys import Key, digest_of, new_key, write_keys
 from eaas.gateway.listening import ListenFailed, listen
 from eaas.ops.certs import make_certs
@@ -247,15 +247,15 @@ def plain(world: World) -> Iterator[str]:
 
 
 HEAD = b"GET /health HTTP/1.1\r\nhost: x\r\n"
-BOUNDS = Bounds()
+BOUNDS = GatewayConfig()
 
 
 @pytest.mark.parametrize(
     "head",
     [
-        HEAD + b"x: " + b"y" * (BOUNDS.head_bytes + 1) + b"\r\n\r\n",
-        HEAD + b"".join(b"x%d: y\r\n" % number for number in range(BOUNDS.headers)) + b"\r\n",
-        b"GET /" + b"a" * (BOUNDS.head_bytes + 1) + b" HTTP/1.1\r\nhost: x\r\n\r\n",
+        HEAD + b"x: " + b"y" * (BOUNDS.head_limit_bytes + 1) + b"\r\n\r\n",
+        HEAD + b"".join(b"x%d: y\r\n" % number for number in range(BOUNDS.max_headers)) + b"\r\n",
+        b"GET /" + b"a" * (BOUNDS.head_limit_bytes + 1) + b" HTTP/1.1\r\nhost: x\r\n\r\n",
         # Without an end: no header is ever complete.
         HEAD + b"x: " + b"y" * 3_000_000,
         HEAD + b"y" * 3_000_000,
@@ -308,7 +308,7 @@ def test_a_head_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> 
         await send({"type": "http.response.body"})
 
     async def main() -> None:
-        quick = Connection.bounded(Bounds(head_timeout_s=0.3))
+        quick = Connection.bounded(GatewayConfig(head_timeout_s=0.3))
         server = uvicorn.Server(uvicorn.Config(app, http=quick, lifespan="off", log_config=None))
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
