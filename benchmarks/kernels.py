@@ -26,7 +26,7 @@ from benchmarks.report import record, spread
 from eaas import native
 from eaas.model.make_model import SHAPES, Shape
 from experts import native as experts_native
-from experts.kernels import TILE_ROWS, isa_name, pack_expert, pack_matrix, to_bfloat16_reference
+from experts.kernels import TILE_ROWS, isa_name, pack_expert, pack_matrix, to_dtype
 from experts.model import Dtype
 from tests.eaas.sampling import Sampler, SamplingRow
 
@@ -89,7 +89,7 @@ def product_case(
     name: str, rows: int, k: int, counts: Sequence[int], gate_up: bool = False
 ) -> Iterator[Case]:
     """x @ W.T with W [rows, k]; with gate_up W holds gate and up, [2 * rows, k], and silu(gate) * up follows."""
-    weight = to_bfloat16_reference(drawn((2 if gate_up else 1) * rows, k) * np.float32(k**-0.5))
+    weight = to_dtype(drawn((2 if gate_up else 1) * rows, k) * np.float32(k**-0.5), Dtype.BFLOAT16)
     if gate_up:
         data = pack_expert(
             weight[:rows], weight[rows:], np.zeros((k, rows), np.uint16), Dtype.BFLOAT16
@@ -104,7 +104,7 @@ def product_case(
     address = ctypes.c_void_p(native.address_of(experts_native.load(), kernel))
     native_loop = library().probe_product
     for m in counts:
-        x = to_bfloat16_reference(drawn(m, k, seed=m))
+        x = to_dtype(drawn(m, k, seed=m), Dtype.BFLOAT16)
         out = np.zeros((m, rows), np.uint16 if gate_up else np.float32)
         torch_x = bfloat16(x)
 
@@ -137,7 +137,8 @@ def attention_case(shape: Shape, name: str, rows: int, length: int) -> Iterator[
     """The last `rows` positions of a sequence of `length` attend to all before them and themselves."""
     dim, kv, heads = shape.head_dim, shape.kv_heads, shape.q_heads
     blocks = -(-length // BLOCK_TOKENS)
-    keys, values = (to_bfloat16_reference(drawn(kv, blocks * BLOCK_TOKENS, dim, seed=s)) for s in (1, 2))
+    drawn_both = (drawn(kv, blocks * BLOCK_TOKENS, dim, seed=seed) for seed in (1, 2))
+    keys, values = (to_dtype(each, Dtype.BFLOAT16) for each in drawn_both)
     # A block's key-value head: keys transposed [dim][16], then values [16][dim].
     cut = keys.reshape(kv, blocks, BLOCK_TOKENS, dim).transpose(1, 0, 3, 2).reshape(blocks, kv, -1)
     paged = np.concatenate([cut, values.reshape(kv, blocks, -1).transpose(1, 0, 2)], axis=2)

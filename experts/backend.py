@@ -35,7 +35,9 @@ class ExpertsLost(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class ServerLink:
-    """One server as its client reaches it. Both windows have `slots` slots of `slot_bytes` payload."""
+    """One server as its client reaches it; both windows are laid out by p2p/native/window.h, with `slots` slots of
+    `slot_bytes` payload.
+    """
 
     tx: int  # the server's window, where requests are written: its address here
     tx_bytes: int

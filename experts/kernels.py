@@ -115,13 +115,6 @@ def from_dtype(x: np.ndarray) -> np.ndarray:
     return (x.astype(np.uint32) << 16).view(np.float32) if x.dtype == np.uint16 else x
 
 
-def to_bfloat16_reference(x: np.ndarray) -> np.ndarray:
-    """float32 to bfloat16 bits (uint16), nearest, ties to even; NaN stays NaN."""
-    bits = np.ascontiguousarray(x, np.float32).view(np.uint32).astype(np.uint64)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return np.where(np.isnan(x), (bits >> 16) | 0x40, rounded).astype(np.uint16)
-
-
 def pack_matrix(w: np.ndarray, dtype: Dtype) -> PackedMatrix:
     """Pack W [rows, k], float32 or bfloat16 bits (uint16).
 
@@ -165,8 +158,9 @@ def pack_expert(
     )
     packed_down = pack_matrix(down, dtype).data
     if biases is not None:
-        both = _interleave(*(from_dtype(bias)[:, None] for bias in biases[:2]))
-        gate_up, packed_down = _with_biases(gate_up, both), _with_biases(packed_down, from_dtype(biases[2]))
+        halves = [_padded(bias, GATE_UP_COLUMNS).reshape(-1, _BLOCK_ROWS) for bias in biases[:2]]
+        gate_up = _with_biases(gate_up, np.stack(halves, axis=1))
+        packed_down = _with_biases(packed_down, _padded(biases[2], TILE_ROWS))
     return PackedExpert(
         dtype=dtype,
         hidden=hidden,
@@ -358,15 +352,6 @@ def _dtype_of(w: np.ndarray) -> Dtype:
     return Dtype.FLOAT32 if w.dtype == np.float32 else Dtype.BFLOAT16
 
 
-def _interleave(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
-    inter, hidden = gate.shape
-    padded = -(-inter // GATE_UP_COLUMNS) * GATE_UP_COLUMNS
-    both = np.zeros((padded // 16, 2, 16, hidden), gate.dtype)
-    for index, matrix in enumerate((gate, up)):
-        both[:, index] = np.pad(matrix, ((0, padded - inter), (0, 0))).reshape(-1, 16, hidden)
-    return both.reshape(-1, hidden)
-
-
 def packed_bytes(dtype: Dtype, tiles: int, k: int, biased: bool = False) -> int:
     """Bytes of that many packed tiles, and of the biases behind them."""
     biases = 4 * TILE_ROWS * biased
@@ -374,9 +359,12 @@ def packed_bytes(dtype: Dtype, tiles: int, k: int, biased: bool = False) -> int:
     return tiles * (weights + biases)
 
 
+def _padded(bias: np.ndarray, multiple: int) -> np.ndarray:
+    wide = from_dtype(bias).astype(np.float32)
+    return np.pad(wide, (0, -len(wide) % multiple))
+
+
 def _with_biases(packed: np.ndarray, biases: np.ndarray) -> np.ndarray:
-    flat = np.ascontiguousarray(biases, np.float32).reshape(-1)
-    padded = np.pad(flat, (0, -len(flat) % TILE_ROWS)).view(np.uint8)
-    data = aligned_bytes(packed.nbytes + padded.nbytes)
-    data[: packed.nbytes], data[packed.nbytes :] = packed, padded
+    data = aligned_bytes(packed.nbytes + biases.nbytes)
+    data[: packed.nbytes], data[packed.nbytes :] = packed, biases.reshape(-1).view(np.uint8)
     return data

@@ -46,7 +46,8 @@ def _type(text: str) -> Any:
 def _structure(name: str) -> Any:
     """The structure of a header, its fields named and ordered as there."""
     body = re.findall(rf"^struct {name} {{(.*?)^}};", _DECLARED, re.DOTALL | re.MULTILINE)[0]
-    fields = [(field, _type(kind)) for kind, field in re.findall(r"([\w ]+\*?) (\w+);", body)]
+    declared = re.findall(r"(\w+\*?) ([\w, ]+);", body)
+    fields = [(field, _type(kind)) for kind, names in declared for field in names.split(", ")]
     return type(name, (Structure,), {"_fields_": fields})
 
 

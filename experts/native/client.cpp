@@ -14,9 +14,6 @@ static void vacate(ExpertClient* client, uint32_t index) {
     Server& server = client->servers[index];
     client->used.fetch_and(~(1ull << index));
     std::fill_n(server.slots, MAX_SLOTS, Slot{});
-    server.units = 0;
-    server.queue.clear();
-    server.queue_head = 0;
     server.leaving.store(false);
     server.state.store(SERVER_LEFT, std::memory_order_release);
 }
@@ -95,18 +92,10 @@ P2P_API int32_t expert_client_add_server(ExpertClient* client, const ServerLink*
     for (uint32_t i = 0; i < EXPERTS_MAX_SERVERS; i++) {
         Server& server = client->servers[i];
         if (server.state.load() != SERVER_EMPTY) continue;
-        server.stale = Block(link->slot_bytes);
+        static_cast<Link&>(server) = {};
         server.link = *link;
-        std::fill_n(server.in_state, SLOT_STATES, 0);
+        server.stale = Block(link->slot_bytes);
         server.in_state[SLOT_FREE] = link->slots;
-        server.sequence = 0;
-        server.latency = {};
-        std::fill_n(server.corrupt_ns, CORRUPT_MOST, 0);
-        server.asked_ns = 0;
-        server.service = {};
-        server.probe_at_ns = 0;
-        server.probe_wait_ns = PROBE_FIRST_NS;
-        server.stats = ServerStats{};
         for (uint32_t other = 0; other < EXPERTS_MAX_SERVERS; other++) {
             uint32_t state = client->servers[other].state.load();
             if ((state != SERVER_LIVE && state != SERVER_GONE) ||

@@ -27,48 +27,24 @@ enum { EXPERTS_KEEP = 0, EXPERTS_MAY_DROP = 1, EXPERTS_DROPPED = 2 };
 
 struct ExpertClient;
 
-// One attached server. Both windows are laid out by p2p/native/window.h with `slots` slots of `slot_bytes`
-// payload.
+// experts/backend.py says what each field of these structures is.
 struct ServerLink {
-    void* tx;  // the server's window: requests are written here
+    void* tx;
     uint64_t tx_bytes;
-    void* rx;  // this client's window for that server: replies appear here
+    void* rx;
     uint64_t rx_bytes;
-    void* bell_page;  // the server's doorbell page; null where the transport has none
+    void* bell_page;
     uint64_t server_incarnation;
-    int32_t liveness_fd;  // hangs up when the server's process ends; -1 where the transport has none
+    int32_t liveness_fd;
     uint32_t slots;
-    uint64_t slot_bytes;   // payload capacity of a slot, both ways
-    uint32_t lane;         // the client lane which packs for this server and waits for it
-    // The server's lanes, where each has the core of the client's lane of equal number: that one wakes it, for a
-    // wake is cheap on the core that the waker leaves. Else 1: the server's lane 0 wakes the others.
-    uint32_t lanes;
+    uint64_t slot_bytes;
+    uint32_t lane, lanes;
 };
-
-// Counters since the server was first attached; latencies in nanoseconds from ring to accepted reply.
 struct ServerStats {
-    uint64_t rows;            // rows sent
-    uint64_t pairs;           // (token, k) pairs sent
-    uint64_t calls;           // chunks sent
-    uint64_t latency_ns;      // moving average over chunks, weight 1/16
-    uint64_t latency_max_ns;  // recent maximum, decaying by 1/64 a chunk
-    uint64_t service_ns;      // moving average of the time that the server itself reported
-    uint64_t hedges;          // pairs overdue here that were sent elsewhere as well
-    uint64_t redispatches;    // pairs sent elsewhere because this server died or refused them
-    uint64_t lost;            // pairs that were still waiting for this server when a call failed
-    uint64_t corrupt;         // replies that failed validation
-    // Sums over the replies accepted: their number, the pairs in flight as each was asked for, its latency, and
-    // the time that the server itself reported.
-    uint64_t replies;
-    uint64_t in_flight;
-    uint64_t latency_sum_ns;
-    uint64_t service_sum_ns;
-    uint64_t extra;           // of the chunks sent here, those that another server was only slow to answer: hedges
-    uint64_t quarantined_until_ns;  // gave corrupt replies, and until then is asked only where no other replica exists
-    uint64_t late_slots;      // slots retired: until a late reply arrives, or for a while after a corrupt one
-    uint64_t lost_slots;      // of those: a later request was answered, so that theirs will hardly be
-    uint64_t state;           // 0 empty, 1 attached, 2 gone, 3 leaving or left
-    double speed;             // relative to the other servers, as rows are split by it
+    uint64_t rows, pairs, calls, latency_ns, latency_max_ns, service_ns, hedges, redispatches, lost, corrupt;
+    uint64_t replies, in_flight, latency_sum_ns, service_sum_ns;
+    uint64_t extra, quarantined_until_ns, late_slots, lost_slots, state;
+    double speed;
 };
 
 // `own_page` is this process's doorbell page (null: plain short sleeps). Null result: out of memory or a bad

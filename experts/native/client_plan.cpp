@@ -307,8 +307,8 @@ void collect_missing(ExpertClient* client, const Masks& masks, uint64_t now_ns) 
     Plan& plan = client->plan;
     for (LaneWord& word : call.outstanding) word.value = 0;
     plan.suspects = 0;
-    for (const Server& server : client->servers)
-        if (server.suspect(now_ns)) plan.suspects |= 1ull << (&server - client->servers);
+    for (uint32_t index : client->attached())
+        if (client->servers[index].suspect(now_ns)) plan.suspects |= 1ull << index;
     for (Chunk& chunk : call.chunks) {
         Server& server = client->servers[chunk.server];
         uint64_t bit = 1ull << chunk.server;
@@ -332,13 +332,11 @@ void collect_missing(ExpertClient* client, const Masks& masks, uint64_t now_ns) 
     }
     for (uint32_t pair = 0; pair < plan.pair_state.size(); pair++)
         if (pair_filled(call, pair)) plan.pair_state[pair] = PAIR_FILLED;
-    for (Server& server : client->servers) {
-        auto kept = [&](uint32_t chunk) { return call.chunks[chunk].state == CHUNK_PLANNED; };
-        std::vector<uint32_t> queue;
-        std::copy_if(server.queue.begin() + server.queue_head, server.queue.end(), std::back_inserter(queue),
-                     kept);
-        server.queue = std::move(queue);
+    for (uint32_t index : client->attached()) {
+        Server& server = client->servers[index];
+        server.queue.erase(server.queue.begin(), server.queue.begin() + server.queue_head);
         server.queue_head = 0;
+        std::erase_if(server.queue, [&](uint32_t chunk) { return call.chunks[chunk].state != CHUNK_PLANNED; });
     }
 }
 

@@ -85,9 +85,8 @@ struct Chunk {
     bool out() const { return state == CHUNK_PLANNED || state == CHUNK_SENT || state == CHUNK_LATE; }
 };
 
-struct Server {
-    std::atomic<uint32_t> state{SERVER_EMPTY};
-    std::atomic<bool> leaving{false};
+// All that begins anew with a server's link.
+struct Link {
     ServerLink link{};
     Slot slots[MAX_SLOTS];
     uint64_t sequence = 0;
@@ -104,6 +103,11 @@ struct Server {
     std::vector<uint32_t> queue;  // chunks planned, not yet sent, from queue_head on
     size_t queue_head = 0;
     ServerStats stats{};
+};
+
+struct Server : Link {
+    std::atomic<uint32_t> state{SERVER_EMPTY};
+    std::atomic<bool> leaving{false};
 
     bool attached() const { return state.load(std::memory_order_acquire) == SERVER_LIVE && !leaving.load(); }
     bool drained() const { return in_state[SLOT_FREE] == link.slots; }

@@ -20,16 +20,17 @@ struct FreeMemory {
 // Aligned to 64 bytes, of which its size is a multiple. Throws std::bad_alloc.
 class Block {
   public:
-    explicit Block(uint64_t bytes = 0) : bytes_((bytes + 63) / 64 * 64) {
-        if (bytes) memory_.reset(static_cast<uint8_t*>(std::aligned_alloc(64, bytes_)));
-        if (bytes && !memory_) throw std::bad_alloc();
+    Block() = default;
+    explicit Block(uint64_t bytes) : bytes_((bytes + 63) / 64 * 64) {
+        memory_.reset(static_cast<uint8_t*>(std::aligned_alloc(64, bytes_)));
+        if (!memory_) throw std::bad_alloc();
     }
     uint8_t* data() const { return memory_.get(); }
     uint64_t bytes() const { return bytes_; }
 
   private:
     std::unique_ptr<uint8_t, FreeMemory> memory_;
-    uint64_t bytes_;
+    uint64_t bytes_ = 0;
 };
 
 // Grows, never shrinks; contents are lost when it grows. Throws std::bad_alloc.

@@ -21,30 +21,19 @@ constexpr uint32_t EXPERT_SERVER_MAX_CLIENTS = 64;
 struct ExpertForm;  // kernels.h
 struct ExpertServer;
 
-// One attached client. Both windows are laid out by p2p/native/window.h with `slots` slots of `slot_bytes`
-// payload.
+// experts/backend.py says what each field of these structures is.
 struct ClientLink {
-    void* rx;  // this server's window: the client's requests appear here
+    void* rx;
     uint64_t rx_bytes;
-    void* tx;  // the client's window: replies are written here
+    void* tx;
     uint64_t tx_bytes;
-    void* bell_page;  // the client's doorbell page; null where the transport has none
+    void* bell_page;
     uint64_t client_incarnation;
-    uint32_t client_lanes;
-    uint32_t bell_lanes;  // of bell_page: all of the client's, or fewer; what has none rings the last
-    uint32_t slots;
+    uint32_t client_lanes, bell_lanes, slots;
     uint64_t slot_bytes;
 };
-
 struct ServerCounters {
-    uint64_t batches;
-    uint64_t requests;  // answered OK
-    uint64_t rows;      // rows received in them
-    uint64_t pairs;     // (row, expert) pairs computed
-    uint64_t experts;   // experts activated, summed over batches
-    uint64_t busy_ns;   // from pick-up to reply
-    uint64_t not_held;  // requests refused: an expert is not here
-    uint64_t invalid;   // requests refused: not understood
+    uint64_t batches, requests, rows, pairs, experts, busy_ns, not_held, invalid;
 };
 
 // cores: one for each lane, -1 where unpinned. max_slot_bytes bounds what a client may attach with. Null: out

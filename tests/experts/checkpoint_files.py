@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from experts.kernels import to_bfloat16_reference
 from experts.model import ExpertShape
+from tests.experts.packing import to_bfloat16
 
 _NAMES = {"float32": "F32", "float16": "F16", "uint16": "BF16", "int64": "I64", "uint8": "U8"}
 
@@ -52,7 +52,7 @@ def expert_tensors(shape: ExpertShape, seed: int = 0) -> dict[str, np.ndarray]:
         for expert in range(shape.experts):
             sizes = ((inter, hidden), (inter, hidden), (hidden, inter))
             for name, size in zip(shape.names(layer, expert), sizes, strict=True):
-                tensors[name] = to_bfloat16_reference(generator.standard_normal(size, np.float32))
+                tensors[name] = to_bfloat16(generator.standard_normal(size, np.float32))
     return tensors
 
 

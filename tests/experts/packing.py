@@ -36,3 +36,10 @@ def _packed_int8(w: np.ndarray) -> np.ndarray:
         np.ascontiguousarray(part).view(np.uint8).reshape(tiles, groups, -1) for part in (columns, steps)
     )
     return np.concatenate(list(parts), axis=2).reshape(-1)
+
+
+def to_bfloat16(x: np.ndarray) -> np.ndarray:
+    """float32 to bfloat16 bits (uint16) by definition: nearest, ties to even; NaN stays NaN."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32).astype(np.uint64)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(x), (bits >> 16) | 0x40, rounded).astype(np.uint16)

@@ -22,7 +22,6 @@ from experts.kernels import (
     linear,
     pack_expert,
     pack_matrix,
-    to_bfloat16_reference,
     to_dtype,
 )
 from experts.model import Dtype
@@ -203,7 +202,7 @@ def test_bfloat16_rounding_is_exact_for_every_upper_half_and_every_kind_of_lower
         for found in (
             to_dtype(x, Dtype.BFLOAT16),
             to_dtype(x[:-3], Dtype.BFLOAT16),
-            to_bfloat16_reference(x),
+            packing.to_bfloat16(x),
         ):
             known = ~nan[: found.size]
             assert np.array_equal(found[known], wanted[: found.size][known]), f"lower {lower:#x}"
@@ -248,7 +247,7 @@ def test_native_packing_matches_the_layout_written_in_numpy(
 ) -> None:
     w, other = (normal(rows, k, seed=seed) for seed in (1, 2))
     if source is np.uint16:
-        w, other = to_bfloat16_reference(w), to_bfloat16_reference(other)
+        w, other = packing.to_bfloat16(w), packing.to_bfloat16(other)
     data, packed_expert = pack_matrix(w, dtype).data, pack_expert(w, other, w.T, dtype)
     assert data.ctypes.data % 64 == 0
     assert np.array_equal(data, packing.packed(w, dtype))

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experts.kernels import to_bfloat16_reference
 from p2p.build import COMMON, ISA_FLAGS, ROOT, run_compiler
+from tests.experts.packing import to_bfloat16
 
 SOURCE = Path(__file__).parent / "simd_probe.isa.cpp"
 SEED = 11
@@ -149,7 +149,7 @@ def test_bfloat16_pairs_split_into_even_and_odd(probes: Mapping[str, ctypes.CDLL
 @pytest.mark.parametrize("count", range(17))
 def test_partial_loads_and_stores_touch_nothing_behind(probes: Mapping[str, ctypes.CDLL], count: int) -> None:
     x = np.random.default_rng(SEED).standard_normal(16).astype(np.float32)
-    rounded = to_bfloat16_reference(x)
+    rounded = to_bfloat16(x)
     for isa, probe in probes.items():
         out, half, widened = np.full(16, 7, np.float32), np.full(16, 7, np.uint16), np.ones(16, np.float32)
         addresses = (ctypes.c_void_p(array.ctypes.data) for array in (x, out, half, widened))
