@@ -94,7 +94,7 @@ def expert_pool(model: Path, servers: int, cores: tuple[int, ...]) -> Iterator[E
         endpoint = closing.enter_context(ShmEndpoint(identity.name, identity.incarnation, len(cores)))
         client = ExpertClient(
             endpoint=endpoint, shape=shape, dtype=Dtype.BFLOAT16, model_hash=checkpoint.fingerprint,
-            incarnation=identity.incarnation, lanes=len(cores), cores=cores, max_tokens=STEP_TOKENS,
+            incarnation=identity.incarnation, cores=cores, max_tokens=STEP_TOKENS,
             deadline_s=20.0,
         )  # fmt: skip
         closing.callback(client.close)

@@ -37,16 +37,6 @@ class Railed(Protocol):
         ...
 
 
-def row_bytes(shape: ExpertShape, dtype: Dtype) -> int:
-    """Of one row on its way to a server."""
-    return shape.hidden * (4 if dtype is Dtype.FLOAT32 else 2)
-
-
-def reply_bytes(shape: ExpertShape) -> int:
-    """Of the row that comes back for one (row, expert) pair."""
-    return shape.hidden * 4
-
-
 def server_totals(counters: ServerCounters, shape: ExpertShape, dtype: Dtype, damaged: int = 0) -> Totals:
     """An expert server's counters. Args: damaged: experts found so since they were loaded."""
     same = ("batches", "rows", "pairs", "experts", "not_held", "invalid")
@@ -56,8 +46,8 @@ def server_totals(counters: ServerCounters, shape: ExpertShape, dtype: Dtype, da
             "calls": float(counters.requests),
             "damaged": float(damaged),
             "busy_s": counters.busy_ns / 1e9,
-            "received_bytes": float(counters.rows * row_bytes(shape, dtype)),
-            "sent_bytes": float(counters.pairs * reply_bytes(shape)),
+            "received_bytes": float(counters.rows * shape.hidden * dtype.nbytes),
+            "sent_bytes": float(counters.pairs * shape.hidden * 4),
         }
     )
 
@@ -82,7 +72,7 @@ class Accounts:
 
     def __init__(self, shape: ExpertShape, dtype: Dtype, endpoint: object) -> None:
         """Args: endpoint: asked for its rails where it has any."""
-        self._row_bytes, self._reply_bytes = row_bytes(shape, dtype), reply_bytes(shape)
+        self._row_bytes, self._reply_bytes = shape.hidden * dtype.nbytes, shape.hidden * 4
         self._endpoint = endpoint
         self._left: dict[str, dict[str, float]] = {}
         self._all_left: dict[str, float] = {}

@@ -1,7 +1,7 @@
 """The client's Python half: attaches to servers as the View names them, and publishes routes to native code.
 
 client = ExpertClient(endpoint=endpoint, shape=shape, dtype=dtype, model_hash=checkpoint.fingerprint,
-                      incarnation=identity.incarnation, lanes=len(cores), cores=cores)
+                      incarnation=identity.incarnation, cores=cores)
 router.start(on_view=lambda view: (client.apply_view(view), router.ack(client.adopted_epoch)))
 rows = client.exchange(layer, rows, ids, weights)      # or native code calls expert_call(client.handle, ...)
 """
@@ -42,6 +42,7 @@ from router.view import Member, View
 
 log = logging.getLogger(__name__)
 
+SLOTS = 4  # requests in flight to one server
 RETRY_S = 0.25
 # Replies that were lost for good hold their slots for ever, so the link is made anew: so long after all slots wait, or
 # some that will hardly be answered. Not more often: what is under way on the old link is asked for again.
@@ -60,11 +61,9 @@ class ExpertClient:
         dtype: Dtype,
         model_hash: str,
         incarnation: int,
-        lanes: int = 1,
+        cores: Sequence[int] = (-1,),
         deadline_s: float = 30.0,
-        cores: Sequence[int] = (),
         max_tokens: int = 4096,
-        slots: int = 4,
         on_adopted: Callable[[int], None] | None = None,
         backend: Backend | None = None,
         credentials: Credentials | None = None,
@@ -72,14 +71,12 @@ class ExpertClient:
     ) -> None:
         """
         Args:
-            endpoint: Where windows and doorbells come from; it must have as many doorbell lanes as `lanes`.
+            endpoint: Where windows and doorbells come from; it must have a doorbell lane for each of `cores`.
             model_hash: The checkpoint's fingerprint (hex).
             incarnation: Of this member.
-            lanes: That will make calls together.
+            cores: One for each lane that will make calls together, -1 unpinned; a server on one of them gets that lane.
             deadline_s: Of `exchange`, unless it names its own.
-            cores: One for each lane, -1 unpinned; a server on one of them gets that lane. Empty: none.
             max_tokens: Most rows of one call.
-            slots: Requests in flight to one server, 1 to 16.
             on_adopted: Called with each newly adopted epoch, from whichever thread saw it, to acknowledge it.
             backend: What carries the rows; that of CPUs unless given.
             credentials: Of this process; None: no TLS.
@@ -89,17 +86,11 @@ class ExpertClient:
         Raises:
             ValueError: a size is out of range, or one token does not fit in a slot.
         """
-        self.shape, self.dtype, self.model_hash, self.incarnation = shape, dtype, model_hash, incarnation
-        self.deadline_s = deadline_s
-        self._endpoint, self._on_adopted = endpoint, on_adopted
-        self._cores = tuple(cores) or (-1,) * lanes
-        if len(self._cores) != lanes:
-            raise ValueError(
-                f"{lanes} lanes and cores {list(cores)} were given; name one core for each lane."
-            )
+        self.shape, self.dtype, self.deadline_s = shape, dtype, deadline_s
+        self._cores, self._on_adopted = tuple(cores), on_adopted
         backend = backend or CpuBackend()
         wire = WireShape(shape=shape, dtype=dtype, model_hash=model_hash_of(model_hash))
-        self._layout = backend.window(wire, max_tokens, slots)
+        self._layout = backend.window(wire, max_tokens, SLOTS)
         self.backend: ClientBackend = backend.client(
             wire,
             incarnation=incarnation,
@@ -122,7 +113,7 @@ class ExpertClient:
                 hidden=shape.hidden,
                 top_k=shape.top_k,
                 dtype=dtype,
-                lanes=lanes,
+                lanes=len(self._cores),
                 slots=self._layout.slots,
                 slot_bytes=self._layout.payload_bytes,
             ),
@@ -247,7 +238,7 @@ class ExpertClient:
         try:
             link = self._attacher.attach(member)
             with self._lock:
-                self._take(link)
+                self._admit(link)
         except AttachFailed as error:
             with self._lock:
                 self._unreached.add((member.name, member.incarnation))
@@ -258,7 +249,7 @@ class ExpertClient:
             with self._lock:
                 del self._attaching[member.name, member.incarnation]
 
-    def _take(self, link: Link) -> None:
+    def _admit(self, link: Link) -> None:
         member, view = link.member, self._view
         now = view.member(member.name) if view else None
         named = now is not None and now.incarnation == member.incarnation and now.serving_count

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from experts import kernels, native
 from experts.backend import ClientLink, ExpertsLost, LinkRefused, ServerCounters, ServerLink, ServerStats
-from experts.model import Dtype
 from experts.routes import Table
 from experts.wire import MAX_ROWS, VERSION, WireShape
 from p2p import native as p2p_native
@@ -25,61 +24,9 @@ from p2p.window import WindowLayout
 # 2 bytes for the 2 operations of each row: 165 GFLOP/s over 30 GB/s make an activated expert about as dear as 5 rows.
 CPU_ACTIVATION_ROWS = 5.0
 CHUNK_BYTES = 512 << 10  # of a frame: incast hurts only above that
+MOST_SLOT_BYTES = 1 << 20  # that a client may ask for
 
 _OK, _LOST, _FULL, _MEMORY = 0, -1, -3, -4
-
-
-class CpuBackend:
-    """Native code and shared memory, in frames of at most CHUNK_BYTES."""
-
-    most_slot_bytes = 1 << 20
-    activation_rows = CPU_ACTIVATION_ROWS
-    rings_lanes = True
-
-    def __init__(self, wire_version: int = VERSION) -> None:
-        self.wire_version = wire_version
-
-    def numerics_class(self, dtype: Dtype) -> str:
-        return kernels.numerics_class(dtype)
-
-    def self_test(self, dtype: Dtype) -> None:
-        kernels.self_test(dtype)
-
-    def window(self, wire: WireShape, most_tokens: int, slots: int) -> WindowLayout:
-        """Slots for the largest call, or for chunks of it."""
-
-        def bytes_of(tokens: int) -> int:
-            pairs = tokens * wire.shape.top_k
-            return max(wire.reply_bytes(pairs), wire.request_bytes(tokens, pairs))
-
-        layout = WindowLayout(slots=slots, payload_bytes=min(CHUNK_BYTES, bytes_of(most_tokens)))
-        if bytes_of(1) > layout.payload_bytes or not 1 <= most_tokens <= MAX_ROWS:
-            raise ValueError(
-                f"One token takes {bytes_of(1)} bytes and a slot holds {layout.payload_bytes};"
-                f" max_tokens is {most_tokens}, of 1 to {MAX_ROWS}. Fewer or smaller tokens are needed."
-            )
-        return layout
-
-    def prepare(self, window: Window, layout: WindowLayout) -> None:
-        """Write a window's layout where both sides look for it."""
-        p2p_native.load().p2p_window_init(
-            window.address, window.nbytes, window.incarnation, layout.slots, layout.payload_bytes
-        )
-
-    def client(
-        self,
-        wire: WireShape,
-        *,
-        incarnation: int,
-        lanes: int,
-        bell_page: int,
-        max_tokens: int,
-        patience_s: float,
-    ) -> CpuClient:
-        return CpuClient(wire, incarnation, lanes, bell_page, max_tokens, patience_s)
-
-    def server(self, wire: WireShape, *, incarnation: int, cores: Sequence[int], bell_page: int) -> CpuServer:
-        return CpuServer(wire, incarnation, cores, bell_page, self.most_slot_bytes)
 
 
 class CpuClient:
@@ -88,6 +35,7 @@ class CpuClient:
     def __init__(
         self,
         wire: WireShape,
+        *,
         incarnation: int,
         lanes: int,
         bell_page: int,
@@ -165,15 +113,13 @@ class CpuClient:
 class CpuServer:
     """A server of server.h: `experts.backend.ServerBackend`."""
 
-    def __init__(
-        self, wire: WireShape, incarnation: int, cores: Sequence[int], bell_page: int, most_slot_bytes: int
-    ) -> None:
+    def __init__(self, wire: WireShape, *, incarnation: int, cores: Sequence[int], bell_page: int) -> None:
         self._shape, self._library, self._bell_page = wire.shape, native.load(), bell_page
         shape = wire.shape
         self._handle: int = self._library.expert_server_new(
             *(shape.layers, shape.experts, shape.hidden, shape.intermediate, shape.top_k, wire.dtype),
             *(wire.model_hash, incarnation, len(cores), (ctypes.c_int32 * len(cores))(*cores), bell_page),
-            most_slot_bytes,
+            MOST_SLOT_BYTES,
         )
         if not self._handle:
             raise ValueError(
@@ -228,6 +174,41 @@ class CpuServer:
 
     def close(self) -> None:
         self._library.expert_server_free(self._handle)
+
+
+class CpuBackend:
+    """Native code and shared memory, in frames of at most CHUNK_BYTES."""
+
+    most_slot_bytes = MOST_SLOT_BYTES
+    activation_rows = CPU_ACTIVATION_ROWS
+    rings_lanes = True
+    numerics_class = staticmethod(kernels.numerics_class)
+    self_test = staticmethod(kernels.self_test)
+    client, server = CpuClient, CpuServer
+
+    def __init__(self, wire_version: int = VERSION) -> None:
+        self.wire_version = wire_version
+
+    def window(self, wire: WireShape, most_tokens: int, slots: int) -> WindowLayout:
+        """Slots for the largest call, or for chunks of it."""
+
+        def bytes_of(tokens: int) -> int:
+            pairs = tokens * wire.shape.top_k
+            return max(wire.reply_bytes(pairs), wire.request_bytes(tokens, pairs))
+
+        layout = WindowLayout(slots=slots, payload_bytes=min(CHUNK_BYTES, bytes_of(most_tokens)))
+        if bytes_of(1) > layout.payload_bytes or not 1 <= most_tokens <= MAX_ROWS:
+            raise ValueError(
+                f"One token takes {bytes_of(1)} bytes and a slot holds {layout.payload_bytes};"
+                f" max_tokens is {most_tokens}, of 1 to {MAX_ROWS}. Fewer or smaller tokens are needed."
+            )
+        return layout
+
+    def prepare(self, window: Window, layout: WindowLayout) -> None:
+        """Write a window's layout where both sides look for it."""
+        p2p_native.load().p2p_window_init(
+            window.address, window.nbytes, window.incarnation, layout.slots, layout.payload_bytes
+        )
 
 
 def _place(code: int) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 from experts.backend import Backend
@@ -13,20 +12,14 @@ from p2p.descriptor import Transport
 from p2p.endpoint import Endpoint
 from p2p.transport import TransportChoice
 
-
-class Kind(Enum):
-    """Kinds of processors."""
-
-    CPU = "cpu"
-    CUDA = "cuda"
-    INTERPRETER = "interpreter"
+CPU, CUDA, INTERPRETER = "cpu", "cuda", "interpreter"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
     """A processor, and its number among those of its kind."""
 
-    kind: Kind = Kind.CPU
+    kind: str = CPU
     index: int = 0
 
     @classmethod
@@ -37,19 +30,19 @@ class Device:
             ValueError: it is none of them.
         """
         name, colon, number = text.partition(":")
-        if name == "cuda" and (not colon or (number.isascii() and number.isdecimal())):
-            return cls(kind=Kind.CUDA, index=int(number or 0))
-        if text in ("cpu", "interpreter"):
-            return cls(kind=Kind(text))
+        if name == CUDA and (not colon or (number.isascii() and number.isdecimal())):
+            return cls(kind=CUDA, index=int(number or 0))
+        if text in (CPU, INTERPRETER):
+            return cls(kind=text)
         raise ValueError(f"device {text!r} is not known; cpu, cuda:0 or interpreter is needed.")
 
     def __str__(self) -> str:
-        return f"cuda:{self.index}" if self.kind is Kind.CUDA else self.kind.value
+        return f"cuda:{self.index}" if self.kind == CUDA else self.kind
 
     @property
     def runs_kernels(self) -> bool:
         """Whether the GPU's kernels compute, on whatever."""
-        return self.kind is not Kind.CPU
+        return self.kind != CPU
 
     def backend(self) -> Backend:
         """What carries and computes rows.
@@ -62,7 +55,7 @@ class Device:
         # Not before it is asked for: torch takes seconds and hundreds of megabytes.
         from experts.gpu import open_backend
 
-        return open_backend(self.index if self.kind is Kind.CUDA else None)
+        return open_backend(self.index if self.kind == CUDA else None)
 
     def opener(self, transport: TransportChoice) -> Callable[[str, int, int], Endpoint[Any, Any]]:
         """What makes an endpoint whose windows this device reaches, from (name, incarnation, lanes).
@@ -72,6 +65,6 @@ class Device:
         Raises:
             P2PError: the transport's windows cannot be reached.
         """
-        if self.kind is Kind.CUDA and transport.transport is Transport.SHM:
+        if self.kind == CUDA and transport.transport is Transport.SHM:
             transport = TransportChoice(transport=Transport.CUDA, device=self.index)
-        return transport.opener(on_device=self.kind is Kind.CUDA)
+        return transport.opener(on_device=self.kind == CUDA)

@@ -10,7 +10,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 from p2p import faults
@@ -27,11 +27,11 @@ class CannotDo(RuntimeError):
     """This process cannot do that fault to itself."""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class _Active:
     fault: Fault
     undo: Callable[[], None]
-    timer: threading.Timer | None = field(default=None)
+    timer: threading.Timer
 
 
 class SelfInflicted:
@@ -78,52 +78,39 @@ class SelfInflicted:
         if fault.kind == "kill" and not fault.where:
             faults.kill()
         undo = self._do(fault)
-        active = _Active(fault=fault, undo=undo)
-        active.timer = threading.Timer(fault.lasts_s, self._expire, (active,))
-        active.timer.daemon = True
+        timer = threading.Timer(fault.lasts_s, self._end, (fault.id, "over", fault))
+        timer.daemon = True
         with self._lock:
-            self._active[fault.id] = active
-        active.timer.start()
+            self._active[fault.id] = _Active(fault=fault, undo=undo, timer=timer)
+        timer.start()
 
     def end(self, fault_id: str) -> None:
         """Revert it now, or all with an empty id; nothing where it is over."""
         for id in [fault_id] if fault_id else list(self._active):
-            with self._lock:
-                active = self._active.pop(id, None)
-            if active is not None:
-                self._revert(active, "cleared")
+            self._end(id, "cleared")
 
-    def _expire(self, active: _Active) -> None:
+    def _end(self, fault_id: str, how: str, only: Fault | None = None) -> None:
+        """Revert what goes by that id; where `only` is given, nothing that began after it."""
         with self._lock:
-            if self._active.get(active.fault.id) is not active:
+            active = self._active.get(fault_id)
+            if active is None or (only is not None and active.fault is not only):
                 return
-            del self._active[active.fault.id]
-        self._revert(active, "over")
-
-    def _revert(self, active: _Active, how: str) -> None:
-        if active.timer is not None:
-            active.timer.cancel()
+            del self._active[fault_id]
+        active.timer.cancel()
         active.undo()
-        log.warning("fault_ended id=%s kind=%s how=%s", active.fault.id, active.fault.kind, how)
+        log.warning("fault_ended id=%s kind=%s how=%s", fault_id, active.fault.kind, how)
 
     def _do(self, fault: Fault) -> Callable[[], None]:
         """Do it; returns what reverts it."""
         number = next(self._numbers)
-        if fault.kind == "freeze":
-            waker = faults.Waker(fault.for_s)
-            if not fault.where:
-                # Not on the thread that is to hear of its end, and after that thread has noted that it lasts.
-                threading.Thread(target=waker.stop, name="fault-freeze", daemon=True).start()
-                return waker.close
-            self._arm(number, fault, kind="freeze", waker=waker.fd)
-            return lambda: (faults.disarm(number), waker.close())[0]
-        self._arm(number, fault, kind=fault.where if fault.kind == "corrupt" else fault.kind)
-        return lambda: faults.disarm(number)
-
-    def _arm(self, number: int, fault: Fault, *, kind: str, waker: int = -1) -> None:
+        waker = faults.Waker(fault.for_s) if fault.kind == "freeze" else None
+        if waker is not None and not fault.where:
+            # Not on the thread that is to hear of its end, and after that thread has noted that it lasts.
+            threading.Thread(target=waker.stop, name="fault-freeze", daemon=True).start()
+            return waker.close
         faults.arm(
             number,
-            kind,
+            fault.where if fault.kind == "corrupt" else fault.kind,
             where=fault.rail or fault.where,
             after=fault.after,
             by_s=fault.by_s,
@@ -131,5 +118,12 @@ class SelfInflicted:
             share=fault.share,
             peers=fault.peers,
             seed=fault.seed,
-            waker=waker,
+            waker=waker.fd if waker is not None else -1,
         )
+
+        def undo() -> None:
+            faults.disarm(number)
+            if waker is not None:
+                waker.close()
+
+        return undo

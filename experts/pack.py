@@ -16,8 +16,8 @@ import logging
 import mmap
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 
@@ -190,7 +190,8 @@ def _made(layout: PackLayout, directory: Path | None, build: Callable[[Path], No
     try:
         if (found := _map(path, layout)) is None:
             root.mkdir(parents=True, exist_ok=True)
-            with _locked(path.with_suffix(".lock")):
+            with path.with_suffix(".lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
                 # Another builder may have finished while this one waited.
                 if (found := _map(path, layout)) is None:
                     _replace(path, build)
@@ -205,13 +206,6 @@ def _made(layout: PackLayout, directory: Path | None, build: Callable[[Path], No
             f"{path}: is not whole right after it was built. Does something else write there?"
         )
     return found
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _map(path: Path, layout: PackLayout) -> PackedExperts | None:

@@ -6,7 +6,7 @@ host finds it. The first server and the checkpoint are each measured on one expe
 waits for the connection); from then on the best of what was measured is taken. A server not measured yet counts as the
 best one that was, and while a source is not used its estimate rises by 1% with each expert, so that none is written
 off for good. A source that failed is left alone for a while, and one that gave wrong bytes for longer: its bytes may
-have been mended since.
+have been repaired since.
 
 Whoever gives the bytes, the manifest decides whether they are right.
 """

@@ -188,7 +188,6 @@ def ours(
             dtype=dtype,
             model_hash=checkpoint.fingerprint,
             incarnation=identity.incarnation,
-            lanes=len(cores),
             cores=cores,
             max_tokens=STEP_TOKENS,
             deadline_s=DEADLINE_S,

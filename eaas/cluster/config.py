@@ -94,7 +94,7 @@ class ClusterConfig(
         }
         bound_address("--host", self.host, protection)
         TransportChoice.parse(self.transport)
-        kinds = [Device.parse(device).kind.value for device in self.device]
+        kinds = [Device.parse(device).kind for device in self.device]
         ask, answer = ({kinds[i % len(kinds)] for i in range(n)} for n in (self.attention, self.experts))
         if self.endpoint and ask and answer and ask != answer:
             raise OptionsInvalid(

@@ -274,7 +274,6 @@ def prepare(options: WorkerOptions, ending: Ending, closing: contextlib.ExitStac
         dtype=spec.dtype,
         model_hash=checkpoint.fingerprint,
         incarnation=identity.incarnation,
-        lanes=len(cores),
         cores=cores,
         # Also while no step runs: a retried connection may complete an epoch at any time.
         on_adopted=router.ack,

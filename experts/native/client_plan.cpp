@@ -15,7 +15,7 @@ enum PairState : uint8_t { PAIR_OPEN, PAIR_PLACED, PAIR_FILLED };
 struct Masks {
     uint64_t healthy = 0;     // takes rows
     uint64_t distrusted = 0;  // prompt, but its replies come corrupt: only where no other replica exists
-    uint64_t late = 0;        // alive, but owes a reply past its time: only where neither of those exists
+    uint64_t late = 0;        // alive, but a reply of it is past its time: only where neither of those exists
 
     uint64_t live() const { return healthy | distrusted | late; }
     bool takes(uint32_t server) const {

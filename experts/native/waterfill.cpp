@@ -99,26 +99,26 @@ uint32_t last_of(uint64_t all, const double* load, const double* speed, double* 
     return last;
 }
 
-// Whole rows. owed: by server, what rounding has taken from it so far.
-void round_off(Want& want, const double* share, uint32_t turn, double* owed) {
+// Whole rows. rounded_off: by server, what rounding has taken from it so far.
+void round_off(Want& want, const double* share, uint32_t turn, double* rounded_off) {
     uint32_t left = want.count, slot = 0;
     for (uint32_t server : Bits{want.servers}) {
         uint32_t rows = std::min(left, uint32_t(share[slot]));
         want.rows[slot] = rows;
         left -= rows;
-        if (share[slot] > 0) owed[server] += share[slot] - rows;
+        if (share[slot] > 0) rounded_off[server] += share[slot] - rows;
         slot++;
     }
     for (; left; left--) {
         uint32_t to = 0, to_slot = EXPERTS_MAX_REPLICAS;
         slot = 0;
         for (uint32_t server : Bits{want.servers}) {
-            bool first = to_slot == EXPERTS_MAX_REPLICAS || owed[server] > owed[to] ||
-                         (owed[server] == owed[to] && lot(server, turn) < lot(to, turn));
+            bool first = to_slot == EXPERTS_MAX_REPLICAS || rounded_off[server] > rounded_off[to] ||
+                         (rounded_off[server] == rounded_off[to] && lot(server, turn) < lot(to, turn));
             if (share[slot] > 0 && first) to = server, to_slot = slot;
             slot++;
         }
-        owed[to] -= 1;
+        rounded_off[to] -= 1;
         want.rows[to_slot]++;
     }
 }
@@ -178,11 +178,11 @@ void Waterfill::split_rows(Want* wants, size_t n, const double* speed, double co
         if (gained <= most * most * speeds * 1e-6) break;
     }
     rebalance(wants, movable, all, speed, cost, turn);
-    double owed[EXPERTS_MAX_SERVERS] = {};
+    double rounded_off[EXPERTS_MAX_SERVERS] = {};
     for (size_t at = 0; at < n; at++) {
         size_t i = order[at] & 0xffffff;
         std::memset(wants[i].rows, 0, sizeof wants[i].rows);
-        if (wants[i].servers) round_off(wants[i], &share[i * EXPERTS_MAX_REPLICAS], turn, owed);
+        if (wants[i].servers) round_off(wants[i], &share[i * EXPERTS_MAX_REPLICAS], turn, rounded_off);
     }
 }
 

@@ -32,7 +32,7 @@ struct Waterfill {
     // level. Then experts are taken out and split again, while the sum over servers of time^2 x speed falls:
     // at its least the busiest server is as idle as the replicas allow, and an expert is split only where that
     // is worth the further activation. All that in parts of rows, for an odd row at each of many hands is a slope
-    // that no single move can level; whole rows come last, each to the server that rounding owes most.
+    // that no single move can level; whole rows come last, each to the server from which rounding took most.
     // A slow server may still end last by a single expert: one that does gives up whatever others hold as well, where
     // all then end sooner.
     // Equal servers are taken in an order drawn by `turn`, so that what is left over by many clients does not meet

@@ -158,7 +158,6 @@ class Pool:
             dtype=element,
             model_hash=checkpoint.fingerprint,
             incarnation=identity.incarnation,
-            lanes=len(CORES),
             cores=CORES,
             max_tokens=512,
             deadline_s=20.0,

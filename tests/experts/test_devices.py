@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from experts.devices import Device, Kind
+from experts.devices import CPU, CUDA, INTERPRETER, Device
 from p2p import P2PError, ShmEndpoint
 from p2p.transport import TransportChoice
 
@@ -12,13 +12,13 @@ from p2p.transport import TransportChoice
 @pytest.mark.parametrize(
     ("text", "kind", "index"),
     [
-        ("cpu", Kind.CPU, 0),
-        ("cuda", Kind.CUDA, 0),
-        ("cuda:3", Kind.CUDA, 3),
-        ("interpreter", Kind.INTERPRETER, 0),
+        ("cpu", CPU, 0),
+        ("cuda", CUDA, 0),
+        ("cuda:3", CUDA, 3),
+        ("interpreter", INTERPRETER, 0),
     ],
 )
-def test_a_device_is_read_as_it_is_named(text: str, kind: Kind, index: int) -> None:
+def test_a_device_is_read_as_it_is_named(text: str, kind: str, index: int) -> None:
     assert Device.parse(text) == Device(kind=kind, index=index)
 
 

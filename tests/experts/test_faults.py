@@ -127,7 +127,7 @@ def test_a_server_that_is_not_heard_is_done_without_until_it_is_again(
     for _ in range(10):
         cluster.check(client, rng, 8)
     # Long enough for the calls that are to find it silent; its own end is what brings it back.
-    inflict(cluster.servers[0], kind, for_s=5.0, peers=[client._endpoint.name])
+    inflict(cluster.servers[0], kind, for_s=5.0, peers=[cluster.endpoints[0].name])
     until("its silence", lambda: (cluster.check(client, rng, 8), pair().late_slots)[1])
     replies = pair().replies
     for _ in range(10):

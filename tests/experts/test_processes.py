@@ -134,7 +134,7 @@ class Cluster:
             dtype=self.dtype,
             model_hash=FINGERPRINT,
             incarnation=number,
-            lanes=lanes,
+            cores=(-1,) * lanes,
             max_tokens=max_tokens,
         )
         self.endpoints.append(endpoint)
