@@ -7,9 +7,11 @@ import subprocess
 from functools import cache
 from pathlib import Path
 
+import typer.main
 import yaml
 
 from docs import site_links
+from eaas.ops import cli
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -104,3 +106,30 @@ def test_the_readme_is_short() -> None:
     assert lines <= MOST_README_LINES, (
         f"README.md has {lines} lines, at most {MOST_README_LINES}: move some to docs/"
     )
+
+
+def commands(text: str) -> list[list[str]]:
+    """The words after `eaas` of every command line in a page's shell blocks; only up to a pipe or a comment."""
+    found = []
+    for block in re.findall(r"^ *```sh\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = re.split(r"\s#|[|>&;]", line)[0].split()
+            if words and words[0].rpartition("/")[2] == "eaas":
+                found.append(words[1:])
+    return found
+
+
+def test_every_command_line_has_a_verb_and_options_that_there_are() -> None:
+    root = typer.main.get_command(cli.app)
+    declared = set(re.findall(r"^\| `(--[\w-]+)`", (DOCS / "options.md").read_text(), re.MULTILINE))
+    wrong = []
+    for page in (ROOT / "README.md", *DOCS.glob("*.md")):
+        for words in commands(page.read_text()):
+            verb, place = root, 0
+            while (more := getattr(verb, "commands", None)) and place < len(words) and words[place] in more:
+                verb, place = more[words[place]], place + 1
+            known = declared | {option for parameter in verb.params for option in parameter.opts}
+            unknown = {word.partition("=")[0] for word in words if word.startswith("--")} - known
+            if place == 0 or unknown:
+                wrong.append(f"{page.name}: eaas {' '.join(words)}: {', '.join(unknown) or 'no such verb'}")
+    assert not wrong, "\n".join(wrong)
