@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from eaas.ops.certs import certs
 from eaas.ops.chaos.cli import chaos_app
-from eaas.ops.keys import keys_app
+from eaas.ops.credentials import certs, keys_app
 from eaas.ops.load.cli import load
 from eaas.ops.running import roll, scale, status, top
 from eaas.ops.terminal import Json, console, failing_on

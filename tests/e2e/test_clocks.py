@@ -27,9 +27,8 @@ SHOWN = {
 }
 # Dates that people set: until when a key or a certificate is good.
 SET = {
-    ("eaas/ops/certs.py", "datetime.datetime.now"),
+    ("eaas/ops/credentials.py", "datetime.datetime.now"),
     ("eaas/gateway/protection.py", "time.time"),
-    ("eaas/ops/keys.py", "datetime.datetime.now"),
 }
 TIME_OF_DAY = {
     "time.time",

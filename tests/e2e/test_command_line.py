@@ -22,8 +22,8 @@ import pytest
 
 from eaas.cluster.process import default_root
 from eaas.cluster.status import fetch_status
-from eaas.ops.certs import make_certs
 from eaas.ops.chaos.plan import read_plan
+from eaas.ops.credentials import make_certs
 from tests.e2e.waiting import wait_for
 
 EAAS = [sys.executable, "-m", "eaas.ops.cli"]

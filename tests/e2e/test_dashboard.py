@@ -29,7 +29,7 @@ from eaas.cluster.config import ClusterConfig
 from eaas.cluster.local import LocalCluster
 from eaas.cluster.status import fetch_status
 from eaas.model.loader import resolve_model
-from eaas.ops.top.app import Feed, Top
+from eaas.ops.top import Feed, Top
 from tests import chromium
 
 pytestmark = pytest.mark.full(seconds=10)

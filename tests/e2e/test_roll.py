@@ -13,7 +13,7 @@ import pytest
 from eaas.cluster.config import ClusterConfig
 from eaas.cluster.local import LocalCluster
 from eaas.cluster.status import fetch_status
-from eaas.ops.roll import ROLES, Roll
+from eaas.ops.running import ROLLED, Roll
 from router.client import RouterClient
 from tests.e2e.clients import stream_all
 from tests.e2e.waiting import wait_for
@@ -82,7 +82,7 @@ class Load:
             thread.join()
 
 
-@pytest.mark.parametrize("pool", ROLES)
+@pytest.mark.parametrize("pool", ROLLED)
 def test_a_pool_is_rolled_under_load_and_nothing_changes(
     rolled: LocalCluster, events: list[str], pool: str
 ) -> None:

@@ -15,7 +15,7 @@ import pytest
 from eaas.cluster.config import ClusterConfig
 from eaas.cluster.local import LocalCluster
 from eaas.cluster.status import fetch_status, router_address
-from eaas.ops.roll import Roll
+from eaas.ops.running import Roll
 from router.client import RouterClient
 from router.view import Status, View
 from tests.e2e.clients import Seen, stream_all

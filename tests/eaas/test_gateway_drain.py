@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from eaas.gateway.__main__ import RouterViews
-from eaas.ops.roll import Roll
+from eaas.ops.running import Roll
 from router.host import process_id
 from router.view import Identity, Member, View
 from tests.eaas.gateway_world import FakeWorker, GatewayProcess, World, eventually

@@ -29,8 +29,8 @@ from eaas.gateway.dashboard.board import (
     Heat,
     Server,
 )
-from eaas.ops.top.app import Feed, FeedRefused, Help, NoNews, Top, boards_in
-from eaas.ops.top.draw import Show, draw
+from eaas.ops.top import Feed, FeedRefused, Help, NoNews, Top, boards_in
+from eaas.ops.top_picture import Show, draw
 from tests.eaas.view_world import board, member, past, reading, size, story, two_of_each, view
 
 ROOT = Path(__file__).resolve().parent.parent.parent

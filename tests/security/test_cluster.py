@@ -22,7 +22,7 @@ from eaas.cluster.local import LocalCluster
 from eaas.gateway.keys import Key, digest_of, new_key, write_keys
 from eaas.integrations.pool import ConnectFailed, ExpertPool
 from eaas.model.make_model import make_model
-from eaas.ops.certs import make_certs
+from eaas.ops.credentials import make_certs
 from experts.model import ExpertShape
 from tests.eaas.gateway_world import eventually
 

@@ -20,7 +20,7 @@ from eaas.cluster.config import ClusterConfig
 from eaas.gateway.config import GatewayConfig
 from eaas.gateway.keys import Key, digest_of, new_key, write_keys
 from eaas.gateway.listening import ListenFailed, listen
-from eaas.ops.certs import make_certs
+from eaas.ops.credentials import make_certs
 from eaas.settings import ROLES
 from router.access import Exposed, bound_address, is_loopback, told_address
 from router.options import options_of

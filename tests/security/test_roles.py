@@ -22,7 +22,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
-from eaas.ops.certs import make_certs
+from eaas.ops.credentials import make_certs
 from eaas.worker.tls_listener import TlsListener
 from experts.proto import experts_pb2, experts_pb2_grpc
 from router.access import CALLERS, ROLES, claim_refusal, refusal, role_of, role_uri, server_name
@@ -508,7 +508,7 @@ def without_cryptography(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 def test_a_missing_library_says_how_to_get_it(
     tmp_path: Path, without_cryptography: Callable[[], None]
 ) -> None:
-    from eaas.ops.certs import CertsFailed
+    from eaas.ops.credentials import CertsFailed
 
     without_cryptography()
     with pytest.raises(CertsFailed, match=r"pip install 'eaas\[certs\]'"):

@@ -187,18 +187,28 @@ class Dashboard:
             snapshot = replace(snapshot, view=view)
         if snapshot.heard:
             self._as_of_s = time.time()
-        self._history = learn(self._history, snapshot, time.time())
+        history = self._history = learn(self._history, snapshot, time.time())
+        own, past, flow = self._facts(), self._past, self._flow.read(snapshot, now_s)
+        as_of_s = self._as_of_s
+
+        def compose() -> tuple[bytes, Flow]:
+            wall_s = time.time()
+            heat, later = Heat(layers=0, experts=0, servers=(), hottest=0.0, balance=None), flow
+            if snapshot.view is not None:
+                heat, later = heat_of(snapshot.view, flow, history, wall_s, elapsed_s)
+            board = board_of(
+                own=own,
+                past=past,
+                history=history,
+                snapshot=snapshot,
+                heat=heat,
+                now_s=wall_s,
+                as_of_s=as_of_s,
+            )
+            return event_of(board), later
+
         # Of a large model this takes milliseconds, in which tokens must not wait.
-        self._newest, self._flow = await asyncio.to_thread(
-            _compose,
-            self._facts(),
-            self._past,
-            self._history,
-            snapshot,
-            self._flow.read(snapshot, now_s),
-            elapsed_s,
-            self._as_of_s,
-        )
+        self._newest, self._flow = await asyncio.to_thread(compose)
         before, self._changed = self._changed, asyncio.Event()
         before.set()
 
@@ -278,25 +288,6 @@ class _Events(StreamingResponse):
 def event_of(board: Board) -> bytes:
     """A board as one server-sent event."""
     return b"event: board\ndata: " + msgspec.json.encode(board) + b"\n\n"
-
-
-def _compose(
-    own: GatewayFacts,
-    past: Past,
-    history: History,
-    snapshot: ClusterSnapshot,
-    flow: Flow,
-    elapsed_s: float,
-    as_of_s: float | None,
-) -> tuple[bytes, Flow]:
-    now_s = time.time()
-    heat = Heat(layers=0, experts=0, servers=(), hottest=0.0, balance=None)
-    if snapshot.view is not None:
-        heat, flow = heat_of(snapshot.view, flow, history, now_s, elapsed_s)
-    board = board_of(
-        own=own, past=past, history=history, snapshot=snapshot, heat=heat, now_s=now_s, as_of_s=as_of_s
-    )
-    return event_of(board), flow
 
 
 @cache

@@ -97,9 +97,8 @@ def heat_of(view: View, flow: Flow, history: History, now_s: float, elapsed_s: f
     """
     members = view.pool(EXPERT)
     rates = flow.rates()
-    known = rates is not None and len(rates) == view.layers * view.experts
     loads: dict[str, NDArray] = {}
-    if rates is not None and known:
+    if rates is not None and len(rates) == view.layers * view.experts:
         serving = {member.name: member.serving for member in members}
         loads = spread(rates, serving, (view.layers, view.experts))
     servers = [_server(view, member, loads.get(member.name), flow, history) for member in members]
@@ -107,7 +106,10 @@ def heat_of(view: View, flow: Flow, history: History, now_s: float, elapsed_s: f
     servers += [
         _lost_server(view, lost)
         for lost in history.lost
-        if lost.member.pool == EXPERT and lost.member.name not in present and _is_shown(lost, history, now_s)
+        # For as long as nobody serves in its place, and then as a memory.
+        if lost.member.pool == EXPERT
+        and lost.member.name not in present
+        and (not lost.replacement or now_s - lost.at_s <= SHOWN_S)
     ]
     servers.sort(key=lambda server: int(server.name.rpartition("/")[2]))
     hottest = max((rows for server in servers for rows in server.rows), default=0.0)
@@ -122,11 +124,6 @@ def heat_of(view: View, flow: Flow, history: History, now_s: float, elapsed_s: f
         balance=max(working) / mean if mean else None,
     )
     return heat, Flow(readings=flow.readings, hottest=hottest)
-
-
-def _is_shown(lost: Lost, history: History, now_s: float) -> bool:
-    # For as long as nobody serves in its place, and then as a memory.
-    return not lost.replacement or now_s - lost.at_s <= SHOWN_S
 
 
 def _server(view: View, member: Member, load: NDArray | None, flow: Flow, history: History) -> Server:

@@ -6,6 +6,7 @@ the router answers) comes from `learn`. Everything kept is bounded.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -167,12 +168,15 @@ def learn(history: History, snapshot: ClusterSnapshot, now_s: float) -> History:
 def _went(history: History, view: View, member: Member, now_s: float) -> History:
     if member.state == DRAINING:
         return history.tell(now_s, "left", INFO, f"{member.name} has drained and left", member.name)
-    lost = Lost(member=member, at_s=now_s)
-    successors: list[str] = []
+    history = replace(history, lost=(*history.lost, Lost(member=member, at_s=now_s))[-_MOST_LOST:])
+    text = f"{member.name} lost"
     if member.pool == EXPERT:
         history, successors = _take_over(history, view, member, now_s)
-    history = replace(history, lost=(*history.lost, lost)[-_MOST_LOST:])
-    return history.tell(now_s, "lost", BAD, _lost_text(member, successors), member.name)
+        if successors:
+            text += f"; its experts go on at {listed(successors)}"
+        elif member.serving_count:
+            text += "; no other server had its experts"
+    return history.tell(now_s, "lost", BAD, text, member.name)
 
 
 def _take_over(history: History, view: View, member: Member, now_s: float) -> tuple[History, list[str]]:
@@ -189,32 +193,26 @@ def _take_over(history: History, view: View, member: Member, now_s: float) -> tu
     return replace(history, marks=marks), successors
 
 
-def _lost_text(member: Member, successors: list[str]) -> str:
-    if member.pool != EXPERT or not member.serving_count:
-        return f"{member.name} lost"
-    goes_on = (
-        f"its experts go on at {listed(successors)}" if successors else "no other server had its experts"
-    )
-    return f"{member.name} lost; {goes_on}"
-
-
 def _became(history: History, was: Member | None, member: Member, now_s: float) -> History:
-    if member.state == (was.state if was else ""):
+    """Tell of a member's new state, if it has one."""
+    name, before = member.name, was.state if was is not None else ""
+    if member.state == before:
         return history
-    name = member.name
-    if member.state == SUSPECT:
-        return history.tell(now_s, "suspect", WARN, f"{name} is suspect: silent, or reported", name)
-    if member.state == DRAINING:
-        return history.tell(now_s, "drains", INFO, f"{name} drains", name)
+    told = {
+        SUSPECT: ("suspect", WARN, f"{name} is suspect: silent, or reported"),
+        DRAINING: ("drains", INFO, f"{name} drains"),
+    }.get(member.state)
     if member.state == SERVING:
-        if was is not None and was.state == SUSPECT:
-            return history.tell(now_s, "well", GOOD, f"{name} is well again", name)
-        if was is not None and was.state == DRAINING:
-            return history.tell(now_s, "stays", INFO, f"{name} stays after all", name)
-        return _serves(history, member, now_s)
-    if was is None:
-        return history.tell(now_s, "joined", INFO, f"{name} joined", name)
-    return history
+        back = {
+            SUSPECT: ("well", GOOD, f"{name} is well again"),
+            DRAINING: ("stays", INFO, f"{name} stays after all"),
+        }
+        told = back.get(before)
+        if told is None:
+            return _serves(history, member, now_s)
+    elif told is None and was is None:
+        told = ("joined", INFO, f"{name} joined")
+    return history.tell(now_s, *told, name) if told else history
 
 
 def _serves(history: History, member: Member, now_s: float) -> History:
@@ -251,16 +249,15 @@ def _moved(history: History, known: Mapping[str, Member], view: View, now_s: flo
     if move is not None and now_s - move.last_s <= _ONE_MOVE_S:
         rest = tuple(x for x in history.happenings if (x.kind, x.at_s) != ("moved", move.last_s))
         history = replace(history, happenings=rest)
-        gained, given_up = _sum(move.gained, gained), _sum(move.given_up, given_up)
+        gained, given_up = (
+            dict(Counter(move.gained) + Counter(gained)),
+            dict(Counter(move.given_up) + Counter(given_up)),
+        )
     else:
         move = None
     move = Move(at_s=move.at_s if move else now_s, last_s=now_s, gained=gained, given_up=given_up)
     history = replace(history, marks=marks, move=move)
     return history.tell(now_s, "moved", INFO, _move_text(move, view.epoch))
-
-
-def _sum(first: Mapping[str, int], second: Mapping[str, int]) -> dict[str, int]:
-    return {name: first.get(name, 0) + second.get(name, 0) for name in (*first, *second)}
 
 
 def _move_text(move: Move, epoch: int) -> str:

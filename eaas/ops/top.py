@@ -22,7 +22,7 @@ from textual.screen import ModalScreen
 from textual.widgets import Static
 
 from eaas.gateway.dashboard.board import BAD, GOOD, INFO, Board
-from eaas.ops.top.draw import SORTS, Show, clock, draw
+from eaas.ops.top_picture import SORTS, Show, clock, draw
 
 # Boards come every second; longer silence means that the gateway, or the way there, hangs.
 SILENCE_S = 6.0

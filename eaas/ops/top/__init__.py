@@ -1,1 +1,0 @@
-"""`eaas top`: the cluster, live, in a terminal."""
