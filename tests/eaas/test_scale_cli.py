@@ -107,7 +107,7 @@ def test_it_waits_until_the_pool_has_its_size_or_says_that_it_has_not(
         (["expert", "65", "--router", "ROUTER"], "65 members of pool 'expert' asked for; give 0 to 63"),
         (
             ["expert", "2", "--drain-s", "-1", "--router", "ROUTER"],
-            "drain_s -1 found; give seconds, 0 (the default) to 1e+06",
+            "drain_s is -1.0; give more than 0 and at most 1000000",
         ),
         (["--url", "http://127.0.0.1:1"], "No EaaS gateway answers at http://127.0.0.1:1"),
         (["--url", "LONELY"], "names no router; name it with --router HOST:PORT"),
