@@ -26,6 +26,18 @@ IDLE_LOAD = 0.005
 SPEED_S = 300.0
 # The word for what a pool does per second, in the unit of its queue.
 RATES = {EXPERT: "rows_per_s", ATTENTION: "tokens_per_s"}
+# Of a burst's load, so that scatter alone rarely counts.
+BURST_SHARE = 0.92
+# What is given back early must start again; this and 50 s of hold_s make about 30 changes an hour.
+BAND = 0.06
+# Shrinking may use four fifths of the changes, so that growing always finds some left: 36 of 45.
+SHRINK_SHARE = 0.8
+# At 85% of the KV cache preemption is near.
+KV_MOST = 0.85
+# p99 over the SLO for one window of 60 s and one start: a quarter more headroom, forgotten within hours, 2 at most.
+STRAIN_STEP, STRAIN_S, STRAIN_MOST = 1.25, 90.0, 2.0
+# With least = 0: without any work for this long, nothing is kept.
+IDLE_S = 300.0
 
 
 class PolicyInvalid(ValueError):
@@ -50,24 +62,11 @@ class Policy:
     sample_s: float = 10.0
     # Load wanders by 10% in half an hour: with samples that scatter by 25%, a mean over 5 to 10 minutes errs least.
     trend_s: float = 450.0
-    # Bursts last some minutes: three samples tell one from scatter. 0.92 of it, so that scatter alone rarely counts.
+    # Bursts last some minutes: three samples tell one from scatter.
     burst_s: float = 25.0
-    burst_share: float = 0.92
-    # What is given back early must start again; 50 s and 6% make about 30 changes an hour.
     hold_s: float = 50.0
-    band: float = 0.06
     clear_s: float = 10.0
-    # Shrinking may use four fifths of the changes, so that growing always finds some left: 36 of 45.
     changes_per_h: int = 45
-    shrink_share: float = 0.8
-    # At 85% of the KV cache preemption is near.
-    kv_most: float = 0.85
-    # p99 over the SLO for one window of 60 s and one start: a quarter more headroom, forgotten within hours, 2 at most.
-    strain_step: float = 1.25
-    strain_s: float = 90.0
-    strain_most: float = 2.0
-    # With least = 0: without any work for this long, nothing is kept.
-    idle_s: float = 300.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.least <= self.most or self.most < 1:
@@ -76,23 +75,18 @@ class Policy:
             raise PolicyInvalid(
                 f"unit {self.unit} with bounds {self.least} to {self.most}; give a unit of at least 1 that divides both"
             )
-        for name in ("start_s", "sample_s", "burst_s", "hold_s", "clear_s", "strain_s", "idle_s", "kv_most"):
+        for name in ("start_s", "sample_s", "burst_s", "hold_s", "clear_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise PolicyInvalid(f"{name} is {getattr(self, name)}; give a number above 0")
-        for name in ("headroom", "strain_step", "strain_most"):
-            if not 0.01 <= getattr(self, name) <= 100:
-                raise PolicyInvalid(f"{name} is {getattr(self, name)}; give 0.01 to 100, such as 1.75")
-        for name in ("burst_share", "band", "shrink_share"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise PolicyInvalid(f"{name} is {getattr(self, name)}; give 0 to 1")
+        for name, least, most in (("headroom", 0.01, 100), ("changes_per_h", 1, 3600)):
+            if not least <= getattr(self, name) <= most:
+                raise PolicyInvalid(f"{name} is {getattr(self, name)}; give {least} to {most}")
         if not self.burst_s < self.trend_s < math.inf:
             raise PolicyInvalid(f"trend_s is {self.trend_s}; give more than burst_s, which is {self.burst_s}")
         if self.hold_s > 200 * self.sample_s:
             raise PolicyInvalid(
                 f"hold_s is {self.hold_s}; give at most 200 times sample_s, {200 * self.sample_s}: every sample is kept"
             )
-        if not 1 <= self.changes_per_h <= 3600:
-            raise PolicyInvalid(f"changes_per_h is {self.changes_per_h}; give 1 to 3600")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,9 +174,9 @@ def decide(policy: Policy, signals: Signals, memory: Memory, now_s: float) -> tu
     changes = seen.changes
     if changes and changes[0] <= now_s - HOUR_S:
         changes = tuple(at_s for at_s in changes if at_s > now_s - HOUR_S)
-    if wanted and not policy.least and min(now_s - seen.worked_s, past.age_s) >= policy.idle_s:
+    if wanted and not policy.least and min(now_s - seen.worked_s, past.age_s) >= IDLE_S:
         # What was before a pause says nothing of what comes after it.
-        size, past, why = 0, Past(), f"no work for {policy.idle_s:.0f} s"
+        size, past, why = 0, Past(), f"no work for {IDLE_S:.0f} s"
     else:
         size, why = _resize(policy, signals, past, changes, need, now_s)
     if size != wanted:
@@ -251,24 +245,24 @@ def _forecast(
     burst = past.burst + (load - past.burst) * _gain(span_s, policy.burst_s, age_s)
     # The two means lag by their lengths, so their difference over 3 trend_s is the slope.
     rise = max(0.0, trend - base) / (3 * policy.trend_s) * (policy.start_s + policy.sample_s)
-    ahead = max(trend + rise, policy.burst_share * burst)
+    ahead = max(trend + rise, BURST_SHARE * burst)
 
     strain, strained_s = 1 + (past.strain - 1) * math.exp(-span_s / HOUR_S), past.strained_s
     # Late with idle servers is not for want of servers.
     late = (
         signals.lateness is not None and signals.lateness > 1 and (signals.busy is None or signals.busy > 0.5)
     )
-    if late and now_s - strained_s >= policy.strain_s:
-        strain, strained_s = min(strain * policy.strain_step, policy.strain_most), now_s
+    if late and now_s - strained_s >= STRAIN_S:
+        strain, strained_s = min(strain * STRAIN_STEP, STRAIN_MOST), now_s
 
     headroom = policy.headroom * strain
     need = headroom * ahead + (backlog or 0.0) / policy.clear_s
     reason = f"load {load:.1f}, trend {trend:.1f}, burst {burst:.1f}: {ahead:.1f} x {headroom:.2f}"
     if backlog:
         reason += f" + {backlog / policy.clear_s:.1f} for the queue"
-    if signals.kv_use is not None and signals.kv_use * signals.live > need * policy.kv_most:
-        need = signals.kv_use * signals.live / policy.kv_most
-        reason = f"KV cache {signals.kv_use:.0%} full, {policy.kv_most:.0%} allowed"
+    if signals.kv_use is not None and signals.kv_use * signals.live > need * KV_MOST:
+        need = signals.kv_use * signals.live / KV_MOST
+        reason = f"KV cache {signals.kv_use:.0%} full, {KV_MOST:.0%} allowed"
     held = (*[h for h in past.needs if h[0] > now_s - policy.hold_s and h[1] > need], (now_s, need))
     new = Past(
         age_s=age_s, trend=trend, base=base, burst=burst, needs=held, strain=strain, strained_s=strained_s
@@ -291,13 +285,13 @@ def _resize(
             return wanted, f"needs {size}, {len(changes)} changes this hour"
         return size, "at once"
     size = min(max(_units(policy, past.needs[0][1]), floor), policy.most)
-    if size >= wanted or size > wanted * (1 - policy.band):
+    if size >= wanted or size > wanted * (1 - BAND):
         return wanted, "enough"
     if past.age_s < policy.trend_s / 4:
         return wanted, f"{size} would do, {past.age_s:.0f} s seen of {policy.trend_s / 4:.0f}"
     if signals.starting or signals.draining:
         return wanted, f"{size} would do, a change is under way"
-    if len(changes) >= policy.shrink_share * policy.changes_per_h:
+    if len(changes) >= SHRINK_SHARE * policy.changes_per_h:
         return wanted, f"{size} would do, {len(changes)} changes this hour"
     return size, f"no more needed for {policy.hold_s:.0f} s"
 

@@ -26,6 +26,20 @@ NAMED_POOLS = (EXPERT, ATTENTION, GATEWAY, CLIENT)
 _MOST_WANTED = {EXPERT: MOST_MEMBERS - 1}
 
 
+# Settings of which 0 makes sense.
+_MAY_BE_0 = frozenset(
+    [
+        "experts_wanted",
+        "attention_wanted",
+        "form_s",
+        "least_silence_s",
+        "redundant",
+        "balance_gain",
+        "activation_rows",
+    ]
+)
+
+
 class ConfigInvalid(ValueError):
     """A setting, or two together, make no sense."""
 
@@ -82,8 +96,7 @@ class Config:
     autoscale: Mapping[str, Policy] = field(default_factory=dict[str, Policy])
 
     def __post_init__(self) -> None:
-        for name in ("experts_wanted", "attention_wanted", "replicas"):
-            least = 1 if name == "replicas" else 0
+        for name, least in (("experts_wanted", 0), ("attention_wanted", 0), ("replicas", 1)):
             if getattr(self, name) < least:
                 raise ConfigInvalid(f"{name} is {getattr(self, name)}; give at least {least}")
         if self.replicas > self.experts_wanted > 0:
@@ -92,26 +105,11 @@ class Config:
                 f"{self.experts_wanted} wanted. Ask for {self.replicas} servers (--experts) or "
                 f"{self.experts_wanted} replicas (--replicas)."
             )
-        for name in (
-            "lease_s",
-            "start_s",
-            "backoff_s",
-            "backoff_most_s",
-            "tick_s",
-            "stall_s",
-            "doubt_leases",
-            "move_s",
-            "copies_in_flight",
-            "bytes_in_flight",
-            "routed_half_life_s",
-            "balance_s",
-            "balance_copies",
-        ):
-            if not getattr(self, name) > 0:
-                raise ConfigInvalid(f"{name} is {getattr(self, name)}; give more than 0")
-        for name in ("redundant", "activation_rows", "balance_gain"):
-            if not getattr(self, name) >= 0:
-                raise ConfigInvalid(f"{name} is {getattr(self, name)}; give 0 or more")
+        for name, value in vars(self).items():
+            if isinstance(value, int | float) and not (value > 0 or (value == 0 and name in _MAY_BE_0)):
+                raise ConfigInvalid(
+                    f"{name} is {value}; give {'0 or more' if name in _MAY_BE_0 else 'more than 0'}"
+                )
         for name in self.autoscale:
             if name not in LAUNCHED_POOLS:
                 raise ConfigInvalid(

@@ -257,7 +257,6 @@ def test_a_clock_that_steps_back_changes_nothing() -> None:
         {"unit": 3},
         {"start_s": 0.0},
         {"headroom": 0.0},
-        {"band": 1.5},
         {"burst_s": 500.0},
         {"hold_s": 1e6},
         {"changes_per_h": 0},
