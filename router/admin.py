@@ -26,6 +26,7 @@ import hashlib
 import hmac
 import json
 import logging
+import re
 import socket
 import urllib.parse
 from collections.abc import Awaitable, Callable
@@ -34,6 +35,8 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from router.access import OPERATOR, bound_address, host_port, is_loopback
@@ -48,7 +51,6 @@ from router.records import view_of
 from router.service import CallRefused, CannotListen, RouterService
 from router.state import LAUNCHED_POOLS, Config
 from router.tls import Credentials, peer_role
-from router.view import PoolSize
 
 log = logging.getLogger(__name__)
 
@@ -56,30 +58,35 @@ _BODY_BYTES = 4096
 _BODY_S = 5.0
 _CONNECTIONS = 64
 _LEAST_KEY = 16
-_JSON = b"application/json"
 _HOSTS = ("127.0.0.1", "localhost", "[::1]")
 
 _FAULT_STATUS = {FaultInvalid: 400, ChaosNotAllowed: 403, TooManyFaults: 429}
 
-Reply = tuple[int, bytes, bytes]
 
-
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class _Refused(Exception):
+    """A status, what was found, what is needed and what to do; else in words of its own."""
+
     status: int
     found: str
     needed: str
     do: str
     message: str = ""
 
-    def reply(self) -> Reply:
+    def response(self) -> Response:
         said = {
             "message": self.message or f"{self.found} found, {self.needed} needed: {self.do}",
             "found": self.found,
             "needed": self.needed,
             "do": self.do,
         }
-        return self.status, _JSON, json.dumps({"error": said}).encode()
+        # The rest of a body that was not read is still to come; it must not be read as the next request.
+        more = {
+            401: {"www-authenticate": "Bearer"},
+            408: {"connection": "close"},
+            413: {"connection": "close"},
+        }
+        return JSONResponse({"error": said}, self.status, more.get(self.status))
 
 
 def key_digest(path: Path) -> bytes:
@@ -120,246 +127,176 @@ class AdminApp:
     async def __call__(
         self,
         scope: dict[str, Any],
-        receive: Callable[[], Awaitable[dict[str, Any]]],
-        send: Callable[[dict[str, Any]], Awaitable[None]],
+        receive: Callable[[], Awaitable[Any]],
+        send: Callable[[Any], Awaitable[None]],
     ) -> None:
         if scope["type"] != "http":
             return
         try:
-            status, kind, body = await self._answer(scope, receive)
+            response = await self._answer(Request(scope, receive))
         except _Refused as refused:
-            status, kind, body = refused.reply()
+            response = refused.response()
         except JournalUnusable as error:
-            status, kind, body = _Refused(
-                status=503,
-                found=f"a router that cannot decide ({error})",
-                needed="one that can",
-                do="mend that, or ask the router that leads, and try again",
-            ).reply()
+            found = f"a router that cannot decide ({error})"
+            do = "mend that, or ask the router that leads, and try again"
+            response = _Refused(503, found, "one that can", do).response()
         except Exception:
             log.exception("admin_request_failed path=%s", scope["path"])
-            status, kind, body = _Refused(
-                status=500, found="a fault of the router", needed="none", do="see its log"
-            ).reply()
-        headers = [
-            (b"content-type", kind),
-            (b"content-length", str(len(body)).encode()),
-            (b"cache-control", b"no-store"),
-            (b"x-content-type-options", b"nosniff"),
-        ]
-        if status == 401:
-            headers.append((b"www-authenticate", b"Bearer"))
-        if status in (408, 413):
-            # The rest of the body is still to come; it must not be read as the next request.
-            headers.append((b"connection", b"close"))
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else body})
+            response = _Refused(500, "a fault of the router", "none", "see its log").response()
+        response.headers.update({"cache-control": "no-store", "x-content-type-options": "nosniff"})
+        await response(scope, receive, send)
 
-    async def _answer(self, scope: dict[str, Any], receive: Callable[[], Awaitable[dict[str, Any]]]) -> Reply:
-        headers = dict(scope["headers"])
+    async def _answer(self, request: Request) -> Response:
+        method, path = request.method, request.scope["path"]
         if not self._exposed:
-            _check_host(headers.get(b"host", b""))
-        method, path = scope["method"], scope["path"]
+            _check_host(request.headers.get("host", ""))
         if path == "/healthz":
             _check_method(method, "GET", "HEAD")
             problem = self._router.problem
-            return 503 if problem else 200, _JSON, json.dumps({"problem": problem}).encode()
-        self._check_key(headers.get(b"authorization", b""))
-        if path == "/metrics":
+            return JSONResponse({"problem": problem}, 503 if problem else 200)
+        self._check_key(request.headers.get("authorization", ""))
+        pages: dict[str, Callable[[], Response]] = {
+            "/metrics": lambda: Response(self._metrics.page(), headers={"content-type": CONTENT_TYPE}),
+            "/admin/pools": lambda: JSONResponse({"pools": [self._pool(name) for name in LAUNCHED_POOLS]}),
+            "/admin/experts": lambda: JSONResponse({"rows": self._rows()}),
+        }
+        if path in pages:
             _check_method(method, "GET", "HEAD")
-            return 200, CONTENT_TYPE, self._metrics.page()
-        if path == "/admin/pools":
-            _check_method(method, "GET", "HEAD")
-            return _json({"pools": [_words(pool, self._size(pool)) for pool in LAUNCHED_POOLS]})
-        if path == "/admin/experts":
-            _check_method(method, "GET", "HEAD")
-            return _json({"rows": self._rows()})
-        if path == "/admin/faults" or (path.startswith("/admin/faults/") and path != "/admin/faults/"):
-            return await self._faults(method, path.removeprefix("/admin/faults")[1:], headers, receive)
-        parts = path.split("/")
-        if len(parts) != 5 or parts[:3] != ["", "admin", "pools"] or parts[4] != "scale":
-            raise _Refused(
-                status=404,
-                found=f"path {path}",
-                needed="/admin/pools, /admin/pools/{pool}/scale, /admin/experts, /admin/faults, /healthz or /metrics",
-                do="ask for one of these",
-            )
-        pool = parts[3]
+            return pages[path]()
+        if found := re.fullmatch("/admin/faults(?:/(.+))?", path):
+            return await self._faults(request, found[1] or "")
+        if found := re.fullmatch("/admin/pools/([^/]*)/scale", path):
+            return await self._scale(request, found[1])
+        known = ", ".join([*pages, "/admin/pools/{pool}/scale", "/admin/faults"])
+        raise _Refused(404, f"path {path}", f"{known} or /healthz", "ask for one of these")
+
+    def _pool(self, name: str) -> dict[str, Any]:
+        size = pool_size(self._config, self._router.state, name)
+        return {"pool": name, **asdict(size), "is_scaling": size.is_scaling}
+
+    async def _scale(self, request: Request, pool: str) -> Response:
         if pool not in LAUNCHED_POOLS:
-            raise _Refused(
-                status=404,
-                found=f"pool {pool!r}",
-                needed=f"one of {', '.join(LAUNCHED_POOLS)}",
-                do="GET /admin/pools lists them",
-            )
-        _check_method(method, "GET", "HEAD", "PUT")
-        if method != "PUT":
-            return _json(_words(pool, self._size(pool)))
-        wanted, drain_s = _read_scale(await _read_body(headers, receive))
-        try:
-            return _json(_words(pool, self._router.scale(Scale(pool=pool, wanted=wanted, drain_s=drain_s))))
-        except CallRefused as refused:
-            least, most = self._config.bounds(pool)
-            raise _Refused(
-                status=409,
-                found=f"wanted {wanted}",
-                needed=f"{least} to {most}",
-                do="PUT a size within the bounds",
-                message=str(refused),
-            ) from None
+            needed = f"one of {', '.join(LAUNCHED_POOLS)}"
+            raise _Refused(404, f"pool {pool!r}", needed, "GET /admin/pools lists them")
+        _check_method(request.method, "GET", "HEAD", "PUT")
+        if request.method == "PUT":
+            wanted, drain_s = _read_scale(await _read_body(request))
+            try:
+                self._router.scale(Scale(pool=pool, wanted=wanted, drain_s=drain_s))
+            except CallRefused as refused:
+                least, most = self._config.bounds(pool)
+                do = "PUT a size within the bounds"
+                raise _Refused(409, f"wanted {wanted}", f"{least} to {most}", do, str(refused)) from None
+        return JSONResponse(self._pool(pool))
 
     def _rows(self) -> list[list[int]]:
         model, rows = self._router.state.model, self._router.counts.rows
         known = model.layers > 0 and len(rows) == model.layers * model.experts
         return rows.reshape(model.layers, -1).tolist() if known else []
 
-    async def _faults(
-        self,
-        method: str,
-        id: str,
-        headers: dict[bytes, bytes],
-        receive: Callable[[], Awaitable[dict[str, Any]]],
-    ) -> Reply:
+    async def _faults(self, request: Request, id: str) -> Response:
         """Everything under /admin/faults."""
         injections = self._router.injections
         if not injections.allowed:
-            raise _Refused(
-                status=403,
-                found="a router without --allow-chaos",
-                needed="one with it",
-                do="start router and members with --allow-chaos, where faults may be injected",
-            )
-        _check_method(method, *(("DELETE",) if id else ("GET", "HEAD", "POST", "DELETE")))
-        if method == "DELETE":
-            return _json({"cleared": injections.clear(urllib.parse.unquote(id))})
-        if method != "POST":
+            do = "start router and members with --allow-chaos, where faults may be injected"
+            raise _Refused(403, "a router without --allow-chaos", "one with it", do)
+        _check_method(request.method, *(("DELETE",) if id else ("GET", "HEAD", "POST", "DELETE")))
+        if request.method == "DELETE":
+            return JSONResponse({"cleared": injections.clear(urllib.parse.unquote(id))})
+        if request.method != "POST":
             members = view_of(self._config, self._router.state).members
-            return _json(
+            return JSONResponse(
                 {
                     "faults": [_injected(injection) for injection in injections.known()],
                     "members": [{"name": m.name, "pool": m.pool, "state": m.state} for m in members],
                 }
             )
-        names, said = _read_fault(await _read_body(headers, receive))
+        names, said = _read_fault(await _read_body(request))
         try:
-            return _json(_injected(await injections.inject(names, Fault.from_dict(said))))
+            return JSONResponse(_injected(await injections.inject(names, Fault.from_dict(said))))
         except (FaultInvalid, FaultRefused) as error:
-            raise _Refused(
-                status=_FAULT_STATUS.get(type(error), 409),
-                found=f"{said.get('kind')} of {', '.join(names)}"[:100],
-                needed="a fault that each of them takes",
-                do="GET /admin/faults lists members and faults",
-                message=str(error),
-            ) from None
+            found = f"{said.get('kind')} of {', '.join(names)}"[:100]
+            do = "GET /admin/faults lists members and faults"
+            status = _FAULT_STATUS.get(type(error), 409)
+            raise _Refused(status, found, "a fault that each of them takes", do, str(error)) from None
 
-    def _size(self, pool: str) -> PoolSize:
-        return pool_size(self._config, self._router.state, pool)
-
-    def _check_key(self, given: bytes) -> None:
+    def _check_key(self, given: str) -> None:
         if self._digest is None:
             return
-        scheme, _, key = given.partition(b" ")
+        scheme, _, key = given.partition(" ")
         # Digests of equal length, compared in constant time: the answer's delay tells nothing of the key.
-        same = hmac.compare_digest(hashlib.sha256(key.strip()).digest(), self._digest)
-        if scheme.lower() != b"bearer" or not same:
-            raise _Refused(
-                status=401,
-                found="another key" if given else "no key",
-                needed="the key of --admin-key-file",
-                do="send the header Authorization: Bearer KEY",
-            )
+        digest = hashlib.sha256(key.strip().encode("latin-1")).digest()
+        if scheme.lower() != "bearer" or not hmac.compare_digest(digest, self._digest):
+            do = "send the header Authorization: Bearer KEY"
+            raise _Refused(401, "another key" if given else "no key", "the key of --admin-key-file", do)
 
 
-def _check_host(host: bytes) -> None:
-    name = host.decode("latin-1").lower()
+def _check_host(host: str) -> None:
+    name = host.lower()
     if not name.endswith("]"):
         head, _, port = name.rpartition(":")
         name = head if head and port.isdigit() else name
     if name not in _HOSTS:
-        raise _Refused(
-            status=421,
-            found=f"header Host {host.decode('latin-1')!r}",
-            needed="a loopback name",
-            do=f"ask {', '.join(_HOSTS)}; a browser that was sent here by another name is refused",
-        )
+        do = f"ask {', '.join(_HOSTS)}; a browser that was sent here by another name is refused"
+        raise _Refused(421, f"header Host {host!r}", "a loopback name", do)
 
 
 def _check_method(method: str, *known: str) -> None:
     if method not in known:
-        raise _Refused(status=405, found=f"method {method}", needed=", ".join(known), do="use one of these")
+        raise _Refused(405, f"method {method}", ", ".join(known), "use one of these")
 
 
-async def _read_body(headers: dict[bytes, bytes], receive: Callable[[], Awaitable[dict[str, Any]]]) -> bytes:
-    kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-    if kind != _JSON:
+async def _read_body(request: Request) -> bytes:
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
         # A page may send other types to a foreign site without asking first.
-        raise _Refused(
-            status=415,
-            found=f"content-type {kind.decode('latin-1') or 'none'}",
-            needed="application/json",
-            do="set the header content-type",
-        )
+        found = f"content-type {kind or 'none'}"
+        raise _Refused(415, found, "application/json", "set the header content-type")
     body = bytearray()
     try:
         async with asyncio.timeout(_BODY_S):
-            more = True
-            while more:
-                message = await receive()
-                body += message.get("body", b"")
-                more = message.get("more_body", False)
+            async for part in request.stream():
+                body += part
                 if len(body) > _BODY_BYTES:
-                    raise _Refused(
-                        status=413,
-                        found=f"over {_BODY_BYTES} bytes",
-                        needed=f"at most {_BODY_BYTES}",
-                        do="send only what is asked for",
-                    )
-    except TimeoutError:
-        raise _Refused(
-            status=408, found="part of a body", needed=f"all of it in {_BODY_S:g} s", do="send it again"
-        ) from None
+                    found, needed = f"over {_BODY_BYTES} bytes", f"at most {_BODY_BYTES}"
+                    raise _Refused(413, found, needed, "send only what is asked for")
+    except (TimeoutError, ClientDisconnect):
+        needed = f"all of it in {_BODY_S:g} s"
+        raise _Refused(408, "part of a body", needed, "send it again") from None
     return bytes(body)
 
 
-def _read_scale(body: bytes) -> tuple[int, float]:
+def _json_of(body: bytes) -> Any:
     try:
-        said = json.loads(body)
+        return json.loads(body)
     except (ValueError, RecursionError):
-        said = None
-    needed, do = '{"wanted": 6} or {"wanted": 6, "drain_s": 30}', "send such a body"
+        return None
+
+
+def _read_scale(body: bytes) -> tuple[int, float]:
+    said, do = _json_of(body), "send such a body"
     if not isinstance(said, dict) or not {"wanted"} <= said.keys() <= {"wanted", "drain_s"}:
-        shown = body[:64].decode("utf-8", "replace")
-        raise _Refused(status=400, found=f"body {shown!r}", needed=needed, do=do)
+        needed = '{"wanted": 6} or {"wanted": 6, "drain_s": 30}'
+        raise _Refused(400, f"body {body[:64].decode('utf-8', 'replace')!r}", needed, do)
     wanted, drain_s = said["wanted"], said.get("drain_s", DRAIN_S)
     if type(wanted) is not int or not 0 <= wanted < 1 << 31:
-        raise _Refused(status=400, found=f"wanted {wanted!r}"[:100], needed="a whole number from 0", do=do)
+        raise _Refused(400, f"wanted {wanted!r}"[:100], "a whole number from 0", do)
     if type(drain_s) not in (int, float) or not 0 < drain_s <= LONGEST_DRAIN_S:
-        raise _Refused(
-            status=400,
-            found=f"drain_s {drain_s!r}"[:100],
-            needed=f"seconds, over 0 and at most {LONGEST_DRAIN_S:g}",
-            do=do,
-        )
+        needed = f"seconds, over 0 and at most {LONGEST_DRAIN_S:g}"
+        raise _Refused(400, f"drain_s {drain_s!r}"[:100], needed, do)
     return wanted, float(drain_s)
 
 
 def _read_fault(body: bytes) -> tuple[list[str], dict[str, Any]]:
-    try:
-        said = json.loads(body)
-    except (ValueError, RecursionError):
-        said = None
+    said = _json_of(body)
     if isinstance(said, dict) and said.keys() == {"names", "fault"}:
         names, fault = said["names"], said["fault"]
         listed = isinstance(names, list) and names and all(isinstance(name, str) for name in names)
         if listed and isinstance(fault, dict):
             # The router gives the id.
             return names, {"id": "", **fault}
-    raise _Refused(
-        status=400,
-        found=f"body {body[:64].decode('utf-8', 'replace')!r}",
-        needed='{"names": ["expert/3"], "fault": {"kind": "slow", "for_s": 10, "times": 10}}',
-        do="send such a body",
-    )
+    needed = '{"names": ["expert/3"], "fault": {"kind": "slow", "for_s": 10, "times": 10}}'
+    raise _Refused(400, f"body {body[:64].decode('utf-8', 'replace')!r}", needed, "send such a body")
 
 
 def _injected(injection: Injection) -> dict[str, Any]:
@@ -368,14 +305,6 @@ def _injected(injection: Injection) -> dict[str, Any]:
         "names": list(injection.names),
         "remaining_s": injection.remaining_s,
     }
-
-
-def _words(pool: str, size: PoolSize) -> dict[str, Any]:
-    return {"pool": pool, **asdict(size), "is_scaling": size.is_scaling}
-
-
-def _json(value: object) -> Reply:
-    return 200, _JSON, json.dumps(value).encode()
 
 
 class _Connection(H11Protocol):

@@ -144,7 +144,7 @@ def record_of(text: str) -> MemberRecord:
 
 
 class Journal:
-    """An open journal. Not shared between threads."""
+    """A Store in a file of SQLite, open."""
 
     def __init__(self, path: Path) -> None:
         """Open or create the file.
@@ -182,7 +182,6 @@ class Journal:
             )
 
     def load(self) -> State:
-        """The durable state of the last commit; the empty State for a new journal. Raises JournalUnusable."""
         try:
             return state_of(dict(self._base.execute("SELECT key, value FROM state")))
         except sqlite3.Error as error:
@@ -191,11 +190,6 @@ class Journal:
             raise JournalUnusable(f"journal {self.path}: {error}; give another --journal") from error
 
     def save(self, before: State, after: State) -> bool:
-        """Commit what changed between two states, durably; returns whether anything did.
-
-        Raises:
-            JournalUnusable: nothing of it was committed.
-        """
         if self._is_gone() or not self._whole:
             # Somebody removed it, or its folder. What it held is known here.
             self._open_anew()
@@ -207,13 +201,11 @@ class Journal:
         return True
 
     def prove(self, state: State) -> None:
-        """Write the counters again, durably. Raises JournalUnusable while that is not possible."""
         if self._is_gone() or not self._whole:
             self.save(State(), state)
         self._write(changes(state, state))
 
     def close(self) -> None:
-        """Close the file. Idempotent."""
         self._base.close()
 
     def _write(self, found: Changes) -> None:

@@ -27,7 +27,7 @@ from router.records import phase
 from router.state import LAUNCHED_POOLS, Config, State
 from router.view import ATTENTION, EXPERT, POOLS
 
-CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 _PACES = ("slow_expert", "slow_link")

@@ -181,7 +181,7 @@ def admin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Admin]:
             "GET",
             "/",
             404,
-            "/admin/pools, /admin/pools/{pool}/scale, /admin/experts, /admin/faults, /healthz or /metrics needed",
+            "/metrics, /admin/pools, /admin/experts, /admin/pools/{pool}/scale, /admin/faults or /healthz needed",
         ),
         ("GET", "/admin/pools/experts/scale", 404, "pool 'experts' found, one of expert, attention needed"),
         ("GET", "/admin/pools/gateway/scale", 404, "pool 'gateway' found"),
