@@ -58,12 +58,12 @@ test-all: setup $(VENV)/.complete-dev ## Every test there is; a sixth of them: m
 test-optimized: setup $(VENV)/.complete-dev ## Every test with every process under python -O, which drops assert. Options as for test-all
 	@PYTHONOPTIMIZE=1 $(BIN)/python -m pytest $(if $(SHARD),--shard $(SHARD)) $(ARGS)
 
-check: setup $(VENV)/.complete-dev ## Lint, types, layers and tidiness; under a minute
+check: setup $(VENV)/.complete-dev ## Lint, types, layers, tidiness, and links and names in documents; under a minute
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/pyright --project pyproject.toml --threads $$(nproc)
 	@$(BIN)/lint-imports
-	@$(BIN)/python -m pytest tests/test_tidy.py
+	@$(BIN)/python -m pytest tests/test_tidy.py tests/test_docs.py tests/test_one_token.py
 
 check-native: setup $(VENV)/.complete-dev ## Native code under AddressSanitizer and UndefinedBehaviorSanitizer; some minutes
 	@$(BIN)/python -m tests.sanitized

@@ -80,7 +80,7 @@ def short(folder: Path = RESULTS) -> str:
     kills, decode = newest("kill", KILL, folder), newest("decode", DECODE, folder)
     beside = [row for row in decode if "llamacpp" in row["tokens_per_s"]]
     parts = [kill_line(kills[-1])] if kills else []
-    parts += [comparison_table(beside)] if beside else []
+    parts += ["## Beside llama.cpp", comparison_table(beside)] if beside else []
     return "\n\n".join(parts)
 
 
