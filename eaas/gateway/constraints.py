@@ -6,7 +6,8 @@ first token.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, cast
 
 import msgspec
@@ -16,7 +17,9 @@ from eaas.worker.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarInvalid, of_c
 from eaas.worker.protocol import MAX_BIASES, MOST_BIAS
 
 MAX_ALLOWED_TOKENS = 1 << 16
-_ID_DIGITS = 10
+_ID = re.compile(r"[0-9]{1,10}")
+_GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+_ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 # Likeliest tokens; -1: the whole vocabulary. How many are allowed is the server's setting.
 LogprobCount = Annotated[int, Field(ge=-1)]
@@ -51,17 +54,10 @@ class ResponseFormat(Strict):
             raise ValueError("type 'json_schema' needs 'json_schema' with 'name' and 'schema'")
         return self
 
-    def grammar(self) -> Grammar | None:
-        """The language that it asks for; None: any text.
-
-        Raises:
-            GrammarInvalid: the schema is over a limit.
-        """
-        if self.type == "text":
-            return None
-        if self.json_schema is None or self.json_schema.schema_ is None:
-            return any_object()
-        return of_schema(self.json_schema.schema_)
+    def asked(self) -> Grammar | None:
+        """The language that it asks for; None: any text. Raises GrammarInvalid: the schema is over a limit."""
+        schema = self.json_schema.schema_ if self.json_schema is not None else None
+        return None if self.type == "text" else of_schema(_ANY_OBJECT if schema is None else schema)
 
 
 class StructuredOutputs(Strict, extra="allow"):
@@ -87,20 +83,17 @@ class StructuredOutputs(Strict, extra="allow"):
         return self
 
     def asked(self) -> Grammar:
-        """The language that it asks for.
-
-        Raises:
-            GrammarInvalid: what is given is over a limit, or is no JSON.
-        """
+        """The language that it asks for. Raises GrammarInvalid: what is given is over a limit, or is no JSON."""
         if self.regex is not None:
             return Grammar("regex", self.regex)
         if self.grammar is not None:
             return of_grammar(self.grammar)
         if self.choice is not None:
             return of_choices(self.choice)
-        if self.json_ is not None:
-            return of_schema(_parsed(self.json_))
-        return any_object()
+        return of_schema(_ANY_OBJECT if self.json_ is None else _parsed(self.json_))
+
+
+Asked = ResponseFormat | StructuredOutputs | None
 
 
 class ConstrainedRequest(Strict):
@@ -121,20 +114,16 @@ class ConstrainedRequest(Strict):
 
     @field_validator("response_format", "structured_outputs", mode="after")
     @classmethod
-    def _within_limits(cls, value: Any) -> Any:
+    def _within_limits(cls, value: Asked) -> Asked:
         # Measured here, so that the field at fault is named.
-        if isinstance(value, ResponseFormat):
-            value.grammar()
-        elif isinstance(value, StructuredOutputs):
+        if value is not None:
             value.asked()
         return value
 
     @field_validator("logit_bias", mode="after")
     @classmethod
     def _ids(cls, biases: Mapping[str, float] | None) -> Mapping[str, float] | None:
-        wrong = [
-            key for key in biases or () if not (key.isascii() and key.isdigit() and len(key) <= _ID_DIGITS)
-        ]
+        wrong = [key for key in biases or () if not _ID.fullmatch(key)]
         if wrong:
             shown = ", ".join(repr(key[:32]) for key in wrong[:4])
             raise ValueError(f"keys are token ids; found {shown}")
@@ -151,9 +140,8 @@ class ConstrainedRequest(Strict):
         if given and self.ignore_eos:
             raise ValueError(f"'{given[0]}' says where the output ends: it cannot be given with 'ignore_eos'")
         if given and given[0] in _GUIDED:
-            self.structured_outputs = StructuredOutputs.model_validate(
-                {_GUIDED[given[0]]: getattr(self, given[0])}
-            )
+            asked = {given[0].removeprefix("guided_"): getattr(self, given[0])}
+            self.structured_outputs = StructuredOutputs.model_validate(asked)
             try:
                 self.structured_outputs.asked()
             except GrammarInvalid as error:
@@ -168,32 +156,13 @@ class ConstrainedRequest(Strict):
     @property
     def grammar(self) -> Grammar | None:
         """The language that the output must be in; None: any text."""
-        if self.structured_outputs is not None:
-            return self.structured_outputs.asked()
-        return None if self.response_format is None else self.response_format.grammar()
+        asked = self.structured_outputs or self.response_format
+        return None if asked is None else asked.asked()
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:
         """Tokens whose logits are changed, and by how much."""
         return tuple((int(token), bias) for token, bias in (self.logit_bias or {}).items())
-
-
-_GUIDED = {
-    "guided_json": "json",
-    "guided_regex": "regex",
-    "guided_choice": "choice",
-    "guided_grammar": "grammar",
-}
-
-
-def any_object() -> Grammar:
-    """Any JSON object."""
-    return of_schema({"type": "object"})
-
-
-def outside(tokens: Sequence[int], vocab: int) -> int | None:
-    """The first token that is not in a vocabulary of that size."""
-    return next((token for token in tokens if not 0 <= token < vocab), None)
 
 
 def _parsed(schema: Mapping[str, Any] | bool | str) -> Mapping[str, Any] | bool:

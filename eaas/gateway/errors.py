@@ -76,7 +76,6 @@ def context_too_long(*, limit: int, prompt: int, wanted: int | None, param: str)
 
     Args:
         limit: Tokens that fit in the context.
-        prompt: Tokens in the prompt.
         wanted: Tokens asked for the completion; None when the prompt alone is too long.
         param: The field to change.
     """
@@ -88,24 +87,21 @@ def context_too_long(*, limit: int, prompt: int, wanted: int | None, param: str)
             f"{prompt + wanted} tokens were requested ({prompt} in the prompt, {wanted} for the completion)"
         )
         needed = f"Shorten the prompt or ask for at most {max(limit - prompt, 1)} tokens."
-    message = f"This model's maximum context length is {limit} tokens, but {found}. {needed}"
-    return invalid(message, param=param, code="context_length_exceeded")
+    return invalid(
+        f"This model's maximum context length is {limit} tokens, but {found}. {needed}",
+        param=param,
+        code="context_length_exceeded",
+    )
 
 
 def text_too_long(*, limit: int, found_bytes: int, most_bytes: int, param: str) -> ApiError:
-    """A 400 for a text that is over the context however it is cut into tokens.
-
-    Args:
-        limit: Tokens that fit in the context.
-        found_bytes: Bytes of the text.
-        most_bytes: Bytes that so many tokens stand for, at most.
-        param: The field to change.
-    """
-    message = (
+    """A 400 for a text over the context however it is cut: so many tokens stand for `most_bytes` at most."""
+    return invalid(
         f"This model's maximum context length is {limit} tokens, at most {most_bytes} bytes of text, but the prompt "
-        f"has {found_bytes} bytes. Shorten it."
+        f"has {found_bytes} bytes. Shorten it.",
+        param=param,
+        code="context_length_exceeded",
     )
-    return invalid(message, param=param, code="context_length_exceeded")
 
 
 def out_of_vocabulary(token: int, vocab: int, param: str) -> ApiError:

@@ -264,29 +264,41 @@ class TranscriptFormat(Format):
 
 
 class ChunkFormat(Format):
-    """What streams of chunks share, whose first fields are fixed; a text is put between two byte templates."""
+    """What streams of chunks share. A text is put between two byte templates that are fixed for its choice."""
 
     kind: ClassVar[str] = ""  # "object" of a chunk
+    before: ClassVar[bytes] = b""  # what stands before the text of a choice, behind its index
+    after: ClassVar[bytes] = b""
     no_usage: ClassVar[bytes] = b',"usage":null'  # in chunks before the one that has it
-
-    def events(self, head: ResponseHead, choices: int, usage: StreamUsage) -> ChunkFormat:
-        """The event templates of a stream of so many choices."""
-        self._usage = usage
-        self._opening = b"data: " + _encode(self.chunk_fields(head))[:-1] + b',"choices":['
-        self._token_end = b"}]" + (self.no_usage if usage.last else b"") + b"}\n\n"
-        return self
 
     def chunk_fields(self, head: ResponseHead) -> dict[str, Any]:
         """What every chunk begins with."""
         return head.fields(self.kind)
 
-    def counted(self, index: int, *, opens: bool = False) -> bytes:
-        """The end of an event, with what its choice has used so far where each has it: nothing where it opens one."""
-        if self._usage.now is None:
-            return self._token_end
-        usage = self._usage.now(index)
-        usage = Usage(prompt=usage.prompt, completion=0) if opens else usage
-        return b'}],"usage":' + _encode(usage.as_dict()) + b"}\n\n"
+    def logprobs(self, tokens: Sequence[TokenLogprobs] | None, offset: int = 0) -> dict[str, Any] | None:
+        """What is told of tokens, the first so many characters behind the start of its choice; None: nothing is."""
+        return (
+            None
+            if tokens is None
+            else {"content": [logprob_entry(token) for token in tokens], "refusal": None}
+        )
+
+    def events(self, head: ResponseHead, choices: int, usage: StreamUsage) -> ChunkFormat:
+        """The event templates of a stream of so many choices."""
+        self._usage = usage
+        self.opening = b"data: " + _encode(self.chunk_fields(head))[:-1] + b',"choices":['
+        self._token_end = b"}]" + (self.no_usage if usage.last else b"") + b"}\n\n"
+        self._plain_end = self.after + b',"logprobs":null,"finish_reason":null' + self._token_end
+        self._starts = [self.opening + b'{"index":%d,' % index + self.before for index in range(choices)]
+        return self
+
+    def event(self, delta: Delta) -> bytes:
+        """The event of one piece of text."""
+        index, text, logprobs, offset, tokens, ending = delta
+        start = self._starts[index] + _encode(text)
+        if logprobs is None and tokens is None and ending is None and self._usage.now is None:
+            return start + self._plain_end
+        return start + self.after + self.rest(index, self.logprobs(logprobs, offset), tokens, ending)
 
     def rest(
         self,
@@ -304,8 +316,16 @@ class ChunkFormat(Format):
             rest += b',"token_ids":' + _encode(tokens)
         return rest + self.counted(index)
 
+    def counted(self, index: int, *, opens: bool = False) -> bytes:
+        """The end of an event, with what its choice has used so far where each has it: nothing where it opens one."""
+        if self._usage.now is None:
+            return self._token_end
+        usage = self._usage.now(index)
+        usage = Usage(prompt=usage.prompt, completion=0) if opens else usage
+        return b'}],"usage":' + _encode(usage.as_dict()) + b"}\n\n"
+
     def end(self, usage: Usage) -> bytes:
         """What ends a stream in which nothing went wrong: the usage if it was asked for, and [DONE]."""
         if not self._usage.last:
             return DONE
-        return self._opening + b'],"usage":' + _encode(usage.as_dict()) + b"}\n\n" + DONE
+        return self.opening + b'],"usage":' + _encode(usage.as_dict()) + b"}\n\n" + DONE

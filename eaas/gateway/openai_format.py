@@ -12,12 +12,10 @@ from eaas.gateway.formats import (
     Delta,
     FinishedChoice,
     ResponseHead,
-    StreamUsage,
     TokenLogprobs,
     Usage,
     call_id,
     finite,
-    logprob_entry,
 )
 from eaas.gateway.tool_calls import CallBegun, CallReader, CallStyle, Part, read_calls
 
@@ -29,6 +27,7 @@ class ChatFormat(ChunkFormat):
 
     prefix = "chatcmpl-"
     kind = "chat.completion.chunk"
+    before, after = b'"delta":{"content":', b"}"
 
     def __init__(self, style: CallStyle | None = None, prompt_ids: list[int] | None = None) -> None:
         """Args: style: how the model writes calls; None when it was shown no tools. prompt_ids: the prompt's tokens,
@@ -57,34 +56,20 @@ class ChatFormat(ChunkFormat):
             text, calls = read_calls(self._style, choice.text, cut=reason == "length")
             message["content"] = text if text.strip() or not calls else None
             if calls:
-                message["tool_calls"] = [
-                    {
-                        "id": call_id(self._style),
-                        "type": "function",
-                        "function": {"name": name, "arguments": arguments},
-                    }
-                    for name, arguments in calls
-                ]
+                message["tool_calls"] = [_call(self._style, name, arguments) for name, arguments in calls]
                 reason = "tool_calls" if reason == "stop" else reason
         return {
             "index": choice.index,
             "message": message,
-            "logprobs": _chat_logprobs(choice.logprobs),
+            "logprobs": self.logprobs(choice.logprobs),
             "finish_reason": reason,
             "stop_reason": choice.stop_reason,
             "token_ids": choice.tokens,
             **_routed_experts(choice),
         }
 
-    def events(self, head: ResponseHead, choices: int, usage: StreamUsage) -> ChatFormat:
-        """The event templates of a stream of so many choices."""
-        super().events(head, choices, usage)
-        self._plain_end = b'},"logprobs":null,"finish_reason":null' + self._token_end
-        self._starts = [self._start(index) + b'"content":' for index in range(choices)]
-        return self
-
     def _start(self, index: int) -> bytes:
-        return self._opening + b'{"index":%d,"delta":{' % index
+        return self.opening + b'{"index":%d,"delta":{' % index
 
     def first(self, index: int) -> bytes:
         """The event that opens a choice: its role, and the prompt's ids where they are wanted."""
@@ -97,11 +82,9 @@ class ChatFormat(ChunkFormat):
         """The event of one piece of text; of one that calls are looked for in, several or none yet."""
         if self._style is not None:
             return self._events_with_calls(delta, self._style)
-        index, text, logprobs, _, tokens, ending = delta
-        if logprobs is None and tokens is None and ending is None and self._usage.now is None:
-            return self._starts[index] + _encode(text) + self._plain_end
-        said = b'"content":' + _encode(text) if delta.says_something else b""
-        return self._start(index) + said + b"}" + self.rest(index, _chat_logprobs(logprobs), tokens, ending)
+        if delta.says_something:
+            return super().event(delta)
+        return self._start(delta.index) + b"}" + self.rest(delta.index, ending=delta.ending)
 
     def _events_with_calls(self, delta: Delta, style: CallStyle) -> bytes:
         index, text, logprobs, _, tokens, ending = delta
@@ -109,7 +92,7 @@ class ChatFormat(ChunkFormat):
         reader = self._readers.setdefault(index, CallReader(style))
         said = [self._said(part, style) for part in reader.push(text)]
         for one in said or ([b""] if logprobs or tokens else []):
-            events += start + one + b"}" + self.rest(index, _chat_logprobs(logprobs), tokens)
+            events += start + one + b"}" + self.rest(index, self.logprobs(logprobs), tokens)
             # Log-probabilities and ids are shown once, whatever became of the text.
             logprobs = tokens = None
         if ending is not None:
@@ -124,22 +107,15 @@ class ChatFormat(ChunkFormat):
         """What a chunk's "delta" says of words, of a call that begins, or of more of its arguments."""
         if isinstance(part, str):
             return b'"content":' + _encode(part)
-        call: dict[str, Any] = {"index": part.number}
         if isinstance(part, CallBegun):
-            call |= {
-                "id": call_id(style),
-                "type": "function",
-                "function": {"name": part.name, "arguments": ""},
-            }
+            call = {"index": part.number, **_call(style, part.name, "")}
         else:
-            call["function"] = {"arguments": part.text}
+            call = {"index": part.number, "function": {"arguments": part.text}}
         return b'"tool_calls":' + _encode([call])
 
 
-def _chat_logprobs(tokens: Sequence[TokenLogprobs] | None) -> dict[str, Any] | None:
-    return (
-        None if tokens is None else {"content": [logprob_entry(token) for token in tokens], "refusal": None}
-    )
+def _call(style: CallStyle, name: str, arguments: str) -> dict[str, Any]:
+    return {"id": call_id(style), "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _routed_experts(choice: FinishedChoice) -> dict[str, str]:
@@ -151,6 +127,7 @@ class CompletionFormat(ChunkFormat):
 
     prefix = "cmpl-"
     kind = "text_completion"
+    before = b'"text":'
 
     def __init__(self, prompt_ids: Sequence[list[int]] | None = None, choices: int = 1) -> None:
         """Args: prompt_ids: The tokens of each prompt, where token ids were asked for. choices: For each prompt."""
@@ -170,7 +147,7 @@ class CompletionFormat(ChunkFormat):
                     {
                         "index": choice.index,
                         "text": choice.text,
-                        "logprobs": _completion_logprobs(choice.logprobs),
+                        "logprobs": self.logprobs(choice.logprobs),
                         "finish_reason": choice.finish_reason,
                         "stop_reason": choice.stop_reason,
                         "token_ids": choice.tokens,
@@ -185,46 +162,31 @@ class CompletionFormat(ChunkFormat):
             }
         )
 
-    def events(self, head: ResponseHead, choices: int, usage: StreamUsage) -> CompletionFormat:
-        """The event templates of a stream of so many choices."""
-        super().events(head, choices, usage)
-        self._plain_end = b',"logprobs":null,"finish_reason":null' + self._token_end
-        self._starts = [self._opening + b'{"index":%d,"text":' % index for index in range(choices)]
-        return self
-
     def first(self, index: int) -> bytes:
         """Nothing, since a plain completion has no role to announce; its prompt where token ids are wanted."""
         shown = self._shown_ids(index)
         if not shown:
             return b""
-        fields = b'"","logprobs":null,"finish_reason":null,"token_ids":[],' + _encode(shown)[1:-1]
-        return self._starts[index] + fields + self.counted(index, opens=True)
+        fields = b'"text":"","logprobs":null,"finish_reason":null,"token_ids":[],' + _encode(shown)[1:-1]
+        return self.opening + b'{"index":%d,' % index + fields + self.counted(index, opens=True)
 
-    def event(self, delta: Delta) -> bytes:
-        """The event of one piece of text."""
-        index, text, logprobs, offset, tokens, ending = delta
-        start = self._starts[index] + _encode(text)
-        if logprobs is None and tokens is None and ending is None and self._usage.now is None:
-            return start + self._plain_end
-        return start + self.rest(index, _completion_logprobs(logprobs, offset), tokens, ending)
-
-
-def _completion_logprobs(tokens: Sequence[TokenLogprobs] | None, offset: int = 0) -> dict[str, Any] | None:
-    if tokens is None:
-        return None
-    offsets: list[int] = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token.chosen.text)
-    return {
-        "tokens": [token.chosen.text for token in tokens],
-        "token_logprobs": [finite(token.chosen.logprob) for token in tokens],
-        # The chosen token is always among them, so there may be one more than was asked for.
-        "top_logprobs": [
-            None
-            if token.chosen.logprob is None
-            else {other.text: finite(other.logprob) for other in (token.chosen, *token.top)}
-            for token in tokens
-        ],
-        "text_offset": offsets,
-    }
+    def logprobs(self, tokens: Sequence[TokenLogprobs] | None, offset: int = 0) -> dict[str, Any] | None:
+        """What is told of tokens, the first so many characters behind the start of its choice; None: nothing is."""
+        if tokens is None:
+            return None
+        offsets: list[int] = []
+        for token in tokens:
+            offsets.append(offset)
+            offset += len(token.chosen.text)
+        return {
+            "tokens": [token.chosen.text for token in tokens],
+            "token_logprobs": [finite(token.chosen.logprob) for token in tokens],
+            # The chosen token is always among them, so there may be one more than was asked for.
+            "top_logprobs": [
+                None
+                if token.chosen.logprob is None
+                else {other.text: finite(other.logprob) for other in (token.chosen, *token.top)}
+                for token in tokens
+            ],
+            "text_offset": offsets,
+        }

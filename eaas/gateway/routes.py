@@ -229,7 +229,12 @@ async def _encode(gateway: Gateway, wanted: ChatRequest, use: ToolUse, *, must_f
 
 
 def _cut(gateway: Gateway, wanted: ChatRequest | CompletionRequest, prompt: list[int]) -> list[int]:
-    tokens = wanted.cut(prompt, _context(gateway))
+    """The prompt's tokens, as many as `truncate_prompt_tokens` says: the last ones, or the first."""
+    most = wanted.truncate_prompt_tokens
+    if most is None:
+        return prompt
+    most = _context(gateway) - 1 if most < 0 else most
+    tokens = prompt[:most] if wanted.truncation_side == "right" else prompt[max(0, len(prompt) - most) :]
     if not tokens:
         message = "'truncate_prompt_tokens' leaves nothing of the prompt; ask for at least 1."
         raise invalid(message, param="truncate_prompt_tokens")

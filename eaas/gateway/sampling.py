@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from eaas.gateway.constraints import outside
 from eaas.gateway.errors import context_too_long, invalid, out_of_vocabulary
 from eaas.gateway.schema import ChatRequest, CompletionRequest
 from eaas.worker.protocol import MAX_TOP_LOGPROBS, SamplingParams
 
 _SEEDS = 1 << 64
+# Taken as they are; left out, they are OpenAI's defaults in both.
+_AS_GIVEN = (
+    "cache_salt", "frequency_penalty", "ignore_eos", "min_p", "presence_penalty", "priority", "repetition_penalty",
+    "temperature", "top_p",
+)  # fmt: skip
 _LOGPROB_FIELDS = ("top_logprobs", "logprobs", "prompt_logprobs")
 
 
@@ -54,7 +58,7 @@ def settle_logprobs(wanted: ChatRequest | CompletionRequest, *, vocab: int, most
             message = (
                 f"Invalid value for '{name}': {whole}; this server tells at most {allowed} (--max-logprobs)."
             )
-            raise invalid(message, param=name, code="invalid_value")
+            raise invalid(message, param=name)
         setattr(wanted, name, min(asked, vocab))
 
 
@@ -72,41 +76,30 @@ def sampling_params(wanted: ChatRequest | CompletionRequest, limit: int, vocab: 
     least = wanted.min_tokens or 0
     if least > limit:
         message = f"min_tokens is {least}, over the limit of {limit} tokens. Lower it or raise max_tokens."
-        raise invalid(message, param="min_tokens", code="invalid_value")
+        raise invalid(message, param="min_tokens")
     stop_ids, allowed = tuple(wanted.stop_token_ids or ()), tuple(wanted.allowed_token_ids or ())
     for param, tokens in (
         ("stop_token_ids", stop_ids),
         ("allowed_token_ids", allowed),
         ("logit_bias", [token for token, _ in wanted.biases]),
     ):
-        wrong = outside(tokens, vocab)
-        if wrong is not None:
-            raise out_of_vocabulary(wrong, vocab, param)
+        for token in tokens:
+            if not 0 <= token < vocab:
+                raise out_of_vocabulary(token, vocab, param)
+    given = {name: getattr(wanted, name) for name in _AS_GIVEN if getattr(wanted, name) is not None}
     return SamplingParams(
         max_tokens=limit,
         min_tokens=least,
-        temperature=_or(wanted.temperature, 1.0),
-        top_p=_or(wanted.top_p, 1.0),
         # -1 and 0 both say "no limit".
         top_k=max(0, wanted.top_k or 0),
-        min_p=_or(wanted.min_p, 0.0),
         seed=(wanted.seed or 0) % _SEEDS,
-        presence_penalty=_or(wanted.presence_penalty, 0.0),
-        frequency_penalty=_or(wanted.frequency_penalty, 0.0),
-        repetition_penalty=_or(wanted.repetition_penalty, 1.0),
         logprobs=wanted.top_count,
-        ignore_eos=bool(wanted.ignore_eos),
         stop_token_ids=stop_ids,
         drop_lost_experts=bool(wanted.eaas_drop_lost_experts),
         grammar=wanted.grammar,
         logit_bias=wanted.biases,
         allowed_token_ids=allowed,
         prompt_logprobs=max(wanted.prompt_count, wanted.echo_count),
-        priority=wanted.priority or 0,
-        cache_salt=wanted.cache_salt or "",
         routed_from=(wanted.routed_experts_prompt_start or 0) if wanted.return_routed_experts else -1,
+        **given,
     )
-
-
-def _or(value: float | None, default: float) -> float:
-    return default if value is None else value

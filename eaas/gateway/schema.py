@@ -221,21 +221,21 @@ class GenerationRequest(ConstrainedRequest):
 
     @model_validator(mode="after")
     def _agree(self) -> GenerationRequest:
-        told = {
-            "prompt_logprobs": self.prompt_logprobs is not None,
-            "return_routed_experts": self.return_routed_experts,
-        }
-        for name in told if self.stream else ():
-            if told[name]:
-                raise ValueError(f"'{name}' needs 'stream': false: it is part of a whole answer")
-        if self.stream_options is not None and not self.stream:
-            raise ValueError("'stream_options' is only allowed when 'stream' is true")
-        if self.detokenize is False and (self.stop or getattr(self, "tools", None)):
-            raise ValueError(
-                "'detokenize' of false cannot be with 'stop' or 'tools', which are looked for in the text"
-            )
-        if self.best_of is not None and self.best_of != self.choices:
-            raise ValueError("'best_of' other than 'n' is not supported; leave it out")
+        rules = (
+            (self.stream and self.prompt_logprobs is not None,
+             "'prompt_logprobs' needs 'stream': false: it is part of a whole answer"),
+            (self.stream and self.return_routed_experts,
+             "'return_routed_experts' needs 'stream': false: it is part of a whole answer"),
+            (self.stream_options is not None and not self.stream,
+             "'stream_options' is only allowed when 'stream' is true"),
+            (self.detokenize is False and (self.stop or getattr(self, "tools", None)),
+             "'detokenize' of false cannot be with 'stop' or 'tools', which are looked for in the text"),
+            (self.best_of is not None and self.best_of != self.choices,
+             "'best_of' other than 'n' is not supported; leave it out"),
+        )  # fmt: skip
+        for broken, reason in rules:
+            if broken:
+                raise ValueError(reason)
         return self
 
     @property
@@ -258,28 +258,12 @@ class GenerationRequest(ConstrainedRequest):
         """Choices wanted for each prompt."""
         return 1 if self.n is None else self.n
 
-    def cut(self, prompt: list[int], context: int) -> list[int]:
-        """The prompt's tokens, as many as `truncate_prompt_tokens` says: the last ones, or the first.
-
-        Args:
-            context: Tokens that fit in the context, less one, which -1 stands for.
-        """
-        most = self.truncate_prompt_tokens
-        if most is None:
-            return prompt
-        most = context - 1 if most < 0 else most
-        return prompt[:most] if self.truncation_side == "right" else prompt[max(0, len(prompt) - most) :]
-
 
 _NoFunctions = only(*_FALSE, because="it is deprecated and not supported; use 'tools' and 'tool_choice'")
 _TextAlone = only(*_FALSE, ["text"], because="this model answers with text alone; leave it out")
 
 
-@more_fields(
-    refused=(
-        "documents", "moderation", "prediction", "return_prompt_text", "web_search_options",
-    )
-)  # fmt: skip
+@more_fields(refused=("documents", "moderation", "prediction", "return_prompt_text", "web_search_options"))
 class ChatRequest(GenerationRequest, Conversation):
     """Body of POST /v1/chat/completions."""
 

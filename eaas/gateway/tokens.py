@@ -105,6 +105,10 @@ class TokensFormat(ChunkFormat):
         """What every chunk begins with."""
         return {"request_id": head.id, "output_mode": "tokens", **head.marks}
 
+    def logprobs(self, tokens: Sequence[TokenLogprobs] | None, offset: int = 0) -> dict[str, Any] | None:
+        """Of each token itself and the likeliest at its place, itself first; None when they were not asked for."""
+        return None if tokens is None else {"content": [_place(token) for token in tokens]}
+
     def body(self, head: ResponseHead, choices: Sequence[FinishedChoice], usage: Usage) -> bytes:
         """The whole answer."""
         return _encode(
@@ -116,7 +120,7 @@ class TokensFormat(ChunkFormat):
                 "choices": [
                     {
                         "index": choice.index,
-                        "logprobs": _logprobs(choice.logprobs),
+                        "logprobs": self.logprobs(choice.logprobs),
                         "finish_reason": choice.finish_reason,
                         "stop_reason": choice.stop_reason,
                         "token_ids": choice.tokens,
@@ -134,24 +138,19 @@ class TokensFormat(ChunkFormat):
         """Nothing, but the prompt where it is wanted back."""
         if self._prompt_ids is None or index:
             return b""
-        return self._opening + b'],"prompt_token_ids":' + _encode(self._prompt_ids) + b"}\n\n"
+        return self.opening + b'],"prompt_token_ids":' + _encode(self._prompt_ids) + b"}\n\n"
 
     def event(self, delta: Delta) -> bytes:
         """The event of the tokens that have come, or of an end without another."""
         ending = delta.ending
         choice = {
             "index": delta.index,
-            "logprobs": _logprobs(delta.logprobs),
+            "logprobs": self.logprobs(delta.logprobs),
             "finish_reason": None if ending is None else ending.reason,
             "stop_reason": None if ending is None else ending.stop,
             "token_ids": delta.tokens or [],
         }
-        return self._opening + _encode(choice)[:-1] + self.counted(delta.index)
-
-
-def _logprobs(tokens: Sequence[TokenLogprobs] | None) -> dict[str, Any] | None:
-    """Of each token itself and the likeliest at its place, itself first; None when they were not asked for."""
-    return None if tokens is None else {"content": [_place(token) for token in tokens]}
+        return self.opening + _encode(choice)[:-1] + self.counted(delta.index)
 
 
 def _place(token: TokenLogprobs) -> dict[str, Any]:

@@ -67,19 +67,6 @@ _NAMED_SO_FAR = re.compile(r"[\w.:/-]+\s*(?:\[(?:A(?:R(?:G(?:S\]?)?)?)?)?)?\s*")
 class _Call:
     """One call, an object ``{"name": ..., "arguments": {...}}``, or its arguments alone where the name stood before."""
 
-    __slots__ = (
-        "_closed",
-        "_depth",
-        "_end",
-        "_escaped",
-        "_from",
-        "_quoted",
-        "_sent",
-        "name",
-        "number",
-        "text",
-    )
-
     def __init__(self, number: int) -> None:
         self.number = number
         self.text = ""
@@ -168,8 +155,6 @@ class _Call:
 
 class CallReader:
     """Reads one choice's text. ``calls`` counts the calls begun so far."""
-
-    __slots__ = ("_call", "_held", "_mode", "_passed", "_style", "calls")
 
     def __init__(self, style: CallStyle) -> None:
         self._style = style
@@ -334,14 +319,7 @@ class ToolUse:
     parallel: bool = True
 
 
-NO_TOOLS = ToolUse()
-
-
-def tool_use(
-    tools: Sequence[Mapping[str, Any]],
-    choice: str | Mapping[str, Any] | None,
-    parallel: bool | None,
-) -> ToolUse:
+def tool_use(tools: Sequence[Mapping[str, Any]], choice: Any, parallel: bool | None) -> ToolUse:
     """What a request's three fields say together.
 
     Args:
@@ -351,18 +329,29 @@ def tool_use(
     Raises:
         ValueError: the choice is none that OpenAI knows, or names no tool that is there.
     """
-    mode: Any = choice or "auto"
+    names: list[str] | None = None
     several = parallel is not False
-    names = None
-    if isinstance(choice, Mapping):
-        mode, names = _named(choice)
-        several = several and choice.get("type") != "function"
-    if mode not in ("none", "auto", "required"):
-        raise ValueError(
-            f"it is {mode!r}; 'none', 'auto', 'required' or an object that names a function is needed"
-        )
-    if mode == "none":
-        return NO_TOOLS
+    match choice if choice == {} else choice or "auto":
+        case "none":
+            return ToolUse()
+        case "auto" | "required" as mode:
+            pass
+        case {"type": "function", "function": {"name": str(name)}}:
+            mode, names, several = "required", [name], False
+        case {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [*allowed]},
+        } if names := _names_of(allowed):
+            pass
+        case {}:
+            raise ValueError(
+                "the object is not understood; {'type': 'function', 'function': {'name': ...}} or "
+                "{'type': 'allowed_tools', 'allowed_tools': {'mode': ..., 'tools': [...]}} is needed"
+            )
+        case other:
+            raise ValueError(
+                f"it is {other!r}; 'none', 'auto', 'required' or an object that names a function is needed"
+            )
     known = {tool["function"]["name"] for tool in tools}
     unknown = sorted(set(names or ()) - known)
     if unknown:
@@ -373,32 +362,15 @@ def tool_use(
     return ToolUse(shown=shown, must_call=mode == "required", parallel=several)
 
 
-def _named(choice: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """The mode that the client's object stands for, and the tools that it names."""
-    match choice:
-        case {"type": "function", "function": {"name": str(name)}}:
-            return "required", [name]
-        case {
-            "type": "allowed_tools",
-            "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [*tools]},
-        }:
-            names = [name for tool in tools for name in _name_of(tool)]
-            if names:
-                return mode, names
-        case _:
-            pass
-    raise ValueError(
-        "the object is not understood; {'type': 'function', 'function': {'name': ...}} or "
-        "{'type': 'allowed_tools', 'allowed_tools': {'mode': ..., 'tools': [...]}} is needed"
-    )
-
-
-def _name_of(tool: Any) -> list[str]:
-    match tool:
-        case {"function": {"name": str(name)}}:
-            return [name]
-        case _:
-            return []
+def _names_of(tools: Sequence[Any]) -> list[str]:
+    names: list[str] = []
+    for tool in tools:
+        match tool:
+            case {"function": {"name": str(name)}}:
+                names.append(name)
+            case _:
+                pass
+    return names
 
 
 def call_grammar(use: ToolUse, style: CallStyle, marks: Mapping[str, int]) -> str:
