@@ -261,7 +261,6 @@ class MessagesFormat(TranscriptFormat):
         }
 
     def first(self, index: int) -> bytes:
-        """What opens the message."""
         usage = Usage(prompt=self._prompt_tokens, completion=0)
         return named_event("message_start", {"message": self.whole(usage)})
 
@@ -280,12 +279,10 @@ class MessagesFormat(TranscriptFormat):
         return self._close()
 
     def end(self, usage: Usage) -> bytes:
-        """What ends a stream in which nothing went wrong."""
         delta = {"delta": self._stop, **self.head.marks, "usage": _usage(usage)}
         return named_event("message_delta", delta) + named_event("message_stop", {})
 
     def failure(self, reply: ErrorReply) -> bytes:
-        """What ends a stream that failed."""
         return b"event: error\ndata: " + error_body(reply) + b"\n\n"
 
     def _part(self, part: Part) -> bytes:

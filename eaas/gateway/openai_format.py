@@ -37,7 +37,6 @@ class ChatFormat(ChunkFormat):
         self._shown_ids = {} if prompt_ids is None else {"prompt_token_ids": prompt_ids}
 
     def body(self, head: ResponseHead, choices: Sequence[FinishedChoice], usage: Usage) -> bytes:
-        """The whole response."""
         return _encode(
             {
                 **head.fields("chat.completion"),
@@ -139,7 +138,6 @@ class CompletionFormat(ChunkFormat):
         return {} if ids is None else {"prompt_token_ids": ids[index // self._choices]}
 
     def body(self, head: ResponseHead, choices: Sequence[FinishedChoice], usage: Usage) -> bytes:
-        """The whole response."""
         return _encode(
             {
                 **head.fields(self.kind),

@@ -39,10 +39,19 @@ class TokensById:
         return self._names.token_bytes(token)
 
 
+def token_logprobs(
+    names: TokenNames, token: int, logprob: float | None, top: Sequence[tuple[int, float]]
+) -> TokenLogprobs:
+    """A token and the likeliest at its place, as clients see them."""
+
+    def text(token: int, value: float | None) -> TokenText:
+        return TokenText(names.token_text(token), names.token_bytes(token), value)
+
+    return TokenLogprobs(text(token, logprob), [text(*pair) for pair in top])
+
+
 class PromptScores:
     """Gathered piece by piece; what a replay tells again is the same, and counts once."""
-
-    __slots__ = ("_by_id", "_named", "_names", "_prompt", "_scores")
 
     def __init__(self, prompt: Sequence[int], names: TokenNames, *, named: int, by_id: int) -> None:
         """Args: named, by_id: Likeliest tokens that the client wants beside each, in either shape; -1: not in it."""
@@ -62,14 +71,10 @@ class PromptScores:
         """As those of chosen tokens; the first token has no log-probability."""
         if self._named < 0:
             return None
-        first = self._text(self._prompt[0], None)
-        scored = zip(self._prompt[1:], self._scores, strict=False)
+        scored = [(None, 0, []), *self._scores]
         return [
-            TokenLogprobs(first, []),
-            *(
-                TokenLogprobs(self._text(token, logprob), [self._text(*pair) for pair in top[: self._named]])
-                for token, (logprob, _, top) in scored
-            ),
+            token_logprobs(self._names, token, logprob, top[: self._named])
+            for token, (logprob, _, top) in zip(self._prompt, scored, strict=False)
         ]
 
     def by_id(self) -> list[dict[str, Any] | None] | None:
@@ -78,20 +83,15 @@ class PromptScores:
             return None
         shown: list[dict[str, Any] | None] = [None]
         for token, (logprob, own, top) in zip(self._prompt[1:], self._scores, strict=False):
-            entries = {token: (logprob, own)} | {
+            entries = {token: (logprob, own)}
+            entries |= {
                 other: (value, rank) for rank, (other, value) in enumerate(top[: self._by_id], start=1)
             }
+            texts = {other: self._names.token_text(other) for other in entries}
             shown.append(
                 {
-                    str(other): {
-                        "logprob": finite(value),
-                        "rank": rank,
-                        "decoded_token": self._names.token_text(other),
-                    }
+                    str(other): {"logprob": finite(value), "rank": rank, "decoded_token": texts[other]}
                     for other, (value, rank) in entries.items()
                 }
             )
         return shown
-
-    def _text(self, token: int, logprob: float | None) -> TokenText:
-        return TokenText(self._names.token_text(token), self._names.token_bytes(token), logprob)

@@ -318,7 +318,6 @@ class ResponsesFormat(TranscriptFormat):
         }
 
     def first(self, index: int) -> bytes:
-        """What opens the response."""
         created = self._event("response.created", {"response": self.whole()})
         return created + self._event("response.in_progress", {"response": self.whole()})
 
@@ -339,7 +338,6 @@ class ResponsesFormat(TranscriptFormat):
         return events + self._close("completed" if self._status == "completed" else "incomplete")
 
     def end(self, usage: Usage) -> bytes:
-        """What ends a stream in which nothing went wrong."""
         return self._event(f"response.{self._end}", {"response": self.whole(usage)})
 
     def failure(self, reply: ErrorReply) -> bytes:

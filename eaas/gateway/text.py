@@ -16,8 +16,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from eaas.gateway.errors import ErrorReply
-from eaas.gateway.formats import Delta, Ending, FinishedChoice, Format, TokenLogprobs, TokenText
-from eaas.gateway.prompt_scores import PromptScores, TokenNames
+from eaas.gateway.formats import Delta, Ending, FinishedChoice, Format, TokenLogprobs
+from eaas.gateway.prompt_scores import PromptScores, TokenNames, token_logprobs
 from eaas.gateway.stops import StopMatcher
 from eaas.worker.protocol import RoutedExperts
 
@@ -264,7 +264,8 @@ class Choice:
         text = self.detokenizer.push(token) if self.stop_shown or not stops else ""
         # Where ids alone are told the last is one of them.
         if self.names is not None and (self._silent or not stops):
-            self._waiting.append((self._read, self._named(self.names, token, logprob, top)))
+            score = float("-inf") if logprob is None else logprob
+            self._waiting.append((self._read, token_logprobs(self.names, token, score, top)))
         if stops:
             self.stop_reason = token if token in self.stops else None
             self.end("stop", text)
@@ -338,15 +339,6 @@ class Choice:
             tokens, self._ids = self._ids, []
         ending = None if finish is None else Ending(finish, self.stop_reason)
         self.generation.show(Delta(self.index, text, logprobs, offset, tokens, ending))
-
-    def _named(
-        self, names: TokenNames, token: int, logprob: float | None, top: Alternatives
-    ) -> TokenLogprobs:
-        def text(token: int, value: float) -> TokenText:
-            return TokenText(names.token_text(token), names.token_bytes(token), value)
-
-        chosen = text(token, float("-inf") if logprob is None else logprob)
-        return TokenLogprobs(chosen, [text(*pair) for pair in top])
 
 
 class RoutedExpertsLog:

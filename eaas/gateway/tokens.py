@@ -102,7 +102,6 @@ class TokensFormat(ChunkFormat):
         self._prompt_ids = prompt_ids
 
     def chunk_fields(self, head: ResponseHead) -> dict[str, Any]:
-        """What every chunk begins with."""
         return {"request_id": head.id, "output_mode": "tokens", **head.marks}
 
     def logprobs(self, tokens: Sequence[TokenLogprobs] | None, offset: int = 0) -> dict[str, Any] | None:
@@ -110,7 +109,6 @@ class TokensFormat(ChunkFormat):
         return None if tokens is None else {"content": [_place(token) for token in tokens]}
 
     def body(self, head: ResponseHead, choices: Sequence[FinishedChoice], usage: Usage) -> bytes:
-        """The whole answer."""
         return _encode(
             {
                 **self.chunk_fields(head),
