@@ -135,8 +135,7 @@ P2pNixlPath* P2pCarrier::make_path(const P2pLink& link, uint32_t rail, const std
                                    char* error, uint64_t error_bytes) {
     // The owner's rails count. A writer with fewer uses some of its own twice.
     const char* name = rails[rail % rails.size()].c_str();
-    int owns = link.owner != nullptr;
-    P2pNixlPath* path = p2p_nixl_path_new(name, link.memory, link.nbytes, owns, link.gpu(), error, error_bytes);
+    P2pNixlPath* path = p2p_nixl_path_new(name, link.memory, link.nbytes, link.owns, link.gpu(), error, error_bytes);
     if (!path || address.empty()) return path;
     if (p2p_nixl_path_join(path, address.data(), uint32_t(address.size())) == 0) return path;
     std::snprintf(error, error_bytes, "NIXL refuses the other side's address");
@@ -179,11 +178,13 @@ void P2pCarrier::made(const p2p::Job& job, P2pNixlPath* path) {
     uint64_t now = p2p::now_ns();
     at.path = path;
     at.stage = p2p::Stage::GREETING;
-    if (link.writer) at.deadline_ns = now + p2p::GREETING_NS;
-    if (link.writer) return;
+    if (!link.owns) {
+        at.deadline_ns = now + p2p::GREETING_NS;
+        return;
+    }
     uint8_t address[P2P_NIXL_ADDRESS_BYTES];
     uint32_t bytes = p2p_nixl_path_address(path, address);
-    if (p2p_owner_offer(link.owner, job.rail, job.generation, address, bytes, now) < 0)
+    if (p2p_owner_offer(link.end, job.rail, job.generation, address, bytes, now) < 0)
         close_rail(link, job.rail);
 }
 
@@ -201,12 +202,11 @@ bool P2pLink::step(uint64_t now) {
         if (rails[i].stage == p2p::Stage::OPEN) p2p_nixl_path_beat(rails[i].path, now);
     }
     if (!opened || lost) return busy;
-    int did = writer ? p2p_writer_step(writer, now) : p2p_owner_step(owner, now);
+    int did = p2p_end_step(end, now);
     if (did < 0) throw std::bad_alloc();
     busy |= did > 0;
     P2pCommand& command = carrier->command;
-    while (!lost) {
-        if (!(writer ? p2p_writer_command(writer, &command) : p2p_owner_command(owner, &command))) break;
+    while (!lost && p2p_end_command(end, &command)) {
         busy = true;
         carry_out(command);
     }
@@ -233,15 +233,12 @@ void P2pLink::lose() {
     for (uint32_t i = 0; i < rails.size(); i++)
         if (rails[i].path) carrier->close_rail(*this, i);
     // An owner says so when the last of its agents is destroyed: then nothing can land any more.
-    if (writer || jobs == 0) hang_up();
+    if (!owns || jobs == 0) hang_up();
     carrier->changed.notify_all();
 }
 
 void P2pLink::path_closed(uint32_t rail, uint32_t generation) {
-    if (writer)
-        p2p_writer_path_closed(writer, rail, generation);
-    else
-        p2p_owner_path_closed(owner, rail, generation, p2p::now_ns());
+    p2p_end_path_closed(end, rail, generation, p2p::now_ns());
     // The job that calls is the last one.
     if (lost && jobs <= 1) hang_up();
 }

@@ -20,8 +20,7 @@
 
 struct P2pGpu;
 struct P2pMonitor;
-struct P2pWriter;
-struct P2pOwner;
+struct P2pEnd;  // of a channel: its writer's, or its owner's
 
 constexpr uint32_t P2P_PATHS = 16;  // of one channel at most
 
@@ -67,44 +66,35 @@ struct P2pPathCounts {
     uint64_t switch_ns;    // from the last that was heard of its last generation to knowing what to send again
 };
 
-// The writer's end. `image` is the window as this side writes it, `nbytes` long; it stays until _free.
-P2P_API P2pWriter* p2p_writer_new(void* image, uint64_t nbytes, uint64_t incarnation,
-                                  const P2pChannelConfig* config);
-P2P_API void p2p_writer_free(P2pWriter* writer);
-// What each write and its completion are told to; null: nobody. Outlives the writer.
-P2P_API void p2p_writer_watch(P2pWriter* writer, P2pMonitor* monitor);
+// Either end.
+P2P_API void p2p_end_free(P2pEnd* end);
 // The path has been welcomed. -1: the index is out of range, or this is no generation that was asked for.
-P2P_API int p2p_writer_path_open(P2pWriter* writer, uint32_t path, uint32_t generation, P2pPath ends,
-                                 uint64_t now_ns);
+P2P_API int p2p_end_path_open(P2pEnd* end, uint32_t path, uint32_t generation, P2pPath ends, uint64_t now_ns);
 // The command is carried out; also: opening failed.
-P2P_API void p2p_writer_path_closed(P2pWriter* writer, uint32_t path, uint32_t generation);
-// The image's header page names slots (window.h): from now on a slot whose signal changes is sent by itself.
-P2P_API int p2p_writer_watch_slots(P2pWriter* writer);
-// Send a range of the image; after it, and all before it, a signal. -1 where it does not lie in the window;
-// P2P_E_MEMORY: some of it may have been sent, and the channel must end.
-P2P_API int p2p_writer_put(P2pWriter* writer, uint64_t offset, uint64_t bytes, uint64_t now_ns);
-P2P_API int p2p_writer_signal(P2pWriter* writer, uint64_t offset, uint64_t value, uint64_t now_ns);
+P2P_API void p2p_end_path_closed(P2pEnd* end, uint32_t path, uint32_t generation, uint64_t now_ns);
 // Does what can be done now. 1 where anything happened or is under way, 0 where idle, P2P_E_MEMORY where what it did is
 // half done: the channel must end.
-P2P_API int p2p_writer_step(P2pWriter* writer, uint64_t now_ns);
-P2P_API int p2p_writer_command(P2pWriter* writer, P2pCommand* out);  // 1: the next one; 0: none
-P2P_API void p2p_writer_bye(P2pWriter* writer);
-P2P_API void p2p_writer_counts(const P2pWriter* writer, P2pChannelCounts* out);
-P2P_API void p2p_writer_path_counts(const P2pWriter* writer, uint32_t path, P2pPathCounts* out);
+P2P_API int p2p_end_step(P2pEnd* end, uint64_t now_ns);
+P2P_API int p2p_end_command(P2pEnd* end, P2pCommand* out);  // 1: the next one; 0: none
+P2P_API void p2p_end_bye(P2pEnd* end);
+P2P_API void p2p_end_counts(const P2pEnd* end, P2pChannelCounts* out);
 
-// The owner's end. `page` is the doorbell page whose lanes are rung after each signal; may be null.
-P2P_API P2pOwner* p2p_owner_new(void* window, uint64_t nbytes, uint64_t incarnation, void* page, uint32_t lanes,
-                                const P2pChannelConfig* config);
-P2P_API void p2p_owner_free(P2pOwner* owner);
-// The window lies on a GPU (gpu.h); before the first step, which then runs inside an OnGpu.
-P2P_API void p2p_owner_lies_on(P2pOwner* owner, const P2pGpu* gpu);
-P2P_API int p2p_owner_path_open(P2pOwner* owner, uint32_t path, uint32_t generation, P2pPath ends,
-                                uint64_t now_ns);
-P2P_API void p2p_owner_path_closed(P2pOwner* owner, uint32_t path, uint32_t generation, uint64_t now_ns);
+// The writer's end. `image` is the window as this side writes it, `nbytes` long. Each write and its completion are told
+// to `monitor`; null: to nobody. Both outlive it. Null without memory, or where the configuration is out of range.
+P2P_API P2pEnd* p2p_writer_new(void* image, uint64_t nbytes, uint64_t incarnation, const P2pChannelConfig* config,
+                               P2pMonitor* monitor);
+// The image's header page names slots (window.h): from now on a slot whose signal changes is sent by itself.
+P2P_API int p2p_writer_watch_slots(P2pEnd* writer);
+// Send a range of the image; after it, and all before it, a signal. -1 where it does not lie in the window;
+// P2P_E_MEMORY: some of it may have been sent, and the channel must end.
+P2P_API int p2p_writer_put(P2pEnd* writer, uint64_t offset, uint64_t bytes, uint64_t now_ns);
+P2P_API int p2p_writer_signal(P2pEnd* writer, uint64_t offset, uint64_t value, uint64_t now_ns);
+P2P_API void p2p_writer_path_counts(P2pEnd* writer, uint32_t path, P2pPathCounts* out);
+
+// The owner's end. `page` is the doorbell page whose lanes are rung after each signal; may be null. Where the window
+// lies on a GPU (gpu.h), null for host memory, it is stepped inside an OnGpu. Null as above.
+P2P_API P2pEnd* p2p_owner_new(void* window, uint64_t nbytes, uint64_t incarnation, void* page, uint32_t lanes,
+                              const P2pChannelConfig* config, const P2pGpu* gpu);
 // The address of the transport that OPEN asked for.
-P2P_API int p2p_owner_offer(P2pOwner* owner, uint32_t path, uint32_t generation, const void* address,
-                            uint32_t bytes, uint64_t now_ns);
-P2P_API int p2p_owner_step(P2pOwner* owner, uint64_t now_ns);
-P2P_API int p2p_owner_command(P2pOwner* owner, P2pCommand* out);
-P2P_API void p2p_owner_bye(P2pOwner* owner);
-P2P_API void p2p_owner_counts(const P2pOwner* owner, P2pChannelCounts* out);
+P2P_API int p2p_owner_offer(P2pEnd* owner, uint32_t path, uint32_t generation, const void* address, uint32_t bytes,
+                            uint64_t now_ns);

@@ -1,6 +1,6 @@
-// What the two ends of a channel share: paths that live, notes that go out, commands that wait for the shell.
+// The two ends of a channel from within: what channel.cpp does for both, and what each does by itself.
 #pragma once
-#include <cstring>
+#include <cstddef>
 #include <deque>
 #include <memory>
 
@@ -17,7 +17,19 @@ constexpr uint64_t FLAPPING_NS = 10'000'000'000;     // a path that fails sooner
 // FAILED: its transport broke, the owner has not yet said that it is closed. CLOSING: the shell closes it.
 enum class PathState : uint8_t { NONE, OPENING, LIVE, FAILED, CLOSING, CLOSED };
 
-struct End {
+struct PathEnd {
+    PathState state = PathState::NONE;
+    uint32_t generation = 0;
+    P2pPath ends{};
+};
+
+// Whether the path took it.
+bool tell(const P2pPath& path, P2pNote fields, const void* blob = nullptr, size_t blob_bytes = 0);
+bool config_valid(const P2pChannelConfig& config);
+
+}  // namespace p2p
+
+struct P2pEnd {
     uint64_t incarnation = 0;
     uint64_t nbytes = 0;
     P2pChannelConfig config{};
@@ -25,51 +37,24 @@ struct End {
     bool lost = false;
     std::deque<std::unique_ptr<P2pCommand>> commands;
 
+    virtual ~P2pEnd() = default;
+    virtual p2p::PathEnd& path(uint32_t index) = 0;
+    virtual void path_opened(uint32_t index, uint64_t now_ns) = 0;
+    virtual void path_closed(uint32_t index, uint64_t now_ns) = 0;  // of the generation that this end knows
+    virtual bool step(uint64_t now_ns) = 0;
+    virtual uint64_t waiting() const = 0;
+
     void command(uint32_t kind, uint32_t path, uint32_t generation, const void* blob = nullptr,
-                 uint32_t blob_bytes = 0) {
-        auto made = std::make_unique<P2pCommand>();
-        made->kind = kind;
-        made->path = path;
-        made->generation = generation;
-        made->blob_bytes = blob_bytes;
-        if (blob_bytes) std::memcpy(made->blob, blob, blob_bytes);
-        commands.push_back(std::move(made));
-    }
+                 uint32_t blob_bytes = 0);
+    void lose();
+    uint32_t live_paths();
 
-    void lose() {
-        if (!lost) command(P2P_COMMAND_LOST, 0, 0);
-        lost = true;
-    }
-
-    int next_command(P2pCommand* out) {
-        if (commands.empty()) return 0;
-        std::memcpy(out, commands.front().get(), offsetof(P2pCommand, blob) + commands.front()->blob_bytes);
-        commands.pop_front();
-        return 1;
+    P2pNote note(uint8_t kind, uint32_t path = 0, uint32_t generation = 0) const {
+        P2pNote made{};
+        made.kind = kind;
+        made.path = uint16_t(path);
+        made.generation = generation;
+        made.incarnation = incarnation;
+        return made;
     }
 };
-
-// Whether the path took it.
-inline bool tell(const End& end, const P2pPath& path, P2pNote fields, const void* blob = nullptr,
-                 uint32_t blob_bytes = 0) {
-    alignas(8) uint8_t note[P2P_NOTE_BYTES];
-    fields.incarnation = end.incarnation;
-    fields.blob_bytes = blob_bytes;
-    uint32_t bytes = p2p_note_seal(&fields, blob, note);
-    return bytes && path.ops->tell(path.self, note, bytes) >= 0;
-}
-
-inline P2pNote note_of(uint8_t kind, uint32_t path = 0, uint32_t generation = 0) {
-    P2pNote note{};
-    note.kind = kind;
-    note.path = uint16_t(path);
-    note.generation = generation;
-    return note;
-}
-
-inline bool config_valid(const P2pChannelConfig& config) {
-    return config.paths && config.paths <= P2P_PATHS && config.piece_bytes && config.piece_bytes <= 512 * 1024 && config.silence_ns && config.grace_ns &&
-           config.reopen_first_ns && config.reopen_last_ns >= config.reopen_first_ns;
-}
-
-}  // namespace p2p

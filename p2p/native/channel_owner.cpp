@@ -17,10 +17,7 @@ constexpr uint64_t OFFER_NS = 200'000'000;        // between two of one offer
 constexpr uint64_t OFFERED_NS = 3'000'000'000;    // then it is withdrawn; so long may a path take in the beginning
 constexpr uint32_t TRIAL_STEPS = 8;               // in which what has come is also seen
 
-struct OwnerPath {
-    PathState state = PathState::NONE;
-    uint32_t generation = 0;
-    P2pPath ends{};
+struct OwnerPath : PathEnd {
     uint64_t heard_ns = 0;
     uint64_t opened_ns = 0;
     // A trial of a doubted path.
@@ -46,7 +43,7 @@ struct Deferred {
 
 }  // namespace
 
-struct P2pOwner : End {
+struct P2pOwner : P2pEnd {
     uint8_t* window = nullptr;
     const P2pGpu* gpu = nullptr;
     void* page = nullptr;
@@ -58,6 +55,12 @@ struct P2pOwner : End {
     uint32_t unreported = 0;
     uint64_t unreported_ns = 0;
     uint64_t begun_ns = 0;                       // when the first path opened
+
+    PathEnd& path(uint32_t index) override { return paths[index]; }
+    void path_opened(uint32_t index, uint64_t now_ns) override;
+    void path_closed(uint32_t index, uint64_t now_ns) override;
+    bool step(uint64_t now_ns) override;
+    uint64_t waiting() const override { return deferred.size(); }
 };
 
 namespace {
@@ -66,11 +69,6 @@ uint64_t& word_of(P2pOwner* o, uint64_t number) { return o->beyond[number % WIND
 
 bool is_there(P2pOwner* o, uint64_t number) {
     return number <= o->there || (word_of(o, number) >> (number % 64) & 1);
-}
-
-uint32_t live_paths(const P2pOwner* o) {
-    return uint32_t(std::count_if(std::begin(o->paths), std::end(o->paths),
-                                  [](const OwnerPath& path) { return path.state == PathState::LIVE; }));
 }
 
 void close_path(P2pOwner* o, uint32_t index, uint64_t now_ns) {
@@ -83,7 +81,7 @@ void close_path(P2pOwner* o, uint32_t index, uint64_t now_ns) {
     path.understood = false;
     o->counts.closed++;
     o->command(P2P_COMMAND_CLOSE, index, path.generation);
-    if (live_paths(o) == 0) o->lose();
+    if (o->live_paths() == 0) o->lose();
 }
 
 void say(P2pOwner* o, uint32_t over, P2pNote note, uint64_t now_ns) {
@@ -95,11 +93,11 @@ void say(P2pOwner* o, uint32_t over, P2pNote note, uint64_t now_ns) {
             bytes = i / 8 + 1;
         }
     note.number = o->there;
-    if (!tell(*o, o->paths[over].ends, note, bits, bytes)) close_path(o, over, now_ns);
+    if (!tell(o->paths[over].ends, note, bits, bytes)) close_path(o, over, now_ns);
 }
 
 void say_on_all(P2pOwner* o, uint32_t path, uint64_t value, uint64_t now_ns) {
-    P2pNote note = note_of(P2P_NOTE_STATE, path, o->paths[path].generation);
+    P2pNote note = o->note(P2P_NOTE_STATE, path, o->paths[path].generation);
     note.value = value;
     for (uint32_t i = 0; i < P2P_PATHS; i++)
         if (o->paths[i].state == PathState::LIVE) say(o, i, note, now_ns);
@@ -114,7 +112,7 @@ void report(P2pOwner* o, uint64_t now_ns) {
                                      });
     if (freshest->state != PathState::LIVE) return;
     o->unreported = 0;
-    say(o, uint32_t(freshest - o->paths), note_of(P2P_NOTE_STATE), now_ns);
+    say(o, uint32_t(freshest - o->paths), o->note(P2P_NOTE_STATE), now_ns);
 }
 
 bool complete(P2pOwner* o, const Deferred& signal) {
@@ -178,7 +176,7 @@ void on_doubt(P2pOwner* o, uint32_t from, const P2pNote& note, uint64_t now_ns) 
     // The answer may have to queue behind what the writer has under way.
     path.trial_for_ns = std::max(o->config.grace_ns, std::min(note.offset, o->config.silence_ns));
     path.trial_steps = 0;
-    if (!tell(*o, path.ends, note_of(P2P_NOTE_PROBE, note.path, path.generation)))
+    if (!tell(path.ends, o->note(P2P_NOTE_PROBE, note.path, path.generation)))
         close_path(o, note.path, now_ns);
 }
 
@@ -225,7 +223,7 @@ void keep(P2pOwner* o, uint32_t index, uint64_t now_ns) {
         case PathState::LIVE:
             path.trial_steps++;
             if (path.on_trial && path.trial_steps >= TRIAL_STEPS && now_ns - path.trial_ns >= path.trial_for_ns &&
-                live_paths(o) > 1)
+                o->live_paths() > 1)
                 close_path(o, index, now_ns);
             return;
         case PathState::CLOSED:
@@ -245,10 +243,10 @@ void keep(P2pOwner* o, uint32_t index, uint64_t now_ns) {
             if (now_ns - path.first_offer_ns >= OFFERED_NS) return close_path(o, index, now_ns);
             if (path.address.empty() || now_ns - path.offered_ns < OFFER_NS) return;
             path.offered_ns = now_ns;
-            P2pNote note = note_of(P2P_NOTE_OFFER, index, path.generation);
+            P2pNote note = o->note(P2P_NOTE_OFFER, index, path.generation);
             for (uint32_t i = 0; i < P2P_PATHS; i++)
                 if (o->paths[i].state == PathState::LIVE &&
-                    !tell(*o, o->paths[i].ends, note, path.address.data(), uint32_t(path.address.size())))
+                    !tell(o->paths[i].ends, note, path.address.data(), uint32_t(path.address.size())))
                     close_path(o, i, now_ns);
             return;
         }
@@ -258,8 +256,38 @@ void keep(P2pOwner* o, uint32_t index, uint64_t now_ns) {
 
 }  // namespace
 
-P2P_API P2pOwner* p2p_owner_new(void* window, uint64_t nbytes, uint64_t incarnation, void* page, uint32_t lanes,
-                                const P2pChannelConfig* config) try {
+void P2pOwner::path_opened(uint32_t index, uint64_t now_ns) {
+    OwnerPath& path = paths[index];
+    path.opened_ns = path.heard_ns = now_ns;
+    path.on_trial = false;
+    if (!begun_ns) begun_ns = now_ns;
+}
+
+void P2pOwner::path_closed(uint32_t index, uint64_t now_ns) {
+    OwnerPath& path = paths[index];
+    if (path.state != PathState::CLOSING && path.state != PathState::OPENING) return;
+    if (path.state == PathState::OPENING)
+        path.wait_ns = std::min(std::max(2 * path.wait_ns, config.reopen_first_ns), config.reopen_last_ns);
+    path.state = PathState::CLOSED;
+    path.said_ns = 0;
+    path.repeat_ns = REPEAT_NS;
+    path.reopen_ns = now_ns + path.wait_ns;
+}
+
+bool P2pOwner::step(uint64_t now_ns) {
+    bool busy = false;
+    for (uint32_t i = 0; i < P2P_PATHS && !lost; i++) busy |= poll_path(this, i, now_ns);
+    for (uint32_t i = 0; i < P2P_PATHS && !lost; i++) {
+        keep(this, i, now_ns);
+        busy |= paths[i].on_trial;
+    }
+    if (lost) return false;
+    report(this, now_ns);
+    return busy || unreported;
+}
+
+P2P_API P2pEnd* p2p_owner_new(void* window, uint64_t nbytes, uint64_t incarnation, void* page, uint32_t lanes,
+                              const P2pChannelConfig* config, const P2pGpu* gpu) try {
     if (!window || !nbytes || lanes > P2P_BELL_LANES || !config_valid(*config)) return nullptr;
     auto owner = std::make_unique<P2pOwner>();
     owner->window = static_cast<uint8_t*>(window);
@@ -268,46 +296,14 @@ P2P_API P2pOwner* p2p_owner_new(void* window, uint64_t nbytes, uint64_t incarnat
     owner->page = page;
     owner->lanes = lanes;
     owner->config = *config;
+    owner->gpu = gpu;
     return owner.release();
 } P2P_CATCH(nullptr)
 
-P2P_API void p2p_owner_free(P2pOwner* owner) { delete owner; }
-
-P2P_API void p2p_owner_lies_on(P2pOwner* owner, const P2pGpu* gpu) { owner->gpu = gpu; }
-
-P2P_API int p2p_owner_path_open(P2pOwner* owner, uint32_t index, uint32_t generation, P2pPath ends,
-                                uint64_t now_ns) {
-    if (index >= P2P_PATHS || owner->lost) return -1;
-    OwnerPath& path = owner->paths[index];
-    bool first = path.state == PathState::NONE && generation == 0;
-    bool asked = path.state == PathState::OPENING && generation == path.generation;
-    if (!first && !asked) return -1;
-    path.state = PathState::LIVE;
-    path.ends = ends;
-    path.opened_ns = path.heard_ns = now_ns;
-    path.on_trial = false;
-    owner->counts.opened++;
-    if (!owner->begun_ns) owner->begun_ns = now_ns;
-    return 0;
-}
-
-P2P_API void p2p_owner_path_closed(P2pOwner* owner, uint32_t index, uint32_t generation, uint64_t now_ns) {
-    if (index >= P2P_PATHS) return;
-    OwnerPath& path = owner->paths[index];
-    if (path.generation != generation) return;
-    if (path.state != PathState::CLOSING && path.state != PathState::OPENING) return;
-    if (path.state == PathState::OPENING)
-        path.wait_ns = std::min(std::max(2 * path.wait_ns, owner->config.reopen_first_ns), owner->config.reopen_last_ns);
-    path.state = PathState::CLOSED;
-    path.said_ns = 0;
-    path.repeat_ns = REPEAT_NS;
-    path.reopen_ns = now_ns + path.wait_ns;
-}
-
-P2P_API int p2p_owner_offer(P2pOwner* owner, uint32_t index, uint32_t generation, const void* address,
-                            uint32_t bytes, uint64_t now_ns) try {
+P2P_API int p2p_owner_offer(P2pEnd* end, uint32_t index, uint32_t generation, const void* address, uint32_t bytes,
+                            uint64_t now_ns) try {
     if (index >= P2P_PATHS || !bytes || bytes > P2P_BLOB_BYTES) return -1;
-    OwnerPath& path = owner->paths[index];
+    OwnerPath& path = static_cast<P2pOwner*>(end)->paths[index];
     if (path.state != PathState::OPENING || path.generation != generation) return -1;
     const auto* from = static_cast<const uint8_t*>(address);
     path.address.assign(from, from + bytes);
@@ -315,28 +311,3 @@ P2P_API int p2p_owner_offer(P2pOwner* owner, uint32_t index, uint32_t generation
     path.first_offer_ns = now_ns;
     return 0;
 } P2P_CATCH(-1)
-
-P2P_API int p2p_owner_step(P2pOwner* owner, uint64_t now_ns) try {
-    bool busy = false;
-    for (uint32_t i = 0; i < P2P_PATHS && !owner->lost; i++) busy |= poll_path(owner, i, now_ns);
-    for (uint32_t i = 0; i < P2P_PATHS && !owner->lost; i++) {
-        keep(owner, i, now_ns);
-        busy |= owner->paths[i].on_trial;
-    }
-    if (owner->lost) return 0;
-    report(owner, now_ns);
-    return busy || owner->unreported;
-} P2P_CATCH(P2P_E_MEMORY)
-
-P2P_API int p2p_owner_command(P2pOwner* owner, P2pCommand* out) { return owner->next_command(out); }
-
-P2P_API void p2p_owner_bye(P2pOwner* owner) try {
-    owner->lost = true;
-    for (OwnerPath& path : owner->paths)
-        if (path.state == PathState::LIVE) tell(*owner, path.ends, note_of(P2P_NOTE_BYE));
-} P2P_CATCH()
-
-P2P_API void p2p_owner_counts(const P2pOwner* owner, P2pChannelCounts* out) {
-    *out = owner->counts;
-    out->waiting = owner->deferred.size();
-}

@@ -1,5 +1,6 @@
 // The writer's end of a channel: numbers writes, spreads them over the paths, sends again what a closed path lost.
 #include <algorithm>
+#include <cstring>
 #include <deque>
 #include <vector>
 
@@ -40,10 +41,7 @@ struct Write {
     bool reported;  // to the monitor
 };
 
-struct WriterPath {
-    PathState state = PathState::NONE;
-    uint32_t generation = 0;
-    P2pPath ends{};
+struct WriterPath : PathEnd {
     uint64_t in_flight_bytes = 0;  // not landed yet
     uint32_t awaited = 0;          // writes that the owner has not spoken of
     uint64_t progress_ns = 0;      // when it last showed that it works, or began to have something to show
@@ -65,7 +63,7 @@ struct Frame {
 
 }  // namespace
 
-struct P2pWriter : End {
+struct P2pWriter : P2pEnd {
     uint8_t* image = nullptr;
     P2pMonitor* monitor = nullptr;
     WriterPath paths[P2P_PATHS];
@@ -77,19 +75,22 @@ struct P2pWriter : End {
     std::vector<Frame> frames;
     uint64_t stepped_ns = 0;
     uint64_t event_ns = 0;
+
+    PathEnd& path(uint32_t index) override { return paths[index]; }
+    void path_opened(uint32_t index, uint64_t now_ns) override;
+    void path_closed(uint32_t index, uint64_t now_ns) override;
+    bool step(uint64_t now_ns) override;
+    uint64_t waiting() const override { return writes.size(); }
 };
 
 namespace {
+
+P2pWriter* writer_of(P2pEnd* end) { return static_cast<P2pWriter*>(end); }
 
 Write* find(P2pWriter* w, uint64_t number) {
     if (w->writes.empty() || number < w->writes.front().number) return nullptr;
     uint64_t index = number - w->writes.front().number;
     return index < w->writes.size() ? &w->writes[index] : nullptr;
-}
-
-uint32_t live_paths(const P2pWriter* w) {
-    return uint32_t(std::count_if(std::begin(w->paths), std::end(w->paths),
-                                  [](const WriterPath& path) { return path.state == PathState::LIVE; }));
 }
 
 void submit(P2pWriter* w, uint64_t first, uint64_t offset, uint64_t bytes, bool signals, uint64_t signal_offset,
@@ -169,7 +170,7 @@ void fail(P2pWriter* w, uint32_t index) {
     path.state = PathState::FAILED;
     path.doubted_ns = 0;
     path.repeat_ns = REPEAT_NS;
-    if (live_paths(w) == 0) w->lose();
+    if (w->live_paths() == 0) w->lose();
 }
 
 void progressed(WriterPath& path, uint64_t now_ns) {
@@ -251,12 +252,12 @@ void on_state(P2pWriter* w, uint32_t from, const P2pNote& note, const uint8_t* b
         w->counts.closed++;
         w->command(P2P_COMMAND_CLOSE, note.path, path.generation);
         send_again(w, note.path);
-        if (live_paths(w) == 0) w->lose();
+        if (w->live_paths() == 0) w->lose();
     } else if (meant && path.state == PathState::OPENING) {
         path.state = PathState::CLOSED;
         w->command(P2P_COMMAND_CLOSE, note.path, path.generation);
     }
-    if (note.path != from) tell(*w, w->paths[from].ends, note_of(P2P_NOTE_CLOSED, note.path, note.generation));
+    if (note.path != from) tell(w->paths[from].ends, w->note(P2P_NOTE_CLOSED, note.path, note.generation));
 }
 
 void on_offer(P2pWriter* w, const P2pNote& note, const uint8_t* blob) {
@@ -280,7 +281,7 @@ void receive(P2pWriter* w, uint32_t index, const void* bytes, uint32_t count, ui
         case P2P_NOTE_STATE: return on_state(w, index, note, blob, now_ns);
         case P2P_NOTE_OFFER: return on_offer(w, note, blob);
         case P2P_NOTE_PROBE:
-            if (!tell(*w, path.ends, note_of(P2P_NOTE_ECHO, index, path.generation))) fail(w, index);
+            if (!tell(path.ends, w->note(P2P_NOTE_ECHO, index, path.generation))) fail(w, index);
             return;
         case P2P_NOTE_BYE: return w->lose();
     }
@@ -336,8 +337,7 @@ void post(P2pWriter* w, uint64_t now_ns) {
         if (index == P2P_PATHS) return;
         WriterPath& path = w->paths[index];
         bool signals = write->signals && !write->stale;
-        P2pNote fields = note_of(signals ? P2P_NOTE_SIGNAL : P2P_NOTE_WROTE, index, path.generation);
-        fields.incarnation = w->incarnation;
+        P2pNote fields = w->note(signals ? P2P_NOTE_SIGNAL : P2P_NOTE_WROTE, index, path.generation);
         fields.number = write->number;
         fields.first = write->first;
         fields.offset = write->signal_offset;
@@ -380,7 +380,7 @@ void doubt(P2pWriter* w, uint64_t now_ns) {
         if (!overdue(w, path, now_ns) || (path.doubted_ns && now_ns - path.doubted_ns < path.repeat_ns)) continue;
         if (path.doubted_ns) path.repeat_ns = std::min(2 * path.repeat_ns, REPEAT_LAST_NS);
         path.doubted_ns = now_ns;
-        P2pNote note = note_of(P2P_NOTE_DOUBT, i, path.generation);
+        P2pNote note = w->note(P2P_NOTE_DOUBT, i, path.generation);
         note.number = w->numbered;
         note.offset = expected_ns(w, path);
         note.value = path.state == PathState::FAILED;
@@ -388,55 +388,61 @@ void doubt(P2pWriter* w, uint64_t now_ns) {
         for (uint32_t other = 0; other < P2P_PATHS; other++)
             if (w->paths[other].state == PathState::LIVE) {
                 w->counts.doubts++;
-                if (!tell(*w, w->paths[other].ends, note)) fail(w, other);
+                if (!tell(w->paths[other].ends, note)) fail(w, other);
             }
     }
 }
 
 }  // namespace
 
-P2P_API P2pWriter* p2p_writer_new(void* image, uint64_t nbytes, uint64_t incarnation,
-                                  const P2pChannelConfig* config) try {
+void P2pWriter::path_opened(uint32_t index, uint64_t now_ns) {
+    paths[index].progress_ns = now_ns;
+    paths[index].doubted_ns = 0;
+}
+
+void P2pWriter::path_closed(uint32_t index, uint64_t) {
+    WriterPath& path = paths[index];
+    // The owner may have opened its end: it is told until it has closed that.
+    if (path.state != PathState::OPENING) return;
+    path.state = PathState::FAILED;
+    path.doubted_ns = 0;
+    path.repeat_ns = REPEAT_NS;
+}
+
+bool P2pWriter::step(uint64_t now_ns) {
+    // This side's own pauses are no silence of the paths.
+    uint64_t pause_ns = stepped_ns ? now_ns - std::min(now_ns, stepped_ns) : 0;
+    stepped_ns = now_ns;
+    bool busy = false;
+    for (uint32_t i = 0; i < P2P_PATHS; i++) {
+        WriterPath& path = paths[i];
+        if (path.state != PathState::LIVE) continue;
+        if (pause_ns > config.grace_ns) path.progress_ns = std::min(now_ns, path.progress_ns + pause_ns);
+        busy |= poll_path(this, i, now_ns);
+    }
+    for (WriterPath& path : paths) measure(path, now_ns);
+    if (lost) return false;
+    scan_slots(this, now_ns);
+    post(this, now_ns);
+    doubt(this, now_ns);
+    // A peer that says nothing does not keep this side awake.
+    return busy || (!writes.empty() && now_ns - std::min(now_ns, event_ns) < LATELY_NS);
+}
+
+P2P_API P2pEnd* p2p_writer_new(void* image, uint64_t nbytes, uint64_t incarnation, const P2pChannelConfig* config,
+                               P2pMonitor* monitor) try {
     if (!image || !nbytes || !config_valid(*config)) return nullptr;
     auto writer = std::make_unique<P2pWriter>();
     writer->image = static_cast<uint8_t*>(image);
     writer->nbytes = nbytes;
     writer->incarnation = incarnation;
     writer->config = *config;
+    writer->monitor = monitor;
     return writer.release();
 } P2P_CATCH(nullptr)
 
-P2P_API void p2p_writer_free(P2pWriter* writer) { delete writer; }
-
-P2P_API void p2p_writer_watch(P2pWriter* writer, P2pMonitor* monitor) { writer->monitor = monitor; }
-
-P2P_API int p2p_writer_path_open(P2pWriter* writer, uint32_t index, uint32_t generation, P2pPath ends,
-                                 uint64_t now_ns) {
-    if (index >= P2P_PATHS || writer->lost) return -1;
-    WriterPath& path = writer->paths[index];
-    bool first = path.state == PathState::NONE && generation == 0;
-    bool asked = path.state == PathState::OPENING && generation == path.generation;
-    if (!first && !asked) return -1;
-    path.state = PathState::LIVE;
-    path.generation = generation;
-    path.ends = ends;
-    path.progress_ns = now_ns;
-    path.doubted_ns = 0;
-    writer->counts.opened++;
-    return 0;
-}
-
-P2P_API void p2p_writer_path_closed(P2pWriter* writer, uint32_t index, uint32_t generation) {
-    if (index >= P2P_PATHS) return;
-    WriterPath& path = writer->paths[index];
-    // The owner may have opened its end: it is told until it has closed that.
-    if (path.state != PathState::OPENING || path.generation != generation) return;
-    path.state = PathState::FAILED;
-    path.doubted_ns = 0;
-    path.repeat_ns = REPEAT_NS;
-}
-
-P2P_API int p2p_writer_watch_slots(P2pWriter* writer) try {
+P2P_API int p2p_writer_watch_slots(P2pEnd* end) try {
+    P2pWriter* writer = writer_of(end);
     P2pWindowHeader header;
     if (writer->nbytes < sizeof header) return -1;
     std::memcpy(&header, writer->image, sizeof header);
@@ -448,57 +454,24 @@ P2P_API int p2p_writer_watch_slots(P2pWriter* writer) try {
     return 0;
 } P2P_CATCH(-1)
 
-P2P_API int p2p_writer_put(P2pWriter* writer, uint64_t offset, uint64_t bytes, uint64_t now_ns) try {
+P2P_API int p2p_writer_put(P2pEnd* end, uint64_t offset, uint64_t bytes, uint64_t now_ns) try {
+    P2pWriter* writer = writer_of(end);
     if (offset > writer->nbytes || bytes > writer->nbytes - offset) return -1;
     submit_pieces(writer, offset, bytes, false, 0, 0, now_ns, last_over(writer, offset, bytes));
     return 0;
 } P2P_CATCH(P2P_E_MEMORY)
 
-P2P_API int p2p_writer_signal(P2pWriter* writer, uint64_t offset, uint64_t value, uint64_t now_ns) try {
-    if (offset % 8 || writer->nbytes < 8 || offset > writer->nbytes - 8) return -1;
+P2P_API int p2p_writer_signal(P2pEnd* end, uint64_t offset, uint64_t value, uint64_t now_ns) try {
+    if (offset % 8 || end->nbytes < 8 || offset > end->nbytes - 8) return -1;
     // First 0: everything before it, whatever path that takes.
-    submit(writer, 0, 0, 0, true, offset, value, now_ns);
+    submit(writer_of(end), 0, 0, 0, true, offset, value, now_ns);
     return 0;
 } P2P_CATCH(P2P_E_MEMORY)
 
-P2P_API int p2p_writer_step(P2pWriter* writer, uint64_t now_ns) try {
-    if (writer->lost) return 0;
-    // This side's own pauses are no silence of the paths.
-    uint64_t pause_ns = writer->stepped_ns ? now_ns - std::min(now_ns, writer->stepped_ns) : 0;
-    writer->stepped_ns = now_ns;
-    bool busy = false;
-    for (uint32_t i = 0; i < P2P_PATHS; i++) {
-        WriterPath& path = writer->paths[i];
-        if (path.state != PathState::LIVE) continue;
-        if (pause_ns > writer->config.grace_ns) path.progress_ns = std::min(now_ns, path.progress_ns + pause_ns);
-        busy |= poll_path(writer, i, now_ns);
-    }
-    for (WriterPath& path : writer->paths) measure(path, now_ns);
-    if (writer->lost) return 0;
-    scan_slots(writer, now_ns);
-    post(writer, now_ns);
-    doubt(writer, now_ns);
-    // A peer that says nothing does not keep this side awake.
-    return busy || (!writer->writes.empty() && now_ns - std::min(now_ns, writer->event_ns) < LATELY_NS);
-} P2P_CATCH(P2P_E_MEMORY)
-
-P2P_API int p2p_writer_command(P2pWriter* writer, P2pCommand* out) { return writer->next_command(out); }
-
-P2P_API void p2p_writer_bye(P2pWriter* writer) try {
-    writer->lost = true;
-    for (WriterPath& path : writer->paths)
-        if (path.state == PathState::LIVE) tell(*writer, path.ends, note_of(P2P_NOTE_BYE));
-} P2P_CATCH()
-
-P2P_API void p2p_writer_counts(const P2pWriter* writer, P2pChannelCounts* out) {
-    *out = writer->counts;
-    out->waiting = writer->writes.size();
-}
-
-P2P_API void p2p_writer_path_counts(const P2pWriter* writer, uint32_t index, P2pPathCounts* out) {
+P2P_API void p2p_writer_path_counts(P2pEnd* end, uint32_t index, P2pPathCounts* out) {
     *out = {};
     if (index >= P2P_PATHS) return;
-    const WriterPath& path = writer->paths[index];
+    const WriterPath& path = writer_of(end)->paths[index];
     *out = {path.state == PathState::LIVE, path.generation, path.in_flight_bytes,
             path.bytes_per_s,              path.sent_bytes, path.switch_ns};
 }

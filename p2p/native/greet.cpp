@@ -30,38 +30,20 @@ uint64_t load_u64(const std::string& bytes, size_t at) {
     return value;
 }
 
-int say(P2pNixlPath* path, const P2pNote& note, const std::string& blob) {
-    P2pNote fields = note;
-    fields.blob_bytes = uint32_t(blob.size());
-    uint8_t bytes[P2P_NOTE_BYTES];
-    uint32_t sealed = p2p_note_seal(&fields, blob.data(), bytes);
-    P2pPath ends = p2p_nixl_path_ends(path);
-    return sealed ? ends.ops->tell(ends.self, bytes, sealed) : -1;
-}
-
 }  // namespace
 
 void P2pLink::give_up(uint32_t rail) {
     P2pNote failed = note(P2P_NOTE_DOUBT, rail);
     failed.value = 1;
     // Where it fails the path is broken, and polling it says so.
-    for (uint32_t i = 0; writer && i < rails.size(); i++)
-        if (rails[i].stage == p2p::Stage::OPEN) say(rails[i].path, failed, {});
+    for (uint32_t i = 0; !owns && i < rails.size(); i++)
+        if (rails[i].stage == p2p::Stage::OPEN) p2p::tell(p2p_nixl_path_ends(rails[i].path), failed);
     carrier->close_rail(*this, rail);
-    if (writer || opened) return;
+    if (!owns || opened) return;
     // Nobody was welcomed after all.
     connection = peer_incarnation = 0;
     auto waits = [](const p2p::Rail& other) { return other.stage == p2p::Stage::GREETING; };
     if (std::none_of(rails.begin(), rails.end(), waits)) lose();
-}
-
-P2pNote P2pLink::note(uint8_t kind, uint32_t rail) const {
-    P2pNote note{};
-    note.kind = kind;
-    note.path = uint16_t(rail);
-    note.generation = rails[rail].generation;
-    note.incarnation = incarnation;
-    return note;
 }
 
 bool P2pLink::greet(uint32_t rail, uint64_t now) {
@@ -70,7 +52,7 @@ bool P2pLink::greet(uint32_t rail, uint64_t now) {
         give_up(rail);
         return true;
     }
-    if (writer && now >= at.hello_ns) {
+    if (!owns && now >= at.hello_ns) {
         at.hello_ns = now + p2p::HELLO_NS;
         say_hello(rail);
     }
@@ -86,7 +68,7 @@ bool P2pLink::greet(uint32_t rail, uint64_t now) {
         }
         if (event.kind == P2P_PATH_NOTE && !hear(rail, event, now)) carrier->refused++;
     }
-    return happened || writer;
+    return happened || !owns;
 }
 
 bool P2pLink::hear(uint32_t rail, const P2pPathEvent& event, uint64_t now) {
@@ -95,8 +77,8 @@ bool P2pLink::hear(uint32_t rail, const P2pPathEvent& event, uint64_t now) {
     if (header.path != rail || header.generation != rails[rail].generation) return false;
     // A copy: the next call on the path forgets the note.
     std::string blob(static_cast<const char*>(event.note) + P2P_NOTE_HEADER, header.blob_bytes);
-    if (owner && header.kind == P2P_NOTE_HELLO) return hear_hello(rail, blob, now);
-    if (writer && header.kind == P2P_NOTE_WELCOME) return hear_welcome(rail, blob, now);
+    if (owns && header.kind == P2P_NOTE_HELLO) return hear_hello(rail, blob, now);
+    if (!owns && header.kind == P2P_NOTE_WELCOME) return hear_welcome(rail, blob, now);
     return false;
 }
 
@@ -113,8 +95,10 @@ bool P2pLink::hear_hello(uint32_t rail, const std::string& blob, uint64_t now) {
         peer_incarnation = theirs;
     }
     std::string page(std::min<uint64_t>(nbytes, P2P_WELCOME_BYTES), 0);
-    if (!p2p::copy_from(gpu(), page.data(), memory, page.size()) || say(at.path, note(P2P_NOTE_WELCOME, rail), page) < 0 ||
-        p2p_owner_path_open(owner, rail, at.generation, p2p_nixl_path_ends(at.path), now) < 0) {
+    P2pPath ends = p2p_nixl_path_ends(at.path);
+    if (!p2p::copy_from(gpu(), page.data(), memory, page.size()) ||
+        !p2p::tell(ends, note(P2P_NOTE_WELCOME, rail), page.data(), page.size()) ||
+        p2p_end_path_open(end, rail, at.generation, ends, now) < 0) {
         give_up(rail);
         return true;
     }
@@ -129,9 +113,9 @@ bool P2pLink::hear_welcome(uint32_t rail, const std::string& blob, uint64_t now)
     if (!opened) {
         std::memcpy(memory, blob.data(), blob.size());
         // A window that is not laid out in slots has nothing to watch: its writer puts and signals.
-        p2p_writer_watch_slots(writer);
+        p2p_writer_watch_slots(end);
     }
-    if (p2p_writer_path_open(writer, rail, at.generation, p2p_nixl_path_ends(at.path), now) < 0) {
+    if (p2p_end_path_open(end, rail, at.generation, p2p_nixl_path_ends(at.path), now) < 0) {
         give_up(rail);
         return true;
     }
@@ -149,5 +133,5 @@ void P2pLink::say_hello(uint32_t rail) {
     blob.append(reinterpret_cast<const char*>(numbers), sizeof numbers);
     blob.append(reinterpret_cast<const char*>(address), bytes);
     // Where it fails the path is broken, and polling it says so.
-    say(rails[rail].path, note(P2P_NOTE_HELLO, rail), blob);
+    p2p::tell(p2p_nixl_path_ends(rails[rail].path), note(P2P_NOTE_HELLO, rail), blob.data(), blob.size());
 }

@@ -48,9 +48,8 @@ void destroy(P2pLink* link) {
     for (Rail& rail : link->rails) p2p_nixl_path_free(rail.path);
     link->hang_up();
     if (link->fds[0] >= 0) close(link->fds[0]);
-    if (link->writer) p2p_writer_free(link->writer);
+    p2p_end_free(link->end);
     p2p_monitor_free(link->monitor);
-    if (link->owner) p2p_owner_free(link->owner);
     delete link;
 }
 
@@ -114,7 +113,7 @@ void drain(P2pLink& link, std::unique_lock<std::mutex>& held, uint64_t deadline)
     while (!link.lost) {
         uint64_t now = p2p::now_ns();
         link.carrier->round(now);
-        p2p_writer_counts(link.writer, &counts);
+        p2p_end_counts(link.end, &counts);
         if (uint64_t said = heard(link); said != seen) seen = said, moved_ns = now;
         if (counts.waiting == 0 || now >= deadline || now >= moved_ns + stalled_ns) return;
         wait(link.carrier, held, DRAIN_NS);
@@ -125,7 +124,7 @@ void drain(P2pLink& link, std::unique_lock<std::mutex>& held, uint64_t deadline)
 // told: the other end notices.
 void say_goodbye(P2pLink& link, std::unique_lock<std::mutex>& held) try {
     P2pPathEvent event;
-    link.writer ? p2p_writer_bye(link.writer) : p2p_owner_bye(link.owner);
+    p2p_end_bye(link.end);
     for (uint32_t i = 0; i < BYE_STEPS; i++) {
         for (Rail& rail : link.rails) {
             if (rail.stage != Stage::OPEN) continue;
@@ -138,7 +137,7 @@ void say_goodbye(P2pLink& link, std::unique_lock<std::mutex>& held) try {
 
 }  // namespace
 
-const P2pGpu* P2pLink::gpu() const { return owner ? carrier->gpu : nullptr; }
+const P2pGpu* P2pLink::gpu() const { return owns ? carrier->gpu : nullptr; }
 
 void P2pLink::hang_up() {
     alive.store(false);
@@ -150,11 +149,11 @@ P2P_API P2pLink* p2p_link_export(P2pCarrier* carrier, void* window, uint64_t nby
                                  const void* token, char* error, uint64_t error_bytes) try {
     p2p::OnGpu on(carrier->gpu);
     auto link = new_link(carrier, window, nbytes, incarnation, token, carrier->rails.size());
-    link->owner = p2p_owner_new(window, nbytes, incarnation, carrier->page, carrier->lanes, &carrier->config);
-    if (link->owner) p2p_owner_lies_on(link->owner, carrier->gpu);
+    link->owns = true;
+    link->end = p2p_owner_new(window, nbytes, incarnation, carrier->page, carrier->lanes, &carrier->config, carrier->gpu);
     char scratch[256];
-    const char* wrong = link->owner ? prepare(*link, nullptr, scratch, sizeof scratch)
-                                    : "the channel's configuration is out of range";
+    const char* wrong = link->end ? prepare(*link, nullptr, scratch, sizeof scratch)
+                                  : "the channel's configuration is out of range";
     if (wrong) {
         std::snprintf(error, error_bytes, "%s", wrong);
         return nullptr;
@@ -189,13 +188,11 @@ P2P_API P2pLink* p2p_link_connect(P2pCarrier* carrier, void* image, uint64_t nby
         if (getrandom(&link->connection, sizeof link->connection, 0) < 0) break;
     P2pChannelConfig config = carrier->config;
     config.paths = std::max<uint64_t>(1, addresses.size());
-    link->writer = p2p_writer_new(image, nbytes, incarnation, &config);
-    char scratch[256];
     link->monitor = p2p_monitor_new(MONITOR_RECORDS);
-    if (link->writer) p2p_writer_watch(link->writer, link->monitor);
-    const char* wrong = nullptr;
-    if (!link->writer) wrong = "the channel's configuration is out of range";
-    if (!wrong) wrong = prepare(*link, &addresses, scratch, sizeof scratch);
+    link->end = p2p_writer_new(image, nbytes, incarnation, &config, link->monitor);
+    char scratch[256];
+    const char* wrong = link->end ? prepare(*link, &addresses, scratch, sizeof scratch)
+                                  : "the channel's configuration is out of range";
     if (wrong) {
         std::snprintf(error, error_bytes, "%s", wrong);
         return nullptr;
@@ -235,7 +232,7 @@ P2P_API void p2p_link_close(P2pLink* link, uint64_t bound_ns) {
     {
         p2p::Visit visit(carrier);
         if (link->opened && !link->lost) {
-            if (link->writer) drain(*link, visit.held, p2p::now_ns() + bound_ns);
+            if (!link->owns) drain(*link, visit.held, p2p::now_ns() + bound_ns);
             say_goodbye(*link, visit.held);
         }
         link->closing = true;
@@ -247,7 +244,7 @@ P2P_API void p2p_link_close(P2pLink* link, uint64_t bound_ns) {
 
 P2P_API int p2p_link_put(P2pLink* link, uint64_t offset, uint64_t bytes) {
     p2p::Visit visit(link->carrier);
-    int result = p2p_writer_put(link->writer, offset, bytes, p2p::now_ns());
+    int result = p2p_writer_put(link->end, offset, bytes, p2p::now_ns());
     // Some of it may be under way.
     link->starved |= result == P2P_E_MEMORY;
     p2p_bell_ring(link->carrier->bells, 0);
@@ -256,7 +253,7 @@ P2P_API int p2p_link_put(P2pLink* link, uint64_t offset, uint64_t bytes) {
 
 P2P_API int p2p_link_signal(P2pLink* link, uint64_t offset, uint64_t value) {
     p2p::Visit visit(link->carrier);
-    int result = p2p_writer_signal(link->writer, offset, value, p2p::now_ns());
+    int result = p2p_writer_signal(link->end, offset, value, p2p::now_ns());
     link->starved |= result == P2P_E_MEMORY;
     p2p_bell_ring(link->carrier->bells, 0);
     return result;
@@ -268,22 +265,19 @@ P2P_API int p2p_link_fd(P2pLink* link) { return link->fds[0]; }
 
 P2P_API uint64_t p2p_link_peer_incarnation(P2pLink* link) {
     p2p::Visit visit(link->carrier);
-    return link->writer ? link->incarnation : link->peer_incarnation;
+    return link->owns ? link->peer_incarnation : link->incarnation;
 }
 
 P2P_API P2pMonitor* p2p_link_monitor(P2pLink* link) { return link->monitor; }
 
 P2P_API void p2p_link_counts(P2pLink* link, P2pChannelCounts* out) {
     p2p::Visit visit(link->carrier);
-    if (link->writer)
-        p2p_writer_counts(link->writer, out);
-    else
-        p2p_owner_counts(link->owner, out);
+    p2p_end_counts(link->end, out);
 }
 
 P2P_API int p2p_link_rail_counts(P2pLink* link, uint32_t rail, P2pPathCounts* out) {
     p2p::Visit visit(link->carrier);
-    if (!link->writer || rail >= link->rails.size()) return -1;
-    p2p_writer_path_counts(link->writer, rail, out);
+    if (link->owns || rail >= link->rails.size()) return -1;
+    p2p_writer_path_counts(link->end, rail, out);
     return 0;
 }

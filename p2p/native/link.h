@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "p2p/native/carrier.h"
+#include "p2p/native/channel_end.h"
 #include "p2p/native/doorbell.h"
 #include "p2p/native/gpu.h"
 #include "p2p/native/monitor.h"
@@ -51,8 +52,8 @@ uint64_t now_ns();
 
 struct P2pLink {
     P2pCarrier* carrier = nullptr;
-    P2pWriter* writer = nullptr;  // of a peer's link
-    P2pOwner* owner = nullptr;    // of a window's
+    bool owns = false;        // a window's link; else a peer's
+    P2pEnd* end = nullptr;    // of its channel
     P2pMonitor* monitor = nullptr;  // of a peer's link: every write
     uint8_t* memory = nullptr;
     uint64_t nbytes = 0;
@@ -69,7 +70,7 @@ struct P2pLink {
     int fds[2] = {-1, -1};  // the caller's end, ours
     std::atomic<bool> alive{true};
 
-    P2pNote note(uint8_t kind, uint32_t rail) const;
+    P2pNote note(uint8_t kind, uint32_t rail) const { return end->note(kind, rail, rails[rail].generation); }
     // On which the memory lies: images lie in host memory.
     const P2pGpu* gpu() const;
     // HELLO and WELCOME on a path that is not open yet. True where anything happened.

@@ -91,17 +91,16 @@ void fuzz::channel(Choices& choices) {
     uint32_t generations[2] = {};
     for (Rail& rail : rails) rail.image = memory.get(), rail.nbytes = nbytes;
     bool owns = choices.below(2);
-    P2pOwner* owner = owns ? p2p_owner_new(memory.get(), nbytes, OWNER, nullptr, 0, &CHANNEL) : nullptr;
-    P2pWriter* writer = owns ? nullptr : p2p_writer_new(memory.get(), nbytes, OWNER, &CHANNEL);
-    require(owner || writer, "an end is made");
+    P2pEnd* end = owns ? p2p_owner_new(memory.get(), nbytes, OWNER, nullptr, 0, &CHANNEL, nullptr)
+                       : p2p_writer_new(memory.get(), nbytes, OWNER, &CHANNEL, nullptr);
+    require(end, "an end is made");
     auto open = [&](uint32_t path, uint64_t now_ns) {
         rails[path].broken = false;
-        if (owns) p2p_owner_path_open(owner, path, generations[path], rails[path].ends(), now_ns);
-        if (!owns) p2p_writer_path_open(writer, path, generations[path], rails[path].ends(), now_ns);
+        p2p_end_path_open(end, path, generations[path], rails[path].ends(), now_ns);
     };
     uint64_t now_ns = 1'000'000'000;
     for (uint32_t path = 0; path < 2; path++) open(path, now_ns);
-    if (!owns) p2p_writer_watch_slots(writer);
+    if (!owns) p2p_writer_watch_slots(end);
     for (uint32_t turn = 0; choices.left() && turn < 60; turn++) {
         uint32_t path = choices.below(2), kind = choices.below(16);
         if (kind < 10) {
@@ -109,39 +108,36 @@ void fuzz::channel(Choices& choices) {
         } else if (kind == 10) {
             rails[path].broken = true;
         } else if (!owns && kind < 13) {
-            p2p_writer_put(writer, choices.value() % (nbytes + 8), choices.value() % (nbytes + 8), now_ns);
+            p2p_writer_put(end, choices.value() % (nbytes + 8), choices.value() % (nbytes + 8), now_ns);
         } else if (!owns && kind < 15) {
-            p2p_writer_signal(writer, choices.below(2) ? 8 * choices.below(600) : choices.value(), turn, now_ns);
+            p2p_writer_signal(end, choices.below(2) ? 8 * choices.below(600) : choices.value(), turn, now_ns);
         } else if (!owns && nbytes >= P2P_PAGE + P2P_FRAME_OFFSET) {
             choices.fill(memory.get() + P2P_PAGE, P2P_FRAME_OFFSET);  // its own program's frame
         }
         now_ns += choices.below(4) == 3 ? choices.bits(5) : 1000;
-        if (owns) p2p_owner_step(owner, now_ns);
-        if (!owns) p2p_writer_step(writer, now_ns);
+        p2p_end_step(end, now_ns);
         P2pCommand command;
-        for (uint32_t count = 0; owns ? p2p_owner_command(owner, &command) : p2p_writer_command(writer, &command);
-             count++) {
+        for (uint32_t count = 0; p2p_end_command(end, &command); count++) {
             require(count < 4 * P2P_PATHS * (turn + 1), "commands do not breed");
             if (command.kind == P2P_COMMAND_LOST) continue;
             if (command.path >= 2) {
                 require(command.path < P2P_PATHS, "a command names a path");
-                if (owns) p2p_owner_path_closed(owner, command.path, command.generation, now_ns);
+                if (owns) p2p_end_path_closed(end, command.path, command.generation, now_ns);
                 continue;
             }
             generations[command.path] = command.generation;
             if (command.kind == P2P_COMMAND_CLOSE) {
                 rails[command.path].events.clear();
-                if (owns) p2p_owner_path_closed(owner, command.path, command.generation, now_ns);
+                if (owns) p2p_end_path_closed(end, command.path, command.generation, now_ns);
             } else if (choices.below(4)) {
-                if (owns) p2p_owner_offer(owner, command.path, command.generation, "address", 7, now_ns);
+                if (owns) p2p_owner_offer(end, command.path, command.generation, "address", 7, now_ns);
                 open(command.path, now_ns);
             } else if (!owns) {
-                p2p_writer_path_closed(writer, command.path, command.generation);
+                p2p_end_path_closed(end, command.path, command.generation, now_ns);
             }
         }
     }
-    p2p_owner_free(owner);
-    p2p_writer_free(writer);
+    p2p_end_free(end);
 }
 #else
 void fuzz::channel(Choices&) {}

@@ -74,23 +74,20 @@ class Config(Structure):
 def library() -> ctypes.CDLL:
     """The native library, with the engine's functions declared."""
     lib = native.load()
-    lib.p2p_writer_path_open.argtypes = (c_void_p, c_uint32, c_uint32, Path, c_uint64)
-    lib.p2p_owner_path_open.argtypes = (c_void_p, c_uint32, c_uint32, Path, c_uint64)
     for name in ("p2p_writer_new", "p2p_owner_new"):
         getattr(lib, name).restype = c_void_p
-    lib.p2p_writer_new.argtypes = (c_void_p, c_uint64, c_uint64, c_void_p)
-    lib.p2p_owner_new.argtypes = (c_void_p, c_uint64, c_uint64, c_void_p, c_uint32, c_void_p)
-    for end in ("writer", "owner"):
-        for name, arguments in {
-            "free": (),
-            "step": (c_uint64,),
-            "command": (c_void_p,),
-            "counts": (c_void_p,),
-            "bye": (),
-        }.items():
-            getattr(lib, f"p2p_{end}_{name}").argtypes = (c_void_p, *arguments)
-    lib.p2p_writer_path_closed.argtypes = (c_void_p, c_uint32, c_uint32)
-    lib.p2p_owner_path_closed.argtypes = (c_void_p, c_uint32, c_uint32, c_uint64)
+    lib.p2p_writer_new.argtypes = (c_void_p, c_uint64, c_uint64, c_void_p, c_void_p)
+    lib.p2p_owner_new.argtypes = (c_void_p, c_uint64, c_uint64, c_void_p, c_uint32, c_void_p, c_void_p)
+    for name, arguments in {
+        "free": (),
+        "path_open": (c_uint32, c_uint32, Path, c_uint64),
+        "path_closed": (c_uint32, c_uint32, c_uint64),
+        "step": (c_uint64,),
+        "command": (c_void_p,),
+        "counts": (c_void_p,),
+        "bye": (),
+    }.items():
+        getattr(lib, f"p2p_end_{name}").argtypes = (c_void_p, *arguments)
     lib.p2p_owner_offer.argtypes = (c_void_p, c_uint32, c_uint32, c_void_p, c_uint32, c_uint64)
     lib.p2p_writer_watch_slots.argtypes = (c_void_p,)
     for name in ("put", "signal"):
@@ -144,9 +141,11 @@ class World:
                 memory.ctypes.data, LAYOUT.nbytes, OWNER, LAYOUT.slots, LAYOUT.payload_bytes
             )
         config = Config(paths, 1024, 100 * MS, 20 * MS, 300 * MS, 3000 * MS)
-        self.writer = self.lib.p2p_writer_new(self.image.ctypes.data, LAYOUT.nbytes, OWNER, byref(config))
+        self.writer = self.lib.p2p_writer_new(
+            self.image.ctypes.data, LAYOUT.nbytes, OWNER, byref(config), None
+        )
         self.owner = self.lib.p2p_owner_new(
-            self.window.ctypes.data, LAYOUT.nbytes, OWNER, None, 0, byref(config)
+            self.window.ctypes.data, LAYOUT.nbytes, OWNER, None, 0, byref(config), None
         )
         self.lib.p2p_writer_watch_slots(self.writer)
         self.rails = [Rail(bytes_per_s=bytes_per_s, delay_ns=50_000) for _ in range(paths)]
@@ -156,8 +155,8 @@ class World:
         self.lost = {"writer": False, "owner": False}
         for i in range(paths):
             transport = self.transport(i, 0)
-            self.lib.p2p_writer_path_open(self.writer, i, 0, self.path(transport, "writer"), self.now_ns)
-            self.lib.p2p_owner_path_open(self.owner, i, 0, self.path(transport, "owner"), self.now_ns)
+            self.lib.p2p_end_path_open(self.writer, i, 0, self.path(transport, "writer"), self.now_ns)
+            self.lib.p2p_end_path_open(self.owner, i, 0, self.path(transport, "owner"), self.now_ns)
 
     # The network.
 
@@ -258,9 +257,7 @@ class World:
 
     def obey(self, end: str) -> None:
         command = Command()
-        next_command = getattr(self.lib, f"p2p_{end}_command")
-        handle = getattr(self, end)
-        while next_command(handle, byref(command)):
+        while self.lib.p2p_end_command(getattr(self, end), byref(command)):
             index, generation = command.path, command.generation
             if command.kind == LOST:
                 self.lost[end] = True
@@ -275,7 +272,7 @@ class World:
     def close(self, index: int, generation: int) -> None:
         if self.fences:
             self.transport(index, generation).closed = True
-        self.lib.p2p_owner_path_closed(self.owner, index, generation, self.now_ns)
+        self.lib.p2p_end_path_closed(self.owner, index, generation, self.now_ns)
 
     def offer(self, index: int, generation: int) -> None:
         self.transport(index, generation)
@@ -287,12 +284,12 @@ class World:
         transport = self.transport(index, generation)
 
         def welcome() -> None:
-            self.lib.p2p_writer_path_open(
+            self.lib.p2p_end_path_open(
                 self.writer, index, generation, self.path(transport, "writer"), self.now_ns
             )
 
         def hello() -> None:
-            opened = self.lib.p2p_owner_path_open(
+            opened = self.lib.p2p_end_path_open(
                 self.owner, index, generation, self.path(transport, "owner"), self.now_ns
             )
             if opened == 0:
@@ -307,17 +304,17 @@ class World:
             heapq.heappop(self.events)[2]()
         for end in ("writer", "owner"):
             if not self.frozen[end]:
-                getattr(self.lib, f"p2p_{end}_step")(getattr(self, end), self.now_ns)
+                self.lib.p2p_end_step(getattr(self, end), self.now_ns)
                 self.obey(end)
 
     def counts(self, end: str) -> Counts:
         counts = Counts()
-        getattr(self.lib, f"p2p_{end}_counts")(getattr(self, end), byref(counts))
+        self.lib.p2p_end_counts(getattr(self, end), byref(counts))
         return counts
 
     def close_all(self) -> None:
-        self.lib.p2p_writer_free(self.writer)
-        self.lib.p2p_owner_free(self.owner)
+        self.lib.p2p_end_free(self.writer)
+        self.lib.p2p_end_free(self.owner)
 
 
 class Stream:

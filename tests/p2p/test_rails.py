@@ -237,7 +237,7 @@ def test_a_path_whose_opening_fails_is_offered_again_at_once() -> None:
     def fails_first(index: int, generation: int, address: bytes) -> None:
         joins.append(generation)
         if generation == 1:
-            world.lib.p2p_writer_path_closed(world.writer, index, generation)
+            world.lib.p2p_end_path_closed(world.writer, index, generation, world.now_ns)
         else:
             join(index, generation, address)
 
