@@ -31,8 +31,8 @@ from experts.proto import experts_pb2, experts_pb2_grpc
 from experts.server import ExpertServer, ExpertsService
 from experts.transfer import WeightSender
 from experts.weights import Weights, manifest_from
-from p2p.cores import named_cores
 from p2p.endpoint import P2PError
+from p2p.native import named_cores
 from p2p.transport import TransportChoice
 from router import child, logs
 from router.access import host_port

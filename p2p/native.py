@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from ctypes import POINTER, c_char_p, c_int, c_int32, c_uint32, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
@@ -97,3 +98,16 @@ def load() -> ctypes.CDLL:
         NativeMissing: it has not been built, does not load, or is older than this file.
     """
     return open_library(LIBRARY, _FUNCTIONS, keep_errno=True)
+
+
+def named_cores(named: Sequence[int]) -> tuple[int, ...]:
+    """Cores for lanes: those that were named, in that order; all that this process may use where none was.
+
+    Raises:
+        ValueError: a core twice, or one that this process may not use.
+    """
+    allowed = sorted(os.sched_getaffinity(0))
+    if set(named) - set(allowed) or len(set(named)) < len(named):
+        text = ",".join(map(str, named))
+        raise ValueError(f"--cores {text}: name each once, among those this process may use: {allowed}.")
+    return tuple(named or allowed)

@@ -45,7 +45,7 @@ from p2p.frame import check_words
 from p2p.memory import HostMemory, Memory, MemoryPeer, MemoryWindow
 from p2p.monitor import ChannelState, Monitor
 from p2p.nixl_carrier import Carrier
-from p2p.nixl_native import CHANNEL_COUNTS, RAIL_COUNTS, RailConfig, RailCounts, gpu_of
+from p2p.nixl_native import CHANNEL_COUNTS, RAIL_COUNTS, RailCounts, gpu_of
 from p2p.shm_link import new_token
 
 # 256 MB put over 1 Gbit/s take 2 s. What does not move is given up sooner: see native/link.cpp.
@@ -121,7 +121,6 @@ class NixlEndpoint:
         lanes: Doorbells to offer, 1 to 63.
         rails: Network devices to use, each for a path of its own; an empty name leaves the choice to UCX
             (and its variable UCX_NET_DEVICES). Of two endpoints, equal places in this list meet.
-        config: How rails are used and given up.
         device: The GPU on which windows lie, in the driver's order; none: host memory.
         driver: Loaded already; where not given, the machine's own.
 
@@ -139,7 +138,6 @@ class NixlEndpoint:
         lanes: int = 1,
         *,
         rails: tuple[str, ...] = ("",),
-        config: RailConfig | None = None,
         device: int | None = None,
         driver: CudaDriver | None = None,
     ) -> None:
@@ -162,8 +160,14 @@ class NixlEndpoint:
                 undo.callback(self.device.close)
             gpu = gpu_of(self.device) if self.device else None
             handle: int | None = self.library.p2p_carrier_new(
-                *(incarnation, names, len(rails), self._page.address, lanes),
-                *((config or RailConfig()).native(len(rails)), ctypes.byref(gpu) if gpu else None),
+                *(
+                    incarnation,
+                    names,
+                    len(rails),
+                    self._page.address,
+                    lanes,
+                    ctypes.byref(gpu) if gpu else None,
+                )
             )
             if handle is not None:
                 undo.pop_all()

@@ -1,6 +1,6 @@
 """NIXL's library where it is installed, and the native half of the nixl transport (native/carrier.h), bound by ctypes.
 
-With it what goes in and comes out there: how rails are used, what each has done, the GPU on which windows lie.
+With it what goes in and comes out there: what each rail has done, the GPU on which windows lie.
 The package nixl-cu13 is looked up, never imported: its Python part and its build against CUDA are not needed.
 """
 
@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-import math
 import os
 import socket
 import struct
-from ctypes import POINTER, Array, c_char_p, c_int, c_uint32, c_uint64, c_void_p
-from dataclasses import dataclass
+from ctypes import POINTER, c_char_p, c_int, c_uint32, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -26,7 +24,6 @@ from p2p.endpoint import P2PError
 PACKAGE: Final = "nixl_cu13"
 ERROR_BYTES: Final = 512
 LINK_ADDRESS_BYTES: Final = 16384
-PIECE_LIMIT_BYTES: Final = 512 * 1024
 GPU_MEMORY: Final = 1  # NIXL's VRAM
 _ORDERED: Final = 100  # CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER
 _FLUSHED_BY_HOST: Final = 1  # CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST
@@ -50,48 +47,6 @@ _INFINIBAND: Final = Path("/sys/class/infiniband")
 
 class NixlMissing(P2PError):
     """The nixl transport cannot be used in this environment; the text says why and what to install."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RailConfig:
-    """How rails are used and given up.
-
-    Args:
-        silence_ms: A rail that says nothing for so long, with writes under way, is doubted and then probed. TCP's
-            own first retransmission comes after 200 ms; a switch costs nothing but that rail.
-        grace_ms: Time for the probe's answer.
-        piece_bytes: A write is cut into pieces of so many, at most 512 KiB: incast hurts only above that.
-        reopen_first_s: From giving up a rail to trying it again.
-        reopen_last_s: The same after many failures, doubled each time in between.
-
-    Raises:
-        ValueError: a value is out of its bounds.
-    """
-
-    silence_ms: float = 100.0
-    grace_ms: float = 20.0
-    piece_bytes: int = PIECE_LIMIT_BYTES
-    reopen_first_s: float = 0.5
-    reopen_last_s: float = 30.0
-
-    def __post_init__(self) -> None:
-        times = (self.silence_ms, self.grace_ms, self.reopen_first_s, self.reopen_last_s)
-        if not all(math.isfinite(value) and value > 0 for value in times):
-            raise ValueError(f"times of {times} given; each has to be positive.")
-        if self.reopen_last_s < self.reopen_first_s:
-            raise ValueError(
-                f"reopen_last_s {self.reopen_last_s} is under reopen_first_s {self.reopen_first_s}; raise it."
-            )
-        if not 4096 <= self.piece_bytes <= PIECE_LIMIT_BYTES:
-            raise ValueError(f"pieces of {self.piece_bytes} bytes; 4096 to {PIECE_LIMIT_BYTES} needed.")
-
-    def native(self, rails: int) -> Array[c_uint64]:
-        """P2pChannelConfig of native/channel.h."""
-        times_ns = (
-            *(int(ms * 1e6) for ms in (self.silence_ms, self.grace_ms)),
-            *(int(s * 1e9) for s in (self.reopen_first_s, self.reopen_last_s)),
-        )
-        return (c_uint64 * 6)(rails, self.piece_bytes, *times_ns)
 
 
 # P2pChannelCounts of native/channel.h.
@@ -160,7 +115,7 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "p2p_nixl_load": (c_int, (c_char_p, c_char_p, c_uint64)),
     "p2p_carrier_new": (
         c_void_p,
-        (c_uint64, POINTER(c_char_p), c_uint32, c_void_p, c_uint32, c_void_p, c_void_p),
+        (c_uint64, POINTER(c_char_p), c_uint32, c_void_p, c_uint32, c_void_p),
     ),
     "p2p_carrier_leave": (None, (c_void_p,)),
     "p2p_carrier_free": (None, (c_void_p,)),

@@ -24,7 +24,7 @@ from eaas.cluster.process import Child, StartFailed, StateDir
 from eaas.gateway.keys import digest_of, keys_of, write_keys
 from eaas.gateway.listening import ListenFailed, address_of, listen
 from eaas.settings import ROLES
-from p2p.cores import named_cores
+from p2p.native import named_cores
 from router.access import LAUNCHER
 from router.client import RouterClient, RouterUnavailable
 from router.connection import answers

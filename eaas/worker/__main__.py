@@ -39,8 +39,8 @@ from experts.kernels import numerics_class
 from experts.model import Dtype, ExpertShape
 from experts.native import IsaUnavailable
 from p2p import native as p2p_native
-from p2p.cores import named_cores
 from p2p.endpoint import Endpoint, P2PError
+from p2p.native import named_cores
 from p2p.transport import TransportChoice
 from router import child, logs
 from router.access import host_port

@@ -244,15 +244,13 @@ void P2pLink::path_closed(uint32_t rail, uint32_t generation) {
 }
 
 P2P_API P2pCarrier* p2p_carrier_new(uint64_t incarnation, const char* const* rails, uint32_t rail_count,
-                                    void* page, uint32_t lanes, const P2pChannelConfig* config,
-                                    const P2pGpu* gpu) try {
+                                    void* page, uint32_t lanes, const P2pGpu* gpu) try {
     if (rail_count < 1 || rail_count > P2P_PATHS) return nullptr;
     auto carrier = std::make_unique<P2pCarrier>();
     carrier->incarnation = incarnation;
     carrier->rails.assign(rails, rails + rail_count);
     carrier->page = page;
     carrier->lanes = lanes;
-    carrier->config = *config;
     carrier->config.paths = rail_count;
     carrier->gpu = gpu;
     p2p_bell_init(carrier->bells, incarnation, 1);

@@ -25,12 +25,11 @@ struct P2pMonitor;
 struct P2pLink;  // a window of this endpoint, or a peer's as this side writes it
 
 // `page` (doorbell.h) is rung, lanes 0 to lanes - 1, after each signal that lands; it stays until _free.
-// `rails`: 1 to P2P_PATHS names (nixl_path.h); config->paths is not looked at. `gpu`: where windows lie (gpu.h), null
+// `rails`: 1 to P2P_PATHS names (nixl_path.h). `gpu`: where windows lie (gpu.h), null
 // for host memory; images of peers' windows lie in host memory always. Null where threads run out or an argument is
 // out of range.
 P2P_API P2pCarrier* p2p_carrier_new(uint64_t incarnation, const char* const* rails, uint32_t rail_count,
-                                    void* page, uint32_t lanes, const P2pChannelConfig* config,
-                                    const P2pGpu* gpu);
+                                    void* page, uint32_t lanes, const P2pGpu* gpu);
 // Whoever waits for a peer in p2p_link_connect leaves, and so does who comes later.
 P2P_API void p2p_carrier_leave(P2pCarrier* carrier);
 // Every link has been closed, and every call on the carrier has returned, before.

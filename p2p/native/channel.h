@@ -15,7 +15,6 @@
 #include <cstdint>
 
 #include "p2p/native/api.h"
-#include "p2p/native/note.h"
 #include "p2p/native/path.h"
 
 struct P2pGpu;
@@ -25,12 +24,15 @@ struct P2pEnd;  // of a channel: its writer's, or its owner's
 constexpr uint32_t P2P_PATHS = 16;  // of one channel at most
 
 struct P2pChannelConfig {
-    uint64_t paths;              // rails of this end; those that did not open in the beginning are offered later
-    uint64_t piece_bytes;        // a write is cut into pieces of so many, at most 512 KiB: incast hurts only above
-    uint64_t silence_ns;         // a path that says nothing for so long, with writes under way, is doubted
-    uint64_t grace_ns;           // for the probe's answer
-    uint64_t reopen_first_ns;    // from closing a path to offering it again
-    uint64_t reopen_last_ns;     // the same after many failures
+    uint64_t paths = 1;  // rails of this end; those that did not open in the beginning are offered later
+    // A write is cut into pieces of so many: incast hurts only above.
+    uint64_t piece_bytes = 512 * 1024;
+    // A path that says nothing for so long, with writes under way, is doubted. TCP's own first retransmission comes after
+    // 200 ms; a switch costs nothing but that path.
+    uint64_t silence_ns = 100'000'000;
+    uint64_t grace_ns = 20'000'000;            // for the probe's answer
+    uint64_t reopen_first_ns = 500'000'000;    // from closing a path to offering it again
+    uint64_t reopen_last_ns = 30'000'000'000;  // the same after many failures
 };
 
 enum {

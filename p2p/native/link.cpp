@@ -152,8 +152,7 @@ P2P_API P2pLink* p2p_link_export(P2pCarrier* carrier, void* window, uint64_t nby
     link->owns = true;
     link->end = p2p_owner_new(window, nbytes, incarnation, carrier->page, carrier->lanes, &carrier->config, carrier->gpu);
     char scratch[256];
-    const char* wrong = link->end ? prepare(*link, nullptr, scratch, sizeof scratch)
-                                  : "the channel's configuration is out of range";
+    const char* wrong = link->end ? prepare(*link, nullptr, scratch, sizeof scratch) : NO_MEMORY;
     if (wrong) {
         std::snprintf(error, error_bytes, "%s", wrong);
         return nullptr;
@@ -191,8 +190,7 @@ P2P_API P2pLink* p2p_link_connect(P2pCarrier* carrier, void* image, uint64_t nby
     link->monitor = p2p_monitor_new(MONITOR_RECORDS);
     link->end = p2p_writer_new(image, nbytes, incarnation, &config, link->monitor);
     char scratch[256];
-    const char* wrong = link->end ? prepare(*link, &addresses, scratch, sizeof scratch)
-                                  : "the channel's configuration is out of range";
+    const char* wrong = link->end ? prepare(*link, &addresses, scratch, sizeof scratch) : NO_MEMORY;
     if (wrong) {
         std::snprintf(error, error_bytes, "%s", wrong);
         return nullptr;

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from p2p.cores import named_cores
+from p2p.native import named_cores
 
 ALLOWED = sorted(os.sched_getaffinity(0))
 

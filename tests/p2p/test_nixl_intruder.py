@@ -40,7 +40,7 @@ class Path(ctypes.Structure):
 
 
 class Note(ctypes.Structure):
-    """P2pNote of native/note.h."""
+    """P2pNote of native/path.h."""
 
     _fields_ = (
         *(("magic", c_uint32), ("version", ctypes.c_uint8), ("kind", ctypes.c_uint8)),
