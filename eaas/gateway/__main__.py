@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import logging
 import os
@@ -205,39 +206,30 @@ class _Server(uvicorn.Server):
     """
 
     def __init__(
-        self,
-        config: uvicorn.Config,
-        *,
-        on_started: Callable[[], None],
-        on_stop: Callable[[], None],
-        on_second: Callable[[], None],
-        on_hangup: Callable[[], None],
-        on_term: Callable[[], None] | None,
-        drain_s: float,
+        self, settings: uvicorn.Config, gateway: Gateway, guards: Protection, options: GatewayOptions
     ) -> None:
-        """Args: on_term: Called at the first SIGTERM, instead of stopping; None: SIGTERM stops the server."""
-        super().__init__(config)
-        self._on_term = on_term
-        self._drain_s = drain_s
-        self._on_second, self._on_hangup = on_second, on_hangup
-        self._on_started = on_started
-        self._on_stop = on_stop
+        super().__init__(settings)
+        self._gateway, self._guards, self._options = gateway, guards, options
         self._stopping = asyncio.Event()
-        self._draining = False
         self.turns: int | None = None  # how often the event loop has come round; None while it does not serve
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, then report."""
         await super().startup(sockets=sockets)
         if self.started:
-            self._on_started()
+            gateway = self._gateway
+            # What start-up made stays for ever: no collection of garbage need walk over it again.
+            gc.freeze()
+            log.info("ready address=%s model=%s pid=%d", gateway.address, gateway.model.name, os.getpid())
+            child.tell_ready(self._options, gateway.name, gateway.address)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """SIGTERM, unless it is to drain, and SIGINT stop the server; the process then ends with status 0, not by the
         signal. SIGHUP has it read keys and certificate again."""
         loop = asyncio.get_running_loop()
-        acts = {signal.SIGTERM: self._term, signal.SIGINT: self._stop, signal.SIGHUP: self._on_hangup}
+        reread = functools.partial(self._guards.refresh, anew=True)
+        acts = {signal.SIGTERM: self._term, signal.SIGINT: self._stop, signal.SIGHUP: reread}
         for number, act in acts.items():
             loop.add_signal_handler(number, act)
         try:
@@ -249,10 +241,10 @@ class _Server(uvicorn.Server):
     async def main_loop(self) -> None:
         """Keep the date header right until told to stop, and show that this loop goes on."""
         self.turns = 0
-        while not (self._stopping.is_set() or (self._draining and not self.server_state.connections)):
+        while not (self._stopping.is_set() or (self._gateway.draining and not self.server_state.connections)):
             if self.turns % _TURNS_PER_S == 0:
                 await self.on_tick(0)
-                self._on_second()
+                self._guards.refresh()
             self.turns += 1
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), 1.0 / _TURNS_PER_S)
@@ -260,25 +252,25 @@ class _Server(uvicorn.Server):
 
     def drain(self) -> None:
         """Stop listening, and end when every client has gone or was told to connect anew; on the event loop."""
-        self._draining = True
+        self._gateway.draining = True
         for server in self.servers:
             server.close()
         for connection in self.server_state.connections:
             if isinstance(connection, Connection):
                 connection.linger(_LINGER_S)
-        asyncio.get_running_loop().call_later(self._drain_s, self._stop)
+        asyncio.get_running_loop().call_later(self._options.drain_s, self._stop)
 
     def _term(self) -> None:
-        if self._on_term is None or self._draining:
-            self._stop()
+        if self._options.drain_on_term and not self._gateway.draining:
+            log.info("draining longest_s=%g", self._options.drain_s)
+            self.drain()
         else:
-            log.info("draining longest_s=%g", self._drain_s)
-            self._on_term()
+            self._stop()
 
     def _stop(self) -> None:
         log.info("stopping pid=%d", os.getpid())
         self._stopping.set()
-        self._on_stop()
+        self._gateway.stop()
 
 
 def main(options: GatewayOptions) -> int:
@@ -287,12 +279,12 @@ def main(options: GatewayOptions) -> int:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     guards = Protection(options)
-    tls, keys = guards.tls is not None, guards.keys is not None
+    protected = {"tls": guards.tls is not None, "keys": guards.keys is not None}
     if options.listen_fd >= 0:
         listener = socket.socket(fileno=options.listen_fd)
-        checked_address(listener.getsockname()[0], tls=tls, keys=keys, option="--listen-fd")
+        checked_address(listener.getsockname()[0], option="--listen-fd", **protected)
     else:
-        listener = listen(options.host, options.port, options.stall_s, tls=tls, keys=keys)
+        listener = listen(options.host, options.port, options.stall_s, **protected)
     with contextlib.closing(listener):
         return _serve(options, listener, guards)
 
@@ -300,45 +292,25 @@ def main(options: GatewayOptions) -> int:
 def _serve(options: GatewayOptions, listener: socket.socket, guards: Protection) -> int:
     name = options.served_model_name or options.model.resolve().name
     address, prefix = address_of(listener), options.root_path.rstrip("/")
-    tracing = open_tracing(
-        options.trace_url, options.trace_share, service="eaas-gateway", instance=address, version=version()
+    named = {"service": "eaas-gateway", "instance": address, "version": version()}
+    tracing = open_tracing(options.trace_url, options.trace_share, **named)
+    model = load_model(
+        options.model,
+        name,
+        trusts_templates=options.trust_request_chat_template,
+        max_model_len=options.max_model_len,
     )
-    gateway = Gateway(
-        config=options,
-        model=load_model(
-            options.model,
-            name,
-            trusts_templates=options.trust_request_chat_template,
-            max_model_len=options.max_model_len,
-        ),
-        views=RouterViews(
-            options.router,
-            address,
-            on_drain=lambda: gateway.call(drain),
-            faults=SelfInflicted() if options.allow_chaos else None,
-            credentials=child.credentials(options, GATEWAY),
-        ),
-        version=version(),
+    views = RouterViews(
+        options.router,
+        address,
+        on_drain=lambda: gateway.call(server.drain),
+        faults=SelfInflicted() if options.allow_chaos else None,
+        credentials=child.credentials(options, GATEWAY),
     )
-    gateway.address = address
-
-    def drain() -> None:
-        gateway.draining = True
-        server.drain()
-
-    def started() -> None:
-        # What start-up made stays for ever: no collection of garbage need walk over it again.
-        gc.freeze()
-        log.info("ready address=%s model=%s pid=%d", gateway.address, name, os.getpid())
-        child.tell_ready(options, gateway.name, gateway.address)
-
+    gateway = Gateway(config=options, model=model, views=views, version=version(), address=address)
     app: ASGIApp = guards.around(create_app(gateway, prefix), gateway.metrics.count_refused)
     # Outside of the keys, which go by paths.
-    app = RequestIds(
-        WithoutPrefix(app, prefix),
-        closing=lambda: gateway.draining,
-        logs_requests=options.log_requests,
-    )
+    app = RequestIds(WithoutPrefix(app, prefix), lambda: gateway.draining, logs_requests=options.log_requests)
     if tracing is not None:
         from eaas.spans import TracedRequests
 
@@ -357,15 +329,7 @@ def _serve(options: GatewayOptions, listener: socket.socket, guards: Protection)
     )
     settings.load()
     settings.ssl = guards.tls.context if guards.tls is not None else None
-    server = _Server(
-        settings,
-        on_started=started,
-        on_stop=gateway.stop,
-        on_second=guards.refresh,
-        on_hangup=lambda: guards.refresh(anew=True),
-        on_term=drain if options.drain_on_term else None,
-        drain_s=options.drain_s,
-    )
+    server = _Server(settings, gateway, guards, options)
     heartbeat = ending(lambda: server.turns, bound_s=_HUNG_S, longest_s=_LONGEST_TURN_S)
     heartbeat.start()
     server.run(sockets=[listener])

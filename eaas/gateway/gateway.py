@@ -16,7 +16,7 @@ from eaas.gateway.config import GatewayConfig
 from eaas.gateway.dashboard.app import Dashboard
 from eaas.gateway.dashboard.history import ClusterSnapshot
 from eaas.gateway.errors import ApiError
-from eaas.gateway.guard import check_nesting, read_body, require_json
+from eaas.gateway.guard import json_body
 from eaas.gateway.metrics import GatewayMetrics
 from eaas.gateway.pool import WorkerPool
 from eaas.gateway.served_model import ServedModel
@@ -50,17 +50,12 @@ class Gateway:
     """Everything that the routes share, for the life of the process."""
 
     def __init__(
-        self,
-        *,
-        config: GatewayConfig,
-        model: ServedModel,
-        views: ViewSource,
-        version: str,
+        self, *, config: GatewayConfig, model: ServedModel, views: ViewSource, version: str, address: str
     ) -> None:
         self.config = config
         self.model = model
         self.version = version
-        self.address = ""
+        self.address = address
         self.metrics = GatewayMetrics(model.name, config.ttft_target_s, config.tpot_target_s)
         self.running = 0
         self.draining = False
@@ -90,13 +85,14 @@ class Gateway:
         loop = self._loop = asyncio.get_running_loop()
         pool = self._pool = WorkerPool(self.config, self.metrics, self.model.fingerprint)
         self.metrics.workers, self.metrics.waiting = pool.links, lambda: pool.waiting
-        gauges = self.metrics.gauges
-        gauges["eaas_running"] = ("Requests in progress.", lambda: self.running)
-        gauges["eaas_choices"] = ("Choices in flight.", lambda: pool.running)
-        gauges["eaas_waiting"] = ("Choices that wait for an attention worker.", lambda: pool.waiting)
-        gauges["eaas_paused"] = ("Choices that wait for their client to read.", lambda: pool.paused)
-        gauges["eaas_owed_tokens"] = ("Tokens still to be computed, as reckoned.", lambda: pool.owed_tokens)
-        gauges["eaas_attention_workers"] = ("Attention workers connected.", lambda: len(pool.links()))
+        self.metrics.gauges |= {
+            "eaas_running": ("Requests in progress.", lambda: self.running),
+            "eaas_choices": ("Choices in flight.", lambda: pool.running),
+            "eaas_waiting": ("Choices that wait for an attention worker.", lambda: pool.waiting),
+            "eaas_paused": ("Choices that wait for their client to read.", lambda: pool.paused),
+            "eaas_owed_tokens": ("Tokens still to be computed, as reckoned.", lambda: pool.owed_tokens),
+            "eaas_attention_workers": ("Attention workers connected.", lambda: len(pool.links())),
+        }
 
         def on_view(view: View) -> None:
             loop.call_soon_threadsafe(pool.apply_view, view)
@@ -137,9 +133,7 @@ class Gateway:
         """
         known = getattr(request.state, "body", None)
         if known is None:
-            require_json(request)
-            known = await read_body(request, self.config.max_body_bytes, self.config.body_timeout_s)
-            check_nesting(known)
+            known = await json_body(request, self.config.max_body_bytes, self.config.body_timeout_s)
             request.state.body = known
         return known
 
@@ -160,26 +154,22 @@ class Gateway:
 
     async def counted(self, endpoint: str, reply: Coroutine[Any, Any, Response]) -> Response:
         """Await a reply and count it under ``endpoint``."""
-        # A stream is counted when it ends: its status is not known before.
         started_s = time.monotonic()
-        status = 500
+
+        def count(status: int) -> None:
+            self.metrics.count_request(endpoint, status, time.monotonic() - started_s)
+
         try:
             response = await reply
-            if isinstance(response, EventStream):
-                response.on_end = lambda status: self._count(endpoint, status, started_s)
-                status = 0
-            else:
-                status = response.status_code
-            return response
-        except ApiError as error:
-            status = error.reply.status
+        except BaseException as error:
+            count(error.reply.status if isinstance(error, ApiError) else 500)
             raise
-        finally:
-            if status:
-                self._count(endpoint, status, started_s)
-
-    def _count(self, endpoint: str, status: int, started_s: float) -> None:
-        self.metrics.count_request(endpoint, status, time.monotonic() - started_s)
+        if isinstance(response, EventStream):
+            # It is counted when it ends: its status is not known before.
+            response.on_end = count
+        else:
+            count(response.status_code)
+        return response
 
     def admit(self) -> None:
         """Let one request in; ``release`` must follow.

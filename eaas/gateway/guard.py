@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
+from http import HTTPStatus
 from typing import Any, ClassVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -172,7 +173,7 @@ class Connection(HttpToolsProtocol):
         if running is None or running.response_complete or not running.response_started:
             body = reply.body()
             head = (
-                f"HTTP/1.1 {reply.status} {_PHRASES[reply.status]}\r\ncontent-type: application/json\r\n"
+                f"HTTP/1.1 {reply.status} {HTTPStatus(reply.status).phrase}\r\ncontent-type: application/json\r\n"
                 f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
             )
             self.transport.write(head.encode() + body)
@@ -344,77 +345,55 @@ class RequestIds:
                 )
 
 
-def require_json(request: Request) -> None:
-    """Refuse any body that does not call itself JSON, or is compressed.
+async def json_body(request: Request, limit_bytes: int, timeout_s: float) -> bytes:
+    """The body of a request, never more than ``limit_bytes`` of it in memory.
 
     Raises:
-        ApiError: 415.
+        ApiError: 415, it does not call itself JSON, or is compressed; 413 (before reading where the length is
+            declared); 408; 400, it has so many lists and objects that reading it would hold up every other request.
     """
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.strip().lower() not in ("", "identity"):
         message = f"Bodies are taken as they are; found content-encoding '{encoding}'. Send it without."
-        raise ApiError(ErrorReply(status=415, message=message, code="unsupported_media_type"))
+        raise _refusal(415, message, "unsupported_media_type")
     given = request.headers.get("content-type", "")
     kind = given.partition(";")[0].strip().lower()
-    if kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json")):
-        return
-    found = f"'{given}'" if given else "none"
-    message = f"The content type must be application/json; found {found}. Set the header content-type."
-    raise ApiError(ErrorReply(status=415, message=message, code="unsupported_media_type"))
-
-
-async def read_body(request: Request, limit_bytes: int, timeout_s: float) -> bytes:
-    """The request body, never more than ``limit_bytes`` of it in memory.
-
-    Raises:
-        ApiError: 413 (before reading where the length is declared) or 408.
-    """
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        found = f"'{given}'" if given else "none"
+        message = f"The content type must be application/json; found {found}. Set the header content-type."
+        raise _refusal(415, message, "unsupported_media_type")
+    message = f"The request body is over the limit of {limit_bytes} bytes. Send a smaller one."
+    too_large = _refusal(413, message, "request_too_large")
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit_bytes:
-        raise _too_large(limit_bytes)
+        raise too_large
     body = bytearray()
     try:
         async with asyncio.timeout(timeout_s):
             async for chunk in request.stream():
                 body += chunk
                 if len(body) > limit_bytes:
-                    raise _too_large(limit_bytes)
+                    raise too_large
     except TimeoutError:
-        message = (
-            f"The request body did not arrive within {timeout_s:g} s; found {len(body)} bytes. Send it again."
-        )
-        raise ApiError(ErrorReply(status=408, message=message, code="request_timeout")) from None
+        found = f"found {len(body)} bytes"
+        message = f"The request body did not arrive within {timeout_s:g} s; {found}. Send it again."
+        raise _refusal(408, message, "request_timeout") from None
     except ClientDisconnect:
         raise ApiError(CLIENT_GONE) from None
+    nested = body.count(b"[") + body.count(b"{")
+    if nested > MOST_CONTAINERS:
+        bare = _STRINGS.sub(b"", body)
+        nested = bare.count(b"[") + bare.count(b"{")
+    if nested > MOST_CONTAINERS:
+        message = f"The request body has {nested} lists and objects, over the limit of {MOST_CONTAINERS}. Send fewer."
+        raise _refusal(400, message, "request_too_large")
     return bytes(body)
 
 
-def check_nesting(body: bytes) -> None:
-    """Refuse JSON of so many lists and objects that reading it would hold up every other request.
-
-    Raises:
-        ApiError: 400.
-    """
-    found = body.count(b"[") + body.count(b"{")
-    if found > MOST_CONTAINERS:
-        bare = _STRINGS.sub(b"", body)
-        found = bare.count(b"[") + bare.count(b"{")
-    if found > MOST_CONTAINERS:
-        message = f"The request body has {found} lists and objects, over the limit of {MOST_CONTAINERS}. Send fewer."
-        raise ApiError(ErrorReply(status=400, message=message, code="request_too_large"))
+def _refusal(status: int, message: str, code: str) -> ApiError:
+    return ApiError(ErrorReply(status=status, message=message, code=code))
 
 
-def _too_large(limit_bytes: int) -> ApiError:
-    message = f"The request body is over the limit of {limit_bytes} bytes. Send a smaller one."
-    return ApiError(ErrorReply(status=413, message=message, code="request_too_large"))
-
-
-_PHRASES = {
-    400: "Bad Request",
-    408: "Request Timeout",
-    431: "Request Header Fields Too Large",
-    503: "Service Unavailable",
-}
 _NOT_HTTP = ErrorReply(
     status=400, message="That is no HTTP request. Speak HTTP/1.1 here.", code="invalid_http"
 )
