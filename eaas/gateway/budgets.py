@@ -7,7 +7,7 @@ are known only when it ends, and whoever wrote more than was reckoned waits unti
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 MINUTE_S = 60.0
 
@@ -42,18 +42,12 @@ class Budget:
         return (self.per_minute - self.left(now_s)) * MINUTE_S / self.per_minute
 
 
-@dataclass(frozen=True, kw_only=True)
-class Overdrawn:
+class Overdrawn(NamedTuple):
     """Why a request must wait: `kind` is "requests" or "tokens"."""
 
     kind: str
     per_minute: int
-    wait_s: float
-
-    @property
-    def retry_after_s(self) -> int:
-        """Whole seconds after which it may be sent again."""
-        return max(1, math.ceil(self.wait_s))
+    retry_after_s: int
 
 
 class Account:
@@ -71,23 +65,21 @@ class Account:
 
     def begin(self, now_s: float) -> Overdrawn | None:
         """Spend one request; nothing is spent where the answer is why not."""
-        for kind, budget, amount in (("requests", self.requests, 1.0), ("tokens", self.tokens, 0.0)):
-            wait_s = budget.wait_s(amount, now_s) if budget is not None else 0.0
-            if budget is not None and wait_s > 0:
-                return Overdrawn(kind=kind, per_minute=budget.per_minute, wait_s=wait_s)
-        if self.requests is not None:
-            self.requests.spend(1.0, now_s)
-        return None
+        return self._spend(1, 0, now_s)
 
     def reserve(self, tokens: int, now_s: float) -> Overdrawn | None:
         """Spend what a request is reckoned to take; nothing is spent where the answer is why not."""
-        budget = self.tokens
-        if budget is None:
-            return None
-        wait_s = budget.wait_s(tokens, now_s)
-        if wait_s > 0:
-            return Overdrawn(kind="tokens", per_minute=budget.per_minute, wait_s=wait_s)
-        budget.spend(tokens, now_s)
+        return self._spend(0, tokens, now_s)
+
+    def _spend(self, requests: int, tokens: int, now_s: float) -> Overdrawn | None:
+        wanted = [("requests", self.requests, requests), ("tokens", self.tokens, tokens)]
+        for kind, budget, amount in wanted:
+            wait_s = budget.wait_s(amount, now_s) if budget is not None else 0.0
+            if budget is not None and wait_s > 0:
+                return Overdrawn(kind, budget.per_minute, max(1, math.ceil(wait_s)))
+        for _, budget, amount in wanted:
+            if budget is not None:
+                budget.spend(amount, now_s)
         return None
 
     def settle(self, reserved: int, used: int, now_s: float) -> None:

@@ -146,13 +146,31 @@ def editing(path: Path) -> Iterator[list[Key]]:
         write_keys(path, keys)
 
 
+class FileStamp:
+    """Says when files have been changed, by what the file system tells of them."""
+
+    def __init__(self, *paths: Path) -> None:
+        self._paths = paths
+        self._seen = self._now()
+
+    def changed(self) -> bool:
+        """Whether they are others than at the last call."""
+        before, self._seen = self._seen, self._now()
+        return self._seen != before
+
+    def _now(self) -> list[tuple[int, int, int]]:
+        try:
+            return [(s.st_mtime_ns, s.st_ino, s.st_size) for s in (path.stat() for path in self._paths)]
+        except OSError:
+            return []
+
+
 class KeyRing:
     """The keys that are good now. For use from one thread."""
 
     def __init__(self, path: Path) -> None:
         """Raises KeysInvalid."""
-        self._path = path
-        self._stamp = self._found()
+        self._path, self._stamp = path, FileStamp(path)
         self.keys: list[Key] = []
         self._digests: list[tuple[bytes, Key]] = []
         self._take(read_keys(path))
@@ -182,10 +200,8 @@ class KeyRing:
         Args:
             anew: Read it though it looks the same.
         """
-        stamp = self._found()
-        if stamp == self._stamp and not anew:
+        if not self._stamp.changed() and not anew:
             return False
-        self._stamp = stamp
         try:
             self._take(read_keys(self._path))
         except KeysInvalid as error:
@@ -197,10 +213,3 @@ class KeyRing:
     def _take(self, keys: list[Key]) -> None:
         self.keys = keys
         self._digests = [(bytes.fromhex(key.sha256), key) for key in keys]
-
-    def _found(self) -> tuple[int, int, int]:
-        try:
-            found = self._path.stat()
-        except OSError:
-            return (0, 0, 0)
-        return found.st_mtime_ns, found.st_ino, found.st_size

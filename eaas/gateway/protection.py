@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from eaas.gateway.budgets import Account, Overdrawn
 from eaas.gateway.config import GatewayOptions
 from eaas.gateway.errors import ApiError, ErrorReply
-from eaas.gateway.keys import KeyRing
+from eaas.gateway.keys import FileStamp, KeyRing
 from eaas.gateway.messages import body_for
 
 log = logging.getLogger(__name__)
@@ -31,25 +31,13 @@ OPEN_PATHS = frozenset({"/health", "/ping", "/version"})
 METRICS_PATH = "/metrics"
 # What shows the cluster and the load of everybody, or changes something for everybody.
 OPERATOR_PATHS = frozenset(
-    {
-        METRICS_PATH,
-        "/status",
-        "/dashboard",
-        "/dashboard/events",
-        "/load",
-        "/server_info",
-        "/pause",
-        "/resume",
-        "/is_paused",
-        "/abort_requests",
-        "/inference/v1/abort_requests",
-        "/reset_prefix_cache",
-        "/scale_elastic_ep",
-    }
-)
+    (
+        METRICS_PATH, "/status", "/dashboard", "/dashboard/events", "/load", "/server_info", "/pause", "/resume",
+        "/is_paused", "/abort_requests", "/inference/v1/abort_requests", "/reset_prefix_cache", "/scale_elastic_ep",
+    )
+)  # fmt: skip
 
 _ACCOUNT = "eaas.account"
-_RATE_LIMITED = "rate_limit_error"
 
 
 def account_of(scope: Scope) -> Account | None:
@@ -72,12 +60,7 @@ class Authentication:
     """Lets a request through to ``app`` once its key is known and its budget allows it."""
 
     def __init__(
-        self,
-        app: ASGIApp,
-        ring: KeyRing,
-        *,
-        open_metrics: bool = False,
-        on_refused: Callable[[str], None] = lambda reason: None,
+        self, app: ASGIApp, ring: KeyRing, *, open_metrics: bool, on_refused: Callable[[str], None]
     ) -> None:
         """Args:
         open_metrics: GET /metrics needs no key.
@@ -178,7 +161,7 @@ def _overdrawn_reply(overdrawn: Overdrawn) -> ErrorReply:
         status=429,
         message=f"This key's budget of {overdrawn.per_minute} {overdrawn.kind} a minute is spent. "
         f"Try again in {overdrawn.retry_after_s} s.",
-        kind=_RATE_LIMITED,
+        kind="rate_limit_error",
         code="rate_limit_exceeded",
         retry_after_s=overdrawn.retry_after_s,
     )
@@ -209,8 +192,7 @@ class ServerTls:
 
     def __init__(self, cert: Path, key: Path) -> None:
         """Raises CertificateInvalid."""
-        self._cert, self._key = cert, key
-        self._stamp = self._found()
+        self._cert, self._key, self._stamp = cert, key, FileStamp(cert, key)
         try:
             self.context = self._load()
         except (OSError, ValueError) as error:
@@ -224,10 +206,8 @@ class ServerTls:
 
         What cannot be used changes nothing, and the log says so, once.
         """
-        stamp = self._found()
-        if stamp == self._stamp and not anew:
+        if not self._stamp.changed() and not anew:
             return False
-        self._stamp = stamp
         try:
             # First in a context that nobody uses: half of a pair would leave the listener with nothing.
             self._load()
@@ -244,12 +224,6 @@ class ServerTls:
         context.load_cert_chain(self._cert, self._key, _no_password)
         context.set_alpn_protocols(["http/1.1"])
         return context
-
-    def _found(self) -> tuple[tuple[int, int], ...]:
-        try:
-            return tuple((one.st_mtime_ns, one.st_ino) for one in (self._cert.stat(), self._key.stat()))
-        except OSError:
-            return ()
 
 
 def _no_password() -> str:
