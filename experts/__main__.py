@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from types import FrameType
 from typing import NoReturn
 
 import grpc
@@ -159,10 +158,6 @@ class Ending:
     def __init__(self) -> None:
         self.wanted = threading.Event()
         self.fault = ""
-
-    def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Signal handler."""
-        self.wanted.set()
 
     def fail(self, why: str) -> None:
         """End with exit code 1."""
@@ -350,7 +345,7 @@ def main(options: ExpertOptions) -> int:
     """Serve until told to end. Raises as `serve` does. Returns the exit code."""
     ending = Ending()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, ending.on_signal)
+        signal.signal(number, lambda *_: ending.wanted.set())
     serve(options, ending)
     # Python takes its handlers away while it ends; one more SIGTERM would then look like a crash.
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -11,11 +11,13 @@ import hashlib
 import json
 import math
 import mmap
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -66,27 +68,22 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            with path.open("rb") as file:
-                size = file.seek(0, 2)
-                file.seek(0)
-                if size < 8:
-                    raise CheckpointInvalid(f"{path}: {size} bytes; a safetensors file has at least 8.")
-                length = int.from_bytes(file.read(8), "little")
-                # Before the header is read: its length is the file's own claim.
-                if length > HEADER_LIMIT_BYTES:
-                    raise CheckpointInvalid(
-                        f"{path}: claims a header of {length} bytes; the limit is {HEADER_LIMIT_BYTES}."
-                    )
-                if 8 + length > size:
-                    raise CheckpointInvalid(
-                        f"{path}: the header ends at {8 + length}, the file at {size}. Download it again."
-                    )
-                self.header = file.read(length)
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except OSError as error:
-            raise CheckpointInvalid(f"{path}: cannot be read: {error.strerror or error}.") from error
-        self._data = np.frombuffer(self._map, np.uint8)[8 + length :]
+        with _opened(path) as (file, size):
+            if size < 8:
+                raise CheckpointInvalid(f"{path}: {size} bytes; a safetensors file has at least 8.")
+            length = int.from_bytes(file.read(8), "little")
+            # Before the header is read: its length is the file's own claim.
+            if length > HEADER_LIMIT_BYTES:
+                raise CheckpointInvalid(
+                    f"{path}: claims a header of {length} bytes; the limit is {HEADER_LIMIT_BYTES}."
+                )
+            if 8 + length > size:
+                raise CheckpointInvalid(
+                    f"{path}: the header ends at {8 + length}, the file at {size}. Download it again."
+                )
+            self.header = file.read(length)
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._data = np.frombuffer(mapped, np.uint8)[8 + length :]
         self.entries = _entries(path, self.header, self._data.size)
 
     def tensor(self, name: str) -> np.ndarray:
@@ -168,16 +165,21 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _read_json(path: Path) -> tuple[bytes, dict[str, Any]]:
+    with _opened(path) as (file, size):
+        if size > JSON_LIMIT_BYTES:
+            raise CheckpointInvalid(f"{path}: {size} bytes; the limit is {JSON_LIMIT_BYTES}.")
+        text = file.read(size)
+    return text, _json_object(path, "text", text)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
+    """A file and how many bytes it has; CheckpointInvalid where it cannot be read."""
     try:
         with path.open("rb") as file:
-            size = file.seek(0, 2)
-            if size > JSON_LIMIT_BYTES:
-                raise CheckpointInvalid(f"{path}: {size} bytes; the limit is {JSON_LIMIT_BYTES}.")
-            file.seek(0)
-            text = file.read(size)
+            yield file, os.fstat(file.fileno()).st_size
     except OSError as error:
         raise CheckpointInvalid(f"{path}: cannot be read: {error.strerror or error}.") from error
-    return text, _json_object(path, "text", text)
 
 
 def read_config(directory: str | Path) -> dict[str, Any]:
@@ -195,17 +197,21 @@ class Checkpoint:
     The files must not shrink while they are mapped: the system answers a read past their end with SIGBUS.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        config_text: bytes,
-        config: dict[str, Any],
-        files: Mapping[str, SafetensorsFile],
-    ) -> None:
+    def __init__(self, directory: Path) -> None:
+        if not directory.is_dir():
+            raise CheckpointInvalid(
+                f"{directory}: no such directory. A model directory holds config.json and *.safetensors."
+            )
         self.directory = directory
-        self.config = config
-        self._config_text = config_text
-        self._file_of = files
+        self._config_text, self.config = _read_json(directory / "config.json")
+        whole, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+        if whole.exists():
+            file = SafetensorsFile(whole)
+            self._file_of = dict.fromkeys(file.entries, file)
+        elif index.exists():
+            self._file_of = _shards(index)
+        else:
+            raise CheckpointInvalid(f"{directory}: holds neither {whole.name} nor {index.name}.")
 
     @classmethod
     def open(cls, directory: str | Path) -> Checkpoint:
@@ -214,19 +220,7 @@ class Checkpoint:
         Raises:
             CheckpointInvalid: a file is missing, truncated or malformed.
         """
-        root = Path(directory)
-        if not root.is_dir():
-            raise CheckpointInvalid(
-                f"{root}: no such directory. A model directory holds config.json and *.safetensors."
-            )
-        config_text, config = _read_json(root / "config.json")
-        whole, index = root / "model.safetensors", root / "model.safetensors.index.json"
-        if whole.exists():
-            file = SafetensorsFile(whole)
-            return cls(root, config_text, config, dict.fromkeys(file.entries, file))
-        if index.exists():
-            return cls(root, config_text, config, _shards(index))
-        raise CheckpointInvalid(f"{root}: holds neither {whole.name} nor {index.name}.")
+        return cls(Path(directory))
 
     def names(self) -> tuple[str, ...]:
         """Names of all tensors, sorted."""

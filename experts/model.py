@@ -1,19 +1,17 @@
-"""What a MoE checkpoint's configuration says about its experts: counts, sizes, tensor names, and what an expert
-computes between its two products. Pure.
+"""What a MoE checkpoint's configuration says about its experts: counts, sizes, what an expert computes between its two
+products, and how each family of models spells them: fields of config.json and names of tensors. Pure.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from enum import IntEnum
-from typing import Any
+from dataclasses import dataclass, replace
+from enum import Enum, IntEnum
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
-
-from experts.families import FAMILIES, DenseLayers, ExpertFamily
 
 
 class ConfigInvalid(ValueError):
@@ -77,14 +75,104 @@ class Dtype(IntEnum):
         raise ConfigInvalid(f"numerics class {numerics_class!r} names no type; f32, bf16 or int8 is needed.")
 
 
+class DenseLayers(Enum):
+    """Which layers of a family have no experts."""
+
+    NONE = "none"
+    STEP = "step"  # decoder_sparse_step and mlp_only_layers say
+    FIRST = "first"  # the first first_k_dense_replace of them
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusedNames:
+    """Tensors that hold all experts of a layer: [experts, ...] each.
+
+    Attributes:
+        transposed: [experts, in, out] for x @ W; else [experts, out, in], as matrices of single experts are stored.
+        interleaved: gate and up take turns, element by element; else all of gate comes first.
+        biased: There are biases beside them, named as they are with "_bias" at the end.
+    """
+
+    prefix: str  # {layer} is filled in
+    gate_up: str = "gate_up_proj"
+    down: str = "down_proj"
+    transposed: bool = False
+    interleaved: bool = False
+    biased: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertFamily:
+    """How one architecture spells its experts.
+
+    Attributes:
+        experts_field: Their number; transformers 5 may write num_local_experts instead.
+        prefix: Of one expert's tensors, with {layer} and {expert} to be filled in; empty: none has tensors of its own.
+        fused: Names of the tensors of all experts of a layer, where a checkpoint has those.
+        clamped: Their activation is that of GPT-OSS, not SiLU.
+    """
+
+    experts_field: str
+    intermediate_field: str
+    prefix: str
+    fused: FusedNames
+    gate: str = "gate_proj.weight"
+    up: str = "up_proj.weight"
+    down: str = "down_proj.weight"
+    dense: DenseLayers = DenseLayers.NONE
+    clamped: bool = False
+
+
+_FUSED = FusedNames(prefix="model.layers.{layer}.mlp.experts.")
+
+_QWEN = ExpertFamily(
+    experts_field="num_experts",
+    intermediate_field="moe_intermediate_size",
+    prefix="model.layers.{layer}.mlp.experts.{expert}.",
+    fused=_FUSED,
+    dense=DenseLayers.STEP,
+)
+_DEEPSEEK = replace(_QWEN, experts_field="n_routed_experts", dense=DenseLayers.FIRST)
+_MIXTRAL = ExpertFamily(
+    experts_field="num_local_experts",
+    intermediate_field="intermediate_size",
+    prefix="model.layers.{layer}.block_sparse_moe.experts.{expert}.",
+    fused=_FUSED,
+    gate="w1.weight",
+    up="w3.weight",
+    down="w2.weight",
+)
+_OLMOE = replace(_QWEN, intermediate_field="intermediate_size", dense=DenseLayers.NONE)
+
+FAMILIES: Mapping[str, ExpertFamily] = {
+    "Qwen3MoeForCausalLM": _QWEN,
+    "Qwen2MoeForCausalLM": _QWEN,
+    "Qwen3NextForCausalLM": _QWEN,
+    "OlmoeForCausalLM": _OLMOE,
+    "FlexOlmoForCausalLM": _OLMOE,
+    "MixtralForCausalLM": _MIXTRAL,
+    "MiniMaxM2ForCausalLM": _MIXTRAL,
+    "DeepseekV2ForCausalLM": _DEEPSEEK,
+    "DeepseekV3ForCausalLM": _DEEPSEEK,
+    "Dots1ForCausalLM": _DEEPSEEK,
+    "Glm4MoeForCausalLM": _DEEPSEEK,
+    "GptOssForCausalLM": ExpertFamily(
+        experts_field="num_local_experts",
+        intermediate_field="intermediate_size",
+        prefix="",
+        fused=replace(_FUSED, transposed=True, interleaved=True, biased=True),
+        clamped=True,
+    ),
+}
+
+
 def architecture_of(config: Mapping[str, Any]) -> str:
     """The first architecture that config.json names whose experts are served.
 
     Raises:
         UnknownArchitecture: there is none.
     """
-    named = config.get("architectures")
-    names = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
+    names = [name for name in _listed(config, "architectures") if isinstance(name, str)]
     for name in names:
         if name in FAMILIES:
             return name
@@ -248,12 +336,15 @@ def _sparse_layers(config: Mapping[str, Any], family: ExpertFamily, depth: int) 
     if family.dense is DenseLayers.NONE:
         return tuple(range(depth))
     step = _count(config, "decoder_sparse_step") if "decoder_sparse_step" in config else 1
-    dense = _dense_layers(config)
+    dense = _listed(config, "mlp_only_layers")
+    if not all(isinstance(layer, int) for layer in dense):
+        raise ConfigInvalid(
+            f"config.json: mlp_only_layers is {config['mlp_only_layers']!r}; a list of layer numbers is needed."
+        )
     return tuple(layer for layer in range(depth) if layer not in dense and (layer + 1) % step == 0)
 
 
-def _dense_layers(config: Mapping[str, Any]) -> frozenset[int]:
-    value = config.get("mlp_only_layers") or []
-    if not isinstance(value, list) or not all(isinstance(layer, int) for layer in value):
-        raise ConfigInvalid(f"config.json: mlp_only_layers is {value!r}; a list of layer numbers is needed.")
-    return frozenset(value)
+def _listed(config: Mapping[str, Any], field: str) -> list[Any]:
+    """What a list of config.json holds; one None where it is no list."""
+    value: Any = config.get(field) or []
+    return value if isinstance(cast("object", value), list) else [None]

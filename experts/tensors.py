@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experts.checkpoint import Checkpoint, CheckpointInvalid
-from experts.families import FusedNames
-from experts.model import ExpertShape
+from experts.model import ExpertShape, FusedNames
 
 _READ = ("BF16", "F32", "F16")
 _GROUP = 32  # numbers of MXFP4 that share a scale
