@@ -32,7 +32,7 @@ from experts.kernels import (
     numerics_class,
     pack_expert,
 )
-from experts.manifest import Blob, Manifest, ManifestInvalid, PackLayout, entry
+from experts.manifest import Blob, BlobCorrupt, Manifest, ManifestInvalid, PackLayout, entry
 from experts.model import ConfigInvalid, Dtype, ExpertShape
 from experts.tensors import tensors_of
 
@@ -142,6 +142,8 @@ class PackedExperts:
         Raises:
             BlobCorrupt: they differ, or it was never filled in.
         """
+        if self.is_hole(layer, expert):
+            raise BlobCorrupt(f"{self.path}: expert {expert} of MoE layer {layer} was not filled in yet.")
         self.manifest.check(layer, expert, self.blob(layer, expert))
 
     def is_hole(self, layer: int, expert: int) -> bool:
