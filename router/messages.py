@@ -15,22 +15,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 from google.protobuf.message import Message
 
-from router import bitmap
-from router.events import (
-    DRAIN_S,
-    Exited,
-    Join,
-    LauncherAttached,
-    Left,
-    Loaded,
-    Renewed,
-    Routed,
-    Scale,
-    StartProcess,
-    StopProcess,
-    Suspected,
-    Totals,
-)
+from router import bitmap, events
 from router.faults import Fault, FaultsTaken, Injection
 from router.proto import router_pb2 as pb
 from router.view import GoneMember, Identity, Member, PoolSize, Status, View
@@ -48,20 +33,20 @@ _MOST_WORDS, _LONGEST_WORD, _MOST_LOAD = 256, 64, 1e15
 _MOST_TOTALS, _MOST_COUNTED, _MOST_COUNT = 512, 32, 1e21
 
 _MESSAGES: Final[Mapping[type, type[Message]]] = {
-    Exited: pb.ReportExitRequest,
+    events.Exited: pb.ReportExitRequest,
     Fault: pb.Fault,
     FaultsTaken: pb.FaultsTaken,
     GoneMember: pb.Gone,
     Identity: pb.JoinReply,
     Injection: pb.Injection,
-    Join: pb.JoinRequest,
-    LauncherAttached: pb.LaunchesRequest,
-    Left: pb.LeaveRequest,
+    events.Join: pb.JoinRequest,
+    events.LauncherAttached: pb.LaunchesRequest,
+    events.Left: pb.LeaveRequest,
     Member: pb.Member,
     PoolSize: pb.Pool,
     Status: pb.StatusReply,
-    Suspected: pb.SuspectRequest,
-    Totals: pb.Totals,
+    events.Suspected: pb.SuspectRequest,
+    events.Totals: pb.Totals,
     View: pb.View,
 }
 _DATACLASSES: Final[Mapping[type[Message], type]] = {message: known for known, message in _MESSAGES.items()}
@@ -110,16 +95,16 @@ def _read(value: Any) -> Any:
     return tuple(_read(each) for each in value)
 
 
-def renewed_of(request: pb.RenewRequest) -> Renewed:
+def renewed_of(request: pb.RenewRequest) -> events.Renewed:
     """The event in a request, less what no load can be: negative, not finite, or too large to reckon with."""
     words = islice(request.load.items(), _MOST_WORDS)
     load = {word: x for word, x in words if len(word) <= _LONGEST_WORD and 0 <= x <= _MOST_LOAD}
-    return Renewed(name=request.name, incarnation=request.incarnation, load=load, seen=request.seen)
+    return events.Renewed(name=request.name, incarnation=request.incarnation, load=load, seen=request.seen)
 
 
-def loaded_of(request: pb.LoadedRequest) -> Loaded:
+def loaded_of(request: pb.LoadedRequest) -> events.Loaded:
     """The event in a request."""
-    return Loaded(
+    return events.Loaded(
         name=request.name,
         incarnation=request.incarnation,
         held=bitmap.from_bytes(request.bitmap),
@@ -128,12 +113,12 @@ def loaded_of(request: pb.LoadedRequest) -> Loaded:
     )
 
 
-def routed_of(request: pb.RenewRequest) -> Routed | None:
+def routed_of(request: pb.RenewRequest) -> events.Routed | None:
     """What a renewal says of rows sent, if it says anything whole."""
     whole = len(request.rows) == len(request.activated) and len(request.rows) % 4 == 0
     if not request.rows or not whole:
         return None
-    return Routed(
+    return events.Routed(
         name=request.name,
         incarnation=request.incarnation,
         rows=np.frombuffer(request.rows, "<u4"),
@@ -141,10 +126,10 @@ def routed_of(request: pb.RenewRequest) -> Routed | None:
     )
 
 
-def totals_of(request: pb.RenewRequest) -> tuple[Totals, ...]:
+def totals_of(request: pb.RenewRequest) -> tuple[events.Totals, ...]:
     """What a renewal says of a member's counters, less what no counter can be."""
     return tuple(
-        Totals(
+        events.Totals(
             peer=each.peer,
             rail=each.rail,
             counted={
@@ -156,9 +141,9 @@ def totals_of(request: pb.RenewRequest) -> tuple[Totals, ...]:
     )
 
 
-def scale_of(request: pb.ScaleRequest) -> Scale:
+def scale_of(request: pb.ScaleRequest) -> events.Scale:
     """The event in a request."""
-    return Scale(pool=request.pool, wanted=request.wanted, drain_s=request.drain_s or DRAIN_S)
+    return events.Scale(pool=request.pool, wanted=request.wanted, drain_s=request.drain_s or events.DRAIN_S)
 
 
 def taken_of(request: pb.WatchRequest) -> FaultsTaken | None:
@@ -166,18 +151,18 @@ def taken_of(request: pb.WatchRequest) -> FaultsTaken | None:
     return from_message(FaultsTaken, request.takes) if request.HasField("takes") else None
 
 
-def launch_message(command: StartProcess | StopProcess) -> pb.LaunchCommand:
+def launch_message(command: events.StartProcess | events.StopProcess) -> pb.LaunchCommand:
     """Wire form of an order to a launcher."""
-    if isinstance(command, StartProcess):
+    if isinstance(command, events.StartProcess):
         return pb.LaunchCommand(start=command.pool)
     return pb.LaunchCommand(stop=pb.Stop(name=command.name, pid=command.pid))
 
 
-def launch_of(host: str, message: pb.LaunchCommand) -> StartProcess | StopProcess:
+def launch_of(host: str, message: pb.LaunchCommand) -> events.StartProcess | events.StopProcess:
     """The order in a message to the launcher of a host."""
     if message.WhichOneof("command") == "start":
-        return StartProcess(host=host, pool=message.start)
-    return StopProcess(host=host, name=message.stop.name, pid=message.stop.pid)
+        return events.StartProcess(host=host, pool=message.start)
+    return events.StopProcess(host=host, name=message.stop.name, pid=message.stop.pid)
 
 
 def status_of(message: pb.StatusReply) -> Status:

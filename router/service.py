@@ -16,34 +16,11 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
-from router import child
+from router import child, events
 from router.access import ROUTER, host_port
 from router.config import RouterOptions
 from router.core import step
 from router.etcd_store import Election
-from router.events import (
-    Acked,
-    Command,
-    Event,
-    Exited,
-    Fenced,
-    Join,
-    Joined,
-    LauncherAttached,
-    LauncherDetached,
-    Left,
-    Publish,
-    Refused,
-    Scale,
-    Scaled,
-    Stale,
-    Started,
-    StartProcess,
-    StopProcess,
-    Suspected,
-    Tick,
-    UnknownMember,
-)
 from router.faults import Fault, FaultInvalid, FaultRefused
 from router.heartbeat import ending
 from router.host import boot_s, host_id
@@ -253,7 +230,7 @@ class RouterService(rpc.RouterServicer):
             lambda: {record.name: record.incarnation for record in self._state.members.values()},
             lambda: self._state.term,
         )
-        self._launchers: dict[str, asyncio.Queue[StartProcess | StopProcess | None]] = {}
+        self._launchers: dict[str, asyncio.Queue[events.StartProcess | events.StopProcess | None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def leads(self) -> bool:
@@ -269,7 +246,7 @@ class RouterService(rpc.RouterServicer):
         self._state = self._store.load()
         self._led = True
         try:
-            self._apply(Started(salt=secrets.randbelow(1 << 20)))
+            self._apply(events.Started(salt=secrets.randbelow(1 << 20)))
         except JournalUnusable:
             self.step_down()
             raise
@@ -343,7 +320,7 @@ class RouterService(rpc.RouterServicer):
                 if self._problem:
                     self._store.prove(self._state)
                     self._set_problem("")
-                self._apply(Tick())
+                self._apply(events.Tick())
                 failed, self._fault = 0, ""
             except JournalUnusable as error:
                 self._set_problem(str(error))
@@ -358,12 +335,12 @@ class RouterService(rpc.RouterServicer):
 
     async def Join(self, request: pb.JoinRequest, context: Context) -> pb.JoinReply:
         del context
-        commands = self.apply(from_message(Join, request))
-        if refused := _first(Refused, commands):
+        commands = self.apply(from_message(events.Join, request))
+        if refused := _first(events.Refused, commands):
             said = (request.pool, request.address, refused.message)
             log.warning("join_refused pool=%s address=%s reason=%s", *said)
             raise CallRefused(grpc.StatusCode.FAILED_PRECONDITION, refused.message)
-        joined = _first(Joined, commands)
+        joined = _first(events.Joined, commands)
         if joined is None:
             raise RuntimeError("the core answered a Join with neither Joined nor Refused")
         log.info("joined name=%s address=%s pid=%d", joined.name, request.address, request.pid)
@@ -379,12 +356,12 @@ class RouterService(rpc.RouterServicer):
 
     async def Renew(self, request: pb.RenewRequest, context: Context) -> pb.RenewReply:
         del context
-        if _first(UnknownMember, self.apply(renewed_of(request))):
+        if _first(events.UnknownMember, self.apply(renewed_of(request))):
             gone = next((g for g in self._state.gone if g.incarnation == request.incarnation), None)
             reason = gone.reason if gone else ""
             return pb.RenewReply(fenced=True, drained=reason in ORDERLY, reason=reason)
         name, incarnation = request.name, request.incarnation
-        self.apply(Acked(name=name, incarnation=incarnation, epoch=request.acked, salt=request.salt))
+        self.apply(events.Acked(name=name, incarnation=incarnation, epoch=request.acked, salt=request.salt))
         if routed := routed_of(request):
             self.apply(routed)
             self.counts.add_rows(self._state, routed)
@@ -419,56 +396,57 @@ class RouterService(rpc.RouterServicer):
         del context
         commands = self.apply(loaded_of(request))
         return pb.LoadedReply(
-            fenced=_first(UnknownMember, commands) is not None, stale=_first(Stale, commands) is not None
+            fenced=_first(events.UnknownMember, commands) is not None,
+            stale=_first(events.Stale, commands) is not None,
         )
 
     async def Suspect(self, request: pb.SuspectRequest, context: Context) -> pb.SuspectReply:
         del context
         log.warning("suspected name=%s by=%s reason=%s", request.name, request.by, request.reason)
-        self.apply(from_message(Suspected, request))
+        self.apply(from_message(events.Suspected, request))
         return pb.SuspectReply()
 
     async def Leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveReply:
         del context
-        self.apply(from_message(Left, request))
+        self.apply(from_message(events.Left, request))
         return pb.LeaveReply()
 
     async def ReportExit(self, request: pb.ReportExitRequest, context: Context) -> pb.ReportExitReply:
         del context
-        fenced = _first(Fenced, self.apply(from_message(Exited, request)))
+        fenced = _first(events.Fenced, self.apply(from_message(events.Exited, request)))
         return pb.ReportExitReply(name=fenced.name if fenced else "")
 
     async def Launches(
         self, request: pb.LaunchesRequest, context: Context
     ) -> AsyncIterator[pb.LaunchCommand]:
         del context
-        queue: asyncio.Queue[StartProcess | StopProcess | None] = asyncio.Queue()
+        queue: asyncio.Queue[events.StartProcess | events.StopProcess | None] = asyncio.Queue()
         replaced = self._launchers.get(request.host)
         self._launchers[request.host] = queue
         if replaced is not None:
             replaced.put_nowait(None)
         try:
             log.info("launcher_attached host=%s", request.host)
-            self.apply(from_message(LauncherAttached, request))
+            self.apply(from_message(events.LauncherAttached, request))
             while (command := await queue.get()) is not None:
                 yield launch_message(command)
         finally:
             if self._launchers.get(request.host) is queue:
                 del self._launchers[request.host]
-                self._report(LauncherDetached(host=request.host))
+                self._report(events.LauncherDetached(host=request.host))
 
     async def Scale(self, request: pb.ScaleRequest, context: Context) -> pb.ScaleReply:
         del context
         return pb.ScaleReply(pool=to_message(self.scale(scale_of(request))))
 
-    def scale(self, event: Scale) -> PoolSize:
+    def scale(self, event: events.Scale) -> PoolSize:
         """Change a pool's wanted size; returns what the pool is like then.
 
         Raises:
             CallRefused: no such pool, or a size that it may not have.
             JournalUnusable: then nothing has happened.
         """
-        if refused := _first(Refused, self.apply(event)):
+        if refused := _first(events.Refused, self.apply(event)):
             raise CallRefused(grpc.StatusCode.INVALID_ARGUMENT, refused.message)
         return pool_size(self._config, self._state, event.pool)
 
@@ -500,7 +478,7 @@ class RouterService(rpc.RouterServicer):
         del request, context
         return pb.FaultsReply(injections=[to_message(known) for known in self.injections.known()])
 
-    def apply(self, event: Event) -> list[Command]:
+    def apply(self, event: events.Event) -> list[events.Command]:
         """What the core answers to an event, once it is durable. Raises JournalUnusable: then nothing has happened."""
         try:
             return self._apply(event)
@@ -510,11 +488,11 @@ class RouterService(rpc.RouterServicer):
             self._set_problem(str(error))
             raise
 
-    def _apply(self, event: Event) -> list[Command]:
+    def _apply(self, event: events.Event) -> list[events.Command]:
         # Before anything is answered, even what changes nothing: another may have decided otherwise since.
         self.require_leading()
         state, commands = step(self._config, self._state, event, self._clock())
-        if self._problem and any(isinstance(c, Publish) for c in commands):
+        if self._problem and any(isinstance(c, events.Publish) for c in commands):
             raise JournalUnusable(self._problem)
         self._store.save(self._state, state)
         self.counts.note(self._state, state, commands)
@@ -522,28 +500,28 @@ class RouterService(rpc.RouterServicer):
         # Another may have begun to lead while that was saved; whoever leads orders what is missing.
         leads = self.leads()
         for command in commands:
-            if leads or not isinstance(command, StartProcess | StopProcess):
+            if leads or not isinstance(command, events.StartProcess | events.StopProcess):
                 self._carry_out(command)
         return commands
 
-    def _carry_out(self, command: Command) -> None:
+    def _carry_out(self, command: events.Command) -> None:
         match command:
-            case Publish():
+            case events.Publish():
                 self._show(to_message(view_of(self._config, self._state)))
-            case StartProcess() | StopProcess():
+            case events.StartProcess() | events.StopProcess():
                 if queue := self._launchers.get(command.host):
                     log.info("ordered %s", command)
                     queue.put_nowait(command)
                 else:
                     # It has just gone, which is not written down yet; the core orders again elsewhere, or later.
                     log.warning("not_ordered %s: the host has no launcher", command)
-            case Fenced():
+            case events.Fenced():
                 log.warning("fenced name=%s reason=%s", command.name, command.reason)
-            case UnknownMember() | Stale():
+            case events.UnknownMember() | events.Stale():
                 log.info("ignored %s", command)
-            case Scaled():
+            case events.Scaled():
                 log.info("scaled pool=%s wanted=%d why=%r", command.pool, command.wanted, command.why)
-            case Joined() | Refused():
+            case events.Joined() | events.Refused():
                 pass
 
     def _show(self, view: pb.View) -> None:
@@ -557,11 +535,11 @@ class RouterService(rpc.RouterServicer):
 
     def _exit_seen(self, pid: int) -> None:
         log.info("exit_seen pid=%d", pid)
-        self._report(Exited(host=self._host, pid=pid))
+        self._report(events.Exited(host=self._host, pid=pid))
 
-    def _report(self, event: Exited | LauncherDetached) -> None:
+    def _report(self, event: events.Exited | events.LauncherDetached) -> None:
         """What this router saw itself must not be lost: it is said again until it can be written down."""
-        if isinstance(event, LauncherDetached) and event.host in self._launchers:
+        if isinstance(event, events.LauncherDetached) and event.host in self._launchers:
             return  # Another launcher has come: what it said replaces what was known of this one.
         try:
             self.apply(event)
@@ -597,7 +575,7 @@ class RouterService(rpc.RouterServicer):
             await self.health.set(name, status.SERVING if well else status.NOT_SERVING)
 
 
-def _first(kind: type[_Command], commands: list[Command]) -> _Command | None:
+def _first(kind: type[_Command], commands: list[events.Command]) -> _Command | None:
     return next((command for command in commands if isinstance(command, kind)), None)
 
 
