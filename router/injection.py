@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -49,7 +49,6 @@ class _Told:
     names: tuple[str, ...]
     at_s: float
     until_s: float
-    over: bool = False
 
 
 class Watcher:
@@ -99,7 +98,9 @@ class Injections:
         self._members, self._term, self._clock = members, term, clock
         # All that say that they are the member: none who comes later takes the place of one that is there.
         self._watchers: dict[str, list[Watcher]] = {}
-        self._told: list[_Told] = []
+        # By id, and the latest that are over.
+        self._active: dict[str, _Told] = {}
+        self._over: deque[_Told] = deque(maxlen=_REMEMBERED)
         # Ids, an empty one for all, and until when a member that was away may be under such a fault.
         self._cleared: dict[str, float] = {}
         self._number = 0
@@ -107,7 +108,7 @@ class Injections:
     def attach(self, name: str, watcher: Watcher) -> None:
         """A member watches; it is told of the faults meant for it until `detach`, and what was cleared meanwhile."""
         self._watchers.setdefault(name, []).append(watcher)
-        under = {told.fault.id for told in self._told if not told.over and name in told.names}
+        under = {id for id, told in self._active.items() if name in told.names}
         for fault_id, until_s in self._cleared.items():
             # One of that id, or any, that began since: it was there to be told.
             if watcher.takes and self._clock() < until_s and not (fault_id in under if fault_id else under):
@@ -166,12 +167,11 @@ class Injections:
             )
         if any(len(word) > _LONGEST_WORD for word in (fault.id, fault.rail)):
             raise FaultInvalid(f"an id or a rail is longer than {_LONGEST_WORD} characters.")
-        active = [told for told in self._told if not told.over]
-        if len(active) >= MOST_ACTIVE:
+        if len(self._active) >= MOST_ACTIVE:
             raise TooManyFaults(
-                f"{len(active)} faults are active, of {MOST_ACTIVE}; clear some, or let them end."
+                f"{len(self._active)} faults are active, of {MOST_ACTIVE}; clear some, or let them end."
             )
-        if fault.id in {told.fault.id for told in active}:
+        if fault.id in self._active:
             raise FaultInvalid(f"a fault {fault.id!r} is active already; clear it, or give another id.")
         watchers = [watcher for name in names for watcher in self._takers(name, fault)]
         if unknown := sorted(set(fault.peers) - set(self._members())):
@@ -183,7 +183,7 @@ class Injections:
             watcher.tell(pb.FaultOrder(begin=to_message(fault)))
         now_s = self._clock()
         told = _Told(fault=fault, names=names, at_s=now_s, until_s=now_s + fault.lasts_s)
-        self._told.append(told)
+        self._active[fault.id] = told
         self.counts[fault.kind] += 1
         # So that its end is logged when it comes, whoever looks.
         asyncio.get_running_loop().call_later(fault.lasts_s + _MOMENT_S, self._forget)
@@ -205,23 +205,22 @@ class Injections:
         now_s = self._clock()
         kept = {id: until_s for id, until_s in self._cleared.items() if until_s > now_s and id != fault_id}
         self._cleared = dict([*kept.items(), (fault_id, now_s + LONGEST_S + POINT_WAIT_S)][-_REMEMBERED:])
-        ended: list[str] = []
-        for told in self._told:
-            if not told.over and fault_id in ("", told.fault.id):
-                told.until_s = now_s
-                self._end(told, "cleared")
-                ended.append(told.fault.id)
+        ended = [id for id in self._active if fault_id in ("", id)]
+        for id in ended:
+            self._end(id, "cleared")
         return ended
 
     def known(self) -> list[Injection]:
         """Those that are active and the latest that are over, oldest first."""
         self._forget()
-        return [self._shown(told) for told in self._told]
+        told = sorted([*self._over, *self._active.values()], key=lambda told: told.at_s)
+        return [self._shown(each) for each in told]
 
     @property
     def active(self) -> int:
         """How many last."""
-        return sum(injection.active for injection in self.known())
+        self._forget()
+        return len(self._active)
 
     def _require_allowed(self) -> None:
         if not self.allowed:
@@ -246,9 +245,9 @@ class Injections:
             raise ChaosNotAllowed(f"{name} was not started with --allow-chaos.")
         if refusal := takes.refusal(fault):
             raise FaultInvalid(f"{name} {refusal}.")
-        for told in self._told:
+        for told in self._active.values():
             # Whoever ends one of them wakes the process from the other.
-            if fault.kind == "freeze" == told.fault.kind and not told.over and name in told.names:
+            if fault.kind == "freeze" == told.fault.kind and name in told.names:
                 raise FaultRefused(
                     f"{name} is under the freeze {told.fault.id} already; clear it, or let it end."
                 )
@@ -259,17 +258,15 @@ class Injections:
 
     def _forget(self) -> None:
         now_s, members = self._clock(), self._members()
-        for told in self._told:
-            if not told.over and (now_s >= told.until_s or not any(name in members for name in told.names)):
-                told.until_s = min(told.until_s, now_s)
-                self._end(told, "over")
-        over = [told for told in self._told if told.over]
-        forgotten = {id(told) for told in over[: max(0, len(over) - _REMEMBERED)]}
-        self._told = [told for told in self._told if id(told) not in forgotten]
+        for id, told in list(self._active.items()):
+            if now_s >= told.until_s or not any(name in members for name in told.names):
+                self._end(id, "over")
 
-    def _end(self, told: _Told, how: str) -> None:
-        told.over = True
-        log.warning("fault_ended id=%s kind=%s how=%s", told.fault.id, told.fault.kind, how)
+    def _end(self, id: str, how: str) -> None:
+        told = self._active.pop(id)
+        told.until_s = min(told.until_s, self._clock())
+        self._over.append(told)
+        log.warning("fault_ended id=%s kind=%s how=%s", id, told.fault.kind, how)
 
     def _shown(self, told: _Told) -> Injection:
         now_s, unix_s = self._clock(), time.time()
@@ -278,5 +275,5 @@ class Injections:
             names=told.names,
             began_s=unix_s - (now_s - told.at_s),
             ends_s=unix_s - (now_s - told.until_s),
-            remaining_s=0.0 if told.over else max(0.0, told.until_s - now_s),
+            remaining_s=max(0.0, told.until_s - now_s),
         )

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import functools
 import inspect
 import tomllib
 import typing
@@ -179,16 +180,14 @@ class Options:
 
 
 _T = TypeVar("_T", bound=Options)
-_declared: dict[type[Options], dict[str, Option]] = {}
 
 
+@functools.cache
 def options_of(kind: type[Options]) -> Mapping[str, Option]:
     """The options of a class by name, in the order of their declaration, those of its bases first."""
-    if kind not in _declared:
-        hints = typing.get_type_hints(kind)
-        found = (one for one in dataclasses.fields(kind) if "option" in one.metadata)
-        _declared[kind] = {one.name: _in_class(kind, one.name, hints[one.name]) for one in found}
-    return _declared[kind]
+    hints = typing.get_type_hints(kind)
+    found = (one for one in dataclasses.fields(kind) if "option" in one.metadata)
+    return {one.name: _in_class(kind, one.name, hints[one.name]) for one in found}
 
 
 def _in_class(kind: type[Options], name: str, hint: Any) -> Option:

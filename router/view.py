@@ -106,11 +106,6 @@ class View:
         member = self.member(name)
         return tuple(bitmap.pairs(bitmap.from_bytes(member.target), self.experts)) if member else ()
 
-    def serving_pairs(self, name: str) -> tuple[tuple[int, int], ...]:
-        """The (layer, expert) pairs that may be asked of a member; empty if it is none."""
-        member = self.member(name)
-        return tuple(bitmap.pairs(bitmap.from_bytes(member.serving), self.experts)) if member else ()
-
     def bitmap(self, pairs: tuple[tuple[int, int], ...] | list[tuple[int, int]]) -> bytes:
         """Wire form of a set of (layer, expert) pairs, as `RouterClient.loaded` takes it."""
         return bitmap.to_bytes(bitmap.of_pairs(pairs, self.experts), self.layers, self.experts)

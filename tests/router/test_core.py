@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from router.bitmap import from_bytes, pairs
 from router.core import step
 from router.events import Acked, Exited, Join, Refused, Renewed, Tick
 from router.moves import allowed_copies
@@ -123,9 +124,9 @@ def test_a_client_is_waited_for_like_a_worker_and_counts_as_none() -> None:
     told.join("expert")
     name = told.join("client")
     told.load_all()
-    assert view_of(told.config, told.state).member(name).state == "warming"
+    assert phase(told.state, told.state.members[name]) == "warming"
     told.ack(name)
-    assert view_of(told.config, told.state).member(name).state == "serving"
+    assert phase(told.state, told.state.members[name]) == "serving"
     acked = acked_by_all(told.state)
     told.load_all()
     told.join("expert")
@@ -152,7 +153,9 @@ def test_the_view_says_who_may_be_asked(replicas: int) -> None:
     for layer in range(2):
         for expert in range(3):
             named = {m.name for m in view.replicas(layer, expert)}
-            assert named == {m.name for m in view.members if (layer, expert) in view.serving_pairs(m.name)}
+            assert named == {
+                m.name for m in view.members if (layer, expert) in pairs(from_bytes(m.serving), view.experts)
+            }
             assert len(named) == replicas
     assert view.bitmap(view.target_pairs("expert/1")) == view.members[0].target
     assert view.members[0].serving_count == 6 * replicas // 2
