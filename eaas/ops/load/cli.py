@@ -122,14 +122,14 @@ def load(**given: Any) -> None:
     from eaas.ops.load.client import EndpointUnreachable
     from eaas.ops.load.report import is_clean
     from eaas.ops.load.session import AdminUnreachable, Session
-    from eaas.ops.load.show import Ticker, page, tables
+    from eaas.ops.load.show import page, progress, tables
 
     options = Options(**given)
     # Tables go where a pipe does not expect them when the report itself is printed.
     console = Console(stderr=str(options.json_file) == "-")
     with failing_on(AdminUnreachable, EndpointUnreachable, ValueError, OSError):
-        with Ticker(console) as ticker:
-            report, records = uvloop.run(Session(options, ticker).run())
+        with progress(console) as show:
+            report, records = uvloop.run(Session(options, show).run())
         console.print(tables(report))
         if options.json_file is not None:
             text = json.dumps(report)

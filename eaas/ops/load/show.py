@@ -1,11 +1,12 @@
 """A report for people: the same parts as tables on a terminal, and with charts as one HTML page that needs nothing else
-(inline SVG, light and dark). Pure, but for `Ticker`, the line that a terminal shows meanwhile.
+(inline SVG, light and dark). Pure, but for `progress`, the line that a terminal shows meanwhile.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -56,53 +57,44 @@ _LATENCIES = (
 _STYLES = {"": "", "good": "bold green", "bad": "bold red"}
 
 
-class Ticker:
-    """The line of progress; silent where nobody looks."""
+@contextmanager
+def progress(console: Console) -> Iterator[Callable[[str, Driver, Client], None]]:
+    """The line of progress: what is given shows the run as it is now. Silent where nobody looks."""
+    if not console.is_terminal:
+        yield lambda title, driver, client: None
+        return
+    before_s, before = 0.0, 0
+    with Live(console=console, transient=True, auto_refresh=False) as live:
 
-    def __init__(self, console: Console) -> None:
-        self._live = (
-            Live(console=console, transient=True, auto_refresh=False) if console.is_terminal else None
-        )
-        self._before = (0.0, 0)
+        def show(title: str, driver: Driver, client: Client) -> None:
+            nonlocal before_s, before
+            now_s, pieces = client.now_s, client.pieces
+            if now_s <= before_s or pieces < before:
+                before_s, before = 0.0, 0
+            rate = (pieces - before) / max(1e-3, now_s - before_s)
+            # A second's mean; the line is drawn more often than that.
+            if now_s - before_s >= 1.0:
+                before_s, before = now_s, pieces
+            text = Text(
+                f"{title}: {now_s:.0f} s, {len(driver.records)} sent, {driver.in_flight} in flight, "
+                f"{pieces} tokens, {rate:.0f}/s"
+            )
+            if driver.failed:
+                text.append(f", {driver.failed} failed", "bold red")
+            live.update(text, refresh=True)
 
-    def __enter__(self) -> Ticker:
-        if self._live is not None:
-            self._live.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self._live is not None:
-            self._live.stop()
-
-    def __call__(self, title: str, driver: Driver, client: Client) -> None:
-        """Show the run as it is now."""
-        if self._live is None:
-            return
-        (before_s, before), now_s = self._before, client.now_s
-        if now_s <= before_s or client.pieces < before:
-            before_s, before = 0.0, 0
-        rate = (client.pieces - before) / max(1e-3, now_s - before_s)
-        # A second's mean; the line is drawn more often than that.
-        if now_s - before_s >= 1.0:
-            self._before = now_s, client.pieces
-        text = Text(
-            f"{title}: {now_s:.0f} s, {len(driver.records)} sent, {driver.in_flight} in flight, "
-            f"{client.pieces} tokens, {rate:.0f}/s"
-        )
-        if driver.failed:
-            text.append(f", {driver.failed} failed", "bold red")
-        self._live.update(text, refresh=True)
+        yield show
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
-    """A part of the report. notes: lines, each with its mood, "good", "bad" or none. chart: made for the page alone."""
+    """A part of the report. notes: lines, each with its mood, "good", "bad" or none. chart: SVG, for the page alone."""
 
     title: str
     head: Sequence[str] = ()
     rows: Sequence[Sequence[str]] = ()
     notes: Sequence[tuple[str, str]] = ()
-    chart: Callable[[], str] | None = None
+    chart: str = ""
 
 
 def tables(report: Mapping[str, Any]) -> Group:
@@ -135,22 +127,18 @@ def page(report: Mapping[str, Any]) -> str:
     body = [f"<h1>Load on {escape(str(settings.get('endpoint', '')))}</h1><p>{escape(said)}</p>"]
     body.append(f'<div class="tiles">{tiles}</div>')
     for part in _parts(report):
-        body.append(f"<h2>{part.title}</h2>{part.chart() if part.chart else ''}")
+        body.append(f"<h2>{part.title}</h2>{part.chart}")
         body += [f'<p class="{mood}">{escape(text)}</p>' for text, mood in part.notes]
         if part.rows:
-            body.append(_table(part.head, part.rows))
+            cells = [("th", part.head), *(("td", row) for row in part.rows)]
+            lines = ("".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in row) for tag, row in cells)
+            body.append(f"<table><tr>{'</tr><tr>'.join(lines)}</tr></table>")
     text = "\n".join(body)
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1"><title>Load report</title>'
         f"<style>{_STYLE}</style></head><body>\n{text}\n</body></html>\n"
     )
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    top = "".join(f"<th>{escape(text)}</th>" for text in head)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table><tr>{top}</tr>{body}</table>"
 
 
 def number(value: float) -> str:
@@ -168,14 +156,14 @@ def _figures(report: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
         if limit is not None
     )
     kinds = ", ".join(f"{count} {kind}" for kind, count in summary["errors"].items())
+    kept = f"with {limits}" if limits else "(no limit was given: every success counts)"
     found = [
         ("tokens/s", number(summary["tokens_per_s"]), f"{summary['output_tokens']} output tokens", ""),
         ("requests/s", number(summary["requests_per_s"]), f"{requests} in {summary['duration_s']:.1f} s", ""),
         (
             "goodput, requests/s",
             number(summary["goodput"]),
-            f"{summary['good']} of {requests} "
-            + (f"with {limits}" if limits else "(no limit was given: every success counts)"),
+            f"{summary['good']} of {requests} {kept}",
             "",
         ),
         *(
@@ -183,84 +171,52 @@ def _figures(report: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
             for name, key in (("TTFT", "ttft_s"), ("ITL", "itl_s"))
             if summary[key]
         ),
-        (
-            "failed",
-            str(summary["failed"]),
-            f"of {requests}" + (f": {kinds}" if kinds else ""),
-            _mood(summary["failed"]),
-        ),
     ]
+    failures = f"of {requests}" + (f": {kinds}" if kinds else "")
+    counts = [("failed", summary["failed"], failures)]
     if verdict is not None:
         compared = f"{verdict['compared']} compared with the reference, {verdict['unmatched']} not"
-        found += [
-            (name, str(verdict[key]), compared, _mood(verdict[key]))
-            for name, key in (
-                ("tokens lost", "lost"),
-                ("tokens repeated", "repeated"),
-                ("streams changed", "changed"),
-            )
-        ]
+        named = (("tokens lost", "lost"), ("tokens repeated", "repeated"), ("streams changed", "changed"))
+        counts += [(name, verdict[key], compared) for name, key in named]
+    found += [(name, str(count), detail, "bad" if count else "good") for name, count, detail in counts]
     if cpu_us is not None:
         found.append(("this client", f"{cpu_us:.0f} µs", "of CPU for each token", ""))
     return found
 
 
-def _mood(count: int) -> str:
-    return "bad" if count else "good"
-
-
 def _parts(report: Mapping[str, Any]) -> list[_Part]:
-    chaos, sweep, rows = report.get("chaos"), report["sweep"], report["expert_rows"]
-    parts = [_Part(title="Output tokens per second", chart=lambda: _throughput(report))]
-    if chaos is not None:
+    summary, sweep, rows = report["summary"], report["sweep"], report["expert_rows"]
+    parts = [_Part(title="Output tokens per second", chart=_throughput(report))]
+    if chaos := report.get("chaos"):
         parts.append(_faults(chaos))
-    parts.append(
-        _Part(
-            title="Latency",
-            head=("", "mean", "p50", "p95", "p99", "longest"),
-            rows=[
-                [name, *(seconds(found[word]) for word in ("mean", "p50", "p95", "p99", "most"))]
-                for name, key in _LATENCIES
-                if (found := report["summary"][key])
-            ],
-        )
-    )
-    parts += [
-        _Part(title=title, chart=lambda bins=report[key]: _histogram(bins))
-        for title, key in (
-            ("Time to first token", "ttft_histogram"),
-            ("Time between tokens", "itl_histogram"),
-        )
-        if report[key]
+    latencies = [
+        [name, *(seconds(summary[key][word]) for word in ("mean", "p50", "p95", "p99", "most"))]
+        for name, key in _LATENCIES
+        if summary[key]
     ]
+    parts.append(_Part(title="Latency", head=("", "mean", "p50", "p95", "p99", "longest"), rows=latencies))
+    for title, key in (("Time to first token", "ttft_histogram"), ("Time between tokens", "itl_histogram")):
+        if report[key]:
+            parts.append(_Part(title=title, chart=_histogram(report[key])))
     if sweep:
-        ordered = sorted(sweep, key=lambda point: point["rate"])
+        points = sorted(sweep, key=lambda point: point["rate"])
+        tried = [[f"{p['rate']:.3g}", f"{p['goodput']:.3g}", "yes" if p["kept"] else "no"] for p in points]
+        title = f"Goodput by rate; knee: {report['settings'].get('rate', '?')} requests/s"
         parts.append(
-            _Part(
-                title=f"Goodput by rate; knee: {report['settings'].get('rate', '?')} requests/s",
-                head=("requests/s", "goodput", "kept"),
-                rows=[
-                    [f"{p['rate']:.3g}", f"{p['goodput']:.3g}", "yes" if p["kept"] else "no"] for p in ordered
-                ],
-                chart=lambda: _sweep(ordered),
-            )
+            _Part(title=title, head=("requests/s", "goodput", "kept"), rows=tried, chart=_sweep(points))
         )
     if report["servers"]:
-        parts.append(_Part(title="Rows per second of each expert server", chart=lambda: _servers(report)))
+        parts.append(_Part(title="Rows per second of each expert server", chart=_servers(report)))
     if any(any(layer) for layer in rows) or report["expert_rows_note"]:
         notes = [(report["expert_rows_note"], "")] if report["expert_rows_note"] else []
-        parts.append(
-            _Part(title="Rows of each expert", notes=notes, chart=lambda: _experts(rows) if rows else "")
-        )
+        parts.append(_Part(title="Rows of each expert", notes=notes, chart=_experts(rows) if rows else ""))
     if differences := report.get("verdict", {}).get("differences", ()):
+        words = ("prompt", "kind", "at", "tokens", "text")
         parts.append(
             _Part(
                 title="First differences from the reference",
                 head=("request", "kind", "at character", "tokens", "found"),
-                rows=[
-                    [str(one[word]) for word in ("prompt", "kind", "at", "tokens", "text")]
-                    for one in differences
-                ],
+                rows=[[str(one[word]) for word in words] for one in differences],
             )
         )
     return parts
@@ -327,10 +283,10 @@ class _Chart:
                 f'<text x="{self.x(tick):.1f}" y="{_HEIGHT - _BOTTOM + 16}" text-anchor="middle">{x_text(tick)}</text>'
             )
 
-    def line(self, points: Sequence[tuple[float, float]], kind: str, more: str = "", name: str = "") -> None:
+    def line(self, points: Sequence[tuple[float, float]], kind: str, name: str = "") -> None:
         path = "L".join(f"{self.x(x):.1f} {self.y(y):.1f}" for x, y in points)
         if path:
-            self.add(f'<path class="{kind}" d="M{path}"{more}><title>{escape(name)}</title></path>')
+            self.add(f'<path {kind} d="M{path}"><title>{escape(name)}</title></path>')
 
     def mark_faults(self, report: Mapping[str, Any]) -> None:
         bottom = _HEIGHT - _BOTTOM
@@ -352,17 +308,43 @@ class _Chart:
         )
 
 
-def _throughput(report: Mapping[str, Any]) -> str:
-    found = report["throughput"]
-    step, rates = found["step_s"], found["tokens_per_s"]
-    calm = found.get("reference_tokens_per_s", ())
-    chart = _Chart(len(rates) * step, max([*rates, *calm], default=0), "output tokens per second over time")
+def _over_time(
+    report: Mapping[str, Any], label: str, series: Sequence[tuple[str, str, Sequence[tuple[float, float]]]]
+) -> str:
+    """Curves over time, each (class and attributes of its path, name, points), with the faults of the run."""
+    points = [point for _, _, one in series for point in one]
+    over_s = report["throughput"]["step_s"] * len(report["throughput"]["tokens_per_s"])
+    chart = _Chart(max([over_s, *(x for x, _ in points)]), max((y for _, y in points), default=0), label)
     chart.mark_faults(report)
     chart.axes(lambda tick: f"{tick:g} s")
-    chart.line([((n + 0.5) * step, rate) for n, rate in enumerate(calm)], "ref")
-    chart.line([((n + 0.5) * step, rate) for n, rate in enumerate(rates)], "run")
+    for kind, name, one in series:
+        chart.line(one, kind, name)
+    return chart.svg()
+
+
+def _throughput(report: Mapping[str, Any]) -> str:
+    found = report["throughput"]
+    step, calm = found["step_s"], found.get("reference_tokens_per_s", ())
+    curves = [
+        (kind, "", [((n + 0.5) * step, rate) for n, rate in enumerate(rates)])
+        for kind, rates in (('class="ref"', calm), ('class="run"', found["tokens_per_s"]))
+    ]
     note = f"<p>Each point is a mean over {step:g} s{'; dashed: the same requests without faults' if calm else ''}.</p>"
-    return chart.svg() + note
+    return _over_time(report, "output tokens per second over time", curves) + note
+
+
+def _servers(report: Mapping[str, Any]) -> str:
+    curves: list[tuple[str, str, Sequence[tuple[float, float]]]] = []
+    keys: list[str] = []
+    for place, (name, one) in enumerate(sorted(report["servers"].items())):
+        hue = f"hsl({place * 137 % 360} 62% 52%)"
+        points = list(zip(one["at_s"], one["rows_per_s"], strict=True))
+        curves.append((f'class="run" style="stroke:{hue}"', name, points))
+        keys.append(f'<span style="color:{hue}">&#9632;</span> {escape(name)}')
+    return (
+        _over_time(report, "rows per second of each expert server", curves)
+        + f"<p>{' &nbsp; '.join(keys)}</p>"
+    )
 
 
 def _histogram(bins: Sequence[Sequence[float]]) -> str:
@@ -383,7 +365,7 @@ def _histogram(bins: Sequence[Sequence[float]]) -> str:
 def _sweep(points: Sequence[Mapping[str, Any]]) -> str:
     chart = _Chart(points[-1]["rate"] * 1.05, max(p["goodput"] for p in points), "goodput by rate")
     chart.axes(lambda tick: f"{tick:g}/s")
-    chart.line([(point["rate"], point["goodput"]) for point in points], "ref")
+    chart.line([(point["rate"], point["goodput"]) for point in points], 'class="ref"')
     for point in points:
         kind = "dot" if point["kept"] else "dot broke"
         chart.add(
@@ -391,23 +373,6 @@ def _sweep(points: Sequence[Mapping[str, Any]]) -> str:
             f"<title>{point['rate']:.3g} requests/s: {point['goodput']:.3g} good</title></circle>"
         )
     return chart.svg()
-
-
-def _servers(report: Mapping[str, Any]) -> str:
-    servers, found = report["servers"], report["throughput"]
-    over_s = found["step_s"] * len(found["tokens_per_s"])
-    most_x = max([over_s, *(at for one in servers.values() for at in one["at_s"])])
-    most_y = max([rows for one in servers.values() for rows in one["rows_per_s"]], default=1.0)
-    chart = _Chart(most_x, most_y, "rows per second of each expert server")
-    chart.mark_faults(report)
-    chart.axes(lambda tick: f"{tick:g} s")
-    keys: list[str] = []
-    for place, (name, one) in enumerate(sorted(servers.items())):
-        hue = f"hsl({place * 137 % 360} 62% 52%)"
-        points = list(zip(one["at_s"], one["rows_per_s"], strict=True))
-        chart.line(points, "run", f' style="stroke:{hue}"', name)
-        keys.append(f'<span style="color:{hue}">&#9632;</span> {escape(name)}')
-    return chart.svg() + f"<p>{' &nbsp; '.join(keys)}</p>"
 
 
 def _experts(layers: Sequence[Sequence[int]]) -> str:
