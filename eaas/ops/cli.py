@@ -301,7 +301,7 @@ def doctor(as_json: Json = False) -> None:
 
     findings = examine()
     if as_json:
-        print(json.dumps([finding.as_dict() for finding in findings]))
+        print(json.dumps([dataclasses.asdict(finding) for finding in findings]))
     else:
         console.print(report_table(findings))
     raise typer.Exit(0 if all(finding.usable or not finding.required for finding in findings) else 1)

@@ -80,17 +80,12 @@ def make_certs(
         )
 
     def usage(*, signs_certificates: bool) -> x509.KeyUsage:
-        return x509.KeyUsage(
-            digital_signature=not signs_certificates,
-            key_cert_sign=signs_certificates,
-            crl_sign=signs_certificates,
-            content_commitment=False,
-            key_encipherment=False,
-            data_encipherment=False,
-            key_agreement=False,
-            encipher_only=False,
-            decipher_only=False,
+        names = (
+            *("digital_signature", "content_commitment", "key_encipherment", "data_encipherment"),
+            *("key_agreement", "key_cert_sign", "crl_sign", "encipher_only", "decipher_only"),
         )
+        allowed = ("key_cert_sign", "crl_sign") if signs_certificates else ("digital_signature",)
+        return x509.KeyUsage(**{name: name in allowed for name in names})
 
     def named(text: str) -> x509.Name:
         return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, text)])

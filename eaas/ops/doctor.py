@@ -8,9 +8,8 @@ import os
 import platform
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 
@@ -41,34 +40,25 @@ class Finding:
     found: str
     required: bool = False
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data, for `--json`."""
-        return asdict(self)
-
 
 def examine() -> list[Finding]:
     """Look at everything that serving on this host depends on."""
-    return [*_host(), *_native(), *_transports(), *_accelerators()]
+    return [*_host(), *_native(), *_transports(), *_gpus(), _triton(), _torch()]
 
 
 def _host() -> list[Finding]:
     cores = sorted(os.sched_getaffinity(0))
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     linux = platform.system() == "Linux"
+    busy = os.getloadavg()[0]
+    said = "quiet" if busy < 0.3 * len(cores) else "busy, so the times below are those of a busy machine"
     return [
         Finding("operating system", linux, platform.platform(), required=True),
         Finding("python", True, platform.python_version(), required=True),
         Finding("CPU cores", bool(cores), f"{len(cores)}: {', '.join(map(str, cores))}", required=True),
-        Finding("other work", True, _other_work(len(cores))),
+        Finding("other work", True, f"load average {busy:.1f} on {len(cores)} cores: {said}"),
         Finding("memory", True, f"{memory_bytes / 2**30:.1f} GiB", required=True),
     ]
-
-
-def _other_work(cores: int) -> str:
-    busy = os.getloadavg()[0]
-    if busy < 0.3 * cores:
-        return f"load average {busy:.1f}: quiet"
-    return f"load average {busy:.1f} on {cores} cores: busy, so the times below are those of a busy machine"
 
 
 def _native() -> list[Finding]:
@@ -131,10 +121,6 @@ def _state(device: Path) -> str:
 
 def _names(folder: Path) -> list[str]:
     return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
-
-
-def _accelerators() -> list[Finding]:
-    return [*_gpus(), _triton(), _torch()]
 
 
 def _gpus() -> list[Finding]:

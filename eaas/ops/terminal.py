@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -50,12 +49,6 @@ def table(
     for row in rows:
         made.add_row(*row)
     return made
-
-
-def takes_fields_of(options: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a verb that takes keywords the fields of a dataclass as its parameters, for typer to read."""
-    hints = get_type_hints(options, include_extras=True)
-    return takes({one.name: (hints[one.name], one.default) for one in dataclasses.fields(options)})
 
 
 def takes(parameters: Mapping[str, tuple[Any, Any]]) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -21,7 +21,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from functools import cache
 from importlib import resources
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 from fastapi import FastAPI
@@ -30,16 +30,15 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from eaas.gateway import errors
-from eaas.gateway.config import GatewayConfig
 from eaas.gateway.dashboard import board as model
 from eaas.gateway.dashboard.board import WARN, Board, GatewayFacts, Heat, many
 from eaas.gateway.dashboard.compose import Past, Reading, board_of
 from eaas.gateway.dashboard.heat import Flow, heat_of
 from eaas.gateway.dashboard.history import ClusterSnapshot, History, follow, learn
-from eaas.gateway.metrics import GatewayMetrics
-from eaas.gateway.pool import WorkerPool
-from eaas.gateway.served_model import ServedModel
 from router.view import View
+
+if TYPE_CHECKING:
+    from eaas.gateway.gateway import Gateway
 
 log = logging.getLogger(__name__)
 
@@ -51,27 +50,10 @@ BEAT_S = 5.0
 MOST_LISTENERS = 16
 
 
-class Watched(Protocol):
-    """What the dashboard reads of its gateway."""
-
-    config: GatewayConfig
-    metrics: GatewayMetrics
-    model: ServedModel
-    version: str
-    running: int
-    draining: bool
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def pool(self) -> WorkerPool: ...
-
-
 class Dashboard:
     """Everything on the event loop, but for the calls of `look`."""
 
-    def __init__(self, gateway: Watched, look: Callable[[], ClusterSnapshot]) -> None:
+    def __init__(self, gateway: Gateway, look: Callable[[], ClusterSnapshot]) -> None:
         """Args: look: asks the router; blocks shortly, so it is called on another thread."""
         self._gateway = gateway
         self._look = look
@@ -250,19 +232,10 @@ class Dashboard:
         self._went_on = went_on
 
 
-class Showing(Protocol):
-    """A gateway that has a dashboard."""
-
-    dashboard: Dashboard
-
-
-def add_routes(app: FastAPI, gateway: Showing) -> None:
+def add_routes(app: FastAPI, gateway: Gateway) -> None:
     """Serve the page and its events under ``app``."""
-    for path, route in (
-        ("/dashboard", gateway.dashboard.page),
-        ("/dashboard/events", gateway.dashboard.events),
-    ):
-        app.add_api_route(path, route, methods=["GET"], response_model=None)
+    app.add_api_route("/dashboard", gateway.dashboard.page, methods=["GET"], response_model=None)
+    app.add_api_route("/dashboard/events", gateway.dashboard.events, methods=["GET"], response_model=None)
 
 
 class _Events(StreamingResponse):

@@ -8,13 +8,13 @@ to add up to what that server itself reports.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from eaas.gateway.dashboard.board import LOST, Heat, Server
-from eaas.gateway.dashboard.history import SHOWN_S, ClusterSnapshot, History, Lost
+from eaas.gateway.dashboard.history import SHOWN_S, ClusterSnapshot, History
 from router import bitmap
 from router.view import EXPERT, Member, View
 
@@ -104,7 +104,14 @@ def heat_of(view: View, flow: Flow, history: History, now_s: float, elapsed_s: f
     servers = [_server(view, member, loads.get(member.name), flow, history) for member in members]
     present = {member.name for member in members}
     servers += [
-        _lost_server(view, lost)
+        replace(
+            # It had the same experts, and computes nothing any more.
+            _server(view, replace(lost.member, load={}), None, Flow(), History()),
+            state=LOST,
+            since_s=lost.at_s,
+            gone_reason=lost.reason,
+            replacement=lost.replacement,
+        )
         for lost in history.lost
         # For as long as nobody serves in its place, and then as a memory.
         if lost.member.pool == EXPERT
@@ -144,21 +151,4 @@ def _server(view: View, member: Member, load: NDArray | None, flow: Flow, histor
         held=tuple(held),
         rows=tuple(round(rows * scale, 1) for rows in layers),
         marks=tuple(mark.kind if mark else "" for mark in marks),
-    )
-
-
-def _lost_server(view: View, lost: Lost) -> Server:
-    held = bitmap.by_layer(bitmap.from_bytes(lost.member.serving), view.layers, view.experts)
-    return Server(
-        name=lost.member.name,
-        state=LOST,
-        experts=sum(held),
-        rows_per_s=0.0,
-        busy=None,
-        held=tuple(held),
-        rows=(0.0,) * view.layers,
-        marks=("",) * view.layers,
-        since_s=lost.at_s,
-        gone_reason=lost.reason,
-        replacement=lost.replacement,
     )

@@ -19,7 +19,7 @@ def run_plan(
     plan: Plan,
     url: str | Injector,
     *,
-    on_event: Callable[[FaultEvent], None] = lambda event: None,
+    on_event: Callable[[FaultEvent], object] = lambda event: None,
     stop: threading.Event | None = None,
 ) -> list[FaultEvent]:
     """Inject the faults of a plan when they are due, and wait until the last is over.
@@ -57,7 +57,7 @@ def targets_of(plan: Plan, number: int, step: Step, injector: Injector) -> list[
 
 
 class _Run:
-    def __init__(self, injector: Injector, plan: Plan, on_event: Callable[[FaultEvent], None]) -> None:
+    def __init__(self, injector: Injector, plan: Plan, on_event: Callable[[FaultEvent], object]) -> None:
         self.injector = injector
         self.events: list[FaultEvent] = []
         self._plan, self._on_event = plan, on_event

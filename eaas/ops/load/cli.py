@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from rich.console import Console
 
-from eaas.ops.terminal import DEFAULT_URL, failing_on, takes_fields_of
+from eaas.ops.terminal import DEFAULT_URL, failing_on, takes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,10 @@ class Options:
     ] = None
 
 
-@takes_fields_of(Options)
+_HINTS = get_type_hints(Options, include_extras=True)
+
+
+@takes({one.name: (_HINTS[one.name], one.default) for one in fields(Options)})
 def load(**given: Any) -> None:
     """Load an OpenAI-compatible endpoint and measure what its clients get, with faults on a time line if wanted.
 

@@ -209,8 +209,15 @@ def differences_of(record: StreamRecord, expected: StreamRecord) -> list[Differe
             if left_wanted and not record.failed:
                 tell("lost", here, there, left_wanted)
             break
-        again = _best_repeat(found, here, wanted, there, goes_on)
-        gone = _best_loss(found, here, wanted, there, goes_on)
+        # What has just come and comes again, or a gap in what was wanted: whichever explains `found` best.
+        repeats = range(1, min(here, left_found) + 1)
+        again, gone = (
+            _best(found, here, wanted, there, goes_on, skips)
+            for skips in (
+                ((n, 0) for n in repeats if found[here - n : here] == found[here : here + n]),
+                ((0, n) for n in range(1, left_wanted) if found[here] == wanted[there + n]),
+            )
+        )
         if max(again[0], gone[0]) < 0:
             tell("changed", here, there)
             break
@@ -253,23 +260,15 @@ def _onward(found: Sequence[str], here: int, wanted: Sequence[str], there: int, 
     return same if both_end or same >= goes_on else -1
 
 
-def _best_repeat(
-    found: Sequence[str], here: int, wanted: Sequence[str], there: int, goes_on: int
+def _best(
+    found: Sequence[str],
+    here: int,
+    wanted: Sequence[str],
+    there: int,
+    goes_on: int,
+    skips: Iterable[tuple[int, int]],
 ) -> tuple[int, int]:
-    """The repetition of what has just come that explains `found` best: (agreement after it, its length)."""
-    best = (-1, 0)
-    for size in range(1, min(here, len(found) - here) + 1):
-        if found[here - size : here] == found[here : here + size]:
-            best = max(best, (_onward(found, here + size, wanted, there, goes_on), -size))
-    return best[0], -best[1]
-
-
-def _best_loss(
-    found: Sequence[str], here: int, wanted: Sequence[str], there: int, goes_on: int
-) -> tuple[int, int]:
-    """The gap in `wanted` that explains `found` best: (agreement after it, its length)."""
-    best = (-1, 0)
-    for size in range(1, len(wanted) - there):
-        if found[here] == wanted[there + size]:
-            best = max(best, (_onward(found, here, wanted, there + size, goes_on), -size))
-    return best[0], -best[1]
+    """Of ways to skip so many in `found` and in `wanted`: how far both agree after the best, and how many it skips."""
+    ways = ((_onward(found, here + a, wanted, there + b, goes_on), -a - b) for a, b in skips)
+    agreement, skipped = max(ways, default=(-1, 0))
+    return agreement, -skipped
