@@ -22,6 +22,7 @@ log = logging.getLogger("eaas.attention")
 
 COVER_POLL_S = 0.01
 WANTED_POLL_S = 1.0
+ROUTED_S = 1.0
 
 
 class StartFailed(Exception):
@@ -59,6 +60,7 @@ class Placement:
         self._obsolete_s, self._on_obsolete = obsolete_s, on_obsolete
         self._gone_since_s: float | None = None
         self._acked = 0
+        self._routed_s = time.monotonic()
 
     @property
     def numerics_class(self) -> str:
@@ -81,6 +83,17 @@ class Placement:
         if epoch != self._acked:
             self._acked = epoch
             self._router.ack(epoch)
+
+    def tell_routed(self) -> bool:
+        """Tell the router of the rows sent to each expert, if it was not in the last second; whether it was told."""
+        now_s = time.monotonic()
+        if now_s - self._routed_s < ROUTED_S:
+            return False
+        self._routed_s = now_s
+        rows, activated = self._client.take_routed()
+        if rows.any():
+            self._router.routed(rows, activated)
+        return True
 
     def judge(self) -> None:
         """Give the class up if it has been gone for too long. To be called from time to time."""

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from eaas.placement import Placement, StartFailed
 from experts.client import ExpertClient
-from experts.model import ConfigInvalid, Dtype, ExpertShape
+from experts.model import Dtype, ExpertShape
 from p2p.endpoint import P2PError
 from p2p.transport import TransportChoice
 from router.client import JoinRefused, RouterClient, RouterUnavailable
@@ -32,7 +32,6 @@ START_S = 60.0
 LEAVE_S = 0.2
 _TOLD_S = 2.0
 LEASE_POLL_S = 0.005
-ROUTED_S = 1.0
 # 1,024 rows of 7,168 bfloat16 are 14 MB, which go in chunks that fit the windows.
 MOST_ROWS = 1024
 _CPU = "cpu"
@@ -49,7 +48,8 @@ class ExpertPool:
 
     Attributes:
         shape: Of the experts.
-        dtype: That the pool computes in.
+        router: Address of the pool's router.
+        transport: How rows travel.
         credentials: What this process proves itself with; None: nothing.
     """
 
@@ -84,7 +84,7 @@ class ExpertPool:
             raise ConnectFailed(str(error)) from error
         self.shape = shape
         self.deadline_s = deadline_s
-        self._router, self._fingerprint, self._transport = router, fingerprint, transport
+        self.router, self.transport, self._fingerprint = router, transport, fingerprint
         self._lock = threading.Lock()
         self._closed = False
         self._session = _Session(self, start_s)
@@ -93,11 +93,6 @@ class ExpertPool:
     def dtype(self) -> Dtype:
         """That the pool computes in."""
         return self._session.dtype
-
-    @property
-    def router(self) -> str:
-        """Its address."""
-        return self._router
 
     def exchange(
         self, layer: int, rows: Rows, ids: NDArray[np.uint16], weights: NDArray[np.float32]
@@ -141,10 +136,6 @@ class ExpertPool:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def open_router(self) -> RouterClient:
-        """A connection to the router."""
-        return RouterClient(self._router, self.credentials)
-
     def check(self, view: View, start_s: float) -> str:
         """Compare the pool with what this model needs; the numerics class that it computes in.
 
@@ -155,48 +146,41 @@ class ExpertPool:
         servers = [member for member in view.pool(EXPERT) if member.numerics_class]
         if not servers:
             raise ConnectFailed(
-                f"The router at {self._router} knows no expert server after {start_s:g} s. Start some: eaas pool MODEL."
+                f"The router at {self.router} knows no expert server after {start_s:g} s. Start some: eaas pool MODEL."
             )
         if (view.layers, view.experts) != (shape.layers, shape.experts):
             raise ConnectFailed(
-                f"The pool at {self._router} serves {view.layers} layers of {view.experts} experts, this model has"
+                f"The pool at {self.router} serves {view.layers} layers of {view.experts} experts, this model has"
                 f" {shape.layers} of {shape.experts}. Start a pool from this model's checkpoint."
             )
         if self._fingerprint and view.model_hash and self._fingerprint != view.model_hash:
             raise ConnectFailed(
-                f"The pool at {self._router} serves the checkpoint {view.model_hash[:16]}, this model was loaded from"
+                f"The pool at {self.router} serves the checkpoint {view.model_hash[:16]}, this model was loaded from"
                 f" {self._fingerprint[:16]}. Start the pool and load the model from the same folder."
             )
         found = [member.numerics_class for member in servers]
         usable = [name for name in found if carrier_of(name) == _CPU]
         if not usable:
             raise ConnectFailed(
-                f"The pool at {self._router} computes as {found[0]}, whose windows lie on a GPU; connect to a pool of"
+                f"The pool at {self.router} computes as {found[0]}, whose windows lie on a GPU; connect to a pool of"
                 " CPU servers."
             )
         # Of several classes one that has every expert, where there is such a one already.
         whole = covering(view)
         return next((name for name in usable if name in whole), usable[0])
 
-    @property
-    def transport(self) -> TransportChoice:
-        """How rows travel."""
-        return TransportChoice.parse(self._transport)
-
     def _live_session(self) -> _Session:
         with self._lock:
             if self._closed:
                 raise ConnectFailed("The connection to the expert pool was closed; connect again.")
             end_s = time.monotonic() + self.deadline_s
-            while not self._session.holds_lease():
+            while not self._session.router.lease_held():
                 if self._session.fenced.is_set():
-                    log.warning("joining_anew router=%s", self._router)
+                    log.warning("joining_anew router=%s", self.router)
                     self._session.close()
                     self._session = _Session(self, self.deadline_s)
                 elif time.monotonic() > end_s:
-                    raise ConnectFailed(
-                        f"No word from the router at {self._router} since this process slept."
-                    )
+                    raise ConnectFailed(f"No word from the router at {self.router} since this process slept.")
                 else:
                     time.sleep(LEASE_POLL_S)
             return self._session
@@ -210,29 +194,21 @@ class _Session:
         self._ended = threading.Event()
         self._lock = threading.Lock()
         self._running = 0
-        self._routed_s = time.monotonic()
         with contextlib.ExitStack() as closing:
             try:
                 self._open(pool, start_s, closing)
-            except (
-                ConfigInvalid,
-                JoinRefused,
-                P2PError,
-                RouterUnavailable,
-                StartFailed,
-                ValueError,
-            ) as error:
+            except (JoinRefused, P2PError, RouterUnavailable, StartFailed, ValueError) as error:
                 raise ConnectFailed(f"The expert pool at {pool.router} cannot be joined: {error}") from error
             self._closing = closing.pop_all()
 
     def _open(self, pool: ExpertPool, start_s: float, closing: contextlib.ExitStack) -> None:
-        router = self._router = pool.open_router()
+        router = self.router = RouterClient(pool.router, pool.credentials)
         closing.callback(router.close)
         identity, view, found = _join(router, pool, start_s)
         self.dtype = Dtype.of_class(found)
         shape = pool.shape
         closing.callback(self._leave)
-        endpoint = pool.transport.opener()(identity.name, identity.incarnation, 1)
+        endpoint = TransportChoice.parse(pool.transport).opener()(identity.name, identity.incarnation, 1)
         closing.callback(endpoint.close)
         self.client = ExpertClient(
             endpoint=endpoint,
@@ -246,7 +222,7 @@ class _Session:
             credentials=pool.credentials,
         )
         closing.callback(self.client.close)
-        placement = Placement(router, self.client, found)
+        placement = self._placement = Placement(router, self.client, found)
         router.start(on_view=placement.apply, load=self._load, on_fenced=lambda reason: self.fenced.set())
         placement.wait(start_s, self._ended)
         log.info("pool_joined router=%s name=%s class=%s", pool.router, identity.name, found)
@@ -262,10 +238,6 @@ class _Session:
             with self._lock:
                 self._running -= 1
 
-    def holds_lease(self) -> bool:
-        """Whether what the router said last still counts."""
-        return self._router.lease_held()
-
     def close(self) -> None:
         """Leave, and give back all that is held."""
         self._ended.set()
@@ -273,7 +245,7 @@ class _Session:
 
     def _leave(self) -> None:
         try:
-            self._router.leave(timeout_s=LEAVE_S)
+            self.router.leave(timeout_s=LEAVE_S)
         except RouterUnavailable as error:
             log.info("leave_failed reason=%s", error)
 
@@ -281,12 +253,7 @@ class _Session:
         """What goes with each renewal: calls that run, the pace of servers, and about once a second what was sent to
         which expert.
         """
-        now_s = time.monotonic()
-        if now_s - self._routed_s >= ROUTED_S:
-            self._routed_s = now_s
-            rows, activated = self.client.take_routed()
-            if rows.any():
-                self._router.routed(rows, activated)
+        self._placement.tell_routed()
         return {"running": float(self._running), **self.client.load()}
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from eaas.model.spec import ModelSpec, MoeSpec, QkNorm, positive, rope_of
 from experts.model import ConfigInvalid, Dtype, ExpertShape, UnknownArchitecture
@@ -97,11 +97,8 @@ def spec_of(config: Mapping[str, Any], generation: Mapping[str, Any] | None = No
         raise ConfigInvalid(
             f"The checkpoint is quantized ({method}); bfloat16, float16 or float32 weights are needed."
         )
-    layers, hidden, q_heads = (
-        _count(config, "num_hidden_layers"),
-        shape.hidden,
-        _count(config, "num_attention_heads"),
-    )
+    layers, hidden = _count(config, "num_hidden_layers"), shape.hidden
+    q_heads = _count(config, "num_attention_heads")
     kv_heads = q_heads if config.get("num_key_value_heads") is None else _count(config, "num_key_value_heads")
     head_dim = _head_dim(config, family, hidden, q_heads)
     max_model_len = _count(config, "max_position_embeddings", family.max_model_len)
@@ -149,8 +146,7 @@ def unknown_fields(config: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class TensorPlan:
+class TensorPlan(NamedTuple):
     """One tensor that the attention worker needs."""
 
     name: str
@@ -166,14 +162,14 @@ def tensors_of(spec: ModelSpec) -> dict[str, TensorPlan]:
     "L.shared_up_proj", "L.shared_down_proj", "L.shared_gate"; dense layers "L.dense_gate_proj",
     "L.dense_up_proj", "L.dense_down_proj".
     """
-    table = {"embed": TensorPlan(name="model.embed_tokens.weight", shape=(spec.vocab, spec.hidden))}
+    table = {"embed": TensorPlan("model.embed_tokens.weight", (spec.vocab, spec.hidden))}
     for layer in range(spec.layers):
         parts = _attention(spec) | (_dense(spec) if layer in spec.moe.dense_layers else _moe(spec))
         for role, (name, shape) in parts.items():
-            table[f"{layer}.{role}"] = TensorPlan(name=f"model.layers.{layer}.{name}", shape=shape)
-    table["final_norm"] = TensorPlan(name="model.norm.weight", shape=(spec.hidden,))
+            table[f"{layer}.{role}"] = TensorPlan(f"model.layers.{layer}.{name}", shape)
+    table["final_norm"] = TensorPlan("model.norm.weight", (spec.hidden,))
     if not spec.tie_embeddings:
-        table["head"] = TensorPlan(name="lm_head.weight", shape=(spec.vocab, spec.hidden))
+        table["head"] = TensorPlan("lm_head.weight", (spec.vocab, spec.hidden))
     return table
 
 

@@ -21,7 +21,7 @@ from experts.checkpoint import Checkpoint, CheckpointInvalid
 log = logging.getLogger(__name__)
 
 _SERVED_DTYPES = ("BF16", "F16", "F32")
-_JSON_LIMIT_BYTES = 16 << 20
+_JSON_LIMIT_BYTES = 64 << 20
 DEMO = "demo"
 _DEMO_FOLDER = Path(__file__).resolve().parent.parent / "demo_model"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -70,7 +70,7 @@ def load_spec(checkpoint: Checkpoint) -> ModelSpec:
         ConfigInvalid: a field is missing, makes no sense, or asks for what is not served.
         CheckpointInvalid: generation_config.json is unreadable.
     """
-    spec = spec_of(checkpoint.config, _generation_config(checkpoint.directory))
+    spec = spec_of(checkpoint.config, read_object(checkpoint.directory / "generation_config.json"))
     unknown = unknown_fields(checkpoint.config)
     if unknown:
         log.warning("config_fields_ignored fields=%s", ",".join(unknown))
@@ -107,8 +107,12 @@ def load_weights(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, np.ndarra
     return weights
 
 
-def _generation_config(directory: Path) -> dict[str, Any] | None:
-    path = directory / "generation_config.json"
+def read_object(path: Path) -> dict[str, Any] | None:
+    """A JSON object of a model folder; None where there is no such file.
+
+    Raises:
+        CheckpointInvalid: it cannot be read, or holds something else.
+    """
     if not path.exists():
         return None
     try:

@@ -14,8 +14,9 @@ from typing import Any, Protocol
 from tokenizers import Tokenizer as RustTokenizer
 
 from eaas.model.chat import ChatTemplate, TemplateRefused
+from eaas.model.loader import read_object
+from experts.checkpoint import CheckpointInvalid
 
-_JSON_LIMIT_BYTES = 64 << 20
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -283,16 +284,10 @@ class _WindowDetokenizer:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
     try:
-        with path.open("rb") as file:
-            parsed = json.loads(file.read(_JSON_LIMIT_BYTES))
-    except (OSError, ValueError) as error:
-        raise TokenizerInvalid(f"{path}: cannot be read as JSON: {error}.") from error
-    if not isinstance(parsed, dict):
-        raise TokenizerInvalid(f"{path}: an object is needed, found {type(parsed).__name__}.")
-    return parsed
+        return read_object(path) or {}
+    except CheckpointInvalid as error:
+        raise TokenizerInvalid(str(error)) from error
 
 
 def _template_source(root: Path, config: Mapping[str, Any]) -> str | None:

@@ -53,20 +53,12 @@ log = logging.getLogger("eaas.attention")
 
 # An orderly end is promised within a second; a step that waits for experts may take far longer.
 STUCK_STEP_S = 0.6
-ROUTED_S = 1.0
 # A loop that stands so long, while its process neither computes nor reads, hangs: it goes round 4 times a second
 # without work, and 200 times while it waits for expert servers.
 HUNG_S = 0.6
 START_ERRORS = (
-    DecoderError,
-    DeviceUnavailable,
-    IsaUnavailable,
-    JoinRefused,
-    OSError,
-    P2PError,
-    RouterUnavailable,
-    ValueError,
-)
+    DecoderError, DeviceUnavailable, IsaUnavailable, JoinRefused, OSError, P2PError, RouterUnavailable, ValueError,
+)  # fmt: skip
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -75,17 +67,13 @@ def listen(host: str, port: int) -> socket.socket:
     Raises:
         StartFailed: the port is taken, or is none.
     """
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    family, both = (socket.AF_INET6, True) if ":" in host else (socket.AF_INET, False)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(128)
+        return socket.create_server((host, port), family=family, backlog=128, dualstack_ipv6=both)
     except (OSError, OverflowError) as error:
-        listener.close()
         raise StartFailed(
             f"Port {port} cannot be used: {error}. Choose another with --port (0: any)."
         ) from None
-    return listener
 
 
 class Ending:
@@ -150,7 +138,6 @@ class Load:
         self.worker: Worker | None = None
         self._placement = placement
         self._client, self._router = client, router
-        self._routed_s = time.monotonic()
         self._at_s = time.monotonic()
         self._computed, self._busy_s = 0, 0.0
 
@@ -162,7 +149,9 @@ class Load:
         engine = self.engine
         if engine is None:
             return {}
-        self._tell_routed(engine)
+        if self._placement.tell_routed():
+            mine, *links = self._client.totals()
+            self._router.counted([replace(mine, counted={**mine.counted, **engine.totals()}), *links])
         now_s, computed, busy_s = time.monotonic(), engine.computed, engine.busy_s
         elapsed_s = max(now_s - self._at_s, 1e-3)
         rate = (computed - self._computed) / elapsed_s
@@ -174,18 +163,6 @@ class Load:
         """What rises while the worker's loop goes on, also while it waits for expert servers; None before it runs."""
         turns = self.worker.turns if self.worker is not None else None
         return None if turns is None else turns + p2p_native.load().p2p_bell_heartbeat(endpoint.page_address)
-
-    def _tell_routed(self, engine: Engine) -> None:
-        """Rows to each expert, and counters, go with this renewal: about once a second, enough to balance by."""
-        now_s = time.monotonic()
-        if now_s - self._routed_s < ROUTED_S:
-            return
-        self._routed_s = now_s
-        rows, activated = self._client.take_routed()
-        if rows.any():
-            self._router.routed(rows, activated)
-        mine, *links = self._client.totals()
-        self._router.counted([replace(mine, counted={**mine.counted, **engine.totals()}), *links])
 
 
 class ClosingDecoder(StepDecoder, Protocol):

@@ -486,27 +486,24 @@ class Engine:
             )
 
     def _check_vocabulary(self, request: Request) -> None:
+        params = request.params
         for what, tokens in (
             ("prompt", request.prompt),
-            ("output", np.array(request.output, dtype=np.int32)),
-            ("allowed_token_ids", np.array(request.params.allowed_token_ids, dtype=np.int32)),
-            (
-                "bad_tokens",
-                np.array([token for bad in request.params.bad_tokens for token in bad], dtype=np.int32),
-            ),
-            ("logit_bias", np.array([token for token, _ in request.params.logit_bias], dtype=np.int32)),
+            ("output", request.output),
+            ("allowed_token_ids", params.allowed_token_ids),
+            ("bad_tokens", [token for bad in params.bad_tokens for token in bad]),
+            ("logit_bias", [token for token, _ in params.logit_bias]),
         ):
-            if len(tokens) and (tokens.max() >= self.config.vocab or tokens.min() < 0):
+            ids = np.asarray(tokens, dtype=np.int32)
+            if len(ids) and (ids.max() >= self.config.vocab or ids.min() < 0):
                 raise Refused(
                     "bad_request",
-                    f"The {what} holds token {max(int(tokens.max()), -int(tokens.min()))}; ids are 0 to "
+                    f"The {what} holds token {max(int(ids.max()), -int(ids.min()))}; ids are 0 to "
                     f"{self.config.vocab - 1}.",
                 )
 
 
 def _fail(outcome: Outcome, requests: Iterable[Request], code: str, message: str, *, retryable: bool) -> None:
     for request in requests:
-        failed = Failed(
-            id=request.id, attempt=request.attempt, code=code, message=message, retryable=retryable
-        )
+        failed = Failed.of(request, code, message, retryable=retryable)
         outcome.failed.setdefault(request.owner, []).append(failed)

@@ -386,14 +386,10 @@ class Worker:
     def _send_on(self, message: Submit) -> Failed | None:
         """The refusal of a request that is better off elsewhere."""
         reason = self._elsewhere()
-        if not reason:
-            return None
-        return Failed(
-            id=message.id,
-            attempt=message.attempt,
-            code="class_lost",
-            message=f"{self._hello.name}: {reason}.",
-            retryable=True,
+        return (
+            Failed.of(message, "class_lost", f"{self._hello.name}: {reason}.", retryable=True)
+            if reason
+            else None
         )
 
     def _drop(self, link: GatewayLink) -> None:
@@ -405,15 +401,8 @@ class Worker:
     def _dismiss(self, reason: str) -> None:
         for request in self._engine.live():
             self._engine.cancel(request.id, request.owner)
-            self._links[request.owner].send(
-                Failed(
-                    id=request.id,
-                    attempt=request.attempt,
-                    code="shutting_down",
-                    message=f"{self._hello.name} stops: {reason}.",
-                    retryable=True,
-                )
-            )
+            message = f"{self._hello.name} stops: {reason}."
+            self._links[request.owner].send(Failed.of(request, "shutting_down", message, retryable=True))
         end_s = time.monotonic() + FLUSH_S
         for link in self._links.values():
             while link.unread and not link.lost and time.monotonic() < end_s:

@@ -228,6 +228,11 @@ class Failed(msgspec.Struct, kw_only=True, frozen=True, tag="failed"):
     message: str
     retryable: bool
 
+    @classmethod
+    def of(cls, request: Any, code: str, message: str, *, retryable: bool) -> Failed:
+        """The end of a request, or of what was submitted as one: of whatever has its id and attempt."""
+        return cls(id=request.id, attempt=request.attempt, code=code, message=message, retryable=retryable)
+
 
 ToWorker = Submit | Cancel | ForgetBlocks
 ToGateway = Hello | Step | Failed

@@ -23,13 +23,7 @@ class Refused(Exception):
 
     def reply(self, request: Request) -> Failed:
         """What its owner is told."""
-        return Failed(
-            id=request.id,
-            attempt=request.attempt,
-            code=self.code,
-            message=str(self),
-            retryable=self.retryable,
-        )
+        return Failed.of(request, self.code, str(self), retryable=self.retryable)
 
 
 class Follower(Protocol):
