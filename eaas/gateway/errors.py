@@ -118,14 +118,14 @@ def unknown_model(name: str, served: str) -> ApiError:
 
 def unavailable(message: str, *, code: str = "service_unavailable", retry_after_s: int = 1) -> ApiError:
     """A 503 that the client may send again."""
-    reply = ErrorReply(status=503, message=message, kind=OVERLOADED, code=code, retry_after_s=retry_after_s)
-    return ApiError(reply)
+    return ApiError(
+        ErrorReply(status=503, message=message, kind=OVERLOADED, code=code, retry_after_s=retry_after_s)
+    )
 
 
-def full(message: str, *, code: str = "too_many_requests", retry_after_s: int = 1) -> ApiError:
+def full(message: str, *, code: str = "too_many_requests") -> ApiError:
     """A 429: what waits is bounded, and the bound is reached."""
-    reply = ErrorReply(status=429, message=message, kind=OVERLOADED, code=code, retry_after_s=retry_after_s)
-    return ApiError(reply)
+    return ApiError(ErrorReply(status=429, message=message, kind=OVERLOADED, code=code, retry_after_s=1))
 
 
 def internal(message: str, *, code: str = "internal_error") -> ApiError:
@@ -161,9 +161,8 @@ def from_validation(
     first = problems[0]
     if first.get("type") == "json_invalid":
         reason = str(first.get("msg", "")).removeprefix("Invalid JSON: ")
-        return invalid(
-            f"The request body is not valid JSON: {reason}. Send one JSON object.", code="invalid_json"
-        )
+        message = f"The request body is not valid JSON: {reason}. Send one JSON object."
+        return invalid(message, code="invalid_json")
     # Unions add the name of each arm to the path: keep what the client wrote, field names and positions.
     field, *rest = first.get("loc") or ("",)
     named = (names or {}).get(str(field), str(field))

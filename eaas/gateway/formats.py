@@ -92,8 +92,8 @@ class Ending(NamedTuple):
     stop: int | str | None = None
 
 
-class Delta(NamedTuple):
-    """What became visible of one choice, or its end alone.
+class Delta(msgspec.Struct, frozen=True, gc=False):
+    """What became visible of one choice, or its end alone. Each token makes one: a Struct costs the least.
 
     Attributes:
         offset: Characters of the choice's text before it.
@@ -294,11 +294,11 @@ class ChunkFormat(Format):
 
     def event(self, delta: Delta) -> bytes:
         """The event of one piece of text."""
-        index, text, logprobs, offset, tokens, ending = delta
-        start = self._starts[index] + _encode(text)
+        index, logprobs, tokens, ending = delta.index, delta.logprobs, delta.tokens, delta.ending
+        start = self._starts[index] + _encode(delta.text)
         if logprobs is None and tokens is None and ending is None and self._usage.now is None:
             return start + self._plain_end
-        return start + self.after + self.rest(index, self.logprobs(logprobs, offset), tokens, ending)
+        return start + self.after + self.rest(index, self.logprobs(logprobs, delta.offset), tokens, ending)
 
     def rest(
         self,

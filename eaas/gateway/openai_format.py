@@ -81,15 +81,15 @@ class ChatFormat(ChunkFormat):
         """The event of one piece of text; of one that calls are looked for in, several or none yet."""
         if self._style is not None:
             return self._events_with_calls(delta, self._style)
-        if delta.says_something:
-            return super().event(delta)
+        if delta.ending is None or delta.says_something:
+            return ChunkFormat.event(self, delta)
         return self._start(delta.index) + b"}" + self.rest(delta.index, ending=delta.ending)
 
     def _events_with_calls(self, delta: Delta, style: CallStyle) -> bytes:
-        index, text, logprobs, _, tokens, ending = delta
+        index, logprobs, tokens, ending = delta.index, delta.logprobs, delta.tokens, delta.ending
         start, events = self._start(index), b""
         reader = self._readers.setdefault(index, CallReader(style))
-        said = [self._said(part, style) for part in reader.push(text)]
+        said = [self._said(part, style) for part in reader.push(delta.text)]
         for one in said or ([b""] if logprobs or tokens else []):
             events += start + one + b"}" + self.rest(index, self.logprobs(logprobs), tokens)
             # Log-probabilities and ids are shown once, whatever became of the text.

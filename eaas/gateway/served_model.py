@@ -207,8 +207,7 @@ class ServedModel:
         """
         template = wanted.chat_template
         if "chat_template" in (options or {}):
-            message = "Give it as the field 'chat_template' instead."
-            raise invalid(message, param="chat_template_kwargs")
+            raise invalid("Give it as the field 'chat_template' instead.", param="chat_template_kwargs")
         if template is not None and not self.trusts_templates:
             raise invalid(
                 "This server uses the model's own chat template; leave 'chat_template' out, or start the server with "
@@ -219,11 +218,9 @@ class ServedModel:
         prepared = [_for_template(message.model_dump(exclude_none=True)) for message in messages]
         plain = not tools and not options and all(len(message) == 2 for message in prepared)
         characters = sum(len(str(message["content"])) + _MESSAGE_CHARACTERS for message in prepared)
-        if not plain:
-            characters = max(characters, _INLINE_CHARACTERS + 1)
-        if template is not None:
-            # It may take as long as a template may, and is compiled first.
-            characters = max(characters, _LONG_CHARACTERS + 1)
+        # The client's template may take as long as a template may, and is compiled first.
+        least = 0 if plain else _INLINE_CHARACTERS + 1
+        least = least if template is None else _LONG_CHARACTERS + 1
 
         def encode() -> list[int]:
             text = self.tokenizer.render_chat(
@@ -243,7 +240,7 @@ class ServedModel:
             return self.tokenizer.encode(text, add_special_tokens=bool(wanted.add_special_tokens))
 
         try:
-            tokens = await self._aside(characters, encode)
+            tokens = await self._aside(max(characters, least), encode)
         except TemplateRefused as error:
             at = field if template is None else "chat_template"
             raise invalid(str(error), param=at) from error

@@ -7,6 +7,7 @@ as it is read, and its arguments as they come, in the model's own characters. Wh
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -78,9 +79,9 @@ class _Call:
         self._from = -1  # where the arguments begin
         self._sent = 0  # end of what was given out of them
 
-    def named(self, name: str) -> list[Part]:
-        """Take a name that stood before the object."""
-        self.name, self._from = name, 0
+    def named(self, name: str, start: int = 0) -> list[Part]:
+        """Take its name, which stood before the object; or in it, where the arguments begin at ``start``."""
+        self.name, self._from, self._sent = name, start, start
         return [CallBegun(self.number, name)]
 
     def feed(self, text: str) -> tuple[list[Part], str | None]:
@@ -93,7 +94,8 @@ class _Call:
             self.text = self.text[: self._end]
         parts: list[Part] = []
         if self.name is None and (head := _HEAD.match(self.text)):
-            parts += self._begin(head)
+            with contextlib.suppress(ValueError):
+                parts += self.named(json.loads(head[1]), head.end())
         if self.name is None and rest is not None:
             return self._whole(), rest
         if self.name is not None and (more := self._more()):
@@ -120,15 +122,6 @@ class _Call:
                     self._end = position + 1
                     return
 
-    def _begin(self, head: re.Match[str]) -> list[Part]:
-        try:
-            name = json.loads(head[1])
-        except ValueError:
-            return []
-        self.name, self._from = name, head.end()
-        self._sent = self._from
-        return [CallBegun(self.number, name)]
-
     def _more(self) -> str:
         end = len(self.text)
         if self._from:
@@ -147,10 +140,9 @@ class _Call:
         arguments = call.get("arguments", call.get("parameters"))
         if not isinstance(name, str) or not name:
             return []
-        self.name = name
         if not isinstance(arguments, str):
             arguments = json.dumps({} if arguments is None else arguments, ensure_ascii=False)
-        return [CallBegun(self.number, name), CallArguments(self.number, arguments)]
+        return [*self.named(name), CallArguments(self.number, arguments)]
 
 
 class CallReader:
@@ -221,13 +213,11 @@ class CallReader:
         if not held:
             return False
         call = _Call(self.calls)
-        if held[0] == "{":
-            self._call, self._mode = call, self._in_call
-            return True
         if listed and (name := _NAMED.match(held)):
             parts += call.named(name[1])
             self.calls += 1
             self._held = held[name.end() :]
+        if self._held[0] == "{":
             self._call, self._mode = call, self._in_call
             return True
         if listed and _NAMED_SO_FAR.fullmatch(held):
