@@ -6,7 +6,6 @@ fixed for its choice.
 
 from __future__ import annotations
 
-import math
 import secrets
 import string
 from abc import ABC, abstractmethod
@@ -17,29 +16,13 @@ from typing import Any, ClassVar, NamedTuple
 import msgspec
 
 from eaas.gateway.errors import ErrorReply
+from eaas.gateway.logprobs import TokenLogprobs, logprob_entry
 from eaas.gateway.tool_calls import CallReader, CallStyle, Part
 
 DONE = b"data: [DONE]\n\n"
-# JSON has no infinity; OpenAI reports an impossible token by this value.
-IMPOSSIBLE_LOGPROB = -9999.0
 _LETTERS = string.ascii_letters + string.digits
 
 _encode = msgspec.json.encode
-
-
-class TokenText(NamedTuple):
-    """One token as a client sees it: its text, its bytes, and its log-probability; a prompt's first token has none."""
-
-    text: str
-    raw: bytes
-    logprob: float | None
-
-
-class TokenLogprobs(NamedTuple):
-    """A chosen token and the most likely alternatives at its place."""
-
-    chosen: TokenText
-    top: Sequence[TokenText]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,22 +128,6 @@ class ResponseHead:
             "system_fingerprint": self.fingerprint,
             **self.marks,
         }
-
-
-def finite(logprob: float | None) -> float | None:
-    """A log-probability as JSON can say it; None where there is none."""
-    if logprob is None:
-        return None
-    return logprob if math.isfinite(logprob) and logprob > IMPOSSIBLE_LOGPROB else IMPOSSIBLE_LOGPROB
-
-
-def logprob_entry(token: TokenLogprobs) -> dict[str, Any]:
-    """A token as OpenAI's chats and responses tell of it."""
-
-    def entry(one: TokenText) -> dict[str, Any]:
-        return {"token": one.text, "logprob": finite(one.logprob), "bytes": list(one.raw)}
-
-    return {**entry(token.chosen), "top_logprobs": [entry(other) for other in token.top]}
 
 
 def error_event(body: bytes) -> bytes:

@@ -7,16 +7,8 @@ from typing import Any
 
 import msgspec
 
-from eaas.gateway.formats import (
-    ChunkFormat,
-    Delta,
-    FinishedChoice,
-    ResponseHead,
-    TokenLogprobs,
-    Usage,
-    call_id,
-    finite,
-)
+from eaas.gateway.formats import ChunkFormat, Delta, FinishedChoice, ResponseHead, Usage, call_id
+from eaas.gateway.logprobs import TokenLogprobs, finite
 from eaas.gateway.tool_calls import CallBegun, CallReader, CallStyle, Part, read_calls
 
 _encode = msgspec.json.encode

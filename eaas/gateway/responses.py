@@ -16,15 +16,8 @@ from pydantic import Field, field_validator
 
 from eaas.gateway.constraints import LogprobCount, Strict
 from eaas.gateway.errors import OVERLOADED, ErrorReply, checked, wrong_field
-from eaas.gateway.formats import (
-    Delta,
-    Ending,
-    TranscriptFormat,
-    Usage,
-    error_event,
-    logprob_entry,
-    named_event,
-)
+from eaas.gateway.formats import Delta, Ending, TranscriptFormat, Usage, error_event, named_event
+from eaas.gateway.logprobs import logprob_entry
 from eaas.gateway.schema import MAX_MESSAGES, MAX_TOOLS, ChatRequest, Function, more_fields, only
 from eaas.gateway.tool_calls import CallBegun, CallStyle, Part
 

@@ -16,9 +16,9 @@ from eaas.gateway.config import GatewayConfig
 from eaas.gateway.errors import ApiError, ErrorReply, invalid, wrong_field
 from eaas.gateway.formats import Format
 from eaas.gateway.gateway import Gateway
+from eaas.gateway.logprobs import MOST_SCORES
 from eaas.gateway.messages import CountTokensRequest, MessagesFormat, MessagesRequest
 from eaas.gateway.openai_format import ChatFormat, CompletionFormat
-from eaas.gateway.prompt_scores import MOST_SCORES
 from eaas.gateway.responses import ResponsesFormat, ResponsesRequest
 from eaas.gateway.sampling import sampling_params, settle_logprobs, token_limit
 from eaas.gateway.schema import BatchChatRequest, ChatRequest, CompletionRequest, StreamOptions
@@ -48,10 +48,11 @@ class Prepared:
     shown_tokens: frozenset[int] = frozenset()
 
 
-async def generate(
-    gateway: Gateway, request: Request, prepare: Callable[[], Awaitable[Prepared]]
-) -> Response:
-    """Admit a request, read it, submit it, and answer.
+Prepare = Callable[[Gateway, Any], Awaitable[Prepared]]
+
+
+async def generate(gateway: Gateway, request: Request, shape: type[BaseModel], prepare: Prepare) -> Response:
+    """Admit a request, read it as of this shape, submit it, and answer.
 
     Raises:
         ApiError: the request was refused, or failed before anything was sent.
@@ -66,7 +67,7 @@ async def generate(
             gateway.exchanges.pop(exchange.own_id, None)
 
     try:
-        prepared = await prepare()
+        prepared = await prepare(gateway, await gateway.parse(request, shape))
         bad_tokens = await gateway.model.bad_tokens(prepared.wanted.bad_words or ())
         work = _work(gateway, prepared, bad_tokens)
         gateway.refuse_if_paused()
@@ -313,7 +314,7 @@ async def complete_tokens(gateway: Gateway, given: TokensRequest) -> Prepared:
 
 
 # Of each route its path, the name that its requests are counted under, the shape of its body, and what prepares it.
-ROUTES: Sequence[tuple[str, str, type[BaseModel], Callable[[Gateway, Any], Awaitable[Prepared]]]] = (
+ROUTES: Sequence[tuple[str, str, type[BaseModel], Prepare]] = (
     ("/v1/chat/completions", "chat", ChatRequest, chat),
     ("/v1/chat/completions/batch", "chat", BatchChatRequest, chat_batch),
     ("/v1/completions", "completions", CompletionRequest, complete),
@@ -321,6 +322,9 @@ ROUTES: Sequence[tuple[str, str, type[BaseModel], Callable[[Gateway, Any], Await
     (messages.PATH, "messages", MessagesRequest, create_message),
     ("/inference/v1/generate", "generate", TokensRequest, complete_tokens),
 )
+
+
+Route = Callable[[Request], Awaitable[Response]]
 
 
 def add_json_route(
@@ -340,18 +344,13 @@ def add_json_route(
 def add_routes(app: FastAPI, gateway: Gateway) -> None:
     """Serve them under ``app``, and what goes with them."""
 
-    def route_of(
-        counted_as: str, shape: type[BaseModel], prepare: Callable[[Gateway, Any], Awaitable[Prepared]]
-    ) -> Callable[[Request], Awaitable[Response]]:
+    def route_of(counted_as: str, shape: type[BaseModel], prepare: Prepare) -> Route:
         async def route(request: Request) -> Response:
-            async def prepared() -> Prepared:
-                return await prepare(gateway, await gateway.parse(request, shape))
-
-            return await gateway.counted(counted_as, generate(gateway, request, prepared))
+            return await gateway.counted(counted_as, generate(gateway, request, shape, prepare))
 
         return route
 
-    routes: dict[str, Callable[[Request], Awaitable[Response]]] = {}
+    routes: dict[str, Route] = {}
     for path, counted_as, shape, prepare in ROUTES:
         routes[path] = route_of(counted_as, shape, prepare)
         add_json_route(app, path, routes[path], shape, prepare.__name__)

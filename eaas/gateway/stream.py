@@ -24,9 +24,9 @@ from eaas.gateway.errors import ApiError, ErrorReply
 from eaas.gateway.failover import Sequence as PoolSequence
 from eaas.gateway.formats import Format, ResponseHead, StreamUsage, Usage
 from eaas.gateway.guard import CLIENT_GONE, CLIENT_STALLED, Connection
+from eaas.gateway.logprobs import PromptScores, TokensById
 from eaas.gateway.metrics import GatewayMetrics
 from eaas.gateway.pool import WorkerPool
-from eaas.gateway.prompt_scores import PromptScores, TokensById
 from eaas.gateway.protection import account_of, reserve_tokens
 from eaas.gateway.served_model import ServedModel
 from eaas.gateway.stops import StopAutomaton, StopMatcher

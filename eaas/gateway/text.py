@@ -16,8 +16,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from eaas.gateway.errors import ErrorReply
-from eaas.gateway.formats import Delta, Ending, FinishedChoice, Format, TokenLogprobs
-from eaas.gateway.prompt_scores import PromptScores, TokenNames, token_logprobs
+from eaas.gateway.formats import Delta, Ending, FinishedChoice, Format
+from eaas.gateway.logprobs import PromptScores, TokenLogprobs, TokenNames, token_logprobs
 from eaas.gateway.stops import StopMatcher
 from eaas.worker.protocol import RoutedExperts
 

@@ -15,17 +15,8 @@ from pydantic import Field, model_validator
 
 from eaas.gateway.constraints import Strict, TokenId
 from eaas.gateway.errors import checked
-from eaas.gateway.formats import (
-    ChunkFormat,
-    Delta,
-    FinishedChoice,
-    ResponseHead,
-    TokenLogprobs,
-    TokenText,
-    Usage,
-    finite,
-)
-from eaas.gateway.prompt_scores import TOKEN_ID
+from eaas.gateway.formats import ChunkFormat, Delta, FinishedChoice, ResponseHead, Usage
+from eaas.gateway.logprobs import TOKEN_ID, TokenLogprobs, TokenText, finite
 from eaas.gateway.schema import CompletionRequest, StreamOptions, more_fields
 
 _AS_IN_A_COMPLETION = ("cache_salt", "priority", "request_id")

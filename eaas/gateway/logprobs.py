@@ -1,19 +1,52 @@
-"""Log-probabilities of one choice's prompt, as its worker tells them, and in the shapes that clients know. Pure."""
+"""Log-probabilities of tokens as clients see them, and those of one choice's prompt as its worker tells them. Pure."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any, Protocol
-
-from eaas.gateway.formats import TokenLogprobs, TokenText, finite
+from typing import Any, NamedTuple, Protocol
 
 # Of one request, over all its prompts, choices and alternatives: some 60 MB until it is answered.
 MOST_SCORES = 1 << 18
 
 TOKEN_ID = "token_id:"
 
+# JSON has no infinity; OpenAI reports an impossible token by this value.
+IMPOSSIBLE_LOGPROB = -9999.0
+
 # Of each token its log-probability, its rank and the likeliest at its place.
 Scores = Sequence[tuple[float, int, list[tuple[int, float]]]]
+
+
+class TokenText(NamedTuple):
+    """One token as a client sees it: its text, its bytes, and its log-probability; a prompt's first token has none."""
+
+    text: str
+    raw: bytes
+    logprob: float | None
+
+
+class TokenLogprobs(NamedTuple):
+    """A chosen token and the most likely alternatives at its place."""
+
+    chosen: TokenText
+    top: Sequence[TokenText]
+
+
+def finite(logprob: float | None) -> float | None:
+    """A log-probability as JSON can say it; None where there is none."""
+    if logprob is None:
+        return None
+    return logprob if math.isfinite(logprob) and logprob > IMPOSSIBLE_LOGPROB else IMPOSSIBLE_LOGPROB
+
+
+def logprob_entry(token: TokenLogprobs) -> dict[str, Any]:
+    """A token as OpenAI's chats and responses tell of it."""
+
+    def entry(one: TokenText) -> dict[str, Any]:
+        return {"token": one.text, "logprob": finite(one.logprob), "bytes": list(one.raw)}
+
+    return {**entry(token.chosen), "top_logprobs": [entry(other) for other in token.top]}
 
 
 class TokenNames(Protocol):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from eaas.gateway.prompt_scores import PromptScores
+from eaas.gateway.logprobs import PromptScores
 
 SCORES = [
     (-0.5, 2, [(9, -0.1), (5, -0.5)]),
