@@ -49,6 +49,7 @@ class Prepared:
 
 
 Prepare = Callable[[Gateway, Any], Awaitable[Prepared]]
+Route = Callable[[Request], Awaitable[Response]]
 
 
 async def generate(gateway: Gateway, request: Request, shape: type[BaseModel], prepare: Prepare) -> Response:
@@ -324,16 +325,7 @@ ROUTES: Sequence[tuple[str, str, type[BaseModel], Prepare]] = (
 )
 
 
-Route = Callable[[Request], Awaitable[Response]]
-
-
-def add_json_route(
-    app: FastAPI,
-    path: str,
-    route: Callable[[Request], Awaitable[Response]],
-    shape: type[BaseModel],
-    name: str,
-) -> None:
+def add_json_route(app: FastAPI, path: str, route: Route, shape: type[BaseModel], name: str) -> None:
     """Serve a POST whose body is described as of this shape, and read and checked by the route rather than by FastAPI:
     limits come first, parsing once."""
     body = {"content": {"application/json": {"schema": shape.model_json_schema()}}, "required": True}
@@ -348,6 +340,7 @@ def add_routes(app: FastAPI, gateway: Gateway) -> None:
         async def route(request: Request) -> Response:
             return await gateway.counted(counted_as, generate(gateway, request, shape, prepare))
 
+        route.__doc__ = prepare.__doc__
         return route
 
     routes: dict[str, Route] = {}
