@@ -56,9 +56,13 @@ class FunctionTool(Function):
     strict: bool | None = None
 
 
-_Stored = only(
+_NOT_STORED = only(
     because="this server stores no responses, conversations or prompts; send the whole input with each request"
 )
+_FOREGROUND = only(
+    False, because="this server stores no responses to be fetched later; leave it out, or use 'stream'"
+)
+_WHOLE = only("disabled", because="this server drops nothing from an input that is too long; use 'disabled'")
 _AS_IN_A_CHAT = (
     "cache_salt", "eaas_drop_lost_experts", "frequency_penalty", "ignore_eos",
     "include_stop_str_in_output", "logit_bias", "min_p", "parallel_tool_calls", "presence_penalty", "priority",
@@ -92,20 +96,11 @@ class ResponsesRequest(Strict):
     store: bool | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
-    previous_response_id: Annotated[str | None, _Stored] = None
-    conversation: Annotated[Any, _Stored] = None
-    prompt: Annotated[Any, _Stored] = None
-    background: Annotated[
-        bool | None,
-        only(
-            False,
-            because="this server stores no responses to be fetched later; leave it out, or use 'stream'",
-        ),
-    ] = None
-    truncation: Annotated[
-        Literal["auto", "disabled"] | None,
-        only("disabled", because="this server drops nothing from an input that is too long; use 'disabled'"),
-    ] = None
+    previous_response_id: Annotated[str | None, _NOT_STORED] = None
+    conversation: Annotated[Any, _NOT_STORED] = None
+    prompt: Annotated[Any, _NOT_STORED] = None
+    background: Annotated[bool | None, _FOREGROUND] = None
+    truncation: Annotated[Literal["auto", "disabled"] | None, _WHOLE] = None
 
     @field_validator("include", mode="after")
     @classmethod
@@ -181,14 +176,14 @@ def _add(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> No
     if kind == "message":
         messages.append({"role": item.get("role"), "content": _text(item.get("content"), where)})
     elif kind == "function_call":
-        call, *function = (_string(item, name, where) for name in ("call_id", "name", "arguments"))
+        id, name, arguments = (_string(item, field, where) for field in ("call_id", "name", "arguments"))
         last = messages[-1] if messages else {}
         if last.get("role") != "assistant":
             last = {"role": "assistant", "content": None}
             messages.append(last)
         # Several calls, and the words before them, are one turn.
-        named = dict(zip(("name", "arguments"), function, strict=True))
-        last.setdefault("tool_calls", []).append({"id": call, "type": "function", "function": named})
+        call = {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        last.setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
         content = _text(item.get("output"), where)
         call = _string(item, "call_id", where)

@@ -259,8 +259,8 @@ class GenerationRequest(ConstrainedRequest):
         return 1 if self.n is None else self.n
 
 
-_NoFunctions = only(*_FALSE, because="it is deprecated and not supported; use 'tools' and 'tool_choice'")
-_TextAlone = only(*_FALSE, ["text"], because="this model answers with text alone; leave it out")
+_NO_FUNCTIONS = only(*_FALSE, because="it is deprecated and not supported; use 'tools' and 'tool_choice'")
+_TEXT_ALONE = only(*_FALSE, ["text"], because="this model answers with text alone; leave it out")
 
 
 @more_fields(refused=("documents", "moderation", "prediction", "return_prompt_text", "web_search_options"))
@@ -276,10 +276,10 @@ class ChatRequest(GenerationRequest, Conversation):
     reasoning_effort: str | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    functions: Annotated[Any, _NoFunctions] = None
-    function_call: Annotated[Any, _NoFunctions] = None
-    modalities: Annotated[list[str] | None, _TextAlone] = None
-    audio: Annotated[Any, _TextAlone] = None
+    functions: Annotated[Any, _NO_FUNCTIONS] = None
+    function_call: Annotated[Any, _NO_FUNCTIONS] = None
+    modalities: Annotated[list[str] | None, _TEXT_ALONE] = None
+    audio: Annotated[Any, _TEXT_ALONE] = None
     echo: bool | None = None
 
     @model_validator(mode="after")

@@ -37,17 +37,19 @@ class DetokenizeRequest(Strict):
     tokens: list[int]
 
 
-class TokenizingRoutes:
-    """The tokenizer's routes."""
+def _json(shown: dict[str, Any]) -> Response:
+    # Millions of tokens take the standard library's encoder a second.
+    return Response(msgspec.json.encode(shown), media_type="application/json")
 
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
 
-    async def tokenize(self, request: Request) -> Response:
+def add_routes(app: FastAPI, gateway: Gateway) -> None:
+    """Serve them under ``app``."""
+    model, tokenizer = gateway.model, gateway.model.tokenizer
+
+    async def tokenize(request: Request) -> Response:
         """POST /tokenize."""
-        model = self._gateway.model
-        with self._gateway.reading():
-            wanted = await self._gateway.parse(request, TokenizeRequest)
+        with gateway.reading():
+            wanted = await gateway.parse(request, TokenizeRequest)
             if wanted.messages is None:
                 special = wanted.add_special_tokens is not False
                 tokens = await model.encode_text(wanted.prompt or "", add_special_tokens=special)
@@ -66,35 +68,19 @@ class TokenizingRoutes:
             }
         )
 
-    async def describe(self) -> Response:
-        """GET /tokenizer_info: tokenizer_config.json, with the chat template that is used."""
-        tokenizer = self._gateway.model.tokenizer
-        return _json(
-            {
-                "tokenizer_class": "PreTrainedTokenizerFast",
-                **tokenizer.config,
-                "chat_template": tokenizer.chat_template,
-            }
-        )
-
-    async def detokenize(self, request: Request) -> Response:
+    async def detokenize(request: Request) -> Response:
         """POST /detokenize."""
-        model = self._gateway.model
-        with self._gateway.reading():
-            wanted = await self._gateway.parse(request, DetokenizeRequest)
+        with gateway.reading():
+            wanted = await gateway.parse(request, DetokenizeRequest)
             model.check_tokens(wanted.tokens, "tokens")
             text = await model.decode(wanted.tokens)
         return _json({"prompt": text})
 
+    async def describe() -> Response:
+        """GET /tokenizer_info: tokenizer_config.json, with the chat template that is used."""
+        known = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.config}
+        return _json({**known, "chat_template": tokenizer.chat_template})
 
-def _json(shown: dict[str, Any]) -> Response:
-    # Millions of tokens take the standard library's encoder a second.
-    return Response(msgspec.json.encode(shown), media_type="application/json")
-
-
-def add_routes(app: FastAPI, gateway: Gateway) -> None:
-    """Serve them under ``app``."""
-    routes = TokenizingRoutes(gateway)
-    app.add_api_route("/tokenizer_info", routes.describe, methods=["GET", "HEAD"], response_model=None)
-    add_json_route(app, "/tokenize", routes.tokenize, TokenizeRequest, "tokenize")
-    add_json_route(app, "/detokenize", routes.detokenize, DetokenizeRequest, "detokenize")
+    app.add_api_route("/tokenizer_info", describe, methods=["GET", "HEAD"], response_model=None)
+    add_json_route(app, "/tokenize", tokenize, TokenizeRequest, "tokenize")
+    add_json_route(app, "/detokenize", detokenize, DetokenizeRequest, "detokenize")
