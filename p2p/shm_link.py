@@ -1,4 +1,4 @@
-"""The links of one host: sealed memory, the handshake that passes a window's memory, the thread that answers.
+"""The links of one host: sealed memory, the handshake that passes a window's memory, the threads that answer.
 
 Hello, from the connecting side, 64 bytes little-endian::
 
@@ -29,7 +29,6 @@ import logging
 import mmap
 import os
 import select
-import selectors
 import socket
 import struct
 import threading
@@ -43,7 +42,7 @@ from p2p.descriptor import TOKEN_BYTES, Descriptor
 from p2p.endpoint import ConnectRefused, Status
 from p2p.memory import HostMemory, Memory
 
-HANDSHAKE_S: Final = 1.0
+HANDSHAKE_TIMEVAL: Final = struct.pack("@ll", 1, 0)  # seconds and microseconds for a hello
 SOCKET_PREFIX: Final = b"\0p2p-"
 SOCKET_BYTES: Final = len(SOCKET_PREFIX) + 32  # of its name, at the head of a descriptor's address
 SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -187,114 +186,83 @@ def _check_answer(descriptor: Descriptor, answer: bytes, fds: int, flags: int) -
         raise ConnectRefused(f"{descriptor.name} gave an answer that makes no sense; is it another program?")
 
 
-@dataclass(kw_only=True)
-class _Caller:
-    """A connection whose hello is not complete yet."""
-
-    deadline_s: float
-    received: bytearray
-
-
 class Acceptor:
-    """Hears hellos in a thread of its own, any number at a time, so that a slow caller delays nobody.
+    """Hears hellos, each in a thread of its own, so that a slow caller delays nobody.
 
     Args:
         address: Where to listen.
-        admit: Called on that thread with each complete hello and its link, which is then the callee's.
+        admit: Called on such a thread with each complete hello and its link, which is then the callee's.
     """
 
     def __init__(self, address: bytes, admit: Callable[[Hello, socket.socket], None]) -> None:
         self._admit = admit
+        self._closing = False
+        self._callers: dict[threading.Thread, socket.socket] = {}  # whose hello is not complete yet
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._selector = selectors.DefaultSelector()
-        self._wake, self._waker = socket.socketpair()
-        self._listener.setblocking(False)
         self._listener.bind(address)
         self._listener.listen(64)
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._selector.register(self._wake, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._serve, name="p2p-accept", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Stop answering; callers in mid-handshake are hung up on. Returns when the thread has ended."""
-        self._waker.close()
+        """Stop answering; callers in mid-handshake are hung up on. Returns when all threads have ended."""
+        self._closing = True
+        self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join()
+        self._listener.close()
+        for thread, link in list(self._callers.items()):
+            with contextlib.suppress(OSError):  # It has been heard meanwhile.
+                link.shutdown(socket.SHUT_RDWR)
+            thread.join()
 
     def _serve(self) -> None:
-        try:
-            while self._serve_once():
-                pass
-        finally:
-            for key in list(self._selector.get_map().values()):
-                self._drop(key.fileobj)
-            self._selector.close()
+        while not self._closing:
+            try:
+                link, _ = self._listener.accept()
+                self._take(link)
+            except (OSError, RuntimeError) as error:
+                if not self._closing:
+                    # Without descriptors or threads left. Callers wait in the backlog meanwhile; without a pause this
+                    # thread would spin.
+                    _log.warning("p2p_accept_failed error=%s", error)
+                    time.sleep(_PAUSE_S)
 
-    def _serve_once(self) -> bool:
-        callers = [key for key in self._selector.get_map().values() if key.data]
-        timeout_s = (
-            max(0.0, min(key.data.deadline_s for key in callers) - time.monotonic()) if callers else None
-        )
-        for key, _ in self._selector.select(timeout_s):
-            if key.fileobj is self._wake:
-                return False
-            if key.fileobj is self._listener:
-                self._accept()
-            else:
-                self._hear(key)
-        for key in callers:
-            # By identity: the number may by now belong to a younger caller.
-            if key.data.deadline_s <= time.monotonic() and self._selector.get_map().get(key.fd) is key:
-                self._drop(key.fileobj)
-        return True
-
-    def _accept(self) -> None:
-        try:
-            link, _ = self._listener.accept()
-        except BlockingIOError:
-            return
-        except OSError as error:
-            # The caller waits in the backlog meanwhile; without a pause this thread would spin.
-            _log.warning("p2p_accept_failed error=%s", error)
-            time.sleep(_PAUSE_S)
-            return
+    def _take(self, link: socket.socket) -> None:
         if not same_user(link):
             _log.warning("p2p_caller_refused reason=other_user")
             link.close()
             return
-        link.setblocking(False)
-        caller = _Caller(deadline_s=time.monotonic() + HANDSHAKE_S, received=bytearray())
-        self._selector.register(link, selectors.EVENT_READ, caller)
-
-    def _hear(self, key: selectors.SelectorKey) -> None:
-        link, caller = key.fileobj, key.data
-        if not isinstance(link, socket.socket):
-            return
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, HANDSHAKE_TIMEVAL)
+        caller = threading.Thread(target=self._hear, args=(link,), name="p2p-hello", daemon=True)
+        self._callers[caller] = link
         try:
-            piece = link.recv(_HELLO.size - len(caller.received))
-        except BlockingIOError:
-            return
+            caller.start()
+        except RuntimeError:
+            del self._callers[caller]
+            link.close()
+            raise
+
+    def _hear(self, link: socket.socket) -> None:
+        try:
+            # All of it, or what came until the time was over.
+            raw = link.recv(_HELLO.size, socket.MSG_WAITALL)
         except OSError:
-            piece = b""
-        caller.received += piece
-        if not piece:
-            self._drop(link)
-        elif len(caller.received) == _HELLO.size:
-            self._selector.unregister(link)
-            self._greet(link, bytes(caller.received))
+            raw = b""
+        try:
+            self._greet(link, raw)
+        finally:
+            del self._callers[threading.current_thread()]
 
     def _greet(self, link: socket.socket, raw: bytes) -> None:
+        if len(raw) != _HELLO.size:
+            link.close()
+            return
         magic, version, zero, incarnation, token, rest = _HELLO.unpack(raw)
         if magic != b"P2PH" or version != _VERSION or zero or rest != bytes(16):
             answer(link, Verdict.VERSION)
             link.close()
             return
         self._admit(Hello(incarnation=incarnation, token=token), link)
-
-    def _drop(self, link: object) -> None:
-        if isinstance(link, socket.socket):
-            self._selector.unregister(link)
-            link.close()
 
 
 def new_token() -> bytes:
