@@ -6,11 +6,16 @@ to find it: plain bytes, to be carried by whatever channel the two already have.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from enum import Enum
-from typing import ClassVar, Final, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar, Final, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from p2p.descriptor import Descriptor
+    from p2p.memory import Memory
 
 CONNECT_S: Final = 5.0
 NAME_LIMIT: Final = 255
@@ -58,74 +63,117 @@ class Status(Enum):
     GONE = "gone"
 
 
-class Window(Protocol):
+def check_words(nbytes: int, offset: int, count: int = 1, stride_bytes: int = 8) -> None:
+    """Refuse words that do not lie on 8 bytes inside `nbytes` of memory.
+
+    Raises:
+        ValueError: they do not.
+    """
+    end = offset + (count - 1) * stride_bytes + 8
+    if offset < 0 or count < 1 or stride_bytes < 8 or end > nbytes or offset % 8 or stride_bytes % 8:
+        raise ValueError(f"{count} words {stride_bytes} apart at {offset}: not 8-aligned in {nbytes} bytes.")
+
+
+class Window(ABC):
     """Exported memory: one peer writes, this process reads."""
+
+    def __init__(self, offer: Descriptor, memory: Memory) -> None:
+        self._offer = offer
+        self._memory: Memory | None = memory
 
     @property
     def address(self) -> int:
-        """Where the memory starts in this process."""
-        ...
+        """Where the memory starts in this process: for kernels where it lies on a GPU, which the CPU cannot read."""
+        return self._require_open().address
 
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        return self._offer.nbytes
 
     @property
     def incarnation(self) -> int:
         """Of the owner, as it stands in frames meant for this window."""
-        ...
+        return self._offer.incarnation
 
     @property
-    def descriptor(self) -> bytes: ...
+    def descriptor(self) -> bytes:
+        return self._offer.encode()
 
     @property
     def memory(self) -> NDArray[np.uint8]:
-        """The memory as u8[nbytes]. Views keep it mapped."""
-        ...
+        """The memory as u8[nbytes]. Views keep it mapped; of what lies on a GPU it is a copy as it is now."""
+        return self._require_open().read(0, self.nbytes)
 
     @property
+    @abstractmethod
     def peer_incarnation(self) -> int:
         """Of the peer that connected; 0 before."""
-        ...
 
     @property
+    @abstractmethod
     def liveness_fd(self) -> int:
         """A file descriptor that hangs up (POLLRDHUP) when the peer cannot write any more; -1 where none."""
-        ...
 
     def poll(self, offset: int, count: int, stride_bytes: int = 8) -> NDArray[np.uint64]:
-        """Read `count` signal words, the first at `offset`, each an acquire: u64[count]."""
-        ...
+        """Read `count` signal words, the first at `offset`, each an acquire: u64[count].
 
+        Raises:
+            ValueError: a word would lie outside the window or off 8 bytes.
+        """
+        memory = self._require_open()
+        check_words(self.nbytes, offset, count, stride_bytes)
+        return memory.poll(offset, count, stride_bytes)
+
+    @abstractmethod
     def close(self) -> None:
         """Withdraw the window. While its peer may still write it stays mapped, retired."""
-        ...
+
+    def _require_open(self) -> Memory:
+        if self._memory is None:
+            raise EndpointClosed("this window was closed; export a new one.")
+        return self._memory
 
 
-class Peer(Protocol):
+class Peer(ABC):
     """Another endpoint's window, as this process writes it."""
+
+    def __init__(self, offer: Descriptor, memory: Memory) -> None:
+        self._offer = offer
+        self._memory: Memory | None = memory
+
+    @property
+    def name(self) -> str:
+        """Of the owner's endpoint."""
+        return self._offer.name
 
     @property
     def address(self) -> int:
         """Where to write: the window itself, or an image whose ranges the transport carries over."""
-        ...
+        return self._require_open().address
 
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        return self._offer.nbytes
 
     @property
     def incarnation(self) -> int:
         """Of the window's owner."""
-        ...
+        return self._offer.incarnation
 
     @property
+    @abstractmethod
     def page_address(self) -> int:
         """The owner's doorbell page; 0 where the transport has none."""
-        ...
 
     @property
+    @abstractmethod
     def liveness_fd(self) -> int:
         """A file descriptor that hangs up (POLLRDHUP) when the owner is gone; -1 where none."""
-        ...
+
+    def _require_open(self) -> Memory:
+        if self._memory is None:
+            raise EndpointClosed(f"this side disconnected from {self.name}; connect with a new descriptor.")
+        return self._memory
 
 
 @runtime_checkable

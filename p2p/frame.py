@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from p2p import native
+from p2p.endpoint import check_words
 
 SIGNAL_BYTES: Final = 64
 HEADER_BYTES: Final = 64
@@ -149,14 +150,3 @@ def load_signals(
     """
     check_words(len(memory), offset, count, stride_bytes)
     return np.ndarray((count,), np.uint64, memory.data, offset, (stride_bytes,)).copy()
-
-
-def check_words(nbytes: int, offset: int, count: int = 1, stride_bytes: int = 8) -> None:
-    """Refuse words that do not lie on 8 bytes inside `nbytes` of memory.
-
-    Raises:
-        ValueError: they do not.
-    """
-    end = offset + (count - 1) * stride_bytes + 8
-    if offset < 0 or count < 1 or stride_bytes < 8 or end > nbytes or offset % 8 or stride_bytes % 8:
-        raise ValueError(f"{count} words {stride_bytes} apart at {offset}: not 8-aligned in {nbytes} bytes.")

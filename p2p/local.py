@@ -26,9 +26,18 @@ from numpy.typing import NDArray
 
 from p2p import native
 from p2p.descriptor import WINDOW_LIMIT_BYTES, Descriptor, Transport, decode
-from p2p.endpoint import CONNECT_S, DescriptorInvalid, EndpointClosed, PeerGone, Status, check_endpoint
-from p2p.frame import check_words
-from p2p.memory import HostMemory, Memory, MemoryPeer, MemoryWindow
+from p2p.endpoint import (
+    CONNECT_S,
+    DescriptorInvalid,
+    EndpointClosed,
+    Peer,
+    PeerGone,
+    Status,
+    Window,
+    check_endpoint,
+    check_words,
+)
+from p2p.memory import HostMemory, Memory
 from p2p.shm_link import (
     SOCKET_PREFIX,
     Acceptor,
@@ -46,7 +55,7 @@ from p2p.shm_link import (
 RETIRED_LIMIT_BYTES: Final = 64 << 20
 
 
-class LocalWindow(MemoryWindow):
+class LocalWindow(Window):
     """Memory that one peer writes and this process reads.
 
     Args:
@@ -58,8 +67,12 @@ class LocalWindow(MemoryWindow):
         self._endpoint = endpoint
         self._fd = fd
         self._link: socket.socket | None = None
-        self.peer_incarnation = 0
+        self._peer_incarnation = 0
         self.held_bytes = memory.nbytes
+
+    @property
+    def peer_incarnation(self) -> int:
+        return self._peer_incarnation
 
     @property
     def liveness_fd(self) -> int:
@@ -82,7 +95,7 @@ class LocalWindow(MemoryWindow):
             self._link = None
 
 
-class LocalPeer(MemoryPeer):
+class LocalPeer(Peer):
     """Another endpoint's window, mapped."""
 
     def __init__(self, offer: Descriptor, link: socket.socket, memory: Memory, page: HostMemory) -> None:
@@ -311,7 +324,7 @@ class LocalEndpoint(ABC):
                 return
             window = matches[0]
             window._link = link
-            window.peer_incarnation = hello.incarnation
+            window._peer_incarnation = hello.incarnation
             answer(link, verdict, window.nbytes, (window._fd, self._page_fd))
             os.close(window._fd)
             window._fd = -1

@@ -11,9 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from p2p import native
-from p2p.descriptor import Descriptor
-from p2p.endpoint import EndpointClosed
-from p2p.frame import check_words
 
 
 class Memory(Protocol):
@@ -78,78 +75,3 @@ class HostMemory:
         # Views keep the mapping: what Python code still holds stays readable.
         with contextlib.suppress(BufferError):
             self._mapping.close()
-
-
-class MemoryWindow:
-    """What every transport's windows have in common: memory that one peer writes and this process reads."""
-
-    def __init__(self, offer: Descriptor, memory: Memory) -> None:
-        self._offer = offer
-        self._memory: Memory | None = memory
-
-    @property
-    def address(self) -> int:
-        """Where the memory starts: for kernels where it lies on a GPU, which the CPU cannot read."""
-        return self._require_open().address
-
-    @property
-    def nbytes(self) -> int:
-        return self._offer.nbytes
-
-    @property
-    def incarnation(self) -> int:
-        return self._offer.incarnation
-
-    @property
-    def descriptor(self) -> bytes:
-        return self._offer.encode()
-
-    @property
-    def memory(self) -> NDArray[np.uint8]:
-        """The memory as u8[nbytes]; a copy of it as it is now where it lies on a GPU."""
-        return self._require_open().read(0, self.nbytes)
-
-    def poll(self, offset: int, count: int, stride_bytes: int = 8) -> NDArray[np.uint64]:
-        """Read `count` signal words, the first at `offset`, each an acquire: u64[count].
-
-        Raises:
-            ValueError: a word would lie outside the window or off 8 bytes.
-        """
-        memory = self._require_open()
-        check_words(self.nbytes, offset, count, stride_bytes)
-        return memory.poll(offset, count, stride_bytes)
-
-    def _require_open(self) -> Memory:
-        if self._memory is None:
-            raise EndpointClosed("this window was closed; export a new one.")
-        return self._memory
-
-
-class MemoryPeer:
-    """What every transport's peers have in common: another endpoint's window, mapped or as an image that is sent."""
-
-    def __init__(self, offer: Descriptor, memory: Memory) -> None:
-        self._offer = offer
-        self._memory: Memory | None = memory
-
-    @property
-    def name(self) -> str:
-        return self._offer.name
-
-    @property
-    def address(self) -> int:
-        """Where to write, signal last: for kernels where the window is mapped from a GPU."""
-        return self._require_open().address
-
-    @property
-    def nbytes(self) -> int:
-        return self._offer.nbytes
-
-    @property
-    def incarnation(self) -> int:
-        return self._offer.incarnation
-
-    def _require_open(self) -> Memory:
-        if self._memory is None:
-            raise EndpointClosed(f"this side disconnected from {self.name}; connect with a new descriptor.")
-        return self._memory

@@ -37,12 +37,14 @@ from p2p.endpoint import (
     ConnectRefused,
     DescriptorInvalid,
     P2PError,
+    Peer,
     PeerGone,
     Status,
+    Window,
     check_endpoint,
+    check_words,
 )
-from p2p.frame import check_words
-from p2p.memory import HostMemory, Memory, MemoryPeer, MemoryWindow
+from p2p.memory import HostMemory, Memory
 from p2p.monitor import ChannelState, Monitor
 from p2p.nixl_carrier import Carrier
 from p2p.nixl_native import CHANNEL_COUNTS, RAIL_COUNTS, RailCounts, gpu_of
@@ -52,7 +54,7 @@ from p2p.shm_link import new_token
 CLOSE_S: Final = 5.0
 
 
-class NixlWindow(MemoryWindow):
+class NixlWindow(Window):
     """Memory that one peer writes from afar and this process reads. Made by `NixlEndpoint.export_window`."""
 
     def __init__(self, endpoint: NixlEndpoint, offer: Descriptor, memory: Memory, link: int) -> None:
@@ -74,7 +76,7 @@ class NixlWindow(MemoryWindow):
         self._endpoint._close_link(self)
 
 
-class NixlPeer(MemoryPeer):
+class NixlPeer(Peer):
     """Another endpoint's window, as an image that is sent. Made by `NixlEndpoint.connect`.
 
     A frame that native code stores in a slot of the image, signal last, is sent by itself.

@@ -420,7 +420,7 @@ def test_a_closed_window_s_memory_goes_to_the_next_and_late_writes_land_in_it_wh
     writer.put(peer, 16, b"late")
     again = network.restart(reader, 3)
     successor = again.export_window(4096)
-    assert successor.address == window._memory.ctypes.data and not successor.memory.any()
+    assert successor.address == window._array.ctypes.data and not successor.memory.any()
     network.settle()
     assert successor.memory[16:20].tobytes() == b"late" and not successor.memory[:16].any()
     assert again.export_window(4096).address != successor.address

@@ -23,8 +23,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from p2p.descriptor import TOKEN_BYTES, WINDOW_LIMIT_BYTES, Descriptor, Transport, decode
-from p2p.endpoint import CONNECT_S, ConnectRefused, DescriptorInvalid, EndpointClosed, PeerGone, Status
-from p2p.frame import PAYLOAD_OFFSET, SIGNAL_BYTES, check_words, load_signals
+from p2p.endpoint import (
+    CONNECT_S,
+    ConnectRefused,
+    DescriptorInvalid,
+    EndpointClosed,
+    Peer,
+    PeerGone,
+    Status,
+    Window,
+    check_words,
+)
+from p2p.frame import PAYLOAD_OFFSET, SIGNAL_BYTES, load_signals
 from p2p.window import WindowLayout
 from tests.sim.adversary import Adversary, Counts
 
@@ -120,7 +130,7 @@ class SimNetwork:
         self.counts.applied += 1
         self._trace = zlib.crc32(data, self._trace ^ (self._now_ns + offset * peer._number) & 0xFFFFFFFF)
         window = peer._window
-        window._memory.data[offset : offset + len(data)] = data
+        window._array.data[offset : offset + len(data)] = data
         window.rung |= is_signal
 
     def _push(self, at_ns: int, peer: SimPeer, offset: int, data: bytes, is_signal: bool) -> None:
@@ -196,102 +206,94 @@ def _aligned_zeros(nbytes: int) -> NDArray[np.uint8]:
     return memory[skip : skip + nbytes]
 
 
-class SimWindow:
+class ArrayMemory:
+    """Memory of this process: u8[n], 8-aligned."""
+
+    def __init__(self, array: NDArray[np.uint8]) -> None:
+        self.array = array
+        self.address = int(array.ctypes.data)
+        self.nbytes = len(array)
+
+    def read(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
+        return self.array[offset : offset + nbytes]
+
+    def poll(self, offset: int, count: int, stride_bytes: int) -> NDArray[np.uint64]:
+        return load_signals(self.array, offset, count, stride_bytes)
+
+    def write(self, offset: int, data: NDArray[np.uint8]) -> None:
+        self.array[offset : offset + len(data)] = data
+
+    def store_signal(self, offset: int, value: int) -> None:
+        _WORD.pack_into(self.array.data, offset, value)
+
+    def close(self) -> None:
+        pass
+
+
+class SimWindow(Window):
     """Memory that one peer writes through the network. Made by `SimEndpoint.export_window`."""
 
     def __init__(self, endpoint: SimEndpoint, offer: Descriptor) -> None:
-        self.liveness_fd = -1
+        # Kept for as long as anything may still be applied to it: closed windows are retired.
+        self._array = endpoint.network._memory(offer.name, offer.nbytes)
+        super().__init__(offer, ArrayMemory(self._array))
         self.rung = False  # by each signal that arrives, until the owner resets it: its doorbell
         self._endpoint = endpoint
-        self._offer = offer
-        # Kept for as long as anything may still be applied to it: closed windows are retired.
-        self._memory = endpoint.network._memory(offer.name, offer.nbytes)
         self._peer: SimPeer | None = None
-        self._closed = False
 
     @property
-    def address(self) -> int:
-        return int(self.memory.ctypes.data)
-
-    @property
-    def nbytes(self) -> int:
-        return self._offer.nbytes
-
-    @property
-    def incarnation(self) -> int:
-        return self._offer.incarnation
+    def liveness_fd(self) -> int:
+        return -1
 
     @property
     def peer_incarnation(self) -> int:
         return self._peer._endpoint.incarnation if self._peer else 0
 
     @property
-    def descriptor(self) -> bytes:
-        return self._offer.encode()
-
-    @property
-    def memory(self) -> NDArray[np.uint8]:
-        if self._closed:
-            raise EndpointClosed("this window was closed; export a new one.")
-        return self._memory
-
-    def poll(self, offset: int, count: int, stride_bytes: int = 8) -> NDArray[np.uint64]:
-        """Read `count` signal words, the first at `offset`: u64[count].
-
-        Raises:
-            ValueError: a word would lie outside the window or off 8 bytes.
-        """
-        return load_signals(self.memory, offset, count, stride_bytes)
+    def _closed(self) -> bool:
+        return self._memory is None
 
     def close(self) -> None:
         """Withdraw the window; idempotent. What is under way still lands in its own memory."""
         network = self._endpoint.network
         if network.adversary.recycles and not self._closed:
-            network._spare.setdefault((self._offer.name, self.nbytes), []).append(self._memory)
-        self._closed = True
+            network._spare.setdefault((self._offer.name, self.nbytes), []).append(self._array)
+        self._memory = None
         network._offers.pop(self._offer.token, None)
 
 
-class SimPeer:
+class SimPeer(Peer):
     """Another endpoint's window, as an image of it: what is written there travels only by `forward`."""
 
     def __init__(self, endpoint: SimEndpoint, window: SimWindow, number: int) -> None:
-        self.liveness_fd = -1
-        self.page_address = 0
+        # A one-sided read at connect time, so that header pages look the same from here.
+        self._image = _aligned_zeros(window.nbytes)
+        self._image[:] = window._array
+        super().__init__(window._offer, ArrayMemory(self._image))
         self._endpoint = endpoint
         self._window = window
         self._number = number
-        # A one-sided read at connect time, so that header pages look the same from here.
-        self._image = _aligned_zeros(window.nbytes)
-        self._image[:] = window._memory
         self._words = self._image[: window.nbytes // 8 * 8].view(np.uint64).data
         self._layout: WindowLayout | None = None
         self._carried: dict[int, int] = {}  # by a slot's offset: the signal sent last
         self._settled_ns = 0
-        self._closed = False
 
     @property
-    def name(self) -> str:
-        return self._window._endpoint.name
+    def liveness_fd(self) -> int:
+        return -1
 
     @property
-    def address(self) -> int:
-        return int(self.image.ctypes.data)
+    def page_address(self) -> int:
+        return 0
 
     @property
-    def nbytes(self) -> int:
-        return self._window.nbytes
-
-    @property
-    def incarnation(self) -> int:
-        return self._window.incarnation
+    def _closed(self) -> bool:
+        return self._memory is None
 
     @property
     def image(self) -> NDArray[np.uint8]:
         """What native code writes at `address`: u8[nbytes]."""
-        if self._closed:
-            raise EndpointClosed(f"this side disconnected from {self.name}; connect with a new descriptor.")
-        return self._image
+        return self._require_open().read(0, self.nbytes)
 
 
 class SimEndpoint:
@@ -463,12 +465,12 @@ class SimEndpoint:
 
     def disconnect(self, peer: SimPeer) -> None:
         """Give up a peer; idempotent. What is under way to it is dropped."""
-        peer._closed = True
+        peer._memory = None
 
     def close(self) -> None:
         """Disconnect every peer and withdraw every window; idempotent."""
         for peer in self._peers:
-            peer._closed = True
+            peer._memory = None
         for window in self._windows:
             window.close()
         self.kill()
