@@ -99,7 +99,7 @@ def _apply(config: Config, state: State, event: Event, commands: list[Command]) 
         return lifecycle.note_unknown_member(state, event) if isinstance(event, Renewed) else state
     match event:
         case Renewed():
-            return _renew(config, state, event, commands)
+            return lifecycle.end_idle(config, renew(config, state, event), event.name, commands)
         case Tick() if state.unheard:
             return replace(state, ticked_s=state.now_s)
         case Tick():
@@ -241,13 +241,10 @@ def _is_another(one: Model, other: Model) -> bool:
 def _forget_model(state: State, event: Join) -> State:
     """With nobody left who holds a part of the model, the next who does may bring another. Clients hold none."""
     held = any(record.pool in LAUNCHED_POOLS for record in state.members.values())
-    if held or event.pool not in LAUNCHED_POOLS:
+    known = state.model.hash or state.model.layers
+    if held or not known or event.pool not in LAUNCHED_POOLS:
         return state
-    return (
-        replace(state, model=Model(), routed=None, seen=())
-        if state.model.hash or state.model.layers
-        else state
-    )
+    return replace(state, model=Model(), routed=None, seen=())
 
 
 def _refusal(state: State, event: Join) -> str:
@@ -328,11 +325,6 @@ def _oversized(known: Model, event: Join) -> str:
     return ""
 
 
-def _renew(config: Config, state: State, event: Renewed, commands: list[Command]) -> State:
-    state = renew(config, state, event)
-    return lifecycle.end_idle(config, state, event.name, commands)
-
-
 def _ack(state: State, event: Acked) -> State:
     liveness = state.liveness[event.name]
     if liveness.journaled and not event.epoch:
@@ -393,27 +385,25 @@ def _count(config: Config, state: State, event: Routed) -> State:
 
 
 def _scale(config: Config, state: State, event: Scale, commands: list[Command]) -> State:
-    if event.pool not in LAUNCHED_POOLS:
-        names = ", ".join(LAUNCHED_POOLS)
-        commands.append(Refused(message=f"pool {event.pool!r} has no size of its own; scale one of {names}"))
-        return state
-    least, most = config.bounds(event.pool)
-    if not least <= event.wanted <= most:
-        commands.append(
-            Refused(
-                message=f"{event.wanted} members of pool {event.pool!r} asked for; give {least} to {most}"
-            )
-        )
-        return state
-    if not 0 < event.drain_s <= LONGEST_DRAIN_S:
-        message = f"drain_s is {event.drain_s}; give more than 0 and at most {LONGEST_DRAIN_S:.0f}"
-        commands.append(Refused(message=message))
+    if refusal := _size_refusal(config, event):
+        commands.append(Refused(message=refusal))
         return state
     commands.append(Scaled(pool=event.pool, wanted=event.wanted))
     state = replace(state, drain_s={**state.drain_s, event.pool: event.drain_s})
     if state.wanted.get(event.pool) == event.wanted:
         return state
     return replace(state, wanted={**state.wanted, event.pool: event.wanted})
+
+
+def _size_refusal(config: Config, event: Scale) -> str:
+    if event.pool not in LAUNCHED_POOLS:
+        return f"pool {event.pool!r} has no size of its own; scale one of {', '.join(LAUNCHED_POOLS)}"
+    least, most = config.bounds(event.pool)
+    if not least <= event.wanted <= most:
+        return f"{event.wanted} members of pool {event.pool!r} asked for; give {least} to {most}"
+    if not 0 < event.drain_s <= LONGEST_DRAIN_S:
+        return f"drain_s is {event.drain_s}; give more than 0 and at most {LONGEST_DRAIN_S:.0f}"
+    return ""
 
 
 def _leave(config: Config, state: State, event: Left, commands: list[Command]) -> State:
@@ -436,5 +426,7 @@ def _exit(config: Config, state: State, event: Exited, commands: list[Command]) 
             state = lifecycle.note_failed_start(config, state, record.pool)
     known = any((gone.host, gone.pid) == (event.host, event.pid) for gone in state.gone)
     if event.pool and not known:
-        state = lifecycle.fail_unjoined(config, state, event.host, event.pool)
+        # It never joined.
+        state = lifecycle.fill_start(state, event.host, event.pool)
+        state = lifecycle.note_failed_start(config, state, event.pool)
     return state

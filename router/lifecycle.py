@@ -104,11 +104,8 @@ def catch_up(config: Config, state: State, event: Event) -> tuple[State, bool]:
 
 def note_unknown_member(state: State, event: Renewed) -> State:
     """What one who is no member said: that it saw more than the journal knows is reason to doubt that, no more."""
-    return (
-        replace(state, behind=True)
-        if state.unheard and event.seen > state.epoch and not state.behind
-        else state
-    )
+    doubts = state.unheard and event.seen > state.epoch and not state.behind
+    return replace(state, behind=True) if doubts else state
 
 
 def _resume(state: State, unheard: frozenset[str]) -> State:
@@ -246,11 +243,6 @@ def fill_start(state: State, host: str, name: str) -> State:
         if (start.host, start.pool) == (host, name):
             return replace(state, orphans=_without(state.orphans, start))
     return state
-
-
-def fail_unjoined(config: Config, state: State, host: str, name: str) -> State:
-    """A process started for a pool ended before it joined."""
-    return note_failed_start(config, fill_start(state, host, name), name)
 
 
 def note_failed_start(config: Config, state: State, name: str) -> State:

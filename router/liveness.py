@@ -170,16 +170,21 @@ def _weigh(config: Config, state: State) -> State:
         # Who fell silent together is not judged together, as some are given more time: all of them have missed two
         # renewals before the first looks dead.
         missed += silence_s > 2 * config.renew_s
-    if len(suspects) != len(state.suspects) or not state.suspects.issuperset(suspects):
-        state = replace(state, suspects=frozenset(suspects))
-    if len(silent) != len(state.silent) or not state.silent.issuperset(silent):
-        state = replace(state, silent=frozenset(silent))
-    if state.standing or standing:
-        state = replace(state, standing=frozenset(standing))
+    state = replace(
+        state,
+        suspects=_same(state.suspects, suspects),
+        silent=_same(state.silent, silent),
+        standing=_same(state.standing, standing),
+    )
     doubts = missed >= 2 and 4 * missed > len(state.members)
     if doubts != (state.doubting_s is not None):
         state = replace(state, doubting_s=state.now_s if doubts else None)
     return state
+
+
+def _same(known: frozenset[str], found: list[str]) -> frozenset[str]:
+    """What was found; the object that was known where that says the same, so that nothing seems to have changed."""
+    return known if len(found) == len(known) and known.issuperset(found) else frozenset(found)
 
 
 SUSPECT = 4.0

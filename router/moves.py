@@ -111,7 +111,10 @@ def _place(config: Config, state: State) -> State:
             zones={r.name: r.zone for r in members},
             redundant=plan.redundant,
         )
-    members = {name: _with_share(record, shares.get(name, 0)) for name, record in state.members.items()}
+    members = {
+        name: record if record.share == shares.get(name, 0) else replace(record, share=shares.get(name, 0))
+        for name, record in state.members.items()
+    }
     return replace(state, members=members, plan=replace(plan, clean=not plan.doubtful))
 
 
@@ -121,7 +124,8 @@ def _stands(state: State, plan: Plan, placeable: list[MemberRecord]) -> bool:
     """
     was = state.plan
     if was is None:
-        return _is_whole(state, plan, placeable)
+        unknown = plan.doubtful or state.stuck or not placeable
+        return not unknown and all(_is_placed(plan, members) for members in by_class(placeable))
     if not isinstance(was, Plan) or not was.clean or replace(was, doubtful=plan.doubtful) != plan:
         return False
     everything = bitmap.everything(plan.layers, plan.experts)
@@ -129,12 +133,6 @@ def _stands(state: State, plan: Plan, placeable: list[MemberRecord]) -> bool:
         if union(record.share for record in members if record.name not in plan.doubtful) != everything:
             return False
     return bool(placeable)
-
-
-def _is_whole(state: State, plan: Plan, placeable: list[MemberRecord]) -> bool:
-    if plan.doubtful or state.stuck or not placeable:
-        return False
-    return all(_is_placed(plan, members) for members in by_class(placeable))
 
 
 def _is_placed(plan: Plan, members: list[MemberRecord]) -> bool:
@@ -156,10 +154,6 @@ def _is_placed(plan: Plan, members: list[MemberRecord]) -> bool:
         and in_at_least(copies, shares) == apart == everything
         and beyond <= plan.redundant * plan.layers
     )
-
-
-def _with_share(record: MemberRecord, share: int) -> MemberRecord:
-    return record if record.share == share else replace(record, share=share)
 
 
 def _form(config: Config, state: State, placeable: list[MemberRecord]) -> State:
@@ -214,7 +208,8 @@ def _advance(
 ) -> MemberRecord:
     held = record.loaded & record.target
     spare = record.target & ~record.share & made
-    if not record.draining and not _is_crowded(record):
+    crowded = bool(record.capacity) and (record.target | record.share).bit_count() > record.capacity
+    if not record.draining and not crowded:
         # A copy too many is better than one too few, while there is room for it.
         spare &= full | ~held
     serving = held & ~spare
@@ -252,10 +247,6 @@ def _advance(
         dropped_epoch=next_epoch if dropped else record.dropped_epoch,
         ready=ready,
     )
-
-
-def _is_crowded(record: MemberRecord) -> bool:
-    return bool(record.capacity) and (record.target | record.share).bit_count() > record.capacity
 
 
 # A server that was slow for a while may have recovered: it is tried again within four times move_s.

@@ -204,7 +204,7 @@ MUTANTS = {
     ),
     "never clears a suspect": Mutant(
         "liveness",
-        "suspects=frozenset(suspects)",
+        "suspects=_same(state.suspects, suspects)",
         "suspects=state.suspects | frozenset(suspects)",
         "one missed renewal lasts for ever",
     ),
@@ -492,8 +492,8 @@ MUTANTS = {
     ),
     "takes a last replica for its replies": Mutant(
         "liveness",
-        "or is_last_replica(state, name):",
-        "or not name:",
+        "if stays or is_last_replica(state, name):",
+        "if stays or not name:",
         "its experts are nowhere, however damaged its replies",
     ),
     "drops the copies of who is reported and may not go": Mutant(
