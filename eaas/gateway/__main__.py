@@ -23,8 +23,8 @@ from eaas.gateway.app import create_app
 from eaas.gateway.config import GatewayOptions
 from eaas.gateway.dashboard.history import ClusterSnapshot
 from eaas.gateway.gateway import Gateway
-from eaas.gateway.guard import Connection, RequestIds, WithoutPrefix
-from eaas.gateway.listening import ListenFailed, address_of, checked_address, listen
+from eaas.gateway.guard import Connection, RequestIds
+from eaas.gateway.listening import ListenFailed, address_of, check_exposure, listen
 from eaas.gateway.protection import Protection
 from eaas.gateway.served_model import ModelUnusable, load_model
 from eaas.gateway.status import RouterStatus
@@ -37,7 +37,7 @@ from router.faults import FaultTaker
 from router.heartbeat import ending
 from router.host import process_id
 from router.tls import Credentials
-from router.view import DRAINING, GATEWAY, Status, View
+from router.view import DRAINING, GATEWAY, View
 
 log = logging.getLogger("eaas.gateway")
 
@@ -142,36 +142,33 @@ class RouterViews:
         """
         self._client.scale(pool, wanted, drain_s)
 
-    def latest(self) -> tuple[View | None, list[RouterStatus]]:
-        """The newest View, or the last one seen; and how each router does, the leader first. Blocks shortly."""
-        status, routers = self._ask(rows=False)
-        return status.view if status else self._client.view, routers
+    def snapshot(self, *, rows: bool = True) -> ClusterSnapshot:
+        """What the router tells, with the newest View or the last one seen, and how each router does, the leader first.
+        Blocks shortly.
 
-    def snapshot(self) -> ClusterSnapshot:
-        """All that the router tells, for a view of the cluster. Blocks shortly."""
-        status, routers = self._ask(rows=True)
+        Args:
+            rows: The load of each expert too.
+        """
+        status = None
+        with contextlib.suppress(RouterUnavailable, grpc.RpcError):
+            status = self._client.status(timeout_s=_STATUS_TIMEOUT_S, rows=rows)
+            self._leader = status.leader or self.address
+            self._pids[self._leader] = status.pid
+        # One name may stand for several, of which only the leader can be asked.
+        addresses = self.address.split(",") if "," in self.address else [self._leader]
+        found = [self._router(n, address, status is not None) for n, address in enumerate(addresses)]
+        routers = tuple(sorted(found, key=lambda router: router.address != self._leader))
         if status is None:
-            return ClusterSnapshot(view=self._client.view, heard=False, routers=tuple(routers))
+            return ClusterSnapshot(view=self._client.view, heard=False, routers=routers)
         return ClusterSnapshot(
             view=status.view,
             heard=True,
-            routers=tuple(routers),
+            routers=routers,
             pools=status.pools,
             gone=status.gone,
             problem=status.problem,
             rows=status.rows if len(status.rows) else None,
         )
-
-    def _ask(self, rows: bool) -> tuple[Status | None, list[RouterStatus]]:
-        status, led = None, False
-        with contextlib.suppress(RouterUnavailable, grpc.RpcError):
-            status = self._client.status(timeout_s=_STATUS_TIMEOUT_S, rows=rows)
-            led, self._leader = True, status.leader or self.address
-            self._pids[self._leader] = status.pid
-        # One name may stand for several, of which only the leader can be asked.
-        addresses = self.address.split(",") if "," in self.address else [self._leader]
-        routers = [self._router(number, address, led) for number, address in enumerate(addresses)]
-        return status, sorted(routers, key=lambda router: router.address != self._leader)
 
     def _router(self, number: int, address: str, led: bool) -> RouterStatus:
         state = "serving" if led and address == self._leader else "unreachable"
@@ -282,7 +279,7 @@ def main(options: GatewayOptions) -> int:
     protected = {"tls": guards.tls is not None, "keys": guards.keys is not None}
     if options.listen_fd >= 0:
         listener = socket.socket(fileno=options.listen_fd)
-        checked_address(listener.getsockname()[0], option="--listen-fd", **protected)
+        check_exposure("--listen-fd", listener.getsockname()[0], **protected)
     else:
         listener = listen(options.host, options.port, options.stall_s, **protected)
     with contextlib.closing(listener):
@@ -310,7 +307,7 @@ def _serve(options: GatewayOptions, listener: socket.socket, guards: Protection)
     gateway = Gateway(config=options, model=model, views=views, version=version(), address=address)
     app: ASGIApp = guards.around(create_app(gateway, prefix), gateway.metrics.count_refused)
     # Outside of the keys, which go by paths.
-    app = RequestIds(WithoutPrefix(app, prefix), lambda: gateway.draining, logs_requests=options.log_requests)
+    app = RequestIds(app, prefix, lambda: gateway.draining, logs_requests=options.log_requests)
     if tracing is not None:
         from eaas.spans import TracedRequests
 

@@ -1,20 +1,258 @@
-"""The ASGI application: every surface's routes, and every failure in OpenAI's shape."""
+"""The ASGI application: the routes of every API, each failure in that API's shape, and the routes that make no tokens:
+models, health, metrics, status; and, in vLLM's names, those by which operators pause and resume, abort, forget, scale.
+
+Pausing is this gateway's own; what is forgotten and scaled is the cluster's. Where keys are asked for, what changes
+something takes an operator's; and it answers no page of another origin, which a browser would ask for anybody.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import html
 import logging
+import os
+import time
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
-from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
+from fastapi import Depends, FastAPI, Request, Response
+from pydantic import Field
 from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
 
-from eaas.gateway import errors, operating, routes, tokenizing
+from eaas.gateway import errors, routes, tokenizing
+from eaas.gateway.constraints import Strict
 from eaas.gateway.dashboard import app as dashboard
-from eaas.gateway.errors import ApiError, ErrorReply
+from eaas.gateway.errors import ApiError, ErrorReply, invalid, unavailable, unknown_model, wrong_field
 from eaas.gateway.gateway import Gateway
 from eaas.gateway.messages import body_for
+from eaas.gateway.status import cluster_status
+from router.client import RouterUnavailable, ScaleRefused
 
 log = logging.getLogger(__name__)
+
+_PAUSE_MODES = ("abort", "wait", "keep")
+_POLL_S = 0.05
+
+
+class AbortRequest(Strict):
+    """Body of POST /abort_requests: ids of requests; none or an empty list is all."""
+
+    request_ids: list[str] | None = None
+
+
+class ScaleRequest(Strict):
+    """Body of POST /scale_elastic_ep: attention workers wanted, or members of the pool that is named."""
+
+    new_data_parallel_size: Annotated[int, Field(ge=1, le=1 << 16)]
+    drain_timeout: Annotated[float, Field(gt=0)] | None = None
+    pool: Literal["attention", "expert"] = "attention"
+
+
+class OperatingRoutes:
+    """What looks, and what changes something for everybody."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    # -- looking
+
+    def model_card(self) -> dict[str, Any]:
+        """The model as /v1/models shows it."""
+        model = self._gateway.model
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": model.created,
+            "owned_by": "eaas",
+            "root": model.name,
+            "parent": None,
+            "max_model_len": model.max_model_len,
+        }
+
+    async def front(self) -> Response:
+        """GET /: where to go from here, for people."""
+        name = html.escape(self._gateway.model.name)
+        page = (
+            f"<!doctype html><meta charset=utf-8><title>{name} on EaaS</title><h1>{name}</h1>"
+            "<p>The API is OpenAI's, under /v1. <ul>"
+            "<li><a href=dashboard>The cluster, live</a><li><a href=v1/models>The model</a>"
+            "<li><a href=openapi.json>The routes, as OpenAPI</a><li><a href=metrics>Metrics</a></ul>"
+        )
+        return Response(
+            page, media_type="text/html", headers={"content-security-policy": "default-src 'none'"}
+        )
+
+    async def models(self) -> Response:
+        """GET /v1/models."""
+        return JSONResponse({"object": "list", "data": [self.model_card()]})
+
+    async def one_model(self, name: str) -> Response:
+        """GET /v1/models/{name}."""
+        if name != self._gateway.model.name:
+            raise unknown_model(name, self._gateway.model.name)
+        return JSONResponse(self.model_card())
+
+    async def health(self) -> Response:
+        """GET /health and /ping: 200 when a request could be served now, else 503 with the reason."""
+        gateway = self._gateway
+        drains = "it drains, another gateway has taken its place" if gateway.draining else ""
+        reason = drains or gateway.pool.unready_reason()
+        if reason:
+            raise unavailable(f"Not ready: {reason}.", code="not_ready")
+        return JSONResponse({"status": "ok"})
+
+    async def load(self) -> Response:
+        """GET /load: requests in progress."""
+        return JSONResponse({"server_load": self._gateway.running})
+
+    async def server_info(self) -> Response:
+        """GET /server_info: what is served, and its limits."""
+        gateway = self._gateway
+        config, model, pool = gateway.config, gateway.model, gateway.pool
+        limits = ("max_requests", "max_owed_tokens", "max_body_bytes", "deadline_s", "stall_s")
+        return JSONResponse(
+            {
+                "version": gateway.version,
+                "model": model.name,
+                "model_hash": model.fingerprint,
+                "max_model_len": min(model.max_model_len, pool.max_model_len or model.max_model_len),
+                "vocab": model.vocab,
+                "numerics_classes": pool.numerics_classes,
+                "attention_workers": len(pool.links()),
+                **{name: getattr(config, name) for name in limits},
+            }
+        )
+
+    async def embeddings(self) -> Response:
+        """POST /v1/embeddings: refused."""
+        message = (
+            f"The model `{self._gateway.model.name}` generates text and has no embeddings. Use a server with an "
+            "embedding model, or /v1/chat/completions and /v1/completions here."
+        )
+        raise invalid(message, code="unsupported_endpoint")
+
+    async def versions(self) -> Response:
+        """GET /version."""
+        return JSONResponse({"version": self._gateway.version})
+
+    async def metrics_page(self) -> Response:
+        """GET /metrics, in Prometheus's text format."""
+        return Response(self._gateway.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def status(self) -> Response:
+        """GET /status: members, epoch, and this gateway's figures."""
+        gateway = self._gateway
+        known = await asyncio.to_thread(gateway.views.snapshot, rows=False)
+        pool, metrics = gateway.pool, gateway.metrics
+        own = {
+            "name": gateway.name,
+            "pid": os.getpid(),
+            "address": gateway.address,
+            "version": gateway.version,
+            "ready": not pool.unready_reason(),
+            "reason": pool.unready_reason(),
+            "running": gateway.running,
+            "waiting": pool.waiting,
+            "attention_workers": sorted(link.name for link in pool.links()),
+            "requests": sum(metrics.requests.values()),
+            "output_tokens": metrics.output_tokens,
+            "replays": sum(metrics.replays.values()),
+            "model_hash": gateway.model.fingerprint,
+            "numerics_classes": pool.numerics_classes,
+            "uptime_s": round(time.monotonic() - gateway.started_s, 3),
+        }
+        return JSONResponse(
+            cluster_status(
+                model=gateway.model.name, view=known.view or pool.view, gateway=own, routers=known.routers
+            )
+        )
+
+    # -- changing
+
+    async def pause(self, request: Request) -> Response:
+        """POST /pause?mode=abort|wait|keep: no request is computed here any more, until /resume.
+
+        abort ends those in progress with what they have said; wait lets them end, and answers then; keep has them wait
+        with the tokens that they have, and new ones too. With the others new requests are refused: 503.
+        """
+        gateway, mode = self._gateway, request.query_params.get("mode", "abort")
+        if mode not in _PAUSE_MODES:
+            raise wrong_field("mode", f"{mode[:32]!r} found; 'abort', 'wait' or 'keep' is needed")
+        gateway.paused = mode != "keep"
+        gateway.pool.hold(held=mode == "keep")
+        if mode == "abort":
+            self._abort(None)
+        while mode == "wait" and gateway.exchanges and gateway.paused:
+            await asyncio.sleep(_POLL_S)
+        return JSONResponse({"status": "paused"})
+
+    async def resume(self) -> Response:
+        """POST /resume: requests are computed again."""
+        self._gateway.paused = False
+        self._gateway.pool.hold(held=False)
+        return JSONResponse({"status": "resumed"})
+
+    async def is_paused(self) -> Response:
+        """GET /is_paused."""
+        gateway = self._gateway
+        return JSONResponse({"is_paused": gateway.paused or gateway.pool.held})
+
+    async def abort(self, request: Request) -> Response:
+        """POST /abort_requests: end requests by the ids that their clients gave or were told, or all."""
+        wanted = await self._gateway.parse(request, AbortRequest)
+        return JSONResponse({"status": "aborted", "aborted": self._abort(wanted.request_ids or None)})
+
+    async def abort_named(self, request: Request) -> Response:
+        """POST /inference/v1/abort_requests: the same of those that are named, never of all."""
+        ids = (await self._gateway.parse(request, AbortRequest)).request_ids
+        if ids is None:
+            message = (
+                "'request_ids' is missing; name the requests to end, or POST /abort_requests to end all."
+            )
+            raise invalid(message, param="request_ids", code="missing_required_parameter")
+        return JSONResponse({"status": "aborted", "aborted": self._abort(ids)})
+
+    def _abort(self, ids: list[str] | None) -> int:
+        named = None if ids is None else frozenset(ids)
+        ended = 0
+        for exchange in list(self._gateway.exchanges.values()):
+            if named is None or exchange.id in named or exchange.request_id in named:
+                exchange.cancel()
+                ended += 1
+        return ended
+
+    async def forget(self) -> Response:
+        """POST /reset_prefix_cache: attention workers reuse nothing that was computed before, for any request."""
+        return JSONResponse({"success": self._gateway.pool.forget_blocks()})
+
+    async def scale(self, request: Request) -> Response:
+        """POST /scale_elastic_ep: change the wanted size of a pool; the change itself takes its time."""
+        wanted = await self._gateway.parse(request, ScaleRequest)
+        try:
+            await asyncio.to_thread(
+                self._gateway.views.scale, wanted.pool, wanted.new_data_parallel_size, wanted.drain_timeout
+            )
+        except ScaleRefused as error:
+            raise invalid(str(error), param="new_data_parallel_size") from None
+        except RouterUnavailable as error:
+            raise unavailable(f"{error} Scale with: eaas scale.", code="router_unavailable") from None
+        members = f"{wanted.new_data_parallel_size} members of the {wanted.pool} pool"
+        return JSONResponse({"message": f"Scaling to {members}."})
+
+
+async def _from_no_other_page(request: Request) -> None:
+    """Refuse a page of another origin: a browser sends such a request without asking, and with stored passwords.
+
+    Raises:
+        ApiError: 403.
+    """
+    origin = request.headers.get("origin")
+    if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
+        message = (
+            "This route takes no request from a page of another origin. Ask from a terminal, such as by curl."
+        )
+        raise ApiError(ErrorReply(status=403, message=message, code="other_origin"))
 
 
 def _reply(request: Request, reply: ErrorReply) -> Response:
@@ -22,23 +260,12 @@ def _reply(request: Request, reply: ErrorReply) -> Response:
     return Response(body, reply.status, headers=reply.all_headers(), media_type="application/json")
 
 
-async def _on_api_error(request: Request, error: Exception) -> Response:
-    if not isinstance(error, ApiError):
-        raise error
+async def _on_api_error(request: Request, error: Any) -> Response:
     return _reply(request, error.reply)
 
 
-async def _on_invalid(request: Request, error: Exception) -> Response:
-    if not isinstance(error, RequestValidationError):
-        raise error
-    return _reply(request, errors.from_validation(error.errors()).reply)
-
-
-async def _on_http_error(request: Request, error: Exception) -> Response:
-    if not isinstance(error, HTTPException):
-        raise error
-    headers = dict(error.headers or {})
-    where = f"{request.method} {request.url.path}"
+async def _on_http_error(request: Request, error: Any) -> Response:
+    headers, where = dict(error.headers or {}), f"{request.method} {request.url.path}"
     message, code = str(error.detail), None
     if error.status_code == 404:
         message, code = (
@@ -63,9 +290,36 @@ def create_app(gateway: Gateway, root_path: str = "") -> FastAPI:
         redirect_slashes=False, servers=[{"url": root_path}] if root_path else None,
     )  # fmt: skip
     app.add_exception_handler(ApiError, _on_api_error)
-    app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_fault)
-    for surface in (routes, tokenizing, operating, dashboard):
+    for surface in (routes, tokenizing, dashboard):
         surface.add_routes(app, gateway)
+    operating = OperatingRoutes(gateway)
+    for path, route in (
+        ("/", operating.front),
+        ("/v1/models", operating.models),
+        ("/v1/models/{name:path}", operating.one_model),
+        ("/health", operating.health),
+        ("/ping", operating.health),
+        ("/load", operating.load),
+        ("/server_info", operating.server_info),
+        ("/version", operating.versions),
+        ("/metrics", operating.metrics_page),
+        ("/status", operating.status),
+        ("/is_paused", operating.is_paused),
+    ):
+        app.add_api_route(path, route, methods=["GET"], response_model=None)
+        app.add_api_route(path, route, methods=["HEAD"], response_model=None, include_in_schema=False)
+    app.add_api_route("/ping", operating.health, methods=["POST"], response_model=None)
+    app.add_api_route("/v1/embeddings", operating.embeddings, methods=["POST"], response_model=None)
+    of_this_page = [Depends(_from_no_other_page)]
+    for path, route in (
+        ("/pause", operating.pause),
+        ("/resume", operating.resume),
+        ("/abort_requests", operating.abort),
+        ("/inference/v1/abort_requests", operating.abort_named),
+        ("/reset_prefix_cache", operating.forget),
+        ("/scale_elastic_ep", operating.scale),
+    ):
+        app.add_api_route(path, route, methods=["POST"], response_model=None, dependencies=of_this_page)
     return app

@@ -20,7 +20,6 @@ from eaas.gateway.guard import json_body
 from eaas.gateway.metrics import GatewayMetrics
 from eaas.gateway.pool import WorkerPool
 from eaas.gateway.served_model import ServedModel
-from eaas.gateway.status import RouterStatus
 from eaas.gateway.stream import EventStream, Exchange, Work
 from router.view import View
 
@@ -35,9 +34,7 @@ class ViewSource(Protocol):
 
     def start(self, on_view: Callable[[View], None], load: Callable[[], Mapping[str, float]]) -> None: ...
 
-    def latest(self) -> tuple[View | None, list[RouterStatus]]: ...
-
-    def snapshot(self) -> ClusterSnapshot: ...
+    def snapshot(self, *, rows: bool = True) -> ClusterSnapshot: ...
 
     def suspect(self, name: str, incarnation: int, reason: str) -> None: ...
 

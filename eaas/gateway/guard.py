@@ -40,22 +40,6 @@ _CONNECTION = "eaas.connection"
 _PROBES_S = (0.1, 0.9)
 
 
-class WithoutPrefix:
-    """Takes a path prefix off, for requests that a proxy passed on with it; others go through as they are."""
-
-    def __init__(self, app: ASGIApp, prefix: str) -> None:
-        """Args: prefix: Such as "/llm"; empty for none."""
-        self._app, self._prefix = app, prefix
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
-        prefix = self._prefix
-        if prefix and scope["type"] == "http" and scope["path"].startswith(f"{prefix}/"):
-            path = scope["path"].removeprefix(prefix)
-            scope = {**scope, "path": path, "raw_path": path.encode()}
-        await self._app(scope, receive, send)
-
-
 class _OutOfBounds(Exception):
     """Raised through the parser, which stops there."""
 
@@ -297,22 +281,30 @@ def _until_close(cycle: RequestResponseCycle, app: ASGI3Application) -> ASGI3App
 class RequestIds:
     """Outermost layer: echoes a client's x-request-id, or draws one, on every response, errors included.
 
-    While ``closing()`` it asks clients to connect anew for their next request. What is logged for a request bears its
-    id; with ``logs_requests`` one line is logged for each when it has been answered: of what was asked only method and
-    path.
+    It takes ``prefix``, such as "/llm", off the paths of requests that a proxy passed on with it. While ``closing()``
+    it asks clients to connect anew for their next request. What is logged for a request bears its id; with
+    ``logs_requests`` one line is logged for each when it has been answered: of what was asked only method and path.
     """
 
     def __init__(
-        self, app: ASGIApp, closing: Callable[[], bool] = lambda: False, *, logs_requests: bool = False
+        self,
+        app: ASGIApp,
+        prefix: str = "",
+        closing: Callable[[], bool] = lambda: False,
+        *,
+        logs_requests: bool = False,
     ) -> None:
-        self._app = app
-        self._closing = closing
-        self._logs_requests = logs_requests
+        self._app, self._prefix = app, prefix
+        self._closing, self._logs_requests = closing, logs_requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        asked = scope["path"]
+        if self._prefix and asked.startswith(f"{self._prefix}/"):
+            path = asked.removeprefix(self._prefix)
+            scope = {**scope, "path": path, "raw_path": path.encode()}
         given = next((value for name, value in scope["headers"] if name == _HEADER), b"")
         usable = 0 < len(given) <= _LONGEST_ID and all(0x21 <= byte <= 0x7E for byte in given)
         request_id = given if usable else f"req-{uuid.uuid4().hex}".encode()
@@ -337,7 +329,7 @@ class RequestIds:
                 log.info(
                     "request method=%s path=%s status=%d elapsed_ms=%.1f key=%s request_id=%s",
                     scope["method"],
-                    scope["path"][:_LONGEST_PATH],
+                    asked[:_LONGEST_PATH],
                     status,
                     (time.monotonic() - began_s) * 1e3,
                     account.name if account is not None else "-",

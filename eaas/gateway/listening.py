@@ -11,15 +11,20 @@ class ListenFailed(Exception):
     """The address cannot be listened on; the text says why and what to do."""
 
 
-def checked_address(host: str, *, tls: bool, keys: bool, option: str = "--host") -> str:
+def check_exposure(option: str, host: str, *, tls: bool, keys: bool) -> str:
     """The IP address to listen on.
+
+    Args:
+        option: Where `host` was given, for an error.
+        tls, keys: Whether the gateway speaks TLS, and asks for keys: both are needed beyond loopback.
 
     Raises:
         ListenFailed: it is none, or other machines could reach a gateway without TLS or without keys.
     """
-    protection = {"TLS (--tls-cert and --tls-key)": tls, "keys (--keys-file)": keys}
     try:
-        return bound_address(option, host, protection)
+        return bound_address(
+            option, host, {"TLS (--tls-cert and --tls-key)": tls, "keys (--keys-file)": keys}
+        )
     except Exposed as error:
         raise ListenFailed(str(error)) from None
 
@@ -27,15 +32,8 @@ def checked_address(host: str, *, tls: bool, keys: bool, option: str = "--host")
 def listen(
     host: str, port: int, stall_s: float = 60.0, *, tls: bool = False, keys: bool = False
 ) -> socket.socket:
-    """A listening socket.
-
-    Args:
-        tls, keys: Whether the gateway speaks TLS, and asks for keys: both are needed beyond loopback.
-
-    Raises:
-        ListenFailed: as `checked_address` says, or the port is taken.
-    """
-    address = checked_address(host, tls=tls, keys=keys)
+    """A listening socket. Raises ListenFailed: as `check_exposure` says, or the port is taken."""
+    address = check_exposure("--host", host, tls=tls, keys=keys)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:

@@ -453,9 +453,13 @@ def test_a_gateway_is_a_member_whose_lease_carries_its_load_and_joins_again_when
 def test_a_router_that_does_not_answer_is_shown_with_its_last_process() -> None:
     router = FakeRouter()
     views = RouterViews(router.address)
-    assert views.latest()[1] == [RouterStatus(pid=router.pid, address=router.address, state="serving")]
+    assert views.snapshot().routers == (
+        RouterStatus(pid=router.pid, address=router.address, state="serving"),
+    )
     router.stop()
-    assert views.latest()[1] == [RouterStatus(pid=router.pid, address=router.address, state="unreachable")]
+    assert views.snapshot().routers == (
+        RouterStatus(pid=router.pid, address=router.address, state="unreachable"),
+    )
     views.close()
 
 
