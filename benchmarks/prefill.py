@@ -34,7 +34,6 @@ from eaas.placement import Placement
 from eaas.worker.decoder import Decoder, ExpertBackend, client_backend
 from eaas.worker.engine import Engine, EngineConfig
 from eaas.worker.protocol import SamplingParams, Submit
-from eaas.worker.scheduler import SchedulerConfig
 from experts.checkpoint import Checkpoint
 from experts.client import ExpertClient
 from experts.kernels import numerics_class
@@ -55,8 +54,13 @@ def engine_over(model: Path, experts: ExpertBackend, cores: Sequence[int], longe
     decoder = Decoder(
         spec, load_weights(checkpoint, spec), experts, cores, kv_blocks=blocks, max_rows=STEP_TOKENS
     )
-    limits = SchedulerConfig(max_model_len=longest + BLOCK_TOKENS, step_tokens=STEP_TOKENS)
-    config = EngineConfig(scheduler=limits, kv_blocks=blocks, vocab=spec.vocab, prefix_reuse=False)
+    config = EngineConfig(
+        max_model_len=longest + BLOCK_TOKENS,
+        step_tokens=STEP_TOKENS,
+        kv_blocks=blocks,
+        vocab=spec.vocab,
+        prefix_reuse=False,
+    )
     return Engine(decoder, config)
 
 

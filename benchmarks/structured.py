@@ -46,7 +46,6 @@ from eaas.worker.constraint import Constraint, Grammars
 from eaas.worker.engine import Engine, EngineConfig
 from eaas.worker.grammar import Grammar, of_schema
 from eaas.worker.protocol import SamplingParams, Submit
-from eaas.worker.scheduler import SchedulerConfig
 from experts.checkpoint import Checkpoint
 
 NAME = "structured"
@@ -247,7 +246,8 @@ class Masked:
         self.engine = Engine(
             driven.decoder,
             EngineConfig(
-                scheduler=SchedulerConfig(max_model_len=spec.max_model_len, step_tokens=STEP_TOKENS),
+                max_model_len=spec.max_model_len,
+                step_tokens=STEP_TOKENS,
                 kv_blocks=KV_TOKENS // BLOCK_TOKENS,
                 block_tokens=BLOCK_TOKENS,
                 vocab=spec.vocab,

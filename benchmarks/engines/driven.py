@@ -22,7 +22,7 @@ from eaas.placement import Placement
 from eaas.worker.decoder import Decoder, ExpertBackend, client_backend
 from eaas.worker.engine import Engine, EngineConfig
 from eaas.worker.protocol import SamplingParams, Submit
-from eaas.worker.scheduler import SchedulerConfig, StepPlan
+from eaas.worker.scheduler import StepPlan
 from experts.checkpoint import Checkpoint
 from experts.client import ExpertClient
 from experts.kernels import numerics_class
@@ -65,9 +65,9 @@ class Driven:
         self.decoder = Decoder(
             spec, weights, self.backend, self.cores, kv_blocks=blocks, max_rows=STEP_TOKENS
         )
-        scheduler = SchedulerConfig(max_model_len=spec.max_model_len, step_tokens=STEP_TOKENS)
         config = EngineConfig(
-            scheduler=scheduler,
+            max_model_len=spec.max_model_len,
+            step_tokens=STEP_TOKENS,
             kv_blocks=blocks,
             block_tokens=BLOCK_TOKENS,
             vocab=spec.vocab,

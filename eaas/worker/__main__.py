@@ -28,7 +28,6 @@ from eaas.worker.decoder import Decoder, DecoderError
 from eaas.worker.engine import LEAST_WAIT, Engine, EngineConfig, StepDecoder
 from eaas.worker.loop import STUCK_MARGIN_S, Worker
 from eaas.worker.protocol import Hello
-from eaas.worker.scheduler import SchedulerConfig
 from eaas.worker.tls_listener import TlsListener
 from experts.backend import Backend, DeviceUnavailable
 from experts.checkpoint import Checkpoint
@@ -291,12 +290,10 @@ def prepare(options: WorkerOptions, ending: Ending, closing: contextlib.ExitStac
     engine = load_report.engine = Engine(
         decoder,
         EngineConfig(
-            scheduler=SchedulerConfig(
-                max_model_len=max_model_len,
-                step_tokens=options.step_tokens,
-                max_running=options.max_running,
-                fingerprint=f"{checkpoint.fingerprint}:{kernels}",
-            ),
+            max_model_len=max_model_len,
+            step_tokens=options.step_tokens,
+            max_running=options.max_running,
+            fingerprint=f"{checkpoint.fingerprint}:{kernels}",
             kv_blocks=kv_blocks,
             block_tokens=BLOCK_TOKENS,
             vocab=spec.vocab,

@@ -77,11 +77,10 @@ class RoutingDecoder(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig:
+class EngineConfig(SchedulerConfig):
     """How one engine serves.
 
     Args:
-        scheduler: Limits of the schedule.
         kv_blocks: Blocks of the decoder's KV pool.
         block_tokens: Tokens in each.
         vocab: Token ids are below it.
@@ -90,7 +89,6 @@ class EngineConfig:
         prefix_reuse: Share full blocks between requests with a common beginning.
     """
 
-    scheduler: SchedulerConfig
     kv_blocks: int
     vocab: int
     block_tokens: int = 16
@@ -141,10 +139,10 @@ class Engine:
         self._pool = BlockPool(
             blocks=config.kv_blocks, block_tokens=config.block_tokens, reuse=config.prefix_reuse
         )
-        rows = max(1, min(config.scheduler.prompt_logprobs_rows, PROMPT_LOGITS_BYTES // (4 * config.vocab)))
-        self.scheduler = Scheduler(replace(config.scheduler, prompt_logprobs_rows=rows), self._pool)
+        rows = max(1, min(config.prompt_logprobs_rows, PROMPT_LOGITS_BYTES // (4 * config.vocab)))
+        self.scheduler = Scheduler(replace(config, prompt_logprobs_rows=rows), self._pool)
         self.compiling = Compiling(grammars, wake, clock)
-        self._sampler = SlotSampler(vocab=config.vocab, slots=config.scheduler.slots)
+        self._sampler = SlotSampler(vocab=config.vocab, slots=config.slots)
 
     @property
     def has_work(self) -> bool:

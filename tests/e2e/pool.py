@@ -19,7 +19,6 @@ from eaas.worker.decoder import Decoder, client_backend
 from eaas.worker.engine import Engine, EngineConfig
 from eaas.worker.protocol import SamplingParams, Submit
 from eaas.worker.request import Request
-from eaas.worker.scheduler import SchedulerConfig
 from experts.checkpoint import Checkpoint
 from experts.client import ExpertClient
 from experts.kernels import numerics_class
@@ -67,7 +66,8 @@ class Driver:
         self.engine = Engine(
             Watched(decoder, self._keep),
             EngineConfig(
-                scheduler=SchedulerConfig(max_model_len=spec.max_model_len, step_tokens=step_tokens),
+                max_model_len=spec.max_model_len,
+                step_tokens=step_tokens,
                 kv_blocks=kv_blocks,
                 block_tokens=BLOCK_TOKENS,
                 vocab=spec.vocab,

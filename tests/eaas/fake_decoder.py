@@ -48,7 +48,7 @@ class FakeDecoder:
     def __init__(self, kv_blocks: int, block_tokens: int = BLOCK_TOKENS) -> None:
         self.block_tokens = block_tokens
         self.kv = np.full((kv_blocks, block_tokens), -1, dtype=np.int32)
-        self.before_step: Callable[[float], None] | None = None
+        self.before_step: Callable[[float], object] | None = None
         self.rows_per_step: list[int] = []
         self.logits: Callable[[Any], np.ndarray] = logits_of
         self.vocab = VOCAB

@@ -16,12 +16,8 @@ from eaas import native
 from eaas.native import SAMPLE_ROW
 
 
-class LogitsInvalid(ValueError):
-    """A row's logits are not finite, or leave no token to choose; the text says which row."""
-
-
-class SamplingInvalid(ValueError):
-    """A parameter is out of range, or a listed token is outside the vocabulary."""
+class Refused(ValueError):
+    """Nothing could be sampled for a row; the text says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,30 +62,6 @@ class SamplingRow:
     given: int = -1
     logprobs: int = -1
 
-    def __post_init__(self) -> None:
-        """Refuse what the native sampler does not define.
-
-        Raises:
-            SamplingInvalid: a number is out of range.
-        """
-        sound = (
-            0 <= self.seed < 1 << 64
-            and 0 <= self.index < 1 << 64
-            and 0 <= self.choice < 1 << 32
-            and 0 <= self.temperature < float("inf")
-            and 0 <= self.top_k < 1 << 31
-            and 0 < self.top_p <= 1
-            and 0 <= self.min_p <= 1
-            and 0 < self.repetition_penalty < float("inf")
-            and abs(self.presence_penalty) < float("inf")
-            and abs(self.frequency_penalty) < float("inf")
-            and -1 <= self.logprobs < 1 << 31
-            and -1 <= self.given < 1 << 31
-            and len(self.biased) == len(self.biases)
-        )
-        if not sound:
-            raise SamplingInvalid(f"A parameter is out of range: {self}.")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Sampled:
@@ -110,6 +82,11 @@ class Sampled:
 
 
 _NONE = np.empty(0, dtype=np.int32)
+_REASONS = {
+    native.SAMPLER_E_NOT_FINITE: "its logits hold NaN or infinity",
+    native.SAMPLER_E_NOTHING_LEFT: "every token is forbidden",
+    native.SAMPLER_E_TOKEN: "a listed token is outside the vocabulary",
+}
 
 
 class Sampler:
@@ -131,23 +108,11 @@ class Sampler:
             rows: How.
 
         Raises:
-            LogitsInvalid: logits hold NaN or infinity, or every token is forbidden.
-            SamplingInvalid: a listed token is outside the vocabulary, or the shapes disagree.
+            Refused: a row's logits hold NaN or infinity, it leaves no token, or lists one outside the vocabulary.
         """
-        wanted = (len(rows), self.vocab)
-        if logits.dtype != np.float32 or logits.shape != wanted or not logits.flags.c_contiguous:
-            raise SamplingInvalid(
-                f"Logits are {logits.dtype} {list(logits.shape)}; contiguous float32 {list(wanted)}."
-            )
         plan = np.zeros(len(rows), dtype=SAMPLE_ROW)
         kept: list[np.ndarray] = []
         for number, row in enumerate(rows):
-            for bits in (row.allowed, row.allowed_too):
-                if bits is not None and (bits.dtype != np.uint32 or bits.shape != (-(-self.vocab // 32),)):
-                    raise SamplingInvalid(
-                        f"Row {number}: allowed tokens are {bits.dtype} {list(bits.shape)}; one bit a token, as "
-                        f"`bits_of` makes them, is needed."
-                    )
             kept += _fill(plan[number], row)
         tops = max((min(row.logprobs, self.vocab) for row in rows), default=0)
         tokens = np.empty(len(rows), dtype=np.int32)
@@ -163,7 +128,7 @@ class Sampler:
         if status:
             raise MemoryError(f"No memory to sample from {self.vocab} tokens (code {status}).")
         for number in np.flatnonzero(statuses)[:1].tolist():
-            _fail(int(statuses[number]), number, self.vocab)
+            raise Refused(f"Row {number}: {_REASONS[int(statuses[number])]}.")
         return [
             Sampled(
                 token=int(tokens[number]),
@@ -215,13 +180,3 @@ def _fill(to: np.void, row: SamplingRow) -> list[np.ndarray]:
     to["repetition"], to["presence"] = row.repetition_penalty, row.presence_penalty
     to["frequency"], to["top_k"], to["top_count"] = row.frequency_penalty, row.top_k, row.logprobs
     return arrays
-
-
-def _fail(status: int, row: int, vocab: int) -> None:
-    if status == native.SAMPLER_E_NOT_FINITE:
-        raise LogitsInvalid(
-            f"Row {row}: its logits hold NaN or infinity; the model or its weights are broken."
-        )
-    if status == native.SAMPLER_E_NOTHING_LEFT:
-        raise LogitsInvalid(f"Row {row}: every token is forbidden; at least one must be left.")
-    raise SamplingInvalid(f"Row {row}: a listed token is outside the vocabulary of {vocab}.")

@@ -27,7 +27,6 @@ from eaas.worker.protocol import (
     encode,
     for_gateway,
 )
-from eaas.worker.scheduler import SchedulerConfig
 from tests.eaas.fake_decoder import BLOCK_TOKENS, VOCAB, FakeDecoder, expected_output
 
 pytestmark = pytest.mark.alone
@@ -86,7 +85,8 @@ class World:
     def __init__(self, may_answer: Callable[[], bool] = lambda: True) -> None:
         self.decoder = FakeDecoder(64)
         config = EngineConfig(
-            scheduler=SchedulerConfig(max_model_len=10_000, step_tokens=32),
+            max_model_len=10_000,
+            step_tokens=32,
             kv_blocks=64,
             block_tokens=BLOCK_TOKENS,
             vocab=VOCAB,
@@ -112,7 +112,7 @@ class World:
     def count(self) -> None:
         self.passes += 1
 
-    def until(self, true: Callable[[], bool], what: str) -> None:
+    def until(self, true: Callable[[], object], what: str) -> None:
         end_s = time.monotonic() + TIMEOUT_S
         while not true():
             assert time.monotonic() < end_s, what

@@ -78,7 +78,8 @@ class World:
         self.decoder.vocab, self.decoder.logits = VOCAB, logits_of
         self.woken = threading.Event()
         config = EngineConfig(
-            scheduler=SchedulerConfig(max_model_len=512, step_tokens=step_tokens),
+            max_model_len=512,
+            step_tokens=step_tokens,
             kv_blocks=blocks,
             block_tokens=BLOCK_TOKENS,
             vocab=VOCAB,

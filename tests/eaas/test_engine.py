@@ -13,7 +13,7 @@ from eaas.worker.decoder import ExpertsLost
 from eaas.worker.engine import Engine, EngineConfig
 from eaas.worker.protocol import Failed, SamplingParams, Submit, Token
 from eaas.worker.request import Request
-from eaas.worker.scheduler import SchedulerConfig, StepPlan
+from eaas.worker.scheduler import StepPlan
 from tests.eaas.fake_decoder import BLOCK_TOKENS, VOCAB, FakeDecoder, Watched, expected_output
 
 MAX_MODEL_LEN = 128
@@ -33,7 +33,8 @@ class World:
         self.decoder = FakeDecoder(blocks)
         self.logits: dict[tuple[str, int], bytes] = {}
         config = EngineConfig(
-            scheduler=SchedulerConfig(max_model_len=MAX_MODEL_LEN, step_tokens=step_tokens),
+            max_model_len=MAX_MODEL_LEN,
+            step_tokens=step_tokens,
             kv_blocks=blocks,
             block_tokens=BLOCK_TOKENS,
             vocab=VOCAB,

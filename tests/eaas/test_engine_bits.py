@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from typing import Self
 
 import numpy as np
 import pytest
@@ -11,7 +12,6 @@ import pytest
 from eaas.worker.engine import Engine, EngineConfig
 from eaas.worker.protocol import SamplingParams, Submit
 from eaas.worker.request import Request
-from eaas.worker.scheduler import SchedulerConfig
 from experts.model import Dtype
 from tests.eaas import decoder_world
 from tests.eaas.decoder_world import VARIANTS, VOCAB
@@ -37,7 +37,8 @@ class World:
         spec = model(dtype).spec
         self.runner = model(dtype).decoder(lanes=lanes, kv_blocks=blocks, max_rows=step_tokens)
         config = EngineConfig(
-            scheduler=SchedulerConfig(max_model_len=spec.max_model_len, step_tokens=step_tokens),
+            max_model_len=spec.max_model_len,
+            step_tokens=step_tokens,
             kv_blocks=blocks,
             vocab=VOCAB,
             prefix_reuse=reuse,
@@ -74,7 +75,7 @@ class World:
             self.tokens[token.id].append(token.token)
         return True
 
-    def run(self, preempt_every: int = 0) -> World:
+    def run(self, preempt_every: int = 0) -> Self:
         steps = 0
         while self.step():
             steps += 1

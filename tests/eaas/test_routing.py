@@ -11,7 +11,6 @@ import pytest
 from eaas.gateway.text import RoutedExpertsLog
 from eaas.worker.engine import Engine, EngineConfig
 from eaas.worker.protocol import RoutedExperts, SamplingParams, Submit
-from eaas.worker.scheduler import SchedulerConfig
 from tests.eaas import decoder_world, test_engine_bits
 from tests.eaas.decoder_world import VARIANTS
 from tests.eaas.fake_decoder import FakeDecoder
@@ -26,8 +25,9 @@ class World(test_engine_bits.World):
     def __init__(self, *, step_tokens: int = 128, blocks: int = 128, lanes: int = 1) -> None:
         made = decoder_world.World.make(SPEC, SEED)
         self.runner = made.decoder(lanes=lanes, kv_blocks=blocks, max_rows=step_tokens)
-        scheduler = SchedulerConfig(max_model_len=SPEC.max_model_len, step_tokens=step_tokens)
-        config = EngineConfig(scheduler=scheduler, kv_blocks=blocks, vocab=SPEC.vocab)
+        config = EngineConfig(
+            max_model_len=SPEC.max_model_len, step_tokens=step_tokens, kv_blocks=blocks, vocab=SPEC.vocab
+        )
         self.engine = Engine(self.runner.decoder, config)
         self.tokens: dict[str, list[int]] = {}
         self.routing: dict[str, RoutedExpertsLog] = {}
@@ -137,10 +137,7 @@ def test_the_first_of_the_prompt_are_left_out_where_they_are_known(alone: World)
 
 
 def test_a_decoder_that_does_not_know_refuses() -> None:
-    scheduler = SchedulerConfig(max_model_len=64)
-    engine = Engine(
-        FakeDecoder(16), EngineConfig(scheduler=scheduler, kv_blocks=16, vocab=97, block_tokens=4)
-    )
+    engine = Engine(FakeDecoder(16), EngineConfig(max_model_len=64, kv_blocks=16, vocab=97, block_tokens=4))
     params = SamplingParams(max_tokens=2, routed_from=0)
     refusal = engine.submit(Submit(id="a", attempt=1, prompt=[1], params=params))
     assert refusal is not None and refusal.code == "bad_request" and "native" in refusal.message

@@ -24,7 +24,7 @@ from eaas.worker.decoder import DecoderError, ExpertsLost, PlanInvalid, WeightsI
 from eaas.worker.engine import Engine, EngineConfig
 from eaas.worker.protocol import SamplingParams, Submit, Token
 from eaas.worker.sample import DeviceSamples
-from eaas.worker.scheduler import SchedulerConfig, StepPlan
+from eaas.worker.scheduler import StepPlan
 from experts.checkpoint import Checkpoint
 from experts.gpu.client import StepReport
 from experts.gpu.weights import ExpertWeights
@@ -340,9 +340,7 @@ def test_the_engine_over_the_device_emits_the_tokens_that_its_own_sampler_choose
             return decoder.step_tokens(plan, rows, deadline_s)
 
     def emitted(stand_in: Counting) -> dict[str, list[Token]]:
-        config = EngineConfig(
-            scheduler=SchedulerConfig(max_model_len=64, step_tokens=16), kv_blocks=32, vocab=VOCAB
-        )
+        config = EngineConfig(max_model_len=64, step_tokens=16, kv_blocks=32, vocab=VOCAB)
         engine = Engine(stand_in, config)
         for number, way in enumerate(WAYS):
             params = SamplingParams(max_tokens=3, **way)  # type: ignore[arg-type]
