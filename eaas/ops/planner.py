@@ -428,10 +428,7 @@ def plan_table(plan: Plan) -> Table:
     """Both fleets beside each other."""
     fleets = (plan.disaggregated, plan.monolithic)
     rows: list[tuple[str, Callable[[Fleet], str]]] = [
-        (
-            "devices",
-            lambda f: f"{f.workers} + {f.servers} expert servers" if f.servers else str(f.workers),
-        ),
+        ("devices", lambda f: f"{f.workers} + {f.servers} expert servers" if f.servers else str(f.workers)),
         ("sequences of each worker", lambda f: f"{f.batch:,}"),
         ("time for a token", lambda f: f"{f.tpot_s * 1e3:.1f} ms"),
         ("tokens/s", lambda f: f"{f.tokens_per_s:,.0f}"),

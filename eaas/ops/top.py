@@ -29,8 +29,6 @@ SILENCE_S = 6.0
 _AGAIN_S = 1.0
 # A board of the largest model known on 64 servers is under 200 kB.
 _LONGEST_LINE = 4 << 20
-
-
 _HELP = """\
 [b]Keys[/]   [b]q[/] quit   [b]p[/] pause and go on   [b]s[/] sort by number, load, state   [b]?[/] this
 

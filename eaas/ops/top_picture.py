@@ -47,6 +47,7 @@ _RAMP = " ░▒▓█"
 _SPARKS = "▁▂▃▄▅▆▇█"
 _LABEL = 9
 _LEAST_HAPPENINGS = 4
+_LEGEND = "» took over  + gained  − gave up a copy  ✕ lost  … loads  ↓ drains  ? suspect"
 # From a cell at rest to the hottest.
 _COLD, _HOT = (22, 38, 54), (62, 166, 255)
 
@@ -220,7 +221,9 @@ def _heat(heat: Heat, show: Show, rows: int) -> list[Text]:
     if len(shown) < len(servers):
         right += f", {len(servers) - len(shown)} servers not shown"
     lines = [_rule("expert servers by layer, rows/s", show, right), _names(shown, wide)]
-    for first, last in _folds(heat.layers, rows):
+    each = max(1, math.ceil(heat.layers / rows))
+    for first in range(0, heat.layers, each):
+        last = min(heat.layers, first + each)
         label = f"layer {first}" if last == first + 1 else f"{first}–{last - 1}"
         line = Text(f" {label:<{_LABEL}}", _DIM)
         for server in shown:
@@ -231,12 +234,7 @@ def _heat(heat: Heat, show: Show, rows: int) -> list[Text]:
     busy = Text(f" {'busy':<{_LABEL}}", _DIM)
     for server in shown:
         busy.append_text(_busy(server, wide))
-    return [*lines, busy, _legend()]
-
-
-def _folds(layers: int, rows: int) -> list[tuple[int, int]]:
-    each = math.ceil(layers / rows) if layers else 1
-    return [(first, min(layers, first + each)) for first in range(0, layers, each)]
+    return [*lines, busy, Text(f" {_LEGEND}", _DIM)]
 
 
 def _names(servers: Sequence[Server], wide: int) -> Text:
@@ -263,7 +261,9 @@ def _cell(server: Server, first: int, last: int, hottest: float, wide: int) -> T
     held = any(server.held[first:last])
     mark = next((mark for mark in server.marks[first:last] if mark), "")
     heat = min(1.0, rows / hottest) if hottest >= 1 else 0.0
-    style = Style.parse(f"{_ink_on(heat)} on {_color(heat)}") if held else Style.parse(_DIM)
+    red, green, blue = (round(cold + (hot - cold) * heat) for cold, hot in zip(_COLD, _HOT, strict=True))
+    ink = "#06121d" if heat > 0.62 else "#e6eef5"
+    style = Style.parse(f"{ink} on #{red:02x}{green:02x}{blue:02x}" if held else _DIM)
     if wide >= 5:
         body = short(rows).rjust(wide - 3) if held else "·".rjust(wide - 3)
         text = Text().append(body + " ", style)
@@ -271,15 +271,6 @@ def _cell(server: Server, first: int, last: int, hottest: float, wide: int) -> T
         return text.append(" ")
     glyph = MARK_GLYPHS[mark] if mark else _RAMP[min(4, math.ceil(heat * 4))] if held else "·"
     return Text(glyph.center(wide), style)
-
-
-def _color(heat: float) -> str:
-    mixed = [round(cold + (hot - cold) * heat) for cold, hot in zip(_COLD, _HOT, strict=True)]
-    return "#{:02x}{:02x}{:02x}".format(*mixed)
-
-
-def _ink_on(heat: float) -> str:
-    return "#06121d" if heat > 0.62 else "#e6eef5"
 
 
 def _busy(server: Server, wide: int) -> Text:
@@ -296,11 +287,6 @@ def _busy(server: Server, wide: int) -> Text:
         text, style = server.state, _MOODS[WARN]
     text = text if len(text) <= wide else text[: wide - 1] + "…" if wide > 2 else text[:wide]
     return Text(text.center(wide), style)
-
-
-def _legend() -> Text:
-    said = "» took over  + gained  − gave up a copy  ✕ lost  … loads  ↓ drains  ? suspect"
-    return Text(f" {said}", _DIM)
 
 
 def _happenings(board: Board, show: Show, rows: int) -> list[Text]:

@@ -272,9 +272,12 @@ def dashboard_page() -> tuple[bytes, dict[str, str]]:
         "STATES": model.STATE_GLYPHS,
         "MARKS": model.MARK_GLYPHS,
     }
-    style = _read("dashboard.css")
-    script = _read("dashboard.js").replace("/*glyphs*/ {}", msgspec.json.encode(glyphs).decode())
-    page = _read("dashboard.html").replace("/*style*/", style).replace("/*script*/", script)
+    folder = resources.files(__package__ or "") / "page"
+    page, style, script = (
+        (folder / f"dashboard.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js")
+    )
+    script = script.replace("/*glyphs*/ {}", msgspec.json.encode(glyphs).decode())
+    page = page.replace("/*style*/", style).replace("/*script*/", script)
     policy = (
         "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; connect-src 'self'; "
         f"img-src data:; style-src {_source(style)}; script-src {_source(script)}"
@@ -286,10 +289,6 @@ def dashboard_page() -> tuple[bytes, dict[str, str]]:
         "referrer-policy": "no-referrer",
     }
     return page.encode(), headers
-
-
-def _read(name: str) -> str:
-    return (resources.files(__package__ or "") / "page" / name).read_text(encoding="utf-8")
 
 
 def _source(text: str) -> str:

@@ -162,10 +162,12 @@ def board_of(
         *_thin(history, least, short, wanted),
         *_faults(snapshot, rates),
     )
+    moods = {reason.mood for reason in reasons}
     return Board(
         at_s=now_s,
         as_of_s=as_of_s,
-        verdict=verdict_of(reasons),
+        # Down when requests cannot be served, degraded when anything is amiss.
+        verdict=DOWN if BAD in moods else DEGRADED if WARN in moods else WHOLE,
         reasons=reasons,
         facts=(
             own.model,
@@ -187,12 +189,6 @@ def board_of(
         heat=heat,
         happenings=history.happenings[:_SHOWN_HAPPENINGS],
     )
-
-
-def verdict_of(reasons: tuple[Reason, ...]) -> str:
-    """The word for the whole: down when requests cannot be served, degraded when anything is amiss."""
-    moods = {reason.mood for reason in reasons}
-    return DOWN if BAD in moods else DEGRADED if WARN in moods else WHOLE
 
 
 def _stops(
@@ -273,10 +269,8 @@ def _faults(snapshot: ClusterSnapshot, rates: Rates) -> list[Reason]:
     if suspects:
         do = "Nothing to do: others take its work, and the router decides within seconds."
         found.append(Reason(WARN, f"{listed(suspects)} suspect: silent, or reported", do))
-    held_up = [
-        Reason(INFO, f"pool {name}: {pool.held_up}") for name, pool in snapshot.pools.items() if pool.held_up
-    ]
-    return [*found, *held_up]
+    held_up = [(name, pool.held_up) for name, pool in snapshot.pools.items() if pool.held_up]
+    return found + [Reason(INFO, f"pool {name}: {why}") for name, why in held_up]
 
 
 def figures_of(own: GatewayFacts, rates: Rates) -> tuple[Figure, ...]:

@@ -160,12 +160,7 @@ def _figures(report: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
     found = [
         ("tokens/s", number(summary["tokens_per_s"]), f"{summary['output_tokens']} output tokens", ""),
         ("requests/s", number(summary["requests_per_s"]), f"{requests} in {summary['duration_s']:.1f} s", ""),
-        (
-            "goodput, requests/s",
-            number(summary["goodput"]),
-            f"{summary['good']} of {requests} {kept}",
-            "",
-        ),
+        ("goodput, requests/s", number(summary["goodput"]), f"{summary['good']} of {requests} {kept}", ""),
         *(
             (f"{name} p99", seconds(summary[key]["p99"]), f"p50 {seconds(summary[key]['p50'])}", "")
             for name, key in (("TTFT", "ttft_s"), ("ITL", "itl_s"))
