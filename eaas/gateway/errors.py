@@ -71,37 +71,10 @@ def wrong_field(field: str, reason: str) -> ApiError:
     return invalid(f"Invalid value for '{field}': {reason}.", param=field)
 
 
-def context_too_long(*, limit: int, prompt: int, wanted: int | None, param: str) -> ApiError:
-    """A 400 for a prompt, or a prompt and its completion, over the context.
-
-    Args:
-        limit: Tokens that fit in the context.
-        wanted: Tokens asked for the completion; None when the prompt alone is too long.
-        param: The field to change.
-    """
-    if wanted is None:
-        found = f"the prompt has {prompt} tokens, which leaves no room for a completion"
-        needed = f"Shorten the prompt to at most {limit - 1} tokens."
-    else:
-        found = (
-            f"{prompt + wanted} tokens were requested ({prompt} in the prompt, {wanted} for the completion)"
-        )
-        needed = f"Shorten the prompt or ask for at most {max(limit - prompt, 1)} tokens."
-    return invalid(
-        f"This model's maximum context length is {limit} tokens, but {found}. {needed}",
-        param=param,
-        code="context_length_exceeded",
-    )
-
-
-def text_too_long(*, limit: int, found_bytes: int, most_bytes: int, param: str) -> ApiError:
-    """A 400 for a text over the context however it is cut: so many tokens stand for `most_bytes` at most."""
-    return invalid(
-        f"This model's maximum context length is {limit} tokens, at most {most_bytes} bytes of text, but the prompt "
-        f"has {found_bytes} bytes. Shorten it.",
-        param=param,
-        code="context_length_exceeded",
-    )
+def too_long(limit: int, found: str, needed: str, param: str) -> ApiError:
+    """A 400 for what is over the context of so many tokens."""
+    message = f"This model's maximum context length is {limit} tokens, {found}. {needed}"
+    return invalid(message, param=param, code="context_length_exceeded")
 
 
 def out_of_vocabulary(token: int, vocab: int, param: str) -> ApiError:

@@ -219,14 +219,8 @@ def _grammar_of(model: ServedModel, wanted: ChatRequest, use: ToolUse) -> Gramma
 async def _encode(gateway: Gateway, wanted: ChatRequest, use: ToolUse, *, must_fit: bool = True) -> list[int]:
     """The prompt of a conversation. Args: must_fit: it is to be computed: one that is too long is refused, unless it is
     to be cut."""
-    prompt = await gateway.model.encode_chat(
-        wanted.messages,
-        wanted,
-        wanted.template_options,
-        tools=use.shown,
-        field=wanted.prompt_field,
-        must_fit=must_fit and wanted.truncate_prompt_tokens is None,
-    )
+    must_fit = must_fit and wanted.truncate_prompt_tokens is None
+    prompt = await gateway.model.encode_chat(wanted.messages, wanted, tools=use.shown, must_fit=must_fit)
     return _cut(gateway, wanted, prompt)
 
 

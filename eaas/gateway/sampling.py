@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from eaas.gateway.errors import context_too_long, invalid, out_of_vocabulary
+from eaas.gateway.errors import invalid, out_of_vocabulary, too_long
 from eaas.gateway.schema import ChatRequest, CompletionRequest
 from eaas.worker.protocol import MAX_TOP_LOGPROBS, SamplingParams
 
@@ -25,14 +25,19 @@ def token_limit(wanted: ChatRequest | CompletionRequest, prompt: int, context: i
     Raises:
         ApiError: the prompt, or the prompt with the wanted completion, is over the context.
     """
-    room = context - prompt
+    room, limit = context - prompt, wanted.token_limit
     if room < 1:
-        raise context_too_long(limit=context, prompt=prompt, wanted=None, param=wanted.prompt_field)
-    limit = wanted.token_limit
+        found = f"but the prompt has {prompt} tokens, which leaves no room for a completion"
+        needed = f"Shorten the prompt to at most {context - 1} tokens."
+        raise too_long(context, found, needed, wanted.prompt_field)
     if limit is None:
         limit = min(room, wanted.default_limit or room)
     elif limit > room:
-        raise context_too_long(limit=context, prompt=prompt, wanted=limit, param=wanted.token_limit_field)
+        tokens = (
+            f"{prompt + limit} tokens were requested ({prompt} in the prompt, {limit} for the completion)"
+        )
+        needed = f"Shorten the prompt or ask for at most {room} tokens."
+        raise too_long(context, f"but {tokens}", needed, wanted.token_limit_field)
     # A prompt that is shown alone takes a token too: the worker answers with nothing less.
     return max(1, limit)
 

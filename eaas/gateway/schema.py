@@ -119,6 +119,8 @@ class Tool(Strict, extra="allow"):
 class Conversation(Strict):
     """What a chat and the counting of its tokens share: how messages become a prompt."""
 
+    prompt_field: ClassVar[str] = "messages"  # where they are, for an error
+
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     # A chat template mostly writes the special tokens itself.
@@ -139,6 +141,11 @@ class Conversation(Strict):
         """Whether the assistant's turn is opened for it, rather than the last message gone on with."""
         begins = self.add_generation_prompt
         return not self.continue_final_message if begins is None else begins
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """More names for the chat template."""
+        return self.chat_template_kwargs or {}
 
     @property
     def tool_dicts(self) -> list[dict[str, Any]]:
@@ -267,8 +274,6 @@ _TEXT_ALONE = only(*_FALSE, ["text"], because="this model answers with text alon
 class ChatRequest(GenerationRequest, Conversation):
     """Body of POST /v1/chat/completions."""
 
-    prompt_field = "messages"
-
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
@@ -292,7 +297,7 @@ class ChatRequest(GenerationRequest, Conversation):
     def template_options(self) -> dict[str, Any]:
         """More names for the chat template."""
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
-        return {**effort, **(self.chat_template_kwargs or {})}
+        return {**effort, **super().template_options}
 
     @property
     def token_limit(self) -> int | None:

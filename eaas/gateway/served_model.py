@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from eaas.gateway.errors import full, invalid, out_of_vocabulary, text_too_long
+from eaas.gateway.errors import full, invalid, out_of_vocabulary, too_long
 from eaas.gateway.schema import Conversation, Message
 from eaas.gateway.tool_calls import CallStyle, style_of
 from eaas.model.chat import TemplateRefused
@@ -142,9 +142,8 @@ class ServedModel:
         most_bytes = self.max_model_len * self.tokenizer.most_bytes
         found_bytes = len(text.encode(errors="surrogatepass")) if len(text) * 4 > most_bytes else 0
         if found_bytes > most_bytes:
-            raise text_too_long(
-                limit=self.max_model_len, found_bytes=found_bytes, most_bytes=most_bytes, param=field
-            )
+            found = f"at most {most_bytes} bytes of text, but the prompt has {found_bytes} bytes"
+            raise too_long(self.max_model_len, found, "Shorten it.", field)
 
     async def encode_text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, by default with what the model wants around a prompt."""
@@ -187,26 +186,22 @@ class ServedModel:
         self,
         messages: Sequence[Message],
         wanted: Conversation,
-        options: Mapping[str, Any] | None,
         *,
         tools: Sequence[Mapping[str, Any]],
-        field: str = "messages",
-        must_fit: bool = True,
+        must_fit: bool,
     ) -> list[int]:
         """Token ids of a conversation, ready for the assistant's turn.
 
         Args:
             wanted: How the messages become a prompt.
-            options: More names for the chat template.
             tools: Descriptions for the chat template.
-            field: Where the messages stand in the request, for an error.
             must_fit: What is over the context however it is cut is refused before that.
 
         Raises:
             ApiError: the chat template refuses the messages, or gives nothing; or the client's is not wanted here.
         """
-        template = wanted.chat_template
-        if "chat_template" in (options or {}):
+        template, options, field = wanted.chat_template, wanted.template_options, wanted.prompt_field
+        if "chat_template" in options:
             raise invalid("Give it as the field 'chat_template' instead.", param="chat_template_kwargs")
         if template is not None and not self.trusts_templates:
             raise invalid(

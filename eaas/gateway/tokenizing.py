@@ -54,10 +54,8 @@ def add_routes(app: FastAPI, gateway: Gateway) -> None:
                 special = wanted.add_special_tokens is not False
                 tokens = await model.encode_text(wanted.prompt or "", add_special_tokens=special)
             else:
-                options, tools = wanted.chat_template_kwargs, wanted.tool_dicts
-                tokens = await model.encode_chat(
-                    wanted.messages, wanted, options, tools=tools, must_fit=False
-                )
+                tools = wanted.tool_dicts
+                tokens = await model.encode_chat(wanted.messages, wanted, tools=tools, must_fit=False)
             names = await model.names(tokens) if wanted.return_token_strs else None
         return _json(
             {
