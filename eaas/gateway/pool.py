@@ -556,11 +556,11 @@ class WorkerPool:
             self._move_from(link, begun=True)
         for link in self.links():
             if link.outstanding > 0:
-                self._judge(link, now_s - link.heard_s, now_s)
+                self._check_silence(link, now_s - link.heard_s, now_s)
         if self._sequences:
             self._watch_time()
 
-    def _judge(self, link: WorkerLink, silence_s: float, now_s: float) -> None:
+    def _check_silence(self, link: WorkerLink, silence_s: float, now_s: float) -> None:
         """Have the choices of a worker that is silent for too long go on elsewhere, or wait where nobody else can take
         them: for it, or for the next to come.
         """

@@ -73,14 +73,8 @@ async def generate(gateway: Gateway, request: Request, shape: type[BaseModel], p
         work = _work(gateway, prepared, bad_tokens)
         gateway.refuse_if_paused()
         gateway.admit_tokens(work)
-        exchange = Exchange(
-            work=work,
-            model=gateway.model,
-            pool=gateway.pool,
-            metrics=gateway.metrics,
-            stall_s=gateway.config.stall_s,
-            on_close=on_close,
-        )
+        stall_s = gateway.config.stall_s
+        exchange = Exchange(work, gateway.model, gateway.pool, stall_s=stall_s, on_close=on_close)
         gateway.exchanges[exchange.own_id] = exchange
         response = await exchange.answer(request)
         return response

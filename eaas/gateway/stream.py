@@ -25,7 +25,6 @@ from eaas.gateway.failover import Sequence as PoolSequence
 from eaas.gateway.formats import Format, ResponseHead, StreamUsage, Usage
 from eaas.gateway.guard import CLIENT_GONE, CLIENT_STALLED, Connection
 from eaas.gateway.logprobs import PromptScores, TokensById
-from eaas.gateway.metrics import GatewayMetrics
 from eaas.gateway.pool import WorkerPool
 from eaas.gateway.protection import account_of, reserve_tokens
 from eaas.gateway.served_model import ServedModel
@@ -96,20 +95,16 @@ class Exchange:
 
     def __init__(
         self,
-        *,
         work: Work,
         model: ServedModel,
         pool: WorkerPool,
-        metrics: GatewayMetrics,
+        *,
         stall_s: float,
         on_close: Callable[[], None],
     ) -> None:
-        self._work = work
-        self._model = model
-        self._pool = pool
-        self._metrics = metrics
-        self._stall_s = stall_s
-        self._on_close = on_close
+        self._work, self._model, self._pool = work, model, pool
+        self.metrics = pool.metrics
+        self._stall_s, self._on_close = stall_s, on_close
         self._loop = asyncio.get_running_loop()
         self._created = int(time.time())
         drawn = uuid.uuid4().hex
@@ -180,7 +175,7 @@ class Exchange:
         """
         self._reserve(account_of(request.scope))
         self._listener = self._loop.create_task(self._listen(request))
-        self._metrics.prompt_tokens += self.prompt_tokens
+        self.metrics.prompt_tokens += self.prompt_tokens
         for sequence in self._sequences:
             self._pool.submit(sequence)
         generation = self.generation
@@ -197,7 +192,7 @@ class Exchange:
 
     def body(self) -> bytes:
         """The whole response, once the generation has ended without error."""
-        return self._work.format.body(self.head(), self.generation.finished_choices(), self._usage())
+        return self._work.format.body(self._head(), self.generation.finished_choices(), self._usage())
 
     async def wait(self) -> None:
         """Sleep until the generation has changed."""
@@ -211,11 +206,7 @@ class Exchange:
         """Go on after a pause: the client has read what there was."""
         self._pool.resume(self._sequences)
 
-    def end_slow(self) -> None:
-        """Count a client that read too slowly."""
-        self._metrics.slow_readers += 1
-
-    def head(self) -> ResponseHead:
+    def _head(self) -> ResponseHead:
         """What all events share; its fingerprint changes when another numerics class has taken over, or experts are
         dropped."""
         generation = self.generation
@@ -231,7 +222,7 @@ class Exchange:
         work = self._work
         now = self._usage_of if work.usage_stats else None
         usage = StreamUsage(last=work.include_usage, now=now)
-        return work.format.events(self.head(), len(self._sequences), usage)
+        return work.format.events(self._head(), len(self._sequences), usage)
 
     def _usage_of(self, index: int) -> Usage:
         prompt = self._work.prompts[index // self._work.choices]
@@ -240,13 +231,10 @@ class Exchange:
     def _usage(self) -> Usage:
         return Usage(prompt=self.prompt_tokens, completion=self.generation.completion_tokens)
 
-    def last_events(self) -> bytes:
-        """What ends a stream in which nothing went wrong."""
-        return self._events().end(self._usage())
-
-    def failure(self, error: ErrorReply) -> bytes:
-        """What ends a stream that failed."""
-        return self._events().failure(error)
+    def last_events(self, error: ErrorReply | None) -> bytes:
+        """What ends a stream, which failed or did not."""
+        events = self._events()
+        return events.end(self._usage()) if error is None else events.failure(error)
 
     def cancel(self) -> None:
         """End a request here and now, on somebody's word; its response ends with what there is."""
@@ -275,7 +263,7 @@ class Exchange:
         try:
             reserve_tokens(account, reserved)
         except ApiError:
-            self._metrics.count_refused("key_tokens")
+            self.metrics.count_refused("key_tokens")
             raise
         self._account, self._reserved = account, reserved
 
@@ -291,10 +279,10 @@ class Exchange:
                 break
         if not self._closed:
             # At once, not when the response next wakes: the worker frees the blocks within one step.
-            self._metrics.disconnects += 1
+            self.metrics.disconnects += 1
             connection = Connection.of(request.scope)
             if connection is not None and connection.timed_out:
-                self.end_slow()
+                self.metrics.slow_readers += 1
             self._pool.cancel(self._sequences)
             self.generation.fail(CLIENT_GONE)
 
@@ -336,7 +324,7 @@ class EventStream(Response):
                 error = await self._send_events(send, connection)
             except TimeoutError:
                 error = CLIENT_STALLED
-                self._exchange.end_slow()
+                self._exchange.metrics.slow_readers += 1
                 if connection is not None:
                     connection.cut()
                     await connection.drained()
@@ -362,10 +350,8 @@ class EventStream(Response):
             error, ended = generation.error, generation.ended
             if error is CLIENT_GONE:
                 return error
-            if error is not None:
-                body += exchange.failure(error)
-            elif ended:
-                body += exchange.last_events()
+            if ended:
+                body += exchange.last_events(error)
             async with asyncio.timeout(self._stall_s):
                 if body or ended:
                     await send({"type": "http.response.body", "body": body, "more_body": not ended})
