@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from eaas.cluster.status import KEY_VARIABLE, GatewayUnreachable, RouterUnknown, fetch_status, router_address
+from eaas.cluster.status import GatewayUnreachable, RouterUnknown, fetch_status, router_address
 from eaas.gateway.status import replicas_min
 from eaas.ops.terminal import DEFAULT_URL, Url, console, fail, failing_on, table
 from router.access import OPERATOR
@@ -289,14 +289,13 @@ def top(url: Url = DEFAULT_URL) -> None:
     except ModuleNotFoundError as error:
         raise fail(f"eaas top needs {error.name}, which is not installed: pip install 'eaas[top]'") from None
 
-    key = os.environ.get(KEY_VARIABLE, "")
     with failing_on(FeedRefused):
-        board = Feed(url, key).first(_FIRST_BOARD_S)
+        board = Feed(url).first(_FIRST_BOARD_S)
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise fail(
             "eaas top draws on a terminal, and there is none here. Use eaas status, or /dashboard in a browser."
         )
-    said = Top(Feed(url, key), board).run()
+    said = Top(Feed(url), board).run()
     if said:
         raise fail(said)
 

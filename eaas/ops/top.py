@@ -21,6 +21,7 @@ from textual.events import Resize
 from textual.screen import ModalScreen
 from textual.widgets import Static
 
+from eaas.cluster.status import asking
 from eaas.gateway.dashboard.board import BAD, GOOD, INFO, Board
 from eaas.ops.top_picture import SORTS, Show, clock, draw
 
@@ -69,13 +70,11 @@ def boards_in(lines: Iterable[bytes]) -> Iterator[Board]:
 
 
 class Feed:
-    """What one gateway has to show, until it is closed."""
+    """What the gateway at `url` has to show, until it is closed."""
 
-    def __init__(self, url: str, key: str = "") -> None:
-        """Args: url: of the gateway. key: sent as a bearer token where it is not empty."""
+    def __init__(self, url: str) -> None:
         base = url if "://" in url else f"http://{url}"
         self.url = base.rstrip("/").removesuffix("/v1") + "/dashboard/events"
-        self._key = key
         self._closed = threading.Event()
 
     def news(self) -> Iterator[Board | NoNews]:
@@ -106,10 +105,7 @@ class Feed:
             self._closed.wait(_AGAIN_S)
 
     def _boards(self) -> Iterator[Board]:
-        request = urllib.request.Request(self.url, headers={"accept": "text/event-stream"})
-        if self._key:
-            request.add_header("authorization", f"Bearer {self._key}")
-        with urllib.request.urlopen(request, timeout=SILENCE_S) as response:
+        with urllib.request.urlopen(asking(self.url), timeout=SILENCE_S) as response:
             for board in boards_in(iter(lambda: response.readline(_LONGEST_LINE), b"")):
                 if self._closed.is_set():
                     return

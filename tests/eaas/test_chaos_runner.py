@@ -8,10 +8,14 @@ from typing import Any
 
 import pytest
 
+from eaas.ops.chaos import runner
 from eaas.ops.chaos.inject import ChaosRefused
 from eaas.ops.chaos.plan import FaultEvent, parse_plan
-from eaas.ops.chaos.runner import rehearse, run_plan
 from router.faults import Fault
+
+# They take a Record for a way to a cluster.
+rehearse: Any = runner.rehearse
+run_plan: Any = runner.run_plan
 
 PLAN = """
 seed = 3

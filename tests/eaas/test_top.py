@@ -262,7 +262,8 @@ class Gateway:
         self._server.server_close()
 
 
-def test_the_feed_goes_on_after_every_end_of_the_connection() -> None:
+def test_the_feed_goes_on_after_every_end_of_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EAAS_API_KEY", "secret-key")
     event = event_of(CALM)
     torn = event_of(LOST)[:-40] + b"\n\n"
     answers = (
@@ -272,7 +273,7 @@ def test_the_feed_goes_on_after_every_end_of_the_connection() -> None:
         (200, [event_of(LOST)]),
     )
     gateway = Gateway(*answers)
-    feed = Feed(gateway.url + "/v1", key="secret-key")
+    feed = Feed(gateway.url + "/v1")
     told: list[str] = []
 
     for news in feed.news():
