@@ -204,14 +204,6 @@ def _prove(client: ssl.SSLContext, server: ssl.SSLContext, role: str) -> None:
         raise ValueError(f"{CERT} says the role {found or 'of nobody'}, {role} is needed")
 
 
-_KINDS = {
-    (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
-    (False, True): ("unary_stream", grpc.unary_stream_rpc_method_handler),
-    (True, False): ("stream_unary", grpc.stream_unary_rpc_method_handler),
-    (True, True): ("stream_stream", grpc.stream_stream_rpc_method_handler),
-}
-
-
 def why_not(context: Any, method: str, request: object) -> str:
     """Why who calls a gRPC method may not; empty: it may. A refusal is logged."""
     role = caller_role(context)
@@ -223,8 +215,12 @@ def why_not(context: Any, method: str, request: object) -> str:
 
 def guarded(handler: Any, guard: Callable[[Any], Any]) -> grpc.RpcMethodHandler:
     """The handler with its method put behind `guard`, which makes one of the same form."""
-    name, make = _KINDS[bool(handler.request_streaming), bool(handler.response_streaming)]
-    return make(
+    asked, answered = (
+        "stream" if streams else "unary"
+        for streams in (handler.request_streaming, handler.response_streaming)
+    )
+    name = f"{asked}_{answered}"
+    return getattr(grpc, f"{name}_rpc_method_handler")(
         guard(getattr(handler, name)),
         request_deserializer=handler.request_deserializer,
         response_serializer=handler.response_serializer,
