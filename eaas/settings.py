@@ -44,16 +44,18 @@ PAGE = _ROOT / "docs" / "options.md"
 SCHEMA = _ROOT / "deploy" / "helm" / "eaas" / "values.schema.json"
 # Roles that the chart runs, and options that its templates give, so that its values cannot.
 _FIXED = {
-    "router",
-    "model",
-    "host",
-    "port",
-    "advertise",
-    "tls_dir",
-    "log_format",
-    "config",
-    "ready_fd",
-    "die_with",
+    *(
+        "router",
+        "model",
+        "host",
+        "port",
+        "advertise",
+        "tls_dir",
+        "log_format",
+        "config",
+        "ready_fd",
+        "die_with",
+    ),
 }
 _CHART = {
     "router": {
@@ -67,13 +69,7 @@ _CHART = {
     },
 }
 # `helm --set` makes text of 12.5.
-_JSON_TYPES = {
-    bool: "boolean",
-    int: "integer",
-    float: ["number", "string"],
-    str: "string",
-    Path: "string",
-}
+_JSON_TYPES = {bool: "boolean", int: "integer", float: ["number", "string"], str: "string", Path: "string"}
 
 _INTRODUCTION = f"""# Options
 

@@ -50,27 +50,10 @@ struct Decoder;
 
 enum DecoderRole {
     ROLE_EMBED,  // kept as given: the caller keeps it mapped while the decoder lives
-    ROLE_HEAD,
-    ROLE_FINAL_NORM,
-    ROLE_INPUT_NORM,
-    ROLE_Q,
-    ROLE_K,
-    ROLE_V,
-    ROLE_O,
-    ROLE_Q_BIAS,
-    ROLE_K_BIAS,
-    ROLE_V_BIAS,
-    ROLE_O_BIAS,
-    ROLE_Q_NORM,
-    ROLE_K_NORM,
-    ROLE_POST_NORM,
-    ROLE_GATE,
-    ROLE_GATE_CORRECTION,
+    ROLE_HEAD, ROLE_FINAL_NORM, ROLE_INPUT_NORM, ROLE_Q, ROLE_K, ROLE_V, ROLE_O, ROLE_Q_BIAS, ROLE_K_BIAS,
+    ROLE_V_BIAS, ROLE_O_BIAS, ROLE_Q_NORM, ROLE_K_NORM, ROLE_POST_NORM, ROLE_GATE, ROLE_GATE_CORRECTION,
     ROLE_SHARED_GATE_UP,  // gate projection in `data`, up projection in `second`
-    ROLE_SHARED_DOWN,
-    ROLE_SHARED_GATE,
-    ROLE_DENSE_GATE_UP,
-    ROLE_DENSE_DOWN,
+    ROLE_SHARED_DOWN, ROLE_SHARED_GATE, ROLE_DENSE_GATE_UP, ROLE_DENSE_DOWN,
 };
 
 // moe_layers: per layer its number among MoE layers, or -1: dense. windows: per layer the sliding window in
@@ -102,19 +85,8 @@ struct DecoderPlan {
 // Phases of a step, as a traced decoder's lanes stamp them; those of the expert backend are beside them.
 // PHASE_MEET is time at barriers, waiting for the other lanes.
 enum {
-    PHASE_BEGIN,
-    PHASE_NORM,
-    PHASE_PROJECT,
-    PHASE_ATTEND,
-    PHASE_OUTPUT,
-    PHASE_GATE,
-    PHASE_DENSE,
-    PHASE_GATHER,
-    PHASE_GATE_UP,
-    PHASE_DOWN,
-    PHASE_COMBINE,
-    PHASE_HEAD,
-    PHASE_MEET,
+    PHASE_BEGIN, PHASE_NORM, PHASE_PROJECT, PHASE_ATTEND, PHASE_OUTPUT, PHASE_GATE, PHASE_DENSE, PHASE_GATHER,
+    PHASE_GATE_UP, PHASE_DOWN, PHASE_COMBINE, PHASE_HEAD, PHASE_MEET,
 };
 // p2p_lanes_trace for the decoder's lanes.
 P2P_API void decoder_trace(Decoder* decoder, LaneStamp* stamps, uint32_t capacity, uint32_t* counts);

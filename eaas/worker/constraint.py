@@ -23,6 +23,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from eaas.worker.grammar import Grammar, GrammarInvalid, of_lark
 from eaas.worker.request import Refused, Request
+from eaas.worker.sample import bits_of
 
 log = logging.getLogger(__name__)
 
@@ -92,9 +93,7 @@ class Constraint:
 
     def ready(self, timeout_s: float) -> bool:
         """Whether the mask of the next token is there, or comes within the time; 0: at once."""
-        if not (
-            self._busy.acquire(timeout=timeout_s) if timeout_s > 0 else self._busy.acquire(blocking=False)
-        ):
+        if not self._busy.acquire(timeout=timeout_s):
             return False
         self._busy.release()
         return True
@@ -131,9 +130,7 @@ class Constraint:
                 others = self.mask & ~self._ends
                 if others.any():
                     self.mask[:] = others
-        except (
-            BaseException
-        ) as error:  # a panic of the library is no Exception, and must end this request alone
+        except BaseException as error:  # a panic of the library is no Exception, and ends this request alone
             self.fault = f"{_BROKEN}: {_short(str(error))}"
         finally:
             self._busy.release()
@@ -212,16 +209,14 @@ class Grammars:
             raise GrammarInvalid(f"{_BROKEN}: {_short(str(error))}") from error
 
     def _begun(self, grammar: Grammar, output: list[int], ends: list[int], min_tokens: int) -> Constraint:
-        matcher = self._compiled(grammar).deep_copy()
+        matcher, vocab = self._compiled(grammar).deep_copy(), self._tokenizer.vocab_size
         if output and not matcher.consume_tokens(output):
             raise GrammarInvalid(f"the tokens so far are not of the grammar: {_message(matcher)}")
-        bits = np.zeros(self._words * 32, dtype=np.uint8)
-        bits[[token for token in ends if token < len(bits)]] = 1
         constraint = Constraint(
             matcher,
             self._words,
             self._work,
-            ends=np.packbits(bits, bitorder="little").view(np.uint32),
+            ends=bits_of([token for token in ends if token < vocab], vocab),
             early=min_tokens - len(output),
         )
         constraint.compute()

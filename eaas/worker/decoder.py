@@ -96,12 +96,10 @@ class StepLimits:
     block_tokens: int
     kv_blocks: int
 
-    def fault(self, arrays: Sequence[np.ndarray]) -> tuple[int, int] | None:
-        """The first thing in a plan that is outside the limits: one of CODES, and the row; None where nothing is."""
-        return self.fault_of_rows(arrays) or self.fault_of_blocks(arrays, self.sound_blocks(arrays[3]))
-
     def fault_of_rows(self, arrays: Sequence[np.ndarray]) -> tuple[int, int] | None:
-        """As `fault`, but for the blocks that tables name."""
+        """The first thing in a plan that is outside the limits, but for the blocks that tables name: one of CODES, and
+        the row; None where nothing is.
+        """
         tokens, positions, sequences, tables, wanted = arrays
         if not 1 <= len(tokens) <= self.max_rows or len(wanted) > self.max_rows:
             return native.DECODER_E_ROWS, 0
@@ -122,7 +120,7 @@ class StepLimits:
         return np.logical_and.accumulate((tables >= 0) & (tables < self.kv_blocks), axis=1).sum(axis=1)
 
     def fault_of_blocks(self, arrays: Sequence[np.ndarray], sound: np.ndarray) -> tuple[int, int] | None:
-        """As `fault`, for the blocks alone: `sound` of each table, as `sound_blocks` counts."""
+        """The same of the blocks alone. Args: sound: of each table, as `sound_blocks` counts."""
         outside = np.flatnonzero(arrays[1] // self.block_tokens >= sound[arrays[2]])
         return (native.DECODER_E_BLOCK, int(outside[0])) if len(outside) else None
 

@@ -336,7 +336,7 @@ class Engine:
         end_s = time.monotonic() + (MASK_GRACE_S if len(bound) < len(requests) else LONGEST_MASK_S)
         barred: dict[int, str] = {}
         for row, constraint in bound:
-            if not constraint.ready(0) and not constraint.ready(max(0.0, end_s - time.monotonic())):
+            if not constraint.ready(max(0.0, end_s - time.monotonic())):
                 barred[row] = ""
             elif constraint.fault:
                 barred[row] = constraint.fault

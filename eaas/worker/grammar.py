@@ -80,9 +80,8 @@ def of_grammar(text: str) -> Grammar:
     Raises:
         GrammarInvalid: as for `of_lark`.
     """
-    ebnf = Grammar(
-        "gbnf", text
-    )  # whose size is known to be within the limit, before anything is looked for in it
+    # Whose size is known to be within the limit, before anything is looked for in it.
+    ebnf = Grammar("gbnf", text)
     # Lark has no "::=" outside of strings, and none of its grammars has a rule called root that begins so.
     return ebnf if _EBNF.search(text) else of_lark(text)
 

@@ -261,11 +261,9 @@ class Worker:
 
     def _step(self) -> None:
         self._step_began_s = self._clock()
-        if self._spans is None:
-            outcome = self._engine.step()
-        else:
-            began_ns, computed = self._spans.begin_step(), self._engine.computed
-            outcome = self._engine.step()
+        began_ns, computed = self._spans.begin_step() if self._spans else 0, self._engine.computed
+        outcome = self._engine.step()
+        if self._spans is not None:
             self._spans.end_step(began_ns, outcome, self._engine.computed - computed)
         self._step_began_s = None
         if outcome is None:
