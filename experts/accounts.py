@@ -60,7 +60,7 @@ def observation_of(stats: ServerStats, peer: Peer) -> Observation:
         in_flight=stats.in_flight,
         latency_ns=stats.latency_sum_ns,
         service_ns=stats.service_sum_ns,
-        late=stats.late_slots,
+        late=stats.held_slots,
         link_slow=isinstance(peer, Watched) and peer.slow,
         corrupt=stats.corrupt,
         quarantined=time.monotonic_ns() < stats.quarantined_until_ns,

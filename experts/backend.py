@@ -101,7 +101,7 @@ class ServerStats:
     quarantined_until_ns: int = (
         0  # it gave corrupt replies; until then it is asked where no other replica exists
     )
-    late_slots: int = 0  # retired: until a late reply arrives, or for a while after a corrupt one
+    held_slots: int = 0  # retired: until a late reply arrives, or for a while after a corrupt one
     lost_slots: int = 0  # of those: a later request was answered, so that theirs will hardly be
     state: int = ServerState.EMPTY
     speed: float = 0.0  # relative to the other servers, as rows are split by it

@@ -341,7 +341,7 @@ class ExpertClient:
 
     def _relink(self, now_s: float) -> None:
         stats = {name: self.backend.stats(server.place) for name, server in self._servers.items()}
-        full = {name for name, seen in stats.items() if seen.late_slots >= self._layout.slots}
+        full = {name for name, seen in stats.items() if seen.held_slots >= self._layout.slots}
         stuck = full | {name for name, seen in stats.items() if seen.lost_slots}
         self._stuck_since_s = {name: self._stuck_since_s.get(name, now_s) for name in stuck}
         for name, since_s in self._stuck_since_s.items():
@@ -393,14 +393,14 @@ class ExpertClient:
                 )
         if drop is not None and (drop.dtype != np.uint8 or drop.shape != (count,)):
             raise ValueError(f"drop is {drop.dtype} {drop.shape}; uint8 ({count},) is needed")
-        patience_s = self.deadline_s if deadline_s is None else deadline_s
-        deadline_ns = time.clock_gettime_ns(time.CLOCK_MONOTONIC) + int(patience_s * 1e9)
+        wait_s = self.deadline_s if deadline_s is None else deadline_s
+        deadline_ns = time.clock_gettime_ns(time.CLOCK_MONOTONIC) + int(wait_s * 1e9)
         try:
             with self._calls:
                 self.backend.exchange(layer, rows, ids, weights, result, drop, deadline_ns)
         except ExpertsLost as lost:
             raise ExpertsLost(
-                f"No live replica of every expert of layer {layer} answered within {patience_s} s;"
+                f"No live replica of every expert of layer {layer} answered within {wait_s} s;"
                 f" attached: {', '.join(self._servers) or 'none'}. Retry, or add replicas."
             ) from lost
         return result

@@ -46,7 +46,7 @@ void send(Link& link, const uint8_t* source, uint64_t bytes, bool parked) {
     uint8_t* slot = link.out + sequence % link.slots * link.stride;
     std::memcpy(p2p_payload(slot), source, bytes);
     P2pHeader header{};
-    header.incarnation = link.peer;
+    header.receiver = link.peer;
     header.sender = link.own;
     header.sequence = sequence;
     header.length = uint32_t(bytes);

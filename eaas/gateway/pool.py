@@ -246,7 +246,7 @@ class WorkerPool:
 
     def link_lost(self, link: WorkerLink, reason: str) -> None:
         """Replay every choice of a worker elsewhere."""
-        reason_known = "drained" if self._workers.draining(link) else "worker_lost"
+        label = "drained" if self._workers.draining(link) else "worker_lost"
         self._workers.lost(link)
         self.metrics.ledger.heard(link.incarnation, link.load)
         lost = self._at(link)
@@ -255,7 +255,7 @@ class WorkerPool:
         suspects = {sequence.id for sequence in computing}
         unanswered = sum(sequence.prefill > 0 for sequence in computing)
         for sequence in lost:
-            self._replay(sequence, reason_known, suspects=unanswered if sequence.id in suspects else None)
+            self._replay(sequence, label, suspects=unanswered if sequence.id in suspects else None)
         if lost:
             log.warning("replay name=%s choices=%d reason=%s", link.name, len(lost), reason)
 

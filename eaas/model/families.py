@@ -1,6 +1,6 @@
 """From config.json to a ModelSpec, and from roles to tensor names, for each family. Pure.
 
-Every field is honoured, known not to matter for serving, or refused; `unknown_fields` names the rest.
+Every field is honored, known not to matter for serving, or refused; `unknown_fields` names the rest.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from eaas.model.spec import ModelSpec, MoeSpec, QkNorm, positive, rope_of
 from experts.model import ConfigInvalid, Dtype, ExpertShape, UnknownArchitecture
 
 # Read here, in rope.py or in experts.model.
-_HONOURED = frozenset(
+_HONORED = frozenset(
     {
         "architectures", "attention_bias", "clip_qkv", "decoder_sparse_step", "dtype", "eos_token_id",
         "head_dim", "hidden_act", "hidden_size", "intermediate_size", "layer_types",
@@ -45,13 +45,13 @@ class Family:
     eps: float = 1e-6
     max_model_len: int = 32768
     rope_theta: float = 10_000.0
-    head_dim: bool = True  # honours head_dim
-    attention_bias: bool = False  # honours attention_bias, on all four projections
-    qkv_bias: bool = False  # honours qkv_bias, on three
+    head_dim: bool = True  # honors head_dim
+    attention_bias: bool = False  # honors attention_bias, on all four projections
+    qkv_bias: bool = False  # honors qkv_bias, on three
     clip_qkv: bool = False
     window: str = ""  # "": none, "all": every layer, "switch": every layer if use_sliding_window, "by_layer"
     always_norm_topk: bool = False
-    dense_layers: bool = False  # honours decoder_sparse_step and mlp_only_layers
+    dense_layers: bool = False  # honors decoder_sparse_step and mlp_only_layers
     shared_expert: bool = False
 
 
@@ -139,8 +139,8 @@ def spec_of(config: Mapping[str, Any], generation: Mapping[str, Any] | None = No
 
 
 def unknown_fields(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Fields that are set, yet neither honoured nor known to have no effect: worth one warning."""
-    known = _HONOURED | _WITHOUT_EFFECT
+    """Fields that are set, yet neither honored nor known to have no effect: worth one warning."""
+    known = _HONORED | _WITHOUT_EFFECT
     return tuple(
         sorted(name for name, value in config.items() if name not in known and value not in (None, False))
     )

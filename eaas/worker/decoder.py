@@ -386,10 +386,9 @@ class Decoder:
     def _fail(self, status: int, where: int, arrays: Sequence[np.ndarray]) -> None:
         if status in StepLimits.CODES:
             raise self._limits.refusal(status, where, arrays)
-        raise ExpertsLost(
-            f"The expert call ended with code {status}: an expert had no live replica until the deadline.",
-            self._missing_rows(arrays),
-        )
+        rows = self._missing_rows(arrays)
+        unanswered = "some" if rows is None else len(rows)
+        raise ExpertsLost(f"The expert call failed (code {status}); {unanswered} rows had no answer.", rows)
 
     def _missing_rows(self, arrays: Sequence[np.ndarray]) -> np.ndarray | None:
         tokens, wanted = arrays[0], arrays[-1]

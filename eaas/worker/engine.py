@@ -292,7 +292,7 @@ class Engine:
         try:
             samples = self._compute(plan, self._budget_s(began_s))
         except ExpertsLost as lost:
-            return self._fail_overdue(lost, began_s, plan)
+            return self._after_loss(lost, began_s, plan)
         self._computed_s = self._clock()
         if not self.scheduler.parked:
             self._lost_since_s = None
@@ -422,7 +422,7 @@ class Engine:
         longest_s = max(self._waited_s(request, now_s) for request in self.scheduler.live())
         return max(self.config.deadline_s * LEAST_WAIT, self.config.deadline_s - longest_s)
 
-    def _fail_overdue(self, lost: ExpertsLost, began_s: float, plan: StepPlan) -> Outcome:
+    def _after_loss(self, lost: ExpertsLost, began_s: float, plan: StepPlan) -> Outcome:
         # A request whose rows all came is not to blame for the step, and goes on; who queues has its turn after those
         # that are. With no row to blame, all wait: else nobody would ever have waited for too long.
         rows = lost.rows

@@ -366,7 +366,7 @@ class Scheduler:
 
     def _between_steps(self) -> None:
         if self._in_flight is not None:
-            raise RuntimeError("A step is running; complete or fail it first.")
+            raise RuntimeError("A step is running; complete or abandon it first.")
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.pool.block_tokens)

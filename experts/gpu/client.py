@@ -328,7 +328,7 @@ class GpuClient:
                 service_sum_ns=service_ns,
                 corrupt=int(self._corrupt[place]),
                 lost=int(self._lost[place]),
-                late_slots=late,
+                held_slots=late,
                 lost_slots=late,
             )
 

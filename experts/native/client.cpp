@@ -103,7 +103,7 @@ P2P_API int32_t expert_client_add_server(ExpertClient* client, const ServerLink*
                 continue;
             // The same server over another link: what it did counts.
             expert_client_stats(client, other, &server.stats);
-            server.stats.late_slots = server.stats.lost_slots = 0;
+            server.stats.held_slots = server.stats.lost_slots = 0;
         }
         server.state.store(SERVER_LIVE, std::memory_order_release);
         client->used.fetch_or(1ull << i, std::memory_order_release);
@@ -194,7 +194,7 @@ void finish(ExpertClient* client) {
     for (uint32_t index : client->attached()) {
         Server& server = client->servers[index];
         for (const Slot& slot : server.slots)
-            if (call.missing.load() && slot.awaited_by(call.id) && !slot.probe)
+            if (call.missing.load() && slot.pending_in(call.id) && !slot.probe)
                 add(server.stats.lost, call.chunks[slot.chunk].pairs);
         server.queue.clear();
         server.queue_head = 0;
@@ -234,7 +234,7 @@ int32_t begin(ExpertClient* client, uint32_t layer, const void* rows, uint32_t n
     call.routes_since = 0;
     call.replan.store(0);
     call.missing.store(total);
-    call.settled = 0;
+    call.filled_by_plan = 0;
     call.chunks.clear();
     call.order.clear();
     for (uint32_t i = 0; i < (total + 63) / 64; i++) call.filled[i].store(0, std::memory_order_relaxed);
@@ -300,7 +300,7 @@ void wait_lane(ExpertClient* client, uint32_t lane, const Dispatched& dispatched
         p2p_bell_wait(client->page, lane, seen, wake_ns > now_ns ? std::min(P2P_WAIT_NS, wake_ns - now_ns) : 0);
     }
     // Another lane may wait for a reply that is no longer needed, or must come and plan again.
-    if (call.replan.load() || call.in_doubt.load(std::memory_order_relaxed)) ring_lanes(client, lane);
+    if (call.replan.load() || call.unplaced.load(std::memory_order_relaxed)) ring_lanes(client, lane);
 }
 
 void meet(ExpertClient* client, LanePool* pool, uint32_t lane) {
@@ -321,7 +321,7 @@ P2P_API int32_t expert_call(ExpertClient* client, LanePool* pool, uint32_t lane,
         call.status = begin(client, layer, rows, n, expert_ids, weights, out, drop, clock_ns(), deadline_ns);
     ended(EXPERTS_PHASE_PLAN);
     meet(client, pool, lane);
-    if (lane == 0) count_settled(call);
+    if (lane == 0) count_filled_by_plan(call);
     int32_t status = call.status;
     Dispatched dispatched{};
     if (status == EXPERTS_OK) {
@@ -345,7 +345,7 @@ P2P_API int32_t expert_call(ExpertClient* client, LanePool* pool, uint32_t lane,
             if (call.status != EXPERTS_OK) finish(client);
         }
         meet(client, pool, lane);
-        if (lane == 0) count_settled(call);
+        if (lane == 0) count_filled_by_plan(call);
         status = call.status;
         if (status == EXPERTS_OK) dispatched = dispatch(client, lane);
     }
@@ -357,7 +357,7 @@ P2P_API int32_t expert_client_begin(ExpertClient* client, uint32_t layer, const 
                                     const uint16_t* expert_ids, const float* weights, float* out,
                                     uint8_t* drop, uint64_t now_ns, uint64_t deadline_ns) {
     int32_t status = begin(client, layer, rows, n, expert_ids, weights, out, drop, now_ns, deadline_ns);
-    if (status == EXPERTS_OK) count_settled(client->call);
+    if (status == EXPERTS_OK) count_filled_by_plan(client->call);
     for (uint32_t lane = 0; status == EXPERTS_OK && lane < client->lanes; lane++)
         post_chunks(client, lane, now_ns);
     client->checked_ns = now_ns;
@@ -373,7 +373,7 @@ P2P_API int32_t expert_client_step(ExpertClient* client, uint64_t now_ns) {
         if (check) check_liveness(client, lane, now_ns, false);
     }
     if (check) client->checked_ns = now_ns;
-    bool stuck = call.replan.load() || (call.in_doubt.load() && client->routes_pending.load());
+    bool stuck = call.replan.load() || (call.unplaced.load() && client->routes_pending.load());
     if (call.missing.load() == 0) {
         for (uint32_t lane = 0; lane < client->lanes; lane++) combine(client, lane, client->lanes);
         finish(client);
@@ -385,7 +385,7 @@ P2P_API int32_t expert_client_step(ExpertClient* client, uint64_t now_ns) {
         finish(client);
         return status;
     }
-    count_settled(call);
+    count_filled_by_plan(call);
     for (uint32_t lane = 0; lane < client->lanes; lane++) post_chunks(client, lane, now_ns);
     return EXPERTS_PENDING;
 }

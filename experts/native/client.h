@@ -43,7 +43,7 @@ struct ServerLink {
 struct ServerStats {
     uint64_t rows, pairs, calls, latency_ns, latency_max_ns, service_ns, hedges, redispatches, lost, corrupt;
     uint64_t replies, in_flight, latency_sum_ns, service_sum_ns;
-    uint64_t extra, quarantined_until_ns, late_slots, lost_slots, state;
+    uint64_t extra, quarantined_until_ns, held_slots, lost_slots, state;
     double speed;
 };
 

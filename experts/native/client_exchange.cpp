@@ -74,18 +74,18 @@ uint64_t write_request(ExpertClient* client, LaneScratch& scratch, Chunk& chunk,
     return request_bytes(shape, chunk.rows, chunk.pairs);
 }
 
-void shift(ExpertClient* client, Server& server, Slot& slot, SlotState to) {
+void change_state(ExpertClient* client, Server& server, Slot& slot, SlotState to) {
     SlotState from = slot.state;
     if (from == SLOT_BUSY) server.units -= slot.pairs;
     slot.state = to;
     server.in_state[from]--;
     server.in_state[to]++;
-    uint32_t kept = server.in_state[SLOT_LATE] + server.in_state[SLOT_LOST] + server.in_state[SLOT_COOLDOWN];
-    set(server.stats.late_slots, kept);
+    uint32_t held = server.in_state[SLOT_LATE] + server.in_state[SLOT_LOST] + server.in_state[SLOT_COOLDOWN];
+    set(server.stats.held_slots, held);
     set(server.stats.lost_slots, server.in_state[SLOT_LOST]);
     // A server that catches up may take what no other replica could.
     if (from == SLOT_LATE && !server.in_state[SLOT_LATE] &&
-        client->call.in_doubt.load(std::memory_order_relaxed))
+        client->call.unplaced.load(std::memory_order_relaxed))
         client->call.replan.store(1);
 }
 
@@ -96,7 +96,7 @@ void send(ExpertClient* client, Server& server, uint32_t lane, uint32_t slot_ind
     Slot& slot = server.slots[slot_index];
     void* memory = p2p_slot(server.link.tx, slot_index, server.link.slot_bytes);
     P2pHeader fields{};
-    fields.incarnation = server.link.server_incarnation;
+    fields.receiver = server.link.server_incarnation;
     fields.sequence = ++server.sequence;
     fields.attempt = chunk.attempt;
     fields.length = uint32_t(
@@ -120,7 +120,7 @@ void send(ExpertClient* client, Server& server, uint32_t lane, uint32_t slot_ind
         q99_ns = std::min(q99_ns, LONG_TIMES * least_ns);
     uint64_t hedge_ns = q99_ns ? std::max(HEDGE_FLOOR_NS, 2 * q99_ns) : UNKNOWN_NS;
     uint64_t suspect_ns = q99_ns ? std::max(SUSPECT_FLOOR_NS, 4 * q99_ns) : UNKNOWN_NS;
-    shift(client, server, slot, SLOT_BUSY);
+    change_state(client, server, slot, SLOT_BUSY);
     slot = {.state = SLOT_BUSY,
             .chunk = chunk_index,
             .pairs = chunk.pairs,
@@ -149,7 +149,7 @@ void post(ExpertClient* client, Server& server, uint32_t lane, uint64_t now_ns) 
 // The server answers: what was late before it was asked this is hardly under way any more.
 void mark_slots_lost(ExpertClient* client, Server& server, const Slot& slot) {
     for (Slot& other : server.slots)
-        if (other.state == SLOT_LATE && other.due_ns <= slot.posted_ns) shift(client, server, other, SLOT_LOST);
+        if (other.state == SLOT_LATE && other.due_ns <= slot.posted_ns) change_state(client, server, other, SLOT_LOST);
 }
 
 // Nobody may be waiting for a probe when it is answered, so that it says nothing of latency.
@@ -172,7 +172,7 @@ void learn(ExpertClient* client, Server& server, const Slot& slot, uint64_t now_
 }
 
 // Its pairs go to another server, or to this one again.
-void refuse(Call& call, Server& server, Chunk& chunk, uint32_t refusals) {
+void fail_chunk(Call& call, Server& server, Chunk& chunk, uint32_t refusals) {
     chunk.state = CHUNK_FAILED;
     chunk.refused = true;
     chunk.refusals = refusals;
@@ -225,11 +225,11 @@ bool accept(ExpertClient* client, Server& server, Slot& slot, const void* memory
                                             chunk.pairs, chunk.routing, &status);
     call.outstanding[server.link.lane].value--;
     p2p_fault_point(P2P_POINT_REPLY_TAKEN);
-    // Only for good is a server barred: others are preferred to one that refused, and where there is none it is asked on.
-    const uint32_t again = std::min(chunk.refusals + 1, MAX_REFUSALS - 1);
+    // Only NOT_HELD of a single expert bars a server for this call; otherwise others are merely preferred.
+    const uint32_t refusals = std::min(chunk.refusals + 1, MAX_REFUSALS - 1);
     if (!valid || (status != STATUS_INVALID && frame.attempt != chunk.attempt)) {
         if (length < 0 || !of_another_release(chunk.reply, uint64_t(length))) count_corrupt(server, now_ns);
-        refuse(call, server, chunk, again);
+        fail_chunk(call, server, chunk, refusals);
         return false;
     }
     mark_slots_lost(client, server, slot);
@@ -238,7 +238,7 @@ bool accept(ExpertClient* client, Server& server, Slot& slot, const void* memory
     if (status != STATUS_OK) {
         // A corrupt request may pass the next time; an expert that is not held stays so under these routes.
         chunk.not_held = status == STATUS_NOT_HELD;
-        refuse(call, server, chunk, chunk.not_held && of_one_expert(call, chunk) ? MAX_REFUSALS : again);
+        fail_chunk(call, server, chunk, chunk.not_held && of_one_expert(call, chunk) ? MAX_REFUSALS : refusals);
         return chunk.not_held;
     }
     const auto* row = reinterpret_cast<const float*>(chunk.reply + sizeof(WireHeader));
@@ -248,7 +248,7 @@ bool accept(ExpertClient* client, Server& server, Slot& slot, const void* memory
     if (digest.sum != header.digest) {
         // The frame is whole: it was sealed like this.
         count_corrupt(server, now_ns);
-        refuse(call, server, chunk, again);
+        fail_chunk(call, server, chunk, refusals);
         return false;
     }
     learn(client, server, slot, now_ns, header.service_ns);
@@ -263,16 +263,16 @@ bool accept(ExpertClient* client, Server& server, Slot& slot, const void* memory
             std::vector<Doubt>& doubts = client->scratch[server.link.lane].doubts;
             if (doubts.size() < doubts.capacity()) doubts.push_back({pair, chunk.server, now_ns, row});
             // A second answer is not delayed: where it equals the first it may be all the evidence that can be had.
-            useful &= client->plan.said_by(pair, chunk.server) < 2;
+            useful &= client->plan.doubts_by(pair, chunk.server) < 2;
             doubted++;
             continue;
         }
-        fresh += fill(call, pair, row);
+        fresh += fill_pair(call, pair, row);
     }
     call.missing.fetch_sub(fresh);
     if (!doubted) return true;
     // Of these rows alone: an expert that gives many of them by its nature is asked on.
-    refuse(call, server, chunk, 0);
+    fail_chunk(call, server, chunk, 0);
     chunk.refused = false;
     return useful;
 }
@@ -294,23 +294,23 @@ void scan(ExpertClient* client, Server& server, uint64_t now_ns) {
         const void* memory = p2p_slot(server.link.rx, i, server.link.slot_bytes);
         bool current = slot.call == call.id;
         if (slot.state == SLOT_COOLDOWN) {
-            if (!current || now_ns >= slot.due_ns) shift(client, server, slot, SLOT_FREE);
+            if (!current || now_ns >= slot.due_ns) change_state(client, server, slot, SLOT_FREE);
             continue;
         }
         if (p2p_signal_load(memory) == slot.sequence && !cut) {
             bool awaited = current && !slot.probe;
             bool useful = awaited ? accept(client, server, slot, memory, now_ns)
                                   : drain_stale_reply(client, server, slot, memory, now_ns);
-            shift(client, server, slot, useful ? SLOT_FREE : SLOT_COOLDOWN);
+            change_state(client, server, slot, useful ? SLOT_FREE : SLOT_COOLDOWN);
             slot.due_ns = now_ns + COOLDOWN_NS;
         } else if (slot.state == SLOT_BUSY && now_ns >= slot.due_ns && may_hedge(client, server, slot, now_ns)) {
-            shift(client, server, slot, SLOT_LATE);
+            change_state(client, server, slot, SLOT_LATE);
             if (slot.probe) server.probe_wait_ns = std::min(PROBE_LAST_NS, server.probe_wait_ns * 2);
             server.probe_at_ns = server.replan_at_ns = now_ns + server.probe_wait_ns;
             if (slot.probe) continue;
             if (current) call.chunks[slot.chunk].state = CHUNK_LATE;
             if (!current && !server.has_queue()) continue;
-            call.in_doubt.store(true, std::memory_order_relaxed);
+            call.unplaced.store(true, std::memory_order_relaxed);
             call.replan.store(1);
         } else if (current && !slot.probe && slot.state != SLOT_BUSY && now_ns >= server.replan_at_ns) {
             // What travelled may be lost for good: rows that nobody else has are asked for again, in another slot.
@@ -320,8 +320,8 @@ void scan(ExpertClient* client, Server& server, uint64_t now_ns) {
     }
 }
 
-// The peer's exit is proved: nothing more will come, its slots need no guard any longer.
-void fail_server(ExpertClient* client, Server& server) {
+// The peer has let go of the window: nothing more will come, its slots need no guard any longer.
+void fail_link(ExpertClient* client, Server& server) {
     Call& call = client->call;
     auto fail = [&](uint32_t index) {
         Chunk& chunk = call.chunks[index];
@@ -331,7 +331,7 @@ void fail_server(ExpertClient* client, Server& server) {
         add(server.stats.redispatches, chunk.pairs);
     };
     for (Slot& slot : server.slots) {
-        if (slot.awaited_by(call.id)) fail(slot.chunk);
+        if (slot.pending_in(call.id)) fail(slot.chunk);
         slot.state = SLOT_FREE;
     }
     std::fill_n(server.in_state, SLOT_STATES, 0);
@@ -339,7 +339,7 @@ void fail_server(ExpertClient* client, Server& server) {
     for (; server.has_queue(); server.queue_head++)
         fail(server.queue[server.queue_head]);
     server.units = 0;
-    set(server.stats.late_slots, 0);
+    set(server.stats.held_slots, 0);
     set(server.stats.lost_slots, 0);
     server.state.store(SERVER_GONE);
     call.replan.store(1);
@@ -378,7 +378,7 @@ void check_liveness(ExpertClient* client, uint32_t lane, uint64_t now_ns, bool i
         if (poll(&probe, 1, 0) <= 0 || !(probe.revents & (POLLRDHUP | POLLHUP | POLLERR | POLLNVAL))) return;
         // What it wrote before it died still counts.
         scan(client, server, now_ns);
-        fail_server(client, server);
+        fail_link(client, server);
     });
 }
 
@@ -394,10 +394,10 @@ uint64_t next_due_ns(ExpertClient* client, uint32_t lane) {
 bool lane_finished(ExpertClient* client, uint32_t lane, uint64_t now_ns) {
     Call& call = client->call;
     if (call.missing.load() == 0 || call.replan.load() || now_ns >= call.end_ns()) return true;
-    bool in_doubt = call.in_doubt.load(std::memory_order_relaxed);
-    if (in_doubt && client->routes_pending.load()) return true;
-    // With pairs in doubt, lane 0 stays awake for new routes.
-    return call.outstanding[lane].value == 0 && !(lane == 0 && in_doubt);
+    bool unplaced = call.unplaced.load(std::memory_order_relaxed);
+    if (unplaced && client->routes_pending.load()) return true;
+    // With pairs unplaced, lane 0 stays awake for new routes.
+    return call.outstanding[lane].value == 0 && !(lane == 0 && unplaced);
 }
 
 void combine(ExpertClient* client, uint32_t lane, uint32_t lanes) {

@@ -116,7 +116,7 @@ void choose_servers(ExpertClient* client, const Masks& masks) {
     }
     // Clients draw differently, and anew in each call.
     uint64_t turn = (client->incarnation * 0x9e3779b97f4a7c15 >> 32) + client->call.id;
-    plan.fill.split_rows(wants.data(), wants.size(), client->speed, EXPERT_COST, uint32_t(turn));
+    plan.waterfill.split_rows(wants.data(), wants.size(), client->speed, EXPERT_COST, uint32_t(turn));
     for (const Want& want : wants) {
         uint32_t server = EXPERTS_NO_SERVER, slot = 0;
         for (uint32_t holder : Bits{want.servers})
@@ -280,7 +280,7 @@ bool drop_pair(ExpertClient* client, const Masks& masks, uint32_t pair) {
     if (mark == EXPERTS_KEEP || awaits_replica(client, call.ids[pair])) return false;
     if (replicas(client, call.ids[pair]) & masks.live()) return false;
     mark = EXPERTS_DROPPED;
-    call.settled += fill(call, pair, client->nothing.data());
+    call.filled_by_plan += fill_pair(call, pair, client->nothing.data());
     return true;
 }
 
@@ -379,18 +379,18 @@ void settle_doubts(ExpertClient* client, uint64_t now_ns) {
             if (asked && index != doubt.server) others |= 1ull << index;
         }
         bool alone = std::popcount(said) == 1 && !others;
-        if (confirmed || (repeated && alone)) call.settled += fill(call, doubt.pair, doubt.row);
+        if (confirmed || (repeated && alone)) call.filled_by_plan += fill_pair(call, doubt.pair, doubt.row);
     }
 }
 
 // Where a pair goes that was meant for a server: whose row of it is in doubt is not asked while there is somebody else.
-uint32_t another(const ExpertClient* client, const Masks& masks, uint32_t pair, uint32_t server) {
+uint32_t avoid_doubted(const ExpertClient* client, const Masks& masks, uint32_t pair, uint32_t server) {
     const Plan& plan = client->plan;
-    if (server == EXPERTS_NO_SERVER || !plan.said_by(pair, server)) return server;
+    if (server == EXPERTS_NO_SERVER || !plan.doubts_by(pair, server)) return server;
     const uint32_t expert = client->call.ids[pair];
     uint64_t able = replicas(client, expert);
     for (uint32_t index : Bits{able})
-        if (plan.said_by(pair, index)) able &= ~(1ull << index);
+        if (plan.doubts_by(pair, index)) able &= ~(1ull << index);
     uint64_t willing = most_willing(plan, expert, able & masks.healthy);
     if (!willing) willing = most_willing(plan, expert, able & masks.distrusted);
     return willing ? uint32_t(std::countr_zero(willing)) : server;
@@ -402,19 +402,19 @@ void place_pairs(ExpertClient* client, const Masks& masks, uint64_t now_ns) {
     Plan& plan = client->plan;
     const uint32_t total = call.n * client->shape.top_k;
     auto open = [&](uint32_t pair) { return plan.pair_state[pair] == PAIR_OPEN; };
-    bool in_doubt = false, lost = false;
+    bool unplaced = false, lost = false;
     for (uint32_t pair = 0; pair < total; pair++) {
-        in_doubt |= plan.pair_late[pair] != 0;
+        unplaced |= plan.pair_late[pair] != 0;
         if (open(pair) && plan.count[call.ids[pair]]++ == 0) plan.touched.push_back(call.ids[pair]);
     }
     if (!call.attempt) count_routed(client);
     choose_servers(client, masks);
     uint64_t servers = 0;
     assign_pairs(client, open, [&](uint32_t pair, uint32_t server) {
-        server = another(client, masks, pair, server);
+        server = avoid_doubted(client, masks, pair, server);
         if (server == EXPERTS_NO_SERVER && !plan.pair_late[pair] && drop_pair(client, masks, pair)) return;
         lost |= !plan.pair_late[pair] && is_lost(client, masks, pair, server);
-        in_doubt |= !masks.takes(server);
+        unplaced |= !masks.takes(server);
         if (server == EXPERTS_NO_SERVER) return;
         // A late server gets a row that it already holds again only after a while: what travelled may be lost.
         const Server& chosen = client->servers[server];
@@ -425,7 +425,7 @@ void place_pairs(ExpertClient* client, const Masks& masks, uint64_t now_ns) {
         servers |= 1ull << server;
     });
     clear_counts(plan);
-    call.in_doubt.store(in_doubt, std::memory_order_relaxed);
+    call.unplaced.store(unplaced, std::memory_order_relaxed);
     bound_wait(client, lost, now_ns);
     cut_all(client, servers);
 }

@@ -61,7 +61,7 @@ struct Slot {
     uint64_t due_ns = 0;      // then it is late, and hedged; in cooldown, when it is free
     uint64_t suspect_ns = 0;  // then its server is suspect, while it is late
 
-    bool awaited_by(uint64_t running) const {
+    bool pending_in(uint64_t running) const {
         return call == running && (state == SLOT_BUSY || state == SLOT_LATE || state == SLOT_LOST);
     }
 };
@@ -146,9 +146,9 @@ struct Call {
     uint32_t attempt = 0;
     uint32_t routes_since = 0;  // the first attempt that was planned by the routes in use
     int32_t status = EXPERTS_OK;
-    std::atomic<bool> in_doubt{false};  // some pairs wait for a replica, or for a late server
+    std::atomic<bool> unplaced{false};  // some pairs wait for a replica, or for a late server
     std::atomic<uint32_t> missing{0};
-    uint32_t settled = 0;  // pairs that the plan itself filled, still counted as missing
+    uint32_t filled_by_plan = 0;  // pairs that the plan itself filled, still counted as missing
     std::atomic<uint32_t> replan{0};
     uint64_t shared = 0;  // of the plan made last: servers with chunks whose lanes run beside this client's
     std::vector<Chunk> chunks;
@@ -181,7 +181,7 @@ struct Plan {
     std::vector<uint32_t> touched;   // experts with pairs to place
     std::vector<uint8_t> server_of;  // of each expert
     std::vector<uint32_t> want_of;   // of each touched expert, in wants
-    Waterfill fill;
+    Waterfill waterfill;
     // refused[i][expert]: a mask of the servers that in this call refused it more than i times
     std::vector<uint64_t> refused[MAX_REFUSALS];
     std::vector<uint64_t> not_held;  // [expert]: a mask of those that lack it, or one that was asked for beside it
@@ -194,7 +194,7 @@ struct Plan {
     std::vector<uint32_t> list[EXPERTS_MAX_SERVERS];
 
     // Rows in doubt that a server has given for a pair, of those that were collected.
-    uint32_t said_by(uint32_t pair, uint32_t server) const {
+    uint32_t doubts_by(uint32_t pair, uint32_t server) const {
         uint32_t count = 0;
         if (doubts.empty()) return 0;
         for (uint32_t at = doubt_of[pair]; at != NO_DOUBT; at = doubts[at].before) count += doubts[at].server == server;
@@ -246,7 +246,7 @@ struct ExpertClient {
 namespace experts {
 
 // 1 where the pair had no row yet.
-inline uint32_t fill(Call& call, uint32_t pair, const float* row) {
+inline uint32_t fill_pair(Call& call, uint32_t pair, const float* row) {
     uint64_t bit = 1ull << (pair % 64);
     if (call.filled[pair / 64].fetch_or(bit, std::memory_order_relaxed) & bit) return 0;
     call.row[pair] = row;
@@ -254,9 +254,9 @@ inline uint32_t fill(Call& call, uint32_t pair, const float* row) {
 }
 // What the plan filled is missing no longer. Lane 0, once all lanes have read `missing` to decide that it must plan: else
 // they would decide differently.
-inline void count_settled(Call& call) {
-    if (call.settled) call.missing.fetch_sub(call.settled);
-    call.settled = 0;
+inline void count_filled_by_plan(Call& call) {
+    if (call.filled_by_plan) call.missing.fetch_sub(call.filled_by_plan);
+    call.filled_by_plan = 0;
 }
 inline void count_corrupt(Server& server, uint64_t now_ns) {
     add(server.stats.corrupt, 1);

@@ -249,7 +249,7 @@ void answer(ExpertServer* server, uint32_t job_index) {
     header.digest = digest.sum;
     std::memcpy(p2p_payload(memory), &header, sizeof header);
     P2pHeader fields{};
-    fields.incarnation = link.client_incarnation;
+    fields.receiver = link.client_incarnation;
     fields.sequence = job.sequence;
     fields.attempt = job.attempt;
     fields.length = uint32_t(ok ? reply_bytes(shape, header.pairs) : sizeof(WireHeader));
@@ -445,7 +445,7 @@ void let_others_pass(ExpertServer* server) {
     while (server->wanting.load()) nanosleep(&pause, nullptr);
 }
 
-bool may_answer(ExpertServer* server) {
+bool may_take(ExpertServer* server) {
     uint64_t lease_ns = server->lease_ns.load();
     return lease_ns == UINT64_MAX || (lease_ns && clock_ns(CLOCK_BOOTTIME) < lease_ns);
 }
@@ -453,7 +453,7 @@ bool may_answer(ExpertServer* server) {
 // Computes the next batch, or finds none.
 bool serve_next(ExpertServer* server, uint64_t now_ns) try {
     std::lock_guard lock(server->mutex);
-    if (!may_answer(server) || !collect(server, now_ns)) return false;
+    if (!may_take(server) || !collect(server, now_ns)) return false;
     server->left.store(server->lanes - 1, std::memory_order_relaxed);
     server->batch.fetch_add(1, std::memory_order_release);
     for (uint32_t lane = 1; lane < server->lanes; lane++) p2p_bell_ring(server->page, lane);
@@ -603,7 +603,7 @@ P2P_API int32_t expert_server_run(ExpertServer* server, uint64_t max_ns) {
 P2P_API int32_t expert_server_step(ExpertServer* server, uint64_t now_ns) try {
     if (server->lanes != 1) return EXPERT_SERVER_E_ARGUMENT;
     std::lock_guard lock(server->mutex);
-    if (!may_answer(server) || !collect(server, now_ns)) return 0;
+    if (!may_take(server) || !collect(server, now_ns)) return 0;
     serve_batch(server, 0);
     return int32_t(server->job_count);
 } P2P_CATCH(EXPERT_SERVER_E_MEMORY)

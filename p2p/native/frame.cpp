@@ -164,7 +164,7 @@ P2P_API void p2p_frame_seal(void* slot, const P2pHeader* fields) {
     std::memcpy(static_cast<uint8_t*>(slot) + P2P_SIGNAL, &header, sizeof header);
 }
 
-P2P_API int p2p_frame_open(const void* slot, uint64_t capacity, uint64_t incarnation, uint64_t sender,
+P2P_API int p2p_frame_open(const void* slot, uint64_t capacity, uint64_t receiver, uint64_t sender,
                            uint64_t sequence, P2pHeader* header_out, void* payload_out) {
     const auto* frame = static_cast<const uint8_t*>(slot) + P2P_SIGNAL;
     std::memcpy(header_out, frame, sizeof *header_out);
@@ -175,7 +175,7 @@ P2P_API int p2p_frame_open(const void* slot, uint64_t capacity, uint64_t incarna
     if (header_out->flags != 0) return P2P_E_FLAGS;
     if (header_out->reserved != 0) return P2P_E_RESERVED;
     if (header_out->length > capacity || header_out->length > P2P_PAYLOAD_LIMIT) return P2P_E_LENGTH;
-    if (header_out->incarnation != incarnation) return P2P_E_INCARNATION;
+    if (header_out->receiver != receiver) return P2P_E_INCARNATION;
     if (header_out->sender != sender) return P2P_E_SENDER;
     if (header_out->sequence != sequence) return P2P_E_SEQUENCE;
     if (header_out->attempt >= P2P_ATTEMPT_LIMIT) return P2P_E_ATTEMPT;

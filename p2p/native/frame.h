@@ -10,7 +10,7 @@
 //                0     4  magic "P2PF"
 //                4     2  version (1)
 //                6     2  flags (0)
-//                8     8  incarnation of the window's owner: the reader's own
+//                8     8  receiver: incarnation of the window's owner, the reader
 //               16     8  sequence, never used twice in one window
 //               24     4  attempt, below P2P_ATTEMPT_LIMIT
 //               28     4  length of the payload in bytes
@@ -61,7 +61,7 @@ struct P2pHeader {
     uint32_t magic;
     uint16_t version;
     uint16_t flags;
-    uint64_t incarnation;
+    uint64_t receiver;
     uint64_t sequence;
     uint32_t attempt;
     uint32_t length;
@@ -83,9 +83,9 @@ P2P_API void p2p_frame_seal(void* slot, const P2pHeader* fields);
 
 // Copy header and payload to private memory, then validate the copies: what passed cannot change any more.
 //   capacity     bytes that payload_out and the slot's payload area both hold
-//   incarnation  of this window's owner, sender of its peer, sequence of the frame awaited
+//   receiver     incarnation of this window's owner; sender: of its peer; sequence of the frame awaited
 // Returns the payload's length, or the first failed check as P2P_E_*; the outputs are then without meaning.
-P2P_API int p2p_frame_open(const void* slot, uint64_t capacity, uint64_t incarnation, uint64_t sender,
+P2P_API int p2p_frame_open(const void* slot, uint64_t capacity, uint64_t receiver, uint64_t sender,
                            uint64_t sequence, P2pHeader* header_out, void* payload_out);
 
 // The signal word. A store releases everything written before it; a load acquires what its value promises.

@@ -1,4 +1,4 @@
-"""config.json to ModelSpec: every field is honoured or refused."""
+"""config.json to ModelSpec: every field is honored or refused."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def test_a_server_that_is_not_heard_is_done_without_until_it_is_again(
         cluster.check(client, rng, 8)
     # Long enough for the calls that are to find it silent; its own end is what brings it back.
     inflict(cluster.servers[0], kind, for_s=5.0, peers=[cluster.endpoints[0].name])
-    until("its silence", lambda: (cluster.check(client, rng, 8), pair().late_slots)[1])
+    until("its silence", lambda: (cluster.check(client, rng, 8), pair().held_slots)[1])
     replies = pair().replies
     for _ in range(10):
         cluster.check(client, rng, 8)
@@ -146,7 +146,7 @@ def test_a_server_whose_every_reply_was_lost_is_asked_again(
     settle(client, cluster.view())
     cluster.check(client, rng, 8)
     inflict(server, "loss", seed=SEED)
-    while next(iter(client.stats().values())).late_slots < 4:
+    while next(iter(client.stats().values())).held_slots < 4:
         with pytest.raises(ExpertsLost):
             cluster.check(client, rng, 8, deadline_s=0.2)
     server.tell("clear f")
@@ -162,11 +162,11 @@ def test_a_link_that_lost_a_frame_is_made_anew_and_what_its_server_did_still_cou
     monkeypatch.setattr(client_module, "RELINK_LOST_S", 1.0)
     client = cluster.clients[0]
     inflict(cluster.servers[0], "loss", seed=SEED)
-    until("a lost frame", lambda: (cluster.check(client, rng, 8), pair().late_slots)[1])
+    until("a lost frame", lambda: (cluster.check(client, rng, 8), pair().held_slots)[1])
     cluster.servers[0].tell("clear f")
     calls = pair().calls
-    assert 0 < pair().late_slots < 4, "only a link with every slot lost was made anew"
-    until("a whole link", lambda: (cluster.check(client, rng, 8), not pair().late_slots)[1])
+    assert 0 < pair().held_slots < 4, "only a link with every slot lost was made anew"
+    until("a whole link", lambda: (cluster.check(client, rng, 8), not pair().held_slots)[1])
     assert pair().calls >= calls
     assert cluster.servers[0].tell("clients") == 1
 
@@ -208,15 +208,15 @@ def test_only_the_peers_named_are_cut_off(
     inflict(cluster.servers[0], "partition", peers=["attention/9"])
     for _ in range(10):
         cluster.check(cluster.clients[0], rng, 8)
-    assert pair().late_slots == 0 and pair().replies > 0
+    assert pair().held_slots == 0 and pair().replies > 0
 
 
 def test_a_freeze_at_a_point_ends_by_itself_and_changes_no_bit(
     cluster: Cluster, pair: Callable[[], ServerStats], rng: np.random.Generator
 ) -> None:
     inflict(cluster.servers[0], "freeze", where="reply-after-signal", for_s=0.5)
-    until("the freeze", lambda: (cluster.check(cluster.clients[0], rng, 8), pair().late_slots)[1])
-    until("the thaw", lambda: (cluster.check(cluster.clients[0], rng, 8), not pair().late_slots)[1])
+    until("the freeze", lambda: (cluster.check(cluster.clients[0], rng, 8), pair().held_slots)[1])
+    until("the thaw", lambda: (cluster.check(cluster.clients[0], rng, 8), not pair().held_slots)[1])
     assert cluster.servers[0].tell("clients") == 1
 
 

@@ -53,7 +53,7 @@ def test_a_frozen_server_holds_up_one_call_for_a_moment_and_no_probe_holds_up_an
     world.servers[1].frozen = False
     for _ in range(3):
         timed(world, rng)
-    assert world.stats(0, 1).late_slots == 0
+    assert world.stats(0, 1).held_slots == 0
     assert world.stats(0, 1).calls > probes, "it is given rows again"
     world.close()
 
@@ -68,7 +68,7 @@ def test_a_new_server_that_freezes_before_its_first_answer_is_hedged_as_soon_as_
     world.publish(0, 2)
     world.servers[new].frozen = True
     took_ns = [timed(world, rng) for _ in range(20)]
-    assert world.stats(0, new).late_slots, "it was asked"
+    assert world.stats(0, new).held_slots, "it was asked"
     assert max(took_ns) <= 1_500_000
     world.close()
 
@@ -106,7 +106,7 @@ def lose_a_request(world: World, rng: np.random.Generator) -> None:
     for slot in range(world.slots):
         world.links[0, 0].request.slot(slot)[:8] = 0
     assert call.run(tick_ns=TICK_NS) == OK and call.exact()
-    assert world.stats(0, 0).late_slots == 1
+    assert world.stats(0, 0).held_slots == 1
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -151,7 +151,7 @@ def test_one_lost_request_costs_its_server_a_second_and_changes_no_budget() -> N
         world.now_ns += 5_000_000
         without += world.stats(0, 0).pairs - pairs <= 1
     assert without <= 10, "it is given rows in nearly every call"
-    assert (world.stats(0, 0).late_slots, world.stats(0, 0).lost_slots) == (1, 1)
+    assert (world.stats(0, 0).held_slots, world.stats(0, 0).lost_slots) == (1, 1)
     _, after = hedged(world, rng, 600)
     assert after <= 1.5 * before, f"{before} pairs were sent twice, and {after} after a lost request"
     world.close()
@@ -209,5 +209,5 @@ def test_a_late_reply_is_read_without_memory_to_spare() -> None:
     with out_of_memory():
         call.step()
     assert call.status == OK and call.exact()
-    assert world.stats(0, 0).late_slots == 0
+    assert world.stats(0, 0).held_slots == 0
     world.close()

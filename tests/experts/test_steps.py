@@ -148,7 +148,7 @@ def test_a_frozen_server_is_avoided_and_its_slot_comes_back_with_the_late_reply(
     assert call.exact()
     # Hedged after the least time: every reply so far came within the first tick.
     assert 1_000_000 <= world.now_ns - began_ns < 2_000_000
-    assert world.stats(client, 0).late_slots == 1
+    assert world.stats(client, 0).held_slots == 1
     asked = world.stats(client, 0).calls
     for _ in range(5):
         call = Call(world, client, rng, 8, 0)
@@ -161,7 +161,7 @@ def test_a_frozen_server_is_avoided_and_its_slot_comes_back_with_the_late_reply(
         call = Call(world, client, rng, 8, 0)
         assert call.run() == OK
         assert call.exact()
-    assert world.stats(client, 0).late_slots == 0
+    assert world.stats(client, 0).held_slots == 0
     assert world.stats(client, 0).calls > asked
     world.close()
 
@@ -344,7 +344,7 @@ def test_one_corrupt_frame_costs_a_sole_replica_one_more_try(way: str) -> None:
         call = Call(world, client, rng, 8, 0)
         assert call.run() == OK
         assert call.exact()
-    assert world.stats(client, 0).late_slots == 0
+    assert world.stats(client, 0).held_slots == 0
     world.close()
 
 
@@ -404,7 +404,7 @@ def test_rows_behind_the_slots_of_a_late_server_go_to_a_new_replica(owed_for_ms:
     for _ in range(500):
         assert call.step() == PENDING
         world.now_ns += 100_000
-    assert world.stats(client, 0).late_slots == 2
+    assert world.stats(client, 0).held_slots == 2
     spread(world, 1, [1])
     world.publish(client, 2)
     began_ns = world.now_ns
@@ -538,5 +538,5 @@ def test_a_reply_with_any_byte_flipped_is_never_used(where: int) -> None:
         call = Call(world, client, np.random.default_rng(10), 4, 0)
         assert call.run() == OK, f"byte {where}"
         assert call.exact(), f"byte {where}"
-    assert world.stats(client, 0).late_slots == 0
+    assert world.stats(client, 0).held_slots == 0
     world.close()

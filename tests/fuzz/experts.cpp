@@ -139,7 +139,7 @@ void fuzz::server(Choices& choices) {
         } else {
             P2pHeader fields{};
             uint64_t top = client.top[slot];
-            fields.incarnation = SERVER, fields.sender = CLIENT + number;
+            fields.receiver = SERVER, fields.sender = CLIENT + number;
             fields.sequence = top + 1 ? top + 1 : top, fields.attempt = choices.below(4);
             fields.length = write_request(choices, shape, payload);
             WireHeader asked;
@@ -256,7 +256,7 @@ void fuzz::client(Choices& choices) {
             } else if (asked.magic) {
                 uint8_t* payload = server.reply.payload(slot);
                 P2pHeader fields{};
-                fields.incarnation = CLIENT, fields.sender = SERVER;
+                fields.receiver = CLIENT, fields.sender = SERVER;
                 fields.sequence = asked.sequence, fields.attempt = asked.attempt;
                 fields.length = write_reply(shape, server.request.payload(slot), payload);
                 bool whole = true;
@@ -282,7 +282,7 @@ void fuzz::client(Choices& choices) {
         require(status != EXPERTS_OK || forged || call.right(row_bytes), "no wrong reply is accepted");
         for (uint32_t i = 0; i < PEERS; i++) {
             ServerStats stats;
-            require(expert_client_stats(client, i, &stats) == EXPERTS_OK && stats.late_slots <= SLOTS, "counts hold");
+            require(expert_client_stats(client, i, &stats) == EXPERTS_OK && stats.held_slots <= SLOTS, "counts hold");
         }
     }
     expert_client_free(client);

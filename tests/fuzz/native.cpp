@@ -16,7 +16,7 @@ void frame(Choices& choices) {
     ASAN_POISON_MEMORY_REGION(slot.get() + end, slack);
     ASAN_POISON_MEMORY_REGION(out.get() + capacity, (capacity + 63) / 64 * 64 - capacity);
     P2pHeader fields{};
-    fields.incarnation = choices.bits(1), fields.sender = choices.bits(1), fields.sequence = choices.value();
+    fields.receiver = choices.bits(1), fields.sender = choices.bits(1), fields.sequence = choices.value();
     fields.attempt = choices.below(P2P_ATTEMPT_LIMIT), fields.length = choices.below(capacity + 1);
     choices.fill(slot.get() + P2P_FRAME_OFFSET, std::min(fields.length, 32u));
     p2p_frame_seal(slot.get(), &fields);
@@ -27,11 +27,11 @@ void frame(Choices& choices) {
         std::memcpy(slot.get() + P2P_SIGNAL, &now, sizeof now);
     }
     P2pHeader got;
-    int length = p2p_frame_open(slot.get(), capacity, fields.incarnation, fields.sender, fields.sequence, &got, out.get());
+    int length = p2p_frame_open(slot.get(), capacity, fields.receiver, fields.sender, fields.sequence, &got, out.get());
     require(changed || length == int(fields.length), "a whole frame is accepted");
     if (length < 0) return;
     require(std::memcmp(&got, &now, sizeof now) == 0 && uint32_t(length) == now.length && now.length <= capacity &&
-                now.incarnation == fields.incarnation && now.sender == fields.sender &&
+                now.receiver == fields.receiver && now.sender == fields.sender &&
                 now.sequence == fields.sequence && now.attempt < P2P_ATTEMPT_LIMIT && !now.flags && !now.reserved,
             "an accepted frame is the one awaited");
     require(std::memcmp(out.get(), slot.get() + P2P_FRAME_OFFSET, now.length) == 0, "a payload arrives whole");

@@ -67,7 +67,7 @@ void converse(void* arg, uint32_t lane) {
         for (uint32_t step = 0; step < 2; step++) {
             if (step == lane) {
                 P2pHeader fields{};
-                fields.incarnation = 1 - lane;
+                fields.receiver = 1 - lane;
                 fields.sender = lane;
                 fields.sequence = turn;
                 fields.length = uint32_t(turn % table->capacity);
@@ -114,7 +114,7 @@ void test_noise(uint32_t seed) {
         P2pHeader header;
         require(p2p_frame_open(slot.data(), capacity, 1, 2, 3, &header, payload.data()) < 0, "noise is refused");
         P2pHeader fields{};
-        fields.incarnation = 1;
+        fields.receiver = 1;
         fields.sender = 2;
         fields.sequence = 3;
         fields.length = uint32_t(random() % (capacity + 1));

@@ -379,7 +379,7 @@ class World:
         for client in self.clients:
             for link in list(client.links):
                 self.library.expert_client_stats(client.handle, link.index, stats)
-                if stats.late_slots == LAYOUT.slots:
+                if stats.held_slots == LAYOUT.slots:
                     self._relink(link)
 
     def _relink_any(self) -> None:

@@ -33,7 +33,7 @@ unsigned char* pages(uint64_t count) {
 bool accepts(unsigned char sealed, unsigned char before, unsigned char after, unsigned char* shut, int access) {
     std::memset(p2p_payload(slot), sealed, LENGTH);
     P2pHeader fields{};
-    fields.incarnation = 1;
+    fields.receiver = 1;
     fields.sender = 2;
     fields.sequence = 3;
     fields.length = uint32_t(LENGTH);
