@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -107,58 +107,48 @@ def internal(message: str, *, code: str = "internal_error") -> ApiError:
 
 
 def checked(shape: type[R], given: bytes | Mapping[str, Any], names: Mapping[str, str] | None = None) -> R:
-    """What a client sent, as a request of this shape. Args: given: JSON, or its fields; names: as `from_validation`'s.
+    """What a client sent, as a request of this shape.
+
+    Args:
+        given: JSON, or its fields.
+        names: What the client calls a field, where that differs; "a.b" where it wrote it inside of another, and then
+            nothing further inside is named.
 
     Raises:
-        ApiError: 400, it is none.
+        ApiError: 400 for the first of pydantic's findings, which names the field.
     """
     try:
         return shape.model_validate_json(given) if isinstance(given, bytes) else shape.model_validate(given)
     except ValidationError as error:
-        problems = error.errors(include_url=False, include_context=False, include_input=False)
-        raise from_validation(problems, names) from None
-
-
-def from_validation(
-    problems: Sequence[Mapping[str, Any]], names: Mapping[str, str] | None = None
-) -> ApiError:
-    """The first of pydantic's findings as a 400 that names the field.
-
-    Args:
-        problems: ``ValidationError.errors()``: mappings with ``type``, ``loc`` and ``msg``.
-        names: What the client calls a field, where that differs; "a.b" where it wrote it inside of another, and then
-            nothing further inside is named.
-    """
-    if not problems:
-        return invalid("The request body is not valid.")
-    first = problems[0]
-    if first.get("type") == "json_invalid":
-        reason = str(first.get("msg", "")).removeprefix("Invalid JSON: ")
-        message = f"The request body is not valid JSON: {reason}. Send one JSON object."
-        return invalid(message, code="invalid_json")
-    # Unions add the name of each arm to the path: keep what the client wrote, field names and positions.
-    field, *rest = first.get("loc") or ("",)
-    named = (names or {}).get(str(field), str(field))
-    loc = [*named.split("."), *([] if "." in named else rest)]
-    path = [part for part in loc if isinstance(part, int) or part.isidentifier()]
-    path = path[:1] + [part for part in path[1:] if isinstance(part, int) or part not in _UNION_ARMS]
-    where = ".".join(str(part) for part in path)
-    reason = str(first.get("msg", "not valid")).removeprefix("Value error, ")
-    if str(first.get("type", "")).endswith(_BOUNDS):
-        # vLLM's clients look for pydantic's word.
-        reason = f"{reason} ({first['type']})"
-    if not where:
-        # What several fields make together begins with the name of one.
-        quoted = _QUOTED.match(reason)
-        param = quoted[1] if quoted is not None else None
-        return invalid(f"The request body is not valid: {reason}.", param=param)
-    code = "missing_required_parameter" if first.get("type") == "missing" else "invalid_value"
-    return invalid(f"Invalid value for '{where}': {reason}.", param=where, code=code)
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        raise _found(first["type"], first["msg"], first["loc"], names or {}) from None
 
 
 _QUOTED = re.compile(r"'(\w+)'")
 _BOUNDS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
 _UNION_ARMS = frozenset({"str", "int", "float", "bool", "list"})
+
+
+def _found(kind: str, reason: str, place: tuple[int | str, ...], names: Mapping[str, str]) -> ApiError:
+    if kind == "json_invalid":
+        message = f"The request body is not valid JSON: {reason.removeprefix('Invalid JSON: ')}. Send one JSON object."
+        return invalid(message, code="invalid_json")
+    reason = reason.removeprefix("Value error, ")
+    if kind.endswith(_BOUNDS):
+        # vLLM's clients look for pydantic's word.
+        reason = f"{reason} ({kind})"
+    if not place:
+        # What several fields make together begins with the name of one.
+        quoted = _QUOTED.match(reason)
+        param = quoted[1] if quoted is not None else None
+        return invalid(f"The request body is not valid: {reason}.", param=param)
+    named = names.get(str(place[0]), str(place[0]))
+    # Unions add the name of each arm to the path: keep what the client wrote, field names and positions.
+    inside = [part for part in place[1:] if isinstance(part, int) or part.isidentifier()]
+    inside = [str(part) for part in inside if part not in _UNION_ARMS]
+    where = ".".join([named, *([] if "." in named else inside)])
+    code = "missing_required_parameter" if kind == "missing" else "invalid_value"
+    return invalid(f"Invalid value for '{where}': {reason}.", param=where, code=code)
 
 
 # Ends of an attempt that say nothing against the request.
