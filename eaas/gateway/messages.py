@@ -228,11 +228,9 @@ def body_for(path: str, reply: ErrorReply) -> bytes:
 
 def error_body(reply: ErrorReply) -> bytes:
     """A failure in Anthropic's shape."""
-    kind = _ERROR_TYPES.get(reply.status)
-    if kind is None:
-        kind = "invalid_request_error" if reply.status < 500 else "api_error"
-        if reply.kind == OVERLOADED:
-            kind = "overloaded_error"
+    other = "invalid_request_error" if reply.status < 500 else "api_error"
+    other = "overloaded_error" if reply.kind == OVERLOADED else other
+    kind = _ERROR_TYPES.get(reply.status, other)
     return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": reply.message}})
 
 
