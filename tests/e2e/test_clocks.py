@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Shown to people: when a fault began, "created" in an answer, what happened on the dashboard, a span's begin, the date
 # that a chat template may ask for, the name of a trace file.
 SHOWN = {
-    ("eaas/worker/traced.py", "time.time_ns"),
+    ("eaas/spans.py", "time.time_ns"),
     ("eaas/gateway/dashboard/app.py", "time.time"),
     ("eaas/gateway/stream.py", "time.time"),
     ("eaas/model/chat.py", "datetime.datetime.now"),
