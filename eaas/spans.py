@@ -20,7 +20,7 @@ from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode, set_sp
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from eaas.tracing import TRACEPARENT, is_sampled, valid_traceparent
+from eaas.traceparent import TRACEPARENT, is_sampled, valid_traceparent
 
 if TYPE_CHECKING:
     from eaas.worker.engine import Engine, Outcome

@@ -1,4 +1,4 @@
-"""Traces, for those who ask for them: the option, and the W3C header that carries a trace from process to process.
+"""Traces, for those who ask for them: the option, and what opens them.
 
 Spans are made in eaas/spans.py, which needs the extra `tracing`; nothing of it is imported before a URL is given.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,26 +15,9 @@ from router.options import Options, OptionsInvalid, option
 if TYPE_CHECKING:
     from eaas.spans import Tracing
 
-# version-trace-parent-flags. Version ff is none; ids of zeros alone are none.
-_TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
-LONGEST_TRACEPARENT = 55
-
-# Of the request that is being answered; empty where it is not traced.
-TRACEPARENT: ContextVar[str] = ContextVar("traceparent", default="")
-
 
 class TracingMissing(ValueError):
     """Traces were asked for and cannot be made; the text says what to do."""
-
-
-def valid_traceparent(text: str) -> str:
-    """The header of a caller, or nothing where it is none: an unusable one starts a new trace, as the W3C has it."""
-    return text if len(text) <= LONGEST_TRACEPARENT and _TRACEPARENT.fullmatch(text) else ""
-
-
-def is_sampled(traceparent: str) -> bool:
-    """Whether whoever wrote a valid header records the trace."""
-    return bool(int(traceparent[-2:], 16) & 1)
 
 
 def version() -> str:

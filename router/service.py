@@ -12,22 +12,17 @@ from contextlib import aclosing
 from typing import Any, NoReturn, TypeVar
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 from grpc_health.v1._async import HealthServicer
-from grpc_reflection.v1alpha import reflection
 
-from router import child, events
-from router.access import ROUTER, host_port
-from router.config import RouterOptions
+from router import events
 from router.core import step
 from router.etcd_store import Election
 from router.faults import Fault, FaultInvalid, FaultRefused
-from router.heartbeat import ending
 from router.host import boot_s, host_id
 from router.injection import Injections, KeyNeeded, TooManyFaults, Watcher
 from router.journal import JournalUnusable, Store
-from router.keda import SERVICE as KEDA_SERVICE
-from router.keda import ExternalScaler, NothingReported, TriggerInvalid
+from router.keda import NothingReported, TriggerInvalid
 from router.lifecycle import ORDERLY
 from router.messages import (
     LEADER,
@@ -44,7 +39,6 @@ from router.messages import (
     totals_of,
 )
 from router.pools import Counts, pool_size
-from router.proto import externalscaler_pb2_grpc as keda_rpc
 from router.proto import router_pb2 as pb
 from router.proto import router_pb2_grpc as rpc
 from router.records import view_of
@@ -579,100 +573,5 @@ def _first(kind: type[_Command], commands: list[events.Command]) -> _Command | N
     return next((command for command in commands if isinstance(command, kind)), None)
 
 
-_MOST_STREAMS = 4096
-_GRACE_S = 0.2
-# Ticks come ten times a second: an event loop that stands so long, while its process neither computes nor reads, hangs;
-# so does one that stands for so much longer whatever its process does.
-_HUNG_S, _LONGEST_S = 1.5, 60.0
-
-
 class CannotListen(Exception):
     """An address cannot be bound, or not as asked."""
-
-
-async def serve(
-    options: RouterOptions,
-    config: Config,
-    store: Store,
-    election: Election | None,
-    stop: asyncio.Event,
-    ready: Callable[[str, str], None],
-) -> None:
-    """Serve until `stop` is set.
-
-    Args:
-        election: None where there is only one router.
-        ready: called with the addresses of the router and its admin listener (empty: there is none) once it leads, or
-            stands by.
-
-    Raises:
-        CannotListen: a port is taken, or the file of the admin listener's key holds none.
-        CredentialsInvalid: as --tls-dir says.
-        Exposed: other machines could reach the admin listener, and it has no TLS or no key.
-        JournalUnusable: the journal cannot be read or written.
-    """
-    credentials = child.credentials(options, ROUTER)
-    service = RouterService(config, store, election=election, allow_chaos=options.allow_chaos)
-    server = grpc.aio.server(
-        interceptors=(Guard(service, needs_roles=credentials is not None),),
-        options=(
-            ("grpc.so_reuseport", 0),
-            ("grpc.max_concurrent_streams", _MOST_STREAMS),
-            # Clients ping every second (router/client.py); the default tolerates one in 5 minutes and hangs up.
-            ("grpc.http2.min_ping_interval_without_data_ms", 500),
-            ("grpc.keepalive_permit_without_calls", 1),
-        ),
-    )
-    try:
-        at = host_port(options.bound_host, options.port)
-        bound = (
-            server.add_secure_port(at, credentials.server()) if credentials else server.add_insecure_port(at)
-        )
-    except RuntimeError as error:
-        raise CannotListen(
-            f"port {options.port} of {options.bound_host} cannot be used ({error}): "
-            f"stop what listens there or give another --port"
-        ) from error
-    rpc.add_RouterServicer_to_server(service, server)
-    health_pb2_grpc.add_HealthServicer_to_server(service.health, server)
-    keda_rpc.add_ExternalScalerServicer_to_server(ExternalScaler(config, lambda: service.state), server)
-    names = (SERVICE, KEDA_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
-    reflection.enable_server_reflection(names, server)
-    listener = None
-    if options.admin_port is not None:
-        # Here: only a router that has this listener loads its libraries.
-        from router.admin import listen
-
-        listener = listen(options, config, service, credentials)
-    if election is None:
-        service.lead()
-    else:
-        await election.reach()
-    await server.start()
-    address = host_port(options.told_host, bound)
-    # A commit to etcd may wait for the network, and is judged by the lease there.
-    heartbeat = ending(
-        lambda: service.turns, bound_s=_HUNG_S if election is None else _LONGEST_S, longest_s=_LONGEST_S
-    )
-    heartbeat.start()
-    working = {asyncio.create_task(service.run()), asyncio.create_task(stop.wait())}
-    if election is not None:
-        working.add(asyncio.create_task(service.follow(election, address)))
-    try:
-        if listener is not None:
-            await listener.begin()
-        ready(address, listener.address if listener is not None else "")
-        done, _ = await asyncio.wait(working, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            # Only the wait for `stop` ends by itself: this raises what ended another.
-            task.result()
-    finally:
-        heartbeat.close()
-        for task in working:
-            task.cancel()
-        service.step_down()
-        if listener is not None:
-            await listener.shutdown()
-        if election is not None:
-            await election.resign()
-        await server.stop(_GRACE_S)

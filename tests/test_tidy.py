@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import ast
 import functools
+import graphlib
 import re
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
+
+import pytest
 
 from benchmarks import readme
 
@@ -94,6 +98,40 @@ def test_the_product_grows_no_more() -> None:
         f"{lines} hand-written product lines, at most {MOST_LINES}: delete {lines - MOST_LINES}"
     )
     assert len(product) <= MOST_FILES, f"{len(product)} product files, at most {MOST_FILES}: merge some"
+
+
+def imports_of(path: Path, modules: Mapping[str, Path]) -> set[str]:
+    """The product's modules that a file imports when it runs, anywhere in it; not what only a type checker reads."""
+    tree = tree_of(path)
+    for_types = {
+        id(node)
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
+        for node in ast.walk(block)
+    }
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if id(node) in for_types:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {
+                name if (name := f"{node.module}.{alias.name}") in modules else str(node.module)
+                for alias in node.names
+            }
+    return found & set(modules)
+
+
+def test_imports_go_round_in_no_circle() -> None:
+    modules = {
+        name_of(path).removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in PYTHON
+    }
+    graph = {name: imports_of(path, modules) - {name} for name, path in modules.items()}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(f"a circle: {' imports '.join(reversed(error.args[1]))}")
 
 
 def test_every_module_and_public_function_says_what_it_does() -> None:

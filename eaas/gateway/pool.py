@@ -31,7 +31,7 @@ from eaas.gateway.errors import (
 from eaas.gateway.failover import Sequence, Trial
 from eaas.gateway.link import WorkerLink, Workers
 from eaas.gateway.metrics import GatewayMetrics
-from eaas.tracing import TRACEPARENT
+from eaas.traceparent import TRACEPARENT
 from eaas.worker.protocol import Cancel, Failed, ForgetBlocks, ProtocolError, Step, Submit, Token
 from router.access import GATEWAY
 from router.tls import Credentials

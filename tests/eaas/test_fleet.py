@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from eaas.gateway.metrics import Ledger, kv_use
-from eaas.tracing import is_sampled, valid_traceparent
+from eaas.traceparent import is_sampled, valid_traceparent
 from eaas.worker.protocol import Hello, WorkerLoad
 
 
