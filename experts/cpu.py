@@ -119,14 +119,12 @@ class CpuServer:
         self._handle: int = self._library.expert_server_new(
             *(shape.layers, shape.experts, shape.hidden, shape.intermediate, shape.top_k, wire.dtype),
             *(wire.model_hash, incarnation, len(cores), (ctypes.c_int32 * len(cores))(*cores), bell_page),
-            MOST_SLOT_BYTES,
+            *(MOST_SLOT_BYTES, None if shape.plain else native.form_of(shape.activation, shape.biased)),
         )
         if not self._handle:
             raise ValueError(
                 f"lanes on cores {list(cores)} could not start for {shape}. Name cores that may be used."
             )
-        if not shape.plain:
-            self._library.expert_server_set_form(self._handle, native.form_of(shape.activation, shape.biased))
 
     def add_client(self, link: ClientLink) -> int:
         return _place(self._library.expert_server_add_client(self._handle, native.ClientLink(**asdict(link))))

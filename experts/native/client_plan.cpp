@@ -102,9 +102,9 @@ void choose_servers(ExpertClient* client, const Masks& masks) {
     wants.clear();
     for (uint32_t expert : plan.touched) {
         uint64_t able = replicas(client, expert);
-        uint64_t servers = most_willing(plan, expert, able & masks.healthy);
-        if (!servers) servers = most_willing(plan, expert, able & masks.distrusted);
-        if (!servers) servers = most_willing(plan, expert, able & masks.late);
+        uint64_t servers = 0;
+        for (uint64_t mask : {masks.healthy, masks.distrusted, masks.late})
+            if (!servers) servers = most_willing(plan, expert, able & mask);
         plan.want_of[expert] = uint32_t(wants.size());
         wants.push_back({expert, plan.count[expert], servers, {}});
     }

@@ -492,25 +492,13 @@ void follow(ExpertServer* server, uint32_t lane, uint32_t done) {
     }
 }
 
-struct Run {
-    ExpertServer* server;
-    uint32_t batch;  // before the run: lane 0 may lead before another lane has looked
-};
-
-void run_lane(void* arg, uint32_t lane) {
-    Run* run = static_cast<Run*>(arg);
-    if (lane == 0)
-        lead(run->server);
-    else
-        follow(run->server, lane, run->batch);
-}
-
 }  // namespace
 
 P2P_API ExpertServer* expert_server_new(uint32_t layers, uint32_t experts, uint32_t hidden,
                                         uint32_t intermediate, uint32_t top_k, int32_t dtype,
                                         uint64_t model_hash, uint64_t incarnation, uint32_t lanes,
-                                        const int32_t* cores, void* own_page, uint64_t max_slot_bytes) try {
+                                        const int32_t* cores, void* own_page, uint64_t max_slot_bytes,
+                                        const ExpertForm* form) try {
     bool sizes = layers && experts && experts <= 65535 && hidden && intermediate && top_k && top_k <= 1024;
     if (!sizes || !lanes || lanes > P2P_BELL_LANES || dtype < 0 || dtype > 2 || !max_slot_bytes)
         return nullptr;
@@ -521,6 +509,8 @@ P2P_API ExpertServer* expert_server_new(uint32_t layers, uint32_t experts, uint3
     server->lanes = lanes;
     server->page = own_page;
     server->max_slot_bytes = max_slot_bytes;
+    server->formed = form;
+    if (form) server->form = *form;
     server->experts.assign(uint64_t(layers) * experts, Expert{});
     server->doubtful.assign(server->experts.size(), 0);
     server->pool = p2p_lanes_new(lanes, cores);
@@ -560,12 +550,6 @@ P2P_API void expert_server_remove_client(ExpertServer* server, uint32_t index) {
     server->clients[index].attached = false;
 }
 
-P2P_API void expert_server_set_form(ExpertServer* server, const ExpertForm* form) {
-    Turn turn(server);
-    server->form = *form;
-    server->formed = true;
-}
-
 P2P_API int32_t expert_server_set_expert(ExpertServer* server, uint32_t layer, uint32_t expert,
                                          const void* gate_up, const void* down) {
     if (layer >= server->shape.layers || expert >= server->shape.experts || !gate_up != !down)
@@ -592,11 +576,14 @@ P2P_API void expert_server_stop(ExpertServer* server) {
 }
 
 P2P_API int32_t expert_server_run(ExpertServer* server, uint64_t max_ns) {
-    Run run{server, server->batch.load()};
+    // Before the run: lane 0 may lead before another lane has looked.
+    const uint32_t before = server->batch.load();
     server->run_until_ns = monotonic_ns() + max_ns;
     server->running.store(true);
     server->starved = false;
-    p2p_lanes_run(server->pool, run_lane, &run);
+    auto serve = [&](uint32_t lane) { lane ? follow(server, lane, before) : lead(server); };
+    auto run = [](void* arg, uint32_t lane) { (*static_cast<decltype(serve)*>(arg))(lane); };
+    p2p_lanes_run(server->pool, run, &serve);
     return server->starved ? int32_t(EXPERT_SERVER_E_MEMORY) : server->stopped.load();
 }
 

@@ -36,12 +36,13 @@ struct ServerCounters {
     uint64_t batches, requests, rows, pairs, experts, busy_ns, not_held, invalid;
 };
 
-// cores: one for each lane, -1 where unpinned. max_slot_bytes bounds what a client may attach with. Null: out
-// of memory or a bad argument.
+// cores: one for each lane, -1 where unpinned. max_slot_bytes bounds what a client may attach with. form: what
+// experts compute beside their products, null for SwiGLU without biases. Null: out of memory or a bad argument.
 P2P_API ExpertServer* expert_server_new(uint32_t layers, uint32_t experts, uint32_t hidden,
                                         uint32_t intermediate, uint32_t top_k, int32_t dtype,
                                         uint64_t model_hash, uint64_t incarnation, uint32_t lanes,
-                                        const int32_t* cores, void* own_page, uint64_t max_slot_bytes);
+                                        const int32_t* cores, void* own_page, uint64_t max_slot_bytes,
+                                        const struct ExpertForm* form);
 // Not while a thread is in expert_server_run.
 P2P_API void expert_server_free(ExpertServer* server);
 
@@ -49,9 +50,6 @@ P2P_API void expert_server_free(ExpertServer* server);
 P2P_API int32_t expert_server_add_client(ExpertServer* server, const ClientLink* link);
 // On return the server no longer touches the client's memory.
 P2P_API void expert_server_remove_client(ExpertServer* server, uint32_t index);
-
-// What experts compute beside their products; SwiGLU without biases unless told. Before the first expert is set.
-P2P_API void expert_server_set_form(ExpertServer* server, const struct ExpertForm* form);
 
 // Packed weights (experts/native/kernels.h) that stay mapped until cleared. Null gate_up clears; on return
 // the old weights are no longer read.

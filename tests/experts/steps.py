@@ -232,6 +232,7 @@ class World:
             cores,
             None,
             self.slot_bytes,
+            None,
         )
         assert handle
         self.servers.append(Server(handle, incarnation))

@@ -100,7 +100,7 @@ void fuzz::server(Choices& choices) {
     const Weights& weights = weights_of(dtype);
     const int32_t core = -1;
     ExpertServer* server = expert_server_new(LAYERS, EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, dtype, HASH, SERVER, 1, &core,
-                                             nullptr, SLOT_BYTES);
+                                             nullptr, SLOT_BYTES, nullptr);
     Memory page = zeros(P2P_PAGE, P2P_BELL_PAGE);
     std::vector<std::unique_ptr<Attached>> clients;
     auto attach = [&](uint32_t i) {

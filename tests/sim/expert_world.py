@@ -400,7 +400,7 @@ class World:
         cores = (ctypes.c_int32 * 1)(-1)
         handle = self.library.expert_server_new(
             *(s.layers, s.experts, s.hidden, s.intermediate, s.top_k, self.dtype, MODEL_HASH, incarnation),
-            *(1, cores, None, LAYOUT.payload_bytes),
+            *(1, cores, None, LAYOUT.payload_bytes, None),
         )
         for layer in range(s.layers):
             for expert in range(s.experts):
