@@ -173,7 +173,6 @@ class ClientBackend(Protocol):
         ids: NDArray[np.uint16],
         weights: NDArray[np.float32],
         out: NDArray[np.float32],
-        drop: NDArray[np.uint8] | None,
         deadline_ns: int,
     ) -> None:
         """One call with rows in the host's memory, as `ExpertClient.exchange` has checked them.

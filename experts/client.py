@@ -358,7 +358,6 @@ class ExpertClient:
         weights: NDArray[np.float32],
         out: NDArray[np.float32] | None = None,
         deadline_s: float | None = None,
-        drop: NDArray[np.uint8] | None = None,
     ) -> NDArray[np.float32]:
         """One expert call, from a thread without lanes.
 
@@ -368,8 +367,6 @@ class ExpertClient:
             ids: [n, top_k] experts.
             weights: [n, top_k] gate weights.
             out: [n, hidden] to add to; zeros unless given.
-            drop: [n] of routes.KEEP or MAY_DROP: where the latter stands, a term that no live server can compute is
-                left out at once, and DROPPED stands there afterwards.
 
         Returns:
             out + sum over k of weights[:, k] * expert rows, in k order.
@@ -391,13 +388,11 @@ class ExpertClient:
                 raise ValueError(
                     f"{name} is {array.dtype} {array.shape}; contiguous {dtype} ({count}, {width}) is needed"
                 )
-        if drop is not None and (drop.dtype != np.uint8 or drop.shape != (count,)):
-            raise ValueError(f"drop is {drop.dtype} {drop.shape}; uint8 ({count},) is needed")
         wait_s = self.deadline_s if deadline_s is None else deadline_s
         deadline_ns = time.clock_gettime_ns(time.CLOCK_MONOTONIC) + int(wait_s * 1e9)
         try:
             with self._calls:
-                self.backend.exchange(layer, rows, ids, weights, result, drop, deadline_ns)
+                self.backend.exchange(layer, rows, ids, weights, result, deadline_ns)
         except ExpertsLost as lost:
             raise ExpertsLost(
                 f"No live replica of every expert of layer {layer} answered within {wait_s} s;"

@@ -91,13 +91,12 @@ class CpuClient:
         ids: NDArray[np.uint16],
         weights: NDArray[np.float32],
         out: NDArray[np.float32],
-        drop: NDArray[np.uint8] | None,
         deadline_ns: int,
     ) -> None:
         """One call, from a thread without lanes."""
         status = self._library.expert_exchange(
             *(self.handle, layer, rows.ctypes.data, len(rows), ids.ctypes.data, weights.ctypes.data),
-            *(out.ctypes.data, None if drop is None else drop.ctypes.data, deadline_ns),
+            *(out.ctypes.data, deadline_ns),
         )
         if status == _LOST:
             raise ExpertsLost(f"No live replica of every expert of layer {layer} answered in time.")

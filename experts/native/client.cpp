@@ -392,19 +392,18 @@ P2P_API int32_t expert_client_step(ExpertClient* client, uint64_t now_ns) {
 
 P2P_API int32_t expert_exchange(ExpertClient* client, uint32_t layer, const void* rows, uint32_t n,
                                 const uint16_t* expert_ids, const float* weights, float* out,
-                                uint8_t* drop, uint64_t deadline_ns) {
-    if (client->lanes == 1)
-        return expert_call(client, nullptr, 0, layer, rows, n, expert_ids, weights, out, drop, deadline_ns,
-                           nullptr, nullptr);
-    if (!client->own_pool) client->own_pool = p2p_lanes_new(client->lanes, nullptr);
-    if (!client->own_pool) return EXPERTS_E_MEMORY;
-    int32_t status = EXPERTS_E_ARGUMENT;
-    auto lane_call = [&](uint32_t lane) {
-        int32_t mine = expert_call(client, client->own_pool, lane, layer, rows, n, expert_ids, weights,
-                                   out, drop, deadline_ns, nullptr, nullptr);
+                                uint64_t deadline_ns) {
+    int32_t status = EXPERTS_E_MEMORY;
+    auto call = [&](uint32_t lane) {
+        int32_t mine = expert_call(client, client->own_pool, lane, layer, rows, n, expert_ids, weights, out, nullptr,
+                                   deadline_ns, nullptr, nullptr);
         if (lane == 0) status = mine;
     };
-    auto run = [](void* arg, uint32_t lane) { (*static_cast<decltype(lane_call)*>(arg))(lane); };
-    p2p_lanes_run(client->own_pool, run, &lane_call);
+    auto run = [](void* arg, uint32_t lane) { (*static_cast<decltype(call)*>(arg))(lane); };
+    if (client->lanes > 1 && !client->own_pool) client->own_pool = p2p_lanes_new(client->lanes, nullptr);
+    if (client->own_pool)
+        p2p_lanes_run(client->own_pool, run, &call);
+    else if (client->lanes == 1)
+        call(0);
     return status;
 }

@@ -107,8 +107,8 @@ P2P_API int32_t expert_client_begin(ExpertClient* client, uint32_t layer, const 
 // EXPERTS_PENDING, or the result of the call.
 P2P_API int32_t expert_client_step(ExpertClient* client, uint64_t now_ns);
 
-// The same call for one thread that has no lanes of its own: a client of several lanes brings an unpinned
-// pool.
+// The same call, of which nothing may be dropped, for one thread that has no lanes of its own: a client of several
+// lanes brings an unpinned pool.
 P2P_API int32_t expert_exchange(ExpertClient* client, uint32_t layer, const void* rows, uint32_t n,
                                 const uint16_t* expert_ids, const float* weights, float* out,
-                                uint8_t* drop, uint64_t deadline_ns);
+                                uint64_t deadline_ns);
