@@ -104,7 +104,8 @@ def native_experts() -> None:
     sizes = (2**32 - 1, 65535, 64)
     check(not library.expert_client_new(*sizes, 2, 0, 1, 1, 1, None, 1), "a client of absurd size")
     check(
-        not library.expert_server_new(*sizes, 64, 2, 0, 1, 1, 1, None, None, 4096, None), "a server of absurd size"
+        not library.expert_server_new(*sizes, 64, 2, 0, 1, 1, 1, None, None, 4096, None),
+        "a server of absurd size",
     )
     print("sizes 2", flush=True)
 
