@@ -47,7 +47,7 @@ from p2p.endpoint import (
 from p2p.memory import HostMemory, Memory
 from p2p.monitor import ChannelState, Monitor
 from p2p.nixl_carrier import Carrier
-from p2p.nixl_native import CHANNEL_COUNTS, RAIL_COUNTS, RailCounts, gpu_of
+from p2p.nixl_native import CHANNEL_COUNTS, RailCounts, gpu_of
 from p2p.shm_link import new_token
 
 # 256 MB put over 1 Gbit/s take 2 s. What does not move is given up sooner: see native/link.cpp.
@@ -331,10 +331,10 @@ class NixlEndpoint:
     def rail_counts(self, peer: NixlPeer) -> tuple[RailCounts, ...]:
         """What each of the owner's rails carries, in their order; empty once this side disconnected."""
         rails: list[RailCounts] = []
-        raw = ctypes.create_string_buffer(RAIL_COUNTS.size)
+        words = (ctypes.c_uint64 * len(RailCounts._fields))()
         with self._lock:
-            while peer._memory and self.library.p2p_link_rail_counts(peer._link, len(rails), raw) == 0:
-                live, *rest = RAIL_COUNTS.unpack(raw.raw)
+            while peer._memory and self.library.p2p_link_rail_counts(peer._link, len(rails), words) == 0:
+                live, *rest = words
                 rails.append(RailCounts(bool(live), *rest))
         return tuple(rails)
 

@@ -10,7 +10,6 @@ import ctypes
 import importlib.util
 import os
 import socket
-import struct
 from ctypes import POINTER, c_char_p, c_int, c_uint32, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
@@ -59,14 +58,8 @@ class RailCounts(NamedTuple):
     """What one rail of a peer has done, and does: P2pPathCounts of native/channel.h."""
 
     live: bool
-    generation: int
-    in_flight_bytes: int
     bytes_per_s: int
     sent_bytes: int
-    switch_ns: int
-
-
-RAIL_COUNTS: Final = struct.Struct("<IIQQQQ")
 
 
 class Gpu(ctypes.Structure):

@@ -60,12 +60,9 @@ struct P2pChannelCounts {
     uint64_t waiting;     // writes not yet known to have come
 };
 struct P2pPathCounts {
-    uint32_t live;
-    uint32_t generation;
-    uint64_t in_flight_bytes;
+    uint64_t live;
     uint64_t bytes_per_s;  // measured; what striping goes by
     uint64_t sent_bytes;
-    uint64_t switch_ns;    // from the last that was heard of its last generation to knowing what to send again
 };
 
 // Either end.

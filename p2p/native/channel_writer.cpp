@@ -53,7 +53,6 @@ struct WriterPath : PathEnd {
     uint64_t done_bytes = 0;      // in this step, and when the first of them was posted
     uint64_t done_since_ns = 0;
     uint64_t sent_bytes = 0;
-    uint64_t switch_ns = 0;
 };
 
 struct Frame {
@@ -245,7 +244,6 @@ void on_state(P2pWriter* w, uint32_t from, const P2pNote& note, const uint8_t* b
         return;
     }
     if (meant && (path.state == PathState::LIVE || path.state == PathState::FAILED)) {
-        path.switch_ns = now_ns - std::min(now_ns, path.progress_ns);
         path.state = PathState::CLOSED;
         // It may only have been slower than thought: the next time it is given less.
         path.bytes_per_s = std::max<uint64_t>(1, path.bytes_per_s / 2);
@@ -472,6 +470,5 @@ P2P_API void p2p_writer_path_counts(P2pEnd* end, uint32_t index, P2pPathCounts* 
     *out = {};
     if (index >= P2P_PATHS) return;
     const WriterPath& path = writer_of(end)->paths[index];
-    *out = {path.state == PathState::LIVE, path.generation, path.in_flight_bytes,
-            path.bytes_per_s,              path.sent_bytes, path.switch_ns};
+    *out = {path.state == PathState::LIVE, path.bytes_per_s, path.sent_bytes};
 }
