@@ -92,7 +92,7 @@ def gate(
     choose_kernel[(rows,)](
         parts, correction, ids, weights, n_rows, rows, moe.scaling_factor,
         PARTS=count, EXPERTS=moe.experts, PAD=padded, TOP_K=moe.top_k,
-        TOP_PAD=triton.next_power_of_2(moe.top_k), SIGMOID=moe.score is Score.SIGMOID, NORMALISE=moe.norm_topk,
+        TOP_PAD=triton.next_power_of_2(moe.top_k), SIGMOID=moe.score is Score.SIGMOID, NORMALIZE=moe.norm_topk,
         GROUPS=moe.groups, GROUPS_PAD=triton.next_power_of_2(moe.groups), GROUPS_KEPT=moe.groups_topk,
         num_warps=max(1, padded // 256), enable_fp_fusion=False,
     )  # fmt: skip
@@ -138,7 +138,7 @@ def score_kernel(
 def choose_kernel(
     parts, correction, ids, weights, n_rows, rows, factor,
     PARTS: tl.constexpr, EXPERTS: tl.constexpr, PAD: tl.constexpr, TOP_K: tl.constexpr, TOP_PAD: tl.constexpr,
-    SIGMOID: tl.constexpr, NORMALISE: tl.constexpr, GROUPS: tl.constexpr, GROUPS_PAD: tl.constexpr,
+    SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, GROUPS: tl.constexpr, GROUPS_PAD: tl.constexpr,
     GROUPS_KEPT: tl.constexpr,
 ):  # fmt: skip
     """A program chooses for one row."""
@@ -192,7 +192,7 @@ def choose_kernel(
             chosen = tl.where(place == number, best, chosen)
             shares = tl.where(place == number, share, shares)
             total += share
-        if NORMALISE:
+        if NORMALIZE:
             if SIGMOID:
                 total += 1e-20
             shares = shares / total

@@ -138,7 +138,7 @@ def _without_experts(model_class: type[PreTrainedModel]) -> type[PreTrainedModel
         for module in modules:
             for parameter in list(module._parameters):
                 del module._parameters[parameter]
-            # There is nothing left to initialise, and a family's own code would look for it.
+            # There is nothing left to initialize, and a family's own code would look for it.
             module._is_hf_initialized = True
 
     ignored = list(getattr(model_class, "_keys_to_ignore_on_load_unexpected", None) or ())

@@ -132,7 +132,7 @@ def test_the_choice_compiles_for_an_h200_without_spills() -> None:
             "rows": "i32", "factor": "fp32",
         },
         {
-            "PARTS": 14, "EXPERTS": 256, "PAD": 256, "TOP_K": 8, "TOP_PAD": 8, "SIGMOID": True, "NORMALISE": True,
+            "PARTS": 14, "EXPERTS": 256, "PAD": 256, "TOP_K": 8, "TOP_PAD": 8, "SIGMOID": True, "NORMALIZE": True,
             "GROUPS": 8, "GROUPS_PAD": 8, "GROUPS_KEPT": 4,
         },
         num_warps=1,

@@ -20,7 +20,7 @@ from router.view import EXPERT, Member, View
 
 _WINDOW_S = 5.0
 _MOST_READINGS = 16
-# The hottest cell of late stands for full heat; half of it is forgotten in this time, so that colours stay calm.
+# The hottest cell of late stands for full heat; half of it is forgotten in this time, so that colors stay calm.
 _HALF_LIFE_S = 30.0
 
 
