@@ -138,7 +138,7 @@ SEQUENCE = Mutant(
     source=FRAME, says="if (header_out->sequence != sequence) return P2P_E_SEQUENCE;", instead=""
 )
 INCARNATION = Mutant(
-    source=FRAME, says="if (header_out->incarnation != incarnation) return P2P_E_INCARNATION;", instead=""
+    source=FRAME, says="if (header_out->receiver != receiver) return P2P_E_INCARNATION;", instead=""
 )
 SENDER = Mutant(source=FRAME, says="if (header_out->sender != sender) return P2P_E_SENDER;", instead="")
 CHECKSUM = Mutant(
