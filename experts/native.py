@@ -15,7 +15,8 @@ from p2p.native import open_library
 
 LIBRARY = Path(__file__).resolve().parent / "_experts.so"
 
-_HEADERS = [LIBRARY.parent / "native" / f"{name}.h" for name in ("client", "server", "kernels", "waterfill")]
+_NATIVE = LIBRARY.with_name("native")
+_HEADERS = [_NATIVE / f"{name}.h" for name in ("client", "server", "kernels", "waterfill")]
 _DECLARED = re.sub(r"//.*", "", "".join(header.read_text() for header in _HEADERS))
 _SCALARS: dict[str, Any] = {
     "void": None,
@@ -88,10 +89,10 @@ def load() -> ctypes.CDLL:
     """Load _experts.so once, declare its functions, and apply EAAS_ISA.
 
     Raises:
-        NativeMissing: it has not been built, does not load, or is older than its headers.
+        NativeMissing: it has not been built, does not load, or was built from other headers.
         IsaUnavailable: EAAS_ISA asks for what this machine cannot run.
     """
-    library = open_library(LIBRARY, _functions())
+    library = open_library(LIBRARY, _NATIVE, _functions())
     if library.experts_isa_select(None) != 0:
         wanted, known = os.environ.get("EAAS_ISA", ""), ("portable", "avx2", "avx512")
         names = ", ".join(name for name in known if library.experts_isa_available(name.encode()))

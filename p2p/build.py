@@ -132,6 +132,14 @@ def build(extra: Sequence[str] = (), only: Sequence[str] = ()) -> list[Path]:
     return [_build_library(cxx, library, tuple(extra)) for library in wanted]
 
 
+def headers_digest(native: Path) -> str:
+    """Names the headers of a folder `native/` as they are: a library holds that of those it was built from."""
+    digest = hashlib.sha256()
+    for header in sorted(native.glob("*.h")):
+        digest.update(header.read_bytes())
+    return digest.hexdigest()
+
+
 def compile_objects(
     cxx: Sequence[str], library: Library, extra: Sequence[str], into: Path
 ) -> tuple[list[Path], bool]:
@@ -150,6 +158,7 @@ def compile_objects(
     ]
     headers += [_write_format(library.package, name) for name in library.formats]
     flags = [*COMMON, *extra, "-I", str(ROOT), *(f"-DEAAS_HAVE_{name.upper()}=1" for name in isas)]
+    flags.append(f'-DP2P_HEADERS="{headers_digest(native)}"')
     jobs = [
         _Object(
             source=source,

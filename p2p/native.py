@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from p2p.build import headers_digest
 from p2p.endpoint import P2PError
 
 LIBRARY = Path(__file__).resolve().parent / "_p2p.so"
@@ -24,16 +25,21 @@ class NativeMissing(P2PError):
 
 
 def open_library(
-    path: Path, functions: Mapping[str, tuple[Any, tuple[Any, ...]]], *, keep_errno: bool = False
+    path: Path,
+    native: Path,
+    functions: Mapping[str, tuple[Any, tuple[Any, ...]]],
+    *,
+    keep_errno: bool = False,
 ) -> ctypes.CDLL:
     """Load a library that `p2p.build` makes and declare its functions; calls release the GIL.
 
     Args:
+        native: Folder of the package's headers.
         functions: By name, the type of what each returns and those of its arguments.
         keep_errno: Keep errno for ctypes.get_errno.
 
     Raises:
-        NativeMissing: it has not been built, does not load, or is older than what is declared.
+        NativeMissing: it has not been built, does not load, or was built from other headers.
     """
     if not path.exists():
         raise NativeMissing(f"{path} is missing. Run `make setup`, or `python -m p2p.build`.")
@@ -41,15 +47,17 @@ def open_library(
         library = ctypes.CDLL(str(path), use_errno=keep_errno)
     except OSError as error:
         raise NativeMissing(f"{path} does not load: {error}. Run `python -m p2p.build`.") from error
-    try:
-        for name, (result, arguments) in functions.items():
-            function = getattr(library, name)
-            function.restype = result
-            function.argtypes = arguments
-    except AttributeError as error:
+    # Before anything is called: another layout of a structure would end the process.
+    built_from = getattr(library, f"{native.parent.name}_headers", lambda: b"")
+    built_from.restype = c_char_p
+    if built_from() != headers_digest(native).encode():
         raise NativeMissing(
-            f"{path} is older than this release: {error}. Run `python -m p2p.build`."
-        ) from error
+            f"{path} was built from other headers than {native} has. Run `python -m p2p.build`."
+        )
+    for name, (result, arguments) in functions.items():
+        function = getattr(library, name)
+        function.restype = result
+        function.argtypes = arguments
     return library
 
 
@@ -95,9 +103,9 @@ def load() -> ctypes.CDLL:
     """Load _p2p.so once and declare its functions. Calls release the GIL and keep errno for ctypes.get_errno.
 
     Raises:
-        NativeMissing: it has not been built, does not load, or is older than this file.
+        NativeMissing: it has not been built, does not load, or was built from other headers.
     """
-    return open_library(LIBRARY, _FUNCTIONS, keep_errno=True)
+    return open_library(LIBRARY, LIBRARY.with_name("native"), _FUNCTIONS, keep_errno=True)
 
 
 def named_cores(named: Sequence[int]) -> tuple[int, ...]:

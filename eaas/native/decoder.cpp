@@ -5,6 +5,8 @@
 
 #include "eaas/native/decoder_state.h"
 
+P2P_BUILT_FROM(eaas_headers)
+
 // ops.isa.cpp defines one for each instruction set of this build.
 namespace isa_portable {
 extern const eaas::Ops ops;

@@ -6,6 +6,8 @@
 #include <cmath>
 #include <cstring>
 
+P2P_BUILT_FROM(experts_headers)
+
 namespace experts {
 namespace {
 

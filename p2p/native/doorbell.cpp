@@ -7,6 +7,8 @@
 
 #include "p2p/native/wait.h"
 
+P2P_BUILT_FROM(p2p_headers)
+
 namespace {
 
 static_assert(std::endian::native == std::endian::little, "doorbell pages are little-endian");

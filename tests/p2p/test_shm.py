@@ -6,6 +6,7 @@ import ctypes
 import fcntl
 import os
 import random
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -177,3 +178,14 @@ def test_a_missing_library_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch,
         monkeypatch.setattr(native, "LIBRARY", tmp_path / name)
         with pytest.raises(NativeMissing, match=r"Run .*p2p\.build"):
             native.load.__wrapped__()
+
+
+def test_a_library_of_other_headers_is_refused(tmp_path: Path) -> None:
+    """Calls by other structures than it was built with would end the process."""
+    headers = tmp_path / "p2p" / "native"
+    shutil.copytree(native.LIBRARY.with_name("native"), headers, ignore=shutil.ignore_patterns("build"))
+    native.open_library(native.LIBRARY, headers, {})
+    with (headers / "frame.h").open("a") as header:
+        header.write("// more\n")
+    with pytest.raises(NativeMissing, match=r"built from other headers than .*Run .*p2p\.build"):
+        native.open_library(native.LIBRARY, headers, {})
