@@ -42,7 +42,7 @@ from p2p.descriptor import TOKEN_BYTES, Descriptor
 from p2p.endpoint import ConnectRefused, Status
 from p2p.memory import HostMemory, Memory
 
-HANDSHAKE_TIMEVAL: Final = struct.pack("@ll", 1, 0)  # seconds and microseconds for a hello
+HANDSHAKE_S: Final = 1.0
 SOCKET_PREFIX: Final = b"\0p2p-"
 SOCKET_BYTES: Final = len(SOCKET_PREFIX) + 32  # of its name, at the head of a descriptor's address
 SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -232,7 +232,6 @@ class Acceptor:
             _log.warning("p2p_caller_refused reason=other_user")
             link.close()
             return
-        link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, HANDSHAKE_TIMEVAL)
         caller = threading.Thread(target=self._hear, args=(link,), name="p2p-hello", daemon=True)
         self._callers[caller] = link
         try:
@@ -243,13 +242,17 @@ class Acceptor:
             raise
 
     def _hear(self, link: socket.socket) -> None:
+        raw, end_s = bytearray(), time.monotonic() + HANDSHAKE_S
+        with contextlib.suppress(OSError):  # It was reset, or its time is over.
+            # In pieces: a file descriptor that a caller passes unasked ends a read before it is full.
+            while len(raw) < _HELLO.size:
+                link.settimeout(max(0.001, end_s - time.monotonic()))
+                if not (piece := link.recv(_HELLO.size - len(raw))):
+                    break
+                raw += piece
+        link.settimeout(None)
         try:
-            # All of it, or what came until the time was over.
-            raw = link.recv(_HELLO.size, socket.MSG_WAITALL)
-        except OSError:
-            raw = b""
-        try:
-            self._greet(link, raw)
+            self._greet(link, bytes(raw))
         finally:
             del self._callers[threading.current_thread()]
 
