@@ -131,7 +131,7 @@ def load() -> ctypes.CDLL:
         NativeMissing: it has not been built, or does not load.
     """
     experts_native.load()
-    return open_library(LIBRARY, LIBRARY.with_name("native"), _FUNCTIONS)
+    return open_library(LIBRARY, "eaas", _FUNCTIONS)
 
 
 def address_of(library: ctypes.CDLL, name: str) -> int:

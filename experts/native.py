@@ -15,8 +15,7 @@ from p2p.native import open_library
 
 LIBRARY = Path(__file__).resolve().parent / "_experts.so"
 
-_NATIVE = LIBRARY.with_name("native")
-_HEADERS = [_NATIVE / f"{name}.h" for name in ("client", "server", "kernels", "waterfill")]
+_HEADERS = [LIBRARY.parent / "native" / f"{name}.h" for name in ("client", "server", "kernels", "waterfill")]
 _DECLARED = re.sub(r"//.*", "", "".join(header.read_text() for header in _HEADERS))
 _SCALARS: dict[str, Any] = {
     "void": None,
@@ -92,7 +91,7 @@ def load() -> ctypes.CDLL:
         NativeMissing: it has not been built, does not load, or was built from other headers.
         IsaUnavailable: EAAS_ISA asks for what this machine cannot run.
     """
-    library = open_library(LIBRARY, _NATIVE, _functions())
+    library = open_library(LIBRARY, "experts", _functions())
     if library.experts_isa_select(None) != 0:
         wanted, known = os.environ.get("EAAS_ISA", ""), ("portable", "avx2", "avx512")
         names = ", ".join(name for name in known if library.experts_isa_available(name.encode()))

@@ -244,18 +244,22 @@ class PeerSource:
         self._window = None
 
     def _open(self) -> Window:
-        window = self._endpoint.export_window(WINDOW.nbytes)
-        self._began_s, self._sequence = time.monotonic(), 0
-        self._requests: queue.SimpleQueue[pb.GiveRequest | None] = queue.SimpleQueue()
-        opening = pb.GiveOpening(
-            server_incarnation=self._member.incarnation,
-            identity=self._manifest.identity,
-            descriptor=window.descriptor,
-        )
-        self._requests.put(pb.GiveRequest(opening=opening))
-        self._channel = channel_to(self._member.address, EXPERT, self._credentials)
-        asked = iter(self._requests.get, None)
-        self._call: Any = rpc.ExpertsStub(self._channel).Give.future(asked, timeout=STREAM_S)
+        with contextlib.ExitStack() as undo:
+            window = undo.enter_context(contextlib.closing(self._endpoint.export_window(WINDOW.nbytes)))
+            self._began_s, self._sequence = time.monotonic(), 0
+            self._requests: queue.SimpleQueue[pb.GiveRequest | None] = queue.SimpleQueue()
+            opening = pb.GiveOpening(
+                server_incarnation=self._member.incarnation,
+                identity=self._manifest.identity,
+                descriptor=window.descriptor,
+            )
+            self._requests.put(pb.GiveRequest(opening=opening))
+            self._channel = undo.enter_context(
+                contextlib.closing(channel_to(self._member.address, EXPERT, self._credentials))
+            )
+            asked = iter(self._requests.get, None)
+            self._call: Any = rpc.ExpertsStub(self._channel).Give.future(asked, timeout=STREAM_S)
+            undo.pop_all()
         self._window = window
         return window
 

@@ -132,11 +132,17 @@ def build(extra: Sequence[str] = (), only: Sequence[str] = ()) -> list[Path]:
     return [_build_library(cxx, library, tuple(extra)) for library in wanted]
 
 
-def headers_digest(native: Path) -> str:
-    """Names the headers of a folder `native/` as they are: a library holds that of those it was built from."""
+def headers_digest(package: str, root: Path = ROOT) -> str:
+    """Names a package's headers as they are, with those of lower layers and what describes its formats: its library
+    holds that of those it was built from.
+    """
+    [library] = (library for library in LIBRARIES if library.package == package)
     digest = hashlib.sha256()
-    for header in sorted(native.glob("*.h")):
-        digest.update(header.read_bytes())
+    for each in (*library.links, package):
+        for header in sorted((root / each / "native").glob("*.h")):
+            digest.update(header.read_bytes())
+    for name in library.formats:
+        digest.update((root / package / f"{name}.py").read_bytes())
     return digest.hexdigest()
 
 
@@ -158,7 +164,7 @@ def compile_objects(
     ]
     headers += [_write_format(library.package, name) for name in library.formats]
     flags = [*COMMON, *extra, "-I", str(ROOT), *(f"-DEAAS_HAVE_{name.upper()}=1" for name in isas)]
-    flags.append(f'-DP2P_HEADERS="{headers_digest(native)}"')
+    flags.append(f'-DP2P_HEADERS="{headers_digest(library.package)}"')
     jobs = [
         _Object(
             source=source,

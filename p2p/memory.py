@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from p2p import native
+from p2p.endpoint import EndpointClosed
 
 
 class Memory(Protocol):
@@ -61,14 +62,25 @@ class HostMemory:
 
     def poll(self, offset: int, count: int, stride_bytes: int) -> NDArray[np.uint64]:
         words = (ctypes.c_uint64 * count)()
-        self._library.p2p_signals_load(self.address + offset, stride_bytes, count, words)
+        self._library.p2p_signals_load(self._held(offset), stride_bytes, count, words)
         return np.ctypeslib.as_array(words)
 
     def write(self, offset: int, data: NDArray[np.uint8]) -> None:
         self._mapping[offset : offset + len(data)] = data.data
 
     def store_signal(self, offset: int, value: int) -> None:
-        self._library.p2p_signal_store(self.address + offset, value)
+        self._library.p2p_signal_store(self._held(offset), value)
+
+    def _held(self, offset: int) -> Any:
+        """The bytes from there on. Whoever holds them keeps the mapping, so that another thread may close meanwhile.
+
+        Raises:
+            EndpointClosed: it is closed.
+        """
+        try:
+            return ctypes.byref(ctypes.c_char.from_buffer(self._mapping, offset))
+        except ValueError as error:
+            raise EndpointClosed("this memory was closed.") from error
 
     def close(self) -> None:
         self.address = 0

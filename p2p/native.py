@@ -10,10 +10,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from p2p.build import headers_digest
 from p2p.endpoint import P2PError
 
-LIBRARY = Path(__file__).resolve().parent / "_p2p.so"
+ROOT = Path(__file__).resolve().parent.parent
+LIBRARY = ROOT / "p2p" / "_p2p.so"
 
 P2P_E_MEMORY = -40  # api.h
 
@@ -26,17 +26,19 @@ class NativeMissing(P2PError):
 
 def open_library(
     path: Path,
-    native: Path,
+    package: str,
     functions: Mapping[str, tuple[Any, tuple[Any, ...]]],
     *,
     keep_errno: bool = False,
+    root: Path = ROOT,
 ) -> ctypes.CDLL:
     """Load a library that `p2p.build` makes and declare its functions; calls release the GIL.
 
     Args:
-        native: Folder of the package's headers.
+        package: Whose headers declare them.
         functions: By name, the type of what each returns and those of its arguments.
         keep_errno: Keep errno for ctypes.get_errno.
+        root: Where the packages lie.
 
     Raises:
         NativeMissing: it has not been built, does not load, or was built from other headers.
@@ -48,11 +50,14 @@ def open_library(
     except OSError as error:
         raise NativeMissing(f"{path} does not load: {error}. Run `python -m p2p.build`.") from error
     # Before anything is called: another layout of a structure would end the process.
-    built_from = getattr(library, f"{native.parent.name}_headers", lambda: b"")
+    built_from = getattr(library, f"{package}_headers", lambda: b"")
     built_from.restype = c_char_p
-    if built_from() != headers_digest(native).encode():
+    # Here: `python -m p2p.build` would find itself imported otherwise.
+    from p2p.build import headers_digest
+
+    if built_from() != headers_digest(package, root).encode():
         raise NativeMissing(
-            f"{path} was built from other headers than {native} has. Run `python -m p2p.build`."
+            f"{path} was built from other headers than {root / package} has. Run `python -m p2p.build`."
         )
     for name, (result, arguments) in functions.items():
         function = getattr(library, name)
@@ -105,7 +110,7 @@ def load() -> ctypes.CDLL:
     Raises:
         NativeMissing: it has not been built, does not load, or was built from other headers.
     """
-    return open_library(LIBRARY, LIBRARY.with_name("native"), _FUNCTIONS, keep_errno=True)
+    return open_library(LIBRARY, "p2p", _FUNCTIONS, keep_errno=True)
 
 
 def named_cores(named: Sequence[int]) -> tuple[int, ...]:

@@ -44,7 +44,7 @@ class Carrier:
         self._device = device
         self._gpu = gpu
         self._process = os.getpid()
-        self._closing = False
+        self._closing = self._abandoned = False
         self._calls = 0
         # Native code uses it until the link is closed, whatever became of its Python end.
         self._memory: dict[int, Memory] = {}
@@ -102,7 +102,9 @@ class Carrier:
         try:
             # Not under the lock: it may take as long as the network does.
             self._library.p2p_link_close(link, int(bound_s * 1e9))
-            memory.close()
+            # Where nobody closed the endpoint, threads may still read what lies on this host: it goes when they do.
+            if not self._abandoned or type(memory) is not HostMemory:
+                memory.close()
         finally:
             self._leave()
 
@@ -130,6 +132,7 @@ class Carrier:
         """For an endpoint that nobody closed: its threads must not outlive its memory."""
         # A fork has none of the threads that closing waits for.
         if os.getpid() == self._process:
+            self._abandoned = True
             self.close(0.0)
 
     def _leave(self) -> None:

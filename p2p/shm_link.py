@@ -53,6 +53,7 @@ _CREDENTIALS: Final = struct.Struct("iII")
 _VERSION: Final = 1
 _HUNG_UP: Final = select.POLLRDHUP | select.POLLHUP | select.POLLERR | select.POLLNVAL
 _PAUSE_S: Final = 0.05
+_MOST_CALLERS: Final = 64  # heard at a time; others wait in the backlog
 
 _log = logging.getLogger(__name__)
 
@@ -197,6 +198,7 @@ class Acceptor:
     def __init__(self, address: bytes, admit: Callable[[Hello, socket.socket], None]) -> None:
         self._admit = admit
         self._closing = False
+        self._room = threading.BoundedSemaphore(_MOST_CALLERS)
         self._callers: dict[threading.Thread, socket.socket] = {}  # whose hello is not complete yet
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(address)
@@ -217,13 +219,16 @@ class Acceptor:
 
     def _serve(self) -> None:
         while not self._closing:
+            if not self._room.acquire(timeout=_PAUSE_S):
+                continue
             try:
                 link, _ = self._listener.accept()
                 self._take(link)
-            except (OSError, RuntimeError) as error:
+            except OSError as error:
+                self._room.release()
                 if not self._closing:
-                    # Without descriptors or threads left. Callers wait in the backlog meanwhile; without a pause this
-                    # thread would spin.
+                    # No descriptors are left. Callers wait in the backlog meanwhile; without a pause this thread would
+                    # spin.
                     _log.warning("p2p_accept_failed error=%s", error)
                     time.sleep(_PAUSE_S)
 
@@ -231,15 +236,15 @@ class Acceptor:
         if not same_user(link):
             _log.warning("p2p_caller_refused reason=other_user")
             link.close()
+            self._room.release()
             return
         caller = threading.Thread(target=self._hear, args=(link,), name="p2p-hello", daemon=True)
         self._callers[caller] = link
         try:
             caller.start()
-        except RuntimeError:
+        except RuntimeError:  # No thread is to be had: the next caller waits for this one.
             del self._callers[caller]
-            link.close()
-            raise
+            self._hear(link)
 
     def _hear(self, link: socket.socket) -> None:
         raw, end_s = bytearray(), time.monotonic() + HANDSHAKE_S
@@ -250,11 +255,12 @@ class Acceptor:
                 if not (piece := link.recv(_HELLO.size - len(raw))):
                     break
                 raw += piece
-        link.settimeout(None)
         try:
+            link.settimeout(None)
             self._greet(link, bytes(raw))
         finally:
-            del self._callers[threading.current_thread()]
+            self._callers.pop(threading.current_thread(), None)
+            self._room.release()
 
     def _greet(self, link: socket.socket, raw: bytes) -> None:
         if len(raw) != _HELLO.size:

@@ -393,7 +393,7 @@ P2P_API int32_t expert_client_step(ExpertClient* client, uint64_t now_ns) {
 P2P_API int32_t expert_exchange(ExpertClient* client, uint32_t layer, const void* rows, uint32_t n,
                                 const uint16_t* expert_ids, const float* weights, float* out,
                                 uint64_t deadline_ns) {
-    int32_t status = EXPERTS_E_MEMORY;
+    int32_t status = EXPERTS_E_ARGUMENT;  // another call of this client runs
     auto call = [&](uint32_t lane) {
         int32_t mine = expert_call(client, client->own_pool, lane, layer, rows, n, expert_ids, weights, out, nullptr,
                                    deadline_ns, nullptr, nullptr);
@@ -405,5 +405,7 @@ P2P_API int32_t expert_exchange(ExpertClient* client, uint32_t layer, const void
         p2p_lanes_run(client->own_pool, run, &call);
     else if (client->lanes == 1)
         call(0);
+    else
+        status = EXPERTS_E_MEMORY;
     return status;
 }

@@ -129,7 +129,9 @@ void submit_pieces(P2pWriter* w, uint64_t offset, uint64_t bytes, bool signals, 
 // overtake each other: also on one path, whose end copies small ones later than the transport lands large ones.
 uint64_t last_over(const P2pWriter* w, uint64_t offset, uint64_t bytes) {
     for (auto write = w->writes.rbegin(); write != w->writes.rend(); write++)
-        if (write->offset < offset + bytes && offset < write->offset + write->bytes) return write->number;
+        if (write->state != WriteState::THERE && write->offset < offset + bytes &&
+            offset < write->offset + write->bytes)
+            return write->number;
     return 0;
 }
 

@@ -412,6 +412,14 @@ def test_an_endpoint_alive_at_the_interpreters_exit_ends_it_well(endpoint: NixlE
         "endpoint = NixlEndpoint('child', 2)\n"
         f"peer = endpoint.connect(bytes.fromhex('{window.descriptor.hex()}'))\n"
         "endpoint.put(peer, 8, bytes(4 << 20))\n"
+        # As native code does whose caller did not wait for it.
+        "import ctypes, threading\n"
+        "from p2p import native\n"
+        "load, words = native.load().p2p_signals_load, (ctypes.c_uint64 * 1)()\n"
+        "at = endpoint.export_window(4096).address\n"
+        "def read():\n"
+        "    while True: load(at, 8, 1, words)\n"
+        "threading.Thread(target=read, daemon=True).start()\n"
         "print('done', flush=True)\n"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}

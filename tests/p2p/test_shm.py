@@ -7,6 +7,8 @@ import fcntl
 import os
 import random
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +27,7 @@ from p2p import (
     native,
     open_frame,
 )
+from p2p.build import ROOT
 from p2p.shm_link import create_memory, map_memory
 from tests.p2p.one_host import child
 from tests.p2p.peer_process import CHILD, LAYOUT, PARENT, send
@@ -184,8 +187,33 @@ def test_a_library_of_other_headers_is_refused(tmp_path: Path) -> None:
     """Calls by other structures than it was built with would end the process."""
     headers = tmp_path / "p2p" / "native"
     shutil.copytree(native.LIBRARY.with_name("native"), headers, ignore=shutil.ignore_patterns("build"))
-    native.open_library(native.LIBRARY, headers, {})
+    native.open_library(native.LIBRARY, "p2p", {}, root=tmp_path)
     with (headers / "frame.h").open("a") as header:
         header.write("// more\n")
     with pytest.raises(NativeMissing, match=r"built from other headers than .*Run .*p2p\.build"):
-        native.open_library(native.LIBRARY, headers, {})
+        native.open_library(native.LIBRARY, "p2p", {}, root=tmp_path)
+
+
+def test_a_window_may_be_closed_while_others_poll_it() -> None:
+    program = (
+        "import threading, time\n"
+        "from p2p import EndpointClosed, ShmEndpoint\n"
+        "endpoint = ShmEndpoint('polled', 5)\n"
+        "def poll(window):\n"
+        "    try:\n"
+        "        while True: window.poll(0, 8)\n"
+        "    except EndpointClosed: ends.append(1)\n"
+        "ends = []\n"
+        "for _ in range(40):\n"
+        "    window = endpoint.export_window(4096)\n"
+        "    threads = [threading.Thread(target=poll, args=(window,)) for _ in range(2)]\n"
+        "    for thread in threads: thread.start()\n"
+        "    time.sleep(0.002)\n"
+        "    window.close()\n"
+        "    for thread in threads: thread.join()\n"
+        "print(len(ends))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (0, "80\n"), done.stderr
