@@ -23,7 +23,7 @@ def test_an_attention_worker_lost_or_frozen_changes_no_token(tiny: Path, attenti
     with LocalCluster(config) as cluster:
         experiment = Experiment(cluster, streams=8, tokens=48, seed=seed)
         for kind in ("kill", "freeze", "kill", "freeze"):
-            experiment.strike(kind)
+            experiment.inject(kind)
     found = experiment.counts
     assert found == Counts(), f"seed {seed}: {found}"
     # Alone, a worker that was killed is missed until its replacement has started.
