@@ -86,7 +86,9 @@ class _Refused(Exception):
             408: {"connection": "close"},
             413: {"connection": "close"},
         }
-        return JSONResponse({"error": said}, self.status, more.get(self.status))
+        # Escaped: what was found may hold half of a surrogate pair, which no encoding has.
+        text = json.dumps({"error": said})
+        return Response(text, self.status, more.get(self.status), "application/json")
 
 
 def key_digest(path: Path) -> bytes:

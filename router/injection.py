@@ -176,7 +176,8 @@ class Injections:
         watchers = [watcher for name in names for watcher in self._takers(name, fault)]
         if unknown := sorted(set(fault.peers) - set(self._members())):
             raise FaultInvalid(f"{', '.join(unknown)} is no member; there are {self._listed()}.")
-        if not fault.id:
+        drawn = not fault.id
+        while not fault.id or (drawn and fault.id in self._active):
             self._number += 1
             fault = replace(fault, id=f"fault-{self._term()}-{self._number}")
         for watcher in watchers:

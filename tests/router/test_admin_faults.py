@@ -137,6 +137,8 @@ def test_a_router_without_allow_chaos_says_so(started: Callable[..., RouterProce
         (["expert/1", 3], SLOW, 400, '{"names": ["expert/3"], "fault": '),
         (["expert/1"], [], 400, '{"names": ["expert/3"], "fault": '),
         (["expert/1"], {"kind": "explode"}, 400, "'explode' is no fault"),
+        (["expert/1"], {"kind": "\udc00"}, 400, "'\\udc00' is no fault"),
+        (["\ud800"], SLOW, 400, "'\\ud800' is no member"),
         (["expert/1"], {**SLOW, "times": 10**400}, 400, "times is"),
         (["expert/1"], {**SLOW, "for_s": 1e9}, 400, "for_s is 1000000000.0; 0 to 3600 is needed"),
         (["expert/1"], {"kind": "delay", "by_s": 0.1}, 400, "takes no delay; it takes slow, kill"),

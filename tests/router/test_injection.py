@@ -95,6 +95,16 @@ def test_each_member_named_is_told_at_once_and_nobody_else(join: Join) -> None:
     assert third.client.clear() == []
 
 
+def test_no_id_that_is_made_up_is_that_of_an_active_fault(join: Join) -> None:
+    member = join(Taker())
+    (term, number) = member.client.inject([member.name], Fault(id="", kind="slow", times=2.0)).split("-")[1:]
+    taken = f"fault-{term}-{int(number) + 1}"
+    assert member.client.inject([member.name], Fault(id=taken, kind="slow", times=2.0)) == taken
+    assert member.client.inject([member.name], Fault(id="", kind="slow", times=2.0)) != taken
+    assert sum(known.active for known in member.client.faults()) == 3
+    member.client.clear()
+
+
 def test_a_fault_says_the_same_after_its_way(join: Join) -> None:
     for fault in (
         Fault(id="a", kind="freeze", where="computed", after=7, for_s=0.5),
