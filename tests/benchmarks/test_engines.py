@@ -54,6 +54,7 @@ def test_another_architecture_is_refused(tmp_path: Path) -> None:
         write_gguf(model, tmp_path / "model.gguf")
 
 
+@pytest.mark.full(seconds=3)
 def test_an_engine_with_other_weights_is_not_timed(tiny: Path, tmp_path: Path) -> None:
     class Endpoint:
         def texts(self, prompts: list[list[int]], tokens: int) -> list[str]:

@@ -96,7 +96,11 @@ def test_a_full_journal_disk_under_streams_changes_nothing_and_heals(calm: Calm)
 
     try:
         calm.check("no room for the journal", fill)
-        wait_for("the router's word on it", lambda: "cannot be written" in client.status().problem)
+        wait_for(
+            "the router's word on it",
+            lambda: "cannot be written" in client.status().problem,
+            calm.cluster,
+        )
         resource.prlimit(router, resource.RLIMIT_FSIZE, before)
         calm.wait_whole()
         wait_for("a router that can write", lambda: client.status().problem == "")

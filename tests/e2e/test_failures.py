@@ -132,6 +132,7 @@ def test_a_hung_router_is_replaced(cluster: LocalCluster, calm: list[Seen]) -> N
     wait_for("a whole pool", lambda: whole_pool(cluster), cluster)
 
 
+@pytest.mark.full(seconds=5)
 def test_a_client_that_goes_away_frees_everything(cluster: LocalCluster) -> None:
     client = openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0, timeout=30)
 

@@ -110,6 +110,7 @@ def test_a_slow_reader_is_paused_and_gets_every_token_once_when_it_reads(
     eventually(lambda: status_of(url)["gateway"]["running"] == 0, "an empty gateway")
 
 
+@pytest.mark.full(seconds=6)
 def test_a_reader_that_stays_slow_is_ended_and_counted(url: str, worker: FakeWorker) -> None:
     ended = metric(url, "eaas_slow_readers_total")
     slow = SlowReader(url)

@@ -259,6 +259,7 @@ def test_a_webhook_that_refuses_is_a_failed_start(
     assert len({seen["idempotency-key"] for seen in hook.seen}) == len(hook.seen), "403 is not tried again"
 
 
+@pytest.mark.full(seconds=4)
 def test_what_is_starting_is_not_ordered_again_when_the_router_restarts(
     started: Callable[..., RouterProcess], launched: Callable[..., subprocess.Popen[bytes]], hook: Hook
 ) -> None:
