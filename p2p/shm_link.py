@@ -1,4 +1,4 @@
-"""The links of one host: sealed memory, the handshake that passes a window's memory, the threads that answer.
+"""The links of one host: sealed memory, the handshake that passes a window's memory, the thread that answers.
 
 Hello, from the connecting side, 64 bytes little-endian::
 
@@ -29,6 +29,7 @@ import logging
 import mmap
 import os
 import select
+import selectors
 import socket
 import struct
 import threading
@@ -53,7 +54,6 @@ _CREDENTIALS: Final = struct.Struct("iII")
 _VERSION: Final = 1
 _HUNG_UP: Final = select.POLLRDHUP | select.POLLHUP | select.POLLERR | select.POLLNVAL
 _PAUSE_S: Final = 0.05
-_MOST_CALLERS: Final = 64  # heard at a time; others wait in the backlog
 
 _log = logging.getLogger(__name__)
 
@@ -187,91 +187,117 @@ def _check_answer(descriptor: Descriptor, answer: bytes, fds: int, flags: int) -
         raise ConnectRefused(f"{descriptor.name} gave an answer that makes no sense; is it another program?")
 
 
+@dataclass(kw_only=True)
+class _Caller:
+    """A connection whose hello is not complete yet."""
+
+    deadline_s: float
+    received: bytearray
+
+
 class Acceptor:
-    """Hears hellos, each in a thread of its own, so that a slow caller delays nobody.
+    """Hears hellos in a thread of its own, any number at a time, so that a slow caller delays nobody.
+
+    No thread for each: the stacks that they leave behind let a thread begin in a process without memory, which Python
+    then waits for without end, where it says otherwise that none can be started.
 
     Args:
         address: Where to listen.
-        admit: Called on such a thread with each complete hello and its link, which is then the callee's.
+        admit: Called on that thread with each complete hello and its link, which is then the callee's.
     """
 
     def __init__(self, address: bytes, admit: Callable[[Hello, socket.socket], None]) -> None:
         self._admit = admit
-        self._closing = False
-        self._room = threading.BoundedSemaphore(_MOST_CALLERS)
-        self._callers: dict[threading.Thread, socket.socket] = {}  # whose hello is not complete yet
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._selector = selectors.DefaultSelector()
+        self._wake, self._waker = socket.socketpair()
+        self._listener.setblocking(False)
         self._listener.bind(address)
         self._listener.listen(64)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._wake, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._serve, name="p2p-accept", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Stop answering; callers in mid-handshake are hung up on. Returns when all threads have ended."""
-        self._closing = True
-        self._listener.shutdown(socket.SHUT_RDWR)
+        """Stop answering; callers in mid-handshake are hung up on. Returns when the thread has ended."""
+        self._waker.close()
         self._thread.join()
-        self._listener.close()
-        for thread, link in list(self._callers.items()):
-            with contextlib.suppress(OSError):  # It has been heard meanwhile.
-                link.shutdown(socket.SHUT_RDWR)
-            thread.join()
 
     def _serve(self) -> None:
-        while not self._closing:
-            if not self._room.acquire(timeout=_PAUSE_S):
-                continue
-            try:
-                link, _ = self._listener.accept()
-                self._take(link)
-            except OSError as error:
-                self._room.release()
-                if not self._closing:
-                    # No descriptors are left. Callers wait in the backlog meanwhile; without a pause this thread would
-                    # spin.
-                    _log.warning("p2p_accept_failed error=%s", error)
-                    time.sleep(_PAUSE_S)
+        try:
+            while self._serve_once():
+                pass
+        finally:
+            for key in list(self._selector.get_map().values()):
+                self._drop(key.fileobj)
+            self._selector.close()
 
-    def _take(self, link: socket.socket) -> None:
+    def _serve_once(self) -> bool:
+        callers = [key for key in self._selector.get_map().values() if key.data]
+        timeout_s = (
+            max(0.0, min(key.data.deadline_s for key in callers) - time.monotonic()) if callers else None
+        )
+        for key, _ in self._selector.select(timeout_s):
+            if key.fileobj is self._wake:
+                return False
+            if key.fileobj is self._listener:
+                self._accept()
+            else:
+                self._hear(key)
+        for key in callers:
+            # By identity: the number may by now belong to a younger caller.
+            if key.data.deadline_s <= time.monotonic() and self._selector.get_map().get(key.fd) is key:
+                self._drop(key.fileobj)
+        return True
+
+    def _accept(self) -> None:
+        try:
+            link, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            # The caller waits in the backlog meanwhile; without a pause this thread would spin.
+            _log.warning("p2p_accept_failed error=%s", error)
+            time.sleep(_PAUSE_S)
+            return
         if not same_user(link):
             _log.warning("p2p_caller_refused reason=other_user")
             link.close()
-            self._room.release()
             return
-        caller = threading.Thread(target=self._hear, args=(link,), name="p2p-hello", daemon=True)
-        self._callers[caller] = link
-        try:
-            caller.start()
-        except RuntimeError:  # No thread is to be had: the next caller waits for this one.
-            del self._callers[caller]
-            self._hear(link)
+        link.setblocking(False)
+        caller = _Caller(deadline_s=time.monotonic() + HANDSHAKE_S, received=bytearray())
+        self._selector.register(link, selectors.EVENT_READ, caller)
 
-    def _hear(self, link: socket.socket) -> None:
-        raw, end_s = bytearray(), time.monotonic() + HANDSHAKE_S
-        with contextlib.suppress(OSError):  # It was reset, or its time is over.
-            # In pieces: a file descriptor that a caller passes unasked ends a read before it is full.
-            while len(raw) < _HELLO.size:
-                link.settimeout(max(0.001, end_s - time.monotonic()))
-                if not (piece := link.recv(_HELLO.size - len(raw))):
-                    break
-                raw += piece
+    def _hear(self, key: selectors.SelectorKey) -> None:
+        link, caller = key.fileobj, key.data
+        if not isinstance(link, socket.socket):
+            return
         try:
-            link.settimeout(None)
-            self._greet(link, bytes(raw))
-        finally:
-            self._callers.pop(threading.current_thread(), None)
-            self._room.release()
+            piece = link.recv(_HELLO.size - len(caller.received))
+        except BlockingIOError:
+            return
+        except OSError:
+            piece = b""
+        caller.received += piece
+        if not piece:
+            self._drop(link)
+        elif len(caller.received) == _HELLO.size:
+            self._selector.unregister(link)
+            self._greet(link, bytes(caller.received))
 
     def _greet(self, link: socket.socket, raw: bytes) -> None:
-        if len(raw) != _HELLO.size:
-            link.close()
-            return
         magic, version, zero, incarnation, token, rest = _HELLO.unpack(raw)
         if magic != b"P2PH" or version != _VERSION or zero or rest != bytes(16):
             answer(link, Verdict.VERSION)
             link.close()
             return
         self._admit(Hello(incarnation=incarnation, token=token), link)
+
+    def _drop(self, link: object) -> None:
+        if isinstance(link, socket.socket):
+            self._selector.unregister(link)
+            link.close()
 
 
 def new_token() -> bytes:
