@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -52,7 +53,11 @@ def try_out(choice: str, limit_s: float = LIMIT_S) -> Trial:
         return Trial(choice=choice, problem=str(error))
     command = [sys.executable, "-m", "p2p.trial", "--echo", choice]
     try:
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        # From where this package lies: another p2p may lie in the working directory.
+        root = Path(__file__).resolve().parent.parent
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root
+        ) as child:
             # Whatever is awaited of a process that has ended comes to an end too.
             timer = threading.Timer(limit_s, child.kill)
             timer.start()

@@ -59,12 +59,12 @@ class Child:
         log: Path,
         pass_fds: Sequence[int] = (),
     ) -> Child:
-        """Start `python -m module` in a session of its own, so that Ctrl-C reaches the launcher alone.
+        """Start `python -m eaas module` in a session of its own, so that Ctrl-C reaches the launcher alone.
 
         Args: pass_fds: Descriptors that it inherits.
         """
         read_fd, write_fd = os.pipe()
-        command = [sys.executable, "-m", module, *arguments, "--ready-fd", str(write_fd)]
+        command = [sys.executable, "-m", "eaas", module, *arguments, "--ready-fd", str(write_fd)]
         command += ["--die-with", str(os.getpid())]
         try:
             with log.open("ab") as output:

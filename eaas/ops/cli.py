@@ -142,7 +142,7 @@ def _role(verb: str, text: str) -> None:
 
         # Here already: help and mistakes need none of the role's libraries.
         _own(verb, ROLES[verb].options, context.args)
-        os.execv(sys.executable, [sys.executable, "-m", ROLES[verb].module, *context.args])
+        os.execv(sys.executable, [sys.executable, "-m", "eaas", ROLES[verb].module, *context.args])
 
 
 _role("router", "Run the router alone")

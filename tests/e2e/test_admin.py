@@ -39,7 +39,7 @@ def test_a_served_model_is_scaled_by_hand_and_its_admin_address_outlives_its_rou
         assert refused.returncode == 1
         assert "4 members of pool 'expert' asked for; give 1 to 3" in refused.stderr
 
-        command = "-m\0router\0"
+        command = "\0router\0"
         (router,) = (p for p in descendants(process.pid) if command in Path(f"/proc/{p}/cmdline").read_text())
         os.kill(router, signal.SIGKILL)
         deadline_s = time.monotonic() + 20
