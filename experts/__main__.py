@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import signal
 import sys
@@ -209,6 +210,7 @@ def serve(options: ExpertOptions, ending: Ending) -> None:
             cores=cores,
             slots=options.slots,
             backend=backend,
+            config=json.dumps(config).encode(),
         )
         closing.callback(server.close)
         weights = Weights(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -121,6 +121,20 @@ class ServerCounters:
     invalid: int = 0  # requests refused: not understood
 
 
+class HostArrays(NamedTuple):
+    """Arguments of `expert_apply` (client.h), in its order: arrays by address, contiguous in the host's memory."""
+
+    layer: int  # counted over MoE layers
+    rows: int  # [n, hidden]
+    rows_type: Dtype  # FLOAT32 or BFLOAT16, converted where the client's is another
+    n: int
+    ids: int  # [n, top_k] experts; -1: none, which contributes nothing
+    id_bytes: int  # of an integer: 2, 4 or 8
+    weights: int  # [n, top_k] float32
+    out: int  # [n, hidden], overwritten last; may be `rows`
+    out_type: Dtype
+
+
 class ClientBackend(Protocol):
     """A client's end: rows to servers by the routes, and what comes back combined. For use from any thread."""
 
@@ -166,23 +180,16 @@ class ClientBackend(Protocol):
         """Rows sent to each expert since the last time, and calls that had any: [layers * experts] each."""
         ...
 
-    def exchange(
-        self,
-        layer: int,
-        rows: NDArray[np.float32] | NDArray[np.uint16],
-        ids: NDArray[np.uint16],
-        weights: NDArray[np.float32],
-        out: NDArray[np.float32],
-        deadline_ns: int,
-    ) -> None:
-        """One call with rows in the host's memory, as `ExpertClient.exchange` has checked them.
+    def apply(self, arrays: HostArrays, deadline_ns: int) -> None:
+        """Calls with rows in the host's memory, by one thread at a time.
 
         Args:
             deadline_ns: By CLOCK_MONOTONIC.
 
         Raises:
             ExpertsLost: no live replica answered before the deadline; `out` is untouched.
-            ValueError: a layer, a count or an expert id is out of range.
+            ValueError: a layer or an expert id is out of range; `out` is untouched.
+            MemoryError: none is left; `out` is untouched.
             TypeError: rows lie in a device's memory here; a decoder launches the calls.
         """
         ...

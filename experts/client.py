@@ -3,7 +3,7 @@
 client = ExpertClient(endpoint=endpoint, shape=shape, dtype=dtype, model_hash=checkpoint.fingerprint,
                       incarnation=identity.incarnation, cores=cores)
 router.start(on_view=lambda view: (client.apply_view(view), router.ack(client.adopted_epoch)))
-rows = client.exchange(layer, rows, ids, weights)      # or native code calls expert_call(client.handle, ...)
+client.apply(arrays)                                   # or native code calls expert_call(client.handle, ...)
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from experts.backend import (
     Backend,
     ClientBackend,
     ExpertsLost,
+    HostArrays,
     LinkRefused,
     ServerLink,
     ServerState,
@@ -75,8 +76,8 @@ class ExpertClient:
             model_hash: The checkpoint's fingerprint (hex).
             incarnation: Of this member.
             cores: One for each lane that will make calls together, -1 unpinned; a server on one of them gets that lane.
-            deadline_s: Of `exchange`, unless it names its own.
-            max_tokens: Most rows of one call.
+            deadline_s: Of `apply`, unless it names its own.
+            max_tokens: Most rows of one call; `apply` makes as many as it needs.
             on_adopted: Called with each newly adopted epoch, from whichever thread saw it, to acknowledge it.
             backend: What carries the rows; that of CPUs unless given.
             credentials: Of this process; None: no TLS.
@@ -350,55 +351,27 @@ class ExpertClient:
                 self._stuck_since_s[name] = now_s
                 self._begin_attach(self._servers[name].member)
 
-    def exchange(
-        self,
-        layer: int,
-        rows: NDArray[np.float32] | NDArray[np.uint16],
-        ids: NDArray[np.uint16],
-        weights: NDArray[np.float32],
-        out: NDArray[np.float32] | None = None,
-        deadline_s: float | None = None,
-    ) -> NDArray[np.float32]:
-        """One expert call, from a thread without lanes.
+    def apply(self, arrays: HostArrays, deadline_s: float | None = None) -> None:
+        """One expert call of any number of rows, from a thread without lanes: out = sum over k, in its order and in
+        float32, of weight times the expert's row, rounded once to out's type.
 
-        Args:
-            layer: Counted over MoE layers.
-            rows: [n, hidden] float32, or bfloat16 as uint16, as the client's dtype says.
-            ids: [n, top_k] experts.
-            weights: [n, top_k] gate weights.
-            out: [n, hidden] to add to; zeros unless given.
-
-        Returns:
-            out + sum over k of weights[:, k] * expert rows, in k order.
+        A row that is not finite is sent to nobody; what comes of it is NaN.
 
         Raises:
             ExpertsLost: no live replica answered before the deadline; `out` is untouched.
-            ValueError: a shape, dtype, layer or expert id is wrong.
+            ValueError: a layer or an expert id is out of range; `out` is untouched.
+            MemoryError: none is left; `out` is untouched.
         """
-        count = len(rows)
-        element = np.dtype(np.float32 if self.dtype is Dtype.FLOAT32 else np.uint16)
-        result = np.zeros((count, self.shape.hidden), np.float32) if out is None else out
-        for name, array, dtype, width in (
-            ("rows", rows, element, self.shape.hidden),
-            ("ids", ids, np.dtype(np.uint16), self.shape.top_k),
-            ("weights", weights, np.dtype(np.float32), self.shape.top_k),
-            ("out", result, np.dtype(np.float32), self.shape.hidden),
-        ):
-            if array.dtype != dtype or array.shape != (count, width) or not array.flags.c_contiguous:
-                raise ValueError(
-                    f"{name} is {array.dtype} {array.shape}; contiguous {dtype} ({count}, {width}) is needed"
-                )
         wait_s = self.deadline_s if deadline_s is None else deadline_s
-        deadline_ns = time.clock_gettime_ns(time.CLOCK_MONOTONIC) + int(wait_s * 1e9)
-        try:
-            with self._calls:
-                self.backend.exchange(layer, rows, ids, weights, result, deadline_ns)
-        except ExpertsLost as lost:
-            raise ExpertsLost(
-                f"No live replica of every expert of layer {layer} answered within {wait_s} s;"
-                f" attached: {', '.join(self._servers) or 'none'}. Retry, or add replicas."
-            ) from lost
-        return result
+        with self._calls:
+            deadline_ns = time.clock_gettime_ns(time.CLOCK_MONOTONIC) + int(wait_s * 1e9)
+            try:
+                self.backend.apply(arrays, deadline_ns)
+            except ExpertsLost as lost:
+                raise ExpertsLost(
+                    f"No live replica of every expert of layer {arrays.layer} answered within {wait_s:g} s; attached:"
+                    f" {', '.join(self._servers) or 'none'}. Make the call again, or add replicas."
+                ) from lost
 
     def stats(self) -> dict[str, ServerStats]:
         """What was counted of each attached server, by name, in the order of `attached`."""

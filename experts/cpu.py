@@ -14,7 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experts import kernels, native
-from experts.backend import ClientLink, ExpertsLost, LinkRefused, ServerCounters, ServerLink, ServerStats
+from experts.backend import (
+    ClientLink,
+    ExpertsLost,
+    HostArrays,
+    LinkRefused,
+    ServerCounters,
+    ServerLink,
+    ServerStats,
+)
 from experts.routes import Table
 from experts.wire import MAX_ROWS, VERSION, WireShape
 from p2p import native as p2p_native
@@ -84,25 +92,15 @@ class CpuClient:
         self._library.expert_client_take_routed(self.handle, rows.ctypes.data, activated.ctypes.data)
         return rows, activated
 
-    def exchange(
-        self,
-        layer: int,
-        rows: NDArray[np.float32] | NDArray[np.uint16],
-        ids: NDArray[np.uint16],
-        weights: NDArray[np.float32],
-        out: NDArray[np.float32],
-        deadline_ns: int,
-    ) -> None:
-        """One call, from a thread without lanes."""
-        status = self._library.expert_exchange(
-            *(self.handle, layer, rows.ctypes.data, len(rows), ids.ctypes.data, weights.ctypes.data),
-            *(out.ctypes.data, deadline_ns),
-        )
+    def apply(self, arrays: HostArrays, deadline_ns: int) -> None:
+        status = self._library.expert_apply(self.handle, *arrays, deadline_ns)
         if status == _LOST:
-            raise ExpertsLost(f"No live replica of every expert of layer {layer} answered in time.")
+            raise ExpertsLost(f"No live replica of every expert of layer {arrays.layer} answered in time.")
+        if status == _MEMORY:
+            raise MemoryError(f"no memory is left for a call of {arrays.n} rows; free some, or send fewer.")
         if status != _OK:
             raise ValueError(
-                f"layer {layer}, {len(rows)} rows or an expert id is out of range (code {status})"
+                f"layer {arrays.layer}, a type or an expert id is out of range, or another call runs (code {status})."
             )
 
     def close(self) -> None:

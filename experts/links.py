@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
@@ -144,6 +145,23 @@ class Attacher:
             calls = list(self._calls)
         for call in calls:
             call.cancel()
+
+
+def config_of(member: Member, credentials: Credentials | None) -> dict[str, Any]:
+    """The config.json of the checkpoint that a server serves, as it tells it.
+
+    Raises:
+        AttachFailed: it is not there, refuses, or says something else.
+    """
+    request = pb.DescribeRequest(server_incarnation=member.incarnation)
+    try:
+        with channel_to(member.address, EXPERT, credentials) as channel:
+            found = json.loads(rpc.ExpertsStub(channel).Describe(request, timeout=ATTACH_S).config)
+    except (grpc.RpcError, ValueError, RecursionError) as error:
+        raise AttachFailed(f"{member.name} tells no configuration: {brief(error)}") from error
+    if not isinstance(found, dict):
+        raise AttachFailed(f"{member.name} tells a configuration that is no JSON object.")
+    return found
 
 
 class LinkReaper:

@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 LANE_0 = "expert-lane-0"
 RUN_NS = 1_000_000_000
 
+MOST_CONFIG_BYTES = 1 << 20
+
 Reply = TypeVar("Reply")
 
 
@@ -62,6 +64,7 @@ class ExpertServer:
         cores: Sequence[int] = (-1,),
         slots: int = MOST_SLOTS,
         backend: Backend | None = None,
+        config: bytes = b"{}",
     ) -> None:
         """
         Args:
@@ -70,11 +73,12 @@ class ExpertServer:
             cores: One for each lane, -1 unpinned.
             slots: Most requests in flight of one client.
             backend: What carries and computes the rows; that of CPUs unless given.
+            config: The checkpoint's config.json, for clients that have no checkpoint.
 
         Raises:
             ValueError: the lanes cannot be started, a size is out of range, or it cannot compute such experts.
         """
-        self.shape, self.dtype, self.model_hash = shape, dtype, model_hash
+        self.shape, self.dtype, self.model_hash, self._config = shape, dtype, model_hash, config
         self.cores = tuple(cores)
         self._most_slots = slots
         self._endpoint = endpoint
@@ -247,6 +251,21 @@ class ExpertServer:
             place=place, incarnation=request.incarnation, window=window, peer=peer
         )
 
+    def describe(self, request: pb.DescribeRequest) -> pb.DescribeReply:
+        """What the model is.
+
+        Raises:
+            Refused: another server was meant, or its configuration is too long.
+        """
+        wrong = ""
+        if request.server_incarnation != self.incarnation:
+            wrong = f"incarnation {request.server_incarnation} is asked for, this is {self.incarnation}."
+        elif len(self._config) > MOST_CONFIG_BYTES:
+            wrong = f"config.json has {len(self._config)} bytes; {MOST_CONFIG_BYTES} are told. Name the shape instead."
+        if wrong:
+            raise Refused(grpc.StatusCode.FAILED_PRECONDITION, wrong)
+        return pb.DescribeReply(config=self._config, model_hash=self.model_hash)
+
     def _check(self, request: pb.AttachRequest) -> None:
         needed = {
             "server_incarnation": self.incarnation,
@@ -323,6 +342,10 @@ class ExpertsService(rpc.ExpertsServicer):
         # Once: it becomes None again when the process ends.
         server = self.server
         return _answer(context, pb.AttachReply, server and (lambda: server.attach(request)))
+
+    def Describe(self, request: pb.DescribeRequest, context: grpc.ServicerContext) -> pb.DescribeReply:
+        server = self.server
+        return _answer(context, pb.DescribeReply, server and (lambda: server.describe(request)))
 
     def Manifest(self, request: pb.ManifestRequest, context: grpc.ServicerContext) -> pb.ManifestReply:
         sender = self.sender

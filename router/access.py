@@ -137,6 +137,7 @@ CALLERS: dict[str, frozenset[str]] = {
     "/externalscaler.ExternalScaler/GetMetricSpec": _SCALER,
     "/externalscaler.ExternalScaler/GetMetrics": _SCALER,
     "/experts.v1.Experts/Attach": frozenset({ATTENTION, CLIENT}),
+    "/experts.v1.Experts/Describe": frozenset({CLIENT}),
     "/experts.v1.Experts/Manifest": frozenset({EXPERT}),
     "/experts.v1.Experts/Give": frozenset({EXPERT}),
     "/grpc.health.v1.Health/Check": _ALL,

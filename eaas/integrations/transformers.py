@@ -20,20 +20,19 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from eaas.cluster.status import GatewayUnreachable, RouterUnknown, router_address
-from eaas.integrations.pool import START_S, ConnectFailed, ExpertPool
+from eaas import pool as pools
+from eaas.pool import START_S, ConnectFailed, Pool
 from experts.backend import ExpertsLost
 from experts.checkpoint import Checkpoint, CheckpointInvalid
-from experts.model import ConfigInvalid, Dtype, ExpertShape
+from experts.model import ConfigInvalid, ExpertShape
 
-__all__ = ["ConnectFailed", "ExpertPool", "ExpertsLost", "NotConnected", "connect", "load"]
+__all__ = ["ConnectFailed", "ExpertsLost", "NotConnected", "Pool", "connect", "load"]
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +46,7 @@ class NotConnected(RuntimeError):
 
 
 # By module of experts: the pool, and the layer's number among MoE layers.
-_connected: weakref.WeakKeyDictionary[torch.nn.Module, tuple[ExpertPool, int]] = weakref.WeakKeyDictionary()
+_connected: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Pool, int]] = weakref.WeakKeyDictionary()
 
 
 def connect(
@@ -59,7 +58,7 @@ def connect(
     tls_dir: str | Path | None = None,
     deadline_s: float = 30.0,
     start_s: float = START_S,
-) -> ExpertPool:
+) -> Pool:
     """Have a pool compute the experts of a model from now on.
 
     Args:
@@ -80,17 +79,16 @@ def connect(
         ConnectFailed: no such pool, it serves another model, or EaaS cannot compute this model's experts.
     """
     try:
-        router = router_address(address) if "://" in address else address
         shape = ExpertShape.from_config(model.config.to_dict() | {"architectures": [type(model).__name__]})
-    except (ConfigInvalid, GatewayUnreachable, RouterUnknown) as error:
+    except ConfigInvalid as error:
         raise ConnectFailed(str(error)) from error
     layers = _expert_modules(model, shape)
-    pool = ExpertPool(
-        router,
-        shape,
+    pool = pools.connect(
+        address,
+        shape=shape,
         fingerprint=_fingerprint(model, checkpoint),
         transport=transport,
-        tls_dir=tls_dir,
+        tls=tls_dir,
         deadline_s=deadline_s,
         start_s=start_s,
     )
@@ -233,20 +231,15 @@ def _exchange(
     hidden_states: torch.Tensor,
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
-    pool: ExpertPool,
+    pool: Pool,
     layer: int,
 ) -> torch.Tensor:
-    rows = _rows(hidden_states.detach(), pool.dtype)
-    ids = np.ascontiguousarray(top_k_index.detach().cpu().numpy().astype(np.uint16))
-    weights = np.ascontiguousarray(top_k_weights.detach().to("cpu", torch.float32).numpy())
-    out = pool.exchange(layer, rows, ids, weights)
-    return torch.from_numpy(out).to(hidden_states.device, hidden_states.dtype)
-
-
-def _rows(hidden_states: torch.Tensor, dtype: Dtype) -> np.ndarray:
-    if dtype is Dtype.FLOAT32:
-        return np.ascontiguousarray(hidden_states.to("cpu", torch.float32).numpy())
-    return hidden_states.to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy().view(np.uint16)
+    rows = hidden_states.detach().cpu()
+    if rows.dtype is not torch.bfloat16:
+        rows = rows.float()
+    weights = top_k_weights.detach().to("cpu", torch.float32)
+    out = pool.apply(layer, rows, top_k_index.detach().cpu(), weights)
+    return out.to(hidden_states.device, hidden_states.dtype)
 
 
 class _ForwardOnly(torch.autograd.Function):

@@ -243,7 +243,7 @@ class GpuClient:
         owed = (self.tables.owed != 0).sum(dim=1).tolist()
         return {place: count for place, count in enumerate(owed) if count}
 
-    def exchange(self, *arguments: object, **named: object) -> NoReturn:
+    def apply(self, *arguments: object, **named: object) -> NoReturn:
         """Rows lie in the device's memory here.
 
         Raises:

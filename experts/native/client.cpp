@@ -3,6 +3,8 @@
 #include <time.h>
 
 #include <algorithm>
+#include <bit>
+#include <limits>
 
 #include "experts/native/client_state.h"
 #include "p2p/native/doorbell.h"
@@ -209,8 +211,9 @@ int32_t begin(ExpertClient* client, uint32_t layer, const void* rows, uint32_t n
               const float* weights, float* out, uint8_t* drop, uint64_t now_ns, uint64_t deadline_ns) try {
     Call& call = client->call;
     uint32_t total = n * client->shape.top_k;
+    const auto unknown = [&](uint16_t id) { return id >= client->shape.experts && id != EXPERTS_NO_EXPERT; };
     if (layer >= client->shape.layers || n == 0 || n > client->max_tokens || !rows || !ids || !weights || !out ||
-        std::any_of(ids, ids + total, [&](uint16_t id) { return id >= client->shape.experts; }))
+        std::any_of(ids, ids + total, unknown))
         return EXPERTS_E_ARGUMENT;
     {
         std::lock_guard lock(client->mutex);
@@ -390,12 +393,14 @@ P2P_API int32_t expert_client_step(ExpertClient* client, uint64_t now_ns) {
     return EXPERTS_PENDING;
 }
 
-P2P_API int32_t expert_exchange(ExpertClient* client, uint32_t layer, const void* rows, uint32_t n,
-                                const uint16_t* expert_ids, const float* weights, float* out,
-                                uint64_t deadline_ns) {
+namespace {
+
+// By one thread, for all lanes.
+int32_t call_alone(ExpertClient* client, uint32_t layer, const void* rows, uint32_t n, const uint16_t* ids,
+                   const float* weights, float* out, uint64_t deadline_ns) {
     int32_t status = EXPERTS_E_ARGUMENT;  // another call of this client runs
     auto call = [&](uint32_t lane) {
-        int32_t mine = expert_call(client, client->own_pool, lane, layer, rows, n, expert_ids, weights, out, nullptr,
+        int32_t mine = expert_call(client, client->own_pool, lane, layer, rows, n, ids, weights, out, nullptr,
                                    deadline_ns, nullptr, nullptr);
         if (lane == 0) status = mine;
     };
@@ -409,3 +414,74 @@ P2P_API int32_t expert_exchange(ExpertClient* client, uint32_t layer, const void
         status = EXPERTS_E_MEMORY;
     return status;
 }
+
+// To nearest, ties to even; NaN stays NaN.
+uint16_t to_bf16(float value) {
+    const uint32_t bits = std::bit_cast<uint32_t>(value);
+    const uint32_t rounded = bits + 0x7FFF + (bits >> 16 & 1);
+    return uint16_t(((bits & 0x7FFFFFFF) > 0x7F800000 ? bits | 0x400000 : rounded) >> 16);
+}
+
+// `count` elements from `at` on, in the client's type: where they lie, or a copy.
+const uint8_t* stage_rows(ExpertClient* client, const void* rows, uint32_t type, uint64_t at, uint64_t count) {
+    const bool wide = client->shape.dtype == 0;
+    if (wide == (type == 0)) return static_cast<const uint8_t*>(rows) + at * (wide ? 4 : 2);
+    std::vector<uint8_t>& staged = client->staging.rows;
+    staged.resize(count * (wide ? 4 : 2));
+    if (wide)
+        std::transform(static_cast<const uint16_t*>(rows) + at, static_cast<const uint16_t*>(rows) + at + count,
+                       reinterpret_cast<uint32_t*>(staged.data()), [](uint16_t bits) { return uint32_t(bits) << 16; });
+    else
+        std::transform(static_cast<const float*>(rows) + at, static_cast<const float*>(rows) + at + count,
+                       reinterpret_cast<uint16_t*>(staged.data()), to_bf16);
+    return staged.data();
+}
+
+// False where one names no expert and is not -1 either, which becomes EXPERTS_NO_EXPERT.
+template <class Id>
+bool stage_ids(ExpertClient* client, const void* ids, uint64_t at, uint64_t count) {
+    const Id* from = static_cast<const Id*>(ids) + at;
+    const auto unknown = [&](Id id) { return id >= client->shape.experts && id != Id(-1); };
+    client->staging.ids.assign(from, from + count);
+    return std::none_of(from, from + count, unknown);
+}
+
+}  // namespace
+
+P2P_API int32_t expert_apply(ExpertClient* client, uint32_t layer, const void* rows, uint32_t rows_type, uint32_t n,
+                             const void* ids, uint32_t id_bytes, const float* weights, void* out, uint32_t out_type,
+                             uint64_t deadline_ns) try {
+    const WireShape& shape = client->shape;
+    const uint64_t hidden = shape.hidden, top_k = shape.top_k;
+    const auto stage = id_bytes == 2   ? stage_ids<uint16_t>
+                       : id_bytes == 4 ? stage_ids<uint32_t>
+                       : id_bytes == 8 ? stage_ids<uint64_t>
+                                       : nullptr;
+    if (layer >= shape.layers || !stage || rows_type > 1 || out_type > 1) return EXPERTS_E_ARGUMENT;
+    Staging& staging = client->staging;
+    staging.sums.assign(n * hidden, 0);
+    for (uint64_t at = 0; at < n; at += client->max_tokens) {
+        const uint32_t count = uint32_t(std::min<uint64_t>(client->max_tokens, n - at));
+        if (!stage(client, ids, at * top_k, count * top_k)) return EXPERTS_E_ARGUMENT;
+        staging.weights.assign(weights + at * top_k, weights + (at + count) * top_k);
+        const uint8_t* chunk = stage_rows(client, rows, rows_type, at * hidden, count * hidden);
+        float* sums = staging.sums.data() + at * hidden;
+        for (uint64_t row = 0; row < count; row++) {
+            uint16_t* chosen = staging.ids.data() + row * top_k;
+            if (!finite_source(shape, chunk + row * shape.source_bytes())) {
+                std::fill_n(chosen, top_k, EXPERTS_NO_EXPERT);
+                std::fill_n(sums + row * hidden, hidden, std::numeric_limits<float>::quiet_NaN());
+            }
+            for (uint64_t k = 0; k < top_k; k++)
+                if (chosen[k] == EXPERTS_NO_EXPERT) staging.weights[row * top_k + k] = 0;
+        }
+        if (int32_t status = call_alone(client, layer, chunk, count, staging.ids.data(), staging.weights.data(), sums,
+                                        deadline_ns))
+            return status;
+    }
+    if (out_type == 0)
+        std::copy(staging.sums.begin(), staging.sums.end(), static_cast<float*>(out));
+    else
+        std::transform(staging.sums.begin(), staging.sums.end(), static_cast<uint16_t*>(out), to_bf16);
+    return EXPERTS_OK;
+} P2P_CATCH(EXPERTS_E_MEMORY)

@@ -22,6 +22,7 @@ constexpr uint32_t EXPERTS_MAX_REPLICAS = 8;
 constexpr uint32_t EXPERTS_MAX_LANES = 63;
 constexpr uint8_t EXPERTS_NO_SERVER = 255;  // pads a replica list of the routes table
 constexpr uint8_t EXPERTS_AWAITED = 254;    // last in a list: one more lives, and is not attached yet
+constexpr uint16_t EXPERTS_NO_EXPERT = 65535;  // the id of a pair that nobody computes: its row is zeros
 // Of a token: may a term that nobody can compute be left out of its sum, and was one?
 enum { EXPERTS_KEEP = 0, EXPERTS_MAY_DROP = 1, EXPERTS_DROPPED = 2 };
 
@@ -84,8 +85,9 @@ enum { EXPERTS_PHASE_PLAN = 100, EXPERTS_PHASE_SEND, EXPERTS_PHASE_AWAY, EXPERTS
 // One expert call. Every lane of `pool` calls it with the same arguments; `pool` may be null for a client of
 // one lane.
 //   layer       0..layers-1, counted over MoE layers
-//   rows        n x hidden in the client's dtype; expert_ids and weights n x top_k; 1 <= n <=
-//   max_tokens_per_call out         n x hidden float32: out[t] += s, s = w[0]*row[0], then s += w[k]*row[k]
+//   rows        n x hidden in the client's dtype; expert_ids and weights n x top_k; 1 <= n <= max_tokens_per_call;
+//               a pair with the id EXPERTS_NO_EXPERT counts as zeros
+//   out         n x hidden float32: out[t] += s, s = w[0]*row[0], then s += w[k]*row[k]
 //   for k = 1.. in order; each
 //               product and each sum is rounded to float32 on its own, so every instruction set gives the
 //               same bits
@@ -107,8 +109,11 @@ P2P_API int32_t expert_client_begin(ExpertClient* client, uint32_t layer, const 
 // EXPERTS_PENDING, or the result of the call.
 P2P_API int32_t expert_client_step(ExpertClient* client, uint64_t now_ns);
 
-// The same call, of which nothing may be dropped, for one thread that has no lanes of its own: a client of several
-// lanes brings an unpinned pool.
-P2P_API int32_t expert_exchange(ExpertClient* client, uint32_t layer, const void* rows, uint32_t n,
-                                const uint16_t* expert_ids, const float* weights, float* out,
-                                uint64_t deadline_ns);
+// Calls for as many rows as there are, of which nothing may be dropped, by one thread that has no lanes of its own: a
+// client of several lanes brings an unpinned pool. One thread at a time. Sizes that were seen before allocate nothing.
+//   rows, out   n x hidden float32 (type 0) or bfloat16 (1); `out` is overwritten last, and may be `rows`
+//   ids         n x top_k integers of id_bytes 2, 4 or 8; -1 is no expert, and its weight is not read
+// A row that is not finite in the client's dtype is not sent: what comes of it is NaN. A sum is rounded once, to out's type.
+P2P_API int32_t expert_apply(ExpertClient* client, uint32_t layer, const void* rows, uint32_t rows_type, uint32_t n,
+                             const void* ids, uint32_t id_bytes, const float* weights, void* out, uint32_t out_type,
+                             uint64_t deadline_ns);

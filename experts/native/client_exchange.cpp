@@ -28,7 +28,7 @@ uint64_t write_request(ExpertClient* client, LaneScratch& scratch, Chunk& chunk,
     const WireShape& shape = client->shape;
     uint32_t* order = call.order.data() + chunk.first;
     uint64_t row_bytes = shape.row_bytes();
-    uint64_t source_bytes = uint64_t(shape.hidden) * (shape.dtype == 0 ? 4 : 2);
+    uint64_t source_bytes = shape.source_bytes();
     uint8_t* rows = payload + sizeof(WireHeader) + routing_bytes(chunk.pairs);
     uint32_t row = 0, token = 0;
     scratch.keys.clear();
@@ -205,11 +205,7 @@ bool drain_stale_reply(ExpertClient* client, Server& server, const Slot& slot, c
 
 // Whether the row that the pair's expert was asked for is finite.
 bool finite_input(const Call& call, const WireShape& shape, uint32_t pair) {
-    const uint32_t token = pair / shape.top_k;
-    if (shape.dtype == 0)
-        return finite_row(reinterpret_cast<const float*>(call.rows) + uint64_t(token) * shape.hidden, shape.hidden);
-    const auto* row = reinterpret_cast<const uint16_t*>(call.rows) + uint64_t(token) * shape.hidden;
-    return std::all_of(row, row + shape.hidden, [](uint16_t bits) { return (bits & 0x7FFF) < 0x7F80; });
+    return finite_source(shape, call.rows + pair / shape.top_k * shape.source_bytes());
 }
 
 // Reads and judges the reply. False where some of it was of no use, and may be the next time.

@@ -235,7 +235,7 @@ void plan_probe(ExpertClient* client, uint32_t index, uint64_t now_ns) {
     Call& call = client->call;
     Server& server = client->servers[index];
     for (uint32_t pair = 0; pair < call.n * client->shape.top_k; pair++) {
-        if (!(replicas(client, call.ids[pair]) >> index & 1)) continue;
+        if (call.ids[pair] == EXPERTS_NO_EXPERT || !(replicas(client, call.ids[pair]) >> index & 1)) continue;
         server.queue.assign(1, uint32_t(call.chunks.size()));
         server.queue_head = 0;
         call.chunks.push_back({.server = index, .first = uint32_t(call.order.size()), .pairs = 1, .rows = 1, .probe = true});
@@ -442,6 +442,11 @@ void plan_first(ExpertClient* client, uint64_t now_ns) {
     plan.doubts.clear();
     plan.pair_state.assign(total, PAIR_OPEN);
     plan.pair_late.assign(total, 0);
+    for (uint32_t pair = 0; pair < total; pair++) {
+        if (client->call.ids[pair] != EXPERTS_NO_EXPERT) continue;
+        plan.pair_state[pair] = PAIR_FILLED;
+        client->call.filled_by_plan += fill_pair(client->call, pair, client->nothing.data());
+    }
     estimate_latencies(client);
     place_pairs(client, server_masks(client, now_ns), now_ns);
     for (uint32_t index : client->attached())

@@ -202,6 +202,13 @@ struct Plan {
     }
 };
 
+// Of expert_apply: one call's inputs in the client's types, and all its sums.
+struct Staging {
+    std::vector<uint8_t> rows;
+    std::vector<uint16_t> ids;
+    std::vector<float> weights, sums;
+};
+
 struct LaneScratch {
     std::vector<uint64_t> keys;
     std::vector<WirePair> pairs;
@@ -234,16 +241,26 @@ struct ExpertClient {
     uint64_t least_q99_ns[experts::Latency::SIZES] = {};  // of the servers, by size; 0: unknown
     // Of each (layer, expert) since they were last taken: rows, and calls that had any.
     std::vector<uint32_t> routed_rows, routed_calls;
-    std::vector<float> nothing;  // the row of a pair that was dropped
+    std::vector<float> nothing;  // the row of a pair that was dropped, or has no expert
     experts::Call call;
     experts::Plan plan;
     experts::Arena arena;  // of the call's replies
     experts::LaneScratch scratch[EXPERTS_MAX_LANES];
-    LanePool* own_pool = nullptr;  // of expert_exchange
+    experts::Staging staging;
+    LanePool* own_pool = nullptr;  // of expert_apply
     ~ExpertClient() { p2p_lanes_free(own_pool); }
 };
 
 namespace experts {
+
+// Whether a row in the type that rows are sent in is finite.
+inline bool finite_source(const WireShape& shape, const void* row) {
+    if (shape.dtype == 0) return finite_row(static_cast<const float*>(row), shape.hidden);
+    const auto* bits = static_cast<const uint16_t*>(row);
+    uint32_t over = 0;
+    for (uint32_t j = 0; j < shape.hidden; j++) over |= (bits[j] & 0x7FFFu) + 0x80;
+    return !(over >> 15);
+}
 
 // 1 where the pair had no row yet.
 inline uint32_t fill_pair(Call& call, uint32_t pair, const float* row) {

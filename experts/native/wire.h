@@ -21,7 +21,8 @@ struct WireShape {
     uint32_t dtype;  // 0 float32, 1 bfloat16, 2 int8
     uint64_t model_hash;
 
-    uint64_t row_bytes() const { return (uint64_t(hidden) * (dtype == 0 ? 4 : 2) + 63) / 64 * 64; }
+    uint64_t source_bytes() const { return uint64_t(hidden) * (dtype == 0 ? 4 : 2); }
+    uint64_t row_bytes() const { return (source_bytes() + 63) / 64 * 64; }
     uint64_t reply_row_bytes() const { return uint64_t(hidden) * 4; }
 };
 

@@ -52,6 +52,20 @@ class AttachReply(_message.Message):
     wire_version: int
     def __init__(self, request_descriptor: _Optional[bytes] = ..., server_incarnation: _Optional[int] = ..., cores: _Optional[_Iterable[int]] = ..., rings_lanes: _Optional[bool] = ..., wire_version: _Optional[int] = ...) -> None: ...
 
+class DescribeRequest(_message.Message):
+    __slots__ = ("server_incarnation",)
+    SERVER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    server_incarnation: int
+    def __init__(self, server_incarnation: _Optional[int] = ...) -> None: ...
+
+class DescribeReply(_message.Message):
+    __slots__ = ("config", "model_hash")
+    CONFIG_FIELD_NUMBER: _ClassVar[int]
+    MODEL_HASH_FIELD_NUMBER: _ClassVar[int]
+    config: bytes
+    model_hash: str
+    def __init__(self, config: _Optional[bytes] = ..., model_hash: _Optional[str] = ...) -> None: ...
+
 class ManifestRequest(_message.Message):
     __slots__ = ("server_incarnation", "model_hash")
     SERVER_INCARNATION_FIELD_NUMBER: _ClassVar[int]

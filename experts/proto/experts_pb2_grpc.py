@@ -39,6 +39,11 @@ class ExpertsStub:
                 request_serializer=experts_dot_proto_dot_experts__pb2.AttachRequest.SerializeToString,
                 response_deserializer=experts_dot_proto_dot_experts__pb2.AttachReply.FromString,
                 _registered_method=True)
+        self.Describe = channel.unary_unary(
+                '/experts.v1.Experts/Describe',
+                request_serializer=experts_dot_proto_dot_experts__pb2.DescribeRequest.SerializeToString,
+                response_deserializer=experts_dot_proto_dot_experts__pb2.DescribeReply.FromString,
+                _registered_method=True)
         self.Manifest = channel.unary_unary(
                 '/experts.v1.Experts/Manifest',
                 request_serializer=experts_dot_proto_dot_experts__pb2.ManifestRequest.SerializeToString,
@@ -57,6 +62,13 @@ class ExpertsServicer:
     def Attach(self, request, context):
         """Exchange windows; both are given back when either side hangs up the link. FAILED_PRECONDITION: another incarnation, model, shape, dtype or release. RESOURCE_EXHAUSTED: no place left.
         UNAVAILABLE: not yet a member.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Describe(self, request, context):
+        """What the model is, for a client that has no checkpoint. FAILED_PRECONDITION: another incarnation, or a configuration too long to tell. UNAVAILABLE: not yet a member.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -85,6 +97,11 @@ def add_ExpertsServicer_to_server(servicer, server):
                     servicer.Attach,
                     request_deserializer=experts_dot_proto_dot_experts__pb2.AttachRequest.FromString,
                     response_serializer=experts_dot_proto_dot_experts__pb2.AttachReply.SerializeToString,
+            ),
+            'Describe': grpc.unary_unary_rpc_method_handler(
+                    servicer.Describe,
+                    request_deserializer=experts_dot_proto_dot_experts__pb2.DescribeRequest.FromString,
+                    response_serializer=experts_dot_proto_dot_experts__pb2.DescribeReply.SerializeToString,
             ),
             'Manifest': grpc.unary_unary_rpc_method_handler(
                     servicer.Manifest,
@@ -124,6 +141,33 @@ class Experts:
             '/experts.v1.Experts/Attach',
             experts_dot_proto_dot_experts__pb2.AttachRequest.SerializeToString,
             experts_dot_proto_dot_experts__pb2.AttachReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Describe(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/experts.v1.Experts/Describe',
+            experts_dot_proto_dot_experts__pb2.DescribeRequest.SerializeToString,
+            experts_dot_proto_dot_experts__pb2.DescribeReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -19,9 +19,9 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+from eaas import pool as pools
 from eaas.cluster.config import ClusterConfig
 from eaas.cluster.local import LocalCluster
-from eaas.integrations import pool as pools
 from eaas.integrations import transformers as eaas
 from router.bitmap import to_bytes
 from router.client import JoinRefused, RouterClient
@@ -146,7 +146,8 @@ def test_a_model_without_experts_gives_eagers_logits_and_tokens(
         assert (logits(whole, tokens) - found).abs().max() > 0.1 * found.abs().max()
         # A batch larger than one call may be goes in several, with the same bits.
         monkeypatch.setattr(pools, "MOST_ROWS", 7)
-        assert torch.equal(logits(model, tokens), found)
+        with eaas.connect(cluster.router_address, model):
+            assert torch.equal(logits(model, tokens), found)
 
 
 @pytest.mark.parametrize("replicas", [2, 1])
@@ -213,7 +214,7 @@ def test_who_comes_as_the_last_server_goes_waits_for_the_next() -> None:
                 raise JoinRefused("no expert server is a member")
             return SimpleNamespace(name="client/1")
 
-    pool: Any = object.__new__(eaas.ExpertPool)
+    pool: Any = object.__new__(eaas.Pool)
     pool.shape, pool.router, pool._fingerprint = SimpleNamespace(layers=1, experts=2), "r", ""
     router: Any = Router()
     identity, view, found = pools._join(router, pool, 10.0)
@@ -277,7 +278,7 @@ def test_of_several_classes_one_of_cpus_that_has_every_expert_is_asked() -> None
             numerics_class=numerics_class, serving=to_bytes(held, 1, 2),
         )  # fmt: skip
 
-    pool: Any = object.__new__(eaas.ExpertPool)
+    pool: Any = object.__new__(eaas.Pool)
     pool.shape, pool.router, pool._fingerprint = SimpleNamespace(layers=1, experts=2), "r", ""
     gpu, part = server("expert/1", "cuda-sm90-bf16-1", 3), server("expert/2", "cpu-bf16-vdpbf16-1", 1)
     whole = server("expert/3", "cpu-bf16-fma-1", 3)

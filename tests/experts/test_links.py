@@ -26,6 +26,7 @@ from p2p.descriptor import Descriptor, Transport
 from p2p.local import LocalPeer, LocalWindow
 from p2p.shm_link import new_token
 from router.view import Member, View
+from tests.experts.exchange import exchange
 from tests.experts.steps import Weights, shape_of
 
 pytestmark = pytest.mark.alone
@@ -149,7 +150,7 @@ class World:
         gates = rng.random((5, SHAPE.top_k), dtype=np.float32)
         out = np.zeros((5, SHAPE.hidden), np.float32)
         wanted = self.weights.reference(1, rows, ids, gates, out)
-        found = client.exchange(1, rows, ids, gates, out, deadline_s=deadline_s)
+        found = exchange(client, 1, rows, ids, gates, deadline_s)
         assert found.tobytes() == wanted.tobytes(), f"seed {self.epoch}"
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from experts.model import Dtype
 from experts.pace import Observation, Pace, Track, load_entries, observe, observe_all
+from tests.experts.exchange import exchange
 from tests.experts.steps import to_bits
 from tests.experts.test_processes import Cluster, settle
 
@@ -190,7 +191,7 @@ def test_a_real_server_that_is_held_up_is_named_and_the_other_is_not(cluster: Cl
         seen = []
         for _ in range(count):
             for _ in range(100):
-                client.exchange(0, rows, ids, weights)
+                exchange(client, 0, rows, ids, weights)
             tracks = observe_all(tracks, client.observations())
             seen.append(tuple(track.pace for track in tracks.values()))
         return seen

@@ -19,6 +19,7 @@ from experts.client import ExpertClient
 from experts.model import Dtype, ExpertShape
 from p2p import ShmEndpoint
 from router.client import RouterClient
+from tests.experts.exchange import exchange
 from tests.experts.test_service import EXPERTS, HIDDEN, LAYERS, TOP_K, Child, write_checkpoint
 
 EVERY = LAYERS * EXPERTS
@@ -80,8 +81,8 @@ class Cluster:
         for layer in range(LAYERS):
             rows = rng.standard_normal((16, HIDDEN)).astype(np.float32)
             ids = np.stack([rng.permutation(EXPERTS)[:TOP_K] for _ in range(16)]).astype(np.uint16)
-            found += self.client.exchange(
-                layer, rows, ids, rng.random((16, TOP_K), np.float32), None, 20.0
+            found += exchange(
+                self.client, layer, rows, ids, rng.random((16, TOP_K), np.float32), 20.0
             ).tobytes()
         return found
 

@@ -22,6 +22,7 @@ from experts.kernels import ffn_reference, from_dtype
 from experts.model import Dtype, ExpertShape
 from p2p import ShmEndpoint
 from router.client import RouterClient
+from tests.experts.exchange import exchange
 from tests.host_stalls import bounded
 
 pytestmark = pytest.mark.alone
@@ -144,7 +145,7 @@ def test_servers_load_what_the_router_places_and_a_client_gets_the_models_rows(
         ids = np.stack([rng.permutation(EXPERTS)[:TOP_K] for _ in range(9)]).astype(np.uint16)
         gates = rng.random((9, TOP_K), dtype=np.float32)
         layer = int(rng.integers(LAYERS))
-        found = client.exchange(layer, rows, ids, gates)
+        found = exchange(client, layer, rows, ids, gates)
         wanted = np.zeros((9, HIDDEN))
         for t in range(9):
             for k in range(TOP_K):

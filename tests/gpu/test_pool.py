@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from experts.backend import ClientLink, LinkRefused, ServerLink
+from experts.backend import ClientLink, HostArrays, LinkRefused, ServerLink
 from experts.client import ExpertClient
 from experts.model import Dtype
 from experts.wire import WireShape
@@ -179,7 +179,7 @@ def test_a_step_has_room_for_rows_up_to_a_power_of_two() -> None:
 
 def test_rows_of_the_host_are_refused() -> None:
     with pytest.raises(TypeError, match="--device cpu"):
-        new_client().exchange(0, *[np.zeros((1, 1), np.uint16)] * 4, None, 0)
+        new_client().apply(HostArrays(0, 0, Dtype.BFLOAT16, 1, 0, 2, 0, 0, Dtype.BFLOAT16), 0)
 
 
 @pytest.fixture

@@ -20,9 +20,9 @@ import pytest
 from eaas.cluster.config import ClusterConfig
 from eaas.cluster.local import LocalCluster
 from eaas.gateway.keys import Key, digest_of, new_key, write_keys
-from eaas.integrations.pool import ConnectFailed, ExpertPool
 from eaas.model.make_model import make_model
 from eaas.ops.credentials import make_certs
+from eaas.pool import ConnectFailed, connect
 from experts.model import ExpertShape
 from tests.eaas.gateway_world import eventually
 
@@ -137,14 +137,16 @@ def test_a_model_elsewhere_has_its_experts_computed_with_a_clients_certificate_a
     secure: Secure,
 ) -> None:
     certs, router = secure.folder / "certs", secure.cluster.router_address
-    shape = ExpertShape.from_config(json.loads((secure.folder / "tiny" / "config.json").read_text()))
     for role in ("operator", "gateway"):
         with pytest.raises(ConnectFailed, match="of the role client"):
-            ExpertPool(router, shape, tls_dir=certs / role, start_s=2.0).close()
-    rows = np.full((3, shape.hidden), 0x3F80, np.uint16)
-    ids = np.tile(np.arange(shape.top_k, dtype=np.uint16), (3, 1))
-    with ExpertPool(router, shape, tls_dir=certs / "client") as pool:
-        answer = pool.exchange(0, rows, ids, np.ones(ids.shape, np.float32))
+            connect(router, tls=certs / role, start_s=2.0)
+    with connect(router, tls=certs / "client") as pool:
+        assert pool.shape == ExpertShape.from_config(
+            json.loads((secure.folder / "tiny" / "config.json").read_text())
+        )
+        rows = np.ones((3, pool.shape.hidden), np.float32)
+        ids = np.tile(np.arange(pool.shape.top_k, dtype=np.uint16), (3, 1))
+        answer = pool.apply(0, rows, ids, np.ones(ids.shape, np.float32))
     assert answer.shape == rows.shape and np.isfinite(answer).all() and answer.any()
 
 

@@ -122,7 +122,7 @@ def test_a_member_speaks_only_for_its_own_kind(
 
 def test_a_client_attaches_as_a_client_alone_and_can_do_little_else() -> None:
     allowed = {method.rsplit("/", 1)[1] for method, callers in CALLERS.items() if "client" in callers}
-    assert allowed == {"Join", "Renew", "Watch", "Leave", "Status", "Attach", "Check", "List"}
+    assert allowed == {"Join", "Renew", "Watch", "Leave", "Status", "Attach", "Describe", "Check", "List"}
     attach = "/experts.v1.Experts/Attach"
     assert claim_refusal("client", attach, experts_pb2.AttachRequest(name="client/1")) == ""
     for name in ("attention/1", "expert/1", "clients/1"):
@@ -232,6 +232,9 @@ def test_an_experts_server_refuses_whoever_is_not_its_client(certs: Path) -> Non
     class Experts(experts_pb2_grpc.ExpertsServicer):
         def Attach(self, request: Any, context: Any) -> Any:
             return experts_pb2.AttachReply(server_incarnation=7)
+
+        def Describe(self, request: Any, context: Any) -> Any:
+            return experts_pb2.DescribeReply(config=b"{}")
 
         def Manifest(self, request: Any, context: Any) -> Any:
             return experts_pb2.ManifestReply(manifest=b"m")
