@@ -18,7 +18,7 @@ COPY = ROOT / "build" / "sanitized"
 COPIED = ("p2p", "experts", "router", "eaas", "tests", "benchmarks", "pyproject.toml")
 TESTS = (
     *(f"tests/p2p/test_{name}.py" for name in ("doorbell", "frame", "lanes", "shm", "sim", "window")),
-    *(f"tests/experts/test_{name}.py" for name in ("int8", "kernels", "pack", "server", "steps")),
+    *(f"tests/experts/test_{name}.py" for name in ("apply", "int8", "kernels", "pack", "server", "steps")),
     *(f"tests/eaas/test_{name}.py" for name in ("decoder", "sampler")),
     "tests/fuzz",
 )

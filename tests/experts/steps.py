@@ -21,6 +21,7 @@ from p2p import native as p2p_native
 
 MODEL_HASH = 0x1234_5678_9ABC_DEF0
 NO_SERVER = 255
+NO_EXPERT = 65535
 REPLICAS = 8
 OK, PENDING, LOST, ARGUMENT, MEMORY = 0, 1, -1, -2, -4
 
@@ -94,7 +95,9 @@ class Weights:
                 self.down[layer, expert] = packed
 
     def row(self, layer: int, expert: int, x: NDArray[Any]) -> NDArray[np.float32]:
-        """One row through one expert."""
+        """One row through one expert; zeros where it is NO_EXPERT."""
+        if expert == NO_EXPERT:
+            return np.zeros(self.shape.hidden, np.float32)
         shape, dtype = self.shape, self.dtype
         stride = (shape.intermediate + 63) // 64 * 64
         act = np.zeros(stride, x.dtype)
@@ -382,8 +385,9 @@ class Call:
         begun_under: AbstractContextManager[None] | None = None,
         drop: np.ndarray | None = None,
         spoilt: Callable[[NDArray[Any]], None] = lambda x: None,
+        without: float = 0,
     ) -> None:
-        """Args: spoilt: changes the rows before they are given."""
+        """Args: spoilt: changes the rows before they are given. without: the share of pairs that have no expert."""
         shape = world.shape
         self.world, self.client, self.layer = world, client, layer
         self.x = to_bits(rng.standard_normal((n, shape.hidden)), world.dtype)
@@ -391,6 +395,7 @@ class Call:
         self.ids = np.stack([rng.permutation(shape.experts)[: shape.top_k] for _ in range(n)]).astype(
             np.uint16
         )
+        self.ids[rng.random(self.ids.shape) < without] = NO_EXPERT
         self.gates = rng.random((n, shape.top_k), dtype=np.float32)
         self.before = rng.standard_normal((n, shape.hidden)).astype(np.float32)
         self.out = self.before.copy()
