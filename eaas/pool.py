@@ -20,14 +20,19 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 
 from eaas.cluster.status import GatewayUnreachable, RouterUnknown, router_address
 from eaas.placement import Placement, StartFailed
+from experts import native
 from experts.backend import ExpertsLost, HostArrays
+from experts.checkpoint import Checkpoint
 from experts.client import ExpertClient
 from experts.links import AttachFailed, config_of
 from experts.model import ConfigInvalid, Dtype, ExpertShape
@@ -45,7 +50,9 @@ __all__ = [
     "HostArrays",
     "Pool",
     "ShapeMismatch",
+    "Threads",
     "connect",
+    "fingerprint_of",
 ]
 
 log = logging.getLogger(__name__)
@@ -71,6 +78,29 @@ class ShapeMismatch(ValueError):
     """An array, a layer or an expert's number is none of this model's; the text says which, and what is needed."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Threads:
+    """Threads of the caller's program, one for each lane of a call.
+
+    For a program whose threads spin between its parallel loops, as OpenMP's do: while a call lasts they wait for expert
+    servers instead, and leave them the cores. Servers on one of `cores` are waited for there, where they wake a thread
+    soonest.
+
+    Attributes:
+        cores: Of each, which is pinned to it; -1: left as it is.
+        parallel_for: Address of a function like torch_parallel_for (torch/csrc/stable/c/shim.h); 0: with one thread.
+    """
+
+    cores: tuple[int, ...] = (-1,)
+    parallel_for: int = 0
+
+    def make_calls_of(self, client: ExpertClient) -> None:
+        """Before its first call."""
+        if self.parallel_for:
+            cores = (ctypes.c_int32 * len(self.cores))(*self.cores)
+            native.load().expert_client_set_team(client.handle, self.parallel_for, cores)
+
+
 def connect(
     router: str,
     *,
@@ -81,6 +111,7 @@ def connect(
     deadline_s: float = 30.0,
     start_s: float = START_S,
     calls: int = 1,
+    threads: Threads | None = None,
 ) -> Pool:
     """Join an expert pool, and wait until every expert can be reached.
 
@@ -94,6 +125,7 @@ def connect(
         deadline_s: Longest wait of a call for experts that are lost.
         start_s: Longest wait for the pool to be there and whole.
         calls: Most calls at the same time; each has a membership of its own.
+        threads: Of the caller's, which make its calls; None: the one that calls.
 
     Raises:
         ConnectFailed: no such pool, it serves another model, or the certificate cannot be used.
@@ -110,6 +142,7 @@ def connect(
             deadline_s=deadline_s,
             start_s=start_s,
             calls=calls,
+            threads=threads,
         )
     except (ConfigInvalid, CredentialsInvalid, GatewayUnreachable, RouterUnavailable, RouterUnknown) as error:
         raise ConnectFailed(str(error)) from error
@@ -126,6 +159,7 @@ class Pool:
         router: Address of the pool's router.
         transport: How rows travel.
         credentials: What this process proves itself with; None: nothing.
+        threads: That make calls.
     """
 
     dtype: Dtype
@@ -141,12 +175,14 @@ class Pool:
         deadline_s: float,
         start_s: float,
         calls: int,
+        threads: Threads | None,
     ) -> None:
         """As `connect`. Raises ConnectFailed."""
         if calls < 1:
             raise ValueError(f"calls is {calls}; 1 or more are needed.")
         self.shape, self.deadline_s = shape, deadline_s
         self.router, self.transport, self.credentials = router, transport, credentials
+        self.threads = threads or Threads()
         self._fingerprint, self._pid = fingerprint, os.getpid()
         self._freed, self._closed = threading.Condition(), False
         self._sessions = calls
@@ -347,6 +383,22 @@ def _readable(
     return array, kinds[kind], array.ctypes.data
 
 
+def fingerprint_of(model: str) -> str:
+    """Of the checkpoint in a folder, or of a hub's id in its cache, for `connect`.
+
+    Raises:
+        CheckpointInvalid: none is there, or it is not whole.
+    """
+    folder = Path(model)
+    if not folder.is_dir():
+        try:
+            cached = try_to_load_from_cache(model, "config.json")
+        except HFValidationError:
+            cached = None
+        folder = Path(cached).parent if isinstance(cached, str) else folder
+    return Checkpoint.open(folder).fingerprint
+
+
 class _Session:
     """One membership, from joining to leaving."""
 
@@ -367,7 +419,9 @@ class _Session:
         identity, view, found = _join(router, pool, start_s)
         pool.dtype = Dtype.of_class(found)
         closing.callback(self._leave)
-        endpoint = TransportChoice.parse(pool.transport).opener()(identity.name, identity.incarnation, 1)
+        endpoint = TransportChoice.parse(pool.transport).opener()(
+            identity.name, identity.incarnation, len(pool.threads.cores)
+        )
         closing.callback(endpoint.close)
         self.client = ExpertClient(
             endpoint=endpoint,
@@ -375,12 +429,14 @@ class _Session:
             dtype=pool.dtype,
             model_hash=view.model_hash,
             incarnation=identity.incarnation,
+            cores=pool.threads.cores,
             on_adopted=router.ack,
             max_tokens=MOST_ROWS,
             deadline_s=pool.deadline_s,
             credentials=pool.credentials,
         )
         closing.callback(self.client.close)
+        pool.threads.make_calls_of(self.client)
         placement = self._placement = Placement(router, self.client, found)
         router.start(on_view=placement.apply, load=self._load, on_fenced=lambda reason: self.fenced.set())
         placement.wait(start_s, self._ended)

@@ -9,10 +9,14 @@ experts would be computed, one operator sends the rows to the pool. The option i
 cache goes by, so that no graph of a stock server is used. docs/vllm.md tells more.
 """
 
+# vLLM has an environment of its own, with other versions of what both need.
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
+import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -20,16 +24,25 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import vllm
 from safetensors import safe_open
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.version import __version__
 
-from eaas.pool import ConnectFailed, ExpertsLost, Pool, connect, fingerprint_of
-from experts.model import ExpertShape
+from eaas.pool import (
+    ConnectFailed,
+    Dtype,
+    ExpertShape,
+    ExpertsLost,
+    HostArrays,
+    Pool,
+    Threads,
+    connect,
+    fingerprint_of,
+)
 
 log = logging.getLogger("vllm.eaas")
 
@@ -37,6 +50,12 @@ log = logging.getLogger("vllm.eaas")
 TRIED = ("0.31.0", "0.32.0")
 # One try of a call. Between two of them the worker hears signals.
 _TRY_S = 2.0
+_PAUSE_S = 0.2
+# More of vLLM's threads would wait for servers longer at one another than at them.
+_MOST_THREADS = 8
+_TYPES = {torch.float32: Dtype.FLOAT32, torch.bfloat16: Dtype.BFLOAT16}
+# Where vLLM puts the cores that it gives to its worker's threads.
+_BINDINGS = ("KMP_AFFINITY", "GOMP_CPU_AFFINITY", "OMP_PLACES")
 # Not ".shared_experts.": those stay with vLLM.
 _EXPERT_TENSOR = re.compile(r"\.experts\.")
 # Where vLLM cuts its graphs for a GPU, these must be among the operators it cuts at.
@@ -109,8 +128,14 @@ def _without_experts(stock: Callable[..., Any]) -> Callable[..., Any]:
             *(source.model_or_path, source.subfolder, source.revision),
             *(source.fall_back_to_pt, source.allow_patterns_overrides),
         )
+        if not loader.counter_before_loading_weights:
+            loader.counter_before_loading_weights = (
+                time.perf_counter()
+            )  # what it says of loading begins there
         if not safe:
-            raise Refused(f"{source.model_or_path} holds no safetensors, which are all that is read beside a pool.")
+            raise Refused(
+                f"{source.model_or_path} holds no safetensors, which are all that is read beside a pool."
+            )
         for path in files:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118
@@ -127,9 +152,9 @@ def why_not(config: VllmConfig, version: str) -> str | None:
         return f"vLLM {version} was not tried with this plug-in; {' and '.join(TRIED)} were. Install one of those."
     if parallel.world_size > 1 or parallel.data_parallel_size > 1:
         return (
-            f"tensor, pipeline and data parallel sizes are {parallel.tensor_parallel_size},"
-            f" {parallel.pipeline_parallel_size} and {parallel.data_parallel_size}; 1 is needed. Several servers may use"
-            " one pool: start each by itself."
+            f"the tensor, pipeline and data parallel sizes are {parallel.tensor_parallel_size},"
+            f" {parallel.pipeline_parallel_size} and {parallel.data_parallel_size}; 1 is needed. Start several servers,"
+            " each by itself: they may share a pool."
         )
     if parallel.enable_eplb:
         return "--enable-eplb moves experts between workers, which have none here. Leave it out: the pool balances."
@@ -149,17 +174,18 @@ def why_not(config: VllmConfig, version: str) -> str | None:
 
 # Of this process, which has one model: the worker that vLLM starts.
 _pool: Pool | None = None
-_stat = []
 
 
 def _join(options: PoolOptions, config: VllmConfig) -> Pool:
     """The connection of this process, made with the model's first layer. Raises Refused, ConnectFailed."""
     global _pool
     if _pool is None:
-        reason = why_not(config, vllm.__version__)
+        reason = why_not(config, __version__)
         if reason:
             raise Refused(f"An expert pool and this vLLM: {reason}")
         model = config.model_config
+        if model.dtype not in _TYPES:
+            raise Refused(f"--dtype {model.dtype} is not computed by a pool. Use bfloat16 or float32.")
         shape = ExpertShape.from_config(model.hf_config.to_dict() | {"architectures": model.architectures})
         _pool = connect(
             options.router,
@@ -167,8 +193,21 @@ def _join(options: PoolOptions, config: VllmConfig) -> Pool:
             fingerprint=fingerprint_of(model.model),
             transport=options.transport,
             tls=options.tls,
+            threads=_threads(),
         )
     return _pool
+
+
+def _threads() -> Threads:
+    """Those that torch computes with here: between two loops they spin, and would keep their cores from servers."""
+    count = min(torch.get_num_threads(), _MOST_THREADS)
+    if count == 1:
+        return Threads()
+    bound = (re.findall(r"\d+", os.environ.get(name, "")) for name in _BINDINGS)
+    cores = next((tuple(map(int, found)) for found in bound if len(found) >= count), (-1,) * count)
+    library = ctypes.CDLL(f"{torch.__path__[0]}/lib/libtorch_cpu.so")
+    address = ctypes.cast(library.torch_parallel_for, ctypes.c_void_p).value
+    return Threads(cores=cores[:count], parallel_for=address or 0)
 
 
 class _PoolExperts(FusedMoEMethodBase):
@@ -182,9 +221,9 @@ class _PoolExperts(FusedMoEMethodBase):
         needed = (shape.experts, shape.top_k, shape.hidden, shape.biased)
         if index not in shape.layer_ids or found != needed:
             raise Refused(
-                f"{prefix} has {found[0]} experts, {found[1]} for each token, hidden size {found[2]}, biases: {found[3]};"
-                f" the pool has {needed} in layers {list(shape.layer_ids)}. Start the pool from this checkpoint, without"
-                " redundant or draft experts here."
+                f"{prefix}: (experts, of each token, hidden size, biases) are {found}, in the pool {needed}, which"
+                f" has the layers {list(shape.layer_ids)}. Start the pool from this checkpoint, and vLLM without"
+                " redundant experts and without a draft model that has any."
             )
         if layer.apply_router_weight_on_input:
             raise Refused(f"{prefix} weights its rows before its experts; the pool does so behind them.")
@@ -201,43 +240,46 @@ class _PoolExperts(FusedMoEMethodBase):
         return hidden_size, intermediate
 
     def apply(
-        self, layer: Any, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, *shared: Any, **others: Any
+        self,
+        layer: Any,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        *shared: Any,
+        **others: Any,
     ) -> torch.Tensor:
         """[n, hidden], as x is. Shared experts are vLLM's."""
         return torch.ops.eaas.experts(x, topk_weights, topk_ids, self._number)
 
 
-def _experts(
-    rows: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, layer: int
-) -> torch.Tensor:
+def _experts(rows: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, layer: int) -> torch.Tensor:
     """One layer's experts, from the pool, however long that takes: a row is computed or waited for, never made up.
 
     An error here would end vLLM's engine with all of its requests, so that no outage of the pool is one.
     """
     pool = _pool
     if pool is None:
-        raise RuntimeError("The operator eaas::experts ran in a process whose model has no expert pool.")
-    x, w, i = rows.cpu(), weights.to("cpu", torch.float32), ids.cpu()
-    out = torch.empty_like(x)
+        raise RuntimeError("eaas::experts ran in a process whose model has no expert pool.")
+    here = rows.cpu().contiguous()
+    weights, ids = weights.to("cpu", torch.float32).contiguous(), ids.cpu().contiguous()
+    out = torch.empty_like(here)
+    kind = _TYPES[rows.dtype]
+    arrays = HostArrays(
+        *(layer, here.data_ptr(), kind, len(here), ids.data_ptr(), ids.element_size()),
+        *(weights.data_ptr(), out.data_ptr(), kind),
+    )
     while True:
         try:
-            t0 = time.perf_counter()
-            pool.apply(layer, x, i, w, out, deadline_s=_TRY_S)
-            t1 = time.perf_counter()
-            S = _stat
-            S.append((len(x), t1 - t0, t0))
-            if len(S) >= 800:
-                import statistics
-                a = [s[1] for s in S]; g = [S[k + 1][2] - S[k][2] - S[k][1] for k in range(len(S) - 1)]
-                print("STAT n", S[-1][0], "call us med %.0f mean %.0f p90 %.0f | gap med %.0f mean %.0f step %.1f ms" % (1e6 * statistics.median(a), 1e6 * statistics.mean(a), 1e6 * statistics.quantiles(a, n=10)[-1], 1e6 * statistics.median(g), 1e6 * statistics.mean(g), 8e3*(statistics.mean(a)+statistics.mean(g))), flush=True)
-                S.clear()
+            pool.apply_pointers(arrays, _TRY_S)
             return out.to(rows.device)
-        except (ExpertsLost, ConnectFailed) as error:
-            log.warning("Waiting for experts of layer %d: %s", layer, error)
-            time.sleep(0.1)
+        except (ConnectFailed, ExpertsLost) as error:
+            log.warning("Waiting for the experts of layer %d: %s", layer, error)
+            time.sleep(_PAUSE_S)
 
 
 _library = torch.library.Library("eaas", "DEF")
 _library.define("experts(Tensor rows, Tensor weights, Tensor ids, int layer) -> Tensor")
 _library.impl("experts", _experts, "CompositeExplicitAutograd")
-torch.library.register_fake("eaas::experts", lambda rows, weights, ids, layer: torch.empty_like(rows), lib=_library)
+torch.library.register_fake(
+    "eaas::experts", lambda rows, weights, ids, layer: torch.empty_like(rows), lib=_library
+)

@@ -1,10 +1,12 @@
 // The client's calls, and its life outside them: servers come and go, routes are published and adopted, counters are
 // read. One expert call is made by all lanes at once, waiting on doorbells, or in steps that never wait.
+#include <sched.h>
 #include <time.h>
 
 #include <algorithm>
 #include <bit>
 #include <limits>
+#include <utility>
 
 #include "experts/native/client_state.h"
 #include "p2p/native/doorbell.h"
@@ -76,6 +78,11 @@ P2P_API void expert_client_free(ExpertClient* client) { delete client; }
 
 P2P_API void expert_client_set_patience(ExpertClient* client, uint64_t patience_ns) {
     client->patience_ns = patience_ns;
+}
+
+P2P_API void expert_client_set_team(ExpertClient* client, void* parallel_for, const int32_t* cores) {
+    client->parallel_for = reinterpret_cast<ParallelFor*>(parallel_for);
+    std::copy_n(cores, client->lanes, client->cores);
 }
 
 P2P_API int32_t expert_client_add_server(ExpertClient* client, const ServerLink* link) try {
@@ -395,6 +402,33 @@ P2P_API int32_t expert_client_step(ExpertClient* client, uint64_t now_ns) {
 
 namespace {
 
+// Each lane on a thread of the caller's. False, and nothing has run, where it gives fewer threads than there are lanes.
+bool run_on_team(ExpertClient* client, void (*run)(void*, uint32_t), void* arg) {
+    struct Region {
+        ExpertClient* client;
+        void (*run)(void*, uint32_t);
+        void* arg;
+        std::atomic<bool> fits{true};
+    } region{client, run, arg};
+    const auto on_thread = [](int64_t begin, int64_t end, void* argument) {
+        Region& region = *static_cast<Region*>(argument);
+        // Every thread sees the same: parts are of equal size.
+        if (end - begin != 1) return region.fits.store(false);
+        static thread_local bool pinned = false;
+        const int32_t core = region.client->cores[begin];
+        if (!std::exchange(pinned, true) && core >= 0) {
+            cpu_set_t cores;
+            CPU_ZERO(&cores);
+            CPU_SET(core, &cores);
+            // Where it may not be used, that only costs speed.
+            sched_setaffinity(0, sizeof cores, &cores);
+        }
+        region.run(region.arg, uint32_t(begin));
+    };
+    client->parallel_for(0, client->lanes, 1, on_thread, &region);
+    return region.fits.load();
+}
+
 // By one thread, for all lanes.
 int32_t call_alone(ExpertClient* client, uint32_t layer, const void* rows, uint32_t n, const uint16_t* ids,
                    const float* weights, float* out, uint64_t deadline_ns) {
@@ -405,13 +439,14 @@ int32_t call_alone(ExpertClient* client, uint32_t layer, const void* rows, uint3
         if (lane == 0) status = mine;
     };
     auto run = [](void* arg, uint32_t lane) { (*static_cast<decltype(call)*>(arg))(lane); };
-    if (client->lanes > 1 && !client->own_pool) client->own_pool = p2p_lanes_new(client->lanes, nullptr);
-    if (client->own_pool)
-        p2p_lanes_run(client->own_pool, run, &call);
-    else if (client->lanes == 1)
+    if (client->lanes == 1) {
         call(0);
-    else
-        status = EXPERTS_E_MEMORY;
+        return status;
+    }
+    // Its barriers serve the caller's threads as well.
+    if (!client->own_pool) client->own_pool = p2p_lanes_new(client->lanes, nullptr);
+    if (!client->own_pool) return EXPERTS_E_MEMORY;
+    if (!client->parallel_for || !run_on_team(client, run, &call)) p2p_lanes_run(client->own_pool, run, &call);
     return status;
 }
 

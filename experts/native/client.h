@@ -58,6 +58,10 @@ P2P_API void expert_client_free(ExpertClient* client);
 // A call of which some expert has no live replica ends with EXPERTS_E_LOST after so long, its deadline or not: others
 // have rows in it whose experts are there. 0, as at first: it waits until its deadline.
 P2P_API void expert_client_set_patience(ExpertClient* client, uint64_t patience_ns);
+// Before any call: expert_apply runs lane i on the thread to which `parallel_for`, with torch_parallel_for's signature
+// (torch/csrc/stable/c/shim.h), gives part i of `lanes` parts, pinned to cores[i] for good where that is not -1. So
+// threads that spin between a program's parallel loops, as OpenMP's do, leave their cores to servers while a call lasts.
+P2P_API void expert_client_set_team(ExpertClient* client, void* parallel_for, const int32_t* cores);
 // Index 0..63 for the routes table, or EXPERTS_E_FULL / EXPERTS_E_ARGUMENT.
 P2P_API int32_t expert_client_add_server(ExpertClient* client, const ServerLink* link);
 // Takes effect at a call boundary, at once where no call runs. Once expert_client_server_idle says 1, the

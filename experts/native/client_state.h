@@ -215,6 +215,8 @@ struct LaneScratch {
     std::vector<Doubt> doubts;  // of the call, since they were last collected
 };
 
+using ParallelFor = int32_t(int64_t begin, int64_t end, int64_t grain, void (*)(int64_t, int64_t, void*), void*);
+
 }  // namespace experts
 
 struct ExpertClient {
@@ -247,6 +249,8 @@ struct ExpertClient {
     experts::Arena arena;  // of the call's replies
     experts::LaneScratch scratch[EXPERTS_MAX_LANES];
     experts::Staging staging;
+    experts::ParallelFor* parallel_for = nullptr;  // of the caller's threads, where expert_apply uses those
+    int32_t cores[EXPERTS_MAX_LANES] = {};
     LanePool* own_pool = nullptr;  // of expert_apply
     ~ExpertClient() { p2p_lanes_free(own_pool); }
 };
