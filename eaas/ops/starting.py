@@ -136,11 +136,14 @@ def run_pool(options: PoolConfig, show: Callable[[str], None]) -> None:
     shape = pack_experts(config.model, config.dtype)
 
     def tell(cluster: LocalCluster) -> None:
-        proof = f', tls_dir="{config.tls_dir / CLIENT}"' if config.tls_dir is not None else ""
+        tls = None if config.tls_dir is None else str(config.tls_dir / CLIENT)
+        proof = f', tls_dir="{tls}"' if tls else ""
+        options = {"router": cluster.router_address} | ({"tls": tls} if tls else {})
         console.print(
             f"[bold green]ready[/] {shape.layers} x {shape.experts} experts of {config.model.name} "
             f"on {config.experts} servers, router at {cluster.router_address}, logs in {cluster.state_dir}. "
             "Ctrl-C stops it. Connect:\n"
+            f"  vllm serve {config.model} --additional-config '{json.dumps({'eaas': options})}'\n"
             f'  eaas.integrations.transformers.connect("{cluster.router_address}", model{proof})',
             highlight=False,
             soft_wrap=True,
