@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 
 from experts.model import Dtype
-from tests.experts.steps import Weights, shape_of, to_bits
+from tests.experts.steps import NO_EXPERT, Weights, shape_of, to_bits
 
 SHAPE = shape_of(layers=2, experts=4, hidden=16, intermediate=16, top_k=2)
 MOST_TOKENS = 6
@@ -32,8 +32,14 @@ def asks(dtype: Dtype) -> tuple[Weights, tuple[Ask, ...]]:
     rng = np.random.default_rng(4)
     weights = Weights(SHAPE, dtype, 4)
     made: list[Ask] = []
+    none = NO_EXPERT
     for layer in range(SHAPE.layers):
-        for ids in ([[0, 1]], [[2, 3]], [[1, 2], [3, 0]], [[0, 1], [2, 3], [1, 3], [0, 2], [3, 1], [2, 0]]):
+        for ids in (
+            [[0, 1]],
+            [[2, 3]],
+            [[1, 2], [3, 0]],
+            [[0, 1], [2, none], [1, 3], [none, none], [3, 1], [none, 0]],
+        ):
             for _ in range(40):
                 n, top_k = np.shape(ids)
                 x = to_bits(rng.standard_normal((n, SHAPE.hidden)), dtype)
