@@ -1,0 +1,73 @@
+"""An unmodified vLLM computes what it computes alone when a pool computes its experts."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.vllm.servers import FAMILIES, VOCAB, generate, pool_of, write
+
+pytestmark = [pytest.mark.alone, pytest.mark.full(seconds=70), pytest.mark.timeout(900)]
+
+COMPLETIONS, TOKENS = 20, 48
+# Of logits, relative to the largest: float32 sums in another order.
+TOLERANCE = 2e-5
+# Of bfloat16's rms error with a pool, over that without one.
+MOST_OF_BF16 = 1.05
+
+
+def prompts(seed: int, count: int = COMPLETIONS) -> list[list[int]]:
+    """Random token ids."""
+    rng = random.Random(seed)
+    return [[rng.randrange(VOCAB) for _ in range(rng.randrange(4, 40))] for _ in range(count)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_pool_gives_stock_s_tokens_and_logits(family: str, version: str, tmp_path: Path) -> None:
+    seed = time.time_ns() % 2**31
+    folder, asked = write(family, tmp_path, seed=seed), prompts(seed)
+    stock = generate(version, folder, asked, TOKENS, plugins="")
+    with pool_of(folder) as cluster:
+        found = generate(version, folder, asked, TOKENS, cluster=cluster)
+    same = sum(map(np.array_equal, found.tokens, stock.tokens))
+    assert same == COMPLETIONS, f"seed {seed}: {same} of {COMPLETIONS} completions are stock's"
+    error = np.abs(found.logits - stock.logits).max() / np.abs(stock.logits).max()
+    assert error <= TOLERANCE, f"seed {seed}: logits differ by {error:.3g} of the largest"
+
+
+def test_a_compiled_model_asks_the_pool_too(newest: str, tmp_path: Path) -> None:
+    seed = time.time_ns() % 2**31
+    folder, asked = write("Qwen3Moe", tmp_path, seed=seed), prompts(seed)
+    stock = generate(newest, folder, asked, TOKENS, plugins="", eager=False)
+    with pool_of(folder) as cluster:
+        found = generate(newest, folder, asked, TOKENS, cluster=cluster, eager=False)
+    assert np.array_equal(found.tokens, stock.tokens), f"seed {seed}"
+    error = np.abs(found.logits - stock.logits).max() / np.abs(stock.logits).max()
+    assert error <= TOLERANCE, f"seed {seed}: logits differ by {error:.3g} of the largest"
+
+
+def test_in_bfloat16_a_pool_is_as_near_to_float32_as_stock_is(version: str, tmp_path: Path) -> None:
+    seed = time.time_ns() % 2**31
+    folder = write("Qwen3Moe", tmp_path, torch.bfloat16, seed)
+    # One token each: every logit comes from the same tokens, whatever is generated.
+    asked = prompts(seed, 200)
+    exact = generate(version, folder, asked, 1, plugins="").logits
+    stock = generate(version, folder, asked, 1, plugins="", dtype="bfloat16").logits
+    with pool_of(folder) as cluster:
+        found = generate(version, folder, asked, 1, cluster=cluster, dtype="bfloat16").logits
+    errors = [float(np.sqrt(np.mean((made - exact) ** 2))) for made in (found, stock)]
+    assert errors[0] <= MOST_OF_BF16 * errors[1], f"seed {seed}: rms errors with a pool and without: {errors}"
+
+
+def test_the_plug_in_alone_changes_nothing(version: str, tmp_path: Path) -> None:
+    seed = time.time_ns() % 2**31
+    folder, asked = write("Qwen3Moe", tmp_path, seed=seed), prompts(seed)
+    stock = generate(version, folder, asked, TOKENS, plugins="")
+    found = generate(version, folder, asked, TOKENS)
+    assert np.array_equal(found.tokens, stock.tokens), f"seed {seed}"
+    assert np.array_equal(found.logits, stock.logits), f"seed {seed}"
