@@ -21,6 +21,7 @@ PEERS = ("transformers", "llamacpp")
 TITLES = {"transformers": "transformers", "llamacpp": "llama.cpp"}
 # What tells two measurements of one benchmark apart; of those that agree in it the newest counts.
 DECODE = ("shape", "experts", "lanes_per_server", "busy_core", "peers", "batch")
+VLLM = ("shape", "vllm", "experts", "bind", "batch")
 HANDOVER = ("shape", "batch", "servers", "lanes_per_server")
 GATEWAY = ("shape", "experts", "streams")
 BALANCE = ("setting",)
@@ -55,6 +56,7 @@ def latest(folder: Path = RESULTS) -> str:
     """Every figure there is, as Markdown: what docs/figures.md has between its marks."""
     decode = newest("decode", DECODE, folder)
     parts = [decode_table(list(rows)) for _, rows in groupby(decode, lambda row: key(row, DECODE[:-1]))]
+    parts += vllm_table(newest("vllm", VLLM, folder))
     handover, gateway = newest("handover", HANDOVER, folder), newest("gateway", GATEWAY, folder)
     parts += [handover_table(handover)] if handover else []
     parts += [gateway_table(gateway)] if gateway else []
@@ -159,6 +161,28 @@ def decode_table(rows: Sequence[Row]) -> str:
         cells += [cell(row["ratio"].get("ours/inproc"), 2)] if inproc else []
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def vllm_table(rows: Sequence[Row]) -> list[str]:
+    """vLLM with its experts in a pool beside stock vLLM."""
+    if not rows:
+        return []
+    first = rows[0]
+    lines = [
+        f"vLLM with its experts in a pool of {first['experts']} servers beside stock vLLM of the same version, "
+        f"tokens/s over HTTP, bf16, {machine(first)}; {first['rounds']} interleaved rounds in which the other one's "
+        "processes stand still, medians (least to greatest); decoding alone, and with the prompts.",
+        "",
+        "| vLLM, its cores | shape, streams | with the pool | stock | pool / stock | with prompts: pool / stock |",
+        "|---" * 6 + "|",
+    ]
+    for row in rows:
+        speed = row["tokens_per_s"]
+        lines.append(
+            f"| {row['vllm']}, {row['bind']} | {row['shape']}, {row['batch']} | {cell(speed['pool'], 0)} | "
+            f"{cell(speed['stock'], 0)} | {cell(row['ratio'], 2)} | {cell(row['ratio_with_prefill'], 2)} |"
+        )
+    return ["\n".join(lines)]
 
 
 def new_tokens(rows: Sequence[Row]) -> str:
