@@ -5,4 +5,8 @@
 import runpy
 import sys
 
+import eaas.beside  # noqa: F401
+
+if len(sys.argv) < 2:
+    sys.exit("Name a role: python -m eaas experts --help. Whole clusters are for the command eaas.")
 runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)

@@ -25,14 +25,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
 
+import eaas.beside  # noqa: F401
 from eaas.cluster.status import GatewayUnreachable, RouterUnknown, router_address
 from eaas.placement import Placement, StartFailed
 from experts import native
 from experts.backend import ExpertsLost, HostArrays
-from experts.checkpoint import Checkpoint
 from experts.client import ExpertClient
 from experts.links import AttachFailed, config_of
 from experts.model import ConfigInvalid, Dtype, ExpertShape
@@ -52,7 +50,6 @@ __all__ = [
     "ShapeMismatch",
     "Threads",
     "connect",
-    "fingerprint_of",
 ]
 
 log = logging.getLogger(__name__)
@@ -160,6 +157,7 @@ class Pool:
         transport: How rows travel.
         credentials: What this process proves itself with; None: nothing.
         threads: That make calls.
+        fingerprint: Of the checkpoint that it serves; a pool that serves another is not joined again.
     """
 
     dtype: Dtype
@@ -183,7 +181,8 @@ class Pool:
         self.shape, self.deadline_s = shape, deadline_s
         self.router, self.transport, self.credentials = router, transport, credentials
         self.threads = threads or Threads()
-        self._fingerprint, self._pid = fingerprint, os.getpid()
+        self.fingerprint, self._pid = fingerprint, os.getpid()
+        self._calling: set[int] = set()
         self._freed, self._closed = threading.Condition(), False
         self._sessions = calls
         self._idle: list[_Session] = []
@@ -217,7 +216,7 @@ class Pool:
             topk_weights: [n, top_k] float32.
             out: [n, hidden] float32 or bfloat16, contiguous, overwritten when all is there; may be `hidden`. None: a
                 new one like `hidden`.
-            deadline_s: Longest wait for experts that are lost, from this call's turn on; None: as for `connect`.
+            deadline_s: Longest wait for experts that are lost, for each 1,024 rows; None: as for `connect`.
 
         Returns:
             out.
@@ -259,20 +258,22 @@ class Pool:
                 f"layer {arrays.layer} is asked for; the pool has MoE layers 0 to {self.shape.layers - 1}, counted"
                 " without the dense ones."
             )
-        with self._turn() as session:
+        with self._turn(self.deadline_s if deadline_s is None else deadline_s) as session:
             try:
                 session.client.apply(arrays, deadline_s)
             except ValueError as error:
                 raise ShapeMismatch(self._wrong(arrays)) from error
 
     def close(self) -> None:
-        """Leave the pool, once the calls that run have ended. Idempotent."""
+        """Leave the pool, once the calls of other threads have ended. Idempotent."""
         if os.getpid() != self._pid:
             return
         with self._freed:
             self._closed = True
             self._freed.notify_all()
-            self._freed.wait_for(lambda: len(self._idle) == self._sessions)
+            # A signal's handler may close it within a call of its own thread, which ends no sooner.
+            own = threading.get_ident() in self._calling
+            self._freed.wait_for(lambda: len(self._idle) + own == self._sessions)
             for session in self._idle:
                 session.close()
 
@@ -296,10 +297,10 @@ class Pool:
                 f"The pool at {self.router} serves {view.layers} layers of {view.experts} experts, this model has"
                 f" {shape.layers} of {shape.experts}. Start a pool from this model's checkpoint."
             )
-        if self._fingerprint and view.model_hash and self._fingerprint != view.model_hash:
+        if self.fingerprint and view.model_hash and self.fingerprint != view.model_hash:
             raise ConnectFailed(
                 f"The pool at {self.router} serves the checkpoint {view.model_hash[:16]}, this model was loaded from"
-                f" {self._fingerprint[:16]}. Start the pool and load the model from the same folder."
+                f" {self.fingerprint[:16]}. Start the pool and load the model from the same folder."
             )
         found = [member.numerics_class for member in servers]
         usable = [name for name in found if carrier_of(name) == _CPU]
@@ -313,7 +314,7 @@ class Pool:
         return next((name for name in usable if name in whole), usable[0])
 
     @contextlib.contextmanager
-    def _turn(self) -> Iterator[_Session]:
+    def _turn(self, deadline_s: float) -> Iterator[_Session]:
         """A live membership that no other call has meanwhile; waits for one."""
         if os.getpid() != self._pid:
             raise ConnectFailed(
@@ -325,24 +326,26 @@ class Pool:
             if self._closed:
                 raise ConnectFailed("The connection to the expert pool was closed; connect again.")
             session = self._idle.pop()
+            self._calling.add(threading.get_ident())
         try:
-            session = self._live(session)
+            session = self._live(session, deadline_s)
             session.busy = True
             yield session
         finally:
             session.busy = False
             with self._freed:
+                self._calling.discard(threading.get_ident())
                 self._idle.append(session)
                 self._freed.notify_all()
 
-    def _live(self, session: _Session) -> _Session:
+    def _live(self, session: _Session, deadline_s: float) -> _Session:
         """This membership, or a new one where it was lost."""
-        end_s = time.monotonic() + self.deadline_s
+        end_s = time.monotonic() + deadline_s
         while not session.router.lease_held():
             if session.fenced.is_set():
                 log.warning("joining_anew router=%s", self.router)
                 session.close()
-                return _Session(self, self.deadline_s)
+                return _Session(self, deadline_s)
             if time.monotonic() > end_s:
                 raise ConnectFailed(f"No word from the router at {self.router} since this process slept.")
             time.sleep(LEASE_POLL_S)
@@ -383,22 +386,6 @@ def _readable(
     return array, kinds[kind], array.ctypes.data
 
 
-def fingerprint_of(model: str) -> str:
-    """Of the checkpoint in a folder, or of a hub's id in its cache, for `connect`.
-
-    Raises:
-        CheckpointInvalid: none is there, or it is not whole.
-    """
-    folder = Path(model)
-    if not folder.is_dir():
-        try:
-            cached = try_to_load_from_cache(model, "config.json")
-        except HFValidationError:
-            cached = None
-        folder = Path(cached).parent if isinstance(cached, str) else folder
-    return Checkpoint.open(folder).fingerprint
-
-
 class _Session:
     """One membership, from joining to leaving."""
 
@@ -409,7 +396,7 @@ class _Session:
         with contextlib.ExitStack() as closing:
             try:
                 self._open(pool, start_s, closing)
-            except (JoinRefused, P2PError, RouterUnavailable, StartFailed, ValueError) as error:
+            except (JoinRefused, OSError, P2PError, RouterUnavailable, StartFailed, ValueError) as error:
                 raise ConnectFailed(f"The expert pool at {pool.router} cannot be joined: {error}") from error
             self._closing = closing.pop_all()
 
@@ -417,7 +404,8 @@ class _Session:
         router = self.router = RouterClient(pool.router, pool.credentials)
         closing.callback(router.close)
         identity, view, found = _join(router, pool, start_s)
-        pool.dtype = Dtype.of_class(found)
+        dtype = pool.dtype = Dtype.of_class(found)
+        pool.fingerprint = pool.fingerprint or view.model_hash
         closing.callback(self._leave)
         endpoint = TransportChoice.parse(pool.transport).opener()(
             identity.name, identity.incarnation, len(pool.threads.cores)
@@ -426,7 +414,7 @@ class _Session:
         self.client = ExpertClient(
             endpoint=endpoint,
             shape=pool.shape,
-            dtype=pool.dtype,
+            dtype=dtype,
             model_hash=view.model_hash,
             incarnation=identity.incarnation,
             cores=pool.threads.cores,
@@ -437,7 +425,8 @@ class _Session:
         )
         closing.callback(self.client.close)
         pool.threads.make_calls_of(self.client)
-        placement = self._placement = Placement(router, self.client, found)
+        # Where its servers' class is gone for good, and another is there, the next call joins that.
+        placement = self._placement = Placement(router, self.client, found, on_obsolete=self.fenced.set)
         router.start(on_view=placement.apply, load=self._load, on_fenced=lambda reason: self.fenced.set())
         placement.wait(start_s, self._ended)
         log.info("pool_joined router=%s name=%s class=%s", pool.router, identity.name, found)
@@ -458,6 +447,7 @@ class _Session:
         to which expert.
         """
         self._placement.tell_routed()
+        self._placement.judge()
         return {"running": float(self.busy), **self.client.load()}
 
 

@@ -180,14 +180,14 @@ class ClientBackend(Protocol):
         """Rows sent to each expert since the last time, and calls that had any: [layers * experts] each."""
         ...
 
-    def apply(self, arrays: HostArrays, deadline_ns: int) -> None:
+    def apply(self, arrays: HostArrays, wait_ns: int) -> None:
         """Calls with rows in the host's memory, by one thread at a time.
 
         Args:
-            deadline_ns: By CLOCK_MONOTONIC.
+            wait_ns: Of each call: with many rows there are several.
 
         Raises:
-            ExpertsLost: no live replica answered before the deadline; `out` is untouched.
+            ExpertsLost: no live replica answered in time; `out` is untouched.
             ValueError: a layer or an expert id is out of range; `out` is untouched.
             MemoryError: none is left; `out` is untouched.
             TypeError: rows lie in a device's memory here; a decoder launches the calls.

@@ -355,7 +355,8 @@ class ExpertClient:
         """One expert call of any number of rows, from a thread without lanes: out = sum over k, in its order and in
         float32, of weight times the expert's row, rounded once to out's type.
 
-        A row that is not finite is sent to nobody; what comes of it is NaN.
+        A row that is not finite is sent to nobody; what comes of it is NaN. Each `max_tokens` rows have that
+        deadline anew.
 
         Raises:
             ExpertsLost: no live replica answered before the deadline; `out` is untouched.
@@ -364,9 +365,8 @@ class ExpertClient:
         """
         wait_s = self.deadline_s if deadline_s is None else deadline_s
         with self._calls:
-            deadline_ns = time.clock_gettime_ns(time.CLOCK_MONOTONIC) + int(wait_s * 1e9)
             try:
-                self.backend.apply(arrays, deadline_ns)
+                self.backend.apply(arrays, int(wait_s * 1e9))
             except ExpertsLost as lost:
                 raise ExpertsLost(
                     f"No live replica of every expert of layer {arrays.layer} answered within {wait_s:g} s; attached:"

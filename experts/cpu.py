@@ -92,8 +92,8 @@ class CpuClient:
         self._library.expert_client_take_routed(self.handle, rows.ctypes.data, activated.ctypes.data)
         return rows, activated
 
-    def apply(self, arrays: HostArrays, deadline_ns: int) -> None:
-        status = self._library.expert_apply(self.handle, *arrays, deadline_ns)
+    def apply(self, arrays: HostArrays, wait_ns: int) -> None:
+        status = self._library.expert_apply(self.handle, *arrays, wait_ns)
         if status == _LOST:
             raise ExpertsLost(f"No live replica of every expert of layer {arrays.layer} answered in time.")
         if status == _MEMORY:

@@ -13,6 +13,8 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+MOST_LAYERS = 4096
+
 
 class ConfigInvalid(ValueError):
     """config.json lacks a field, or holds a value that cannot be served; the text names it."""
@@ -263,6 +265,8 @@ class ExpertShape:
         if activation != "silu":
             raise ConfigInvalid(f"hidden_act is {activation!r}; the expert kernels compute 'silu' only.")
         depth = _count(config, "num_hidden_layers")
+        if depth > MOST_LAYERS:
+            raise ConfigInvalid(f"num_hidden_layers is {depth}; at most {MOST_LAYERS} are served.")
         layer_ids = _sparse_layers(config, family, depth)
         if not layer_ids:
             raise ConfigInvalid(

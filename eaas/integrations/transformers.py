@@ -21,13 +21,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from eaas import pool as pools
 from eaas.pool import START_S, ConnectFailed, Pool
 from experts.backend import ExpertsLost
-from experts.checkpoint import CheckpointInvalid
+from experts.checkpoint import Checkpoint, CheckpointInvalid
 from experts.model import ConfigInvalid, ExpertShape
 
 __all__ = ["ConnectFailed", "ExpertsLost", "NotConnected", "Pool", "connect", "load"]
@@ -175,9 +177,16 @@ def _expert_modules(model: PreTrainedModel, shape: ExpertShape) -> list[torch.nn
 def _fingerprint(model: PreTrainedModel, checkpoint: str | Path | None) -> str:
     """Of the folder that the model came from; empty where that is not known, or not whole."""
     named = str(checkpoint or model.config._name_or_path)
+    folder = Path(named)
+    if named and not folder.is_dir():
+        try:
+            cached = try_to_load_from_cache(named, "config.json")
+        except HFValidationError:
+            cached = None
+        folder = Path(cached).parent if isinstance(cached, str) else folder
     try:
         if named:
-            return pools.fingerprint_of(named)
+            return Checkpoint.open(folder).fingerprint
     except CheckpointInvalid as error:
         if checkpoint is not None:
             raise ConnectFailed(str(error)) from error

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+import eaas.beside  # noqa: F401
 from eaas.ops.chaos.cli import chaos_app
 from eaas.ops.credentials import certs, keys_app
 from eaas.ops.load.cli import load

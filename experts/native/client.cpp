@@ -410,23 +410,24 @@ bool run_on_team(ExpertClient* client, void (*run)(void*, uint32_t), void* arg) 
         void* arg;
         std::atomic<bool> fits{true};
     } region{client, run, arg};
+    // So much that no part of an uneven division is as large as a lane's.
+    constexpr int64_t SHARE = 4096;
     const auto on_thread = [](int64_t begin, int64_t end, void* argument) {
         Region& region = *static_cast<Region*>(argument);
-        // Every thread sees the same: parts are of equal size.
-        if (end - begin != 1) return region.fits.store(false);
+        if (end - begin != SHARE) return region.fits.store(false);
+        const uint32_t lane = uint32_t(begin / SHARE);
         static thread_local bool pinned = false;
-        const int32_t core = region.client->cores[begin];
-        if (!std::exchange(pinned, true) && core >= 0) {
+        const int32_t core = region.client->cores[lane];
+        if (core >= 0 && !std::exchange(pinned, true)) {
             cpu_set_t cores;
             CPU_ZERO(&cores);
             CPU_SET(core, &cores);
             // Where it may not be used, that only costs speed.
             sched_setaffinity(0, sizeof cores, &cores);
         }
-        region.run(region.arg, uint32_t(begin));
+        region.run(region.arg, lane);
     };
-    client->parallel_for(0, client->lanes, 1, on_thread, &region);
-    return region.fits.load();
+    return !client->parallel_for(0, client->lanes * SHARE, SHARE, on_thread, &region) && region.fits.load();
 }
 
 // By one thread, for all lanes.
@@ -485,7 +486,7 @@ bool stage_ids(ExpertClient* client, const void* ids, uint64_t at, uint64_t coun
 
 P2P_API int32_t expert_apply(ExpertClient* client, uint32_t layer, const void* rows, uint32_t rows_type, uint32_t n,
                              const void* ids, uint32_t id_bytes, const float* weights, void* out, uint32_t out_type,
-                             uint64_t deadline_ns) try {
+                             uint64_t wait_ns) try {
     const WireShape& shape = client->shape;
     const uint64_t hidden = shape.hidden, top_k = shape.top_k;
     const auto stage = id_bytes == 2   ? stage_ids<uint16_t>
@@ -511,7 +512,7 @@ P2P_API int32_t expert_apply(ExpertClient* client, uint32_t layer, const void* r
                 if (chosen[k] == EXPERTS_NO_EXPERT) staging.weights[row * top_k + k] = 0;
         }
         if (int32_t status = call_alone(client, layer, chunk, count, staging.ids.data(), staging.weights.data(), sums,
-                                        deadline_ns))
+                                        clock_ns() + wait_ns))
             return status;
     }
     if (out_type == 0)

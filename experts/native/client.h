@@ -117,7 +117,8 @@ P2P_API int32_t expert_client_step(ExpertClient* client, uint64_t now_ns);
 // client of several lanes brings an unpinned pool. One thread at a time. Sizes that were seen before allocate nothing.
 //   rows, out   n x hidden float32 (type 0) or bfloat16 (1); `out` is overwritten last, and may be `rows`
 //   ids         n x top_k integers of id_bytes 2, 4 or 8; -1 is no expert, and its weight is not read
+//   wait_ns     of each call, of at most max_tokens_per_call rows
 // A row that is not finite in the client's dtype is not sent: what comes of it is NaN. A sum is rounded once, to out's type.
 P2P_API int32_t expert_apply(ExpertClient* client, uint32_t layer, const void* rows, uint32_t rows_type, uint32_t n,
                              const void* ids, uint32_t id_bytes, const float* weights, void* out, uint32_t out_type,
-                             uint64_t deadline_ns);
+                             uint64_t wait_ns);

@@ -245,7 +245,7 @@ def test_threads_share_the_memberships_and_each_has_its_own_rows(cluster: LocalC
         with ThreadPoolExecutor(6) as threads:
             assert all(threads.map(ask, range(6)))
         # Two at once and no more: a third has no membership to call by.
-        with pool._turn() as one, pool._turn() as other:
+        with pool._turn(60.0) as one, pool._turn(60.0) as other:
             assert one is not other and one.client is not other.client
             third = threading.Thread(target=wanted[0].apply)
             third.start()
@@ -265,7 +265,7 @@ def test_threads_share_the_memberships_and_each_has_its_own_rows(cluster: LocalC
 def test_closing_waits_for_calls_that_run(cluster: LocalCluster) -> None:
     pool = connect(cluster.router_address)
     rows = Rows(pool, 3)
-    with pool._turn():
+    with pool._turn(60.0):
         closing, late = threading.Thread(target=pool.close), ThreadPoolExecutor(1).submit(rows.apply)
         closing.start()
         closing.join(0.1)
@@ -367,7 +367,7 @@ def test_a_package_of_somebody_else_that_is_there_already_is_named(elsewhere: Pa
     done = subprocess.run(python, cwd=elsewhere, env=paths, capture_output=True, text=True)
     assert done.returncode == 1
     assert f"ImportError: 'experts' was imported from {elsewhere}" in done.stderr
-    assert f"needs its own at {ROOT / 'experts'}. Import eaas first, or rename" in done.stderr
+    assert f"needs its own at {ROOT / 'experts'}. Import eaas.pool first, or rename" in done.stderr
 
 
 def test_importing_it_is_cheap_and_brings_no_torch() -> None:
