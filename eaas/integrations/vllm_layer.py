@@ -18,7 +18,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.version import __version__
 
-from eaas.integrations.vllm import PoolOptions, Refused, why_not
+from eaas.integrations.vllm_options import PoolOptions, Refused, why_not
 from eaas.pool import ConnectFailed, Dtype, ExpertShape, ExpertsLost, HostArrays, Pool, Threads, connect
 from experts.checkpoint import Checkpoint
 

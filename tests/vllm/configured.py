@@ -16,7 +16,7 @@ import vllm
 from vllm.config import CUDAGraphMode
 from vllm.engine.arg_utils import EngineArgs
 
-from eaas.integrations.vllm import PoolOptions, Refused, why_not
+from eaas.integrations.vllm_options import PoolOptions, Refused, why_not
 
 
 def refused(order: dict[str, Any]) -> str | None:

@@ -79,8 +79,10 @@ def write(family: str, folder: Path, dtype: torch.dtype = torch.float32, seed: i
 
 def tried() -> tuple[str, ...]:
     """Versions of vLLM that the plug-in says it was tried with, the newest last. It cannot be imported without vLLM."""
-    said = re.search(r"^TRIED = \((.*)\)$", (ROOT / "eaas/integrations/vllm.py").read_text(), re.MULTILINE)
-    assert said, "eaas/integrations/vllm.py does not say which versions it was tried with"
+    said = re.search(
+        r"^TRIED = \((.*)\)$", (ROOT / "eaas/integrations/vllm_options.py").read_text(), re.MULTILINE
+    )
+    assert said, "eaas/integrations/vllm_options.py does not say which versions it was tried with"
     return tuple(re.findall(r'"(.*?)"', said[1]))
 
 
