@@ -157,6 +157,7 @@ def generate(
     plugins: str | None = None,
     dtype: str = "float32",
     eager: bool = True,
+    at_once: int = 256,
 ) -> Made:
     """Greedy tokens and all logits of an engine that lives for this call.
 
@@ -164,10 +165,12 @@ def generate(
         cluster: The pool that computes its experts; None: it does so itself.
         plugins: Names of the plug-ins that it may load, "" for none; None: all that are installed.
         eager: False compiles the model, as vLLM does if not told otherwise.
+        at_once: Requests that it computes together, at most.
     """
     out = model / "made.npz"
     options = {} if cluster is None else {"additional_config": additional(cluster)}
     engine = dict(model=str(model), dtype=dtype, max_model_len=256, seed=0, enforce_eager=eager, **options)
+    engine["max_num_seqs"] = at_once
     order = {"engine": engine, "prompts": prompts, "tokens": tokens, "out": str(out)}
     done = subprocess.run(
         [environment(version) / "python", ROOT / "tests/vllm/engine.py"],
