@@ -31,8 +31,8 @@ def prompts(seed: int, count: int = COMPLETIONS) -> list[list[int]]:
 def test_a_pool_gives_stock_s_tokens_and_logits(family: str, version: str, tmp_path: Path) -> None:
     seed = time.time_ns() % 2**31
     folder, asked = write(family, tmp_path, seed=seed), prompts(seed)
-    # Of DeepSeek's kind, stock on a CPU gives other logits each time when it computes several requests together, so that
-    # it is a record of one at a time alone.
+    # Of DeepSeek's kind, stock on a CPU gave other logits each time when it computed several requests together, so
+    # that it is a record of one at a time alone.
     at_once = 1 if family == "DeepseekV3" else COMPLETIONS
     stock = generate(version, folder, asked, TOKENS, plugins="", at_once=at_once)
     with pool_of(folder) as cluster:
