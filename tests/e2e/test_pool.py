@@ -379,3 +379,35 @@ def test_importing_it_is_cheap_and_brings_no_torch() -> None:
             python, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
         )
         assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr + done.stdout
+
+
+ON_TEAM = """
+import ctypes, sys
+import numpy as np, torch
+from eaas.pool import Threads, connect
+router, lanes = sys.argv[1], int(sys.argv[2])
+torch.set_num_threads(lanes)
+library = ctypes.CDLL(f"{torch.__path__[0]}/lib/libtorch_cpu.so")
+address = ctypes.cast(library.torch_parallel_for, ctypes.c_void_p).value
+team = Threads(cores=(-1,) * lanes, parallel_for=address)
+with connect(router) as alone, connect(router, threads=team) as pool:
+    for n in (1, 2, 13):
+        hidden = torch.randn(n, pool.shape.hidden)
+        ids = torch.stack([torch.randperm(pool.shape.experts)[: pool.shape.top_k] for _ in range(n)])
+        weights = torch.rand(n, pool.shape.top_k)
+        for _ in range(20):
+            assert torch.equal(pool.apply(0, hidden, ids, weights), alone.apply(0, hidden, ids, weights))
+print("equal")
+"""
+
+
+@pytest.mark.parametrize("limit", [2, 99])
+@pytest.mark.parametrize("lanes", [2, 3])
+def test_a_program_s_own_threads_make_calls_however_many_there_are(
+    cluster: LocalCluster, lanes: int, limit: int
+) -> None:
+    """With fewer threads than lanes a loop's parts are uneven, and a lane that nobody runs would be waited for."""
+    paths = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_THREAD_LIMIT": str(limit)}
+    python = [sys.executable, "-c", ON_TEAM, cluster.router_address, str(lanes)]
+    done = subprocess.run(python, env=paths, capture_output=True, text=True, timeout=100)
+    assert done.stdout.strip() == "equal", done.stderr
