@@ -67,11 +67,9 @@ def compare(folder: str) -> None:
     """See that the checkpoint in a folder is the pool's. Raises Refused, CheckpointInvalid."""
     found = Checkpoint.open(folder).fingerprint
     if _pool is None or found != _pool.fingerprint:
-        known = (
-            f"{_pool.router} serves {_pool.fingerprint[:16]}" if _pool else "none: this model has no experts"
-        )
+        known = f"the pool at {_pool.router} serves {_pool.fingerprint[:16]}" if _pool else "it has no pool"
         raise Refused(
-            f"{folder} holds the checkpoint {found[:16]}; its pool is {known}. Start a pool from the same files."
+            f"{folder} holds the checkpoint {found[:16]}; {known}. Start a pool from the same files."
         )
 
 

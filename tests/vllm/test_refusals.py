@@ -96,7 +96,7 @@ def test_a_pool_that_is_not_this_model_s_ends_the_start_in_words(
             cluster.stop()
             words = f"ConnectFailed.*The expert pool at {cluster.router_address} cannot be joined: .+"
         else:
-            words = r"Refused: .+ holds the checkpoint \w+; its pool is .+ serves \w+\. Start a pool from the same"
+            words = r"Refused: .+ holds the checkpoint \w+; the pool at .+ serves \w+\. Start a pool from the same"
         server = started(newest, folder, tmp_path / "log", "--enforce-eager", cluster=cluster)
         try:
             assert server.process.wait(START_S) != 0
