@@ -182,6 +182,9 @@ def generate(
         timeout=START_S,
     )
     assert done.returncode == 0, _end(done.stdout)
+    # What computed the experts is not to be seen in what they gave.
+    asked = "Experts come from the pool at" in done.stdout
+    assert asked == (cluster is not None), _end(done.stdout)
     with np.load(out) as found:
         return Made(found["tokens"], found["logits"])
 
