@@ -75,7 +75,10 @@ class DecoderShape(ctypes.Structure):
     """struct DecoderShape of decoder.h."""
 
     _fields_ = [
-        *_fields(c_uint32, "hidden layers q_heads kv_heads head_dim vocab experts top_k dense_intermediate"),
+        *_fields(
+            c_uint32,
+            "hidden layers q_heads kv_heads head_dim vocab rope_pairs experts top_k dense_intermediate",
+        ),
         *_fields(
             c_uint32, "shared_intermediate shared_gate qk_norm gate_sigmoid gate_normalise groups groups_kept"
         ),

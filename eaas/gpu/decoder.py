@@ -256,6 +256,11 @@ class GpuDecoder:
                 f"Device {self.device} with TRITON_INTERPRET={int(INTERPRET)}: kernels run on cuda, or on cpu in the "
                 "interpreter. Change the one or the other."
             )
+        if len(spec.rope.inv_freq) * 2 != spec.head_dim:
+            raise DecoderError(
+                f"{spec.architecture} rotates a part of each head, which the GPU does not compute. Serve with "
+                "--device cpu."
+            )
         group = spec.q_heads // spec.kv_heads
         if group > QUERIES or spec.head_dim > 256 or block_tokens % 16 or spec.moe.experts > 4096:
             raise DecoderError(

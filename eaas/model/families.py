@@ -6,31 +6,34 @@ Every field is honored, known not to matter for serving, or refused; `unknown_fi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from eaas.model.spec import ModelSpec, MoeSpec, QkNorm, positive, rope_of
+from eaas.model.spec import ModelSpec, MoeSpec, QkNorm, Score, positive, rope_of
 from experts.model import ConfigInvalid, Dtype, ExpertShape, UnknownArchitecture
 
 # Read here, in rope.py or in experts.model.
 _HONORED = frozenset(
     {
         "architectures", "attention_bias", "clip_qkv", "decoder_sparse_step", "dtype", "eos_token_id",
-        "head_dim", "hidden_act", "hidden_size", "intermediate_size", "layer_types",
+        "first_k_dense_replace", "head_dim", "hidden_act", "hidden_size", "intermediate_size", "layer_types",
         "max_position_embeddings", "max_window_layers", "mlp_only_layers", "moe_intermediate_size",
-        "norm_topk_prob", "num_attention_heads", "num_experts", "num_experts_per_tok",
-        "num_hidden_layers", "num_key_value_heads", "num_local_experts", "partial_rotary_factor",
-        "qkv_bias", "quantization_config", "rms_norm_eps", "rope_parameters", "rope_scaling",
-        "rope_theta", "shared_expert_intermediate_size", "sliding_window", "tie_word_embeddings",
-        "torch_dtype", "use_sliding_window", "vocab_size",
+        "moe_layer_freq", "n_group", "n_routed_experts", "n_shared_experts", "norm_topk_prob",
+        "num_attention_heads", "num_experts", "num_experts_per_tok", "num_hidden_layers",
+        "num_key_value_heads", "num_local_experts", "partial_rotary_factor", "qkv_bias",
+        "quantization_config", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta",
+        "routed_scaling_factor", "scoring_func", "shared_expert_intermediate_size", "sliding_window",
+        "tie_word_embeddings", "topk_group", "topk_method", "torch_dtype", "use_qk_norm",
+        "use_sliding_window", "vocab_size",
     }
 )  # fmt: skip
-# Training, bookkeeping, or what the tokenizer and the generation defaults say better.
+# Training, bookkeeping, layers that guess further tokens, or what the tokenizer and the generation defaults say better.
 _WITHOUT_EFFECT = frozenset(
     {
-        "_name_or_path", "attention_dropout", "bos_token_id", "initializer_range", "model_type",
-        "output_attentions", "output_hidden_states", "output_router_logits", "pad_token_id",
-        "pretraining_tp", "return_dict", "router_aux_loss_coef", "router_jitter_noise",
+        "_name_or_path", "attention_dropout", "aux_loss_alpha", "bos_token_id", "ep_size", "initializer_range",
+        "model_type", "num_mtp_layers", "num_nextn_predict_layers", "output_attentions",
+        "output_hidden_states", "output_router_logits", "pad_token_id",
+        "pretraining_tp", "return_dict", "router_aux_loss_coef", "router_jitter_noise", "seq_aux",
         "transformers_version", "use_cache",
     }
 )  # fmt: skip
@@ -38,37 +41,61 @@ _WITHOUT_EFFECT = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What sets one architecture apart, with the defaults of its transformers config class."""
+    """What sets one architecture apart, with the defaults of its transformers config class.
 
-    gate: str  # tensor name inside a layer
+    Tensors are named as they are inside a layer. `only` holds values that are the only ones a field may have.
+    """
+
+    gate: str
+    correction: str = ""  # tensor that steers the choice of experts
+    score: Score = Score.SOFTMAX
+    norm_topk: bool = False
+    groups: tuple[int, int] | None = None  # honors n_group, topk_group and routed_scaling_factor
+    scaling_factor: float = 1.0
+    shared: str = ""  # prefix of the shared expert's tensors; as wide as n_shared_experts of the others,
+    shared_gate: str = ""  # or, where it has a gate, shared_expert_intermediate_size wide
+    shared_experts: int = 1
     qk_norm: QkNorm = QkNorm.NONE
+    qk_norm_switch: bool = False  # only if use_qk_norm
     eps: float = 1e-6
     max_model_len: int = 32768
     rope_theta: float = 10_000.0
     head_dim: bool = True  # honors head_dim
-    attention_bias: bool = False  # honors attention_bias, on all four projections
-    qkv_bias: bool = False  # honors qkv_bias, on three
+    rotated: float | None = None  # honors partial_rotary_factor
+    bias: str = ""  # field that gives queries, keys and values biases
+    biased: bool = False  # without that field
+    o_bias: bool = False  # and then the output projection has one, too
     clip_qkv: bool = False
     window: str = ""  # "": none, "all": every layer, "switch": every layer if use_sliding_window, "by_layer"
-    always_norm_topk: bool = False
-    dense_layers: bool = False  # honors decoder_sparse_step and mlp_only_layers
-    shared_expert: bool = False
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
+
+# Sigmoid scores, steered by a correction, and shared experts: DeepSeek-V3's gate.
+_CORRECTED = Family(
+    gate="mlp.gate.weight", correction="mlp.gate.e_score_correction_bias", score=Score.SIGMOID, norm_topk=True,
+    groups=(1, 1), shared="mlp.shared_experts.",
+    only={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
+)  # fmt: skip
 
 FAMILIES: Mapping[str, Family] = {
     "Qwen3MoeForCausalLM": Family(
-        gate="mlp.gate.weight", qk_norm=QkNorm.HEAD, attention_bias=True, window="switch", dense_layers=True
+        gate="mlp.gate.weight", qk_norm=QkNorm.HEAD, bias="attention_bias", o_bias=True, window="switch"
     ),
     "Qwen2MoeForCausalLM": Family(
-        gate="mlp.gate.weight", qkv_bias=True, window="by_layer", dense_layers=True, shared_expert=True
+        gate="mlp.gate.weight", bias="qkv_bias", biased=True, window="by_layer", shared="mlp.shared_expert.",
+        shared_gate="mlp.shared_expert_gate.weight",
     ),
     "OlmoeForCausalLM": Family(
         gate="mlp.gate.weight", qk_norm=QkNorm.FULL, eps=1e-5, max_model_len=4096, head_dim=False,
-        attention_bias=True, clip_qkv=True,
+        bias="attention_bias", o_bias=True, clip_qkv=True,
     ),
     "MixtralForCausalLM": Family(
         gate="block_sparse_moe.gate.weight", eps=1e-5, max_model_len=131072, rope_theta=1e6, window="all",
-        always_norm_topk=True,
+        norm_topk=True, only={"norm_topk_prob": (True,)},
+    ),
+    "Glm4MoeForCausalLM": replace(
+        _CORRECTED, qk_norm=QkNorm.HEAD, qk_norm_switch=True, eps=1e-5, max_model_len=131072, rotated=0.5,
+        bias="attention_bias",
     ),
 }  # fmt: skip
 
@@ -97,6 +124,12 @@ def spec_of(config: Mapping[str, Any], generation: Mapping[str, Any] | None = No
         raise ConfigInvalid(
             f"The checkpoint is quantized ({method}); bfloat16, float16 or float32 weights are needed."
         )
+    for name, values in family.only.items():
+        if config.get(name) not in (None, *values):
+            raise ConfigInvalid(
+                f"config.json: {name} is {config[name]!r}; {shape.architecture} is served with "
+                f"{' or '.join(map(repr, values))}."
+            )
     layers, hidden = _count(config, "num_hidden_layers"), shape.hidden
     q_heads = _count(config, "num_attention_heads")
     kv_heads = q_heads if config.get("num_key_value_heads") is None else _count(config, "num_key_value_heads")
@@ -104,8 +137,8 @@ def spec_of(config: Mapping[str, Any], generation: Mapping[str, Any] | None = No
     max_model_len = _count(config, "max_position_embeddings", family.max_model_len)
     vocab = _count(config, "vocab_size")
     dense = frozenset(range(layers)) - frozenset(shape.layer_ids)
-    shared = _count(config, "shared_expert_intermediate_size", 5632) if family.shared_expert else 0
-    every_bias = family.attention_bias and _flag(config, "attention_bias", False)
+    biased = bool(family.bias) and _flag(config, family.bias, family.biased)
+    normed = not family.qk_norm_switch or _flag(config, "use_qk_norm", False)
     return ModelSpec(
         architecture=shape.architecture,
         hidden=hidden,
@@ -116,25 +149,49 @@ def spec_of(config: Mapping[str, Any], generation: Mapping[str, Any] | None = No
         vocab=vocab,
         intermediate=_count(config, "intermediate_size") if dense else 0,
         eps=positive(config, "rms_norm_eps", family.eps),
-        rope=rope_of(config, head_dim, max_model_len, family.rope_theta),
+        rope=rope_of(config, head_dim, max_model_len, family.rope_theta, family.rotated),
         max_model_len=max_model_len,
-        qk_norm=family.qk_norm,
-        qkv_bias=every_bias or (family.qkv_bias and _flag(config, "qkv_bias", True)),
-        o_bias=every_bias,
+        qk_norm=family.qk_norm if normed else QkNorm.NONE,
+        qkv_bias=biased,
+        o_bias=biased and family.o_bias,
         clip_qkv=positive(config, "clip_qkv", 0.0) if family.clip_qkv else 0.0,
         sliding_window=_windows(config, family, layers, max_model_len),
         tie_embeddings=_flag(config, "tie_word_embeddings", False),
         dtype=Dtype.resolve("auto", config),
-        moe=MoeSpec(
-            experts=shape.experts,
-            top_k=shape.top_k,
-            expert_intermediate=shape.intermediate,
-            norm_topk=family.always_norm_topk or _flag(config, "norm_topk_prob", False),
-            dense_layers=dense,
-            shared_intermediate=shared,
-            shared_gate=bool(shared),
-        ),
+        moe=_moe_spec(config, family, shape, dense),
         eos_ids=_eos_ids(config, generation, vocab),
+    )
+
+
+def _moe_spec(
+    config: Mapping[str, Any], family: Family, shape: ExpertShape, dense: frozenset[int]
+) -> MoeSpec:
+    groups, kept, scaling = (1, 1, 1.0)
+    if family.groups:
+        scaling = positive(config, "routed_scaling_factor", family.scaling_factor)
+        if config.get("topk_method", family.only.get("topk_method", ("",))[0]) != "greedy":
+            groups, kept = (
+                _count(config, name, default)
+                for name, default in zip(("n_group", "topk_group"), family.groups, strict=True)
+            )
+    shared = 0
+    if family.shared_gate:
+        shared = _count(config, "shared_expert_intermediate_size", 5632)
+    elif family.shared:
+        shared = _count(config, "n_shared_experts", family.shared_experts) * shape.intermediate
+    return MoeSpec(
+        experts=shape.experts,
+        top_k=shape.top_k,
+        expert_intermediate=shape.intermediate,
+        norm_topk=_flag(config, "norm_topk_prob", family.norm_topk),
+        score=family.score,
+        correction_bias=bool(family.correction),
+        groups=groups,
+        groups_topk=kept,
+        scaling_factor=scaling,
+        dense_layers=dense,
+        shared_intermediate=shared,
+        shared_gate=bool(family.shared_gate),
     )
 
 
@@ -201,15 +258,14 @@ def _attention(spec: ModelSpec) -> _Parts:
 
 
 def _moe(spec: ModelSpec) -> _Parts:
-    hidden, moe = spec.hidden, spec.moe
-    gate = FAMILIES[spec.architecture].gate
-    parts: _Parts = {"gate": (gate, (moe.experts, hidden))}
+    hidden, moe, family = spec.hidden, spec.moe, FAMILIES[spec.architecture]
+    parts: _Parts = {"gate": (family.gate, (moe.experts, hidden))}
     if moe.correction_bias:
-        parts["gate_bias"] = (gate.replace(".weight", ".e_score_correction_bias"), (moe.experts,))
+        parts["gate_bias"] = (family.correction, (moe.experts,))
     if moe.shared_intermediate:
-        parts |= _mlp("shared_", "mlp.shared_expert.", hidden, moe.shared_intermediate)
+        parts |= _mlp("shared_", family.shared, hidden, moe.shared_intermediate)
         if moe.shared_gate:
-            parts["shared_gate"] = ("mlp.shared_expert_gate.weight", (1, hidden))
+            parts["shared_gate"] = (family.shared_gate, (1, hidden))
     return parts
 
 

@@ -34,7 +34,7 @@ _CHUNK = 1 << 20  # weights drawn at a time; a multiple of 8, so that chunks do 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Sizes of a model; `shared` is the inner size of qwen2_moe's shared expert."""
+    """Sizes of a model; `shared` is the inner size of qwen2_moe's shared expert, elsewhere it is one expert's."""
 
     hidden: int
     layers: int
@@ -72,6 +72,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "olmoe": "OlmoeForCausalLM",
     "mixtral": "MixtralForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
 }
 
 
@@ -87,7 +88,7 @@ def make_model(
 
     Args:
         shape: "tiny", "S" or "L"; embeddings are tied.
-        arch: "qwen3_moe", "qwen2_moe", "olmoe" or "mixtral".
+        arch: One of ARCHITECTURES.
         out: Folder to write; files of the same names are replaced.
         seed: Same seed, same bytes, on every machine.
         dtype: "bfloat16" or "float32".
@@ -141,7 +142,7 @@ def make_config(shape: Shape, arch: str, dtype: str) -> dict[str, Any]:
         "hidden_act": "silu",
         "max_position_embeddings": shape.max_model_len,
         "initializer_range": 0.02,
-        "rms_norm_eps": 1e-5 if arch in ("mixtral", "olmoe") else 1e-6,
+        "rms_norm_eps": 1e-5 if arch in ("mixtral", "olmoe", "glm4_moe") else 1e-6,
         "rope_theta": 1e6 if arch == "mixtral" else 10_000.0,
         "tie_word_embeddings": True,
         "use_cache": True,
@@ -158,6 +159,17 @@ def make_config(shape: Shape, arch: str, dtype: str) -> dict[str, Any]:
             "head_dim": shape.head_dim,
             "sliding_window": None,
         }
+    if arch == "glm4_moe":
+        return (
+            config
+            | _corrected(shape)
+            | {
+                "head_dim": shape.head_dim,
+                "attention_bias": True,
+                "partial_rotary_factor": 0.5,
+                "use_qk_norm": True,
+            }
+        )
     config |= {"num_experts": shape.experts, "norm_topk_prob": arch == "qwen3_moe"}
     if arch == "olmoe":
         return config | {"intermediate_size": shape.intermediate, "attention_bias": False, "clip_qkv": None}
@@ -171,6 +183,21 @@ def make_config(shape: Shape, arch: str, dtype: str) -> dict[str, Any]:
     if arch == "qwen2_moe":
         return config | {"shared_expert_intermediate_size": shape.shared, "qkv_bias": True}
     return config | {"head_dim": shape.head_dim, "attention_bias": False}
+
+
+def _corrected(shape: Shape) -> dict[str, Any]:
+    """A gate of sigmoid scores with a correction, one shared expert, and a dense layer first."""
+    return {
+        "n_routed_experts": shape.experts,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": shape.intermediate,
+        "intermediate_size": shape.intermediate * shape.top_k,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5,
+    }
 
 
 def byte_tokenizer(vocab: int) -> dict[str, Any]:

@@ -35,12 +35,13 @@ class Score(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """Position p turns the pair (x[i], x[i + head_dim / 2]) by the angle p * inv_freq[i].
+    """Position p turns the pair (x[i], x[i + n]) of a head by the angle p * inv_freq[i], for i below n = len(inv_freq).
 
     Attributes:
         kind: One of ROPE_TYPES.
         theta: Base of the wavelengths.
-        inv_freq: head_dim / 2 values, each exactly a float32; radians per position.
+        inv_freq: At most head_dim / 2 values, each exactly a float32; radians per position. Where they are fewer, the
+            rest of the head stays as it is.
         attention_factor: Multiplies both cosine and sine.
     """
 
@@ -147,9 +148,10 @@ class ModelSpec:
             raise ConfigInvalid(
                 f"{self.q_heads} query heads cannot share {self.kv_heads} key-value heads evenly."
             )
-        if self.head_dim % 2 or len(self.rope.inv_freq) != self.head_dim // 2:
+        if self.head_dim % 2 or not 0 < len(self.rope.inv_freq) <= self.head_dim // 2:
             raise ConfigInvalid(
-                f"Heads of {self.head_dim} with {len(self.rope.inv_freq)} rope frequencies; half is needed."
+                f"Heads of {self.head_dim} with {len(self.rope.inv_freq)} rope frequencies; an even size and at most"
+                " half as many are needed."
             )
         if len(self.sliding_window) != self.layers:
             raise ConfigInvalid(
@@ -193,8 +195,18 @@ class ModelSpec:
         return self.kv_heads * self.head_dim
 
 
-def rope_of(config: Mapping[str, Any], head_dim: int, max_model_len: int, default_theta: float) -> Rope:
+def rope_of(
+    config: Mapping[str, Any],
+    head_dim: int,
+    max_model_len: int,
+    default_theta: float,
+    share: float | None = None,
+) -> Rope:
     """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before).
+
+    Args:
+        share: Part of each head that is rotated where partial_rotary_factor does not say; None: the family has whole
+            heads only.
 
     Raises:
         ConfigInvalid: a type that is not served, or a parameter that is missing or makes no sense.
@@ -214,18 +226,20 @@ def rope_of(config: Mapping[str, Any], head_dim: int, max_model_len: int, defaul
         raise ConfigInvalid(
             f"config.json: rope type {kind!r} is not served. Known are {', '.join(ROPE_TYPES)}."
         )
-    for fields in (scaling, config):
-        if fields.get("partial_rotary_factor") not in (None, 1, 1.0):
-            share = fields["partial_rotary_factor"]
-            raise ConfigInvalid(
-                f"config.json: partial_rotary_factor is {share!r}; only whole heads are rotated (1.0)."
-            )
+    given_share = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    given_share = (share or 1.0) if given_share is None else given_share
+    if not _is_number(given_share) or not 0 < given_share <= 1 or (share is None and given_share != 1):
+        raise ConfigInvalid(
+            f"config.json: partial_rotary_factor is {given_share!r}; this family has "
+            f"{'whole heads rotated (1.0)' if share is None else 'a part above 0, up to 1'}."
+        )
+    size = int(head_dim * given_share)
     theta = scaling.get("rope_theta")
     theta = config.get("rope_theta") if theta is None else theta
     theta = default_theta if theta is None else theta
     if not _is_number(theta) or theta <= 1:
         raise ConfigInvalid(f"config.json: rope_theta is {theta!r}; a number above 1 is needed.")
-    inv_freq = [float(theta) ** (-2 * i / head_dim) for i in range(head_dim // 2)]
+    inv_freq = [float(theta) ** (-2 * i / size) for i in range(size // 2)]
     attention_factor = 1.0
     if kind == "linear":
         factor = _number(scaling, "factor", source)

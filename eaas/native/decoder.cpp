@@ -35,7 +35,7 @@ namespace {
 bool shape_is_sound(const DecoderShape& s) {
     const bool sizes = s.hidden && s.layers && s.q_heads && s.kv_heads && s.head_dim && s.vocab &&
                        s.max_rows && s.kv_blocks && s.max_positions && s.q_heads % s.kv_heads == 0 &&
-                       s.head_dim % 2 == 0 && s.head_dim <= kMaxHeadDim && s.block_tokens &&
+                       s.head_dim % 2 == 0 && s.head_dim <= kMaxHeadDim && s.rope_pairs <= s.head_dim / 2 && s.block_tokens &&
                        s.block_tokens % kSubtile == 0 && s.hidden <= (1u << 20) && s.vocab <= (1u << 28) &&
                        s.max_rows <= (1u << 20);
     const bool gate = s.experts <= kMaxExperts && s.top_k <= s.experts && (s.experts == 0 || s.top_k > 0);
@@ -113,8 +113,8 @@ void lay_out(Decoder& d, Arena& arena) {
     for (Layer& layer : d.layers) lay_out_layer(d, layer, arena);
     d.head = take_packed(arena, s.dtype, s.vocab, s.hidden);
     d.final_norm = arena.take<float>(s.hidden);
-    d.cosines = arena.take<float>(static_cast<uint64_t>(s.max_positions) * (s.head_dim / 2));
-    d.sines = arena.take<float>(static_cast<uint64_t>(s.max_positions) * (s.head_dim / 2));
+    d.cosines = arena.take<float>(static_cast<uint64_t>(s.max_positions) * s.rope_pairs);
+    d.sines = arena.take<float>(static_cast<uint64_t>(s.max_positions) * s.rope_pairs);
     lay_out_scratch(d, arena);
     for (Layer& layer : d.layers) layer.cache = arena.take(s.kv_blocks * d.block_bytes);
 }
@@ -201,7 +201,7 @@ Decoder* decoder_new(const DecoderShape* shape, const int32_t* moe_layers, const
     d->head_bytes = shape->block_tokens / eaas::kSubtile * subtile_bytes;
     d->block_bytes = shape->kv_heads * d->head_bytes;
     if (!d->arena.build([&](eaas::Arena& arena) { eaas::lay_out(*d, arena); })) return nullptr;
-    const uint64_t angles = static_cast<uint64_t>(shape->max_positions) * (shape->head_dim / 2);
+    const uint64_t angles = static_cast<uint64_t>(shape->max_positions) * shape->rope_pairs;
     std::memcpy(d->cosines, cosines, angles * sizeof(float));
     std::memcpy(d->sines, sines, angles * sizeof(float));
     d->pool = p2p_lanes_new(lanes, cores);

@@ -29,6 +29,7 @@ enum { DECODER_NORM_NONE = 0, DECODER_NORM_HEAD = 1, DECODER_NORM_FULL = 2 };
 
 struct DecoderShape {
     uint32_t hidden, layers, q_heads, kv_heads, head_dim, vocab;
+    uint32_t rope_pairs;  // (i, i + rope_pairs) of a head are rotated, at most head_dim / 2
     uint32_t experts, top_k;
     uint32_t dense_intermediate;   // 0: no dense layer
     uint32_t shared_intermediate;  // 0: no shared experts
@@ -57,7 +58,7 @@ enum DecoderRole {
 };
 
 // moe_layers: per layer its number among MoE layers, or -1: dense. windows: per layer the sliding window in
-// positions, or 0. cosines, sines: [max_positions][head_dim / 2]. cores: per lane, -1: unpinned.
+// positions, or 0. cosines, sines: [max_positions][rope_pairs]. cores: per lane, -1: unpinned.
 // Null, with *error: DECODER_E_SHAPE or DECODER_E_MEMORY.
 P2P_API Decoder* decoder_new(const DecoderShape* shape, const int32_t* moe_layers, const uint32_t* windows,
                              const float* cosines, const float* sines, uint32_t lanes, const int32_t* cores,

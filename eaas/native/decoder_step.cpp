@@ -147,10 +147,10 @@ void prepare(const Lane& lane, const Layer& layer, uint32_t row, uint32_t head0,
         clip(v, count * dim, s.clip_qkv);
     }
     const uint32_t position = static_cast<uint32_t>(lane.plan.positions[row]);
-    const float* cosines = d.cosines + static_cast<uint64_t>(position) * (dim / 2);
-    const float* sines = d.sines + static_cast<uint64_t>(position) * (dim / 2);
+    const float* cosines = d.cosines + static_cast<uint64_t>(position) * s.rope_pairs;
+    const float* sines = d.sines + static_cast<uint64_t>(position) * s.rope_pairs;
     for (uint32_t h = 0; h < count * queries; ++h) {
-        d.ops->rope(q + h * dim, cosines, sines, dim / 2);
+        d.ops->rope(q + h * dim, cosines, sines, s.rope_pairs);
         for (uint32_t i = 0; i < dim; ++i) q[h * dim + i] *= d.query_scale;
     }
     const int32_t* table =
@@ -158,7 +158,7 @@ void prepare(const Lane& lane, const Layer& layer, uint32_t row, uint32_t head0,
     uint8_t* block = layer.cache + static_cast<uint64_t>(table[position / s.block_tokens]) * d.block_bytes +
                      position % s.block_tokens / kSubtile * (subtile_elements(dim) * d.element_bytes());
     for (uint32_t h = 0; h < count; ++h) {
-        d.ops->rope(k + h * dim, cosines, sines, dim / 2);
+        d.ops->rope(k + h * dim, cosines, sines, s.rope_pairs);
         d.ops->store_kv(s.dtype, block + (head0 + h) * d.head_bytes, position % kSubtile, dim, k + h * dim,
                         v + h * dim);
     }

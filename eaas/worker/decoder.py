@@ -305,6 +305,7 @@ class Decoder:
             kv_heads=spec.kv_heads,
             head_dim=spec.head_dim,
             vocab=spec.vocab,
+            rope_pairs=len(spec.rope.inv_freq),
             experts=moe.experts,
             top_k=moe.top_k,
             dense_intermediate=spec.intermediate if moe.dense_layers else 0,
@@ -400,7 +401,7 @@ class Decoder:
 
 
 def rope_tables(spec: ModelSpec, positions: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cosines and sines, float32 [positions, head_dim / 2], attention factor included.
+    """Cosines and sines, float32 [positions, len(inv_freq)], attention factor included.
 
     Angles are rounded to float32, as transformers rounds them; cosines are computed in double precision.
     """

@@ -80,7 +80,7 @@ class ModelMath:
         """Queries [q_heads, n, head_dim], keys and values [kv_heads, n, head_dim] of normed rows.
 
         Args:
-            cosines, sines: [n, head_dim / 2], of the rows' positions.
+            cosines, sines: [n, pairs], of the rows' positions.
         """
         spec, n = self.spec, len(h)
         q, k, v = (self._project(h, f"{layer}.{role}") for role in "qkv")
@@ -192,8 +192,9 @@ def ffn(h: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
 
 
 def _rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    low, high = x.chunk(2, -1)
-    return torch.cat((low * cosines - high * sines, high * cosines + low * sines), -1)
+    pairs = cosines.shape[-1]
+    low, high, rest = x.split((pairs, pairs, x.shape[-1] - 2 * pairs), -1)
+    return torch.cat((low * cosines - high * sines, high * cosines + low * sines, rest), -1)
 
 
 def choose_experts(moe: MoeSpec, logits: Tensor, correction: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -34,8 +34,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("olmoe", {}),
     "olmoe-clip": ("olmoe", {"clip_qkv": 0.5, "num_key_value_heads": 4}),
     "mixtral": ("mixtral", {}),
+    "glm4_moe": ("glm4_moe", {}),
+    "glm4_moe-groups": (
+        "glm4_moe",
+        {"n_group": 4, "topk_group": 2, "n_shared_experts": 2, "first_k_dense_replace": 2, "use_qk_norm": False,
+         "attention_bias": False, "partial_rotary_factor": 0.25, "routed_scaling_factor": 2.5},
+    ),
     "mixtral-window-untied": ("mixtral", {"sliding_window": 7, "tie_word_embeddings": False, "head_dim": 32}),
-}
+}  # fmt: skip
 
 
 def theirs(folder: Path, tokens: Sequence[int]) -> np.ndarray:

@@ -43,7 +43,8 @@ def test_fields_left_out_take_the_defaults_of_transformers() -> None:
 
     left_out = (
         "rms_norm_eps", "rope_theta", "max_position_embeddings", "tie_word_embeddings", "norm_topk_prob",
-        "qkv_bias", "shared_expert_intermediate_size", "num_key_value_heads", "head_dim",
+        "qkv_bias", "shared_expert_intermediate_size", "num_key_value_heads", "head_dim", "attention_bias",
+        "use_qk_norm", "partial_rotary_factor", "n_group", "topk_group", "routed_scaling_factor", "n_shared_experts",
     )  # fmt: skip
     for arch in ARCHITECTURES:
         short = {name: value for name, value in config(arch).items() if name not in left_out}
@@ -54,8 +55,19 @@ def test_fields_left_out_take_the_defaults_of_transformers() -> None:
         assert spec.tie_embeddings == theirs.tie_word_embeddings, arch
         assert spec.rope.theta == theirs.rope_parameters["rope_theta"], arch
         assert spec.moe.norm_topk == (arch == "mixtral" or theirs.norm_topk_prob), arch
-        assert spec.qkv_bias == getattr(theirs, "qkv_bias", False), arch
-        assert spec.moe.shared_intermediate == getattr(theirs, "shared_expert_intermediate_size", 0), arch
+        assert spec.qkv_bias == getattr(theirs, "qkv_bias", getattr(theirs, "attention_bias", False)), arch
+        shared = getattr(theirs, "n_shared_experts", 0) * spec.moe.expert_intermediate
+        assert spec.moe.shared_intermediate == getattr(theirs, "shared_expert_intermediate_size", shared), (
+            arch
+        )
+        assert (spec.qk_norm is not QkNorm.NONE) == getattr(
+            theirs, "use_qk_norm", spec.qk_norm is not QkNorm.NONE
+        )
+        rotated = theirs.rope_parameters.get("partial_rotary_factor", 1)
+        assert 2 * len(spec.rope.inv_freq) == rotated * spec.head_dim, arch
+        groups = (getattr(theirs, "n_group", 1), getattr(theirs, "topk_group", 1))
+        assert (spec.moe.groups, spec.moe.groups_topk) == groups, arch
+        assert spec.moe.scaling_factor == getattr(theirs, "routed_scaling_factor", 1.0), arch
 
 
 @pytest.mark.parametrize(
@@ -117,7 +129,7 @@ def test_dense_layers_are_those_outside_the_sparse_step() -> None:
         ({"quantization_config": {"quant_method": "gptq"}}, "quantized \\(gptq\\)"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope type 'longrope'.*llama3"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor None"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5.*whole heads"),
         ({"num_key_value_heads": 3}, "4 query heads cannot share 3"),
         ({"num_experts_per_tok": 9}, "9.* 8 experts"),
         ({"vocab_size": 0}, "vocab_size is 0"),
@@ -134,6 +146,17 @@ def test_dense_layers_are_those_outside_the_sparse_step() -> None:
 def test_what_cannot_be_served_is_refused_in_clear_words(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigInvalid, match=words):
         spec_of(config(**fields))
+
+
+def test_a_gate_of_another_kind_than_the_familys_is_refused() -> None:
+    for fields, words in (
+        ({"scoring_func": "softmax"}, "scoring_func is 'softmax'.*'sigmoid'"),
+        ({"topk_method": "greedy"}, "topk_method is 'greedy'"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5"),
+        ({"n_group": 3}, "8 experts, 3 groups"),
+    ):
+        with pytest.raises(ConfigInvalid, match=words):
+            spec_of(config("glm4_moe", **fields))
 
 
 def test_an_unknown_architecture_has_its_own_error() -> None:
