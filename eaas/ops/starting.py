@@ -10,12 +10,20 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from eaas import native
 from eaas.cluster.config import ClusterConfig, PoolConfig
@@ -27,11 +35,13 @@ from eaas.model.loader import DEMO, resolve_model
 from eaas.model.tokenizer import Tokenizer, TokenizerInvalid
 from eaas.ops.load.client import Client, Endpoint
 from eaas.ops.load.record import StreamRecord
-from eaas.ops.terminal import console, failing_on, table
+from eaas.ops.terminal import console, failing_on, say, table
 from experts.checkpoint import Checkpoint, CheckpointInvalid
+from experts.manifest import PackLayout
 from experts.model import ConfigInvalid, Dtype, ExpertShape
 from experts.native import IsaUnavailable
-from experts.pack import PackedExperts, PackUnavailable
+from experts.pack import PackedExperts, PackUnavailable, layout_of
+from experts.pack import Progress as Packing
 from p2p.native import NativeMissing
 from router.tls import CredentialsInvalid
 from router.view import CLIENT
@@ -42,6 +52,7 @@ START_ERRORS = (StartFailed, StateDirUnusable, CredentialsInvalid, ValueError)
 _PROMPT = "ROMEO:\n"
 _REPLACEMENT_LIMIT_S = 30.0
 _ANSWER_LIMIT_S = 120.0
+_LINE_EVERY_S = 10.0
 
 
 def with_model(config: ClusterConfig) -> ClusterConfig:
@@ -53,28 +64,51 @@ def with_model(config: ClusterConfig) -> ClusterConfig:
 
 
 def pack_experts(model: Path, dtype: str) -> ExpertShape:
-    """Pack a model's experts, with a progress bar, so that every expert server of this host maps the same file.
+    """Pack a model's experts, saying how far it is, so that every expert server of this host maps the same file.
 
     Raises: one of PACK_ERRORS, before any process has started.
     """
     checkpoint = Checkpoint.open(model)
     shape = ExpertShape.from_config(checkpoint.config)
-    with Progress(
-        TextColumn("packing experts"), BarColumn(), TaskProgressColumn(), transient=True
-    ) as progress:
-        task = progress.add_task("pack", total=None)
-        PackedExperts.open(
-            checkpoint,
-            shape,
-            Dtype.resolve(dtype, checkpoint.config),
-            progress=lambda done, total: progress.update(task, completed=done, total=total),
-        )
+    stored = Dtype.resolve(dtype, checkpoint.config)
+    with _packing(layout_of(shape, stored, checkpoint.fingerprint)) as progress:
+        PackedExperts.open(checkpoint, shape, stored, progress=progress)
     return shape
 
 
+@contextmanager
+def _packing(layout: PackLayout) -> Iterator[Packing]:
+    """What shows packing: a bar on a terminal, a line now and then in a log."""
+    began_s = said_s = time.monotonic()
+    whole = layout.count * layout.blob_bytes
+
+    def line(done: int, total: int) -> None:
+        nonlocal said_s
+        now_s, ready = time.monotonic(), done * layout.blob_bytes
+        if now_s - said_s >= _LINE_EVERY_S:
+            said_s, rate = now_s, ready / (now_s - began_s)
+            say(
+                f"packing experts: {done} of {total}, {ready / 1e9:.1f} of {whole / 1e9:.1f} GB, {rate / 1e6:.0f} MB/s,"
+                f" {(whole - ready) / rate:.0f} s left"
+            )
+
+    if not console.is_terminal:
+        yield line
+        return
+    columns = (
+        *(TextColumn("packing experts {task.description}"), BarColumn(), DownloadColumn()),
+        *(TransferSpeedColumn(), TimeRemainingColumn()),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(f"0 of {layout.count}", total=whole)
+        yield lambda done, total: bar.update(
+            task, completed=done * layout.blob_bytes, description=f"{done} of {total}"
+        )
+
+
 def prepare_model(model: Path, dtype: str) -> None:
-    """Find what is wrong with a model before any process starts, and pack its experts once, with a progress bar, so
-    that every expert server of the host maps the same file.
+    """Find what is wrong with a model before any process starts, and pack its experts once, so that every expert
+    server of the host maps the same file.
     """
     with failing_on(*PACK_ERRORS, TokenizerInvalid):
         # Here too, though others compute: what is wrong with it is said before any of them starts.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import mmap
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -64,3 +67,16 @@ def write_model(root: Path, config: Mapping[str, object] | None = None, seed: in
     tensors = expert_tensors(ExpertShape.from_config(config), seed)
     (root / "model.safetensors").write_bytes(safetensors_bytes(tensors))
     return root
+
+
+def resident(file: Path) -> np.ndarray:
+    """For each page of a file whether the kernel holds it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+    size = file.stat().st_size
+    pages = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
+    with file.open("r+b") as data, mmap.mmap(data.fileno(), size, access=mmap.ACCESS_COPY) as mapped:
+        start = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+        failed = libc.mincore(start, size, pages.ctypes.data)
+    assert not failed, os.strerror(ctypes.get_errno())
+    return pages & 1

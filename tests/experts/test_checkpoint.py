@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import mmap
+import os
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 
 from experts.checkpoint import Checkpoint, CheckpointInvalid
-from tests.experts.checkpoint_files import file_bytes, safetensors_bytes, write_model
+from tests.experts.checkpoint_files import file_bytes, resident, safetensors_bytes, write_model
 
 TENSORS = {
     "a": np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -218,3 +220,18 @@ def test_the_fingerprint_changes_with_config_header_and_first_bytes_only(tmp_pat
     config = tmp_path / "same" / "config.json"
     config.write_text(config.read_text() + "\n")
     assert base != Checkpoint.open(tmp_path / "same").fingerprint
+
+
+def test_the_fingerprint_reads_a_page_of_each_tensor(tmp_path: Path) -> None:
+    tensors = {str(number): np.full(4 << 20, number, np.uint8) for number in range(8)}
+    path = model(tmp_path, safetensors_bytes(tensors)) / "model.safetensors"
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if resident(path).any():
+        pytest.skip("needs a file system that lets go of pages, found one that holds them")
+    checkpoint = Checkpoint.open(tmp_path)
+    opened = resident(path).sum()
+    assert len(checkpoint.fingerprint) == 64
+    # A sample may lie across two pages, and file systems cache in folios of a few.
+    assert resident(path).sum() - opened <= len(tensors) * (64 << 10) // mmap.PAGESIZE

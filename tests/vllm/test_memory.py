@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import mmap
 import os
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 
 from eaas.model.make_model import make_model
+from tests.experts.checkpoint_files import resident
 from tests.vllm.servers import Server, pool_of, serving, stream
 
 pytestmark = [pytest.mark.alone, pytest.mark.full(seconds=150), pytest.mark.timeout(900)]
@@ -31,19 +31,6 @@ def experts_of(file: Path) -> list[tuple[int, int]]:
         header = json.loads(data.read(length))
     offsets = [tensor["data_offsets"] for name, tensor in header.items() if ".experts." in name]
     return [(8 + length + begin, 8 + length + end) for begin, end in offsets]
-
-
-def resident(file: Path) -> np.ndarray:
-    """For each page of a file whether the kernel holds it."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
-    size = file.stat().st_size
-    pages = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
-    with file.open("r+b") as data, mmap.mmap(data.fileno(), size, access=mmap.ACCESS_COPY) as mapped:
-        start = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
-        failed = libc.mincore(start, size, pages.ctypes.data)
-    assert not failed, os.strerror(ctypes.get_errno())
-    return pages & 1
 
 
 def held(file: Path) -> float:

@@ -1,0 +1,58 @@
+"""While experts are packed, a terminal and a log show how far it is; a checkpoint that is cut short is named."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from eaas.model.make_model import make_model
+from eaas.ops import starting, terminal
+from experts import pack
+
+
+@pytest.fixture
+def printed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> io.StringIO:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return io.StringIO()
+
+
+def test_a_log_gets_lines_with_experts_bytes_rate_and_time_left(
+    printed: io.StringIO, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    console = Console(file=printed, width=200)
+    for module in (starting, terminal):
+        monkeypatch.setattr(module, "console", console)
+    monkeypatch.setattr(starting, "_LINE_EVERY_S", 0.0)
+    starting.pack_experts(make_model("tiny", "qwen3_moe", tmp_path / "m", seed=0), "auto")
+    lines = printed.getvalue().splitlines()
+    count = len(lines)
+    assert count > 1 and "\x1b" not in printed.getvalue()
+    for number, line in enumerate(lines, start=1):
+        assert line.startswith(f"packing experts: {number} of {count}, ")
+        assert " GB, " in line and " MB/s, " in line and line.endswith(" s left")
+    assert lines[-1].endswith(" 0 s left")
+
+
+def test_a_terminal_gets_a_bar(printed: io.StringIO, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    console = Console(file=printed, width=120, force_terminal=True)
+    monkeypatch.setattr(starting, "console", console)
+    folder = make_model("tiny", "qwen3_moe", tmp_path / "m", seed=0)
+    starting.pack_experts(folder, "auto")
+    assert "packing experts" in printed.getvalue() and "/s" in printed.getvalue()
+
+
+def test_a_truncated_shard_is_named_before_anything_starts(
+    printed: io.StringIO, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = make_model("tiny", "qwen3_moe", tmp_path / "m", seed=0)
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    monkeypatch.setattr(terminal, "errors", Console(file=printed, width=400))
+    with pytest.raises(Exception) as failure:
+        starting.prepare_model(folder, "auto")
+    assert getattr(failure.value, "exit_code", None) == 1
+    assert str(file) in printed.getvalue() and "Download it again" in printed.getvalue()
+    assert not list(pack.cache_directory().glob("*"))
