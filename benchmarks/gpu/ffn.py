@@ -13,14 +13,16 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks.gpu.local_experts import LocalExperts
 from benchmarks.gpu.timing import copy_rate, matrix_rate, seconds
 from experts.gpu.ffn import ffn_reference, gate_up, grouped_ffn
-from experts.gpu.ffn_fp8 import grouped_ffn_fp8, quantise_rows
+from experts.gpu.ffn_fp8 import grouped_ffn_fp8, quantize_reference
 from experts.gpu.group import TILES, Groups, group, tile_for
 from experts.gpu.weights import FP8_TILE, ExpertWeights, Fp8ExpertWeights
+from experts.quantized import Codes, Quantized
 
 DEVICE = "cuda"
 TOP_K = 8
@@ -73,11 +75,9 @@ class Calls:
             self.group(turn)
         kind = torch.bfloat16
         if isinstance(weights, Fp8ExpertWeights):
-            kind, tiles = torch.float8_e4m3fn, -(-shape.hidden // FP8_TILE)
-            self.q = torch.empty(tokens, tiles * FP8_TILE, dtype=kind, device=DEVICE)
-            self.scales = torch.empty(tokens, tiles, device=DEVICE)
+            kind = torch.float8_e4m3fn
             self.act_scales = torch.empty(pairs, weights.act_width // FP8_TILE, device=DEVICE)
-            quantise_rows(self.rows, self.n_rows, self.q, self.scales)
+            self.q, self.scales = quantize_reference(self.rows.float())
         self.act = torch.empty(pairs, weights.act_width, dtype=kind, device=DEVICE)
         self.out = torch.empty(pairs, shape.hidden, dtype=torch.bfloat16, device=DEVICE)
 
@@ -178,12 +178,19 @@ def random_fp8_weights(shape: Shape) -> Fp8ExpertWeights:
         device=DEVICE,
     )
     wide, high = (shape.intermediate, shape.hidden), (shape.hidden, shape.intermediate)
-    weights.load(0, *(torch.randn(size, device=DEVICE) / size[1] ** 0.5 for size in (wide, wide, high)))
+    weights.load(0, *(random_fp8(*size) for size in (wide, wide, high)))
     for tensor in (weights.gate_up.view(torch.uint8), weights.down.view(torch.uint8)):
         tensor[1:] = tensor[:1]
     for scales in (weights.gate_up_scales, weights.down_scales):
         scales[1:] = scales[:1].clone()
     return weights
+
+
+def random_fp8(rows: int, k: int) -> Quantized:
+    """A matrix whose product keeps the size of a row."""
+    codes = torch.randn(rows, k).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+    scales = np.full((rows, -(-k // FP8_TILE)), k**-0.5, np.float32)
+    return Quantized(kind=Codes.E4M3, codes=codes, scales=scales, group=FP8_TILE)
 
 
 def correctness(report: Report, shape: Shape, weights: ExpertWeights) -> None:

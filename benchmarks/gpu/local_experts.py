@@ -1,6 +1,6 @@
 """The experts in this process: what the servers would answer, in the same bits, without a server.
 
-Definition, for token t, gate weights w and the pairs' rows y = FFN(rows[t]) of `ffn` or `ffn_fp8`:
+Definition, for token t, gate weights w and the pairs' rows y = FFN(rows[t]) of `ffn`:
     out[t] = w[t, 0] * y[t, 0] + w[t, 1] * y[t, 1] + ...
 in that order, each product and each sum rounded to float32. A token of which an expert is not here gets NaN: it is
 never served with a term left out.
@@ -18,10 +18,8 @@ import triton.language as tl
 
 from experts.gpu.client import StepReport
 from experts.gpu.ffn import grouped_ffn
-from experts.gpu.ffn_fp8 import grouped_ffn_fp8, quantise_rows
 from experts.gpu.group import TILES, Groups, group, tile_for
-from experts.gpu.tiles import k_tiles_of
-from experts.gpu.weights import FP8_TILE, ExpertWeights, Fp8ExpertWeights
+from experts.gpu.weights import ExpertWeights
 
 
 def combine_reference(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -40,7 +38,7 @@ class LocalExperts:
     def __init__(
         self,
         *,
-        weights: ExpertWeights | Fp8ExpertWeights,
+        weights: ExpertWeights,
         table: torch.Tensor,
         top_k: int,
         max_rows: int,
@@ -66,7 +64,6 @@ class LocalExperts:
             raise ValueError(f"{max_rows} rows of {top_k} experts; both are at least 1.")
         pairs = max_rows * top_k
         self.weights, self.table, self.top_k, self.max_rows = weights, table.contiguous(), top_k, max_rows
-        fp8 = isinstance(weights, Fp8ExpertWeights)
         self._groups = {
             tile: Groups.allocate(pairs=pairs, slots=weights.slots, tile=tile, device=device)
             for tile in TILES
@@ -74,13 +71,7 @@ class LocalExperts:
         }
         self._row_of = (torch.arange(pairs, device=device) // top_k).to(torch.int32)
         self._out = torch.empty(pairs, weights.hidden, dtype=row_dtype, device=device)
-        kind = torch.float8_e4m3fn if fp8 else torch.bfloat16
-        self._act = torch.empty(pairs, weights.act_width, dtype=kind, device=device)
-        if fp8:
-            tiles = k_tiles_of(weights.hidden, FP8_TILE)
-            self._q = torch.empty(max_rows, tiles * FP8_TILE, dtype=kind, device=device)
-            self._scales = torch.empty(max_rows, tiles, device=device)
-            self._act_scales = torch.empty(pairs, weights.act_width // FP8_TILE, device=device)
+        self._act = torch.empty(pairs, weights.act_width, dtype=torch.bfloat16, device=device)
 
     def begin(self, deadline_s: float) -> None:
         """Nothing to prepare: nobody is waited for."""
@@ -131,12 +122,7 @@ class LocalExperts:
         groups = self._groups[tile_for(longest=b, pairs=pairs, widest=self.weights.widest_group)]
         group(ids.view(-1), n_rows, groups, per_row=self.top_k, table=table)
         row_of, act, answers = self._row_of[:pairs], self._act[:pairs], self._out[:pairs]
-        if isinstance(self.weights, Fp8ExpertWeights):
-            q, scales = self._q[:b], self._scales[:b]
-            quantise_rows(rows, n_rows, q, scales)
-            grouped_ffn_fp8(q, scales, row_of, groups, self.weights, act, self._act_scales[:pairs], answers)
-        else:
-            grouped_ffn(rows, row_of, groups, self.weights, act, answers)
+        grouped_ffn(rows, row_of, groups, self.weights, act, answers)
         _combine[(b, triton.cdiv(hidden, 1024))](
             answers, ids, table, weights, n_rows, out,
             HIDDEN=hidden, TOP_K=self.top_k, WIDTH=min(1024, triton.next_power_of_2(hidden)),

@@ -1,12 +1,13 @@
-"""Grouped SwiGLU FFN of float8 (e4m3) experts, with block scales as DeepSeek-V3's checkpoints have them.
+"""Grouped SwiGLU FFN of float8 (e4m3) experts, whose weights have a scale for each row and 128 columns.
 
-Definition: a row is quantised 128 columns at a time: scale = a * (1 / 448), q = e4m3(x * (448 / a)), where a is the
-largest magnitude, at least 2**-100. Weights have one scale for each 128 x 128. A product adds, for each 128 columns k
-in ascending order, (q_w[k] @ q_x[k]) * (scale_w[k] * scale_x[k]) in float32; act is quantised from float32:
-    act = quantise(silu(gate @ x) * (up @ x))        out = down @ act
+Definition: a row is quantized 128 columns at a time: scale = a * (1 / 448), q = e4m3(x * (448 / a)), where a is the
+largest magnitude, at least 2**-100. A product adds, for each 128 columns k in ascending order,
+(q_w[k] @ q_x[k]) * (scale_w[k] * scale_x[k]) in float32; act is quantized from float32:
+    act = quantize(silu(gate @ x) * (up @ x))        out = down @ act
+That is what DeepSeek-V3's checkpoints are made for, of which 128 rows share their scales.
 
-Cost: 6 * P * H * I flops; 3 * H * I bytes for each expert that is used: half of bfloat16's. At H 7168, I 2048 on an
-H200 10.2 us each; rows cost R * H bytes read twice, and the same written once, to quantise.
+Cost: 6 * P * H * I flops; 3 * H * I bytes, and 3% of scales, for each expert that is used: half of bfloat16's. At
+H 7168, I 2048 on an H200 10.5 us each.
 
 As in `ffn`, a program takes two tiles of weights at once; 128 rows each, so that one program sees all 128 columns of
 act that share a scale. The tensor cores add up no more than 128 products at a time: the rest is float32 arithmetic.
@@ -21,69 +22,42 @@ import triton.language as tl
 
 from experts.gpu.ffn import check_shapes
 from experts.gpu.group import Groups
+from experts.gpu.pack import LARGEST, LEAST, e4m3_codes
 from experts.gpu.tiles import BLOCK, add_product, block_offsets, k_tiles_of, place_of, programs, to_bfloat16
-from experts.gpu.weights import FP8_LARGEST, FP8_LEAST, FP8_TILE, Fp8ExpertWeights
+from experts.gpu.weights import FP8_TILE, Fp8ExpertWeights
 from p2p.device import INTERPRET
 
 _BLOCK = tl.constexpr(BLOCK)
 _TILE = tl.constexpr(FP8_TILE)
-_LARGEST = tl.constexpr(FP8_LARGEST)
-_ONE_PART = tl.constexpr(1 / FP8_LARGEST)
-_LEAST = tl.constexpr(FP8_LEAST)
+_LARGEST = tl.constexpr(LARGEST)
+_ONE_PART = tl.constexpr(1 / LARGEST)
+_LEAST = tl.constexpr(LEAST)
 
 
-def quantise_reference(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_reference(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows [m, k] to float8_e4m3fn [m, k up to whole tiles] and float32 scales [m, tiles]: the same bits."""
     m, k = x.shape
     tiles = k_tiles_of(k, FP8_TILE)
     padded = torch.zeros(m, tiles * FP8_TILE, device=x.device)
     padded[:, :k] = x
     groups = padded.view(m, tiles, FP8_TILE)
-    largest = groups.abs().amax(dim=2).clamp_min(FP8_LEAST)
-    q = (groups * (torch.full_like(largest, FP8_LARGEST) / largest)[:, :, None]).to(torch.float8_e4m3fn)
-    return q.view(padded.shape), largest * (1 / FP8_LARGEST)
+    largest = groups.abs().amax(dim=2).clamp_min(LEAST)
+    q = (groups * (torch.full_like(largest, LARGEST) / largest)[:, :, None]).to(torch.float8_e4m3fn)
+    return q.view(padded.shape), largest * (1 / LARGEST)
 
 
 def ffn_fp8_reference(
     x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor
 ) -> torch.Tensor:
-    """The definition in double: x [m, H], dequantised gate and up [I, H] and down [H, I], to float64 [m, H]."""
+    """The definition in double: x [m, H], dequantized gate and up [I, H] and down [H, I], to float64 [m, H]."""
 
     def rounded(rows: torch.Tensor) -> torch.Tensor:
-        q, scales = quantise_reference(rows)
+        q, scales = quantize_reference(rows)
         return (q.double() * scales.double().repeat_interleave(FP8_TILE, 1))[:, : rows.shape[1]]
 
     wide = rounded(x.float())
     g, u = wide @ gate.T, wide @ up.T
     return rounded((g / (1 + torch.exp(-g)) * u).float()) @ down.T
-
-
-def quantise_rows(rows: torch.Tensor, n_rows: torch.Tensor, q: torch.Tensor, scales: torch.Tensor) -> None:
-    """Quantise rows, 128 columns at a time.
-
-    Args:
-        rows: bf16 or float32 [R, H].
-        n_rows: int32 [1], on the device: rows beyond are left alone.
-        q: float8_e4m3fn [R, H up to a multiple of 128].
-        scales: float32 [R, tiles of H].
-
-    Raises:
-        ValueError: a shape or type does not fit.
-    """
-    count, hidden = rows.shape
-    tiles = k_tiles_of(hidden, FP8_TILE)
-    if not rows.is_contiguous() or q.shape != (count, tiles * FP8_TILE) or q.dtype != torch.float8_e4m3fn:
-        raise ValueError(
-            f"Rows {tuple(rows.shape)}, contiguous, quantise into float8_e4m3fn {(count, tiles * FP8_TILE)}; "
-            f"q is {q.dtype} {tuple(q.shape)}."
-        )
-    if scales.shape != (count, tiles) or scales.dtype != torch.float32:
-        raise ValueError(
-            f"scales are {scales.dtype} {tuple(scales.shape)}; float32 {(count, tiles)} are needed."
-        )
-    _quantise[(count, triton.cdiv(tiles, 8))](
-        rows, n_rows, q, scales, HIDDEN=hidden, INTERPRET=INTERPRET, num_warps=4, enable_fp_fusion=False
-    )
 
 
 def grouped_ffn_fp8(
@@ -99,7 +73,7 @@ def grouped_ffn_fp8(
     """Run every grouped pair through its expert. Captured in a graph, it follows what the device then finds.
 
     Args:
-        q, scales: From `quantise_rows`: float8_e4m3fn [R, H up to a multiple of 128], float32 [R, tiles].
+        q, scales: Rows as they travel: float8_e4m3fn [R, H up to a multiple of 128], float32 [R, tiles].
         row_of: int32 [P]: pair to row.
         groups: From `group`, of pairs below P; at most 64 pairs each.
         act: Scratch, float8_e4m3fn [P, weights.act_width].
@@ -141,29 +115,9 @@ def grouped_ffn_fp8(
 @triton.jit
 def to_e4m3(value, INTERPRET: tl.constexpr):
     """float32 of at most 448 rounded to float8_e4m3fn, to nearest, ties to even."""
-    if INTERPRET:  # which would cut off: make the bits by hand
-        bits = value.to(tl.int32, bitcast=True)
-        place = ((tl.maximum((bits >> 23) & 0xFF, 121) - 3) << 23).to(tl.float32, bitcast=True)
-        rounded = ((tl.abs(value) / place + 12582912.0) - 12582912.0) * place  # 1.5 * 2**23: adding it rounds
-        normal = (rounded.to(tl.int32, bitcast=True) >> 20) - 960
-        low = tl.where(rounded < 0.015625, (rounded * 512.0).to(tl.int32), normal)
-        low = tl.where(value == value, low, 0x7F) | tl.where(bits < 0, 0x80, 0)
-        return low.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    if INTERPRET:  # which would cut off
+        return e4m3_codes(value).to(tl.float8e4nv, bitcast=True)
     return value.to(tl.float8e4nv)
-
-
-@triton.jit
-def _quantise(rows, n_rows, q, scales, HIDDEN: tl.constexpr, INTERPRET: tl.constexpr):
-    TILES: tl.constexpr = (HIDDEN + _TILE - 1) // _TILE
-    row = tl.program_id(0).to(tl.int64)
-    if row < tl.load(n_rows):
-        tile = tl.program_id(1) * 8 + tl.arange(0, 8)
-        column = tile[:, None] * _TILE + tl.arange(0, _TILE)[None, :]
-        x = tl.load(rows + row * HIDDEN + column, mask=column < HIDDEN, other=0.0).to(tl.float32)
-        largest = tl.maximum(tl.max(tl.abs(x), axis=1), _LEAST)
-        x = to_e4m3(x * tl.div_rn(tl.full([8], _LARGEST, tl.float32), largest)[:, None], INTERPRET)
-        tl.store(q + row * (TILES * _TILE) + column, x, mask=(tile < TILES)[:, None])
-        tl.store(scales + row * TILES + tile, largest * _ONE_PART, mask=tile < TILES)
 
 
 @triton.jit
@@ -185,10 +139,11 @@ def _products(
 ):
     """`tiles.products` for scaled float8: two tiles of 128 rows of weights by the same tile of tokens.
 
-    weight_scales0 and 1 point to one scale for each tile of K; scales to float32 [_, K / 128] of the rows.
+    weight_scales0 and 1 point to float32 [k_tiles, 128], a scale for each row; scales to [_, K / 128] of the tokens.
     """
     row_offsets = (row * K)[:, None] + tl.arange(0, _TILE)[None, :]
     scale_offsets = (row * (K // _TILE)).to(tl.int32)
+    feature = tl.arange(0, _TILE)
     acc0 = tl.zeros([_TILE, TOKENS], tl.float32)
     acc1 = tl.zeros([_TILE, TOKENS], tl.float32)
     for i in tl.range(0, k_tiles, num_stages=STAGES):
@@ -197,9 +152,9 @@ def _products(
         x = tl.trans(tl.load(rows + i * _TILE + row_offsets, mask=live[:, None], other=0.0))
         nothing = tl.zeros([_TILE, TOKENS], tl.float32)
         sum0 = add_product(tl.load(weights + step + offsets0), x, nothing, INTERPRET)
-        acc0 += sum0 * (tl.load(weight_scales0 + i) * scale)[None, :]
+        acc0 += sum0 * (tl.load(weight_scales0 + i * _TILE + feature)[:, None] * scale[None, :])
         sum1 = add_product(tl.load(weights + step + offsets1), x, nothing, INTERPRET)
-        acc1 += sum1 * (tl.load(weight_scales1 + i) * scale)[None, :]
+        acc1 += sum1 * (tl.load(weight_scales1 + i * _TILE + feature)[:, None] * scale[None, :])
     return acc0, acc1
 
 
@@ -265,12 +220,12 @@ def _gate_up_tile(
     live = token < count
     pair = tl.load(order + start + token, mask=live, other=0)
     row = tl.load(row_of + pair, mask=live, other=0).to(tl.int64)
-    weight_scales += (slot.to(tl.int64) * 2 * SCALE_ROWS + f) * K_TILES
+    weight_scales += (slot.to(tl.int64) * 2 * SCALE_ROWS + f) * (K_TILES * _TILE)
     gate, up = _products(
         weights + slot.to(tl.int64) * (BLOCKS * RUN),
         block_offsets(4 * f, 2, BLOCKS - 2, RUN, _TILE, _TILE),
         block_offsets(4 * f + 1, 2, BLOCKS - 1, RUN, _TILE, _TILE),
-        weight_scales, weight_scales + SCALE_ROWS * K_TILES, rows, scales, row, live,
+        weight_scales, weight_scales + SCALE_ROWS * (K_TILES * _TILE), rows, scales, row, live,
         k_tiles, HIDDEN, TOKENS, STAGES, INTERPRET,
     )  # fmt: skip
     value = gate / (1.0 + tl.exp(-gate)) * up
@@ -342,12 +297,13 @@ def _down_tile(
     SCALE_ROWS: tl.constexpr = (HIDDEN + _TILE - 1) // _TILE
     token = tl.arange(0, TOKENS)
     live = token < count
-    weight_scales += slot.to(tl.int64) * (SCALE_ROWS * K_TILES)
+    weight_scales += slot.to(tl.int64) * (SCALE_ROWS * K_TILES * _TILE)
     lower, upper = _products(
         weights + slot.to(tl.int64) * (BLOCKS * RUN),
         block_offsets(4 * f, 1, BLOCKS - 1, RUN, _TILE, _TILE),
         block_offsets(4 * f + 2, 1, BLOCKS - 1, RUN, _TILE, _TILE),
-        weight_scales + 2 * f * K_TILES, weight_scales + tl.minimum(2 * f + 1, SCALE_ROWS - 1) * K_TILES,
+        weight_scales + 2 * f * (K_TILES * _TILE),
+        weight_scales + tl.minimum(2 * f + 1, SCALE_ROWS - 1) * (K_TILES * _TILE),
         act, act_scales, (start + token).to(tl.int64), live, k_tiles, INTERMEDIATE, TOKENS, STAGES, INTERPRET,
     )  # fmt: skip
     pair = tl.load(order + start + token, mask=live, other=0).to(tl.int64)

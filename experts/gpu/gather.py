@@ -1,18 +1,17 @@
 """Gathering: the rows that a pass computes on, out of the clients' windows into one tensor, each under its seal.
 
-Definition: row t of client c becomes rows[c * capacity + t], as bf16 (an e4m3 row times its scales, rounded once), or
-as codes and scales where the experts take those. A row is loaded into registers once; the sum of its words with its
-seal says whether it is whole, of this sequence and from this place; exactly these registers are stored. One bad row
-makes its whole request INVALID. Rows that no pair asks for were not sent, and are left as they are.
+Definition: row t of client c becomes rows[c * capacity + t], as it travels: bf16, or e4m3 with its scales beside it. A
+row is loaded into registers once; the sum of its words with its seal says whether it is whole, of this sequence and
+from this place; exactly these registers are stored. One bad row makes its whole request INVALID. Rows that no pair asks
+for were not sent, and are left as they are.
 
-Cost: reads and writes each row once. 128 rows of 7,168 e4m3 columns to bf16: 2.8 MB, under 1 us of an H200's copy
-rate; three dependent loads (the request, whether the row was sent, the row): about 3 us.
+Cost: reads and writes each row once. 128 rows of 7,168 e4m3 columns: 1.9 MB, under 1 us of an H200's copy rate; three
+dependent loads (the request, whether the row was sent, the row): about 3 us.
 """
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -23,18 +22,11 @@ from experts.gpu.words import JOB, OUT, SERVER, SLOT, STATUS, WIRE
 from p2p.device import folded, row_stamp
 
 
-def gather_reference(codes: np.ndarray, scales: np.ndarray) -> torch.Tensor:
-    """The definition of a row out of e4m3: codes uint8 [n, hidden], scales float32 [n, hidden / 128], to bf16."""
-    values = torch.from_numpy(codes).view(torch.float8_e4m3fn).float()
-    wide = torch.from_numpy(scales).repeat_interleave(SCALE_GROUP, dim=1)
-    return (values * wide).bfloat16()
-
-
 def gather(tables: ServerTables, rows: torch.Tensor, scales: torch.Tensor | None) -> None:
     """Bring in the rows of the requests that `poll` found.
 
     Args:
-        rows: bf16 [clients * capacity, hidden], or e4m3 where the rows travel so and stay so.
+        rows: bf16 [clients * capacity, hidden], or float8_e4m3fn where the rows travel so.
         scales: float32 [clients * capacity, hidden / 128] in that case, else None.
 
     Raises:
@@ -42,24 +34,20 @@ def gather(tables: ServerTables, rows: torch.Tensor, scales: torch.Tensor | None
     """
     shape = tables.shape
     needed = (tables.clients * shape.capacity, shape.hidden)
-    keep = scales is not None
-    if keep and shape.rows_out is not RowsOut.E4M3:
-        raise ValueError("rows travel as bf16 and have no scales; leave scales out, or send rows as e4m3.")
-    dtype = torch.float8_e4m3fn if keep else torch.bfloat16
+    narrow = shape.rows_out is RowsOut.E4M3
+    dtype = torch.float8_e4m3fn if narrow else torch.bfloat16
     if rows.dtype != dtype or tuple(rows.shape) != needed or not rows.is_contiguous():
         raise ValueError(
             f"rows: found {rows.dtype} {tuple(rows.shape)}, needed {dtype} {needed}, contiguous."
         )
-    if scales is not None and (
-        scales.dtype != torch.float32 or tuple(scales.shape) != (needed[0], needed[1] // SCALE_GROUP)
-    ):
-        raise ValueError(
-            f"scales: found {scales.dtype} {tuple(scales.shape)}, needed one float32 for 128 columns."
-        )
+    wanted = (torch.float32, (needed[0], needed[1] // SCALE_GROUP)) if narrow else None
+    found = None if scales is None else (scales.dtype, tuple(scales.shape))
+    if found != wanted:
+        raise ValueError(f"scales: found {found}, needed {wanted}.")
     warps = row_warps(shape.row_words)
     gather_kernel[(shape.capacity, tables.clients)](
         tables.control, tables.jobs, tables.wanted, rows.view(torch.uint8), rows if scales is None else scales,
-        **tables.constants(gather_kernel.arg_names), KEEP=keep, THREADS=32 * warps, num_warps=warps,
+        **tables.constants(gather_kernel.arg_names), THREADS=32 * warps, num_warps=warps,
         enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -71,20 +59,10 @@ def sound(total):
 
 
 @triton.jit
-def e4m3_value(code):
-    """e4m3 codes (uint32, below 256) as float32, exactly."""
-    size = code & 0x7F
-    normal = ((size << 20) + (120 << 23)).to(tl.float32, bitcast=True)
-    value = tl.where(size < 8, size.to(tl.float32) * 0.001953125, normal)
-    value = tl.where(size == 0x7F, float("nan"), value)
-    return tl.where(code >= 0x80, -value, value)
-
-
-@triton.jit
 def gather_kernel(
     control, jobs, wanted, rows, scales,
     HIDDEN: tl.constexpr, K: tl.constexpr, CAPACITY: tl.constexpr, ROWS_OUT: tl.constexpr, ROW_SEAL: tl.constexpr,
-    ROW_STRIDE: tl.constexpr, ROWS_OFFSET: tl.constexpr, ROW_TILE: tl.constexpr, KEEP: tl.constexpr,
+    ROW_STRIDE: tl.constexpr, ROWS_OFFSET: tl.constexpr, ROW_TILE: tl.constexpr,
     THREADS: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
     """One row of one client: copy it out of the window and check its seal."""
@@ -114,7 +92,7 @@ def gather_kernel(
         if ROWS_OUT == OUT.BF16:
             to = (rows + place * HIDDEN * 2).to(tl.pointer_type(tl.uint32))
             tl.store(to + index, words, mask=index < row_words)
-        elif KEEP:
+        else:
             to = (rows + place * HIDDEN).to(tl.pointer_type(tl.uint32))
             tl.store(to + index, words, mask=index < HIDDEN // 4)
             group = index - HIDDEN // 4
@@ -124,24 +102,3 @@ def gather_kernel(
                 value,
                 mask=(group >= 0) & (index < row_words),
             )
-        else:
-            # A group's scale, from the copy that was summed: it lies in other threads' registers.
-            scale = tl.gather(
-                words, index * 4 // WIRE.SCALE_GROUP % (HIDDEN // WIRE.SCALE_GROUP) + HIDDEN // 4, axis=0
-            )
-            value = scale.to(tl.float32, bitcast=True)
-            to = (rows + place * HIDDEN * 2).to(tl.pointer_type(tl.uint32))
-            low = bf16_bits(e4m3_value(words & 0xFF) * value)
-            high = bf16_bits(e4m3_value((words >> 8) & 0xFF) * value)
-            tl.store(to + 2 * index, low | high << 16, mask=index < HIDDEN // 4)
-            low = bf16_bits(e4m3_value((words >> 16) & 0xFF) * value)
-            high = bf16_bits(e4m3_value(words >> 24) * value)
-            tl.store(to + 2 * index + 1, low | high << 16, mask=index < HIDDEN // 4)
-
-
-@triton.jit
-def bf16_bits(value):
-    """float32 rounded to nearest even bf16, its bits in uint32. NaN stays NaN."""
-    bits = value.to(tl.uint32, bitcast=True)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return tl.where(value != value, 0x7FC0, rounded)

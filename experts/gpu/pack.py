@@ -18,9 +18,12 @@ import triton.language as tl
 from experts.gpu.words import HEAD, OUT, PEER, SLOT, WIRE
 from p2p.device import block_power, folded, frame_folded, frame_key, mix, row_stamp, word_keys
 
-_LEAST = tl.constexpr(2.0**-100)
-_LARGEST = tl.constexpr(448.0)
-_ONE_PART = tl.constexpr(1 / 448.0)
+LARGEST = 448.0  # of e4m3
+LEAST = 2.0**-100  # the largest magnitude of a group counts as at least this: a group of zeros has a scale
+
+_LEAST = tl.constexpr(LEAST)
+_LARGEST = tl.constexpr(LARGEST)
+_ONE_PART = tl.constexpr(1 / LARGEST)
 
 
 @triton.jit

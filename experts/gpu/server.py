@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from experts.backend import ClientLink, LinkRefused, ServerCounters
 from experts.gpu.ffn import grouped_ffn
+from experts.gpu.ffn_fp8 import grouped_ffn_fp8
 from experts.gpu.gather import gather
 from experts.gpu.group import Groups, group
 from experts.gpu.layout import (
@@ -38,7 +39,7 @@ from experts.gpu.layout import (
 from experts.gpu.poll import poll
 from experts.gpu.reply import reply
 from experts.gpu.tables import ServerTables, signed
-from experts.gpu.weights import ExpertWeights
+from experts.gpu.weights import FP8_TILE, ExpertWeights, Fp8ExpertWeights
 from experts.kernels import PackedExpert, WeightsBroken, unpack_expert
 from experts.model import Dtype
 
@@ -55,7 +56,7 @@ class Batch:
     """What a pass computes: its tensors never move, what is in them does.
 
     Attributes:
-        rows: bf16 [R, hidden], or e4m3 with scales.
+        rows: bf16 [R, hidden], or float8_e4m3fn with scales.
         scales: float32 [R, hidden / 128], or None.
         row_of: int32 [P], pair to row.
         slots: int32 [P], weight slot of each pair; -1: nothing is to be computed.
@@ -80,16 +81,24 @@ class Compute(Protocol):
 
 
 class GroupedExperts:
-    """Computes a pass's pairs with the experts that lie in slots: a `Compute`."""
+    """Computes a pass's pairs with the experts that lie in slots: a `Compute`. Float8 experts take float8 rows."""
 
-    def __init__(self, weights: ExpertWeights, pairs: int, device: torch.device) -> None:
+    def __init__(self, weights: ExpertWeights | Fp8ExpertWeights, pairs: int, device: torch.device) -> None:
         self.weights = weights
         self._groups = Groups.allocate(pairs=pairs, slots=weights.slots, tile=TILE, device=device)
-        self._act = torch.zeros(pairs, weights.act_width, dtype=torch.bfloat16, device=device)
+        kind = weights.gate_up.dtype
+        self._act = torch.zeros(pairs, weights.act_width, dtype=kind, device=device)
+        self._act_scales = torch.zeros(pairs, weights.act_width // FP8_TILE, device=device)
 
     def __call__(self, batch: Batch) -> None:
         group(batch.slots, batch.n_pairs, self._groups)
-        grouped_ffn(batch.rows, batch.row_of, self._groups, self.weights, self._act, batch.out)
+        if isinstance(self.weights, Fp8ExpertWeights):
+            grouped_ffn_fp8(
+                batch.rows, batch.scales, batch.row_of, self._groups, self.weights,  # type: ignore[arg-type]
+                self._act, self._act_scales, batch.out,
+            )  # fmt: skip
+        else:
+            grouped_ffn(batch.rows, batch.row_of, self._groups, self.weights, self._act, batch.out)
 
 
 class GpuServer:
@@ -101,7 +110,6 @@ class GpuServer:
         compute: The experts.
         incarnation: This server's own, u64.
         device: A GPU, or "cpu" in the interpreter.
-        keep_e4m3: Whether the experts take e4m3 rows and their scales as they travel.
         idle_s: How long a pass waits for a first request, at most.
         weights: What `set_expert` loads and `compute` reads; None where the experts come otherwise.
     """
@@ -114,7 +122,6 @@ class GpuServer:
         compute: Compute,
         incarnation: int,
         device: torch.device | str,
-        keep_e4m3: bool = False,
         idle_s: float = IDLE_S,
         weights: ExpertWeights | None = None,
     ) -> None:
@@ -122,16 +129,15 @@ class GpuServer:
             raise ValueError(
                 f"idle_s is {idle_s}; above 0 and at most {IDLE_S}: a stop must not wait for passes."
             )
-        if keep_e4m3 and shape.rows_out is not RowsOut.E4M3:
-            raise ValueError("keep_e4m3 with rows that travel as bf16; choose e4m3 rows or leave it out.")
         self.tables = ServerTables(shape, clients=clients, incarnation=incarnation, device=device)
         self._compute, self._idle_ns, self._weights = compute, int(idle_s * 1e9), weights
         on, rows = self.tables.device, clients * shape.capacity
-        scales = torch.zeros(rows, shape.hidden // SCALE_GROUP, device=on) if keep_e4m3 else None
+        narrow = shape.rows_out is RowsOut.E4M3
+        scales = torch.zeros(rows, shape.hidden // SCALE_GROUP, device=on) if narrow else None
         back = torch.bfloat16 if shape.rows_back is RowsBack.BF16 else torch.float32
         self.batch = Batch(
             rows=torch.zeros(
-                rows, shape.hidden, dtype=torch.float8_e4m3fn if keep_e4m3 else torch.bfloat16, device=on
+                rows, shape.hidden, dtype=torch.float8_e4m3fn if narrow else torch.bfloat16, device=on
             ),
             scales=scales,
             row_of=self.tables.row_of,

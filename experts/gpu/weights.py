@@ -8,12 +8,9 @@ import numpy as np
 import torch
 
 from experts.gpu.tiles import BLOCK, K_TILE, blocks_of, k_tiles_of, pack_blocks, unpack_blocks
+from experts.quantized import Codes, Quantized
 
-FP8_TILE = 128  # columns that share a scale; so do 128 rows of weights
-FP8_LARGEST = 448.0  # of float8_e4m3fn
-FP8_LEAST = (
-    2.0**-100
-)  # the largest magnitude of a group counts as at least this: a group of zeros has a scale
+FP8_TILE = 128  # columns that share a scale
 
 Matrix = np.ndarray | torch.Tensor
 
@@ -28,7 +25,13 @@ def as_tensor(matrix: Matrix) -> torch.Tensor:
 
 
 def check_expert(
-    slot: int, slots: int, hidden: int, intermediate: int, gate: Matrix, up: Matrix, down: Matrix
+    slot: int,
+    slots: int,
+    hidden: int,
+    intermediate: int,
+    gate: Matrix | Quantized,
+    up: Matrix | Quantized,
+    down: Matrix | Quantized,
 ) -> None:
     """Whether an expert fits its slot.
 
@@ -123,13 +126,13 @@ class ExpertWeights:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Fp8ExpertWeights:
-    """float8_e4m3fn experts, one float32 scale for each 128 x 128 of a matrix: W = q * scale.
+    """float8_e4m3fn experts, a float32 scale for each row and 128 columns of a matrix: W = q * scale.
 
     Attributes:
         gate_up: [slots, 2 * blocks of I, k tiles of H, BLOCK, FP8_TILE]: blocks of gate and up alternate.
         down: [slots, blocks of H, k tiles of I, BLOCK, FP8_TILE].
-        gate_up_scales: float32 [slots, gate or up, k tiles of I, k tiles of H].
-        down_scales: float32 [slots, k tiles of H, k tiles of I].
+        gate_up_scales: float32 [slots, gate or up, tiles of I, k tiles of H, FP8_TILE]: those of 128 rows together.
+        down_scales: float32 [slots, tiles of H, k tiles of I, FP8_TILE].
     """
 
     slots: int
@@ -162,8 +165,8 @@ class Fp8ExpertWeights:
             intermediate=intermediate,
             gate_up=torch.empty(wide, dtype=torch.float8_e4m3fn, device=device),
             down=torch.empty(high, dtype=torch.float8_e4m3fn, device=device),
-            gate_up_scales=torch.empty(slots, 2, inner, across, device=device),
-            down_scales=torch.empty(slots, across, inner, device=device),
+            gate_up_scales=torch.empty(slots, 2, inner, across, FP8_TILE, device=device),
+            down_scales=torch.empty(slots, across, inner, FP8_TILE, device=device),
         )
 
     @property
@@ -182,66 +185,47 @@ class Fp8ExpertWeights:
         scales = self.gate_up_scales[0].numel() + self.down_scales[0].numel()
         return self.gate_up[0].numel() + self.down[0].numel() + 4 * scales
 
-    def load(self, slot: int, gate: Matrix, up: Matrix, down: Matrix) -> None:
-        """Quantise one expert into a slot: gate and up [I, H], down [H, I]. In stream order.
+    def load(self, slot: int, gate: Quantized, up: Quantized, down: Quantized) -> None:
+        """Write one expert into a slot: gate and up [I, H], down [H, I], as a checkpoint holds them. In stream order.
 
         Raises:
-            ValueError: no such slot, or other shapes.
+            ValueError: no such slot, or other shapes, codes or groups.
         """
         check_expert(slot, self.slots, self.hidden, self.intermediate, gate, up, down)
-        on = self.gate_up.device
-        pairs = [quantise_blocks(as_tensor(matrix).to(on)) for matrix in (gate, up, down)]
-        self.load_quantised(slot, [q for q, _ in pairs], [scale for _, scale in pairs])
-
-    def load_quantised(self, slot: int, matrices: list[torch.Tensor], scales: list[torch.Tensor]) -> None:
-        """Write one expert as a checkpoint holds it: gate, up, down in float8_e4m3fn, and their scales.
-
-        Raises:
-            ValueError: no such slot, or other shapes or types.
-        """
-        gate, up, down = matrices
-        check_expert(slot, self.slots, self.hidden, self.intermediate, gate, up, down)
-        for matrix, scale in zip(matrices, scales, strict=True):
-            needed = tuple(k_tiles_of(size, FP8_TILE) for size in matrix.shape)
-            if matrix.dtype != torch.float8_e4m3fn or tuple(scale.shape) != needed:
+        for matrix in (gate, up, down):
+            if (matrix.kind, matrix.group, matrix.offsets) != (Codes.E4M3, FP8_TILE, None):
                 raise ValueError(
-                    f"A matrix is {matrix.dtype} {tuple(matrix.shape)} with scales {tuple(scale.shape)}; "
-                    f"float8_e4m3fn with scales {needed}, one for each 128 x 128, is needed."
+                    f"A matrix has codes {matrix.kind.value} in groups of {matrix.group}"
+                    f"{'' if matrix.offsets is None else ' with offsets'}; e4m3 in groups of {FP8_TILE} is needed."
                 )
         for i, matrix in enumerate((gate, up)):
-            packed = pack_blocks(matrix.to(self.gate_up.device).view(torch.uint8), FP8_TILE)
-            # An odd number of blocks leaves one that is read: its bytes are zero.
-            place = self.gate_up[slot, i::2].view(torch.uint8)
-            place[len(packed) :].zero_()
-            place[: len(packed)].copy_(packed)
-            self.gate_up_scales[slot, i].copy_(scales[i])
-        self.down[slot].view(torch.uint8).copy_(
-            pack_blocks(down.to(self.down.device).view(torch.uint8), FP8_TILE)
-        )
-        self.down_scales[slot].copy_(scales[2])
+            self._write(matrix, self.gate_up[slot, i::2], self.gate_up_scales[slot, i])
+        self._write(down, self.down[slot], self.down_scales[slot])
 
-    def unload(self, slot: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What a slot holds, in double: gate and up [I, H] and down [H, I]."""
+    def unload(self, slot: int) -> tuple[Quantized, Quantized, Quantized]:
+        """Copies of gate and up [I, H] and down [H, I] that a slot holds."""
         wide = (self.intermediate, self.hidden)
-        gate, up = (
-            _dequantise(self.gate_up[slot, i::2], self.gate_up_scales[slot, i], *wide) for i in (0, 1)
-        )
-        return gate, up, _dequantise(self.down[slot], self.down_scales[slot], *reversed(wide))
+        gate, up = (_read(self.gate_up[slot, i::2], self.gate_up_scales[slot, i], *wide) for i in (0, 1))
+        return gate, up, _read(self.down[slot], self.down_scales[slot], *reversed(wide))
+
+    @staticmethod
+    def _write(matrix: Quantized, codes: torch.Tensor, scales: torch.Tensor) -> None:
+        packed = pack_blocks(as_tensor(matrix.codes).to(codes.device), FP8_TILE)
+        # An odd number of blocks leaves one that is read: its bytes are zero. So are scales of rows that are not there.
+        place = codes.view(torch.uint8)
+        place[len(packed) :].zero_()
+        place[: len(packed)].copy_(packed)
+        tiles, across, _ = scales.shape
+        padded = torch.zeros(tiles * FP8_TILE, across)
+        padded[: len(matrix.scales)] = as_tensor(matrix.scales)
+        scales.copy_(padded.view(tiles, FP8_TILE, across).transpose(1, 2))
 
 
-def quantise_blocks(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """W [rows, k] to float8_e4m3fn [rows, k] and scales [rows / 128, k / 128] (rounded up): W ~ q * scale."""
-    rows, k = matrix.shape
-    across, inner = k_tiles_of(rows, FP8_TILE), k_tiles_of(k, FP8_TILE)
-    padded = torch.zeros(across * FP8_TILE, inner * FP8_TILE, device=matrix.device)
-    padded[:rows, :k] = matrix
-    tiles = padded.view(across, FP8_TILE, inner, FP8_TILE)
-    largest = tiles.abs().amax(dim=(1, 3)).clamp_min(FP8_LEAST)
-    q = (tiles * (torch.full_like(largest, FP8_LARGEST) / largest)[:, None, :, None]).to(torch.float8_e4m3fn)
-    return q.view(padded.shape)[:rows, :k].contiguous(), largest / FP8_LARGEST
-
-
-def _dequantise(packed: torch.Tensor, scales: torch.Tensor, rows: int, k: int) -> torch.Tensor:
-    q = unpack_blocks(packed.view(torch.uint8), rows, k).contiguous().view(torch.float8_e4m3fn).double()
-    spread = scales.double().repeat_interleave(FP8_TILE, 0).repeat_interleave(FP8_TILE, 1)
-    return q * spread[:rows, :k]
+def _read(codes: torch.Tensor, scales: torch.Tensor, rows: int, k: int) -> Quantized:
+    by_row = scales.transpose(1, 2).reshape(-1, scales.shape[1])[:rows]
+    return Quantized(
+        kind=Codes.E4M3,
+        codes=unpack_blocks(codes.view(torch.uint8), rows, k).contiguous().cpu().numpy(),
+        scales=by_row.contiguous().cpu().numpy(),
+        group=FP8_TILE,
+    )

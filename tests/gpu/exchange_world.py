@@ -166,7 +166,6 @@ class World:
     tokens: int = 12
     rounds: int = 2
     patience_s: float = 0.001
-    keep_e4m3: bool = False
 
     def __post_init__(self) -> None:
         self.client = GpuClient(
@@ -178,7 +177,7 @@ class World:
         for place in range(self.servers):
             end = GpuServer(
                 self.shape, clients=2, compute=toy_experts, incarnation=SERVER + place, device=DEVICE,
-                keep_e4m3=self.keep_e4m3, idle_s=0.00002,
+                idle_s=0.00002,
             )  # fmt: skip
             self.ends.append(end)
             self.requests.append(request_of(self.shape))

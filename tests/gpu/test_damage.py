@@ -91,11 +91,11 @@ def test_a_server_refuses_every_flipped_byte_of_a_row_and_its_seal() -> None:
     for offset in [*range(4 * SMALL.row_words), *range(SMALL.row_seal, SMALL.row_seal + 8)]:
         tables.jobs[0, JobWord.BAD] = 0
         slot[at + offset] ^= 1 << bits[offset]
-        gathering.gather(tables, end.batch.rows, None)
+        gathering.gather(tables, end.batch.rows, end.batch.scales)
         slot[at + offset] ^= 1 << bits[offset]
         assert int(tables.jobs[0, JobWord.BAD]) == 1, f"seed {seed}: byte {offset}, bit {bits[offset]}"
     tables.jobs[0, JobWord.BAD] = 0
-    gathering.gather(tables, end.batch.rows, None)
+    gathering.gather(tables, end.batch.rows, end.batch.scales)
     assert int(tables.jobs[0, JobWord.BAD]) == 0
 
 

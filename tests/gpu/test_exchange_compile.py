@@ -65,7 +65,7 @@ OWN = {
     "SERVERS": 8, "REPLICAS": 2, "ROUNDS": 2, "WIDTH": 8, "WIDE": 8, "TILE": 8192, "SEND_THREADS": 32 * SEND_WARPS,
     "WAIT_THREADS": 32 * min(8, SEND_WARPS), "BACK_THREADS": 32 * BACK_WARPS, "CLIENTS": 4, "CLIENTS_WIDE": 4,
     "SLOTS_WIDE": 2, "ROW_TILE": power_of_two(SHAPE.row_words), "ANSWER_TILE": power_of_two(SHAPE.answer_words),
-    "KEEP": False, "LAYOUT": LAYOUT,
+    "LAYOUT": LAYOUT,
 }  # fmt: skip
 ACQUIRE = re.compile(r"(ld|atom)\.global\.sys\.acquire|ld\.acquire\.sys|atom\.acquire\.sys")
 RELEASE = re.compile(r"(st|atom|red)\.global\.sys\.release|(st|atom|red)\.release\.sys")

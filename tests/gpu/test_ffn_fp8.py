@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 
-from experts.gpu.ffn_fp8 import ffn_fp8_reference, grouped_ffn_fp8, quantise_reference, quantise_rows
+from experts.gpu.ffn_fp8 import ffn_fp8_reference, grouped_ffn_fp8, quantize_reference
 from experts.gpu.group import Groups, group
 from experts.gpu.weights import FP8_TILE, Fp8ExpertWeights
+from experts.quantized import Codes, Quantized
 from tests.gpu.aot import SHARED_LIMIT_BYTES, compile_kernel
 from tests.gpu.device import DEVICE, distance, fresh_seed, poisoned, same_bits
 
@@ -24,11 +28,20 @@ def poisoned_fp8(*shape: int) -> torch.Tensor:
     return torch.full(shape, 0x7F, dtype=torch.uint8, device=DEVICE).view(torch.float8_e4m3fn)
 
 
-def quantised(rows: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
-    tiles = -(-rows.shape[1] // FP8_TILE)
-    q, scales = poisoned_fp8(len(rows), tiles * FP8_TILE), poisoned(len(rows), tiles)
-    quantise_rows(rows.to(DEVICE), number(n), q, scales)
-    return q, scales
+def drawn(rows: int, k: int, rng: np.random.Generator) -> Quantized:
+    """A matrix whose product keeps the size of a row, and in which no two scales are equal."""
+    codes = torch.from_numpy(rng.standard_normal((rows, k), np.float32)).to(torch.float8_e4m3fn)
+    return Quantized(
+        kind=Codes.E4M3,
+        codes=codes.view(torch.uint8).numpy(),
+        scales=(rng.random((rows, -(-k // FP8_TILE)), np.float32) + np.float32(0.5)) / np.float32(k**0.5),
+        group=FP8_TILE,
+    )
+
+
+def expert(rng: np.random.Generator) -> tuple[Quantized, Quantized, Quantized]:
+    wide = drawn(INTERMEDIATE, HIDDEN, rng), drawn(INTERMEDIATE, HIDDEN, rng)
+    return *wide, drawn(HIDDEN, INTERMEDIATE, rng)
 
 
 class Case:
@@ -40,10 +53,9 @@ class Case:
             slots=SLOTS, hidden=HIDDEN, intermediate=INTERMEDIATE, device=DEVICE
         )
         self.weights.gate_up.view(torch.uint8).fill_(0x7F)  # NaN, where loading leaves anything out
-        wide, high = (INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)
+        self.experts = [expert(np.random.default_rng(seed + slot)) for slot in range(SLOTS)]
         for slot in range(SLOTS):
-            matrices = [torch.randn(shape, generator=draw) / shape[1] ** 0.5 for shape in (wide, wide, high)]
-            self.weights.load(slot, *matrices)
+            self.weights.load(slot, *self.experts[slot])
         self.rows = torch.randn(rows, HIDDEN, generator=draw).bfloat16()
         self.row_of = torch.randint(0, rows, (pairs,), generator=draw, dtype=torch.int32)
         self.slots = torch.randint(-1, SLOTS, (pairs,), generator=draw, dtype=torch.int32)
@@ -56,28 +68,19 @@ class Case:
         group(slots, number(pairs), groups)
         out = poisoned(pairs, HIDDEN)
         scratch = poisoned_fp8(pairs, width), poisoned(pairs, width // FP8_TILE)
-        grouped_ffn_fp8(*quantised(self.rows, len(self.rows)), row_of, groups, self.weights, *scratch, out)
+        rows = (tensor.to(DEVICE) for tensor in quantize_reference(self.rows.float()))
+        grouped_ffn_fp8(*rows, row_of, groups, self.weights, *scratch, out)
         return out.cpu()
 
     def wanted(self) -> torch.Tensor:
-        experts = [[matrix.cpu() for matrix in self.weights.unload(slot)] for slot in range(SLOTS)]
+        experts = [
+            [torch.from_numpy(matrix.dequantized()).double() for matrix in three] for three in self.experts
+        ]
         rows = [
             ffn_fp8_reference(self.rows[r : r + 1], *experts[s])
             for r, s in zip(self.row_of.tolist(), self.slots.tolist(), strict=True)
         ]
         return torch.cat(rows)
-
-
-def test_rows_are_quantised_to_the_bits_of_the_definition() -> None:
-    seed = fresh_seed()
-    rows = (torch.randn(7, HIDDEN, generator=torch.Generator().manual_seed(seed)) * 3).bfloat16()
-    rows[2] = 0
-    rows[3, 5] = 1e30
-    q, scales = (tensor.cpu() for tensor in quantised(rows, 6))
-    wanted, wanted_scales = quantise_reference(rows.float())
-    assert same_bits(q[:6], wanted[:6]), f"seed {seed}"
-    assert same_bits(scales[:6], wanted_scales[:6]), f"seed {seed}"
-    assert scales[6].isnan().all(), f"seed {seed}: a row that is not there was written"
 
 
 @pytest.mark.parametrize("tile", [16, 64])
@@ -100,20 +103,16 @@ def test_a_row_has_the_same_bits_alone_in_a_batch_and_in_both_classes() -> None:
         assert same_bits(case.run(tile, only=slice(70, 71))[0], whole[70]), f"seed {seed}, tile {tile}"
 
 
-def test_an_expert_is_loaded_as_its_checkpoint_quantised_it() -> None:
+def test_an_expert_is_loaded_as_its_checkpoint_quantized_it() -> None:
     seed = fresh_seed()
-    draw = torch.Generator().manual_seed(seed)
-    shapes = ((INTERMEDIATE, HIDDEN), (INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE))
-    q = [torch.randn(shape, generator=draw).to(torch.float8_e4m3fn) for shape in shapes]
-    scales = [torch.rand([-(-size // FP8_TILE) for size in shape], generator=draw) for shape in shapes]
+    matrices = expert(np.random.default_rng(seed))
     weights = Fp8ExpertWeights.allocate(slots=1, hidden=HIDDEN, intermediate=INTERMEDIATE, device=DEVICE)
-    weights.load_quantised(0, q, scales)
-    for matrix, scale, back in zip(q, scales, weights.unload(0), strict=True):
-        spread = scale.double().repeat_interleave(FP8_TILE, 0).repeat_interleave(FP8_TILE, 1)
-        wanted = matrix.double() * spread[: matrix.shape[0], : matrix.shape[1]]
-        assert torch.equal(back.cpu(), wanted), f"seed {seed}"
-    with pytest.raises(ValueError, match="one for each 128 x 128, is needed"):
-        weights.load_quantised(0, q, [scale[:0] for scale in scales])
+    weights.load(0, *matrices)
+    for matrix, back in zip(matrices, weights.unload(0), strict=True):
+        assert np.array_equal(back.codes, matrix.codes), f"seed {seed}"
+        assert np.array_equal(back.scales, matrix.scales), f"seed {seed}"
+    with pytest.raises(ValueError, match="codes int8 in groups of 128; e4m3 in groups of 128 is needed"):
+        weights.load(0, *(replace(matrix, kind=Codes.INT8) for matrix in matrices))
 
 
 def test_wide_groups_are_refused() -> None:
