@@ -1,4 +1,4 @@
-"""Reads a model directory: config.json and safetensors, mapped and checked before use.
+"""Reads a model directory: config.json and safetensors or GGUF, mapped and checked before use.
 
 A safetensors file is an 8-byte little-endian header length, a JSON header, then the tensors' bytes:
     {"name": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [begin, end]}, ..., "__metadata__": {...}}
@@ -11,55 +11,21 @@ import hashlib
 import json
 import math
 import mmap
-import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
-HEADER_LIMIT_BYTES = 64 << 20  # 18,867 tensors (48 layers of 128 experts) need 2.5 MB
+from experts.quantized import Quantized
+from experts.tensor_file import HEADER_LIMIT_BYTES, NUMPY, CheckpointInvalid, TensorEntry, TensorFile, opened
+
 JSON_LIMIT_BYTES = 64 << 20
 FINGERPRINT_SAMPLE_BYTES = 64
 
-# numpy has no bfloat16 or float8: their bits are served as unsigned integers.
-_NUMPY: Mapping[str, np.dtype[Any]] = {
-    "F64": np.dtype("<f8"),
-    "F32": np.dtype("<f4"),
-    "F16": np.dtype("<f2"),
-    "BF16": np.dtype("<u2"),
-    "I64": np.dtype("<i8"),
-    "I32": np.dtype("<i4"),
-    "I16": np.dtype("<i2"),
-    "I8": np.dtype("i1"),
-    "U64": np.dtype("<u8"),
-    "U32": np.dtype("<u4"),
-    "U16": np.dtype("<u2"),
-    "U8": np.dtype("u1"),
-    "BOOL": np.dtype("?"),
-    "F8_E4M3": np.dtype("u1"),
-    "F8_E5M2": np.dtype("u1"),
-}
 
-
-class CheckpointInvalid(ValueError):
-    """A file of the model directory is missing, truncated or malformed; the text names it and the fault."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TensorEntry:
-    """One tensor of one file."""
-
-    dtype: str  # as safetensors spells it
-    shape: tuple[int, ...]
-    begin: int  # bytes from the end of the header
-    end: int
-
-
-class SafetensorsFile:
+class SafetensorsFile(TensorFile):
     """One mapped safetensors file, its header already checked.
 
     Raises:
@@ -67,8 +33,7 @@ class SafetensorsFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        with _opened(path) as (file, size):
+        with opened(path) as (file, size):
             if size < 8:
                 raise CheckpointInvalid(f"{path}: {size} bytes; a safetensors file has at least 8.")
             length = int.from_bytes(file.read(8), "little")
@@ -81,35 +46,10 @@ class SafetensorsFile:
                 raise CheckpointInvalid(
                     f"{path}: the header ends at {8 + length}, the file at {size}. Download it again."
                 )
-            self.header = file.read(length)
+            header = file.read(length)
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._start = 8 + length
-        self._data = np.frombuffer(mapped, np.uint8)[self._start :]
-        self.entries = _entries(path, self.header, self._data.size)
-
-    def tensor(self, name: str) -> np.ndarray:
-        """View of one tensor, read-only, in its own shape."""
-        entry = self.entries[name]
-        view = self._data[entry.begin : entry.end].view(_NUMPY[entry.dtype]).reshape(entry.shape)
-        # Native code reads whole elements; the format does not promise that they are aligned.
-        aligned = view if view.flags.aligned else view.copy()
-        aligned.flags.writeable = False
-        return aligned
-
-    def samples(self, nbytes: int) -> dict[str, bytes]:
-        """The first `nbytes` bytes of each tensor, or all where it is shorter.
-
-        Raises:
-            CheckpointInvalid: the file is gone.
-        """
-        # Not through the map: for 64 bytes that would read megabytes around them, hundreds of GB of a large model.
-        with _opened(self.path) as (file, _):
-            descriptor = file.fileno()
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
-            return {
-                name: os.pread(descriptor, min(nbytes, entry.end - entry.begin), self._start + entry.begin)
-                for name, entry in self.entries.items()
-            }
+        start = 8 + length
+        super().__init__(path, header, _entries(path, header, size - start), mapped, start)
 
 
 def _entries(path: Path, header: bytes, data_bytes: int) -> dict[str, TensorEntry]:
@@ -132,8 +72,8 @@ def _entry(path: Path, name: str, fields: Any, data_bytes: int) -> TensorEntry:
     if not isinstance(fields, dict) or not {"dtype", "shape", "data_offsets"} <= fields.keys():
         raise CheckpointInvalid(f"{path}: {name} lacks dtype, shape or data_offsets.")
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in _NUMPY:
-        raise CheckpointInvalid(f"{path}: {name} has dtype {dtype!r}; known are {', '.join(_NUMPY)}.")
+    if not isinstance(dtype, str) or dtype not in NUMPY:
+        raise CheckpointInvalid(f"{path}: {name} has dtype {dtype!r}; known are {', '.join(NUMPY)}.")
     if not _sizes(shape) or not _sizes(offsets) or len(offsets) != 2:
         raise CheckpointInvalid(f"{path}: {name} has shape {shape!r} and data_offsets {offsets!r}.")
     begin, end = offsets
@@ -141,7 +81,7 @@ def _entry(path: Path, name: str, fields: Any, data_bytes: int) -> TensorEntry:
         raise CheckpointInvalid(
             f"{path}: {name} lies at bytes {begin} to {end}, the file holds {data_bytes}. Download it again."
         )
-    needed = math.prod(shape) * _NUMPY[dtype].itemsize
+    needed = math.prod(shape) * NUMPY[dtype].itemsize
     if needed != end - begin:
         raise CheckpointInvalid(
             f"{path}: {name}, {dtype} {shape}, needs {needed} bytes and has {end - begin}."
@@ -176,21 +116,11 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _read_json(path: Path) -> tuple[bytes, dict[str, Any]]:
-    with _opened(path) as (file, size):
+    with opened(path) as (file, size):
         if size > JSON_LIMIT_BYTES:
             raise CheckpointInvalid(f"{path}: {size} bytes; the limit is {JSON_LIMIT_BYTES}.")
         text = file.read(size)
     return text, _json_object(path, "text", text)
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
-    """A file and how many bytes it has; CheckpointInvalid where it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            yield file, os.fstat(file.fileno()).st_size
-    except OSError as error:
-        raise CheckpointInvalid(f"{path}: cannot be read: {error.strerror or error}.") from error
 
 
 def read_config(directory: str | Path) -> dict[str, Any]:
@@ -211,22 +141,30 @@ class Checkpoint:
     def __init__(self, directory: Path) -> None:
         if not directory.is_dir():
             raise CheckpointInvalid(
-                f"{directory}: no such directory. A model directory holds config.json and *.safetensors."
+                f"{directory}: no such directory. A model directory holds config.json and *.safetensors or *.gguf."
             )
         self.directory = directory
         self._config_text, self.config = _read_json(directory / "config.json")
+        self._file_of: Mapping[str, TensorFile]
         whole, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
         if whole.exists():
             file = SafetensorsFile(whole)
             self._file_of = dict.fromkeys(file.entries, file)
         elif index.exists():
             self._file_of = _shards(index)
+        elif files := sorted(directory.glob("*.gguf")):
+            # Imported here: it needs a library that nobody else does.
+            from experts.gguf import open_files
+
+            self._file_of = open_files(files, self.config)
         else:
-            raise CheckpointInvalid(f"{directory}: holds neither {whole.name} nor {index.name}.")
+            raise CheckpointInvalid(
+                f"{directory}: holds neither {whole.name} nor {index.name} nor a .gguf file."
+            )
 
     @classmethod
     def open(cls, directory: str | Path) -> Checkpoint:
-        """Open a model directory: config.json beside model.safetensors or model.safetensors.index.json.
+        """Open a model directory: config.json beside model.safetensors, model.safetensors.index.json or *.gguf.
 
         Raises:
             CheckpointInvalid: a file is missing, truncated or malformed.
@@ -247,6 +185,14 @@ class Checkpoint:
             CheckpointInvalid: no such tensor.
         """
         return self._file(name).tensor(name)
+
+    def quantized(self, name: str) -> Quantized | None:
+        """One tensor as codes, where its format itself says that it has them: then `tensor` dequantizes it. Else None.
+
+        Raises:
+            CheckpointInvalid: no such tensor.
+        """
+        return self._file(name).quantized(name)
 
     def dtype(self, name: str) -> str:
         """Element type as safetensors spells it: "BF16", "F32", "F16", ..."""
@@ -272,7 +218,7 @@ class Checkpoint:
             digest.update(name.encode() + b"\0" + samples[self._file_of[name].path.name][name])
         return digest.hexdigest()
 
-    def _file(self, name: str) -> SafetensorsFile:
+    def _file(self, name: str) -> TensorFile:
         file = self._file_of.get(name)
         if file is None:
             raise CheckpointInvalid(f"{self.directory}: no tensor {name} among {len(self._file_of)}.")

@@ -1,0 +1,220 @@
+"""A folder of .gguf files is the checkpoint that it was made from, bit for bit as gguf dequantizes it."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Kind
+
+from eaas.model.loader import load_spec, load_weights
+from eaas.model.make_model import make_model
+from experts.checkpoint import Checkpoint, CheckpointInvalid
+from experts.model import ExpertShape
+from experts.tensors import tensors_of
+from tests.experts.gguf_files import write_gguf
+
+SIZES: dict[str, Any] = {"hidden_size": 256, "num_hidden_layers": 2, "intermediate_size": 256}
+FAMILIES = {
+    "qwen3_moe": {"moe_intermediate_size": 256, "head_dim": 64},
+    "qwen2_moe": {"moe_intermediate_size": 256, "shared_expert_intermediate_size": 256},
+    "olmoe": {"tie_word_embeddings": False},
+    "mixtral": {"head_dim": 32},
+    "glm4_moe": {"moe_intermediate_size": 256},
+}
+
+
+def mixed(name: str) -> Kind:
+    """As in a file of Q4_K_M, with every other type somewhere."""
+    for part, kind in (
+        ("ffn_down_exps", Kind.Q6_K),
+        ("_exps", Kind.Q4_K),
+        ("gate_inp", Kind.F32),
+        ("attn_q", Kind.Q4_K),
+        ("attn_k", Kind.Q8_0),
+        ("attn_v", Kind.Q5_K),
+        ("attn_output", Kind.Q4_0),
+        ("token_embd", Kind.BF16),
+        ("ffn_down", Kind.F16),
+    ):
+        if part in name:
+            return kind
+    return Kind.Q8_0
+
+
+def model(
+    root: Path, arch: str = "qwen3_moe", *, seed: int, kind: Any = mixed, parts: int = 1
+) -> tuple[Path, Path]:
+    """The folder with .gguf files, and that of the same weights in float32."""
+    sizes = SIZES | FAMILIES[arch]
+    source = make_model("tiny", arch, root / "source", seed=seed, dtype="float32", overrides=sizes)
+    return root / "gguf", write_gguf(source, root / "gguf", kind, seed=seed, parts=parts)
+
+
+@pytest.mark.parametrize("arch", FAMILIES)
+def test_every_weight_is_what_gguf_dequantizes(arch: str, tmp_path: Path) -> None:
+    seed = int(np.random.default_rng().integers(1 << 31))
+    folder, plain = model(tmp_path, arch, seed=seed)
+    found, needed = Checkpoint.open(folder), Checkpoint.open(plain)
+    assert set(needed.names()) <= set(found.names())
+    shape = ExpertShape.from_config(needed.config)
+    for layer in range(shape.layers):
+        for expert in range(shape.experts):
+            ours, theirs = (tensors_of(checkpoint, shape, layer, expert) for checkpoint in (found, needed))
+            for part in ("gate", "up", "down"):
+                assert np.array_equal(getattr(ours, part), getattr(theirs, part)), f"{part}, seed {seed}"
+    ours, theirs = (load_weights(checkpoint, load_spec(checkpoint)) for checkpoint in (found, needed))
+    assert ours.keys() == theirs.keys()
+    for role, weights in ours.items():
+        if weights.dtype == np.uint16:
+            weights = (weights.astype(np.uint32) << 16).view(np.float32)
+        assert np.array_equal(weights, theirs[role]), f"{role}, seed {seed}"
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_K, Kind.Q4_0])
+def test_four_bits_are_kept_as_codes_that_dequantize_to_the_same_bits(kind: Kind, tmp_path: Path) -> None:
+    seed = int(np.random.default_rng().integers(1 << 31))
+    folder, plain = model(tmp_path, seed=seed, kind=lambda name: kind if "exps" in name else Kind.Q8_0)
+    found, needed = Checkpoint.open(folder), Checkpoint.open(plain)
+    for name in ExpertShape.from_config(needed.config).names(1, 3):
+        quantized = found.quantized(name)
+        assert quantized is not None and quantized.group == 32 and quantized.codes.max() == 15
+        assert np.array_equal(quantized.dequantized(), needed.tensor(name)), f"{name}, seed {seed}"
+    assert found.quantized("model.embed_tokens.weight") is None
+    assert needed.quantized("model.embed_tokens.weight") is None
+
+
+def test_a_model_in_parts_is_read_and_a_missing_part_is_named(tmp_path: Path) -> None:
+    folder, plain = model(tmp_path, seed=3, parts=3)
+    found, needed = Checkpoint.open(folder), Checkpoint.open(plain)
+    for name in needed.names():
+        assert found.tensor(name).shape == needed.shape(name)
+    (folder / "model-00002-of-00003.gguf").unlink()
+    with pytest.raises(CheckpointInvalid, match=r"model-00002-of-00003\.gguf: is missing"):
+        Checkpoint.open(folder)
+
+
+def test_two_models_in_one_folder_are_refused(tmp_path: Path) -> None:
+    folder, _ = model(tmp_path, seed=3)
+    (folder / "other.gguf").write_bytes((folder / "model.gguf").read_bytes())
+    with pytest.raises(
+        CheckpointInvalid, match=r"is in model\.gguf and in other\.gguf\. Keep the files of one"
+    ):
+        Checkpoint.open(folder)
+
+
+def test_the_fingerprint_tells_files_apart_and_reads_samples_only(tmp_path: Path) -> None:
+    folder, _ = model(tmp_path, seed=3)
+    before = Checkpoint.open(folder).fingerprint
+    assert Checkpoint.open(folder).fingerprint == before
+    file = folder / "model.gguf"
+    data = bytearray(file.read_bytes())
+    entry = Checkpoint.open(folder)._file("model.norm.weight")
+    at = entry._start + entry.entries["model.norm.weight"].begin
+    data[at] ^= 1
+    file.write_bytes(data)
+    assert Checkpoint.open(folder).fingerprint != before
+
+
+def test_another_model_or_family_is_refused_by_name(tmp_path: Path) -> None:
+    folder, _ = model(tmp_path, seed=3)
+    config = json.loads((folder / "config.json").read_text())
+    for named, text in (
+        ({"architectures": ["OlmoeForCausalLM"]}, "is of 'qwen3moe'; config.json needs 'olmoe'"),
+        (
+            {"architectures": ["DeepseekV3ForCausalLM"], "n_routed_experts": 8},
+            "DeepseekV3ForCausalLM is not read from GGUF, only Glm4Moe",
+        ),
+        ({"num_experts": 4}, r"is \(8, 256, 256\); config.json says 4 experts"),
+    ):
+        (folder / "config.json").write_text(json.dumps(config | named))
+        with pytest.raises(CheckpointInvalid, match=text):
+            Checkpoint.open(folder)
+
+
+def test_every_truncation_and_no_flipped_bit_of_the_head_ends_otherwise_than_in_words(tmp_path: Path) -> None:
+    folder, _ = model(tmp_path, seed=3)
+    file = folder / "model.gguf"
+    whole = file.read_bytes()
+    generator = np.random.default_rng(seed := int(np.random.default_rng().integers(1 << 31)))
+    head = len(Checkpoint.open(folder)._file("model.norm.weight").header)
+    for length in [0, 3, 23, 24, *generator.integers(24, len(whole), 40).tolist(), len(whole) - 100]:
+        file.write_bytes(whole[:length])
+        with pytest.raises(CheckpointInvalid, match=r"model\.gguf: .*(Download it|at least 24)"):
+            Checkpoint.open(folder)
+    for place in generator.integers(0, head, 300).tolist():
+        data = bytearray(whole)
+        data[place] ^= 1 << int(generator.integers(8))
+        file.write_bytes(data)
+        try:
+            checkpoint = Checkpoint.open(folder)
+            for name in checkpoint.names():
+                checkpoint.tensor(name)
+        except CheckpointInvalid as error:
+            assert str(error), f"byte {place}, seed {seed}"
+
+
+def header(*parts: bytes) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + b"".join(parts)
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b"GGML" + bytes(40), "begins with b'GGML', version 0"),
+        (b"GGUF" + struct.pack(">IQQ", 3, 0, 0) + bytes(9), "version 50331648; GGUF 2 or 3"),
+        (header(struct.pack("<Q", 1 << 60)), "header ends after byte 32"),
+        (header(struct.pack("<Q1sI", 1, b"a", 9)), "a has 9 axes"),
+        (header(struct.pack("<Q1sIQIQ", 1, b"a", 1, 8, 99, 0)), "a has type 99; gguf does not know it"),
+        (
+            header(struct.pack("<Q1sIQIQ", 1, b"a", 1, 100, 12, 0)),
+            "a, Q4_K, has rows of 100; 256 are a block",
+        ),
+        (
+            header(struct.pack("<Q1sIQIQ", 1, b"a", 1, 1 << 40, 0, 0)),
+            "a lies at bytes 0 to 4398046511104 of 0",
+        ),
+        (b"GGUF" + struct.pack("<IQQQ1sI", 3, 0, 1, 1, b"f", 77), "field f has type 77"),
+        (
+            b"GGUF" + struct.pack("<IQQQ17sII", 3, 0, 1, 17, b"general.alignment", 4, 0),
+            "general.alignment is 0; a number from 1 is needed",
+        ),
+    ],
+)
+def test_a_malformed_head_is_refused_with_the_reason(tmp_path: Path, content: bytes, text: str) -> None:
+    make_model("tiny", "qwen3_moe", tmp_path, seed=1)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "model.gguf").write_bytes(content)
+    with pytest.raises(CheckpointInvalid, match=text):
+        Checkpoint.open(tmp_path)
+
+
+def test_the_library_is_asked_for_where_a_gguf_file_is_and_nowhere_else(tmp_path: Path) -> None:
+    folder, plain = model(tmp_path, seed=3)
+    script = (
+        "import sys; sys.modules['gguf'] = None\n"
+        "from experts.checkpoint import Checkpoint, CheckpointInvalid\n"
+        f"Checkpoint.open({str(plain)!r})\n"
+        f"try: Checkpoint.open({str(folder)!r})\n"
+        "except CheckpointInvalid as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert "pip install 'eaas[gguf]'" in done.stdout
+
+
+def test_a_type_that_gguf_does_not_decode_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = model(tmp_path, seed=3)
+    monkeypatch.delattr(gguf.quants, "Q5_K")
+    with pytest.raises(
+        CheckpointInvalid, match=r"attn_v\.weight is Q5_K, which the library gguf does not decode"
+    ):
+        Checkpoint.open(folder)
