@@ -65,8 +65,8 @@ def step_of(model: Path, rows: int, context: int, distinct_experts: float) -> St
     dense = sum(int(np.prod(plan.shape)) for role, plan in plans if role != "embed" or spec.tie_embeddings)
     expert = 3 * shape.hidden * shape.intermediate
     size = spec.dtype.nbytes
-    kv_bytes = 2 * spec.layers * spec.kv_size * size
-    attention = 4 * context * spec.layers * spec.q_size
+    kv_bytes = spec.layers * spec.kv_heads * spec.cached_dims * size
+    attention = 2 * context * spec.layers * spec.q_heads * spec.cached_dims
     return Step(
         nbytes=size * (dense + distinct_experts * expert) + rows * context * kv_bytes,
         flops=rows * (2 * (dense + shape.layers * shape.top_k * expert) + attention),

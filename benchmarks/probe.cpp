@@ -79,7 +79,7 @@ PROBE void probe_attend(const eaas::Ops* ops, const uint8_t* cache, const int32_
     for (uint32_t call = 0; call < calls; ++call)
         for (uint32_t head = head0; head < head1; ++head) {
             eaas::Attend attend{};
-            attend.head_dim = dim;
+            attend.head_dim = attend.value_dim = dim;
             attend.dtype = 1;
             attend.cache = cache;
             attend.table = tables + call % copies * blocks;
@@ -120,7 +120,7 @@ PROBE void probe_rows(const eaas::Ops* ops, const float* x, const float* weight,
             }
             for (uint32_t h = 0; h < kv_heads; ++h)
                 ops->store_kv(1, cache + (uint64_t{row / eaas::kSubtile} * kv_heads + h) * subtile_bytes,
-                              row % eaas::kSubtile, dim, to + (q_heads + h) * dim,
+                              row % eaas::kSubtile, dim, dim, to + (q_heads + h) * dim,
                               to + (q_heads + kv_heads + h) * dim);
         }
 }

@@ -64,6 +64,7 @@ ROLES = (
         "shared_gate",
     ),
     *("dense_gate_up", "dense_down_proj"),
+    *("q_a", "q_a_norm", "kv_a", "kv_a_norm", "key_up", "value_up"),
 )
 
 
@@ -77,14 +78,15 @@ class DecoderShape(ctypes.Structure):
     _fields_ = [
         *_fields(
             c_uint32,
-            "hidden layers q_heads kv_heads head_dim vocab rope_pairs experts top_k dense_intermediate",
+            "hidden layers q_heads kv_heads head_dim vocab rope_pairs q_rank kv_rank nope_dim value_dim",
         ),
+        *_fields(c_uint32, "experts top_k dense_intermediate"),
         *_fields(
             c_uint32, "shared_intermediate shared_gate qk_norm gate_sigmoid gate_normalise groups groups_kept"
         ),
         *_fields(c_uint32, "kv_blocks block_tokens max_rows max_positions"),
         ("dtype", c_int32),
-        *_fields(c_float, "eps clip_qkv gate_scale"),
+        *_fields(c_float, "eps clip_qkv gate_scale query_scale"),
     ]
 
 

@@ -256,6 +256,10 @@ class GpuDecoder:
                 f"Device {self.device} with TRITON_INTERPRET={int(INTERPRET)}: kernels run on cuda, or on cpu in the "
                 "interpreter. Change the one or the other."
             )
+        if spec.latent:
+            raise DecoderError(
+                f"{spec.architecture} has latent attention, which the GPU does not compute. Serve with --device cpu."
+            )
         if len(spec.rope.inv_freq) * 2 != spec.head_dim:
             raise DecoderError(
                 f"{spec.architecture} rotates a part of each head, which the GPU does not compute. Serve with "

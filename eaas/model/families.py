@@ -9,32 +9,32 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from eaas.model.spec import ModelSpec, MoeSpec, QkNorm, Score, positive, rope_of
+from eaas.model.spec import Latent, ModelSpec, MoeSpec, QkNorm, Score, positive, rope_of
 from experts.model import ConfigInvalid, Dtype, ExpertShape, UnknownArchitecture
 
 # Read here, in rope.py or in experts.model.
 _HONORED = frozenset(
     {
         "architectures", "attention_bias", "clip_qkv", "decoder_sparse_step", "dtype", "eos_token_id",
-        "first_k_dense_replace", "head_dim", "hidden_act", "hidden_size", "intermediate_size", "layer_types",
-        "max_position_embeddings", "max_window_layers", "mlp_only_layers", "moe_intermediate_size",
-        "moe_layer_freq", "n_group", "n_routed_experts", "n_shared_experts", "norm_topk_prob",
-        "num_attention_heads", "num_experts", "num_experts_per_tok", "num_hidden_layers",
-        "num_key_value_heads", "num_local_experts", "partial_rotary_factor", "qkv_bias",
-        "quantization_config", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta",
-        "routed_scaling_factor", "scoring_func", "shared_expert_intermediate_size", "sliding_window",
-        "tie_word_embeddings", "topk_group", "topk_method", "torch_dtype", "use_qk_norm",
-        "use_sliding_window", "vocab_size",
+        "first_k_dense_replace", "head_dim", "hidden_act", "hidden_size", "intermediate_size", "kv_lora_rank",
+        "layer_types", "max_position_embeddings", "max_window_layers", "mlp_bias", "mlp_only_layers",
+        "moe_intermediate_size", "moe_layer_freq", "n_group", "n_routed_experts", "n_shared_experts",
+        "norm_topk_prob", "num_attention_heads", "num_experts", "num_experts_per_tok", "num_hidden_layers",
+        "num_key_value_heads", "num_local_experts", "partial_rotary_factor", "q_lora_rank", "qk_nope_head_dim",
+        "qk_rope_head_dim", "qkv_bias", "quantization_config", "rms_norm_eps", "rope_interleave",
+        "rope_parameters", "rope_scaling", "rope_theta", "routed_scaling_factor", "scoring_func",
+        "shared_expert_intermediate_size", "sliding_window", "tie_word_embeddings", "topk_group",
+        "topk_method", "torch_dtype", "use_qk_norm", "use_sliding_window", "v_head_dim", "vocab_size",
     }
 )  # fmt: skip
 # Training, bookkeeping, layers that guess further tokens, or what the tokenizer and the generation defaults say better.
 _WITHOUT_EFFECT = frozenset(
     {
-        "_name_or_path", "attention_dropout", "aux_loss_alpha", "bos_token_id", "ep_size", "initializer_range",
-        "model_type", "num_mtp_layers", "num_nextn_predict_layers", "output_attentions",
-        "output_hidden_states", "output_router_logits", "pad_token_id",
-        "pretraining_tp", "return_dict", "router_aux_loss_coef", "router_jitter_noise", "seq_aux",
-        "transformers_version", "use_cache",
+        "_name_or_path", "attention_dropout", "auto_map", "aux_loss_alpha", "bos_token_id", "ep_size",
+        "initializer_range", "model_type", "num_mtp_layers", "num_nextn_predict_layers", "output_attentions",
+        "output_hidden_states", "output_router_logits", "pad_token_id", "pretraining_tp", "qk_head_dim",
+        "return_dict", "router_aux_loss_coef", "router_jitter_noise", "seq_aux", "transformers_version",
+        "use_cache",
     }
 )  # fmt: skip
 
@@ -67,6 +67,7 @@ class Family:
     o_bias: bool = False  # and then the output projection has one, too
     clip_qkv: bool = False
     window: str = ""  # "": none, "all": every layer, "switch": every layer if use_sliding_window, "by_layer"
+    latent: bool = False  # attention of DeepSeek-V2; honors its ranks and widths, and no head_dim
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
 
@@ -96,6 +97,19 @@ FAMILIES: Mapping[str, Family] = {
     "Glm4MoeForCausalLM": replace(
         _CORRECTED, qk_norm=QkNorm.HEAD, qk_norm_switch=True, eps=1e-5, max_model_len=131072, rotated=0.5,
         bias="attention_bias",
+    ),
+    # The best of a group ranks it, and no weights are normed, whatever norm_topk_prob says: as in transformers.
+    "DeepseekV2ForCausalLM": Family(
+        gate="mlp.gate.weight", groups=(1, 1), shared="mlp.shared_experts.", shared_experts=2, max_model_len=2048,
+        latent=True,
+        only={
+            "scoring_func": ("softmax",), "topk_method": ("greedy", "group_limited_greedy"), "norm_topk_prob": (False,),
+            "attention_bias": (False,), "mlp_bias": (False,),
+        },
+    ),
+    "DeepseekV3ForCausalLM": replace(
+        _CORRECTED, groups=(8, 4), scaling_factor=2.5, max_model_len=4096, latent=True,
+        only={**_CORRECTED.only, "attention_bias": (False,)},
     ),
 }  # fmt: skip
 
@@ -133,7 +147,12 @@ def spec_of(config: Mapping[str, Any], generation: Mapping[str, Any] | None = No
     layers, hidden = _count(config, "num_hidden_layers"), shape.hidden
     q_heads = _count(config, "num_attention_heads")
     kv_heads = q_heads if config.get("num_key_value_heads") is None else _count(config, "num_key_value_heads")
-    head_dim = _head_dim(config, family, hidden, q_heads)
+    latent = _latent(config) if family.latent else None
+    if latent:
+        kv_heads, head_dim = 1, latent.rope_dim + latent.kv_rank
+    else:
+        head_dim = _head_dim(config, family, hidden, q_heads)
+    rotated = latent.rope_dim if latent else head_dim
     max_model_len = _count(config, "max_position_embeddings", family.max_model_len)
     vocab = _count(config, "vocab_size")
     dense = frozenset(range(layers)) - frozenset(shape.layer_ids)
@@ -149,7 +168,7 @@ def spec_of(config: Mapping[str, Any], generation: Mapping[str, Any] | None = No
         vocab=vocab,
         intermediate=_count(config, "intermediate_size") if dense else 0,
         eps=positive(config, "rms_norm_eps", family.eps),
-        rope=rope_of(config, head_dim, max_model_len, family.rope_theta, family.rotated),
+        rope=rope_of(config, rotated, max_model_len, family.rope_theta, family.rotated),
         max_model_len=max_model_len,
         qk_norm=family.qk_norm if normed else QkNorm.NONE,
         qkv_bias=biased,
@@ -160,6 +179,19 @@ def spec_of(config: Mapping[str, Any], generation: Mapping[str, Any] | None = No
         dtype=Dtype.resolve("auto", config),
         moe=_moe_spec(config, family, shape, dense),
         eos_ids=_eos_ids(config, generation, vocab),
+        latent=latent,
+    )
+
+
+def _latent(config: Mapping[str, Any]) -> Latent:
+    whole = "q_lora_rank" in config and config["q_lora_rank"] is None
+    return Latent(
+        q_rank=0 if whole else _count(config, "q_lora_rank", 1536),
+        kv_rank=_count(config, "kv_lora_rank", 512),
+        nope_dim=_count(config, "qk_nope_head_dim", 128),
+        rope_dim=_count(config, "qk_rope_head_dim", 64),
+        value_dim=_count(config, "v_head_dim", 128),
+        interleaved=_flag(config, "rope_interleave", True),
     )
 
 
@@ -214,10 +246,11 @@ def tensors_of(spec: ModelSpec) -> dict[str, TensorPlan]:
     """Role -> tensor name and shape, of everything but the routed experts.
 
     Roles: "embed", "final_norm", "head" (absent when tied), and for layer L: "L.input_norm", "L.q", "L.k",
-    "L.v", "L.o", "L.post_norm"; where the model has them "L.q_bias", "L.k_bias", "L.v_bias", "L.o_bias",
-    "L.q_norm", "L.k_norm"; MoE layers "L.gate" and perhaps "L.gate_bias", "L.shared_gate_proj",
-    "L.shared_up_proj", "L.shared_down_proj", "L.shared_gate"; dense layers "L.dense_gate_proj",
-    "L.dense_up_proj", "L.dense_down_proj".
+    "L.v", "L.o", "L.post_norm"; of latent attention "L.kv_a", "L.kv_a_norm" and "L.kv_b" in place of keys and values,
+    and "L.q_a" and "L.q_a_norm" before "L.q" if queries have a latent; where the model has them "L.q_bias",
+    "L.k_bias", "L.v_bias", "L.o_bias", "L.q_norm", "L.k_norm"; MoE layers "L.gate" and perhaps "L.gate_bias",
+    "L.shared_gate_proj", "L.shared_up_proj", "L.shared_down_proj", "L.shared_gate"; dense layers
+    "L.dense_gate_proj", "L.dense_up_proj", "L.dense_down_proj".
     """
     table = {"embed": TensorPlan("model.embed_tokens.weight", (spec.vocab, spec.hidden))}
     for layer in range(spec.layers):
@@ -233,7 +266,29 @@ def tensors_of(spec: ModelSpec) -> dict[str, TensorPlan]:
 _Parts = dict[str, tuple[str, tuple[int, ...]]]
 
 
+def _latent_attention(spec: ModelSpec, latent: Latent) -> _Parts:
+    hidden, heads, rank = spec.hidden, spec.q_heads, latent.kv_rank
+    query, out = heads * (latent.nope_dim + latent.rope_dim), heads * latent.value_dim
+    parts: _Parts = {
+        "input_norm": ("input_layernorm.weight", (hidden,)),
+        "kv_a": ("self_attn.kv_a_proj_with_mqa.weight", (rank + latent.rope_dim, hidden)),
+        "kv_a_norm": ("self_attn.kv_a_layernorm.weight", (rank,)),
+        "kv_b": ("self_attn.kv_b_proj.weight", (heads * latent.nope_dim + out, rank)),
+        "o": ("self_attn.o_proj.weight", (hidden, out)),
+        "post_norm": ("post_attention_layernorm.weight", (hidden,)),
+    }
+    if not latent.q_rank:
+        return parts | {"q": ("self_attn.q_proj.weight", (query, hidden))}
+    return parts | {
+        "q_a": ("self_attn.q_a_proj.weight", (latent.q_rank, hidden)),
+        "q_a_norm": ("self_attn.q_a_layernorm.weight", (latent.q_rank,)),
+        "q": ("self_attn.q_b_proj.weight", (query, latent.q_rank)),
+    }
+
+
 def _attention(spec: ModelSpec) -> _Parts:
+    if spec.latent:
+        return _latent_attention(spec, spec.latent)
     hidden, q, kv = spec.hidden, spec.q_size, spec.kv_size
     parts: _Parts = {
         "input_norm": ("input_layernorm.weight", (hidden,)),

@@ -73,6 +73,8 @@ ARCHITECTURES: Mapping[str, str] = {
     "olmoe": "OlmoeForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
 }
 
 
@@ -170,6 +172,19 @@ def make_config(shape: Shape, arch: str, dtype: str) -> dict[str, Any]:
                 "use_qk_norm": True,
             }
         )
+    if arch.startswith("deepseek"):
+        config |= _corrected(shape) | {
+            "num_key_value_heads": shape.q_heads,
+            "q_lora_rank": 3 * shape.head_dim,
+            "kv_lora_rank": 2 * shape.head_dim,
+            "qk_nope_head_dim": shape.head_dim,
+            "qk_rope_head_dim": shape.head_dim // 2,
+            "v_head_dim": shape.head_dim,
+            "attention_bias": False,
+        }
+        if arch == "deepseek_v2":
+            return config | {"topk_method": "greedy", "norm_topk_prob": False}
+        return config | {"n_group": 4, "topk_group": 2}
     config |= {"num_experts": shape.experts, "norm_topk_prob": arch == "qwen3_moe"}
     if arch == "olmoe":
         return config | {"intermediate_size": shape.intermediate, "attention_bias": False, "clip_qkv": None}

@@ -43,12 +43,37 @@ class Rope:
         inv_freq: At most head_dim / 2 values, each exactly a float32; radians per position. Where they are fewer, the
             rest of the head stays as it is.
         attention_factor: Multiplies both cosine and sine.
+        all_dim_factor: Yarn's magnitude for mscale_all_dim: latent attention multiplies queries and keys by it, whole.
     """
 
     kind: str
     theta: float
     inv_freq: tuple[float, ...]
     attention_factor: float = 1.0
+    all_dim_factor: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latent:
+    """Latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values of all heads come from one short row.
+
+    This latent, normed, gives each head its value and the part of its key that is not rotated; the rotated part is one
+    for all heads. A query has both parts, from the row, or from a latent of its own that is normed, too.
+
+    Attributes:
+        q_rank: Width of the query's latent; 0: it has none.
+        kv_rank: Width of the latent of keys and values.
+        nope_dim, rope_dim: Parts of a query and key that are not rotated, and that are.
+        value_dim: Of one head's output.
+        interleaved: Rope turns the pairs (2i, 2i + 1) of the rotated part as it is stored, not (i, i + rope_dim / 2).
+    """
+
+    q_rank: int
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    interleaved: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +139,8 @@ class ModelSpec:
         sliding_window: For each layer: a token sees itself and the `window - 1` before it; 0: all before it.
         tie_embeddings: The output head is the embedding matrix.
         dtype: Type in which the checkpoint is to be served unless asked otherwise.
+        latent: Latent attention instead of key-value heads. The cache then holds one, for all query heads: `head_dim`
+            is its key's width, the rotated part and the latent, and the latent is its value.
         eos_ids: Tokens that end a generation, sorted.
     """
 
@@ -137,6 +164,7 @@ class ModelSpec:
     dtype: Dtype
     moe: MoeSpec
     eos_ids: tuple[int, ...]
+    latent: Latent | None = None
 
     def __post_init__(self) -> None:
         """Refuse nonsense.
@@ -194,6 +222,18 @@ class ModelSpec:
         """Columns of all key heads; as many again for values."""
         return self.kv_heads * self.head_dim
 
+    @property
+    def cached_dims(self) -> int:
+        """Columns of one key and one value, as the cache holds them."""
+        return self.head_dim + (self.latent.kv_rank if self.latent else self.head_dim)
+
+    @property
+    def query_scale(self) -> float:
+        """Multiplies the product of a query and a key."""
+        if self.latent is None:
+            return 1 / math.sqrt(self.head_dim)
+        return (self.latent.nope_dim + self.latent.rope_dim) ** -0.5 * self.rope.all_dim_factor**2
+
 
 def rope_of(
     config: Mapping[str, Any],
@@ -240,7 +280,7 @@ def rope_of(
     if not _is_number(theta) or theta <= 1:
         raise ConfigInvalid(f"config.json: rope_theta is {theta!r}; a number above 1 is needed.")
     inv_freq = [float(theta) ** (-2 * i / size) for i in range(size // 2)]
-    attention_factor = 1.0
+    attention_factor = all_dim_factor = 1.0
     if kind == "linear":
         factor = _number(scaling, "factor", source)
         inv_freq = [frequency / factor for frequency in inv_freq]
@@ -250,12 +290,15 @@ def rope_of(
     elif kind == "llama3":
         inv_freq = _llama3(inv_freq, scaling, source, max_model_len)
     elif kind == "yarn":
-        inv_freq, attention_factor = _yarn(inv_freq, float(theta), scaling, source, max_model_len)
+        inv_freq, attention_factor, all_dim_factor = _yarn(
+            inv_freq, float(theta), scaling, source, max_model_len
+        )
     return Rope(
         kind=kind,
         theta=float(theta),
         inv_freq=tuple(map(_as_float32, inv_freq)),
         attention_factor=_as_float32(attention_factor),
+        all_dim_factor=all_dim_factor,
     )
 
 
@@ -280,7 +323,7 @@ def _llama3(
 
 def _yarn(
     inv_freq: list[float], theta: float, scaling: Mapping[str, Any], source: str, max_model_len: int
-) -> tuple[list[float], float]:
+) -> tuple[list[float], float, float]:
     size = 2 * len(inv_freq)
     original = _number(scaling, "original_max_position_embeddings", source, default=max_model_len)
     factor = _number(scaling, "factor", source, default=max_model_len / original)
@@ -310,7 +353,8 @@ def _yarn(
     for i, frequency in enumerate(inv_freq):
         slow = min(max((i - low) / span, 0.0), 1.0)
         out.append(frequency / factor * slow + frequency * (1 - slow))
-    return out, attention_factor
+    all_dim = _number(scaling, "mscale_all_dim", source) if scaling.get("mscale_all_dim") else 0.0
+    return out, attention_factor, magnitude(all_dim)
 
 
 def _number(scaling: Mapping[str, Any], field: str, source: str, default: float | None = None) -> float:

@@ -1,5 +1,4 @@
 // Construction of the decoder, packing of its weights, and the checks that guard a step.
-#include <cmath>
 #include <cstring>
 #include <memory>
 
@@ -42,12 +41,20 @@ bool shape_is_sound(const DecoderShape& s) {
     const bool groups =
         s.groups <= 1 || (s.experts % s.groups == 0 && s.groups_kept > 0 && s.groups_kept <= s.groups &&
                           s.top_k <= s.groups_kept * (s.experts / s.groups));
-    return sizes && gate && groups && s.dtype >= EAAS_F32 && s.dtype <= EAAS_INT8 &&
+    const bool latent = s.kv_rank == 0 || (s.kv_heads == 1 && s.head_dim == s.kv_rank + 2 * s.rope_pairs &&
+                                           s.nope_dim && s.value_dim && s.qk_norm == DECODER_NORM_NONE);
+    return sizes && gate && groups && latent && s.dtype >= EAAS_F32 && s.dtype <= EAAS_INT8 &&
            s.qk_norm <= DECODER_NORM_FULL && s.clip_qkv >= 0.0f && s.eps >= 0.0f;
 }
 
 Packed take_packed(Arena& arena, int dtype, uint32_t rows, uint32_t k) {
     return {arena.take(experts_pack_bytes(dtype, rows, k)), rows, k};
+}
+
+PerHead take_per_head(Arena& arena, const DecoderShape& s, uint32_t rows, uint32_t k) {
+    // Each head's matrix begins where kernels want one to.
+    const uint64_t bytes = (experts_pack_bytes(s.dtype, rows, k) + 63) / 64 * 64;
+    return {arena.take(bytes * s.q_heads), rows, k, bytes};
 }
 
 Mlp take_mlp(Arena& arena, int dtype, uint32_t intermediate, uint32_t hidden) {
@@ -60,10 +67,20 @@ Mlp take_mlp(Arena& arena, int dtype, uint32_t intermediate, uint32_t hidden) {
 
 void lay_out_layer(Decoder& d, Layer& layer, Arena& arena) {
     const DecoderShape& s = d.shape;
-    layer.q = take_packed(arena, s.dtype, d.q_width(), s.hidden);
-    layer.k = take_packed(arena, s.dtype, d.kv_width(), s.hidden);
-    layer.v = take_packed(arena, s.dtype, d.kv_width(), s.hidden);
-    layer.o = take_packed(arena, s.dtype, s.hidden, d.q_width());
+    if (s.kv_rank) {
+        if (s.q_rank) layer.q_a = take_packed(arena, s.dtype, s.q_rank, s.hidden);
+        layer.kv_a = take_packed(arena, s.dtype, s.head_dim, s.hidden);
+        layer.q_up = take_per_head(arena, s, s.nope_dim + 2 * s.rope_pairs, s.q_rank ? s.q_rank : s.hidden);
+        layer.key_up = take_per_head(arena, s, s.kv_rank, s.nope_dim);
+        layer.value_up = take_per_head(arena, s, s.value_dim, s.kv_rank);
+        layer.q_a_norm = arena.take<float>(s.q_rank);
+        layer.kv_a_norm = arena.take<float>(s.kv_rank);
+    } else {
+        layer.q = take_packed(arena, s.dtype, d.q_width(), s.hidden);
+        layer.k = take_packed(arena, s.dtype, d.kv_width(), s.hidden);
+        layer.v = take_packed(arena, s.dtype, d.kv_width(), s.hidden);
+    }
+    layer.o = take_packed(arena, s.dtype, s.hidden, d.out_width());
     layer.q_bias = arena.take<float>(d.q_width());
     layer.k_bias = arena.take<float>(d.kv_width());
     layer.v_bias = arena.take<float>(d.kv_width());
@@ -92,7 +109,9 @@ void lay_out_scratch(Decoder& d, Arena& arena) {
     d.normed_f32 = arena.take<float>(rows * s.hidden);
     d.normed = arena.take(rows * s.hidden * element);
     d.qkv = arena.take<float>(rows * d.qkv_width());
-    d.attended = arena.take(rows * d.q_width() * element);
+    d.attended = arena.take(rows * d.out_width() * element);
+    d.mixed = s.kv_rank ? arena.take(rows * s.q_heads * s.kv_rank * element) : d.attended;
+    d.q_low = arena.take(rows * s.q_rank * element);
     d.out = arena.take<float>(rows * s.hidden);
     d.act = arena.take(rows * inter * element);
     d.shared_out = arena.take<float>(s.shared_intermediate ? rows * s.hidden : 0);
@@ -105,6 +124,10 @@ void lay_out_scratch(Decoder& d, Arena& arena) {
         lane.row = arena.take<float>(s.hidden);
         lane.normed = arena.take(static_cast<uint64_t>(kFewRows) * s.hidden * element);
         lane.heads = arena.take<float>(static_cast<uint64_t>(kQueries) * s.head_dim);
+        if (!s.kv_rank) continue;
+        const uint32_t query = s.nope_dim + 2 * s.rope_pairs;
+        lane.head = arena.take<float>(rows * (query > s.value_dim ? query : s.value_dim));
+        lane.low = arena.take(rows * s.nope_dim * element);
     }
 }
 
@@ -195,10 +218,8 @@ Decoder* decoder_new(const DecoderShape* shape, const int32_t* moe_layers, const
         d->moe_layers += moe_layers[i] >= 0;
     }
     d->owns_heads = shape->head_dim % EXPERTS_TILE_ROWS == 0 && shape->kv_heads % lanes == 0 &&
-                    shape->qk_norm != DECODER_NORM_FULL;
-    d->query_scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(shape->head_dim)));
-    const uint64_t subtile_bytes = eaas::subtile_elements(shape->head_dim) * d->element_bytes();
-    d->head_bytes = shape->block_tokens / eaas::kSubtile * subtile_bytes;
+                    shape->qk_norm != DECODER_NORM_FULL && shape->kv_rank == 0;
+    d->head_bytes = shape->block_tokens / eaas::kSubtile * d->subtile_bytes();
     d->block_bytes = shape->kv_heads * d->head_bytes;
     if (!d->arena.build([&](eaas::Arena& arena) { eaas::lay_out(*d, arena); })) return nullptr;
     const uint64_t angles = static_cast<uint64_t>(shape->max_positions) * shape->rope_pairs;
@@ -225,6 +246,15 @@ int32_t decoder_set(Decoder* decoder, uint32_t index, int32_t role, const void* 
     const auto pack = [&](int packed_dtype, const eaas::Packed& to) {
         if (!to.data || elements != static_cast<uint64_t>(to.rows) * to.k) return DECODER_E_WEIGHT;
         experts_pack_matrix(packed_dtype, data, dtype, to.rows, to.k, to.data);
+        return DECODER_OK;
+    };
+    const auto pack_per_head = [&](const eaas::PerHead& to) {
+        const uint64_t each = static_cast<uint64_t>(to.rows) * to.k;
+        if (!to.data || elements != s.q_heads * each) return DECODER_E_WEIGHT;
+        const uint64_t bytes = each * (dtype == EAAS_F32 ? 4 : 2);
+        for (uint32_t head = 0; head < s.q_heads; ++head)
+            experts_pack_matrix(s.dtype, static_cast<const uint8_t*>(data) + head * bytes, dtype, to.rows, to.k,
+                                to.of(head).data);
         return DECODER_OK;
     };
     const auto convert = [&](float* to, uint64_t wanted) {
@@ -254,7 +284,7 @@ int32_t decoder_set(Decoder* decoder, uint32_t index, int32_t role, const void* 
         case ROLE_FINAL_NORM: return convert(d.final_norm, s.hidden);
         case ROLE_INPUT_NORM: return convert(layer.input_norm, s.hidden);
         case ROLE_POST_NORM: return convert(layer.post_norm, s.hidden);
-        case ROLE_Q: return pack(s.dtype, layer.q);
+        case ROLE_Q: return s.kv_rank ? pack_per_head(layer.q_up) : pack(s.dtype, layer.q);
         case ROLE_K: return pack(s.dtype, layer.k);
         case ROLE_V: return pack(s.dtype, layer.v);
         case ROLE_O: return pack(s.dtype, layer.o);
@@ -271,6 +301,12 @@ int32_t decoder_set(Decoder* decoder, uint32_t index, int32_t role, const void* 
         case ROLE_SHARED_GATE: return convert(layer.shared_gate, s.hidden);
         case ROLE_DENSE_GATE_UP: return pack_pair(layer.dense);
         case ROLE_DENSE_DOWN: return pack(s.dtype, layer.dense.down);
+        case ROLE_Q_A: return pack(s.dtype, layer.q_a);
+        case ROLE_Q_A_NORM: return convert(layer.q_a_norm, s.q_rank);
+        case ROLE_KV_A: return pack(s.dtype, layer.kv_a);
+        case ROLE_KV_A_NORM: return convert(layer.kv_a_norm, s.kv_rank);
+        case ROLE_KEY_UP: return pack_per_head(layer.key_up);
+        case ROLE_VALUE_UP: return pack_per_head(layer.value_up);
         default: return DECODER_E_WEIGHT;
     }
 }

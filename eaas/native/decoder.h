@@ -30,6 +30,9 @@ enum { DECODER_NORM_NONE = 0, DECODER_NORM_HEAD = 1, DECODER_NORM_FULL = 2 };
 struct DecoderShape {
     uint32_t hidden, layers, q_heads, kv_heads, head_dim, vocab;
     uint32_t rope_pairs;  // (i, i + rope_pairs) of a head are rotated, at most head_dim / 2
+    // Latent attention; kv_rank 0: none. Its one key is the rotated part, then the latent, which is its value, too:
+    // head_dim = 2 * rope_pairs + kv_rank. q_rank 0: queries come from the row itself.
+    uint32_t q_rank, kv_rank, nope_dim, value_dim;
     uint32_t experts, top_k;
     uint32_t dense_intermediate;   // 0: no dense layer
     uint32_t shared_intermediate;  // 0: no shared experts
@@ -38,7 +41,7 @@ struct DecoderShape {
     uint32_t gate_sigmoid, gate_normalise, groups, groups_kept;
     uint32_t kv_blocks, block_tokens, max_rows, max_positions;
     int32_t dtype;                    // of matrix products; rows, keys and values with it (int8: bf16)
-    float eps, clip_qkv, gate_scale;  // clip_qkv 0: none
+    float eps, clip_qkv, gate_scale, query_scale;  // clip_qkv 0: none
 };
 
 // As expert_call of experts/native/client.h, whose client is the usual `state`.
@@ -55,6 +58,13 @@ enum DecoderRole {
     ROLE_V_BIAS, ROLE_O_BIAS, ROLE_Q_NORM, ROLE_K_NORM, ROLE_POST_NORM, ROLE_GATE, ROLE_GATE_CORRECTION,
     ROLE_SHARED_GATE_UP,  // gate projection in `data`, up projection in `second`
     ROLE_SHARED_DOWN, ROLE_SHARED_GATE, ROLE_DENSE_GATE_UP, ROLE_DENSE_DOWN,
+    // Of latent attention, whose ROLE_Q is [q_heads][nope_dim + 2 * rope_pairs][q_rank or hidden].
+    ROLE_Q_A,       // [q_rank][hidden]
+    ROLE_Q_A_NORM,
+    ROLE_KV_A,      // [head_dim][hidden]
+    ROLE_KV_A_NORM,
+    ROLE_KEY_UP,    // [q_heads][kv_rank][nope_dim]: a query's part that is not rotated, to the latent's space
+    ROLE_VALUE_UP,  // [q_heads][value_dim][kv_rank]
 };
 
 // moe_layers: per layer its number among MoE layers, or -1: dense. windows: per layer the sliding window in

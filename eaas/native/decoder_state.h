@@ -65,11 +65,20 @@ struct Span {
 // Below this many rows every lane computes the norms of all rows for itself: cheaper than a barrier.
 constexpr uint32_t kFewRows = 4;
 constexpr uint32_t kMaxLanes = 64;
+constexpr float kLatentEps = 1e-6f;  // of the norms of latents, whatever rms_norm_eps is: as transformers has it
 
 struct Packed {
     uint8_t* data = nullptr;
     uint32_t rows = 0, k = 0;
     uint32_t tiles() const { return (rows + EXPERTS_TILE_ROWS - 1) / EXPERTS_TILE_ROWS; }
+};
+
+// One matrix for each query head, so that a lane can own heads of any size.
+struct PerHead {
+    uint8_t* data = nullptr;
+    uint32_t rows = 0, k = 0;
+    uint64_t head_bytes = 0;
+    Packed of(uint32_t head) const { return {data + head * head_bytes, rows, k}; }
 };
 
 // gate and up interleaved, and down.
@@ -86,6 +95,10 @@ struct Layer {
     int32_t moe_layer = -1;
     uint32_t window = 0;
     Packed q, k, v, o, gate;
+    // Of latent attention, in place of q, k and v.
+    Packed q_a, kv_a;
+    PerHead q_up, key_up, value_up;
+    float *q_a_norm, *kv_a_norm;
     // Biases are null until set: most models have none.
     float *q_bias, *k_bias, *v_bias, *o_bias, *correction;
     bool has_q_bias, has_k_bias, has_v_bias, has_o_bias, has_correction;
@@ -103,6 +116,9 @@ struct LaneScratch {
     float* row;       // hidden floats
     uint8_t* normed;  // kFewRows x hidden of dtype
     float* heads;     // kQueries x head_dim
+    // Of latent attention: one head of all rows, max_rows each.
+    float* head;   // its whole query, or its output
+    uint8_t* low;  // nope_dim of dtype: what of its query is not rotated
 };
 
 }  // namespace eaas
@@ -122,7 +138,6 @@ struct Decoder {
     const uint8_t* embed = nullptr;
     int32_t embed_dtype = 0;
     uint64_t block_bytes = 0, head_bytes = 0;
-    float query_scale = 1.0f;
     // Lanes own whole key-value heads: no barrier between projections and attention.
     bool owns_heads = false;
 
@@ -130,8 +145,10 @@ struct Decoder {
     float* x;               // residual stream, hidden
     float* normed_f32;      // hidden
     uint8_t* normed;        // hidden, dtype
-    float* qkv;             // q, k, v side by side
-    uint8_t* attended;      // q_heads * head_dim, dtype
+    float* qkv;             // q, k, v side by side; of latent attention q, key and the query's latent
+    uint8_t* q_low;         // q_rank, dtype: the query's latent, normed
+    uint8_t* mixed;         // q_heads * value_width, dtype: weighted sums of values, which may be `attended`
+    uint8_t* attended;      // out_width, dtype
     float* out;             // hidden: a product before it joins the residual stream
     uint8_t* act;           // widest dense or shared intermediate, dtype
     float* shared_out;      // hidden
@@ -147,7 +164,13 @@ struct Decoder {
     uint32_t element_bytes() const { return shape.dtype == EAAS_F32 ? 4 : 2; }
     uint32_t q_width() const { return shape.q_heads * shape.head_dim; }
     uint32_t kv_width() const { return shape.kv_heads * shape.head_dim; }
-    uint32_t qkv_width() const { return q_width() + 2 * kv_width(); }
+    uint32_t qkv_width() const { return q_width() + kv_width() + (shape.kv_rank ? shape.q_rank : kv_width()); }
+    // Of one value in the cache, and of what all heads give to the output projection.
+    uint32_t value_width() const { return shape.kv_rank ? shape.kv_rank : shape.head_dim; }
+    uint32_t out_width() const {
+        return shape.q_heads * (shape.kv_rank ? shape.value_dim : shape.head_dim);
+    }
+    uint64_t subtile_bytes() const { return eaas::subtile_elements(shape.head_dim, value_width()) * element_bytes(); }
 };
 
 namespace eaas {

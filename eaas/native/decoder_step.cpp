@@ -92,12 +92,13 @@ void product_to_residual(const Lane& lane, const Packed& weight, const void* x, 
 
 // ---- attention
 
-// Columns of q, k and v: whole heads of this lane, or an even part of all tiles.
+// Columns of q, k and v, or of the latents: whole heads of this lane, or an even part of all tiles.
 void project(const Lane& lane, const Layer& layer, const uint8_t* x) {
     const Decoder& d = lane.d;
-    const Packed* weights[3] = {&layer.q, &layer.k, &layer.v};
+    const bool latent = lane.s.kv_rank > 0;
+    const Packed* weights[3] = {&layer.q, latent ? &layer.kv_a : &layer.k, latent ? &layer.q_a : &layer.v};
     const uint64_t offsets[3] = {0, d.q_width(), static_cast<uint64_t>(d.q_width()) + d.kv_width()};
-    const uint32_t all = layer.q.tiles() + layer.k.tiles() + layer.v.tiles();
+    const uint32_t all = weights[0]->tiles() + weights[1]->tiles() + weights[2]->tiles();
     const Span part = lane.share(all);
     uint32_t before = 0;
     for (int i = 0; i < 3; ++i) {
@@ -116,6 +117,24 @@ void project(const Lane& lane, const Layer& layer, const uint8_t* x) {
 
 void clip(float* x, uint32_t n, float bound) {
     for (uint32_t i = 0; i < n; ++i) x[i] = x[i] < -bound ? -bound : x[i] > bound ? bound : x[i];
+}
+
+// Where the cache holds a row's position, for key-value head 0.
+uint8_t* subtile_of(const Lane& lane, const Layer& layer, uint32_t row) {
+    const uint32_t position = static_cast<uint32_t>(lane.plan.positions[row]), size = lane.s.block_tokens;
+    const int32_t* table =
+        lane.plan.tables + static_cast<uint64_t>(lane.plan.sequences[row]) * lane.plan.table_blocks;
+    return layer.cache + static_cast<uint64_t>(table[position / size]) * lane.d.block_bytes +
+           position % size / kSubtile * lane.d.subtile_bytes();
+}
+
+void rotate(const Lane& lane, uint32_t row, float* head) {
+    const uint64_t angles = static_cast<uint64_t>(lane.plan.positions[row]) * lane.s.rope_pairs;
+    lane.d.ops->rope(head, lane.d.cosines + angles, lane.d.sines + angles, lane.s.rope_pairs);
+}
+
+void scale_query(const Lane& lane, float* head) {
+    for (uint32_t i = 0; i < lane.s.head_dim; ++i) head[i] *= lane.s.query_scale;
 }
 
 // Bias, norm, clip and rotation of one row's heads [head0, head1) of k and their heads of q; keys and values
@@ -146,54 +165,51 @@ void prepare(const Lane& lane, const Layer& layer, uint32_t row, uint32_t head0,
         clip(k, count * dim, s.clip_qkv);
         clip(v, count * dim, s.clip_qkv);
     }
-    const uint32_t position = static_cast<uint32_t>(lane.plan.positions[row]);
-    const float* cosines = d.cosines + static_cast<uint64_t>(position) * s.rope_pairs;
-    const float* sines = d.sines + static_cast<uint64_t>(position) * s.rope_pairs;
+    const uint32_t slot = static_cast<uint32_t>(lane.plan.positions[row]) % kSubtile;
     for (uint32_t h = 0; h < count * queries; ++h) {
-        d.ops->rope(q + h * dim, cosines, sines, s.rope_pairs);
-        for (uint32_t i = 0; i < dim; ++i) q[h * dim + i] *= d.query_scale;
+        rotate(lane, row, q + h * dim);
+        scale_query(lane, q + h * dim);
     }
-    const int32_t* table =
-        lane.plan.tables + static_cast<uint64_t>(lane.plan.sequences[row]) * lane.plan.table_blocks;
-    uint8_t* block = layer.cache + static_cast<uint64_t>(table[position / s.block_tokens]) * d.block_bytes +
-                     position % s.block_tokens / kSubtile * (subtile_elements(dim) * d.element_bytes());
+    uint8_t* subtile = subtile_of(lane, layer, row);
     for (uint32_t h = 0; h < count; ++h) {
-        d.ops->rope(k + h * dim, cosines, sines, s.rope_pairs);
-        d.ops->store_kv(s.dtype, block + (head0 + h) * d.head_bytes, position % kSubtile, dim, k + h * dim,
-                        v + h * dim);
+        rotate(lane, row, k + h * dim);
+        d.ops->store_kv(s.dtype, subtile + (head0 + h) * d.head_bytes, slot, dim, dim, k + h * dim, v + h * dim);
     }
 }
 
-// Attention of one group of rows through one key-value head.
-void attend_group(const Lane& lane, const Layer& layer, const RowGroup& group, uint32_t kv_head) {
+// Attention of one group of rows through the query heads [head0, head1), which share a key-value head.
+void attend_group(const Lane& lane, const Layer& layer, const RowGroup& group, uint32_t head0,
+                  uint32_t head1) {
     const Decoder& d = lane.d;
     const DecoderShape& s = lane.s;
-    const uint32_t dim = s.head_dim, heads = s.q_heads / s.kv_heads;
+    const uint32_t dim = s.head_dim, value_dim = d.value_width();
     Attend attend{};
     attend.head_dim = dim;
+    attend.value_dim = value_dim;
     attend.dtype = s.dtype;
     attend.cache = layer.cache;
     attend.table =
         lane.plan.tables + static_cast<uint64_t>(lane.plan.sequences[group.row]) * lane.plan.table_blocks;
     attend.block_tokens = s.block_tokens;
     attend.block_bytes = d.block_bytes;
-    attend.head_bytes = kv_head * d.head_bytes;
+    attend.head_bytes = head0 / (s.q_heads / s.kv_heads) * d.head_bytes;
     uint8_t* out[kQueries];
     const auto flush = [&] {
         d.ops->attend(&attend);
-        for (uint32_t i = 0; i < attend.queries; ++i) experts_to_dtype(s.dtype, attend.out[i], out[i], dim);
+        for (uint32_t i = 0; i < attend.queries; ++i)
+            experts_to_dtype(s.dtype, attend.out[i], out[i], value_dim);
         attend.queries = 0;
     };
     for (uint32_t row = group.row; row < group.row + group.rows; ++row) {
         const uint32_t last = static_cast<uint32_t>(lane.plan.positions[row]);
-        for (uint32_t head = kv_head * heads; head < (kv_head + 1) * heads; ++head) {
+        for (uint32_t head = head0; head < head1; ++head) {
             const uint32_t i = attend.queries++;
             attend.query[i] = d.qkv + static_cast<uint64_t>(row) * d.qkv_width() + head * dim;
             attend.out[i] = lane.scratch.heads + i * dim;
             attend.last[i] = last;
             attend.first[i] = layer.window && last >= layer.window ? last - layer.window + 1 : 0;
             const uint64_t to = group.to + row - group.row;
-            out[i] = d.attended + (to * d.q_width() + head * dim) * d.element_bytes();
+            out[i] = d.mixed + (to * s.q_heads + head) * value_dim * d.element_bytes();
             if (attend.queries == kQueries) flush();
         }
     }
@@ -209,11 +225,85 @@ void attend_part(const Lane& lane, const Layer& layer, const std::vector<RowGrou
     };
     uint64_t total = 0, before = 0;
     for (const RowGroup& group : groups) total += cost(group) * lane.s.kv_heads;
+    const uint32_t queries = lane.s.q_heads / lane.s.kv_heads;
     for (const RowGroup& group : groups)
         for (uint32_t head = 0; head < lane.s.kv_heads; ++head) {
-            if (before * d.lanes / total == lane.index) attend_group(lane, layer, group, head);
+            if (before * d.lanes / total == lane.index)
+                attend_group(lane, layer, group, head * queries, (head + 1) * queries);
             before += cost(group);
         }
+}
+
+// ---- latent attention (DeepSeek-V2)
+//
+// Definition: a row's latent c, normed, gives each head h its key K_h c and its value V_h c; beside it stands one rotated
+// key r for all heads. A query [n, p] of head h scores n . K_h c + p . r. Absorbed: n . K_h c = (K_h^T n) . c, and a
+// weighted sum of values V_h c is V_h times the sum of the c. So the cache holds [r, c] alone, one key-value head for
+// all queries, in prefill and decode alike: one order of additions. Cost: 2 * (head_dim + kv_rank) flops per
+// query and position; each lane owns whole query heads, from their projection to their output.
+
+// Norms of one row's latents and rotation of its key, which is stored; its value is the latent.
+void prepare_latents(const Lane& lane, const Layer& layer, uint32_t row) {
+    const Decoder& d = lane.d;
+    const DecoderShape& s = lane.s;
+    float* key = d.qkv + static_cast<uint64_t>(row) * d.qkv_width() + d.q_width();
+    float* latent = key + 2 * s.rope_pairs;
+    d.ops->rms_norm(latent, layer.kv_a_norm, s.kv_rank, kLatentEps, latent);
+    rotate(lane, row, key);
+    d.ops->store_kv(s.dtype, subtile_of(lane, layer, row), static_cast<uint32_t>(lane.plan.positions[row]) % kSubtile,
+                    s.head_dim, s.kv_rank, key, latent);
+    if (!s.q_rank) return;
+    float* low = key + s.head_dim;
+    d.ops->rms_norm(low, layer.q_a_norm, s.q_rank, kLatentEps, low);
+    experts_to_dtype(s.dtype, low, d.q_low + static_cast<uint64_t>(row) * s.q_rank * d.element_bytes(), s.q_rank);
+}
+
+// The query of one head for all rows, from x of the width of layer.q_up, in the space of keys.
+void absorb_queries(const Lane& lane, const Layer& layer, const uint8_t* x, uint32_t head) {
+    const Decoder& d = lane.d;
+    const DecoderShape& s = lane.s;
+    const uint32_t rotated = 2 * s.rope_pairs, query = s.nope_dim + rotated;
+    const Packed up = layer.q_up.of(head), key_up = layer.key_up.of(head);
+    float* out = d.qkv + static_cast<uint64_t>(head) * s.head_dim;
+    product(lane, up, x, lane.plan.rows, lane.scratch.head, query, 0, up.tiles());
+    for (uint64_t row = 0; row < lane.plan.rows; ++row) {
+        const float* from = lane.scratch.head + row * query;
+        experts_to_dtype(s.dtype, from, lane.scratch.low + row * s.nope_dim * d.element_bytes(), s.nope_dim);
+        std::memcpy(out + row * d.qkv_width(), from + s.nope_dim, rotated * sizeof(float));
+    }
+    product(lane, key_up, lane.scratch.low, lane.plan.rows, out + rotated, d.qkv_width(), 0, key_up.tiles());
+    for (uint32_t row = 0; row < lane.plan.rows; ++row) {
+        float* to = out + static_cast<uint64_t>(row) * d.qkv_width();
+        rotate(lane, row, to);
+        scale_query(lane, to);
+    }
+}
+
+// A head's output, from the sums of latents that it attended to.
+void expand_values(const Lane& lane, const Layer& layer, uint32_t head) {
+    const Decoder& d = lane.d;
+    const DecoderShape& s = lane.s;
+    const Packed up = layer.value_up.of(head);
+    const uint32_t rows = lane.live_rows(layer);
+    const uint64_t element = d.element_bytes();
+    experts_linear(s.dtype, up.data, up.rows, up.k, d.mixed + head * s.kv_rank * element,
+                   static_cast<uint64_t>(s.q_heads) * s.kv_rank, rows, lane.scratch.head, s.value_dim, 0, up.tiles());
+    for (uint64_t row = 0; row < rows; ++row)
+        experts_to_dtype(s.dtype, lane.scratch.head + row * s.value_dim,
+                         d.attended + (row * s.q_heads + head) * s.value_dim * element, s.value_dim);
+}
+
+void attend_latents(const Lane& lane, const Layer& layer, const uint8_t* normed,
+                    const std::vector<RowGroup>& groups) {
+    const Decoder& d = lane.d;
+    const Span rows = lane.share(lane.plan.rows), heads = lane.share(lane.s.q_heads);
+    for (uint32_t row = rows.begin; row < rows.end; ++row) prepare_latents(lane, layer, row);
+    lane.barrier();
+    for (uint32_t head = heads.begin; head < heads.end; ++head)
+        absorb_queries(lane, layer, lane.s.q_rank ? d.q_low : normed, head);
+    for (const RowGroup& group : groups) attend_group(lane, layer, group, heads.begin, heads.end);
+    if (lane.live_rows(layer))
+        for (uint32_t head = heads.begin; head < heads.end; ++head) expand_values(lane, layer, head);
 }
 
 // Moves the wanted rows of the residual stream to its beginning, by way of scratch: they may come in any order.
@@ -234,13 +324,18 @@ void keep_wanted(const Lane& lane) {
 void attention(const Lane& lane, const Layer& layer) {
     const Decoder& d = lane.d;
     const std::vector<RowGroup>& groups = lane.narrows(layer) ? d.wanted : d.groups;
-    project(lane, layer, normed(lane, layer.input_norm, lane.plan.rows, nullptr));
-    if (d.owns_heads) {
+    const uint8_t* x = normed(lane, layer.input_norm, lane.plan.rows, nullptr);
+    project(lane, layer, x);
+    if (lane.s.kv_rank) {
+        lane.barrier();
+        attend_latents(lane, layer, x, groups);
+    } else if (d.owns_heads) {
+        const uint32_t queries = lane.s.q_heads / lane.s.kv_heads;
         const Span heads = lane.share(lane.s.kv_heads);
         for (uint32_t row = 0; row < lane.plan.rows; ++row) prepare(lane, layer, row, heads.begin, heads.end);
         for (const RowGroup& group : groups)
             for (uint32_t head = heads.begin; head < heads.end; ++head)
-                attend_group(lane, layer, group, head);
+                attend_group(lane, layer, group, head * queries, (head + 1) * queries);
     } else {
         lane.barrier();
         const Span rows = lane.share(lane.plan.rows);

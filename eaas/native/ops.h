@@ -12,24 +12,24 @@ namespace eaas {
 constexpr uint32_t kSubtile = 16;  // positions of one cache subtile: one vector of scores
 constexpr uint32_t kKeyTile = 64;  // positions between two rescalings of the online softmax, counted from 0
 constexpr uint32_t kQueries = 6;   // (row, query head) pairs that share one pass over the keys
-constexpr uint32_t kMaxHeadDim = 256;
+constexpr uint32_t kMaxHeadDim = 576;
 constexpr uint32_t kMaxExperts = 4096;
 constexpr uint32_t kSampleBlock = 1024;
 
-// Cache subtile of one key-value head: keys transposed [head_dim][16], then values [16][head_dim padded to
+// Cache subtile of one key-value head: keys transposed [head_dim][16], then values [16][value_dim padded to
 // 16].
-inline uint64_t subtile_elements(uint32_t head_dim) {
-    return static_cast<uint64_t>(kSubtile) * (head_dim + (head_dim + 15) / 16 * 16);
+inline uint64_t subtile_elements(uint32_t head_dim, uint32_t value_dim) {
+    return static_cast<uint64_t>(kSubtile) * (head_dim + (value_dim + 15) / 16 * 16);
 }
 
 // Queries that see keys [first, last] of one sequence through one key-value head.
 struct Attend {
     const float* query[kQueries];  // head_dim floats, rotated and scaled
-    float* out[kQueries];          // head_dim floats
+    float* out[kQueries];          // value_dim floats
     uint32_t first[kQueries];
     uint32_t last[kQueries];
     uint32_t queries;
-    uint32_t head_dim;
+    uint32_t head_dim, value_dim;
     int dtype;
     const uint8_t* cache;  // this layer's, from block 0
     const int32_t* table;  // blocks of the sequence
@@ -55,8 +55,8 @@ struct Ops {
     // Rotates the pairs (i, i + half) of one head by the angles of its position.
     void (*rope)(float* head, const float* cosines, const float* sines, uint32_t half);
     // One position of one head into its subtile at `slot` 0..15.
-    void (*store_kv)(int dtype, void* subtile, uint32_t slot, uint32_t head_dim, const float* key,
-                     const float* value);
+    void (*store_kv)(int dtype, void* subtile, uint32_t slot, uint32_t head_dim, uint32_t value_dim,
+                     const float* key, const float* value);
     void (*attend)(const Attend* group);
     // Top-k of one row: ids and weights in falling order of score, ties to the lowest id.
     void (*gate)(const GateRule* rule, const float* logits, uint16_t* ids, float* weights);

@@ -64,19 +64,19 @@ void to_float(int dtype, const void* from, float* out, uint64_t n) {
     }
 }
 
-void store_kv(int dtype, void* subtile, uint32_t slot, uint32_t head_dim, const float* key,
-              const float* value) {
-    const uint32_t padded = (head_dim + 15) / 16 * 16;
+void store_kv(int dtype, void* subtile, uint32_t slot, uint32_t head_dim, uint32_t value_dim,
+              const float* key, const float* value) {
+    const uint32_t padded = (value_dim + 15) / 16 * 16;
     const uint64_t values =
         static_cast<uint64_t>(eaas::kSubtile) * head_dim + static_cast<uint64_t>(slot) * padded;
     if (dtype) {
         uint16_t* to = static_cast<uint16_t*>(subtile);
         for (uint32_t i = 0; i < head_dim; ++i) to[i * eaas::kSubtile + slot] = to_bf16(key[i]);
-        for (uint32_t i = 0; i < head_dim; ++i) to[values + i] = to_bf16(value[i]);
+        for (uint32_t i = 0; i < value_dim; ++i) to[values + i] = to_bf16(value[i]);
     } else {
         float* to = static_cast<float*>(subtile);
         for (uint32_t i = 0; i < head_dim; ++i) to[i * eaas::kSubtile + slot] = key[i];
-        for (uint32_t i = 0; i < head_dim; ++i) to[values + i] = value[i];
+        for (uint32_t i = 0; i < value_dim; ++i) to[values + i] = value[i];
     }
 }
 
@@ -179,8 +179,8 @@ void gate(const eaas::GateRule* rule, const float* logits, uint16_t* ids, float*
 // Definition, per query: online softmax over tiles of 64 keys counted from position 0. In a tile: scores by
 // fma over head_dim in order; the running maximum; weights exp(score - maximum); per-lane sums and the
 // weighted values, keys in order. Keys outside [first, last] weigh exactly zero, so the bits do not depend on
-// who shares the pass. Cost: each key and value is read once per group of up to six queries; 4 * head_dim
-// flops per query and key.
+// who shares the pass. Cost: each key and value is read once per group of up to six queries;
+// 2 * (head_dim + value_dim) flops per query and key.
 
 using eaas::kKeyTile;
 using eaas::kSubtile;
@@ -236,8 +236,8 @@ EAAS_INLINE float weigh(float* scores, uint32_t from, uint32_t to, uint32_t low,
 template <class T, int N>
 void attend_group(const eaas::Attend& group) {
     typedef typename T::element element;
-    const uint32_t dim = group.head_dim, padded = (dim + 15) / 16 * 16;
-    const uint64_t subtile_bytes = eaas::subtile_elements(dim) * sizeof(element);
+    const uint32_t dim = group.head_dim, padded = (group.value_dim + 15) / 16 * 16;
+    const uint64_t subtile_bytes = eaas::subtile_elements(dim, group.value_dim) * sizeof(element);
     float maximum[N];
     f32x16 total[N];
     float sums[N][eaas::kMaxHeadDim];
@@ -287,7 +287,7 @@ void attend_group(const eaas::Attend& group) {
     }
     for (int i = 0; i < N; ++i) {
         const float divisor = sum(total[i]);
-        for (uint32_t d = 0; d < dim; ++d) group.out[i][d] = sums[i][d] / divisor;
+        for (uint32_t d = 0; d < group.value_dim; ++d) group.out[i][d] = sums[i][d] / divisor;
     }
 }
 

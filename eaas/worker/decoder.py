@@ -17,7 +17,7 @@ import numpy as np
 
 from eaas import native
 from eaas.model.families import tensors_of
-from eaas.model.spec import ModelSpec, Score
+from eaas.model.spec import Latent, ModelSpec, Score
 from eaas.worker.scheduler import StepPlan
 from experts import native as experts_native
 from experts.model import Dtype
@@ -204,10 +204,17 @@ class Decoder:
         self._finalizer = weakref.finalize(self, self._library.decoder_free, self._handle)
         # Read in place, so that workers of one host share its pages.
         self._embed = _array(weights, "embed")
-        for role in tensors_of(spec):
+        for role, plan in tensors_of(spec).items():
             layer, _, name = role.rpartition(".")
+            if spec.latent and name in ("q", "kv_a", "kv_b"):
+                if (matrix := _array(weights, role)).shape != plan.shape:
+                    raise WeightsInvalid(
+                        f"Weight {role} has shape {list(matrix.shape)}; {list(plan.shape)} is needed."
+                    )
+                for part, cut in absorbed(spec.latent, name, matrix).items():
+                    self._set({f"{layer}.{part}": cut}, part, int(layer))
             # One call takes the gate's and the up projection.
-            if not name.endswith("_up_proj"):
+            elif not name.endswith("_up_proj"):
                 self._set(weights, name.replace("_gate_proj", "_gate_up"), int(layer or 0))
         if spec.tie_embeddings:
             self._set(weights, "head", 0)
@@ -306,6 +313,10 @@ class Decoder:
             head_dim=spec.head_dim,
             vocab=spec.vocab,
             rope_pairs=len(spec.rope.inv_freq),
+            q_rank=spec.latent.q_rank if spec.latent else 0,
+            kv_rank=spec.latent.kv_rank if spec.latent else 0,
+            nope_dim=spec.latent.nope_dim if spec.latent else 0,
+            value_dim=spec.latent.value_dim if spec.latent else 0,
             experts=moe.experts,
             top_k=moe.top_k,
             dense_intermediate=spec.intermediate if moe.dense_layers else 0,
@@ -324,6 +335,7 @@ class Decoder:
             eps=spec.eps,
             clip_qkv=spec.clip_qkv,
             gate_scale=moe.scaling_factor,
+            query_scale=spec.query_scale,
         )
         order = {layer: index for index, layer in enumerate(spec.moe_layers)}
         moe_layers = np.array([order.get(layer, -1) for layer in range(spec.layers)], dtype=np.int32)
@@ -347,7 +359,7 @@ class Decoder:
             return handle
         if error.value == native.DECODER_E_SHAPE:
             raise DecoderError(
-                f"The native decoder cannot serve heads of {spec.head_dim} (even, at most 256), "
+                f"The native decoder cannot serve heads of {spec.head_dim} (even, at most 576), "
                 f"{moe.experts} experts (at most 4096), blocks of {self.block_tokens} positions (a multiple "
                 f"of 16), {len(lanes)} lanes (1 to 64) or {self.max_rows} rows. Change the one out of range."
             )
@@ -409,6 +421,26 @@ def rope_tables(spec: ModelSpec, positions: int) -> tuple[np.ndarray, np.ndarray
     angles = (np.arange(positions, dtype=np.float32)[:, None] * inv_freq).astype(np.float64)
     factor = np.float32(spec.rope.attention_factor)
     return np.cos(angles).astype(np.float32) * factor, np.sin(angles).astype(np.float32) * factor
+
+
+def absorbed(latent: Latent, name: str, matrix: np.ndarray) -> dict[str, np.ndarray]:
+    """A matrix of latent attention as the native decoder has it, by role (eaas/native/decoder.h).
+
+    The pairs that rope turns come in two halves, in queries and keys alike, which no product sees; the rotated part of
+    the key is first; and kv_b is cut into what takes queries to the latent's space and what takes latents to values.
+
+    Args:
+        name: "q", "kv_a" or "kv_b"; its shape is that of `eaas.model.families.tensors_of`.
+    """
+    nope, rope, rank = latent.nope_dim, latent.rope_dim, latent.kv_rank
+    halves = np.arange(rope).reshape(-1, 2).T.ravel() if latent.interleaved else np.arange(rope)
+    if name == "q":
+        by_head = matrix.reshape(-1, nope + rope, matrix.shape[1])
+        return {"q": np.concatenate((by_head[:, :nope], by_head[:, nope + halves]), axis=1)}
+    if name == "kv_a":
+        return {"kv_a": np.concatenate((matrix[rank + halves], matrix[:rank]))}
+    by_head = matrix.reshape(-1, nope + latent.value_dim, rank)
+    return {"key_up": by_head[:, :nope].swapaxes(1, 2), "value_up": by_head[:, nope:]}
 
 
 def _array(weights: Mapping[str, np.ndarray], role: str) -> np.ndarray:

@@ -21,7 +21,7 @@ from experts.checkpoint import Checkpoint
 from experts.model import Dtype, ExpertShape
 from tests.e2e.pool import BLOCK_TOKENS, CORES, local_experts, pool_of
 
-ARCHITECTURES = ("qwen3_moe", "mixtral", "qwen2_moe", "olmoe", "glm4_moe")
+ARCHITECTURES = ("qwen3_moe", "mixtral", "qwen2_moe", "olmoe", "glm4_moe", "deepseek_v2", "deepseek_v3")
 LENGTHS = (1, 2, 7, 16, 33, 100, 300)
 CHUNK = 64
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from eaas.model.spec import ModelSpec, MoeSpec, QkNorm, Rope, Score
+from eaas.model.families import tensors_of
+from eaas.model.spec import Latent, ModelSpec, MoeSpec, QkNorm, Rope, Score
 from eaas.worker.decoder import Decoder
 from eaas.worker.scheduler import StepPlan
 from experts.model import Dtype
@@ -21,7 +22,11 @@ VOCAB = 131
 def spec_of(**changes: Any) -> ModelSpec:
     """A tiny spec; fields of MoeSpec and ModelSpec may be changed alike, and `theta`."""
     theta = changes.pop("theta", 10000.0)
-    head_dim = changes.get("head_dim", 32)
+    latent = changes.get("latent")
+    if latent:
+        changes = {"architecture": "DeepseekV3ForCausalLM", "kv_heads": 1, **changes}
+        changes["head_dim"] = latent.kv_rank + latent.rope_dim
+    head_dim = latent.rope_dim if latent else changes.get("head_dim", 32)
     layers = changes.get("layers", 3)
     moe = MoeSpec(experts=8, top_k=2, expert_intermediate=48, norm_topk=True)
     moe_changes = {name: changes.pop(name) for name in list(changes) if name in MoeSpec.__dataclass_fields__}
@@ -32,7 +37,7 @@ def spec_of(**changes: Any) -> ModelSpec:
         layers=layers,
         q_heads=6,
         kv_heads=2,
-        head_dim=head_dim,
+        head_dim=changes.pop("head_dim", head_dim),
         vocab=VOCAB,
         intermediate=88,
         eps=1e-6,
@@ -78,6 +83,21 @@ VARIANTS: dict[str, ModelSpec] = {
         hidden=50, head_dim=10, q_heads=3, kv_heads=3, expert_intermediate=21, experts=5, top_k=5
     ),
     "heads of 64 owned by lanes": spec_of(head_dim=64, qk_norm=QkNorm.HEAD, layers=2),
+    "latent attention, sigmoid, shared": spec_of(
+        latent=Latent(q_rank=40, kv_rank=48, nope_dim=20, rope_dim=12, value_dim=18),
+        q_heads=7,
+        score=Score.SIGMOID,
+        correction_bias=True,
+        shared_intermediate=40,
+        dense_layers=frozenset({0}),
+    ),
+    "latent attention of the row itself, in halves": spec_of(
+        latent=Latent(q_rank=0, kv_rank=32, nope_dim=16, rope_dim=16, value_dim=64, interleaved=False),
+        layers=2,
+    ),
+    "latent attention as wide as DeepSeek-V3's": spec_of(
+        latent=Latent(q_rank=96, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128), layers=1, q_heads=8
+    ),
 }
 
 
@@ -119,11 +139,17 @@ class World:
         moe, full = spec.moe, spec.qk_norm is QkNorm.FULL
         for layer in range(spec.layers):
             part: dict[str, np.ndarray] = {}
-            for role, rows in (("q", spec.q_size), ("k", spec.kv_size), ("v", spec.kv_size)):
-                part[role] = matrix(rows, spec.hidden)
-                if spec.qkv_bias:
-                    part[f"{role}_bias"] = vector(rows, 0.0, 0.5)
-            part["o"] = matrix(spec.hidden, spec.q_size)
+            if spec.latent:
+                for role in ("q_a", "q_a_norm", "q", "kv_a", "kv_a_norm", "kv_b", "o"):
+                    if plan := tensors_of(spec).get(f"{layer}.{role}"):
+                        norm = role.endswith("_norm")
+                        part[role] = vector(plan.shape[0], 1.0, 0.2) if norm else matrix(*plan.shape)
+            else:
+                for role, rows in (("q", spec.q_size), ("k", spec.kv_size), ("v", spec.kv_size)):
+                    part[role] = matrix(rows, spec.hidden)
+                    if spec.qkv_bias:
+                        part[f"{role}_bias"] = vector(rows, 0.0, 0.5)
+                part["o"] = matrix(spec.hidden, spec.q_size)
             if spec.o_bias:
                 part["o_bias"] = vector(spec.hidden, 0.0, 0.5)
             if spec.qk_norm is not QkNorm.NONE:

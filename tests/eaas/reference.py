@@ -77,12 +77,14 @@ class ModelMath:
         return x @ self._weights[role].T
 
     def qkv(self, layer: int, h: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [q_heads, n, head_dim], keys and values [kv_heads, n, head_dim] of normed rows.
+        """Queries [q_heads, n, dim], keys [heads, n, dim] and values [heads, n, value dim] of normed rows.
 
         Args:
             cosines, sines: [n, pairs], of the rows' positions.
         """
         spec, n = self.spec, len(h)
+        if spec.latent:
+            return self._expanded(layer, h, cosines, sines)
         q, k, v = (self._project(h, f"{layer}.{role}") for role in "qkv")
         if spec.qk_norm is QkNorm.FULL:
             q, k = self._norm(q, f"{layer}.q_norm"), self._norm(k, f"{layer}.k_norm")
@@ -93,21 +95,40 @@ class ModelMath:
             q, k, v = (part.clamp(-spec.clip_qkv, spec.clip_qkv) for part in (q, k, v))
         return _rotate(q, cosines, sines), _rotate(k, cosines, sines), v
 
+    def _expanded(
+        self, layer: int, h: Tensor, cosines: Tensor, sines: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Of latent attention: each head's whole key and value, as the latent gives them."""
+        latent = self.spec.latent
+        assert latent
+        heads, n = self.spec.q_heads, len(h)
+        low = self._norm(self.product(h, f"{layer}.q_a"), f"{layer}.q_a_norm", 1e-6) if latent.q_rank else h
+        c, shared = self.product(h, f"{layer}.kv_a").split((latent.kv_rank, latent.rope_dim), -1)
+        up = self.product(self._norm(c, f"{layer}.kv_a_norm", 1e-6), f"{layer}.kv_b")
+        k, v = up.view(n, heads, -1).transpose(0, 1).split((latent.nope_dim, latent.value_dim), -1)
+        q = self.product(low, f"{layer}.q").view(n, heads, -1).transpose(0, 1)
+        q, turned = q.split((latent.nope_dim, latent.rope_dim), -1)
+        if latent.interleaved:
+            turned, shared = (torch.cat((x[..., ::2], x[..., 1::2]), -1) for x in (turned, shared))
+        shared = _rotate(shared, cosines, sines).expand(heads, -1, -1)
+        return torch.cat((q, _rotate(turned, cosines, sines)), -1), torch.cat((k, shared), -1), v
+
     def mix(self, layer: int, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:
         """Attention of n queries over m keys and its output projection, [n, hidden].
 
         Args:
             seen: [n, m]: which query sees which key; all see all where None.
         """
-        queries = self.spec.q_heads // self.spec.kv_heads
-        scores = q @ k.repeat_interleave(queries, 0).transpose(1, 2) * self.spec.head_dim**-0.5
+        queries = len(q) // len(k)
+        scores = q @ k.repeat_interleave(queries, 0).transpose(1, 2) * self.spec.query_scale
         if seen is not None:
             scores = scores.masked_fill(~seen, -torch.inf)
         out = scores.softmax(-1) @ v.repeat_interleave(queries, 0)
         return self._project(out.transpose(0, 1).reshape(q.shape[1], -1), f"{layer}.o")
 
-    def _norm(self, x: Tensor, role: str) -> Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.spec.eps) * self._weights[role]
+    def _norm(self, x: Tensor, role: str, eps: float | None = None) -> Tensor:
+        eps = self.spec.eps if eps is None else eps
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * self._weights[role]
 
     def _project(self, x: Tensor, role: str) -> Tensor:
         bias = self._weights.get(f"{role}_bias")

@@ -34,6 +34,10 @@ EXACT = {
     "bfloat16": BF16,
     "dense, sigmoid": VARIANTS["sigmoid, groups, correction, shared, leading dense"],
     "full norm": VARIANTS["one head per key, full norm, clip"],
+    "latents": VARIANTS["latent attention, sigmoid, shared"],
+    "latents of the row, bfloat16": replace(
+        VARIANTS["latent attention of the row itself, in halves"], dtype=Dtype.BFLOAT16
+    ),
 }
 
 

@@ -15,6 +15,7 @@ from benchmarks.bits_per_byte import open_reference
 from eaas.model.loader import resolve_model
 from eaas.model.make_model import make_model
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {}),
     "qwen3_moe-dense-layers": (
@@ -40,6 +41,20 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"n_group": 4, "topk_group": 2, "n_shared_experts": 2, "first_k_dense_replace": 2, "use_qk_norm": False,
          "attention_bias": False, "partial_rotary_factor": 0.25, "routed_scaling_factor": 2.5},
     ),
+    "deepseek_v2": ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}),
+    "deepseek_v2-lite": (
+        "deepseek_v2",
+        {"q_lora_rank": None, "n_shared_experts": 2, "v_head_dim": 24, "qk_nope_head_dim": 24, "kv_lora_rank": 40,
+         "rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}},
+    ),
+    "deepseek_v3": ("deepseek_v3", {}),
+    "deepseek_v3-yarn-untied": (
+        "deepseek_v3",
+        {"tie_word_embeddings": False, "rms_norm_eps": 1e-4, "routed_scaling_factor": 2.5, "n_group": 1,
+         "topk_group": 1, "first_k_dense_replace": 2, "qk_rope_head_dim": 16,
+         "rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.8}},
+    ),
+    "deepseek_v3-halves": ("deepseek_v3", {"rope_interleave": False}),
     "mixtral-window-untied": ("mixtral", {"sliding_window": 7, "tie_word_embeddings": False, "head_dim": 32}),
 }  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,30 @@ import pytest
 from eaas.model.families import spec_of, tensors_of, unknown_fields
 from eaas.model.loader import load_spec, load_weights
 from eaas.model.make_model import ARCHITECTURES, SHAPES, make_config, make_model
-from eaas.model.spec import QkNorm, rope_of
+from eaas.model.spec import Latent, QkNorm, rope_of
 from experts.checkpoint import Checkpoint, CheckpointInvalid
 from experts.model import ConfigInvalid, Dtype, UnknownArchitecture
+
+LATENT_FIELDS = (
+    ("q_rank", "q_lora_rank"), ("kv_rank", "kv_lora_rank"), ("nope_dim", "qk_nope_head_dim"),
+    ("rope_dim", "qk_rope_head_dim"), ("value_dim", "v_head_dim"),
+)  # fmt: skip
+# What config.json of moonshotai/Kimi-K2-Instruct says of shapes, its quantization left out.
+KIMI_K2: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}, "aux_loss_alpha": 0.001,
+    "bos_token_id": 163584, "eos_token_id": 163585, "ep_size": 1, "first_k_dense_replace": 1, "hidden_act": "silu",
+    "hidden_size": 7168, "initializer_range": 0.02, "intermediate_size": 18432, "kv_lora_rank": 512,
+    "max_position_embeddings": 131072, "model_type": "kimi_k2", "moe_intermediate_size": 2048, "moe_layer_freq": 1,
+    "n_group": 1, "n_routed_experts": 384, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 64,
+    "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 64, "num_nextn_predict_layers": 0,
+    "pretraining_tp": 1, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06,
+    "rope_scaling": {"beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+                     "original_max_position_embeddings": 4096, "type": "yarn"},
+    "rope_theta": 50000.0, "routed_scaling_factor": 2.827, "scoring_func": "sigmoid", "seq_aux": True,
+    "tie_word_embeddings": False, "topk_group": 1, "topk_method": "noaux_tc", "torch_dtype": "bfloat16",
+    "transformers_version": "4.48.3", "use_cache": True, "v_head_dim": 128, "vocab_size": 163840,
+}  # fmt: skip
 
 
 def config(arch: str = "qwen3_moe", **fields: Any) -> dict[str, Any]:
@@ -45,6 +67,7 @@ def test_fields_left_out_take_the_defaults_of_transformers() -> None:
         "rms_norm_eps", "rope_theta", "max_position_embeddings", "tie_word_embeddings", "norm_topk_prob",
         "qkv_bias", "shared_expert_intermediate_size", "num_key_value_heads", "head_dim", "attention_bias",
         "use_qk_norm", "partial_rotary_factor", "n_group", "topk_group", "routed_scaling_factor", "n_shared_experts",
+        "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
     )  # fmt: skip
     for arch in ARCHITECTURES:
         short = {name: value for name, value in config(arch).items() if name not in left_out}
@@ -64,8 +87,11 @@ def test_fields_left_out_take_the_defaults_of_transformers() -> None:
             theirs, "use_qk_norm", spec.qk_norm is not QkNorm.NONE
         )
         rotated = theirs.rope_parameters.get("partial_rotary_factor", 1)
-        assert 2 * len(spec.rope.inv_freq) == rotated * spec.head_dim, arch
-        groups = (getattr(theirs, "n_group", 1), getattr(theirs, "topk_group", 1))
+        head_dim = theirs.qk_rope_head_dim if spec.latent else spec.head_dim
+        assert 2 * len(spec.rope.inv_freq) == rotated * head_dim, arch
+        for ours, name in LATENT_FIELDS if spec.latent else ():
+            assert getattr(spec.latent, ours) == getattr(theirs, name), arch
+        groups = (getattr(theirs, "n_group", None) or 1, getattr(theirs, "topk_group", None) or 1)
         assert (spec.moe.groups, spec.moe.groups_topk) == groups, arch
         assert spec.moe.scaling_factor == getattr(theirs, "routed_scaling_factor", 1.0), arch
 
@@ -157,6 +183,37 @@ def test_a_gate_of_another_kind_than_the_familys_is_refused() -> None:
     ):
         with pytest.raises(ConfigInvalid, match=words):
             spec_of(config("glm4_moe", **fields))
+
+
+def test_kimi_k2_is_read_whole() -> None:
+    spec = spec_of(KIMI_K2)
+    assert unknown_fields(KIMI_K2) == ()
+    assert spec.latent == Latent(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128)
+    # A position costs as much in the cache as docs/serve.md says, whatever the number of heads.
+    assert spec.layers * spec.kv_heads * spec.cached_dims * spec.dtype.nbytes == 61 * 2176
+    magnitude = 0.1 * math.log(32) + 1
+    assert spec.query_scale == pytest.approx(192**-0.5 * magnitude**2, rel=1e-12)
+    assert spec.rope.attention_factor == 1.0
+    assert spec.moe.dense_layers == {0}
+    plans = tensors_of(spec)
+    assert plans["60.q"] == ("model.layers.60.self_attn.q_b_proj.weight", (64 * 192, 1536))
+    assert plans["60.kv_a"] == ("model.layers.60.self_attn.kv_a_proj_with_mqa.weight", (576, 7168))
+    assert plans["60.kv_b"] == ("model.layers.60.self_attn.kv_b_proj.weight", (64 * 256, 512))
+    assert plans["60.o"].shape == (7168, 64 * 128)
+    assert "0.gate" not in plans
+    assert plans["1.gate_bias"].name == "model.layers.1.mlp.gate.e_score_correction_bias"
+
+
+def test_latent_attention_that_is_not_served_is_refused() -> None:
+    for arch, fields, words in (
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob is True"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method is 'noaux_tc'.*'group_limited_greedy'"),
+        ("deepseek_v3", {"attention_bias": True}, "attention_bias is True"),
+        ("deepseek_v3", {"kv_lora_rank": 0}, "kv_lora_rank is 0"),
+        ("deepseek_v3", {"qk_rope_head_dim": 7}, "rope frequencies"),
+    ):
+        with pytest.raises(ConfigInvalid, match=words):
+            spec_of(config(arch, **fields))
 
 
 def test_an_unknown_architecture_has_its_own_error() -> None:
