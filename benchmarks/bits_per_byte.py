@@ -25,7 +25,7 @@ from eaas.model.tokenizer import Tokenizer
 from eaas.worker.decoder import BLOCK_TOKENS, Decoder
 from eaas.worker.scheduler import StepPlan
 from experts.checkpoint import Checkpoint
-from experts.model import Dtype, ExpertShape
+from experts.model import CHOICES, Dtype, ExpertShape
 from tests.eaas.local_experts import LocalExperts
 from tests.eaas.reference import ReferenceDecoder
 
@@ -125,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--last", type=float, default=0.1, help="share of the text, from its end")
     parser.add_argument("--window", type=int, default=1024, help="tokens")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    labels = [dtype.label for dtype in Dtype]
+    labels = [dtype.label for dtype in CHOICES]
     parser.add_argument(
         "--dtype", choices=labels, help="by the kernels of this type (default: the reference)"
     )

@@ -22,6 +22,7 @@ from experts.checkpoint import Checkpoint, CheckpointInvalid, read_config
 from experts.config import CHECKPOINT, PEERS, ExpertOptions
 from experts.devices import Device
 from experts.faults import SERVER_FAULTS, SelfInflicted
+from experts.formats import experts_dtype
 from experts.kernels import KernelsBroken
 from experts.loading import Loader
 from experts.model import ConfigInvalid, Dtype, ExpertShape
@@ -175,7 +176,7 @@ def serve(options: ExpertOptions, ending: Ending) -> None:
     checkpoint = None if options.weights == PEERS else Checkpoint.open(options.model)
     config = checkpoint.config if checkpoint else read_config(options.model)
     shape = ExpertShape.from_config(config)
-    dtype = Dtype.resolve(options.dtype, config)
+    dtype = experts_dtype(options.dtype, config, device.keeps)
     backend.self_test(dtype)
     kernels = shape.numerics_class(backend.numerics_class(dtype))
     faults = None

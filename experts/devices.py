@@ -8,6 +8,8 @@ from typing import Any
 
 from experts.backend import Backend
 from experts.cpu import CpuBackend
+from experts.grouped import LAYOUTS
+from experts.model import Dtype
 from p2p.descriptor import Transport
 from p2p.endpoint import Endpoint
 from p2p.transport import TransportChoice
@@ -43,6 +45,11 @@ class Device:
     def runs_kernels(self) -> bool:
         """Whether the GPU's kernels compute, on whatever."""
         return self.kind != CPU
+
+    @property
+    def keeps(self) -> frozenset[Dtype]:
+        """Types of quantized experts that its kernels read as the checkpoint holds them."""
+        return frozenset() if self.runs_kernels else frozenset(LAYOUTS)
 
     def backend(self) -> Backend:
         """What carries and computes rows.

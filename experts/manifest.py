@@ -5,7 +5,7 @@ It is the head of a packed file, and what one server tells another before it giv
     offset  size  field
          0     8  magic "EAASPACK"
          8     4  layout version
-        12     4  dtype (0 float32, 1 bfloat16, 2 int8)
+        12     4  dtype, as experts.model.Dtype numbers it
         16    16  layers, experts, hidden, intermediate: u32 each
         32     8  gate_up_bytes: where `down` begins within a blob
         40     8  blob_bytes: gate_up, then down

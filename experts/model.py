@@ -25,19 +25,24 @@ class UnknownArchitecture(ConfigInvalid):
 
 
 class Dtype(IntEnum):
-    """What a model is served in, as the native libraries number it (kernels.h).
+    """What a model, or its experts, are served in, as the native libraries number it (kernels.h).
 
-    INT8 is of weights, quantised at load, and of what products read; rows, keys and values are bfloat16.
+    INT8 is of weights, quantised at load, and of what products read; rows, keys and values are bfloat16. Those after it
+    are of experts that a checkpoint holds so (`experts.formats`); their rows, and all else of the model, are bfloat16.
     """
 
     FLOAT32 = 0
     BFLOAT16 = 1
     INT8 = 2
+    FP8 = 3
+    MXFP4 = 4
+    INT4 = 5
+    INT4_G32 = 6
 
     @property
     def label(self) -> str:
-        """Its name on command lines: "float32", "bfloat16" or "int8"."""
-        return self.name.lower()
+        """Its name in messages; on command lines too "float32", "bfloat16" or "int8"."""
+        return self.name.lower().replace("_", "-")
 
     @property
     def nbytes(self) -> int:
@@ -49,8 +54,8 @@ class Dtype(IntEnum):
         """The type to serve in.
 
         Args:
-            wanted: "float32", "bfloat16", "int8", or "auto": bfloat16 where the checkpoint is stored so, else
-                float32, which holds every float16 value exactly.
+            wanted: "float32", "bfloat16", "int8", or "auto": bfloat16 where the checkpoint is stored so or is
+                quantized, else float32, which holds every float16 value exactly.
             config: The checkpoint's config.json.
 
         Raises:
@@ -58,8 +63,9 @@ class Dtype(IntEnum):
         """
         if wanted == "auto":
             stored = config.get("dtype", config.get("torch_dtype"))
-            return cls.BFLOAT16 if stored == "bfloat16" else cls.FLOAT32
-        for dtype in cls:
+            quantized = bool(config.get("quantization_config"))
+            return cls.BFLOAT16 if quantized or stored == "bfloat16" else cls.FLOAT32
+        for dtype in CHOICES:
             if wanted == dtype.label:
                 return dtype
         raise ConfigInvalid(f"dtype {wanted!r} is not served. Use auto, bfloat16, float32 or int8.")
@@ -71,10 +77,26 @@ class Dtype(IntEnum):
         Raises:
             ConfigInvalid: it names none.
         """
-        for word, dtype in (("f32", cls.FLOAT32), ("bf16", cls.BFLOAT16), ("int8", cls.INT8)):
-            if word in numerics_class.split("-"):
-                return dtype
-        raise ConfigInvalid(f"numerics class {numerics_class!r} names no type; f32, bf16 or int8 is needed.")
+        for word in numerics_class.split("-"):
+            if word in _WORDS:
+                return cls(_WORDS.index(word))
+        raise ConfigInvalid(
+            f"numerics class {numerics_class!r} names no type; one of {', '.join(_WORDS)} is needed."
+        )
+
+
+CHOICES = (Dtype.FLOAT32, Dtype.BFLOAT16, Dtype.INT8)
+"""What a user may ask for, of any checkpoint."""
+
+_WORDS = (
+    "f32",
+    "bf16",
+    "int8",
+    "fp8",
+    "mxfp4",
+    "int4",
+    "int4g32",
+)  # in numerics classes, in the order of Dtype
 
 
 class DenseLayers(Enum):

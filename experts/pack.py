@@ -277,17 +277,20 @@ def pack_blob(layout: PackLayout, checkpoint: Checkpoint, layer: int, expert: in
     """Pack one expert: u8[blob_bytes], aligned as the kernels need it.
 
     Raises:
-        CheckpointInvalid: a tensor is missing or has the wrong shape or type.
+        CheckpointInvalid: a tensor is missing, has the wrong shape or type, or holds what the type does not.
     """
     tensors = tensors_of(checkpoint, layout.shape, layer, expert)
-    packed = pack_expert(
-        tensors.gate,
-        tensors.up,
-        tensors.down,
-        layout.dtype,
-        activation=layout.shape.activation,
-        biases=tensors.biases,
-    )
+    try:
+        packed = pack_expert(
+            tensors.gate,
+            tensors.up,
+            tensors.down,
+            layout.dtype,
+            activation=layout.shape.activation,
+            biases=tensors.biases,
+        )
+    except ValueError as error:
+        raise CheckpointInvalid(f"expert {expert} of MoE layer {layer}: {error}") from error
     blob = aligned_bytes(layout.blob_bytes)
     blob[: layout.gate_up_bytes], blob[layout.gate_up_bytes :] = packed.gate_up, packed.down
     return blob

@@ -8,27 +8,29 @@ from here is always the same: gate and up [intermediate, hidden], down [hidden, 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from experts.checkpoint import Checkpoint, CheckpointInvalid
 from experts.model import ExpertShape, FusedNames
+from experts.quantized import Codes, Quantized
 
 _READ = ("BF16", "F32", "F16")
 _GROUP = 32  # numbers of MXFP4 that share a scale
-_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 Matrix = NDArray[np.generic]
+_Either = TypeVar("_Either", NDArray[np.generic], Quantized)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ExpertTensors:
-    """One expert's weights: float32, or bfloat16 bits as uint16."""
+    """One expert's weights: float32, bfloat16 bits as uint16, or quantized as the checkpoint holds them."""
 
-    gate: Matrix  # [intermediate, hidden]
-    up: Matrix  # [intermediate, hidden]
-    down: Matrix  # [hidden, intermediate]
+    gate: Matrix | Quantized  # [intermediate, hidden]
+    up: Matrix | Quantized  # [intermediate, hidden]
+    down: Matrix | Quantized  # [hidden, intermediate]
     biases: tuple[Matrix, Matrix, Matrix] | None = None  # of each, as long as it has rows
 
 
@@ -83,9 +85,7 @@ def _fused(
     return ExpertTensors(gate=gate, up=up, down=down, biases=biases)
 
 
-def mxfp4(
-    checkpoint: Checkpoint, name: str, experts: int, size: tuple[int, int], expert: int
-) -> NDArray[np.float32]:
+def mxfp4(checkpoint: Checkpoint, name: str, experts: int, size: tuple[int, int], expert: int) -> Quantized:
     """One expert's matrix from {name}_blocks, [experts, rows, k / 32, 16], and {name}_scales, [experts, rows, k / 32].
 
     32 numbers of 4 bits (E2M1), the first of two in the low half of a byte, share a scale: a power of two, its exponent
@@ -98,13 +98,19 @@ def mxfp4(
     groups = k // _GROUP
     blocks = _read(checkpoint, name + "_blocks", (experts, rows, groups, _GROUP // 2), expert, ("U8",))
     scales = _read(checkpoint, name + "_scales", (experts, rows, groups), expert, ("U8",))
-    codes = blocks.view(np.uint8)
-    numbers = np.stack([_E2M1[codes & 15], _E2M1[codes >> 4]], axis=-1).reshape(rows, groups, _GROUP)
-    return np.ldexp(numbers, scales.astype(np.int32)[:, :, None] - 127).reshape(rows, k)
+    pairs = blocks.view(np.uint8)
+    codes = np.stack([pairs & np.uint8(15), pairs >> np.uint8(4)], axis=-1).reshape(rows, k)
+    return Quantized(
+        kind=Codes.E2M1,
+        codes=codes.astype(np.uint8),
+        scales=np.ldexp(np.float32(1), scales.astype(np.int32) - 127),
+        group=_GROUP,
+    )
 
 
-def _halves(both: Matrix, names: FusedNames) -> tuple[Matrix, Matrix]:
-    return (both[::2], both[1::2]) if names.interleaved else (both[: len(both) // 2], both[len(both) // 2 :])
+def _halves(both: _Either, names: FusedNames) -> tuple[_Either, _Either]:
+    middle = both.shape[0] // 2
+    return (both[::2], both[1::2]) if names.interleaved else (both[:middle], both[middle:])
 
 
 def _read(

@@ -14,7 +14,7 @@ rows sealed one by one (version 3: device memory, kernels; experts/gpu/layout.py
         28    4  rows | tokens of this call, listed or not
         32    4  pairs
         36    4  hidden
-        40    2  dtype served: 0 float32, 1 bfloat16, 2 int8 (a request's rows: bfloat16 unless 0; a reply's: float32)
+        40    2  dtype served, by experts.model.Dtype (a request's rows: bfloat16 unless 0; a reply's: float32)
                  | form of the rows: 1 bf16, 2 e4m3 (a request's), 2 float32 (a reply's)
         42    2  status: 0 OK, 1 NOT_HELD, 2 INVALID; a request says 0
         44    2  reply lane: the client's doorbell to ring | 0

@@ -43,6 +43,7 @@ ISA_FLAGS: dict[str, tuple[str, ...]] = {
         "-mavx512dq",
         "-mavx512bf16",
         "-mavx512vnni",
+        "-mavx512vbmi",
         "-mavx2",
         "-mfma",
         "-mf16c",

@@ -176,7 +176,7 @@ class Status:
     rows: NDArray[np.uint64] = field(compare=False)
 
 
-_FORMATS = frozenset({"f32", "bf16", "int8"})
+_FORMATS = frozenset({"f32", "bf16", "int8", "fp8", "mxfp4", "int4", "int4g32"})
 
 
 def carrier_of(numerics_class: str) -> str:

@@ -112,7 +112,7 @@ def serve(context: typer.Context) -> None:
 
     with failing_on(*START_ERRORS):
         config = with_model(config)
-        prepare_model(config.model, config.dtype)
+        prepare_model(config)
         run_cluster(config, show=_show_event, on_ready=tell)
 
 
@@ -289,7 +289,7 @@ def demo(
 
     with failing_on(*START_ERRORS):
         config = with_model(ClusterConfig(model=Path(model), experts=4, port=0))
-        prepare_model(config.model, config.dtype)
+        prepare_model(config)
         same = run_demo(config, tokens=tokens, seed=seed)
     raise typer.Exit(0 if same else 1)
 

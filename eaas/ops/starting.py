@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -37,8 +37,10 @@ from eaas.ops.load.client import Client, Endpoint
 from eaas.ops.load.record import StreamRecord
 from eaas.ops.terminal import console, failing_on, say, table
 from experts.checkpoint import Checkpoint, CheckpointInvalid
+from experts.devices import Device
+from experts.formats import experts_dtype
 from experts.manifest import PackLayout
-from experts.model import ConfigInvalid, Dtype, ExpertShape
+from experts.model import ConfigInvalid, ExpertShape
 from experts.native import IsaUnavailable
 from experts.pack import PackedExperts, PackUnavailable, layout_of
 from experts.pack import Progress as Packing
@@ -63,16 +65,20 @@ def with_model(config: ClusterConfig) -> ClusterConfig:
     return replace(config, model=folder, served_model_name=name)
 
 
-def pack_experts(model: Path, dtype: str) -> ExpertShape:
+def pack_experts(model: Path, dtype: str, devices: Sequence[str]) -> ExpertShape:
     """Pack a model's experts, saying how far it is, so that every expert server of this host maps the same file.
+
+    Args:
+        devices: Of the servers; those of one kind may keep in 4 bits what those of another need in bfloat16.
 
     Raises: one of PACK_ERRORS, before any process has started.
     """
     checkpoint = Checkpoint.open(model)
     shape = ExpertShape.from_config(checkpoint.config)
-    stored = Dtype.resolve(dtype, checkpoint.config)
-    with _packing(layout_of(shape, stored, checkpoint.fingerprint)) as progress:
-        PackedExperts.open(checkpoint, shape, stored, progress=progress)
+    keeps = [Device.parse(device).keeps for device in devices]
+    for each in sorted({experts_dtype(dtype, checkpoint.config, kept) for kept in keeps}):
+        with _packing(layout_of(shape, each, checkpoint.fingerprint)) as progress:
+            PackedExperts.open(checkpoint, shape, each, progress=progress)
     return shape
 
 
@@ -106,16 +112,16 @@ def _packing(layout: PackLayout) -> Iterator[Packing]:
         )
 
 
-def prepare_model(model: Path, dtype: str) -> None:
+def prepare_model(config: ClusterConfig) -> None:
     """Find what is wrong with a model before any process starts, and pack its experts once, so that every expert
     server of the host maps the same file.
     """
     with failing_on(*PACK_ERRORS, TokenizerInvalid):
         # Here too, though others compute: what is wrong with it is said before any of them starts.
         native.load()
-        spec_of(Checkpoint.open(model).config)
-        Tokenizer.load(model)
-        pack_experts(model, dtype)
+        spec_of(Checkpoint.open(config.model).config)
+        Tokenizer.load(config.model)
+        pack_experts(config.model, config.dtype, config.device)
 
 
 def run_cluster(
@@ -167,7 +173,7 @@ def _start_or_stop(cluster: LocalCluster, stop: threading.Event) -> None:
 def run_pool(options: PoolConfig, show: Callable[[str], None]) -> None:
     """Run the pool until Ctrl-C, and say how to connect. Raises: one of PACK_ERRORS or START_ERRORS."""
     config = with_model(options.cluster())
-    shape = pack_experts(config.model, config.dtype)
+    shape = pack_experts(config.model, config.dtype, config.device)
 
     def tell(cluster: LocalCluster) -> None:
         tls = None if config.tls_dir is None else str(config.tls_dir / CLIENT)

@@ -34,6 +34,7 @@ from experts.checkpoint import Checkpoint
 from experts.client import ExpertClient
 from experts.devices import Device
 from experts.faults import CLIENT_FAULTS, SelfInflicted
+from experts.formats import experts_dtype
 from experts.kernels import numerics_class
 from experts.model import Dtype, ExpertShape
 from experts.native import IsaUnavailable
@@ -207,13 +208,15 @@ def prepare(options: WorkerOptions, ending: Ending, closing: contextlib.ExitStac
     spec = replace(spec, dtype=Dtype.resolve(options.dtype, checkpoint.config))
     max_model_len = spec.context(options.max_model_len)
     shape = ExpertShape.from_config(checkpoint.config)
+    dtype = experts_dtype(options.dtype, checkpoint.config, device.keeps)
     weights = load_weights(checkpoint, spec)
     # Before there is a lease to renew: a large vocabulary takes seconds in which nothing else runs.
     grammars = Grammars.open(options.model, spec.vocab, spec.eos_ids)
     if grammars is not None:
         closing.callback(grammars.close)
     class_of, new_decoder = decoding(device, backend)
-    kernels = class_of(spec.dtype)
+    # The one name says both: how experts are computed, and the rest in the type of their rows.
+    kernels = class_of(dtype)
     credentials = child.credentials(options, ATTENTION)
     listener = closing.enter_context(listen(options.bound_host, options.port))
     address = host_port(options.told_host, listener.getsockname()[1])
@@ -247,7 +250,7 @@ def prepare(options: WorkerOptions, ending: Ending, closing: contextlib.ExitStac
     client = ExpertClient(
         endpoint=endpoint,
         shape=shape,
-        dtype=spec.dtype,
+        dtype=dtype,
         model_hash=checkpoint.fingerprint,
         incarnation=identity.incarnation,
         cores=cores,

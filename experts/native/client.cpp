@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "experts/native/client_state.h"
+#include "experts/native/kernels.h"
 #include "p2p/native/doorbell.h"
 #include "p2p/native/window.h"
 
@@ -43,7 +44,7 @@ P2P_API ExpertClient* expert_client_new(uint32_t layers, uint32_t experts, uint3
                                         uint32_t lanes, void* own_page, uint32_t max_tokens_per_call) try {
     bool sizes = layers && experts && experts <= 65535 && hidden && top_k && top_k <= 1024 && lanes &&
                  max_tokens_per_call;
-    if (!sizes || lanes > EXPERTS_MAX_LANES || max_tokens_per_call > MAX_ROWS || dtype < 0 || dtype > 2)
+    if (!sizes || lanes > EXPERTS_MAX_LANES || max_tokens_per_call > MAX_ROWS || dtype < 0 || dtype >= EAAS_DTYPES)
         return nullptr;
     auto client = std::make_unique<ExpertClient>();
     client->shape = {layers, experts, hidden, top_k, uint32_t(dtype), model_hash};

@@ -3,8 +3,7 @@
 // A panel of rows is quantised once and stays in the nearest caches while every tile's weights pass over it
 // as one stream. Sums of a group are exact integers, so that neither the instructions nor the rows beside it
 // show in a row's bits; between groups the float accumulators wait in memory, which keeps theirs.
-#include "experts/native/kernel_table.h"
-#include "experts/native/simd.h"
+#include "experts/native/grouped.h"
 
 namespace EAAS_ISA_NS {
 namespace {
@@ -15,8 +14,6 @@ constexpr uint32_t kScaleBytes = kTile * sizeof(float);
 constexpr uint32_t kStepBytes = 4 * kTile;  // four k of all 64 columns
 constexpr uint32_t kBlockBytes = 64;        // of those, sixteen columns
 constexpr uint32_t kGroupBytes = kScaleBytes + kGroup * kTile;
-constexpr uint32_t kPanelRows = 32;       // most rows quantised at once
-constexpr uint32_t kStagedGroups = 1024;  // 72 KB; rows of more groups are quantised in spans, tile by tile
 
 // One group of one row.
 struct Staged {
@@ -161,65 +158,26 @@ void rows_of(const uint8_t* w, const Staged* x, uint32_t m, float* acc) {
         }
 }
 
-template <class Finish>
-void tiles(const Product& p, Finish finish) {
-    alignas(64) Staged staged[kStagedGroups];
-    alignas(64) float acc[kPanelRows * kTile];
-    const auto* const rows = static_cast<const uint16_t*>(p.x);
-    const uint32_t k = p.k, m = p.m;
-    const uint32_t groups = (k + kGroup - 1) / kGroup;
-    const uint32_t span = groups < kStagedGroups ? groups : kStagedGroups;
-    const uint32_t fitting = kStagedGroups / span, panel = fitting < kPanelRows ? fitting : kPanelRows;
-    for (uint32_t row = 0; row < m; row += panel) {
-        const uint32_t now = m - row < panel ? m - row : panel;
-        uint32_t held = groups;  // the first group of the span that is staged
-        for (uint32_t tile = p.tile0; tile < p.tile1; ++tile) {
-            const uint8_t* w = static_cast<const uint8_t*>(p.packed) + uint64_t{tile} * groups * kGroupBytes;
-            for (uint32_t i = 0; i < now * kTile; ++i) acc[i] = 0.0f;
-            for (uint32_t first = 0; first < groups; first += span) {
-                const uint32_t end = groups - first < span ? groups : first + span;
-                for (uint32_t g = first; held != first && g < end; ++g) {
-                    const uint32_t count = k - g * kGroup < kGroup ? k - g * kGroup : kGroup;
-                    for (uint32_t i = 0; i < now; ++i)
-                        stage_group(rows + (row + i) * p.x_stride + g * kGroup, count,
-                                    staged[(g - first) * now + i]);
-                }
-                held = first;
-                for (uint32_t g = first; g < end; ++g, w += kGroupBytes) {
-                    const Staged* const at = staged + (g - first) * now;
-                    if (now == 1) {
-                        rows_of<1, 4>(w, at, now, acc);
-                    } else if (now <= kPairRows) {
-                        rows_of<kPairRows, kFewBlocks>(w, at, now, acc);
-                    } else {
-                        rows_of<kRows, kManyBlocks>(w, at, now, acc);
-                    }
-                }
-            }
-            for (uint32_t i = 0; i < now; ++i) finish(tile, row + i, acc + i * kTile);
+// For grouped_tiles().
+struct Int8 {
+    typedef ::EAAS_ISA_NS::Staged Staged;
+    static constexpr uint32_t kGroup = EXPERTS_INT8_GROUP, kGroupBytes = ::EAAS_ISA_NS::kGroupBytes;
+    static constexpr uint32_t kPanelRows = 32;        // most rows quantised at once
+    static constexpr uint32_t kStagedGroups = 1024;   // 72 KB
+    EAAS_INLINE void stage(const uint16_t* x, uint32_t count, Staged& to) { stage_group(x, count, to); }
+    EAAS_INLINE void add(const uint8_t* w, const Staged* x, uint32_t m, float* acc) {
+        if (m == 1) {
+            rows_of<1, 4>(w, x, m, acc);
+        } else if (m <= kPairRows) {
+            rows_of<kPairRows, kFewBlocks>(w, x, m, acc);
+        } else {
+            rows_of<kRows, kManyBlocks>(w, x, m, acc);
         }
     }
-}
+};
 
 }  // namespace
 
-void int8_linear(const Product& p) {
-    tiles(p, [&](uint32_t tile, uint32_t row, const float* acc) {
-        const uint32_t column = tile * kTile, count = p.rows - column < kTile ? p.rows - column : kTile;
-        __builtin_memcpy(static_cast<float*>(p.out) + row * p.out_stride + column, acc, count * sizeof(float));
-    });
-}
-
-void int8_gate_up(const Product& p) {
-    tiles(p, [&](uint32_t tile, uint32_t row, const float* acc) {
-        auto* const to = static_cast<uint16_t*>(p.out) + row * p.out_stride;
-        for (uint32_t half = 0; half < 2; ++half) {
-            const uint32_t column = tile * EXPERTS_GATE_UP_COLUMNS + half * 16;
-            if (column >= p.rows) return;
-            const f32x16 product = silu(load(acc + half * 32)) * load(acc + half * 32 + 16);
-            store_bf16_part(to + column, product, p.rows - column < 16 ? p.rows - column : 16);
-        }
-    });
-}
+void int8_tiles(const Product& p, Finish finish) { grouped_tiles<Int8>(p, finish); }
 
 }  // namespace EAAS_ISA_NS

@@ -19,9 +19,16 @@ struct Product {
     uint32_t tile0, tile1;
 };
 
+// What is done with the 64 sums of one row and one tile.
+struct Finish {
+    const void* state;
+    void (*call)(const void* state, uint32_t tile, uint32_t row, const float* sums);
+    void operator()(uint32_t tile, uint32_t row, const float* sums) const { call(state, tile, row, sums); }
+};
+
 struct KernelTable {
     const char* name;
-    const char* bf16_class;
+    const char* classes[EAAS_DTYPES];
     void (*linear)(const Product& product);
     // form: null for SwiGLU; biases: those of the whole matrix, or null.
     void (*gate_up)(const Product& product, const ExpertForm* form, const float* biases);
@@ -51,9 +58,15 @@ extern const KernelTable kernel_table;
 enum { EXPERTS_INT8_GROUP = 64 };
 #define EXPERTS_INT8_LEAST 0x1p-100f  // so that 127 / largest is finite
 
+// Types kept as stored: codes become bfloat16, exactly. Of a row and a group (that of the layout, k ascending, padded with
+// zeros) the products are summed in float32 from 0 on, as bf16's are; an output starts at 0 and takes the groups in
+// ascending k, with each operation rounded to float32:
+//     out = fma(sum of x * code, scale, out), then where there are offsets out = fma(sum of x, offset, out)
+// The sum of x has sixteen lanes, each of every sixteenth k, added up by simd.h's tree.
+
 #ifdef EAAS_ISA_NS
 namespace EAAS_ISA_NS {
-void int8_linear(const Product& product);
-void int8_gate_up(const Product& product);
+void int8_tiles(const Product& product, Finish finish);
+void quantized_tiles(const Product& product, Finish finish);
 }  // namespace EAAS_ISA_NS
 #endif

@@ -52,8 +52,7 @@ P2P_API const char* experts_isa_name(void) { return table().name; }
 P2P_API int experts_isa_available(const char* name) { return find(name) != nullptr; }
 
 P2P_API const char* experts_numerics_class(int dtype) {
-    if (dtype == EAAS_INT8) return "cpu-int8-g64-1";
-    return dtype == EAAS_F32 ? "cpu-f32-fma-1" : table().bf16_class;
+    return table().classes[dtype];
 }
 
 P2P_API void experts_linear(int dtype, const void* packed, uint32_t rows, uint32_t k, const void* x,

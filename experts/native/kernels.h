@@ -7,21 +7,25 @@
 //     f32   [tile][k padded to 2][4 blocks][16 rows]       256 bytes per k
 //     int8  [tile][group] of 64 k each, padded with zeros: 64 float32 scales, then
 //           [16][4 blocks][16 rows][4]                     256 bytes per four k
+//     fp8, mxfp4, int4, int4_g32: as experts/grouped.py says, which packs them
 // A gate_up matrix holds blocks of 16 rows in the order gate, up, gate, up: one tile is 32 columns of the
 // activation.
 //
 // Exactness: each output element has one accumulator, fed in ascending k, whatever m, the tile range, the
 // instruction set's register tile or the caller's lanes. So the bits of a row are the same alone and in any
 // batch. Portable and avx2 agree bit for bit: float32 fma, even k then odd k. avx512 agrees for f32; its bf16
-// products use VDPBF16PS per pair of k and are a numerics class of their own (experts_numerics_class). int8,
-// whose rows are bf16 and whose arithmetic kernel_table.h defines, has the same bits everywhere.
+// products use VDPBF16PS per pair of k and are a numerics class of their own (experts_numerics_class); so with
+// the types kept as stored, whose rows are bf16. int8, whose rows are bf16 too, has the same bits everywhere.
+// kernel_table.h defines the arithmetic of both.
 #pragma once
 
 #include <stdint.h>
 
 #include "p2p/native/api.h"
 
-enum { EAAS_F32 = 0, EAAS_BF16 = 1, EAAS_INT8 = 2 };  // EAAS_INT8: of weights; rows are bf16
+// From int8 on they are of weights; rows are bf16. From fp8 on they are kept as a checkpoint holds them: E4M3, E2M1 with
+// scales of powers of two, and 4 bits with scale and offset.
+enum { EAAS_F32, EAAS_BF16, EAAS_INT8, EAAS_FP8, EAAS_MXFP4, EAAS_INT4, EAAS_INT4_G32, EAAS_DTYPES };
 enum { EXPERTS_TILE_ROWS = 64, EXPERTS_GATE_UP_COLUMNS = 32 };
 
 // ---- instruction sets: "portable", "avx2", "avx512"
@@ -34,11 +38,11 @@ P2P_API int experts_isa_select(const char* name);
 P2P_API const char* experts_isa_name(void);
 // 1 where this CPU and this build have it, 0 where not.
 P2P_API int experts_isa_available(const char* name);
-// "cpu-f32-fma-1", "cpu-bf16-fma-1", "cpu-bf16-vdpbf16-1" or "cpu-int8-g64-1": equal strings promise equal bits.
+// "cpu-f32-fma-1", "cpu-bf16-fma-1", "cpu-bf16-vdpbf16-1", "cpu-int8-g64-1" and so on: equal strings promise equal bits.
 P2P_API const char* experts_numerics_class(int dtype);
 
-// ---- packing; `out` holds experts_pack_bytes() bytes, 64-byte aligned. w: row-major, w_dtype its own
-// element type.
+// ---- packing, but of the types kept as stored, of which only the bytes are told here; `out` holds experts_pack_bytes()
+// bytes, 64-byte aligned. w: row-major, w_dtype its own element type.
 
 P2P_API uint64_t experts_pack_bytes(int dtype, uint32_t rows, uint32_t k);
 P2P_API void experts_pack_matrix(int dtype, const void* w, int w_dtype, uint32_t rows, uint32_t k, void* out);
@@ -68,7 +72,7 @@ struct ExpertForm {
     float shift;
     uint32_t biased;
 };
-// As experts_ffn_gate_up, of f32 and bf16 alone where the form is not null: SwiGLU.
+// As experts_ffn_gate_up; a null form: SwiGLU. int8 has no other.
 P2P_API void experts_ffn_gate_up_formed(const struct ExpertForm* form, int dtype, const void* packed,
                                         uint32_t hidden, uint32_t inter, const void* x, uint64_t x_stride,
                                         uint32_t m, void* act, uint64_t act_stride, uint32_t tile0,

@@ -71,7 +71,7 @@ struct StepBf16 {
         __builtin_memcpy(staged, x, count * sizeof(uint16_t));
     }
 };
-constexpr const char* kBf16Class = "cpu-bf16-vdpbf16-1";
+#define EAAS_CLASS "vdpbf16-1"
 #else
 // One pair of k of bf16 weights, widened by shifts: even k, then odd k.
 struct StepBf16 {
@@ -110,7 +110,7 @@ struct StepBf16 {
         }
     }
 };
-constexpr const char* kBf16Class = "cpu-bf16-fma-1";
+#define EAAS_CLASS "fma-1"
 #endif
 
 // Adds `steps` steps of M rows to blocks [block, block + B) of acc[M][64]. x: staged rows. next: what to
@@ -290,13 +290,22 @@ void tiles(const Product& p, Finish finish) {
     }
 }
 
+// tiles() of the types whose rows are those of Step.
+template <class Step, class F>
+void every_tile(const Product& p, F finish) {
+    if (sizeof(typename Step::Element) == 4 || p.dtype == EAAS_BF16) return tiles<Step>(p, finish);
+    const Finish called = {&finish, [](const void* state, uint32_t tile, uint32_t row, const float* acc) {
+                               (*static_cast<const F*>(state))(tile, row, acc);
+                           }};
+    p.dtype == EAAS_INT8 ? int8_tiles(p, called) : quantized_tiles(p, called);
+}
+
 void linear(const Product& p) {
-    if (p.dtype == EAAS_INT8) return int8_linear(p);
     const auto finish = [&](uint32_t tile, uint32_t row, const float* acc) {
         const uint32_t column = tile * kTile, count = p.rows - column < kTile ? p.rows - column : kTile;
         __builtin_memcpy(static_cast<float*>(p.out) + row * p.out_stride + column, acc, count * sizeof(float));
     };
-    p.dtype == EAAS_F32 ? tiles<StepF32>(p, finish) : tiles<StepBf16>(p, finish);
+    p.dtype == EAAS_F32 ? every_tile<StepF32>(p, finish) : every_tile<StepBf16>(p, finish);
 }
 
 void store_act(float* to, f32x16 x, uint32_t count) {
@@ -309,7 +318,7 @@ void store_act(uint16_t* to, f32x16 x, uint32_t count) {
 // activate(place, gate, up): sixteen columns; the gates of the first have row `place` of the packed matrix.
 template <class Step, class Activate>
 void gate_up_of(const Product& p, Activate activate) {
-    tiles<Step>(p, [&](uint32_t tile, uint32_t row, const float* acc) {
+    every_tile<Step>(p, [&](uint32_t tile, uint32_t row, const float* acc) {
         auto* const to = static_cast<typename Step::Element*>(p.out) + row * p.out_stride;
         for (uint32_t half = 0; half < 2; ++half) {
             const uint32_t column = tile * EXPERTS_GATE_UP_COLUMNS + half * 16;
@@ -327,7 +336,6 @@ void gate_up_in(const Product& p, Activate activate) {
 }
 
 void gate_up(const Product& p, const ExpertForm* form, const float* biases) {
-    if (p.dtype == EAAS_INT8) return int8_gate_up(p);
     if (!form) return gate_up_in(p, [](uint64_t, f32x16 gate, f32x16 up) { return silu(gate) * up; });
     const float alpha = form->alpha, limit = form->limit, shift = form->shift;
     gate_up_in(p, [=](uint64_t place, f32x16 gate, f32x16 up) {
@@ -358,6 +366,13 @@ constexpr const char* kName = "portable";
 
 }  // namespace
 
-extern const KernelTable kernel_table = {kName, kBf16Class, linear, gate_up, rows_to_bf16};
+extern const KernelTable kernel_table = {
+    kName,
+    {"cpu-f32-fma-1", "cpu-bf16-" EAAS_CLASS, "cpu-int8-g64-1", "cpu-fp8-" EAAS_CLASS, "cpu-mxfp4-" EAAS_CLASS,
+     "cpu-int4-" EAAS_CLASS, "cpu-int4g32-" EAAS_CLASS},
+    linear,
+    gate_up,
+    rows_to_bf16,
+};
 
 }  // namespace EAAS_ISA_NS

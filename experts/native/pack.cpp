@@ -94,11 +94,14 @@ PackTile pack_tile_for(int dtype, int w_dtype) {
 
 uint64_t element_bytes(int dtype) { return dtype == EAAS_F32 ? 4 : 2; }
 
+// Of the types with groups: their k, and the bytes of each for one row.
+constexpr struct {
+    uint32_t k, bytes;
+} kGroups[EAAS_DTYPES] = {{}, {}, {EXPERTS_INT8_GROUP, EXPERTS_INT8_GROUP + 4}, {128, 132}, {32, 17}, {128, 72}, {32, 24}};
+
 uint64_t tiles_bytes(int dtype, uint64_t tiles, uint64_t k) {
-    if (dtype == EAAS_INT8) {
-        const uint64_t groups = (k + EXPERTS_INT8_GROUP - 1) / EXPERTS_INT8_GROUP;
-        return tiles * EXPERTS_TILE_ROWS * groups * (EXPERTS_INT8_GROUP + sizeof(float));
-    }
+    if (const auto [group, bytes] = kGroups[dtype]; group)
+        return tiles * EXPERTS_TILE_ROWS * ((k + group - 1) / group) * bytes;
     return tiles * EXPERTS_TILE_ROWS * ((k + 1) / 2 * 2) * element_bytes(dtype);
 }
 

@@ -500,7 +500,7 @@ P2P_API ExpertServer* expert_server_new(uint32_t layers, uint32_t experts, uint3
                                         const int32_t* cores, void* own_page, uint64_t max_slot_bytes,
                                         const ExpertForm* form) try {
     bool sizes = layers && experts && experts <= 65535 && hidden && intermediate && top_k && top_k <= 1024;
-    if (!sizes || !lanes || lanes > P2P_BELL_LANES || dtype < 0 || dtype > 2 || !max_slot_bytes)
+    if (!sizes || !lanes || lanes > P2P_BELL_LANES || dtype < 0 || dtype >= EAAS_DTYPES || !max_slot_bytes)
         return nullptr;
     auto server = std::make_unique<ExpertServer>();
     server->shape = {layers, experts, hidden, top_k, uint32_t(dtype), model_hash};

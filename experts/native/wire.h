@@ -18,7 +18,7 @@ struct WireShape {
     uint32_t experts;
     uint32_t hidden;
     uint32_t top_k;
-    uint32_t dtype;  // 0 float32, 1 bfloat16, 2 int8
+    uint32_t dtype;  // as kernels.h numbers it
     uint64_t model_hash;
 
     uint64_t source_bytes() const { return uint64_t(hidden) * (dtype == 0 ? 4 : 2); }

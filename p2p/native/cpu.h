@@ -12,7 +12,7 @@ namespace p2p {
 struct Cpu {
     bool avx2 = false;       // and FMA, F16C
     bool avx512 = false;     // F, BW, VL, DQ; and AVX2
-    bool avx512_dot = false; // BF16 and VNNI products; and AVX512
+    bool avx512_dot = false; // BF16 and VNNI products, VBMI; and AVX512
 };
 
 inline Cpu cpu() {
@@ -28,9 +28,9 @@ inline Cpu cpu() {
     if (!all(kept, 0x6) || !__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return found;
     found.avx2 = all(ebx, 1u << 5);
     found.avx512 = found.avx2 && all(kept, 0xe6) && all(ebx, 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31);
-    bool vnni = all(ecx, 1u << 11);
+    bool vnni_vbmi = all(ecx, 1u << 11 | 1u << 1);
     found.avx512_dot =
-        found.avx512 && vnni && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && all(eax, 1u << 5);
+        found.avx512 && vnni_vbmi && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && all(eax, 1u << 5);
 #endif
     return found;
 }

@@ -21,6 +21,8 @@ from eaas.worker.protocol import SamplingParams, Submit
 from eaas.worker.request import Request
 from experts.checkpoint import Checkpoint
 from experts.client import ExpertClient
+from experts.devices import Device
+from experts.formats import experts_dtype
 from experts.kernels import numerics_class
 from experts.model import Dtype, ExpertShape
 from p2p import ShmEndpoint
@@ -118,7 +120,8 @@ class Driver:
 def local_experts(model: Path, lanes: int = len(CORES), dtype: str = "auto") -> LocalExperts:
     """Every expert in this process: no server, no window, no router; the independent record."""
     checkpoint = Checkpoint.open(model)
-    return LocalExperts.load(checkpoint, Dtype.resolve(dtype, checkpoint.config), lanes=lanes)
+    element = experts_dtype(dtype, checkpoint.config, Device().keeps)
+    return LocalExperts.load(checkpoint, element, lanes=lanes)
 
 
 class Pool:
@@ -138,7 +141,7 @@ class Pool:
         self._closing = contextlib.ExitStack()
         self.cluster = self._closing.enter_context(LocalCluster(config))
         checkpoint = Checkpoint.open(model)
-        element = Dtype.resolve(dtype, checkpoint.config)
+        element = experts_dtype(dtype, checkpoint.config, Device().keeps)
         shape = ExpertShape.from_config(checkpoint.config)
         self.router = RouterClient(self.cluster.router_address)
         self._closing.callback(self.router.close)

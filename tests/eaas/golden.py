@@ -22,7 +22,7 @@ import numpy as np
 from eaas.model.loader import load_spec, load_weights, resolve_model
 from eaas.worker.decoder import Decoder
 from experts.checkpoint import Checkpoint
-from experts.model import Dtype, ExpertShape
+from experts.model import CHOICES, Dtype, ExpertShape
 from experts.native import IsaUnavailable
 from tests.eaas.decoder_world import VARIANTS, VOCAB, Runner, World
 from tests.eaas.local_experts import LocalExperts
@@ -75,7 +75,7 @@ def digest(runner: Runner) -> str:
 def digests() -> dict[str, dict[str, str]]:
     """By numerics class of this process, then by model."""
     found: dict[str, dict[str, str]] = {}
-    for dtype in Dtype:
+    for dtype in CHOICES:
         for name, spec in VARIANTS.items():
             runner = World.make(replace(spec, dtype=dtype), SEED).decoder()
             found.setdefault(runner.decoder.numerics_class, {})[name] = digest(runner)

@@ -121,12 +121,13 @@ P2P_API LocalExperts* local_experts_new(uint32_t layers, uint32_t experts, uint3
 
 P2P_API void local_experts_free(LocalExperts* local) { delete local; }
 
-P2P_API int32_t local_experts_set(LocalExperts* local, uint32_t layer, uint32_t expert, const void* gate,
-                          const void* up, const void* down, int32_t dtype) {
+// gate_up, down: packed.
+P2P_API int32_t local_experts_set(LocalExperts* local, uint32_t layer, uint32_t expert, const void* gate_up,
+                          const void* down) {
     if (layer >= local->layers || expert >= local->experts) return DECODER_E_WEIGHT;
     const Expert& to = local->weights[static_cast<uint64_t>(layer) * local->experts + expert];
-    experts_pack_gate_up(local->dtype, gate, up, dtype, local->intermediate, local->hidden, to.gate_up);
-    experts_pack_matrix(local->dtype, down, dtype, local->hidden, local->intermediate, to.down);
+    std::memcpy(to.gate_up, gate_up, experts_gate_up_bytes(local->dtype, local->intermediate, local->hidden));
+    std::memcpy(to.down, down, experts_pack_bytes(local->dtype, local->hidden, local->intermediate));
     return DECODER_OK;
 }
 

@@ -10,12 +10,11 @@ from ctypes import c_int32, c_uint32, c_void_p
 from functools import cache
 from pathlib import Path
 
-import numpy as np
-
 from eaas import native
 from eaas.worker.decoder import ExpertBackend, WeightsInvalid
 from experts import native as experts_native
 from experts.checkpoint import Checkpoint
+from experts.kernels import Weights, pack_expert
 from experts.model import ConfigInvalid, Dtype, ExpertShape
 from experts.tensors import tensors_of
 from p2p import native as p2p_native
@@ -49,7 +48,7 @@ def library() -> ctypes.CDLL:
     loaded.local_experts_new.restype = c_void_p
     loaded.local_experts_free.argtypes = [c_void_p]
     loaded.local_experts_free.restype = None
-    loaded.local_experts_set.argtypes = [c_void_p, c_uint32, c_uint32, *[c_void_p] * 3, c_int32]
+    loaded.local_experts_set.argtypes = [c_void_p, c_uint32, c_uint32, *[c_void_p] * 2]
     return loaded
 
 
@@ -84,7 +83,7 @@ class LocalExperts:
             MemoryError: the host has too little, or a size is zero.
         """
         self._library = library()
-        self._sizes = (intermediate, hidden)
+        self._sizes, self._dtype = (intermediate, hidden), dtype
         sizes = (layers, experts, hidden, intermediate, top_k)
         self._handle = self._library.local_experts_new(*sizes, int(dtype), lanes, max_rows)
         if not self._handle:
@@ -124,21 +123,20 @@ class LocalExperts:
                 local.set(layer, expert, tensors.gate, tensors.up, tensors.down)
         return local
 
-    def set(self, layer: int, expert: int, gate: np.ndarray, up: np.ndarray, down: np.ndarray) -> None:
-        """Pack one expert: gate and up [intermediate, hidden], down [hidden, intermediate]; of one type.
+    def set(self, layer: int, expert: int, gate: Weights, up: Weights, down: Weights) -> None:
+        """Pack one expert: gate and up [intermediate, hidden], down [hidden, intermediate].
 
         Raises:
             WeightsInvalid: another shape or type, or no such expert.
         """
-        arrays = [np.ascontiguousarray(array) for array in (gate, up, down)]
-        shapes = [array.shape for array in arrays]
-        types = {array.dtype for array in arrays}
-        if shapes != [self._sizes, self._sizes, self._sizes[::-1]] or types not in (
-            {np.dtype("f4")},
-            {np.dtype("u2")},
-        ):
-            raise WeightsInvalid(f"Expert {expert} of layer {layer} has shapes {shapes} and types {types}.")
-        dtype = Dtype.FLOAT32 if arrays[0].dtype == np.float32 else Dtype.BFLOAT16
-        pointers = [array.ctypes.data for array in arrays]
-        if self._library.local_experts_set(self._handle, layer, expert, *pointers, int(dtype)):
+        try:
+            packed = pack_expert(gate, up, down, self._dtype)
+        except ValueError as error:
+            raise WeightsInvalid(f"Expert {expert} of layer {layer}: {error}") from error
+        if (packed.intermediate, packed.hidden) != self._sizes:
+            raise WeightsInvalid(
+                f"Expert {expert} of layer {layer} has gate {gate.shape}, not {self._sizes}."
+            )
+        pointers = packed.gate_up.ctypes.data, packed.down.ctypes.data
+        if self._library.local_experts_set(self._handle, layer, expert, *pointers):
             raise WeightsInvalid(f"There is no expert {expert} in MoE layer {layer}.")

@@ -12,14 +12,14 @@ import pytest
 from eaas.worker.engine import Engine, EngineConfig
 from eaas.worker.protocol import SamplingParams, Submit
 from eaas.worker.request import Request
-from experts.model import Dtype
+from experts.model import CHOICES, Dtype
 from tests.eaas import decoder_world
 from tests.eaas.decoder_world import VARIANTS, VOCAB
 from tests.eaas.fake_decoder import Watched
 
 SEED = 23
 NEW_TOKENS = 12
-DTYPES = list(Dtype)
+DTYPES = CHOICES
 
 
 @cache

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from experts.model import Dtype
+from experts.model import CHOICES, Dtype
 from tests.experts.steps import (
     ARGUMENT,
     LOST,
@@ -89,7 +89,7 @@ def drawn(world: World, n: int, without: float = 0.2) -> tuple[NDArray[Any], ...
     return rows, ids, weights, wanted
 
 
-@pytest.mark.parametrize("dtype", list(Dtype))
+@pytest.mark.parametrize("dtype", CHOICES)
 @pytest.mark.parametrize("lanes", [1, 2])
 def test_any_number_of_rows_of_either_type_gives_the_bits_of_one_process(dtype: Dtype, lanes: int) -> None:
     world = made(dtype, lanes=lanes)

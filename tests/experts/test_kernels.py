@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from experts import kernels, native
+from experts import grouped, kernels, native
 from experts.kernels import (
     PackedExpert,
     PackedMatrix,
@@ -29,6 +29,7 @@ from tests.experts import packing
 
 SEED = 5
 DTYPES = list(Dtype)
+KEPT = list(grouped.LAYOUTS)  # as they are stored: test_grouped.py
 FLOATS = [Dtype.FLOAT32, Dtype.BFLOAT16]  # int8 has bits rather than bounds: test_int8.py
 # Odd sizes on both sides of a block (16), a tile (64), a chunk (64 or 128 steps) and a panel of rows (24).
 SIZES = [(1, 1), (16, 2), (63, 65), (64, 64), (65, 127), (130, 129), (200, 257), (321, 300)]
@@ -57,11 +58,20 @@ def normal(*shape: int, seed: int = SEED) -> np.ndarray:
 
 def matrix(rows: int, k: int, dtype: Dtype) -> tuple[np.ndarray, PackedMatrix]:
     """Weights as the kernels see them (rounded to dtype, as float32), and packed."""
+    if dtype in KEPT:
+        stored = grouped.sample(dtype, rows, k, np.random.default_rng(SEED))
+        return stored.dequantized(), pack_matrix(stored, dtype)
     w = from_dtype(to_dtype(normal(rows, k), dtype))
     return w, pack_matrix(w, dtype)
 
 
 def expert(inter: int, hidden: int, dtype: Dtype) -> tuple[tuple[np.ndarray, ...], PackedExpert]:
+    if dtype in KEPT:
+        generator = np.random.default_rng(SEED)
+        stored = [
+            grouped.sample(dtype, *size, generator) for size in ((inter, hidden),) * 2 + ((hidden, inter),)
+        ]
+        return tuple(w.dequantized() for w in stored), pack_expert(*stored, dtype)
     scale = np.float32(hidden**-0.5)
     gate, up = normal(2, inter, hidden) * scale
     down = normal(hidden, inter, seed=SEED + 1) * np.float32(inter**-0.5)
@@ -149,7 +159,8 @@ def test_instruction_sets_of_one_numerics_class_agree_in_every_bit(
         act = ffn_gate_up(packed, x)
         found.append((act, linear(packed.down_matrix, act), to_dtype(normal(1, 77), dtype)))
         classes.add(kernels.numerics_class(dtype))
-    assert len(classes) == (2 if other == "avx512" and dtype is Dtype.BFLOAT16 else 1)
+    dot = dtype in (Dtype.BFLOAT16, *KEPT)
+    assert len(classes) == (2 if other == "avx512" and dot else 1)
     for one, two in zip(*found, strict=True) if len(classes) == 1 else ():
         nan = np.isnan(from_dtype(one))
         assert np.array_equal(nan, np.isnan(from_dtype(two))), f"seed {SEED}"
@@ -239,7 +250,7 @@ def test_threads_that_split_the_tiles_agree_with_one(library: ctypes.CDLL) -> No
         assert np.array_equal(left + right, whole)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [*FLOATS, Dtype.INT8])
 @pytest.mark.parametrize("source", [np.float32, np.uint16])
 @pytest.mark.parametrize(("rows", "k"), SIZES)
 def test_native_packing_matches_the_layout_written_in_numpy(
@@ -270,6 +281,10 @@ def test_numerics_classes_tell_vdpbf16_from_fma(isa: str) -> None:
     wanted = "cpu-bf16-vdpbf16-1" if isa == "avx512" else "cpu-bf16-fma-1"
     assert kernels.numerics_class(Dtype.BFLOAT16) == wanted
     assert kernels.numerics_class(Dtype.INT8) == "cpu-int8-g64-1"
+    for dtype, word in zip(KEPT, ("fp8", "mxfp4", "int4", "int4g32"), strict=True):
+        assert kernels.numerics_class(dtype) == wanted.replace("bf16", word, 1)
+    for dtype in DTYPES:
+        assert Dtype.of_class(kernels.numerics_class(dtype)) is dtype
     assert kernels.isa_name() == isa
 
 

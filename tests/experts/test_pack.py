@@ -17,7 +17,7 @@ from experts import pack
 from experts.checkpoint import Checkpoint, CheckpointInvalid
 from experts.kernels import answer_of, ffn, ffn_reference, from_dtype, numerics_class, pack_expert, to_dtype
 from experts.manifest import BlobCorrupt, Manifest, ManifestInvalid
-from experts.model import Dtype, ExpertShape
+from experts.model import CHOICES, Dtype, ExpertShape
 from experts.pack import PackedExperts, PackUnavailable, layout_of
 from tests.experts.checkpoint_files import QWEN3, expert_tensors, safetensors_bytes, write_model
 
@@ -34,7 +34,7 @@ def opened(checkpoint: Checkpoint, directory: Path) -> PackedExperts:
     return PackedExperts.open(checkpoint, SHAPE, DTYPE, directory=directory)
 
 
-@pytest.mark.parametrize("dtype", list(Dtype))
+@pytest.mark.parametrize("dtype", CHOICES)
 def test_every_blob_holds_its_experts_weights(tmp_path: Path, checkpoint: Checkpoint, dtype: Dtype) -> None:
     steps: list[tuple[int, int]] = []
     packed = PackedExperts.open(

@@ -17,7 +17,7 @@ import pytest
 
 from experts.backend import ExpertsLost
 from experts.client import ExpertClient
-from experts.model import Dtype
+from experts.model import CHOICES, Dtype
 from p2p import ShmEndpoint
 from router import bitmap
 from router.view import Member, View
@@ -201,7 +201,7 @@ def test_a_prefill_of_600_rows_goes_in_chunks(cluster: Cluster) -> None:
     assert all(stats.calls >= 3 for stats in client.stats().values())
 
 
-@pytest.mark.parametrize("dtype", list(Dtype))
+@pytest.mark.parametrize("dtype", CHOICES)
 def test_a_server_killed_during_calls_changes_no_bit(dtype: Dtype) -> None:
     # On a quiet machine the loss costs about 5 ms.
     cluster = Cluster(dtype)

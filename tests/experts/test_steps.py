@@ -7,7 +7,7 @@ import mmap
 import numpy as np
 import pytest
 
-from experts.model import Dtype
+from experts.model import CHOICES, Dtype
 from p2p import native as p2p_native
 from tests.experts.steps import LOST, MEMORY, OK, PENDING, Call, World, out_of_memory, shape_of
 
@@ -28,7 +28,7 @@ def spread(world: World, replicas: int, servers: list[int] | None = None) -> Non
                 world.hold(servers[(expert + layer + copy) % len(servers)], layer, expert)
 
 
-@pytest.mark.parametrize("dtype", list(Dtype))
+@pytest.mark.parametrize("dtype", CHOICES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("servers", "replicas"), [(1, 1), (2, 1), (4, 2)])
 def test_any_layout_gives_the_bits_of_one_process(

@@ -16,6 +16,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from experts.checkpoint import Checkpoint, CheckpointInvalid
 from experts.kernels import from_dtype
 from experts.model import ConfigInvalid, ExpertShape
+from experts.quantized import Quantized
 from experts.tensors import tensors_of
 
 HIDDEN, INTER, EXPERTS, LAYERS = 32, 24, 4, 3
@@ -134,9 +135,9 @@ def test_mxfp4_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
     )
     for expert in range(EXPERTS):
         found = tensors_of(checkpoint, shape, 0, expert)
-        assert np.array_equal(found.gate, gate_up[expert].T[::2])
-        assert np.array_equal(found.up, gate_up[expert].T[1::2])
-        assert np.array_equal(found.down, down[expert].T)
+        wanted = (gate_up[expert].T[::2], gate_up[expert].T[1::2], down[expert].T)
+        for one, other in zip((found.gate, found.up, found.down), wanted, strict=True):
+            assert isinstance(one, Quantized) and np.array_equal(one.dequantized(), other)
         assert found.biases is not None and len(found.biases[2]) == hidden
 
 

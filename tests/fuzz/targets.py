@@ -22,7 +22,7 @@ import numpy as np
 
 from experts import wire
 from experts.manifest import Manifest, ManifestInvalid, PackLayout
-from experts.model import Dtype
+from experts.model import CHOICES, Dtype
 from p2p import ConnectRefused, Descriptor, DescriptorInvalid, FrameInvalid, Header, ShmEndpoint, Transport
 from p2p import native as p2p_native
 from p2p.descriptor import decode
@@ -155,7 +155,7 @@ _sequence = iter(range(1, 1 << 62))
 def request(data: bytes) -> None:
     """Requests: the native server serves what the reference can read and it holds, and says why it serves no other."""
     choices = Choices(data)
-    dtype = choices.pick(list(Dtype))
+    dtype = choices.pick(CHOICES)
     place, number = world(dtype), choices.below(2)
     link = place.links[1, number]
     asked = wire_codec.encode_request(wire_of(dtype), request_of(choices, dtype))
@@ -199,7 +199,7 @@ def _padded(row: np.ndarray) -> np.ndarray:
 def reply(data: bytes) -> None:
     """Replies: the native client takes what the reference can read, refuses all else, and its call ends in time."""
     choices = Choices(data)
-    dtype = choices.pick(list(Dtype))
+    dtype = choices.pick(CHOICES)
     place = world(dtype)
     link = place.links[0, 0]
     call = Call(place, 0, np.random.default_rng(choices.bits(1)), 1 + choices.below(3), choices.below(2))
