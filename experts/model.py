@@ -166,7 +166,9 @@ def _behind(field: str) -> LayersOf:
         for listed, sparse in (("mlp_layer_types", "sparse"), ("moe_layer_freq", 1)):
             kinds = config.get(listed)
             if isinstance(kinds, list):
-                return [layer for layer, kind in enumerate(cast("list[object]", kinds[:depth])) if kind == sparse]
+                return [
+                    layer for layer, kind in enumerate(cast("list[object]", kinds[:depth])) if kind == sparse
+                ]
         first = config.get(field) or 0
         if not isinstance(first, int) or first < 0:
             raise ConfigInvalid(f"config.json: {field} is {first!r}; a number from 0 is needed.")
@@ -184,15 +186,21 @@ def _ernie(config: Mapping[str, Any], depth: int) -> Sequence[int]:
         for name, default in (("start_index", 0), ("end_index", -1), ("interval", 1))
     )
     if not all(isinstance(value, int) for value in (start, end, step)) or start < 0 or step < 1:
-        raise ConfigInvalid(f"config.json: moe_layer_start_index, _end_index and _interval are {start}, {end}, {step}.")
-    return [layer for layer in range(start, depth if end < 0 else min(end + 1, depth)) if (layer + 1) % step == 0]
+        raise ConfigInvalid(
+            f"config.json: moe_layer_start_index, _end_index and _interval are {start}, {end}, {step}."
+        )
+    return [
+        layer for layer in range(start, depth if end < 0 else min(end + 1, depth)) if (layer + 1) % step == 0
+    ]
 
 
 def _jamba(config: Mapping[str, Any], depth: int) -> Sequence[int]:
     """Each expert_layer_period-th, from expert_layer_offset on."""
     period, offset = _count(config, "expert_layer_period"), config.get("expert_layer_offset")
     if not isinstance(offset, int) or not 0 <= offset < period:
-        raise ConfigInvalid(f"config.json: expert_layer_offset is {offset!r}; a number below {period} is needed.")
+        raise ConfigInvalid(
+            f"config.json: expert_layer_offset is {offset!r}; a number below {period} is needed."
+        )
     return range(offset, depth, period)
 
 
@@ -222,7 +230,9 @@ _GRANITE = ExpertFamily(
     intermediate_field="intermediate_size",
     prefix="",
     fused=FusedNames(
-        prefix="model.layers.{layer}.block_sparse_moe.", gate_up="input_linear.weight", down="output_linear.weight"
+        prefix="model.layers.{layer}.block_sparse_moe.",
+        gate_up="input_linear.weight",
+        down="output_linear.weight",
     ),
 )
 _FEED_FORWARD = replace(

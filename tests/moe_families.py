@@ -25,7 +25,10 @@ _SIZES: dict[str, Any] = {
     "pad_token_id": None,
 }
 _QWEN: dict[str, Any] = {"moe_intermediate_size": INTER, "intermediate_size": 40, "num_experts": EXPERTS}
-_GATED: dict[str, Any] = {"layer_types": ["full_attention"] * LAYERS, "shared_expert_intermediate_size": INTER}
+_GATED: dict[str, Any] = {
+    "layer_types": ["full_attention"] * LAYERS,
+    "shared_expert_intermediate_size": INTER,
+}
 _DEEPSEEK: dict[str, Any] = {
     "moe_intermediate_size": INTER,
     "intermediate_size": 40,
@@ -85,7 +88,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Mellum": _QWEN,
     "MiMoV2Flash": _DEEPSEEK | {
         "mlp_layer_types": _KINDS, "v_head_dim": 16, "layer_types": ["full_attention"] * LAYERS,
-        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        },
     },
     "MiniMax": _MIXTRAL,
     "MiniMaxM2": _MIXTRAL | {"rotary_dim": 8},

@@ -158,9 +158,12 @@ def test_a_model_of_every_family_gives_its_own_logits(family: str, tmp_path: Pat
     whole.save_pretrained(tmp_path)
     tokens = prompt(9) % moe_families.VOCAB
     wanted = logits(whole, tokens)
-    with serving(tmp_path, servers=1, replicas=1) as cluster:
-        with eaas.connect(cluster.router_address, model := eaas.load(tmp_path)):
-            assert_close(logits(model, tokens), wanted, torch.float32)
+    model = eaas.load(tmp_path)
+    with (
+        serving(tmp_path, servers=1, replicas=1) as cluster,
+        eaas.connect(cluster.router_address, model),
+    ):
+        assert_close(logits(model, tokens), wanted, torch.float32)
     with torch.no_grad():
         for module in experts_of(whole):
             module.down_proj.zero_()
