@@ -26,6 +26,7 @@ from eaas.worker.decoder import BLOCK_TOKENS, Decoder
 from eaas.worker.scheduler import StepPlan
 from experts.checkpoint import Checkpoint
 from experts.model import CHOICES, Dtype, ExpertShape
+from experts.tensors import tensors_of
 from tests.eaas.local_experts import LocalExperts
 from tests.eaas.reference import ReferenceDecoder
 
@@ -46,10 +47,10 @@ def open_reference(folder: Path) -> ReferenceDecoder:
     shape = ExpertShape.from_config(checkpoint.config)
 
     def expert(layer: int, number: int):
-        gate, up, down = (checkpoint.tensor(name) for name in shape.names(layer, number))
-        return gate, up, down
+        found = tensors_of(checkpoint, shape, layer, number)
+        return found.gate, found.up, found.down, *(found.biases or ())
 
-    return ReferenceDecoder(spec, load_weights(checkpoint, spec), expert)
+    return ReferenceDecoder(spec, load_weights(checkpoint, spec), expert, activation=shape.activation)
 
 
 class KernelLogits:

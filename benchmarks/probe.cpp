@@ -92,6 +92,7 @@ PROBE void probe_attend(const eaas::Ops* ops, const uint8_t* cache, const int32_
                     const uint64_t at = (uint64_t{row} * q_heads + q) * dim;
                     attend.query[i] = queries + at;
                     attend.out[i] = out + at;
+                    attend.sink[i] = -__builtin_inff();
                     attend.last[i] = first_row + row;
                     const bool ends = q + 1 == (head + 1) * heads && row + 1 == rows;
                     if (attend.queries == eaas::kQueries || ends) {

@@ -58,13 +58,13 @@ ROLES = (
         "k_norm",
         "post_norm",
         "gate",
-        "gate_bias",
+        "gate_correction",
         "shared_gate_up",
         "shared_down_proj",
         "shared_gate",
     ),
     *("dense_gate_up", "dense_down_proj"),
-    *("q_a", "q_a_norm", "kv_a", "kv_a_norm", "key_up", "value_up"),
+    *("q_a", "q_a_norm", "kv_a", "kv_a_norm", "key_up", "value_up", "sinks", "gate_bias"),
 )
 
 

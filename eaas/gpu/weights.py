@@ -133,7 +133,7 @@ class DeviceWeights:
                     o_bias=vector(f"{at}o_bias"),
                     dense=mlp(f"{at}dense"),
                     gate=get(f"{at}gate", torch.bfloat16) if layer in order else None,
-                    correction=vector(f"{at}gate_bias"),
+                    correction=vector(f"{at}gate_correction"),
                     shared=mlp(f"{at}shared"),
                     shared_gate=vector(f"{at}shared_gate"),
                 )

@@ -23,16 +23,17 @@ _HONORED = frozenset(
         "num_key_value_heads", "num_local_experts", "partial_rotary_factor", "q_lora_rank", "qk_nope_head_dim",
         "qk_rope_head_dim", "qkv_bias", "quantization_config", "rms_norm_eps", "rope_interleave",
         "rope_parameters", "rope_scaling", "rope_theta", "routed_scaling_factor", "scoring_func",
-        "shared_expert_intermediate_size", "sliding_window", "tie_word_embeddings", "topk_group",
-        "topk_method", "torch_dtype", "use_qk_norm", "use_sliding_window", "v_head_dim", "vocab_size",
+        "shared_expert_intermediate_size", "sliding_window", "swiglu_alpha", "swiglu_limit", "tie_word_embeddings",
+        "topk_group", "topk_method", "torch_dtype", "use_qk_norm", "use_sliding_window", "v_head_dim", "vocab_size",
     }
 )  # fmt: skip
 # Training, bookkeeping, layers that guess further tokens, or what the tokenizer and the generation defaults say better.
 _WITHOUT_EFFECT = frozenset(
     {
         "_name_or_path", "attention_dropout", "auto_map", "aux_loss_alpha", "bos_token_id", "ep_size",
-        "initializer_range", "model_type", "num_mtp_layers", "num_nextn_predict_layers", "output_attentions",
-        "output_hidden_states", "output_router_logits", "pad_token_id", "pretraining_tp", "qk_head_dim",
+        "experts_per_token", "initial_context_length", "initializer_range", "model_type", "num_mtp_layers",
+        "num_nextn_predict_layers", "output_attentions", "output_hidden_states", "output_router_logits",
+        "pad_token_id", "pretraining_tp", "qk_head_dim",
         "return_dict", "router_aux_loss_coef", "router_jitter_noise", "seq_aux", "transformers_version",
         "use_cache",
     }
@@ -47,6 +48,7 @@ class Family:
     """
 
     gate: str
+    gate_bias: str = ""
     correction: str = ""  # tensor that steers the choice of experts
     score: Score = Score.SOFTMAX
     norm_topk: bool = False
@@ -60,13 +62,17 @@ class Family:
     eps: float = 1e-6
     max_model_len: int = 32768
     rope_theta: float = 10_000.0
+    rope: Mapping[str, Any] = field(default_factory=dict)  # rope_parameters
     head_dim: bool = True  # honors head_dim
     rotated: float | None = None  # honors partial_rotary_factor
     bias: str = ""  # field that gives queries, keys and values biases
     biased: bool = False  # without that field
     o_bias: bool = False  # and then the output projection has one, too
     clip_qkv: bool = False
-    window: str = ""  # "": none, "all": every layer, "switch": every layer if use_sliding_window, "by_layer"
+    # "": none, "all": every layer, "switch": every layer if use_sliding_window, "by_layer": some if so, "alternate"
+    window: str = ""
+    sliding: int | None = 4096
+    sinks: str = ""
     latent: bool = False  # attention of DeepSeek-V2; honors its ranks and widths, and no head_dim
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
@@ -92,7 +98,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "MixtralForCausalLM": Family(
         gate="block_sparse_moe.gate.weight", eps=1e-5, max_model_len=131072, rope_theta=1e6, window="all",
-        norm_topk=True, only={"norm_topk_prob": (True,)},
+        sliding=None, norm_topk=True, only={"norm_topk_prob": (True,)},
     ),
     "Glm4MoeForCausalLM": replace(
         _CORRECTED, qk_norm=QkNorm.HEAD, qk_norm_switch=True, eps=1e-5, max_model_len=131072, rotated=0.5,
@@ -110,6 +116,13 @@ FAMILIES: Mapping[str, Family] = {
     "DeepseekV3ForCausalLM": replace(
         _CORRECTED, groups=(8, 4), scaling_factor=2.5, max_model_len=4096, latent=True,
         only={**_CORRECTED.only, "attention_bias": (False,)},
+    ),
+    # A softmax over the chosen alone is that over all, divided by the sum of the chosen.
+    "GptOssForCausalLM": Family(
+        gate="mlp.router.weight", gate_bias="mlp.router.bias", norm_topk=True, eps=1e-5, max_model_len=131072,
+        rope_theta=150_000.0, bias="attention_bias", biased=True, o_bias=True, window="alternate", sliding=128,
+        sinks="self_attn.sinks", only={"norm_topk_prob": (True,)},
+        rope={"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096},
     ),
 }  # fmt: skip
 
@@ -168,13 +181,20 @@ def spec_of(config: Mapping[str, Any], generation: Mapping[str, Any] | None = No
         vocab=vocab,
         intermediate=_count(config, "intermediate_size") if dense else 0,
         eps=positive(config, "rms_norm_eps", family.eps),
-        rope=rope_of(config, rotated, max_model_len, family.rope_theta, family.rotated),
+        rope=rope_of(
+            {"rope_parameters": family.rope, **config},
+            rotated,
+            max_model_len,
+            family.rope_theta,
+            family.rotated,
+        ),
         max_model_len=max_model_len,
         qk_norm=family.qk_norm if normed else QkNorm.NONE,
         qkv_bias=biased,
         o_bias=biased and family.o_bias,
         clip_qkv=positive(config, "clip_qkv", 0.0) if family.clip_qkv else 0.0,
         sliding_window=_windows(config, family, layers, max_model_len),
+        sinks=bool(family.sinks),
         tie_embeddings=_flag(config, "tie_word_embeddings", False),
         dtype=Dtype.resolve("auto", config),
         moe=_moe_spec(config, family, shape, dense),
@@ -217,6 +237,7 @@ def _moe_spec(
         expert_intermediate=shape.intermediate,
         norm_topk=_flag(config, "norm_topk_prob", family.norm_topk),
         score=family.score,
+        gate_bias=bool(family.gate_bias),
         correction_bias=bool(family.correction),
         groups=groups,
         groups_topk=kept,
@@ -248,9 +269,9 @@ def tensors_of(spec: ModelSpec) -> dict[str, TensorPlan]:
     Roles: "embed", "final_norm", "head" (absent when tied), and for layer L: "L.input_norm", "L.q", "L.k",
     "L.v", "L.o", "L.post_norm"; of latent attention "L.kv_a", "L.kv_a_norm" and "L.kv_b" in place of keys and values,
     and "L.q_a" and "L.q_a_norm" before "L.q" if queries have a latent; where the model has them "L.q_bias",
-    "L.k_bias", "L.v_bias", "L.o_bias", "L.q_norm", "L.k_norm"; MoE layers "L.gate" and perhaps "L.gate_bias",
-    "L.shared_gate_proj", "L.shared_up_proj", "L.shared_down_proj", "L.shared_gate"; dense layers
-    "L.dense_gate_proj", "L.dense_up_proj", "L.dense_down_proj".
+    "L.k_bias", "L.v_bias", "L.o_bias", "L.q_norm", "L.k_norm", "L.sinks"; MoE layers "L.gate" and perhaps
+    "L.gate_bias", "L.gate_correction", "L.shared_gate_proj", "L.shared_up_proj", "L.shared_down_proj",
+    "L.shared_gate"; dense layers "L.dense_gate_proj", "L.dense_up_proj", "L.dense_down_proj".
     """
     table = {"embed": TensorPlan("model.embed_tokens.weight", (spec.vocab, spec.hidden))}
     for layer in range(spec.layers):
@@ -304,6 +325,8 @@ def _attention(spec: ModelSpec) -> _Parts:
         }
     if spec.o_bias:
         parts["o_bias"] = ("self_attn.o_proj.bias", (hidden,))
+    if spec.sinks:
+        parts["sinks"] = (FAMILIES[spec.architecture].sinks, (spec.q_heads,))
     if spec.qk_norm is not QkNorm.NONE:
         sizes = (spec.head_dim, spec.head_dim) if spec.qk_norm is QkNorm.HEAD else (q, kv)
         parts |= {
@@ -315,8 +338,10 @@ def _attention(spec: ModelSpec) -> _Parts:
 def _moe(spec: ModelSpec) -> _Parts:
     hidden, moe, family = spec.hidden, spec.moe, FAMILIES[spec.architecture]
     parts: _Parts = {"gate": (family.gate, (moe.experts, hidden))}
+    if moe.gate_bias:
+        parts["gate_bias"] = (family.gate_bias, (moe.experts,))
     if moe.correction_bias:
-        parts["gate_bias"] = (family.correction, (moe.experts,))
+        parts["gate_correction"] = (family.correction, (moe.experts,))
     if moe.shared_intermediate:
         parts |= _mlp("shared_", family.shared, hidden, moe.shared_intermediate)
         if moe.shared_gate:
@@ -362,16 +387,14 @@ def _windows(config: Mapping[str, Any], family: Family, layers: int, max_model_l
         raise ConfigInvalid(
             f"config.json: layer_types holds {sorted(set(kinds) - known)}; known are {sorted(known)}."
         )
-    switched_on = family.window == "all" or (
+    switched_on = family.window in ("all", "alternate") or (
         bool(family.window) and _flag(config, "use_sliding_window", False)
     )
-    window = config.get("sliding_window") if switched_on else None
+    window = config.get("sliding_window", family.sliding) if switched_on else None
     if window is not None:
-        window = _count(config, "sliding_window")
-    elif switched_on and family.window != "all":
-        window = 4096
-    if family.window == "by_layer":
-        until = _count(config, "max_window_layers", 28)
+        window = _count(config, "sliding_window", family.sliding)
+    if family.window in ("by_layer", "alternate"):
+        until = _count(config, "max_window_layers", 28) if family.window == "by_layer" else layers
         kinds = kinds or [
             "sliding_attention" if i % 2 == 0 and i < until and window else "full_attention"
             for i in range(layers)
@@ -379,7 +402,8 @@ def _windows(config: Mapping[str, Any], family: Family, layers: int, max_model_l
         slides = [kind == "sliding_attention" for kind in kinds]
         if any(slides) and not window:
             raise ConfigInvalid(
-                "config.json: layer_types asks for sliding_attention, but use_sliding_window is off."
+                "config.json: layer_types asks for sliding_attention, but sliding_window is null or use_sliding_window "
+                "is off."
             )
     else:
         slides = [True] * layers

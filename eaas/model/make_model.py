@@ -75,6 +75,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "glm4_moe": "Glm4MoeForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
 }
 
 
@@ -144,7 +145,7 @@ def make_config(shape: Shape, arch: str, dtype: str) -> dict[str, Any]:
         "hidden_act": "silu",
         "max_position_embeddings": shape.max_model_len,
         "initializer_range": 0.02,
-        "rms_norm_eps": 1e-5 if arch in ("mixtral", "olmoe", "glm4_moe") else 1e-6,
+        "rms_norm_eps": 1e-5 if arch in ("mixtral", "olmoe", "glm4_moe", "gpt_oss") else 1e-6,
         "rope_theta": 1e6 if arch == "mixtral" else 10_000.0,
         "tie_word_embeddings": True,
         "use_cache": True,
@@ -154,6 +155,25 @@ def make_config(shape: Shape, arch: str, dtype: str) -> dict[str, Any]:
         "eos_token_id": [0, 2],
         "pad_token_id": 0,
     }
+    if arch == "gpt_oss":
+        return config | {
+            "num_local_experts": shape.experts,
+            "intermediate_size": shape.intermediate,
+            "head_dim": shape.head_dim,
+            "attention_bias": True,
+            "sliding_window": 32,
+            "layer_types": [("sliding_attention", "full_attention")[i % 2] for i in range(shape.layers)],
+            "rope_theta": 150_000.0,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": shape.max_model_len // 4,
+            },
+            "swiglu_limit": 7.0,
+        }
     if arch == "mixtral":
         return config | {
             "num_local_experts": shape.experts,
@@ -284,7 +304,17 @@ def _tensor_shapes(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, 
     spec, experts = spec_of(config), ExpertShape.from_config(config)
     for plan in tensors_of(spec).values():
         yield plan.name, plan.shape
+    fused, both, inter = experts.family.fused, 2 * experts.intermediate, experts.intermediate
     for layer in range(experts.layers):
+        if not experts.family.prefix:
+            prefix = fused.prefix.format(layer=experts.layer_ids[layer])
+            for name, size in (
+                (fused.gate_up, (experts.hidden, both)),
+                (fused.down, (inter, experts.hidden)),
+            ):
+                yield prefix + name, (experts.experts, *size)
+                yield f"{prefix}{name}_bias", (experts.experts, size[1])
+            continue
         for expert in range(experts.experts):
             gate, up, down = experts.names(layer, expert)
             yield gate, (experts.intermediate, experts.hidden)
@@ -301,7 +331,8 @@ def _weights(name: str, shape: tuple[int, ...], seed: int, dtype: str) -> Iterab
     key = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:16], "little")
     generator = np.random.Philox(key=key)
     centre, halvings = 0.0, 11
-    if len(shape) == 2:
+    if len(shape) > 1 and not name.endswith("_bias"):
+        # Matrices of all experts of a layer are transposed.
         halvings = _halvings(shape[1])
     elif name.endswith("norm.weight"):
         centre, halvings = 1.0, 10

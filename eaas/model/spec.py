@@ -80,10 +80,10 @@ class Latent:
 class MoeSpec:
     """The MoE layers.
 
-    The gate scores all experts in float32; with `correction_bias` a per-expert bias is added for choosing
-    only. With groups, only experts of the `groups_topk` best groups stand for choice. The weights of the
-    `top_k` chosen (ties: lowest index) are divided by their sum when `norm_topk`, then multiplied by
-    `scaling_factor`.
+    The gate scores all experts in float32, by logits to which `gate_bias` adds a per-expert bias; with
+    `correction_bias` another one is added for choosing only. With groups, only experts of the `groups_topk`
+    best groups stand for choice. The weights of the `top_k` chosen (ties: lowest index) are divided by their
+    sum when `norm_topk`, then multiplied by `scaling_factor`.
 
     Attributes:
         experts: Logical experts of each MoE layer.
@@ -98,6 +98,7 @@ class MoeSpec:
     expert_intermediate: int
     norm_topk: bool
     score: Score = Score.SOFTMAX
+    gate_bias: bool = False
     correction_bias: bool = False
     groups: int = 1
     groups_topk: int = 1
@@ -137,6 +138,7 @@ class ModelSpec:
         max_model_len: Tokens of prompt and output together.
         clip_qkv: Queries, keys and values are clipped to +-this after QK norm and before rope; 0: not at all.
         sliding_window: For each layer: a token sees itself and the `window - 1` before it; 0: all before it.
+        sinks: A learned logit of each query head joins the softmax over its keys, and adds no value.
         tie_embeddings: The output head is the embedding matrix.
         dtype: Type in which the checkpoint is to be served unless asked otherwise.
         latent: Latent attention instead of key-value heads. The cache then holds one, for all query heads: `head_dim`
@@ -160,6 +162,7 @@ class ModelSpec:
     o_bias: bool
     clip_qkv: float
     sliding_window: tuple[int, ...]
+    sinks: bool = False
     tie_embeddings: bool
     dtype: Dtype
     moe: MoeSpec

@@ -1,4 +1,6 @@
 // Construction of the decoder, packing of its weights, and the checks that guard a step.
+#include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <memory>
 
@@ -85,6 +87,7 @@ void lay_out_layer(Decoder& d, Layer& layer, Arena& arena) {
     layer.k_bias = arena.take<float>(d.kv_width());
     layer.v_bias = arena.take<float>(d.kv_width());
     layer.o_bias = arena.take<float>(s.hidden);
+    layer.sinks = arena.take<float>(s.q_heads);
     layer.input_norm = arena.take<float>(s.hidden);
     layer.post_norm = arena.take<float>(s.hidden);
     layer.q_norm = arena.take<float>(d.q_width());
@@ -95,6 +98,7 @@ void lay_out_layer(Decoder& d, Layer& layer, Arena& arena) {
     }
     // The gate decides which experts run: its product stays in float32.
     layer.gate = take_packed(arena, EAAS_F32, s.experts, s.hidden);
+    layer.gate_bias = arena.take<float>(s.experts);
     layer.correction = arena.take<float>(s.experts);
     if (s.shared_intermediate) layer.shared = take_mlp(arena, s.dtype, s.shared_intermediate, s.hidden);
     if (s.shared_gate) layer.shared_gate = arena.take<float>(s.hidden);
@@ -222,6 +226,7 @@ Decoder* decoder_new(const DecoderShape* shape, const int32_t* moe_layers, const
     d->head_bytes = shape->block_tokens / eaas::kSubtile * d->subtile_bytes();
     d->block_bytes = shape->kv_heads * d->head_bytes;
     if (!d->arena.build([&](eaas::Arena& arena) { eaas::lay_out(*d, arena); })) return nullptr;
+    for (Layer& layer : d->layers) std::fill_n(layer.sinks, shape->q_heads, -INFINITY);
     const uint64_t angles = static_cast<uint64_t>(shape->max_positions) * shape->rope_pairs;
     std::memcpy(d->cosines, cosines, angles * sizeof(float));
     std::memcpy(d->sines, sines, angles * sizeof(float));
@@ -295,6 +300,8 @@ int32_t decoder_set(Decoder* decoder, uint32_t index, int32_t role, const void* 
         case ROLE_Q_NORM: return convert(layer.q_norm, full ? d.q_width() : s.head_dim);
         case ROLE_K_NORM: return convert(layer.k_norm, full ? d.kv_width() : s.head_dim);
         case ROLE_GATE: return pack(EAAS_F32, layer.gate);
+        case ROLE_SINKS: return convert(layer.sinks, s.q_heads);
+        case ROLE_GATE_BIAS: return optional(layer.gate_bias, s.experts, layer.has_gate_bias);
         case ROLE_GATE_CORRECTION: return optional(layer.correction, s.experts, layer.has_correction);
         case ROLE_SHARED_GATE_UP: return pack_pair(layer.shared);
         case ROLE_SHARED_DOWN: return pack(s.dtype, layer.shared.down);

@@ -65,6 +65,8 @@ enum DecoderRole {
     ROLE_KV_A_NORM,
     ROLE_KEY_UP,    // [q_heads][kv_rank][nope_dim]: a query's part that is not rotated, to the latent's space
     ROLE_VALUE_UP,  // [q_heads][value_dim][kv_rank]
+    ROLE_SINKS,     // [q_heads]
+    ROLE_GATE_BIAS,
 };
 
 // moe_layers: per layer its number among MoE layers, or -1: dense. windows: per layer the sliding window in

@@ -100,8 +100,9 @@ struct Layer {
     PerHead q_up, key_up, value_up;
     float *q_a_norm, *kv_a_norm;
     // Biases are null until set: most models have none.
-    float *q_bias, *k_bias, *v_bias, *o_bias, *correction;
-    bool has_q_bias, has_k_bias, has_v_bias, has_o_bias, has_correction;
+    float *q_bias, *k_bias, *v_bias, *o_bias, *gate_bias, *correction;
+    bool has_q_bias, has_k_bias, has_v_bias, has_o_bias, has_gate_bias, has_correction;
+    float* sinks;  // per query head; minus infinity until set
     float *input_norm, *post_norm, *q_norm, *k_norm, *shared_gate;
     Mlp shared, dense;
     uint8_t* cache = nullptr;

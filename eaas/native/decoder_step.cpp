@@ -206,6 +206,7 @@ void attend_group(const Lane& lane, const Layer& layer, const RowGroup& group, u
             const uint32_t i = attend.queries++;
             attend.query[i] = d.qkv + static_cast<uint64_t>(row) * d.qkv_width() + head * dim;
             attend.out[i] = lane.scratch.heads + i * dim;
+            attend.sink[i] = layer.sinks[head];
             attend.last[i] = last;
             attend.first[i] = layer.window && last >= layer.window ? last - layer.window + 1 : 0;
             const uint64_t to = group.to + row - group.row;
@@ -415,6 +416,7 @@ void choose_experts(const Lane& lane, const Layer& layer) {
         s.experts, s.top_k,       s.gate_sigmoid, s.gate_normalise,
         s.groups,  s.groups_kept, s.gate_scale,   layer.has_correction ? layer.correction : nullptr};
     for (uint64_t row = rows.begin; row < rows.end; ++row) {
+        if (layer.has_gate_bias) d.ops->add_scaled(d.gate_logits + row * s.experts, layer.gate_bias, 1.0f, s.experts);
         d.ops->gate(&rule, d.gate_logits + row * s.experts, d.expert_ids + row * s.top_k,
                     d.expert_weights + row * s.top_k);
         if (lane.plan.routed) note_experts(lane, layer, row);

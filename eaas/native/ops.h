@@ -26,6 +26,7 @@ inline uint64_t subtile_elements(uint32_t head_dim, uint32_t value_dim) {
 struct Attend {
     const float* query[kQueries];  // head_dim floats, rotated and scaled
     float* out[kQueries];          // value_dim floats
+    float sink[kQueries];          // a logit that adds to the sum of weights, and no value; minus infinity: none
     uint32_t first[kQueries];
     uint32_t last[kQueries];
     uint32_t queries;

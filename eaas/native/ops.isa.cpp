@@ -178,9 +178,9 @@ void gate(const eaas::GateRule* rule, const float* logits, uint16_t* ids, float*
 //
 // Definition, per query: online softmax over tiles of 64 keys counted from position 0. In a tile: scores by
 // fma over head_dim in order; the running maximum; weights exp(score - maximum); per-lane sums and the
-// weighted values, keys in order. Keys outside [first, last] weigh exactly zero, so the bits do not depend on
-// who shares the pass. Cost: each key and value is read once per group of up to six queries;
-// 2 * (head_dim + value_dim) flops per query and key.
+// weighted values, keys in order. A sink comes before all keys, in lane 0. Keys outside [first, last] weigh
+// exactly zero, so the bits do not depend on who shares the pass. Cost: each key and value is read once per
+// group of up to six queries; 2 * (head_dim + value_dim) flops per query and key.
 
 using eaas::kKeyTile;
 using eaas::kSubtile;
@@ -242,9 +242,11 @@ void attend_group(const eaas::Attend& group) {
     f32x16 total[N];
     float sums[N][eaas::kMaxHeadDim];
     uint32_t first = group.first[0], last = group.last[0];
+    const float one = 1.0f;
     for (int i = 0; i < N; ++i) {
-        maximum[i] = kNone;
-        total[i] = zero();
+        // Where there is no sink, the first key's maximum makes nothing of it.
+        maximum[i] = group.sink[i];
+        total[i] = load_part(&one, 1);
         for (uint32_t d = 0; d < padded; ++d) sums[i][d] = 0.0f;
         first = group.first[i] < first ? group.first[i] : first;
         last = group.last[i] > last ? group.last[i] : last;

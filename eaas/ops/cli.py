@@ -258,7 +258,10 @@ def make_model_command(
     out: Annotated[Path, typer.Option(help="Folder to write.")],
     shape: Annotated[str, typer.Option(help="tiny, S (188 M parameters) or L (1.52 B).")] = "tiny",
     arch: Annotated[
-        str, typer.Option(help="qwen3_moe, mixtral, qwen2_moe, olmoe, glm4_moe, deepseek_v2 or deepseek_v3.")
+        str,
+        typer.Option(
+            help="qwen3_moe, mixtral, qwen2_moe, olmoe, glm4_moe, gpt_oss, deepseek_v2 or deepseek_v3."
+        ),
     ] = "qwen3_moe",
     seed: Annotated[int, typer.Option(help="The same seed gives the same file everywhere.")] = 0,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",

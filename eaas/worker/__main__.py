@@ -216,7 +216,7 @@ def prepare(options: WorkerOptions, ending: Ending, closing: contextlib.ExitStac
         closing.callback(grammars.close)
     class_of, new_decoder = decoding(device, backend)
     # The one name says both: how experts are computed, and the rest in the type of their rows.
-    kernels = class_of(dtype)
+    kernels = shape.numerics_class(class_of(dtype))
     credentials = child.credentials(options, ATTENTION)
     listener = closing.enter_context(listen(options.bound_host, options.port))
     address = host_port(options.told_host, listener.getsockname()[1])

@@ -149,7 +149,7 @@ class Pool:
             pool="attention",
             address="127.0.0.1:9",
             model_hash=checkpoint.fingerprint,
-            numerics_class=numerics_class(element),
+            numerics_class=shape.numerics_class(numerics_class(element)),
             layers=shape.layers,
             experts=shape.experts,
         )
@@ -166,7 +166,7 @@ class Pool:
             deadline_s=20.0,
         )
         self._closing.callback(self.client.close)
-        self.placement = Placement(self.router, self.client, numerics_class(element))
+        self.placement = Placement(self.router, self.client, shape.numerics_class(numerics_class(element)))
         self.router.start(on_view=self.placement.apply)
         self.placement.wait(30, threading.Event())
         self.replicas = replicas

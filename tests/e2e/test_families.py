@@ -21,6 +21,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v2",
         {"q_lora_rank": None, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
     ),
+    "glm4_moe": ("glm4_moe", {"n_group": 4, "topk_group": 2}),
+    "gpt_oss": ("gpt_oss", {}),
     "deepseek_v3": ("deepseek_v3", {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
 }
 # At and beside the edges of blocks; the last is longer than a step.

@@ -21,7 +21,9 @@ from experts.checkpoint import Checkpoint
 from experts.model import Dtype, ExpertShape
 from tests.e2e.pool import BLOCK_TOKENS, CORES, local_experts, pool_of
 
-ARCHITECTURES = ("qwen3_moe", "mixtral", "qwen2_moe", "olmoe", "glm4_moe", "deepseek_v2", "deepseek_v3")
+ARCHITECTURES = (
+    "qwen3_moe", "mixtral", "qwen2_moe", "olmoe", "glm4_moe", "deepseek_v2", "deepseek_v3", "gpt_oss",
+)  # fmt: skip
 LENGTHS = (1, 2, 7, 16, 33, 100, 300)
 CHUNK = 64
 
@@ -128,7 +130,7 @@ def watch_gates(peer: torch.nn.Module) -> dict[str, list[np.ndarray]]:
         return lambda module, args, out: chosen.setdefault(name, []).append(np.sort(out[-1].numpy(), axis=-1))
 
     for name, module in peer.named_modules():
-        if name.endswith(".gate"):
+        if name.endswith((".gate", ".router")):
             module.register_forward_hook(keep(name))
     return chosen
 

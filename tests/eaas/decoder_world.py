@@ -20,17 +20,18 @@ VOCAB = 131
 
 
 def spec_of(**changes: Any) -> ModelSpec:
-    """A tiny spec; fields of MoeSpec and ModelSpec may be changed alike, and `theta`."""
+    """A tiny spec; fields of MoeSpec and ModelSpec may be changed alike, and `theta` and `rotated` of a head."""
     theta = changes.pop("theta", 10000.0)
     latent = changes.get("latent")
     if latent:
         changes = {"architecture": "DeepseekV3ForCausalLM", "kv_heads": 1, **changes}
         changes["head_dim"] = latent.kv_rank + latent.rope_dim
     head_dim = latent.rope_dim if latent else changes.get("head_dim", 32)
+    rotated = changes.pop("rotated", head_dim)
     layers = changes.get("layers", 3)
     moe = MoeSpec(experts=8, top_k=2, expert_intermediate=48, norm_topk=True)
     moe_changes = {name: changes.pop(name) for name in list(changes) if name in MoeSpec.__dataclass_fields__}
-    inv_freq = (theta ** (-2 * np.arange(head_dim // 2) / head_dim)).astype(np.float32)
+    inv_freq = (theta ** (-2 * np.arange(rotated // 2) / rotated)).astype(np.float32)
     spec = ModelSpec(
         architecture="Qwen3MoeForCausalLM",
         hidden=72,
@@ -81,6 +82,10 @@ VARIANTS: dict[str, ModelSpec] = {
     "softmax, groups": spec_of(groups=4, groups_topk=2, top_k=4),
     "odd sizes": spec_of(
         hidden=50, head_dim=10, q_heads=3, kv_heads=3, expert_intermediate=21, experts=5, top_k=5
+    ),
+    "a quarter of each head rotated": spec_of(rotated=8, qk_norm=QkNorm.HEAD),
+    "sinks, gate with a bias, some windows": spec_of(
+        sinks=True, gate_bias=True, sliding_window=(19, 0, 70), qkv_bias=True, o_bias=True
     ),
     "heads of 64 owned by lanes": spec_of(head_dim=64, qk_norm=QkNorm.HEAD, layers=2),
     "latent attention, sigmoid, shared": spec_of(
@@ -149,6 +154,8 @@ class World:
                     part[role] = matrix(rows, spec.hidden)
                     if spec.qkv_bias:
                         part[f"{role}_bias"] = vector(rows, 0.0, 0.5)
+                if spec.sinks:
+                    part["sinks"] = vector(spec.q_heads, 1.0, 1.0)
                 part["o"] = matrix(spec.hidden, spec.q_size)
             if spec.o_bias:
                 part["o_bias"] = vector(spec.hidden, 0.0, 0.5)
@@ -161,8 +168,10 @@ class World:
                 part |= {f"dense_{n}": w for n, w in zip(names, mlp(spec.intermediate), strict=True)}
             else:
                 part["gate"] = matrix(moe.experts, spec.hidden, 2.0)
+                if moe.gate_bias:
+                    part["gate_bias"] = vector(moe.experts, 0.0, 0.5)
                 if moe.correction_bias:
-                    part["gate_bias"] = random.standard_normal(moe.experts).astype(np.float32) * 0.2
+                    part["gate_correction"] = random.standard_normal(moe.experts).astype(np.float32) * 0.2
                 if moe.shared_intermediate:
                     part |= {
                         f"shared_{n}": w for n, w in zip(names, mlp(moe.shared_intermediate), strict=True)

@@ -24,6 +24,7 @@ struct Run {
 struct LocalExperts {
     uint32_t layers, experts, hidden, intermediate, top_k;
     int32_t dtype;
+    ExpertForm form;
     uint32_t lanes, max_rows;
     eaas::Arena arena;
     std::vector<Expert> weights;
@@ -39,6 +40,13 @@ struct LocalExperts {
         return (intermediate + EXPERTS_GATE_UP_COLUMNS - 1) / EXPERTS_GATE_UP_COLUMNS;
     }
     uint32_t down_tiles() const { return (hidden + EXPERTS_TILE_ROWS - 1) / EXPERTS_TILE_ROWS; }
+    bool plain() const { return form.alpha == 1.0f && form.shift == 0.0f && !form.biased; }
+    // Of a packed matrix and, behind it, the biases of its rows.
+    uint64_t bytes(uint64_t packed, uint32_t tiles) const {
+        return packed + (form.biased ? tiles * EXPERTS_TILE_ROWS * sizeof(float) : 0);
+    }
+    uint64_t gate_up_bytes() const { return bytes(experts_gate_up_bytes(dtype, intermediate, hidden), up_tiles()); }
+    uint64_t down_bytes() const { return bytes(experts_pack_bytes(dtype, hidden, intermediate), down_tiles()); }
 };
 
 namespace {
@@ -90,7 +98,8 @@ void combine(const LocalExperts& local, uint32_t row, const float* weights, floa
 }  // namespace
 
 P2P_API LocalExperts* local_experts_new(uint32_t layers, uint32_t experts, uint32_t hidden, uint32_t intermediate,
-                                        uint32_t top_k, int32_t dtype, uint32_t lanes, uint32_t max_rows) try {
+                                        uint32_t top_k, int32_t dtype, const ExpertForm* form, uint32_t lanes,
+                                        uint32_t max_rows) try {
     if (!layers || !experts || !hidden || !intermediate || !top_k || !lanes || !max_rows) return nullptr;
     auto local = std::make_unique<LocalExperts>();
     local->layers = layers;
@@ -99,6 +108,7 @@ P2P_API LocalExperts* local_experts_new(uint32_t layers, uint32_t experts, uint3
     local->intermediate = intermediate;
     local->top_k = top_k;
     local->dtype = dtype;
+    local->form = *form;
     local->lanes = lanes;
     local->max_rows = max_rows;
     local->weights.resize(static_cast<uint64_t>(layers) * experts);
@@ -109,8 +119,8 @@ P2P_API LocalExperts* local_experts_new(uint32_t layers, uint32_t experts, uint3
     local->runs.reserve(experts);
     const bool built = local->arena.build([&](eaas::Arena& arena) {
         for (Expert& expert : local->weights) {
-            expert.gate_up = arena.take(experts_gate_up_bytes(dtype, intermediate, hidden));
-            expert.down = arena.take(experts_pack_bytes(dtype, hidden, intermediate));
+            expert.gate_up = arena.take(local->gate_up_bytes());
+            expert.down = arena.take(local->down_bytes());
         }
         local->gathered = arena.take(pairs * hidden * local->element_bytes());
         local->act = arena.take(pairs * intermediate * local->element_bytes());
@@ -121,13 +131,15 @@ P2P_API LocalExperts* local_experts_new(uint32_t layers, uint32_t experts, uint3
 
 P2P_API void local_experts_free(LocalExperts* local) { delete local; }
 
-// gate_up, down: packed.
+// gate_up, down: packed, and biases behind them.
 P2P_API int32_t local_experts_set(LocalExperts* local, uint32_t layer, uint32_t expert, const void* gate_up,
-                          const void* down) {
-    if (layer >= local->layers || expert >= local->experts) return DECODER_E_WEIGHT;
+                          uint64_t gate_up_bytes, const void* down, uint64_t down_bytes) {
+    if (layer >= local->layers || expert >= local->experts || gate_up_bytes != local->gate_up_bytes() ||
+        down_bytes != local->down_bytes())
+        return DECODER_E_WEIGHT;
     const Expert& to = local->weights[static_cast<uint64_t>(layer) * local->experts + expert];
-    std::memcpy(to.gate_up, gate_up, experts_gate_up_bytes(local->dtype, local->intermediate, local->hidden));
-    std::memcpy(to.down, down, experts_pack_bytes(local->dtype, local->hidden, local->intermediate));
+    std::memcpy(to.gate_up, gate_up, gate_up_bytes);
+    std::memcpy(to.down, down, down_bytes);
     return DECODER_OK;
 }
 
@@ -158,16 +170,20 @@ P2P_API int32_t local_experts_call(void* state, LanePool* pool, uint32_t lane, u
                     static_cast<const uint8_t*>(rows) + local.token[pair] * row_bytes, row_bytes);
     ended(PHASE_GATHER);
     over_tiles(local, lane, local.up_tiles(), [&](const Run& run, uint32_t tile0, uint32_t tile1) {
-        experts_ffn_gate_up(local.dtype, layer_weights[run.expert].gate_up, local.hidden, local.intermediate,
-                            local.gathered + run.first * row_bytes, local.hidden, run.pairs,
-                            local.act + run.first * act_bytes, local.intermediate, tile0, tile1);
+        experts_ffn_gate_up_formed(local.plain() ? nullptr : &local.form, local.dtype,
+                                   layer_weights[run.expert].gate_up, local.hidden, local.intermediate,
+                                   local.gathered + run.first * row_bytes, local.hidden, run.pairs,
+                                   local.act + run.first * act_bytes, local.intermediate, tile0, tile1);
     });
     ended(PHASE_GATE_UP);
     over_tiles(local, lane, local.down_tiles(), [&](const Run& run, uint32_t tile0, uint32_t tile1) {
-        experts_linear(local.dtype, layer_weights[run.expert].down, local.hidden, local.intermediate,
-                       local.act + run.first * act_bytes, local.intermediate, run.pairs,
-                       local.results + static_cast<uint64_t>(run.first) * local.hidden, local.hidden, tile0,
-                       tile1);
+        const uint8_t* down = layer_weights[run.expert].down;
+        float* results = local.results + static_cast<uint64_t>(run.first) * local.hidden;
+        experts_linear(local.dtype, down, local.hidden, local.intermediate, local.act + run.first * act_bytes,
+                       local.intermediate, run.pairs, results, local.hidden, tile0, tile1);
+        if (local.form.biased)
+            experts_add_down_biases(local.dtype, down, local.hidden, local.intermediate, run.pairs, results,
+                                    local.hidden, tile0, tile1);
     });
     ended(PHASE_DOWN);
     const eaas::Span own(n, lane, local.lanes);

@@ -6,16 +6,18 @@ import ctypes
 import hashlib
 import os
 import weakref
-from ctypes import c_int32, c_uint32, c_void_p
+from ctypes import c_int32, c_uint32, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
+
+import numpy as np
 
 from eaas import native
 from eaas.worker.decoder import ExpertBackend, WeightsInvalid
 from experts import native as experts_native
 from experts.checkpoint import Checkpoint
 from experts.kernels import Weights, pack_expert
-from experts.model import ConfigInvalid, Dtype, ExpertShape
+from experts.model import SWIGLU, Activation, Dtype, ExpertShape
 from experts.tensors import tensors_of
 from p2p import native as p2p_native
 from p2p.build import COMMON, ROOT, run_compiler
@@ -44,11 +46,11 @@ def library() -> ctypes.CDLL:
         run_compiler([*flags, *(f"-Wl,-rpath,{lower.parent}" for lower in beside), "-o", str(partial)])
         partial.replace(path)
     loaded = ctypes.CDLL(str(path))
-    loaded.local_experts_new.argtypes = [*[c_uint32] * 5, c_int32, c_uint32, c_uint32]
+    loaded.local_experts_new.argtypes = [*[c_uint32] * 5, c_int32, c_void_p, c_uint32, c_uint32]
     loaded.local_experts_new.restype = c_void_p
     loaded.local_experts_free.argtypes = [c_void_p]
     loaded.local_experts_free.restype = None
-    loaded.local_experts_set.argtypes = [c_void_p, c_uint32, c_uint32, *[c_void_p] * 2]
+    loaded.local_experts_set.argtypes = [c_void_p, c_uint32, c_uint32, *[c_void_p, c_uint64] * 2]
     return loaded
 
 
@@ -66,6 +68,8 @@ class LocalExperts:
         dtype: Dtype,
         lanes: int = 1,
         max_rows: int = 512,
+        activation: Activation = SWIGLU,
+        biased: bool = False,
     ) -> None:
         """Reserve memory; every expert is zero until `set`.
 
@@ -78,14 +82,18 @@ class LocalExperts:
             dtype: Of rows and weights.
             lanes: Lanes of the decoder.
             max_rows: Most rows of one call.
+            activation: What an expert computes between its products.
+            biased: Whether its products have biases.
 
         Raises:
             MemoryError: the host has too little, or a size is zero.
         """
         self._library = library()
-        self._sizes, self._dtype = (intermediate, hidden), dtype
+        self._sizes = (intermediate, hidden)
         sizes = (layers, experts, hidden, intermediate, top_k)
-        self._handle = self._library.local_experts_new(*sizes, int(dtype), lanes, max_rows)
+        self._dtype, self._activation = dtype, activation
+        form = ctypes.byref(experts_native.form_of(activation, biased))
+        self._handle = self._library.local_experts_new(*sizes, int(dtype), form, lanes, max_rows)
         if not self._handle:
             raise MemoryError(
                 f"No memory: {layers} x {experts} experts of {hidden} x {intermediate}; none may be 0."
@@ -105,8 +113,6 @@ class LocalExperts:
             CheckpointInvalid, WeightsInvalid: a tensor is missing, or of another shape or type.
         """
         shape = ExpertShape.from_config(checkpoint.config)
-        if not shape.plain:
-            raise ConfigInvalid(f"experts of {shape.architecture} are computed by expert servers alone.")
         local = cls(
             layers=shape.layers,
             experts=shape.experts,
@@ -116,27 +122,37 @@ class LocalExperts:
             dtype=dtype,
             lanes=lanes,
             max_rows=max_rows,
+            activation=shape.activation,
+            biased=shape.biased,
         )
         for layer in range(shape.layers):
             for expert in range(shape.experts):
                 tensors = tensors_of(checkpoint, shape, layer, expert)
-                local.set(layer, expert, tensors.gate, tensors.up, tensors.down)
+                local.set(layer, expert, tensors.gate, tensors.up, tensors.down, tensors.biases)
         return local
 
-    def set(self, layer: int, expert: int, gate: Weights, up: Weights, down: Weights) -> None:
-        """Pack one expert: gate and up [intermediate, hidden], down [hidden, intermediate].
+    def set(
+        self,
+        layer: int,
+        expert: int,
+        gate: Weights,
+        up: Weights,
+        down: Weights,
+        biases: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None,
+    ) -> None:
+        """Pack one expert: gate and up [intermediate, hidden], down [hidden, intermediate], and biases of each.
 
         Raises:
             WeightsInvalid: another shape or type, or no such expert.
         """
         try:
-            packed = pack_expert(gate, up, down, self._dtype)
+            packed = pack_expert(gate, up, down, self._dtype, activation=self._activation, biases=biases)
         except ValueError as error:
             raise WeightsInvalid(f"Expert {expert} of layer {layer}: {error}") from error
         if (packed.intermediate, packed.hidden) != self._sizes:
             raise WeightsInvalid(
                 f"Expert {expert} of layer {layer} has gate {gate.shape}, not {self._sizes}."
             )
-        pointers = packed.gate_up.ctypes.data, packed.down.ctypes.data
-        if self._library.local_experts_set(self._handle, layer, expert, *pointers):
-            raise WeightsInvalid(f"There is no expert {expert} in MoE layer {layer}.")
+        parts = [x for array in (packed.gate_up, packed.down) for x in (array.ctypes.data, array.nbytes)]
+        if self._library.local_experts_set(self._handle, layer, expert, *parts):
+            raise WeightsInvalid(f"There is no expert {expert} in MoE layer {layer}, or biases are missing.")

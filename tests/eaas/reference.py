@@ -11,18 +11,23 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import linear, silu
 
 from eaas.model.spec import ModelSpec, MoeSpec, QkNorm, Score
 from eaas.worker.decoder import rope_tables
+from experts.kernels import Weights
+from experts.model import SWIGLU, Activation
+from experts.quantized import Quantized
 
-Expert = tuple[Tensor, Tensor, Tensor]
+Expert = tuple[Tensor, ...]
 Attend = Callable[[int, int, Tensor], Tensor]
 Route = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
-def to_tensor(array: np.ndarray, dtype: torch.dtype) -> Tensor:
-    """A float32 array, or bfloat16 bits as uint16, as a tensor of `dtype` in memory that torch has aligned."""
+def to_tensor(array: Weights, dtype: torch.dtype) -> Tensor:
+    """A float32 array, bfloat16 bits as uint16, or what is quantized, as a tensor of `dtype` that torch has aligned."""
+    if isinstance(array, Quantized):
+        array = array.dequantized()
     if array.dtype == np.uint16:
         return torch.from_numpy(np.array(array).view(np.int16)).view(torch.bfloat16).to(dtype)
     return torch.from_numpy(np.array(array)).to(dtype, copy=True)
@@ -123,7 +128,10 @@ class ModelMath:
         scores = q @ k.repeat_interleave(queries, 0).transpose(1, 2) * self.spec.query_scale
         if seen is not None:
             scores = scores.masked_fill(~seen, -torch.inf)
-        out = scores.softmax(-1) @ v.repeat_interleave(queries, 0)
+        if self.spec.sinks:
+            sinks = self._weights[f"{layer}.sinks"].view(-1, 1, 1).expand(-1, q.shape[1], 1)
+            scores = torch.cat((scores, sinks), -1)
+        out = scores.softmax(-1)[..., : k.shape[1]] @ v.repeat_interleave(queries, 0)
         return self._project(out.transpose(0, 1).reshape(q.shape[1], -1), f"{layer}.o")
 
     def _norm(self, x: Tensor, role: str, eps: float | None = None) -> Tensor:
@@ -140,8 +148,8 @@ class ModelMath:
         return self.product(silu(gate) * up, f"{role}_down_proj")
 
     def _gate(self, layer: int, h: Tensor) -> tuple[Tensor, Tensor]:
-        logits, correction = h @ self._weights[f"{layer}.gate"].T, self._weights.get(f"{layer}.gate_bias")
-        return choose_experts(self.spec.moe, logits, correction)
+        logits = self._project(h, f"{layer}.gate")
+        return choose_experts(self.spec.moe, logits, self._weights.get(f"{layer}.gate_correction"))
 
     def _with_shared(self, layer: int, h: Tensor, routed: Tensor) -> Tensor:
         if not self.spec.moe.shared_intermediate:
@@ -158,18 +166,22 @@ class ReferenceDecoder:
     Args:
         spec: The model.
         weights: By role, as for `eaas.worker.decoder.Decoder`.
-        expert: (MoE layer, expert) -> its gate, up [intermediate, hidden] and down [hidden, intermediate].
+        expert: (MoE layer, expert) -> its gate, up [intermediate, hidden] and down [hidden, intermediate]; and perhaps
+            a bias of each.
         dtype: float32, or float64 to judge others by.
+        activation: Of its experts.
     """
 
     def __init__(
         self,
         spec: ModelSpec,
         weights: Mapping[str, np.ndarray],
-        expert: Callable[[int, int], tuple[np.ndarray, np.ndarray, np.ndarray]],
+        expert: Callable[[int, int], tuple[Weights, ...]],
         dtype: torch.dtype = torch.float32,
+        activation: Activation = SWIGLU,
     ) -> None:
         self.spec = spec
+        self._activation = activation
         self._math = ModelMath(spec, weights, dtype)
         self._expert_arrays = expert
         self._experts: dict[tuple[int, int], Expert] = {}
@@ -193,23 +205,26 @@ class ReferenceDecoder:
         out = torch.zeros_like(h)
         for expert in sorted(set(ids.flatten().tolist())):
             rows, slots = torch.where(ids == expert)
-            part = ffn(h[rows], *self._expert(moe_layer, expert))
+            part = ffn(h[rows], *self._expert(moe_layer, expert), activation=self._activation)
             out.index_add_(0, rows, part * scales[rows, slots, None])
         return out
 
     def _expert(self, moe_layer: int, expert: int) -> Expert:
         key = (moe_layer, expert)
         if key not in self._experts:
-            gate, up, down = (
-                to_tensor(array, self._math.dtype) for array in self._expert_arrays(moe_layer, expert)
-            )
-            self._experts[key] = (gate, up, down)
+            arrays = self._expert_arrays(moe_layer, expert)
+            self._experts[key] = tuple(to_tensor(array, self._math.dtype) for array in arrays)
         return self._experts[key]
 
 
-def ffn(h: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """Rows through one MLP or expert."""
-    return (silu(h @ gate.T) * (h @ up.T)) @ down.T
+def ffn(
+    h: Tensor, gate: Tensor, up: Tensor, down: Tensor, *biases: Tensor, activation: Activation = SWIGLU
+) -> Tensor:
+    """Rows through one MLP or expert; biases of gate, up and down, or none."""
+    gate_bias, up_bias, down_bias = biases or (None, None, None)
+    gated = linear(h, gate, gate_bias).clamp(max=activation.limit)
+    upped = linear(h, up, up_bias).clamp(-activation.limit, activation.limit) + activation.shift
+    return linear(gated * torch.sigmoid(activation.alpha * gated) * upped, down, down_bias)
 
 
 def _rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The four families against transformers: its checkpoints, read by our loader, run by the native decoder."""
+"""The families against transformers: its checkpoints, read by our loader, run by the native decoder."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from eaas.model.loader import load_spec, load_weights
 from eaas.worker.decoder import Decoder
 from experts.checkpoint import Checkpoint
 from experts.model import Dtype, ExpertShape
+from experts.tensors import tensors_of
 from tests.eaas.decoder_world import Runner, bits_of
 from tests.eaas.local_experts import LocalExperts
 from tests.eaas.reference import ReferenceDecoder
@@ -57,6 +58,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_experts": 6, "intermediate_size": 40, "clip_qkv": 1.0, "norm_topk_prob": False,
          "num_key_value_heads": 4},
     ),
+    "glm4_moe": (
+        "Glm4Moe",
+        {"n_routed_experts": 6, "moe_intermediate_size": 40, "intermediate_size": 72, "head_dim": 24,
+         "n_shared_experts": 2, "n_group": 3, "topk_group": 2, "routed_scaling_factor": 1.7, "use_qk_norm": True,
+         "attention_bias": True, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    ),
+    "gpt_oss": (
+        "GptOss",
+        {"num_local_experts": 6, "intermediate_size": 40, "head_dim": 16, "sliding_window": 23, "swiglu_limit": 1.0},
+    ),
 }  # fmt: skip
 
 
@@ -67,20 +78,21 @@ class Family:
         config = getattr(transformers, f"{kind}Config")(**(SIZES | changes))
         torch.manual_seed(SEED)
         self.theirs = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
-        for name, parameter in self.theirs.named_parameters():
+        for name, parameter in [*self.theirs.named_parameters(), *self.theirs.named_buffers()]:
             # Norms and biases start as ones and zeros, which would hide a mistake.
-            if parameter.ndim == 1:
-                spread = torch.randn(parameter.shape) * 0.2
-                parameter.data = spread if name.endswith("bias") else 1 + spread
+            if name.endswith("bias"):
+                parameter.data = torch.randn(parameter.shape) * 0.2
+            elif parameter.ndim == 1 and "inv_freq" not in name:
+                parameter.data = 1 + torch.randn(parameter.shape) * 0.2
         self.theirs.save_pretrained(directory)
         self.checkpoint = Checkpoint.open(directory)
         self.spec = load_spec(self.checkpoint)
         self.weights = load_weights(self.checkpoint, self.spec)
         self.shape = ExpertShape.from_config(self.checkpoint.config)
 
-    def expert(self, layer: int, expert: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        gate, up, down = (self.checkpoint.tensor(name) for name in self.shape.names(layer, expert))
-        return gate, up, down
+    def expert(self, layer: int, expert: int) -> tuple[np.ndarray, ...]:
+        found = tensors_of(self.checkpoint, self.shape, layer, expert)
+        return found.gate, found.up, found.down, *(found.biases or ())
 
     def runner(self, dtype: Dtype) -> Runner:
         shape, spec = self.shape, replace(self.spec, dtype=dtype)
@@ -92,10 +104,13 @@ class Family:
             top_k=shape.top_k,
             dtype=dtype,
             lanes=2,
+            activation=shape.activation,
+            biased=shape.biased,
         )
         for layer in range(shape.layers):
             for expert in range(shape.experts):
-                local.set(layer, expert, *self.expert(layer, expert))
+                gate, up, down, *biases = self.expert(layer, expert)
+                local.set(layer, expert, gate, up, down, tuple(biases) or None)
         return Runner(Decoder(spec, self.weights, local.backend, [-1, -1], 64), local)
 
 
@@ -109,7 +124,9 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def test_float32_logits_equal_transformers(family: Family) -> None:
     ours = family.runner(Dtype.FLOAT32)
-    definition = ReferenceDecoder(family.spec, family.weights, family.expert)
+    definition = ReferenceDecoder(
+        family.spec, family.weights, family.expert, activation=family.shape.activation
+    )
     for length in (1, 17, 300):
         tokens = np.random.default_rng(SEED).integers(0, SIZES["vocab_size"], length)
         with torch.inference_mode():
@@ -129,7 +146,9 @@ def test_bfloat16_errs_no_more_than_transformers(family: Family) -> None:
         "weights": {role: bits_of(array) for role, array in family.weights.items()},
         "expert": lambda layer, expert: tuple(bits_of(array) for array in family.expert(layer, expert)),
     }
-    exact = ReferenceDecoder(family.spec, rounded.weights, rounded.expert, torch.float64).logits(tokens)
+    exact = ReferenceDecoder(
+        family.spec, rounded.weights, rounded.expert, torch.float64, family.shape.activation
+    ).logits(tokens)
     ours = rounded.runner(Dtype.BFLOAT16).prefill(tokens.tolist())
     with torch.inference_mode():
         theirs = family.theirs.to(torch.bfloat16)(torch.from_numpy(tokens)[None]).logits[0].float().numpy()

@@ -55,6 +55,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
          "rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.8}},
     ),
     "deepseek_v3-halves": ("deepseek_v3", {"rope_interleave": False}),
+    "gpt_oss": ("gpt_oss", {}),
+    "gpt_oss-clamped": (
+        "gpt_oss",
+        {"swiglu_limit": 0.4, "sliding_window": 5, "attention_bias": False,
+         "layer_types": ["full_attention", "sliding_attention", "full_attention", "full_attention"]},
+    ),
     "mixtral-window-untied": ("mixtral", {"sliding_window": 7, "tie_word_embeddings": False, "head_dim": 32}),
 }  # fmt: skip
 

@@ -66,8 +66,8 @@ def test_fields_left_out_take_the_defaults_of_transformers() -> None:
     left_out = (
         "rms_norm_eps", "rope_theta", "max_position_embeddings", "tie_word_embeddings", "norm_topk_prob",
         "qkv_bias", "shared_expert_intermediate_size", "num_key_value_heads", "head_dim", "attention_bias",
-        "use_qk_norm", "partial_rotary_factor", "n_group", "topk_group", "routed_scaling_factor", "n_shared_experts",
-        "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+        "rope_scaling", "use_qk_norm", "partial_rotary_factor", "n_group", "topk_group", "routed_scaling_factor",
+        "n_shared_experts", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
     )  # fmt: skip
     for arch in ARCHITECTURES:
         short = {name: value for name, value in config(arch).items() if name not in left_out}
@@ -77,7 +77,7 @@ def test_fields_left_out_take_the_defaults_of_transformers() -> None:
         assert spec.max_model_len == theirs.max_position_embeddings, arch
         assert spec.tie_embeddings == theirs.tie_word_embeddings, arch
         assert spec.rope.theta == theirs.rope_parameters["rope_theta"], arch
-        assert spec.moe.norm_topk == (arch == "mixtral" or theirs.norm_topk_prob), arch
+        assert spec.moe.norm_topk == getattr(theirs, "norm_topk_prob", True), arch
         assert spec.qkv_bias == getattr(theirs, "qkv_bias", getattr(theirs, "attention_bias", False)), arch
         shared = getattr(theirs, "n_shared_experts", 0) * spec.moe.expert_intermediate
         assert spec.moe.shared_intermediate == getattr(theirs, "shared_expert_intermediate_size", shared), (
@@ -86,6 +86,7 @@ def test_fields_left_out_take_the_defaults_of_transformers() -> None:
         assert (spec.qk_norm is not QkNorm.NONE) == getattr(
             theirs, "use_qk_norm", spec.qk_norm is not QkNorm.NONE
         )
+        assert spec.rope.kind == theirs.rope_parameters["rope_type"], arch
         rotated = theirs.rope_parameters.get("partial_rotary_factor", 1)
         head_dim = theirs.qk_rope_head_dim if spec.latent else spec.head_dim
         assert 2 * len(spec.rope.inv_freq) == rotated * head_dim, arch
@@ -134,6 +135,11 @@ def test_sliding_windows_fall_on_the_layers_that_transformers_gives_them() -> No
     assert spec_of(config("qwen2_moe", max_window_layers=3, **on)).sliding_window == (32, 0, 32, 0)
     kinds = ["full_attention", "sliding_attention", "full_attention", "full_attention"]
     assert spec_of(config("qwen2_moe", layer_types=kinds, **on)).sliding_window == (0, 32, 0, 0)
+    short = {k: v for k, v in config("gpt_oss").items() if k not in ("layer_types", "sliding_window")}
+    assert spec_of(short).sliding_window == (128, 0, 128, 0)
+    assert spec_of(config("gpt_oss", layer_types=kinds)).sliding_window == (0, 32, 0, 0)
+    with pytest.raises(ConfigInvalid, match="sliding_window is null"):
+        spec_of(config("gpt_oss", sliding_window=None))
     assert spec_of(config("mixtral", sliding_window=4096)).sliding_window == (0, 0, 0, 0), (
         "as wide as the context"
     )
@@ -201,7 +207,7 @@ def test_kimi_k2_is_read_whole() -> None:
     assert plans["60.kv_b"] == ("model.layers.60.self_attn.kv_b_proj.weight", (64 * 256, 512))
     assert plans["60.o"].shape == (7168, 64 * 128)
     assert "0.gate" not in plans
-    assert plans["1.gate_bias"].name == "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert plans["1.gate_correction"].name == "model.layers.1.mlp.gate.e_score_correction_bias"
 
 
 def test_latent_attention_that_is_not_served_is_refused() -> None:
