@@ -11,6 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.fleet import Costs, Shape, simulate
+from eaas.model.families import spec_of
+from eaas.model.make_model import SHAPES, make_config
 from eaas.ops.cli import app
 from eaas.ops.planner import KNOWN, Hardware, PlanInfeasible, Task, Work, disaggregated, monolithic, plan
 
@@ -40,6 +42,15 @@ def some_hardware(dice: random.Random) -> Hardware:
         link_bytes_per_s=10 ** dice.uniform(9, 12),
         handover_s=10 ** dice.uniform(-6, -4),
     )
+
+
+def test_the_cache_of_latent_attention_does_not_grow_with_the_heads() -> None:
+    for heads in (4, 8):
+        spec = spec_of(make_config(replace(SHAPES["tiny"], q_heads=heads), "deepseek_v3", "bfloat16"))
+        work = Work.of(spec)
+        # 4 layers; a key of 32 + 8 and a value of 32, in bfloat16.
+        assert work.kv_bytes == 4 * 2 * (40 + 32)
+        assert work.kv_flops == 4 * 2 * heads * (40 + 32)
 
 
 @pytest.mark.parametrize("seed", range(12))
