@@ -13,14 +13,15 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from experts.checkpoint import Checkpoint, CheckpointInvalid
+from experts.checkpoint import Checkpoint
+from experts.formats import Scheme, scheme_of
+from experts.matrices import Matrix, read, tensor_of, whole
 from experts.model import ExpertShape, FusedNames
 from experts.quantized import Codes, Quantized
 
-_READ = ("BF16", "F32", "F16")
 _GROUP = 32  # numbers of MXFP4 that share a scale
 
-Matrix = NDArray[np.generic]
+Bias = NDArray[np.generic]
 _Either = TypeVar("_Either", NDArray[np.generic], Quantized)
 
 
@@ -28,10 +29,10 @@ _Either = TypeVar("_Either", NDArray[np.generic], Quantized)
 class ExpertTensors:
     """One expert's weights: float32, bfloat16 bits as uint16, or quantized as the checkpoint holds them."""
 
-    gate: Matrix | Quantized  # [intermediate, hidden]
-    up: Matrix | Quantized  # [intermediate, hidden]
-    down: Matrix | Quantized  # [hidden, intermediate]
-    biases: tuple[Matrix, Matrix, Matrix] | None = None  # of each, as long as it has rows
+    gate: Matrix  # [intermediate, hidden]
+    up: Matrix  # [intermediate, hidden]
+    down: Matrix  # [hidden, intermediate]
+    biases: tuple[Bias, Bias, Bias] | None = None  # of each, as long as it has rows
 
 
 def tensors_of(checkpoint: Checkpoint, shape: ExpertShape, layer: int, expert: int) -> ExpertTensors:
@@ -47,23 +48,25 @@ def tensors_of(checkpoint: Checkpoint, shape: ExpertShape, layer: int, expert: i
     names = shape.names(layer, expert) if shape.family.prefix else ()
     fused = shape.family.fused
     prefix = fused.prefix.format(layer=shape.layer_ids[layer])
-    if names and (names[0] in checkpoint or prefix + fused.gate_up not in checkpoint):
+    scheme = scheme_of(checkpoint.config)
+    if names and prefix + fused.gate_up not in checkpoint:
         inner, outer = (shape.intermediate, shape.hidden), (shape.hidden, shape.intermediate)
         gate, up, down = (
-            _read(checkpoint, name, wanted) for name, wanted in zip(names, (inner, inner, outer), strict=True)
+            read(scheme, checkpoint, name.removesuffix(".weight"), *wanted)
+            for name, wanted in zip(names, (inner, inner, outer), strict=True)
         )
         return ExpertTensors(gate=gate, up=up, down=down)
-    return _fused(checkpoint, shape, fused, prefix, expert)
+    return _fused(scheme, checkpoint, shape, fused, prefix, expert)
 
 
 def _fused(
-    checkpoint: Checkpoint, shape: ExpertShape, names: FusedNames, prefix: str, expert: int
+    scheme: Scheme, checkpoint: Checkpoint, shape: ExpertShape, names: FusedNames, prefix: str, expert: int
 ) -> ExpertTensors:
     both, hidden, inter = 2 * shape.intermediate, shape.hidden, shape.intermediate
     biases = None
     if names.biased:
         gate_up, down = (
-            _read(checkpoint, f"{prefix}{name}_bias", (shape.experts, size), expert)
+            tensor_of(checkpoint, f"{prefix}{name}_bias", (shape.experts, size), expert)
             for name, size in ((names.gate_up, both), (names.down, hidden))
         )
         biases = (*_halves(gate_up, names), down)
@@ -76,11 +79,12 @@ def _fused(
         return ExpertTensors(gate=gate, up=up, down=down, biases=biases)
     wanted = ((hidden, both), (inter, hidden)) if names.transposed else ((both, hidden), (hidden, inter))
     gate_up, down = (
-        _read(checkpoint, prefix + name, (shape.experts, *size), expert)
+        whole(scheme, checkpoint, prefix + name, (shape.experts, *size), expert)
         for name, size in zip((names.gate_up, names.down), wanted, strict=True)
     )
     if names.transposed:
-        gate_up, down = gate_up.T, down.T
+        # Groups lie along k, so what is stored across it has none.
+        gate_up, down = ((w.dequantized() if isinstance(w, Quantized) else w).T for w in (gate_up, down))
     gate, up = _halves(gate_up, names)
     return ExpertTensors(gate=gate, up=up, down=down, biases=biases)
 
@@ -96,8 +100,8 @@ def mxfp4(checkpoint: Checkpoint, name: str, experts: int, size: tuple[int, int]
     """
     rows, k = size
     groups = k // _GROUP
-    blocks = _read(checkpoint, name + "_blocks", (experts, rows, groups, _GROUP // 2), expert, ("U8",))
-    scales = _read(checkpoint, name + "_scales", (experts, rows, groups), expert, ("U8",))
+    blocks = tensor_of(checkpoint, name + "_blocks", (experts, rows, groups, _GROUP // 2), expert, ("U8",))
+    scales = tensor_of(checkpoint, name + "_scales", (experts, rows, groups), expert, ("U8",))
     pairs = blocks.view(np.uint8)
     codes = np.stack([pairs & np.uint8(15), pairs >> np.uint8(4)], axis=-1).reshape(rows, k)
     return Quantized(
@@ -111,20 +115,3 @@ def mxfp4(checkpoint: Checkpoint, name: str, experts: int, size: tuple[int, int]
 def _halves(both: _Either, names: FusedNames) -> tuple[_Either, _Either]:
     middle = both.shape[0] // 2
     return (both[::2], both[1::2]) if names.interleaved else (both[:middle], both[middle:])
-
-
-def _read(
-    checkpoint: Checkpoint,
-    name: str,
-    wanted: tuple[int, ...],
-    index: int | None = None,
-    dtypes: tuple[str, ...] = _READ,
-) -> Matrix:
-    tensor, dtype = checkpoint.tensor(name), checkpoint.dtype(name)
-    if tensor.shape != wanted:
-        raise CheckpointInvalid(f"{name} is {tensor.shape}; config.json says {wanted}.")
-    if dtype not in dtypes:
-        raise CheckpointInvalid(f"{name} is stored as {dtype}; experts are read from {', '.join(dtypes)}.")
-    # Of all experts only the one asked for: a layer may be larger than memory.
-    part = tensor if index is None else tensor[index]
-    return part.astype(np.float32) if dtype == "F16" else part

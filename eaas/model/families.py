@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from eaas.model.spec import Latent, ModelSpec, MoeSpec, QkNorm, Score, positive, rope_of
+from experts.formats import scheme_of
 from experts.model import ConfigInvalid, Dtype, ExpertShape, UnknownArchitecture
 
 # Read here, in rope.py or in experts.model.
@@ -145,12 +146,7 @@ def spec_of(config: Mapping[str, Any], generation: Mapping[str, Any] | None = No
             f"config.json names {shape.architecture}, of which only the experts are served (eaas pool; see "
             f"docs/transformers.md). Served whole are {', '.join(sorted(FAMILIES))}."
         )
-    if config.get("quantization_config"):
-        method = config["quantization_config"]
-        method = method.get("quant_method", "unnamed") if isinstance(method, Mapping) else method
-        raise ConfigInvalid(
-            f"The checkpoint is quantized ({method}); bfloat16, float16 or float32 weights are needed."
-        )
+    scheme_of(config)  # refuses what is not served
     for name, values in family.only.items():
         if config.get(name) not in (None, *values):
             raise ConfigInvalid(

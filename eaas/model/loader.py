@@ -17,6 +17,11 @@ import numpy as np
 from eaas.model.families import spec_of, tensors_of, unknown_fields
 from eaas.model.spec import ModelSpec
 from experts.checkpoint import Checkpoint, CheckpointInvalid
+from experts.formats import scheme_of
+from experts.kernels import to_dtype
+from experts.matrices import holds, read
+from experts.model import Dtype
+from experts.quantized import Quantized
 
 log = logging.getLogger(__name__)
 
@@ -82,13 +87,21 @@ def load_weights(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, np.ndarra
 
     Returns:
         float32 arrays, or uint16 arrays that hold bfloat16 bits: views of the mapped files. float16 has no
-        kernel and is converted to float32.
+        kernel and is converted to float32; what is quantized becomes bfloat16, or float32 where the model is
+        not served in bfloat16.
 
     Raises:
         CheckpointInvalid: a tensor is missing, or its shape or type is not what config.json promises.
     """
     weights: dict[str, np.ndarray] = {}
+    scheme = scheme_of(checkpoint.config)
     for role, plan in tensors_of(spec).items():
+        module = plan.name.removesuffix(".weight")
+        if len(plan.shape) == 2 and holds(scheme, checkpoint, module):
+            matrix = read(scheme, checkpoint, module, *plan.shape)
+            wide = matrix.dequantized() if isinstance(matrix, Quantized) else matrix
+            weights[role] = to_dtype(wide, spec.dtype) if spec.dtype is Dtype.BFLOAT16 else wide
+            continue
         if plan.name not in checkpoint:
             hint = " Is tie_word_embeddings missing from config.json?" if role == "head" else ""
             raise CheckpointInvalid(f"{checkpoint.directory}: tensor {plan.name} ({role}) is missing.{hint}")

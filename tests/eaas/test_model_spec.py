@@ -158,7 +158,7 @@ def test_dense_layers_are_those_outside_the_sparse_step() -> None:
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*MixtralForCausalLM.*Qwen3MoeForCausalLM"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantized \\(gptq\\)"),
+        ({"quantization_config": {"quant_method": "quark"}}, "quantized \\(quark\\)"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope type 'longrope'.*llama3"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor None"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5.*whole heads"),

@@ -131,7 +131,7 @@ def test_float16_is_widened(tmp_path: Path) -> None:
             torch.zeros(EXPERTS, HIDDEN, 2 * INTER),
             r"gate_up_proj is \(4, 32, 48\); config.json says \(4, 48, 32\)",
         ),
-        (torch.zeros(EXPERTS, 2 * INTER, HIDDEN, dtype=torch.int8), "stored as I8; experts are read from"),
+        (torch.zeros(EXPERTS, 2 * INTER, HIDDEN, dtype=torch.int8), "stored as I8; it is read from"),
     ],
 )
 def test_what_cannot_be_read_is_refused_by_name(tensor: torch.Tensor, text: str, tmp_path: Path) -> None:
