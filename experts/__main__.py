@@ -22,7 +22,7 @@ from experts.checkpoint import Checkpoint, CheckpointInvalid, read_config
 from experts.config import CHECKPOINT, PEERS, ExpertOptions
 from experts.devices import Device
 from experts.faults import SERVER_FAULTS, SelfInflicted
-from experts.formats import experts_dtype
+from experts.formats import experts_dtype, stored_as
 from experts.kernels import KernelsBroken
 from experts.loading import Loader
 from experts.model import ConfigInvalid, Dtype, ExpertShape
@@ -177,6 +177,8 @@ def serve(options: ExpertOptions, ending: Ending) -> None:
     config = checkpoint.config if checkpoint else read_config(options.model)
     shape = ExpertShape.from_config(config)
     dtype = experts_dtype(options.dtype, config, device.keeps)
+    if (stored := stored_as(config)) not in (None, dtype):
+        log.info("dequantized stored=%s served=%s device=%s", stored.label, dtype.label, device)
     backend.self_test(dtype)
     kernels = shape.numerics_class(backend.numerics_class(dtype))
     faults = None

@@ -49,7 +49,7 @@ class Device:
     @property
     def keeps(self) -> frozenset[Dtype]:
         """Types of quantized experts that its kernels read as the checkpoint holds them."""
-        return frozenset() if self.runs_kernels else frozenset(LAYOUTS)
+        return frozenset({Dtype.FP8} if self.runs_kernels else LAYOUTS)
 
     def backend(self) -> Backend:
         """What carries and computes rows.

@@ -15,7 +15,7 @@ is, so up to about four rows the floor is their bytes over the memory's bandwidt
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -193,15 +193,14 @@ def _pack_gate_up(gate: Weights, up: Weights, dtype: Dtype) -> np.ndarray:
     return data
 
 
-def unpack_matrix(packed: PackedMatrix) -> NDArray[np.generic]:
-    """W [rows, k] of a packed matrix: float32, or bfloat16 bits as uint16, of which packing has lost nothing.
-    `grouped.unpack` gives the codes of those that are kept as they were stored.
+def unpack_matrix(packed: PackedMatrix) -> Weights:
+    """W [rows, k] of a packed matrix, of which packing has lost nothing: float32, bfloat16 bits, or as it was stored.
 
     Raises:
         ValueError: it is packed in int8.
     """
     if packed.dtype in grouped.LAYOUTS:
-        return grouped.unpack(packed.data, packed.dtype, packed.rows, packed.k).dequantized()
+        return grouped.unpack(packed.data, packed.dtype, packed.rows, packed.k)
     if packed.dtype is Dtype.INT8:
         raise ValueError("int8 experts cannot be unpacked; serve them on CPUs, or in bfloat16 with --dtype.")
     element, per_step = (np.uint16, 2) if packed.dtype is Dtype.BFLOAT16 else (np.float32, 1)
@@ -210,9 +209,7 @@ def unpack_matrix(packed: PackedMatrix) -> NDArray[np.generic]:
     return np.ascontiguousarray(padded[: packed.rows, : packed.k])
 
 
-def unpack_expert(
-    packed: PackedExpert,
-) -> tuple[NDArray[np.generic], NDArray[np.generic], NDArray[np.generic]]:
+def unpack_expert(packed: PackedExpert) -> tuple[Weights, Weights, Weights]:
     """Gate and up [intermediate, hidden], down [hidden, intermediate], for processors with a layout of their own.
 
     Raises:
@@ -222,9 +219,19 @@ def unpack_expert(
     both = unpack_matrix(
         PackedMatrix(dtype=packed.dtype, rows=2 * padded, k=packed.hidden, data=packed.gate_up)
     )
-    blocks = both.reshape(-1, 2, _BLOCK_ROWS, packed.hidden)
-    gate, up = (blocks[:, half].reshape(padded, -1)[: packed.intermediate] for half in (0, 1))
-    return np.ascontiguousarray(gate), np.ascontiguousarray(up), unpack_matrix(packed.down_matrix)
+
+    def part(of: NDArray[Any], half: int) -> NDArray[Any]:
+        blocks = of.reshape(-1, 2, _BLOCK_ROWS, of.shape[1])
+        return np.ascontiguousarray(blocks[:, half].reshape(padded, -1)[: packed.intermediate])
+
+    def half(number: int) -> Weights:
+        if not isinstance(both, Quantized):
+            return part(both, number)
+        offsets = None if both.offsets is None else part(both.offsets, number)
+        codes, scales = part(both.codes, number), part(both.scales, number)
+        return replace(both, codes=codes, scales=scales, offsets=offsets)
+
+    return half(0), half(1), unpack_matrix(packed.down_matrix)
 
 
 def linear(packed: PackedMatrix, x: np.ndarray, tiles: range | None = None) -> np.ndarray:

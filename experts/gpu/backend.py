@@ -7,17 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
+from experts import grouped
 from experts.gpu.client import ACTIVATION_PAIRS, GpuClient
 from experts.gpu.ffn import ffn_reference
-from experts.gpu.layout import ExchangeShape, power_of_two
+from experts.gpu.ffn_fp8 import ffn_fp8_reference, quantize_reference
+from experts.gpu.layout import ExchangeShape, RowsOut, power_of_two
 from experts.gpu.server import Batch, GpuServer, GroupedExperts
 from experts.gpu.tables import signed
 from experts.gpu.tiles import numerics_class
-from experts.gpu.weights import ExpertWeights
+from experts.gpu.weights import ExpertWeights, Fp8ExpertWeights, Matrix
 from experts.kernels import KernelsBroken
 from experts.model import Dtype
+from experts.quantized import Quantized
 from experts.routes import MOST_REPLICAS
 from experts.wire import SEALED_VERSION, WireShape
 from p2p.device import INTERPRET
@@ -37,6 +41,7 @@ IDLE_S = 0.0001 if INTERPRET else 0.001  # by the device's clock, of which the i
 CLOCK = 0.004 if INTERPRET else 1.0
 _SHARE = 0.8  # of the memory that is free at the start, for experts
 _SELF_TEST = (160, 128, 7)  # intermediate, hidden, rows
+_LEAST_FP8 = (8, 9)  # compute capability of the first GPUs that multiply float8
 
 
 def exchange_shape(wire: WireShape) -> ExchangeShape:
@@ -52,6 +57,8 @@ def exchange_shape(wire: WireShape) -> ExchangeShape:
         hidden=shape.hidden,
         top_k=shape.top_k,
         capacity=CAPACITY,
+        # As float8 experts take them.
+        rows_out=RowsOut.E4M3 if wire.dtype is Dtype.FP8 else RowsOut.BF16,
         model_hash=signed(wire.model_hash),
     )
 
@@ -68,11 +75,21 @@ class GpuBackend:
         self.device = device
 
     def numerics_class(self, dtype: Dtype) -> str:
-        """Of bfloat16 products: the chip's generation and the compiler are part of it.
+        """Of bfloat16 or float8 products: the chip's generation and the compiler are part of it.
 
         Raises:
-            ValueError: another dtype is asked for.
+            ValueError: another dtype is asked for, or this GPU has no float8.
         """
+        if dtype is Dtype.FP8:
+            found = (
+                torch.cuda.get_device_capability(self.device) if self.device.type == "cuda" else _LEAST_FP8
+            )
+            if found < _LEAST_FP8:
+                raise ValueError(
+                    f"{self.device} has compute capability {found[0]}.{found[1]}; experts in fp8 need"
+                    f" {_LEAST_FP8[0]}.{_LEAST_FP8[1]}. Serve them with --dtype bfloat16."
+                )
+            return numerics_class(self.device, "fp8")
         if dtype is not Dtype.BFLOAT16:
             raise ValueError(
                 f"kernels compute in bfloat16, and {dtype.label} is asked for: --dtype bfloat16, or --device cpu."
@@ -89,17 +106,27 @@ class GpuBackend:
         self.numerics_class(dtype)
         inter, hidden, rows = _SELF_TEST
         generator = torch.Generator().manual_seed(20250917)
-        gate, up = (torch.randn(inter, hidden, generator=generator).div(8).bfloat16() for _ in range(2))
-        down = torch.randn(hidden, inter, generator=generator).div(8).bfloat16()
         x = torch.randn(rows, hidden, generator=generator).bfloat16()
-        wanted = ffn_reference(x, gate, up, down)
+        sizes = (inter, hidden), (inter, hidden), (hidden, inter)
+        if dtype is Dtype.FP8:
+            draw = np.random.default_rng(20250917)
+            gate, up, down = (grouped.sample(dtype, *size, draw) for size in sizes)
+            wanted = ffn_fp8_reference(
+                x, *(torch.from_numpy(w.dequantized()).double() for w in (gate, up, down))
+            )
+            # An activation near a boundary of float8 may be rounded the other way.
+            bound = 2e-2
+        else:
+            gate, up, down = (torch.randn(size, generator=generator).div(8).bfloat16() for size in sizes)
+            wanted = ffn_reference(x, gate, up, down)
+            # The rows are rounded to bfloat16, 2**-9 of each, and so are the activations before them.
+            bound = 1e-2
         found = compute_rows(x, gate, up, down, self.device).double().cpu()
         error = float((found - wanted).norm() / wanted.norm())
-        # The rows are rounded to bfloat16, 2**-9 of each, and so are the activations before them.
-        if not error <= 1e-2:
+        if not error <= bound:
             raise KernelsBroken(
-                f"the kernels on {self.device} differ from the definition by {error:.3g}; up to 0.01 is rounding. "
-                f"Report this machine's GPU, torch {torch.__version__}, and what `make gpu` says."
+                f"the {dtype.label} kernels on {self.device} differ from the definition by {error:.3g}; up to {bound}"
+                f" is rounding. Report this machine's GPU, torch {torch.__version__}, and what `make gpu` says."
             )
 
     def window(self, wire: WireShape, most_tokens: int, slots: int) -> WindowLayout:
@@ -154,12 +181,14 @@ class GpuBackend:
                 f"experts of {experts.architecture} have an activation and biases that only CPUs compute; serve them"
                 " with --device cpu."
             )
-        slots = shape.layers * shape.experts
+        slots, kind = shape.layers * shape.experts, _weights_of(wire.dtype)
         if self.device.type == "cuda":
             free_bytes, _ = torch.cuda.mem_get_info(self.device)
-            one_bytes = 6 * experts.hidden * experts.intermediate
-            slots = max(1, min(slots, int(_SHARE * free_bytes) // one_bytes))
-        weights = ExpertWeights.allocate(
+            one = kind.allocate(
+                slots=1, hidden=experts.hidden, intermediate=experts.intermediate, device="meta"
+            )
+            slots = max(1, min(slots, int(_SHARE * free_bytes) // one.expert_bytes))
+        weights = kind.allocate(
             slots=slots, hidden=experts.hidden, intermediate=experts.intermediate, device=self.device
         )
         return GpuServer(
@@ -173,17 +202,29 @@ class GpuBackend:
         )
 
 
+def _weights_of(dtype: Dtype) -> type[ExpertWeights | Fp8ExpertWeights]:
+    return Fp8ExpertWeights if dtype is Dtype.FP8 else ExpertWeights
+
+
 def compute_rows(
-    x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, device: torch.device
+    x: torch.Tensor,
+    gate: Matrix | Quantized,
+    up: Matrix | Quantized,
+    down: Matrix | Quantized,
+    device: torch.device,
 ) -> torch.Tensor:
     """Rows of one expert through the kernels of a server: x bf16 [rows, hidden] to float32 [rows, hidden]."""
     rows, hidden = x.shape
-    weights = ExpertWeights.allocate(slots=1, hidden=hidden, intermediate=len(gate), device=device)
-    weights.load(0, gate, up, down)
+    kept = isinstance(gate, Quantized)
+    weights = _weights_of(Dtype.FP8 if kept else Dtype.BFLOAT16).allocate(
+        slots=1, hidden=hidden, intermediate=gate.shape[0], device=device
+    )
+    weights.load(0, gate, up, down)  # type: ignore[arg-type]
     index = torch.arange(rows, dtype=torch.int32, device=device)
+    sent, scales = quantize_reference(x.float()) if kept else (x, None)
     batch = Batch(
-        rows=x.to(device),
-        scales=None,
+        rows=sent.to(device),
+        scales=None if scales is None else scales.to(device),
         row_of=index,
         slots=torch.zeros_like(index),
         n_pairs=torch.full((1,), rows, dtype=torch.int32, device=device),

@@ -40,8 +40,8 @@ from experts.gpu.poll import poll
 from experts.gpu.reply import reply
 from experts.gpu.tables import ServerTables, signed
 from experts.gpu.weights import FP8_TILE, ExpertWeights, Fp8ExpertWeights
-from experts.kernels import PackedExpert, WeightsBroken, unpack_expert
-from experts.model import Dtype
+from experts.kernels import PackedExpert, Weights, WeightsBroken, unpack_expert
+from experts.quantized import Quantized
 
 PASSES = 256  # of one graph
 LAUNCHES = 2  # enqueued: one runs, one waits
@@ -123,7 +123,7 @@ class GpuServer:
         incarnation: int,
         device: torch.device | str,
         idle_s: float = IDLE_S,
-        weights: ExpertWeights | None = None,
+        weights: ExpertWeights | Fp8ExpertWeights | None = None,
     ) -> None:
         if not 0 < idle_s <= IDLE_S:
             raise ValueError(
@@ -284,7 +284,7 @@ class GpuServer:
         if weights is None or not (0 <= layer < shape.layers and 0 <= expert < shape.experts):
             raise ValueError(f"expert {expert} of layer {layer} is outside {shape}, or has no slot.")
         packed = PackedExpert(
-            dtype=Dtype.BFLOAT16,
+            dtype=weights.dtype,
             hidden=weights.hidden,
             intermediate=weights.intermediate,
             gate_up=gate_up,
@@ -301,9 +301,9 @@ class GpuServer:
                     " Add servers, or fewer replicas."
                 )
             slot = self._free.pop()
-        weights.load(slot, *matrices)
+        weights.load(slot, *matrices)  # type: ignore[arg-type]
         for name, found, wanted in zip(("gate", "up", "down"), weights.unload(slot), matrices, strict=True):
-            if not np.array_equal(found.view(torch.int16).cpu().numpy().view(np.uint16), wanted):
+            if not all(map(np.array_equal, _parts(found), _parts(wanted))):
                 raise WeightsBroken(
                     f"{name} of expert {expert} of layer {layer} reads otherwise than it was written to "
                     f"{self.tables.device}. See to its memory."
@@ -508,3 +508,12 @@ class GpuServer:
         with torch.cuda.stream(self._writes):
             write()
         self._writes.synchronize()
+
+
+def _parts(matrix: Weights | torch.Tensor) -> tuple[NDArray[np.generic], ...]:
+    """What a matrix is made of, in the host's memory: bits of bfloat16 as uint16; or codes and scales."""
+    if isinstance(matrix, Quantized):
+        return matrix.codes, matrix.scales
+    if isinstance(matrix, torch.Tensor):
+        return (matrix.view(torch.int16).cpu().numpy().view(np.uint16),)
+    return (matrix,)

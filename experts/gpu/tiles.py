@@ -50,13 +50,13 @@ def unpack_blocks(packed: torch.Tensor, rows: int, k: int) -> torch.Tensor:
     return packed.transpose(1, 2).reshape(blocks * BLOCK, tiles * k_tile)[:rows, :k]
 
 
-def numerics_class(device: torch.device) -> str:
-    """Name of the arithmetic of bfloat16 products on a device: equal names promise equal bits."""
+def numerics_class(device: torch.device, products: str = "bf16") -> str:
+    """Name of the arithmetic of products of "bf16" or "fp8" on a device: equal names promise equal bits."""
     compiler = ".".join(triton.__version__.split(".")[:2])
     if device.type != "cuda":
-        return f"interpreter-bf16-triton{compiler}-1"
+        return f"interpreter-{products}-triton{compiler}-1"
     major, minor = torch.cuda.get_device_capability(device)
-    return f"cuda-sm{major}{minor}-bf16-triton{compiler}-1"
+    return f"cuda-sm{major}{minor}-{products}-triton{compiler}-1"
 
 
 def programs(device: torch.device, per_processor: int) -> int:

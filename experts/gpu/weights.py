@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
 
 from experts.gpu.tiles import BLOCK, K_TILE, blocks_of, k_tiles_of, pack_blocks, unpack_blocks
+from experts.model import Dtype
 from experts.quantized import Codes, Quantized
 
 FP8_TILE = 128  # columns that share a scale
@@ -54,6 +56,8 @@ class ExpertWeights:
         gate_up: [slots, 2 * blocks of I, k tiles of H, BLOCK, K_TILE]: blocks of gate and up alternate.
         down: [slots, blocks of H, k tiles of I, BLOCK, K_TILE].
     """
+
+    dtype: ClassVar[Dtype] = Dtype.BFLOAT16
 
     slots: int
     hidden: int
@@ -134,6 +138,8 @@ class Fp8ExpertWeights:
         gate_up_scales: float32 [slots, gate or up, tiles of I, k tiles of H, FP8_TILE]: those of 128 rows together.
         down_scales: float32 [slots, tiles of H, k tiles of I, FP8_TILE].
     """
+
+    dtype: ClassVar[Dtype] = Dtype.FP8
 
     slots: int
     hidden: int

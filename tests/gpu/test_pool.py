@@ -16,7 +16,11 @@ import torch
 
 from experts.backend import ClientLink, HostArrays, LinkRefused, ServerLink
 from experts.client import ExpertClient
+from experts.gpu.ffn import ffn_reference
+from experts.gpu.ffn_fp8 import ffn_fp8_reference
+from experts.kernels import Weights, from_dtype
 from experts.model import Dtype
+from experts.quantized import Quantized
 from experts.wire import WireShape
 from p2p.transport import TransportChoice
 from router import bitmap
@@ -38,15 +42,32 @@ def until(holds: Callable[[], object], seconds: float = 60.0) -> bool:
     return True
 
 
+REFERENCES = {Dtype.BFLOAT16: ffn_reference, Dtype.FP8: ffn_fp8_reference}
+
+
+def stored(matrix: Weights) -> torch.Tensor:
+    """What a matrix stands for, in double."""
+    wide = matrix.dequantized() if isinstance(matrix, Quantized) else from_dtype(matrix)
+    return torch.from_numpy(wide).double()
+
+
 class Server:
     """A server's process."""
 
     def __init__(
-        self, seed: int, incarnation: int, holes: tuple[tuple[int, int], ...], undo: ExitStack
+        self, seed: int, incarnation: int, holes: tuple[tuple[int, int], ...], dtype: Dtype, undo: ExitStack
     ) -> None:
         words = ",".join(f"{layer}.{expert}" for layer, expert in holes) or "none"
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.gpu.kernel_server", str(seed), str(incarnation), words],
+            [
+                sys.executable,
+                "-m",
+                "tests.gpu.kernel_server",
+                str(seed),
+                str(incarnation),
+                words,
+                dtype.label,
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -75,12 +96,12 @@ class Server:
 class World:
     """Servers in processes of their own, and one client here."""
 
-    def __init__(self, undo: ExitStack) -> None:
-        self.seed = fresh_seed()
+    def __init__(self, undo: ExitStack, dtype: Dtype = Dtype.BFLOAT16) -> None:
+        self.seed, self.dtype = fresh_seed(), dtype
         self.backend = DEVICE_NAME.backend()
         self._undo, self._epoch = undo, 0
         rng = np.random.default_rng(self.seed + 1)
-        self.matrices = matrices_of(self.seed)
+        self.matrices = matrices_of(self.seed, dtype)
         rows = rng.standard_normal((ROWS, SHAPE.hidden), np.float32)
         ids = np.stack([rng.permutation(SHAPE.experts)[: SHAPE.top_k] for _ in range(ROWS)])
         self.rows = torch.from_numpy(rows).bfloat16().to(DEVICE)
@@ -89,13 +110,13 @@ class World:
         self.n_rows = torch.tensor([ROWS], dtype=torch.int32, device=DEVICE)
 
     def server(self, incarnation: int, *holes: tuple[int, int]) -> Server:
-        return Server(self.seed, incarnation, holes, self._undo)
+        return Server(self.seed, incarnation, holes, self.dtype, self._undo)
 
     def client(self) -> ExpertClient:
         endpoint = DEVICE_NAME.opener(TransportChoice.parse("shm"))("attention/1", 9, 1)
         self._undo.callback(endpoint.close)
         client = ExpertClient(
-            endpoint=endpoint, shape=SHAPE, dtype=Dtype.BFLOAT16, model_hash=FINGERPRINT, incarnation=9,
+            endpoint=endpoint, shape=SHAPE, dtype=self.dtype, model_hash=FINGERPRINT, incarnation=9,
             max_tokens=8, backend=self.backend,
         )  # fmt: skip
         self._undo.callback(client.close)
@@ -122,13 +143,9 @@ class World:
         total = torch.zeros(ROWS, SHAPE.hidden, dtype=torch.float64)
         for row in range(ROWS):
             for slot in range(SHAPE.top_k):
-                gate, up, down = (
-                    torch.from_numpy(m.view(np.int16)).view(torch.bfloat16).double()
-                    for m in self.matrices[layer, int(self.ids[row, slot])]
-                )
-                x = self.rows[row].double().cpu()
-                act = torch.nn.functional.silu(gate @ x) * (up @ x)
-                total[row] += float(self.weights[row, slot]) * (down @ act.bfloat16().double())
+                three = self.matrices[layer, int(self.ids[row, slot])]
+                x, ffn = self.rows[row : row + 1].cpu(), REFERENCES[self.dtype]
+                total[row] += float(self.weights[row, slot]) * ffn(x, *map(stored, three))[0]
         return total
 
 
@@ -183,11 +200,12 @@ def test_rows_of_the_host_are_refused() -> None:
 
 
 @pytest.fixture
-def world() -> Iterator[World]:
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
     with ExitStack() as undo:
-        yield World(undo)
+        yield World(undo, getattr(request, "param", Dtype.BFLOAT16))
 
 
+@pytest.mark.parametrize("world", list(REFERENCES), ids=lambda dtype: dtype.label, indirect=True)
 def test_a_pool_over_kernels_answers_and_outlives_servers(world: World) -> None:
     one, other = world.server(5), world.server(6)
     client = world.client()
