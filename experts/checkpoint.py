@@ -230,12 +230,19 @@ def _shards(index: Path) -> dict[str, SafetensorsFile]:
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointInvalid(f"{index}: weight_map, from tensor names to file names, is missing.")
     files: dict[str, SafetensorsFile] = {}
+    faults: list[str] = []
     for name in sorted(set(weight_map.values())):
         # A shard lies beside its index: a path could lead anywhere.
         if Path(name).name != name or name in ("", ".", ".."):
             raise CheckpointInvalid(f"{index}: {name!r} is not a plain file name.")
-        files[name] = SafetensorsFile(index.parent / name)
+        try:
+            files[name] = SafetensorsFile(index.parent / name)
+        except CheckpointInvalid as fault:
+            # On to the others: whoever downloads them again wants to know all.
+            faults.append(str(fault))
     for tensor, name in weight_map.items():
-        if tensor not in files[name].entries:
-            raise CheckpointInvalid(f"{index}: {tensor} should be in {name}, which does not hold it.")
+        if name in files and tensor not in files[name].entries:
+            faults.append(f"{index}: {tensor} should be in {name}, which does not hold it.")
+    if faults:
+        raise CheckpointInvalid("\n".join(faults))
     return {tensor: files[name] for tensor, name in weight_map.items()}

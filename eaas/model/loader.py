@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from eaas.model.families import spec_of, tensors_of, unknown_fields
+from eaas.model.families import TensorPlan, spec_of, tensors_of, unknown_fields
 from eaas.model.spec import ModelSpec
 from experts.checkpoint import Checkpoint, CheckpointInvalid
 from experts.formats import scheme_of
@@ -82,8 +83,13 @@ def load_spec(checkpoint: Checkpoint) -> ModelSpec:
     return spec
 
 
-def load_weights(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, np.ndarray]:
+def load_weights(
+    checkpoint: Checkpoint, spec: ModelSpec, plans: Mapping[str, TensorPlan] | None = None
+) -> dict[str, np.ndarray]:
     """Role -> read-only weights; see `families.tensors_of` for the roles. No routed expert is touched.
+
+    Args:
+        plans: Which of the model's; default: all.
 
     Returns:
         float32 arrays, or uint16 arrays that hold bfloat16 bits: views of the mapped files. float16 has no
@@ -95,7 +101,7 @@ def load_weights(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, np.ndarra
     """
     weights: dict[str, np.ndarray] = {}
     scheme = scheme_of(checkpoint.config)
-    for role, plan in tensors_of(spec).items():
+    for role, plan in (plans or tensors_of(spec)).items():
         module = plan.name.removesuffix(".weight")
         if len(plan.shape) == 2 and holds(scheme, checkpoint, module):
             matrix = read(scheme, checkpoint, module, *plan.shape)

@@ -298,14 +298,40 @@ def demo(
 
 
 @app.command()
-def doctor(as_json: Json = False) -> None:
+def doctor(
+    model: Annotated[
+        str, typer.Argument(help="Checkpoint folder, hub id, or `demo`; default: this machine.")
+    ] = "",
+    experts: Annotated[int, typer.Option(min=1, help="Of a model: expert servers.")] = 2,
+    replicas: Annotated[int, typer.Option(min=1, help="Servers that hold each expert.")] = 2,
+    redundant_experts: Annotated[int, typer.Option(min=0, help="Copies in each layer beyond those.")] = 0,
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float32 or int8.")] = "auto",
+    as_json: Json = False,
+) -> None:
     """Say what this machine can do: compiler, native libraries, instruction sets, cores, memory, transports.
 
-    Exits with 1 when something that serving needs is missing.
-    """
-    from eaas.ops.doctor import examine, report_table
+    Or what a checkpoint is, from its headers: whether it is whole and served, and what each process loads of it.
 
-    findings = examine()
+    Exits with 1 when something that serving needs is missing.
+
+    Examples:
+
+      eaas doctor
+
+      eaas doctor ./Qwen3-30B-A3B --experts 4
+    """
+    if model:
+        from eaas.ops.doctor_model import examine_model
+
+        findings = examine_model(
+            model, dtype=dtype, experts=experts, replicas=replicas, redundant=redundant_experts
+        )
+    else:
+        from eaas.ops.doctor import examine
+
+        findings = examine()
+    from eaas.ops.doctor import report_table
+
     if as_json:
         print(json.dumps([dataclasses.asdict(finding) for finding in findings]))
     else:

@@ -7,10 +7,11 @@ import importlib.util
 import os
 import platform
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from rich.markup import escape
 from rich.table import Table
 
 from eaas.ops.terminal import table
@@ -33,12 +34,13 @@ _SHARING = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at: whether it can be used, what was found, and whether serving needs it."""
+    """One thing looked at: whether it can be used, what was found, whether serving needs it, and figures."""
 
     what: str
     usable: bool
     found: str
     required: bool = False
+    figures: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
 def examine() -> list[Finding]:
@@ -193,5 +195,5 @@ def report_table(findings: Sequence[Finding]) -> Table:
     marks = {True: "[bold red]needed[/]", False: "[yellow]no[/]"}
     return table(
         ("", "what", "found"),
-        (("[green]yes[/]" if f.usable else marks[f.required], f.what, f.found) for f in findings),
+        (("[green]yes[/]" if f.usable else marks[f.required], f.what, escape(f.found)) for f in findings),
     )
