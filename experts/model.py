@@ -5,9 +5,9 @@ products, and how each family of models spells them: fields of config.json and n
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum, IntEnum
+from enum import IntEnum
 from typing import Any, cast
 
 import numpy as np
@@ -99,12 +99,11 @@ _WORDS = (
 )  # in numerics classes, in the order of Dtype
 
 
-class DenseLayers(Enum):
-    """Which layers of a family have no experts."""
+# Names of tensors of routed experts. Not of shared ones, nor of a gate that a family stores among its experts.
+EXPERT_TENSORS = r"\.experts\.(?!e_score_correction_bias)|\.block_sparse_moe\.(in|out)put_linear\."
 
-    NONE = "none"
-    STEP = "step"  # decoder_sparse_step and mlp_only_layers say
-    FIRST = "first"  # the first first_k_dense_replace of them
+# Decoder layers with experts, of a configuration and a depth.
+LayersOf = Callable[[Mapping[str, Any], int], Sequence[int]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +132,7 @@ class ExpertFamily:
         experts_field: Their number; transformers 5 may write num_local_experts instead.
         prefix: Of one expert's tensors, with {layer} and {expert} to be filled in; empty: none has tensors of its own.
         fused: Names of the tensors of all experts of a layer, where a checkpoint has those.
+        layers: Which decoder layers have experts.
         clamped: Their activation is that of GPT-OSS, not SiLU.
     """
 
@@ -143,8 +143,65 @@ class ExpertFamily:
     gate: str = "gate_proj.weight"
     up: str = "up_proj.weight"
     down: str = "down_proj.weight"
-    dense: DenseLayers = DenseLayers.NONE
+    top_k_field: str = "num_experts_per_tok"
+    layers: LayersOf = lambda config, depth: range(depth)
     clamped: bool = False
+
+
+def _stepped(config: Mapping[str, Any], depth: int) -> Sequence[int]:
+    """Each decoder_sparse_step-th, but for mlp_only_layers."""
+    step = _count(config, "decoder_sparse_step") if "decoder_sparse_step" in config else 1
+    dense = _listed(config, "mlp_only_layers")
+    if not all(isinstance(layer, int) for layer in dense):
+        raise ConfigInvalid(
+            f"config.json: mlp_only_layers is {config['mlp_only_layers']!r}; a list of layer numbers is needed."
+        )
+    return [layer for layer in range(depth) if layer not in dense and (layer + 1) % step == 0]
+
+
+def _behind(field: str) -> LayersOf:
+    """All behind as many dense ones as a field says; or as a list of all layers' kinds says, where there is one."""
+
+    def layers(config: Mapping[str, Any], depth: int) -> Sequence[int]:
+        for listed, sparse in (("mlp_layer_types", "sparse"), ("moe_layer_freq", 1)):
+            kinds = config.get(listed)
+            if isinstance(kinds, list):
+                return [
+                    layer for layer, kind in enumerate(cast("list[object]", kinds[:depth])) if kind == sparse
+                ]
+        first = config.get(field) or 0
+        if not isinstance(first, int) or first < 0:
+            raise ConfigInvalid(f"config.json: {field} is {first!r}; a number from 0 is needed.")
+        if (step := config.get("moe_layer_freq", 1)) != 1:
+            raise ConfigInvalid(f"config.json: moe_layer_freq is {step!r}; only 1, or a list, is served.")
+        return range(first, depth)
+
+    return layers
+
+
+def _ernie(config: Mapping[str, Any], depth: int) -> Sequence[int]:
+    """From moe_layer_start_index to moe_layer_end_index, where an interval ends; an end of -1 is the last layer."""
+    start, end, step = (
+        config.get(f"moe_layer_{name}", default)
+        for name, default in (("start_index", 0), ("end_index", -1), ("interval", 1))
+    )
+    if not all(isinstance(value, int) for value in (start, end, step)) or start < 0 or step < 1:
+        raise ConfigInvalid(
+            f"config.json: moe_layer_start_index, _end_index and _interval are {start}, {end}, {step}."
+        )
+    return [
+        layer for layer in range(start, depth if end < 0 else min(end + 1, depth)) if (layer + 1) % step == 0
+    ]
+
+
+def _jamba(config: Mapping[str, Any], depth: int) -> Sequence[int]:
+    """Each expert_layer_period-th, from expert_layer_offset on."""
+    period, offset = _count(config, "expert_layer_period"), config.get("expert_layer_offset")
+    if not isinstance(offset, int) or not 0 <= offset < period:
+        raise ConfigInvalid(
+            f"config.json: expert_layer_offset is {offset!r}; a number below {period} is needed."
+        )
+    return range(offset, depth, period)
 
 
 _FUSED = FusedNames(prefix="model.layers.{layer}.mlp.experts.")
@@ -154,9 +211,10 @@ _QWEN = ExpertFamily(
     intermediate_field="moe_intermediate_size",
     prefix="model.layers.{layer}.mlp.experts.{expert}.",
     fused=_FUSED,
-    dense=DenseLayers.STEP,
+    layers=_stepped,
 )
-_DEEPSEEK = replace(_QWEN, experts_field="n_routed_experts", dense=DenseLayers.FIRST)
+_SPARSE = replace(_QWEN, layers=_behind("first_k_dense_replace"))
+_DEEPSEEK = replace(_SPARSE, experts_field="n_routed_experts")
 _MIXTRAL = ExpertFamily(
     experts_field="num_local_experts",
     intermediate_field="intermediate_size",
@@ -166,20 +224,80 @@ _MIXTRAL = ExpertFamily(
     up="w3.weight",
     down="w2.weight",
 )
-_OLMOE = replace(_QWEN, intermediate_field="intermediate_size", dense=DenseLayers.NONE)
+_OLMOE = replace(_SPARSE, intermediate_field="intermediate_size")
+_GRANITE = ExpertFamily(
+    experts_field="num_local_experts",
+    intermediate_field="intermediate_size",
+    prefix="",
+    fused=FusedNames(
+        prefix="model.layers.{layer}.block_sparse_moe.",
+        gate_up="input_linear.weight",
+        down="output_linear.weight",
+    ),
+)
+_FEED_FORWARD = replace(
+    _QWEN,
+    prefix="model.layers.{layer}.feed_forward.experts.{expert}.",
+    fused=replace(_FUSED, prefix="model.layers.{layer}.feed_forward.experts."),
+)
 
 FAMILIES: Mapping[str, ExpertFamily] = {
     "Qwen3MoeForCausalLM": _QWEN,
     "Qwen2MoeForCausalLM": _QWEN,
     "Qwen3NextForCausalLM": _QWEN,
+    "Qwen3_5MoeForCausalLM": _QWEN,
     "OlmoeForCausalLM": _OLMOE,
     "FlexOlmoForCausalLM": _OLMOE,
+    "Cohere2MoeForCausalLM": _OLMOE,
     "MixtralForCausalLM": _MIXTRAL,
+    "MiniMaxForCausalLM": _MIXTRAL,
     "MiniMaxM2ForCausalLM": _MIXTRAL,
+    "PhimoeForCausalLM": _MIXTRAL,
+    "PhiMoEForCausalLM": _MIXTRAL,
+    "KimiLinearForCausalLM": replace(
+        _MIXTRAL,
+        experts_field="num_experts",
+        intermediate_field="moe_intermediate_size",
+        top_k_field="num_experts_per_token",
+        layers=_behind("first_k_dense_replace"),
+    ),
+    "DeepseekForCausalLM": _DEEPSEEK,
     "DeepseekV2ForCausalLM": _DEEPSEEK,
     "DeepseekV3ForCausalLM": _DEEPSEEK,
+    "DeepseekV32ForCausalLM": _DEEPSEEK,
     "Dots1ForCausalLM": _DEEPSEEK,
     "Glm4MoeForCausalLM": _DEEPSEEK,
+    "Glm4MoeLiteForCausalLM": _DEEPSEEK,
+    "GlmMoeDsaForCausalLM": _DEEPSEEK,
+    "AXK1ForCausalLM": _DEEPSEEK,
+    "MiMoV2FlashForCausalLM": _DEEPSEEK,
+    "MiMoV2ForCausalLM": _DEEPSEEK,
+    "SolarOpenForCausalLM": _DEEPSEEK,
+    "AfmoeForCausalLM": replace(_QWEN, layers=_behind("num_dense_layers")),
+    "BailingMoeForCausalLM": _SPARSE,
+    "BailingMoeV2ForCausalLM": _SPARSE,
+    "BailingMoeV2_5ForCausalLM": _SPARSE,
+    "ExaoneMoeForCausalLM": _SPARSE,
+    "ExaoneMoEForCausalLM": _SPARSE,
+    "HYV3ForCausalLM": _SPARSE,
+    "LagunaForCausalLM": _SPARSE,
+    "MellumForCausalLM": _SPARSE,
+    "SarvamMLAForCausalLM": _SPARSE,
+    "SarvamMoEForCausalLM": _SPARSE,
+    "Ernie4_5_MoeForCausalLM": replace(
+        _QWEN, experts_field="moe_num_experts", top_k_field="moe_k", layers=_ernie
+    ),
+    "Lfm2MoeForCausalLM": replace(
+        _FEED_FORWARD,
+        gate="w1.weight",
+        up="w3.weight",
+        down="w2.weight",
+        layers=_behind("num_dense_layers"),
+    ),
+    "JambaForCausalLM": replace(_FEED_FORWARD, intermediate_field="intermediate_size", layers=_jamba),
+    "GraniteMoeForCausalLM": _GRANITE,
+    "GraniteMoeSharedForCausalLM": _GRANITE,
+    "GraniteMoeHybridForCausalLM": _GRANITE,
     "GptOssForCausalLM": ExpertFamily(
         experts_field="num_local_experts",
         intermediate_field="intermediate_size",
@@ -289,7 +407,7 @@ class ExpertShape:
         depth = _count(config, "num_hidden_layers")
         if depth > MOST_LAYERS:
             raise ConfigInvalid(f"num_hidden_layers is {depth}; at most {MOST_LAYERS} are served.")
-        layer_ids = _sparse_layers(config, family, depth)
+        layer_ids = tuple(family.layers(config, depth))
         if not layer_ids:
             raise ConfigInvalid(
                 f"None of the {depth} layers has experts: a dense model has nothing to serve here."
@@ -303,13 +421,13 @@ class ExpertShape:
             ),
             hidden=_count(config, "hidden_size"),
             intermediate=_count(config, family.intermediate_field),
-            top_k=_count(config, "num_experts_per_tok"),
+            top_k=_count(config, family.top_k_field),
             activation=_clamped(config) if family.clamped else SWIGLU,
             biased=family.fused.biased,
         )
         if shape.top_k > shape.experts:
             raise ConfigInvalid(
-                f"num_experts_per_tok is {shape.top_k}, but there are {shape.experts} experts."
+                f"{family.top_k_field} is {shape.top_k}, but there are {shape.experts} experts."
             )
         return shape
 
@@ -347,27 +465,6 @@ def _clamped(config: Mapping[str, Any]) -> Activation:
             f"config.json: swiglu_alpha and swiglu_limit are {values}; positive numbers are needed."
         )
     return Activation(alpha=values[0], limit=values[1], shift=1.0)
-
-
-def _sparse_layers(config: Mapping[str, Any], family: ExpertFamily, depth: int) -> tuple[int, ...]:
-    if family.dense is DenseLayers.FIRST:
-        first = config.get("first_k_dense_replace") or 0
-        if not isinstance(first, int) or first < 0:
-            raise ConfigInvalid(
-                f"config.json: first_k_dense_replace is {first!r}; a number from 0 is needed."
-            )
-        if (step := config.get("moe_layer_freq", 1)) != 1:
-            raise ConfigInvalid(f"config.json: moe_layer_freq is {step!r}; only 1 is served.")
-        return tuple(range(first, depth))
-    if family.dense is DenseLayers.NONE:
-        return tuple(range(depth))
-    step = _count(config, "decoder_sparse_step") if "decoder_sparse_step" in config else 1
-    dense = _listed(config, "mlp_only_layers")
-    if not all(isinstance(layer, int) for layer in dense):
-        raise ConfigInvalid(
-            f"config.json: mlp_only_layers is {config['mlp_only_layers']!r}; a list of layer numbers is needed."
-        )
-    return tuple(layer for layer in range(depth) if layer not in dense and (layer + 1) % step == 0)
 
 
 def _listed(config: Mapping[str, Any], field: str) -> list[Any]:

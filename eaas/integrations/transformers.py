@@ -30,15 +30,13 @@ from eaas import pool as pools
 from eaas.pool import START_S, ConnectFailed, Pool
 from experts.backend import ExpertsLost
 from experts.checkpoint import Checkpoint, CheckpointInvalid
-from experts.model import ConfigInvalid, ExpertShape
+from experts.model import EXPERT_TENSORS, ConfigInvalid, ExpertShape
 
 __all__ = ["ConnectFailed", "ExpertsLost", "NotConnected", "Pool", "connect", "load"]
 
 log = logging.getLogger(__name__)
 
 IMPLEMENTATION = "eaas"
-# Not ".shared_experts.": those stay with the model.
-_EXPERT_TENSORS = r"\.experts\."
 
 
 class NotConnected(RuntimeError):
@@ -144,7 +142,7 @@ def _without_experts(model_class: type[PreTrainedModel]) -> type[PreTrainedModel
         "__init__": init,
         # transformers reads the source of a class's module to see what its models can do.
         "__module__": model_class.__module__,
-        "_keys_to_ignore_on_load_unexpected": [*ignored, _EXPERT_TENSORS],
+        "_keys_to_ignore_on_load_unexpected": [*ignored, EXPERT_TENSORS],
     }
     return type(model_class.__name__, (model_class,), body)
 

@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-# Not ".shared_experts.": those stay with vLLM.
-_EXPERT_TENSOR = re.compile(r"\.experts\.")
-
 
 def register() -> None:
     """Called by vLLM in each of its processes, before any model is made."""
@@ -81,6 +78,7 @@ def _without_experts(stock: Callable[..., Any]) -> Callable[..., Any]:
         from safetensors import safe_open
 
         from eaas.integrations import vllm_layer
+        from experts.model import EXPERT_TENSORS
 
         folder, files, safe, _ = loader._prepare_weights(
             *(source.model_or_path, source.subfolder, source.revision),
@@ -98,7 +96,7 @@ def _without_experts(stock: Callable[..., Any]) -> Callable[..., Any]:
         for path in files:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118
-                    if not _EXPERT_TENSOR.search(name):
+                    if not re.search(EXPERT_TENSORS, name):
                         yield source.prefix + name, file.get_tensor(name)
 
     return tensors

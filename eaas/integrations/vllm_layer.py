@@ -21,6 +21,7 @@ from vllm.version import __version__
 from eaas.integrations.vllm_options import PoolOptions, Refused, why_not
 from eaas.pool import ConnectFailed, Dtype, ExpertShape, ExpertsLost, HostArrays, Pool, Threads, connect
 from experts.checkpoint import Checkpoint
+from experts.model import SWIGLU
 
 log = logging.getLogger("vllm.eaas")
 
@@ -103,6 +104,12 @@ class PoolExperts(FusedMoEMethodBase):
                 f"{prefix}: (experts, of each token, hidden size, biases) are {found}, in the pool {needed}, which"
                 f" has the layers {list(shape.layer_ids)}. Start the pool from this checkpoint, and vLLM without"
                 " redundant experts and without a draft model that has any."
+            )
+        plain = shape.activation == SWIGLU
+        if moe.activation.value != ("silu" if plain else "swigluoai") or (plain and moe.swiglu_limit):
+            raise Refused(
+                f"{prefix} computes {moe.activation.value} with the limit {moe.swiglu_limit}; the pool computes"
+                f" {'SwiGLU' if plain else 'the form of GPT-OSS'}. Serve this model without a pool."
             )
         if layer.apply_router_weight_on_input:
             raise Refused(f"{prefix} weights its rows before its experts; the pool does so behind them.")

@@ -26,6 +26,7 @@ from eaas.integrations import transformers as eaas
 from router.bitmap import to_bytes
 from router.client import JoinRefused, RouterClient
 from router.view import Member, View
+from tests import moe_families
 from tests.e2e.waiting import wait_for
 
 pytestmark = pytest.mark.full(seconds=8)
@@ -148,6 +149,25 @@ def test_a_model_without_experts_gives_eagers_logits_and_tokens(
         monkeypatch.setattr(pools, "MOST_ROWS", 7)
         with eaas.connect(cluster.router_address, model):
             assert torch.equal(logits(model, tokens), found)
+
+
+@pytest.mark.parametrize("family", moe_families.FAMILIES)
+def test_a_model_of_every_family_gives_its_own_logits(family: str, tmp_path: Path) -> None:
+    whole = moe_families.model_of(family)
+    whole.set_experts_implementation("eager")
+    whole.save_pretrained(tmp_path)
+    tokens = prompt(9) % moe_families.VOCAB
+    wanted = logits(whole, tokens)
+    model = eaas.load(tmp_path)
+    with (
+        serving(tmp_path, servers=1, replicas=1) as cluster,
+        eaas.connect(cluster.router_address, model),
+    ):
+        assert_close(logits(model, tokens), wanted, torch.float32)
+    with torch.no_grad():
+        for module in experts_of(whole):
+            module.down_proj.zero_()
+    assert (logits(whole, tokens) - wanted).abs().max() > 0.05 * wanted.abs().max(), "experts matter here"
 
 
 @pytest.mark.parametrize("replicas", [2, 1])
