@@ -91,6 +91,7 @@ VARIANTS: dict[str, ModelSpec] = {
     "latent attention, sigmoid, shared": spec_of(
         latent=Latent(q_rank=40, kv_rank=48, nope_dim=20, rope_dim=12, value_dim=18),
         q_heads=7,
+        eps=1e-2,  # not that of the latents
         score=Score.SIGMOID,
         correction_bias=True,
         shared_intermediate=40,

@@ -36,6 +36,12 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+LATENT: dict[str, Any] = {
+    "n_routed_experts": 6, "moe_intermediate_size": 40, "intermediate_size": 72, "n_shared_experts": 2,
+    "first_k_dense_replace": 1, "num_key_value_heads": 4, "kv_lora_rank": 24, "qk_nope_head_dim": 20,
+    "qk_rope_head_dim": 12, "v_head_dim": 28,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 64}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": (
         "Qwen3Moe",
@@ -63,6 +69,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"n_routed_experts": 6, "moe_intermediate_size": 40, "intermediate_size": 72, "head_dim": 24,
          "n_shared_experts": 2, "n_group": 3, "topk_group": 2, "routed_scaling_factor": 1.7, "use_qk_norm": True,
          "attention_bias": True, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    ),
+    "deepseek_v2, queries of the row": (
+        "DeepseekV2",
+        LATENT | {"q_lora_rank": None, "topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2,
+                  "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        LATENT | {"q_lora_rank": 40, "n_group": 3, "topk_group": 2, "norm_topk_prob": True, "rms_norm_eps": 1e-3,
+                  "routed_scaling_factor": 1.7, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.6}},
     ),
     "gpt_oss": (
         "GptOss",
