@@ -15,8 +15,7 @@ import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.entrypoints.convert.converters import AutoAWQConverter
-from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
-from compressed_tensors.quantization.utils import calculate_qparams
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors.torch import save_file
 from transformers import FineGrainedFP8Config
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
@@ -27,6 +26,7 @@ from experts.matrices import Matrix, holds
 from experts.matrices import read as read_matrix
 from experts.model import ConfigInvalid, Dtype
 from experts.quantized import Codes, Quantized
+from tests.experts.quantizing import compressed
 
 MODULE = "model.layers.0.mlp.experts.3.gate_proj"
 SEED = time.time_ns() % 1_000_000
@@ -56,32 +56,6 @@ def same(found: Matrix, wanted: torch.Tensor, what: object) -> None:
 def random_weights(rows: int, k: int, dtype: torch.dtype) -> torch.Tensor:
     generator = torch.Generator().manual_seed(SEED)
     return torch.randn(rows, k, generator=generator).to(dtype) / 16
-
-
-def compressed(
-    weight: torch.Tensor, form: str, **arguments: Any
-) -> tuple[dict[str, Any], dict[str, torch.Tensor], torch.Tensor]:
-    """quantization_config, tensors and their dequantized weight, by the library of compressed-tensors."""
-    args = QuantizationArgs(**arguments)
-    scheme = QuantizationScheme(targets=["Linear"], weights=args, format=form)
-    rows, k = weight.shape
-    match arguments["strategy"]:
-        case "group":
-            parts, axes = weight.reshape(rows, -1, arguments["group_size"]), (2,)
-        case "channel":
-            parts, axes = weight[:, None], (2,)
-        case "tensor":
-            parts, axes = weight.reshape(1, -1), (1,)
-        case _:
-            high, wide = arguments["block_structure"]
-            padded = torch.nn.functional.pad(weight, (0, -k % wide, 0, -rows % high))
-            parts, axes = padded.reshape(len(padded) // high, high, -1, wide), (1, 3)
-    scale, zero = calculate_qparams(parts.amin(axes), parts.amax(axes), args)
-    tensors = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero}
-    compressor = BaseCompressor.get_value_from_registry(form)
-    stored = compressor.compress(tensors, scheme)
-    config = QuantizationConfig(config_groups={"group_0": scheme}, ignore=["lm_head"], format=form)
-    return config.to_dict(), stored, compressor.decompress(stored, scheme)["weight"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
