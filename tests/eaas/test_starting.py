@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from eaas.cluster.config import ClusterConfig
 from eaas.model.make_model import make_model
 from eaas.ops import starting, terminal
 from experts import pack
@@ -26,7 +27,7 @@ def test_a_log_gets_lines_with_experts_bytes_rate_and_time_left(
     for module in (starting, terminal):
         monkeypatch.setattr(module, "console", console)
     monkeypatch.setattr(starting, "_LINE_EVERY_S", 0.0)
-    starting.pack_experts(make_model("tiny", "qwen3_moe", tmp_path / "m", seed=0), "auto")
+    starting.pack_experts(make_model("tiny", "qwen3_moe", tmp_path / "m", seed=0), "auto", ("cpu",))
     lines = printed.getvalue().splitlines()
     count = len(lines)
     assert count > 1 and "\x1b" not in printed.getvalue()
@@ -40,7 +41,7 @@ def test_a_terminal_gets_a_bar(printed: io.StringIO, monkeypatch: pytest.MonkeyP
     console = Console(file=printed, width=120, force_terminal=True)
     monkeypatch.setattr(starting, "console", console)
     folder = make_model("tiny", "qwen3_moe", tmp_path / "m", seed=0)
-    starting.pack_experts(folder, "auto")
+    starting.pack_experts(folder, "auto", ("cpu",))
     assert "packing experts" in printed.getvalue() and "/s" in printed.getvalue()
 
 
@@ -52,7 +53,7 @@ def test_a_truncated_shard_is_named_before_anything_starts(
     file.write_bytes(file.read_bytes()[:-1000])
     monkeypatch.setattr(terminal, "errors", Console(file=printed, width=400))
     with pytest.raises(Exception) as failure:
-        starting.prepare_model(folder, "auto")
+        starting.prepare_model(ClusterConfig(model=folder))
     assert getattr(failure.value, "exit_code", None) == 1
     assert str(file) in printed.getvalue() and "Download it again" in printed.getvalue()
     assert not list(pack.cache_directory().glob("*"))
