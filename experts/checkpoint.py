@@ -156,7 +156,7 @@ class Checkpoint:
             # Imported here: it needs a library that nobody else does.
             from experts.gguf import open_files
 
-            self._file_of = open_files(files, self.config)
+            self._file_of, self.config = open_files(files, self.config)
         else:
             raise CheckpointInvalid(
                 f"{directory}: holds neither {whole.name} nor {index.name} nor a .gguf file."

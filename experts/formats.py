@@ -201,6 +201,12 @@ def _awq(fields: Mapping[str, Any]) -> Scheme:
     return Scheme(method="awq", groups=(stored,), ignored=_excepted(fields))
 
 
+def _gguf(fields: Mapping[str, Any]) -> Scheme:
+    """As `experts.gguf` finds it in the files; what is not kept in 4 bits is read as numbers."""
+    coded = (Stored(codes=Codes.UINT4, group=32, asymmetric=True),) if fields.get("experts_bits") == 4 else ()
+    return Scheme(method="gguf", groups=coded)
+
+
 _KINDS = {("int", 4): Codes.UINT4, ("int", 8): Codes.INT8, ("float", 8): Codes.E4M3}
 _METHODS: Mapping[object, Callable[[Mapping[str, Any]], Scheme]] = {
     "fp8": _fp8,
@@ -208,6 +214,7 @@ _METHODS: Mapping[object, Callable[[Mapping[str, Any]], Scheme]] = {
     "gptq": _gptq,
     "awq": _awq,
     "mxfp4": lambda _: Scheme(method="mxfp4"),
+    "gguf": _gguf,
 }
 
 

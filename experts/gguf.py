@@ -40,6 +40,7 @@ ARCHITECTURES = {
     "Qwen3MoeForCausalLM": "qwen3moe",
 }
 _PLAIN = ("F32", "F16", "BF16")
+_CODED = ("Q4_0", "Q4_K")
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _LIST = 8, 9
 _SPLIT = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
@@ -58,11 +59,13 @@ class GgufEntry(TensorEntry):
     heads: int = 0
 
 
-def open_files(paths: Sequence[Path], config: Mapping[str, Any]) -> dict[str, TensorFile]:
-    """The file of each tensor, by its name in the Hugging Face checkpoint.
+def open_files(
+    paths: Sequence[Path], config: Mapping[str, Any]
+) -> tuple[dict[str, TensorFile], dict[str, Any]]:
+    """The file of each tensor, by its name in the Hugging Face checkpoint; and its config with what the files tell.
 
     Args:
-        config: That checkpoint's config.json.
+        config: That checkpoint's config.json, which says nothing of how they are quantized.
 
     Raises:
         CheckpointInvalid: a part is missing, truncated or malformed, two hold the same, or they are of another model.
@@ -73,7 +76,7 @@ def open_files(paths: Sequence[Path], config: Mapping[str, Any]) -> dict[str, Te
             for part in range(1, int(split[2]) + 1):
                 if not (beside := path.with_name(f"{split[1]}-{part:05}-of-{split[2]}.gguf")).exists():
                     raise CheckpointInvalid(f"{beside}: is missing, and {path.name} is here. Download it.")
-    files: dict[str, TensorFile] = {}
+    files: dict[str, GgufFile] = {}
     for path in paths:
         file = GgufFile(path, config)
         for name in file.entries:
@@ -82,7 +85,13 @@ def open_files(paths: Sequence[Path], config: Mapping[str, Any]) -> dict[str, Te
                     f"{name} is in {files[name].path.name} and in {path.name}. Keep the files of one model only."
                 )
             files[name] = file
-    return files
+    kinds = {name: file.entries[name].kind for name, file in files.items()}
+    if all(kind in _PLAIN for kind in kinds.values()):
+        return {**files}, {**config}
+    shape = ExpertShape.from_config(config)
+    experts = {kinds.get(name) for layer in range(shape.layers) for name in shape.names(layer, 0)}
+    bits = 4 if experts <= {*_CODED} else None
+    return {**files}, {**config, "quantization_config": {"quant_method": "gguf", "experts_bits": bits}}
 
 
 class GgufFile(TensorFile):
@@ -138,7 +147,7 @@ class GgufFile(TensorFile):
     def quantized(self, name: str) -> Quantized | None:
         """One matrix of Q4_K or Q4_0 as its codes; else None. Dequantized they are the bits of `tensor`."""
         entry = self.entries[name]
-        if entry.kind not in ("Q4_0", "Q4_K") or entry.heads:
+        if entry.kind not in _CODED or entry.heads:
             return None
         rows, k = entry.shape
         if entry.kind == "Q4_0":

@@ -69,6 +69,12 @@ def whole(
     Raises:
         CheckpointInvalid: as `read`.
     """
+    if (
+        expert is None
+        and checkpoint.shape(name) == wanted
+        and (coded := checkpoint.quantized(name)) is not None
+    ):
+        return coded
     kind = _CODES.get(dtype := checkpoint.dtype(name))
     if kind is None or not scheme.method:
         return tensor_of(checkpoint, name, wanted, expert)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,11 +12,18 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from transformers import AutoConfig, AutoModelForCausalLM, modeling_utils
 
+from tests.e2e.pool import Driver, local_experts, pool_of
 from tests.e2e.test_logits import random_prompts, served, transformers_run
 from tests.experts.test_gguf import FAMILIES, mixed, model
 
 
-@pytest.mark.parametrize("arch", FAMILIES)
+def some(families: Iterable[str], *first: str) -> list[Any]:
+    """These families; those after the first ones take their time."""
+    slow = pytest.mark.full(seconds=8)
+    return [pytest.param(arch, marks=() if arch in first else slow) for arch in families]
+
+
+@pytest.mark.parametrize("arch", some(FAMILIES, "mixtral"))
 def test_float32_logits_equal_those_of_transformers_on_the_dequantized_weights(
     arch: str, tmp_path: Path
 ) -> None:
@@ -28,7 +37,7 @@ def test_float32_logits_equal_those_of_transformers_on_the_dequantized_weights(
 
 
 # Of these transformers reads .gguf files.
-@pytest.mark.parametrize("arch", ["qwen3_moe", "qwen2_moe"])
+@pytest.mark.parametrize("arch", some(["qwen3_moe", "qwen2_moe"], "qwen3_moe"))
 def test_float32_logits_equal_those_of_transformers_on_the_same_file(
     arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -50,3 +59,29 @@ def test_float32_logits_equal_those_of_transformers_on_the_same_file(
     with torch.inference_mode():
         theirs = np.concatenate([peer(torch.tensor([prompt])).logits[0].numpy() for prompt in prompts])
     assert np.abs(ours - theirs).max() < 2e-4, f"{arch}, seed {seed}"
+
+
+def test_experts_in_four_bits_give_the_same_bits_in_process_and_on_servers(tmp_path: Path) -> None:
+    seed = int(np.random.default_rng().integers(1 << 31))
+    kinds = {"gate": Kind.Q4_K, "up": Kind.Q4_0, "down": Kind.Q4_K}
+    folder, plain = model(
+        tmp_path,
+        seed=seed,
+        kind=lambda name: next((kinds[part] for part in kinds if f"{part}_exps" in name), Kind.Q8_0),
+    )
+    prompts = random_prompts(512, seed)
+    asked = {str(number): prompt for number, prompt in enumerate(prompts)}
+    driver = Driver(folder, local_experts(folder), step_tokens=128)
+    alone = driver.run(asked, 8)
+    driver.close()
+    for servers in (1, 4):
+        with pool_of(folder, servers, replicas=1) as pool:
+            assert "int4g32" in {member.numerics_class for member in pool.serving()}.pop()
+            driver = Driver(folder, pool.client)
+            assert driver.run(asked, 8) == alone, f"{servers} servers, seed {seed}"
+            driver.close()
+    # As near to the numbers that the codes stand for as bfloat16 is.
+    ours = np.concatenate(served(folder, prompts))
+    theirs, _ = transformers_run(plain, prompts, torch.float32)
+    rounded, _ = transformers_run(plain, prompts, torch.bfloat16)
+    assert np.abs(ours - theirs).mean() < np.abs(rounded - theirs).mean(), f"seed {seed}"
