@@ -5,7 +5,7 @@ Every field is honored, known not to matter for serving, or refused; `unknown_fi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -23,7 +23,8 @@ _HONORED = frozenset(
         "norm_topk_prob", "num_attention_heads", "num_experts", "num_experts_per_tok", "num_hidden_layers",
         "num_key_value_heads", "num_local_experts", "partial_rotary_factor", "q_lora_rank", "qk_nope_head_dim",
         "qk_rope_head_dim", "qkv_bias", "quantization_config", "rms_norm_eps", "rope_interleave",
-        "rope_parameters", "rope_scaling", "rope_theta", "routed_scaling_factor", "scoring_func",
+        "postnorm", "qk_norm_type", "rope_parameters", "rope_scaling", "rope_theta", "rotary_dim",
+        "routed_scaling_factor", "scoring_func", "shared_intermediate_size", "use_routing_bias",
         "shared_expert_intermediate_size", "sliding_window", "swiglu_alpha", "swiglu_limit", "tie_word_embeddings",
         "topk_group", "topk_method", "torch_dtype", "use_qk_norm", "use_sliding_window", "v_head_dim", "vocab_size",
     }
@@ -31,7 +32,7 @@ _HONORED = frozenset(
 # Training, bookkeeping, layers that guess further tokens, or what the tokenizer and the generation defaults say better.
 _WITHOUT_EFFECT = frozenset(
     {
-        "_name_or_path", "attention_dropout", "auto_map", "aux_loss_alpha", "bos_token_id", "ep_size",
+        "_name_or_path", "attention_dropout", "attn_type_list", "auto_map", "aux_loss_alpha", "bos_token_id", "ep_size",
         "experts_per_token", "initial_context_length", "initializer_range", "model_type", "num_mtp_layers",
         "num_nextn_predict_layers", "output_attentions", "output_hidden_states", "output_router_logits",
         "pad_token_id", "pretraining_tp", "qk_head_dim",
@@ -70,7 +71,8 @@ class Family:
     biased: bool = False  # without that field
     o_bias: bool = False  # and then the output projection has one, too
     clip_qkv: bool = False
-    # "": none, "all": every layer, "switch": every layer if use_sliding_window, "by_layer": some if so, "alternate"
+    # "": none, "all": every layer, "switch": every layer if use_sliding_window, "by_layer": some if so; always some:
+    # "alternate": every other layer, "late": those from max_window_layers on
     window: str = ""
     sliding: int | None = 4096
     sinks: str = ""
@@ -117,6 +119,19 @@ FAMILIES: Mapping[str, Family] = {
     "DeepseekV3ForCausalLM": replace(
         _CORRECTED, groups=(8, 4), scaling_factor=2.5, max_model_len=4096, latent=True,
         only={**_CORRECTED.only, "attention_bias": (False,)},
+    ),
+    "Dots1ForCausalLM": replace(
+        _CORRECTED, qk_norm=QkNorm.HEAD, norm_topk=False, max_model_len=2048, bias="attention_bias", o_bias=True,
+        window="late", only={"scoring_func": ("sigmoid", "noaux_tc"), "topk_method": ("noaux_tc",)},
+    ),
+    "MiniMaxM2ForCausalLM": Family(
+        gate="block_sparse_moe.gate.weight", correction="block_sparse_moe.e_score_correction_bias",
+        score=Score.SIGMOID, norm_topk=True, qk_norm=QkNorm.FULL, max_model_len=196608, rope_theta=5e6, rotated=1.0,
+        only={
+            "scoring_func": ("sigmoid",), "norm_topk_prob": (True,), "use_routing_bias": (True,),
+            "use_qk_norm": (True,), "qk_norm_type": ("per_layer",), "shared_intermediate_size": (0,),
+            "postnorm": (False,),
+        },
     ),
     # A softmax over the chosen alone is that over all, divided by the sum of the chosen.
     "GptOssForCausalLM": Family(
@@ -383,17 +398,20 @@ def _windows(config: Mapping[str, Any], family: Family, layers: int, max_model_l
         raise ConfigInvalid(
             f"config.json: layer_types holds {sorted(set(kinds) - known)}; known are {sorted(known)}."
         )
-    switched_on = family.window in ("all", "alternate") or (
+    switched_on = family.window in ("all", "alternate", "late") or (
         bool(family.window) and _flag(config, "use_sliding_window", False)
     )
     window = config.get("sliding_window", family.sliding) if switched_on else None
     if window is not None:
         window = _count(config, "sliding_window", family.sliding)
-    if family.window in ("by_layer", "alternate"):
-        until = _count(config, "max_window_layers", 28) if family.window == "by_layer" else layers
+    if family.window in ("by_layer", "alternate", "late"):
+        slid: Sequence[int] = range(0, layers, 2)
+        if family.window == "by_layer":
+            slid = range(0, min(layers, _count(config, "max_window_layers", 28)), 2)
+        elif family.window == "late":
+            slid = range(_count(config, "max_window_layers", 62), layers)
         kinds = kinds or [
-            "sliding_attention" if i % 2 == 0 and i < until and window else "full_attention"
-            for i in range(layers)
+            "sliding_attention" if i in slid and window else "full_attention" for i in range(layers)
         ]
         slides = [kind == "sliding_attention" for kind in kinds]
         if any(slides) and not window:

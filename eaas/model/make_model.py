@@ -76,6 +76,8 @@ ARCHITECTURES: Mapping[str, str] = {
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
+    "dots1": "Dots1ForCausalLM",
+    "minimax_m2": "MiniMaxM2ForCausalLM",
 }
 
 
@@ -155,43 +157,28 @@ def make_config(shape: Shape, arch: str, dtype: str) -> dict[str, Any]:
         "eos_token_id": [0, 2],
         "pad_token_id": 0,
     }
+    mixtral_sizes = {"num_local_experts": shape.experts, "intermediate_size": shape.intermediate}
     if arch == "gpt_oss":
-        return config | {
-            "num_local_experts": shape.experts,
-            "intermediate_size": shape.intermediate,
-            "head_dim": shape.head_dim,
-            "attention_bias": True,
-            "sliding_window": 32,
+        yarn = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+        return config | mixtral_sizes | {
+            "head_dim": shape.head_dim, "attention_bias": True, "sliding_window": 32, "rope_theta": 150_000.0,
             "layer_types": [("sliding_attention", "full_attention")[i % 2] for i in range(shape.layers)],
-            "rope_theta": 150_000.0,
-            "rope_scaling": {
-                "rope_type": "yarn",
-                "factor": 4.0,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "truncate": False,
-                "original_max_position_embeddings": shape.max_model_len // 4,
-            },
+            "rope_scaling": yarn | {"original_max_position_embeddings": shape.max_model_len // 4},
             "swiglu_limit": 7.0,
-        }
+        }  # fmt: skip
     if arch == "mixtral":
-        return config | {
-            "num_local_experts": shape.experts,
-            "intermediate_size": shape.intermediate,
-            "head_dim": shape.head_dim,
-            "sliding_window": None,
-        }
+        return config | mixtral_sizes | {"head_dim": shape.head_dim, "sliding_window": None}
+    if arch == "minimax_m2":
+        return config | mixtral_sizes | {
+            "head_dim": shape.head_dim, "rotary_dim": shape.head_dim // 2, "rope_theta": 5e6, "scoring_func": "sigmoid",
+            "use_routing_bias": True, "use_qk_norm": True, "qk_norm_type": "per_layer",
+        }  # fmt: skip
+    if arch == "dots1":
+        return config | _corrected(shape) | {"head_dim": shape.head_dim, "sliding_window": None}
     if arch == "glm4_moe":
-        return (
-            config
-            | _corrected(shape)
-            | {
-                "head_dim": shape.head_dim,
-                "attention_bias": True,
-                "partial_rotary_factor": 0.5,
-                "use_qk_norm": True,
-            }
-        )
+        return config | _corrected(shape) | {
+            "head_dim": shape.head_dim, "attention_bias": True, "partial_rotary_factor": 0.5, "use_qk_norm": True
+        }  # fmt: skip
     if arch.startswith("deepseek"):
         config |= _corrected(shape) | {
             "num_key_value_heads": shape.q_heads,

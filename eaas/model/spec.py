@@ -248,8 +248,8 @@ def rope_of(
     """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before).
 
     Args:
-        share: Part of each head that is rotated where partial_rotary_factor does not say; None: the family has whole
-            heads only.
+        share: Part of each head that is rotated where neither partial_rotary_factor nor rotary_dim says it; None: the
+            family has whole heads only.
 
     Raises:
         ConfigInvalid: a type that is not served, or a parameter that is missing or makes no sense.
@@ -270,7 +270,8 @@ def rope_of(
             f"config.json: rope type {kind!r} is not served. Known are {', '.join(ROPE_TYPES)}."
         )
     given_share = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    given_share = (share or 1.0) if given_share is None else given_share
+    if given_share is None:
+        given_share = positive(config, "rotary_dim", share * head_dim) / head_dim if share else 1.0
     if not _is_number(given_share) or not 0 < given_share <= 1 or (share is None and given_share != 1):
         raise ConfigInvalid(
             f"config.json: partial_rotary_factor is {given_share!r}; this family has "

@@ -260,7 +260,8 @@ def make_model_command(
     arch: Annotated[
         str,
         typer.Option(
-            help="qwen3_moe, mixtral, qwen2_moe, olmoe, glm4_moe, gpt_oss, deepseek_v2 or deepseek_v3."
+            help="qwen3_moe, mixtral, qwen2_moe, olmoe, glm4_moe, dots1, minimax_m2, gpt_oss, deepseek_v2 or "
+            "deepseek_v3."
         ),
     ] = "qwen3_moe",
     seed: Annotated[int, typer.Option(help="The same seed gives the same file everywhere.")] = 0,

@@ -23,6 +23,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm4_moe": ("glm4_moe", {"n_group": 4, "topk_group": 2}),
     "gpt_oss": ("gpt_oss", {}),
+    "minimax_m2": ("minimax_m2", {}),
     "deepseek_v3": ("deepseek_v3", {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
 }
 # At and beside the edges of blocks; the last is longer than a step.

@@ -22,7 +22,8 @@ from experts.model import Dtype, ExpertShape
 from tests.e2e.pool import BLOCK_TOKENS, CORES, local_experts, pool_of
 
 ARCHITECTURES = (
-    "qwen3_moe", "mixtral", "qwen2_moe", "olmoe", "glm4_moe", "deepseek_v2", "deepseek_v3", "gpt_oss",
+    "qwen3_moe", "mixtral", "qwen2_moe", "olmoe", "glm4_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "dots1",
+    "minimax_m2",
 )  # fmt: skip
 LENGTHS = (1, 2, 7, 16, 33, 100, 300)
 CHUNK = 64

@@ -80,6 +80,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         LATENT | {"q_lora_rank": 40, "n_group": 3, "topk_group": 2, "norm_topk_prob": True, "rms_norm_eps": 1e-3,
                   "routed_scaling_factor": 1.7, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.6}},
     ),
+    "dots1": (
+        "Dots1",
+        {"n_routed_experts": 6, "moe_intermediate_size": 40, "intermediate_size": 72, "head_dim": 24,
+         "n_shared_experts": 2, "first_k_dense_replace": 1, "sliding_window": 23, "max_window_layers": 1},
+    ),
+    "minimax_m2": (
+        "MiniMaxM2", {"num_local_experts": 6, "intermediate_size": 40, "head_dim": 24, "rotary_dim": 12}
+    ),
     "gpt_oss": (
         "GptOss",
         {"num_local_experts": 6, "intermediate_size": 40, "head_dim": 16, "sliding_window": 23, "swiglu_limit": 1.0},

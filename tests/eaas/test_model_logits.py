@@ -55,6 +55,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
          "rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.8}},
     ),
     "deepseek_v3-halves": ("deepseek_v3", {"rope_interleave": False}),
+    "dots1": ("dots1", {}),
+    "dots1-late-windows": (
+        "dots1",
+        {"sliding_window": 7, "max_window_layers": 2, "attention_bias": True, "norm_topk_prob": False,
+         "n_group": 2, "topk_group": 1, "n_shared_experts": 2, "routed_scaling_factor": 2.5},
+    ),
+    "minimax_m2": ("minimax_m2", {}),
+    "minimax_m2-rotary": ("minimax_m2", {"rotary_dim": 4, "num_key_value_heads": 4, "tie_word_embeddings": False}),
     "gpt_oss": ("gpt_oss", {}),
     "gpt_oss-clamped": (
         "gpt_oss",

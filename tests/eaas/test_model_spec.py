@@ -66,8 +66,9 @@ def test_fields_left_out_take_the_defaults_of_transformers() -> None:
     left_out = (
         "rms_norm_eps", "rope_theta", "max_position_embeddings", "tie_word_embeddings", "norm_topk_prob",
         "qkv_bias", "shared_expert_intermediate_size", "num_key_value_heads", "head_dim", "attention_bias",
-        "rope_scaling", "use_qk_norm", "partial_rotary_factor", "n_group", "topk_group", "routed_scaling_factor",
-        "n_shared_experts", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+        "rope_scaling", "rotary_dim", "use_qk_norm", "partial_rotary_factor", "n_group", "topk_group",
+        "routed_scaling_factor", "n_shared_experts", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim",
+        "qk_rope_head_dim", "v_head_dim",
     )  # fmt: skip
     for arch in ARCHITECTURES:
         short = {name: value for name, value in config(arch).items() if name not in left_out}
@@ -79,7 +80,9 @@ def test_fields_left_out_take_the_defaults_of_transformers() -> None:
         assert spec.rope.theta == theirs.rope_parameters["rope_theta"], arch
         assert spec.moe.norm_topk == getattr(theirs, "norm_topk_prob", True), arch
         assert spec.qkv_bias == getattr(theirs, "qkv_bias", getattr(theirs, "attention_bias", False)), arch
-        shared = getattr(theirs, "n_shared_experts", 0) * spec.moe.expert_intermediate
+        number = getattr(theirs, "n_shared_experts", 0)
+        # Without a number, transformers cannot make a dots1; we take one.
+        shared = (1 if number is None else number) * spec.moe.expert_intermediate
         assert spec.moe.shared_intermediate == getattr(theirs, "shared_expert_intermediate_size", shared), (
             arch
         )
