@@ -36,8 +36,8 @@ namespace {
 bool shape_is_sound(const DecoderShape& s) {
     const bool sizes = s.hidden && s.layers && s.q_heads && s.kv_heads && s.head_dim && s.vocab &&
                        s.max_rows && s.kv_blocks && s.max_positions && s.q_heads % s.kv_heads == 0 &&
-                       s.head_dim % 2 == 0 && s.head_dim <= kMaxHeadDim && s.rope_pairs <= s.head_dim / 2 && s.block_tokens &&
-                       s.block_tokens % kSubtile == 0 && s.hidden <= (1u << 20) && s.vocab <= (1u << 28) &&
+                       s.head_dim % 2 == 0 && s.head_dim <= kMaxHeadDim &&
+                       s.rope_pairs <= s.head_dim / 2 && s.block_tokens && s.block_tokens % kSubtile == 0 && s.hidden <= (1u << 20) && s.vocab <= (1u << 28) &&
                        s.max_rows <= (1u << 20);
     const bool gate = s.experts <= kMaxExperts && s.top_k <= s.experts && (s.experts == 0 || s.top_k > 0);
     const bool groups =
@@ -149,8 +149,9 @@ void lay_out(Decoder& d, Arena& arena) {
 // Rows that fit one pass over the keys come together; longer runs of one sequence are cut into several
 // groups.
 void group_rows(Decoder& d, const DecoderPlan& plan) {
-    const uint32_t queries = d.shape.q_heads / d.shape.kv_heads;
-    const uint32_t most = queries >= kQueries ? 1 : kQueries / queries;
+    // Latent attention has one key-value head, whose query heads the lanes divide.
+    const uint32_t queries = d.shape.q_heads / (d.shape.kv_rank ? d.lanes : d.shape.kv_heads);
+    const uint32_t most = queries >= kQueries ? 1 : queries ? kQueries / queries : kQueries;
     d.groups.clear();
     for (uint32_t row = 0; row < plan.rows; ++row) {
         const bool joins =

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,17 @@ def test_logits_of_every_family_equal_those_of_transformers(variant: str, tmp_pa
     ours, expected = open_reference(folder).logits(tokens), theirs(folder, tokens)
     assert np.abs(ours - expected).max() < 2e-4, f"{variant}, seed 5"
     assert expected.std() > 0.3, f"{variant}: logits so flat compare nothing, seed 5"
+
+
+def test_layers_beyond_those_of_the_model_are_left_alone(tmp_path: Path) -> None:
+    """DeepSeek-V3's checkpoints go on with layers that guess further tokens."""
+    folder = make_model("tiny", "deepseek_v3", tmp_path, seed=5, dtype="float32")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"num_hidden_layers": config["num_hidden_layers"] - 1, "num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    tokens = np.random.default_rng(5).integers(0, 512, 40).tolist()
+    ours, expected = open_reference(folder).logits(tokens), theirs(folder, tokens)
+    assert np.abs(ours - expected).max() < 2e-4, "seed 5"
 
 
 def test_the_demonstration_model_says_the_same_in_transformers() -> None:
