@@ -1,13 +1,11 @@
-"""The window monitor: its definition against a slow reference, what it must not call slow, its ring, its traces."""
+"""The window monitor: its definition against a slow reference, what it must not call slow, its ring."""
 
 from __future__ import annotations
 
-import json
 import random
 import threading
 from collections.abc import Callable, Iterator
 from fractions import Fraction
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2p import native
-from p2p.monitor import RECORD, ChannelState, Monitor, MonitorState, Recorder, chrome_trace, new_monitor
+from p2p.monitor import ChannelState, Monitor, MonitorState, new_monitor
 
 W = 8
 MS = 1_000_000
@@ -346,78 +344,3 @@ def test_a_null_monitor_is_one_that_is_off() -> None:
 def test_a_ring_of_no_or_too_many_records_is_refused(records: int) -> None:
     with pytest.raises(ValueError, match=f"^{records} records were asked for"), new_monitor(records):
         pass
-
-
-def check_trace(trace: dict) -> None:
-    """The rules of the Chrome trace format that Perfetto's importer relies on."""
-    assert trace["displayTimeUnit"] in ("ms", "ns")
-    rows: dict[tuple[int, int], float] = {}
-    for event in trace["traceEvents"]:
-        assert event["ph"] in ("X", "C", "M", "i") and isinstance(event["name"], str)
-        assert isinstance(event["pid"], int) and isinstance(event["tid"], int)
-        assert isinstance(event["ts"], int | float) and event["ts"] >= 0
-        if event["ph"] == "X":
-            assert event["dur"] >= 0
-            row = (event["pid"], event["tid"])
-            assert rows.get(row, 0) <= event["ts"], "slices of one row overlap"
-            rows[row] = event["ts"] + event["dur"] - 1e-6
-        elif event["ph"] == "C":
-            assert event["args"] and all(isinstance(v, int | float) for v in event["args"].values())
-        elif event["ph"] == "i":
-            assert event["s"] in ("g", "p", "t")
-
-
-def test_the_50_ms_around_an_anomaly_are_dumped_as_a_chrome_trace(fed: Fed, tmp_path: Path) -> None:
-    link = Link(fed, step(200, 80, at_s=1.0))
-    recorder = Recorder(
-        fed.monitor, peer="10.0.0.7:1/x", folder=tmp_path / "traces", clock_ns=lambda: link.now_ns
-    )
-    written: list[Path] = []
-    posts: dict[tuple[int, int], int] = {}
-    post = link.post
-    link.post = lambda size: (posts.update({(link.now_ns, len(posts)): size}), post(size))[1]  # type: ignore[method-assign]
-    for tick in range(1, 150):
-        link.saturate(tick / 100, lambda: 16 * KB, cap=256 * KB)
-        written += recorder.poll()
-    assert len(written) == 1 and written[0].name.startswith("10.0.0.7_1_x@")
-    trace = json.loads(written[0].read_text())
-    check_trace(trace)
-    events = trace["traceEvents"]
-    anomaly_us = next(e["ts"] for e in events if e["name"] == "anomaly")
-    slices = [e for e in events if e["ph"] == "X"]
-    flagged_ns = link.turns[0][0]
-    ends = sorted(flagged_ns + (e["ts"] + e["dur"] - anomaly_us) * 1e3 for e in slices)
-    assert flagged_ns - 60 * MS < ends[0] < flagged_ns - 20 * MS and ends[-1] <= flagged_ns + 25 * MS
-    assert ends[-1] > flagged_ns + 20 * MS
-    begun = {round(flagged_ns + (e["ts"] - anomaly_us) * 1e3) for e in slices}
-    assert begun <= {at for at, _ in posts}, "a slice begins where no write was posted"
-    assert {e["args"]["bytes"] for e in slices} == {16 * KB}
-    mbs = [e["args"]["MB/s"] for e in events if e["name"] == "bandwidth"]
-    assert mbs[0] > 22 and min(mbs) < 11
-
-
-def test_old_traces_make_room_for_new_ones(fed: Fed, tmp_path: Path) -> None:
-    link = Link(fed, lambda s: (80 if int(2 * s) % 2 else 200) * MBIT_S)
-    recorder = Recorder(fed.monitor, peer="peer", folder=tmp_path, most_dumps=3, clock_ns=lambda: link.now_ns)
-    (tmp_path / "another@1.trace.json").write_text("{}")
-    written: list[Path] = []
-    for tick in range(1, 60):
-        link.saturate(tick / 10, lambda: 16 * KB, cap=256 * KB)
-        written += recorder.poll()
-    assert len(written) == fed.read().anomalies > 3
-    assert sorted(tmp_path.glob("peer@*")) == written[-3:]
-    assert (tmp_path / "another@1.trace.json").exists()
-
-
-def test_a_trace_of_writes_in_any_order_has_no_overlap_in_a_row() -> None:
-    rng = random.Random(5)
-    records = np.zeros(200, RECORD)
-    records["posted_ns"] = [rng.randrange(10**7) for _ in range(200)]
-    records["completed_ns"] = np.sort(records["posted_ns"]) + np.array(
-        [rng.randrange(10**6) for _ in range(200)], np.uint64
-    )
-    records["dropped"][7] = 3
-    trace = chrome_trace(records, 5 * 10**6, "p")
-    check_trace(json.loads(json.dumps(trace, allow_nan=False)))
-    assert sum(e["ph"] == "X" for e in trace["traceEvents"]) == 200
-    assert any("3 writes not recorded" in e["name"] for e in trace["traceEvents"])
