@@ -10,11 +10,24 @@ namespace {
 
 constexpr uint32_t kBlockBytes = 64;  // sixteen columns, of the codes and of what they are decoded to
 constexpr uint32_t kStepBytes = 4 * kBlockBytes;
+constexpr uint32_t kAhead = 2048;  // what is fetched for rows whose products leave the hardware no room to look ahead
 
 typedef Lanes16<upart> u32x16;
 
 EAAS_INLINE u32x16 load_u32(const uint8_t* from) {
     return by_part(EAAS_PART(int i) { return part_load<upart>(reinterpret_cast<const uint32_t*>(from), i); });
+}
+
+// Part `i` of sixteen bytes, each widened. (g++ 12 takes a general conversion apart, byte by byte.)
+EAAS_INLINE upart bytes(const uint8_t* from, int i) {
+#if defined(EAAS_ISA_AVX512)
+    return (upart)_mm512_maskz_cvtepu8_epi32(0xffff, _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i * kPartLanes)));
+#elif defined(EAAS_ISA_AVX2)
+    return (upart)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from + i * kPartLanes)));
+#else
+    typedef uint8_t bpart __attribute__((vector_size(kPartLanes)));
+    return __builtin_convertvector(part_load<bpart>(from, i), upart);
+#endif
 }
 
 // A step is what 64 bytes of decoded weights hold of sixteen columns: kPerStep k. Word: as many k of a row.
@@ -183,13 +196,21 @@ struct Kind {
     // Of sixteen columns.
     EAAS_INLINE f32x16 scales(const uint8_t* w, uint32_t block) {
         if constexpr (kExponents) {
-            typedef uint8_t bpart __attribute__((vector_size(kPartLanes)));
             return by_part(EAAS_PART(int i) {
-                const upart e = __builtin_convertvector(part_load<bpart>(w + block * 16, i), upart);
-                return (part)((ipart)e == 0 ? upart{} + 0x400000 : e << 23);
+                const upart bits = bytes(w + block * 16, i) << 23;
+                return (part)((ipart)bits == 0 ? upart{} + 0x400000 : bits);
             });
         } else {
             return load(reinterpret_cast<const float*>(w) + block * 16);
+        }
+    }
+
+    // Reads the scales before the codes, though they are used after: only memory that is read in order is fetched ahead.
+    template <int M>
+    EAAS_INLINE void touch_head(const uint8_t* w) {
+        for (uint32_t at = 0; at < kHeadBytes; at += kBlockBytes) {
+            if constexpr (M > 1) __builtin_prefetch(w + kAhead + at);
+            asm volatile("" : : "r"(*reinterpret_cast<const uint32_t*>(w + at)));
         }
     }
 
@@ -203,12 +224,16 @@ struct Kind {
             EAAS_UNROLL
             for (int b = 0; b < B; ++b) sums[i][b] = zero();
         from += block * kBlockBytes;
-        for (uint32_t s = 0; s < kSteps; s += Source::kSteps, from += kStepBytes)
+        if constexpr (Source::kSteps > 1) touch_head<M>(w);
+        for (uint32_t s = 0; s < kSteps; s += Source::kSteps, from += kStepBytes) {
+            u32x16 blocks[B];
             EAAS_UNROLL
             for (int b = 0; b < B; ++b) {
-                const u32x16 codes = load_u32(from + b * kBlockBytes);
-                steps<Source, M>(codes, x, s, [&](int i) -> f32x16& { return sums[i][b]; });
+                if constexpr (Source::kSteps > 1 && M > 1) __builtin_prefetch(from + kAhead + b * kBlockBytes);
+                blocks[b] = load_u32(from + b * kBlockBytes);
             }
+            steps<Source, M, B>(blocks, x, s, sums);
+        }
         EAAS_UNROLL
         for (int b = 0; b < B; ++b) {
             const f32x16 scale = scales(w, block + b);
@@ -225,12 +250,16 @@ struct Kind {
         }
     }
 
-    template <class Source, int M, int N = 0, class Sums>
-    EAAS_INLINE void steps(u32x16 codes, const Staged* x, uint32_t s, Sums sums) {
-        const u32x16 weights = Source::template decode<N>(codes);
+    // Block by block within a step: who follows in the code does not wait for who goes before.
+    template <class Source, int M, int B, int N = 0>
+    EAAS_INLINE void steps(const u32x16 (&blocks)[B], const Staged* x, uint32_t s, f32x16 (&sums)[M][B]) {
         EAAS_UNROLL
-        for (int i = 0; i < M; ++i) sums(i) = dot(sums(i), weights, x[i].words[s + N]);
-        if constexpr (N + 1 < Source::kSteps) steps<Source, M, N + 1>(codes, x, s, sums);
+        for (int b = 0; b < B; ++b) {
+            const u32x16 weights = Source::template decode<N>(blocks[b]);
+            EAAS_UNROLL
+            for (int i = 0; i < M; ++i) sums[i][b] = dot(sums[i][b], weights, x[i].words[s + N]);
+        }
+        if constexpr (N + 1 < Source::kSteps) steps<Source, M, B, N + 1>(blocks, x, s, sums);
     }
 
     // group() with M = m, for 1 <= m <= M.
@@ -249,11 +278,9 @@ struct Kind {
 
     static void add(const uint8_t* w, const Staged* x, uint32_t m, float* acc) {
         const uint8_t* const codes = w + kHeadBytes;
-        if (m <= kFewRows) {
-            for (uint32_t block = 0; block < 4; block += 4) group_of<Code, kFewRows, 4>(m, w, codes, x, block, acc);
-            return;
-        }
+        if (m <= kFewRows) return group_of<Code, kFewRows, 4>(m, w, codes, x, 0, acc);
         alignas(64) uint8_t decoded[kSteps * kStepBytes];
+        touch_head<kRows>(w);
         for (uint32_t s = 0; s < kSteps / Code::kSteps; ++s)
             for (uint32_t block = 0; block < 4; ++block)
                 decode_block(load_u32(codes + s * kStepBytes + block * kBlockBytes),
