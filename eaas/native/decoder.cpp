@@ -37,7 +37,8 @@ bool shape_is_sound(const DecoderShape& s) {
     const bool sizes = s.hidden && s.layers && s.q_heads && s.kv_heads && s.head_dim && s.vocab &&
                        s.max_rows && s.kv_blocks && s.max_positions && s.q_heads % s.kv_heads == 0 &&
                        s.head_dim % 2 == 0 && s.head_dim <= kMaxHeadDim &&
-                       s.rope_pairs <= s.head_dim / 2 && s.block_tokens && s.block_tokens % kSubtile == 0 && s.hidden <= (1u << 20) && s.vocab <= (1u << 28) &&
+                       s.rope_pairs <= s.head_dim / 2 && s.block_tokens &&
+                       s.block_tokens % kSubtile == 0 && s.hidden <= (1u << 20) && s.vocab <= (1u << 28) &&
                        s.max_rows <= (1u << 20);
     const bool gate = s.experts <= kMaxExperts && s.top_k <= s.experts && (s.experts == 0 || s.top_k > 0);
     const bool groups =

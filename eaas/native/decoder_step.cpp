@@ -240,8 +240,8 @@ void attend_part(const Lane& lane, const Layer& layer, const std::vector<RowGrou
 // Definition: a row's latent c, normed, gives each head h its key K_h c and its value V_h c; beside it stands one
 // rotated key r for all heads. A query [n, p] of head h scores n . K_h c + p . r. Absorbed: n . K_h c = (K_h^T n) . c,
 // and a weighted sum of values V_h c is V_h times the sum of the c. So the cache holds [r, c] as the key and c as the
-// value of one head for all queries, in prefill and decode alike: one order of additions. Cost: 2 * (head_dim + kv_rank)
-// flops per query and position; each lane owns whole query heads, from their projection to their output.
+// value of one head for all queries, in prefill and decode alike: one order of additions. Cost: 2 * (head_dim +
+// kv_rank) flops per query and position; each lane owns whole query heads, from their projection to their output.
 
 // Norms of one row's latents and rotation of its key, which is stored; its value is the latent.
 void prepare_latents(const Lane& lane, const Layer& layer, uint32_t row) {
