@@ -198,6 +198,10 @@ class Checkpoint:
         """Element type as safetensors spells it: "BF16", "F32", "F16", ..."""
         return self._file(name).entries[name].dtype
 
+    def stored(self, name: str) -> str:
+        """Element type in the file; another than `dtype` where it is decoded as it is read, as "Q4_K" of GGUF."""
+        return self._file(name).entries[name].stored
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of one tensor."""
         return self._file(name).entries[name].shape

@@ -58,6 +58,11 @@ class GgufEntry(TensorEntry):
     kind: str
     heads: int = 0
 
+    @property
+    def stored(self) -> str:
+        """Its kind."""
+        return self.kind
+
 
 def open_files(
     paths: Sequence[Path], config: Mapping[str, Any]

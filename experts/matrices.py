@@ -35,6 +35,7 @@ def holds(scheme: Scheme, checkpoint: Checkpoint, name: str) -> bool:
     return bool(scheme.method) and (
         any(tensor in checkpoint for tensor in (f"{weight}_packed", f"{name}.qweight"))
         or (weight in checkpoint and checkpoint.dtype(weight) in _CODES)
+        or (weight in checkpoint and checkpoint.stored(weight) != checkpoint.dtype(weight))
     )
 
 

@@ -49,6 +49,11 @@ class TensorEntry:
     begin: int  # bytes from the end of the header
     end: int
 
+    @property
+    def stored(self) -> str:
+        """Element type in the file, where what is read of it is another."""
+        return self.dtype
+
 
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:

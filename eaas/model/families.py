@@ -273,6 +273,11 @@ class TensorPlan(NamedTuple):
     name: str
     shape: tuple[int, ...]
 
+    @property
+    def module(self) -> str:
+        """Its name without what says that it is the weight."""
+        return self.name.removesuffix(".weight")
+
 
 def tensors_of(spec: ModelSpec) -> dict[str, TensorPlan]:
     """Role -> tensor name and shape, of everything but the routed experts.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,9 @@ import numpy as np
 from eaas.model.families import TensorPlan, spec_of, tensors_of, unknown_fields
 from eaas.model.spec import ModelSpec
 from experts.checkpoint import Checkpoint, CheckpointInvalid
-from experts.formats import scheme_of
+from experts.formats import Scheme, scheme_of
 from experts.kernels import to_dtype
-from experts.matrices import holds, read
+from experts.matrices import Matrix, holds, read
 from experts.model import Dtype
 from experts.quantized import Quantized
 
@@ -83,13 +82,8 @@ def load_spec(checkpoint: Checkpoint) -> ModelSpec:
     return spec
 
 
-def load_weights(
-    checkpoint: Checkpoint, spec: ModelSpec, plans: Mapping[str, TensorPlan] | None = None
-) -> dict[str, np.ndarray]:
+def load_weights(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, np.ndarray]:
     """Role -> read-only weights; see `families.tensors_of` for the roles. No routed expert is touched.
-
-    Args:
-        plans: Which of the model's; default: all.
 
     Returns:
         float32 arrays, or uint16 arrays that hold bfloat16 bits: views of the mapped files. float16 has no
@@ -101,29 +95,41 @@ def load_weights(
     """
     weights: dict[str, np.ndarray] = {}
     scheme = scheme_of(checkpoint.config)
-    for role, plan in (plans or tensors_of(spec)).items():
-        module = plan.name.removesuffix(".weight")
-        if len(plan.shape) == 2 and holds(scheme, checkpoint, module):
-            matrix = read(scheme, checkpoint, module, *plan.shape)
-            wide = matrix.dequantized() if isinstance(matrix, Quantized) else matrix
+    for role, plan in tensors_of(spec).items():
+        stored = stored_weight(checkpoint, scheme, role, plan)
+        if isinstance(stored, Quantized) or holds(scheme, checkpoint, plan.module):
+            wide = stored.dequantized() if isinstance(stored, Quantized) else stored
             weights[role] = to_dtype(wide, spec.dtype) if spec.dtype is Dtype.BFLOAT16 else wide
-            continue
-        if plan.name not in checkpoint:
-            hint = " Is tie_word_embeddings missing from config.json?" if role == "head" else ""
-            raise CheckpointInvalid(f"{checkpoint.directory}: tensor {plan.name} ({role}) is missing.{hint}")
-        shape, dtype = checkpoint.shape(plan.name), checkpoint.dtype(plan.name)
-        if shape != plan.shape:
-            raise CheckpointInvalid(
-                f"{checkpoint.directory}: {plan.name} has shape {list(shape)}, config.json needs"
-                f" {list(plan.shape)}."
-            )
-        if dtype not in _SERVED_DTYPES:
-            raise CheckpointInvalid(
-                f"{checkpoint.directory}: {plan.name} is {dtype}; served are {', '.join(_SERVED_DTYPES)}."
-            )
-        tensor = checkpoint.tensor(plan.name)
-        weights[role] = tensor.astype(np.float32) if dtype == "F16" else tensor
+        else:
+            weights[role] = stored.astype(np.float32) if stored.dtype == np.float16 else stored
     return weights
+
+
+def stored_weight(checkpoint: Checkpoint, scheme: Scheme, role: str, plan: TensorPlan) -> Matrix:
+    """One tensor of the attention worker, as it is stored.
+
+    Args:
+        role: What it is there for.
+
+    Raises:
+        CheckpointInvalid: as `load_weights`.
+    """
+    if len(plan.shape) == 2 and holds(scheme, checkpoint, plan.module):
+        return read(scheme, checkpoint, plan.module, *plan.shape)
+    if plan.name not in checkpoint:
+        hint = " Is tie_word_embeddings missing from config.json?" if role == "head" else ""
+        raise CheckpointInvalid(f"{checkpoint.directory}: tensor {plan.name} ({role}) is missing.{hint}")
+    shape, dtype = checkpoint.shape(plan.name), checkpoint.dtype(plan.name)
+    if shape != plan.shape:
+        raise CheckpointInvalid(
+            f"{checkpoint.directory}: {plan.name} has shape {list(shape)}, config.json needs"
+            f" {list(plan.shape)}."
+        )
+    if dtype not in _SERVED_DTYPES:
+        raise CheckpointInvalid(
+            f"{checkpoint.directory}: {plan.name} is {dtype}; served are {', '.join(_SERVED_DTYPES)}."
+        )
+    return checkpoint.tensor(plan.name)
 
 
 def read_object(path: Path) -> dict[str, Any] | None:

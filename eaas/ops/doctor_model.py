@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 
 from eaas.model.families import tensors_of
-from eaas.model.loader import load_spec, load_weights, resolve_model
+from eaas.model.loader import load_spec, resolve_model, stored_weight
 from eaas.model.spec import ModelSpec
 from eaas.model.tokenizer import Tokenizer
 from eaas.ops.doctor import Finding
 from experts.checkpoint import Checkpoint, CheckpointInvalid
 from experts.devices import Device
-from experts.formats import experts_dtype
+from experts.formats import experts_dtype, scheme_of
 from experts.manifest import PackLayout
 from experts.model import Dtype, ExpertShape, UnknownArchitecture
 from experts.native import IsaUnavailable
@@ -153,7 +153,7 @@ def _stored(checkpoint: Checkpoint) -> Finding:
     kinds: Counter[str] = Counter()
     for name in checkpoint.names():
         entry = checkpoint._file_of[name].entries[name]
-        kinds[getattr(entry, "kind", entry.dtype)] += entry.end - entry.begin
+        kinds[entry.stored] += entry.end - entry.begin
     quantization: Any = checkpoint.config.get("quantization_config") or {}
     method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else quantization
     nbytes = sum(path.stat().st_size for path in files)
@@ -212,12 +212,12 @@ def _existing(path: Path) -> Path:
 
 def _loaded_by_workers(outline: _Outline, spec: ModelSpec) -> list[Finding]:
     checks = _Checks(outline)
-    plans = tensors_of(spec)
+    plans, scheme = tensors_of(spec), scheme_of(outline.config)
     for role, plan in plans.items():
         checks.check(
-            plan.name.removesuffix(".weight"),
+            plan.module,
             plan.shape,
-            lambda role=role, plan=plan: load_weights(outline, spec, {role: plan}),
+            lambda role=role, plan=plan: stored_weight(outline, scheme, role, plan),
         )
     nbytes = sum(math.prod(plan.shape) for plan in plans.values()) * spec.dtype.nbytes
     stored = "bfloat16, its matrices then quantized" if spec.dtype is Dtype.INT8 else spec.dtype.label

@@ -8,8 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from gguf import GGMLQuantizationType as Kind
 from safetensors.numpy import load_file, save_file
+from safetensors.torch import load_file as load_torch
+from safetensors.torch import save_file as save_torch
 from typer.testing import CliRunner
 
 from eaas.model.loader import load_spec, load_weights
@@ -144,3 +147,89 @@ def test_the_command_prints_a_table_or_json_and_fails_where_something_is_missing
     (folder / "tokenizer.json").unlink()
     assert run(app, ["doctor", str(folder)]).exit_code == 1
     assert run(app, ["doctor", str(tmp_path / "absent")]).exit_code == 1
+
+
+def quantized(folder: Path, method: str) -> Path:
+    """Have every projection stored as published checkpoints of a method have it, all zero."""
+    tensors: dict[str, torch.Tensor] = {}
+    plain: dict[str, torch.Tensor] = {}
+    for name, weight in load_torch(folder / "model.safetensors").items():
+        rows, k = weight.shape if weight.ndim == 2 else (0, 0)
+        module = name.removesuffix(".weight")
+        words, half = torch.int32, torch.float16
+        if "_proj" not in name or not rows:
+            plain[name] = weight
+        elif method == "fp8":
+            tensors[name] = torch.zeros(rows, k, dtype=torch.float8_e4m3fn)
+            tensors[f"{name}_scale_inv"] = torch.ones(-(-rows // 128), -(-k // 128))
+        elif method == "compressed-tensors":
+            tensors[f"{name}_packed"] = torch.zeros(rows, k // 8, dtype=words)
+            tensors[f"{name}_scale"] = torch.ones(rows, k // 32, dtype=torch.bfloat16)
+            tensors[f"{name}_shape"] = torch.tensor([rows, k])
+        else:
+            packed = (k, rows // 8) if method == "awq" else (k // 8, rows)
+            tensors[f"{module}.qweight"] = torch.zeros(packed, dtype=words)
+            tensors[f"{module}.qzeros"] = torch.zeros(k // 32, rows // 8, dtype=words)
+            tensors[f"{module}.scales"] = torch.ones(k // 32, rows, dtype=half)
+            if method == "gptq":
+                tensors[f"{module}.g_idx"] = torch.arange(k, dtype=torch.int32) // 32
+    save_torch(plain | tensors, folder / "model.safetensors")
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
+    fields: dict[str, dict[str, Any]] = {
+        "fp8": {"weight_block_size": [128, 128]},
+        "awq": {"bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"},
+        "gptq": {"bits": 4, "group_size": 32, "desc_act": False, "sym": True},
+        "compressed-tensors": {
+            "format": "pack-quantized",
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        },
+    }
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": method} | fields[method]
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("method", ["fp8", "awq", "gptq", "compressed-tensors"])
+def test_quantized_checkpoints_are_checked_by_the_tensors_that_they_have(method: str, tmp_path: Path) -> None:
+    sizes = {"moe_intermediate_size": 128, "hidden_size": 128, "head_dim": 32}
+    made = make_model("tiny", "qwen3_moe", tmp_path, seed=1, overrides=sizes)
+    folder = quantized(made, method)
+    found = examined(folder)
+    assert all(finding.usable for finding in found.values()), found
+    assert ("served in fp8" if method == "fp8" else "served in int4-g32") in found["experts"].found
+    weights = load_weights(checkpoint := Checkpoint.open(folder), load_spec(checkpoint))
+    assert found["attention worker loads"].figures["weights"] == sum(w.nbytes for w in weights.values())
+    tensors = load_torch(folder / "model.safetensors")
+    scales = "weight_scale" if method == "compressed-tensors" else "scales"
+    scales = "weight_scale_inv" if method == "fp8" else scales
+    gone = [f"model.layers.2.mlp.experts.4.up_proj.{scales}", f"model.layers.3.self_attn.v_proj.{scales}"]
+    for name in gone:
+        del tensors[name]
+    save_torch(tensors, folder / "model.safetensors")
+    found = examined(folder)
+    assert found["weights of experts"].found == f"no tensor {gone[0]}"
+    assert found["attention worker loads"].found == f"no tensor {gone[1]}"
+
+
+def test_gpt_oss_in_four_bits_is_checked_layer_by_layer(tmp_path: Path) -> None:
+    folder = make_model("tiny", "gpt_oss", tmp_path, seed=1)
+    tensors = load_torch(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, k, rows = tensors.pop(name).shape
+        tensors[f"{name}_blocks"] = torch.zeros(experts, rows, k // 32, 16, dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.zeros(experts, rows, k // 32, dtype=torch.uint8)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}})
+    )
+    save_torch(tensors, folder / "model.safetensors")
+    found = examined(folder)
+    assert all(finding.usable for finding in found.values()), found
+    assert "served in mxfp4" in found["experts"].found
+    del tensors["model.layers.1.mlp.experts.down_proj_scales"]
+    save_torch(tensors, folder / "model.safetensors")
+    assert (
+        examined(folder)["weights of experts"].found
+        == "no tensor model.layers.1.mlp.experts.down_proj_scales"
+    )
