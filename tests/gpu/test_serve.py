@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 pytest.importorskip("fastapi", reason="needs fastapi, for the gateway; make setup installs it")
 pytest.importorskip("openai", reason="needs openai, a real client; make test installs it")
@@ -28,8 +31,33 @@ SMALL = {
 }  # fmt: skip
 
 
-def test_a_killed_server_changes_no_token(tmp_path: Path) -> None:
+def quantize(model: Path) -> None:
+    """Store a checkpoint's experts in FP8 as DeepSeek-V3's are: each 128 x 128 has a scale."""
+    tensors = load_file(model / "model.safetensors")
+    for name in [name for name in tensors if ".experts." in name]:
+        matrix = tensors[name].float()
+        rows, k = matrix.shape
+        padded = torch.zeros(-(-rows // 128) * 128, -(-k // 128) * 128)
+        padded[:rows, :k] = matrix
+        blocks = padded.view(-(-rows // 128), 128, -(-k // 128), 128)
+        scales = blocks.abs().amax(dim=(1, 3)) / 448
+        codes = (blocks / scales[:, None, :, None]).view(padded.shape)[:rows, :k]
+        tensors[name] = codes.to(torch.float8_e4m3fn).contiguous()
+        tensors[f"{name}_scale_inv"] = scales
+    save_file(tensors, model / "model.safetensors")
+    config = json.loads((model / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "fp8", "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["lm_head", "self_attn", "mlp.gate"],
+    }  # fmt: skip
+    (model / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("stored", ["bf16", "fp8"])
+def test_a_killed_server_changes_no_token(tmp_path: Path, stored: str) -> None:
     model = make_model("tiny", "qwen3_moe", tmp_path / "model", seed=3, dtype="bfloat16", overrides=SMALL)
+    if stored == "fp8":
+        quantize(model)
     device = "interpreter" if DEVICE == "cpu" else "cuda:0"
     config = ClusterConfig(
         model=model,
@@ -47,7 +75,8 @@ def test_a_killed_server_changes_no_token(tmp_path: Path) -> None:
     try:
         cluster.start()
         classes = {member.get("numerics_class", "") for member in fetch_status(cluster.url)["members"]}
-        assert any(device.partition(":")[0] in name for name in classes), classes
+        assert {name.split("-")[0] for name in classes} - {""} == {device.partition(":")[0]}, classes
+        assert all(stored in name.split("-") for name in classes if name), classes
         calm = texts(cluster, lambda count: None)
 
         def kill(count: int) -> None:
