@@ -34,9 +34,10 @@ DEEPSEEK = {
 }  # fmt: skip
 FULL = pytest.mark.full(seconds=5)
 FEW = ("fp8", "w4a16", "gptq-permuted")
-EACH = [pytest.param(method, marks=[] if method in FEW else FULL) for method in METHODS]
+EACH = ["mxfp4", *(pytest.param(method, marks=[] if method in FEW else FULL) for method in METHODS)]
 CASES = [
     *(pytest.param("qwen3_moe", method, marks=[] if method in FEW else FULL) for method in METHODS),
+    ("gpt_oss", "mxfp4"),
     ("deepseek_v3", "fp8"),
     pytest.param("deepseek_v3", "w4a16", marks=FULL),
 ]
@@ -49,9 +50,8 @@ class Model(NamedTuple):
 
 
 def written(arch: str, method: str, root: Path) -> Model:
-    source = make_model(
-        "tiny", arch, root / "source", seed=7, overrides=WIDE if arch == "qwen3_moe" else DEEPSEEK
-    )
+    overrides = {"qwen3_moe": WIDE, "deepseek_v3": DEEPSEEK}.get(arch, {})
+    source = make_model("tiny", arch, root / "source", seed=7, overrides=overrides)
     folder, plain = root / "quantized", root / "plain"
     return Model(folder, plain, quantize_model(source, folder, plain, method))
 
@@ -69,7 +69,8 @@ def test_logits_are_those_of_transformers_on_the_weights_that_the_library_reads(
             found = torch.from_numpy(from_dtype(weights[role])).to(rounded)
             assert torch.equal(found, model.wanted[plan.name].to(rounded)), (arch, method, role)
     shape = ExpertShape.from_config(checkpoint.config)
-    for layer in range(shape.layers):
+    # Those of single experts; tests/experts/test_tensors.py has the fused ones.
+    for layer in range(shape.layers if shape.family.prefix else 0):
         tensors = expert_tensors(checkpoint, shape, layer, layer)
         for name, found in zip(
             shape.names(layer, layer), (tensors.gate, tensors.up, tensors.down), strict=True
@@ -90,12 +91,13 @@ KEPT = {
     "w4a16": Dtype.INT4_G32,
     "awq": Dtype.INT4,
     "gptq": Dtype.INT4_G32,
+    "mxfp4": Dtype.MXFP4,
 }
 
 
 @pytest.mark.parametrize("method", EACH)
 def test_bits_are_the_same_in_process_and_on_one_and_four_servers(method: str, tmp_path: Path) -> None:
-    model = written("qwen3_moe", method, tmp_path).folder
+    model = written("gpt_oss" if method == "mxfp4" else "qwen3_moe", method, tmp_path).folder
     assert stored_as(Checkpoint.open(model).config) is KEPT.get(method)
     asked = prompts((1, 16, 33, 90))
     driver = Driver(model, local_experts(model), step_tokens=128)
@@ -108,3 +110,16 @@ def test_bits_are_the_same_in_process_and_on_one_and_four_servers(method: str, t
             driver.close()
         assert len(logits) == len(asked) * NEW_TOKENS
         assert not different(logits, alone), f"{method}, {servers} servers"
+
+
+def test_gpt_oss_kept_in_mxfp4_errs_no_more_than_transformers_in_bfloat16(tmp_path: Path) -> None:
+    model = written("gpt_oss", "mxfp4", tmp_path)
+    asked = random_prompts(512, seed=7)
+    exact, _ = transformers_run(model.plain, asked, torch.float64)
+    theirs, _ = transformers_run(model.plain, asked, torch.bfloat16)
+    error, bound = (
+        float(np.median(np.linalg.norm(logits - exact, axis=-1) / np.linalg.norm(exact, axis=-1)))
+        for logits in (np.concatenate(served(model.folder, asked)), theirs)
+    )
+    print(f"median error {error:.5f} against {bound:.5f}")
+    assert error < 1.1 * bound, f"seed 7: median error {error:.4f}, transformers {bound:.4f}"

@@ -16,6 +16,7 @@ from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors.torch import load_file, save_file
 from transformers import FineGrainedFP8Config
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
+from transformers.integrations.mxfp4 import FP4_VALUES, convert_moe_packed_tensors
 
 Tensors = dict[str, torch.Tensor]
 Written = tuple[dict[str, Any], Tensors, torch.Tensor]
@@ -96,6 +97,23 @@ def four_bits(weight: torch.Tensor, method: str, group: int, permuted: bool) -> 
     return fields, stored | {"scales": scale.T}, wanted
 
 
+def mxfp4(weight: torch.Tensor) -> Written:
+    """All experts of a layer of GPT-OSS, [experts, in, out], as it is published; read back by transformers."""
+    parts = weight.float().transpose(1, 2).unflatten(-1, (-1, 32))
+    exponents = torch.ceil(torch.log2(parts.abs().amax(-1) / FP4_VALUES[7]))
+    scaled = parts / torch.exp2(exponents)[..., None]
+    codes = (scaled[..., None] - torch.tensor(FP4_VALUES)).abs().argmin(-1).to(torch.uint8)
+    stored = {
+        "_blocks": codes[..., ::2] | codes[..., 1::2] << 4,
+        "_scales": (exponents + 127).to(torch.uint8),
+    }
+    fields = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["self_attn", "router", "embed_tokens", "lm_head"],
+    }
+    return fields, stored, convert_moe_packed_tensors(stored["_blocks"], stored["_scales"]).float()
+
+
 def _packed(codes: torch.Tensor) -> torch.Tensor:
     """int32 words of eight codes of the last axis, the first lowest."""
     parts = codes.reshape(len(codes), -1, 8).to(torch.int64) << (4 * torch.arange(8))
@@ -158,10 +176,11 @@ def quantize_model(folder: Path, out: Path, plain: Path, method: str) -> Mapping
     stored: Tensors = {}
     wanted: Tensors = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
-        if not is_quantized(name):
+        fused = name.endswith(("experts.gate_up_proj", "experts.down_proj"))
+        if not (fused if method == "mxfp4" else is_quantized(name)):
             stored[name], wanted[name] = tensor, tensor.float()
             continue
-        fields, parts, wanted[name] = quantized(tensor, method)
+        fields, parts, wanted[name] = mxfp4(tensor) if method == "mxfp4" else quantized(tensor, method)
         config["quantization_config"] = fields
         stored |= {
             f"{name.removesuffix('weight')}{part}": value.contiguous() for part, value in parts.items()
