@@ -39,6 +39,20 @@ def holds(scheme: Scheme, checkpoint: Checkpoint, name: str) -> bool:
     )
 
 
+def size_of(scheme: Scheme, checkpoint: Checkpoint, name: str) -> tuple[int, int]:
+    """Rows and columns of a module's matrix, as its tensors have them. Raises CheckpointInvalid."""
+    if f"{name}.weight_packed" in checkpoint:
+        rows, k = tensor_of(checkpoint, f"{name}.weight_shape", (2,), dtypes=("I32", "I64"))
+        return int(rows), int(k)
+    words = f"{name}.qweight" in checkpoint
+    first, last = (1, 1, *checkpoint.shape(f"{name}.{'qweight' if words else 'weight'}"))[-2:]
+    if not words:
+        return first, last
+    stored = scheme.stored(name)
+    in_word = 4 if stored and stored.codes is Codes.INT8 else 8
+    return (last * in_word, first) if scheme.method == "awq" else (last, first * in_word)
+
+
 def read(scheme: Scheme, checkpoint: Checkpoint, name: str, rows: int, k: int) -> Matrix:
     """W [rows, k] of a module.
 

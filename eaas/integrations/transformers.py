@@ -14,6 +14,7 @@ the model's type. docs/transformers.md tells more.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import weakref
@@ -21,16 +22,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import try_to_load_from_cache
+from huggingface_hub import snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from eaas import pool as pools
 from eaas.pool import START_S, ConnectFailed, Pool
 from experts.backend import ExpertsLost
 from experts.checkpoint import Checkpoint, CheckpointInvalid
+from experts.formats import scheme_of
+from experts.matrices import holds, read, size_of
 from experts.model import EXPERT_TENSORS, ConfigInvalid, ExpertShape
+from experts.quantized import Quantized
 
 __all__ = ["ConnectFailed", "ExpertsLost", "NotConnected", "Pool", "connect", "load"]
 
@@ -100,6 +104,8 @@ def load(name: str | Path, **options: Any) -> PreTrainedModel:
     """A causal language model without its experts, which `connect` gives it.
 
     No expert weight is read from the checkpoint, and none takes memory: the modules of experts have no parameters.
+    What else a checkpoint holds quantized is dequantized, unless a `quantization_config` says how transformers is to
+    keep it.
 
     Args:
         name: Folder or hub id.
@@ -109,16 +115,60 @@ def load(name: str | Path, **options: Any) -> PreTrainedModel:
         ConnectFailed: EaaS cannot compute this model's experts.
     """
     config = options.pop("config", None) or AutoConfig.from_pretrained(name)
-    if (getattr(config, "quantization_config", None) or {}).get("quant_method") == "mxfp4":
-        # Of experts alone, which are not here.
-        del config.quantization_config  # pyright: ignore[reportAttributeAccessIssue]
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    model: Any = _without_experts(model_class).from_pretrained(
-        name, config=config, experts_implementation=IMPLEMENTATION, **options
-    )
+    options = {"config": config, "experts_implementation": IMPLEMENTATION} | options
+    folder = None if "quantization_config" in options else _quantized(name, config, options.get("revision"))
+    if folder is None:
+        model: Any = _without_experts(model_class).from_pretrained(name, **options)
+    else:
+        if options.get("dtype", "auto") == "auto":
+            options["dtype"] = config.dtype or torch.bfloat16
+        tensors = _dequantized(Checkpoint.open(folder), options["dtype"])
+        model = _without_experts(model_class).from_pretrained(None, state_dict=tensors, **options)
+        model.config._name_or_path = str(name)
+        with contextlib.suppress(OSError):  # there is none
+            model.generation_config = GenerationConfig.from_pretrained(folder)
     # From here on it is like any other: only loading had to be told.
     model.__class__ = model_class
     return model
+
+
+def _quantized(name: str | Path, config: Any, revision: str | None) -> Path | None:
+    """The folder of a checkpoint that is dequantized here; None: transformers reads all that is not of experts.
+
+    Raises:
+        ConnectFailed: it is quantized in a way that is not served.
+    """
+    try:
+        method = scheme_of(config.to_dict()).method
+    except ConfigInvalid as error:
+        raise ConnectFailed(str(error)) from error
+    if method:
+        del config.quantization_config
+    folder = Path(name)
+    # MXFP4 is of experts alone.
+    if method in ("", "mxfp4") and not any(folder.glob("*.gguf")):
+        return None
+    return folder if folder.is_dir() else Path(snapshot_download(str(name), revision=revision))
+
+
+def _dequantized(checkpoint: Checkpoint, dtype: torch.dtype | str) -> dict[str, torch.Tensor]:
+    """Tensors but those of experts; matrices that were quantized are of that type. Raises CheckpointInvalid."""
+    scheme, tensors = scheme_of(checkpoint.config), dict[str, torch.Tensor]()
+    kind = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    for name in checkpoint.names():
+        module, _, part = name.rpartition(".")
+        if re.search(EXPERT_TENSORS, name):
+            continue
+        if part == "bias" or not holds(scheme, checkpoint, module):
+            # A copy: torch takes no view of what cannot be written.
+            tensor = torch.from_numpy(checkpoint.tensor(name).copy())
+            tensors[name] = tensor.view(torch.bfloat16) if checkpoint.dtype(name) == "BF16" else tensor
+        elif part in ("weight", "weight_packed", "qweight"):
+            matrix = read(scheme, checkpoint, module, *size_of(scheme, checkpoint, module))
+            wide = matrix.dequantized() if isinstance(matrix, Quantized) else matrix
+            tensors[f"{module}.weight"] = torch.from_numpy(wide).to(kind)
+    return tensors
 
 
 def _without_experts(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:

@@ -28,6 +28,7 @@ from router.client import JoinRefused, RouterClient
 from router.view import Member, View
 from tests import moe_families
 from tests.e2e.waiting import wait_for
+from tests.experts.quantizing import METHODS, quantize_model
 
 pytestmark = pytest.mark.full(seconds=8)
 
@@ -80,13 +81,14 @@ def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Lo
 
 
 @contextlib.contextmanager
-def serving(folder: Path, servers: int = 2, replicas: int = 2) -> Iterator[LocalCluster]:
+def serving(folder: Path, servers: int = 2, replicas: int = 2, dtype: str = "auto") -> Iterator[LocalCluster]:
     """The experts of a checkpoint, as `eaas pool` serves them."""
     config = ClusterConfig(
         model=folder,
         served_model_name="pool",
         experts=servers,
         replicas=replicas,
+        dtype=dtype,
         attention=0,
         endpoint=False,
     )
@@ -113,6 +115,10 @@ def prompt(seed: int, rows: int = 2, length: int = 17) -> torch.Tensor:
 def generated(model: Any, tokens: torch.Tensor, **options: Any) -> list[list[int]]:
     """Greedy tokens."""
     return model.generate(tokens, max_new_tokens=24, do_sample=False, pad_token_id=0, **options).tolist()
+
+
+def rms(values: torch.Tensor) -> float:
+    return float(values.square().mean().sqrt())
 
 
 def assert_close(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> None:
@@ -168,6 +174,30 @@ def test_a_model_of_every_family_gives_its_own_logits(family: str, tmp_path: Pat
         for module in experts_of(whole):
             module.down_proj.zero_()
     assert (logits(whole, tokens) - wanted).abs().max() > 0.05 * wanted.abs().max(), "experts matter here"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_quantized_checkpoint_gives_the_logits_of_the_weights_it_stands_for(
+    method: str, tmp_path: Path
+) -> None:
+    # Groups of up to 128 columns, and words of 8 rows, in every matrix.
+    wide = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 128, "head_dim": 64}
+    moe_families.model_of("Qwen3Moe", **wide).to(torch.bfloat16).save_pretrained(tmp_path / "source")
+    folder, plain = tmp_path / "quantized", tmp_path / "plain"
+    quantize_model(tmp_path / "source", folder, plain, method)
+    whole = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32, experts_implementation="eager")
+    tokens = prompt(4) % moe_families.VOCAB
+    model = eaas.load(folder, dtype=torch.float32)
+    with serving(folder, dtype="float32") as cluster, eaas.connect(cluster.router_address, model):
+        assert_close(logits(model, tokens), logits(whole, tokens), torch.float32)
+    # As a user has it: experts as they are stored, what stands beside them in the checkpoint's own type. A rounded row
+    # may choose other experts, so that it is the error of the model in bfloat16 which bounds this one.
+    model, many = eaas.load(folder), prompt(5, 16, 64) % moe_families.VOCAB
+    assert model.dtype == torch.bfloat16
+    exact = logits(whole, many)
+    usual = rms(logits(whole.to(torch.bfloat16), many) - exact)
+    with serving(folder) as cluster, eaas.connect(cluster.router_address, model):
+        assert rms(logits(model, many) - exact) <= 1.2 * usual
 
 
 @pytest.mark.parametrize("replicas", [2, 1])
