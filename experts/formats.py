@@ -128,7 +128,7 @@ def experts_dtype(wanted: str, config: Mapping[str, Any], keeps: Collection[Dtyp
 
 
 def _fp8(fields: Mapping[str, Any]) -> Scheme:
-    if (kind := fields.get("fmt", "e4m3")) != "e4m3":
+    if (kind := fields.get("fmt", "e4m3")) not in ("e4m3", "float8_e4m3fn"):
         raise _refused(f"fp8 as {kind}")
     block = _block("fp8", fields.get("weight_block_size"))
     stored = Stored(codes=Codes.E4M3, group=block[1] if block else 0)

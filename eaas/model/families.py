@@ -32,12 +32,13 @@ _HONORED = frozenset(
 # Training, bookkeeping, layers that guess further tokens, or what the tokenizer and the generation defaults say better.
 _WITHOUT_EFFECT = frozenset(
     {
-        "_name_or_path", "attention_dropout", "attn_type_list", "auto_map", "aux_loss_alpha", "bos_token_id", "ep_size",
-        "experts_per_token", "initial_context_length", "initializer_range", "model_type", "num_mtp_layers",
+        "_name_or_path", "attention_dropout", "attn_type_list", "auto_map", "aux_loss_alpha", "bos_token_id",
+        "ep_size", "experts_per_token", "initial_context_length", "initializer_range",
+        "layernorm_full_attention_beta", "layernorm_linear_attention_beta", "layernorm_mlp_beta",
+        "mlp_intermediate_size", "model_type", "mtp_transformer_layers", "num_mtp_layers", "num_mtp_modules",
         "num_nextn_predict_layers", "output_attentions", "output_hidden_states", "output_router_logits",
-        "pad_token_id", "pretraining_tp", "qk_head_dim",
-        "return_dict", "router_aux_loss_coef", "router_jitter_noise", "seq_aux", "transformers_version",
-        "use_cache",
+        "pad_token_id", "pretraining_tp", "qk_head_dim", "return_dict", "router_aux_loss_coef", "router_jitter_noise",
+        "seq_aux", "shared_moe_mode", "transformers_version", "use_cache", "use_mtp",
     }
 )  # fmt: skip
 

@@ -241,6 +241,39 @@ def test_unknown_fields_are_named_and_nulls_are_not() -> None:
         assert unknown_fields(config(arch)) == (), arch
 
 
+# What config.json of published checkpoints has beyond the fields that `make_config` writes.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    # zai-org/GLM-4.5
+    "glm4_moe": {"num_nextn_predict_layers": 1, "rope_scaling": None, "routed_scaling_factor": 2.5},
+    # openai/gpt-oss-20b
+    "gpt_oss": {
+        "experts_per_token": 4, "initial_context_length": 4096, "router_aux_loss_coef": 0.9,
+        "quantization_config": {
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
+        },
+    },
+    # MiniMaxAI/MiniMax-M2
+    "minimax_m2": {
+        "attn_type_list": [1] * 4, "layernorm_full_attention_beta": 1.0, "layernorm_linear_attention_beta": 1.0,
+        "layernorm_mlp_beta": 1.0, "mlp_intermediate_size": 8192, "mtp_transformer_layers": 1, "num_mtp_modules": 3,
+        "postnorm": False, "router_jitter_noise": 0.0, "shared_intermediate_size": 0, "shared_moe_mode": "sigmoid",
+        "use_mtp": True,
+        "quantization_config": {
+            "activation_scheme": "dynamic", "fmt": "float8_e4m3fn", "quant_method": "fp8",
+            "weight_block_size": [128, 128], "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
+        },
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("arch", PUBLISHED)
+def test_a_published_checkpoint_leaves_no_field_unread(arch: str) -> None:
+    published = config(arch, **PUBLISHED[arch])
+    assert unknown_fields(published) == ()
+    assert spec_of(published).dtype is Dtype.BFLOAT16
+
+
 def test_generation_config_has_the_last_word_on_the_end_of_text() -> None:
     assert spec_of(config(eos_token_id=7)).eos_ids == (7,)
     assert spec_of(config(eos_token_id=7), {"eos_token_id": [9, 8]}).eos_ids == (8, 9)
