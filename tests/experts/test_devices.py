@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 
 from experts.devices import CPU, CUDA, INTERPRETER, Device
+from experts.formats import experts_dtype
+from experts.model import Dtype
 from p2p import P2PError, ShmEndpoint
 from p2p.transport import TransportChoice
+from tests.experts.checkpoint_files import QWEN3
 
 
 @pytest.mark.parametrize(
@@ -38,3 +41,13 @@ def test_windows_lie_where_the_device_reaches_them() -> None:
     for device in ("cpu", "interpreter"):
         with pytest.raises(P2PError, match="choose shm or nixl"):
             Device.parse(device).opener(cuda)
+
+
+def test_experts_are_served_as_they_are_stored_where_the_device_has_kernels_for_them() -> None:
+    fp8 = QWEN3 | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    int4 = QWEN3 | {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}}
+    for device, kept in (("cpu", Dtype.INT4), ("cuda:0", Dtype.BFLOAT16), ("interpreter", Dtype.BFLOAT16)):
+        keeps = Device.parse(device).keeps
+        assert experts_dtype("auto", fp8, keeps) is Dtype.FP8
+        assert experts_dtype("auto", int4, keeps) is kept
+        assert experts_dtype("bfloat16", fp8, keeps) is Dtype.BFLOAT16

@@ -8,10 +8,15 @@ import numpy as np
 import pytest
 import torch
 
+from experts.gpu import backend as module
+from experts.gpu.backend import GpuBackend
 from experts.gpu.ffn_fp8 import ffn_fp8_reference, grouped_ffn_fp8, quantize_reference
 from experts.gpu.group import Groups, group
 from experts.gpu.weights import FP8_TILE, Fp8ExpertWeights
+from experts.kernels import KernelsBroken, WeightsBroken, pack_expert
+from experts.model import Dtype, ExpertShape
 from experts.quantized import Codes, Quantized
+from experts.wire import WireShape
 from tests.gpu.aot import SHARED_LIMIT_BYTES, compile_kernel
 from tests.gpu.device import DEVICE, distance, fresh_seed, poisoned, same_bits
 
@@ -119,6 +124,59 @@ def test_wide_groups_are_refused() -> None:
     case = Case(fresh_seed(), pairs=4)
     with pytest.raises(ValueError, match="float8 takes groups of 16 or 64"):
         case.run(128)
+
+
+@pytest.mark.parametrize("dtype", [Dtype.BFLOAT16, Dtype.FP8])
+def test_the_self_test_passes_here_and_catches_broken_kernels(
+    dtype: Dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = GpuBackend(torch.device(DEVICE))
+    backend.self_test(dtype)
+    monkeypatch.setattr(module, "compute_rows", lambda x, *others: x.float() * 1.03)
+    with pytest.raises(
+        KernelsBroken, match=f"the {dtype.label} kernels on {DEVICE} differ from the definition"
+    ):
+        backend.self_test(dtype)
+
+
+def test_a_gpu_without_float8_says_how_to_serve_its_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = GpuBackend(torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(
+        ValueError, match=r"capability 8.0; experts in fp8 need 8.9. Serve them with --dtype bfloat16"
+    ):
+        backend.numerics_class(Dtype.FP8)
+    assert "-sm80-bf16-" in backend.numerics_class(Dtype.BFLOAT16)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    assert "-sm89-fp8-" in backend.numerics_class(Dtype.FP8)
+    for dtype in set(Dtype) - {Dtype.BFLOAT16, Dtype.FP8}:
+        with pytest.raises(ValueError, match=f"{dtype.label} is asked for"):
+            backend.numerics_class(dtype)
+
+
+@pytest.mark.parametrize("part", ["codes", "scales"])
+def test_an_expert_that_reads_otherwise_than_it_was_written_is_not_served(
+    part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seed = fresh_seed()
+    shape = ExpertShape(architecture="", layer_ids=(0,), experts=1, hidden=128, intermediate=64, top_k=1)
+    wire = WireShape(shape=shape, dtype=Dtype.FP8, model_hash=7)
+    server = GpuBackend(torch.device(DEVICE)).server(wire, incarnation=5, cores=(-1,), bell_page=0)
+    rng = np.random.default_rng(seed)
+    packed = pack_expert(*(drawn(*size, rng) for size in ((64, 128), (64, 128), (128, 64))), Dtype.FP8)
+    unload = Fp8ExpertWeights.unload
+
+    def torn(weights: Fp8ExpertWeights, slot: int) -> tuple[Quantized, ...]:
+        gate, up, down = unload(weights, slot)
+        getattr(down, part).view(np.uint8)[-1, -1] ^= 1
+        return gate, up, down
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Fp8ExpertWeights, "unload", torn)
+        with pytest.raises(WeightsBroken, match="down of expert 0 of layer 0 reads otherwise"):
+            server.set_expert(0, 0, packed.gate_up, packed.down)
+    assert int(server.tables.held[0, 0]) == -1, f"seed {seed}"
+    server.close()
 
 
 @pytest.mark.parametrize(
