@@ -198,9 +198,9 @@ class Checkpoint:
         """Element type as safetensors spells it: "BF16", "F32", "F16", ..."""
         return self._file(name).entries[name].dtype
 
-    def stored(self, name: str) -> str:
-        """Element type in the file; another than `dtype` where it is decoded as it is read, as "Q4_K" of GGUF."""
-        return self._file(name).entries[name].stored
+    def coded(self, name: str) -> str:
+        """How the file codes what is decoded as it is read, such as "Q4_K" of GGUF; else empty."""
+        return self._file(name).entries[name].coded
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of one tensor."""

@@ -48,20 +48,9 @@ _SPLIT = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
 
 @dataclass(frozen=True, kw_only=True)
 class GgufEntry(TensorEntry):
-    """One tensor; `dtype` is what it is read as.
+    """One tensor. heads: llama.cpp lays the rows of so many out for a rope over neighbors; 0: it does not."""
 
-    Attributes:
-        kind: How the file keeps it, for example "Q4_K".
-        heads: llama.cpp lays the rows of so many heads out for a rope over neighbors; 0: it does not.
-    """
-
-    kind: str
     heads: int = 0
-
-    @property
-    def stored(self) -> str:
-        """Its kind."""
-        return self.kind
 
 
 def open_files(
@@ -90,11 +79,11 @@ def open_files(
                     f"{name} is in {files[name].path.name} and in {path.name}. Keep the files of one model only."
                 )
             files[name] = file
-    kinds = {name: file.entries[name].kind for name, file in files.items()}
-    if all(kind in _PLAIN for kind in kinds.values()):
+    coded = {name: kind for name, file in files.items() if (kind := file.entries[name].coded)}
+    if not coded:
         return {**files}, {**config}
     shape = ExpertShape.from_config(config)
-    experts = {kinds.get(name) for layer in range(shape.layers) for name in shape.names(layer, 0)}
+    experts = {coded.get(name) for layer in range(shape.layers) for name in shape.names(layer, 0)}
     bits = 4 if experts <= {*_CODED} else None
     return {**files}, {**config, "quantization_config": {"quant_method": "gguf", "experts_bits": bits}}
 
@@ -117,9 +106,7 @@ class GgufFile(TensorFile):
         head = _Head(path, mapped)
         magic, version = head.take(4), head.number("I")
         if magic != b"GGUF" or version not in (2, 3):
-            raise CheckpointInvalid(
-                f"{path}: begins with {magic!r}, version {version}; GGUF 2 or 3 is needed."
-            )
+            raise CheckpointInvalid(f"{path}: begins with {magic!r}, version {version}, not GGUF 2 or 3.")
         tensors, fields = head.number("Q"), dict(head.field() for _ in range(head.number("Q")))
         told = [head.tensor() for _ in range(tensors)]
         align = fields.get("general.alignment", 32)
@@ -128,21 +115,18 @@ class GgufFile(TensorFile):
         start = -(-head.at // align) * align
         for name, entry in told:
             if entry.end > size - start:
-                raise CheckpointInvalid(
-                    f"{path}: {name} lies at bytes {entry.begin} to {entry.end} of {max(0, size - start)}. Download it"
-                    " again."
-                )
+                place = f"{entry.begin} to {entry.end} of {max(0, size - start)}"
+                raise CheckpointInvalid(f"{path}: {name} lies at bytes {place}. Download it again.")
         super().__init__(path, mapped[: head.at], _named(path, dict(told), fields, config), mapped, start)
 
     def tensor(self, name: str) -> np.ndarray:
         """One tensor, read-only, in its own shape; float32 where the file keeps codes."""
         entry = self.entries[name]
-        if entry.kind in _PLAIN:
-            wide = super().tensor(name)
+        if entry.coded:
+            kind = gguf.GGMLQuantizationType[entry.coded]
+            wide = gguf.dequantize(self._rows(entry), kind).reshape(entry.shape)
         else:
-            wide = gguf.dequantize(self._rows(entry), gguf.GGMLQuantizationType[entry.kind]).reshape(
-                entry.shape
-            )
+            wide = super().tensor(name)
         if entry.heads:
             pairs = wide.reshape(entry.heads, -1, 2, *entry.shape[1:])
             wide = pairs.swapaxes(1, 2).reshape(entry.shape)
@@ -152,10 +136,10 @@ class GgufFile(TensorFile):
     def quantized(self, name: str) -> Quantized | None:
         """One matrix of Q4_K or Q4_0 as its codes; else None. Dequantized they are the bits of `tensor`."""
         entry = self.entries[name]
-        if entry.kind not in _CODED or entry.heads:
+        if entry.coded not in _CODED or entry.heads:
             return None
         rows, k = entry.shape
-        if entry.kind == "Q4_0":
+        if entry.coded == "Q4_0":
             # Blocks of 32: d, then codes with 8 for zero, two in a byte: those of the first half are low.
             blocks = self._rows(entry).reshape(rows, -1, 18)
             scales = _halves(blocks[..., :2])[..., 0]
@@ -163,12 +147,8 @@ class GgufFile(TensorFile):
         else:
             # Blocks of 256: d, dmin, 8 pairs of scale and minimum of 6 bits, then the codes of 8 groups of 32.
             blocks = self._rows(entry).reshape(-1, 144)
-            both = gguf.quants.Q4_K.get_scale_min(blocks[:, 4:16])
-            d = _halves(blocks[:, :4])
-            scales, offsets = (
-                (d[:, :1] * both[0]).reshape(rows, -1),
-                (d[:, 1:] * both[1]).reshape(rows, -1) * -1,
-            )
+            units = _halves(blocks[:, :4]).T[:, :, None] * gguf.quants.Q4_K.get_scale_min(blocks[:, 4:16])
+            scales, offsets = units[0].reshape(rows, -1), -units[1].reshape(rows, -1)
             packed = blocks[:, 16:].reshape(rows, -1, 1, 32)
         low_first = np.array([0, 4], np.uint8)[:, None]
         codes = (packed >> low_first & np.uint8(15)).reshape(rows, k)
@@ -192,9 +172,7 @@ class _Head:
     def take(self, nbytes: int) -> bytes:
         begin, self.at = self.at, self.at + nbytes
         if self.at > self._limit:
-            raise CheckpointInvalid(
-                f"{self._path}: its header ends after byte {self._limit}. Download it again."
-            )
+            raise CheckpointInvalid(f"{self._path}: header ends after byte {self._limit}. Download it again.")
         return self._data[begin : self.at]
 
     def number(self, form: str) -> Any:
@@ -218,9 +196,7 @@ class _Head:
         elif inner in _NUMBERS:
             self.take(count * struct.calcsize("<" + _NUMBERS[inner]))
         else:
-            raise CheckpointInvalid(
-                f"{self._path}: field {name} has type {inner}, which GGUF does not define."
-            )
+            raise CheckpointInvalid(f"{self._path}: field {name} has type {inner}; GGUF has none such.")
         return name, None
 
     def tensor(self) -> tuple[str, GgufEntry]:
@@ -229,20 +205,19 @@ class _Head:
             raise CheckpointInvalid(f"{self._path}: {name} has {axes} axes; 1 to 4 are possible.")
         shape = tuple(self.number("Q") for _ in range(axes))[::-1]
         kind, begin = self.number("I"), self.number("Q")
-        try:
-            known = gguf.GGMLQuantizationType(kind)
-        except ValueError as error:
+        if kind not in {*gguf.GGMLQuantizationType}:
+            raise CheckpointInvalid(f"{self._path}: {name} has type {kind}; gguf does not know it.")
+        known = gguf.GGMLQuantizationType(kind).name
+        block, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
+        if shape[-1] % block:
             raise CheckpointInvalid(
-                f"{self._path}: {name} has type {kind}; gguf does not know it."
-            ) from error
-        numbers, nbytes = gguf.GGML_QUANT_SIZES[known]
-        if shape[-1] % numbers:
-            raise CheckpointInvalid(
-                f"{self._path}: {name}, {known.name}, has rows of {shape[-1]}; {numbers} are a block."
+                f"{self._path}: {name} is {known}: rows of {shape[-1]}, blocks of {block}."
             )
-        end = begin + math.prod(shape) // numbers * nbytes
-        dtype = known.name if known.name in _PLAIN else "F32"
-        return name, GgufEntry(dtype=dtype, shape=shape, begin=begin, end=end, kind=known.name)
+        if known not in _PLAIN and not hasattr(gguf.quants, known):
+            raise CheckpointInvalid(f"{self._path}: {name} is {known}, which gguf does not decode.")
+        end = begin + math.prod(shape) // block * nbytes
+        dtype, coded = (known, "") if known in _PLAIN else ("F32", known)
+        return name, GgufEntry(dtype=dtype, coded=coded, shape=shape, begin=begin, end=end)
 
 
 def _named(
@@ -260,11 +235,6 @@ def _named(
         raise CheckpointInvalid(
             f"{path}: is of {found!r}; config.json needs {needed!r} ({shape.architecture})."
         )
-    for name, entry in told.items():
-        if entry.kind not in _PLAIN and not hasattr(gguf.quants, entry.kind):
-            raise CheckpointInvalid(
-                f"{path}: {name} is {entry.kind}, which the library gguf does not decode."
-            )
     number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == needed)
     q_heads = config.get("num_attention_heads", 0)
     heads = {"attn_q": q_heads, "attn_k": config.get("num_key_value_heads") or q_heads}

@@ -34,8 +34,7 @@ def holds(scheme: Scheme, checkpoint: Checkpoint, name: str) -> bool:
     weight = f"{name}.weight"
     return bool(scheme.method) and (
         any(tensor in checkpoint for tensor in (f"{weight}_packed", f"{name}.qweight"))
-        or (weight in checkpoint and checkpoint.dtype(weight) in _CODES)
-        or (weight in checkpoint and checkpoint.stored(weight) != checkpoint.dtype(weight))
+        or (weight in checkpoint and (checkpoint.dtype(weight) in _CODES or bool(checkpoint.coded(weight))))
     )
 
 

@@ -48,11 +48,7 @@ class TensorEntry:
     shape: tuple[int, ...]
     begin: int  # bytes from the end of the header
     end: int
-
-    @property
-    def stored(self) -> str:
-        """Element type in the file, where what is read of it is another."""
-        return self.dtype
+    coded: str = ""  # in the file, where what is read is decoded to dtype, such as "Q4_K" of GGUF
 
 
 @contextmanager

@@ -7,12 +7,10 @@ and shapes are as they are and every number is zero, once for each way in which 
 from __future__ import annotations
 
 import math
-import os
-import shutil
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,7 +26,7 @@ from experts.formats import experts_dtype, scheme_of
 from experts.manifest import PackLayout
 from experts.model import Dtype, ExpertShape, UnknownArchitecture
 from experts.native import IsaUnavailable
-from experts.pack import cache_directory, layout_of
+from experts.pack import layout_of
 from experts.tensor_file import NUMPY, TensorEntry
 from experts.tensors import tensors_of as expert_tensors
 from p2p.native import NativeMissing
@@ -39,9 +37,9 @@ _REFUSED = (ValueError, IsaUnavailable, NativeMissing)
 
 
 def examine_model(
-    model: str, *, dtype: str, experts: int, replicas: int, redundant: int = 0, device: str = "cpu"
+    model: str, *, dtype: str, experts: int, replicas: int, redundant: int = 0
 ) -> list[Finding]:
-    """Look at a checkpoint as a cluster with these options would load it. Nothing but headers is read.
+    """Look at a checkpoint as a cluster with these options, without GPUs, would load it. Only headers are read.
 
     Args:
         model: As for `resolve_model`.
@@ -55,16 +53,16 @@ def examine_model(
         found.append(_stored(checkpoint))
         what = "experts"
         shape = ExpertShape.from_config(checkpoint.config)
-        kept = experts_dtype(dtype, checkpoint.config, Device.parse(device).keeps)
+        kept = experts_dtype(dtype, checkpoint.config, Device().keeps)
         # Sizes do not depend on which checkpoint it is, and its fingerprint takes time.
         layout = layout_of(shape, kept, "0" * 64)
-        found.append(_yes("experts", f"{_shape(shape)}; served in {kept.label}, {layout.numerics_class}"))
+        text = f"{shape.architecture}: {shape.layers} layers of {shape.experts} experts, {shape.top_k} for each token"
+        found.append(_yes(what, f"{text}; served in {kept.label}, {layout.numerics_class}"))
         outline = _Outline(checkpoint)
-        found += [_expert_weights(outline, shape), *_loaded_by_servers(layout, experts, replicas, redundant)]
+        found += [_expert_weights(outline, shape), _loaded_by_servers(layout, experts, replicas, redundant)]
         what = "own engine"
         spec = replace(load_spec(checkpoint), dtype=Dtype.resolve(dtype, checkpoint.config))
         found += _loaded_by_workers(outline, spec)
-        found.append(_memory(found))
         what = "tokenizer"
         Tokenizer.load(folder)
         found.append(_yes(what, "tokenizer.json and what belongs to it"))
@@ -122,9 +120,7 @@ class _Checks:
     def check(self, prefix: str, kind: object, read: Callable[[], object]) -> None:
         """Read a group, whose names begin with `prefix`, unless a sound one of the same kind is stored alike."""
         for known, parts in self._sound:
-            if known == kind and all(
-                self._outline.entry(prefix + rest) == entry for rest, entry in parts.items()
-            ):
+            if known == kind and all(self._outline.entry(prefix + rest) == parts[rest] for rest in parts):
                 return
         self._outline.read.clear()
         try:
@@ -141,33 +137,24 @@ class _Checks:
         """That all is sound, or each fault."""
         if not self.faults:
             return _yes(what, text, **figures)
-        told = [
-            *self.faults[:_TOLD],
-            *([f"and {rest} more"] if (rest := len(self.faults) - _TOLD) > 0 else []),
-        ]
-        return Finding(what, False, "\n".join(told), required=True)
+        more = f"\nand {rest} more" if (rest := len(self.faults) - _TOLD) > 0 else ""
+        return Finding(what, False, "\n".join(self.faults[:_TOLD]) + more, required=True)
 
 
 def _stored(checkpoint: Checkpoint) -> Finding:
     files = {file.path: file for file in checkpoint._file_of.values()}
     kinds: Counter[str] = Counter()
-    for name in checkpoint.names():
-        entry = checkpoint._file_of[name].entries[name]
-        kinds[entry.stored] += entry.end - entry.begin
-    quantization: Any = checkpoint.config.get("quantization_config") or {}
-    method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else quantization
+    for file in files.values():
+        # One tensor may have several names.
+        for entry in {entry.begin: entry for entry in file.entries.values()}.values():
+            kinds[entry.coded or entry.dtype] += entry.end - entry.begin
+    method = scheme_of(checkpoint.config).method
     nbytes = sum(path.stat().st_size for path in files)
     types = ", ".join(f"{_size(size)} {kind}" for kind, size in kinds.most_common())
-    text = f"{checkpoint.directory}: {_size(nbytes)} in {len(files)} {'file' if len(files) == 1 else 'files'}: {types}"
-    quantized = f"; quantized ({method})" if quantization else ""
-    return _yes("checkpoint", text + quantized, files=len(files), bytes=nbytes)
-
-
-def _shape(shape: ExpertShape) -> str:
-    return (
-        f"{shape.architecture}: {shape.layers} layers of {shape.experts} experts, {shape.top_k} for each token, hidden"
-        f" {shape.hidden}, intermediate {shape.intermediate}"
+    text = f"{checkpoint.directory}: {_size(nbytes)}, files: {len(files)}; {types}" + f"; {method}" * bool(
+        method
     )
+    return _yes("checkpoint", text, files=len(files), bytes=nbytes)
 
 
 def _expert_weights(outline: _Outline, shape: ExpertShape) -> Finding:
@@ -179,46 +166,30 @@ def _expert_weights(outline: _Outline, shape: ExpertShape) -> Finding:
         )
         for expert in range(1 if together else shape.experts):
             prefix = fused if together else shape.family.prefix.format(layer=block, expert=expert)
-            checks.check(prefix, together, lambda at=(layer, expert): expert_tensors(outline, shape, *at))
+            checks.check(prefix, together, partial(expert_tensors, outline, shape, layer, expert))
     return checks.finding("weights of experts", "all there, in types and shapes that are read")
 
 
-def _loaded_by_servers(layout: PackLayout, experts: int, replicas: int, redundant: int) -> list[Finding]:
-    shape, each = layout.shape, layout.blob_bytes
-    names = [f"expert/{number}" for number in range(experts)]
-    placed = place(
-        layers=shape.layers, experts=shape.experts, replicas=replicas, capacity=dict.fromkeys(names, 0)
-    )
+def _loaded_by_servers(layout: PackLayout, experts: int, replicas: int, redundant: int) -> Finding:
+    shape, each, whole = layout.shape, layout.blob_bytes, layout.count * layout.blob_bytes
+    servers = {f"expert/{number}": 0 for number in range(experts)}
+    placed = place(layers=shape.layers, experts=shape.experts, replicas=replicas, capacity=servers)
     # Redundant copies follow the load; they are spread as evenly as the others.
-    beyond = -(-redundant * shape.layers // max(1, experts))
-    most = max((held.bit_count() for held in placed.values()), default=0)
-    most = min(most + beyond, layout.count)
-    whole = layout.count * each
+    beyond = -(-redundant * shape.layers // experts)
+    most = min(max(held.bit_count() for held in placed.values()) + beyond, layout.count)
     text = (
         f"{_size(each)} an expert, {_size(whole)} for {layout.count}; with {experts} servers and {replicas} replicas at"
         f" most {most} experts, {_size(most * each)}, each. Servers of one host map one file"
     )
-    free = shutil.disk_usage(_existing(cache_directory())).free
-    room = f"{_size(layout.file_bytes)} in {cache_directory()}, where {_size(free)} are free"
-    return [
-        _yes("expert servers load", text, expert=each, experts=whole, server=most * each),
-        Finding("room for packed experts", free >= layout.file_bytes, room),
-    ]
-
-
-def _existing(path: Path) -> Path:
-    return path if path.exists() else _existing(path.parent)
+    return _yes("expert servers load", text, expert=each, experts=whole, server=most * each)
 
 
 def _loaded_by_workers(outline: _Outline, spec: ModelSpec) -> list[Finding]:
     checks = _Checks(outline)
     plans, scheme = tensors_of(spec), scheme_of(outline.config)
     for role, plan in plans.items():
-        checks.check(
-            plan.module,
-            plan.shape,
-            lambda role=role, plan=plan: stored_weight(outline, scheme, role, plan),
-        )
+        read = partial(stored_weight, outline, scheme, role, plan)
+        checks.check(plan.module, plan.shape, read)
     nbytes = sum(math.prod(plan.shape) for plan in plans.values()) * spec.dtype.nbytes
     stored = "bfloat16, its matrices then quantized" if spec.dtype is Dtype.INT8 else spec.dtype.label
     cached = 1000 * spec.layers * spec.kv_heads * spec.cached_dims * spec.dtype.nbytes
@@ -228,20 +199,9 @@ def _loaded_by_workers(outline: _Outline, spec: ModelSpec) -> list[Finding]:
     ]
 
 
-def _memory(found: list[Finding]) -> Finding:
-    """Whether this host alone has room for a worker and for one copy of the experts, which its servers share."""
-    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    needed = sum(f.figures.get("weights", 0) + f.figures.get("experts", 0) for f in found)
-    text = f"{_size(there)}; one attention worker and all experts have {_size(needed)} of weights"
-    return Finding("memory of this host", needed < there, text)
-
-
 def _yes(what: str, text: str, **figures: int) -> Finding:
     return Finding(what, True, text, required=True, figures=figures)
 
 
 def _size(nbytes: int) -> str:
-    unit, size = next(
-        pair for pair in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if nbytes >= pair[1] or pair[0] == "kB"
-    )
-    return f"{nbytes / size:,.1f} {unit}"
+    return f"{nbytes / 1e9:,.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:,.1f} MB"

@@ -101,15 +101,11 @@ def _packing(layout: PackLayout) -> Iterator[Packing]:
     if not console.is_terminal:
         yield line
         return
-    columns = (
-        *(TextColumn("packing experts {task.description}"), BarColumn(), DownloadColumn()),
-        *(TransferSpeedColumn(), TimeRemainingColumn()),
-    )
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(f"0 of {layout.count}", total=whole)
-        yield lambda done, total: bar.update(
-            task, completed=done * layout.blob_bytes, description=f"{done} of {total}"
-        )
+    shown = (DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    title = TextColumn("packing experts {task.description}")
+    with Progress(title, BarColumn(), *shown, console=console, transient=True) as bar:
+        task, each = bar.add_task("", total=whole), layout.blob_bytes
+        yield lambda done, total: bar.update(task, completed=done * each, description=f"{done} of {total}")
 
 
 def prepare_model(config: ClusterConfig) -> None:

@@ -193,13 +193,13 @@ def header(*parts: bytes) -> bytes:
     ("content", "text"),
     [
         (b"GGML" + bytes(40), "begins with b'GGML', version 0"),
-        (b"GGUF" + struct.pack(">IQQ", 3, 0, 0) + bytes(9), "version 50331648; GGUF 2 or 3"),
+        (b"GGUF" + struct.pack(">IQQ", 3, 0, 0) + bytes(9), "version 50331648, not GGUF 2 or 3"),
         (header(struct.pack("<Q", 1 << 60)), "header ends after byte 32"),
         (header(struct.pack("<Q1sI", 1, b"a", 9)), "a has 9 axes"),
         (header(struct.pack("<Q1sIQIQ", 1, b"a", 1, 8, 99, 0)), "a has type 99; gguf does not know it"),
         (
             header(struct.pack("<Q1sIQIQ", 1, b"a", 1, 100, 12, 0)),
-            "a, Q4_K, has rows of 100; 256 are a block",
+            "a is Q4_K: rows of 100, blocks of 256",
         ),
         (
             header(struct.pack("<Q1sIQIQ", 1, b"a", 1, 1 << 40, 0, 0)),
@@ -238,7 +238,5 @@ def test_a_type_that_gguf_does_not_decode_is_refused_by_name(
 ) -> None:
     folder, _ = model(tmp_path, seed=3)
     monkeypatch.delattr(gguf.quants, "Q5_K")
-    with pytest.raises(
-        CheckpointInvalid, match=r"attn_v\.weight is Q5_K, which the library gguf does not decode"
-    ):
+    with pytest.raises(CheckpointInvalid, match=r"attn_v\.weight is Q5_K, which gguf does not decode"):
         Checkpoint.open(folder)
