@@ -17,7 +17,7 @@ import msgspec
 
 from eaas.gateway.errors import ErrorReply
 from eaas.gateway.logprobs import TokenLogprobs, logprob_entry
-from eaas.gateway.tool_calls import CallReader, CallStyle, Part
+from eaas.gateway.output_reader import OutputReader, Part, Reading
 
 DONE = b"data: [DONE]\n\n"
 _LETTERS = string.ascii_letters + string.digits
@@ -140,11 +140,10 @@ def named_event(name: str, fields: Mapping[str, Any]) -> bytes:
     return b"event: " + name.encode() + b"\ndata: " + _encode({"type": name, **fields}) + b"\n\n"
 
 
-def call_id(style: CallStyle) -> str:
+def call_id(reading: Reading) -> str:
     """A new id for a call, of a form that the family's chat templates accept."""
-    if style.id_letters:
-        return "".join(secrets.choice(_LETTERS) for _ in range(style.id_letters))
-    return f"call_{secrets.token_hex(12)}"
+    letters = reading.calls.id_letters if reading.calls is not None else 0
+    return "".join(secrets.choice(_LETTERS) for _ in range(letters)) or f"call_{secrets.token_hex(12)}"
 
 
 class Format(ABC):
@@ -178,7 +177,7 @@ class Format(ABC):
 
 
 class TranscriptFormat(Format):
-    """Shapes that tell of words and calls as items, of which one is open at a time and is repeated whole at its end.
+    """Shapes that tell of what was said as items, of which one is open at a time and is repeated whole at its end.
 
     One transcript keeps what was said so far, for the last events and for the whole response.
     """
@@ -186,14 +185,14 @@ class TranscriptFormat(Format):
     # Ends that the model did not choose: what was still to become a call is left out.
     cut_off = frozenset({"length", "abort"})
 
-    def __init__(self, style: CallStyle | None) -> None:
-        """Args: style: how the model writes calls; None when it was shown no tools."""
+    def __init__(self, reading: Reading | None) -> None:
+        """Args: reading: how the output is read; None where it is words alone."""
         self.items: list[dict[str, Any]] = []  # the open one last
         self.open = ""  # type of the open item
         self.pieces: list[str] = []  # of the open item's text or arguments
         self.head = ResponseHead(id="", created=0, model="", fingerprint=None)
-        self.reader = None if style is None else CallReader(style)
-        self._style = style
+        self.reader = None if reading is None else OutputReader(reading)
+        self._reading = reading or Reading()
         self._begun = False
 
     @abstractmethod
@@ -215,19 +214,19 @@ class TranscriptFormat(Format):
         return self
 
     def parts(self, delta: Delta) -> tuple[list[Part], list[Part]]:
-        """Words and calls that a text makes certain, and those that the end does."""
+        """What a text makes certain, and what the end does."""
         if self.reader is None:
             return [delta.text], []
         parts, ending = self.reader.push(delta.text), delta.ending
         return parts, [] if ending is None else self.reader.flush(cut=ending.reason in self.cut_off)
 
-    def around_calls(self, text: str, kind: str) -> bool:
-        """Whether it is white space around calls, which begins no item of this type."""
+    def between_items(self, text: str, kind: str) -> bool:
+        """Whether it is white space between items, which begins none of this type."""
         return self.reader is not None and self.open != kind and not text.strip()
 
     def call_id(self) -> str:
         """A new id for a call."""
-        return call_id(self._style) if self._style else ""
+        return call_id(self._reading)
 
 
 class ChunkFormat(Format):

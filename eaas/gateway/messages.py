@@ -17,8 +17,8 @@ from pydantic import Field, field_validator
 from eaas.gateway.constraints import Strict
 from eaas.gateway.errors import OVERLOADED, ErrorReply, checked, wrong_field
 from eaas.gateway.formats import Delta, Ending, TranscriptFormat, Usage, named_event
+from eaas.gateway.output_reader import CallBegun, Part, Reading, Thought
 from eaas.gateway.schema import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, ChatRequest, more_fields
-from eaas.gateway.tool_calls import CallBegun, CallStyle, Part
 
 PATH = "/v1/messages"
 
@@ -239,9 +239,9 @@ class MessagesFormat(TranscriptFormat):
 
     prefix = "msg_"
 
-    def __init__(self, style: CallStyle | None, prompt_tokens: int) -> None:
+    def __init__(self, reading: Reading | None, prompt_tokens: int) -> None:
         """Args: prompt_tokens: tokens of its prompt."""
-        super().__init__(style)
+        super().__init__(reading)
         self._prompt_tokens = prompt_tokens
         self._stop: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
 
@@ -263,7 +263,7 @@ class MessagesFormat(TranscriptFormat):
         return named_event("message_start", {"message": self.whole(usage)})
 
     def event(self, delta: Delta) -> bytes:
-        """The events of one piece of text: words, calls, or none yet; and those that end the last block."""
+        """The events of one piece of text, or none yet; and those that end the last block."""
         said, rest = self.parts(delta)
         events = b"".join(map(self._part, said + rest))
         return events if delta.ending is None else events + self._finish(delta.ending)
@@ -285,10 +285,15 @@ class MessagesFormat(TranscriptFormat):
 
     def _part(self, part: Part) -> bytes:
         if isinstance(part, CallBegun):
-            return self._begin({"type": "tool_use", "id": self.call_id(), "name": part.name, "input": {}})
+            call = {"id": part.id or self.call_id(), "name": part.name, "input": {}}
+            return self._begin({"type": "tool_use", **call})
+        if isinstance(part, Thought):
+            begins = {"type": "thinking", "thinking": "", "signature": ""}
+            begun = b"" if self.open == "thinking" else self._begin(begins)
+            return begun + self._delta({"type": "thinking_delta", "thinking": part.text}, part.text)
         if not isinstance(part, str):
             return self._delta({"type": "input_json_delta", "partial_json": part.text}, part.text)
-        if not part or self.around_calls(part, "text"):
+        if not part or self.between_items(part, "text"):
             return b""
         begun = b"" if self.open == "text" else self._begin({"type": "text", "text": ""})
         return begun + self._delta({"type": "text_delta", "text": part}, part)
@@ -308,8 +313,8 @@ class MessagesFormat(TranscriptFormat):
         if not self.open:
             return b""
         whole = "".join(self.pieces)
-        if self.open == "text":
-            self.items[-1]["text"] = whole
+        if self.open in ("text", "thinking"):
+            self.items[-1][self.open] = whole
         else:
             self.items[-1]["input"] = _object(whole)
         self.open, self.pieces = "", []

@@ -9,23 +9,24 @@ import msgspec
 
 from eaas.gateway.formats import ChunkFormat, Delta, FinishedChoice, ResponseHead, Usage, call_id
 from eaas.gateway.logprobs import TokenLogprobs, finite
-from eaas.gateway.tool_calls import CallBegun, CallReader, CallStyle, Part, read_calls
+from eaas.gateway.output_reader import Call, CallBegun, OutputReader, Part, Reading, Thought, read_output
 
 _encode = msgspec.json.encode
 
 
 class ChatFormat(ChunkFormat):
-    """Shapes of POST /v1/chat/completions; where tools were given, the model's calls become ``tool_calls``."""
+    """Shapes of POST /v1/chat/completions. The model's calls become ``tool_calls``; its thoughts have both names that
+    clients know, ``reasoning_content`` as DeepSeek has it and ``reasoning`` as vLLM does."""
 
     prefix = "chatcmpl-"
     kind = "chat.completion.chunk"
     before, after = b'"delta":{"content":', b"}"
 
-    def __init__(self, style: CallStyle | None = None, prompt_ids: list[int] | None = None) -> None:
-        """Args: style: how the model writes calls; None when it was shown no tools. prompt_ids: the prompt's tokens,
+    def __init__(self, reading: Reading | None = None, prompt_ids: list[int] | None = None) -> None:
+        """Args: reading: how the outputs are read; None where they are words alone. prompt_ids: the prompt's tokens,
         where token ids were asked for."""
-        self._style = style
-        self._readers: dict[int, CallReader] = {}
+        self._reading = reading
+        self._readers: dict[int, OutputReader] = {}
         self._shown_ids = {} if prompt_ids is None else {"prompt_token_ids": prompt_ids}
 
     def body(self, head: ResponseHead, choices: Sequence[FinishedChoice], usage: Usage) -> bytes:
@@ -43,11 +44,13 @@ class ChatFormat(ChunkFormat):
     def _choice(self, choice: FinishedChoice) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
         reason = choice.finish_reason
-        if self._style is not None:
-            text, calls = read_calls(self._style, choice.text, cut=reason == "length")
-            message["content"] = text if text.strip() or not calls else None
+        if self._reading is not None:
+            words, thoughts, calls = read_output(self._reading, choice.text, cut=reason == "length")
+            message["content"] = words if words.strip() or not calls else None
+            if thoughts:
+                message |= {"reasoning_content": thoughts, "reasoning": thoughts}
             if calls:
-                message["tool_calls"] = [_call(self._style, name, arguments) for name, arguments in calls]
+                message["tool_calls"] = [_call(self._reading, call) for call in calls]
                 reason = "tool_calls" if reason == "stop" else reason
         return {
             "index": choice.index,
@@ -70,43 +73,49 @@ class ChatFormat(ChunkFormat):
         return event.replace(b"}\n\n", b"," + _encode(shown)[1:] + b"\n\n") if shown else event
 
     def event(self, delta: Delta) -> bytes:
-        """The event of one piece of text; of one that calls are looked for in, several or none yet."""
-        if self._style is not None:
-            return self._events_with_calls(delta, self._style)
+        """The event of one piece of text; of one that is read, several or none yet."""
+        if self._reading is not None:
+            return self._events_read(delta, self._reading)
         if delta.ending is None or delta.says_something:
             return ChunkFormat.event(self, delta)
         return self._start(delta.index) + b"}" + self.rest(delta.index, ending=delta.ending)
 
-    def _events_with_calls(self, delta: Delta, style: CallStyle) -> bytes:
+    def _events_read(self, delta: Delta, reading: Reading) -> bytes:
         index, logprobs, tokens, ending = delta.index, delta.logprobs, delta.tokens, delta.ending
         start, events = self._start(index), b""
-        reader = self._readers.setdefault(index, CallReader(style))
-        said = [self._said(part, style) for part in reader.push(delta.text)]
+        reader = self._readers.get(index) or self._readers.setdefault(index, OutputReader(reading))
+        parts = reader.push(delta.text)
+        if parts == [delta.text] and ending is None:
+            return ChunkFormat.event(self, delta)
+        said = [self._said(part, reading) for part in parts]
         for one in said or ([b""] if logprobs or tokens else []):
             events += start + one + b"}" + self.rest(index, self.logprobs(logprobs), tokens)
             # Log-probabilities and ids are shown once, whatever became of the text.
             logprobs = tokens = None
         if ending is not None:
             for part in reader.flush(cut=ending.reason == "length"):
-                events += start + self._said(part, style) + b"}" + self.rest(index)
+                events += start + self._said(part, reading) + b"}" + self.rest(index)
             if reader.calls and ending.reason == "stop":
                 ending = ending._replace(reason="tool_calls")
             events += start + b"}" + self.rest(index, ending=ending)
         return events
 
-    def _said(self, part: Part, style: CallStyle) -> bytes:
-        """What a chunk's "delta" says of words, of a call that begins, or of more of its arguments."""
+    def _said(self, part: Part, reading: Reading) -> bytes:
+        """What a chunk's "delta" says of words, of thoughts, of a call that begins, or of more of its arguments."""
         if isinstance(part, str):
             return b'"content":' + _encode(part)
+        if isinstance(part, Thought):
+            return _encode({"reasoning_content": part.text, "reasoning": part.text})[1:-1]
         if isinstance(part, CallBegun):
-            call = {"index": part.number, **_call(style, part.name, "")}
+            call = {"index": part.number, **_call(reading, Call(part.name, "", part.id))}
         else:
             call = {"index": part.number, "function": {"arguments": part.text}}
         return b'"tool_calls":' + _encode([call])
 
 
-def _call(style: CallStyle, name: str, arguments: str) -> dict[str, Any]:
-    return {"id": call_id(style), "type": "function", "function": {"name": name, "arguments": arguments}}
+def _call(reading: Reading, call: Call) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id or call_id(reading), "type": "function", "function": function}
 
 
 def _routed_experts(choice: FinishedChoice) -> dict[str, str]:

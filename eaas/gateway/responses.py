@@ -18,8 +18,8 @@ from eaas.gateway.constraints import LogprobCount, Strict
 from eaas.gateway.errors import OVERLOADED, ErrorReply, checked, wrong_field
 from eaas.gateway.formats import Delta, Ending, TranscriptFormat, Usage, error_event, named_event
 from eaas.gateway.logprobs import logprob_entry
+from eaas.gateway.output_reader import CallBegun, Part, Reading, Thought
 from eaas.gateway.schema import MAX_MESSAGES, MAX_TOOLS, ChatRequest, Function, more_fields, only
-from eaas.gateway.tool_calls import CallBegun, CallStyle, Part
 
 _TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "summary_text")
 LOGPROBS = "message.output_text.logprobs"
@@ -64,7 +64,7 @@ _FOREGROUND = only(
 )
 _WHOLE = only("disabled", because="this server drops nothing from an input that is too long; use 'disabled'")
 _AS_IN_A_CHAT = (
-    "cache_salt", "eaas_drop_lost_experts", "frequency_penalty", "ignore_eos",
+    "cache_salt", "eaas_drop_lost_experts", "frequency_penalty", "ignore_eos", "include_reasoning",
     "include_stop_str_in_output", "logit_bias", "min_p", "parallel_tool_calls", "presence_penalty", "priority",
     "repetition_penalty", "request_id", "seed", "skip_special_tokens", "spaces_between_special_tokens", "stop",
     "stop_token_ids", "stream", "structured_outputs", "temperature", "top_k", "top_p",
@@ -265,6 +265,8 @@ def repeated(given: ResponsesRequest, wanted: ResponsesChat) -> dict[str, Any]:
     }
 
 
+# The content of items that have one, by their types.
+_TEXTS = {"message": "output_text", "reasoning": "reasoning_text"}
 # The terminal event and the response's status, by finish_reason.
 _ENDS = {"length": ("incomplete", "incomplete"), "abort": ("incomplete", "cancelled")}
 
@@ -277,9 +279,9 @@ class ResponsesFormat(TranscriptFormat):
 
     prefix = "resp_"
 
-    def __init__(self, style: CallStyle | None, said: Mapping[str, Any]) -> None:
+    def __init__(self, reading: Reading | None, said: Mapping[str, Any]) -> None:
         """Args: said: what the response repeats of its request."""
-        super().__init__(style)
+        super().__init__(reading)
         self._said = said
         self._sequence = 0
         self._logprobs: list[dict[str, Any]] = []  # of the open item's text
@@ -310,7 +312,7 @@ class ResponsesFormat(TranscriptFormat):
         return created + self._event("response.in_progress", {"response": self.whole()})
 
     def event(self, delta: Delta) -> bytes:
-        """The events of one piece of text: words, calls, or none yet; and those that end the last item."""
+        """The events of one piece of text, or none yet; and those that end the last item."""
         logprobs, events = [logprob_entry(token) for token in delta.logprobs or ()], b""
         said, rest = self.parts(delta)
         for part in said:
@@ -336,19 +338,19 @@ class ResponsesFormat(TranscriptFormat):
 
     def _part(self, part: Part, logprobs: list[dict[str, Any]]) -> bytes:
         if isinstance(part, str):
-            return b"" if self.around_calls(part, "message") else self._words(part, logprobs)
+            return b"" if self.between_items(part, "message") else self._words(part, logprobs)
+        if isinstance(part, Thought):
+            item = {"type": "reasoning", "status": "in_progress", "summary": [], "content": []}
+            begun = b"" if self.open == "reasoning" else self._begin("rs", item)
+            return begun + self._delta(part.text)
         if isinstance(part, CallBegun):
-            call = {"call_id": self.call_id(), "name": part.name, "arguments": ""}
+            call = {"call_id": part.id or self.call_id(), "name": part.name, "arguments": ""}
             return self._begin("fc", {"type": "function_call", "status": "in_progress", **call})
         return self._delta(part.text)
 
     def _words(self, text: str, logprobs: list[dict[str, Any]]) -> bytes:
-        events = b""
-        if self.open != "message":
-            item = {"type": "message", "status": "in_progress", "role": "assistant", "content": []}
-            events = self._begin("msg", item)
-            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-            events += self._event("response.content_part.added", {**self._place(), "part": part})
+        item = {"type": "message", "status": "in_progress", "role": "assistant", "content": []}
+        events = b"" if self.open == "message" else self._begin("msg", item)
         if not text and not logprobs:
             return events
         self._logprobs += logprobs
@@ -361,8 +363,9 @@ class ResponsesFormat(TranscriptFormat):
         self.open = item["type"]
         place = {"output_index": len(self.items) - 1}
         events += self._event("response.output_item.added", {**place, "item": item})
-        kind = "output_text" if self.open == "message" else "function_call_arguments"
-        name = f"response.{kind}.delta"
+        if self.open in _TEXTS:
+            events += self._event("response.content_part.added", {**self._place(), "part": self._content("")})
+        name = f"response.{_TEXTS.get(self.open, 'function_call_arguments')}.delta"
         opening = _encode({"type": name, **self._place()})[:-1]
         self._start = b"event: " + name.encode() + b"\ndata: " + opening + b',"delta":'
         return events
@@ -375,16 +378,21 @@ class ResponsesFormat(TranscriptFormat):
 
     def _place(self) -> dict[str, Any]:
         place = {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
-        return {**place, "content_index": 0} if self.open == "message" else place
+        return {**place, "content_index": 0} if self.open in _TEXTS else place
+
+    def _content(self, text: str) -> dict[str, Any]:
+        """The one part of the open item's content."""
+        more = {"annotations": [], "logprobs": self._logprobs} if self.open == "message" else {}
+        return {"type": _TEXTS[self.open], "text": text, **more}
 
     def _close(self, status: str) -> bytes:
         item, place = self.items[-1], self._place()
         whole = "".join(self.pieces)
-        if self.open == "message":
-            part = {"type": "output_text", "text": whole, "annotations": [], "logprobs": self._logprobs}
+        if self.open in _TEXTS:
+            part = self._content(whole)
             item["content"] = [part]
-            done = {**place, "text": whole, "logprobs": self._logprobs}
-            events = self._event("response.output_text.done", done)
+            logprobs = {"logprobs": self._logprobs} if self.open == "message" else {}
+            events = self._event(f"response.{part['type']}.done", {**place, "text": whole, **logprobs})
             events += self._event("response.content_part.done", {**place, "part": part})
         else:
             item["arguments"] = whole

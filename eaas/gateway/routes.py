@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -19,6 +19,7 @@ from eaas.gateway.gateway import Gateway
 from eaas.gateway.logprobs import MOST_SCORES
 from eaas.gateway.messages import CountTokensRequest, MessagesFormat, MessagesRequest
 from eaas.gateway.openai_format import ChatFormat, CompletionFormat
+from eaas.gateway.output_reader import Reading
 from eaas.gateway.responses import ResponsesFormat, ResponsesRequest
 from eaas.gateway.sampling import sampling_params, settle_logprobs, token_limit
 from eaas.gateway.schema import BatchChatRequest, ChatRequest, CompletionRequest, StreamOptions
@@ -26,7 +27,7 @@ from eaas.gateway.served_model import ServedModel
 from eaas.gateway.stream import EventStream, Exchange, Work
 from eaas.gateway.text import MOST_ROUTED_TOKENS, Echo
 from eaas.gateway.tokens import TokensFormat, TokensRequest, as_completion
-from eaas.gateway.tool_calls import CallStyle, ToolUse, call_grammar, tool_use
+from eaas.gateway.tool_calls import ToolUse, after_thoughts, call_grammar, tool_use
 from eaas.worker.grammar import Grammar, GrammarInvalid, check_schemas
 from eaas.worker.protocol import SamplingParams
 
@@ -37,7 +38,7 @@ class Prepared:
 
     Attributes:
         prompts: Token ids of each prompt.
-        grammar: The language of the output, where the route asks for one rather than the client.
+        grammar: The language of the output, where it is another than the client asked for.
         shown_tokens: Special tokens that the format reads in the text.
     """
 
@@ -196,7 +197,7 @@ def _grammar_of(model: ServedModel, wanted: ChatRequest, use: ToolUse) -> Gramma
     if use.must_call:
         try:
             check_schemas([tool["function"].get("parameters") for tool in use.shown])
-            return Grammar("lark", call_grammar(use, model.call_style, model.call_marks))
+            return Grammar("lark", call_grammar(use, model.call_style, model.marks))
         except GrammarInvalid as error:
             raise invalid(f"Invalid value for 'tools': {error}", param="tools") from None
     shows = model.shows_tools if wanted.chat_template is None else "tools" in wanted.chat_template
@@ -231,21 +232,40 @@ def _cut(gateway: Gateway, wanted: ChatRequest | CompletionRequest, prompt: list
     return tokens
 
 
-async def _conversation(
-    gateway: Gateway, wanted: ChatRequest, format_of: Callable[[CallStyle | None, list[int]], Format]
+def _prepared(
+    model: ServedModel,
+    wanted: ChatRequest,
+    use: ToolUse,
+    prompts: list[list[int]],
+    calls: Grammar | None,
+    format_of: Callable[[Reading | None, list[int]], Format],
 ) -> Prepared:
-    """Prepare a conversation. Args: format_of: given how the model writes calls, None without tools, and the prompt."""
-    model, use = gateway.model, _tools_of(wanted)
-    grammar = _grammar_of(model, wanted, use)
-    prompt = await _encode(gateway, wanted, use)
-    style = model.call_style if use.shown else None
+    """Prepare conversations. Args: calls: the language of those that must be made. format_of: given how outputs are
+    read, and the first prompt."""
+    shown = wanted.include_reasoning is not False
+    reading = model.reading(prompts[0], use, thinks=not wanted.echo, shown=shown)
+    grammar = calls or wanted.grammar
+    if grammar is not None and reading is not None and reading.thoughts is not None:
+        thoughts, thinking = reading.thoughts, reading.thinking
+        calls = after_thoughts(grammar, thoughts, model.marks, thinking=thinking, calls=calls is not None)
+        if calls is None:
+            # What must be said is said at once.
+            calls, reading = grammar, replace(reading, thoughts=None)
     return Prepared(
         wanted=wanted,
-        format=format_of(style, prompt),
-        prompts=[prompt],
-        grammar=grammar,
-        shown_tokens=model.call_tokens if style else frozenset(),
+        format=format_of(reading, prompts[0]),
+        prompts=prompts,
+        grammar=calls,
+        shown_tokens=model.shown_tokens(reading),
     )
+
+
+async def _conversation(
+    gateway: Gateway, wanted: ChatRequest, format_of: Callable[[Reading | None, list[int]], Format]
+) -> Prepared:
+    use = _tools_of(wanted)
+    calls = _grammar_of(gateway.model, wanted, use)
+    return _prepared(gateway.model, wanted, use, [await _encode(gateway, wanted, use)], calls, format_of)
 
 
 # -- what the table names: how each kind of request is prepared
@@ -255,7 +275,7 @@ async def chat(gateway: Gateway, wanted: ChatRequest) -> Prepared:
     """A chat."""
     shows_ids = bool(wanted.return_token_ids)
     return await _conversation(
-        gateway, wanted, lambda style, prompt: ChatFormat(style, prompt if shows_ids else None)
+        gateway, wanted, lambda reading, prompt: ChatFormat(reading, prompt if shows_ids else None)
     )
 
 
@@ -263,21 +283,23 @@ async def chat_batch(gateway: Gateway, given: BatchChatRequest) -> Prepared:
     """Several chats: a choice for each, in their order."""
     chats = given.chats()
     prompts = [await _encode(gateway, wanted, _tools_of(wanted)) for wanted in chats]
-    return Prepared(wanted=chats[0], format=ChatFormat(), prompts=prompts)
+    return _prepared(
+        gateway.model, chats[0], ToolUse(), prompts, None, lambda reading, _: ChatFormat(reading)
+    )
 
 
 async def create_response(gateway: Gateway, given: ResponsesRequest) -> Prepared:
     """A response in OpenAI's newer shape."""
     wanted = responses.as_chat(given)
     said = responses.repeated(given, wanted)
-    return await _conversation(gateway, wanted, lambda style, _: ResponsesFormat(style, said))
+    return await _conversation(gateway, wanted, lambda reading, _: ResponsesFormat(reading, said))
 
 
 async def create_message(gateway: Gateway, given: MessagesRequest) -> Prepared:
     """A message in Anthropic's shape."""
     wanted = messages.as_chat(given)
     return await _conversation(
-        gateway, wanted, lambda style, prompt: MessagesFormat(style, prompt_tokens=len(prompt))
+        gateway, wanted, lambda reading, prompt: MessagesFormat(reading, prompt_tokens=len(prompt))
     )
 
 

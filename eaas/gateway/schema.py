@@ -279,6 +279,7 @@ class ChatRequest(GenerationRequest, Conversation):
     logprobs: bool | None = None
     top_logprobs: LogprobCount | None = None
     reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     functions: Annotated[Any, _NO_FUNCTIONS] = None

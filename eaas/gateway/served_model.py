@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from eaas.gateway.errors import full, invalid, out_of_vocabulary, too_long
+from eaas.gateway.output_reader import Reading
+from eaas.gateway.output_styles import CallStyle, ThoughtStyle, marks_in, style_of, thoughts_of
 from eaas.gateway.schema import Conversation, Message
-from eaas.gateway.tool_calls import CallStyle, style_of
+from eaas.gateway.tool_calls import ToolUse
 from eaas.model.chat import TemplateRefused
 from eaas.model.loader import load_spec
 from eaas.model.tokenizer import Tokenizer, TokenizerInvalid
@@ -30,6 +32,8 @@ _MESSAGE_CHARACTERS = 256
 _LONG_CHARACTERS = 1 << 18
 # So many are encoded or wait for it at once, each with a body of megabytes.
 _MOST_LONG = 16
+# At the end of a prompt, so many tokens say whether it has begun a thought.
+_ENDING_TOKENS = 32
 # The most that a client's own chat template may make: a whole body of text.
 _MOST_RENDERED = 4 << 20
 
@@ -69,16 +73,33 @@ class ServedModel:
         return "tools" in (self.tokenizer.chat_template or "")
 
     @cached_property
-    def call_marks(self) -> Mapping[str, int]:
-        """The tokens that stand for what is before and after a call; none for a mark that is plain text."""
-        marks = (self.call_style.begin, self.call_style.end)
+    def thought_style(self) -> ThoughtStyle | None:
+        """How the model thinks aloud; None where its chat template shows nothing of it."""
+        return thoughts_of(self.tokenizer.chat_template or "")
+
+    @cached_property
+    def marks(self) -> Mapping[str, int]:
+        """The tokens that stand for what is around calls and thoughts; none for a mark that is plain text."""
+        marks = marks_in(self.call_style, self.thought_style)
         found = {mark: self.tokenizer.added_token(mark) for mark in marks}
         return {mark: token for mark, token in found.items() if token is not None}
 
-    @cached_property
-    def call_tokens(self) -> frozenset[int]:
-        """The special tokens by which calls are found, and which are no text otherwise."""
-        return frozenset(filter(self.tokenizer.is_special, self.call_marks.values()))
+    def reading(self, prompt: Sequence[int], use: ToolUse, *, thinks: bool, shown: bool) -> Reading | None:
+        """How the outputs for a prompt are read; None: they are words alone. Args: thinks: thoughts are looked for;
+        shown: and told."""
+        calls, thoughts = self.call_style if use.shown else None, self.thought_style if thinks else None
+        end = self.tokenizer.decode(prompt[-_ENDING_TOKENS:], skip_special=False).rstrip()
+        thinking = thoughts is not None and end.endswith(thoughts.begin)
+        if thoughts is not None and not thoughts.may_follow(end):
+            thoughts = None
+        if calls is None and thoughts is None:
+            return None
+        return Reading(calls=calls, thoughts=thoughts, thinking=thinking, tools=use.shown, shown=shown)
+
+    def shown_tokens(self, reading: Reading | None) -> frozenset[int]:
+        """The special tokens by which calls and thoughts are found, and which are no text otherwise."""
+        marks = marks_in(reading.calls, reading.thoughts) if reading is not None else ()
+        return frozenset(filter(self.tokenizer.is_special, (self.marks[m] for m in marks if m in self.marks)))
 
     def system_fingerprint(self, numerics_classes: Sequence[str], dropped: bool) -> str:
         """OpenAI's system_fingerprint: changes with the weights, with the numerics that computed the answer, and when

@@ -550,14 +550,12 @@ def test_a_call_that_must_be_made_is_marked_with_the_models_own_tokens(special: 
         fingerprint="",
         created=0,
     )
-    assert (model.call_marks, model.call_tokens) == (
-        marks,
-        frozenset(marks.values()) if special else frozenset(),
-    )
     tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
-    grammar = Grammar(
-        "lark", call_grammar(tool_use(tools, "required", None), model.call_style, model.call_marks)
-    )
+    use = tool_use(tools, "required", None)
+    reading = model.reading([5], use, thinks=True, shown=True)
+    shown = model.shown_tokens(reading)
+    assert (model.marks, shown) == (marks, frozenset(marks.values()) if special else frozenset())
+    grammar = Grammar("lark", call_grammar(use, model.call_style, model.marks))
     text = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
     tokens = model.tokenizer.encode(text)
     assert tokens[0] == marks["<tool_call>"] and tokens[-1] == marks["</tool_call>"]

@@ -6,16 +6,8 @@ import random
 
 import pytest
 
-from eaas.gateway.tool_calls import (
-    HERMES,
-    MISTRAL,
-    CallArguments,
-    CallBegun,
-    CallReader,
-    CallStyle,
-    read_calls,
-    style_of,
-)
+from eaas.gateway.output_reader import CallArguments, CallBegun, OutputReader, Reading, read_output
+from eaas.gateway.output_styles import HERMES, MISTRAL, CallStyle, style_of
 
 Calls = list[tuple[str, str]]
 
@@ -56,7 +48,8 @@ CASES: list[tuple[CallStyle, str, str, Calls]] = [
     ("style", "text", "words", "calls"), CASES, ids=[text[:40] for _, text, _, _ in CASES]
 )
 def test_calls_and_words_are_told_apart(style: CallStyle, text: str, words: str, calls: Calls) -> None:
-    assert read_calls(style, text) == (words, calls)
+    output = read_output(Reading(calls=style), text)
+    assert (output[0], [(c.name, c.arguments) for c in output[2]]) == (words, calls)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +59,7 @@ def test_the_cut_of_the_text_changes_nothing(style: CallStyle, text: str, words:
     for seed in range(50):
         chance = random.Random(seed)
         cuts = sorted(chance.randrange(len(text) + 1) for _ in range(chance.randrange(1, len(text) + 1)))
-        reader = CallReader(style)
+        reader = OutputReader(Reading(calls=style))
         found: list[list[str]] = []
         heard = ""
         pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
@@ -76,14 +69,14 @@ def test_the_cut_of_the_text_changes_nothing(style: CallStyle, text: str, words:
             elif isinstance(part, CallBegun):
                 assert part.number == len(found), f"seed {seed}"
                 found.append([part.name, ""])
-            else:
+            elif isinstance(part, CallArguments):
                 found[part.number][1] += part.text
         assert (heard, [(name, arguments) for name, arguments in found]) == (words, calls), f"seed {seed}"
         assert reader.calls == len(calls), f"seed {seed}"
 
 
 def test_a_name_and_arguments_are_given_out_as_soon_as_they_are_certain() -> None:
-    reader = CallReader(HERMES)
+    reader = OutputReader(Reading(calls=HERMES))
     assert reader.push('<tool_call>{"name": "f", "argu') == []
     assert reader.push('ments": {"a') == [CallBegun(0, "f"), CallArguments(0, '{"a')]
     assert reader.push('": 1}') == [CallArguments(0, '": 1}')]
@@ -92,7 +85,7 @@ def test_a_name_and_arguments_are_given_out_as_soon_as_they_are_certain() -> Non
 
 
 def test_text_that_only_begins_like_a_call_waits_no_longer_than_it_must() -> None:
-    reader = CallReader(HERMES)
+    reader = OutputReader(Reading(calls=HERMES))
     assert reader.push("a <tool") == ["a "]
     assert reader.push("box") == ["<toolbox"]
 
@@ -113,7 +106,7 @@ def test_text_that_only_begins_like_a_call_waits_no_longer_than_it_must() -> Non
 def test_what_a_limit_cut_off_while_it_became_a_call_is_no_text(
     style: CallStyle, text: str, words: str
 ) -> None:
-    assert read_calls(style, text, cut=True)[0] == words
+    assert read_output(Reading(calls=style), text, cut=True)[0] == words
 
 
 def test_the_style_is_the_one_that_the_template_shows() -> None:
