@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from eaas.gateway.constraints import Strict
 from eaas.gateway.errors import OVERLOADED, ErrorReply, checked, wrong_field
@@ -63,6 +63,12 @@ class OutputConfig(Strict):
     format: OutputFormat | None = None
 
 
+class Thinking(Strict):
+    """``thinking``; how much a model thinks, it decides itself."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+
+
 class CountTokensRequest(Strict):
     """Body of POST /v1/messages/count_tokens: whatever is part of the prompt."""
 
@@ -73,14 +79,7 @@ class CountTokensRequest(Strict):
     tool_choice: MessagesToolChoice | None = None
     output_config: OutputConfig | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    thinking: dict[str, Any] | None = None
-
-    @field_validator("thinking", mode="after")
-    @classmethod
-    def _none_is_shown(cls, value: dict[str, Any] | None) -> None:
-        # "adaptive" leaves it to the model how much it thinks: these do not.
-        if value is not None and value.get("type") not in ("disabled", "adaptive"):
-            raise ValueError("this model does not think aloud; leave it out, or use type 'disabled'")
+    thinking: Thinking | None = None
 
 
 _AS_IN_A_CHAT = (
@@ -121,6 +120,9 @@ def as_chat(given: CountTokensRequest) -> ChatRequest:
     except ValueError as error:
         raise wrong_field("messages", str(error)) from None
     choice, output = given.tool_choice, given.output_config
+    kind = given.thinking.type if given.thinking is not None else "adaptive"
+    # What Qwen's and GLM's templates, and DeepSeek's, call it.
+    thinks = {} if kind == "adaptive" else dict.fromkeys(("enable_thinking", "thinking"), kind == "enabled")
     fields: dict[str, Any] = {
         "model": given.model,
         "messages": messages,
@@ -128,7 +130,7 @@ def as_chat(given: CountTokensRequest) -> ChatRequest:
         "tool_choice": None if choice is None else _choice(choice),
         "parallel_tool_calls": None if choice is None else not choice.disable_parallel_tool_use,
         "reasoning_effort": None if output is None else output.effort,
-        "chat_template_kwargs": given.chat_template_kwargs,
+        "chat_template_kwargs": {**thinks, **(given.chat_template_kwargs or {})} or None,
     }
     if output is not None and output.format is not None:
         schema = {"name": "answer", "schema": output.format.schema_}

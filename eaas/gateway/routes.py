@@ -298,6 +298,12 @@ async def create_response(gateway: Gateway, given: ResponsesRequest) -> Prepared
 async def create_message(gateway: Gateway, given: MessagesRequest) -> Prepared:
     """A message in Anthropic's shape."""
     wanted = messages.as_chat(given)
+    if (
+        given.thinking is not None
+        and given.thinking.type == "enabled"
+        and gateway.model.thought_style is None
+    ):
+        raise wrong_field("thinking", "this model does not think aloud; leave it out, or use type 'disabled'")
     return await _conversation(
         gateway, wanted, lambda reading, prompt: MessagesFormat(reading, prompt_tokens=len(prompt))
     )

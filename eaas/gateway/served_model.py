@@ -315,13 +315,15 @@ def load_model(
 def _for_template(given: Mapping[str, Any]) -> dict[str, Any]:
     """A message as chat templates expect it, with "role" and "content".
 
-    Clients speak OpenAI's form, which differs in three places from what the templates were written for: templates know
-    no role "developer", read a call's arguments as an object rather than as its text, and add up contents without
-    asking whether there is one.
+    Clients speak OpenAI's form, which differs in some places from what the templates were written for: templates know
+    no role "developer", read a call's arguments as an object rather than as its text, add up contents without asking
+    whether there is one, and know thoughts by one of their two names.
     """
     message = {**given, "content": given.get("content") or ""}
     if message.get("role") == "developer":
         message["role"] = "system"
+    if thought := message.pop("reasoning", None):
+        message.setdefault("reasoning_content", thought)
     calls = message.get("tool_calls")
     if isinstance(calls, list):
         message["tool_calls"] = [_call_for_template(call) for call in calls]

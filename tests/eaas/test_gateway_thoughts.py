@@ -174,6 +174,19 @@ def test_a_responses_thoughts_are_an_item_of_their_own(client: openai.OpenAI, sa
     assert done == [THOUGHT[:-1]]
 
 
+def test_messages_say_whether_the_model_is_to_think(
+    url: str, worker: FakeWorker, client: openai.OpenAI
+) -> None:
+    client_of_messages = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
+    for thinking, ended in (("enabled", False), ("disabled", True)):
+        asked: Any = {"type": thinking, **({"budget_tokens": 1024} if thinking == "enabled" else {})}
+        client_of_messages.messages.create(model="tiny", max_tokens=3, messages=[USER], thinking=asked)
+        assert bytes(worker.submits[-1].prompt).endswith(b"</think>") == ended
+    said: Any = [{"role": "assistant", "content": "a", "reasoning": "why"}]
+    chat(client, messages=[USER, *said, USER], max_tokens=1)
+    assert b"(why)a" in bytes(worker.submits[-1].prompt)
+
+
 def test_a_messages_thoughts_are_a_block_of_their_own(url: str, says: Any) -> None:
     says(CALLED)
     client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
