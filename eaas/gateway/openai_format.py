@@ -9,7 +9,7 @@ import msgspec
 
 from eaas.gateway.formats import ChunkFormat, Delta, FinishedChoice, ResponseHead, Usage, call_id
 from eaas.gateway.logprobs import TokenLogprobs, finite
-from eaas.gateway.output_reader import Call, CallBegun, OutputReader, Part, Reading, Thought, read_output
+from eaas.gateway.output_reader import CallBegun, OutputReader, Part, Reading, Thought, read_output
 
 _encode = msgspec.json.encode
 
@@ -50,7 +50,7 @@ class ChatFormat(ChunkFormat):
             if thoughts:
                 message |= {"reasoning_content": thoughts, "reasoning": thoughts}
             if calls:
-                message["tool_calls"] = [_call(self._reading, call) for call in calls]
+                message["tool_calls"] = [_call(self._reading, *call) for call in calls]
                 reason = "tool_calls" if reason == "stop" else reason
         return {
             "index": choice.index,
@@ -107,15 +107,15 @@ class ChatFormat(ChunkFormat):
         if isinstance(part, Thought):
             return _encode({"reasoning_content": part.text, "reasoning": part.text})[1:-1]
         if isinstance(part, CallBegun):
-            call = {"index": part.number, **_call(reading, Call(part.name, "", part.id))}
+            call = {"index": part.number, **_call(reading, part, "")}
         else:
             call = {"index": part.number, "function": {"arguments": part.text}}
         return b'"tool_calls":' + _encode([call])
 
 
-def _call(reading: Reading, call: Call) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": call.id or call_id(reading), "type": "function", "function": function}
+def _call(reading: Reading, begun: CallBegun, arguments: str) -> dict[str, Any]:
+    function = {"name": begun.name, "arguments": arguments}
+    return {"id": begun.id or call_id(reading), "type": "function", "function": function}
 
 
 def _routed_experts(choice: FinishedChoice) -> dict[str, str]:

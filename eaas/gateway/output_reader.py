@@ -9,6 +9,7 @@ Readers are written as generators that yield where they need more text, so that 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -84,6 +85,7 @@ _CHANNEL = re.compile(r"<\|channel\|>(\w+)")
 _RECIPIENT = re.compile(r"to=(?:functions\.([\w.:/-]+))?")
 _MESSAGE_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
 _SPACE = " \t\r\n"
+_dumps = functools.partial(json.dumps, ensure_ascii=False)
 
 
 class _Ended(Exception):
@@ -138,7 +140,7 @@ class OutputReader:
             self._parts.append(CallArguments(self.calls - 1, text))
 
     def _quote(self, text: str) -> None:
-        self._argue(json.dumps(text, ensure_ascii=False)[1:-1])
+        self._argue(_dumps(text)[1:-1])
 
     def _pass(self, text: str) -> None:
         self._passed += text
@@ -223,13 +225,13 @@ class OutputReader:
     # Thoughts.
 
     def _thoughts(self, style: ThoughtStyle) -> _Reads:
-        if not self._reading.thinking and not (yield from self._is_next(style.begin)):
-            self._say(self._passed)
-            self._passed = ""
-            return
-        self._passed = ""
-        yield from self._space(passed=False)
         calls = self._reading.calls
+        thinks = self._reading.thinking or (yield from self._is_next(style.begin))
+        passed, self._passed = self._passed, ""
+        if not thinks:
+            self._say(passed)
+            return
+        yield from self._space(passed=False)
         # A model may go on to its calls without ending the thought, where they have a mark that means nothing else.
         ends = () if calls is None or calls.each else (calls.begin,)
         mark = yield from self._until(self._think, "\n" + style.end, *ends)
@@ -375,14 +377,13 @@ class OutputReader:
                 if whole:
                     if not begun:
                         self._call(name)
-                    self._argue((", " if begun else "{") + json.dumps(key, ensure_ascii=False) + ": ")
+                    self._argue(f"{', ' if begun else '{'}{_dumps(key)}: ")
                     self._passed, begun = "", True
                     yield from self._typed(types.get(key, frozenset()), pairs)
             whole = whole and (yield from self._is_next(end))
             if whole and not begun:
                 self._call(name)
-                self._argue("{")
-                begun = True
+                self._argue("{}")
             return whole
         finally:
             # What a limit cut off stays open.
@@ -433,7 +434,7 @@ def _members(text: str) -> tuple[str, str] | None:
     name = call.get("name")
     arguments = call.get("arguments", call.get("parameters"))
     if not isinstance(arguments, str):
-        arguments = json.dumps({} if arguments is None else arguments, ensure_ascii=False)
+        arguments = _dumps({} if arguments is None else arguments)
     return (name, arguments) if isinstance(name, str) and name else None
 
 
@@ -466,28 +467,22 @@ def _json_of(text: str, types: frozenset[str]) -> str:
         value: object = msgspec.json.decode(written)
         if "string" not in types or types & _KINDS.get(type(value), set()):
             return written
-    return json.dumps(text, ensure_ascii=False)
+    return _dumps(text)
 
 
-class Call(NamedTuple):
-    """A whole call; ``id`` where the model gave it one."""
-
-    name: str
-    arguments: str
-    id: str
-
-
-def read_output(reading: Reading, text: str, *, cut: bool = False) -> tuple[str, str, list[Call]]:
-    """Words, thoughts and calls of a whole text. Args: cut: as for `OutputReader.flush`."""
+def read_output(
+    reading: Reading, text: str, *, cut: bool = False
+) -> tuple[str, str, list[tuple[CallBegun, str]]]:
+    """Words, thoughts, and calls with their arguments, of a whole text. Args: cut: as for `OutputReader.flush`."""
     reader, words, thoughts = OutputReader(reading), "", ""
-    calls: list[Call] = []
+    calls: list[tuple[CallBegun, str]] = []
     for part in (*reader.push(text), *reader.flush(cut=cut)):
         if isinstance(part, str):
             words += part
         elif isinstance(part, Thought):
             thoughts += part.text
         elif isinstance(part, CallBegun):
-            calls.append(Call(part.name, "", part.id))
+            calls.append((part, ""))
         else:
-            calls[-1] = calls[-1]._replace(arguments=calls[-1].arguments + part.text)
+            calls[-1] = (calls[-1][0], calls[-1][1] + part.text)
     return words, thoughts, calls

@@ -49,7 +49,7 @@ CASES: list[tuple[CallStyle, str, str, Calls]] = [
 )
 def test_calls_and_words_are_told_apart(style: CallStyle, text: str, words: str, calls: Calls) -> None:
     output = read_output(Reading(calls=style), text)
-    assert (output[0], [(c.name, c.arguments) for c in output[2]]) == (words, calls)
+    assert (output[0], [(begun.name, arguments) for begun, arguments in output[2]]) == (words, calls)
 
 
 @pytest.mark.parametrize(
