@@ -28,6 +28,8 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, GenerationConf
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from eaas import pool as pools
+from eaas.model.families import tensors_of
+from eaas.model.loader import load_spec
 from eaas.pool import START_S, ConnectFailed, Pool
 from experts.backend import ExpertsLost
 from experts.checkpoint import Checkpoint, CheckpointInvalid
@@ -147,16 +149,24 @@ def _quantized(name: str | Path, config: Any, revision: str | None) -> Path | No
         del config.quantization_config
     folder = Path(name)
     # MXFP4 is of experts alone.
-    if method in ("", "mxfp4") and not any(folder.glob("*.gguf")):
+    if method in ("", "mxfp4") and not _gguf(folder):
         return None
     return folder if folder.is_dir() else Path(snapshot_download(str(name), revision=revision))
+
+
+def _gguf(folder: Path) -> bool:
+    return any(folder.glob("*.gguf")) and not any(folder.glob("*.safetensors"))
 
 
 def _dequantized(checkpoint: Checkpoint, dtype: torch.dtype | str) -> dict[str, torch.Tensor]:
     """Tensors but those of experts; matrices that were quantized are of that type. Raises CheckpointInvalid."""
     scheme, tensors = scheme_of(checkpoint.config), dict[str, torch.Tensor]()
     kind = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    for name in checkpoint.names():
+    names = checkpoint.names()
+    if _gguf(checkpoint.directory):
+        # Each tensor is there under its names in all families.
+        names = [plan.name for plan in tensors_of(load_spec(checkpoint)).values()]
+    for name in names:
         module, _, part = name.rpartition(".")
         if re.search(EXPERT_TENSORS, name):
             continue

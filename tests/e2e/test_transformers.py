@@ -29,6 +29,7 @@ from router.view import Member, View
 from tests import moe_families
 from tests.e2e.waiting import wait_for
 from tests.experts.quantizing import METHODS, quantize_model
+from tests.experts.test_gguf import model as gguf_model
 
 pytestmark = pytest.mark.full(seconds=8)
 
@@ -198,6 +199,20 @@ def test_a_quantized_checkpoint_gives_the_logits_of_the_weights_it_stands_for(
     usual = rms(logits(whole.to(torch.bfloat16), many) - exact)
     with serving(folder) as cluster, eaas.connect(cluster.router_address, model):
         assert rms(logits(model, many) - exact) <= 1.2 * usual
+
+
+def test_a_gguf_file_gives_the_logits_of_the_weights_it_stands_for(tmp_path: Path) -> None:
+    folder, plain = gguf_model(tmp_path, "mixtral", seed=11)
+    whole = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32, experts_implementation="eager")
+    model = eaas.load(folder, dtype=torch.float32)
+    with serving(folder, dtype="float32") as cluster, eaas.connect(cluster.router_address, model):
+        assert_close(logits(model, prompt(4)), logits(whole, prompt(4)), torch.float32)
+
+
+def test_a_checkpoint_quantized_otherwise_is_refused_by_name(tmp_path: Path) -> None:
+    config = transformers.Qwen3MoeConfig(quantization_config={"quant_method": "hqq"})
+    with pytest.raises(eaas.ConnectFailed, match=r"quantized \(hqq\)"):
+        eaas.load(tmp_path, config=config)
 
 
 @pytest.mark.parametrize("replicas", [2, 1])
