@@ -2,9 +2,12 @@
 
     python -m benchmarks.bits_per_byte --model demo --text input.txt
     python -m benchmarks.bits_per_byte --model demo --text input.txt --dtype int8
+    python -m benchmarks.bits_per_byte --model demo --text input.txt --dtype auto --quantize w4a16
 
 The weights as stored, computed in float32 by the readable reference decoder; with --dtype, by the kernels that
-serve. Windows overlap, so that every token but the first ones has at least half a window before it.
+serve. With --quantize first the reference, on the weights that the format's own library reads from the checkpoint
+which it has quantized; then that checkpoint, by the kernels. Windows overlap, so that every token but the first ones
+has at least half a window before it.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import argparse
 import json
 import math
 import os
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -25,7 +29,10 @@ from eaas.model.tokenizer import Tokenizer
 from eaas.worker.decoder import BLOCK_TOKENS, Decoder
 from eaas.worker.scheduler import StepPlan
 from experts.checkpoint import Checkpoint
+from experts.devices import Device
+from experts.formats import experts_dtype
 from experts.model import CHOICES, Dtype, ExpertShape
+from experts.quantized import Quantized
 from experts.tensors import tensors_of
 from tests.eaas.local_experts import LocalExperts
 from tests.eaas.reference import ReferenceDecoder
@@ -48,7 +55,9 @@ def open_reference(folder: Path) -> ReferenceDecoder:
 
     def expert(layer: int, number: int):
         found = tensors_of(checkpoint, shape, layer, number)
-        return found.gate, found.up, found.down, *(found.biases or ())
+        matrices = (found.gate, found.up, found.down)
+        plain = (w.dequantized() if isinstance(w, Quantized) else w for w in matrices)
+        return *plain, *(found.biases or ())
 
     return ReferenceDecoder(spec, load_weights(checkpoint, spec), expert, activation=shape.activation)
 
@@ -56,11 +65,12 @@ def open_reference(folder: Path) -> ReferenceDecoder:
 class KernelLogits:
     """Logits of every position of up to `window` tokens, [tokens, vocab], by the native decoder."""
 
-    def __init__(self, folder: Path, dtype: Dtype, window: int) -> None:
+    def __init__(self, folder: Path, dtype: str, window: int) -> None:
         checkpoint = Checkpoint.open(folder)
-        spec = replace(load_spec(checkpoint), dtype=dtype)
+        spec = replace(load_spec(checkpoint), dtype=Dtype.resolve(dtype, checkpoint.config))
+        kept = experts_dtype(dtype, checkpoint.config, Device().keeps)
         # The decoder holds only its address.
-        self._experts = LocalExperts.load(checkpoint, dtype, max_rows=window)
+        self._experts = LocalExperts.load(checkpoint, kept, max_rows=window)
         self._blocks = -(-window // BLOCK_TOKENS)
         weights = load_weights(checkpoint, spec)
         self._decoder = Decoder(spec, weights, self._experts.backend, [-1], self._blocks, max_rows=window)
@@ -77,14 +87,14 @@ class KernelLogits:
         return self._decoder.step(plan, deadline_s=1.0)
 
 
-def measure(folder: Path, text: str, window: int = 1024, dtype: Dtype | None = None) -> Measured:
+def measure(folder: Path, text: str, window: int = 1024, dtype: str | None = None) -> Measured:
     """Measure a model on all of `text`, from a start-of-text token on.
 
     Args:
         folder: Model folder.
         text: What to predict.
         window: Tokens the model sees at once; the second half of each is counted (of the first one: all).
-        dtype: Computed by the kernels that serve in it; by the reference where None.
+        dtype: Computed by the kernels that serve in it, as for --dtype; by the reference where None.
 
     Raises:
         ValueError: the text is empty, or the model has no token to begin a text with.
@@ -126,16 +136,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--last", type=float, default=0.1, help="share of the text, from its end")
     parser.add_argument("--window", type=int, default=1024, help="tokens")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    labels = [dtype.label for dtype in CHOICES]
+    labels = ["auto", *(dtype.label for dtype in CHOICES)]
     parser.add_argument(
         "--dtype", choices=labels, help="by the kernels of this type (default: the reference)"
     )
+    parser.add_argument(
+        "--quantize", metavar="METHOD", help="one of tests.experts.quantizing: fp8, w4a16, awq, ..."
+    )
     options = parser.parse_args(argv)
     torch.set_num_threads(options.threads)
-    dtype = Dtype.resolve(options.dtype, {}) if options.dtype else None
-    text = end_of(options.text, options.last)
-    measured = measure(resolve_model(options.model), text, options.window, dtype)
-    print(json.dumps(asdict(measured)))
+    text, folder = end_of(options.text, options.last), resolve_model(options.model)
+    with tempfile.TemporaryDirectory() as scratch:
+        if options.quantize:
+            # Imported here: the libraries of the formats cost seconds.
+            from tests.experts.quantizing import quantize_model
+
+            quantized, plain = Path(scratch, "quantized"), Path(scratch, "plain")
+            quantize_model(folder, quantized, plain, options.quantize)
+            folder = quantized
+            print(json.dumps({"weights of": "the library", **asdict(measure(plain, text, options.window))}))
+        print(json.dumps(asdict(measure(folder, text, options.window, options.dtype))))
 
 
 if __name__ == "__main__":
