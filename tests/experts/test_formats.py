@@ -22,11 +22,13 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 
 from experts.checkpoint import Checkpoint, CheckpointInvalid
 from experts.formats import Scheme, Stored, scheme_of, stored_as
+from experts.kernels import pack_expert
 from experts.matrices import Matrix, holds
 from experts.matrices import read as read_matrix
-from experts.model import ConfigInvalid, Dtype
+from experts.model import ConfigInvalid, Dtype, ExpertShape
 from experts.quantized import Codes, Quantized
-from tests.experts.quantizing import compressed
+from experts.tensors import tensors_of
+from tests.experts.quantizing import compressed, fp8
 
 MODULE = "model.layers.0.mlp.experts.3.gate_proj"
 SEED = time.time_ns() % 1_000_000
@@ -320,6 +322,33 @@ def test_experts_are_kept_as_stored_where_one_type_holds_them_all(
     fields: Mapping[str, Any], kept: Dtype | None
 ) -> None:
     assert stored_as(QWEN3 | {"quantization_config": fields}) is kept
+
+
+def test_fp8_of_all_experts_in_one_tensor(tmp_path: Path) -> None:
+    """Each with its blocks, as they are: halves of gate_up are gate and up."""
+    experts, hidden, inter = 3, 256, 128
+    config = QWEN3 | {"num_hidden_layers": 1, "hidden_size": hidden, "moe_intermediate_size": inter}
+    config |= {"num_experts": experts, "quantization_config": FP8}
+    both, down = (
+        [fp8(random_weights(rows, k, torch.float32) * (expert + 1))[1:] for expert in range(experts)]
+        for rows, k in ((2 * inter, hidden), (hidden, inter))
+    )
+    prefix = "model.layers.0.mlp.experts."
+    tensors = {
+        prefix + name + part: torch.stack([stored[f"weight{part}"] for stored, _ in matrices])
+        for name, matrices in (("gate_up_proj", both), ("down_proj", down))
+        for part in ("", "_scale_inv")
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint.open(tmp_path)
+    for expert in range(experts):
+        found = tensors_of(checkpoint, ExpertShape.from_config(config), 0, expert)
+        same(found.gate, both[expert][1][:inter], expert)
+        same(found.up, both[expert][1][inter:], expert)
+        same(found.down, down[expert][1], expert)
+        assert isinstance(found.gate, Quantized) and found.gate.group == 128
+        pack_expert(found.gate, found.up, found.down, Dtype.FP8)
 
 
 def changed(fields: Mapping[str, Any], **weights: Any) -> dict[str, Any]:
