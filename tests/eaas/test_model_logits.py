@@ -56,6 +56,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
          "rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.8}},
     ),
     "deepseek_v3-halves": ("deepseek_v3", {"rope_interleave": False}),
+    "glm4_moe-yarn": ("glm4_moe", {"rope_scaling": YARN}),
     "dots1": ("dots1", {}),
     "dots1-late-windows": (
         "dots1",
