@@ -1,9 +1,11 @@
-"""Decode steps of one process in two types of weights, interleaved; and one lane's matrix product.
+"""Decode steps of one process with experts of several types, interleaved; and one lane's matrix product.
 
     python -m benchmarks.dtypes --shape L --batch 1,8
 
 Random weights, every expert in this process, greedy decoding of random prompts. Rounds alternate between the
-types, so that the machine's moods hit both alike; medians of the rounds and of their ratios count.
+types, so that the machine's moods hit all alike; medians of the rounds and of their ratios count. Beside the ratio
+of bfloat16's time to each stands that of the bytes that a step reads: experts as often as they are drawn evenly,
+attention, shared experts and head once. Types that are kept as stored have bfloat16 in all but the experts.
 """
 
 from __future__ import annotations
@@ -21,15 +23,34 @@ import numpy as np
 from benchmarks.report import record, spread
 from eaas.model.loader import load_spec, load_weights
 from eaas.model.make_model import make_model
+from eaas.ops.planner import Work
 from eaas.worker.decoder import Decoder
 from eaas.worker.scheduler import StepPlan
 from experts import native
 from experts.checkpoint import Checkpoint
-from experts.kernels import numerics_class, packed_bytes
-from experts.model import Dtype
+from experts.grouped import LAYOUTS, pack, sample
+from experts.kernels import aligned_bytes, numerics_class, pack_expert, packed_bytes
+from experts.model import Dtype, ExpertShape
 from tests.eaas.local_experts import LocalExperts
 
 BLOCKS_EACH, FIRST, STEPS = 8, 64, 8  # cache blocks of a sequence; position that rounds start at; their steps
+
+
+def experts_of(checkpoint: Checkpoint, dtype: Dtype, lanes: int, batch: int) -> LocalExperts:
+    """Those of the checkpoint; of a type that is kept as stored the same random one in every place."""
+    if dtype not in LAYOUTS:
+        return LocalExperts.load(checkpoint, dtype, lanes=lanes, max_rows=batch)
+    shape, random = ExpertShape.from_config(checkpoint.config), np.random.default_rng(1)
+    local = LocalExperts(
+        layers=shape.layers, experts=shape.experts, hidden=shape.hidden, intermediate=shape.intermediate,
+        top_k=shape.top_k, dtype=dtype, lanes=lanes, max_rows=batch,
+    )  # fmt: skip
+    gate, up = (sample(dtype, shape.intermediate, shape.hidden, random) for _ in range(2))
+    packed = pack_expert(gate, up, sample(dtype, shape.hidden, shape.intermediate, random), dtype)
+    for layer in range(shape.layers):
+        for expert in range(shape.experts):
+            local.place(layer, expert, packed)
+    return local
 
 
 class Engine:
@@ -37,9 +58,18 @@ class Engine:
 
     def __init__(self, folder: Path, dtype: Dtype, cores: Sequence[int], batch: int) -> None:
         checkpoint = Checkpoint.open(folder)
-        self._spec = replace(load_spec(checkpoint), dtype=dtype)
+        spec = self._spec = replace(
+            load_spec(checkpoint), dtype=Dtype.INT8 if dtype is Dtype.INT8 else Dtype.BFLOAT16
+        )
         # The decoder holds only its address.
-        self._experts = LocalExperts.load(checkpoint, dtype, lanes=len(cores), max_rows=batch)
+        self._experts = experts_of(checkpoint, dtype, len(cores), batch)
+        work, moe = Work.of(spec), spec.moe
+        # An expert of 32 columns of gate and up, and 64 of down, for each tile.
+        expert = packed_bytes(dtype, -(-moe.expert_intermediate // 32), spec.hidden)
+        expert += packed_bytes(dtype, -(-spec.hidden // 64), moe.expert_intermediate)
+        dense = work.dense_bytes * (packed_bytes(dtype, 1, 1024) / 131072 if dtype is Dtype.INT8 else 1)
+        drawn = {n: moe.experts * (1 - (1 - moe.top_k / moe.experts) ** n) for n in range(1, batch + 1)}
+        self.step_bytes = {n: dense + work.layers * drawn[n] * expert for n in drawn}
         blocks, weights = batch * BLOCKS_EACH, load_weights(checkpoint, self._spec)
         self._decoder = Decoder(self._spec, weights, self._experts.backend, cores, blocks, max_rows=batch)
 
@@ -65,7 +95,7 @@ class Engine:
 def measure_steps(folder: Path, batches: Sequence[int], cores: Sequence[int], rounds: int) -> None:
     """Interleaved decode steps; records one line for each batch size."""
     allowed, results = os.sched_getaffinity(0), []
-    dtypes = (Dtype.BFLOAT16, Dtype.INT8)
+    dtypes = (Dtype.BFLOAT16, Dtype.INT8, *LAYOUTS)
     engines = {dtype: Engine(folder, dtype, cores, max(batches)) for dtype in dtypes}
     for batch in batches:
         seconds: dict[Dtype, list[float]] = {dtype: [] for dtype in dtypes}
@@ -74,13 +104,20 @@ def measure_steps(folder: Path, batches: Sequence[int], cores: Sequence[int], ro
                 taken_s = engines[dtype].step_s(batch, number)
                 if number:  # The first round warms both up.
                     seconds[dtype].append(taken_s)
-        slow, fast = (seconds[dtype] for dtype in dtypes)
-        result = {
-            "batch": batch, "lanes": len(cores), "rounds": rounds, "classes": [numerics_class(d) for d in dtypes],
-            **{f"{dtype.label}_ms": spread([1e3 * s for s in seconds[dtype]]) for dtype in dtypes},
-            "ratio": spread([one / two for one, two in zip(slow, fast, strict=True)]),
-        }  # fmt: skip
-        results.append(result)
+        slow, bytes_of = seconds[Dtype.BFLOAT16], {d: engines[d].step_bytes[batch] for d in dtypes}
+        for dtype in dtypes[1:]:
+            ratio = spread([one / two for one, two in zip(slow, seconds[dtype], strict=True)])
+            bytes_ratio = bytes_of[Dtype.BFLOAT16] / bytes_of[dtype]
+            result = {
+                "batch": batch, "lanes": len(cores), "rounds": rounds, "dtype": dtype.label,
+                "classes": [numerics_class(Dtype.BFLOAT16), numerics_class(dtype)],
+                "bfloat16_ms": spread([1e3 * s for s in slow]),
+                f"{dtype.label}_ms": spread([1e3 * s for s in seconds[dtype]]),
+                "tokens_per_s": round(batch / float(np.median(seconds[dtype])), 1),
+                "ratio": ratio, "bytes_ratio": round(bytes_ratio, 3),
+                "of_bytes_ratio": round(ratio["median"] / bytes_ratio, 3),
+            }  # fmt: skip
+            results.append(result)
     # This thread was lane 0 and pinned; the record names the cores that there were.
     os.sched_setaffinity(0, allowed)
     for result in results:
@@ -93,8 +130,11 @@ def measure_product(rows_list: Sequence[int], rounds: int, k: int = 1024, tiles:
     x = (0x3C00 + random.integers(0, 512, (max(rows_list), k))).astype(np.uint16)
     out = np.zeros((len(x), tiles * 64), np.float32)
     packed = {}
-    for dtype in (Dtype.BFLOAT16, Dtype.INT8):
-        packed[dtype] = np.empty(packed_bytes(dtype, tiles, k), np.uint8)
+    for dtype in (Dtype.BFLOAT16, Dtype.INT8, *LAYOUTS):
+        packed[dtype] = aligned_bytes(packed_bytes(dtype, tiles, k))
+        if dtype in LAYOUTS:
+            packed[dtype][:] = np.resize(pack(sample(dtype, 640, k, random), dtype), packed[dtype].size)
+            continue
         matrix = random.standard_normal((tiles * 64, k), np.float32)
         library.experts_pack_matrix(
             dtype, matrix.ctypes.data, 0, tiles * 64, k, packed[dtype].ctypes.data

@@ -16,7 +16,7 @@ constexpr uint32_t kTile = EXPERTS_TILE_ROWS;
 //     kGroup, kGroupBytes             k of a group, and bytes of one group of a tile
 //     kPanelRows, kStagedGroups       most rows, and most groups of all of them, that are staged at once; rows of more
 //                                     groups are staged in spans, tile by tile
-//     add(w, staged, m, acc)          adds one group of m rows to acc[m][64]
+//     add(w, count, staged, m, acc)   adds `count` groups of m rows to acc[m][64]
 template <class Kind>
 void grouped_tiles(const Product& p, Finish finish) {
     alignas(64) typename Kind::Staged staged[Kind::kStagedGroups];
@@ -41,8 +41,8 @@ void grouped_tiles(const Product& p, Finish finish) {
                         Kind::stage(rows + (row + i) * p.x_stride + k0, count, staged[(g - first) * now + i]);
                 }
                 held = first;
-                for (uint32_t g = first; g < end; ++g, w += Kind::kGroupBytes)
-                    Kind::add(w, staged + (g - first) * now, now, acc);
+                Kind::add(w, end - first, staged, now, acc);
+                w += (end - first) * Kind::kGroupBytes;
             }
             for (uint32_t i = 0; i < now; ++i) finish(tile, row + i, acc + i * kTile);
         }

@@ -165,13 +165,15 @@ struct Int8 {
     static constexpr uint32_t kPanelRows = 32;        // most rows quantised at once
     static constexpr uint32_t kStagedGroups = 1024;   // 72 KB
     EAAS_INLINE void stage(const uint16_t* x, uint32_t count, Staged& to) { stage_group(x, count, to); }
-    EAAS_INLINE void add(const uint8_t* w, const Staged* x, uint32_t m, float* acc) {
-        if (m == 1) {
-            rows_of<1, 4>(w, x, m, acc);
-        } else if (m <= kPairRows) {
-            rows_of<kPairRows, kFewBlocks>(w, x, m, acc);
-        } else {
-            rows_of<kRows, kManyBlocks>(w, x, m, acc);
+    EAAS_INLINE void add(const uint8_t* w, uint32_t count, const Staged* x, uint32_t m, float* acc) {
+        for (uint32_t g = 0; g < count; ++g, w += kGroupBytes, x += m) {
+            if (m == 1) {
+                rows_of<1, 4>(w, x, m, acc);
+            } else if (m <= kPairRows) {
+                rows_of<kPairRows, kFewBlocks>(w, x, m, acc);
+            } else {
+                rows_of<kRows, kManyBlocks>(w, x, m, acc);
+            }
         }
     }
 };

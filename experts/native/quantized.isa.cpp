@@ -214,10 +214,26 @@ struct Kind {
         }
     }
 
-    // Adds M rows of blocks [block, block + B) to acc[M][64]. from: their codes, or what those are decoded to.
+    // Adds M rows of blocks [block, block + B) of `count` groups to acc[M][64]. from: their codes, or what those of one are
+    // decoded to.
     template <class Source, int M, int B>
-    __attribute__((noinline)) static void group(const uint8_t* w, const uint8_t* from, const Staged* x, uint32_t block,
-                                                float* acc) {
+    __attribute__((noinline)) static void groups(const uint8_t* w, uint32_t count, const uint8_t* from, const Staged* x,
+                                                 uint32_t block, float* acc) {
+        f32x16 outs[M][B];
+        EAAS_UNROLL
+        for (int i = 0; i < M; ++i)
+            EAAS_UNROLL
+            for (int b = 0; b < B; ++b) outs[i][b] = load(acc + i * kTile + (block + b) * 16);
+        for (uint32_t g = 0; g < count; ++g, w += kGroupBytes, from += kGroupBytes, x += M)
+            group<Source, M, B>(w, from, x, block, outs);
+        EAAS_UNROLL
+        for (int i = 0; i < M; ++i)
+            EAAS_UNROLL
+            for (int b = 0; b < B; ++b) store(acc + i * kTile + (block + b) * 16, outs[i][b]);
+    }
+
+    template <class Source, int M, int B>
+    EAAS_INLINE void group(const uint8_t* w, const uint8_t* from, const Staged* x, uint32_t block, f32x16 (&outs)[M][B]) {
         f32x16 sums[M][B];
         EAAS_UNROLL
         for (int i = 0; i < M; ++i)
@@ -239,13 +255,11 @@ struct Kind {
             const f32x16 scale = scales(w, block + b);
             EAAS_UNROLL
             for (int i = 0; i < M; ++i) {
-                float* const to = acc + i * kTile + (block + b) * 16;
-                f32x16 out = fma(sums[i][b], scale, load(to));
+                outs[i][b] = fma(sums[i][b], scale, outs[i][b]);
                 if constexpr (kOffsets) {
                     const auto* offsets = reinterpret_cast<const float*>(w + kScaleBytes) + (block + b) * 16;
-                    out = fma(splat(x[i].sum), load(offsets), out);
+                    outs[i][b] = fma(splat(x[i].sum), load(offsets), outs[i][b]);
                 }
-                store(to, out);
             }
         }
     }
@@ -262,11 +276,12 @@ struct Kind {
         if constexpr (N + 1 < Source::kSteps) steps<Source, M, B, N + 1>(blocks, x, s, sums);
     }
 
-    // group() with M = m, for 1 <= m <= M.
+    // groups() with M = m, for 1 <= m <= M.
     template <class Source, int M, int B>
-    static void group_of(uint32_t m, const uint8_t* w, const uint8_t* from, const Staged* x, uint32_t block, float* acc) {
-        if (m == M) return group<Source, M, B>(w, from, x, block, acc);
-        if constexpr (M > 1) group_of<Source, M - 1, B>(m, w, from, x, block, acc);
+    static void groups_of(uint32_t m, const uint8_t* w, uint32_t count, const uint8_t* from, const Staged* x,
+                          uint32_t block, float* acc) {
+        if (m == M) return groups<Source, M, B>(w, count, from, x, block, acc);
+        if constexpr (M > 1) groups_of<Source, M - 1, B>(m, w, count, from, x, block, acc);
     }
 
     template <int N = 0>
@@ -276,9 +291,13 @@ struct Kind {
         if constexpr (N + 1 < Code::kSteps) decode_block<N + 1>(codes, to + kStepBytes);
     }
 
-    static void add(const uint8_t* w, const Staged* x, uint32_t m, float* acc) {
+    static void add(const uint8_t* w, uint32_t count, const Staged* x, uint32_t m, float* acc) {
+        if (m <= kFewRows) return groups_of<Code, kFewRows, 4>(m, w, count, w + kHeadBytes, x, 0, acc);
+        for (uint32_t g = 0; g < count; ++g) add_decoded(w + g * kGroupBytes, x + g * m, m, acc);
+    }
+
+    static void add_decoded(const uint8_t* w, const Staged* x, uint32_t m, float* acc) {
         const uint8_t* const codes = w + kHeadBytes;
-        if (m <= kFewRows) return group_of<Code, kFewRows, 4>(m, w, codes, x, 0, acc);
         alignas(64) uint8_t decoded[kSteps * kStepBytes];
         touch_head<kRows>(w);
         for (uint32_t s = 0; s < kSteps / Code::kSteps; ++s)
@@ -290,7 +309,7 @@ struct Kind {
             for (uint32_t part = 0; part < parts; ++part) {
                 // Parts of nearly equal height: 7 rows go as 4 + 3, not as 6 + 1.
                 const uint32_t row0 = m * part / parts, row1 = m * (part + 1) / parts;
-                group_of<Decoded, kRows, kBlocks>(row1 - row0, w, decoded, x + row0, block, acc + row0 * kTile);
+                groups_of<Decoded, kRows, kBlocks>(row1 - row0, w, 1, decoded, x + row0, block, acc + row0 * kTile);
             }
     }
 };

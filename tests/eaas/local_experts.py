@@ -16,7 +16,7 @@ from eaas import native
 from eaas.worker.decoder import ExpertBackend, WeightsInvalid
 from experts import native as experts_native
 from experts.checkpoint import Checkpoint
-from experts.kernels import Weights, pack_expert
+from experts.kernels import PackedExpert, Weights, pack_expert
 from experts.model import SWIGLU, Activation, Dtype, ExpertShape
 from experts.tensors import tensors_of
 from p2p import native as p2p_native
@@ -149,9 +149,17 @@ class LocalExperts:
             packed = pack_expert(gate, up, down, self._dtype, activation=self._activation, biases=biases)
         except ValueError as error:
             raise WeightsInvalid(f"Expert {expert} of layer {layer}: {error}") from error
+        self.place(layer, expert, packed)
+
+    def place(self, layer: int, expert: int, packed: PackedExpert) -> None:
+        """Take an expert that is packed already.
+
+        Raises:
+            WeightsInvalid: of another shape, or there is no such expert.
+        """
         if (packed.intermediate, packed.hidden) != self._sizes:
             raise WeightsInvalid(
-                f"Expert {expert} of layer {layer} has gate {gate.shape}, not {self._sizes}."
+                f"Expert {expert} of layer {layer} has gate {(packed.intermediate, packed.hidden)}, not {self._sizes}."
             )
         parts = [x for array in (packed.gate_up, packed.down) for x in (array.ctypes.data, array.nbytes)]
         if self._library.local_experts_set(self._handle, layer, expert, *parts):
