@@ -17,7 +17,7 @@ from gguf import GGMLQuantizationType as Kind
 
 from eaas.model.loader import load_spec, load_weights
 from eaas.model.make_model import make_model
-from experts.checkpoint import Checkpoint, CheckpointInvalid
+from experts.checkpoint import Checkpoint, CheckpointInvalid, read_config
 from experts.formats import experts_dtype
 from experts.kernels import pack_expert
 from experts.model import Dtype, ExpertShape
@@ -109,6 +109,10 @@ def test_experts_stay_in_four_bits_where_all_of_them_are(down: Kind, kept: Dtype
     checkpoint = Checkpoint.open(folder)
     assert experts_dtype("auto", checkpoint.config, frozenset(Dtype)) is kept
     assert experts_dtype("float32", checkpoint.config, frozenset(Dtype)) is Dtype.FLOAT32
+    if kept is Dtype.INT4_G32:
+        # A host without the file may say so in its config.json.
+        said = {"quantization_config": {"quant_method": "gguf", "experts_bits": 4}}
+        assert experts_dtype("auto", read_config(folder) | said, frozenset(Dtype)) is kept
     found = tensors_of(checkpoint, ExpertShape.from_config(checkpoint.config), 1, 3)
     assert isinstance(found.gate, Quantized)
     packed = pack_expert(found.gate, found.up, found.down, kept)
