@@ -51,7 +51,7 @@ class Family:
     """
 
     gate: str
-    gate_bias: str = ""
+    gate_bias: str = ""  # tensor that its logits have added
     correction: str = ""  # tensor that steers the choice of experts
     score: Score = Score.SOFTMAX
     norm_topk: bool = False
@@ -65,9 +65,9 @@ class Family:
     eps: float = 1e-6
     max_model_len: int = 32768
     rope_theta: float = 10_000.0
-    rope: Mapping[str, Any] = field(default_factory=dict)  # rope_parameters
+    rope: Mapping[str, Any] = field(default_factory=dict)  # rope_parameters where there are none
     head_dim: bool = True  # honors head_dim
-    rotated: float | None = None  # honors partial_rotary_factor
+    rotated: float | None = None  # honors partial_rotary_factor, or rotary_dim; the part without them
     bias: str = ""  # field that gives queries, keys and values biases
     biased: bool = False  # without that field
     o_bias: bool = False  # and then the output projection has one, too
@@ -75,8 +75,8 @@ class Family:
     # "": none, "all": every layer, "switch": every layer if use_sliding_window, "by_layer": some if so; always some:
     # "alternate": every other layer, "late": those from max_window_layers on
     window: str = ""
-    sliding: int | None = 4096
-    sinks: str = ""
+    sliding: int | None = 4096  # sliding_window
+    sinks: str = ""  # tensor of a logit for each query head
     latent: bool = False  # attention of DeepSeek-V2; honors its ranks and widths, and no head_dim
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
