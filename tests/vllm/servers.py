@@ -60,13 +60,25 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
     },
     "GptOss": {"intermediate_size": 64, "num_local_experts": 8, "head_dim": 64},
+    "Mixtral": {"intermediate_size": 64, "num_local_experts": 8, "head_dim": 64},
+    "Glm4Moe": {
+        "intermediate_size": 96, "moe_intermediate_size": 64, "n_routed_experts": 8, "n_shared_experts": 1,
+        "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "head_dim": 64,
+    },
+    "Olmoe": {"intermediate_size": 64, "num_experts": 8, "num_attention_heads": 2, "num_key_value_heads": 2},
+    "ExaoneMoe": {
+        "intermediate_size": 96, "moe_intermediate_size": 64, "num_experts": 8, "num_shared_experts": 1,
+        "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "head_dim": 64,
+    },
 }  # fmt: skip
 
 
-def write(family: str, folder: Path, dtype: torch.dtype = torch.float32, seed: int = 1) -> Path:
+def write(
+    family: str, folder: Path, dtype: torch.dtype = torch.float32, seed: int = 1, **changes: Any
+) -> Path:
     """A small checkpoint of random weights, as transformers writes it, with a tokenizer of bytes."""
     torch.manual_seed(seed)
-    config = getattr(transformers, f"{family}Config")(**_SIZES, **FAMILIES[family])
+    config = getattr(transformers, f"{family}Config")(**_SIZES | FAMILIES[family] | changes)
     model = AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
