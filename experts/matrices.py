@@ -147,7 +147,7 @@ def _gptq(scheme: Scheme, checkpoint: Checkpoint, name: str, rows: int, k: int) 
     size = (stored and stored.group) or k
     group = size if -(-k // size) == groups else _group(f"{name}.scales", k, groups)
     columns = None
-    if f"{name}.g_idx" in checkpoint:
+    if f"{name}.g_idx" in checkpoint or (stored and stored.permuted):
         columns = _columns(checkpoint, f"{name}.g_idx", k, groups)
         columns = None if np.array_equal(columns, np.arange(k) // group) else columns
     return _integers(_unpacked(packed, bits)[:, :k], zeros, scales, bits, group, columns)
@@ -175,18 +175,14 @@ def _integers(
     """(codes - zeros) * scales, of which float32 loses nothing where scales have 16 bits; columns: their groups."""
     if columns is not None:
         return (codes.astype(np.float32) - zeros[:, columns]) * scales[:, columns]
-    codes, scales = np.ascontiguousarray(codes), np.ascontiguousarray(scales)
-    if bits == 4:
-        return Quantized(
-            kind=Codes.UINT4,
-            codes=codes,
-            scales=scales,
-            group=group,
-            offsets=scales * -zeros.astype(np.float32),
-        )
-    offsets = None if np.all(zeros == 128) else scales * (128 - zeros.astype(np.float32))
+    kind, middle = (Codes.UINT4, 0) if bits == 4 else (Codes.INT8, 128)
+    centered = kind is Codes.INT8 and bool(np.all(zeros == middle))
     return Quantized(
-        kind=Codes.INT8, codes=codes ^ np.uint8(128), scales=scales, group=group, offsets=offsets
+        kind=kind,
+        codes=np.ascontiguousarray(codes) ^ np.uint8(middle),
+        scales=np.ascontiguousarray(scales),
+        group=group,
+        offsets=None if centered else scales * (middle - zeros.astype(np.float32)),
     )
 
 

@@ -420,6 +420,9 @@ def test_a_tensor_that_is_missing_or_misshapen_is_named(tmp_path: Path) -> None:
         read(opened(tmp_path / "odd", FP8, odd), 64, 128)
     fields = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True}
     wrong = gptq(64, 128, 4, 32, True)
+    without = {name: tensor for name, tensor in wrong.items() if name != "g_idx"}
+    with pytest.raises(CheckpointInvalid, match=r"no tensor .*gate_proj\.g_idx"):
+        read(opened(tmp_path / "order", fields, without), 64, 128)
     wrong["g_idx"][3] = 4
     with pytest.raises(CheckpointInvalid, match="g_idx names groups 0 to 4 of 4"):
         read(opened(tmp_path / "table", fields, wrong), 64, 128)
