@@ -1,4 +1,6 @@
-"""Every family keeps its bits, however it is served. The judge is each request alone, its experts in this process."""
+"""Every family, and every format of quantization, keeps its bits, however it is served. The judge is each request
+alone, its experts in this process.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +16,7 @@ import pytest
 from eaas.model.make_model import make_model
 from tests.e2e.pool import Driver, Logits, Pool, local_experts, pool_of
 from tests.e2e.test_exactness import NEW_TOKENS, different, prompts
+from tests.experts.quantizing import quantize_model
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -25,6 +28,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": ("gpt_oss", {}),
     "minimax_m2": ("minimax_m2", {}),
     "deepseek_v3": ("deepseek_v3", {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
+    "dots1": ("dots1", {}),
+}
+WIDE = {"hidden_size": 256, "head_dim": 32, "moe_intermediate_size": 128, "num_hidden_layers": 2}
+# Of those that METHODS has: one for each type that experts are kept in, and one that is dequantized.
+FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
+    "fp8": ("qwen3_moe", WIDE),
+    "w4a16": ("qwen3_moe", WIDE),
+    "awq": ("qwen3_moe", WIDE),
+    "w8a8": ("qwen3_moe", WIDE),
+    "mxfp4": ("gpt_oss", {}),
 }
 # At and beside the edges of blocks; the last is longer than a step.
 LENGTHS = (1, 15, 16, 31, 32, 33, 90)
@@ -38,10 +51,13 @@ class Family(NamedTuple):
     alone: Logits
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=[*MODELS, *FORMATS])
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
-    arch, fields = MODELS[request.param]
+    arch, fields = (MODELS | FORMATS)[request.param]
     folder = make_model("tiny", arch, tmp_path_factory.mktemp(request.param), seed=1, overrides=fields)
+    if request.param in FORMATS:
+        quantize_model(folder, folder / "quantized", folder / "plain", request.param)
+        folder /= "quantized"
     asked, logits = prompts(LENGTHS), {}
     driver = Driver(folder, local_experts(folder), step_tokens=128)
     for id, prompt in asked.items():
@@ -87,8 +103,8 @@ def test_one_server(family: Family) -> None:
         driver.close()
 
 
-@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
-def test_four_servers_of_which_one_is_struck(family: Family, pool: Pool, blow: signal.Signals) -> None:
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+def test_four_servers_of_which_one_is_struck(family: Family, pool: Pool, fault: signal.Signals) -> None:
     pool.settle(servers=4)
     driver = Driver(family.folder, pool.client)
     assert not different(driver.run(family.asked, NEW_TOKENS), family.alone), "before"
@@ -96,7 +112,7 @@ def test_four_servers_of_which_one_is_struck(family: Family, pool: Pool, blow: s
 
     def strike(step: int) -> None:
         if step == NEW_TOKENS // 2:
-            os.kill(victim.pid, blow)
+            os.kill(victim.pid, fault)
 
     try:
         logits = driver.run(family.asked, NEW_TOKENS, before=strike)
@@ -105,7 +121,7 @@ def test_four_servers_of_which_one_is_struck(family: Family, pool: Pool, blow: s
         with contextlib.suppress(ProcessLookupError):
             os.kill(victim.pid, signal.SIGCONT)
     driver.close()
-    if blow is signal.SIGKILL:
+    if fault is signal.SIGKILL:
         pool.wait_exit(victim.name)
     assert len(logits) == len(family.asked) * NEW_TOKENS
-    assert not different(logits, family.alone), f"{victim.name} struck by {blow.name}"
+    assert not different(logits, family.alone), f"{victim.name} struck by {fault.name}"
