@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 from collections.abc import Mapping, Sequence
-from ctypes import POINTER, c_char_p, c_int, c_int32, c_uint32, c_uint64, c_void_p
+from ctypes import c_char_p, c_uint32, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,61 @@ LIBRARY = ROOT / "p2p" / "_p2p.so"
 P2P_E_MEMORY = -40  # api.h
 
 LANE_FUNCTION = ctypes.CFUNCTYPE(None, c_void_p, c_uint32)
+
+
+_SCALARS: dict[str, Any] = {
+    "void": None,
+    "bool": ctypes.c_bool,
+    "int": ctypes.c_int,
+    "int32_t": ctypes.c_int32,
+    "int64_t": ctypes.c_int64,
+    "uint32_t": c_uint32,
+    "uint64_t": ctypes.c_uint64,
+    "float": ctypes.c_float,
+    "double": ctypes.c_double,
+    "ExpertCall": c_void_p,  # a pointer to a function, by its typedef
+}
+
+
+class Declarations:
+    """What headers declare, as ctypes takes it.
+
+    Attributes:
+        structures: By name; their fields are named and ordered as in the header.
+    """
+
+    def __init__(self, package: str, headers: str, structures: str = "") -> None:
+        """Args: headers: names of those to read, of a package's native/. structures: names of those used."""
+        texts = [(ROOT / package / "native" / f"{name}.h").read_text() for name in headers.split()]
+        self._text = re.sub(r"//.*", "", "".join(texts))
+        self.structures: dict[str, Any] = {}
+        for name in structures.split():
+            body = re.findall(rf"^struct {name} {{(.*?)^}};", self._text, re.DOTALL | re.MULTILINE)[0]
+            declared = re.findall(r"(\w+\*?) ([\w, ]+);", body)
+            fields = [(field, self._type(kind)) for kind, names in declared for field in names.split(", ")]
+            self.structures[name] = type(name, (ctypes.Structure,), {"_fields_": fields})
+
+    def functions(self) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+        """Of each exported function by name: the type of its result, and those of its arguments."""
+        declared = re.findall(r"P2P_API ([\w: ]+?\*?) (\w+)\(([^;]*)\);", self._text)
+        return {
+            name: (
+                self._type(result),
+                tuple(map(self._type, re.split(r",(?![^(]*\))", arguments))) if arguments != "void" else (),
+            )
+            for result, name, arguments in declared
+        }
+
+    def _type(self, text: str) -> Any:
+        """Of a parameter, a field or a result: "const ServerLink* link". Arrays are passed by address: their users
+        check shapes and strides first.
+        """
+        name = re.sub(r"const |struct ", "", text).strip()
+        if name.startswith("char*") and name.count("*") == 1:
+            return c_char_p
+        if "(*" not in name and name.partition("*")[0] in self.structures:
+            return ctypes.POINTER(self.structures[name.partition("*")[0]])
+        return c_void_p if "*" in name or "[" in name else _SCALARS[name.split()[0]]
 
 
 class NativeMissing(P2PError):
@@ -66,43 +122,6 @@ def open_library(
     return library
 
 
-_FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
-    "p2p_checksum": (c_uint64, (c_void_p, c_void_p, c_uint64)),
-    "p2p_frame_seal": (None, (c_void_p, c_void_p)),
-    "p2p_frame_open": (c_int, (c_void_p, c_uint64, c_uint64, c_uint64, c_uint64, c_void_p, c_void_p)),
-    "p2p_signal_store": (None, (c_void_p, c_uint64)),
-    "p2p_signal_load": (c_uint64, (c_void_p,)),
-    "p2p_signals_load": (None, (c_void_p, c_uint64, c_uint64, c_void_p)),
-    "p2p_window_bytes": (c_uint64, (c_uint32, c_uint64)),
-    "p2p_window_init": (c_int, (c_void_p, c_uint64, c_uint64, c_uint32, c_uint64)),
-    "p2p_window_check": (c_int, (c_void_p, c_uint64, c_uint64, c_uint32, c_uint64)),
-    "p2p_bell_init": (c_int, (c_void_p, c_uint64, c_uint32)),
-    "p2p_bell_beat": (None, (c_void_p,)),
-    "p2p_bell_heartbeat": (c_uint64, (c_void_p,)),
-    "p2p_bell_ring": (None, (c_void_p, c_uint32)),
-    "p2p_bell_read": (c_uint32, (c_void_p, c_uint32)),
-    "p2p_bell_wait": (c_int, (c_void_p, c_uint32, c_uint32, c_uint64)),
-    "p2p_bell_prepare": (c_uint32, (c_void_p, c_uint32)),
-    "p2p_bell_sleep": (c_int, (c_void_p, c_uint32, c_uint32, c_uint64)),
-    "p2p_bell_cancel": (None, (c_void_p, c_uint32)),
-    "p2p_lanes_new": (c_void_p, (c_uint32, POINTER(c_int32))),
-    "p2p_lanes_free": (None, (c_void_p,)),
-    "p2p_lanes_run": (c_int, (c_void_p, LANE_FUNCTION, c_void_p)),
-    "p2p_lanes_barrier": (None, (c_void_p, c_uint32)),
-    "p2p_fault_arm": (c_int, (c_void_p, c_char_p, c_char_p)),
-    "p2p_fault_disarm": (c_int, (c_uint64,)),
-    "p2p_fault_link": (c_int, (c_void_p, c_char_p)),
-    "p2p_fault_unlink": (None, (c_void_p,)),
-    "p2p_fault_pass": (None, (c_char_p,)),
-    "p2p_monitor_new": (c_void_p, (c_uint32,)),
-    "p2p_monitor_free": (None, (c_void_p,)),
-    "p2p_monitor_posted": (None, (c_void_p, c_uint64, c_uint64)),
-    "p2p_monitor_completed": (None, (c_void_p, c_uint64, c_uint64, c_uint64)),
-    "p2p_monitor_read": (None, (c_void_p, c_void_p)),
-    "p2p_monitor_drain": (c_uint32, (c_void_p, c_void_p, c_uint32)),
-}
-
-
 @cache
 def load() -> ctypes.CDLL:
     """Load _p2p.so once and declare its functions. Calls release the GIL and keep errno for ctypes.get_errno.
@@ -110,7 +129,8 @@ def load() -> ctypes.CDLL:
     Raises:
         NativeMissing: it has not been built, does not load, or was built from other headers.
     """
-    return open_library(LIBRARY, "p2p", _FUNCTIONS, keep_errno=True)
+    declared = Declarations("p2p", "frame window doorbell lanes faults monitor carrier nixl_library")
+    return open_library(LIBRARY, "p2p", declared.functions(), keep_errno=True)
 
 
 def named_cores(named: Sequence[int]) -> tuple[int, ...]:

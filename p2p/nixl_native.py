@@ -10,7 +10,7 @@ import ctypes
 import importlib.util
 import os
 import socket
-from ctypes import POINTER, c_char_p, c_int, c_uint32, c_uint64, c_void_p
+from ctypes import c_uint32, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -104,38 +104,6 @@ def gpu_of(device: Device) -> Gpu:
     )
 
 
-_FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
-    "p2p_nixl_load": (c_int, (c_char_p, c_char_p, c_uint64)),
-    "p2p_carrier_new": (
-        c_void_p,
-        (c_uint64, POINTER(c_char_p), c_uint32, c_void_p, c_uint32, c_void_p),
-    ),
-    "p2p_carrier_leave": (None, (c_void_p,)),
-    "p2p_carrier_free": (None, (c_void_p,)),
-    "p2p_carrier_page": (c_void_p, (c_void_p,)),
-    "p2p_carrier_progress": (c_int, (c_void_p,)),
-    "p2p_carrier_refused": (c_uint64, (c_void_p,)),
-    "p2p_link_export": (c_void_p, (c_void_p, c_void_p, c_uint64, c_uint64, c_char_p, c_char_p, c_uint64)),
-    "p2p_link_address": (c_uint32, (c_void_p, c_void_p)),
-    "p2p_link_connect": (
-        c_void_p,
-        (
-            *(c_void_p, c_void_p, c_uint64, c_uint64, c_char_p),
-            *(c_char_p, c_uint32, c_uint64, c_char_p, c_uint64),
-        ),
-    ),
-    "p2p_link_close": (None, (c_void_p, c_uint64)),
-    "p2p_link_put": (c_int, (c_void_p, c_uint64, c_uint64)),
-    "p2p_link_signal": (c_int, (c_void_p, c_uint64, c_uint64)),
-    "p2p_link_alive": (c_int, (c_void_p,)),
-    "p2p_link_fd": (c_int, (c_void_p,)),
-    "p2p_link_peer_incarnation": (c_uint64, (c_void_p,)),
-    "p2p_link_monitor": (c_void_p, (c_void_p,)),
-    "p2p_link_counts": (None, (c_void_p, c_void_p)),
-    "p2p_link_rail_counts": (c_int, (c_void_p, c_uint32, c_void_p)),
-}
-
-
 def find_library() -> Path:
     """Where the package keeps NIXL's C interface.
 
@@ -153,7 +121,7 @@ def find_library() -> Path:
 
 @cache
 def load() -> ctypes.CDLL:
-    """Load NIXL and declare this transport's functions. 0.2 s the first time; calls release the GIL.
+    """Load NIXL. 0.2 s the first time; calls release the GIL.
 
     Raises:
         NixlMissing: there is no NIXL, or one whose C interface differs.
@@ -162,10 +130,6 @@ def load() -> ctypes.CDLL:
     """
     check_transports(os.environ.get("UCX_TLS"))
     library = native.load()
-    for name, (result, arguments) in _FUNCTIONS.items():
-        function = getattr(library, name)
-        function.restype = result
-        function.argtypes = arguments
     error = ctypes.create_string_buffer(ERROR_BYTES)
     if library.p2p_nixl_load(bytes(find_library()), error, ERROR_BYTES) != 0:
         reason = error.value.decode(errors="replace")

@@ -6,11 +6,18 @@ Every lane of every layer passes through Python, so a run with a tap is never ti
 from __future__ import annotations
 
 import ctypes
+from ctypes import CFUNCTYPE, c_int32, c_uint32, c_uint64, c_void_p
 
 import numpy as np
 
-from eaas.native import EXPERT_CALL
 from eaas.worker.decoder import ExpertBackend
+
+# ExpertCall of eaas/native/decoder.h, for who stands between a decoder and its experts: state, pool, lane, layer,
+# rows, n, expert_ids, weights, out, drop, deadline_ns, overlap, arg.
+EXPERT_CALL = CFUNCTYPE(
+    c_int32, c_void_p, c_void_p, c_uint32, c_uint32, c_void_p, c_uint32, c_void_p, c_void_p, c_void_p,
+    c_void_p, c_uint64, c_void_p, c_void_p,
+)  # fmt: skip
 
 
 class GateTap:

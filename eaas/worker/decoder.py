@@ -265,7 +265,7 @@ class Decoder:
             logits_count=len(wanted),
         )
         where = ctypes.c_uint32()
-        status = self._library.decoder_step(self._handle, native_plan, where)
+        status = self._library.decoder_step(self._handle, native_plan, ctypes.byref(where))
         if status:
             self._fail(status, where.value, arrays)
         return self._logits[: len(wanted)]
@@ -353,7 +353,7 @@ class Decoder:
             lanes.ctypes.data,
             backend.call,
             backend.state,
-            error,
+            ctypes.byref(error),
         )
         if handle:
             return handle

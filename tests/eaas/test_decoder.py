@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from eaas.native import EXPERT_CALL
+from benchmarks.engines.gate_tap import EXPERT_CALL
 from eaas.worker.decoder import (
     Decoder,
     DecoderError,
