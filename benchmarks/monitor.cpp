@@ -25,7 +25,7 @@ P2P_API uint64_t monitor_loop(P2pMonitor* monitor, uint64_t writes, uint64_t byt
                 at = at + 2 * bytes <= room ? at + bytes : 0;
             }
         }
-        if (i >= depth) p2p_monitor_completed(monitor, clock, clock - depth * bytes, bytes);
+        if (i >= depth) p2p_monitor_completed(monitor, clock, bytes);
     }
     return now_ns() - began;
 }

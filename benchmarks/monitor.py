@@ -1,8 +1,7 @@
 """What watching a channel costs: nanoseconds a write, with its monitor on and off.
 
 Alone, in a loop of nothing else; and beside the copy of the write's bytes through memory beyond the caches, where the
-monitor's own lines are cold. On and off take turns; a figure is the median over the rounds of their difference, and
-a round is long enough to fill the ring, which is drained in between.
+monitor's own lines are cold. On and off take turns; a figure is the median over the rounds of their difference.
 
     python -m benchmarks.monitor
 """
@@ -12,17 +11,19 @@ from __future__ import annotations
 import argparse
 import ctypes
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks.probe import BEYOND_CACHE, compiled
 from benchmarks.report import RESULTS, record, spread
-from p2p.monitor import RING_RECORDS, Monitor, new_monitor
-from p2p.native import LIBRARY
+from p2p import native
+from p2p.monitor import Monitor
 
 DEPTH = 4
+WRITES = 4096  # of a round that only tells the monitor
 SIZES = (4 << 10, 64 << 10)
 
 
@@ -34,24 +35,33 @@ def main(argv: Sequence[str] | None = None) -> None:
     command.add_argument("--rounds", type=int, default=201, help="of on and off in turn")
     command.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON lines")
     options = command.parse_args(argv)
-    library = compiled("monitor.cpp", LIBRARY)
+    library = compiled("monitor.cpp", native.LIBRARY)
     library.monitor_loop.restype = ctypes.c_uint64
     to, source = np.ones(BEYOND_CACHE, np.uint8), np.ones(BEYOND_CACHE, np.uint8)
     with new_monitor() as monitor:
-        alone = cost(library, monitor, options.rounds, RING_RECORDS, 64 << 10)
+        alone = cost(library, monitor, options.rounds, WRITES, 64 << 10)
         beside = {
             f"{size >> 10} KB": cost(library, monitor, options.rounds, (16 << 20) // size, size, to, source)
             for size in SIZES
         }
-        dropped = monitor.read().dropped
     result = {
         "rounds": options.rounds,
         "depth": DEPTH,
-        "dropped": dropped,
         "alone": alone,
         "beside_copy": beside,
     }
     record("monitor", result, (), options.results)
+
+
+@contextmanager
+def new_monitor() -> Iterator[Monitor]:
+    """A monitor of a channel that whoever asks drives."""
+    library = native.load()
+    address = library.p2p_monitor_new()
+    try:
+        yield Monitor(address)
+    finally:
+        library.p2p_monitor_free(address)
 
 
 def cost(
@@ -76,8 +86,6 @@ def cost(
         turns = [(on, monitor.address), (off, 0)]
         for times, address in turns if round_ % 2 else turns[::-1]:
             times.append(loop(address))
-            while len(monitor.drain()):
-                continue
     extra = [with_ns - without_ns for with_ns, without_ns in zip(on[1:], off[1:], strict=True)]
     return {
         "on_ns": spread(on[1:]),

@@ -30,7 +30,6 @@ struct Write {
     uint64_t bytes;
     uint64_t signal_offset;
     uint64_t value;
-    uint64_t submitted_ns;
     uint64_t posted_ns;
     uint64_t under_way;  // bytes, when it was posted
     uint64_t after;      // sent only when all writes up to this one are there
@@ -95,7 +94,7 @@ Write* find(P2pWriter* w, uint64_t number) {
 void submit(P2pWriter* w, uint64_t first, uint64_t offset, uint64_t bytes, bool signals, uint64_t signal_offset,
             uint64_t value, uint64_t now_ns, uint64_t after = 0) {
     uint64_t number = ++w->numbered;
-    w->writes.push_back({number, first, offset, bytes, signal_offset, value, now_ns, 0, 0, after, 0,
+    w->writes.push_back({number, first, offset, bytes, signal_offset, value, 0, 0, after, 0,
                          WriteState::READY, signals, false, false});
     w->ready.push_back(number);
     w->counts.writes++;
@@ -180,7 +179,7 @@ void progressed(WriterPath& path, uint64_t now_ns) {
 }
 
 void report(P2pWriter* w, Write& write, uint64_t now_ns) {
-    if (!write.reported) p2p_monitor_completed(w->monitor, now_ns, write.submitted_ns, write.bytes);
+    if (!write.reported) p2p_monitor_completed(w->monitor, now_ns, write.bytes);
     write.reported = true;
 }
 

@@ -18,7 +18,6 @@ constexpr const char* NO_MEMORY = "no memory is left";
 constexpr uint64_t DRAIN_NS = 200'000;
 constexpr uint32_t BYE_STEPS = 4;
 constexpr uint64_t STRAGGLER_NS = 400'000'000;  // for the other rails, once one is welcomed
-constexpr uint32_t MONITOR_RECORDS = 4096;  // the last 0.2 to 2 s of a busy link; 200 KB
 
 // A window's address: for each rail u32 bytes and an agent's address (nixl_path.h), in the rails' order; 0
 // bytes where that rail was down.
@@ -187,7 +186,7 @@ P2P_API P2pLink* p2p_link_connect(P2pCarrier* carrier, void* image, uint64_t nby
         if (getrandom(&link->connection, sizeof link->connection, 0) < 0) break;
     P2pChannelConfig config = carrier->config;
     config.paths = std::max<uint64_t>(1, addresses.size());
-    link->monitor = p2p_monitor_new(MONITOR_RECORDS);
+    link->monitor = p2p_monitor_new();
     link->end = p2p_writer_new(image, nbytes, incarnation, &config, link->monitor);
     char scratch[256];
     const char* wrong = link->end ? prepare(*link, &addresses, scratch, sizeof scratch) : NO_MEMORY;

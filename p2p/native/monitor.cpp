@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <atomic>
 #include <bit>
-#include <memory>
 #include <new>
 
 namespace {
@@ -71,7 +70,7 @@ struct Evidence {
 // Written by the feeder alone, so a load and a store make an addition.
 struct alignas(64) Published {
     std::atomic<uint64_t> bandwidth{0}, mean_bandwidth{0}, outstanding{0}, most_outstanding{0};
-    std::atomic<uint64_t> writes{0}, bytes{0}, anomalies{0}, dropped{0}, changed_ns{0}, state{0};
+    std::atomic<uint64_t> writes{0}, bytes{0}, anomalies{0}, changed_ns{0}, state{0};
 };
 static_assert(std::atomic<uint64_t>::is_always_lock_free);
 
@@ -91,16 +90,7 @@ struct P2pMonitor {
     Writes window;  // their sum; its `most` means nothing
     Evidence evidence;  // for a change of state; without writes, there is none
     History history;
-    uint32_t lost = 0;  // records since the last one that found room
-
     Published published;
-
-    // Records: one producer, one consumer.
-    alignas(64) std::atomic<uint32_t> tail{0};
-    uint32_t head_seen = 0;
-    alignas(64) std::atomic<uint32_t> head{0};
-    std::unique_ptr<P2pMonitorRecord[]> ring;
-    uint32_t capacity = 0;
 
     void slide(const Writes& write) {
         Writes& place = recent[next++ % P2P_MONITOR_WRITES];
@@ -173,30 +163,9 @@ struct P2pMonitor {
         set(published.changed_ns, now_ns);
         set(published.state, slow ? P2P_MONITOR_SLOW : P2P_MONITOR_OK);
     }
-
-    void keep(uint64_t now_ns, uint64_t posted_ns, uint64_t bytes, uint64_t bandwidth) {
-        uint32_t at = tail.load(std::memory_order_relaxed);
-        if (at - head_seen == capacity) head_seen = head.load(std::memory_order_acquire);
-        if (at - head_seen == capacity) {
-            lost++;
-            add(published.dropped, 1);
-            return;
-        }
-        ring[at & (capacity - 1)] = {posted_ns, now_ns, bytes, outstanding, bandwidth, slow, lost};
-        lost = 0;
-        tail.store(at + 1, std::memory_order_release);
-    }
 };
 
-P2P_API P2pMonitor* p2p_monitor_new(uint32_t ring_records) {
-    if (ring_records < 1 || ring_records > P2P_MONITOR_RECORDS_LIMIT) return nullptr;
-    std::unique_ptr<P2pMonitor> monitor{new (std::nothrow) P2pMonitor};
-    if (!monitor) return nullptr;
-    monitor->capacity = std::bit_ceil(ring_records);
-    // Written once here, so that no page of it is first touched by a write that somebody waits for.
-    monitor->ring.reset(new (std::nothrow) P2pMonitorRecord[monitor->capacity]());
-    return monitor->ring ? monitor.release() : nullptr;
-}
+P2P_API P2pMonitor* p2p_monitor_new(void) { return new (std::nothrow) P2pMonitor; }
 
 P2P_API void p2p_monitor_free(P2pMonitor* monitor) { delete monitor; }
 
@@ -207,7 +176,7 @@ P2P_API void p2p_monitor_posted(P2pMonitor* monitor, uint64_t now_ns, uint64_t b
     set(monitor->published.outstanding, monitor->outstanding);
 }
 
-P2P_API void p2p_monitor_completed(P2pMonitor* monitor, uint64_t now_ns, uint64_t posted_ns, uint64_t bytes) {
+P2P_API void p2p_monitor_completed(P2pMonitor* monitor, uint64_t now_ns, uint64_t bytes) {
     if (!monitor || !bytes) return;
     P2pMonitor& m = *monitor;
     uint64_t before = m.outstanding;
@@ -217,7 +186,6 @@ P2P_API void p2p_monitor_completed(P2pMonitor* monitor, uint64_t now_ns, uint64_
     m.judge(write, now_ns);
     m.mark_ns = now_ns;
     uint64_t bandwidth = m.window.count == P2P_MONITOR_WRITES ? m.window.bandwidth() : 0;
-    m.keep(now_ns, posted_ns, bytes, bandwidth);
     set(m.published.bandwidth, bandwidth);
     set(m.published.outstanding, m.outstanding);
     add(m.published.writes, 1);
@@ -229,15 +197,6 @@ P2P_API void p2p_monitor_read(const P2pMonitor* monitor, P2pMonitorState* out) {
     if (!monitor) return;
     const Published& p = monitor->published;
     *out = {get(p.bandwidth), get(p.mean_bandwidth), get(p.outstanding), get(p.most_outstanding),
-            get(p.writes),    get(p.bytes),          get(p.anomalies),   get(p.dropped),
-            get(p.changed_ns), get(p.state)};
-}
-
-P2P_API uint32_t p2p_monitor_drain(P2pMonitor* monitor, P2pMonitorRecord* out, uint32_t capacity) {
-    if (!monitor) return 0;
-    uint32_t from = monitor->head.load(std::memory_order_relaxed);
-    uint32_t count = std::min(capacity, monitor->tail.load(std::memory_order_acquire) - from);
-    for (uint32_t i = 0; i < count; i++) out[i] = monitor->ring[(from + i) & (monitor->capacity - 1)];
-    monitor->head.store(from + count, std::memory_order_release);
-    return count;
+            get(p.writes),    get(p.bytes),          get(p.anomalies),   get(p.changed_ns),
+            get(p.state)};
 }

@@ -44,7 +44,6 @@
 constexpr uint32_t P2P_MONITOR_WRITES = 8;                   // W
 constexpr uint64_t P2P_MONITOR_HISTORY_NS = 50'000'000;      // of busy time
 constexpr uint64_t P2P_MONITOR_EVIDENCE_NS = 10'000'000;     // of busy time
-constexpr uint32_t P2P_MONITOR_RECORDS_LIMIT = 1u << 20;
 
 enum {
     P2P_MONITOR_OK = 0,
@@ -52,17 +51,6 @@ enum {
 };
 
 struct P2pMonitor;
-
-// One completed write, and the channel after it.
-struct P2pMonitorRecord {
-    uint64_t posted_ns;
-    uint64_t completed_ns;
-    uint64_t bytes;
-    uint64_t outstanding;  // bytes
-    uint64_t bandwidth;    // bytes per second over the window; 0 while it is not full or took no time
-    uint32_t state;        // P2P_MONITOR_*
-    uint32_t dropped;      // records lost just before this one, for want of room
-};
 
 // Each field is whole; two of them may be a write apart.
 struct P2pMonitorState {
@@ -73,21 +61,17 @@ struct P2pMonitorState {
     uint64_t writes;           // completed, ever
     uint64_t bytes;            // completed, ever
     uint64_t anomalies;
-    uint64_t dropped;     // records that found the ring full
     uint64_t changed_ns;  // when the state last changed; 0: never
     uint64_t state;       // P2P_MONITOR_*
 };
 
-// ring_records: 1 to P2P_MONITOR_RECORDS_LIMIT, rounded up to a power of two. Null where it is not, or without
-// memory. The other functions take null for a monitor that is off.
-P2P_API P2pMonitor* p2p_monitor_new(uint32_t ring_records);
+// Null without memory. The other functions take null for a monitor that is off.
+P2P_API P2pMonitor* p2p_monitor_new(void);
 P2P_API void p2p_monitor_free(P2pMonitor* monitor);
 
 // For the feeder. A write of no bytes is ignored.
 P2P_API void p2p_monitor_posted(P2pMonitor* monitor, uint64_t now_ns, uint64_t bytes);
-P2P_API void p2p_monitor_completed(P2pMonitor* monitor, uint64_t now_ns, uint64_t posted_ns, uint64_t bytes);
+P2P_API void p2p_monitor_completed(P2pMonitor* monitor, uint64_t now_ns, uint64_t bytes);
 
 // From any thread; zeros for null.
 P2P_API void p2p_monitor_read(const P2pMonitor* monitor, P2pMonitorState* out);
-// From one thread at a time: moves the oldest records, up to `capacity`, to `out` and returns their number.
-P2P_API uint32_t p2p_monitor_drain(P2pMonitor* monitor, P2pMonitorRecord* out, uint32_t capacity);
