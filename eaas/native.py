@@ -28,39 +28,10 @@ SAMPLER_E_TOKEN = -2
 SAMPLER_E_NOTHING_LEFT = -3
 
 QK_NORMS = ("none", "head", "full")
-# Order of enum DecoderRole.
-ROLES = (
-    *(
-        "embed",
-        "head",
-        "final_norm",
-        "input_norm",
-        "q",
-        "k",
-        "v",
-        "o",
-        "q_bias",
-        "k_bias",
-        "v_bias",
-        "o_bias",
-    ),
-    *(
-        "q_norm",
-        "k_norm",
-        "post_norm",
-        "gate",
-        "gate_correction",
-        "shared_gate_up",
-        "shared_down_proj",
-        "shared_gate",
-    ),
-    *("dense_gate_up", "dense_down_proj"),
-    *("q_a", "q_a_norm", "kv_a", "kv_a_norm", "key_up", "value_up", "sinks", "gate_bias"),
-)
-
 
 _DECLARED = Declarations("eaas", "decoder sampler", "DecoderShape DecoderPlan")
 DecoderShape, DecoderPlan = _DECLARED.structures.values()
+ROLES = tuple(name.removeprefix("ROLE_").lower() for name in _DECLARED.enumerated("DecoderRole"))
 # Its rows come as an array of them, so no function is declared with it.
 SAMPLE_ROW = np.dtype(Declarations("eaas", "sampler", "SampleRow").structures["SampleRow"])
 

@@ -64,6 +64,12 @@ class Declarations:
             for result, name, arguments in declared
         }
 
+    def enumerated(self, name: str) -> list[str]:
+        """The names of an enumeration whose values count from 0."""
+        return re.findall(
+            r"\w+", re.findall(rf"^enum {name} {{(.*?)}};", self._text, re.DOTALL | re.MULTILINE)[0]
+        )
+
     def _type(self, text: str) -> Any:
         """Of a parameter, a field or a result: "const ServerLink* link". Arrays are passed by address: their users
         check shapes and strides first.

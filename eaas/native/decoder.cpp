@@ -306,10 +306,10 @@ int32_t decoder_set(Decoder* decoder, uint32_t index, int32_t role, const void* 
         case ROLE_GATE_BIAS: return optional(layer.gate_bias, s.experts, layer.has_gate_bias);
         case ROLE_GATE_CORRECTION: return optional(layer.correction, s.experts, layer.has_correction);
         case ROLE_SHARED_GATE_UP: return pack_pair(layer.shared);
-        case ROLE_SHARED_DOWN: return pack(s.dtype, layer.shared.down);
+        case ROLE_SHARED_DOWN_PROJ: return pack(s.dtype, layer.shared.down);
         case ROLE_SHARED_GATE: return convert(layer.shared_gate, s.hidden);
         case ROLE_DENSE_GATE_UP: return pack_pair(layer.dense);
-        case ROLE_DENSE_DOWN: return pack(s.dtype, layer.dense.down);
+        case ROLE_DENSE_DOWN_PROJ: return pack(s.dtype, layer.dense.down);
         case ROLE_Q_A: return pack(s.dtype, layer.q_a);
         case ROLE_Q_A_NORM: return convert(layer.q_a_norm, s.q_rank);
         case ROLE_KV_A: return pack(s.dtype, layer.kv_a);

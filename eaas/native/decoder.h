@@ -57,7 +57,7 @@ enum DecoderRole {
     ROLE_HEAD, ROLE_FINAL_NORM, ROLE_INPUT_NORM, ROLE_Q, ROLE_K, ROLE_V, ROLE_O, ROLE_Q_BIAS, ROLE_K_BIAS,
     ROLE_V_BIAS, ROLE_O_BIAS, ROLE_Q_NORM, ROLE_K_NORM, ROLE_POST_NORM, ROLE_GATE, ROLE_GATE_CORRECTION,
     ROLE_SHARED_GATE_UP,  // gate projection in `data`, up projection in `second`
-    ROLE_SHARED_DOWN, ROLE_SHARED_GATE, ROLE_DENSE_GATE_UP, ROLE_DENSE_DOWN,
+    ROLE_SHARED_DOWN_PROJ, ROLE_SHARED_GATE, ROLE_DENSE_GATE_UP, ROLE_DENSE_DOWN_PROJ,
     // Of latent attention, whose ROLE_Q is [q_heads][nope_dim + 2 * rope_pairs][q_rank or hidden].
     ROLE_Q_A,       // [q_rank][hidden]
     ROLE_Q_A_NORM,
