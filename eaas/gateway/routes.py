@@ -104,26 +104,16 @@ def _work(gateway: Gateway, prepared: Prepared, bad_tokens: tuple[tuple[int, ...
     usage, forced = wanted.stream_options or StreamOptions(), config.enable_force_include_usage
     by_id = wanted.return_tokens_as_token_ids
     return Work(
+        wanted=wanted,
         format=prepared.format,
         prompts=prompts,
         limits=limits,
-        choices=wanted.choices,
         params=params,
-        seeded=wanted.seed is not None,
-        stops=tuple(wanted.stop or ()),
-        stream=bool(wanted.stream),
         include_usage=bool(usage.include_usage) or forced,
         usage_stats=bool(usage.include_usage and usage.continuous_usage_stats) or forced,
-        open_end=wanted.token_limit is None and wanted.default_limit is None,
-        return_token_ids=bool(wanted.return_token_ids) or wanted.detokenize is False,
-        text_shown=wanted.detokenize is not False,
-        stop_shown=bool(wanted.include_stop_str_in_output),
         shown_tokens=prepared.shown_tokens,
-        special_shown=wanted.skip_special_tokens is False,
         tokens_by_id=config.return_tokens_as_token_ids if by_id is None else by_id,
-        request_id=wanted.request_id,
         echoes=_echoes(gateway.model, wanted, prompts),
-        prompt_counts=(wanted.echo_count, wanted.prompt_count),
     )
 
 

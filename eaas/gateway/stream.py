@@ -27,6 +27,7 @@ from eaas.gateway.guard import CLIENT_GONE, CLIENT_STALLED, Connection
 from eaas.gateway.logprobs import PromptScores, TokensById
 from eaas.gateway.pool import WorkerPool
 from eaas.gateway.protection import account_of, reserve_tokens
+from eaas.gateway.schema import ChatRequest, CompletionRequest
 from eaas.gateway.served_model import ServedModel
 from eaas.gateway.stops import StopAutomaton, StopMatcher
 from eaas.gateway.text import Choice, Echo, Generation, NoText, RoutedExpertsLog, StreamedGeneration
@@ -43,49 +44,30 @@ class Work:
     """A validated request.
 
     Attributes:
-        prompts: Token ids of each prompt; every one gets ``choices`` choices.
+        prompts: Token ids of each prompt; every one gets ``wanted.choices`` choices.
         params: What all choices share; max_tokens is set for each prompt in ``limits``.
-        seeded: The seed is the client's, and the same for each prompt; else each has one of its own.
         limits: Tokens that each prompt's choices may generate.
-        stops: Stop strings.
-        open_end: The client named no limit of tokens.
         usage_stats: Every chunk of the stream has the usage of its choice so far.
-        return_token_ids: The client wants the ids of the tokens as well.
-        text_shown: False: the tokens' ids alone are told.
-        stop_shown: What stops a choice is part of its text.
         shown_tokens: Special tokens that the format reads in the text.
-        special_shown: Every special token is part of the text.
         tokens_by_id: Log-probabilities name tokens by their ids.
-        request_id: The client's name for the request; None draws one.
         echoes: What is shown of each prompt before its choices' first tokens; None: nothing.
-        prompt_counts: Likeliest tokens to report beside each of the prompt, where it is shown, and by id; -1: none.
     """
 
+    wanted: ChatRequest | CompletionRequest
     format: Format
     prompts: Sequence[list[int]]
     limits: Sequence[int]
-    choices: int
     params: SamplingParams
-    seeded: bool
-    stops: Sequence[str]
-    stream: bool
     include_usage: bool
-    open_end: bool
-    usage_stats: bool = False
-    return_token_ids: bool = False
-    text_shown: bool = True
-    stop_shown: bool = False
-    shown_tokens: frozenset[int] = frozenset()
-    special_shown: bool = False
-    tokens_by_id: bool = False
-    request_id: str | None = None
-    echoes: Sequence[Echo] | None = None
-    prompt_counts: tuple[int, int] = (-1, -1)
+    usage_stats: bool
+    shown_tokens: frozenset[int]
+    tokens_by_id: bool
+    echoes: Sequence[Echo] | None
 
     def cost(self, most_output: int) -> int:
         """Tokens to be computed for it, of which at most so many are reckoned for the output of each choice."""
         outputs = (min(limit, most_output) for limit in self.limits)
-        return self.choices * sum(
+        return self.wanted.choices * sum(
             len(prompt) + output for prompt, output in zip(self.prompts, outputs, strict=True)
         )
 
@@ -107,11 +89,11 @@ class Exchange:
         self._stall_s, self._on_close = stall_s, on_close
         self._loop = asyncio.get_running_loop()
         self._created = int(time.time())
-        drawn = uuid.uuid4().hex
+        drawn, wanted = uuid.uuid4().hex, work.wanted
         # Two clients may choose the same name: within this process requests go by the drawn one.
         self.own_id = work.format.prefix + drawn
-        self.id = work.format.prefix + (work.request_id or drawn)
-        self.request_id = work.request_id
+        self.id = work.format.prefix + (wanted.request_id or drawn)
+        self.request_id = wanted.request_id
         self._changed = asyncio.Event()
         self._listener: asyncio.Task[None] | None = None
         self._closed = False
@@ -119,14 +101,16 @@ class Exchange:
         self._reserved = 0
         on_change = self._changed.set
         self.generation = (
-            StreamedGeneration(on_change, self._events, self._pause) if work.stream else Generation(on_change)
+            StreamedGeneration(on_change, self._events, self._pause)
+            if wanted.stream
+            else Generation(on_change)
         )
         self.prompt_tokens = sum(len(prompt) for prompt in work.prompts)
-        automaton = StopAutomaton(work.stops) if work.stops else None
+        automaton = StopAutomaton(wanted.stop) if wanted.stop else None
         self._sequences: list[PoolSequence] = []
         for prompt, limit, echo in zip(work.prompts, work.limits, work.echoes or repeat(None), strict=False):
-            seed = work.params.seed if work.seeded else secrets.randbits(63)
-            for draw in range(work.choices):
+            seed = secrets.randbits(63) if wanted.seed is None else work.params.seed
+            for draw in range(wanted.choices):
                 params = msgspec.structs.replace(work.params, seed=seed, choice=draw, max_tokens=limit)
                 self._sequences.append(self._sequence(len(self._sequences), prompt, params, echo, automaton))
 
@@ -138,20 +122,22 @@ class Exchange:
         echo: Echo | None,
         automaton: StopAutomaton | None,
     ) -> PoolSequence:
-        work, tokenizer = self._work, self._model.tokenizer
-        shown, (named, by_id) = TokensById(tokenizer) if work.tokens_by_id else tokenizer, work.prompt_counts
-        detokenizer = NoText()
-        if work.text_shown:
-            detokenizer = tokenizer.detokenizer(skip_special=not work.special_shown, shown=work.shown_tokens)
+        work, wanted, tokenizer = self._work, self._work.wanted, self._model.tokenizer
+        shown = TokensById(tokenizer) if work.tokens_by_id else tokenizer
+        named, by_id = wanted.echo_count, wanted.prompt_count
+        stop_shown, detokenizer = bool(wanted.include_stop_str_in_output), NoText()
+        if wanted.detokenize is not False:
+            skip_special = wanted.skip_special_tokens is not False
+            detokenizer = tokenizer.detokenizer(skip_special=skip_special, shown=work.shown_tokens)
         choice = Choice(
             generation=self.generation,
             index=index,
             detokenizer=detokenizer,
-            matcher=StopMatcher(automaton, stop_shown=work.stop_shown) if automaton is not None else None,
+            matcher=StopMatcher(automaton, stop_shown=stop_shown) if automaton is not None else None,
             min_tokens=params.min_tokens,
             names=shown if params.logprobs >= 0 else None,
-            wants_tokens=work.return_token_ids,
-            stop_shown=work.stop_shown,
+            wants_tokens=bool(wanted.return_token_ids) or wanted.detokenize is False,
+            stop_shown=stop_shown,
             echo=echo,
             scores=PromptScores(prompt, shown, named=named, by_id=by_id) if max(named, by_id) >= 0 else None,
             routing=RoutedExpertsLog(min(params.routed_from, len(prompt))) if params.wants_routing else None,
@@ -164,7 +150,7 @@ class Exchange:
             params=params,
             choice=choice,
             generation=self.generation,
-            open_end=work.open_end,
+            open_end=wanted.token_limit is None and wanted.default_limit is None,
         )
 
     async def answer(self, request: Request) -> Response:
@@ -225,7 +211,7 @@ class Exchange:
         return work.format.events(self._head(), len(self._sequences), usage)
 
     def _usage_of(self, index: int) -> Usage:
-        prompt = self._work.prompts[index // self._work.choices]
+        prompt = self._work.prompts[index // self._work.wanted.choices]
         return Usage(prompt=len(prompt), completion=self.generation.choices[index].tokens)
 
     def _usage(self) -> Usage:
@@ -259,7 +245,7 @@ class Exchange:
         if account is None:
             return
         outputs = (min(limit, _RESERVED_OUTPUT) for limit in self._work.limits)
-        reserved = self.prompt_tokens + self._work.choices * sum(outputs)
+        reserved = self.prompt_tokens + self._work.wanted.choices * sum(outputs)
         try:
             reserve_tokens(account, reserved)
         except ApiError:
