@@ -86,8 +86,10 @@ def test_a_quantized_checkpoint_is_as_near_to_the_weights_it_stands_for_as_those
     # Stock has kernels for the experts of such a checkpoint on CPUs with AMX alone.
     with pool_of(folder) as cluster:
         found = generate(newest, folder, asked, 1, cluster=cluster, dtype="bfloat16").logits
-    errors = [float(np.sqrt(np.mean((made - exact) ** 2))) for made in (found, usual)]
-    assert errors[0] <= MOST_OF_BF16 * errors[1], f"seed {seed}: rms errors with a pool and without: {errors}"
+    # Of the prompts the median: where another expert is chosen for want of a bit, an error says nothing of weights.
+    errors = [float(np.median(np.linalg.norm(made - exact, axis=-1))) for made in (found, usual)]
+    print(f"seed {seed}: median errors with a pool and without: {errors}")
+    assert errors[0] <= 1.1 * errors[1], f"seed {seed}: median errors with a pool and without: {errors}"
 
 
 def test_the_plug_in_alone_changes_nothing(version: str, tmp_path: Path) -> None:
