@@ -45,21 +45,7 @@ class NoSuchPlace(ValueError):
     """No point of that name."""
 
 
-class _Order(ctypes.Structure):
-    """P2pFault."""
-
-    _fields_ = (
-        ("id", ctypes.c_uint64),
-        ("after", ctypes.c_uint64),
-        ("by_ns", ctypes.c_uint64),
-        ("seed", ctypes.c_uint64),
-        ("share", ctypes.c_double),
-        ("times", ctypes.c_double),
-        ("kind", ctypes.c_int32),
-        ("waker", ctypes.c_int32),
-    )
-
-
+_ORDER = native.Declarations("p2p", "faults", "P2pFault").structures["P2pFault"]
 _library: ctypes.CDLL | None = None
 
 
@@ -118,7 +104,7 @@ def arm(
         NoSuchPlace: no such point.
         MemoryError: there is none for the fault.
     """
-    order = _Order(number, after, int(by_s * 1e9), seed, share, times, KINDS[kind], waker)
+    order = _ORDER(number, after, int(by_s * 1e9), seed, share, times, KINDS[kind], waker)
     lines = "\n".join(peers).encode()
     if code := _armory().p2p_fault_arm(ctypes.byref(order), where.encode(), lines):
         if code == native.P2P_E_MEMORY:

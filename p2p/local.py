@@ -18,7 +18,6 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import ExitStack
-from types import TracebackType
 from typing import ClassVar, Final, Self
 
 import numpy as np
@@ -156,9 +155,7 @@ class LocalEndpoint(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     @abstractmethod

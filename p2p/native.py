@@ -6,7 +6,7 @@ import ctypes
 import os
 import re
 from collections.abc import Mapping, Sequence
-from ctypes import c_char_p, c_uint32, c_void_p
+from ctypes import c_char_p, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,6 @@ LIBRARY = ROOT / "p2p" / "_p2p.so"
 
 P2P_E_MEMORY = -40  # api.h
 
-LANE_FUNCTION = ctypes.CFUNCTYPE(None, c_void_p, c_uint32)
-
 
 _SCALARS: dict[str, Any] = {
     "void": None,
@@ -27,7 +25,7 @@ _SCALARS: dict[str, Any] = {
     "int": ctypes.c_int,
     "int32_t": ctypes.c_int32,
     "int64_t": ctypes.c_int64,
-    "uint32_t": c_uint32,
+    "uint32_t": ctypes.c_uint32,
     "uint64_t": ctypes.c_uint64,
     "float": ctypes.c_float,
     "double": ctypes.c_double,
@@ -49,6 +47,8 @@ class Declarations:
         self.structures: dict[str, Any] = {}
         for name in structures.split():
             body = re.findall(rf"^struct {name} {{(.*?)^}};", self._text, re.DOTALL | re.MULTILINE)[0]
+            # A pointer to a function is one to anything.
+            body = re.sub(r"\w+ \(\*(\w+)\)\(.*?\);", r"void* \1;", body)
             declared = re.findall(r"(\w+\*?) ([\w, ]+);", body)
             fields = [(field, self._type(kind)) for kind, names in declared for field in names.split(", ")]
             self.structures[name] = type(name, (ctypes.Structure,), {"_fields_": fields})

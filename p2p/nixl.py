@@ -22,7 +22,6 @@ import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from types import TracebackType
 from typing import ClassVar, Final, TypeVar
 
 import numpy as np
@@ -187,9 +186,7 @@ class NixlEndpoint:
     def __enter__(self) -> NixlEndpoint:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     @property

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from p2p.cuda_device import Device
 from p2p.endpoint import EndpointClosed
 from p2p.memory import HostMemory, Memory
-from p2p.nixl_native import Gpu
 
 
 class Carrier:
@@ -33,7 +32,7 @@ class Carrier:
         handle: int,
         page: HostMemory,
         device: Device | None,
-        gpu: Gpu | None,
+        gpu: ctypes.Structure | None,
     ) -> None:
         self.lock = threading.RLock()
         self._idle = threading.Condition(self.lock)

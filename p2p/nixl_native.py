@@ -10,7 +10,6 @@ import ctypes
 import importlib.util
 import os
 import socket
-from ctypes import c_uint32, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -62,18 +61,10 @@ class RailCounts(NamedTuple):
     sent_bytes: int
 
 
-class Gpu(ctypes.Structure):
-    """P2pGpu of native/gpu.h."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("push", "pop", "exchange_mode", "to_device", "from_device")),
-        *((name, c_void_p) for name in ("synchronize", "flush", "context", "stream")),
-        ("kind", c_uint32),
-        ("device", c_uint32),
-    )
+_GPU = native.Declarations("p2p", "gpu", "P2pGpu").structures["P2pGpu"]
 
 
-def gpu_of(device: Device) -> Gpu:
+def gpu_of(device: Device) -> ctypes.Structure:
     """What native code needs to copy to a device; the device has to outlive it.
 
     Raises:
@@ -95,7 +86,7 @@ def gpu_of(device: Device) -> Gpu:
                 f"{device.facts} neither orders nor flushes what network adapters write to it: use nixl without a GPU."
             )
         entries["flush"] = "cuFlushGPUDirectRDMAWrites"
-    return Gpu(
+    return _GPU(
         context=device.context,
         stream=device.stream,
         kind=GPU_MEMORY,

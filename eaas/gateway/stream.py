@@ -30,7 +30,7 @@ from eaas.gateway.protection import account_of, reserve_tokens
 from eaas.gateway.schema import ChatRequest, CompletionRequest
 from eaas.gateway.served_model import ServedModel
 from eaas.gateway.stops import StopAutomaton, StopMatcher
-from eaas.gateway.text import Choice, Echo, Generation, NoText, RoutedExpertsLog, StreamedGeneration
+from eaas.gateway.text import Choice, Echo, Generation, NoText, RoutedExpertsLog
 from eaas.worker.protocol import SamplingParams
 
 # Of an answer's tokens, so many at most are taken from its key's budget before it begins; the rest when it has ended.
@@ -99,12 +99,8 @@ class Exchange:
         self._closed = False
         self._account: Account | None = None
         self._reserved = 0
-        on_change = self._changed.set
-        self.generation = (
-            StreamedGeneration(on_change, self._events, self._pause)
-            if wanted.stream
-            else Generation(on_change)
-        )
+        on_change, streamed = self._changed.set, bool(wanted.stream)
+        self.generation = Generation(on_change, self._events if streamed else None, self._pause)
         self.prompt_tokens = sum(len(prompt) for prompt in work.prompts)
         automaton = StopAutomaton(wanted.stop) if wanted.stop else None
         self._sequences: list[PoolSequence] = []
@@ -172,8 +168,8 @@ class Exchange:
         headers = {_CLASS_HEADER: ",".join(generation.numerics_classes)}
         if generation.dropped:
             headers[_DROPPED_HEADER] = "true"
-        if isinstance(generation, StreamedGeneration):
-            return EventStream(self, generation, headers, self._stall_s)
+        if self._work.wanted.stream:
+            return EventStream(self, headers, self._stall_s)
         return Response(self.body(), media_type="application/json", headers=headers)
 
     def body(self) -> bytes:
@@ -287,12 +283,9 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self, exchange: Exchange, generation: StreamedGeneration, headers: dict[str, str], stall_s: float
-    ) -> None:
+    def __init__(self, exchange: Exchange, headers: dict[str, str], stall_s: float) -> None:
         self._stall_s = stall_s
         self._exchange = exchange
-        self._generation = generation
         self.on_end: Callable[[int], None] | None = None
         self.status_code = 200
         self.background = None
@@ -321,7 +314,7 @@ class EventStream(Response):
                 self.on_end(status)
 
     async def _send_events(self, send: Send, connection: Connection | None) -> ErrorReply | None:
-        exchange, generation = self._exchange, self._generation
+        exchange, generation = self._exchange, self._exchange.generation
 
         def write(event: bytes) -> None:
             if connection is None or not connection.write_chunk(event):

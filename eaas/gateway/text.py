@@ -58,11 +58,23 @@ class Echo(NamedTuple):
 class Generation:
     """All choices of one request.
 
-    ``on_change`` is called when the response has something to do: here at the end of the last choice, or at a
-    failure.
+    ``on_change`` is called when the response has something to do: at the end of the last choice, at a failure, and in a
+    stream, where each piece is one server-sent event, when there is something to take.
+
+    Attributes:
+        pieces: What became visible, where it is not streamed.
+        chunks: Events of a stream that the response has yet to take.
+        full: HELD_BYTES of them lay there, and ``on_full`` was called; whoever has taken them sets it back.
+        write: Takes each new event at once, past ``chunks``; None while the response is at work itself.
     """
 
-    def __init__(self, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        on_change: Callable[[], None],
+        make_events: Callable[[], Format] | None = None,
+        on_full: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Args: make_events: event templates of a stream under the present numerics classes; None: there is none."""
         self.choices: list[Choice] = []
         self.open_choices = 0
         self.completion_tokens = 0  # every accepted token counts, shown or not
@@ -71,6 +83,13 @@ class Generation:
         self.numerics_classes: tuple[str, ...] = ()
         self.dropped = False  # computed without some experts that were lost, as the client allowed
         self.on_change = on_change
+        self._make_events, self._on_full = make_events, on_full
+        self._events: Format | None = None
+        self._opened = False
+        self._held_bytes = 0
+        self.full = False
+        self.chunks: list[bytes] = []
+        self.write: Callable[[bytes], None] | None = None
 
     @property
     def ended(self) -> bool:
@@ -80,85 +99,29 @@ class Generation:
     @property
     def ready(self) -> bool:
         """Whether the response has something to do now."""
-        return self.ended
-
-    def computed_by(self, numerics_class: str) -> None:
-        """Note a numerics class that takes part in the answer."""
-        if numerics_class not in self.numerics_classes:
-            self.numerics_classes = (*self.numerics_classes, numerics_class)
-
-    def experts_dropped(self) -> None:
-        """Note that from here on terms of lost experts are missing."""
-        self.dropped = True
-
-    def show(self, piece: Delta) -> None:
-        """Take what became visible of a choice."""
-        self.pieces.append(piece)
-        if piece.ending is not None:
-            self.open_choices -= 1
-            if self.open_choices == 0:
-                self.on_change()
-
-    def fail(self, reply: ErrorReply) -> None:
-        """End the request with an error; the first one counts."""
-        if self.error is None:
-            self.error = reply
-            self.on_change()
-
-    def finished_choices(self) -> list[FinishedChoice]:
-        """All choices in order, put together from their pieces, once the generation has ended without error."""
-        pieces: list[list[Delta]] = [[] for _ in self.choices]
-        for piece in self.pieces:
-            pieces[piece.index].append(piece)
-        return [choice.finished(mine) for choice, mine in zip(self.choices, pieces, strict=True)]
-
-
-class StreamedGeneration(Generation):
-    """Choices that are shown as they come, each piece one server-sent event.
-
-    Attributes:
-        chunks: Events that the response has yet to take.
-        full: HELD_BYTES of them lay there, and ``on_full`` was called; whoever has taken them sets it back.
-        write: Takes each new event at once, past ``chunks``; None while the response is at work itself.
-    """
-
-    def __init__(
-        self,
-        on_change: Callable[[], None],
-        make_events: Callable[[], Format],
-        on_full: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Args: make_events: event templates under the present numerics classes."""
-        super().__init__(on_change)
-        self._make_events = make_events
-        self._on_full = on_full
-        self._held_bytes = 0
-        self.full = False
-        self._events: Format | None = None
-        self._opened = False
-        self.chunks: list[bytes] = []
-        self.write: Callable[[bytes], None] | None = None
-
-    @property
-    def ready(self) -> bool:
-        """Whether the response has something to do now."""
         return self.ended or bool(self.chunks)
 
     def computed_by(self, numerics_class: str) -> None:
         """Note a numerics class that takes part in the answer; later events name it too."""
-        super().computed_by(numerics_class)
+        if numerics_class not in self.numerics_classes:
+            self.numerics_classes = (*self.numerics_classes, numerics_class)
         self._events = None
 
     def experts_dropped(self) -> None:
         """Note that from here on terms of lost experts are missing; later events say so."""
-        super().experts_dropped()
+        self.dropped = True
         self._events = None
 
     def show(self, piece: Delta) -> None:
-        """Make an event of what became visible, and write it if that can be done at once."""
-        events = self._events or self._open()
+        """Take what became visible of a choice; in a stream write its event, if that can be done at once."""
         if piece.ending is not None:
             self.open_choices -= 1
+        if self._make_events is None:
+            self.pieces.append(piece)
+            if piece.ending is not None and self.open_choices == 0:
+                self.on_change()
+            return
+        events = self._events or self._open(self._make_events)
         if piece.text or piece.logprobs or piece.tokens:
             event = events.event(piece)
         else:
@@ -173,17 +136,30 @@ class StreamedGeneration(Generation):
                 self._on_full()
             self.on_change()
 
+    def _open(self, make_events: Callable[[], Format]) -> Format:
+        events = self._events = make_events()
+        if not self._opened:
+            self._opened = True
+            self.chunks.extend(events.first(index) for index in range(len(self.choices)))
+        return events
+
     def take(self) -> bytes:
         """The events since the last call."""
         chunks, self.chunks, self._held_bytes = self.chunks, [], 0
         return b"".join(chunks)
 
-    def _open(self) -> Format:
-        events = self._events = self._make_events()
-        if not self._opened:
-            self._opened = True
-            self.chunks.extend(events.first(index) for index in range(len(self.choices)))
-        return events
+    def fail(self, reply: ErrorReply) -> None:
+        """End the request with an error; the first one counts."""
+        if self.error is None:
+            self.error = reply
+            self.on_change()
+
+    def finished_choices(self) -> list[FinishedChoice]:
+        """All choices in order, put together from their pieces, once the generation has ended without error."""
+        pieces: list[list[Delta]] = [[] for _ in self.choices]
+        for piece in self.pieces:
+            pieces[piece.index].append(piece)
+        return [choice.finished(mine) for choice, mine in zip(self.choices, pieces, strict=True)]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

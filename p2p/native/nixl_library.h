@@ -78,8 +78,6 @@ class RailChoice {
     std::unique_lock<std::mutex> alone_;
 };
 
-constexpr size_t RAIL_BYTES = 128;  // longest name of a rail, with its end
-
 }  // namespace p2p::nixl
 
 // Load libnixl_capi.so from that file, once per process. 0, or -1 with the reason in `error`.

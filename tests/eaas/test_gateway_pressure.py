@@ -20,7 +20,7 @@ import pytest
 
 from eaas.gateway.formats import ResponseHead, StreamUsage
 from eaas.gateway.openai_format import ChatFormat, CompletionFormat
-from eaas.gateway.text import HELD_BYTES, Choice, StreamedGeneration
+from eaas.gateway.text import HELD_BYTES, Choice, Generation
 from eaas.gateway.tool_calls import HERMES
 from tests.eaas.gateway_world import FakeWorker, GatewayProcess, World, eventually, gateway_url
 from tests.eaas.test_gateway_failures import PLAIN, PROMPT, expected, stream
@@ -124,7 +124,7 @@ def test_a_reader_that_stays_slow_is_ended_and_counted(url: str, worker: FakeWor
 def test_what_a_slow_reader_holds_is_bounded() -> None:
     calls: list[str] = []
     head = ResponseHead(id="x", created=1, model="m", fingerprint="f")
-    generation = StreamedGeneration(
+    generation = Generation(
         lambda: None, lambda: CompletionFormat().events(head, 1, StreamUsage()), lambda: calls.append("full")
     )
     choice = Choice(
@@ -145,7 +145,7 @@ def test_text_that_is_held_back_wakes_nobody() -> None:
     woken: list[bool] = []
     head = ResponseHead(id="x", created=1, model="m", fingerprint="f")
     shape = ChatFormat(HERMES)
-    generation = StreamedGeneration(lambda: woken.append(True), lambda: shape.events(head, 1, StreamUsage()))
+    generation = Generation(lambda: woken.append(True), lambda: shape.events(head, 1, StreamUsage()))
     choice = Choice(
         generation=generation, index=0, detokenizer=Letters(), matcher=None, min_tokens=0, names=None
     )

@@ -40,7 +40,8 @@ class Pool:
             except BaseException as error:
                 errors.append(error)
 
-        result = self.library.p2p_lanes_run(self.pool, native.LANE_FUNCTION(guarded), None)
+        entry = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint32)(guarded)
+        result = self.library.p2p_lanes_run(self.pool, entry, None)
         assert not errors, errors
         return result
 
