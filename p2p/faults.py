@@ -22,18 +22,9 @@ from p2p import native, thaw
 
 log = logging.getLogger(__name__)
 
-KINDS: Final = {
-    "kill": 1,
-    "freeze": 2,
-    "slow": 3,
-    "delay": 4,
-    "loss": 5,
-    "partition": 6,
-    "rail-down": 7,
-    "wire": 8,
-    "rows": 9,
-    "nan": 10,
-}
+_DECLARED = native.Declarations("p2p", "faults", "P2pFault")
+_ORDER = _DECLARED.structures["P2pFault"]
+_CODES: Final = _DECLARED.numbered("P2P_FAULT_")
 _REAP_S = 5.0
 
 
@@ -45,7 +36,6 @@ class NoSuchPlace(ValueError):
     """No point of that name."""
 
 
-_ORDER = native.Declarations("p2p", "faults", "P2pFault").structures["P2pFault"]
 _library: ctypes.CDLL | None = None
 
 
@@ -94,7 +84,7 @@ def arm(
 
     Args:
         number: Under which it is disarmed.
-        kind: One of KINDS.
+        kind: As native/faults.h names them, such as rail-down.
         where: The point of a kill or a freeze, or the rail that is down.
         peers: Members; only frames for them are hit. Empty: all.
         waker: Of a freeze: written to just before.
@@ -104,7 +94,9 @@ def arm(
         NoSuchPlace: no such point.
         MemoryError: there is none for the fault.
     """
-    order = _ORDER(number, after, int(by_s * 1e9), seed, share, times, KINDS[kind], waker)
+    order = _ORDER(
+        number, after, int(by_s * 1e9), seed, share, times, _CODES[kind.upper().replace("-", "_")], waker
+    )
     lines = "\n".join(peers).encode()
     if code := _armory().p2p_fault_arm(ctypes.byref(order), where.encode(), lines):
         if code == native.P2P_E_MEMORY:

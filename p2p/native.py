@@ -19,18 +19,8 @@ LIBRARY = ROOT / "p2p" / "_p2p.so"
 P2P_E_MEMORY = -40  # api.h
 
 
-_SCALARS: dict[str, Any] = {
-    "void": None,
-    "bool": ctypes.c_bool,
-    "int": ctypes.c_int,
-    "int32_t": ctypes.c_int32,
-    "int64_t": ctypes.c_int64,
-    "uint32_t": ctypes.c_uint32,
-    "uint64_t": ctypes.c_uint64,
-    "float": ctypes.c_float,
-    "double": ctypes.c_double,
-    "ExpertCall": c_void_p,  # a pointer to a function, by its typedef
-}
+# Of what headers name, all that ctypes does not call by its name. ExpertCall is a pointer to a function.
+_OTHERS: dict[str, Any] = {"void": None, "ExpertCall": c_void_p}
 
 
 class Declarations:
@@ -70,6 +60,11 @@ class Declarations:
             r"\w+", re.findall(rf"^enum {name} {{(.*?)}};", self._text, re.DOTALL | re.MULTILINE)[0]
         )
 
+    def numbered(self, prefix: str) -> dict[str, int]:
+        """The constants whose names begin so, by the rest of their names."""
+        found = re.findall(rf"\b{prefix}(\w+) = (-?\d+)", self._text)
+        return {name: int(number) for name, number in found}
+
     def _type(self, text: str) -> Any:
         """Of a parameter, a field or a result: "const ServerLink* link". Arrays are passed by address: their users
         check shapes and strides first.
@@ -79,7 +74,10 @@ class Declarations:
             return c_char_p
         if "(*" not in name and name.partition("*")[0] in self.structures:
             return ctypes.POINTER(self.structures[name.partition("*")[0]])
-        return c_void_p if "*" in name or "[" in name else _SCALARS[name.split()[0]]
+        if "*" in name or "[" in name:
+            return c_void_p
+        word = name.split()[0]
+        return _OTHERS[word] if word in _OTHERS else getattr(ctypes, f"c_{word.removesuffix('_t')}")
 
 
 class NativeMissing(P2PError):

@@ -46,7 +46,7 @@ from p2p.endpoint import (
 from p2p.memory import HostMemory, Memory
 from p2p.monitor import ChannelState, Monitor
 from p2p.nixl_carrier import Carrier
-from p2p.nixl_native import CHANNEL_COUNTS, RailCounts, gpu_of
+from p2p.nixl_native import ChannelCounts, RailCounts, gpu_of
 from p2p.shm_link import new_token
 
 # 256 MB put over 1 Gbit/s take 2 s. What does not move is given up sooner: see native/link.cpp.
@@ -337,11 +337,11 @@ class NixlEndpoint:
 
     def channel_counts(self, link: NixlWindow | NixlPeer) -> dict[str, int]:
         """What the link's channel has done (P2pChannelCounts of native/channel.h); zeros once it is closed."""
-        counts = (ctypes.c_uint64 * len(CHANNEL_COUNTS))()
+        counts = ChannelCounts()
         with self._lock:
             if link._memory:
-                self.library.p2p_link_counts(link._link, counts)
-        return dict(zip(CHANNEL_COUNTS, counts, strict=True))
+                self.library.p2p_link_counts(link._link, ctypes.byref(counts))
+        return {name: getattr(counts, name) for name, *_ in ChannelCounts._fields_}
 
     @property
     def refused(self) -> int:

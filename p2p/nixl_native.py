@@ -47,10 +47,7 @@ class NixlMissing(P2PError):
     """The nixl transport cannot be used in this environment; the text says why and what to install."""
 
 
-# P2pChannelCounts of native/channel.h.
-CHANNEL_COUNTS: Final = (
-    *("writes", "bytes", "sent_again", "repeated", "doubts", "closed", "opened", "waiting"),
-)
+ChannelCounts = native.Declarations("p2p", "channel", "P2pChannelCounts").structures["P2pChannelCounts"]
 
 
 class RailCounts(NamedTuple):

@@ -25,7 +25,7 @@ from eaas.gateway.keys import digest_of, keys_of, write_keys
 from eaas.gateway.listening import ListenFailed, address_of, listen
 from eaas.settings import ROLES
 from p2p.native import named_cores
-from router.access import LAUNCHER
+from router.access import LAUNCHER, Exposed
 from router.client import RouterClient, RouterUnavailable
 from router.connection import answers
 from router.etcd import EtcdUnavailable
@@ -186,7 +186,7 @@ class LocalCluster:
         try:
             protected = {"tls": self.config.tls_cert is not None, "keys": self.config.asks_for_keys}
             self._listener = listen(self.config.host, self.config.port, **protected)
-        except ListenFailed as error:
+        except (Exposed, ListenFailed) as error:
             self.stop()
             raise StartFailed(f"gateway: {error}") from None
         self._gateway_address = address_of(self._listener)

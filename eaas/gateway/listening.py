@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from router.access import Exposed, bound_address, host_port
+from router.access import bound_address, host_port
 
 
 class ListenFailed(Exception):
@@ -19,20 +19,15 @@ def check_exposure(option: str, host: str, *, tls: bool, keys: bool) -> str:
         tls, keys: Whether the gateway speaks TLS, and asks for keys: both are needed beyond loopback.
 
     Raises:
-        ListenFailed: it is none, or other machines could reach a gateway without TLS or without keys.
+        Exposed: it is none, or other machines could reach a gateway without TLS or without keys.
     """
-    try:
-        return bound_address(
-            option, host, {"TLS (--tls-cert and --tls-key)": tls, "keys (--keys-file)": keys}
-        )
-    except Exposed as error:
-        raise ListenFailed(str(error)) from None
+    return bound_address(option, host, {"TLS (--tls-cert and --tls-key)": tls, "keys (--keys-file)": keys})
 
 
 def listen(
     host: str, port: int, stall_s: float = 60.0, *, tls: bool = False, keys: bool = False
 ) -> socket.socket:
-    """A listening socket. Raises ListenFailed: as `check_exposure` says, or the port is taken."""
+    """A listening socket. Raises Exposed as `check_exposure` does, ListenFailed where the port is taken."""
     address = check_exposure("--host", host, tls=tls, keys=keys)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)

@@ -20,8 +20,9 @@ import pytest
 
 from eaas.gateway.formats import ResponseHead, StreamUsage
 from eaas.gateway.openai_format import ChatFormat, CompletionFormat
+from eaas.gateway.output_reader import Reading
+from eaas.gateway.output_styles import HERMES
 from eaas.gateway.text import HELD_BYTES, Choice, Generation
-from eaas.gateway.tool_calls import HERMES
 from tests.eaas.gateway_world import FakeWorker, GatewayProcess, World, eventually, gateway_url
 from tests.eaas.test_gateway_failures import PLAIN, PROMPT, expected, stream
 from tests.eaas.test_gateway_pool import Letters
@@ -144,7 +145,7 @@ def test_text_that_is_held_back_wakes_nobody() -> None:
     """A reader of tool calls keeps text back until it is certain: no response need look at that."""
     woken: list[bool] = []
     head = ResponseHead(id="x", created=1, model="m", fingerprint="f")
-    shape = ChatFormat(HERMES)
+    shape = ChatFormat(Reading(calls=HERMES))
     generation = Generation(lambda: woken.append(True), lambda: shape.events(head, 1, StreamUsage()))
     choice = Choice(
         generation=generation, index=0, detokenizer=Letters(), matcher=None, min_tokens=0, names=None

@@ -26,7 +26,6 @@ OWN = GatewayFacts(
     running=2,
     waiting=0,
     went_on=0,
-    uptime_s=60.0,
     ttft_target_s=1.0,
     tpot_target_s=0.1,
 )

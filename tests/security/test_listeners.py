@@ -19,7 +19,7 @@ import pytest
 from eaas.cluster.config import ClusterConfig
 from eaas.gateway.config import GatewayConfig
 from eaas.gateway.keys import Key, digest_of, new_key, write_keys
-from eaas.gateway.listening import ListenFailed, listen
+from eaas.gateway.listening import listen
 from eaas.ops.credentials import make_certs
 from eaas.settings import ROLES
 from router.access import Exposed, bound_address, is_loopback, told_address
@@ -83,7 +83,7 @@ def test_whoever_listens_on_all_addresses_must_say_which_one_to_call() -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
 def test_the_gateway_refuses_to_be_open_without_tls_and_keys(world: World, certs: Path, host: str) -> None:
     for protection in ({}, {"tls": True}, {"keys": True}):
-        with pytest.raises(ListenFailed, match="can be reached by other machines"):
+        with pytest.raises(Exposed, match="can be reached by other machines"):
             listen(host, 0, **protection)
     if host == "0.0.0.0":
         gateway = GatewayProcess(world, "--host", host)

@@ -63,7 +63,7 @@ class Dashboard:
         self._flow = Flow()
         self._snapshot = ClusterSnapshot(view=None, heard=False)
         self._as_of_s: float | None = None
-        self._looked_s = self._started_s = self._lost_s = time.monotonic()
+        self._looked_s = self._lost_s = time.monotonic()
         self._went_on = 0
         self._listeners = 0
         self._newest = b""
@@ -204,7 +204,6 @@ class Dashboard:
             running=gateway.running,
             waiting=gateway.pool.waiting,
             went_on=self._went_on,
-            uptime_s=time.monotonic() - self._started_s,
             ttft_target_s=gateway.config.ttft_target_s,
             tpot_target_s=gateway.config.tpot_target_s,
         )

@@ -56,7 +56,6 @@ class GatewayFacts:
     running: int
     waiting: int
     went_on: int
-    uptime_s: float
     ttft_target_s: float
     tpot_target_s: float
 
@@ -174,8 +173,6 @@ class Board:
     facts: tuple[str, ...]
     epoch: int | None
     term: int | None
-    copies_least: int
-    copies_wanted: int
     routers: tuple[RouterStatus, ...]
     gateway: GatewayFacts
     rates: Rates

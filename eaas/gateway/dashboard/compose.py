@@ -177,8 +177,6 @@ def board_of(
         ),
         epoch=view.epoch if view is not None else None,
         term=view.term if view is not None else None,
-        copies_least=least,
-        copies_wanted=wanted,
         routers=snapshot.routers,
         gateway=own,
         rates=rates,
