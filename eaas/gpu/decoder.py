@@ -256,16 +256,9 @@ class GpuDecoder:
                 f"Device {self.device} with TRITON_INTERPRET={int(INTERPRET)}: kernels run on cuda, or on cpu in the "
                 "interpreter. Change the one or the other."
             )
-        lacking = {
-            "latent attention": spec.latent,
-            "rope over a part of each head": len(spec.rope.inv_freq) * 2 != spec.head_dim and not spec.latent,
-            "attention sinks": spec.sinks,
-            "a bias of the gate's logits": spec.moe.gate_bias,
-        }
-        if any(lacking.values()):
+        if spec.beyond_gpus:
             raise DecoderError(
-                f"{spec.architecture} has {' and '.join(name for name, has in lacking.items() if has)}, which the GPU "
-                "does not compute. Serve with --device cpu."
+                f"{spec.architecture} has {spec.beyond_gpus}, which the GPU does not compute. Serve with --device cpu."
             )
         group = spec.q_heads // spec.kv_heads
         if group > QUERIES or spec.head_dim > 256 or block_tokens % 16 or spec.moe.experts > 4096:

@@ -184,6 +184,11 @@ class ModelSpec:
                 f"Heads of {self.head_dim} with {len(self.rope.inv_freq)} rope frequencies; an even size and at most"
                 " half as many are needed."
             )
+        if self.head_dim > 576 or (self.latent and self.latent.rope_dim % 2):
+            raise ConfigInvalid(
+                f"Heads of {self.head_dim}, or latents of which {self.latent and self.latent.rope_dim} columns are"
+                " rotated: at most 576, and an even number, are served."
+            )
         if len(self.sliding_window) != self.layers:
             raise ConfigInvalid(
                 f"{len(self.sliding_window)} sliding windows are given for {self.layers} layers."
@@ -229,6 +234,17 @@ class ModelSpec:
     def cached_dims(self) -> int:
         """Columns of one key and one value, as the cache holds them."""
         return self.head_dim + (self.latent.kv_rank if self.latent else self.head_dim)
+
+    @property
+    def beyond_gpus(self) -> str:
+        """What of it the GPU's kernels do not compute, in words; empty: nothing."""
+        parts = {
+            "latent attention": self.latent,
+            "rope over a part of each head": len(self.rope.inv_freq) * 2 != self.head_dim and not self.latent,
+            "attention sinks": self.sinks,
+            "a bias of the gate's logits": self.moe.gate_bias,
+        }
+        return " and ".join(name for name, has in parts.items() if has)
 
     @property
     def query_scale(self) -> float:

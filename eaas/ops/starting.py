@@ -69,16 +69,25 @@ def pack_experts(model: Path, dtype: str, devices: Sequence[str]) -> ExpertShape
     """Pack a model's experts, saying how far it is, so that every expert server of this host maps the same file.
 
     Args:
-        devices: Of the servers; those of one kind may keep in 4 bits what those of another need in bfloat16.
+        devices: Of the servers.
 
     Raises: one of PACK_ERRORS, before any process has started.
     """
     checkpoint = Checkpoint.open(model)
     shape = ExpertShape.from_config(checkpoint.config)
-    keeps = [Device.parse(device).keeps for device in devices]
-    for each in sorted({experts_dtype(dtype, checkpoint.config, kept) for kept in keeps}):
-        with _packing(layout_of(shape, each, checkpoint.fingerprint)) as progress:
-            PackedExperts.open(checkpoint, shape, each, progress=progress)
+    kept = {device: experts_dtype(dtype, checkpoint.config, Device.parse(device).keeps) for device in devices}
+    if not shape.plain and any(Device.parse(device).runs_kernels for device in devices):
+        raise ConfigInvalid(
+            f"experts of {shape.architecture} are computed by CPUs alone. Serve them with --device cpu."
+        )
+    if len(set(kept.values())) > 1:
+        said = ", ".join(f"{element.label} on {device}" for device, element in kept.items())
+        raise ConfigInvalid(
+            f"experts are kept as {said}; one model has one type. Name devices of one kind, or --dtype bfloat16."
+        )
+    (element,) = set(kept.values())
+    with _packing(layout_of(shape, element, checkpoint.fingerprint)) as progress:
+        PackedExperts.open(checkpoint, shape, element, progress=progress)
     return shape
 
 
@@ -115,7 +124,11 @@ def prepare_model(config: ClusterConfig) -> None:
     with failing_on(*PACK_ERRORS, TokenizerInvalid):
         # Here too, though others compute: what is wrong with it is said before any of them starts.
         native.load()
-        spec_of(Checkpoint.open(config.model).config)
+        spec = spec_of(Checkpoint.open(config.model).config)
+        if spec.beyond_gpus and any(Device.parse(device).runs_kernels for device in config.device):
+            raise ConfigInvalid(
+                f"{spec.architecture} has {spec.beyond_gpus}, which GPUs do not compute. Serve it with --device cpu."
+            )
         Tokenizer.load(config.model)
         pack_experts(config.model, config.dtype, config.device)
 

@@ -220,6 +220,12 @@ def test_latent_attention_that_is_not_served_is_refused() -> None:
         ("deepseek_v3", {"attention_bias": True}, "attention_bias is True"),
         ("deepseek_v3", {"kv_lora_rank": 0}, "kv_lora_rank is 0"),
         ("deepseek_v3", {"qk_rope_head_dim": 7}, "rope frequencies"),
+        (
+            "deepseek_v3",
+            {"qk_rope_head_dim": 7, "kv_lora_rank": 33},
+            "7 columns are rotated: .*an even number",
+        ),
+        ("deepseek_v3", {"kv_lora_rank": 1024}, "at most 576"),
     ):
         with pytest.raises(ConfigInvalid, match=words):
             spec_of(config(arch, **fields))

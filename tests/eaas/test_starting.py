@@ -12,6 +12,8 @@ from eaas.cluster.config import ClusterConfig
 from eaas.model.make_model import make_model
 from eaas.ops import starting, terminal
 from experts import pack
+from experts.model import ConfigInvalid
+from tests.experts.quantizing import quantize_model
 
 
 @pytest.fixture
@@ -57,3 +59,47 @@ def test_a_truncated_shard_is_named_before_anything_starts(
     assert getattr(failure.value, "exit_code", None) == 1
     assert str(file) in printed.getvalue() and "Download it again" in printed.getvalue()
     assert not list(pack.cache_directory().glob("*"))
+
+
+@pytest.mark.parametrize(
+    ("arch", "devices", "said"),
+    [
+        ("deepseek_v3", ("interpreter",), "has latent attention, which GPUs do not compute"),
+        ("gpt_oss", ("interpreter",), "has attention sinks and a bias of the gate's logits, which GPUs"),
+    ],
+)
+def test_what_gpus_do_not_compute_is_refused_before_anything_is_packed(
+    printed: io.StringIO,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    arch: str,
+    devices: tuple[str, ...],
+    said: str,
+) -> None:
+    folder = make_model("tiny", arch, tmp_path / "m", seed=0)
+    monkeypatch.setattr(terminal, "errors", Console(file=printed, width=400))
+    with pytest.raises(Exception) as failure:
+        starting.prepare_model(ClusterConfig(model=folder, device=devices))
+    assert getattr(failure.value, "exit_code", None) == 1
+    assert said in printed.getvalue()
+    assert not list(pack.cache_directory().glob("*"))
+
+
+def test_experts_of_a_pool_are_computed_by_cpus_alone_where_gpus_do_not(
+    printed: io.StringIO, tmp_path: Path
+) -> None:
+    folder = make_model("tiny", "gpt_oss", tmp_path / "m", seed=0)
+    with pytest.raises(ConfigInvalid, match="experts of GptOssForCausalLM are computed by CPUs alone"):
+        starting.pack_experts(folder, "auto", ("cpu", "interpreter"))
+
+
+def test_devices_that_keep_experts_in_different_types_are_refused_before_anything_is_packed(
+    printed: io.StringIO, tmp_path: Path
+) -> None:
+    wide = {"hidden_size": 128, "head_dim": 32, "moe_intermediate_size": 128}
+    source = make_model("tiny", "qwen3_moe", tmp_path / "m", seed=0, overrides=wide)
+    quantize_model(source, tmp_path / "q", tmp_path / "p", "w4a16")
+    with pytest.raises(ConfigInvalid, match="kept as int4-g32 on cpu, bfloat16 on interpreter"):
+        starting.pack_experts(tmp_path / "q", "auto", ("cpu", "interpreter"))
+    assert not list(pack.cache_directory().glob("*"))
+    starting.pack_experts(tmp_path / "q", "bfloat16", ("cpu", "interpreter"))
