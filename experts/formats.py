@@ -76,8 +76,11 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme:
         scheme = _METHODS[method](fields)
         for entry in [*scheme.ignored, *(target for group in scheme.groups for target in group.targets)]:
             if entry.startswith("re:"):
+                # Matching goes back over each choice: with few it is done at once, with repeated groups never.
+                if len(entry) > 512 or _ENDLESS.search(entry) or len(_CHOICE.findall(entry)) > 6:
+                    raise re.error(f"pattern {entry[:80]} may take forever to match")
                 re.compile(entry[3:])
-    except (AttributeError, KeyError, TypeError, re.error) as error:
+    except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, re.error) as error:
         raise _refused(f"{method}, malformed: {error}") from error
     return scheme
 
@@ -159,7 +162,7 @@ def _compressed(fields: Mapping[str, Any]) -> Scheme:
                 group=_size(method, size),
                 targets=tuple(each.get("targets") or ["Linear"]),
                 asymmetric=not weights.get("symmetric", True),
-                permuted=weights.get("actorder") == "group",
+                permuted=str(weights.get("actorder")).lower() in ("group", "dynamic", "true"),
             )
         )
     return Scheme(method=method, groups=tuple(groups), ignored=_excepted(fields), block=block)
@@ -207,6 +210,8 @@ def _gguf(fields: Mapping[str, Any]) -> Scheme:
     return Scheme(method="gguf", groups=coded)
 
 
+_ENDLESS = re.compile(r"\)\s*[*+{]|\(\?\w*x")
+_CHOICE = re.compile(r"\(\??|[*+?{]+")
 _KINDS = {("int", 4): Codes.UINT4, ("int", 8): Codes.INT8, ("float", 8): Codes.E4M3}
 _METHODS: Mapping[object, Callable[[Mapping[str, Any]], Scheme]] = {
     "fp8": _fp8,
@@ -235,7 +240,7 @@ def _object(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _size(method: str, group: object) -> int:
-    if not isinstance(group, int) or group == 0:
+    if not isinstance(group, int) or group == 0 or group >= 1 << 31:
         raise _refused(f"{method} in groups of {group!r}")
     return max(group, 0)
 
@@ -244,7 +249,7 @@ def _block(method: str, block: object) -> tuple[int, int] | None:
     match block:
         case None:
             return None
-        case [int(rows), int(columns)] if rows > 0 and columns > 0:
+        case [int(rows), int(columns)] if 0 < rows < 1 << 31 and 0 < columns < 1 << 31:
             return rows, columns
         case _:
             raise _refused(f"{method} in blocks of {block!r}")

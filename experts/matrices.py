@@ -100,7 +100,7 @@ def whole(
     if scales.size == 1:
         scales = np.full((rows, 1), scales.item(), np.float32)
     elif scheme.block and scales.shape == (-(-rows // scheme.block[0]), -(-k // scheme.block[1])):
-        scales, group = np.repeat(scales, scheme.block[0], axis=0)[:rows], scheme.block[1]
+        scales, group = np.repeat(scales, min(scheme.block[0], rows), axis=0)[:rows], scheme.block[1]
     elif scales.shape == (rows,) or (scales.ndim == 2 and len(scales) == rows):
         scales = scales.reshape(rows, -1)
         group = _group(beside, k, scales.shape[1])

@@ -88,9 +88,10 @@ class Quantized:
     def dequantized(self) -> NDArray[np.float32]:
         """W."""
         k = self.codes.shape[1]
+        group = min(self.group, k)
         values = self.kind.values[self.codes]
-        wide = values * np.repeat(self.scales, self.group, axis=1)[:, :k]
-        return wide if self.offsets is None else wide + np.repeat(self.offsets, self.group, axis=1)[:, :k]
+        wide = values * np.repeat(self.scales, group, axis=1)[:, :k]
+        return wide if self.offsets is None else wide + np.repeat(self.offsets, group, axis=1)[:, :k]
 
     def __getitem__(self, rows: slice) -> Quantized:
         """Some of its rows."""

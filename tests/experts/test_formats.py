@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+import tracemalloc
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -367,6 +368,13 @@ def changed(fields: Mapping[str, Any], **weights: Any) -> dict[str, Any]:
         ({"quant_method": "aqlm"}, "aqlm"),
         ({"bits": 4}, "None"),
         (FP8 | {"modules_to_not_convert": ["re:("]}, "fp8, malformed: missing )"),
+        (FP8 | {"modules_to_not_convert": [r"re:(.*.*.*)*\d!"]}, r"pattern re:(.*.*.*)*\d! may take forever"),
+        (FP8 | {"modules_to_not_convert": ["re:(?x)(.*) *!"]}, "may take forever"),
+        (FP8 | {"modules_to_not_convert": ["re:" + ".*" * 30 + "!"]}, "may take forever"),
+        (FP8 | {"modules_to_not_convert": ["re:" + "(" * 5000]}, "may take forever"),
+        (FP8 | {"modules_to_not_convert": ["re:a{99999999999999999999}"]}, "fp8, malformed"),
+        (FP8 | {"weight_block_size": [128, 10**30]}, "fp8 in blocks of"),
+        (GPTQ | {"group_size": 10**30}, "gptq in groups of 1000"),
         ({"quant_method": "awq", "bits": 4, "version": 2}, "awq, malformed"),
         ({"quant_method": ["fp8"]}, "['fp8'], malformed"),
         ("4bit", "(4bit, malformed"),
@@ -389,6 +397,26 @@ def changed(fields: Mapping[str, Any], **weights: Any) -> dict[str, Any]:
 def test_what_is_not_served_is_refused_by_name(quantization: object, said: str) -> None:
     with pytest.raises(ConfigInvalid, match=re.escape(said) + ".*Served are fp8, mxfp4, awq"):
         scheme_of({"quantization_config": quantization})
+
+
+@pytest.mark.parametrize("order", ["group", "dynamic", True])
+def test_columns_permuted_into_groups_are_not_kept(order: object) -> None:
+    assert stored_as(QWEN3 | {"quantization_config": changed(W4A16, actorder=order)}) is None
+    assert stored_as(QWEN3 | {"quantization_config": changed(W4A16, actorder="static")}) is Dtype.INT4_G32
+
+
+@pytest.mark.parametrize("block", [[10**9, 128], [1, 10**9], [10**9, 10**9]], ids=str)
+def test_a_block_larger_than_the_matrix_takes_no_more_room(block: list[int], tmp_path: Path) -> None:
+    weight = torch.ones(8, 256, dtype=torch.float8_e4m3fn)
+    scales = torch.full((-(-8 // block[0]), -(-256 // block[1])), 3.0)
+    checkpoint = opened(
+        tmp_path, FP8 | {"weight_block_size": block}, {"weight": weight, "weight_scale": scales}
+    )
+    tracemalloc.start()
+    same(read(checkpoint, 8, 256), torch.full((8, 256), 3.0), block)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 24
 
 
 def test_a_tensor_that_is_missing_or_misshapen_is_named(tmp_path: Path) -> None:
