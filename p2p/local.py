@@ -172,12 +172,6 @@ class LocalEndpoint(ABC):
         self._require_open()
         return self._page.address
 
-    @property
-    def retired_bytes(self) -> int:
-        """Memory of closed windows which their peers may still write."""
-        with self._lock:
-            return sum(window.held_bytes for window in self._retired)
-
     def export_window(self, nbytes: int, incarnation: int | None = None) -> LocalWindow:
         """Offer `nbytes` of zeroed memory to one peer, as the endpoint's incarnation unless given.
 

@@ -28,6 +28,7 @@ from p2p.shm_link import new_token
 from router.view import Member, View
 from tests.experts.exchange import exchange
 from tests.experts.steps import Weights, shape_of
+from tests.p2p.one_host import retired_bytes
 
 pytestmark = pytest.mark.alone
 
@@ -407,8 +408,8 @@ def test_a_withdrawn_window_is_replaced_and_the_reply_window_waits_for_the_serve
         before.window.close()
     assert until(lambda: len(server.clients) == 1), "the loss of an idle link went unseen"
     assert until(lambda: client.attached == ("expert/5",))
-    assert endpoint.retired_bytes == before.peer.nbytes
+    assert retired_bytes(endpoint) == before.peer.nbytes
     server._endpoint.disconnect(before.peer)
     endpoint.progress()
-    assert endpoint.retired_bytes == 0
+    assert retired_bytes(endpoint) == 0
     world.check(client)

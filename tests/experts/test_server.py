@@ -26,6 +26,7 @@ from p2p.window import WindowLayout
 from router.view import Identity
 from tests.experts.steps import shape_of
 from tests.experts.test_service import write_checkpoint
+from tests.p2p.one_host import retired_bytes
 
 FINGERPRINT = "ab" * 32
 LAYOUT = WindowLayout(slots=2, payload_bytes=4096)
@@ -105,7 +106,7 @@ def test_an_attach_that_fails_halfway_lets_go_of_the_clients_window(
         server.attach(request_for(server, window))
     assert client.status(window) is Status.GONE
     window.close()
-    assert client.retired_bytes == 0
+    assert retired_bytes(client) == 0
     assert isinstance(refusal.value, Refused)
     assert refusal.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
 

@@ -26,6 +26,7 @@ from experts.transfer import STREAM_S, TAKERS, WINDOW, SourceFailed, manifest_of
 from experts.weights import CHECKPOINT, Rates, Weights, WeightsUnavailable, manifest_from
 from p2p import ShmEndpoint, Status
 from tests.experts.weights_world import PAIRS, SHAPE, SOON_S, Peer, World, same, write
+from tests.p2p.one_host import retired_bytes
 
 
 def test_sources_are_each_measured_once_and_then_the_fastest_is_asked() -> None:
@@ -131,7 +132,7 @@ def test_a_window_is_given_back_by_both_ends(world: World) -> None:
     assert len(peer.endpoint._peers) == 1 and len(world.endpoint._windows) == 1
     weights.rest()
     world.endpoint.progress()
-    assert not peer.endpoint._peers and not world.endpoint._windows and not world.endpoint.retired_bytes
+    assert not peer.endpoint._peers and not world.endpoint._windows and not retired_bytes(world.endpoint)
     weights.expert(0, 1, view)
     weights.rest()
 

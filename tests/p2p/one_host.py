@@ -22,6 +22,11 @@ ROOT = Path(__file__).parents[2]
 COUNTED = ("handles", "ranges", "mappings", "pinned", "streams", "contexts")
 
 
+def retired_bytes(endpoint: Any) -> int:
+    """Memory of an endpoint's closed windows which their peers may still write."""
+    return sum(window.held_bytes for window in endpoint._retired)
+
+
 class OneHost:
     """A transport of one host: shm, or cuda over the stand-in that is named."""
 

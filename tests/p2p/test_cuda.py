@@ -36,7 +36,7 @@ from p2p.cuda import CudaEndpoint
 from p2p.cuda_device import Device, DeviceMemory
 from p2p.cuda_driver import CudaDriver, CudaError, CudaMissing
 from p2p.transport import TransportChoice
-from tests.p2p.one_host import ROOT, OneHost, forge, hangs_up, open_fds
+from tests.p2p.one_host import ROOT, OneHost, forge, hangs_up, open_fds, retired_bytes
 from tests.p2p.peer_process import CHILD, PARENT
 
 GRANULE = 2 << 20
@@ -137,7 +137,7 @@ def test_a_killed_writer_leaves_what_it_wrote_and_its_window_goes_at_once(
         assert hangs_up(window.liveness_fd, 1.0)
         assert window.memory[64:1064].tobytes() == (bytes(range(200)) * 5)[::-1]
         window.close()
-        assert endpoint.retired_bytes == 0
+        assert retired_bytes(endpoint) == 0
         assert world.live()["mappings"] == 1, "the peer's alone"
 
 
@@ -150,10 +150,10 @@ def test_a_late_write_lands_in_retired_memory_alone(world: OneHost, endpoint: Cu
         other.put(peer, 0, b"late")
         assert endpoint.device.read(address, 4).tobytes() == b"late", "still mapped"
         assert not second.memory.any()
-        assert endpoint.retired_bytes == GRANULE
+        assert retired_bytes(endpoint) == GRANULE
         other.disconnect(peer)
         endpoint.progress()
-        assert endpoint.retired_bytes == 0
+        assert retired_bytes(endpoint) == 0
         with pytest.raises(CudaError, match="ILLEGAL_ADDRESS"):
             endpoint.device.read(address, 4)
 
@@ -360,7 +360,7 @@ def test_threads_share_an_endpoint(world: OneHost, endpoint: CudaEndpoint) -> No
             thread.join()
         assert not failures, failures
         endpoint.progress()
-        assert endpoint.retired_bytes == 0
+        assert retired_bytes(endpoint) == 0
 
 
 def test_without_a_driver_the_words_say_what_to_install(tmp_path: Path) -> None:
