@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import msgspec
 
@@ -71,15 +71,16 @@ class Reading:
         """JSON's types that each argument of a tool may have, by its name; none where its schema does not say."""
         functions = (tool["function"] for tool in self.tools)
         schema: Any = next((one.get("parameters") for one in functions if one["name"] == name), None) or {}
-        properties: dict[str, Any] = schema.get("properties") or {}
-        return {key: types_in(properties[key]) for key in properties}
+        return {key: types_in(one) for key, one in properties_of(schema).items()}
 
 
 _HEAD = re.compile(
-    r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=[{\[])', re.DOTALL
+    r'\{\s*"name"\s*:\s*("[^"\\]*(?:\\.[^"\\]*)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=[{\[])',
+    re.DOTALL,
 )
 _NAME_END = re.compile(r"[^\w.:/-]")
 _MOST_NAME = 256
+_MOST_HEAD = 1024  # it is looked for at each piece
 _NAMED_ID = re.compile(r"(?:functions\.)?([\w./-]+?)(?::\d+)?")
 _CHANNEL = re.compile(r"<\|channel\|>(\w+)")
 _RECIPIENT = re.compile(r"to=(?:functions\.([\w.:/-]+))?")
@@ -129,6 +130,7 @@ class OutputReader:
             self._parts.append(Thought(text))
 
     def _call(self, name: str) -> None:
+        name = _encodable(name)
         style = self._reading.calls
         named = _NAMED_ID.fullmatch(name) if style is not None and style.named_id else None
         self._parts.append(CallBegun(self.calls, named[1], name) if named else CallBegun(self.calls, name))
@@ -346,11 +348,11 @@ class OutputReader:
         """A call that is an object ``{"name": ..., "arguments": {...}}``."""
         start, whole = len(self._passed), self._value(self._pass)
         for _ in whole:
-            if found := _head(self._passed[start:]):
+            if found := _head(self._passed[start : start + _MOST_HEAD]):
                 break
             yield
         else:
-            found = _head(self._passed[start:])
+            found = _head(self._passed[start : start + _MOST_HEAD])
         text = self._passed[start:]
         if found:
             name, end = found
@@ -435,7 +437,12 @@ def _members(text: str) -> tuple[str, str] | None:
     arguments = call.get("arguments", call.get("parameters"))
     if not isinstance(arguments, str):
         arguments = _dumps({} if arguments is None else arguments)
-    return (name, arguments) if isinstance(name, str) and name else None
+    return (name, _encodable(arguments)) if isinstance(name, str) and name else None
+
+
+def _encodable(text: str) -> str:
+    """A text whose lone surrogates, which JSON can name and UTF-8 cannot, are escapes as JSON has them."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 TEXT = frozenset({"string"})
@@ -445,6 +452,12 @@ _KINDS: dict[type, set[str]] = {
 }  # fmt: skip
 # Templates show arguments of earlier calls as Jinja prints them.
 _PRINTED = {"True": "true", "False": "false", "None": "null"}
+
+
+def properties_of(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The schemas of an object's members, by name; none where "properties" is no object."""
+    properties = schema.get("properties")
+    return cast("dict[str, Any]", properties) if isinstance(properties, dict) else {}
 
 
 def types_in(schema: Any) -> frozenset[str]:

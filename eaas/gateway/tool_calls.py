@@ -9,9 +9,9 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
-from eaas.gateway.output_reader import TEXT, types_in
+from eaas.gateway.output_reader import TEXT, properties_of, types_in
 from eaas.gateway.output_styles import CallStyle, Pairs, ThoughtStyle
 from eaas.worker.grammar import Grammar
 
@@ -139,16 +139,19 @@ def _rules(number: int, function: Mapping[str, Any], style: CallStyle, write: _W
 
 def _pairs(rule: str, schema: Mapping[str, Any], pairs: Pairs, write: _Write) -> Iterator[str]:
     shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    given = schema.get("required")
+    required = cast("list[Any]", given) if isinstance(given, list) else []
     written: list[str] = []
-    properties: dict[str, Any] = schema.get("properties") or {}
-    for place, (key, of) in enumerate(properties.items()):
+    for place, (key, of) in enumerate(properties_of(schema).items()):
+        if of is False:  # never there
+            continue
         value, end = f"{rule}_{place}", write(pairs.value[1])
         before = write(pairs.key[0] + key + pairs.key[1] + pairs.value[0])
-        written.append(f"({before} {value})" + ("" if key in schema.get("required", ()) else "?"))
+        written.append(f"({before} {value})" + ("" if key in required else "?"))
         if types_in(of) != TEXT:
-            yield f"{value}: {_json({**of, **shared})} {end}"
-        elif of.get("enum"):
-            yield f"{value}: ({' | '.join(map(write, of['enum']))}) {end}"
+            yield f"{value}: {_json(of, **shared)} {end}"
+        elif isinstance(of.get("enum"), list):
+            yield f"{value}: ({' | '.join(write(one) for one in of['enum'] if isinstance(one, str))}) {end}"
         elif "<[" in end:
             # Where a token ends the text, the text has the new line before it.
             yield f"{value}: {_ANY_TEXT} {write(pairs.value[1].lstrip())}"
@@ -157,8 +160,12 @@ def _pairs(rule: str, schema: Mapping[str, Any], pairs: Pairs, write: _Write) ->
     yield f"{rule}: " + (" ".join(written) or '""')
 
 
-def _json(schema: Mapping[str, Any]) -> str:
-    return "%json " + json.dumps({**schema, "x-guidance": _SPACING}, ensure_ascii=False)
+def _json(schema: Any, **shared: Any) -> str:
+    if schema is not False:
+        # True, and whatever is no schema, bind nothing.
+        given = cast("dict[str, Any]", schema) if isinstance(schema, dict) else {}
+        schema = {"x-guidance": _SPACING, **given, **shared}
+    return "%json " + json.dumps(schema, separators=(",", ":"), ensure_ascii=False)
 
 
 def after_thoughts(

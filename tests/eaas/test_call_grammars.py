@@ -3,12 +3,14 @@ families' own transcripts."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from eaas.gateway.output_reader import Reading, read_output
-from eaas.gateway.output_styles import ANALYSIS, HARMONY, THINK, CallStyle, ThoughtStyle, marks_in
+from eaas.gateway.output_styles import ANALYSIS, GLM_45, HARMONY, THINK, CallStyle, ThoughtStyle, marks_in
 from eaas.gateway.tool_calls import after_thoughts, call_grammar, tool_use
 from eaas.model.tokenizer import BYTE_TO_CHAR
 from eaas.worker.grammar import Grammar, of_choices, of_schema
@@ -58,6 +60,26 @@ def test_calls_that_must_be_made_are_those_that_the_family_writes(
     if thoughts is not None:
         assert vocabulary.accepts(thoughts.text, f"Well <x>.\n</think>\n\n{text}")
         assert not vocabulary.accepts(thoughts.text, "Well <x>.\n</think>\n\nno call")
+
+
+ODD_SCHEMAS: list[tuple[dict[str, Any], str]] = [
+    ({"properties": ["at"]}, ""),
+    ({"properties": "at", "required": True}, ""),
+    ({"properties": {"at": True}, "required": None}, "<arg_key>at</arg_key>\n<arg_value>[3]</arg_value>\n"),
+    ({"properties": {"at": False}}, ""),
+    (
+        {"properties": {"at": {"type": "string", "enum": ["x", None]}}, "required": ["at"]},
+        "<arg_key>at</arg_key>\n<arg_value>x</arg_value>\n",
+    ),
+]
+
+
+@pytest.mark.parametrize(("schema", "arguments"), ODD_SCHEMAS)
+def test_schemas_that_are_no_objects_bind_no_arguments(schema: dict[str, Any], arguments: str) -> None:
+    tool = {"type": "function", "function": {"name": "look", "parameters": schema}}
+    vocabulary = Vocabulary(sorted(marks_in(GLM_45)))
+    grammar = call_grammar(tool_use([tool], "required", False), GLM_45, vocabulary.marks)
+    assert vocabulary.accepts(grammar, f"<tool_call>look\n{arguments}</tool_call>")
 
 
 @pytest.mark.parametrize("style", [THINK, ANALYSIS])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from typing import Any
 
 import pytest
@@ -291,6 +292,50 @@ def test_arguments_come_as_they_are_written() -> None:
     assert reader.push("long\n") == [CallArguments(0, "long")]
     assert reader.push("er") == [CallArguments(0, "\\ner")]
     assert reader.push("\n</parameter>\n") == [CallArguments(0, '"')]
+
+
+def test_a_name_without_end_takes_no_longer_the_longer_it_is() -> None:
+    reader, begun = OutputReader(Reading(calls=HERMES)), time.process_time()
+    for piece in ['<tool_call>\n{"name": "', *["abcd"] * 16_000]:
+        assert reader.push(piece) == []
+    assert time.process_time() - begun < 5
+    name = "abcd" * 16_000
+    assert reader.push('", "arguments": {"at": 1}}</tool_call>') == [
+        CallBegun(0, name),
+        CallArguments(0, '{"at": 1}'),
+    ]
+
+
+@pytest.mark.parametrize("count", [1000, 1005, 1050])
+def test_names_about_as_long_as_one_is_looked_for_are_read_however_they_are_cut(count: int) -> None:
+    text = f'<tool_call>{{"name": "{"f" * count}", "arguments":{{"at":1}}}}</tool_call>'
+    whole = heard(Reading(calls=HERMES), [text])
+    assert whole[2][0][0] == "f" * count
+    for size in (1, 2, 7, 500):
+        cuts = list(range(size, len(text), size))
+        assert heard(Reading(calls=HERMES), pieces_of(text, cuts)) == whole
+
+
+SURROGATES = [
+    ('{"name": "\\ud800", "arguments": {"at": "\\ud800"}}', "\\ud800"),
+    ('{"arguments": {"at": "\\ud800"}, "name": "f"}', "f"),
+    ('{"arguments": "{\\"at\\": \\"\\ud800\\"}", "name": "f"}', "f"),
+]
+
+
+@pytest.mark.parametrize(("call", "name"), SURROGATES)
+def test_lone_surrogates_of_a_call_stay_escapes(call: str, name: str) -> None:
+    _, _, ((found, arguments, _),) = agree_however_cut(
+        Reading(calls=HERMES), f"<tool_call>{call}</tool_call>"
+    )
+    assert (found, arguments) == (name, '{"at": "\\ud800"}')
+
+
+@pytest.mark.parametrize("properties", [["at"], "at", None, {"at": True}, {"at": False}])
+def test_of_a_schema_that_says_nothing_of_an_argument_its_type_is_that_of_its_value(properties: Any) -> None:
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"properties": properties}}}
+    text = "<tool_call>look\n<arg_key>at</arg_key>\n<arg_value>3</arg_value>\n</tool_call>"
+    assert read_output(Reading(calls=GLM_45, tools=[tool]), text)[2][0][1] == '{"at": 3}'
 
 
 VALUES = [
