@@ -233,11 +233,17 @@ def _prepared(
     """Prepare conversations. Args: calls: the language of those that must be made. format_of: given how outputs are
     read, and the first prompt."""
     shown = wanted.include_reasoning is not False
-    reading = model.reading(prompts[0], use, thinks=not wanted.echo, shown=shown)
+    reading, *others = (model.reading(one, use, thinks=not wanted.echo, shown=shown) for one in prompts)
+    if any(other != reading for other in others):
+        raise wrong_field("messages", "only some of them go on with a thought; send these in another batch")
     grammar = calls or wanted.grammar
     if grammar is not None and reading is not None and reading.thoughts is not None:
         thoughts, thinking = reading.thoughts, reading.thinking
-        calls = after_thoughts(grammar, thoughts, model.marks, thinking=thinking, calls=calls is not None)
+        try:
+            calls = after_thoughts(grammar, thoughts, model.marks, thinking=thinking, calls=calls is not None)
+        except GrammarInvalid as error:
+            message = "The output's language is too large with thoughts before it; make it smaller"
+            raise invalid(f"{message}. {error}.") from None
         if calls is None:
             # What must be said is said at once.
             calls, reading = grammar, replace(reading, thoughts=None)

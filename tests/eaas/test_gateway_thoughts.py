@@ -11,7 +11,9 @@ import anthropic
 import httpx
 import openai
 import pytest
+from tokenizers import Tokenizer
 
+from eaas.worker.grammar import MAX_GRAMMAR_BYTES
 from tests.eaas.gateway_world import FakeWorker, World, gateway_url
 
 USER: Any = {"role": "user", "content": "hi"}
@@ -154,6 +156,51 @@ def test_what_must_be_in_a_language_is_not_thought_where_no_token_ends_a_thought
     says(CALLED)
     message = chat(client, tools=[LOOK], tool_choice="none").choices[0].message
     assert (message.content, thoughts_of(message), message.tool_calls) == ("So." + CALL, THOUGHT[:-1], None)
+
+
+@pytest.fixture
+def marked_url(world: World, worker: FakeWorker) -> Iterator[str]:
+    """Of a gateway whose tokenizer has a token that ends a thought."""
+    path = world.model / "tokenizer.json"
+    before = path.read_text()
+    tokenizer = Tokenizer.from_str(before)
+    tokenizer.add_special_tokens(["<think>", "</think>"])
+    tokenizer.save(str(path))
+    with gateway_url(world) as url:
+        path.write_text(before)
+        yield url
+
+
+def test_whatever_language_is_accepted_is_so_with_thoughts_before_it(
+    marked_url: str, worker: FakeWorker
+) -> None:
+    def ask(schema: Any) -> tuple[int, str]:
+        body = {"messages": [USER], "max_tokens": 1, "structured_outputs": {"json": schema}}
+        reply = httpx.post(f"{marked_url}/v1/chat/completions", json=body, timeout=60)
+        if reply.status_code == 200:
+            grammar = worker.submits[-1].params.grammar
+            assert grammar is not None and grammar.text.startswith("start: /(?s:.*)/ <[258]>")
+            return 200, grammar.text
+        return reply.status_code, reply.json()["error"]["message"]
+
+    assert ask(True)[1].endswith('"key_separator":": "}}') and ask(False)[1].endswith("%json false")
+    assert ask({"x-guidance": {"key_separator": "="}})[1].endswith(
+        '%json {"x-guidance":{"key_separator":"="}}'
+    )
+    names = [f"{number:06}" for number in range(7000)]
+    assert ask({"enum": names})[0] == 200, "written no longer than it was given"
+    status, message = ask({"enum": [*names, "x" * (MAX_GRAMMAR_BYTES - len('{"enum":[]}') - 9 * 7000 - 2)]})
+    assert status == 400 and "make it smaller" in message
+
+
+def test_conversations_of_which_only_some_are_in_a_thought_are_no_batch(url: str) -> None:
+    said = {"role": "assistant", "content": "a"}
+    body: Any = {"max_tokens": 1, "continue_final_message": True, "add_generation_prompt": False}
+    for last, status in ((said, 200), ({**said, "content": "<think>"}, 400)):
+        body["messages"] = [[USER, said], [USER, last]]
+        reply = httpx.post(f"{url}/v1/chat/completions/batch", json=body, timeout=60)
+        assert reply.status_code == status, reply.text
+    assert reply.json()["error"]["param"] == "messages"
 
 
 def test_a_responses_thoughts_are_an_item_of_their_own(client: openai.OpenAI, says: Any) -> None:
