@@ -14,11 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.references import add_norm_reference, attention_reference, rotate_reference
 from benchmarks.gpu.timing import L2_BYTES, copy_rate, seconds
 from eaas import native
 from eaas.gpu import norm_rope, sampling
-from eaas.gpu.attention import Sums, attention, plan_work
+from eaas.gpu.attention import Sums, attention, attention_reference, plan_work
 from eaas.gpu.gate import gate, parts_of
 from eaas.model.spec import MoeSpec, Score
 from eaas.native import SAMPLE_ROW
@@ -170,7 +169,7 @@ def check_rows(report: Say) -> None:
     rows, hidden, q_heads, kv_heads, dim = 37, 2048, 32, 4, 128
     x, addend = (torch.randn(rows, hidden, device=DEVICE) for _ in range(2))
     weight = torch.randn(hidden, device=DEVICE)
-    total, norm = add_norm_reference(x.double(), addend.double(), weight.double(), 1e-6)
+    total, norm = norm_rope.add_norm_reference(x.double(), addend.double(), weight.double(), 1e-6)
     out, low = (torch.full((rows, hidden), torch.nan, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
     norm_rope.add_norm(x, weight, count_of(rows), 1e-6, out=out, addend=addend, low=low)
     errors = {
@@ -207,9 +206,9 @@ def check_rows(report: Say) -> None:
         ("queries", queries, q, q_norm),
         ("keys", keys[blocks, :, slots], k, k_norm),
     ):
-        _, normed = add_norm_reference(part, torch.zeros_like(part), scale.double(), 1e-6)
+        _, normed = norm_rope.add_norm_reference(part, torch.zeros_like(part), scale.double(), 1e-6)
         turns = (table[positions.long()].double() for table in (cosines, sines))
-        errors[name] = distance(found, rotate_reference(normed, *turns))
+        errors[name] = distance(found, norm_rope.rotate_reference(normed, *turns))
     errors["values"] = distance(values[blocks, :, slots], v)
     limits = {"sum": 1e-6, "both halves": 3e-5}
     holds = all(held(error, limits.get(name, 4e-3)) for name, error in errors.items())

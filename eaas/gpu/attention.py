@@ -117,6 +117,33 @@ def plan_work(positions: np.ndarray, seqs: np.ndarray, group: int, partials: int
     return Work(items=items, merges=merges)
 
 
+# ---- reference, in torch
+
+
+def attention_reference(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    seqs: Tensor,
+    tables: Tensor,
+    window: int,
+) -> Tensor:
+    """What `attention` writes, by its definition, in double; arguments as there."""
+    rows, q_heads, dim = queries.shape
+    _, kv_heads, block_tokens, _ = keys.shape
+    out = torch.zeros(rows, q_heads, dim, dtype=torch.float64, device=queries.device)
+    for row in range(rows):
+        last = int(positions[row])
+        seen = torch.arange(max(0, last + 1 - window) if window else 0, last + 1, device=queries.device)
+        blocks = tables[int(seqs[row])].long()[seen // block_tokens]
+        k, v = (cache[blocks, :, seen % block_tokens].double() for cache in (keys, values))
+        k, v = (part.repeat_interleave(q_heads // kv_heads, 1) for part in (k, v))
+        scores = torch.einsum("hd,nhd->hn", queries[row].double(), k) * dim**-0.5
+        out[row] = torch.einsum("hn,nhd->hd", scores.softmax(-1), v)
+    return out
+
+
 # ---- wrapper
 
 

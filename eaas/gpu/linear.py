@@ -81,6 +81,12 @@ class LinearWeight:
         return unpack_blocks(self.packed, self.n, self.k).clone()
 
 
+def linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """The definition in double: x [B, K] and W [N, K] to float64 [B, N]."""
+    out = x.double() @ weight.double().T
+    return out if bias is None else out + bias.double()
+
+
 def linear(x: torch.Tensor, weight: LinearWeight, out: torch.Tensor, n_rows: torch.Tensor) -> None:
     """Multiply rows by a matrix.
 

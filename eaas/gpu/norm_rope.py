@@ -63,6 +63,22 @@ def check(name: str, tensor: Tensor, dtype: torch.dtype, *shape: int | None) -> 
         )
 
 
+# ---- references, in torch
+
+
+def add_norm_reference(x: Tensor, addend: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The sum, and its norm; in the type of x."""
+    total = x + addend
+    return total, total * torch.rsqrt(total.square().mean(-1, keepdim=True) + eps) * weight
+
+
+def rotate_reference(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Heads [rows, heads, head_dim] turned by tables [rows, head_dim / 2]."""
+    low, high = x.chunk(2, -1)
+    cosines, sines = cosines[:, None], sines[:, None]
+    return torch.cat((low * cosines - high * sines, high * cosines + low * sines), -1)
+
+
 # ---- wrappers
 
 

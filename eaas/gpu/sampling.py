@@ -102,6 +102,15 @@ def choices_of(rows: np.ndarray, here: np.ndarray | None = None) -> np.ndarray:
     return words.view(np.int32)
 
 
+# ---- reference, in torch
+
+
+def greedy_reference(logits: Tensor) -> Tensor:
+    """The highest logit of each row, the lowest id on a tie: int64 [rows]."""
+    highest = logits.max(-1, keepdim=True).values
+    return (logits == highest).int().argmax(-1)
+
+
 # ---- wrapper
 
 

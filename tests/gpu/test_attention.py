@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.references import attention_reference
 from eaas.gpu import attention as kernels
-from eaas.gpu.attention import PARTIALS, Sums, Work, attention, plan_work
+from eaas.gpu.attention import PARTIALS, Sums, Work, attention, attention_reference, plan_work
 from eaas.gpu.norm_rope import ShapeInvalid
 from tests.gpu.aot import SHARED_LIMIT_BYTES, compile_kernel
 from tests.gpu.device import DEVICE, distance, fresh_seed, poisoned, same_bits

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.gpu.references import linear_reference
-from eaas.gpu.linear import LinearWeight, linear
+from eaas.gpu.linear import LinearWeight, linear, linear_reference
 from tests.gpu.aot import SHARED_LIMIT_BYTES, compile_kernel
 from tests.gpu.device import DEVICE, distance, fresh_seed, poisoned, same_bits
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.references import add_norm_reference, rotate_reference
 from eaas.gpu import norm_rope
 from eaas.worker.decoder import rope_tables
 from tests.eaas.decoder_world import spec_of
@@ -48,7 +47,7 @@ def test_the_norm_adds_what_it_is_given_and_equals_its_definition(hidden: int) -
         low=low, share_weight=share_weight, share=share,
     )  # fmt: skip
     plus = (addend + bias).double() + shared.double() * scale.double()[:, None]
-    total, norm = add_norm_reference(before.double(), plus, weight.double(), 1e-6)
+    total, norm = norm_rope.add_norm_reference(before.double(), plus, weight.double(), 1e-6)
     assert distance(x[:-1], total[:-1]) < 1e-6, f"seed {seed}"
     assert distance(out[:-1], norm[:-1]) < 3e-3, f"seed {seed}"
     assert distance(out[:-1].double() + low[:-1].double(), norm[:-1]) < 2e-5, f"seed {seed}"
@@ -73,7 +72,7 @@ def test_picked_rows_are_normed_in_any_order_and_the_stream_is_left_alone() -> N
     before, out = x.clone(), poisoned(3, 64, dtype=torch.bfloat16)
     pick = torch.tensor([3, 0, 3], dtype=torch.int32, device=DEVICE)
     norm_rope.add_norm(x, weight, count_of(3), 1e-6, out=out, addend=addend, pick=pick)
-    _, norm = add_norm_reference(before.double(), addend.double(), weight.double(), 1e-6)
+    _, norm = norm_rope.add_norm_reference(before.double(), addend.double(), weight.double(), 1e-6)
     assert torch.equal(x, before)
     assert distance(out, norm[[3, 0, 3]]) < 3e-3, f"seed {seed}"
     assert same_bits(out[0], out[2])
@@ -114,19 +113,19 @@ def placed(
     parts = list(total.split([q_heads * dim, kv_heads * dim, kv_heads * dim], -1))
     if full:
         for place, weight in enumerate(norms):
-            _, parts[place] = add_norm_reference(
+            _, parts[place] = norm_rope.add_norm_reference(
                 parts[place], torch.zeros_like(parts[place]), weight.double(), 1e-6
             )
     q, k, v = (part.unflatten(-1, (-1, dim)) for part in parts)
     if norm == "head":
         (_, q), (_, k) = (
-            add_norm_reference(part, torch.zeros_like(part), weight.double(), 1e-6)
+            norm_rope.add_norm_reference(part, torch.zeros_like(part), weight.double(), 1e-6)
             for part, weight in zip((q, k), norms, strict=True)
         )
     if clip:
         q, k, v = (part.clamp(-clip, clip) for part in (q, k, v))
     turned = [
-        rotate_reference(part, cosines[positions.long()].double(), sines[positions.long()].double())
+        norm_rope.rotate_reference(part, cosines[positions.long()].double(), sines[positions.long()].double())
         for part in (q, k)
     ]
     return queries, keys, values, (*turned, v)

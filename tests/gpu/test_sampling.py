@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.gpu.references import greedy_reference
 from eaas import native
-from eaas.gpu.sampling import NOT_FINITE, OK, Scratch, can_choose, choices_of, choose
+from eaas.gpu.sampling import NOT_FINITE, OK, Scratch, can_choose, choices_of, choose, greedy_reference
 from eaas.native import SAMPLE_ROW
 from tests.eaas.sampling import philox
 from tests.gpu.aot import compile_kernel
