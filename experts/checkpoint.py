@@ -40,7 +40,8 @@ class SafetensorsFile(TensorFile):
             # Before the header is read: its length is the file's own claim.
             if length > HEADER_LIMIT_BYTES:
                 raise CheckpointInvalid(
-                    f"{path}: claims a header of {length} bytes; the limit is {HEADER_LIMIT_BYTES}."
+                    f"{path}: claims a header of {length} bytes; the limit is {HEADER_LIMIT_BYTES}. Download it again:"
+                    " perhaps this is a pointer of git LFS, which stands for a file."
                 )
             if 8 + length > size:
                 raise CheckpointInvalid(

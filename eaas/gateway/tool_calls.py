@@ -189,7 +189,7 @@ def after_thoughts(
         answer = "/" + re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", text, flags=re.DOTALL) + "/"
     else:
         answer = f"%lark {{\n{text}\n}}"
-    thought = f"{_ANY_TEXT} {end} /\\s{{0,2}}/"
+    thought = f"{_ANY_TEXT} {end} /[ \\t\\r\\n]{{0,2}}/"
     thought = thought if thinking else f"({write(style.begin)} {thought})?"
     return Grammar(
         "lark", f"start: {thought} {'' if calls else write(style.answer)} answer\nanswer: {answer}"

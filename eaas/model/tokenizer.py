@@ -117,6 +117,8 @@ class Tokenizer:
         Other threads run meanwhile: `encode` of the library holds the interpreter's lock for the seconds that a long
         text takes, and its batches do not.
         """
+        # Half a surrogate pair, which JSON can name, is no text: a question mark stands for it.
+        text = text.encode(errors="replace").decode()
         return self._rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def render_chat(

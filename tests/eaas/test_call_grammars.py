@@ -102,6 +102,9 @@ def test_thoughts_come_before_an_answer_in_a_language(
     assert vocabulary.accepts(whole.text, answer)
     assert vocabulary.accepts(whole.text, style.answer + text), "a thought may be left out"
     assert not vocabulary.accepts(whole.text, f"{style.begin}Well.\n{style.end}{style.answer}maybe")
+    for blank, allowed in (("\n\n", True), ("\x0c", False), ("\u2007", False)):
+        said = f"{style.begin}Well.{style.end}{blank}{style.answer}{text}"
+        assert vocabulary.accepts(whole.text, said) == allowed, f"{blank!r} before what is JSON"
     assert read_output(Reading(thoughts=style), answer)[0] == text
     ebnf = Grammar("gbnf", 'root ::= "x"')
     assert after_thoughts(ebnf, style, vocabulary.marks, thinking=False, calls=False) is None

@@ -98,6 +98,11 @@ def test_a_character_of_several_tokens_comes_whole_with_its_last_one(tmp_path: P
     assert pieces_of(tokenizer, broken) == ["", "", "\ufffd"]
 
 
+def test_half_a_surrogate_pair_is_read_as_a_question_mark(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(folder_of(byte_tokenizer(512), tmp_path))
+    assert tokenizer.encode("a\ud800b") == tokenizer.encode("a?b")
+
+
 def test_single_tokens_have_text_and_bytes(byte_fallback: Tokenizer, tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(folder_of(byte_tokenizer(512), tmp_path))
     assert b"".join(tokenizer.token_bytes(token) for token in tokenizer.encode("é x")) == "é x".encode()
