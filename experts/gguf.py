@@ -136,7 +136,7 @@ class GgufFile(TensorFile):
     def quantized(self, name: str) -> Quantized | None:
         """One matrix of Q4_K or Q4_0 as its codes; else None. Dequantized they are the bits of `tensor`."""
         entry = self.entries[name]
-        if entry.coded not in _CODED or entry.heads:
+        if entry.coded not in _CODED or entry.heads or len(entry.shape) != 2:
             return None
         rows, k = entry.shape
         if entry.coded == "Q4_0":
@@ -209,6 +209,8 @@ class _Head:
             raise CheckpointInvalid(f"{self._path}: {name} has type {kind}; gguf does not know it.")
         known = gguf.GGMLQuantizationType(kind).name
         block, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
+        if 0 in shape:
+            raise CheckpointInvalid(f"{self._path}: {name} is {shape}; an axis has one number at least.")
         if shape[-1] % block:
             raise CheckpointInvalid(
                 f"{self._path}: {name} is {known}: rows of {shape[-1]}, blocks of {block}."

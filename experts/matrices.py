@@ -94,7 +94,9 @@ def whole(
         return tensor_of(checkpoint, name, wanted, expert)
     codes = tensor_of(checkpoint, name, wanted, expert, (dtype,)).view(np.uint8)
     beside = f"{name}_scale_inv" if f"{name}_scale_inv" in checkpoint else f"{name}_scale"
-    scales = _floats(checkpoint, beside, checkpoint.shape(beside), expert)
+    found = checkpoint.shape(beside)
+    # One scale may be that of all experts.
+    scales = _floats(checkpoint, beside, found, expert if found[:1] == wanted[:1] else None)
     rows, k = codes.shape
     group = k
     if scales.size == 1:
@@ -209,7 +211,9 @@ def _unpacked(words: NDArray[np.generic], bits: int) -> NDArray[np.uint8]:
 
 def _groups(checkpoint: Checkpoint, name: str, axis: int) -> int:
     shape = checkpoint.shape(name)
-    return shape[axis] if len(shape) == 2 else 0
+    if len(shape) != 2 or shape[axis] == 0:
+        raise CheckpointInvalid(f"{name} is {shape}; rows and groups are needed, one of each at least.")
+    return shape[axis]
 
 
 def _group(name: str, k: int, groups: int) -> int:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 MOST_LAYERS = 4096
+MOST_EXPERTS = 1 << 20  # of all layers
 
 
 class ConfigInvalid(ValueError):
@@ -425,6 +426,10 @@ class ExpertShape:
             activation=_clamped(config) if family.clamped else SWIGLU,
             biased=family.fused.biased,
         )
+        if shape.layers * shape.experts > MOST_EXPERTS:
+            raise ConfigInvalid(
+                f"{shape.layers} layers have {shape.experts} experts each; at most {MOST_EXPERTS} in all are served."
+            )
         if shape.top_k > shape.experts:
             raise ConfigInvalid(
                 f"{family.top_k_field} is {shape.top_k}, but there are {shape.experts} experts."

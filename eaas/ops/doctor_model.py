@@ -23,6 +23,7 @@ from eaas.ops.doctor import Finding
 from experts.checkpoint import Checkpoint, CheckpointInvalid
 from experts.devices import Device
 from experts.formats import experts_dtype, scheme_of
+from experts.kernels import pack_matrix
 from experts.manifest import PackLayout
 from experts.model import Dtype, ExpertShape, UnknownArchitecture
 from experts.native import IsaUnavailable
@@ -59,7 +60,10 @@ def examine_model(
         text = f"{shape.architecture}: {shape.layers} layers of {shape.experts} experts, {shape.top_k} for each token"
         found.append(_yes(what, f"{text}; served in {kept.label}, {layout.numerics_class}"))
         outline = _Outline(checkpoint)
-        found += [_expert_weights(outline, shape), _loaded_by_servers(layout, experts, replicas, redundant)]
+        found += [
+            _expert_weights(outline, shape, kept),
+            _loaded_by_servers(layout, experts, replicas, redundant),
+        ]
         what = "own engine"
         spec = replace(load_spec(checkpoint), dtype=Dtype.resolve(dtype, checkpoint.config))
         found += _loaded_by_workers(outline, spec)
@@ -75,7 +79,7 @@ def examine_model(
 
 
 class _Outline(Checkpoint):
-    """A checkpoint without its numbers, which are all zero.
+    """A checkpoint without its numbers, which are all zero but those that say which columns form a group.
 
     Attributes:
         read: What was asked for since this was last emptied.
@@ -88,6 +92,9 @@ class _Outline(Checkpoint):
     def tensor(self, name: str) -> np.ndarray:
         entry = self._file(name).entries[name]
         self.read[name] = _sized(entry)
+        if name.endswith(".g_idx"):
+            # Whether columns are in order decides how the rest is read.
+            return super().tensor(name)
         return np.broadcast_to(np.zeros((), NUMPY[entry.dtype]).view(_Zeros), entry.shape, subok=True)
 
     def quantized(self, name: str) -> None:
@@ -157,8 +164,10 @@ def _stored(checkpoint: Checkpoint) -> Finding:
     return _yes("checkpoint", text, files=len(files), bytes=nbytes)
 
 
-def _expert_weights(outline: _Outline, shape: ExpertShape) -> Finding:
+def _expert_weights(outline: _Outline, shape: ExpertShape, kept: Dtype) -> Finding:
     checks = _Checks(outline)
+    # Of GGUF an outline has numbers only, and the files themselves say whether all are codes.
+    dtype = Dtype.BFLOAT16 if scheme_of(outline.config).method == "gguf" else kept
     for layer, block in enumerate(shape.layer_ids):
         fused = shape.family.fused.prefix.format(layer=block)
         together = not shape.family.prefix or (
@@ -166,8 +175,18 @@ def _expert_weights(outline: _Outline, shape: ExpertShape) -> Finding:
         )
         for expert in range(1 if together else shape.experts):
             prefix = fused if together else shape.family.prefix.format(layer=block, expert=expert)
-            checks.check(prefix, together, partial(expert_tensors, outline, shape, layer, expert))
+            checks.check(prefix, together, partial(_packable, outline, shape, dtype, layer, expert))
     return checks.finding("weights of experts", "all there, in types and shapes that are read")
+
+
+def _packable(outline: _Outline, shape: ExpertShape, dtype: Dtype, layer: int, expert: int) -> None:
+    """Read an expert, and pack a row of each of its matrices: another would do the same."""
+    tensors = expert_tensors(outline, shape, layer, expert)
+    try:
+        for matrix in (tensors.gate, tensors.up, tensors.down):
+            pack_matrix(matrix[:1], dtype)
+    except ValueError as error:
+        raise CheckpointInvalid(f"expert {expert} of MoE layer {layer}: {error}") from error
 
 
 def _loaded_by_servers(layout: PackLayout, experts: int, replicas: int, redundant: int) -> Finding:

@@ -212,6 +212,25 @@ def test_quantized_checkpoints_are_checked_by_the_tensors_that_they_have(method:
     assert found["attention worker loads"].found == f"no tensor {gone[1]}"
 
 
+def test_an_expert_that_is_not_stored_as_config_json_says_is_named(tmp_path: Path) -> None:
+    """What packing refuses; where config.json says so too all are served in bfloat16."""
+    sizes = {"moe_intermediate_size": 128, "hidden_size": 128, "head_dim": 32}
+    folder = quantized(make_model("tiny", "qwen3_moe", tmp_path, seed=1, overrides=sizes), "fp8")
+    module = "model.layers.1.mlp.experts.3"
+    tensors = load_torch(folder / "model.safetensors")
+    tensors[f"{module}.up_proj.weight"] = tensors[f"{module}.up_proj.weight"].to(torch.bfloat16)
+    save_torch(tensors, folder / "model.safetensors")
+    found = examined(folder)["weights of experts"]
+    assert not found.usable and "expert 3 of MoE layer 1: weights are uint16; fp8 is of" in found.found
+    assert len(found.found.splitlines()) == 1
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["modules_to_not_convert"] = [f"{module}.up_proj"]
+    (folder / "config.json").write_text(json.dumps(config))
+    told = examined(folder)
+    assert all(finding.usable for finding in told.values()), told
+    assert "served in bfloat16" in told["experts"].found
+
+
 def test_gpt_oss_in_four_bits_is_checked_layer_by_layer(tmp_path: Path) -> None:
     folder = make_model("tiny", "gpt_oss", tmp_path, seed=1)
     tensors = load_torch(folder / "model.safetensors")

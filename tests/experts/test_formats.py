@@ -307,6 +307,8 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False}
         (FP8 | {"weight_block_size": [64, 64]}, None),
         (FP8 | {"modules_to_not_convert": ["gate", "lm_head"]}, Dtype.FP8),
         (FP8 | {"modules_to_not_convert": ["model.layers.1.mlp.experts"]}, None),
+        (FP8 | {"modules_to_not_convert": ["model.layers.1.mlp.experts.3"]}, None),
+        (FP8 | {"modules_to_not_convert": [r"re:.*experts\.3\.up_proj"]}, None),
         (W4A16, Dtype.INT4_G32),
         (GPTQ, Dtype.INT4),
         (GPTQ | {"group_size": -1}, Dtype.INT4),
@@ -316,6 +318,9 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False}
         (GPTQ | {"bits": 8}, None),
         (GPTQ | {"dynamic": {"+:.*down_proj": {"bits": 8}}}, None),
         ({"quant_method": "awq", "bits": 4, "group_size": 128}, Dtype.INT4),
+        (FP8 | {"ignored_layers": ["Linear"]}, None),
+        (FP8 | {"ignored_layers": ["model.layers.1.mlp.experts.3.", "re:x\n"]}, None),
+        (FP8 | {"ignored_layers": ["model.layers.1.mlp.expert", "experts.4"]}, Dtype.FP8),
         ({"quant_method": "mxfp4"}, Dtype.MXFP4),
     ],
 )
@@ -350,6 +355,30 @@ def test_fp8_of_all_experts_in_one_tensor(tmp_path: Path) -> None:
         same(found.down, down[expert][1], expert)
         assert isinstance(found.gate, Quantized) and found.gate.group == 128
         pack_expert(found.gate, found.up, found.down, Dtype.FP8)
+
+
+def test_no_more_experts_are_looked_for_than_are_served() -> None:
+    with pytest.raises(ConfigInvalid, match="2 layers have 2000000000 experts each; at most 1048576 in all"):
+        stored_as(QWEN3 | {"num_experts": 2 * 10**9, "quantization_config": FP8})
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)
+def test_fp8_of_all_experts_may_have_one_scale(shape: tuple[int, ...], tmp_path: Path) -> None:
+    """In twos, which are exact; a scale for each of other experts is refused."""
+    config = QWEN3 | {"num_hidden_layers": 1, "quantization_config": FP8}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    prefix = "model.layers.0.mlp.experts."
+    tensors = {}
+    for name, size in (("gate_up_proj", (4, 64, 64)), ("down_proj", (4, 64, 32))):
+        tensors[prefix + name] = torch.ones(size, dtype=torch.float8_e4m3fn)
+        tensors[f"{prefix}{name}_scale"] = torch.full(shape, 2.0)
+    save_file(tensors, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint.open(tmp_path)
+    same(tensors_of(checkpoint, ExpertShape.from_config(config), 0, 3).down, torch.full((64, 32), 2.0), shape)
+    tensors[f"{prefix}down_proj_scale"] = torch.ones(2, 1, 1)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointInvalid, match=r"down_proj_scale is \(2, 1, 1\)"):
+        tensors_of(Checkpoint.open(tmp_path), ExpertShape.from_config(config), 0, 3)
 
 
 def changed(fields: Mapping[str, Any], **weights: Any) -> dict[str, Any]:
@@ -441,6 +470,9 @@ def test_a_tensor_that_is_missing_or_misshapen_is_named(tmp_path: Path) -> None:
     codes = torch.zeros(64, 128, dtype=torch.float8_e4m3fn)
     with pytest.raises(CheckpointInvalid, match=r"no tensor .*gate_proj\.weight_scale"):
         read(opened(tmp_path / "scale", FP8, {"weight": codes}), 64, 128)
+    none = gptq(64, 128, 4, 128, False) | {"qzeros": random_words(0, 8), "scales": random_scales(0, 64)}
+    with pytest.raises(CheckpointInvalid, match=r"scales is \(0, 64\); rows and groups are needed"):
+        read(opened(tmp_path / "groups", GPTQ, none), 64, 128)
     odd = {"weight": codes, "weight_scale_inv": torch.ones(2, 2)}
     with pytest.raises(
         CheckpointInvalid, match=r"weight_scale_inv is \(2, 2\); 64 x 128 in blocks of \(128, 128\)"

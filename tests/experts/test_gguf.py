@@ -98,6 +98,10 @@ def test_four_bits_are_kept_as_codes_that_dequantize_to_the_same_bits(kind: Kind
         assert quantized is not None and quantized.group == 32 and quantized.codes.max() == 15
         assert np.array_equal(quantized.dequantized(), needed.tensor(name)), f"{name}, seed {seed}"
     assert found.quantized("model.embed_tokens.weight") is None
+    file, name = found._file("model.norm.weight"), ExpertShape.from_config(needed.config).names(1, 3)[0]
+    long = replace(file.entries[name], shape=(256 * 256,))
+    file.entries = {**file.entries, name: long}
+    assert found.quantized(name) is None and found.tensor(name).shape == (256 * 256,)
     assert needed.quantized("model.embed_tokens.weight") is None
 
 
@@ -205,6 +209,7 @@ def header(*parts: bytes) -> bytes:
             header(struct.pack("<Q1sIQIQ", 1, b"a", 1, 100, 12, 0)),
             "a is Q4_K: rows of 100, blocks of 256",
         ),
+        (header(struct.pack("<Q1sIQQIQ", 1, b"a", 2, 256, 0, 12, 0)), r"a is \(0, 256\); an axis has"),
         (
             header(struct.pack("<Q1sIQIQ", 1, b"a", 1, 1 << 40, 0, 0)),
             "a lies at bytes 0 to 4398046511104 of 0",
