@@ -218,9 +218,14 @@ class Checkpoint:
         parts = [self._config_text, *(files[name].header for name in sorted(files))]
         for part in parts:
             digest.update(len(part).to_bytes(8, "little") + part)
-        samples = {name: files[name].samples(FINGERPRINT_SAMPLE_BYTES) for name in sorted(files)}
-        for name in self.names():
-            digest.update(name.encode() + b"\0" + samples[self._file_of[name].path.name][name])
+        samples = (
+            (name, sample)
+            for file in files.values()
+            for name, sample in file.samples(FINGERPRINT_SAMPLE_BYTES).items()
+            if self._file_of.get(name, file) is file
+        )
+        for name, sample in sorted(samples):
+            digest.update(name.encode() + b"\0" + sample)
         return digest.hexdigest()
 
     def _file(self, name: str) -> TensorFile:

@@ -118,6 +118,8 @@ class GgufFile(TensorFile):
                 place = f"{entry.begin} to {entry.end} of {max(0, size - start)}"
                 raise CheckpointInvalid(f"{path}: {name} lies at bytes {place}. Download it again.")
         super().__init__(path, mapped[: head.at], _named(path, dict(told), fields, config), mapped, start)
+        # Which other names a tensor has depends on the version of the library.
+        self._told = dict(told)
 
     def tensor(self, name: str) -> np.ndarray:
         """One tensor, read-only, in its own shape; float32 where the file keeps codes."""

@@ -72,6 +72,7 @@ class TensorFile:
         self, path: Path, header: bytes, entries: Mapping[str, TensorEntry], mapped: mmap.mmap, start: int
     ) -> None:
         self.path, self.header, self.entries = path, header, entries
+        self._told = entries  # by the names in the file itself
         self._start = start
         self._data = np.frombuffer(mapped, np.uint8)[start:]
 
@@ -88,7 +89,7 @@ class TensorFile:
         """One matrix as codes, where the format itself says that it has them; else None."""
 
     def samples(self, nbytes: int) -> dict[str, bytes]:
-        """The first `nbytes` bytes of each tensor, or all where it is shorter.
+        """The first `nbytes` bytes of each tensor, or all where it is shorter, by its name in the file itself.
 
         Raises:
             CheckpointInvalid: the file is gone.
@@ -99,7 +100,7 @@ class TensorFile:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
             return {
                 name: os.pread(descriptor, min(nbytes, entry.end - entry.begin), self._start + entry.begin)
-                for name, entry in self.entries.items()
+                for name, entry in self._told.items()
             }
 
     def _bytes(self, entry: TensorEntry) -> np.ndarray:

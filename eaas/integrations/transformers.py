@@ -170,14 +170,16 @@ def _dequantized(checkpoint: Checkpoint, dtype: torch.dtype | str) -> dict[str, 
         module, _, part = name.rpartition(".")
         if re.search(EXPERT_TENSORS, name):
             continue
-        if part == "bias" or not holds(scheme, checkpoint, module):
-            # A copy: torch takes no view of what cannot be written.
-            tensor = torch.from_numpy(checkpoint.tensor(name).copy())
-            tensors[name] = tensor.view(torch.bfloat16) if checkpoint.dtype(name) == "BF16" else tensor
-        elif part in ("weight", "weight_packed", "qweight"):
+        coded = holds(scheme, checkpoint, module)
+        if coded and part in ("weight", "weight_packed", "qweight"):
             matrix = read(scheme, checkpoint, module, *size_of(scheme, checkpoint, module))
             wide = matrix.dequantized() if isinstance(matrix, Quantized) else matrix
             tensors[f"{module}.weight"] = torch.from_numpy(wide).to(kind)
+        # What else belongs to codes was read with them.
+        elif not coded or not re.search("_scale|zero|g_idx|scales|_shape", part):
+            # A copy: torch takes no view of what cannot be written.
+            tensor = torch.from_numpy(checkpoint.tensor(name).copy())
+            tensors[name] = tensor.view(torch.bfloat16) if checkpoint.dtype(name) == "BF16" else tensor
     return tensors
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -17,12 +18,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from eaas import pool as pools
 from eaas.cluster.config import ClusterConfig
 from eaas.cluster.local import LocalCluster
 from eaas.integrations import transformers as eaas
+from experts.checkpoint import Checkpoint
 from router.bitmap import to_bytes
 from router.client import JoinRefused, RouterClient
 from router.view import Member, View
@@ -207,6 +210,24 @@ def test_a_gguf_file_gives_the_logits_of_the_weights_it_stands_for(tmp_path: Pat
     model = eaas.load(folder, dtype=torch.float32)
     with serving(folder, dtype="float32") as cluster, eaas.connect(cluster.router_address, model):
         assert_close(logits(model, prompt(4)), logits(whole, prompt(4)), torch.float32)
+
+
+def test_a_bias_beside_a_quantized_gate_is_loaded_and_its_scales_are_not(tmp_path: Path) -> None:
+    gate = "model.layers.0.mlp.gate"
+    tensors = {
+        f"{gate}.weight": torch.ones(4, 8, dtype=torch.float8_e4m3fn),
+        f"{gate}.weight_scale_inv": torch.full((1, 1), 2.0),
+        f"{gate}.input_scale": torch.ones(()),
+        f"{gate}.bias": torch.ones(4),
+        f"{gate}.e_score_correction_bias": torch.arange(4.0),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    fields = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": fields}))
+    found = eaas._dequantized(Checkpoint.open(tmp_path), torch.float32)
+    assert set(found) == {f"{gate}.{part}" for part in ("weight", "bias", "e_score_correction_bias")}
+    assert torch.equal(found[f"{gate}.weight"], torch.full((4, 8), 2.0))
+    assert torch.equal(found[f"{gate}.e_score_correction_bias"], torch.arange(4.0))
 
 
 def test_a_checkpoint_quantized_otherwise_is_refused_by_name(tmp_path: Path) -> None:

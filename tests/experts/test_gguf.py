@@ -155,6 +155,23 @@ def test_the_fingerprint_tells_files_apart_and_reads_samples_only(tmp_path: Path
     assert Checkpoint.open(folder).fingerprint != before
 
 
+def test_the_fingerprint_does_not_depend_on_the_names_that_gguf_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = model(tmp_path, seed=3)
+    before, known = Checkpoint.open(folder), gguf.get_tensor_name_map
+
+    def more(*arguments: Any) -> Any:
+        names = known(*arguments)
+        names.mapping["model.an_alias"] = names.mapping["model.norm"]
+        return names
+
+    monkeypatch.setattr(gguf, "get_tensor_name_map", more)
+    after = Checkpoint.open(folder)
+    assert "model.an_alias.weight" in after and "model.an_alias.weight" not in before
+    assert after.fingerprint == before.fingerprint
+
+
 def test_another_model_or_family_is_refused_by_name(tmp_path: Path) -> None:
     folder, _ = model(tmp_path, seed=3)
     config = json.loads((folder / "config.json").read_text())
