@@ -23,13 +23,11 @@ from eaas.ops.doctor import Finding
 from experts.checkpoint import Checkpoint, CheckpointInvalid
 from experts.devices import Device
 from experts.formats import experts_dtype, scheme_of
-from experts.kernels import pack_matrix
 from experts.manifest import PackLayout
 from experts.model import Dtype, ExpertShape, UnknownArchitecture
 from experts.native import IsaUnavailable
-from experts.pack import layout_of
+from experts.pack import layout_of, pack_blob
 from experts.tensor_file import NUMPY, TensorEntry
-from experts.tensors import tensors_of as expert_tensors
 from p2p.native import NativeMissing
 from router.placement import place
 
@@ -60,10 +58,7 @@ def examine_model(
         text = f"{shape.architecture}: {shape.layers} layers of {shape.experts} experts, {shape.top_k} for each token"
         found.append(_yes(what, f"{text}; served in {kept.label}, {layout.numerics_class}"))
         outline = _Outline(checkpoint)
-        found += [
-            _expert_weights(outline, shape, kept),
-            _loaded_by_servers(layout, experts, replicas, redundant),
-        ]
+        found += [_expert_weights(outline, layout), _loaded_by_servers(layout, experts, replicas, redundant)]
         what = "own engine"
         spec = replace(load_spec(checkpoint), dtype=Dtype.resolve(dtype, checkpoint.config))
         found += _loaded_by_workers(outline, spec)
@@ -164,10 +159,11 @@ def _stored(checkpoint: Checkpoint) -> Finding:
     return _yes("checkpoint", text, files=len(files), bytes=nbytes)
 
 
-def _expert_weights(outline: _Outline, shape: ExpertShape, kept: Dtype) -> Finding:
-    checks = _Checks(outline)
-    # Of GGUF an outline has numbers only, and the files themselves say whether all are codes.
-    dtype = Dtype.BFLOAT16 if scheme_of(outline.config).method == "gguf" else kept
+def _expert_weights(outline: _Outline, layout: PackLayout) -> Finding:
+    checks, shape = _Checks(outline), layout.shape
+    if scheme_of(outline.config).method == "gguf":
+        # Of its codes an outline has the numbers only, and its files themselves say whether all are kept.
+        layout = replace(layout, dtype=Dtype.BFLOAT16)
     for layer, block in enumerate(shape.layer_ids):
         fused = shape.family.fused.prefix.format(layer=block)
         together = not shape.family.prefix or (
@@ -175,18 +171,8 @@ def _expert_weights(outline: _Outline, shape: ExpertShape, kept: Dtype) -> Findi
         )
         for expert in range(1 if together else shape.experts):
             prefix = fused if together else shape.family.prefix.format(layer=block, expert=expert)
-            checks.check(prefix, together, partial(_packable, outline, shape, dtype, layer, expert))
+            checks.check(prefix, together, partial(pack_blob, layout, outline, layer, expert))
     return checks.finding("weights of experts", "all there, in types and shapes that are read")
-
-
-def _packable(outline: _Outline, shape: ExpertShape, dtype: Dtype, layer: int, expert: int) -> None:
-    """Read an expert, and pack a row of each of its matrices: another would do the same."""
-    tensors = expert_tensors(outline, shape, layer, expert)
-    try:
-        for matrix in (tensors.gate, tensors.up, tensors.down):
-            pack_matrix(matrix[:1], dtype)
-    except ValueError as error:
-        raise CheckpointInvalid(f"expert {expert} of MoE layer {layer}: {error}") from error
 
 
 def _loaded_by_servers(layout: PackLayout, experts: int, replicas: int, redundant: int) -> Finding:
