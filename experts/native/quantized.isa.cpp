@@ -122,27 +122,39 @@ struct E4m3 {
 template <class Code>
 using Coded = Code;
 #else
-// The bits of the float that a code stands for.
+// value<Shift>(words): the bits of the floats that the codes from bit Shift on stand for.
 struct E4m3 {
     static constexpr uint32_t kBits = 8;
-    EAAS_INLINE upart value(upart code) {
+    template <int Shift>
+    EAAS_INLINE upart value(upart words) {
+        // Sign, exponent and mantissa to where a float has them: its sign fills what is between, and is masked.
+        const upart bits = (upart)((ipart)(words << (24 - Shift)) >> 4) & 0x87f00000;
         // The exponent's bias is 7 here and 127 there; a product by a power of two is exact for subnormals too.
-        const part size = (part)((code & 0x7f) << 20) * 0x1p120f;
-        return (upart)size | (code & 0x80) << 24;
+        return (upart)((part)bits * 0x1p120f);
     }
 };
 struct E2m1 {
     static constexpr uint32_t kBits = 4;
-    EAAS_INLINE upart value(upart code) {
-        const upart size = code & 7;
+    template <int Shift>
+    EAAS_INLINE upart value(upart words) {
+#if defined(EAAS_ISA_AVX2)
+        // VPERMPS reads three bits of an index.
+        const __m256 sizes = _mm256_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f);
+        const upart bits = (upart)_mm256_permutevar8x32_ps(sizes, (__m256i)(words >> Shift));
+#else
+        const upart size = words >> Shift & 7;
         // 0 and 0.5 are the subnormals.
         const upart bits = (ipart)size < 2 ? size * 0x3f000000 : (size << 22) + 0x3f000000;
-        return bits | (code & 8) << 28;
+#endif
+        return bits | (words << (28 - Shift) & 0x80000000);
     }
 };
 struct Uint4 {
     static constexpr uint32_t kBits = 4;
-    EAAS_INLINE upart value(upart code) { return (upart)__builtin_convertvector((ipart)code, part); }
+    template <int Shift>
+    EAAS_INLINE upart value(upart words) {
+        return (upart)__builtin_convertvector((ipart)(words >> Shift & 15), part);
+    }
 };
 template <class Code>
 struct Coded : Code {
@@ -150,8 +162,7 @@ struct Coded : Code {
     template <int N>
     EAAS_INLINE u32x16 decode(u32x16 block) {
         constexpr int kShift = 16 * (N % 2) + Code::kBits * (N / 2);
-        constexpr uint32_t kMask = (1u << Code::kBits) - 1;
-        return by_part(EAAS_PART(int, upart p) { return Code::value(p >> kShift & kMask); }, block);
+        return by_part(EAAS_PART(int, upart p) { return Code::template value<kShift>(p); }, block);
     }
 };
 #endif
