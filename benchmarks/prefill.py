@@ -66,16 +66,7 @@ def engine_over(model: Path, experts: ExpertBackend, cores: Sequence[int], longe
 
 def local_experts(model: Path, lanes: int) -> LocalExperts:
     """Every expert packed in this process."""
-    checkpoint = Checkpoint.open(model)
-    shape = ExpertShape.from_config(checkpoint.config)
-    experts = LocalExperts(
-        layers=shape.layers, experts=shape.experts, hidden=shape.hidden, intermediate=shape.intermediate,
-        top_k=shape.top_k, dtype=Dtype.BFLOAT16, lanes=lanes, max_rows=STEP_TOKENS,
-    )  # fmt: skip
-    for layer in range(shape.layers):
-        for expert in range(shape.experts):
-            experts.set(layer, expert, *(checkpoint.tensor(name) for name in shape.names(layer, expert)))
-    return experts
+    return LocalExperts.load(Checkpoint.open(model), Dtype.BFLOAT16, lanes=lanes, max_rows=STEP_TOKENS)
 
 
 @contextlib.contextmanager
