@@ -16,13 +16,12 @@ from tests.e2e.calm import Calm
 
 ROOT = Path(__file__).resolve().parents[2]
 # Shown to people: when a fault began, "created" in an answer, what happened on the dashboard, a span's begin, the date
-# that a chat template may ask for, the name of a trace file.
+# that a chat template may ask for.
 SHOWN = {
     ("eaas/spans.py", "time.time_ns"),
     ("eaas/gateway/dashboard/app.py", "time.time"),
     ("eaas/gateway/stream.py", "time.time"),
     ("eaas/model/chat.py", "datetime.datetime.now"),
-    ("p2p/monitor.py", "time.time_ns"),
     ("router/injection.py", "time.time"),
 }
 # Dates that people set: until when a key or a certificate is good.
