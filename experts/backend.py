@@ -84,9 +84,6 @@ class ServerStats:
     rows: int = 0  # sent
     pairs: int = 0  # (token, k) pairs sent
     calls: int = 0  # chunks sent
-    latency_ns: int = 0  # moving average over chunks, weight 1/16
-    latency_max_ns: int = 0  # recent maximum, decaying by 1/64 a chunk
-    service_ns: int = 0  # moving average of the time that the server itself reported
     hedges: int = 0  # pairs overdue here that were sent elsewhere as well
     redispatches: int = 0  # pairs sent elsewhere because this server died or refused them
     lost: int = 0  # pairs that were still waiting for this server when a call failed

@@ -42,7 +42,7 @@ struct ServerLink {
     uint32_t lane, lanes;
 };
 struct ServerStats {
-    uint64_t rows, pairs, calls, latency_ns, latency_max_ns, service_ns, hedges, redispatches, lost, corrupt;
+    uint64_t rows, pairs, calls, hedges, redispatches, lost, corrupt;
     uint64_t replies, in_flight, latency_sum_ns, service_sum_ns;
     uint64_t extra, quarantined_until_ns, held_slots, lost_slots, state;
     double speed;

@@ -159,10 +159,6 @@ void learn(ExpertClient* client, Server& server, const Slot& slot, uint64_t now_
     if (!slot.probe) server.latency.learn(slot.units, std::min(latency, slot.suspect_ns - slot.posted_ns));
     if (slot.state == SLOT_BUSY) server.probe_wait_ns = PROBE_FIRST_NS;
     ServerStats& stats = server.stats;
-    auto average = [](uint64_t old, uint64_t value) { return old ? old - old / 16 + value / 16 : value; };
-    set(stats.latency_ns, average(stats.latency_ns, latency));
-    set(stats.latency_max_ns, std::max(latency, stats.latency_max_ns - stats.latency_max_ns / 64));
-    set(stats.service_ns, average(stats.service_ns, service_ns));
     add(stats.replies, 1);
     add(stats.in_flight, slot.units);
     add(stats.latency_sum_ns, latency);
