@@ -19,8 +19,8 @@ A change within one word moves the sum by less than 2^64, and never by 0: every 
 earlier sequence, of another incarnation, or from another place differs by its stamp; two rows that changed places
 differ by their keys, so that the seals of several rows may be checked as one sum.
 
-In the interpreter there is neither a clock nor a nap: the clock is a counter in memory that each look moves on by
-TICK_NS, and a pause sleeps for NAP_S so that another process gets the processor.
+In the interpreter there is neither a clock nor a nap: the clock of waits is a counter in memory that each look moves on
+by TICK_NS, that of leases is the host's, and a pause sleeps for NAP_S so that another process gets the processor.
 """
 # pyright: reportRedeclaration=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -36,6 +36,7 @@ from triton import knobs
 INTERPRET: bool = bool(knobs.runtime.interpret)
 TICK_NS = 20_000
 NAP_S = 3e-3
+CLOCK_STEP_NS = 1_000_000  # of the device's clock, at most: about 1 us on most cards, 1 ms on some
 
 _TICK = tl.constexpr(TICK_NS)
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
@@ -93,6 +94,10 @@ if INTERPRET:
         """Nanoseconds by the counter in memory (int64), which moves on by TICK_NS."""
         return tl.atomic_add(counter, _TICK, sem="relaxed")
 
+    def lease_clock_ns(THREADS):
+        """Nanoseconds by a clock that runs on while nobody looks: CLOCK_BOOTTIME, for host and device are one."""
+        return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+
     def pause_ns(duration_ns):
         """Give the processor away for a moment."""
         time.sleep(NAP_S)
@@ -101,7 +106,12 @@ else:
 
     @triton.jit
     def clock_ns(counter, THREADS: tl.constexpr):
-        """Nanoseconds by the device's clock, the same for all threads of the program; the counter is not touched.
+        """As `lease_clock_ns`; the counter is not touched."""
+        return lease_clock_ns(THREADS)
+
+    @triton.jit
+    def lease_clock_ns(THREADS: tl.constexpr):
+        """Nanoseconds by the device's clock, which no host can stop: the same for all threads of the program.
 
         Args:
             THREADS: Of the program, 32 * num_warps.

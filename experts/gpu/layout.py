@@ -143,6 +143,7 @@ class JobWord(IntEnum):
     PICKED_NS = 11
     ANSWERED = 12  # pairs that are done
     BAD = 13  # 1: a row's seal is wrong
+    MARK = 14  # address of the word that says which sequence was answered last
     WORDS = 16
 
 
@@ -153,9 +154,10 @@ class ServerWord(IntEnum):
     FOUND = 1  # pass in which a client's request was found
     PASS = 2  # passes done
     ARRIVALS = 3  # programs of `reply` that are done
-    CLOCK = 4
+    CLOCK = 4  # the interpreter's
     HOST = 5  # address of the host's words
     INCARNATION = 6  # the server's own
+    LEASE_NS = 7  # when the lease ends, by the device's clock
     WORDS = 16
 
 
@@ -169,9 +171,10 @@ class SeenWord(IntEnum):
 
 
 class HostWord(IntEnum):
-    """Words in the host's memory that a server's passes write: passes done, and a copy of the counters."""
+    """Words in the host's memory that a server's passes write."""
 
-    PASSES = 0
+    PASSES = 0  # done
+    CLOCK_NS = 1  # the device's clock as the last one ended
     COUNTS = 8
     WORDS = 16
 

@@ -1,12 +1,13 @@
 """Polling: a pass's first kernel looks for requests and lists their pairs; one program for each client.
 
 Definition: wait until a slot of the client has a signal above its last answered sequence, or another client's program
-found one, at most `idle_ns`, and not at all once the stop word is set. Of several such slots take the oldest. Copy its
-headers, then judge the copy: magic, versions, flags, incarnations, the signal's own sequence, lengths, model hash,
-layer, counts, the frame's checksum over headers and list. Each listed pair claims a place of the pass's batch, with
-its expert's weight slot; a request that is unsound, or asks for an expert that is not held, leaves its places at -1
-and is answered with its status alone. Whose header is unsound is not believed its sequence: only that very signal is
-put aside. A pass takes one request of each client, so a long one delays the others by one frame.
+found one, at most `idle_ns`, and not at all once the stop word is set. A pass that begins after the lease ended, by the
+device's own clock, finds nothing. Of several such slots take the oldest. Copy its headers, then judge the copy: magic,
+versions, flags, incarnations, the signal's own sequence, lengths, model hash, layer, counts, the frame's checksum over
+headers and list. Each listed pair claims a place of the pass's batch, with its expert's weight slot; a request that is
+unsound, or asks for an expert that is not held, leaves its places at -1 and is answered with its status alone. Whose
+header is unsound is not believed its sequence: only that very signal is put aside. A pass takes one request of each
+client, so a long one delays the others by one frame.
 
 Cost: 4 bytes for each possible pair; one look at the signals, one at the headers, one at the list, one at the table of
 held experts, each waiting for the one before: about 4 us on an H200 from signal to end. An empty pass ends after
@@ -29,7 +30,17 @@ import triton.language as tl
 from experts.gpu.pack import covered_blocks, header_fold, header_words
 from experts.gpu.tables import ServerTables
 from experts.gpu.words import COUNT, HEAD, JOB, PEER, SERVER, SLOT, STATUS, WIRE
-from p2p.device import block_power, clock_ns, frame_key, load_acquire, load_once, mix, pause_ns, store_release
+from p2p.device import (
+    block_power,
+    clock_ns,
+    frame_key,
+    lease_clock_ns,
+    load_acquire,
+    load_once,
+    mix,
+    pause_ns,
+    store_release,
+)
 
 POLL_WARPS = 4
 
@@ -51,8 +62,7 @@ def poll(tables: ServerTables, idle_ns: int) -> None:
     """Look for requests for at most `idle_ns`, and list what is to be computed."""
     poll_kernel[(tables.clients,)](
         tables.control, tables.peers, tables.held, tables.done, tables.rejected, tables.jobs, tables.wanted,
-        tables.slots, tables.row_of, tables.origin, tables.n_pairs, tables.counts, tables.served, tables.asked_in,
-        idle_ns,
+        tables.slots, tables.row_of, tables.origin, tables.n_pairs, tables.counts, tables.asked_in, idle_ns,
         **tables.constants(poll_kernel.arg_names), num_warps=POLL_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -149,8 +159,7 @@ def checksum_holds(words, lane, listed, blocks):
 
 @triton.jit(do_not_specialize=["idle_ns"])
 def poll_kernel(
-    control, peers, held, done, rejected, jobs, wanted, slots, row_of, origin, n_pairs, counts, served, asked_in,
-    idle_ns,
+    control, peers, held, done, rejected, jobs, wanted, slots, row_of, origin, n_pairs, counts, asked_in, idle_ns,
     LAYERS: tl.constexpr, EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, K: tl.constexpr, CAPACITY: tl.constexpr,
     SLOTS: tl.constexpr, ROWS_OUT: tl.constexpr, MODEL_HASH: tl.constexpr, ROW_STRIDE: tl.constexpr,
     ROWS_OFFSET: tl.constexpr, REQUEST_STRIDE: tl.constexpr, REPLY_STRIDE: tl.constexpr, SLOTS_WIDE: tl.constexpr,
@@ -163,6 +172,7 @@ def poll_kernel(
     peer = peers + client * PEER.WORDS
     # The host writes a client's row while passes run: live last.
     live = load_acquire(peer + PEER.LIVE) != 0
+    live = live & (load_once(control + SERVER.LEASE_NS) > lease_clock_ns(_THREADS))
     request = load_once(peer + PEER.REQUEST)
     reply = load_once(peer + PEER.REPLY)
     sender = load_once(peer + PEER.INCARNATION)
@@ -217,7 +227,6 @@ def poll_kernel(
             tl.store(row_of + base + rank, client * CAPACITY + entry // K, mask=mine)
             tl.store(origin + base + rank, client * (CAPACITY * K) + entry, mask=mine)
             tl.store(wanted + client * CAPACITY + entry // K, number + index * 0, mask=mine)
-            tl.atomic_add(served + layer * EXPERTS + expert, 1, mask=known, sem="relaxed")
             # Whoever asks for it first in this pass, of all clients, counts it.
             last = tl.atomic_xchg(
                 asked_in + layer * EXPERTS + expert, number + index * 0, mask=known, sem="relaxed"
@@ -237,8 +246,7 @@ def poll_kernel(
                 tl.store(row_of + base + rank, 0, mask=rank < claimed)
                 tl.store(origin + base + rank, client * (CAPACITY * K), mask=rank < claimed)
         # A header that does not hold has no sequence to trust: only this very signal is put aside.
-        tl.store(done + client * SLOTS + slot, sequence, mask=sound)
-        tl.store(rejected + client * SLOTS + slot, sequence, mask=sound == 0)
+        mark = tl.where(sound, done.to(tl.int64), rejected.to(tl.int64)) + 8 * (client * SLOTS + slot)
         tl.atomic_add(counts + status, 1, sem="relaxed")
         tl.atomic_add(counts + COUNT.ROWS, rows.to(tl.int64), sem="relaxed")
         tl.atomic_add(counts + COUNT.PAIRS, claimed.to(tl.int64), sem="relaxed")
@@ -248,6 +256,7 @@ def poll_kernel(
         tl.store(job + JOB.REQUEST, at)
         tl.store(job + JOB.REPLY, reply + SLOT.FIRST + slot.to(tl.int64) * REPLY_STRIDE)
         tl.store(job + JOB.SEQUENCE, sequence)
+        tl.store(job + JOB.MARK, mark)
         tl.store(job + JOB.ATTEMPT, attempt)
         tl.store(job + JOB.ROWS, rows.to(tl.int64))
         tl.store(job + JOB.PAIRS, claimed.to(tl.int64))

@@ -1,9 +1,10 @@
 """Replying: each answer sealed into its client's window, a request's headers and signal when its last answer is there.
 
 Definition: pair p of the batch, listed by client c at place i of request q: the words of out[p], then their seal, to
-answer i of q's reply slot. The program that answers the last pair of a request writes the reply's headers and releases
-its signal. A request whose status is not OK gets headers alone. The last program of all ends the pass: it clears the
-batch, counts the pass and how long it was busy, and tells the host, who never has to ask.
+answer i of q's reply slot. The program that answers the last pair of a request writes the reply's headers, releases its
+signal and marks it answered; once the lease has ended, by the device's own clock, only the headers: should the lease go
+on, a later pass takes the request again. A request whose status is not OK gets headers alone. The last program of all
+ends the pass: it clears the batch, counts the pass and how long it was busy, and tells the host, who never has to ask.
 
 Cost: reads and writes one row of each pair. 1,024 pairs of 7,168 bf16: 14.7 MB read, 14.8 written: 6.9 us at an H200's
 copy rate; with the launch, two fences and the signal about 9 us.
@@ -23,7 +24,7 @@ from experts.gpu.pack import store_seal, write_header
 from experts.gpu.tables import ServerTables
 from experts.gpu.tiles import programs
 from experts.gpu.words import BACK, COUNT, HOST, JOB, SERVER, SLOT, STATUS, WIRE
-from p2p.device import clock_ns, folded, is_last, row_stamp, store_release
+from p2p.device import clock_ns, folded, is_last, lease_clock_ns, load_once, row_stamp, store_release
 
 PROGRAMS = 4  # of each processor, so that loads of one are under way while another waits
 
@@ -69,6 +70,7 @@ def answer_request(
     ANSWER_STRIDE: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
     """Write a reply's headers and release its signal: all its answers are there."""
+    lease_ns = load_once(control + SERVER.LEASE_NS)
     status = status_of(job)
     sequence = tl.load(job + JOB.SEQUENCE)
     rows = tl.load(job + JOB.ROWS)
@@ -84,8 +86,10 @@ def answer_request(
     )  # fmt: skip
     # One thread signals for what all threads stored.
     tl.debug_barrier()
-    # Signal last: the client may read the reply as soon as it changes.
-    store_release(at.to(tl.pointer_type(tl.int64)), sequence)
+    if lease_ns > lease_clock_ns(THREADS):
+        # Signal last: the client may read the reply as soon as it changes.
+        store_release(at.to(tl.pointer_type(tl.int64)), sequence)
+        tl.store(tl.load(job + JOB.MARK).to(tl.pointer_type(tl.int64)), sequence)
 
 
 @triton.jit
@@ -149,4 +153,5 @@ def reply_kernel(
         tl.store(control + SERVER.PASS, passes)
         host = tl.load(control + SERVER.HOST).to(tl.pointer_type(tl.int64))
         count_pass(jobs, counts, control, host, CLIENTS, CLIENTS_WIDE, THREADS)
+        tl.store(host + HOST.CLOCK_NS, tl.zeros((), tl.int64) + lease_clock_ns(THREADS))
         tl.store(host, passes)

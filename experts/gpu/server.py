@@ -3,7 +3,7 @@
 Nothing of a pass is the host's business. PASSES of them are captured as one CUDA graph, and a thread keeps LAUNCHES of
 these graphs enqueued: one launch by the host for 256 passes. It looks at a counter of passes in host memory that the
 last kernel of a pass writes. An idle pass lasts `idle_s`; once the stop word is set a pass ends as soon as it begins,
-so that what is enqueued is over in milliseconds.
+so that what is enqueued is over in milliseconds. Passes outlive a host that freezes: the lease's end is known to them.
 
 Clients and experts come and go by writes into tables. A client's row is filled, then made live; it is taken back by
 the reverse, and its windows may be unmapped after `detach` returned, which waits until no pass can still know them.
@@ -38,16 +38,18 @@ from experts.gpu.layout import (
 )
 from experts.gpu.poll import poll
 from experts.gpu.reply import reply
-from experts.gpu.tables import ServerTables, signed
+from experts.gpu.tables import NO_BUDGET_NS, ServerTables, signed
 from experts.gpu.weights import FP8_TILE, ExpertWeights, Fp8ExpertWeights
 from experts.kernels import PackedExpert, Weights, WeightsBroken, unpack_expert
 from experts.quantized import Quantized
+from p2p.device import CLOCK_STEP_NS, INTERPRET
 
 PASSES = 256  # of one graph
 LAUNCHES = 2  # enqueued: one runs, one waits
 IDLE_S = 0.001
 LOOK_S = 0.0005
-LEASE_LOOK_S = 0.002
+CHECK_S = 0.05
+SETTLE_S = 30.0 if INTERPRET else 5.0  # the longest that two passes may take
 TILE = 64  # pairs of a group, at most: a pass has few for each expert
 
 
@@ -152,7 +154,6 @@ class GpuServer:
         self._thread: threading.Thread | None = None
         self._stopping = threading.Event()
         self._failure: BaseException | None = None
-        self._paused = False
         self.launches = 0
         # Guards what follows; passes go on meanwhile.
         self._lock = threading.Lock()
@@ -224,7 +225,7 @@ class GpuServer:
 
         self._write(write)
 
-    def detach(self, place: int, timeout_s: float = 5.0) -> None:
+    def detach(self, place: int, timeout_s: float = SETTLE_S) -> None:
         """Serve a client no more; idempotent. Afterwards no pass knows its windows.
 
         Raises:
@@ -236,25 +237,25 @@ class GpuServer:
         self._write(lambda: self.tables.peers[place, PeerWord.LIVE].fill_(0))
         self.settle(timeout_s)
 
-    def settle(self, timeout_s: float = 5.0) -> None:
+    def settle(self, timeout_s: float = SETTLE_S) -> None:
         """Wait until no pass can still know what tables said before the last write.
 
         Raises:
             TimeoutError: the passes do not get on.
         """
+        end_s = time.monotonic() + timeout_s
         with self._turned:
             seen = self._turns
-            self._turned.wait_for(lambda: not self._turning or self._turns > seen)
-        if self._thread is None:
-            return
+            settled = self._turned.wait_for(lambda: not self._turning or self._turns > seen, timeout_s)
         # One that began before the write may still know it; the next does not.
-        needed, end_s = self.passes + 2, time.monotonic() + timeout_s
-        while self.passes < needed and self._thread.is_alive():
-            if time.monotonic() > end_s:
-                raise TimeoutError(
-                    f"no two passes ended in {timeout_s} s; the device is stuck. Restart the server."
-                )
+        needed = self.passes + 2
+        while settled and self._thread is not None and self._thread.is_alive() and self.passes < needed:
+            settled = time.monotonic() < end_s
             time.sleep(LOOK_S)
+        if not settled:
+            raise TimeoutError(
+                f"passes do not get on in {timeout_s} s; the device is stuck. Restart the server."
+            )
 
     def hold(self, layer: int, expert: int, slot: int) -> None:
         """Answer for an expert whose weights lie in `slot`; -1: no more. From the next pass on.
@@ -328,11 +329,17 @@ class GpuServer:
     # -- life ----------------------------------------------------------------------------------------------------
 
     def set_lease(self, boottime_ns: int) -> None:
-        """Answer only before this CLOCK_BOOTTIME instant; 0 is for good."""
-        # What is enqueued ends within its passes even where this process is frozen: nobody launches more.
+        """Answer only before this CLOCK_BOOTTIME instant; 0 is for good. Early by as long as no pass has ended."""
         with self._lock:
             self._lease_ns = boottime_ns if self._lease_ns else 0
-            self.pause(self._is_over())
+            self._tell_lease()
+
+    def _tell_lease(self) -> None:
+        seen_ns = int(self.tables.host[HostWord.CLOCK_NS])
+        now_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+        if self._writes is None:
+            seen_ns = now_ns  # in the interpreter both clocks are one
+        self._set_control(ServerWord.LEASE_NS, lease_on_device(self._lease_ns, now_ns, seen_ns))
 
     def run(self, max_ns: int) -> bool:
         """Serve for at most that long; True when stopped.
@@ -348,14 +355,12 @@ class GpuServer:
             if not on_gpu:
                 self._turn()
                 continue
-            self._ended.wait(LEASE_LOOK_S)
+            self._ended.wait(CHECK_S)
             self.check()
-            with self._lock:
-                self.pause(self._is_over())
         return self._ended.is_set()
 
     def turns(self) -> int | None:
-        """Passes that ended; also while they are paused. None before the first."""
+        """Passes that ended, also without a lease. None before the first."""
         return (self.passes if self.tables.device.type == "cuda" else self._turns) or None
 
     def _turn(self) -> None:
@@ -363,13 +368,10 @@ class GpuServer:
         with self._turned:
             self._turning = True
         try:
-            if self._is_over():
-                time.sleep(LEASE_LOOK_S)
-            else:
-                batches, began_ns = self.counters().batches, time.monotonic_ns()
-                self.enqueue_pass()
-                if self.counters().batches > batches:
-                    self._busy_ns += time.monotonic_ns() - began_ns
+            batches, began_ns = self.counters().batches, time.monotonic_ns()
+            self.enqueue_pass()
+            if self.counters().batches > batches:
+                self._busy_ns += time.monotonic_ns() - began_ns
         finally:
             with self._turned:
                 self._turning = False
@@ -383,9 +385,6 @@ class GpuServer:
     def close(self) -> None:
         """End the passes."""
         self.end_passes()
-
-    def _is_over(self) -> bool:
-        return time.clock_gettime_ns(time.CLOCK_BOOTTIME) >= self._lease_ns
 
     # -- passes --------------------------------------------------------------------------------------------------
 
@@ -408,7 +407,7 @@ class GpuServer:
             raise ValueError("this server serves already; end its passes first.")
         # Tables and scratch were made on other streams: what is zero to begin with must be so by now.
         torch.cuda.synchronize(self.tables.device)
-        self._set_stop(1)
+        self._set_control(ServerWord.STOP, 1)
         with torch.cuda.stream(self._stream):
             # Code is loaded now: later that might wait for a device that is never idle.
             self.enqueue_pass()
@@ -431,7 +430,9 @@ class GpuServer:
         if self._thread is not None:
             raise ValueError("this server serves already; end its passes first.")
         self._stopping.clear()
-        self._set_stop(int(self._paused))
+        with self._lock:
+            self._tell_lease()
+        self._set_control(ServerWord.STOP, 0)
         self._thread = threading.Thread(target=self._feed, name="expert-passes", daemon=True)
         self._thread.start()
 
@@ -442,7 +443,7 @@ class GpuServer:
             TimeoutError: they do not end.
             RuntimeError: they had failed before; the cause is attached.
         """
-        self._set_stop(1)
+        self._set_control(ServerWord.STOP, 1)
         self._stopping.set()
         thread = self._thread
         if thread is not None:
@@ -453,12 +454,6 @@ class GpuServer:
                 )
             self._thread = None
         self.check()
-
-    def pause(self, paused: bool) -> None:
-        """Have every pass end as soon as it begins, or no longer. Cheap where nothing changes."""
-        if paused != self._paused:
-            self._paused = paused
-            self._set_stop(int(paused))
 
     def check(self) -> None:
         """Whether the passes still run.
@@ -478,10 +473,6 @@ class GpuServer:
             counted["busy_ns"] = self._busy_ns
         return ServerCounters(**counted)
 
-    def served(self) -> np.ndarray:
-        """Pairs asked of each expert so far, int64 [layers, experts]. Asks the device."""
-        return self.tables.served.cpu().numpy()
-
     def _feed(self) -> None:
         passes = self._graph_passes
         try:
@@ -497,8 +488,9 @@ class GpuServer:
         except RuntimeError as error:
             self._failure = error
 
-    def _set_stop(self, value: int) -> None:
-        self._write(lambda: self.tables.control[ServerWord.STOP : ServerWord.STOP + 1].fill_(value))
+    def _set_control(self, word: ServerWord, value: int) -> None:
+        # A copy, which needs no processor of a device whose passes may fill them all.
+        self._write(lambda: self.tables.control[word : word + 1].copy_(torch.tensor([value])))
 
     def _write(self, write: Callable[[], object]) -> None:
         if self._writes is None:
@@ -508,6 +500,17 @@ class GpuServer:
         with torch.cuda.stream(self._writes):
             write()
         self._writes.synchronize()
+
+
+def lease_on_device(boottime_ns: int, now_ns: int, seen_ns: int) -> int:
+    """When a lease ends by the device's clock, early rather than late.
+
+    Args:
+        boottime_ns: When it ends by CLOCK_BOOTTIME.
+        now_ns: CLOCK_BOOTTIME, read after the device's clock: what lies between brings the end forward.
+        seen_ns: The device's clock, which may be a step further by now.
+    """
+    return min(seen_ns + boottime_ns - now_ns - CLOCK_STEP_NS, NO_BUDGET_NS)
 
 
 def _parts(matrix: Weights | torch.Tensor) -> tuple[NDArray[np.generic], ...]:

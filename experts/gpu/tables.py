@@ -225,11 +225,12 @@ class ServerTables:
         self.row_of, self.origin = words(pairs, dtype=torch.int32), words(pairs, dtype=torch.int32)
         self.n_pairs = words(1, dtype=torch.int32)
         self.counts = words(CountWord.WORDS)
-        # Pairs asked of each expert, and the pass that was asked for it last.
-        self.served, self.asked_in = (words(shape.layers, shape.experts) for _ in range(2))
+        # The pass that was asked for each expert last.
+        self.asked_in = words(shape.layers, shape.experts)
         self.host = host_words(HostWord.WORDS, self.device)
         self.control[ServerWord.HOST] = self.host.data_ptr()
         self.control[ServerWord.INCARNATION] = signed(incarnation)
+        self.control[ServerWord.LEASE_NS] = NO_BUDGET_NS
         _made(self.device)
 
     @property

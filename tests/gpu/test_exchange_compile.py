@@ -45,7 +45,7 @@ KERNELS = {
         {
             "control": WORDS, "peers": WORDS, "held": "*i32", "done": WORDS, "rejected": WORDS, "jobs": WORDS,
             "wanted": WORDS, "slots": "*i32", "row_of": "*i32", "origin": "*i32", "n_pairs": "*i32",
-            "counts": WORDS, "served": WORDS, "asked_in": WORDS, "idle_ns": "i32",
+            "counts": WORDS, "asked_in": WORDS, "idle_ns": "i32",
         },
         4,
         200,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import struct
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -12,11 +14,13 @@ from experts.gpu import dispatch as dispatching
 from experts.gpu.client import Link
 from experts.gpu.combine import combine
 from experts.gpu.dispatch import dispatch, dispatch_reference
-from experts.gpu.layout import LISTED, RowsBack, RowsOut, SeenWord, Verdict
+from experts.gpu.gather import gather
+from experts.gpu.layout import LISTED, CountWord, HostWord, RowsBack, RowsOut, SeenWord, Verdict
 from experts.gpu.poll import poll, poll_reference
-from experts.gpu.reply import reply_reference
-from experts.gpu.server import GpuServer
+from experts.gpu.reply import reply, reply_reference
+from experts.gpu.server import Batch, GpuServer, lease_on_device
 from experts.gpu.wait_replies import wait_replies, wait_replies_reference
+from p2p.device import CLOCK_STEP_NS
 from tests.gpu.device import DEVICE, fresh_seed, same_bits
 from tests.gpu.exchange_world import (
     CLIENT,
@@ -139,7 +143,7 @@ def test_a_list_of_many_blocks_has_the_frames_checksum() -> None:
     head = request.head(remaining_ns=struct.unpack_from("<Q", slot, 96)[0])
     assert slot[64 : 64 + len(head)] == head, f"seed {seed}"
     poll(world.ends[0].tables, 0)
-    assert int(world.ends[0].tables.counts[0]) == 1 and world.ends[0].served()[0].sum() == 256
+    assert world.ends[0].tables.counts[: CountWord.PAIRS + 1].tolist() == [1, 0, 0, 256], f"seed {seed}"
 
 
 def test_a_server_reads_a_long_list_piece_by_piece() -> None:
@@ -202,9 +206,7 @@ def test_an_empty_pass_changes_nothing() -> None:
     world = World(servers=1, replicas=1)
     world.call(Call.random(world.shape, fresh_seed()))
     end, before = world.ends[0], world.replies[0].clone()
-    kept = {
-        name: getattr(end.tables, name).clone() for name in ("done", "rejected", "held", "counts", "served")
-    }
+    kept = {name: getattr(end.tables, name).clone() for name in ("done", "rejected", "held", "counts")}
     passes = end.passes
     for _ in range(2):
         end.enqueue_pass()
@@ -476,3 +478,140 @@ def renew(world: World) -> None:
     )
     world.link(0)
     world.client.write_tables()
+
+
+@pytest.mark.smoke
+def test_past_its_lease_a_server_answers_nothing_whatever_became_of_its_host() -> None:
+    """Passes go on, as they do while a host is frozen, and only the device's clock says that the lease is over."""
+    seed = fresh_seed()
+    world = World(servers=1, replicas=1)
+    end = world.ends[0]
+    for before_a_lease in (True, False):
+        call = Call.random(world.shape, seed)
+        world.call(call)
+        assert same_bits(call.out[:3], call.expected(world.shape)), f"seed {seed}: {before_a_lease}"
+        end.set_lease(boottime_ns() + LONG_NS)
+    let_lease_end(end)
+    before, counted = signals_of(world), end.counters()
+    dispatch_one(world)
+    for _ in range(3):
+        end.enqueue_pass()
+    assert signals_of(world) == before, f"seed {seed}: answered without a lease"
+    assert end.counters() == counted, f"seed {seed}: computed without a lease"
+    end.set_lease(boottime_ns() + LONG_NS)
+    end.enqueue_pass()
+    assert signals_of(world) != before, f"seed {seed}: renewed, what waits is not answered"
+    before = signals_of(world)
+    dispatch_one(world)
+    end.set_lease(0)
+    end.set_lease(boottime_ns() + LONG_NS)
+    end.enqueue_pass()
+    assert signals_of(world) == before, f"seed {seed}: a fence is for good"
+
+
+def test_a_pass_that_outlasts_the_lease_releases_no_signal_and_a_later_one_answers() -> None:
+    seed = fresh_seed()
+    world = World(servers=1, replicas=1)
+    end = world.ends[0]
+    world.call(Call.random(world.shape, seed))
+    before = signals_of(world)
+    call, tables = Call.random(world.shape, seed + 1), world.client.tables
+    dispatching.dispatch(tables, 0, call.rows, call.ids, call.n_rows)
+    poll(end.tables, 20_000)
+    gather(end.tables, end.batch.rows, end.batch.scales)
+    toy_experts(end.batch)
+    let_lease_end(end)
+    reply(end.tables, end.batch.out)
+    assert signals_of(world) == before, f"seed {seed}: answered past its lease"
+    end.set_lease(boottime_ns() + LONG_NS)
+    end.enqueue_pass()
+    assert signals_of(world) != before, f"seed {seed}"
+    wait_replies(tables, 0, call.rows, call.ids, call.n_rows)
+    combine(tables, 0, call.rows, call.ids, call.weights, call.n_rows, call.out)
+    settle()
+    assert same_bits(call.out[:3], call.expected(world.shape)), f"seed {seed}"
+
+
+@pytest.mark.parametrize("step_ns", [1, 32, 1000, CLOCK_STEP_NS])
+def test_the_device_ends_a_lease_early_rather_than_late(step_ns: int) -> None:
+    seed = fresh_seed()
+    draw = np.random.default_rng(seed)
+    for _ in range(200):
+        ahead_ns, end_ns = int(draw.integers(-(1 << 40), 1 << 60)), int(draw.integers(1 << 41, 1 << 50))
+        read_ns, later_ns = end_ns - int(draw.integers(1 << 31)), int(draw.integers(1 << 10))
+        seen_ns = (read_ns + ahead_ns) // step_ns * step_ns
+        ends_ns = lease_on_device(end_ns, read_ns + later_ns, seen_ns)
+        # By the host's clock, when the device's, which goes in steps, first says so.
+        ends_ns = -(-ends_ns // step_ns) * step_ns - ahead_ns
+        assert end_ns - later_ns - 2 * CLOCK_STEP_NS <= ends_ns <= end_ns, f"seed {seed}"
+
+
+def test_a_pass_tells_the_host_when_it_ended_by_the_clock_of_leases() -> None:
+    world, seen = World(servers=1, replicas=1), [0]
+    for _ in range(3):
+        before_ns = boottime_ns()
+        world.ends[0].enqueue_pass()
+        settle()
+        seen.append(int(world.ends[0].tables.host[HostWord.CLOCK_NS]))
+        assert DEVICE != "cpu" or before_ns <= seen[-1] <= boottime_ns()
+    assert seen == sorted(set(seen))
+
+
+def test_a_wait_for_passes_that_do_not_end_ends_and_leaves_the_client_in_its_place() -> None:
+    world, stuck = World(servers=1, replicas=1), threading.Event()
+    end = world.ends[0]
+    end._thread = threading.Thread(target=stuck.wait)  # keeps no passes enqueued
+    end._thread.start()
+    end._taken.add(0)
+    try:
+        for wait in (end.detach, lambda place, timeout_s: end.end_passes(timeout_s)):
+            with pytest.raises(TimeoutError, match="the device is stuck"):
+                wait(0, timeout_s=0.05)
+    finally:
+        stuck.set()
+    end.close()
+    end.remove_client(0)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="needs the interpreter, whose passes the host makes; found a GPU")
+def test_a_client_is_not_let_go_while_the_interpreters_pass_stands_still() -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    world = World(servers=1, replicas=1)
+    end = world.ends[0]
+
+    def compute(batch: Batch) -> None:
+        begun.set()
+        go_on.wait()
+
+    end._compute = compute
+    turning = threading.Thread(target=end.run, args=(1 << 40,))
+    turning.start()
+    try:
+        assert begun.wait(60)
+        with pytest.raises(TimeoutError, match="the device is stuck"):
+            end.detach(0, timeout_s=0.05)
+    finally:
+        go_on.set()
+        end.stop()
+        turning.join()
+    end.detach(0)
+
+
+LONG_NS = 3_600_000_000_000
+
+
+def boottime_ns() -> int:
+    return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+
+
+def let_lease_end(end: GpuServer) -> None:
+    """Nobody renews it."""
+    end.set_lease(lease_ns := boottime_ns() + 5_000_000)
+    while boottime_ns() <= lease_ns:
+        time.sleep(0.005)
+
+
+def signals_of(world: World) -> list[bytes]:
+    """Those of the first server's replies."""
+    settle()
+    return [bytes(world.reply_slot(0, slot)[:8].cpu().numpy()) for slot in range(world.shape.slots)]
