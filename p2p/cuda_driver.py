@@ -17,6 +17,7 @@ from p2p.endpoint import P2PError
 
 LIBRARY: Final = "libcuda.so.1"
 
+PEER_ACCESS, PEER_ATOMICS = 2, 3  # CUdevice_P2PAttribute, as far as it is asked for here
 _NAME_BYTES: Final = 256
 
 
@@ -85,6 +86,7 @@ _FUNCTIONS: Final[dict[str, tuple[Any, ...]]] = {
     "cuDeviceGetName": (c_char_p, c_int, c_int),
     "cuDeviceGetUuid_v2": (c_void_p, c_int),
     "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
+    "cuDeviceGetP2PAttribute": (POINTER(c_int), c_int, c_int, c_int),
     "cuDeviceTotalMem_v2": (POINTER(c_size_t), c_int),
     "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
     "cuDevicePrimaryCtxRelease_v2": (c_int,),
@@ -124,12 +126,7 @@ _ADVICE: Final = {
     101: "Choose a device that nvidia-smi and CUDA_VISIBLE_DEVICES show.",
     214: "Memory of the GPU is broken: nvidia-smi -q -d ECC tells more.",
     217: "These two GPUs do not reach each other: place both processes on one GPU, or use nixl.",
-    700: _LOST,
-    702: _LOST,
-    710: _LOST,
-    716: _LOST,
-    718: _LOST,
-    719: _LOST,
+    **dict.fromkeys((700, 702, 710, 716, 718, 719), _LOST),
     800: "The container or the driver forbids it: give it all of /dev/nvidia*.",
     801: "This driver or GPU cannot do it: use another transport.",
     802: "The GPU fabric is still starting: look at nvidia-fabricmanager.",
@@ -227,9 +224,9 @@ class CudaDriver:
 
     def _words(self, function: str, code: int) -> str:
         said = c_char_p()
-        known = getattr(self._library, function)(code, ctypes.byref(said)) == 0 and said.value is not None
+        known = getattr(self._library, function)(code, ctypes.byref(said)) == 0
         return (
-            said.value.decode(errors="replace") if known and said.value else "an error unknown to this driver"
+            str(said.value, errors="replace") if known and said.value else "an error unknown to this driver"
         )
 
     @property
@@ -251,6 +248,12 @@ class CudaDriver:
         self.call(asking, "cuDeviceGetAttribute", ctypes.byref(value), attribute, device)
         return value.value
 
+    def peer_has(self, ordinal: int, peer: int, attribute: int) -> bool:
+        """Whether kernels of one GPU have access to another's memory (PEER_ACCESS), or atomics there (PEER_ATOMICS)."""
+        value, asking = c_int(), f"Asking what device {ordinal} can do in the memory of device {peer}"
+        self.call(asking, "cuDeviceGetP2PAttribute", ctypes.byref(value), attribute, ordinal, peer)
+        return bool(value.value)
+
     def devices(self) -> list[DeviceFacts]:
         """Every GPU that this process sees, in the driver's order."""
         count = c_int()
@@ -271,10 +274,7 @@ class CudaDriver:
             name=name.value.decode(errors="replace"),
             uuid=uuid.UUID(bytes=bytes(identity)),
             total_bytes=total.value,
-            capability=(
-                has(Attribute.CAPABILITY_MAJOR),
-                has(Attribute.CAPABILITY_MINOR),
-            ),
+            capability=(has(Attribute.CAPABILITY_MAJOR), has(Attribute.CAPABILITY_MINOR)),
             multiprocessors=has(Attribute.MULTIPROCESSORS),
             exports_fds=bool(has(Attribute.VIRTUAL_MEMORY) and has(Attribute.POSIX_FD)),
             exports_rdma=bool(has(Attribute.RDMA_WITH_VIRTUAL_MEMORY)),

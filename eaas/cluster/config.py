@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +11,12 @@ from typing import Any
 from eaas.gateway.config import EndpointOptions, GatewayOptions
 from eaas.worker.config import EngineOptions, WorkerOptions
 from experts.config import ComputingOptions, ExpertOptions
-from experts.devices import Device
+from experts.devices import CUDA, Device
 from p2p.transport import TransportChoice
 from router.access import bound_address
 from router.config import ChildOptions, ExpertPoolOptions, PoolsOptions, ProcessOptions, RouterOptions
 from router.options import Options, OptionsInvalid, derived, option
+from router.pools import autoscale_bounds
 
 # Of the cluster's folder: keys that its command line gave by themselves.
 KEYS_FILE = "keys.json"
@@ -56,8 +58,8 @@ class ClusterConfig(
     replicas: int = option(2)
     device: tuple[str, ...] = option(
         ("cpu",),
-        "What computes, dealt out in each pool: cpu, GPUs as cuda:0,cuda:1, both as cuda:0,cpu, or interpreter (the "
-        "GPUs' kernels on the CPU, very slowly).",
+        "What computes: cpu, GPUs as cuda:0,cuda:1, both as cuda:0,cpu, or interpreter (the GPUs' kernels on the CPU, "
+        "very slowly). Dealt out to the expert servers, then to the attention workers; several kinds to each pool.",
     )
     expert_lanes: int = option(
         0, "Cores of each expert server; 0 deals them out among the servers.", metavar="CORES", least=0
@@ -108,6 +110,25 @@ class ClusterConfig(
                 f"{self.expert_lanes} lanes for each expert server; 0 (deal out the cores) to {len(self.cores)}, one "
                 "for each core, are possible."
             )
+
+    @property
+    def most(self) -> dict[str, int]:
+        """Processes of each pool that computes, however far it may grow."""
+        grown = autoscale_bounds(self.autoscale)
+        wanted = {"expert": self.experts, "attention": self.attention * self.endpoint}
+        return {pool: max(count, grown.get(pool, (0, 0))[1]) for pool, count in wanted.items()}
+
+    def device_of(self, pool: str, slot: int) -> str:
+        """What computes in a launch slot. Of one kind, workers follow all servers, so that each may have its own."""
+        alike = len({Device.parse(device).kind for device in self.device}) == 1
+        first = self.most["expert"] if pool == "attention" and alike else 0
+        return self.device[(first + slot) % len(self.device)]
+
+    @property
+    def gpus(self) -> Counter[int]:
+        """How many processes compute on each GPU, at most."""
+        names = [self.device_of(pool, slot) for pool, count in self.most.items() for slot in range(count)]
+        return Counter(device.index for device in map(Device.parse, names) if device.kind == CUDA)
 
     @property
     def asks_for_keys(self) -> bool:
@@ -171,7 +192,7 @@ def child_options(
             config, RouterOptions, tls_dir=tls_dir, port=port, number=slot, admin_port=admin_port, **store
         )
     member: dict[str, Any] = {"tls_dir": tls_dir, "router": context.router_address, "model": config.model}
-    device = config.device[slot % len(config.device)]
+    device = config.device_of(pool, slot)
     if pool == "expert":
         cores = expert_cores(slot, context.experts_wanted, config.cores, config.expert_lanes)
         return derived(config, ExpertOptions, device=device, cores=tuple(cores), **member)

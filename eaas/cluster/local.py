@@ -16,14 +16,16 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from eaas.cluster.config import KEYS_FILE, ClusterConfig, LaunchContext, child_options
+from eaas.cluster.mps import ready_gpus
 from eaas.cluster.process import Child, StartFailed, StateDir
 from eaas.gateway.keys import digest_of, keys_of, write_keys
 from eaas.gateway.listening import ListenFailed, address_of, listen
 from eaas.settings import ROLES
+from p2p.endpoint import P2PError
 from p2p.native import named_cores
 from router.access import LAUNCHER, Exposed
 from router.client import RouterClient, RouterUnavailable
@@ -63,6 +65,7 @@ class LocalCluster:
         self.state_dir = self._state.path
         self._show = on_event or (lambda text: logger.info("%s", text))
         self._children: dict[int, Child] = {}
+        self._environment: Mapping[str, str] = {}
         self._launched = 0
         self._experts_wanted = config.experts
         self._selector = selectors.DefaultSelector()
@@ -99,8 +102,14 @@ class LocalCluster:
 
     def start(self, timeout_s: float = 120.0) -> None:
         """Start every part and return when the endpoint can answer."""
-        if self.config.endpoint:
-            self._listen()
+        try:
+            if self.config.endpoint:
+                self._listen()
+            self._environment = ready_gpus(self.config, self.state_dir)
+        except (Exposed, ListenFailed, P2PError) as error:
+            self.stop()
+            part = "GPUs" if isinstance(error, P2PError) else "gateway"
+            raise StartFailed(f"{part}: {error}") from None
         self._supervisor.start()
         first = self.config.router_port
         for slot in range(self.config.routers):
@@ -183,12 +192,8 @@ class LocalCluster:
         The socket stays here and goes to one gateway after the other, so that clients who come while one is replaced,
         or started again, wait a moment and are refused by nobody.
         """
-        try:
-            protected = {"tls": self.config.tls_cert is not None, "keys": self.config.asks_for_keys}
-            self._listener = listen(self.config.host, self.config.port, **protected)
-        except (Exposed, ListenFailed) as error:
-            self.stop()
-            raise StartFailed(f"gateway: {error}") from None
+        protected = {"tls": self.config.tls_cert is not None, "keys": self.config.asks_for_keys}
+        self._listener = listen(self.config.host, self.config.port, **protected)
         self._gateway_address = address_of(self._listener)
 
     # -- the supervisor's thread -----------------------------------------------------------------------------------
@@ -259,6 +264,7 @@ class LocalCluster:
                 module=ROLES[pool].module,
                 arguments=self._arguments(pool, slot, port),
                 log=log,
+                environment=self._environment if pool in ("expert", "attention") else {},
                 pass_fds=[self._listener.fileno()] if pool == "gateway" and self._listener else (),
             )
         except OSError as error:
@@ -415,9 +421,11 @@ class LocalCluster:
             if child is not None and child.pool != "gateway":
                 # One that was drained is well and ends in order. One that was fenced may be frozen.
                 child.send(signal.SIGTERM)
+                # Its slot, and so its device, is its successor's, which may be started before it has ended.
+                child.replaced = True
                 self._later(STOP_MOMENT_S, lambda: self._kill(child))
             return
-        used = {child.slot for child in self._children.values() if child.pool == command.pool}
+        used = {it.slot for it in self._children.values() if it.pool == command.pool and not it.replaced}
         slot = next(number for number in range(len(used) + 1) if number not in used)
         self._spawn(command.pool, slot, port=0)
 

@@ -16,10 +16,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from eaas.cluster.mps import quit_mps
 
 logger = logging.getLogger(__name__)
 
@@ -57,11 +59,12 @@ class Child:
         module: str,
         arguments: Sequence[str],
         log: Path,
+        environment: Mapping[str, str],
         pass_fds: Sequence[int] = (),
     ) -> Child:
         """Start `python -m eaas module` in a session of its own, so that Ctrl-C reaches the launcher alone.
 
-        Args: pass_fds: Descriptors that it inherits.
+        Args: environment: Beside the launcher's own. pass_fds: Descriptors that it inherits.
         """
         read_fd, write_fd = os.pipe()
         command = [sys.executable, "-m", "eaas", module, *arguments, "--ready-fd", str(write_fd)]
@@ -74,7 +77,7 @@ class Child:
                     stdout=output,
                     stderr=output,
                     # Rows are computed by native lanes; numpy's own threads only spin when it is imported.
-                    env={"OPENBLAS_NUM_THREADS": "1", **os.environ},
+                    env={"OPENBLAS_NUM_THREADS": "1", **os.environ, **environment},
                     pass_fds=(write_fd, *pass_fds),
                     start_new_session=True,
                 )
@@ -91,13 +94,7 @@ class Child:
             os.close(write_fd)
         os.set_blocking(read_fd, False)
         return cls(
-            pool=pool,
-            slot=slot,
-            pid=process.pid,
-            pidfd=pidfd,
-            ready_fd=read_fd,
-            log=log,
-            process=process,
+            pool=pool, slot=slot, pid=process.pid, pidfd=pidfd, ready_fd=read_fd, log=log, process=process
         )
 
     def read_ready(self) -> None:
@@ -225,6 +222,7 @@ class StateDir:
     def close(self) -> None:
         """Remove the folder and give up its lock. Idempotent."""
         if self._lock >= 0:
+            quit_mps(self.path)
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
             self._lock = -1
@@ -237,6 +235,8 @@ def _sweep(root: Path) -> None:
         except OSError:
             # It is in use, or somebody else's.
             continue
+        # One whose launcher was killed still runs.
+        quit_mps(folder)
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
 

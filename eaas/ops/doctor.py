@@ -7,19 +7,22 @@ import importlib.util
 import os
 import platform
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import permutations
 from pathlib import Path
 
 from rich.markup import escape
 from rich.table import Table
 
+from eaas.cluster.mps import CONTROL
 from eaas.ops.terminal import table
 from experts.kernels import numerics_class
 from experts.model import Dtype
 from experts.native import IsaUnavailable
 from p2p.build import BuildFailed, compiler
-from p2p.cuda_driver import CudaDriver, DeviceFacts
+from p2p.cuda_driver import PEER_ACCESS, PEER_ATOMICS, CudaDriver, DeviceFacts
 from p2p.endpoint import P2PError
 from p2p.native import NativeMissing
 from p2p.trial import Trial, try_out
@@ -91,14 +94,8 @@ def _transports() -> list[Finding]:
     if nixl.usable:
         findings += [_tried(f"rail {rail}", try_out(f"nixl:{rail}")) for rail in _rails()]
     adapters = _names(Path("/sys/class/infiniband"))
-    return [
-        *findings,
-        Finding(
-            "RDMA adapters",
-            bool(adapters),
-            ", ".join(adapters) or "none in /sys/class/infiniband: between hosts nixl goes over TCP",
-        ),
-    ]
+    none = "none in /sys/class/infiniband: between hosts nixl goes over TCP"
+    return [*findings, Finding("RDMA adapters", bool(adapters), ", ".join(adapters) or none)]
 
 
 def _tried(what: str, trial: Trial, required: bool = False) -> Finding:
@@ -137,8 +134,8 @@ def _gpus() -> list[Finding]:
         for way, reach in (("cuda", "one host"), ("nixl@cuda", "between hosts")):
             choice = f"{way}:{gpu.ordinal}"
             findings.append(_tried(f"transport {choice} ({reach})", try_out(choice)))
-    if gpus:
-        findings.append(_mps(gpus))
+        findings.append(_sharing(gpu))
+    findings += [_pair(driver, *pair) for pair in permutations([gpu.ordinal for gpu in gpus], 2)]
     return findings
 
 
@@ -150,21 +147,29 @@ def _gpu(gpu: DeviceFacts) -> Finding:
     )
     if gpu.capability < _LEAST_CAPABILITY:
         found += f"; the kernels need {_LEAST_CAPABILITY[0]}.{_LEAST_CAPABILITY[1]}: use another GPU"
-    if gpu.exclusive:
-        found += "; for one process at a time: `nvidia-smi -c DEFAULT` lets in several, as serving needs"
-    usable = gpu.capability >= _LEAST_CAPABILITY and gpu.exports_fds and not gpu.exclusive
+    usable = gpu.capability >= _LEAST_CAPABILITY and gpu.exports_fds
     return Finding(f"GPU {gpu.ordinal}", usable, found)
 
 
-def _mps(gpus: Sequence[DeviceFacts]) -> Finding:
-    shared = [str(gpu.ordinal) for gpu in gpus if gpu.mps]
-    found = (
-        f"running for GPU {', '.join(shared)}"
-        if shared
-        else "not running: processes on one GPU take turns, and a kernel that waits for another process waits for its "
-        "turn; `nvidia-cuda-mps-control -d` before they start lets them run at once"
+def _sharing(gpu: DeviceFacts) -> Finding:
+    """Whether several processes can compute on a GPU at once: the first that holds."""
+    alone = f"refused: without {CONTROL}, which is not on PATH, they take turns of milliseconds in each layer"
+    said = (
+        (gpu.mps, True, "an MPS daemon runs for it"),
+        (" MIG " in gpu.name, False, "a slice by MIG without an MPS daemon: start one, or share no slice"),
+        (gpu.exclusive, False, "its compute mode lets in one at a time, or none: nvidia-smi -c DEFAULT"),
+        (shutil.which(CONTROL), True, f"`eaas serve` starts {CONTROL} where it deals out a GPU to several"),
+        (True, False, alone),
     )
-    return Finding("MPS (several processes on one GPU at once)", bool(shared), found)
+    usable, found = next((usable, found) for holds, usable, found in said if holds)
+    return Finding(f"several processes on GPU {gpu.ordinal}", usable, found)
+
+
+def _pair(driver: CudaDriver, one: int, other: int) -> Finding:
+    access, atomics = (driver.peer_has(one, other, attribute) for attribute in (PEER_ACCESS, PEER_ATOMICS))
+    reached = f"reach its memory, with{'' if atomics else 'out'} native atomics, which none uses"
+    found = reached if access else "do not reach its memory: processes on these two cannot serve together"
+    return Finding(f"GPU {one} to GPU {other}", access, f"kernels {found}")
 
 
 def _triton() -> Finding:

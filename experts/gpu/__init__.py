@@ -6,6 +6,8 @@ import os
 from typing import TYPE_CHECKING
 
 from experts.backend import DeviceUnavailable
+from p2p.cuda_driver import CudaDriver
+from p2p.endpoint import P2PError
 
 if TYPE_CHECKING:
     from experts.gpu.backend import GpuBackend
@@ -25,17 +27,18 @@ def open_backend(gpu: int | None) -> GpuBackend:
     # which never leave theirs empty.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     try:
+        # What is to be mended first is said first: without a GPU no package helps.
+        seen = 0 if gpu is None else len(CudaDriver.load().devices())
         import torch
+
+        if gpu is not None and (usable := torch.cuda.device_count()) <= gpu:
+            found = f"the driver sees {seen}, torch {torch.__version__} {usable}"
+            raise DeviceUnavailable(f"--device {name} needs GPU {gpu}; {found}: see `eaas doctor`.")
         import triton  # noqa: F401 - kernels are not asked for where it is missing
     except ImportError as error:
-        raise DeviceUnavailable(
-            f"--device {name} needs torch and triton, and found: {error}. Install them: pip install torch triton."
-        ) from error
-    if gpu is not None and (found := torch.cuda.device_count()) <= gpu:
-        raise DeviceUnavailable(
-            f"--device {name} needs GPU {gpu}; torch {torch.__version__} sees {found}. See `eaas doctor`; without a"
-            " GPU serve with --device cpu."
-        )
+        raise DeviceUnavailable(f"--device {name}: {error}. Install it: pip install {error.name}.") from error
+    except P2PError as error:
+        raise DeviceUnavailable(f"--device {name}: {error} Without a GPU: --device cpu.") from error
     # torch and triton are here: now the kernels can be.
     from experts.gpu.backend import GpuBackend
 

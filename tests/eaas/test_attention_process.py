@@ -57,8 +57,9 @@ class Cluster:
     def start(self, module: str, *arguments: str) -> Child:
         slot = len(self.children)
         child = Child.start(
-            pool=module, slot=slot, module=module, arguments=arguments, log=self.folder / f"{slot}.log"
-        )
+            pool=module, slot=slot, module=module, arguments=arguments, log=self.folder / f"{slot}.log",
+            environment={},
+        )  # fmt: skip
         self.children.append(child)
         return child
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from eaas.ops import doctor
-from p2p.cuda_driver import CudaMissing, DeviceFacts
+from p2p.cuda_driver import PEER_ACCESS, PEER_ATOMICS, CudaMissing, DeviceFacts
 from p2p.trial import Trial
 
-MEASURED = {"round_trip_us": 41.0, "bandwidth_bytes_per_s": 2e9}
+MEASURED: Any = {"round_trip_us": 41.0, "bandwidth_bytes_per_s": 2e9}
 
 
 def found(trials: dict[str, Trial], monkeypatch: pytest.MonkeyPatch) -> dict[str, doctor.Finding]:
@@ -69,33 +71,37 @@ GPU = DeviceFacts(
 
 
 class Driver:
-    """A driver that finds one GPU."""
+    """A driver of GPUs that reach each other one way."""
 
     version = (13, 0)
 
-    def __init__(self, gpu: DeviceFacts) -> None:
-        self.gpu = gpu
+    def __init__(self, gpus: tuple[DeviceFacts, ...]) -> None:
+        self.gpus = list(gpus)
 
     def devices(self) -> list[DeviceFacts]:
-        return [self.gpu]
+        return self.gpus
+
+    def peer_has(self, ordinal: int, peer: int, attribute: int) -> bool:
+        return (ordinal, peer, attribute) in {
+            (1, 2, PEER_ACCESS),
+            (1, 2, PEER_ATOMICS),
+        }
 
 
-def found_gpus(gpu: DeviceFacts, monkeypatch: pytest.MonkeyPatch) -> dict[str, doctor.Finding]:
-    monkeypatch.setattr(doctor.CudaDriver, "load", lambda: Driver(gpu))
+def found_gpus(*gpus: DeviceFacts, monkeypatch: pytest.MonkeyPatch) -> dict[str, doctor.Finding]:
+    monkeypatch.setattr(doctor.CudaDriver, "load", lambda: Driver(gpus))
     monkeypatch.setattr(doctor, "try_out", lambda choice: Trial(choice=choice, **MEASURED))
     return {finding.what: finding for finding in doctor._gpus()}
 
 
 def test_a_gpu_is_described_with_its_driver_and_transport(monkeypatch: pytest.MonkeyPatch) -> None:
-    findings = found_gpus(GPU, monkeypatch)
+    findings = found_gpus(GPU, monkeypatch=monkeypatch)
     assert findings["GPU driver"].found == "for CUDA 13.0"
     assert findings["GPU 1"].usable
     for words in ("H200, 140 GiB", "132 multiprocessors", "compute capability 9.0", "memory can be shared"):
         assert words in findings["GPU 1"].found
     for what in ("transport cuda:1 (one host)", "transport nixl@cuda:1 (between hosts)"):
         assert "41 us" in findings[what].found
-    mps = findings["MPS (several processes on one GPU at once)"]
-    assert not mps.usable and "nvidia-cuda-mps-control -d" in mps.found
 
 
 @pytest.mark.parametrize(
@@ -103,19 +109,43 @@ def test_a_gpu_is_described_with_its_driver_and_transport(monkeypatch: pytest.Mo
     [
         ({"capability": (7, 5)}, "the kernels need 8.0: use another GPU"),
         ({"exports_fds": False}, "memory cannot be shared between processes"),
-        ({"exclusive": True}, "`nvidia-smi -c DEFAULT` lets in several"),
     ],
 )
 def test_a_gpu_that_cannot_serve_says_why(
     change: dict[str, object], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    finding = found_gpus(replace(GPU, **change), monkeypatch)["GPU 1"]  # type: ignore[arg-type]
+    finding = found_gpus(replace(GPU, **change), monkeypatch=monkeypatch)["GPU 1"]  # type: ignore[arg-type]
     assert not finding.usable and words in finding.found
 
 
-def test_mps_names_the_gpus_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    mps = found_gpus(replace(GPU, mps=True), monkeypatch)["MPS (several processes on one GPU at once)"]
-    assert mps.usable and mps.found == "running for GPU 1"
+@pytest.mark.parametrize(
+    ("change", "control", "usable", "words"),
+    [
+        ({"mps": True, "exclusive": True}, False, True, "an MPS daemon runs for it"),
+        ({}, True, True, "`eaas serve` starts nvidia-cuda-mps-control where"),
+        (
+            {},
+            False,
+            False,
+            "refused: without nvidia-cuda-mps-control, which is not on PATH, they take turns of milliseconds",
+        ),
+        ({"name": "H100 MIG 1g.10gb"}, True, False, "a slice by MIG"),
+        ({"exclusive": True}, True, False, "lets in one at a time, or none: nvidia-smi -c DEFAULT"),
+    ],
+)
+def test_whether_processes_can_share_a_gpu_is_said_of_each(
+    change: dict[str, object], control: bool, usable: bool, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/usr/bin/{name}" if control else None)
+    finding = found_gpus(replace(GPU, **change), monkeypatch=monkeypatch)["several processes on GPU 1"]  # type: ignore[arg-type]
+    assert finding.usable is usable and re.search(words, finding.found), finding
+
+
+def test_pairs_of_gpus_are_told_by_what_kernels_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    findings = found_gpus(GPU, replace(GPU, ordinal=2), monkeypatch=monkeypatch)
+    there, back = findings["GPU 1 to GPU 2"], findings["GPU 2 to GPU 1"]
+    assert there.usable and "reach its memory, with native atomics" in there.found
+    assert not back.usable and "cannot serve together" in back.found
 
 
 def test_without_a_driver_the_reason_stands_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

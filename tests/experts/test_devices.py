@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 
+from experts.backend import DeviceUnavailable
 from experts.devices import CPU, CUDA, INTERPRETER, Device
 from experts.formats import experts_dtype
 from experts.model import Dtype
 from p2p import P2PError, ShmEndpoint
+from p2p.cuda_driver import CudaDriver, CudaMissing
 from p2p.transport import TransportChoice
 from tests.experts.checkpoint_files import QWEN3
 
@@ -51,3 +56,28 @@ def test_experts_are_served_as_they_are_stored_where_the_device_has_kernels_for_
         assert experts_dtype("auto", fp8, keeps) is Dtype.FP8
         assert experts_dtype("auto", int4, keeps) is kept
         assert experts_dtype("bfloat16", fp8, keeps) is Dtype.BFLOAT16
+
+
+def test_what_a_gpu_needs_is_said_in_the_order_in_which_it_is_mended(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent() -> CudaDriver:
+        raise CudaMissing("no driver: install one.")
+
+    for name in ("torch", "triton"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr(CudaDriver, "load", absent)
+    with pytest.raises(
+        DeviceUnavailable, match=r"^--device cuda:0: no driver: install one\. Without a GPU: --device cpu"
+    ):
+        Device.parse("cuda").backend()
+    monkeypatch.setattr(CudaDriver, "load", lambda: SimpleNamespace(devices=lambda: ["one"]))
+    with pytest.raises(DeviceUnavailable, match=r"^--device cuda:0: .*torch.*pip install torch\.$"):
+        Device.parse("cuda").backend()
+    counted = SimpleNamespace(device_count=lambda: 0)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=counted, __version__="2.13.0+cpu"))
+    with pytest.raises(
+        DeviceUnavailable, match=r"needs GPU 0; the driver sees 1, torch 2\.13\.0\+cpu 0: see `eaas doctor`"
+    ):
+        Device.parse("cuda").backend()
+    counted.device_count = lambda: 1
+    with pytest.raises(DeviceUnavailable, match=r"^--device cuda:0: .*triton.*pip install triton\.$"):
+        Device.parse("cuda").backend()

@@ -232,6 +232,12 @@ EXPORT int cuDeviceGetAttribute(int* out, int attribute, int device) {
     if (!is_device(device) || found == values.end()) return INVALID_VALUE;
     return *out = found->second, OK;
 }
+EXPORT int cuDeviceGetP2PAttribute(int* out, int attribute, int source, int target) {
+    ENTER();
+    if (!is_device(source) || !is_device(target)) return INVALID_DEVICE;
+    if (source == target || (attribute != 2 && attribute != 3)) return INVALID_VALUE;
+    return *out = attribute == 2 && !parted, OK;
+}
 EXPORT int cuDevicePrimaryCtxRetain(uint64_t* out, int device) {
     ENTER();
     if (!is_device(device)) return INVALID_DEVICE;

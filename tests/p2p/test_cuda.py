@@ -34,7 +34,7 @@ from p2p import (
 )
 from p2p.cuda import CudaEndpoint
 from p2p.cuda_device import Device, DeviceMemory
-from p2p.cuda_driver import CudaDriver, CudaError, CudaMissing
+from p2p.cuda_driver import PEER_ACCESS, PEER_ATOMICS, CudaDriver, CudaError, CudaMissing
 from p2p.transport import TransportChoice
 from tests.p2p.one_host import ROOT, OneHost, forge, hangs_up, open_fds, retired_bytes
 from tests.p2p.peer_process import CHILD, PARENT
@@ -396,6 +396,18 @@ def test_facts_of_a_gpu(world: OneHost) -> None:
     assert (first.name, first.capability, first.multiprocessors) == ("Stand-in", (9, 0), 132)
     assert first.exports_fds and first.exports_rdma and not first.exclusive and not first.mps
     assert str(second) == "device 1 (Stand-in, GPU-a1a1a1a1-a1a1-a1a1-a1a1-a1a1a1a1a1a1)"
+
+
+def test_what_gpus_can_do_in_each_others_memory(world: OneHost) -> None:
+    assert world.driver
+    assert world.driver.peer_has(0, 1, PEER_ACCESS)
+    assert not world.driver.peer_has(0, 1, PEER_ATOMICS)
+    with told(world, "fake_cuda_part", 1, 0):
+        assert not world.driver.peer_has(1, 0, PEER_ACCESS)
+    with pytest.raises(
+        CudaError, match="Asking what device 0 can do in the memory of device 2: CUDA_ERROR_INVALID_DEVICE"
+    ):
+        world.driver.peer_has(0, 2, PEER_ACCESS)
 
 
 @pytest.mark.parametrize("text, device", [("cuda", 0), ("cuda:0", 0), ("cuda:3", 3)])
