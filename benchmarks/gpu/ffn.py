@@ -18,15 +18,15 @@ import torch
 
 from benchmarks.gpu.local_experts import LocalExperts
 from benchmarks.gpu.timing import copy_rate, matrix_rate, seconds
-from experts.gpu.ffn import ffn_reference, gate_up, grouped_ffn
-from experts.gpu.ffn_fp8 import grouped_ffn_fp8, quantize_reference
-from experts.gpu.group import TILES, Groups, group, tile_for
+from experts.gpu.ffn import ffn_reference, gate_up, grouped_ffn, quantize_reference
+from experts.gpu.group import Groups, group
 from experts.gpu.weights import FP8_TILE, ExpertWeights, Fp8ExpertWeights
 from experts.quantized import Codes, Quantized
 
 DEVICE = "cuda"
 TOP_K = 8
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)
+WIDTHS = (16, 64, 128)  # of the tiles of tokens
 TURNS = 32  # calls of one replay, each with other experts: host launches and the L2 cache count for nothing
 LARGE_BYTES = 500e6  # of weights: from here on 85% of the copy rate are asked for, below 60%
 
@@ -56,7 +56,7 @@ class Calls:
     """What one call of the grouped FFN needs, for some tokens that each take TOP_K experts of one layer."""
 
     def __init__(
-        self, weights: ExpertWeights | Fp8ExpertWeights, shape: Shape, tokens: int, turns: int, tile: int = 0
+        self, weights: ExpertWeights | Fp8ExpertWeights, shape: Shape, tokens: int, turns: int
     ) -> None:
         pairs = tokens * TOP_K
         self.weights, self.pairs = weights, pairs
@@ -67,41 +67,31 @@ class Calls:
             (chosen(tokens, shape.experts) + turn % shape.layers * shape.experts).flatten()
             for turn in range(turns)
         ]
-        tile = tile or tile_for(longest=tokens, pairs=pairs, widest=weights.widest_group)
         self.groups = [
-            Groups.allocate(pairs=pairs, slots=weights.slots, tile=tile, device=DEVICE) for _ in range(turns)
+            Groups.allocate(pairs=pairs, slots=weights.slots, tile=weights.widest_group, device=DEVICE)
+            for _ in range(turns)
         ]
         for turn in range(turns):
             self.group(turn)
-        kind = torch.bfloat16
+        self.scales, self.act_scales = None, None
         if isinstance(weights, Fp8ExpertWeights):
-            kind = torch.float8_e4m3fn
             self.act_scales = torch.empty(pairs, weights.act_width // FP8_TILE, device=DEVICE)
-            self.q, self.scales = quantize_reference(self.rows.float())
-        self.act = torch.empty(pairs, weights.act_width, dtype=kind, device=DEVICE)
+            self.rows, self.scales = quantize_reference(self.rows.float())
+        self.act = torch.empty(pairs, weights.act_width, dtype=self.rows.dtype, device=DEVICE)
         self.out = torch.empty(pairs, shape.hidden, dtype=torch.bfloat16, device=DEVICE)
 
     def group(self, turn: int) -> None:
         group(self.slots[turn], self.n_rows, self.groups[turn], per_row=TOP_K)
 
     def ffn(self, turn: int) -> None:
-        if isinstance(self.weights, Fp8ExpertWeights):
-            grouped_ffn_fp8(
-                self.q,
-                self.scales,
-                self.row_of,
-                self.groups[turn],
-                self.weights,
-                self.act,
-                self.act_scales,
-                self.out,
-            )
-        else:
-            grouped_ffn(self.rows, self.row_of, self.groups[turn], self.weights, self.act, self.out)
+        grouped_ffn(
+            self.rows, self.row_of, self.groups[turn], self.weights, self.act, self.out, self.scales, self.act_scales
+        )  # fmt: skip
 
     def first_half(self, turn: int) -> None:
-        if isinstance(self.weights, ExpertWeights):
-            gate_up(self.rows, self.row_of, self.groups[turn], self.weights, self.act)
+        gate_up(
+            self.rows, self.row_of, self.groups[turn], self.weights, self.act, self.scales, self.act_scales
+        )
 
     def all_turns(self, call: Callable[[int], None]) -> Callable[[], None]:
         def act() -> None:
@@ -226,14 +216,14 @@ def correctness(report: Report, shape: Shape, weights: ExpertWeights) -> None:
     )  # fmt: skip
     bits = found.view(torch.int32)
     differ = {
-        "narrow groups": any(not torch.equal(outcome(tile).view(torch.int32), bits) for tile in TILES[1:]),
+        "narrow groups": any(not torch.equal(outcome(tile).view(torch.int32), bits) for tile in WIDTHS[1:]),
         "alone": any(
             not torch.equal(outcome(tile, slice(pair, pair + 1)).view(torch.int32)[0], bits[pair])
             for pair in (0, 170, 340)
-            for tile in TILES
+            for tile in WIDTHS
         ),
         "again": any(
-            not torch.equal(outcome(tile).view(torch.int32), bits) for tile in TILES for _ in range(5)
+            not torch.equal(outcome(tile).view(torch.int32), bits) for tile in WIDTHS for _ in range(5)
         ),
     }
     report(

@@ -2,7 +2,7 @@
 
 python -m benchmarks.gpu.section ffn_variants
 
-Each differs from `experts.gpu.ffn.launch_shape` in what its name says. None changes a bit of a row, which is checked.
+Each differs from `experts.gpu.ffn.LAUNCH` in what its name says. None changes a bit of a row, which is checked.
 """
 
 from __future__ import annotations
@@ -16,22 +16,12 @@ from benchmarks.gpu.ffn import SHAPES, TOP_K, TURNS, Calls, random_weights
 from benchmarks.gpu.timing import copy_rate, matrix_rate, seconds
 from experts.gpu import ffn
 
-NARROW: Mapping[str, Mapping[str, int]] = {
+VARIANTS: Mapping[str, Mapping[str, int]] = {
     "as used": {},
-    "3 programs a processor": {"NARROW_STAGES": 4, "WIDE_STAGES": 3, "per_processor": 3},
-    "1 program, deep": {"NARROW_STAGES": 12, "WIDE_STAGES": 8, "per_processor": 1},
+    "3 programs a processor": {"SHARED": 72 << 10, "per_processor": 3},
+    "1 program, deep": {"SHARED": 224 << 10, "per_processor": 1},
     "1 program of 128 features": {
-        "FEATURES": 128, "NARROW_STAGES": 6, "WIDE_STAGES": 5, "per_processor": 1, "num_warps": 8,
-    },
-    "bands of 1": {"BAND": 1},
-}  # fmt: skip
-WIDE: Mapping[str, Mapping[str, int]] = {
-    "as used": {},
-    "3 stages": {"WIDE_STAGES": 3},
-    "bands of 8": {"BAND": 8},
-    "bands of 32": {"BAND": 32},
-    "2 programs of 64 features": {
-        "FEATURES": 64, "NARROW_STAGES": 5, "WIDE_STAGES": 3, "per_processor": 2, "num_warps": 4,
+        "FEATURES": 128, "SHARED": 224 << 10, "per_processor": 1, "num_warps": 8,
     },
 }  # fmt: skip
 
@@ -41,13 +31,13 @@ def run(report: Callable[[Mapping[str, Any]], None]) -> None:
     copied, multiplied = copy_rate(), matrix_rate()
     for shape in SHAPES:
         weights = random_weights(shape)
-        for tokens, variants in ((1, NARROW), (32, NARROW), (shape.prefill_tokens, WIDE)):
+        for tokens in (1, 32, shape.prefill_tokens):
             calls = Calls(weights, shape, tokens, TURNS if tokens < shape.prefill_tokens else 1)
             floor = calls.weight_bytes() / copied
             if tokens == shape.prefill_tokens:
                 floor = 6 * tokens * TOP_K * shape.hidden * shape.intermediate / multiplied
             expected = None
-            for name, changes in variants.items():
+            for name, changes in VARIANTS.items():
                 took, out = timed(calls, changes)
                 expected = out if expected is None else expected
                 report(
@@ -63,11 +53,11 @@ def run(report: Callable[[Mapping[str, Any]], None]) -> None:
 
 def timed(calls: Calls, changes: Mapping[str, int]) -> tuple[float, torch.Tensor]:
     """Seconds of one call launched with these changes, and the rows of the last."""
-    used = ffn.launch_shape
-    ffn.launch_shape = lambda tile: used(tile) | dict(changes)
+    used = ffn.LAUNCH[torch.bfloat16]
+    ffn.LAUNCH[torch.bfloat16] = used | dict(changes)
     try:
         calls.out.fill_(float("nan"))
         took = seconds(calls.all_turns(calls.ffn), rounds=9) / len(calls.slots)
     finally:
-        ffn.launch_shape = used
+        ffn.LAUNCH[torch.bfloat16] = used
     return took, calls.out.clone()

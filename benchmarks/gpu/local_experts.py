@@ -18,7 +18,7 @@ import triton.language as tl
 
 from experts.gpu.client import StepReport
 from experts.gpu.ffn import grouped_ffn
-from experts.gpu.group import TILES, Groups, group, tile_for
+from experts.gpu.group import Groups, group
 from experts.gpu.weights import ExpertWeights
 
 
@@ -64,11 +64,9 @@ class LocalExperts:
             raise ValueError(f"{max_rows} rows of {top_k} experts; both are at least 1.")
         pairs = max_rows * top_k
         self.weights, self.table, self.top_k, self.max_rows = weights, table.contiguous(), top_k, max_rows
-        self._groups = {
-            tile: Groups.allocate(pairs=pairs, slots=weights.slots, tile=tile, device=device)
-            for tile in TILES
-            if tile <= weights.widest_group
-        }
+        self._groups = Groups.allocate(
+            pairs=pairs, slots=weights.slots, tile=weights.widest_group, device=device
+        )
         self._row_of = (torch.arange(pairs, device=device) // top_k).to(torch.int32)
         self._out = torch.empty(pairs, weights.hidden, dtype=row_dtype, device=device)
         self._act = torch.empty(pairs, weights.act_width, dtype=torch.bfloat16, device=device)
@@ -118,11 +116,9 @@ class LocalExperts:
                     f"{name} is {tensor.dtype} {tuple(tensor.shape)}; {dtype} {shape}, contiguous, is needed."
                 )
         table, pairs = self.table[layer], b * self.top_k
-        # A token takes an expert at most once: no run is longer than there are tokens.
-        groups = self._groups[tile_for(longest=b, pairs=pairs, widest=self.weights.widest_group)]
-        group(ids.view(-1), n_rows, groups, per_row=self.top_k, table=table)
+        group(ids.view(-1), n_rows, self._groups, per_row=self.top_k, table=table)
         row_of, act, answers = self._row_of[:pairs], self._act[:pairs], self._out[:pairs]
-        grouped_ffn(rows, row_of, groups, self.weights, act, answers)
+        grouped_ffn(rows, row_of, self._groups, self.weights, act, answers)
         _combine[(b, triton.cdiv(hidden, 1024))](
             answers, ids, table, weights, n_rows, out,
             HIDDEN=hidden, TOP_K=self.top_k, WIDTH=min(1024, triton.next_power_of_2(hidden)),
@@ -132,16 +128,9 @@ class LocalExperts:
 
 @triton.jit
 def _combine(
-    answers,
-    ids,
-    table,
-    weights,
-    n_rows,
-    out,
-    HIDDEN: tl.constexpr,
-    TOP_K: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    answers, ids, table, weights, n_rows, out,
+    HIDDEN: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0)
     if token < tl.load(n_rows):
         column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)

@@ -12,8 +12,7 @@ import torch
 
 from experts import grouped
 from experts.gpu.client import ACTIVATION_PAIRS, GpuClient
-from experts.gpu.ffn import ffn_reference
-from experts.gpu.ffn_fp8 import ffn_fp8_reference, quantize_reference
+from experts.gpu.ffn import ffn_fp8_reference, ffn_reference, quantize_reference
 from experts.gpu.layout import ExchangeShape, RowsOut, power_of_two
 from experts.gpu.server import Batch, GpuServer, GroupedExperts
 from experts.gpu.tables import signed

@@ -6,7 +6,8 @@ of slot[g], and groups stand in the order of their starts. With a table, s[p] = 
 
 Cost: a few integers a pair: what counts is launches. At most 256 pairs: one, of one program that compares all
 pairs with all, about 3 us on an H200. More: two, about 6 us for 1,024 pairs and 30 us for 65,536; the slots are
-counted by atomics, the last program to finish adds them up, then each slot's pairs are collected by one program.
+counted by atomics, and the last program to finish adds them up, SCAN at a time and only where a pair was counted: a
+pass is of few layers, whose experts mostly lie side by side. Then each slot's pairs are collected by one program.
 Neither waits for another program, and neither order nor groups depend on which ran first.
 """
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -20,24 +21,10 @@ import triton
 import triton.language as tl
 
 from experts.gpu.tiles import programs
+from p2p.device import is_last
 
-TILES = (16, 64, 128)
-STREAMED = 2048  # pairs up to which weights, not rows, take the time
 SMALL = 256  # pairs that one program compares with each other
-SCAN = 4096  # slots that one program adds up at a time
-
-
-def tile_for(*, longest: int, pairs: int, widest: int) -> int:
-    """The size of groups to allocate: it decides on speed alone.
-
-    Args:
-        longest: Pairs that one weight slot can have at most.
-        pairs: Pairs in all at most.
-        widest: Of the weights: their `widest_group`.
-    """
-    if longest <= TILES[0]:
-        return TILES[0]
-    return TILES[1] if pairs <= STREAMED else widest
+SCAN = 512  # slots that one program adds up at a time
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -45,15 +32,17 @@ class Groups:
     """What `group` finds, in device memory of fixed size.
 
     Attributes:
-        tile: Most pairs of one group: one of TILES.
+        tile: Most pairs of one group.
         slots: Weight slots there are.
         order: int32 [pairs].
         slot, start, count: int32 [groups].
         n_groups: int32 [1].
         marks: Scratch, int32 [SMALL].
         runs: Scratch, int32 [4, slots there can be]: slot, first place, pairs and first group of each run.
-        tally: Scratch, int32 [slots + 2], all zero between calls: pairs of each slot, programs done; the last
-            is the number of runs.
+        tally: Scratch, int32 [slots up to whole SCANs + 1]: pairs of each slot, all zero between calls; the last is
+            the number of runs.
+        touched: Scratch, int32 [SCANs of slots], all zero between calls: whether a pair was counted there.
+        arrived: Scratch, int64 [1], zero between calls.
     """
 
     tile: int
@@ -66,36 +55,29 @@ class Groups:
     marks: torch.Tensor
     runs: torch.Tensor
     tally: torch.Tensor
+    touched: torch.Tensor
+    arrived: torch.Tensor
 
     @classmethod
     def allocate(cls, *, pairs: int, slots: int, tile: int, device: torch.device | str) -> Groups:
         """Room for `pairs` pairs over `slots` weight slots.
 
         Raises:
-            ValueError: another tile, or no pairs or slots.
+            ValueError: no pairs or slots, or groups of none.
         """
-        if tile not in TILES:
-            raise ValueError(f"Groups of at most {tile} pairs; use one of {TILES}.")
-        if pairs < 1 or slots < 1:
-            raise ValueError(f"Groups of {pairs} pairs over {slots} slots; both are at least 1.")
-        runs = min(pairs, slots)
+        if min(pairs, slots, tile) < 1:
+            raise ValueError(f"{pairs} pairs over {slots} slots in groups of {tile}; each is at least 1.")
+        runs, scans = min(pairs, slots), triton.cdiv(slots, SCAN)
         whole, device = runs + pairs // tile, torch.device(device)
 
         def integers(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         return cls(
-            tile=tile,
-            slots=slots,
-            order=integers(pairs),
-            slot=integers(whole),
-            start=integers(whole),
-            count=integers(whole),
-            n_groups=integers(1),
-            marks=integers(SMALL),
-            runs=integers(4, runs),
-            tally=integers(slots + 2),
-        )
+            tile=tile, slots=slots, order=integers(pairs), slot=integers(whole), start=integers(whole),
+            count=integers(whole), n_groups=integers(1), marks=integers(SMALL), runs=integers(4, runs),
+            tally=integers(scans * SCAN + 1), touched=integers(scans), arrived=integers(1).long(),
+        )  # fmt: skip
 
 
 def group_reference(slots: torch.Tensor, tile: int) -> tuple[list[int], list[tuple[int, int, int]]]:
@@ -145,14 +127,14 @@ def group(
         )  # fmt: skip
         return
     n_runs = out.runs.shape[1]
+    scans = len(out.touched)
     _count[(triton.cdiv(pairs, 1024),)](
-        slots, n, read, out.tally, out.runs, out.n_groups, pairs, per_row, out.slots, n_runs,
-        SCAN=min(SCAN, max(256, triton.next_power_of_2(out.slots))), WIDTH=1024, num_warps=8, **shape,
+        slots, n, read, out.tally, out.touched, out.arrived, out.runs, out.n_groups, pairs, per_row, scans, n_runs,
+        SCAN=SCAN, SCANS=triton.next_power_of_2(scans), WIDTH=1024, num_warps=8, **shape,
     )  # fmt: skip
     _collect[(min(n_runs, programs(slots.device, 8)),)](
-        slots, n, read, out.tally, out.runs, out.order, out.slot, out.start, out.count,
-        pairs, per_row, out.slots, n_runs,
-        WIDTH=min(2048, triton.next_power_of_2(pairs)), num_warps=4, **shape,
+        slots, n, read, out.tally, out.runs, out.order, out.slot, out.start, out.count, pairs, per_row, scans, n_runs,
+        SCAN=SCAN, WIDTH=min(2048, triton.next_power_of_2(pairs)), num_warps=4, **shape,
     )  # fmt: skip
 
 
@@ -167,22 +149,9 @@ def _slot_of(slots, there, table, pair, TABLE: tl.constexpr):
 
 @triton.jit
 def _group_small(
-    slots,
-    n,
-    table,
-    order,
-    group_slot,
-    group_start,
-    group_count,
-    n_groups,
-    marks,
-    pairs,
-    per_row,
-    TILE: tl.constexpr,
-    TABLE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    slots, n, table, order, group_slot, group_start, group_count, n_groups, marks, pairs, per_row,
+    TILE: tl.constexpr, TABLE: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     there = tl.minimum(tl.load(n) * per_row, pairs)
     pair = tl.arange(0, WIDTH)
     slot = _slot_of(slots, pair < there, table, pair, TABLE)
@@ -215,36 +184,25 @@ def _group_small(
 
 @triton.jit
 def _count(
-    slots,
-    n,
-    table,
-    tally,
-    runs,
-    n_groups,
-    pairs,
-    per_row,
-    n_slots,
-    n_runs,
-    TILE: tl.constexpr,
-    TABLE: tl.constexpr,
-    SCAN: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    slots, n, table, tally, touched, arrived, runs, n_groups, pairs, per_row, scans, n_runs,
+    TILE: tl.constexpr, TABLE: tl.constexpr, SCAN: tl.constexpr, SCANS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     pair = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     slot = _slot_of(slots, pair < tl.minimum(tl.load(n) * per_row, pairs), table, pair, TABLE)
     tl.atomic_add(tally + slot, 1, mask=slot >= 0, sem="relaxed")
-    # One thread releases for all: their additions come first.
-    tl.debug_barrier()
-    done = tl.atomic_add(tally + n_slots, 1, sem="acq_rel")
-    if done == tl.num_programs(0) - 1:
-        tl.debug_barrier()
+    tl.store(touched + slot // SCAN, 1, mask=slot >= 0)
+    if is_last(arrived, tl.num_programs(0)):
         runs_before = 0
         pairs_before = 0
         groups_before = 0
-        for base in tl.range(0, n_slots, SCAN):
-            s = base + tl.arange(0, SCAN)
-            # From L2: the other programs' additions never pass through this processor's L1.
-            count = tl.load(tally + s, mask=s < n_slots, other=0, cache_modifier=".cg")
+        scan = tl.arange(0, SCANS)
+        # From L2: what the other programs wrote never passes through this processor's L1.
+        left = tl.load(touched + scan, mask=scan < scans, other=0, cache_modifier=".cg")
+        for _ in tl.range(0, tl.sum(left)):
+            first = tl.min(tl.where(left > 0, scan, SCANS))
+            left = tl.where(scan == first, 0, left)
+            s = first * SCAN + tl.arange(0, SCAN)
+            count = tl.load(tally + s, cache_modifier=".cg")
             used = (count > 0).to(tl.int32)
             pieces = (count + TILE - 1) // TILE
             run = runs_before + tl.cumsum(used) - used
@@ -254,36 +212,23 @@ def _count(
             tl.store(runs + 3 * n_runs + run, groups_before + tl.cumsum(pieces) - pieces, mask=count > 0)
             # Where a block has more threads than numbers, several hold the same one: all read before one clears.
             tl.debug_barrier()
-            tl.store(tally + s, tl.zeros_like(count), mask=s < n_slots)
+            tl.store(tally + s, tl.zeros_like(count))
             runs_before += tl.sum(used)
             pairs_before += tl.sum(count)
             groups_before += tl.sum(pieces)
+        tl.debug_barrier()
+        tl.store(touched + scan, tl.zeros_like(scan), mask=scan < scans)
         tl.store(n_groups, groups_before)
-        tl.store(tally + n_slots, 0)
-        tl.store(tally + n_slots + 1, runs_before)
+        tl.store(tally + scans * SCAN, runs_before)
 
 
 @triton.jit
 def _collect(
-    slots,
-    n,
-    table,
-    tally,
-    runs,
-    order,
-    group_slot,
-    group_start,
-    group_count,
-    pairs,
-    per_row,
-    n_slots,
-    n_runs,
-    TILE: tl.constexpr,
-    TABLE: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    slots, n, table, tally, runs, order, group_slot, group_start, group_count, pairs, per_row, scans, n_runs,
+    TILE: tl.constexpr, TABLE: tl.constexpr, SCAN: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     there = tl.minimum(tl.load(n) * per_row, pairs)
-    for run in tl.range(tl.program_id(0), tl.load(tally + n_slots + 1), tl.num_programs(0)):
+    for run in tl.range(tl.program_id(0), tl.load(tally + scans * SCAN), tl.num_programs(0)):
         wanted, place = tl.load(runs + run), tl.load(runs + n_runs + run)
         total, first = tl.load(runs + 2 * n_runs + run), tl.load(runs + 3 * n_runs + run)
         piece = tl.arange(0, WIDTH)

@@ -5,7 +5,7 @@ both by the same functions, so that what a server receives does not depend on wh
 servers up to a power of two, "wide" the number of k-slots likewise.
 
 Rows in e4m3: of each 128 columns, with a = max(|x|, 2^-100), scale = a * (1 / 448) and codes of x * (448 / a) to
-nearest even, in float32, as `experts.gpu.ffn_fp8` has them. The rounding is written out: the interpreter's own loses
+nearest even, in float32, as `experts.gpu.ffn` has them. The rounding is written out: the interpreter's own loses
 subnormals.
 """
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false

@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 
 from experts.backend import ClientLink, LinkRefused, ServerCounters
 from experts.gpu.ffn import grouped_ffn
-from experts.gpu.ffn_fp8 import grouped_ffn_fp8
 from experts.gpu.gather import gather
 from experts.gpu.group import Groups, group
 from experts.gpu.layout import (
@@ -50,7 +49,6 @@ IDLE_S = 0.001
 LOOK_S = 0.0005
 CHECK_S = 0.05
 SETTLE_S = 30.0 if INTERPRET else 5.0  # the longest that two passes may take
-TILE = 64  # pairs of a group, at most: a pass has few for each expert
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -87,20 +85,22 @@ class GroupedExperts:
 
     def __init__(self, weights: ExpertWeights | Fp8ExpertWeights, pairs: int, device: torch.device) -> None:
         self.weights = weights
-        self._groups = Groups.allocate(pairs=pairs, slots=weights.slots, tile=TILE, device=device)
+        self._groups = Groups.allocate(
+            pairs=pairs, slots=weights.slots, tile=weights.widest_group, device=device
+        )
         kind = weights.gate_up.dtype
         self._act = torch.zeros(pairs, weights.act_width, dtype=kind, device=device)
-        self._act_scales = torch.zeros(pairs, weights.act_width // FP8_TILE, device=device)
+        self._act_scales = (
+            torch.zeros(pairs, weights.act_width // FP8_TILE, device=device)
+            if isinstance(weights, Fp8ExpertWeights)
+            else None
+        )
 
     def __call__(self, batch: Batch) -> None:
         group(batch.slots, batch.n_pairs, self._groups)
-        if isinstance(self.weights, Fp8ExpertWeights):
-            grouped_ffn_fp8(
-                batch.rows, batch.scales, batch.row_of, self._groups, self.weights,  # type: ignore[arg-type]
-                self._act, self._act_scales, batch.out,
-            )  # fmt: skip
-        else:
-            grouped_ffn(batch.rows, batch.row_of, self._groups, self.weights, self._act, batch.out)
+        grouped_ffn(
+            batch.rows, batch.row_of, self._groups, self.weights, self._act, batch.out, batch.scales, self._act_scales
+        )  # fmt: skip
 
 
 class GpuServer:

@@ -5,11 +5,12 @@ each tile is stored row by row; both edges are padded with zeros. In elements, W
     ((r // BLOCK) * k_tiles + c // K_TILE) * BLOCK * K_TILE + (r % BLOCK) * K_TILE + c % K_TILE
 so that whoever multiplies by a block reads one contiguous run of it, 128 bytes a row.
 
-Exactness: `products` adds the tiles of K in ascending order into one float32 accumulator per output, the weights
-as the first operand and the tokens as the second. No number of tokens, width of the token tile, or count of
-warps enters into the order in which one output's products are added, and K is never split among programs.
+Exactness: `products` adds the tiles of K that it is given in ascending order into one float32 accumulator per output,
+the weights as the first operand and the tokens as the second. No number of tokens, width of the token tile, height of
+the tile of weights or count of warps enters into the order in which one output's products are added.
 """
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportAssignmentType=false
 
 from __future__ import annotations
 
@@ -81,61 +82,74 @@ def place_of(t, tokens_tiles, feature_tiles, BAND: tl.constexpr):
 
 
 @triton.jit
-def block_offsets(first, step, last, RUN: tl.constexpr, FEATURES: tl.constexpr, K_TILE: tl.constexpr):
-    """Offsets [FEATURES, K_TILE] of the first tile of blocks first, first + step, ..., none above `last`.
+def row_offsets(
+    feature, part, PARTS: tl.constexpr, BLOCKS: tl.constexpr, RUN: tl.constexpr, K_TILE: tl.constexpr
+):
+    """Offsets [features, K_TILE] of the first tile of rows `feature` of the `part`th of PARTS matrices.
 
-    RUN: elements of one block. Features of a block above `last` repeat the last one: never store them.
+    Their blocks, of RUN elements each, take turns; there are BLOCKS. Rows beyond the last block repeat it: never store
+    them.
     """
-    row = tl.arange(0, FEATURES)
-    block = tl.minimum(first + row // _BLOCK * step, last)
-    return (block * RUN + (row % _BLOCK) * K_TILE)[:, None] + tl.arange(0, K_TILE)[None, :]
+    block = tl.minimum(feature // _BLOCK * PARTS, BLOCKS - PARTS) + part
+    return (block * RUN + feature % _BLOCK * K_TILE)[:, None] + tl.arange(0, K_TILE)[None, :]
 
 
 @triton.jit
 def products(
-    weights,
-    offsets0,
-    offsets1,
-    rows,
-    row_offsets,
-    live,
-    k_tiles,
-    K: tl.constexpr,
-    K_TILE: tl.constexpr,
-    PAIR: tl.constexpr,
-    FEATURES: tl.constexpr,
-    TOKENS: tl.constexpr,
-    STAGES: tl.constexpr,
-    INTERPRET: tl.constexpr,
-):
+    weights, offsets0, offsets1, weight_scales0, weight_scales1, rows, row_at, scales, scale_at, live, first, last,
+    K: tl.constexpr, K_TILE: tl.constexpr, PAIR: tl.constexpr, FEATURES: tl.constexpr, TOKENS: tl.constexpr,
+    SHARED: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
     """Two tiles of weights times the same tile of tokens: float32 [FEATURES, TOKENS] each.
 
     Args:
         weights: Pointer to a packed matrix [_, K].
-        offsets0, offsets1: From `block_offsets`; without PAIR the second is not read and its result is zero.
+        offsets0, offsets1: From `row_offsets`; without PAIR the second is not read and its result is zero.
+        weight_scales0, weight_scales1: None, or pointers to float32 [k tiles, FEATURES]: a scale for each row and tile.
         rows: Pointer to rows of K elements.
-        row_offsets: int64 [TOKENS], where each token's row begins.
+        row_at: int64 [TOKENS], where each token's row begins.
+        scales, scale_at: None and anything, or as `rows` and `row_at`: a scale for each token and tile.
         live: bool [TOKENS]; the others count as rows of zeros and are not read.
-        k_tiles: Tiles of K. A number of the launch: were it a constant, a short loop would be unrolled and spill.
+        first, last: Tiles of K to add up. Numbers of the launch: were they constants, a short loop would be unrolled
+            and spill.
+        SHARED: Bytes of shared memory for the tiles in flight, whose rows are 128 bytes long.
     """
+    MOST: tl.constexpr = SHARED // ((FEATURES * (2 if PAIR else 1) + TOKENS) * 128)
+    STAGES: tl.constexpr = MOST if MOST < 8 else 8
     column = tl.arange(0, K_TILE)
-    row_offsets = row_offsets[:, None] + column[None, :]
+    at = row_at[:, None] + column[None, :]
+    feature = tl.arange(0, FEATURES)
     acc0 = tl.zeros([FEATURES, TOKENS], tl.float32)
     acc1 = tl.zeros([FEATURES, TOKENS], tl.float32)
-    for i in tl.range(0, k_tiles, num_stages=STAGES):
+    for i in tl.range(first, last, num_stages=STAGES):
         step = i * (_BLOCK * K_TILE)
+        inside = live[:, None]
+        if K % K_TILE != 0:
+            inside = inside & (column < K - i * K_TILE)[None, :]
         w0 = tl.load(weights + step + offsets0)
-        if K // K_TILE * K_TILE == K:
-            x = tl.load(rows + i * K_TILE + row_offsets, mask=live[:, None], other=0.0)
+        x = tl.trans(tl.load(rows + i * K_TILE + at, mask=inside, other=0.0))
+        if scales is None:
+            acc0 = add_product(w0, x, acc0, INTERPRET)
+            if PAIR:
+                acc1 = add_product(tl.load(weights + step + offsets1), x, acc1, INTERPRET)
         else:
-            inside = live[:, None] & (column < K - i * K_TILE)[None, :]
-            x = tl.load(rows + i * K_TILE + row_offsets, mask=inside, other=0.0)
-        x = tl.trans(x)
-        acc0 = add_product(w0, x, acc0, INTERPRET)
-        if PAIR:
-            w1 = tl.load(weights + step + offsets1)
-            acc1 = add_product(w1, x, acc1, INTERPRET)
+            # The tensor cores add up no more than one tile: the rest is float32 arithmetic.
+            scale = tl.load(scales + i + scale_at, mask=live, other=0.0)
+            nothing = tl.zeros([FEATURES, TOKENS], tl.float32)
+            sum0 = add_product(w0, x, nothing, INTERPRET)
+            acc0 += sum0 * (tl.load(weight_scales0 + i * FEATURES + feature)[:, None] * scale[None, :])
+            if PAIR:
+                sum1 = add_product(tl.load(weights + step + offsets1), x, nothing, INTERPRET)
+                acc1 += sum1 * (tl.load(weight_scales1 + i * FEATURES + feature)[:, None] * scale[None, :])
     return acc0, acc1
+
+
+@triton.jit
+def store_products(out, row_at, feature, live, value, N: tl.constexpr, INTERPRET: tl.constexpr):
+    """Products [features, tokens] to rows of N elements that begin at `row_at`; bfloat16 is rounded once."""
+    if out.dtype.element_ty == tl.bfloat16:
+        value = to_bfloat16(value, INTERPRET)
+    tl.store(out + row_at[None, :] + feature[:, None], value, mask=live[None, :] & (feature < N)[:, None])
 
 
 @triton.jit

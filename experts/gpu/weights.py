@@ -182,7 +182,7 @@ class Fp8ExpertWeights:
 
     @property
     def widest_group(self) -> int:
-        """Most pairs that `grouped_ffn_fp8` takes in one group."""
+        """Most pairs that `grouped_ffn` takes in one group."""
         return 64
 
     @property

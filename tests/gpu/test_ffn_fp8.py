@@ -10,7 +10,7 @@ import torch
 
 from experts.gpu import backend as module
 from experts.gpu.backend import GpuBackend
-from experts.gpu.ffn_fp8 import ffn_fp8_reference, grouped_ffn_fp8, quantize_reference
+from experts.gpu.ffn import LAUNCH, ffn_fp8_reference, grouped_ffn, quantize_reference
 from experts.gpu.group import Groups, group
 from experts.gpu.weights import FP8_TILE, Fp8ExpertWeights
 from experts.kernels import KernelsBroken, WeightsBroken, pack_expert
@@ -73,8 +73,8 @@ class Case:
         group(slots, number(pairs), groups)
         out = poisoned(pairs, HIDDEN)
         scratch = poisoned_fp8(pairs, width), poisoned(pairs, width // FP8_TILE)
-        rows = (tensor.to(DEVICE) for tensor in quantize_reference(self.rows.float()))
-        grouped_ffn_fp8(*rows, row_of, groups, self.weights, *scratch, out)
+        q, scales = (tensor.to(DEVICE) for tensor in quantize_reference(self.rows.float()))
+        grouped_ffn(q, row_of, groups, self.weights, scratch[0], out, scales, scratch[1])
         return out.cpu()
 
     def wanted(self) -> torch.Tensor:
@@ -98,14 +98,14 @@ def test_rows_are_those_of_the_definition(tile: int) -> None:
     assert out[~held].isnan().all(), f"seed {seed}: a pair of no group was written"
 
 
-def test_a_row_has_the_same_bits_alone_in_a_batch_and_in_both_classes() -> None:
+def test_a_row_has_the_same_bits_alone_and_on_both_sides_of_every_border() -> None:
     seed = fresh_seed()
     case = Case(seed, pairs=90)
     case.slots[:] = 1
-    whole = case.run(16)
-    assert same_bits(whole, case.run(64)), f"seed {seed}"
-    for tile in (16, 64):
-        assert same_bits(case.run(tile, only=slice(70, 71))[0], whole[70]), f"seed {seed}, tile {tile}"
+    whole = case.run(16)  # of six groups: tiles of full height
+    for pairs in (1, 16, 17, 64, 65):  # of one group or two: of half the height in down, and each width
+        part = case.run(64, only=slice(90 - pairs, 90))
+        assert same_bits(part, whole[90 - pairs :]), f"seed {seed}, {pairs} pairs"
 
 
 def test_an_expert_is_loaded_as_its_checkpoint_quantized_it() -> None:
@@ -122,7 +122,7 @@ def test_an_expert_is_loaded_as_its_checkpoint_quantized_it() -> None:
 
 def test_wide_groups_are_refused() -> None:
     case = Case(fresh_seed(), pairs=4)
-    with pytest.raises(ValueError, match="float8 takes groups of 16 or 64"):
+    with pytest.raises(ValueError, match="in groups of 128; allocate 4 in groups of at most 64"):
         case.run(128)
 
 
@@ -179,19 +179,19 @@ def test_an_expert_that_reads_otherwise_than_it_was_written_is_not_served(
     server.close()
 
 
-@pytest.mark.parametrize(
-    ("kernel", "tile", "stages"), [("_gate_up", 16, 6), ("_gate_up", 64, 5), ("_down", 64, 5)]
-)
-def test_products_compile_to_wgmma(kernel: str, tile: int, stages: int) -> None:
+@pytest.mark.parametrize(("gated", "k", "n"), [(True, 7168, 2048), (False, 2048, 7168)])
+def test_products_compile_to_wgmma(gated: bool, k: int, n: int) -> None:
     tables = ("order", "group_slot", "group_start", "group_count", "n_groups")
-    kinds = dict.fromkeys(tables, "*i32") | {"weights": "*fp8e4nv", "weight_scales": "*fp32"}
-    kinds |= {"act": "*fp8e4nv", "act_scales": "*fp32", "k_tiles": "i32"}
-    rows = {"rows": "*fp8e4nv", "scales": "*fp32", "row_of": "*i32"}
-    kinds |= rows if kernel == "_gate_up" else {"out": "*fp32"}
-    shape = {"TOKENS": tile, "STAGES": stages, "BAND": 16, "INTERPRET": False}
+    kinds = dict.fromkeys(tables, "*i32") | dict.fromkeys(("rows", "weights", "out"), "*fp8e4nv")
+    kinds |= {"scales": "*fp32", "weight_scales": "*fp32", "k_tiles": "i32"}
+    kinds |= {"row_of": "*i32", "out_scales": "*fp32"} if gated else {"out": "*fp32"}
+    absent = dict.fromkeys({"out_scales", "row_of"} - set(kinds))
+    shape = dict(LAUNCH[torch.float8_e4m3fn])
+    warps = shape.pop("num_warps") * shape.pop("per_processor")
     built = compile_kernel(
-        "experts.gpu.ffn_fp8", kernel, kinds, shape | {"HIDDEN": 7168, "INTERMEDIATE": 2048}, num_warps=8
-    )
+        "experts.gpu.ffn", "grouped_kernel", kinds,
+        absent | shape | {"K": k, "N": n, "GATED": gated, "WIDEST": 64, "INTERPRET": False}, num_warps=warps,
+    )  # fmt: skip
     assert built.wgmma
     assert "e4m3.e4m3" in built.ptx
     assert built.spills == 0, f"{built.registers} registers"

@@ -59,21 +59,27 @@ def test_a_table_says_which_slot_an_expert_has(rows: int) -> None:
     assert found(groups, len(order)) == (order, wanted), f"seed {seed}"
 
 
-def test_slots_are_added_up_in_several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SCAN", 256)
+def test_pairs_of_a_few_layers_among_many_are_grouped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept for slots that no pair names is neither looked at nor left behind."""
+    monkeypatch.setattr(module, "SCAN", 64)
     seed = fresh_seed()
-    chosen = torch.randint(0, 400, (300,), generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
-    groups = Groups.allocate(pairs=300, slots=400, tile=16, device=DEVICE)
-    group(chosen.to(DEVICE), number(300), groups)
-    order, wanted = group_reference(chosen, 16)
-    assert found(groups, 300) == (order, wanted), f"seed {seed}"
+    draw = torch.Generator().manual_seed(seed)
+    experts, slots, pairs = 16, 58 * 16 + 5, 260
+    groups = Groups.allocate(pairs=pairs, slots=slots, tile=16, device=DEVICE)
+    for layers in ([3], [57, 0, 20], [30, 31, 33]):
+        first = torch.tensor(layers)[torch.randint(len(layers), (pairs,), generator=draw)] * experts
+        chosen = (first + torch.randint(-1, experts + 3, (pairs,), generator=draw)).to(torch.int32)
+        order, wanted = group_reference(chosen, 16)
+        group(chosen.to(DEVICE), number(pairs), groups)
+        assert found(groups, len(order)) == (order, wanted), f"seed {seed}, layers {layers}"
+        for left in (groups.tally[:-1], groups.touched, groups.arrived):
+            assert not left.any(), f"seed {seed}, layers {layers}"
 
 
 def test_what_cannot_be_is_said() -> None:
-    with pytest.raises(ValueError, match=r"at most 100 pairs; use one of \(16, 64, 128\)"):
-        Groups.allocate(pairs=4, slots=2, tile=100, device=DEVICE)
-    with pytest.raises(ValueError, match="both are at least 1"):
-        Groups.allocate(pairs=0, slots=2, tile=16, device=DEVICE)
+    for pairs, slots, tile in ((4, 2, 0), (0, 2, 16), (4, 0, 16)):
+        with pytest.raises(ValueError, match="each is at least 1"):
+            Groups.allocate(pairs=pairs, slots=slots, tile=tile, device=DEVICE)
     groups = Groups.allocate(pairs=4, slots=2, tile=16, device=DEVICE)
     with pytest.raises(ValueError, match=r"room for 4\. Allocate them for 5"):
         group(torch.zeros(5, dtype=torch.int32, device=DEVICE), number(5), groups)
@@ -84,15 +90,15 @@ def test_what_cannot_be_is_said() -> None:
 @pytest.mark.parametrize("kernel", ["_group_small", "_count", "_collect"])
 def test_grouping_compiles_without_spills(kernel: str) -> None:
     tables = ("slots", "n", "table", "order", "group_slot", "group_start", "group_count")
-    tables += ("n_groups", "marks", "tally", "runs")
-    numbers = ("pairs", "per_row", "n_slots", "n_runs")
+    tables += ("n_groups", "marks", "tally", "touched", "runs")
+    numbers = ("pairs", "per_row", "scans", "n_runs")
     constants = {
         "_group_small": {"WIDTH": SMALL, "CHUNK": 16},
-        "_count": {"WIDTH": 1024, "SCAN": module.SCAN},
-        "_collect": {"WIDTH": 2048},
+        "_count": {"WIDTH": 1024, "SCAN": module.SCAN, "SCANS": 32},
+        "_collect": {"WIDTH": 2048, "SCAN": module.SCAN},
     }[kernel]
     names = getattr(module, kernel).arg_names
-    kinds = dict.fromkeys(tables, "*i32") | dict.fromkeys(numbers, "i32")
+    kinds = dict.fromkeys(tables, "*i32") | dict.fromkeys(numbers, "i32") | {"arrived": "*i64"}
     built = compile_kernel(
         "experts.gpu.group",
         kernel,

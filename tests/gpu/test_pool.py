@@ -16,8 +16,7 @@ import torch
 
 from experts.backend import ClientLink, HostArrays, LinkRefused, ServerLink
 from experts.client import ExpertClient
-from experts.gpu.ffn import ffn_reference
-from experts.gpu.ffn_fp8 import ffn_fp8_reference
+from experts.gpu.ffn import ffn_fp8_reference, ffn_reference
 from experts.kernels import Weights, from_dtype
 from experts.model import Dtype
 from experts.quantized import Quantized
