@@ -163,7 +163,8 @@ def test_an_expert_that_reads_otherwise_than_it_was_written_is_not_served(
     wire = WireShape(shape=shape, dtype=Dtype.FP8, model_hash=7)
     server = GpuBackend(torch.device(DEVICE)).server(wire, incarnation=5, cores=(-1,), bell_page=0)
     rng = np.random.default_rng(seed)
-    packed = pack_expert(*(drawn(*size, rng) for size in ((64, 128), (64, 128), (128, 64))), Dtype.FP8)
+    gate, up, down = (drawn(*size, rng) for size in ((64, 128), (64, 128), (128, 64)))
+    packed = pack_expert(gate, up, down, Dtype.FP8)
     unload = Fp8ExpertWeights.unload
 
     def torn(weights: Fp8ExpertWeights, slot: int) -> tuple[Quantized, ...]:
