@@ -16,6 +16,7 @@ import torch
 
 from experts.backend import ClientLink, HostArrays, LinkRefused, ServerLink
 from experts.client import ExpertClient
+from experts.gpu.client import GpuClient
 from experts.gpu.ffn import ffn_fp8_reference, ffn_reference
 from experts.kernels import Weights, from_dtype
 from experts.model import Dtype
@@ -128,6 +129,7 @@ class World:
 
     def call(self, client: ExpertClient, layer: int, deadline_s: float = 60.0):  # type: ignore[no-untyped-def]
         calls, out = client.backend, poisoned(ROWS, SHAPE.hidden)
+        assert isinstance(calls, GpuClient)
         if DEVICE == "cuda":
             torch.cuda.synchronize()
         calls.begin(deadline_s)
@@ -151,10 +153,12 @@ class World:
 WIRE = WireShape(shape=SHAPE, dtype=Dtype.BFLOAT16, model_hash=7)
 
 
-def new_client():  # type: ignore[no-untyped-def]
-    return DEVICE_NAME.backend().client(
+def new_client() -> GpuClient:
+    client = DEVICE_NAME.backend().client(
         WIRE, incarnation=9, lanes=1, bell_page=0, max_tokens=5, patience_s=0.0
     )
+    assert isinstance(client, GpuClient)
+    return client
 
 
 def test_a_window_in_which_kernels_would_touch_what_is_not_theirs_is_refused() -> None:
