@@ -97,3 +97,13 @@ def decode_step(decoder: GpuDecoder, batch: int, position: int = CONTEXT) -> Non
     tables = np.arange(batch * columns, dtype=np.int32).reshape(batch, columns)
     plan = plan_of([1] * batch, [position] * batch, range(batch), tables, range(batch))
     decoder.step_tokens(plan, greedily(batch), 60.0)
+
+
+def expert_call(client: GpuClient, batch: int) -> None:
+    """The experts of one layer for `batch` rows."""
+    shape = client.shape
+    rows = torch.empty(batch, shape.hidden, dtype=torch.bfloat16, device="cuda")
+    ids = torch.empty(batch, shape.top_k, dtype=torch.int32, device="cuda")
+    weights = torch.empty(batch, shape.top_k, device="cuda")
+    count = torch.empty(1, dtype=torch.int32, device="cuda")
+    client.enqueue(1, rows, ids, weights, count, torch.empty(batch, shape.hidden, device="cuda"))
