@@ -91,7 +91,7 @@ class Loopback:
     def __init__(self, shape: ExchangeShape, computes: list[Compute], device: str = "cuda") -> None:
         self.shape, self.device, count = shape, device, len(computes)
         self.client = GpuClient(
-            shape, servers=count, replicas=count, tokens=shape.capacity, incarnation=CLIENT, device=device,
+            shape, servers=count, replicas=count, incarnation=CLIENT, device=device,
             patience_s=PATIENCE_S,
         )  # fmt: skip
         self.servers = [
@@ -353,7 +353,7 @@ def stopped_server(report: Report) -> None:
     steps.replay()
     wanted = [call.out.clone() for call in steps.calls]
     calm_s = steps.replay()
-    timer = threading.Timer(0.02, world.servers[0].pause, (True,))
+    timer = threading.Timer(0.02, world.servers[0].set_lease, (1,))
     timer.start()
     worst_s, redispatched, same, end_s = 0.0, 0, True, time.monotonic() + 2.0
     replays = 0
@@ -366,7 +366,7 @@ def stopped_server(report: Report) -> None:
         )
         replays += 1
     timer.join()
-    world.servers[0].pause(False)
+    world.servers[0].set_lease((1 << 63) - 1)
     time.sleep(0.05)
     with torch.cuda.stream(steps.stream):
         world.client.reclaim()
@@ -392,9 +392,7 @@ def processes(report: Report) -> None:
     from p2p.cuda_driver import CudaDriver
 
     shape, device = TWO, Device(CudaDriver.load(), 0)
-    client = GpuClient(
-        shape, servers=2, replicas=2, tokens=shape.capacity, incarnation=CLIENT, device="cuda", patience_s=4.0
-    )
+    client = GpuClient(shape, servers=2, replicas=2, incarnation=CLIENT, device="cuda", patience_s=4.0)
     call = Call(shape, 32)
     wanted = local_result(shape, random_experts(shape, TWO_INTERMEDIATE, 3), call, 0)
     memories, children = [], []

@@ -13,7 +13,7 @@ import torch
 from experts import grouped
 from experts.gpu.client import ACTIVATION_PAIRS, GpuClient
 from experts.gpu.ffn import ffn_fp8_reference, ffn_reference, quantize_reference
-from experts.gpu.layout import ExchangeShape, RowsOut, power_of_two
+from experts.gpu.layout import ExchangeShape, RowsOut
 from experts.gpu.server import Batch, GpuServer, GroupedExperts
 from experts.gpu.tables import signed
 from experts.gpu.tiles import numerics_class
@@ -27,8 +27,11 @@ from p2p.device import INTERPRET
 from p2p.endpoint import Window
 from p2p.window import WindowLayout
 
-# Tokens of a frame; longer calls go in several. The interpreter looks at each place of a frame, one after another.
-CAPACITY = 8 if INTERPRET else 128
+CAPACITY = 512  # most rows of a step: those that workers start with, unless told otherwise
+# A client has 2 slots of CAPACITY * top_k answers for each server that it knows, a server as much for each client (both
+# windows of a link are equal) and rows, activations and answers for a pass that asks all that all clients may:
+# DeepSeek-V3 118 MB a link, 3.8 GB for 32 servers at a client, 1.9 GB for 16 clients at a server and 1.1 beside it;
+# Qwen3-30B-A3B 34 MB a link, 1.1 GB, and 0.5 GB and 0.4.
 MOST_SERVERS, MOST_CLIENTS = (4, 2) if INTERPRET else (32, 16)
 PATIENCE_S = 10.0 if INTERPRET else 0.005
 # Beyond it, for a server without which a row is lost: as long as processes that take turns on one GPU may need. A
@@ -129,11 +132,16 @@ class GpuBackend:
             )
 
     def window(self, wire: WireShape, most_tokens: int, slots: int) -> WindowLayout:
-        """A frame of the largest kind fits a slot. `slots` and `most_tokens` are the exchange's own affair.
+        """A frame of the largest kind fits a slot. `slots` is the exchange's own affair.
 
         Raises:
-            ValueError: no such frame can be.
+            ValueError: no such frame can be, or a step may have more rows than a frame holds.
         """
+        if most_tokens > CAPACITY:
+            raise ValueError(
+                f"steps of up to {most_tokens} rows; kernels carry at most {CAPACITY} at once. Start with"
+                f" --step-tokens {CAPACITY} or less."
+            )
         shape = exchange_shape(wire)
         there, back = shape.request_window, shape.reply_window
         return WindowLayout(slots=shape.slots, payload_bytes=max(there.payload_bytes, back.payload_bytes))
@@ -151,7 +159,7 @@ class GpuBackend:
         max_tokens: int,
         patience_s: float,
     ) -> GpuClient:
-        """Its steps come in sizes that are powers of two, whatever of them counts; they wait until their deadline.
+        """Its calls wait until their deadline; those of more rows than `window` allowed are refused.
 
         Raises:
             ValueError: the kernels cannot carry rows of this shape.
@@ -160,7 +168,6 @@ class GpuBackend:
             exchange_shape(wire),
             servers=MOST_SERVERS,
             replicas=MOST_REPLICAS,
-            tokens=power_of_two(max_tokens),
             incarnation=incarnation,
             device=self.device,
             patience_s=PATIENCE_S,

@@ -90,7 +90,6 @@ class GpuClient:
         shape: Agreed with the servers.
         servers: Places for servers, at most 64.
         replicas: Of an expert, at most 8.
-        tokens: Of a call, at most; more than a frame holds go in several.
         incarnation: This client's own, u64.
         device: A GPU, or "cpu" in the interpreter.
         rounds: How often missing pairs go to the next replica.
@@ -107,7 +106,6 @@ class GpuClient:
         *,
         servers: int,
         replicas: int,
-        tokens: int,
         incarnation: int,
         device: torch.device | str,
         rounds: int = 2,
@@ -120,7 +118,6 @@ class GpuClient:
             shape,
             servers=servers,
             replicas=replicas,
-            tokens=tokens,
             rounds=rounds,
             incarnation=incarnation,
             device=device,
@@ -188,10 +185,9 @@ class GpuClient:
         Raises:
             ValueError: a shape or type does not fit.
         """
-        for first in range(0, len(rows), self.tables.shape.capacity):
-            dispatch(self.tables, layer, rows, ids, n_rows, first)
-            wait_replies(self.tables, layer, rows, ids, n_rows, first)
-            combine(self.tables, layer, rows, ids, weights, n_rows, out, first)
+        dispatch(self.tables, layer, rows, ids, n_rows)
+        wait_replies(self.tables, layer, rows, ids, n_rows)
+        combine(self.tables, layer, rows, ids, weights, n_rows, out)
 
     def end(self) -> StepReport:
         """The step is over, and the device has been waited for: what became of its calls."""

@@ -42,7 +42,6 @@ def combine(
     weights: torch.Tensor,
     n_rows: torch.Tensor,
     out: torch.Tensor,
-    first: int = 0,
 ) -> None:
     """Add up the answers to what `dispatch` sent with the same rows, ids and count.
 
@@ -58,10 +57,9 @@ def combine(
         if tensor.dtype != torch.float32 or tuple(tensor.shape) != needed or not tensor.is_contiguous():
             found = f"{tensor.dtype} {tuple(tensor.shape)}"
             raise ValueError(f"{name}: found {found}, needed torch.float32 {needed}, contiguous.")
-    grid = min(tables.shape.capacity, len(rows) - first)
-    combine_kernel[(grid,)](
+    combine_kernel[(len(rows),)](
         weights, n_rows, tables.control, tables.place, tables.asked, tables.report.data_ptr(),
-        tables.blank.data_ptr(), out, first,
+        tables.blank.data_ptr(), out,
         **tables.constants(combine_kernel.arg_names), ANSWER_TILE=triton.next_power_of_2(tables.shape.answer_words),
         num_warps=tables.back_warps, enable_fp_fusion=False,
     )  # fmt: skip
@@ -83,17 +81,16 @@ def answer_words(at, HIDDEN: tl.constexpr, ROWS_BACK: tl.constexpr, ANSWER_TILE:
     return tl.load(row + index, mask=inside, other=0, volatile=True)
 
 
-@triton.jit(do_not_specialize=["first"])
+@triton.jit
 def combine_kernel(
-    weights, n_rows, control, place, asked, report, blank, out, first,
-    HIDDEN: tl.constexpr, K: tl.constexpr, CAPACITY: tl.constexpr, SERVERS: tl.constexpr, ROWS_BACK: tl.constexpr,
+    weights, n_rows, control, place, asked, report, blank, out,
+    HIDDEN: tl.constexpr, K: tl.constexpr, SERVERS: tl.constexpr, ROWS_BACK: tl.constexpr,
     ANSWER_SEAL: tl.constexpr, ANSWER_STRIDE: tl.constexpr, WIDE: tl.constexpr, ANSWER_TILE: tl.constexpr,
     BACK_THREADS: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
     """One token: check, weigh and add its answers."""
     token = tl.program_id(0)
-    count = tl.minimum(tl.maximum(tl.load(n_rows) - first, 0), CAPACITY)
-    if token < count:
+    if token < tl.load(n_rows):
         k = tl.arange(0, WIDE)
         there = k < K
         at = tl.load(place + token * K + k, mask=there, other=-1)
@@ -103,7 +100,7 @@ def combine_kernel(
         answer = (token * K + k).to(tl.int64) * ANSWER_STRIDE + SLOT.LIST
         # Where there is no answer, zeros under a zero seal: no load needs a mask for it.
         answer_at = tl.where(here, tl.load(row + ASKED.REPLY, mask=here, other=0) + answer, blank)
-        weight = tl.load(weights + (first + token) * K + k, mask=there, other=0.0)
+        weight = tl.load(weights + token * K + k, mask=there, other=0.0)
         stamps = row_stamp(
             tl.load(row + ASKED.SEQUENCE, mask=here, other=0),
             tl.load(control + CLIENT.INCARNATION),
@@ -140,7 +137,7 @@ def combine_kernel(
         whole = sound(total)
         bad = (lost > 0) | (whole == 0)
         nothing = float("nan")
-        row_out = out + (first + token).to(tl.int64) * HIDDEN
+        row_out = out + token.to(tl.int64) * HIDDEN
         if ROWS_BACK == BACK.BF16:
             even = tl.where(bad, nothing, even)
             odd = tl.where(bad, nothing, odd)
@@ -155,7 +152,7 @@ def combine_kernel(
             tl.store(told + REPORT.LOST, one, mask=lost > 0)
             tl.store(told + REPORT.CORRUPT, one, mask=whole == 0)
             mark = tl.where(lost > 0, MARK.LOST, 0) | tl.where(whole == 0, MARK.CORRUPT, 0)
-            tl.store(told + REPORT.WORDS + SERVERS + first + token, mark.to(tl.int64))
+            tl.store(told + REPORT.WORDS + SERVERS + token, mark.to(tl.int64))
             tell_who(
                 told + REPORT.WORDS, at % SERVERS, here, answer_at, stamps, token,
                 HIDDEN, K, ROWS_BACK, ANSWER_SEAL, WIDE, ANSWER_TILE, BACK_THREADS,

@@ -63,9 +63,8 @@ def dispatch(
     rows: torch.Tensor,
     ids: torch.Tensor,
     n_rows: torch.Tensor,
-    first: int = 0,
 ) -> None:
-    """Send one frame's tokens: those from `first` on, at most the shape's capacity.
+    """Send a call's tokens.
 
     Args:
         rows: bf16 [B, hidden].
@@ -75,14 +74,10 @@ def dispatch(
     Raises:
         ValueError: a shape or type does not fit.
     """
-    shape = tables.shape
     check_rows(tables, layer, rows, ids, n_rows)
-    grid = min(shape.capacity, len(rows) - first)
-    if not 0 <= first < len(rows):
-        raise ValueError(f"first is {first}; {len(rows)} rows are there.")
-    dispatch_kernel[(grid,)](
+    dispatch_kernel[(len(rows),)](
         rows, ids, n_rows, tables.peers, tables.routes, tables.suspect, tables.owed, tables.sequence,
-        tables.control, tables.place, tables.asked, tables.listed, tables.counted, tables.routed, layer, first,
+        tables.control, tables.place, tables.asked, tables.listed, tables.counted, tables.routed, layer,
         **tables.constants(dispatch_kernel.arg_names), num_warps=tables.send_warps, enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -106,8 +101,8 @@ def check_rows(
         if tensor.dtype != dtype or tuple(tensor.shape) != needed or not tensor.is_contiguous():
             found = f"{tensor.dtype} {tuple(tensor.shape)}"
             raise ValueError(f"{name}: found {found}, needed {dtype} {needed}, contiguous.")
-    if not 1 <= len(rows) <= tables.tokens:
-        raise ValueError(f"{len(rows)} rows; this client was made for 1 to {tables.tokens}.")
+    if not 1 <= len(rows) <= shape.capacity:
+        raise ValueError(f"{len(rows)} rows; a call has 1 to {shape.capacity}.")
 
 
 @triton.jit
@@ -172,12 +167,12 @@ def count_routed(routed, layer, expert, here, step, LAYERS: tl.constexpr, EXPERT
     tl.atomic_add(spot + LAYERS * EXPERTS, 1, mask=here & (met != step), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["layer", "first"])
+@triton.jit(do_not_specialize=["layer"])
 def dispatch_kernel(
     rows, ids, n_rows, peers, routes, suspect, owed, sequence, control, place, asked, listed, counted, routed,
-    layer, first,
+    layer,
     LAYERS: tl.constexpr, EXPERTS: tl.constexpr, REPLICAS: tl.constexpr, SERVERS: tl.constexpr,
-    HIDDEN: tl.constexpr, K: tl.constexpr, CAPACITY: tl.constexpr, SLOTS: tl.constexpr, ROWS_OUT: tl.constexpr,
+    HIDDEN: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, ROWS_OUT: tl.constexpr,
     MODEL_HASH: tl.constexpr, ROW_SEAL: tl.constexpr, ROW_STRIDE: tl.constexpr, ROWS_OFFSET: tl.constexpr,
     REQUEST_STRIDE: tl.constexpr, REPLY_STRIDE: tl.constexpr,
     WIDTH: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr, SEND_THREADS: tl.constexpr, LAYOUT: tl.constexpr,
@@ -185,11 +180,11 @@ def dispatch_kernel(
     """One token: choose its servers and write its row and list; the last one signals."""
     token = tl.program_id(0)
     copy = tl.load(control + CLIENT.COPY)
-    count = tl.minimum(tl.maximum(tl.load(n_rows) - first, 0), CAPACITY)
+    count = tl.load(n_rows)
     server = tl.arange(0, WIDTH)
     k = tl.arange(0, WIDE)
     here = k < tl.where(token < count, K, 0)
-    expert = tl.load(ids + (first + token) * K + k, mask=here, other=-1)
+    expert = tl.load(ids + token * K + k, mask=here, other=-1)
     none = tl.zeros([WIDTH], tl.int32)
     grade, slot = grade_servers(peers, suspect, owed, copy, none, none, SERVERS, WIDTH, SLOTS)
     slot_at = slots_at(peers, copy, slot, SERVERS, WIDTH, REQUEST_STRIDE)
@@ -202,7 +197,7 @@ def dispatch_kernel(
         incarnation = tl.load(peer + PEER.INCARNATION, mask=server < SERVERS, other=0)
         number = tl.load(sequence + server, mask=server < SERVERS, other=0) + 1
         send_row(
-            rows, first + token, token, slot_at, chosen, number, incarnation,
+            rows, token, slot_at, chosen, number, incarnation,
             HIDDEN, K, ROWS_OUT, ROW_SEAL, ROW_STRIDE, ROWS_OFFSET, WIDTH, WIDE, TILE,
         )  # fmt: skip
         fold, pairs = list_row(slot_at, grade > 0, chosen, expert, token, count, K, WIDTH, WIDE)

@@ -6,7 +6,8 @@ from this place; exactly these registers are stored. One bad row makes its whole
 for were not sent, and are left as they are.
 
 Cost: reads and writes each row once. 128 rows of 7,168 e4m3 columns: 1.9 MB, under 1 us of an H200's copy rate; three
-dependent loads (the request, whether the row was sent, the row): about 3 us.
+dependent loads (a pair, its request, the row): about 3 us. Programs share out the pairs, in stretches of neighbors: a
+request's pairs stand in the order of its rows, and each row is brought in at its first pair.
 """
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 
@@ -18,8 +19,11 @@ import triton.language as tl
 
 from experts.gpu.layout import SCALE_GROUP, RowsOut, row_warps
 from experts.gpu.tables import ServerTables
+from experts.gpu.tiles import programs
 from experts.gpu.words import JOB, OUT, SERVER, SLOT, STATUS, WIRE
 from p2p.device import folded, row_stamp
+
+PROGRAMS = 4  # of each processor, so that loads of one are under way while another waits
 
 
 def gather(tables: ServerTables, rows: torch.Tensor, scales: torch.Tensor | None) -> None:
@@ -45,8 +49,9 @@ def gather(tables: ServerTables, rows: torch.Tensor, scales: torch.Tensor | None
     if found != wanted:
         raise ValueError(f"scales: found {found}, needed {wanted}.")
     warps = row_warps(shape.row_words)
-    gather_kernel[(shape.capacity, tables.clients)](
-        tables.control, tables.jobs, tables.wanted, rows.view(torch.uint8), rows if scales is None else scales,
+    gather_kernel[(programs(rows.device, PROGRAMS),)](
+        tables.control, tables.jobs, tables.origin, tables.n_pairs, rows.view(torch.uint8),
+        rows if scales is None else scales,
         **tables.constants(gather_kernel.arg_names), THREADS=32 * warps, num_warps=warps,
         enable_fp_fusion=False,
     )  # fmt: skip
@@ -60,45 +65,49 @@ def sound(total):
 
 @triton.jit
 def gather_kernel(
-    control, jobs, wanted, rows, scales,
+    control, jobs, origin, n_pairs, rows, scales,
     HIDDEN: tl.constexpr, K: tl.constexpr, CAPACITY: tl.constexpr, ROWS_OUT: tl.constexpr, ROW_SEAL: tl.constexpr,
     ROW_STRIDE: tl.constexpr, ROWS_OFFSET: tl.constexpr, ROW_TILE: tl.constexpr,
     THREADS: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
-    """One row of one client: copy it out of the window and check its seal."""
-    token = tl.program_id(0)
-    client = tl.program_id(1)
-    job = jobs + client * JOB.WORDS
-    sent = tl.load(wanted + client * CAPACITY + token) == tl.load(control + SERVER.PASS) + 1
-    there = (tl.load(job + JOB.STATE) != 0) & (token < tl.load(job + JOB.ROWS)) & sent
-    if there & (tl.load(job + JOB.STATUS) == STATUS.OK):
-        at = tl.load(job + JOB.REQUEST) + SLOT.PAYLOAD + ROWS_OFFSET + token.to(tl.int64) * ROW_STRIDE
-        index = tl.arange(0, ROW_TILE)
-        row = tl.multiple_of(at.to(tl.pointer_type(tl.uint32)), 64)
-        row_words: tl.constexpr = (
-            HIDDEN // 2 if ROWS_OUT == OUT.BF16 else HIDDEN // 4 + HIDDEN // WIRE.SCALE_GROUP
-        )
-        # Volatile: loaded once, and what is stored is what is summed.
-        words = tl.load(row + index, mask=index < row_words, other=0, volatile=True)
-        lane = tl.arange(0, THREADS)
-        seal = tl.load(
-            (at + ROW_SEAL + lane * 0).to(tl.pointer_type(tl.uint64)), mask=lane == 0, other=0, volatile=True
-        )
-        total = tl.sum(folded(words, index, token), axis=0) - tl.sum(seal, axis=0)
-        total += row_stamp(tl.load(job + JOB.SEQUENCE), tl.load(control + SERVER.INCARNATION), token)
-        # For `reply` to look at: here some threads of a program might see it, and others not yet.
-        tl.store(job + JOB.BAD, 1, mask=sound(total) == 0)
-        place = (client * CAPACITY + token).to(tl.int64)
-        if ROWS_OUT == OUT.BF16:
-            to = (rows + place * HIDDEN * 2).to(tl.pointer_type(tl.uint32))
-            tl.store(to + index, words, mask=index < row_words)
-        else:
-            to = (rows + place * HIDDEN).to(tl.pointer_type(tl.uint32))
-            tl.store(to + index, words, mask=index < HIDDEN // 4)
-            group = index - HIDDEN // 4
-            value = words.to(tl.float32, bitcast=True)
-            tl.store(
-                scales + place * (HIDDEN // WIRE.SCALE_GROUP) + group,
-                value,
-                mask=(group >= 0) & (index < row_words),
+    """The rows of a stretch of pairs: copy each out of its window and check its seal."""
+    pairs = tl.load(n_pairs)
+    stretch = (pairs + tl.num_programs(0) - 1) // tl.num_programs(0)
+    begin = tl.program_id(0) * stretch
+    for pair in tl.range(begin, tl.minimum(begin + stretch, pairs)):
+        place = (tl.load(origin + pair) // K).to(tl.int64)
+        client = place // CAPACITY
+        token = (place % CAPACITY).to(tl.int32)
+        job = jobs + client * JOB.WORDS
+        first = place != tl.load(origin + pair - 1, mask=pair > 0, other=-K) // K
+        if first & (tl.load(job + JOB.STATUS) == STATUS.OK):
+            at = tl.load(job + JOB.REQUEST) + SLOT.PAYLOAD + ROWS_OFFSET + place % CAPACITY * ROW_STRIDE
+            index = tl.arange(0, ROW_TILE)
+            row = tl.multiple_of(at.to(tl.pointer_type(tl.uint32)), 64)
+            row_words: tl.constexpr = (
+                HIDDEN // 2 if ROWS_OUT == OUT.BF16 else HIDDEN // 4 + HIDDEN // WIRE.SCALE_GROUP
             )
+            # Volatile: loaded once, and what is stored is what is summed.
+            words = tl.load(row + index, mask=index < row_words, other=0, volatile=True)
+            lane = tl.arange(0, THREADS)
+            seal = tl.load(
+                (at + ROW_SEAL + lane * 0).to(tl.pointer_type(tl.uint64)),
+                mask=lane == 0, other=0, volatile=True,
+            )  # fmt: skip
+            total = tl.sum(folded(words, index, token), axis=0) - tl.sum(seal, axis=0)
+            total += row_stamp(tl.load(job + JOB.SEQUENCE), tl.load(control + SERVER.INCARNATION), token)
+            # For `reply` to look at: here some threads of a program might see it, and others not yet.
+            tl.store(job + JOB.BAD, 1, mask=sound(total) == 0)
+            if ROWS_OUT == OUT.BF16:
+                to = (rows + place * HIDDEN * 2).to(tl.pointer_type(tl.uint32))
+                tl.store(to + index, words, mask=index < row_words)
+            else:
+                to = (rows + place * HIDDEN).to(tl.pointer_type(tl.uint32))
+                tl.store(to + index, words, mask=index < HIDDEN // 4)
+                group = index - HIDDEN // 4
+                value = words.to(tl.float32, bitcast=True)
+                tl.store(
+                    scales + place * (HIDDEN // WIRE.SCALE_GROUP) + group,
+                    value,
+                    mask=(group >= 0) & (index < row_words),
+                )

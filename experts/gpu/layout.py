@@ -212,7 +212,7 @@ class ExchangeShape:
         experts: Per layer.
         hidden: Columns; a multiple of 128.
         top_k: Pairs of a token.
-        capacity: Tokens of one frame; a longer call goes in several.
+        capacity: Most rows of a step, all of which one frame holds.
         slots: Per client and server. One is in use; a second takes what is sent again.
         rows_out, rows_back: Their forms.
         model_hash: As in experts/wire.py, taken as a signed word.
@@ -225,7 +225,7 @@ class ExchangeShape:
     experts: int
     hidden: int
     top_k: int
-    capacity: int = 128
+    capacity: int
     slots: int = 2
     rows_out: RowsOut = RowsOut.BF16
     rows_back: RowsBack = RowsBack.BF16

@@ -102,14 +102,13 @@ def covered_blocks(rows, K: tl.constexpr):
 
 @triton.jit
 def send_row(
-    rows, source, token, slot_at, chosen, sequence, incarnation,
+    rows, token, slot_at, chosen, sequence, incarnation,
     HIDDEN: tl.constexpr, K: tl.constexpr, ROWS_OUT: tl.constexpr, ROW_SEAL: tl.constexpr, ROW_STRIDE: tl.constexpr,
     ROWS_OFFSET: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Pack row `source` of `rows` (bf16) and put it to every server that is asked for it, once, under its seal.
+    """Pack row `token` of `rows` (bf16) and put it to every server that is asked for it, once, under its seal.
 
     Args:
-        token: Its number in this frame.
         slot_at: int64 [WIDTH], address of each server's slot.
         chosen: int32 [WIDE], server of each pair, or -1.
         sequence, incarnation: int64 [WIDTH], of each server's frame.
@@ -126,7 +125,7 @@ def send_row(
     if ROWS_OUT == OUT.BF16:
         index = tl.arange(0, TILE // 2)
         words = tl.load(
-            rows.to(tl.pointer_type(tl.uint32)) + source.to(tl.int64) * (HIDDEN // 2) + index,
+            rows.to(tl.pointer_type(tl.uint32)) + token.to(tl.int64) * (HIDDEN // 2) + index,
             mask=index < HIDDEN // 2,
             other=0,
         )
@@ -141,7 +140,7 @@ def send_row(
         group = tl.arange(0, TILE // WIRE.SCALE_GROUP)
         column = group[:, None] * WIRE.SCALE_GROUP + tl.arange(0, WIRE.SCALE_GROUP)[None, :]
         inside = column < HIDDEN
-        x = tl.load(rows + source.to(tl.int64) * HIDDEN + column, mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(rows + token.to(tl.int64) * HIDDEN + column, mask=inside, other=0.0).to(tl.float32)
         codes, scale = quantized(x)
         scales = scale.to(tl.uint32, bitcast=True)
         fold = tl.sum(tl.sum(tl.where(inside, folded_bytes(codes, column, token), 0), axis=1), axis=0)

@@ -61,8 +61,8 @@ def poll_reference(signals: Mapping[int, int], done: Mapping[int, int]) -> int |
 def poll(tables: ServerTables, idle_ns: int) -> None:
     """Look for requests for at most `idle_ns`, and list what is to be computed."""
     poll_kernel[(tables.clients,)](
-        tables.control, tables.peers, tables.held, tables.done, tables.rejected, tables.jobs, tables.wanted,
-        tables.slots, tables.row_of, tables.origin, tables.n_pairs, tables.counts, tables.asked_in, idle_ns,
+        tables.control, tables.peers, tables.held, tables.done, tables.rejected, tables.jobs, tables.slots,
+        tables.row_of, tables.origin, tables.n_pairs, tables.counts, tables.asked_in, idle_ns,
         **tables.constants(poll_kernel.arg_names), num_warps=POLL_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -159,7 +159,7 @@ def checksum_holds(words, lane, listed, blocks):
 
 @triton.jit(do_not_specialize=["idle_ns"])
 def poll_kernel(
-    control, peers, held, done, rejected, jobs, wanted, slots, row_of, origin, n_pairs, counts, asked_in, idle_ns,
+    control, peers, held, done, rejected, jobs, slots, row_of, origin, n_pairs, counts, asked_in, idle_ns,
     LAYERS: tl.constexpr, EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, K: tl.constexpr, CAPACITY: tl.constexpr,
     SLOTS: tl.constexpr, ROWS_OUT: tl.constexpr, MODEL_HASH: tl.constexpr, ROW_STRIDE: tl.constexpr,
     ROWS_OFFSET: tl.constexpr, REQUEST_STRIDE: tl.constexpr, REPLY_STRIDE: tl.constexpr, SLOTS_WIDE: tl.constexpr,
@@ -221,17 +221,16 @@ def poll_kernel(
             expert = word.to(tl.int64) - WIRE.LISTED
             known = asks & (expert >= 0) & (expert < EXPERTS)
             place = tl.load(held + layer * EXPERTS + expert, mask=known, other=-1)
-            rank = taken + tl.cumsum(asks.to(tl.int32), axis=0) - 1
-            mine = asks & (rank < claimed)
-            tl.store(slots + base + rank, place, mask=mine)
-            tl.store(row_of + base + rank, client * CAPACITY + entry // K, mask=mine)
-            tl.store(origin + base + rank, client * (CAPACITY * K) + entry, mask=mine)
-            tl.store(wanted + client * CAPACITY + entry // K, number + index * 0, mask=mine)
             # Whoever asks for it first in this pass, of all clients, counts it.
             last = tl.atomic_xchg(
                 asked_in + layer * EXPERTS + expert, number + index * 0, mask=known, sem="relaxed"
             )
             activated += tl.sum((known & (last != number)).to(tl.int64), axis=0)
+            rank = taken + tl.cumsum(asks.to(tl.int32), axis=0) - 1
+            mine = asks & (rank < claimed)
+            tl.store(slots + base + rank, place, mask=mine)
+            tl.store(row_of + base + rank, client * CAPACITY + entry // K, mask=mine)
+            tl.store(origin + base + rank, client * (CAPACITY * K) + entry, mask=mine)
             taken += tl.sum(asks.to(tl.int32), axis=0)
             wrong += tl.sum((asks & (known == 0)).to(tl.int32), axis=0)
             unheld += tl.sum((known & (place < 0)).to(tl.int32), axis=0)

@@ -5,8 +5,8 @@ Definition: every pair whose last round failed is chosen a server anew, among th
 have a slot that this call has not used; it keeps its old place where there is none, and is lost unless a later
 round finds one. Rows, lists, seals and headers are made by the functions that `dispatch` uses.
 
-Cost: nothing where nothing fails. Else one program's copy rate, some 20 GB/s: 50 us for 128 rows of 7 KB, beside
-waits of milliseconds.
+Cost: nothing where nothing fails. Else one program's copy rate, some 20 GB/s: 50 us for 128 rows of 7 KB and 200 us
+for 512, beside waits of milliseconds.
 """
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 
@@ -22,7 +22,7 @@ from experts.gpu.words import ASKED, CLIENT, PEER, VERDICT
 
 @triton.jit
 def stranded(
-    ids, peers, routes, suspect, owed, place, layer, first, count, copy, attempt, missing, barred, used,
+    ids, peers, routes, suspect, owed, place, layer, count, copy, attempt, missing, barred, used,
     LAYERS: tl.constexpr, EXPERTS: tl.constexpr, REPLICAS: tl.constexpr, SERVERS: tl.constexpr, K: tl.constexpr,
     SLOTS: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -42,7 +42,7 @@ def stranded(
         here = k < K
         was = tl.load(place + token * K + k, mask=here, other=-1) - attempt * SERVERS
         silent = tl.max(((was[:, None] == server[None, :]) & missing[None, :]).to(tl.int32), axis=1) > 0
-        expert = tl.load(ids + (first + token) * K + k, mask=here, other=-1)
+        expert = tl.load(ids + token * K + k, mask=here, other=-1)
         chosen = choose_servers(
             routes, layer, expert, silent, grade, copy, LAYERS, EXPERTS, REPLICAS, WIDTH, WIDE
         )
@@ -52,7 +52,7 @@ def stranded(
 
 @triton.jit
 def send_again(
-    rows, ids, peers, routes, suspect, owed, sequence, control, place, asked, layer, first, count, copy, attempt, now,
+    rows, ids, peers, routes, suspect, owed, sequence, control, place, asked, layer, count, copy, attempt, now,
     barred, used,
     LAYERS: tl.constexpr, EXPERTS: tl.constexpr, REPLICAS: tl.constexpr, SERVERS: tl.constexpr,
     HIDDEN: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, ROWS_OUT: tl.constexpr, MODEL_HASH: tl.constexpr,
@@ -62,7 +62,7 @@ def send_again(
     """Send what failed as round `attempt`; the number of pairs sent (int64).
 
     Args:
-        count: Tokens of the frame; `first` is the call's token that is its token 0.
+        count: Tokens of the call.
         barred, used: As for `pack.grade_servers`.
     """
     server = tl.arange(0, WIDTH)
@@ -80,14 +80,14 @@ def send_again(
         here = k < K
         was = tl.load(place + token * K + k, mask=here, other=-1)
         verdict = tl.load(asked + was * ASKED.WORDS + ASKED.VERDICT, mask=was >= 0, other=VERDICT.ARRIVED)
-        expert = tl.load(ids + (first + token) * K + k, mask=here, other=-1)
+        expert = tl.load(ids + token * K + k, mask=here, other=-1)
         chosen = choose_servers(
             routes, layer, expert, here & (verdict != VERDICT.ARRIVED), grade, copy,
             LAYERS, EXPERTS, REPLICAS, WIDTH, WIDE,
         )  # fmt: skip
         tl.store(place + token * K + k, attempt * SERVERS + chosen, mask=chosen >= 0)
         send_row(
-            rows, first + token, token, slot_at, chosen, number, incarnation,
+            rows, token, slot_at, chosen, number, incarnation,
             HIDDEN, K, ROWS_OUT, ROW_SEAL, ROW_STRIDE, ROWS_OFFSET, WIDTH, WIDE, TILE,
         )  # fmt: skip
         fold, pairs = list_row(slot_at, grade > 0, chosen, expert, token, count, K, WIDTH, WIDE)

@@ -56,7 +56,6 @@ class ClientTables:
         shape: Agreed with the servers.
         servers: Places for servers.
         replicas: Of an expert, at most.
-        tokens: Of a call, at most.
         rounds: How often missing pairs are sent again.
         incarnation: The client's own, u64.
         device: Where the tables live.
@@ -68,7 +67,6 @@ class ClientTables:
         *,
         servers: int,
         replicas: int,
-        tokens: int,
         rounds: int,
         incarnation: int,
         device: torch.device | str,
@@ -77,11 +75,8 @@ class ClientTables:
         for name, found, least, most in limits:
             if not least <= found <= most:
                 raise ValueError(f"{name} is {found}; {least} to {most} is possible.")
-        if tokens < 1:
-            raise ValueError(f"tokens is {tokens}; at least 1 is needed.")
         self.shape, self.servers, self.replicas = shape, servers, replicas
-        self.tokens, self.rounds = tokens, rounds
-        self.device = torch.device(device)
+        self.rounds, self.device = rounds, torch.device(device)
 
         def words(*size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.zeros(size, dtype=dtype, device=self.device)
@@ -98,7 +93,7 @@ class ClientTables:
         # Rows asked of each expert, steps that asked any, and the step that did so last.
         self.routed = words(3, shape.layers, shape.experts)
         self.seen = words(servers, SeenWord.WORDS)
-        self.report = host_words(ReportWord.WORDS + servers + tokens, self.device)
+        self.report = host_words(ReportWord.WORDS + servers + shape.capacity, self.device)
         self._on_gpu = self.device.type == "cuda"
         self._copying = torch.cuda.Stream(self.device) if self._on_gpu else None
         self._turned = torch.cuda.Event() if self._on_gpu else None
@@ -219,7 +214,6 @@ class ServerTables:
         self.held = words(shape.layers, shape.experts, dtype=torch.int32).fill_(-1)
         self.done, self.rejected = words(clients, shape.slots), words(clients, shape.slots)
         self.jobs = words(clients, JobWord.WORDS)
-        self.wanted = words(clients, shape.capacity)
         pairs = clients * shape.pairs
         self.slots = words(pairs, dtype=torch.int32).fill_(-1)
         self.row_of, self.origin = words(pairs, dtype=torch.int32), words(pairs, dtype=torch.int32)

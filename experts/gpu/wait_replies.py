@@ -53,7 +53,6 @@ def wait_replies(
     rows: torch.Tensor,
     ids: torch.Tensor,
     n_rows: torch.Tensor,
-    first: int = 0,
 ) -> None:
     """Wait for the replies to what `dispatch` sent with the same arguments."""
     wait_kernel[(1,)](
@@ -62,7 +61,7 @@ def wait_replies(
     )  # fmt: skip
     wait_replies_kernel[(1,)](
         rows, ids, n_rows, tables.peers, tables.routes, tables.suspect, tables.owed, tables.sequence,
-        tables.control, tables.place, tables.asked, tables.seen, tables.report.data_ptr(), layer, first,
+        tables.control, tables.place, tables.asked, tables.seen, tables.report.data_ptr(), layer,
         **tables.constants(wait_replies_kernel.arg_names), num_warps=tables.wait_warps, enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -167,11 +166,11 @@ def wait_kernel(control, asked, SERVERS: tl.constexpr, WIDTH: tl.constexpr, LAYO
     await_signals(reply_at, number, asks, tl.load(control + CLIENT.PATIENCE_NS), control, _ONE_WARP)
 
 
-@triton.jit(do_not_specialize=["layer", "first"])
+@triton.jit(do_not_specialize=["layer"])
 def wait_replies_kernel(
-    rows, ids, n_rows, peers, routes, suspect, owed, sequence, control, place, asked, seen, report, layer, first,
+    rows, ids, n_rows, peers, routes, suspect, owed, sequence, control, place, asked, seen, report, layer,
     LAYERS: tl.constexpr, EXPERTS: tl.constexpr, REPLICAS: tl.constexpr, SERVERS: tl.constexpr, ROUNDS: tl.constexpr,
-    HIDDEN: tl.constexpr, K: tl.constexpr, CAPACITY: tl.constexpr, SLOTS: tl.constexpr, ROWS_OUT: tl.constexpr,
+    HIDDEN: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, ROWS_OUT: tl.constexpr,
     ROWS_BACK: tl.constexpr, MODEL_HASH: tl.constexpr, ROW_SEAL: tl.constexpr, ROW_STRIDE: tl.constexpr,
     ROWS_OFFSET: tl.constexpr, ANSWER_STRIDE: tl.constexpr, REQUEST_STRIDE: tl.constexpr, REPLY_STRIDE: tl.constexpr,
     WIDTH: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr, WAIT_THREADS: tl.constexpr, LAYOUT: tl.constexpr,
@@ -179,7 +178,7 @@ def wait_replies_kernel(
     """Judge the headers of a call's replies, and send again what is missing."""
     copy = tl.load(control + CLIENT.COPY)
     own = tl.load(control + CLIENT.INCARNATION)
-    count = tl.minimum(tl.maximum(tl.load(n_rows) - first, 0), CAPACITY)
+    count = tl.load(n_rows)
     server = tl.arange(0, WIDTH)
     there = server < SERVERS
     told = report.to(tl.pointer_type(tl.int64))
@@ -202,7 +201,7 @@ def wait_replies_kernel(
         alone = tl.max(missing.to(tl.int32), axis=0)
         if (alone > 0) & (attempt < ROUNDS):
             alone = stranded(
-                ids, peers, routes, suspect, owed, place, layer, first, count, copy, attempt, missing, barred, used,
+                ids, peers, routes, suspect, owed, place, layer, count, copy, attempt, missing, barred, used,
                 LAYERS, EXPERTS, REPLICAS, SERVERS, K, SLOTS, WIDTH, WIDE,
             )  # fmt: skip
         if alone > 0:
@@ -241,7 +240,7 @@ def wait_replies_kernel(
             if attempt <= ROUNDS:
                 now = clock_ns(control + CLIENT.CLOCK, WAIT_THREADS)
                 sent = send_again(
-                    rows, ids, peers, routes, suspect, owed, sequence, control, place, asked, layer, first, count,
+                    rows, ids, peers, routes, suspect, owed, sequence, control, place, asked, layer, count,
                     copy, attempt, now, barred, used,
                     LAYERS, EXPERTS, REPLICAS, SERVERS, HIDDEN, K, SLOTS, ROWS_OUT, MODEL_HASH, ROW_SEAL, ROW_STRIDE,
                     ROWS_OFFSET, REQUEST_STRIDE, REPLY_STRIDE, WIDTH, WIDE, TILE,

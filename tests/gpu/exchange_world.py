@@ -26,7 +26,7 @@ SERVER = 0x5E47E25E47E20000
 def shape_of(**changes: object) -> ExchangeShape:
     """A model of a few numbers."""
     values = {
-        "layers": 2, "experts": 6, "hidden": 128, "top_k": 2, "capacity": 5, "model_hash": 77,
+        "layers": 2, "experts": 6, "hidden": 128, "top_k": 2, "capacity": 8, "model_hash": 77,
     } | changes  # fmt: skip
     return ExchangeShape(**values)  # type: ignore[arg-type]
 
@@ -163,14 +163,13 @@ class World:
     shape: ExchangeShape = field(default_factory=shape_of)
     servers: int = 2
     replicas: int = 2
-    tokens: int = 12
     rounds: int = 2
     patience_s: float = 0.001
 
     def __post_init__(self) -> None:
         self.client = GpuClient(
-            self.shape, servers=self.servers, replicas=self.replicas, tokens=self.tokens, incarnation=CLIENT,
-            device=DEVICE, rounds=self.rounds, patience_s=self.patience_s,
+            self.shape, servers=self.servers, replicas=self.replicas, incarnation=CLIENT, device=DEVICE,
+            rounds=self.rounds, patience_s=self.patience_s,
         )  # fmt: skip
         self.ends: list[GpuServer] = []
         self.requests, self.replies = [], []
@@ -195,14 +194,13 @@ class World:
         self.client.write_tables(self.routes())
 
     def call(self, call: Call) -> None:
-        """Run a call with its servers in turn, one frame after another."""
+        """Run a call with its servers in turn."""
         tables = self.client.tables
-        for first in range(0, len(call.rows), self.shape.capacity):
-            dispatch(tables, call.layer, call.rows, call.ids, call.n_rows, first)
-            for end in self.ends:
-                end.enqueue_pass()
-            wait_replies(tables, call.layer, call.rows, call.ids, call.n_rows, first)
-            combine(tables, call.layer, call.rows, call.ids, call.weights, call.n_rows, call.out, first)
+        dispatch(tables, call.layer, call.rows, call.ids, call.n_rows)
+        for end in self.ends:
+            end.enqueue_pass()
+        wait_replies(tables, call.layer, call.rows, call.ids, call.n_rows)
+        combine(tables, call.layer, call.rows, call.ids, call.weights, call.n_rows, call.out)
         settle()
 
     def link(self, place: int, *, live: bool = True) -> None:

@@ -17,6 +17,7 @@ SHAPE = ExchangeShape(
     experts=256,
     hidden=7168,
     top_k=8,
+    capacity=512,
     rows_out=RowsOut.E4M3,
     rows_back=RowsBack.BF16,
     model_hash=1 << 62,
@@ -31,12 +32,12 @@ SEND_WARPS, BACK_WARPS = row_warps(SHAPE.hidden // 2), row_warps(SHAPE.answer_wo
 GATHER_WARPS = row_warps(SHAPE.row_words)
 # Kernel: its pointers and integers, its warps, and the most registers a thread may have.
 KERNELS = {
-    "dispatch": (CALL | COUNTS | {"layer": "i32", "first": "i32"}, SEND_WARPS, 80),
-    "wait_replies": (CALL | {"seen": WORDS, "report": "i64", "layer": "i32", "first": "i32"}, min(8, SEND_WARPS), 255),
+    "dispatch": (CALL | COUNTS | {"layer": "i32"}, SEND_WARPS, 80),
+    "wait_replies": (CALL | {"seen": WORDS, "report": "i64", "layer": "i32"}, min(8, SEND_WARPS), 255),
     "combine": (
         {
             "weights": "*fp32", "n_rows": "*i32", "control": WORDS, "place": "*i32", "asked": WORDS, "report": "i64",
-            "blank": "i64", "out": "*fp32", "first": "i32",
+            "blank": "i64", "out": "*fp32",
         },
         BACK_WARPS,
         128,
@@ -44,14 +45,16 @@ KERNELS = {
     "poll": (
         {
             "control": WORDS, "peers": WORDS, "held": "*i32", "done": WORDS, "rejected": WORDS, "jobs": WORDS,
-            "wanted": WORDS, "slots": "*i32", "row_of": "*i32", "origin": "*i32", "n_pairs": "*i32",
+            "slots": "*i32", "row_of": "*i32", "origin": "*i32", "n_pairs": "*i32",
             "counts": WORDS, "asked_in": WORDS, "idle_ns": "i32",
         },
         4,
         200,
     ),
     "gather": (
-        {"control": WORDS, "jobs": WORDS, "wanted": WORDS, "rows": "*u8", "scales": "*fp32"},
+        {
+            "control": WORDS, "jobs": WORDS, "origin": "*i32", "n_pairs": "*i32", "rows": "*u8", "scales": "*fp32",
+        },
         GATHER_WARPS,
         64,
     ),

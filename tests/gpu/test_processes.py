@@ -195,7 +195,7 @@ def processes(
     """As many servers as troubles; every expert is first at server 0, where it is, then at the following."""
     servers = [ServerProcess.start(place, SHAPE, trouble) for place, trouble in enumerate(troubles)]
     client = GpuClient(
-        SHAPE, servers=len(servers), replicas=len(servers), tokens=3, incarnation=CLIENT, device="cpu",
+        SHAPE, servers=len(servers), replicas=len(servers), incarnation=CLIENT, device="cpu",
         patience_s=patience_s, alone_s=alone_s,
     )  # fmt: skip
     for server in servers:

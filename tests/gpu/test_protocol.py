@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from experts.gpu import dispatch as dispatching
+from experts.gpu.backend import GpuBackend
 from experts.gpu.client import Link
 from experts.gpu.combine import combine
 from experts.gpu.dispatch import dispatch, dispatch_reference
@@ -20,6 +21,8 @@ from experts.gpu.poll import poll, poll_reference
 from experts.gpu.reply import reply, reply_reference
 from experts.gpu.server import Batch, GpuServer, lease_on_device
 from experts.gpu.wait_replies import wait_replies, wait_replies_reference
+from experts.model import Dtype, ExpertShape
+from experts.wire import WireShape
 from p2p.device import CLOCK_STEP_NS
 from tests.gpu.device import DEVICE, fresh_seed, same_bits
 from tests.gpu.exchange_world import (
@@ -39,7 +42,7 @@ from tests.gpu.frames import Reply, Request, seal
 FORMS = [
     pytest.param({}, marks=pytest.mark.smoke),
     {"rows_out": RowsOut.E4M3, "rows_back": RowsBack.FLOAT32, "top_k": 3},
-    {"rows_out": RowsOut.E4M3, "hidden": 384, "capacity": 4},
+    {"rows_out": RowsOut.E4M3, "hidden": 384},
 ]
 
 
@@ -431,6 +434,15 @@ def test_a_shape_that_cannot_be_says_what_can(change: dict[str, int], text: str)
         shape_of(**change)
 
 
+def test_steps_of_more_rows_than_a_frame_holds_are_refused_before_there_is_a_client() -> None:
+    backend = GpuBackend(torch.device(DEVICE))
+    model = ExpertShape(architecture="", layer_ids=(0,), experts=4, hidden=128, intermediate=64, top_k=2)
+    wire = WireShape(shape=model, dtype=Dtype.BFLOAT16, model_hash=7)
+    assert backend.window(wire, 512, 2).payload_bytes >= 512 * 2 * 256
+    with pytest.raises(ValueError, match=r"steps of up to 513 rows.*at most 512.*--step-tokens 512 or less"):
+        backend.window(wire, 513, 2)
+
+
 def test_wrong_arguments_are_refused_in_words() -> None:
     world = World(servers=1, replicas=1)
     client, end = world.client, world.ends[0]
@@ -438,6 +450,8 @@ def test_wrong_arguments_are_refused_in_words() -> None:
     layer, rows, ids, weights, n_rows, out = call.arguments()
     with pytest.raises(ValueError, match="layer is 2; this model has MoE layers 0 to 1"):
         client.enqueue(2, rows, ids, weights, n_rows, out)
+    with pytest.raises(ValueError, match="9 rows; a call has 1 to 8"):
+        client.enqueue(layer, *Call.random(world.shape, 1, tokens=9).arguments()[1:])
     with pytest.raises(ValueError, match=r"rows: found torch.float32 \(4, 128\), needed torch.bfloat16"):
         client.enqueue(layer, rows.float(), ids, weights, n_rows, out)
     with pytest.raises(ValueError, match=r"weights: found torch\.float64"):
