@@ -2,13 +2,11 @@
 
 One process, a stream for each end, the windows in plain device memory: first the bits of a call against the experts in
 this process, then what a call of 128 tokens takes beyond its experts, how often the host launches anything for the
-server, and a server that stops in mid-step. Then two servers in processes of their own over shared memory: on one card
-without MPS their kernels take turns, so that only right bits and a kill are looked at there, with waits of seconds.
+server, and a server that stops in mid-step. `sharing` has the servers in processes of their own.
 """
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
@@ -33,7 +31,7 @@ CALLS = 32  # of one replay
 REPLAYS = 20
 PATIENCE_S = 0.01
 FIRST_LAUNCH_S = 10.0
-# What the processes compute with: both make the same weights of one seed.
+# What the processes of `sharing` compute with: all make the same weights of one seed.
 TWO = ExchangeShape(layers=1, experts=16, hidden=2048, top_k=8, capacity=32)
 TWO_INTERMEDIATE = 768
 
@@ -134,13 +132,12 @@ class Call:
 
 
 def run(report: Report) -> None:
-    """Report the bits, the time, the host's launches, a stopped server, and servers in other processes."""
+    """Report the bits, the time, the host's launches, and a stopped server."""
     compile_all()
     right_bits(report)
     for plan in TIME.values():
         overhead(report, plan)
     stopped_server(report)
-    processes(report)
 
 
 def compile_all() -> None:
@@ -384,66 +381,6 @@ def stopped_server(report: Report) -> None:
         }
     )
     stop(world)
-
-
-def processes(report: Report) -> None:
-    """Two servers in processes of their own on this card; the first is killed."""
-    from p2p.cuda_device import Device, DeviceMemory
-    from p2p.cuda_driver import CudaDriver
-
-    shape, device = TWO, Device(CudaDriver.load(), 0)
-    client = GpuClient(shape, servers=2, replicas=2, incarnation=CLIENT, device="cuda", patience_s=4.0)
-    call = Call(shape, 32)
-    wanted = local_result(shape, random_experts(shape, TWO_INTERMEDIATE, 3), call, 0)
-    memories, children = [], []
-    for place in range(2):
-        there = DeviceMemory.create(device, shape.request_window.nbytes)
-        back = DeviceMemory.create(device, shape.reply_window.nbytes)
-        fds = [there.export_fd(), back.export_fd()]
-        command = [sys.executable, "-m", "benchmarks.gpu.exchange_server", str(place), *map(str, fds)]
-        sizes = [str(there.nbytes), str(back.nbytes)]
-        children.append(
-            subprocess.Popen(
-                [*command, *sizes], stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=fds, text=True
-            )
-        )
-        for fd in fds:
-            os.close(fd)
-        client.link(place, Link(request=there.address, reply=back.address, incarnation=SERVER + place))
-        memories += [there, back]
-    try:
-        ready = all(child.stdout and child.stdout.readline() == "serving\n" for child in children)
-        client.write_tables(
-            torch.arange(2, dtype=torch.int32).expand(shape.layers, shape.experts, -1).contiguous()
-        )
-        times, same = [], ready
-        for turn in range(6):
-            if turn == 3:
-                children[0].kill()
-                children[0].wait()
-            call.out.fill_(float("nan"))
-            torch.cuda.synchronize()
-            begin_s = time.monotonic()
-            client.enqueue(0, *call.arguments())
-            torch.cuda.synchronize()
-            times.append(round(1e3 * (time.monotonic() - begin_s), 1))
-            said = client.report()
-            same &= said.usable and torch.equal(call.out, wanted)
-        report(
-            {
-                "what": "two processes on one GPU, the first killed before the fourth call",
-                "call_ms": times,
-                "said": str(said),
-                "holds": same,
-            }
-        )
-    finally:
-        for child in children:
-            child.kill()
-            child.wait()
-        torch.cuda.synchronize()
-        for memory in memories:
-            memory.close()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One of the servers of `benchmarks.gpu.exchange`, in a process of its own, until it is killed or stdin ends.
+"""One of the servers of `benchmarks.gpu.sharing`, in a process of its own, until it is killed or stdin ends.
 
 python -m benchmarks.gpu.exchange_server PLACE REQUEST_FD REPLY_FD REQUEST_BYTES REPLY_BYTES
 """

@@ -115,7 +115,7 @@ class ClusterConfig(
     def most(self) -> dict[str, int]:
         """Processes of each pool that computes, however far it may grow."""
         grown = autoscale_bounds(self.autoscale)
-        wanted = {"expert": self.experts, "attention": self.attention * self.endpoint}
+        wanted = {"expert": self.experts, "attention": self.attention}
         return {pool: max(count, grown.get(pool, (0, 0))[1]) for pool, count in wanted.items()}
 
     def device_of(self, pool: str, slot: int) -> str:
