@@ -20,7 +20,7 @@ import torch
 from benchmarks.gpu.local_experts import LocalExperts
 from benchmarks.gpu.timing import seconds
 from experts.gpu.client import GpuClient, Link
-from experts.gpu.layout import ExchangeShape, RowsBack, RowsOut
+from experts.gpu.layout import ExchangeShape, RowsOut
 from experts.gpu.server import PASSES, Batch, Compute, GpuServer, GroupedExperts
 from experts.gpu.weights import ExpertWeights
 
@@ -52,14 +52,11 @@ class Plan:
     servers: int = 1
 
 
-BITS = {
-    back: Plan(
-        shape=ExchangeShape(layers=2, experts=32, hidden=2048, top_k=8, capacity=64, rows_back=back),
-        intermediate=768,
-        tokens=(64, 37, 1, 8),
-    )
-    for back in RowsBack
-}
+BITS = Plan(
+    shape=ExchangeShape(layers=2, experts=32, hidden=2048, top_k=8, capacity=64),
+    intermediate=768,
+    tokens=(64, 37, 1, 8),
+)
 TIME = {
     out: Plan(
         shape=ExchangeShape(layers=1, experts=32, hidden=HIDDEN, top_k=TOP_K, capacity=TOKENS, rows_out=out),
@@ -74,7 +71,7 @@ STOPPED = Plan(
     tokens=(TOKENS,) * CALLS,
     servers=2,
 )
-PLANS = (*TIME.values(), *BITS.values(), STOPPED, Plan(shape=TWO, intermediate=768, tokens=(32,), servers=2))
+PLANS = (*TIME.values(), BITS, STOPPED, Plan(shape=TWO, intermediate=768, tokens=(32,), servers=2))
 
 
 class Loopback:
@@ -181,7 +178,7 @@ def local_result(shape: ExchangeShape, weights: ExpertWeights, call: Call, layer
     table = torch.arange(shape.layers * shape.experts, dtype=torch.int32, device=call.rows.device)
     local = LocalExperts(
         weights=weights, table=table.view(shape.layers, shape.experts), top_k=shape.top_k, max_rows=len(call.rows),
-        row_dtype=torch.bfloat16 if shape.rows_back is RowsBack.BF16 else torch.float32,
+        row_dtype=torch.bfloat16,
     )  # fmt: skip
     out = torch.full_like(call.out, float("nan"))
     local.enqueue(layer, call.rows, call.ids, call.weights, call.n_rows, out)
@@ -227,29 +224,22 @@ class Steps:
 
 
 def right_bits(report: Report) -> None:
-    """A call over a server gives the bits of the experts in this process, for both forms of answers."""
-    for back, plan in BITS.items():
-        shape = plan.shape
-        weights = random_experts(shape, plan.intermediate, int(torch.randint(1 << 31, (1,))))
-        experts = GroupedExperts(weights, shape.pairs, torch.device("cuda"))
-        world = Loopback(shape, [experts])
-        steps = Steps(world, [Call(shape, tokens) for tokens in plan.tokens])
-        wanted = [local_result(shape, weights, call, i % shape.layers) for i, call in enumerate(steps.calls)]
-        torch.cuda.synchronize()
-        world.connect()
-        serve(world)
-        steps.replay()
-        said = world.client.report()
-        equal = all(torch.equal(call.out, found) for call, found in zip(steps.calls, wanted, strict=True))
-        report(
-            {
-                "what": "bits of a call as of local experts",
-                "rows_back": back.name,
-                "report": str(said),
-                "holds": equal and said.usable,
-            }
-        )
-        stop(world)
+    """A call over a server gives the bits of the experts in this process."""
+    shape = BITS.shape
+    weights = random_experts(shape, BITS.intermediate, int(torch.randint(1 << 31, (1,))))
+    world = Loopback(shape, [GroupedExperts(weights, shape.pairs, torch.device("cuda"))])
+    steps = Steps(world, [Call(shape, tokens) for tokens in BITS.tokens])
+    wanted = [local_result(shape, weights, call, i % shape.layers) for i, call in enumerate(steps.calls)]
+    torch.cuda.synchronize()
+    world.connect()
+    serve(world)
+    steps.replay()
+    said = world.client.report()
+    equal = all(torch.equal(call.out, found) for call, found in zip(steps.calls, wanted, strict=True))
+    report(
+        {"what": "bits of a call as of local experts", "report": str(said), "holds": equal and said.usable}
+    )
+    stop(world)
 
 
 def serve(world: Loopback) -> None:

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from experts.gpu.dispatch import check_rows
 from experts.gpu.tables import ClientTables
-from experts.gpu.words import ASKED, BACK, CLIENT, MARK, REPORT, SLOT, VERDICT
+from experts.gpu.words import ASKED, CLIENT, MARK, REPORT, SLOT, VERDICT
 from p2p.device import folded, row_stamp
 
 _HIGH = tl.constexpr(0xFFFF0000)
@@ -72,10 +72,10 @@ def sound(total):
 
 
 @triton.jit
-def answer_words(at, HIDDEN: tl.constexpr, ROWS_BACK: tl.constexpr, ANSWER_TILE: tl.constexpr):
+def answer_words(at, HIDDEN: tl.constexpr, ANSWER_TILE: tl.constexpr):
     """The words of the answer at the address `at`, u32 [ANSWER_TILE]."""
     index = tl.arange(0, ANSWER_TILE)
-    inside = index < (HIDDEN // 2 if ROWS_BACK == BACK.BF16 else HIDDEN)
+    inside = index < HIDDEN // 2
     row = tl.multiple_of(at.to(tl.pointer_type(tl.uint32)), 64)
     # Volatile: loaded once, and never again for another use.
     return tl.load(row + index, mask=inside, other=0, volatile=True)
@@ -84,7 +84,7 @@ def answer_words(at, HIDDEN: tl.constexpr, ROWS_BACK: tl.constexpr, ANSWER_TILE:
 @triton.jit
 def combine_kernel(
     weights, n_rows, control, place, asked, report, blank, out,
-    HIDDEN: tl.constexpr, K: tl.constexpr, SERVERS: tl.constexpr, ROWS_BACK: tl.constexpr,
+    HIDDEN: tl.constexpr, K: tl.constexpr, SERVERS: tl.constexpr,
     ANSWER_SEAL: tl.constexpr, ANSWER_STRIDE: tl.constexpr, WIDE: tl.constexpr, ANSWER_TILE: tl.constexpr,
     BACK_THREADS: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
@@ -123,28 +123,22 @@ def combine_kernel(
         for i in tl.static_range(K):
             at_i = tl.sum(tl.where(k == i, answer_at, 0), axis=0)
             weight_i = tl.sum(tl.where(k == i, weight, 0.0), axis=0)
-            words = answer_words(at_i, HIDDEN, ROWS_BACK, ANSWER_TILE)
+            words = answer_words(at_i, HIDDEN, ANSWER_TILE)
             fold += folded(words, index, token * K + i)
-            low = words
-            if ROWS_BACK == BACK.BF16:
-                low = words << 16
-                high = weight_i * (words & _HIGH).to(tl.float32, bitcast=True)
-                odd = high if i == 0 else odd + high
-            low = weight_i * low.to(tl.float32, bitcast=True)
+            low = weight_i * (words << 16).to(tl.float32, bitcast=True)
+            high = weight_i * (words & _HIGH).to(tl.float32, bitcast=True)
             # Not 0 + low: that would lose the sign of a zero.
             even = low if i == 0 else even + low
+            odd = high if i == 0 else odd + high
         total = tl.sum(fold, axis=0) + tl.sum(tl.where(here, stamps, 0), axis=0) - tl.sum(seals, axis=0)
         whole = sound(total)
         bad = (lost > 0) | (whole == 0)
         nothing = float("nan")
         row_out = out + token.to(tl.int64) * HIDDEN
-        if ROWS_BACK == BACK.BF16:
-            even = tl.where(bad, nothing, even)
-            odd = tl.where(bad, nothing, odd)
-            column = tl.arange(0, 2 * ANSWER_TILE)
-            tl.store(row_out + column, tl.interleave(even, odd), mask=column < HIDDEN)
-        else:
-            tl.store(row_out + index, tl.where(bad, nothing, even), mask=index < HIDDEN)
+        even = tl.where(bad, nothing, even)
+        odd = tl.where(bad, nothing, odd)
+        column = tl.arange(0, 2 * ANSWER_TILE)
+        tl.store(row_out + column, tl.interleave(even, odd), mask=column < HIDDEN)
         if bad:
             told = report.to(tl.pointer_type(tl.int64))
             # Stores alone: the host's memory knows no atomics of ours.
@@ -155,14 +149,14 @@ def combine_kernel(
             tl.store(told + REPORT.WORDS + SERVERS + token, mark.to(tl.int64))
             tell_who(
                 told + REPORT.WORDS, at % SERVERS, here, answer_at, stamps, token,
-                HIDDEN, K, ROWS_BACK, ANSWER_SEAL, WIDE, ANSWER_TILE, BACK_THREADS,
+                HIDDEN, K, ANSWER_SEAL, WIDE, ANSWER_TILE, BACK_THREADS,
             )  # fmt: skip
 
 
 @triton.jit
 def tell_who(
     flags, server, here, answer_at, stamps, token,
-    HIDDEN: tl.constexpr, K: tl.constexpr, ROWS_BACK: tl.constexpr, ANSWER_SEAL: tl.constexpr, WIDE: tl.constexpr,
+    HIDDEN: tl.constexpr, K: tl.constexpr, ANSWER_SEAL: tl.constexpr, WIDE: tl.constexpr,
     ANSWER_TILE: tl.constexpr, BACK_THREADS: tl.constexpr,
 ):  # fmt: skip
     """Flag the servers of a token's answers that are not whole: each looked at again, alone, for what is still so."""
@@ -172,7 +166,7 @@ def tell_who(
     for number in tl.range(0, K):
         mine = k == number
         at = tl.sum(tl.where(mine, answer_at, 0), axis=0)
-        words = answer_words(at, HIDDEN, ROWS_BACK, ANSWER_TILE)
+        words = answer_words(at, HIDDEN, ANSWER_TILE)
         seal = tl.load(
             (at + lane * 0 + ANSWER_SEAL).to(tl.pointer_type(tl.uint64)),
             mask=lane == 0,

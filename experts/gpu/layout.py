@@ -17,7 +17,7 @@ in a request, the header and rows * top_k words of the list; in a reply, the hea
 where a reply is not OK, else up to the end of the last row, sent or not. An answer stands where its pair is listed.
 
 Row: hidden bf16, or hidden e4m3 and hidden / 128 float32 scales; then its seal (8 bytes) at `row_seal`, keyed by the
-token's number. Answer: hidden bf16 or float32, then its seal at `answer_seal`, keyed by token * top_k + k_slot. Rows
+token's number. Answer: hidden bf16, then its seal at `answer_seal`, keyed by token * top_k + k_slot. Rows
 and answers begin at multiples of 64 bytes.
 """
 
@@ -61,13 +61,6 @@ class RowsOut(IntEnum):
 
     BF16 = 1
     E4M3 = 2
-
-
-class RowsBack(IntEnum):
-    """How rows travel back."""
-
-    BF16 = 1
-    FLOAT32 = 2
 
 
 class ClientWord(IntEnum):
@@ -214,7 +207,7 @@ class ExchangeShape:
         top_k: Pairs of a token.
         capacity: Most rows of a step, all of which one frame holds.
         slots: Per client and server. One is in use; a second takes what is sent again.
-        rows_out, rows_back: Their forms.
+        rows_out: Their form on the way out; answers are bf16.
         model_hash: As in experts/wire.py, taken as a signed word.
 
     Raises:
@@ -228,7 +221,6 @@ class ExchangeShape:
     capacity: int
     slots: int = 2
     rows_out: RowsOut = RowsOut.BF16
-    rows_back: RowsBack = RowsBack.BF16
     model_hash: int = 0
 
     def __post_init__(self) -> None:
@@ -266,7 +258,7 @@ class ExchangeShape:
     @property
     def answer_words(self) -> int:
         """u32 words of an answer before its seal."""
-        return self.hidden // 2 if self.rows_back is RowsBack.BF16 else self.hidden
+        return self.hidden // 2
 
     @property
     def answer_seal(self) -> int:
@@ -324,7 +316,6 @@ class ExchangeShape:
             "CAPACITY": self.capacity,
             "SLOTS": self.slots,
             "ROWS_OUT": int(self.rows_out),
-            "ROWS_BACK": int(self.rows_back),
             "MODEL_HASH": self.model_hash,
             "ROW_SEAL": self.row_seal,
             "ROW_STRIDE": self.row_stride,

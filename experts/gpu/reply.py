@@ -19,11 +19,11 @@ import torch
 import triton
 import triton.language as tl
 
-from experts.gpu.layout import RowsBack, row_warps
+from experts.gpu.layout import row_warps
 from experts.gpu.pack import store_seal, write_header
 from experts.gpu.tables import ServerTables
 from experts.gpu.tiles import programs
-from experts.gpu.words import BACK, COUNT, HOST, JOB, SERVER, SLOT, STATUS, WIRE
+from experts.gpu.words import COUNT, HOST, JOB, SERVER, SLOT, STATUS, WIRE
 from p2p.device import clock_ns, folded, is_last, lease_clock_ns, load_once, row_stamp, store_release
 
 PROGRAMS = 4  # of each processor, so that loads of one are under way while another waits
@@ -40,16 +40,17 @@ def reply(tables: ServerTables, out: torch.Tensor) -> None:
     """Answer the requests that `poll` found, and end the pass.
 
     Args:
-        out: [pairs of a pass, hidden], bf16 or float32 as rows go back.
+        out: bf16 [pairs of a pass, hidden].
 
     Raises:
         ValueError: a shape or type does not fit.
     """
     shape = tables.shape
-    dtype = torch.bfloat16 if shape.rows_back is RowsBack.BF16 else torch.float32
     needed = (tables.pairs, shape.hidden)
-    if out.dtype != dtype or tuple(out.shape) != needed or not out.is_contiguous():
-        raise ValueError(f"out: found {out.dtype} {tuple(out.shape)}, needed {dtype} {needed}, contiguous.")
+    if out.dtype != torch.bfloat16 or tuple(out.shape) != needed or not out.is_contiguous():
+        raise ValueError(
+            f"out: found {out.dtype} {tuple(out.shape)}, needed torch.bfloat16 {needed}, contiguous."
+        )
     warps = row_warps(shape.answer_words)
     reply_kernel[(max(tables.clients, programs(out.device, PROGRAMS)),)](
         out.view(torch.int32), tables.control, tables.jobs, tables.origin, tables.n_pairs, tables.counts,
@@ -66,7 +67,7 @@ def status_of(job):
 @triton.jit
 def answer_request(
     job, control,
-    K: tl.constexpr, HIDDEN: tl.constexpr, MODEL_HASH: tl.constexpr, ROWS_BACK: tl.constexpr,
+    K: tl.constexpr, HIDDEN: tl.constexpr, MODEL_HASH: tl.constexpr,
     ANSWER_STRIDE: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
     """Write a reply's headers and release its signal: all its answers are there."""
@@ -82,7 +83,7 @@ def answer_request(
         at, one == 0, one + WIRE.REPLY, tl.load(job + JOB.CLIENT), sequence, tl.load(job + JOB.ATTEMPT), length, one,
         tl.load(control + SERVER.INCARNATION), one + WIRE.BYTES, one + 1, one.to(tl.uint64),
         tl.load(job + JOB.CHECKSUM), tl.load(job + JOB.LAYER), rows, tl.load(job + JOB.PAIRS),
-        ROWS_BACK | status << 16, service_ns, HIDDEN, MODEL_HASH,
+        status << 16 | WIRE.ANSWERS, service_ns, HIDDEN, MODEL_HASH,
     )  # fmt: skip
     # One thread signals for what all threads stored.
     tl.debug_barrier()
@@ -116,14 +117,14 @@ def count_pass(
 def reply_kernel(
     out, control, jobs, origin, n_pairs, counts,
     CLIENTS: tl.constexpr, CLIENTS_WIDE: tl.constexpr, HIDDEN: tl.constexpr, K: tl.constexpr, CAPACITY: tl.constexpr,
-    MODEL_HASH: tl.constexpr, ROWS_BACK: tl.constexpr, ANSWER_SEAL: tl.constexpr, ANSWER_STRIDE: tl.constexpr,
+    MODEL_HASH: tl.constexpr, ANSWER_SEAL: tl.constexpr, ANSWER_STRIDE: tl.constexpr,
     ANSWER_TILE: tl.constexpr, THREADS: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
     """Seal answers into clients' windows; the last of a request signals."""
     program = tl.program_id(0)
     total = tl.load(n_pairs)
     index = tl.arange(0, ANSWER_TILE)
-    answer_words: tl.constexpr = HIDDEN // 2 if ROWS_BACK == BACK.BF16 else HIDDEN
+    answer_words: tl.constexpr = HIDDEN // 2
     for number in tl.range(program, total, tl.num_programs(0)):
         pair = tl.zeros((), tl.int64) + number
         listed = tl.load(origin + pair)
@@ -139,12 +140,12 @@ def reply_kernel(
             stamp = row_stamp(tl.load(job + JOB.SEQUENCE), tl.load(job + JOB.CLIENT), place)
             store_seal(at + ANSWER_SEAL, tl.sum(folded(words, index, place), axis=0) + stamp)
         if is_last(job + JOB.ANSWERED, tl.load(job + JOB.PAIRS)):
-            answer_request(job, control, K, HIDDEN, MODEL_HASH, ROWS_BACK, ANSWER_STRIDE, THREADS)
+            answer_request(job, control, K, HIDDEN, MODEL_HASH, ANSWER_STRIDE, THREADS)
     if program < CLIENTS:
         job = jobs + program * JOB.WORDS
         # A request whose header could not be believed has no pairs.
         if (tl.load(job + JOB.STATE) != 0) & (tl.load(job + JOB.PAIRS) == 0):
-            answer_request(job, control, K, HIDDEN, MODEL_HASH, ROWS_BACK, ANSWER_STRIDE, THREADS)
+            answer_request(job, control, K, HIDDEN, MODEL_HASH, ANSWER_STRIDE, THREADS)
     if is_last(control + SERVER.ARRIVALS, tl.num_programs(0)):
         tl.store(n_pairs, 0)
         passes = tl.load(control + SERVER.PASS) + 1

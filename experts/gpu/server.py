@@ -31,7 +31,6 @@ from experts.gpu.layout import (
     ExchangeShape,
     HostWord,
     PeerWord,
-    RowsBack,
     RowsOut,
     ServerWord,
 )
@@ -61,7 +60,7 @@ class Batch:
         row_of: int32 [P], pair to row.
         slots: int32 [P], weight slot of each pair; -1: nothing is to be computed.
         n_pairs: int32 [1], pairs there are.
-        out: [P, hidden], bf16 or float32, to be filled by pair.
+        out: bf16 or, outside of a server, float32 [P, hidden], to be filled by pair.
     """
 
     rows: torch.Tensor
@@ -136,7 +135,6 @@ class GpuServer:
         on, rows = self.tables.device, clients * shape.capacity
         narrow = shape.rows_out is RowsOut.E4M3
         scales = torch.zeros(rows, shape.hidden // SCALE_GROUP, device=on) if narrow else None
-        back = torch.bfloat16 if shape.rows_back is RowsBack.BF16 else torch.float32
         self.batch = Batch(
             rows=torch.zeros(
                 rows, shape.hidden, dtype=torch.float8_e4m3fn if narrow else torch.bfloat16, device=on
@@ -145,7 +143,7 @@ class GpuServer:
             row_of=self.tables.row_of,
             slots=self.tables.slots,
             n_pairs=self.tables.n_pairs,
-            out=torch.zeros(self.tables.pairs, shape.hidden, dtype=back, device=on),
+            out=torch.zeros(self.tables.pairs, shape.hidden, dtype=torch.bfloat16, device=on),
         )
         self._writes = torch.cuda.Stream(on) if on.type == "cuda" else None
         self._stream = torch.cuda.Stream(on, priority=-1) if on.type == "cuda" else None

@@ -101,7 +101,7 @@ def await_signals(reply_at, number, waiting, longest_ns, control, THREADS: tl.co
 def judge_replies(
     reply_at, arrived, number, incarnation, checksum, pairs, own, layer, rows, attempt,
     WIDTH: tl.constexpr, K: tl.constexpr, HIDDEN: tl.constexpr, MODEL_HASH: tl.constexpr,
-    ROWS_BACK: tl.constexpr, ANSWER_STRIDE: tl.constexpr,
+    ANSWER_STRIDE: tl.constexpr,
 ):  # fmt: skip
     """Verdicts on the headers of the replies that arrived, int32 [WIDTH], and the times that they say, int64."""
     lane = tl.arange(0, 16)[None, :]
@@ -123,7 +123,7 @@ def judge_replies(
         lane == HEAD.WIRE_LAYER, (number * 0 + layer | (number * 0 + rows) << 32)[:, None], needed
     )
     needed = tl.where(lane == HEAD.WIRE_PAIRS, (pairs | number * 0 + (HIDDEN << 32))[:, None], needed)
-    needed = tl.where(lane == HEAD.WIRE_DTYPE, (ROWS_BACK | status << 16)[:, None], needed)
+    needed = tl.where(lane == HEAD.WIRE_DTYPE, (status << 16 | WIRE.ANSWERS)[:, None], needed)
     sums = tl.sum(header_fold(words, lane, number[:, None] * 0 + 1), axis=1)
     needed = tl.where(lane == HEAD.CHECKSUM, mix(sums).to(tl.int64)[:, None], needed)
     # A server that could not read the request repeats nothing of it.
@@ -171,7 +171,7 @@ def wait_replies_kernel(
     rows, ids, n_rows, peers, routes, suspect, owed, sequence, control, place, asked, seen, report, layer,
     LAYERS: tl.constexpr, EXPERTS: tl.constexpr, REPLICAS: tl.constexpr, SERVERS: tl.constexpr, ROUNDS: tl.constexpr,
     HIDDEN: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, ROWS_OUT: tl.constexpr,
-    ROWS_BACK: tl.constexpr, MODEL_HASH: tl.constexpr, ROW_SEAL: tl.constexpr, ROW_STRIDE: tl.constexpr,
+    MODEL_HASH: tl.constexpr, ROW_SEAL: tl.constexpr, ROW_STRIDE: tl.constexpr,
     ROWS_OFFSET: tl.constexpr, ANSWER_STRIDE: tl.constexpr, REQUEST_STRIDE: tl.constexpr, REPLY_STRIDE: tl.constexpr,
     WIDTH: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr, WAIT_THREADS: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
@@ -214,7 +214,7 @@ def wait_replies_kernel(
             reply_at, asks & (missing == 0), number,
             tl.load(row + ASKED.INCARNATION, mask=there, other=0), tl.load(row + ASKED.CHECKSUM, mask=there, other=0),
             pairs, own, layer, count, attempt,
-            WIDTH, K, HIDDEN, MODEL_HASH, ROWS_BACK, ANSWER_STRIDE,
+            WIDTH, K, HIDDEN, MODEL_HASH, ANSWER_STRIDE,
         )  # fmt: skip
         verdict = tl.where(asks, tl.where(missing, VERDICT.MISSING, verdict), VERDICT.NONE)
         tl.store(row + ASKED.VERDICT, verdict.to(tl.int64), mask=there)

@@ -42,7 +42,6 @@ MARK = _constants("MARK", layout.Mark)
 VERDICT = _constants("VERDICT", layout.Verdict)
 STATUS = _constants("STATUS", wire.Status)
 OUT = _constants("OUT", layout.RowsOut)
-BACK = _constants("BACK", layout.RowsBack)
 # Where things lie in a window, from the address of a slot: its signal, both headers, then the list or the answers.
 SLOT = _constants(
     "SLOT",
@@ -67,6 +66,7 @@ WIRE = _constants(
         "BLOCK_WORDS": 256,  # u32 words of a block of the frame's checksum
         "LISTED": layout.LISTED,
         "SCALE_GROUP": layout.SCALE_GROUP,
+        "ANSWERS": int(layout.RowsOut.BF16),  # how answers travel
         "ATTEMPTS": ATTEMPT_LIMIT,
     },
 )

@@ -9,7 +9,7 @@ import torch
 from experts.gpu.client import GpuClient, Link
 from experts.gpu.combine import combine, combine_reference
 from experts.gpu.dispatch import dispatch
-from experts.gpu.layout import ExchangeShape, RowsBack, RowsOut
+from experts.gpu.layout import ExchangeShape, RowsOut
 from experts.gpu.server import Batch, GpuServer
 from experts.gpu.wait_replies import wait_replies
 from p2p.device import INTERPRET
@@ -64,12 +64,11 @@ def factor(slot: int) -> float:
 
 def toy_experts(batch: Batch) -> None:
     """Experts that scale a row by their slot's factor and turn it by slot + 1 columns."""
-    out = batch.out.view(torch.int16 if batch.out.dtype is torch.bfloat16 else torch.int32)
-    out.fill_(-1)
+    batch.out.view(torch.int16).fill_(-1)
     for pair in range(int(batch.n_pairs[0])):
         slot = int(batch.slots[pair])
         if slot >= 0:
-            batch.out[pair] = toy_answer(row_of_batch(batch, int(batch.row_of[pair])), slot, batch.out.dtype)
+            batch.out[pair] = toy_answer(row_of_batch(batch, int(batch.row_of[pair])), slot)
 
 
 def row_of_batch(batch: Batch, row: int) -> torch.Tensor:
@@ -79,9 +78,9 @@ def row_of_batch(batch: Batch, row: int) -> torch.Tensor:
     return (batch.rows[row].float() * batch.scales[row].repeat_interleave(128)).bfloat16()
 
 
-def toy_answer(row: torch.Tensor, slot: int, dtype: torch.dtype) -> torch.Tensor:
+def toy_answer(row: torch.Tensor, slot: int) -> torch.Tensor:
     """One expert's answer to one row."""
-    return (row.float() * factor(slot)).roll(slot + 1).to(dtype)
+    return (row.float() * factor(slot)).roll(slot + 1).bfloat16()
 
 
 def travelled(rows: torch.Tensor, form: RowsOut) -> torch.Tensor:
@@ -140,13 +139,12 @@ class Call:
     def expected(self, shape: ExchangeShape) -> torch.Tensor:
         """Computed here, without any exchange: the rows that count."""
         live = int(self.n_rows[0])
-        dtype = torch.bfloat16 if shape.rows_back is RowsBack.BF16 else torch.float32
         rows = travelled(self.rows[:live], shape.rows_out)
         answers = torch.stack(
             [
                 torch.stack(
                     [
-                        toy_answer(rows[token], slot_of(shape, self.layer, int(expert)), dtype)
+                        toy_answer(rows[token], slot_of(shape, self.layer, int(expert)))
                         for expert in self.ids[token]
                     ]
                 )

@@ -94,6 +94,6 @@ class Reply:
         wire = {
             "magic": 0x54505845, "version": 3, "kind": 2, "model": shape.model_hash, "routing": request_sum,
             "layer": asked.layer, "rows": asked.rows, "pairs": asked.pairs, "hidden": shape.hidden,
-            "form": int(shape.rows_back), "status": self.status, "zero": 0, "service": self.service_ns, "last": 0,
+            "form": 1, "status": self.status, "zero": 0, "service": self.service_ns, "last": 0,
         }  # fmt: skip
         return head_of(frame | self.frame, wire | self.wire, b"")

@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from experts.gpu.layout import ExchangeShape, RowsBack, RowsOut, constants_of, power_of_two, row_warps
+from experts.gpu.layout import ExchangeShape, RowsOut, constants_of, power_of_two, row_warps
 from experts.gpu.words import LAYOUT
 from tests.gpu.aot import SHARED_LIMIT_BYTES, Built, compile_kernel
 
@@ -19,7 +19,6 @@ SHAPE = ExchangeShape(
     top_k=8,
     capacity=512,
     rows_out=RowsOut.E4M3,
-    rows_back=RowsBack.BF16,
     model_hash=1 << 62,
 )
 WORDS = "*i64"
