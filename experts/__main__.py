@@ -32,6 +32,7 @@ from experts.proto import experts_pb2, experts_pb2_grpc
 from experts.server import ExpertServer, ExpertsService
 from experts.transfer import WeightSender
 from experts.weights import Weights, manifest_from
+from experts.wire import WireShape, model_hash_of
 from p2p.endpoint import P2PError
 from p2p.native import named_cores
 from p2p.transport import TransportChoice
@@ -191,6 +192,7 @@ def serve(options: ExpertOptions, ending: Ending) -> None:
         closing.callback(router.close)
         packed = _packed(router, options.weights, checkpoint, shape, dtype, credentials)
         model_hash = packed.layout.fingerprint
+        wire = WireShape(shape=shape, dtype=dtype, model_hash=model_hash_of(model_hash))
         identity = router.join(
             pool=EXPERT,
             address=address,
@@ -198,6 +200,7 @@ def serve(options: ExpertOptions, ending: Ending) -> None:
             numerics_class=kernels,
             layers=shape.layers,
             experts=shape.experts,
+            capacity=backend.reserve(wire),
             core=cores[0],
             zone=options.zone,
             expert_bytes=packed.layout.blob_bytes,

@@ -324,6 +324,14 @@ class Backend(Protocol):
         """
         ...
 
+    def reserve(self, wire: WireShape) -> int:
+        """Take the memory for the next server's experts; (layer, expert) pairs that fit, 0: all.
+
+        Raises:
+            ValueError: none fits, or it cannot compute such experts.
+        """
+        ...
+
     def server(
         self, wire: WireShape, *, incarnation: int, cores: Sequence[int], bell_page: int
     ) -> ServerBackend:

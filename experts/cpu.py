@@ -199,6 +199,10 @@ class CpuBackend:
             )
         return layout
 
+    def reserve(self, wire: WireShape) -> int:
+        """Weights stay in the packed file, which is mapped."""
+        return 0
+
     def prepare(self, window: Window, layout: WindowLayout) -> None:
         """Write a window's layout where both sides look for it."""
         p2p_native.load().p2p_window_init(

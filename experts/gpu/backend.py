@@ -5,6 +5,7 @@ Rows never come here: whoever owns the attention worker's steps launches expert 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import numpy as np
@@ -26,6 +27,8 @@ from experts.wire import SEALED_VERSION, WireShape
 from p2p.device import INTERPRET
 from p2p.endpoint import Window
 from p2p.window import WindowLayout
+
+log = logging.getLogger(__name__)
 
 CAPACITY = 512  # most rows of a step: those that workers start with, unless told otherwise
 # A client has 2 slots of CAPACITY * top_k answers for each server that it knows, a server as much for each client (both
@@ -75,6 +78,7 @@ class GpuBackend:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._reserved: ExpertWeights | Fp8ExpertWeights | None = None
 
     def numerics_class(self, dtype: Dtype) -> str:
         """Of bfloat16 or float8 products: the chip's generation and the compiler are part of it.
@@ -175,28 +179,36 @@ class GpuBackend:
             clock=CLOCK,
         )
 
-    def server(self, wire: WireShape, *, incarnation: int, cores: Sequence[int], bell_page: int) -> GpuServer:
-        """One with room for all experts of the model, or for as many as the GPU's free memory holds.
+    def reserve(self, wire: WireShape) -> int:
+        """Slots for all experts of the model, or for as many as the GPU's free memory holds."""
+        self._reserved = self._allocate(wire)
+        return self._reserved.slots
 
-        Raises:
-            ValueError: its kernels do not compute such experts.
-        """
-        shape, experts = exchange_shape(wire), wire.shape
+    def _allocate(self, wire: WireShape) -> ExpertWeights | Fp8ExpertWeights:
+        experts, slots = wire.shape, wire.shape.layers * wire.shape.experts
         if not experts.plain:
             raise ValueError(
                 f"experts of {experts.architecture} have an activation and biases that only CPUs compute; serve them"
                 " with --device cpu."
             )
-        slots, kind = shape.layers * shape.experts, _weights_of(wire.dtype)
+        kind = _weights_of(wire.dtype)
+        sizes = {"hidden": experts.hidden, "intermediate": experts.intermediate}
         if self.device.type == "cuda":
+            one_bytes = kind.allocate(slots=1, **sizes, device="meta").expert_bytes
             free_bytes, _ = torch.cuda.mem_get_info(self.device)
-            one = kind.allocate(
-                slots=1, hidden=experts.hidden, intermediate=experts.intermediate, device="meta"
-            )
-            slots = max(1, min(slots, int(_SHARE * free_bytes) // one.expert_bytes))
-        weights = kind.allocate(
-            slots=slots, hidden=experts.hidden, intermediate=experts.intermediate, device=self.device
-        )
+            slots = min(slots, int(_SHARE * free_bytes) // one_bytes)
+            if not slots:
+                raise ValueError(
+                    f"{self.device} has {free_bytes} bytes free, and {_SHARE:.0%} of that hold no expert of {one_bytes}"
+                    " bytes. End what else uses this GPU, or name another."
+                )
+            log.info("reserved slots=%d bytes=%d free_bytes=%d", slots, slots * one_bytes, free_bytes)
+        return kind.allocate(slots=slots, **sizes, device=self.device)
+
+    def server(self, wire: WireShape, *, incarnation: int, cores: Sequence[int], bell_page: int) -> GpuServer:
+        """One whose experts lie in the slots that were reserved, else in what `reserve` takes; raises as that does."""
+        weights, self._reserved = self._reserved or self._allocate(wire), None
+        shape = exchange_shape(wire)
         return GpuServer(
             shape,
             clients=MOST_CLIENTS,

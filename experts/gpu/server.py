@@ -299,6 +299,7 @@ class GpuServer:
                     f"{weights.expert_bytes / 2**20:.0f} MiB fit on {self.tables.device}."
                     " Add servers, or fewer replicas."
                 )
+            # One that reads otherwise than it was written is nobody's any more.
             slot = self._free.pop()
         weights.load(slot, *matrices)  # type: ignore[arg-type]
         for name, found, wanted in zip(("gate", "up", "down"), weights.unload(slot), matrices, strict=True):

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 import experts.__main__ as process
+from eaas.model.make_model import make_model
 from experts.__main__ import Load
 from experts.backend import ServerCounters
-from experts.cpu import CPU_ACTIVATION_ROWS
+from experts.config import CHECKPOINT, ExpertOptions
+from experts.cpu import CPU_ACTIVATION_ROWS, CpuBackend
+from experts.devices import Device
 from experts.model import Dtype
+from experts.wire import WireShape
+from router.client import JoinRefused
 from router.events import Totals
 from tests.experts.steps import shape_of
 
@@ -95,3 +103,36 @@ def test_the_router_hears_once_a_second_what_was_counted_since_the_process_began
         load()
     assert [totals.counted["rows"] for totals in told.totals] == [40, 80]
     assert [totals.counted["busy_s"] for totals in told.totals] == [0.5, 1.0]
+
+
+def test_a_server_joins_with_as_many_experts_as_its_memory_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reserved: list[WireShape] = []
+    joined: list[dict[str, Any]] = []
+
+    class Small(CpuBackend):
+        def reserve(self, wire: WireShape) -> int:
+            reserved.append(wire)
+            return 5
+
+    class Router:
+        def __init__(self, *of: object) -> None:
+            """None is asked."""
+
+        def join(self, **said: Any) -> None:
+            joined.append(said)
+            raise JoinRefused("enough was said")
+
+        def close(self) -> None:
+            """Nothing is open."""
+
+    monkeypatch.setattr(Device, "backend", lambda device: Small())
+    monkeypatch.setattr(process, "RouterClient", Router)
+    model = make_model("tiny", "qwen3_moe", tmp_path / "model", seed=3, dtype="bfloat16")
+    options = ExpertOptions(router="127.0.0.1:1", model=model, weights=CHECKPOINT)
+    with pytest.raises(JoinRefused):
+        process.serve(options, process.Ending())
+    (said,), (wire,) = joined, reserved
+    assert said["capacity"] == 5
+    assert (said["layers"], said["experts"]) == (wire.shape.layers, wire.shape.experts)
