@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eaas.gpu.linear import LinearWeight
+from eaas.gpu.linear import LinearWeight, Scratch
 from eaas.model.families import tensors_of
 from eaas.model.spec import ModelSpec, QkNorm
 from eaas.worker.decoder import DecoderError, WeightsInvalid
@@ -103,8 +103,11 @@ class DeviceWeights:
         def vector(role: str) -> Tensor | None:
             return get(role, torch.float32).flatten() if role in shapes else None
 
+        # A step's products run one after another.
+        scratch = Scratch.make(device)
+
         def matrix(*roles: str) -> LinearWeight:
-            return LinearWeight.pack(torch.cat([get(role, torch.bfloat16) for role in roles]))
+            return LinearWeight.pack(torch.cat([get(role, torch.bfloat16) for role in roles]), scratch)
 
         def mlp(stem: str) -> Mlp | None:
             if f"{stem}_gate_proj" not in shapes:

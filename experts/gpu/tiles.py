@@ -55,9 +55,9 @@ def numerics_class(device: torch.device, products: str = "bf16") -> str:
     """Name of the arithmetic of products of "bf16" or "fp8" on a device: equal names promise equal bits."""
     compiler = ".".join(triton.__version__.split(".")[:2])
     if device.type != "cuda":
-        return f"interpreter-{products}-triton{compiler}-1"
+        return f"interpreter-{products}-triton{compiler}-2"
     major, minor = torch.cuda.get_device_capability(device)
-    return f"cuda-sm{major}{minor}-{products}-triton{compiler}-1"
+    return f"cuda-sm{major}{minor}-{products}-triton{compiler}-2"
 
 
 def programs(device: torch.device, per_processor: int) -> int:
@@ -124,7 +124,7 @@ def products(
     for i in tl.range(first, last, num_stages=STAGES):
         step = i * (_BLOCK * K_TILE)
         inside = live[:, None]
-        if K % K_TILE != 0:
+        if K // K_TILE * K_TILE != K:
             inside = inside & (column < K - i * K_TILE)[None, :]
         w0 = tl.load(weights + step + offsets0)
         x = tl.trans(tl.load(rows + i * K_TILE + at, mask=inside, other=0.0))

@@ -30,9 +30,7 @@ CONTEXT = 1024
 # Kernels that move over LARGE_BYTES in fewer programs, and why.
 NARROW = {
     "eaas.gpu.sampling.choose_kernel": "a draw walks its row's tokens in their order, and a row is one program's",
-    "eaas.gpu.linear._linear": "K is never split, so a matrix has no more programs than tiles: o is 8 of 256 columns",
     "eaas.gpu.attention.attention_kernel": "512 keys are a program's, for equal bits: 8 rows of 1,024 are 64 programs",
-    "experts.gpu.ffn._gate_up": "K is never split: 8 experts of a token are 96 tiles of 64 columns",
 }
 # What these move is words of tables and pairs, none of it weights or rows.
 SMALL = (
@@ -139,18 +137,17 @@ def moved(launch: Launch, batch: int) -> tuple[float, int]:
         return 0, programs
     if name == "linear._linear":
         n, k = constants["N"], constants["K"]
-        wide = constants["FEATURES"] * (1 + constants["PAIR"])
-        tiles = math.ceil(n / wide) * math.ceil(batch / constants["TOKENS"])
-        return 2 * n * k + batch * (2 * k + 4 * n), min(programs, tiles)
-    if name in ("ffn._gate_up", "ffn._down"):
-        first = name == "ffn._gate_up"
+        tiles = math.ceil(n / constants["FEATURES"]) * math.ceil(batch / constants["TOKENS"])
+        items = tiles * (constants["PARTS"] if constants["SPLIT"] else 1)
+        return 2 * n * k + batch * (2 * k + 4 * n), min(programs, items)
+    if name == "ffn.grouped_kernel":
+        first = constants["GATED"]
         weights = (2 if first else 1) * used * 2 * hidden * inner
-        features = (
-            math.ceil(inner / constants["FEATURES"])
-            if first
-            else math.ceil(hidden / 2 / constants["FEATURES"])
-        )
-        return weights + pairs * 2 * (hidden + inner), min(programs, used * features)
+        height = constants["FEATURES"] * (1 if first else 2)
+        items = used * math.ceil(constants["N"] / height)
+        if items < programs:
+            items = used * math.ceil(2 * constants["N"] / height)
+        return weights + pairs * 2 * (hidden + inner), min(programs, items)
     work = plan_work(
         np.full(batch, CONTEXT - 1, np.int32), np.arange(batch, dtype=np.int32), spec.q_heads // spec.kv_heads
     )
