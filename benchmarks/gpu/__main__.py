@@ -24,6 +24,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -33,6 +34,7 @@ from typing import IO, Any
 
 from benchmarks.gpu.table import MISSING, SHORT, rows_of, text_of
 from benchmarks.report import RESULTS, record
+from eaas.cluster.mps import quit_mps
 from p2p.cuda_driver import CudaDriver
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -178,10 +180,11 @@ def run_section(name: str, limit_s: float, results: Path, records: list[Mapping[
         records.append(keep_result(ended, results))
         return
     environment = {word: value for word, value in os.environ.items() if word != "TRITON_INTERPRET"}
+    scratch = tempfile.mkdtemp()
     process = subprocess.Popen(
         [*section.tool, sys.executable, "-m", *section.command],
         cwd=ROOT,
-        env=environment | {"PYTHONUNBUFFERED": "1"},
+        env=environment | {"PYTHONUNBUFFERED": "1", "TMPDIR": scratch},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -200,6 +203,10 @@ def run_section(name: str, limit_s: float, results: Path, records: list[Mapping[
     finally:
         # With all that it has started, which would hold the GPU, and its output open.
         end_group(process)
+        # An MPS daemon is in no group.
+        for folder in Path(scratch).rglob("mps"):
+            quit_mps(folder.parent)
+        shutil.rmtree(scratch, ignore_errors=True)
     reader.join(5.0)
     ended = {
         "section": name,

@@ -1,6 +1,6 @@
-"""Decode and prefill over expert servers, in processes as `eaas serve` has them, beside the same in this process.
+"""Decode and prefill over expert servers, in processes as `eaas serve` has them, beside the same in one process.
 
-A checkpoint of shape S is made from a seed; two servers load it under a router, and this process is to them what an
+A checkpoint of shape S is made from a seed; two servers load it under a router, and a third process is to them what an
 attention worker is. The tokens must be equal; a step's time beyond that with the experts in this process, by the layer,
 is what disaggregation costs on one card. Several processes share it, so MPS has to be had: where it is refused, the
 reason is all there is to report.
@@ -8,14 +8,17 @@ reason is all there is to report.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import statistics
+import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +74,10 @@ def run(report: Report, sizes: Sizes = Sizes()) -> None:
         except StartFailed as failed:
             report({"what": "no cluster", "said": str(failed)[-600:]})
             return
-        # Before CUDA starts here: this process shares the GPU as a worker of that cluster would.
-        os.environ.update(cluster._environment)
-        with client_of(model, cluster.router_address, sizes) as client:
-            measure(report, model, client, sizes, seed)
+        # In a process of its own: this one has asked the driver before there was MPS, and is no client of it.
+        words = [str(model), cluster.router_address, str(seed), json.dumps(asdict(sizes))]
+        command = [sys.executable, "-m", "benchmarks.gpu.remote", *words]
+        subprocess.run(command, env=os.environ | cluster._environment, check=True)
 
 
 @contextmanager
@@ -181,3 +184,17 @@ def step_s(decoder: Any, rows: int, blocks: int, sizes: Sizes) -> float:
         plan = decode.plan_of([5] * rows, [position] * rows, range(rows), tables, range(rows))
         times.append(decode.timed(decoder, plan, rows))
     return statistics.median(times[2:])
+
+
+def main() -> None:
+    """The client's process: MODEL ROUTER SEED SIZES."""
+    from benchmarks.gpu.section import report
+
+    model, router_address, seed, given = sys.argv[1:]
+    sizes = Sizes(**json.loads(given))
+    with client_of(Path(model), router_address, sizes) as client:
+        measure(report, Path(model), client, sizes, int(seed))
+
+
+if __name__ == "__main__":
+    main()

@@ -66,6 +66,7 @@ def sections(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, run.S
     """Programs in place of the sections, by name."""
     (tmp_path / "programs").mkdir()
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "programs"))
+    monkeypatch.setattr(run, "quit_mps", lambda folder: (tmp_path / "quit").write_text(str(folder)))
     monkeypatch.setattr(run, "card", lambda: {"gpu": {"name": "none"}})
     texts = {
         "well": 'print(\'{"what": "copy", "tb_per_s": 4.1}\'); print(\'words\')',
@@ -74,6 +75,7 @@ def sections(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, run.S
         "hangs": (
             "import subprocess, sys, time\n"
             'print(\'{"what": "first", "holds": true}\', flush=True)\n'
+            "import pathlib, tempfile; (pathlib.Path(tempfile.mkdtemp()) / 'mps').mkdir()\n"
             "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
             f"open({str(tmp_path / 'child')!r}, 'w').write(str(child.pid))\n"
             "time.sleep(600)"
@@ -101,6 +103,8 @@ def test_a_section_that_hangs_is_ended_with_its_children_and_the_others_run(
     assert {"first", "copy"} <= {line["what"] for line in lines}, "what came before is kept"
     child = int((tmp_path / "child").read_text())
     assert not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text()
+    told = Path((tmp_path / "quit").read_text())
+    assert not told.parent.exists(), "its daemon is told to end, and its folder is gone"
     table = capsys.readouterr().out
     for words in ("killed after", "short", "hangs: first"):
         assert words in table
