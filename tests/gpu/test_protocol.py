@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 
+from experts.gpu import client as calling
 from experts.gpu import dispatch as dispatching
 from experts.gpu.backend import GpuBackend
 from experts.gpu.client import Link
 from experts.gpu.combine import combine
 from experts.gpu.dispatch import dispatch, dispatch_reference
 from experts.gpu.gather import gather
-from experts.gpu.layout import LISTED, CountWord, HostWord, RowsOut, SeenWord, Verdict
+from experts.gpu.layout import LISTED, CountWord, HostWord, RowsOut, SeenWord, ServerWord, Verdict
 from experts.gpu.poll import poll, poll_reference
 from experts.gpu.reply import reply, reply_reference
 from experts.gpu.server import Batch, GpuServer, lease_on_device
@@ -84,19 +85,55 @@ def test_rows_of_any_size_travel_as_e4m3_in_the_bits_of_torch() -> None:
     assert same_bits(batch.rows[:4], codes), f"seed {seed}"
 
 
-def test_a_row_alone_and_in_a_batch_has_the_same_bits() -> None:
+@pytest.mark.full(seconds=30)
+def test_a_step_of_512_rows_asks_each_server_once_for_each_expert(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the client's own call; where a server takes a pass for each frame, it reads every expert once."""
     seed = fresh_seed()
-    world = World()
-    many = Call.random(world.shape, seed, tokens=5, live=5)
-    world.call(many)
-    for row in (0, 4):
-        one = Call(
-            layer=0, rows=many.rows[row : row + 1].clone(), ids=many.ids[row : row + 1].clone(),
-            weights=many.weights[row : row + 1].clone(), n_rows=torch.ones_like(many.n_rows),
-            out=torch.full_like(many.out[:1], float("nan")),
+    world = World(shape=shape_of(layers=1, experts=48, top_k=8, capacity=512), replicas=1)
+
+    def look(*arguments: object) -> None:
+        for end in world.ends:
+            poll(end.tables, 0)
+            # What the rest of a pass leaves behind.
+            end.tables.n_pairs.zero_()
+            end.tables.control[ServerWord.PASS] += 1
+
+    monkeypatch.setattr(calling, "wait_replies", look)
+    monkeypatch.setattr(calling, "combine", lambda *arguments: None)
+    call = Call.random(world.shape, seed, tokens=512, live=512)
+    world.client.enqueue(*call.arguments())
+    settle()
+    ids = set(call.ids.flatten().tolist())
+    for place, end in enumerate(world.ends):
+        counts = end.tables.counts.tolist()
+        assert counts[CountWord.EXPERTS] == sum(expert % 2 == place for expert in ids), f"seed {seed}"
+        assert counts[CountWord.REQUESTS] == 1 and counts[CountWord.ROWS] == 512, f"seed {seed}"
+
+
+def test_a_step_in_one_call_in_four_and_row_by_row_has_the_same_bits() -> None:
+    """And one pass of each server serves a call."""
+    seed = fresh_seed()
+    world = World(shape=shape_of(layers=1, experts=12, top_k=4, capacity=16), replicas=1)
+
+    def run(call: Call) -> None:
+        before = [end.counters() for end in world.ends]
+        world.call(call)
+        ids = set(call.ids.flatten().tolist())
+        for place, (was, end) in enumerate(zip(before, world.ends, strict=True)):
+            now, asked = end.counters(), sum(expert % 2 == place for expert in ids)
+            assert now.batches - was.batches == now.requests - was.requests == (asked > 0), f"seed {seed}"
+            assert now.experts - was.experts == asked, f"seed {seed}: server {place}, {len(call.rows)} rows"
+
+    whole = Call.random(world.shape, seed, tokens=16, live=16)
+    run(whole)
+    for begin, count in ((0, 4), (4, 4), (8, 4), (12, 4), (seed % 16, 1), (seed % 15, 1)):
+        rows = slice(begin, begin + count)
+        part = Call(
+            layer=0, rows=whole.rows[rows].clone(), ids=whole.ids[rows].clone(), weights=whole.weights[rows].clone(),
+            n_rows=torch.full_like(whole.n_rows, count), out=torch.full_like(whole.out[rows], float("nan")),
         )  # fmt: skip
-        world.call(one)
-        assert same_bits(one.out[0], many.out[row]), f"seed {seed}, row {row}"
+        run(part)
+        assert same_bits(part.out, whole.out[rows]), f"seed {seed}: {count} rows from {begin} on"
 
 
 def test_frames_are_what_the_layout_says() -> None:
