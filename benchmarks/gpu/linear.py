@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.timing import L2_BYTES, copy_rate, matrix_rate, seconds
-from eaas.gpu.linear import LinearWeight, linear
+from eaas.gpu.linear import LinearWeight, Scratch, linear
 
 # N, K of Qwen3-30B-A3B: queries, keys and values together; attention's output; logits.
 MATRICES = {"qkv": (5120, 2048), "output": (2048, 4096), "logits": (151_936, 2048)}
@@ -50,8 +50,10 @@ class Products:
 
     def __init__(self, n: int, k: int, rows: int, device: str) -> None:
         self.x = torch.randn(rows, k, device=device).bfloat16()
+        scratch = Scratch.make(device)
         self.weights = [
-            LinearWeight.pack(torch.randn(n, k, device=device) * k**-0.5) for _ in range(turns_of(n, k))
+            LinearWeight.pack(torch.randn(n, k, device=device) * k**-0.5, scratch)
+            for _ in range(turns_of(n, k))
         ]
         self.out = torch.empty(rows, n, device=device, dtype=torch.bfloat16)
         self.n_rows = torch.tensor([rows], dtype=torch.int32, device=device)
