@@ -238,7 +238,6 @@ def serve(options: ExpertOptions, ending: Ending) -> None:
         server.set_lease(_lease_end_ns(identity.lease_s))
         service.sender, service.server = sender, server
         server.start()
-        loader.start()
         # Of this thread: it alone extends the native lease, without which nothing is answered.
         turns = 0
         heartbeat = Heartbeat(
@@ -264,6 +263,12 @@ def serve(options: ExpertOptions, ending: Ending) -> None:
             faults=faults,
             heartbeat=heartbeat,
         )
+        if device.runs_kernels and not _first_pass(server, ending):
+            # Compiling cannot be broken off: whoever waited for its end would end late.
+            _leave(router)
+            logs.end_at_once(int(bool(ending.fault)))
+        # Not before: what it holds is asked for at once.
+        loader.start()
         healthy.set(
             experts_pb2.DESCRIPTOR.services_by_name["Experts"].full_name,
             health_pb2.HealthCheckResponse.SERVING,
@@ -284,6 +289,20 @@ def serve(options: ExpertOptions, ending: Ending) -> None:
         healthy.enter_graceful_shutdown()
         if heartbeat.stands_s:
             _end_at_once(ending.fault or "a loop of it stands still")
+
+
+def _first_pass(server: ExpertServer, ending: Ending) -> bool:
+    """Wait until the kernels are compiled, and passes run; whether they do before the process is to end.
+
+    Raises:
+        StartFailed: they never will.
+    """
+    while server.turns() is None:
+        if server.broken:
+            raise StartFailed(server.broken)
+        if ending.wanted.wait(_TICK_S):
+            return False
+    return True
 
 
 def _end_at_once(reason: str) -> NoReturn:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from eaas.gateway.config import EndpointOptions, GatewayOptions
-from eaas.worker.config import EngineOptions, WorkerOptions
+from eaas.worker.config import NO_OVERLAP, EngineOptions, WorkerOptions
 from experts.config import ComputingOptions, ExpertOptions
-from experts.devices import CUDA, Device
+from experts.devices import CPU, CUDA, Device
 from p2p.transport import TransportChoice
 from router.access import bound_address
 from router.config import ChildOptions, ExpertPoolOptions, PoolsOptions, ProcessOptions, RouterOptions
@@ -105,6 +105,8 @@ class ClusterConfig(
                 "workers ask servers of their own kind only. Give as many of each as devices are listed: --attention "
                 f"{len(kinds)} --experts {len(kinds)}."
             )
+        if self.overlap and CPU in ask:
+            raise OptionsInvalid(NO_OVERLAP)
         if self.cores and self.expert_lanes > len(self.cores):
             raise OptionsInvalid(
                 f"{self.expert_lanes} lanes for each expert server; 0 (deal out the cores) to {len(self.cores)}, one "

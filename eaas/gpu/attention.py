@@ -259,7 +259,7 @@ def join(total, weight, maximum, more, more_weight, more_maximum):
     return total, weight * before + more_weight * after, raised
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions", "seqs"])
 def attention_kernel(
     queries, keys, values, positions, seqs, tables, items, n_items, sums, scales, out,
     table_blocks, reach, scale,

@@ -1,9 +1,10 @@
 """The decoder on a GPU: one step from token ids to logits, and to tokens where asked, as one graph launch.
 
 A step of `size` rows (a power of two) is always the same launches on the same addresses; what differs, counts of rows
-included, is read on the device (`eaas.gpu.inputs`). The first step of a size runs once with nothing to do, so that all
-is compiled and loaded, and is then captured; later ones are replayed. On the CPU, for tests, the same launches run in
-Triton's interpreter without graphs.
+included, is read on the device (`eaas.gpu.inputs`). `warm`, or else the first step of a size, runs it once with nothing
+to do, so that all is compiled and loaded, and captures it; its steps are replays. Once all `sizes` are warm nothing is
+compiled, loaded or captured any more: what steps launch beside their graphs, the graphs launch as well. On the CPU, for
+tests, the same launches run in Triton's interpreter without graphs.
 
 Per layer, on the main stream: add what the last layer computed, norm, queries/keys/values, place them, attend, output
 projection, add, norm, gate; then on a second stream the experts, and beside them the shared expert. With double
@@ -113,7 +114,7 @@ class GpuDecoder:
             max_rows: Most rows of one step.
             dtype: Of products, keys and values: bfloat16. The spec's where None.
             device: "cuda", or "cpu" in Triton's interpreter.
-            double_batching: Run a step as two micro-batches that overlap; may be changed between steps.
+            double_batching: Run a step as two micro-batches that overlap; may be changed before sizes are warm.
 
         Raises:
             DecoderError: sizes or a type that the GPU does not serve.
@@ -144,13 +145,17 @@ class GpuDecoder:
             self._inputs = StepInputs(self._limits, group=group, most=self._most, device=self.device)
             self._take_memory(kv_blocks)
         self._sizes: dict[tuple[int, int], _Size] = {}
-        self._host_logits = torch.empty(0, spec.vocab)
         self._closed = False
 
     @property
     def numerics_class(self) -> str:
         """Equal strings promise equal bits."""
         return numerics_class(self.device)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Rows of the steps that there are: powers of two. One of fewer rows runs as the next larger."""
+        return tuple(1 << power for power in range(self._most.bit_length()))
 
     def close(self) -> None:
         """Free the device's memory. Idempotent; no step may follow."""
@@ -167,6 +172,7 @@ class GpuDecoder:
                 "_scratch",
                 "_sums",
                 "_logits",
+                "_choices",
             ):
                 delattr(self, name)
 
@@ -223,9 +229,9 @@ class GpuDecoder:
                     # The step's own launches choose once, as many as there is room for.
                     number = self._counted(last - first)
                     self._head(first, number)
+                    self._choices[: last - first].copy_(torch.from_numpy(choices[first:last]))
                     sampling.choose(
-                        self._logits, torch.from_numpy(choices[first:last]).to(self.device), number, self._scratch,
-                        self._tokens[first:], self._status[first:],
+                        self._logits, self._choices, number, self._scratch, self._tokens[first:], self._status[first:]
                     )  # fmt: skip
                 for to in range(*np.searchsorted(left, (first, last))):
                     self._host_logits[to].copy_(self._logits[left[to] - first], non_blocking=True)
@@ -239,7 +245,7 @@ class GpuDecoder:
         )
 
     def warm(self, sizes: Sequence[int]) -> None:
-        """Compile and capture steps of these numbers of rows now, rather than when the first of them comes."""
+        """Compile, load and capture steps of these numbers of rows, where that is not done yet."""
         for rows in sizes:
             self._size(rows)
 
@@ -305,6 +311,10 @@ class GpuDecoder:
         self._sums = Sums.make(spec.q_heads, spec.head_dim, device, self._inputs.partials)
         self._final = room(most, spec.hidden, dtype=torch.bfloat16)
         self._logits = room(min(most, LOGITS_ROWS), spec.vocab)
+        # Taken now: memory that is taken later may have to wait for a device that is never idle.
+        self._count = room(1, dtype=torch.int32)
+        self._choices = room(len(self._logits), sampling.CHOICE_WORDS, dtype=torch.int32)
+        self._host_logits = torch.empty(self._logits.shape, pin_memory=device.type == "cuda")
         self._scratch = sampling.Scratch.make(len(self._logits), spec.vocab, device)
         # Written by the device, read by the host when the step has ended.
         self._tokens, self._status = (
@@ -474,7 +484,7 @@ class GpuDecoder:
         linear(self._final[first : first + rows], self._weights.head, self._logits[:rows], count)
 
     def _counted(self, count: int) -> Tensor:
-        return torch.tensor([count], dtype=torch.int32, device=self.device)
+        return self._count.copy_(torch.tensor([count], dtype=torch.int32))
 
 
 def _shared_of(layer: LayerWeights | None, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -101,7 +101,7 @@ def gate(
 # ---- kernels
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def score_kernel(
     norm, low, weight, parts, n_rows, rows, hidden, experts,
     PART: tl.constexpr, K_TILE: tl.constexpr, M_TILE: tl.constexpr, N_TILE: tl.constexpr,
@@ -134,7 +134,7 @@ def score_kernel(
         tl.store(parts + at, total, mask=(expert < experts)[:, None] & (row < count)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def choose_kernel(
     parts, correction, ids, weights, n_rows, rows, factor,
     PARTS: tl.constexpr, EXPERTS: tl.constexpr, PAD: tl.constexpr, TOP_K: tl.constexpr, TOP_PAD: tl.constexpr,

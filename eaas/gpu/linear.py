@@ -164,7 +164,7 @@ def linear(x: torch.Tensor, weight: LinearWeight, out: torch.Tensor, n_rows: tor
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _linear(
     x, weights, bias, out, n_rows, sums, arrived, rows, x_stride, out_stride, k_tiles, part_tiles,
     N: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, SPLIT: tl.constexpr, FEATURES: tl.constexpr,

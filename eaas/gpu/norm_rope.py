@@ -279,7 +279,7 @@ def product(a, b, total, INTERPRET: tl.constexpr):
     return tl.dot(a, b, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["tokens"])
 def embed_kernel(table, tokens, x, n_rows, hidden, BLOCK: tl.constexpr):
     """A program copies one row."""
     row = tl.program_id(0)
@@ -291,7 +291,7 @@ def embed_kernel(table, tokens, x, n_rows, hidden, BLOCK: tl.constexpr):
         tl.store(x + row.to(tl.int64) * hidden + column, value.to(tl.float32), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["scale", "share", "pick"])
 def add_norm_kernel(
     x, addend, bias, shared, scale, weight, out, low, share_weight, share, pick, n_rows, hidden, eps,
     BLOCK: tl.constexpr, INTERPRET: tl.constexpr,
@@ -388,7 +388,7 @@ def _finish(
     return low, high
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions", "seqs"])
 def place_kernel(
     qkv, bias, q_norm, k_norm, cosines, sines, positions, seqs, tables, queries, keys, values, n_rows,
     table_blocks, eps, clip,

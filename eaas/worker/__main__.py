@@ -17,15 +17,15 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from eaas.model.loader import load_spec, load_weights
 from eaas.placement import Placement, StartFailed, Stopped
 from eaas.tracing import open_tracing, version
-from eaas.worker.config import BLOCK_TOKENS, WorkerOptions
+from eaas.worker.config import BLOCK_TOKENS, NO_OVERLAP, WorkerOptions
 from eaas.worker.constraint import Grammars
 from eaas.worker.decoder import Decoder, DecoderError
-from eaas.worker.engine import LEAST_WAIT, Engine, EngineConfig, StepDecoder
+from eaas.worker.engine import LEAST_WAIT, Engine, EngineConfig
 from eaas.worker.loop import STUCK_MARGIN_S, Worker
 from eaas.worker.protocol import Hello
 from eaas.worker.tls_listener import TlsListener
@@ -48,6 +48,9 @@ from router.client import JoinRefused, RouterClient, RouterUnavailable
 from router.faults import CLIENT_POINTS
 from router.heartbeat import Heartbeat, OwnTime
 from router.view import ATTENTION
+
+if TYPE_CHECKING:
+    from eaas.gpu.decoder import GpuDecoder
 
 log = logging.getLogger("eaas.attention")
 
@@ -165,25 +168,40 @@ class Load:
         return None if turns is None else turns + p2p_native.load().p2p_bell_heartbeat(endpoint.page_address)
 
 
-class ClosingDecoder(StepDecoder, Protocol):
-    """A decoder that holds something."""
-
-    def close(self) -> None: ...
-
-
 def decoding(
-    device: Device, backend: Backend
-) -> tuple[Callable[[Dtype], str], Callable[..., ClosingDecoder]]:
-    """Who computes: the name of its arithmetic, and what makes a decoder of (spec, weights, client, cores, ...)."""
+    device: Device, backend: Backend, overlap: bool
+) -> tuple[Callable[[Dtype], str], Callable[..., Decoder | GpuDecoder]]:
+    """Who computes: the name of its arithmetic, and what makes a decoder of (spec, weights, client, cores, ...).
+
+    Raises:
+        ValueError: a CPU is to overlap two halves of a step.
+    """
     if device.runs_kernels:
         from eaas.gpu.decoder import GpuDecoder
 
         return backend.numerics_class, lambda spec, weights, client, cores, **sizes: GpuDecoder(
-            spec, weights, client.backend, device=client.backend.device, **sizes
+            spec, weights, client.backend, device=client.backend.device, double_batching=overlap, **sizes
         )
+    if overlap:
+        raise ValueError(NO_OVERLAP)
     return numerics_class, lambda spec, weights, client, cores, **sizes: Decoder(
         spec, weights, client.handle, cores, **sizes
     )
+
+
+def warm(decoder: GpuDecoder, asked: threading.Event) -> None:
+    """Make steps of every size ready: the first request of one would wait for its kernels, and all others with it.
+
+    Raises:
+        Stopped: asked to end.
+    """
+    began_s = time.monotonic()
+    for number, rows in enumerate(decoder.sizes, 1):
+        if asked.is_set():
+            raise Stopped
+        decoder.warm([rows])
+        taken_s = time.monotonic() - began_s
+        log.info("warmed rows=%d done=%d total=%d warm_s=%.1f", rows, number, len(decoder.sizes), taken_s)
 
 
 def prepare(options: WorkerOptions, ending: Ending, closing: contextlib.ExitStack) -> Worker:
@@ -214,7 +232,7 @@ def prepare(options: WorkerOptions, ending: Ending, closing: contextlib.ExitStac
     grammars = Grammars.open(options.model, spec.vocab, spec.eos_ids)
     if grammars is not None:
         closing.callback(grammars.close)
-    class_of, new_decoder = decoding(device, backend)
+    class_of, new_decoder = decoding(device, backend, options.overlap)
     # The one name says both: how experts are computed, and the rest in the type of their rows.
     kernels = shape.numerics_class(class_of(dtype))
     credentials = child.credentials(options, ATTENTION)
@@ -279,7 +297,7 @@ def prepare(options: WorkerOptions, ending: Ending, closing: contextlib.ExitStac
     )
     heartbeat.start()
     closing.callback(heartbeat.close)
-    # The lease runs from the join on, and packing the weights may take longer than it lasts.
+    # The lease runs from the join on; packing the weights, and compiling kernels, may take longer than it lasts.
     router.start(
         on_view=placement.apply,
         load=load_report,
@@ -290,6 +308,8 @@ def prepare(options: WorkerOptions, ending: Ending, closing: contextlib.ExitStac
     )
     decoder = new_decoder(spec, weights, client, cores, kv_blocks=kv_blocks, max_rows=options.step_tokens)
     closing.callback(decoder.close)
+    if not isinstance(decoder, Decoder):
+        warm(decoder, ending.asked)
     engine = load_report.engine = Engine(
         decoder,
         EngineConfig(

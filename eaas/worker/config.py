@@ -10,6 +10,10 @@ from router.options import Options, option
 
 # Tokens of one block of the KV cache.
 BLOCK_TOKENS = 16
+NO_OVERLAP = (
+    "--overlap is for attention workers on GPUs: a CPU computes a step as a whole. Leave it out, or serve with "
+    "--device cuda."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +43,11 @@ class EngineOptions(Options):
     step_tokens: int = option(512, "Most rows computed in one step.", metavar="ROWS", least=1)
     max_running: int = option(256, "Most requests that run at once.", least=1)
     prefix_reuse: bool = option(True, "Compute a common beginning of prompts once.")
+    overlap: bool = option(
+        False,
+        "On GPUs: compute a step in two halves, one at the experts while the other attends. It pays where attention "
+        "and transfer take longer than reading the experts' weights again, as each half asks nearly all of them.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

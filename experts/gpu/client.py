@@ -29,7 +29,7 @@ from experts.backend import LinkRefused, ServerLink, ServerState, ServerStats
 from experts.gpu.combine import combine
 from experts.gpu.dispatch import dispatch
 from experts.gpu.layout import ClientWord, ExchangeShape, Mark, ReportWord, SeenWord, Verdict
-from experts.gpu.tables import ClientTables
+from experts.gpu.tables import ClientTables, fill
 from experts.gpu.wait_replies import wait_replies
 from experts.gpu.words import CLIENT, PEER, SLOT
 from experts.routes import Table, busiest, speeds_of, spread, work_of
@@ -147,6 +147,9 @@ class GpuClient:
         self._routed = np.zeros((2, shape.layers, shape.experts), np.uint32)
         self._counted_s = time.monotonic()
         self._corrupt, self._lost, self._late = (np.zeros(servers, np.int64) for _ in range(3))
+        with torch.cuda.stream(self.stream):
+            # Compiled and loaded now: a late reply is no time for it.
+            self.reclaim()
 
     # -- steps, from one thread ----------------------------------------------------------------------------------
 
@@ -236,7 +239,7 @@ class GpuClient:
 
     def retired(self) -> dict[int, int]:
         """Slots put aside, by place. Asks the device."""
-        owed = (self.tables.owed != 0).sum(dim=1).tolist()
+        owed = (self.tables.owed.cpu() != 0).sum(dim=1).tolist()
         return {place: count for place, count in enumerate(owed) if count}
 
     def apply(self, *arguments: object, **named: object) -> NoReturn:
@@ -336,7 +339,7 @@ class GpuClient:
         self._counted_s = time.monotonic()
         with torch.cuda.stream(self.stream):
             self._routed += self.tables.routed[:2].cpu().numpy().astype(np.uint32)
-            self.tables.routed[:2].zero_()
+            fill(self.tables.routed[:2], 0)
             self._seen = self.tables.seen.cpu().numpy().copy()
         # What was seen of whoever had these places before.
         self._seen[list(self._changed)] = 0

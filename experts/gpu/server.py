@@ -36,7 +36,7 @@ from experts.gpu.layout import (
 )
 from experts.gpu.poll import poll
 from experts.gpu.reply import reply
-from experts.gpu.tables import NO_BUDGET_NS, ServerTables, signed
+from experts.gpu.tables import NO_BUDGET_NS, ServerTables, fill, signed
 from experts.gpu.weights import FP8_TILE, ExpertWeights, Fp8ExpertWeights
 from experts.kernels import PackedExpert, Weights, WeightsBroken, unpack_expert
 from experts.quantized import Quantized
@@ -215,11 +215,11 @@ class GpuServer:
         row = torch.tensor([request, reply, signed(incarnation), 0], dtype=torch.int64)
 
         def write() -> None:
-            self.tables.done[place].zero_()
-            self.tables.rejected[place].zero_()
+            fill(self.tables.done[place], 0)
+            fill(self.tables.rejected[place], 0)
             self.tables.peers[place].copy_(row)
             # Live last: a pass that sees it sees the rest.
-            self.tables.peers[place, PeerWord.LIVE].fill_(1)
+            fill(self.tables.peers[place, PeerWord.LIVE], 1)
 
         self._write(write)
 
@@ -232,7 +232,7 @@ class GpuServer:
         """
         if not 0 <= place < self.tables.clients:
             raise ValueError(f"place is {place}; 0 to {self.tables.clients - 1} exist.")
-        self._write(lambda: self.tables.peers[place, PeerWord.LIVE].fill_(0))
+        self._write(lambda: fill(self.tables.peers[place, PeerWord.LIVE], 0))
         self.settle(timeout_s)
 
     def settle(self, timeout_s: float = SETTLE_S) -> None:
@@ -266,7 +266,7 @@ class GpuServer:
             raise ValueError(
                 f"expert {expert} of layer {layer}; there are {shape.experts} of {shape.layers} layers."
             )
-        self._write(lambda: self.tables.held[layer, expert].fill_(slot))
+        self._write(lambda: fill(self.tables.held[layer, expert], slot))
 
     # -- experts -------------------------------------------------------------------------------------------------
 
@@ -359,8 +359,8 @@ class GpuServer:
         return self._ended.is_set()
 
     def turns(self) -> int | None:
-        """Passes that ended, also without a lease. None before the first."""
-        return (self.passes if self.tables.device.type == "cuda" else self._turns) or None
+        """Passes that ended, also without a lease. None before they run: they are compiled and captured first."""
+        return self.passes if self._thread is not None else self._turns or None
 
     def _turn(self) -> None:
         """One pass in the interpreter."""
@@ -410,6 +410,9 @@ class GpuServer:
         with torch.cuda.stream(self._stream):
             # Code is loaded now: later that might wait for a device that is never idle.
             self.enqueue_pass()
+            if self._weights is not None:
+                # What `set_expert` runs; the slot holds afterwards what it held.
+                self._weights.load(0, *self._weights.unload(0))  # type: ignore[arg-type]
         torch.cuda.synchronize(self.tables.device)
         graph = torch.cuda.CUDAGraph()
         # Other threads may use the device meanwhile; this one does nothing that a graph cannot hold.
@@ -488,8 +491,7 @@ class GpuServer:
             self._failure = error
 
     def _set_control(self, word: ServerWord, value: int) -> None:
-        # A copy, which needs no processor of a device whose passes may fill them all.
-        self._write(lambda: self.tables.control[word : word + 1].copy_(torch.tensor([value])))
+        self._write(lambda: fill(self.tables.control[word], value))
 
     def _write(self, write: Callable[[], object]) -> None:
         if self._writes is None:

@@ -43,6 +43,12 @@ def signed(word: int) -> int:
     return (word & (1 << 64) - 1) - ((word & 1 << 63) << 1)
 
 
+def fill(words: torch.Tensor, value: int) -> None:
+    """Set words of a table, in the order of the current stream. By a copy, which needs no kernel: torch loads each of
+    its own on its first launch, for which a device that is never idle may let it wait."""
+    words.copy_(torch.full(words.shape, value, dtype=words.dtype), non_blocking=True)
+
+
 def _made(device: torch.device) -> None:
     """Tables are used on other streams than the one they are made on: wait until they are."""
     if device.type == "cuda":
@@ -137,7 +143,7 @@ class ClientTables:
 
     def set_control(self, word: ClientWord, value: int) -> None:
         """Write one control word in the order of the current stream."""
-        self.control[word : word + 1].fill_(value)
+        fill(self.control[word], value)
 
     def publish(self, peers: Sequence[Sequence[int]], routes: torch.Tensor) -> None:
         """Let the steps launched from now on see these peers and routes. Call it where steps are launched.
@@ -184,9 +190,8 @@ class ClientTables:
 
     def forget(self, place: int) -> None:
         """A place's sequence, suspicion and slots are as if it had never been asked: its windows are new."""
-        for table in (self.suspect, self.sequence, self.seen):
-            table[place : place + 1].zero_()
-        self.owed[place].zero_()
+        for table in (self.suspect, self.sequence, self.seen, self.owed):
+            fill(table[place], 0)
 
 
 class ServerTables:
