@@ -25,6 +25,7 @@ from eaas.cluster.process import Child, StartFailed, StateDir
 from eaas.gateway.keys import digest_of, keys_of, write_keys
 from eaas.gateway.listening import ListenFailed, address_of, listen
 from eaas.settings import ROLES
+from experts.devices import CUDA, Device
 from p2p.endpoint import P2PError
 from p2p.native import named_cores
 from router.access import LAUNCHER, Exposed
@@ -114,6 +115,8 @@ class LocalCluster:
         first = self.config.router_port
         for slot in range(self.config.routers):
             self._order(lambda slot=slot: self._spawn("router", slot, port=first and first + slot))
+        if any(Device.parse(device).kind == CUDA for device in self.config.device):
+            self._on_event("compiling kernels for GPUs: a minute or two, the first time")
         deadline = time.monotonic() + timeout_s
         while not self._ready.wait(0.05):
             if self._failure is not None:

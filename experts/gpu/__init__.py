@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from experts.backend import DeviceUnavailable
+from experts.pack import cache_directory
 from p2p.cuda_driver import CudaDriver
 from p2p.endpoint import P2PError
 
@@ -26,6 +27,8 @@ def open_backend(gpu: int | None) -> GpuBackend:
     # Before CUDA starts: a write into a server's tables must not share one of the usual eight queues with its passes,
     # which never leave theirs empty.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    # Beside the packed experts, where the image and the units have room: compiling takes a minute.
+    os.environ.setdefault("TRITON_CACHE_DIR", str(cache_directory().with_name("triton")))
     try:
         # What is to be mended first is said first: without a GPU no package helps.
         seen = 0 if gpu is None else len(CudaDriver.load().devices())

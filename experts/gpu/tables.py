@@ -44,8 +44,8 @@ def signed(word: int) -> int:
 
 
 def fill(words: torch.Tensor, value: int) -> None:
-    """Set words of a table, in the order of the current stream. By a copy, which needs no kernel: torch loads each of
-    its own on its first launch, for which a device that is never idle may let it wait."""
+    """Set words of a table, in the order of the current stream. By a copy: torch loads each of its kernels on the first
+    launch, for which it may wait until the device is idle; and passes may fill all processors."""
     words.copy_(torch.full(words.shape, value, dtype=words.dtype), non_blocking=True)
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from eaas.cluster.config import ClusterConfig, expert_cores
+from eaas.worker.__main__ import decoding
+from experts.devices import Device
 
 
 @pytest.mark.parametrize(
@@ -49,6 +51,20 @@ def test_routers_that_share_nothing_are_refused(routers: int, etcd: str) -> None
     with pytest.raises(ValueError, match=f"{routers} routers asked for"):
         ClusterConfig(model=Path(), routers=routers, etcd=etcd)
     ClusterConfig(model=Path(), routers=2, etcd="http://127.0.0.1:2379")
+
+
+def test_halves_of_a_step_overlap_where_gpus_attend_and_nowhere_else() -> None:
+    def config(*devices: str, attention: int = 1) -> ClusterConfig:
+        return ClusterConfig(model=Path(), device=devices, experts=2, attention=attention, overlap=True)
+
+    config("cuda:0")
+    config("interpreter")
+    for refused in (lambda: config("cpu"), lambda: config("cuda:0", "cpu", attention=2)):
+        with pytest.raises(ValueError, match="--overlap is for attention workers on GPUs"):
+            refused()
+    device = Device.parse("cpu")
+    with pytest.raises(ValueError, match="serve with --device cuda"):
+        decoding(device, device.backend(), True)
 
 
 def test_kinds_of_devices_may_be_mixed_where_each_has_workers_and_servers() -> None:

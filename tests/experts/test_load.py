@@ -51,6 +51,30 @@ class Told:
         self.totals += totals
 
 
+class Compiling:
+    """A server whose passes begin when it has been looked at three times; or which breaks then."""
+
+    def __init__(self, why: str = "") -> None:
+        self.looks, self.why, self.broken = 0, why, ""
+
+    def turns(self) -> int | None:
+        self.looks += 1
+        self.broken = self.why if self.looks > 3 else ""
+        return 7 if self.looks > 3 and not self.why else None
+
+
+def test_a_server_is_ready_when_its_passes_run_and_not_before() -> None:
+    server = Compiling()
+    assert process._first_pass(server, process.Ending())  # type: ignore[arg-type]
+    assert server.looks == 4
+    with pytest.raises(process.StartFailed, match="the device is gone"):
+        process._first_pass(Compiling("the device is gone"), process.Ending())  # type: ignore[arg-type]
+    told, server = process.Ending(), Compiling()
+    told.wanted.set()
+    assert not process._first_pass(server, told)  # type: ignore[arg-type]
+    assert server.looks == 1
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now_s = [100.0]

@@ -59,7 +59,8 @@ class Recording:
     """What was asked of the device, in order.
 
     Attributes:
-        operations: Of torch, by name, that launch a kernel or a copy; and whether each was captured.
+        operations: Of torch, by name, that launch a kernel or a copy; and whether each was captured. "copy_" copies
+            bytes as they lie, and needs no kernel; "copy_ by a kernel" changes type or order.
         graphs: Captures of graphs that ended.
         replays: Launches of graphs.
     """
@@ -293,14 +294,15 @@ def _modes(note: Any) -> tuple[Any, Any]:
                 and targets[-1] != "quiet"
                 and not any(part.device.type == "meta" for part in inputs)
             ):
-                note(name)
+                note(name + " by a kernel" * (name == "copy_" and not alike(*inputs[:2])))
             if name == "empty" and on_device:
                 result = unwritten(torch.empty(args[0], dtype=kwargs.get("dtype"), device="meta"))
             elif silent or not on_device or kwargs.get("device") == torch.device("meta"):
                 result = func(*args, **kwargs)
             else:
                 result = small_or_none(func, args, kwargs)
-            for part in tree_leaves(result):
+            # What was written in place lies where it did: a copy to the host does.
+            for part in () if func._schema.is_mutable else tree_leaves(result):
                 if on_device and isinstance(part, torch.Tensor) and part.device.type == "cpu":
                     bring(part)
             return result
@@ -328,6 +330,9 @@ def _modes(note: Any) -> tuple[Any, Any]:
         if func._schema.is_mutable:
             return args[0]
         return tree_map(lambda part: unwritten(part) if isinstance(part, torch.Tensor) else part, shapes)
+
+    def alike(to: torch.Tensor, source: torch.Tensor) -> bool:
+        return to.dtype == source.dtype and to.is_contiguous() and source.is_contiguous()
 
     def unwritten(meta: Any) -> Any:
         """A tensor of that shape on the device, of zeros; untouched it takes no memory, however large."""

@@ -438,6 +438,23 @@ def test_a_step_with_a_damaged_answer_runs_again_and_one_that_lost_experts_names
     same_bits(runner.prefill([1, 2]), whole, "afterwards", seed)
 
 
+@pytest.mark.smoke
+def test_a_decoder_is_warm_for_all_its_steps() -> None:
+    seed = fresh_seed()
+    world = World.make(bf16(spec_of(layers=1)), seed)
+    for two in (False, True):
+        runner = runner_of(world, max_rows=5, double_batching=two)
+        decoder = runner.decoder
+        assert isinstance(decoder, GpuDecoder)
+        assert decoder.sizes == (1, 2, 4, 8)
+        decoder.warm(decoder.sizes)
+        made = dict(decoder._sizes)
+        assert sorted(made) == [(1, 1), *((rows, 1 + two) for rows in (2, 4, 8))]
+        for rows in range(1, 6):
+            runner.run([(tokens_of(rows, seed), 0, [rows])])
+        assert decoder._sizes == made, f"seed {seed}"
+
+
 def test_nothing_about_servers_is_written_while_a_step_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """What other threads launch on the stream of a capture would become part of the graph, or end it."""
     world = World.make(bf16(spec_of(layers=1)), 1)

@@ -70,6 +70,8 @@ def test_a_killed_server_changes_no_token(tmp_path: Path, stored: str) -> None:
         deadline_s=250.0,
         kv_tokens=256,
         step_tokens=16,
+        # Of one kind of checkpoint as a whole, of the other in two halves.
+        overlap=stored == "fp8",
         lease_s=10.0,
     )
     cluster = LocalCluster(config)
@@ -84,6 +86,9 @@ def test_a_killed_server_changes_no_token(tmp_path: Path, stored: str) -> None:
         classes = {member.get("numerics_class", "") for member in fetch_status(cluster.url)["members"]}
         assert {name.split("-")[0] for name in classes} - {""} == {device.partition(":")[0]}, classes
         assert all(stored in name.split("-") for name in classes if name), classes
+        (worker,) = cluster.state_dir.glob("attention*.log")
+        said = worker.read_text()
+        assert 0 < said.find("warmed rows=16 done=5 total=5") < said.find(" ready "), said
         calm = texts(cluster, lambda count: None)
 
         def kill(count: int) -> None:
