@@ -164,16 +164,8 @@ class GpuDecoder:
             self._streams.wait()
             self._sizes.clear()
             for name in (
-                "_weights",
-                "_inputs",
-                "_buffers",
-                "_keys",
-                "_values",
-                "_scratch",
-                "_sums",
-                "_logits",
-                "_choices",
-            ):
+                "_weights", "_inputs", "_buffers", "_keys", "_values", "_scratch", "_sums", "_logits", "_choices",
+            ):  # fmt: skip
                 delattr(self, name)
 
     def step(self, plan: StepPlan, deadline_s: float) -> np.ndarray:

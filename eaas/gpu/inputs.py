@@ -41,17 +41,8 @@ COUNT_STRIDE = 4  # words: a count begins at a multiple of 16 bytes
 CHANGES = 512
 _FETCHED = 1024  # words that a program fetches
 _COUNTS = (
-    "rows",
-    "rows 0",
-    "rows 1",
-    "items 0",
-    "items 1",
-    "merges 0",
-    "merges 1",
-    "logits",
-    "choices",
-    "changes",
-)
+    "rows", "rows 0", "rows 1", "items 0", "items 1", "merges 0", "merges 1", "logits", "choices", "changes",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
