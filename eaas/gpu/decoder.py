@@ -164,7 +164,7 @@ class GpuDecoder:
             self._streams.wait()
             self._sizes.clear()
             for name in (
-                "_weights", "_inputs", "_buffers", "_keys", "_values", "_scratch", "_sums", "_logits", "_choices",
+                "_weights", "_inputs", "_buffers", "_keys", "_values", "_scratch", "_sums", "_logits", "_piece",
             ):  # fmt: skip
                 delattr(self, name)
 
@@ -189,7 +189,7 @@ class GpuDecoder:
             for first, last in self._pieces(count):
                 if first:
                     # The step's own launches fill the buffer once.
-                    self._head(first, self._counted(last - first))
+                    self._head(first, self._sent(np.full(1, last - first, dtype=np.int32)))
                 self._host_logits[first:last].copy_(self._logits[: last - first], non_blocking=True)
             self._streams.wait()
         return self._host_logits.numpy()[:count]
@@ -219,11 +219,12 @@ class GpuDecoder:
             for first, last in self._pieces(len(rows)):
                 if first:
                     # The step's own launches choose once, as many as there is room for.
-                    number = self._counted(last - first)
+                    piece = np.full((last - first + 1, sampling.CHOICE_WORDS), last - first, dtype=np.int32)
+                    piece[1:] = choices[first:last]
+                    number = self._sent(piece.ravel())
                     self._head(first, number)
-                    self._choices[: last - first].copy_(torch.from_numpy(choices[first:last]))
                     sampling.choose(
-                        self._logits, self._choices, number, self._scratch, self._tokens[first:], self._status[first:]
+                        self._logits, self._piece[1:], number, self._scratch, self._tokens[first:], self._status[first:]
                     )  # fmt: skip
                 for to in range(*np.searchsorted(left, (first, last))):
                     self._host_logits[to].copy_(self._logits[left[to] - first], non_blocking=True)
@@ -304,8 +305,7 @@ class GpuDecoder:
         self._final = room(most, spec.hidden, dtype=torch.bfloat16)
         self._logits = room(min(most, LOGITS_ROWS), spec.vocab)
         # Taken now: memory that is taken later may have to wait for a device that is never idle.
-        self._count = room(1, dtype=torch.int32)
-        self._choices = room(len(self._logits), sampling.CHOICE_WORDS, dtype=torch.int32)
+        self._piece = room(1 + len(self._logits), sampling.CHOICE_WORDS, dtype=torch.int32)
         self._host_logits = torch.empty(self._logits.shape, pin_memory=device.type == "cuda")
         self._scratch = sampling.Scratch.make(len(self._logits), spec.vocab, device)
         # Written by the device, read by the host when the step has ended.
@@ -475,8 +475,10 @@ class GpuDecoder:
         rows = min(len(self._logits), len(self._final) - first if size is None else size)
         linear(self._final[first : first + rows], self._weights.head, self._logits[:rows], count)
 
-    def _counted(self, count: int) -> Tensor:
-        return self._count.copy_(torch.tensor([count], dtype=torch.int32))
+    def _sent(self, words: np.ndarray) -> Tensor:
+        """Send a piece's number of rows and its choices, the number."""
+        self._piece.view(-1)[: len(words)].copy_(torch.from_numpy(words))
+        return self._piece.view(-1)[:1]
 
 
 def _shared_of(layer: LayerWeights | None, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
