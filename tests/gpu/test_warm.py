@@ -2,6 +2,7 @@
 
 Torch's own kernels count too: each is loaded on its first launch, and beside a device that is never idle that may wait.
 """
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
