@@ -85,10 +85,7 @@ class Loopback:
 
     def __init__(self, shape: ExchangeShape, computes: list[Compute], device: str = "cuda") -> None:
         self.shape, self.device, count = shape, device, len(computes)
-        self.client = GpuClient(
-            shape, servers=count, replicas=count, incarnation=CLIENT, device=device,
-            patience_s=PATIENCE_S,
-        )  # fmt: skip
+        self.client = GpuClient(shape, servers=count, replicas=count, incarnation=CLIENT, device=device)
         self.servers = [
             GpuServer(shape, clients=1, compute=compute, incarnation=SERVER + place, device=device)
             for place, compute in enumerate(computes)
@@ -108,6 +105,7 @@ class Loopback:
                 torch.arange(server.tables.held.numel(), dtype=torch.int32).view_as(server.tables.held)
             )
             self.client.link(place, Link(request=request, reply=reply, incarnation=SERVER + place))
+        self.client.tables.limits.fill_(int(1e9 * PATIENCE_S))
         places = torch.arange(len(self.servers), dtype=torch.int32)
         self.client.write_tables(places.expand(self.shape.layers, self.shape.experts, -1).contiguous())
 

@@ -36,10 +36,6 @@ CAPACITY = 512  # most rows of a step: those that workers start with, unless tol
 # DeepSeek-V3 118 MB a link, 3.8 GB for 32 servers at a client, 1.9 GB for 16 clients at a server and 1.1 beside it;
 # Qwen3-30B-A3B 34 MB a link, 1.1 GB, and 0.5 GB and 0.4.
 MOST_SERVERS, MOST_CLIENTS = (4, 2) if INTERPRET else (32, 16)
-PATIENCE_S = 10.0 if INTERPRET else 0.005
-# Beyond it, for a server without which a row is lost: as long as processes that take turns on one GPU may need. A
-# step that waits sees no change of servers, so it ends long before its deadline, and is run again.
-ALONE_S = 0.0 if INTERPRET else 0.25
 IDLE_S = 0.0001 if INTERPRET else 0.001  # by the device's clock, of which the interpreter has little
 # Seconds of the device's clock in one. The interpreter's is a counter that each look moves on by 20 us; a look takes it
 # five to twenty milliseconds.
@@ -174,8 +170,6 @@ class GpuBackend:
             replicas=MOST_REPLICAS,
             incarnation=incarnation,
             device=self.device,
-            patience_s=PATIENCE_S,
-            alone_s=ALONE_S,
             clock=CLOCK,
         )
 

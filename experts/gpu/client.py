@@ -29,13 +29,12 @@ from experts.backend import LinkRefused, ServerLink, ServerState, ServerStats
 from experts.gpu.combine import combine
 from experts.gpu.dispatch import dispatch
 from experts.gpu.layout import ClientWord, ExchangeShape, Mark, ReportWord, SeenWord, Verdict
+from experts.gpu.patience import Patience
 from experts.gpu.tables import ClientTables, fill
-from experts.gpu.wait_replies import wait_replies
-from experts.gpu.words import CLIENT, PEER, SLOT
+from experts.gpu.wait_replies import take_back, wait_replies
+from experts.gpu.words import CLIENT
 from experts.routes import Table, busiest, speeds_of, spread, work_of
-from p2p.device import load_acquire
 
-DEFAULT_PATIENCE_S = 0.002  # one wait: forty times what a layer takes, and a step survives a hundred of them
 COUNT_S = 0.5  # between two looks at what the device counted, while steps run
 # Activating an expert reads its weights: 2 bytes for the 2 operations of each pair, 395 TFLOP/s over 2.15 TB/s.
 ACTIVATION_PAIRS = 180.0
@@ -93,8 +92,6 @@ class GpuClient:
         incarnation: This client's own, u64.
         device: A GPU, or "cpu" in the interpreter.
         rounds: How often missing pairs go to the next replica.
-        patience_s: How long a server may take before they do.
-        alone_s: How much longer one may take that nobody could take over from.
         clock: Seconds of the device's clock in one of the host's.
     """
 
@@ -108,9 +105,7 @@ class GpuClient:
         replicas: int,
         incarnation: int,
         device: torch.device | str,
-        rounds: int = 2,
-        patience_s: float = DEFAULT_PATIENCE_S,
-        alone_s: float = 0.0,
+        rounds: int = 4,
         clock: float = 1.0,
     ) -> None:
         self.shape, self.device, self._clock = shape, torch.device(device), clock
@@ -122,8 +117,7 @@ class GpuClient:
             incarnation=incarnation,
             device=device,
         )
-        self.tables.set_control(ClientWord.PATIENCE_NS, int(patience_s * clock * 1e9))
-        self.tables.set_control(ClientWord.ALONE_NS, int(alone_s * clock * 1e9))
+        self._patience = Patience(servers)
         # Where steps are launched: what is written into tables keeps their order.
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self.adopted_epoch = 0
@@ -270,6 +264,7 @@ class GpuClient:
             self._changed.add(place)
             self._corrupt[place] = self._lost[place] = self._late[place] = 0
             self._seen[place] = self._judged[place] = 0
+            self._patience.forget(place)
             self._speed[place] = 1.0
             self._settle()
         return place
@@ -341,8 +336,12 @@ class GpuClient:
             self._routed += self.tables.routed[:2].cpu().numpy().astype(np.uint32)
             fill(self.tables.routed[:2], 0)
             self._seen = self.tables.seen.cpu().numpy().copy()
-        # What was seen of whoever had these places before.
-        self._seen[list(self._changed)] = 0
+            took = self.tables.took.cpu().numpy().copy()
+            fill(self.tables.took, 0)
+            # What was seen of whoever had these places before.
+            took[list(self._changed)] = self._seen[list(self._changed)] = 0
+            self._patience.learn(took)
+            self.tables.limits.copy_(torch.from_numpy(self._patience.limits_ns()))
 
     def _rebalance(self, routed: NDArray[np.uint32], seen: NDArray[np.int64]) -> None:
         """Have another order of replicas, where what was counted since the last time makes it worth it.
@@ -441,21 +440,5 @@ def reclaim_kernel(
     peers, suspect, owed, control,
     SERVERS: tl.constexpr, SLOTS: tl.constexpr, REPLY_STRIDE: tl.constexpr, WIDTH: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
-    """Free the slots whose late replies have come, and trust servers that owe none."""
-    copy = tl.load(control + CLIENT.COPY)
-    server = tl.arange(0, WIDTH)
-    there = server < SERVERS
-    window = tl.load(peers + (copy * SERVERS + server) * PEER.WORDS + PEER.REPLY, mask=there, other=0)
-    owes = tl.zeros([WIDTH], tl.int32)
-    owed_any = tl.zeros([WIDTH], tl.int32)
-    for slot in tl.static_range(SLOTS):
-        number = tl.load(owed + server * SLOTS + slot, mask=there, other=0)
-        out = (number != 0) & (window != 0)
-        seen = load_acquire((window + SLOT.FIRST + slot * REPLY_STRIDE).to(tl.pointer_type(tl.int64)), out)
-        # The server's signal comes after all it writes there: it is done with the slot.
-        came = out & (seen == number)
-        tl.store(owed + server * SLOTS + slot, tl.zeros([WIDTH], tl.int64), mask=came)
-        owes |= (out & (came == 0)).to(tl.int32)
-        owed_any |= out.to(tl.int32)
-    trusted = (owed_any != 0) & (owes == 0)
-    tl.store(suspect + server, tl.zeros([WIDTH], tl.int64), mask=there & trusted)
+    """Between steps: what came late, and what was not sound."""
+    take_back(peers, suspect, owed, tl.load(control + CLIENT.COPY), SERVERS, SLOTS, REPLY_STRIDE, WIDTH, True)

@@ -29,7 +29,7 @@ from experts.gpu.pack import (
     write_header,
 )
 from experts.gpu.tables import ClientTables
-from experts.gpu.words import ASKED, CLIENT, PEER, SLOT, VERDICT, WIRE
+from experts.gpu.words import ASKED, CLIENT, PATIENCE, PEER, SLOT, VERDICT, WIRE
 from p2p.device import clock_ns, is_last, store_release
 
 
@@ -107,7 +107,7 @@ def check_rows(
 
 @triton.jit
 def send_headers(
-    peers, copy, control, asked, sequence, slot_at, slot, counted, listed, layer, rows, attempt, remaining_ns,
+    peers, copy, control, asked, sequence, slot_at, slot, counted, listed, layer, rows, attempt, now, deadline,
     SERVERS: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr, HIDDEN: tl.constexpr, MODEL_HASH: tl.constexpr,
     ROWS_OUT: tl.constexpr, ROWS_OFFSET: tl.constexpr, ROW_STRIDE: tl.constexpr, REPLY_STRIDE: tl.constexpr,
 ):  # fmt: skip
@@ -116,6 +116,7 @@ def send_headers(
     By one program, after a barrier behind all rows and lists.
 
     Args:
+        now, deadline: By the device's clock.
         slot_at, slot: Where each server is asked, int64 and int32 [WIDTH].
         counted, listed: Pairs of each server, int64, and what its list contributes to the checksum, u64 [WIDTH].
     """
@@ -128,7 +129,8 @@ def send_headers(
     one = number * 0
     length = one + rows * ROW_STRIDE + ROWS_OFFSET
     checksum = write_header(
-        slot_at, asks, one + WIRE.REQUEST, incarnation, number, one + attempt, length, one + remaining_ns,
+        slot_at, asks, one + WIRE.REQUEST, incarnation, number, one + attempt, length,
+        one + tl.maximum(deadline - now, 0),
         one + tl.load(control + CLIENT.INCARNATION), one + rows * (4 * K) + WIRE.BYTES,
         covered_blocks(one + rows, K), listed, one, one + layer, one + rows, counted, one + ROWS_OUT, one,
         HIDDEN, MODEL_HASH,
@@ -143,6 +145,8 @@ def send_headers(
     tl.store(row + ASKED.REPLY, reply_at, mask=there)
     tl.store(row + ASKED.PAIRS, counted, mask=there)
     tl.store(row + ASKED.INCARNATION, incarnation, mask=there)
+    tl.store(row + ASKED.SENT_NS, one + now, mask=there)
+    tl.store(row + ASKED.TOOK_NS, one, mask=there)
     # One thread signals for what all threads stored.
     tl.debug_barrier()
     # Signal last: the server may read the frame as soon as it changes.
@@ -217,10 +221,13 @@ def dispatch_kernel(
         # All threads have read both before one writes them.
         tl.debug_barrier()
         tl.store(control + CLIENT.DEADLINE_NS, deadline)
+        tl.store(
+            control + CLIENT.END_NS, now + tl.load(control + CLIENT.BUDGET_NS) // PATIENCE.RUNS, mask=fresh
+        )
         tl.store(control + CLIENT.STEP_SEEN, step)
         send_headers(
             peers, copy, control, asked, sequence, slot_at, slot, tl.where(there, pairs, 0), fold, layer, count, 0,
-            tl.maximum(deadline - now, 0),
+            now, deadline,
             SERVERS, WIDTH, K, HIDDEN, MODEL_HASH, ROWS_OUT, ROWS_OFFSET, ROW_STRIDE, REPLY_STRIDE,
         )  # fmt: skip
     # Last: nobody waits for it.

@@ -71,11 +71,11 @@ class ClientWord(IntEnum):
     STEP_SEEN = 2  # number of the step that has a deadline
     BUDGET_NS = 3  # of a step
     DEADLINE_NS = 4  # by the device's clock
-    PATIENCE_NS = 5  # of one wait for servers that others could take over from
+    END_NS = 5  # when the step waits no longer, so that there is time to run it again
     CLOCK = 6  # the interpreter's
     ARRIVALS = 7  # programs of a dispatch that are done
     INCARNATION = 8  # the client's own
-    ALONE_NS = 9  # of a further wait where nobody could
+    CREDIT = 9  # for hedges, in thousandths of a pair
     WORDS = 16
 
 
@@ -99,7 +99,9 @@ class AskedWord(IntEnum):
     REPLY = 4  # address of the reply's slot
     PAIRS = 5
     INCARNATION = 6  # the server's
-    WORDS = 8
+    SENT_NS = 7
+    TOOK_NS = 8  # from there until the reply was seen
+    WORDS = 9
 
 
 class ReportWord(IntEnum):

@@ -32,7 +32,7 @@ def grade_servers(
 ):
     """How far each server can be asked: grades int32 [WIDTH], and the slot it would be asked in, or -1.
 
-    2: trusted. 1: suspect, for want of another. 0: gone, barred, or without a free slot.
+    2: trusted. 1: suspect, or it owes a reply; for want of another. 0: gone, barred, or without a free slot.
 
     Args:
         barred: int32 [WIDTH], not 0: not in this call.
@@ -45,6 +45,7 @@ def grade_servers(
     slot = tl.full([WIDTH], -1, tl.int32)
     for i in tl.static_range(SLOTS):
         owes = tl.load(owed + server * SLOTS + (SLOTS - 1 - i), mask=there, other=1) != 0
+        trusted = trusted & (owes == 0)
         free = (owes == 0) & (((used >> (SLOTS - 1 - i)) & 1) == 0)
         slot = tl.where(free, SLOTS - 1 - i, slot)
     can = live & (slot >= 0) & (barred == 0)

@@ -28,6 +28,7 @@ from experts.gpu.layout import (
     power_of_two,
     row_warps,
 )
+from experts.gpu.patience import SIZES, STEPS, UNKNOWN_NS
 from experts.gpu.words import LAYOUT
 
 NO_BUDGET_NS = 1 << 62  # beyond any clock, and the sum of both is still a word
@@ -92,8 +93,13 @@ class ClientTables:
         self.routes = words(2, shape.layers, shape.experts, replicas, dtype=torch.int32).fill_(-1)
         self.suspect, self.sequence = words(servers), words(servers)
         self.owed = words(servers, shape.slots)
+        # By server and size: when to hedge and when to suspect, and how many replies took how long since it was read.
+        self.limits = words(servers, SIZES, 2).fill_(UNKNOWN_NS)
+        self.took = words(servers, SIZES, STEPS)
         self.asked = words(rounds + 1, servers, AskedWord.WORDS)
         self.place = words(shape.capacity, shape.top_k, dtype=torch.int32)
+        # Where a pair was asked in the round before it went to another server.
+        self.before = words(max(1, rounds), shape.capacity, shape.top_k, dtype=torch.int32)
         self.listed, self.counted = words(servers).view(torch.uint64), words(servers)
         self.blank = words(shape.answer_stride // 8)
         # Rows asked of each expert, steps that asked any, and the step that did so last.
@@ -107,6 +113,7 @@ class ClientTables:
         self.set_control(ClientWord.INCARNATION, signed(incarnation))
         self.set_control(ClientWord.BUDGET_NS, NO_BUDGET_NS)
         self.set_control(ClientWord.DEADLINE_NS, NO_BUDGET_NS)
+        self.set_control(ClientWord.END_NS, NO_BUDGET_NS)
         _made(self.device)
 
     @property
@@ -116,8 +123,8 @@ class ClientTables:
 
     @property
     def wait_warps(self) -> int:
-        """Warps of the program that waits: fewer, so that each thread has more registers to send again with."""
-        return min(8, self.send_warps)
+        """Warps of the program that judges and sends again: half a processor's registers at most."""
+        return min(4, self.send_warps)
 
     @property
     def back_warps(self) -> int:
@@ -190,8 +197,9 @@ class ClientTables:
 
     def forget(self, place: int) -> None:
         """A place's sequence, suspicion and slots are as if it had never been asked: its windows are new."""
-        for table in (self.suspect, self.sequence, self.seen, self.owed):
+        for table in (self.suspect, self.sequence, self.seen, self.owed, self.took):
             fill(table[place], 0)
+        fill(self.limits[place], UNKNOWN_NS)
 
 
 class ServerTables:

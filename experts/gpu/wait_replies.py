@@ -1,19 +1,22 @@
-"""Waiting: for the replies of all servers that were asked; they are judged, and what failed is redispatched.
+"""Waiting: for the replies of all servers that were asked; they are judged, and what failed or is late goes elsewhere.
 
-Definition: wait until the signal of every server asked equals its request's sequence, at most the client's patience and
-never past the step's deadline; where a pair that is still missing could be asked of nobody else, as long again as
-the client waits for such a one. Copy each reply's headers, then judge the copy: magic, versions, incarnations,
-sequence, attempt, lengths, the request's own checksum, layer, counts, status, and the frame's checksum over it all. A
-server that did not answer, or not soundly, becomes suspect and its slot owes a reply: neither is used again before the
-host says so. What failed is sent again (`redispatch`), at most ROUNDS times. Answers are not looked at here: each has a
-seal of its own, checked by whoever adds it up.
+Definition: wait for the signals that equal their requests' sequences, until each pair has an answer or the step waits
+no longer. As `experts.gpu.patience` has it: past its first limit a server is late, and where credit is left its pairs
+are sent to another replica as well (`redispatch`), in another slot; past its second it is suspect, and they are sent
+at no cost. A reply's headers are copied, and the copy judged: magic, versions, incarnations, sequence, attempt,
+lengths, the request's own checksum, layer, counts, status, and the frame's checksum over it all. What is not sound
+makes its server suspect; it, and what is refused, is sent again at once. At most ROUNDS times in a call is anything
+sent again. Whichever sound reply comes first counts, a late one among them. A slot that still owes its reply when the
+waiting is over is put aside until that was seen: by the next call, or by the host where the reply was not sound. How
+long each reply took is counted, up to its server's second limit: one freeze does not excuse the next. Answers are not
+looked at here: each has a seal of its own, checked by whoever adds it up.
 
 Cost: two launches; when all have answered, one look at the signals, one at the headers, about 5 us on an H200.
 
-Two kernels, for what waits must be small: `wait_kernel` is one warp of few registers. The redispatch takes nearly all
-registers of a processor, and while it stood there no program that counts on its place beside a second one would:
+Two kernels, for what waits must be small: `wait_kernel` is one warp of few registers. The redispatch takes up to half
+the registers of a processor, and while it stood there no program that counts on its place beside a second one would:
 of a grid of two programs on every processor the last two would begin when the others have ended, and take as long
-again. So `wait_replies_kernel` comes when the waiting is over, and waits itself only where something failed.
+again. So `wait_replies_kernel` comes when the first limit is over, and waits itself only for what is late.
 
 Deadlock: each is one program; whatever it waits for may run on the other 131 processors, and beside the first. It
 waits for no program of its own stream. Every wait ends by the device's clock. A server whose kernels run on the same
@@ -23,28 +26,50 @@ GPU must be on another stream, and be warmed up before: loading a kernel's code 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 
-from experts.gpu.layout import Verdict
 from experts.gpu.pack import header_fold, header_words
-from experts.gpu.redispatch import send_again, stranded
+from experts.gpu.redispatch import find_answers, send_again
 from experts.gpu.tables import ClientTables
-from experts.gpu.words import ASKED, CLIENT, HEAD, REPORT, SEEN, STATUS, VERDICT, WIRE
+from experts.gpu.words import (  # fmt: skip
+    ASKED,
+    CLIENT,
+    HEAD,
+    PATIENCE,
+    PEER,
+    REPORT,
+    SEEN,
+    SLOT,
+    STATUS,
+    VERDICT,
+    WIRE,
+)
 from p2p.device import clock_ns, load_acquire, load_once, mix, pause_ns
 
 _FIRST_PAUSE_NS = tl.constexpr(32)
 _LAST_PAUSE_NS = tl.constexpr(2048)
 _ONE_WARP = tl.constexpr(32)
+# What a server's latest request has come to while it is awaited.
+_IN_TIME = tl.constexpr(0)
+_HEDGED = tl.constexpr(1)
+_SUSPECT = tl.constexpr(2)
 
 
-def wait_replies_reference(verdicts: Sequence[Mapping[int, Verdict]], rounds: int) -> bool:
-    """Whether a call is sent again, given the verdicts on each round's servers so far."""
-    failed = [verdict for verdict in verdicts[-1].values() if verdict > Verdict.ARRIVED]
-    return bool(failed) and len(verdicts) <= rounds
+def wait_replies_reference(asked: Sequence[Sequence[int]], sound: set[tuple[int, int]]) -> list[int | None]:
+    """The definition of which answer of each pair counts: the round.
+
+    Args:
+        asked: By pair, the servers that it was asked of, round by round.
+        sound: Server and round of the replies that came and are sound.
+    """
+    return [
+        next((n for n in range(len(servers) - 1, -1, -1) if (servers[n], n) in sound), None)
+        for servers in asked
+    ]
 
 
 def wait_replies(
@@ -56,12 +81,13 @@ def wait_replies(
 ) -> None:
     """Wait for the replies to what `dispatch` sent with the same arguments."""
     wait_kernel[(1,)](
-        tables.control, tables.asked, **tables.constants(wait_kernel.arg_names), num_warps=1,
+        tables.control, tables.asked, tables.limits, **tables.constants(wait_kernel.arg_names), num_warps=1,
         enable_fp_fusion=False,
     )  # fmt: skip
     wait_replies_kernel[(1,)](
         rows, ids, n_rows, tables.peers, tables.routes, tables.suspect, tables.owed, tables.sequence,
-        tables.control, tables.place, tables.asked, tables.seen, tables.report.data_ptr(), layer,
+        tables.control, tables.place, tables.before, tables.asked, tables.limits, tables.took, tables.seen,
+        tables.report.data_ptr(), layer,
         **tables.constants(wait_replies_kernel.arg_names), num_warps=tables.wait_warps, enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -73,28 +99,83 @@ def has_come(seen, number):
 
 
 @triton.jit
-def await_signals(reply_at, number, waiting, longest_ns, control, THREADS: tl.constexpr):
-    """Wait for the signals of the servers where `waiting`; where it still is when the time is over.
+def size_of(pairs):
+    """The size class of so many pairs, elementwise: int32."""
+    size = (pairs * 0).to(tl.int32)
+    for i in tl.static_range(PATIENCE.SIZES - 1):
+        size += (pairs >= (PATIENCE.LEAST << i)).to(tl.int32)
+    return size
+
+
+@triton.jit
+def note_times(took, server, pairs, ns, came):
+    """Count how long the replies took, each in its quarter octave: what float32 says above its lower 21 bits."""
+    fine = tl.minimum(tl.maximum(ns >> 12, 0), 0xFFFFFF).to(tl.float32).to(tl.int32, bitcast=True)
+    step = tl.minimum(tl.maximum((fine >> 21) - 516, 0), PATIENCE.STEPS - 1)
+    spot = took + (server * PATIENCE.SIZES + size_of(pairs)) * PATIENCE.STEPS + step
+    tl.atomic_add(spot, (pairs * 0) + 1, mask=came, sem="relaxed")
+
+
+@triton.jit
+def due_ns(limits, control, server, there, pairs, sent_ns):
+    """When each server is late and when it is suspect, by the device's clock: int64 [WIDTH] each."""
+    row = limits + (server * PATIENCE.SIZES + size_of(pairs)) * 2
+    most = tl.maximum((tl.load(control + CLIENT.END_NS) - sent_ns) // 4, 1)
+    late = tl.minimum(tl.load(row, mask=there, other=0), most)
+    suspect = tl.minimum(tl.load(row + 1, mask=there, other=0), most)
+    return sent_ns + late, sent_ns + suspect
+
+
+@triton.jit
+def awaited(wanted, waiting, sound, given):
+    """Of which servers a reply is wanted that may yet come, or make it superfluous: bool [WIDTH].
 
     Args:
-        longest_ns: That it waits, int64; 0: it only looks.
+        wanted: Bits [WIDTH]. 1: pairs were asked of it last; 2: these alone were another's.
+        waiting, sound: Whether its reply is out, and is there: bool.
+        given: Whether its pairs were asked of others since: bool.
     """
-    start = clock_ns(control + CLIENT.CLOCK, THREADS)
-    limit = tl.minimum(tl.load(control + CLIENT.DEADLINE_NS) - start, longest_ns)
+    # Once all that were late have answered after all, nobody is asked in their place.
+    rest = tl.max((given & (sound == 0)).to(tl.int32), axis=0)
+    hope = tl.max((given & waiting).to(tl.int32), axis=0)
+    spare = wanted == 3
+    return (wanted > 0) & (sound == 0) & (waiting | (spare & (hope > 0))) & ((spare & (rest == 0)) == 0)
+
+
+@triton.jit
+def await_signals(row, wanted, waiting, sound, given, until_ns, eager, control, THREADS: tl.constexpr):
+    """Wait until no reply is awaited, or one is and its time is over; those that came: bool [WIDTH].
+
+    Args:
+        row: Where in `asked` each server's latest request is noted.
+        until_ns: By server, the device's clock at which the waiting ends for all.
+        eager: Not 0: it ends with the first that comes.
+    """
+    number = tl.load(row + ASKED.SEQUENCE, mask=waiting, other=0)
+    reply_at = tl.load(row + ASKED.REPLY, mask=waiting, other=0)
+    sent_ns = tl.load(row + ASKED.SENT_NS, mask=waiting, other=0)
+    # Not by whoever waited before.
+    fresh = tl.load(row + ASKED.TOOK_NS, mask=waiting, other=0) == 0
+    until_ns = tl.minimum(until_ns, tl.load(control + CLIENT.END_NS))
+    out = waiting
     pause = tl.full((), _FIRST_PAUSE_NS, tl.int32)
-    going = tl.max(waiting.to(tl.int32), axis=0)
+    going = tl.max(awaited(wanted, out, sound, given).to(tl.int32), axis=0)
     while going > 0:
-        seen = load_acquire(reply_at.to(tl.pointer_type(tl.int64)), waiting)
-        waiting = waiting & (has_come(seen, number) == 0)
-        left = tl.max(waiting.to(tl.int32), axis=0)
-        late = clock_ns(control + CLIENT.CLOCK, THREADS) - start >= limit
-        going = tl.where(late, 0, left)
+        seen = load_acquire(reply_at.to(tl.pointer_type(tl.int64)), out)
+        came = out & has_come(seen, number)
+        now = clock_ns(control + CLIENT.CLOCK, THREADS)
+        if tl.max(came.to(tl.int32), axis=0) > 0:
+            tl.store(row + ASKED.TOOK_NS, now - sent_ns, mask=came & fresh)
+            out = out & (came == 0)
+            left = awaited(wanted, out, sound | (waiting & (out == 0)), given)
+            going = tl.where(eager > 0, 0, tl.max(left.to(tl.int32), axis=0))
+        going = tl.where(tl.max((out & (now >= until_ns)).to(tl.int32), axis=0) > 0, 0, going)
         if going > 0:
             pause_ns(pause)
             pause = tl.minimum(pause * 2, _LAST_PAUSE_NS)
     # What one thread acquired, the others may read.
     tl.debug_barrier()
-    return waiting
+    return waiting & (out == 0)
 
 
 @triton.jit
@@ -155,22 +236,53 @@ def same_words(words, needed):
 
 
 @triton.jit
-def wait_kernel(control, asked, SERVERS: tl.constexpr, WIDTH: tl.constexpr, LAYOUT: tl.constexpr):
-    """Wait for the replies of a call's first round, and do nothing else."""
+def take_back(
+    peers, suspect, owed, copy, SERVERS: tl.constexpr, SLOTS: tl.constexpr, REPLY_STRIDE: tl.constexpr,
+    WIDTH: tl.constexpr, UNSOUND: tl.constexpr,
+):  # fmt: skip
+    """Free the slots whose late replies have come, UNSOUND ones too; trust servers that owe none any more."""
+    server = tl.arange(0, WIDTH)
+    there = server < SERVERS
+    window = tl.load(peers + (copy * SERVERS + server) * PEER.WORDS + PEER.REPLY, mask=there, other=0)
+    owes = tl.zeros([WIDTH], tl.int32)
+    freed = tl.zeros([WIDTH], tl.int32)
+    for slot in tl.static_range(SLOTS):
+        number = tl.load(owed + server * SLOTS + slot, mask=there, other=0)
+        number = tl.abs(number) if UNSOUND else number
+        out = (number > 0) & (window != 0)
+        seen = load_acquire((window + SLOT.FIRST + slot * REPLY_STRIDE).to(tl.pointer_type(tl.int64)), out)
+        # The server's signal comes after all it writes there: it is done with the slot.
+        came = out & (seen == number)
+        tl.store(owed + server * SLOTS + slot, tl.zeros([WIDTH], tl.int64), mask=came)
+        owes |= ((number != 0) & (came == 0)).to(tl.int32)
+        freed |= came.to(tl.int32)
+    tl.store(suspect + server, tl.zeros([WIDTH], tl.int64), mask=there & (freed != 0) & (owes == 0))
+
+
+@triton.jit
+def wait_kernel(control, asked, limits, SERVERS: tl.constexpr, WIDTH: tl.constexpr, LAYOUT: tl.constexpr):
+    """Wait for the replies of a call's first round until something can be done, and do nothing else."""
     server = tl.arange(0, WIDTH)
     there = server < SERVERS
     row = asked + server * ASKED.WORDS
     asks = tl.load(row + ASKED.VERDICT, mask=there, other=VERDICT.NONE) == VERDICT.WAITING
-    number = tl.load(row + ASKED.SEQUENCE, mask=there, other=0)
-    reply_at = tl.load(row + ASKED.REPLY, mask=there, other=0)
-    await_signals(reply_at, number, asks, tl.load(control + CLIENT.PATIENCE_NS), control, _ONE_WARP)
+    pairs = tl.load(row + ASKED.PAIRS, mask=there, other=0)
+    sent_ns = tl.load(row + ASKED.SENT_NS, mask=there, other=0)
+    late_ns, suspect_ns = due_ns(limits, control, server, there, pairs, sent_ns)
+    paid = pairs * PATIENCE.COST <= tl.load(control + CLIENT.CREDIT)
+    until_ns = tl.where(paid, late_ns, suspect_ns)
+    none = server < 0
+    await_signals(
+        row, asks.to(tl.int32), asks, none, none, until_ns, tl.zeros((), tl.int32), control, _ONE_WARP
+    )
 
 
 @triton.jit(do_not_specialize=["layer"])
 def wait_replies_kernel(
-    rows, ids, n_rows, peers, routes, suspect, owed, sequence, control, place, asked, seen, report, layer,
+    rows, ids, n_rows, peers, routes, suspect, owed, sequence, control, place, before, asked, limits, took, seen,
+    report, layer,
     LAYERS: tl.constexpr, EXPERTS: tl.constexpr, REPLICAS: tl.constexpr, SERVERS: tl.constexpr, ROUNDS: tl.constexpr,
-    HIDDEN: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, ROWS_OUT: tl.constexpr,
+    HIDDEN: tl.constexpr, K: tl.constexpr, CAPACITY: tl.constexpr, SLOTS: tl.constexpr, ROWS_OUT: tl.constexpr,
     MODEL_HASH: tl.constexpr, ROW_SEAL: tl.constexpr, ROW_STRIDE: tl.constexpr,
     ROWS_OFFSET: tl.constexpr, ANSWER_STRIDE: tl.constexpr, REQUEST_STRIDE: tl.constexpr, REPLY_STRIDE: tl.constexpr,
     WIDTH: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr, WAIT_THREADS: tl.constexpr, LAYOUT: tl.constexpr,
@@ -179,71 +291,126 @@ def wait_replies_kernel(
     copy = tl.load(control + CLIENT.COPY)
     own = tl.load(control + CLIENT.INCARNATION)
     count = tl.load(n_rows)
+    end_ns = tl.load(control + CLIENT.END_NS)
     server = tl.arange(0, WIDTH)
     there = server < SERVERS
+    bit = tl.full([WIDTH], 1, tl.int64) << server
     told = report.to(tl.pointer_type(tl.int64))
+    flags = told + REPORT.WORDS + server
+    # Each server has at most one request out in a call: what it was asked last, in which round.
+    asked_in = tl.zeros([WIDTH], tl.int32)
+    row = asked + server * ASKED.WORDS
+    waiting = tl.load(row + ASKED.VERDICT, mask=there, other=VERDICT.NONE) == VERDICT.WAITING
+    wanted = waiting.to(tl.int32)
+    sound = bit == 0
+    state = tl.zeros([WIDTH], tl.int32)
+    in_vain = bit == 0
+    given = bit == 0
     barred = tl.zeros([WIDTH], tl.int32)
-    used = tl.zeros([WIDTH], tl.int32)
+    slot = tl.load(row + ASKED.SLOT, mask=there, other=0).to(tl.int32)
+    used = tl.where(waiting, 1 << tl.maximum(slot, 0), 0)
+    sent = tl.sum(tl.where(waiting, tl.load(row + ASKED.PAIRS, mask=there, other=0), 0), axis=0)
+    credit = tl.load(control + CLIENT.CREDIT)
+    credit += tl.where(credit < PATIENCE.MOST * sent, PATIENCE.EARNED * sent, 0)
+    retired = tl.zeros((), tl.int64)
     attempt = tl.zeros((), tl.int32)
-    going = tl.full((), 1, tl.int32)
-    # The first round has been waited for.
-    longest_ns = tl.zeros((), tl.int64)
+    eager = tl.zeros((), tl.int32)
+    going = tl.max(waiting.to(tl.int32), axis=0)
     while going > 0:
-        row = asked + (attempt * SERVERS + server) * ASKED.WORDS
-        before = tl.load(row + ASKED.VERDICT, mask=there, other=VERDICT.NONE)
+        row = asked + (asked_in * SERVERS + server) * ASKED.WORDS
         slot = tl.load(row + ASKED.SLOT, mask=there, other=0).to(tl.int32)
         number = tl.load(row + ASKED.SEQUENCE, mask=there, other=0)
-        reply_at = tl.load(row + ASKED.REPLY, mask=there, other=0)
-        asks = before == VERDICT.WAITING
-        used |= tl.where(asks, 1 << tl.maximum(slot, 0), 0)
-        missing = await_signals(reply_at, number, asks, longest_ns, control, WAIT_THREADS)
-        longest_ns = tl.load(control + CLIENT.PATIENCE_NS)
-        alone = tl.max(missing.to(tl.int32), axis=0)
-        if (alone > 0) & (attempt < ROUNDS):
-            alone = stranded(
-                ids, peers, routes, suspect, owed, place, layer, count, copy, attempt, missing, barred, used,
-                LAYERS, EXPERTS, REPLICAS, SERVERS, K, SLOTS, WIDTH, WIDE,
-            )  # fmt: skip
-        if alone > 0:
-            # Without it the call is lost, whoever else is asked.
-            missing = await_signals(
-                reply_at, number, missing, tl.load(control + CLIENT.ALONE_NS), control, WAIT_THREADS
-            )
         pairs = tl.load(row + ASKED.PAIRS, mask=there, other=0)
+        sent_ns = tl.load(row + ASKED.SENT_NS, mask=there, other=0)
+        late_ns, suspect_ns = due_ns(limits, control, server, there, pairs, sent_ns)
+        paid = (state == _IN_TIME) & (pairs * PATIENCE.COST <= tl.where(attempt < ROUNDS, credit, -1))
+        until_ns = tl.where(state == _SUSPECT, end_ns, tl.where(paid & (in_vain == 0), late_ns, suspect_ns))
+        came = await_signals(row, wanted, waiting, sound, given, until_ns, eager, control, WAIT_THREADS)
         verdict, service = judge_replies(
-            reply_at, asks & (missing == 0), number,
+            tl.load(row + ASKED.REPLY, mask=there, other=0), came, number,
             tl.load(row + ASKED.INCARNATION, mask=there, other=0), tl.load(row + ASKED.CHECKSUM, mask=there, other=0),
-            pairs, own, layer, count, attempt,
+            pairs, own, layer, count, asked_in,
             WIDTH, K, HIDDEN, MODEL_HASH, ANSWER_STRIDE,
         )  # fmt: skip
-        verdict = tl.where(asks, tl.where(missing, VERDICT.MISSING, verdict), VERDICT.NONE)
-        tl.store(row + ASKED.VERDICT, verdict.to(tl.int64), mask=there)
-        note_replies(seen, server, verdict == VERDICT.ARRIVED, pairs, service)
-        failed = verdict > VERDICT.ARRIVED
-        barred |= failed.to(tl.int32)
-        going = tl.max(failed.to(tl.int32), axis=0)
-        if going > 0:
-            lost = verdict > VERDICT.REFUSED
-            tl.store(suspect + server, tl.full([WIDTH], 1, tl.int64), mask=lost)
-            # A late reply may land there at any time.
-            tl.store(owed + server * SLOTS + slot, number, mask=lost)
-            flags = told + REPORT.WORDS + server
-            known = tl.load(flags, mask=failed, other=0)
-            tl.store(flags, known | (tl.full([WIDTH], 1, tl.int64) << verdict), mask=failed)
-            tl.store(
-                told + REPORT.RETIRED, tl.load(told + REPORT.RETIRED) + tl.sum(lost.to(tl.int64), axis=0)
-            )
+        waiting = waiting & (came == 0)
+        sound = sound | (came & (verdict == VERDICT.ARRIVED))
+        failed = came & (verdict > VERDICT.ARRIVED)
+        took_ns = tl.minimum(tl.load(row + ASKED.TOOK_NS, mask=there, other=0), suspect_ns - sent_ns)
+        note_times(took, server, pairs, took_ns, came & (failed == 0))
+        note_replies(seen, server, came & (failed == 0), pairs, service)
+        corrupt = came & (verdict == VERDICT.CORRUPT)
+        retired += tl.sum(corrupt.to(tl.int64), axis=0)
+        tl.store(suspect + server, bit * 0 + 1, mask=corrupt)
+        # Whoever wrote that may still be writing: only the host takes back what is owed with the other sign.
+        tl.store(owed + server * SLOTS + slot, -number, mask=corrupt)
+        known = tl.load(flags, mask=failed, other=0)
+        tl.store(flags, known | (bit * 0 + 1 << verdict), mask=failed)
+        now = clock_ns(control + CLIENT.CLOCK, WAIT_THREADS)
+        silent = waiting & (state != _SUSPECT) & (now >= suspect_ns)
+        hedged = (wanted > 0) & waiting & paid & (now >= late_ns) & (silent == 0)
+        cost = tl.where(hedged, pairs * PATIENCE.COST, 0)
+        hedged = hedged & (tl.cumsum(cost, axis=0) <= credit)
+        state = tl.where(silent, _SUSPECT, state)
+        moves = (wanted > 0) & (failed | silent | hedged)
+        tl.store(
+            row + ASKED.VERDICT, tl.where(came, verdict, VERDICT.MISSING).to(tl.int64), mask=came | moves
+        )
+        some = tl.max(moves.to(tl.int32), axis=0) | (eager & tl.max(came.to(tl.int32), axis=0))
+        barred |= (failed | silent | hedged).to(tl.int32)
+        if (some > 0) & (attempt < ROUNDS):
             # What all threads noted is read by all below.
             tl.debug_barrier()
-            attempt += 1
-            going = tl.zeros((), tl.int32)
-            if attempt <= ROUNDS:
-                now = clock_ns(control + CLIENT.CLOCK, WAIT_THREADS)
-                sent = send_again(
-                    rows, ids, peers, routes, suspect, owed, sequence, control, place, asked, layer, count,
-                    copy, attempt, now, barred, used,
-                    LAYERS, EXPERTS, REPLICAS, SERVERS, HIDDEN, K, SLOTS, ROWS_OUT, MODEL_HASH, ROW_SEAL, ROW_STRIDE,
-                    ROWS_OFFSET, REQUEST_STRIDE, REPLY_STRIDE, WIDTH, WIDE, TILE,
-                )  # fmt: skip
+            counted, kept, moved = send_again(
+                rows, ids, peers, routes, suspect, owed, sequence, control, place, before, asked, layer, count,
+                copy, attempt + 1, now, barred | waiting.to(tl.int32), used,
+                LAYERS, EXPERTS, REPLICAS, SERVERS, HIDDEN, K, CAPACITY, SLOTS, ROWS_OUT, MODEL_HASH, ROW_SEAL,
+                ROW_STRIDE, ROWS_OFFSET, REQUEST_STRIDE, REPLY_STRIDE, WIDTH, WIDE, TILE,
+            )  # fmt: skip
+            sent = tl.sum(counted, axis=0)
+            eager = tl.max(kept, axis=0) > 0
+            eager = eager.to(tl.int32)
+            if sent > 0:
                 tl.store(told + REPORT.REDISPATCHED, tl.load(told + REPORT.REDISPATCHED) + sent)
-                going = (sent > 0).to(tl.int32)
+                attempt += 1
+                credit -= tl.sum(tl.where(hedged, pairs * PATIENCE.COST, 0), axis=0)
+                state = tl.where(hedged, _HEDGED, state)
+                asks = counted > 0
+                asked_in = tl.where(asks, attempt, asked_in)
+                again = asked + (attempt * SERVERS + server) * ASKED.WORDS
+                slot = tl.load(again + ASKED.SLOT, mask=asks, other=0).to(tl.int32)
+                used |= tl.where(asks, 1 << tl.maximum(slot, 0), 0)
+                given = given | (moved > 0)
+                waiting = waiting | asks
+                sound = sound & (asks == 0)
+                wanted = tl.where(asks, 3, tl.where((moved > 0) & (kept == 0), 0, wanted))
+                in_vain = bit == 0
+            else:
+                # Once somebody has answered all that was asked of him, there may be one to send to.
+                in_vain = in_vain | (waiting & paid & (now >= late_ns))
+                barred = tl.where(hedged, 0, barred)
+                tl.store(row + ASKED.VERDICT, bit * 0 + VERDICT.WAITING, mask=hedged)
+        going = tl.max(awaited(wanted, waiting, sound, given).to(tl.int32), axis=0)
+        going = tl.where(now < end_ns, going, 0)
+    tl.store(control + CLIENT.CREDIT, credit)
+    row = asked + (asked_in * SERVERS + server) * ASKED.WORDS
+    slot = tl.load(row + ASKED.SLOT, mask=there, other=0).to(tl.int32)
+    tl.store(row + ASKED.VERDICT, bit * 0 + VERDICT.MISSING, mask=waiting)
+    # A late reply may land there at any time.
+    tl.store(owed + server * SLOTS + slot, tl.load(row + ASKED.SEQUENCE, mask=there, other=0), mask=waiting)
+    pairs = tl.load(row + ASKED.PAIRS, mask=there, other=0)
+    sent_ns = tl.load(row + ASKED.SENT_NS, mask=there, other=0)
+    _, suspect_ns = due_ns(limits, control, server, there, pairs, sent_ns)
+    # It takes at least as long.
+    now = clock_ns(control + CLIENT.CLOCK, WAIT_THREADS)
+    note_times(took, server, pairs, tl.minimum(now, suspect_ns) - sent_ns, waiting)
+    lost = waiting & (state == _SUSPECT)
+    tl.store(suspect + server, bit * 0 + 1, mask=lost)
+    known = tl.load(flags, mask=lost, other=0)
+    tl.store(flags, known | (bit * 0 + 1 << VERDICT.MISSING), mask=lost)
+    retired += tl.sum(waiting.to(tl.int64), axis=0)
+    tl.store(told + REPORT.RETIRED, tl.load(told + REPORT.RETIRED) + retired)
+    # What all threads noted is read by all below.
+    tl.debug_barrier()
+    if attempt > 0:
+        find_answers(place, before, asked, count, SERVERS, ROUNDS, K, CAPACITY, WIDE)
+    take_back(peers, suspect, owed, copy, SERVERS, SLOTS, REPLY_STRIDE, WIDTH, False)

@@ -14,7 +14,7 @@ from types import ModuleType
 import triton.language as tl
 
 from experts import wire
-from experts.gpu import layout
+from experts.gpu import layout, patience
 from p2p.frame import ATTEMPT_LIMIT, SIGNAL_BYTES
 
 _digest = hashlib.sha256()
@@ -50,6 +50,18 @@ SLOT = _constants(
         "HEADERS": SIGNAL_BYTES,
         "PAYLOAD": layout.PAYLOAD,
         "LIST": layout.PAYLOAD + wire.HEADER_BYTES,
+    },
+)
+PATIENCE = _constants(
+    "PATIENCE",
+    {
+        "SIZES": patience.SIZES,
+        "LEAST": patience.LEAST_PAIRS,
+        "STEPS": patience.STEPS,
+        "EARNED": patience.HEDGE_EARNED,
+        "COST": patience.HEDGE_COST,
+        "MOST": patience.HEDGE_CALLS * patience.HEDGE_COST,
+        "RUNS": patience.RUNS,
     },
 )
 WIRE = _constants(

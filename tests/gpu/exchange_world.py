@@ -9,7 +9,8 @@ import torch
 from experts.gpu.client import GpuClient, Link
 from experts.gpu.combine import combine, combine_reference
 from experts.gpu.dispatch import dispatch
-from experts.gpu.layout import ExchangeShape, RowsOut
+from experts.gpu.layout import ClientWord, ExchangeShape, RowsOut
+from experts.gpu.patience import RUNS
 from experts.gpu.server import Batch, GpuServer
 from experts.gpu.wait_replies import wait_replies
 from p2p.device import INTERPRET
@@ -166,8 +167,8 @@ class World:
 
     def __post_init__(self) -> None:
         self.client = GpuClient(
-            self.shape, servers=self.servers, replicas=self.replicas, incarnation=CLIENT, device=DEVICE,
-            rounds=self.rounds, patience_s=self.patience_s,
+            self.shape, servers=self.servers, replicas=self.replicas, incarnation=CLIENT,
+            device=DEVICE, rounds=self.rounds,
         )  # fmt: skip
         self.ends: list[GpuServer] = []
         self.requests, self.replies = [], []
@@ -190,6 +191,7 @@ class World:
                     end.hold(layer, expert, slot_of(self.shape, layer, expert))
             self.link(place)
         self.client.write_tables(self.routes())
+        give_patience(self.client, self.patience_s)
 
     def call(self, call: Call) -> None:
         """Run a call with its servers in turn."""
@@ -223,6 +225,13 @@ class World:
     def reply_slot(self, place: int, slot: int = 0) -> torch.Tensor:
         """Bytes of a reply's slot."""
         return slot_bytes(self.replies[place], self.shape.reply_window.slot_offset(slot))
+
+
+def give_patience(client: GpuClient, patience_s: float, wait_s: float | None = None) -> None:
+    """Let a client suspect servers after `patience_s`, and wait `wait_s` for whom it has no other."""
+    client.tables.limits.fill_(int(patience_s * 1e9))
+    client.tables.set_control(ClientWord.BUDGET_NS, int((wait_s or 8 * patience_s) * RUNS * 1e9))
+    client.tables.set_control(ClientWord.STEP, 1)
 
 
 def slot_bytes(window: torch.Tensor, offset: int) -> torch.Tensor:

@@ -27,12 +27,18 @@ CALL = {
     "owed": WORDS, "sequence": WORDS, "control": WORDS, "place": "*i32", "asked": WORDS,
 }  # fmt: skip
 COUNTS = {"listed": "*u64", "counted": WORDS, "routed": WORDS}
+WAIT_WARPS = 4  # half a processor's registers at most
 SEND_WARPS, BACK_WARPS = row_warps(SHAPE.hidden // 2), row_warps(SHAPE.answer_words)
 GATHER_WARPS = row_warps(SHAPE.row_words)
 # Kernel: its pointers and integers, its warps, and the most registers a thread may have.
 KERNELS = {
     "dispatch": (CALL | COUNTS | {"layer": "i32"}, SEND_WARPS, 80),
-    "wait_replies": (CALL | {"seen": WORDS, "report": "i64", "layer": "i32"}, min(8, SEND_WARPS), 255),
+    "wait_replies": (
+        CALL | dict.fromkeys(("before", "limits", "took", "seen"), WORDS)
+        | {"before": "*i32", "report": "i64", "layer": "i32"},
+        WAIT_WARPS,
+        255,
+    ),
     "combine": (
         {
             "weights": "*fp32", "n_rows": "*i32", "control": WORDS, "place": "*i32", "asked": WORDS, "report": "i64",
@@ -64,8 +70,8 @@ KERNELS = {
     ),
 }  # fmt: skip
 OWN = {
-    "SERVERS": 8, "REPLICAS": 2, "ROUNDS": 2, "WIDTH": 8, "WIDE": 8, "TILE": 8192, "SEND_THREADS": 32 * SEND_WARPS,
-    "WAIT_THREADS": 32 * min(8, SEND_WARPS), "BACK_THREADS": 32 * BACK_WARPS, "CLIENTS": 4, "CLIENTS_WIDE": 4,
+    "SERVERS": 8, "REPLICAS": 2, "ROUNDS": 4, "WIDTH": 8, "WIDE": 8, "TILE": 8192, "SEND_THREADS": 32 * SEND_WARPS,
+    "WAIT_THREADS": 32 * WAIT_WARPS, "BACK_THREADS": 32 * BACK_WARPS, "CLIENTS": 4, "CLIENTS_WIDE": 4,
     "SLOTS_WIDE": 2, "ROW_TILE": power_of_two(SHAPE.row_words), "ANSWER_TILE": power_of_two(SHAPE.answer_words),
     "LAYOUT": LAYOUT,
 }  # fmt: skip
@@ -76,7 +82,7 @@ RELEASE = re.compile(r"(st|atom|red)\.global\.sys\.release|(st|atom|red)\.releas
 def test_what_waits_leaves_its_processor_to_the_others() -> None:
     """Two programs of the experts' products stand on each processor, and so does one warp beside them."""
     kernel = compile_kernel(
-        "experts.gpu.wait_replies", "wait_kernel", {"control": WORDS, "asked": WORDS},
+        "experts.gpu.wait_replies", "wait_kernel", {"control": WORDS, "asked": WORDS, "limits": WORDS},
         {"SERVERS": 32, "WIDTH": 32, "LAYOUT": LAYOUT},
         num_warps=1,
     )  # fmt: skip

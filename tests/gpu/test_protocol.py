@@ -449,9 +449,8 @@ def test_definitions_of_what_kernels_choose() -> None:
     assert chosen.tolist() == [[1, 1], [-1, 1]] and rows == {1: {0, 1}}
     assert poll_reference({0: 9, 1: 8, 2: 3}, {0: 4, 1: 4, 2: 3}) == 1
     assert poll_reference({0: 3}, {0: 3}) is None
-    assert wait_replies_reference([{0: Verdict.ARRIVED, 1: Verdict.MISSING}], 1)
-    assert not wait_replies_reference([{0: Verdict.ARRIVED, 1: Verdict.NONE}], 1)
-    assert not wait_replies_reference([{1: Verdict.MISSING}] * 2, 1)
+    answered = wait_replies_reference([[0, 1], [0, 2], [2], [3]], {(0, 0), (1, 1), (2, 0)})
+    assert answered == [1, 0, 0, None]
     answers = torch.zeros(1, 3, 2)
     reply_reference(torch.tensor([[1.0, 2.0]]), torch.tensor([2], dtype=torch.int32), answers)
     assert answers.tolist() == [[[0, 0], [0, 0], [1, 2]]]
