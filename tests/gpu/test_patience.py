@@ -165,8 +165,9 @@ class Clocked:
 
     def pause(self, duration_ns: object) -> None:
         """In place of the device's: on to what happens next."""
-        following = min(end.next_ns(self.now_ns) for end in self.ends)
         leap_ns = max(LEAST_LEAP_NS, int(LEAP * (self.now_ns - self.began_ns)))
+        alive = [end.next_ns(self.now_ns) for end in self.ends if not end.killed]
+        following = min(alive, default=self.now_ns + leap_ns)
         self.pass_time(max(2_000, min(following - self.now_ns, leap_ns)))
 
     def pass_time(self, ns: int) -> None:
