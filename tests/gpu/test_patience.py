@@ -114,7 +114,7 @@ class Server:
             row = 128 + SHAPE.rows_offset + place // SHAPE.top_k * SHAPE.row_stride
             sent = torch.from_numpy(np.frombuffer(frame, np.int16, SHAPE.hidden, row).copy())
             expert = int(listed[place]) - LISTED
-            answer = toy_answer(sent.view(torch.bfloat16), slot_of(SHAPE, layer, expert), torch.bfloat16)
+            answer = toy_answer(sent.view(torch.bfloat16), slot_of(SHAPE, layer, expert))
             data = answer.view(torch.int16).numpy().view("<u4")
             to = at + 192 + place * SHAPE.answer_stride
             self.answers[to : to + data.nbytes] = data.view(np.uint8)
