@@ -30,7 +30,7 @@ from experts.gpu.combine import combine
 from experts.gpu.dispatch import dispatch
 from experts.gpu.layout import ClientWord, ExchangeShape, Mark, ReportWord, SeenWord, Verdict
 from experts.gpu.patience import Patience
-from experts.gpu.tables import ClientTables, fill
+from experts.gpu.tables import ClientTables, fill, host_words
 from experts.gpu.wait_replies import take_back, wait_replies
 from experts.gpu.words import CLIENT
 from experts.routes import Table, busiest, speeds_of, spread, work_of
@@ -123,7 +123,7 @@ class GpuClient:
         self.adopted_epoch = 0
         self._written: list[Link | None] = [None] * servers
         self._routes = torch.full((shape.layers, shape.experts, replicas), -1, dtype=torch.int32)
-        self._steps = 0
+        self._step = host_words(2, self.device)  # its number and its budget
         # Guards all below, and is held while a step is under way only for moments.
         self._lock = threading.Lock()
         self._in_step = False
@@ -156,9 +156,10 @@ class GpuClient:
             if self._late.any():
                 # What came after the last step's end.
                 self.reclaim()
-            self._steps += 1
-            self.tables.set_control(ClientWord.BUDGET_NS, int(deadline_s * self._clock * 1e9))
-            self.tables.set_control(ClientWord.STEP, self._steps)
+            # The last step has ended, so that its copy has, too.
+            self._step[0] += 1
+            self._step[1] = int(deadline_s * self._clock * 1e9)
+            self.tables.control[ClientWord.STEP : ClientWord.BUDGET_NS + 1].copy_(self._step, non_blocking=True)
 
     def enqueue(
         self,

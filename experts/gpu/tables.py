@@ -35,7 +35,7 @@ NO_BUDGET_NS = 1 << 62  # beyond any clock, and the sum of both is still a word
 
 
 def host_words(count: int, device: torch.device) -> torch.Tensor:
-    """int64 [count] zeros that kernels write and the host reads without asking the device."""
+    """int64 [count] zeros that kernels and the host share, so that neither has to ask the other."""
     return torch.zeros(count, dtype=torch.int64, pin_memory=device.type == "cuda")
 
 
