@@ -35,6 +35,7 @@ $(VENV)/.complete-dev: $(VENV)/.complete
 	@echo "Installing what the tests and checks need"
 	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	@$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt nixl-cu13 || echo "nixl-cu13 cannot be installed here: the tests of that transport will skip."
+	@$(BIN)/python -c 'import nvidia.nvshmem' 2>/dev/null || $(BIN)/python -m pip install --quiet --no-deps nvidia-nvshmem-cu13==3.4.5 || echo "nvidia-nvshmem-cu13 cannot be installed here: the tests of that transport will skip."
 	@$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/python -m pip install --quiet --no-deps -c constraints.txt triton || echo "triton cannot be installed here: the tests of GPU kernels will skip."
 	@[ -d $(VENV)/triton-3.6.0 ] || $(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/triton-3.6.0 triton==3.6.0 'numpy<2.4' || echo "triton 3.6.0 cannot be installed here: the tests with it will skip."
 	@touch $@

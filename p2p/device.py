@@ -1,13 +1,24 @@
-"""What a GPU's kernels need of a one-sided protocol: loads that acquire, stores that release, a clock, seals.
+"""What a GPU's kernels need of a one-sided protocol: puts, signals, loads that acquire, a clock, seals.
+
+From here alone a kernel touches a peer's memory. A sender puts, ships what it has put, and signals last, from the
+program that `is_last` names; a receiver acquires the signal and reads. TRANSPORT, read when a kernel is compiled:
+
+- "ipc": windows mapped from peers; a put is a store. A signal is a plain store that releases, a wait plain loads that
+  acquire: no remote atomic is needed, and peers on PCIe without native ones will do.
+- "nvshmem": addresses of the symmetric heap, the PE in their upper 16 bits. A put stores into this PE's own instance,
+  which nobody else writes as each pair of PEs has windows of its own; `ship` sends it on, a program quiets its puts
+  before it counts as arrived, and the word behind a signal is its sender's. It compiles and links; it has not run.
+
+A program's puts come before its barrier, which comes before the release; those of the others before their barrier and
+their arrival at `is_last`, which the last acquires. Causality order in PTX's memory model is transitive, though
+arrivals have the scope of one GPU and signals that of the system: whoever acquires a signal sees all puts before it.
 
 Rules that every kernel built on this keeps:
 
 - Memory that a peer may write at any moment is read by one thread and handed to the others, or each element by one
-  thread only. `load_acquire` and the tensor form of `tl.atomic_add(p, 0)` do that, a plain scalar `tl.load` does not:
-  there every thread of a program loads for itself, two threads may see two values, and a barrier under a branch that
-  only one of them takes never ends.
+  thread only. `load_acquire` and `load_once` do that; of a plain `tl.load` every thread that holds an element makes
+  its own: two may see two values, and a barrier under a branch that only one of them takes never ends.
 - The clock differs from thread to thread as well: a loop's end is decided by `clock_ns`, the same for all.
-- One thread releases for all: `tl.debug_barrier()` between the rows' stores and `store_release`.
 
 The frame checksum is that of p2p/native/frame.h, bit for bit. A row's seal, over its u32 words w, all mod 2^64::
 
@@ -32,12 +43,16 @@ import time
 import triton
 import triton.language as tl
 from triton import knobs
+from triton.language import core
 
 INTERPRET: bool = bool(knobs.runtime.interpret)
+TRANSPORT = tl.constexpr("ipc")
 TICK_NS = 20_000
 NAP_S = 3e-3
 CLOCK_STEP_NS = 1_000_000  # of the device's clock, at most: about 1 us on most cards, 1 ms on some
 
+_PE_SHIFT = tl.constexpr(48)  # no device's address is longer
+_HERE = tl.constexpr((1 << 48) - 1)
 _TICK = tl.constexpr(TICK_NS)
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 _MIX_1 = tl.constexpr(0xFF51AFD7ED558CCD)
@@ -51,24 +66,63 @@ _PLACE_STEP = tl.constexpr(0x85EBCA6B)
 
 
 @triton.jit
-def load_acquire(pointer, mask=None):
-    """What lies at `pointer` (one, or a tensor of them): what its writer stored before it is visible afterwards.
+def put(at, index, words, mask=None):
+    """Put `words` as elements `index` of what begins at `at`: int64, a multiple of 64, one address or [N]."""
+    here = at & _HERE if TRANSPORT == "nvshmem" else at
+    tl.store(tl.multiple_of(here.to(tl.pointer_type(words.dtype)), 64) + index, words, mask=mask)
 
-    One thread loads each element, and all see what it saw. Where the mask is false the result means nothing.
-    """
-    return tl.atomic_add(pointer, 0, mask=mask, sem="acquire", scope="sys")
+
+@triton.jit
+def ship(at, mask, NBYTES: tl.constexpr, value=None):
+    """Send on NBYTES that were put from each address `at` (int64, one or [N]) on; then `value`, to the word before."""
+    if TRANSPORT == "nvshmem":
+        # The block's copy is made by other threads than the stores.
+        tl.debug_barrier()
+        for i in tl.range(0, at.numel):
+            mine = tl.arange(0, at.numel) == i
+            to = tl.sum(tl.where(mine & mask, at, 0), axis=0)
+            here, pe, nbytes = to & _HERE, (to >> _PE_SHIFT).to(tl.int32), tl.full((), NBYTES, tl.int64)
+            if to != 0:
+                if value is None:
+                    nvshmem("nvshmemx_putmem_nbi_block", here, here, nbytes, pe)
+                else:
+                    # Once for the block: a second thread's signal could come after the next request's.
+                    word = tl.sum(tl.where(mine, value, 0), axis=0)
+                    nvshmem(
+                        "nvshmemx_putmem_signal_block", here, here, nbytes, here - 8, word, 9, pe
+                    )  # 9: it sets
+
+
+@triton.jit
+def signal(at, value, mask):
+    """Store `value` to `at` (int64, one or [N]), each by one thread: who acquires it sees all that was put before."""
+    if TRANSPORT == "nvshmem":
+        nvshmem("nvshmem_quiet")
+        ship(at + 8, mask, 8, value)
+    else:
+        # One thread signals for what all threads stored.
+        tl.debug_barrier()
+        store_release(at, value, mask)
+
+
+@core.extern
+def nvshmem(name, *values, _semantic=None):
+    """Call NVSHMEM's device function `name` by all threads."""
+    values = [_semantic.to_tensor(value) for value in values]
+    symbol = {tuple(value.dtype for value in values): (name.value, tl.int32)}
+    return core.extern_elementwise("", "", values, symbol, is_pure=False, _semantic=_semantic)
+
+
+@triton.jit
+def load_acquire(pointer, mask=None):
+    """Words (int64), one or a tensor, each loaded by one thread: what their writers released before is visible then."""
+    return loaded(pointer, mask, "acquire")
 
 
 @triton.jit
 def load_once(pointer, mask=None):
     """As `load_acquire`, without its order: for what an acquire has made visible already."""
-    return tl.atomic_add(pointer, 0, mask=mask, sem="relaxed", scope="sys")
-
-
-@triton.jit
-def store_release(pointer, value, mask=None):
-    """Store `value`: whoever acquires it sees all that this program stored before its last barrier."""
-    tl.atomic_xchg(pointer, value, mask=mask, sem="release", scope="sys")
+    return loaded(pointer, mask, "relaxed")
 
 
 @triton.jit
@@ -77,6 +131,8 @@ def is_last(counter, total):
 
     `counter` (int64) is left at zero by the last.
     """
+    if TRANSPORT == "nvshmem":
+        nvshmem("nvshmem_quiet")
     # One thread counts for all: their stores come first.
     tl.debug_barrier()
     before = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
@@ -88,6 +144,14 @@ def is_last(counter, total):
 
 
 if INTERPRET:
+
+    @triton.jit
+    def loaded(pointer, mask, ORDER: tl.constexpr):
+        return tl.atomic_add(pointer, 0, mask=mask, sem=ORDER, scope="sys")
+
+    @triton.jit
+    def store_release(at, value, mask):
+        tl.atomic_xchg(at.to(tl.pointer_type(tl.int64)), value, mask=mask, sem="release", scope="sys")
 
     @triton.jit
     def clock_ns(counter, THREADS: tl.constexpr):
@@ -103,6 +167,36 @@ if INTERPRET:
         time.sleep(NAP_S)
 
 else:
+    from triton.language.extra.cuda import num_threads
+
+    @triton.jit
+    def loaded(pointer, mask, ORDER: tl.constexpr):
+        """Load each word by one thread, and hand it to the others."""
+        at = pointer.to(tl.int64) if mask is None else tl.where(mask, pointer.to(tl.int64), 0)
+        found = tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.s64 p, $1, 0; mov.u64 $0, 0; @p ld." + ORDER + ".sys.global.b64 $0, [$1]; }",
+            "=&l,l,~{memory}", [spread(at)], dtype=tl.int64, is_pure=False, pack=1,
+        )  # fmt: skip
+        scalar: tl.constexpr = len(pointer.shape) == 0
+        own = found if scalar else tl.gather(found, tl.arange(0, pointer.numel), 0)
+        return tl.sum(own, axis=0) if scalar else tl.reshape(own, pointer.shape)
+
+    @triton.jit
+    def store_release(at, value, mask):
+        """Store each word by one thread."""
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.s64 p, $1, 0; @p st.release.sys.global.b64 [$1], $2; mov.u32 $0, 0; }",
+            "=r,l,l,~{memory}", [spread(tl.where(mask, at, 0)), spread(value)], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+    @triton.jit
+    def spread(values):
+        """One number or a tensor of them at one thread's place each, then zeros: int64 [at least a word a thread]."""
+        lanes: tl.constexpr = max(num_threads(), values.numel)
+        flat = values
+        if len(values.shape) > 0:
+            flat = tl.gather(tl.reshape(values, [values.numel]), tl.arange(0, lanes) % values.numel, 0)
+        return tl.where(tl.arange(0, lanes) < values.numel, flat, 0)
 
     @triton.jit
     def clock_ns(counter, THREADS: tl.constexpr):
@@ -130,14 +224,8 @@ else:
     @triton.jit
     def pause_ns(duration_ns):
         """Sleep for about `duration_ns` (int32), so that whoever shares the processor gets on."""
-        tl.inline_asm_elementwise(
-            "{ nanosleep.u32 $1; mov.u32 $0, 0; }",
-            "=r,r",
-            [duration_ns],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+        sleep: tl.constexpr = "{ nanosleep.u32 $1; mov.u32 $0, 0; }"
+        tl.inline_asm_elementwise(sleep, "=r,r", [duration_ns], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit

@@ -111,6 +111,7 @@ SECTIONS: Mapping[str, Section] = {
         limit_s=60,
         shows="races in shared memory, by compute-sanitizer where it is",
     ),
+    "nvshmem": _own("nvshmem", 60, "kernels linked with NVSHMEM: puts and signals of one PE to itself"),
     "attention": _own("attention", 60, "paged attention and the small kernels: right values, bytes a second"),
 }
 

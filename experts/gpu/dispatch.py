@@ -30,7 +30,7 @@ from experts.gpu.pack import (
 )
 from experts.gpu.tables import ClientTables
 from experts.gpu.words import ASKED, CLIENT, PATIENCE, PEER, SLOT, VERDICT, WIRE
-from p2p.device import clock_ns, is_last, store_release
+from p2p.device import clock_ns, is_last, signal
 
 
 def dispatch_reference(
@@ -147,10 +147,8 @@ def send_headers(
     tl.store(row + ASKED.INCARNATION, incarnation, mask=there)
     tl.store(row + ASKED.SENT_NS, one + now, mask=there)
     tl.store(row + ASKED.TOOK_NS, one, mask=there)
-    # One thread signals for what all threads stored.
-    tl.debug_barrier()
-    # Signal last: the server may read the frame as soon as it changes.
-    store_release(slot_at.to(tl.pointer_type(tl.int64)), number, mask=asks)
+    # Last: the server may read the frame as soon as it changes.
+    signal(slot_at, number, asks)
 
 
 @triton.jit

@@ -50,7 +50,7 @@ def gather(tables: ServerTables, rows: torch.Tensor, scales: torch.Tensor | None
         raise ValueError(f"scales: found {found}, needed {wanted}.")
     warps = row_warps(shape.row_words)
     gather_kernel[(programs(rows.device, PROGRAMS),)](
-        tables.control, tables.jobs, tables.origin, tables.n_pairs, rows.view(torch.uint8),
+        tables.control, tables.jobs, tables.origin, tables.n_pairs, rows.view(torch.int32),
         rows if scales is None else scales,
         **tables.constants(gather_kernel.arg_names), THREADS=32 * warps, num_warps=warps,
         enable_fp_fusion=False,
@@ -98,12 +98,9 @@ def gather_kernel(
             total += row_stamp(tl.load(job + JOB.SEQUENCE), tl.load(control + SERVER.INCARNATION), token)
             # For `reply` to look at: here some threads of a program might see it, and others not yet.
             tl.store(job + JOB.BAD, 1, mask=sound(total) == 0)
-            if ROWS_OUT == OUT.BF16:
-                to = (rows + place * HIDDEN * 2).to(tl.pointer_type(tl.uint32))
-                tl.store(to + index, words, mask=index < row_words)
-            else:
-                to = (rows + place * HIDDEN).to(tl.pointer_type(tl.uint32))
-                tl.store(to + index, words, mask=index < HIDDEN // 4)
+            stored: tl.constexpr = HIDDEN // 2 if ROWS_OUT == OUT.BF16 else HIDDEN // 4
+            tl.store(rows + place * stored + index, words, mask=index < stored)
+            if ROWS_OUT != OUT.BF16:
                 group = index - HIDDEN // 4
                 value = words.to(tl.float32, bitcast=True)
                 tl.store(

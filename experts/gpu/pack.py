@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from experts.gpu.words import HEAD, OUT, PEER, SLOT, WIRE
-from p2p.device import block_power, folded, frame_folded, frame_key, mix, row_stamp, word_keys
+from p2p.device import block_power, folded, frame_folded, frame_key, mix, put, row_stamp, ship, word_keys
 
 LARGEST = 448.0  # of e4m3
 LEAST = 2.0**-100  # the largest magnitude of a group counts as at least this: a group of zeros has a scale
@@ -84,8 +84,8 @@ def list_row(
     match = chosen[:, None] == tl.arange(0, WIDTH)[None, :]
     word = tl.where(match, (expert + WIRE.LISTED)[:, None], 0)
     at = token * K + k
-    address = slot_at[None, :] + (at * 4 + (SLOT.PAYLOAD + WIRE.BYTES))[:, None]
-    tl.store(address.to(tl.pointer_type(tl.int32)), word, mask=(k < K)[:, None] & usable[None, :])
+    put(slot_at + SLOT.LIST, at[:, None], word, (k < K)[:, None] & usable[None, :])
+    ship(slot_at + (SLOT.LIST + token * K * 4), usable, 4 * K)
     index = at + WIRE.WORDS
     blocks = covered_blocks(rows, K)
     weight = frame_key((index % WIRE.BLOCK_WORDS).to(tl.uint64)) * block_power(
@@ -134,9 +134,9 @@ def send_row(
         for i in tl.static_range(K):
             at = tl.sum(tl.where(k == i, row_at, 0), axis=0)
             if at != 0:
-                to = tl.multiple_of(at.to(tl.pointer_type(tl.uint32)), 64)
-                tl.store(to + index, words, mask=index < HIDDEN // 2)
-                store_seal(at + ROW_SEAL, fold + tl.sum(tl.where(k == i, stamp, 0), axis=0))
+                put(at, index, words, index < HIDDEN // 2)
+                put(at, ROW_SEAL // 8, fold + tl.sum(tl.where(k == i, stamp, 0), axis=0))
+                ship(at, at != 0, ROW_SEAL + 8)
     else:
         group = tl.arange(0, TILE // WIRE.SCALE_GROUP)
         column = group[:, None] * WIRE.SCALE_GROUP + tl.arange(0, WIRE.SCALE_GROUP)[None, :]
@@ -151,16 +151,10 @@ def send_row(
         for i in tl.static_range(K):
             at = tl.sum(tl.where(k == i, row_at, 0), axis=0)
             if at != 0:
-                to = tl.multiple_of(at.to(tl.pointer_type(tl.uint8)), 64)
-                tl.store(to + column, codes, mask=inside)
-                tl.store((at + 4 * scale_index).to(tl.pointer_type(tl.uint32)), scales, mask=scaled)
-                store_seal(at + ROW_SEAL, fold + tl.sum(tl.where(k == i, stamp, 0), axis=0))
-
-
-@triton.jit
-def store_seal(at, seal):
-    """Write a row's seal at the address `at`."""
-    tl.store(at.to(tl.pointer_type(tl.uint64)), seal)
+                put(at, column, codes, inside)
+                put(at, scale_index, scales, scaled)
+                put(at, ROW_SEAL // 8, fold + tl.sum(tl.where(k == i, stamp, 0), axis=0))
+                ship(at, at != 0, ROW_SEAL + 8)
 
 
 @triton.jit
@@ -225,13 +219,14 @@ def write_header(
     wire += _put(slot_at, HEAD.WIRE_DIGEST, one, mask)
     checksum = mix(head * block_power(blocks) + wire * block_power(blocks - 1) + listed).to(tl.int64)
     _put(slot_at, HEAD.CHECKSUM, checksum, mask)
+    ship(slot_at + SLOT.HEADERS, mask, SLOT.LIST - SLOT.HEADERS)
     return checksum
 
 
 @triton.jit
 def _put(slot_at, INDEX: tl.constexpr, word, mask):
     """Write one header word, and return what it contributes to its header's block of the checksum."""
-    tl.store((slot_at + (SLOT.HEADERS + 8 * INDEX)).to(tl.pointer_type(tl.int64)), word, mask=mask)
+    put(slot_at + SLOT.HEADERS, INDEX, word.to(tl.int64), mask)
     return frame_folded(word, tl.full((), INDEX % 8, tl.uint64))
 
 

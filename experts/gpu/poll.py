@@ -39,7 +39,6 @@ from p2p.device import (
     load_once,
     mix,
     pause_ns,
-    store_release,
 )
 
 POLL_WARPS = 4
@@ -111,7 +110,7 @@ def await_signal(
             pause_ns(pause)
             pause = tl.minimum(pause * 2, _LAST_PAUSE_NS)
     if which >= 0:
-        store_release(control + SERVER.FOUND, number)
+        tl.atomic_xchg(control + SERVER.FOUND, number, sem="relaxed")
     # What one thread acquired, the others may read.
     tl.debug_barrier()
     return tl.where(which >= 0, oldest, 0), which
@@ -192,6 +191,11 @@ def poll_kernel(
             words, lane, tl.load(control + SERVER.INCARNATION), sender, sequence,
             LAYERS, CAPACITY, K, HIDDEN, MODEL_HASH, ROWS_OUT, ROWS_OFFSET, ROW_STRIDE,
         )  # fmt: skip
+        tl.store(job + JOB.REQUEST, at)  # these at once: the list needs their registers
+        tl.store(job + JOB.REPLY, reply + SLOT.FIRST + slot.to(tl.int64) * REPLY_STRIDE)
+        tl.store(job + JOB.SEQUENCE, sequence)
+        tl.store(job + JOB.CLIENT, sender)
+        tl.store(job + JOB.PICKED_NS, picked)
         attempt = tl.where(sound, word_of(words, lane, HEAD.ATTEMPT) & 0xFFFFFFFF, 0)
         layer = tl.where(sound, word_of(words, lane, HEAD.WIRE_LAYER) & 0xFFFFFFFF, 0)
         rows = tl.where(sound, word_of(words, lane, HEAD.WIRE_LAYER) >> 32, 0).to(tl.int32)
@@ -252,14 +256,9 @@ def poll_kernel(
         tl.atomic_add(counts + COUNT.EXPERTS, activated, sem="relaxed")
         tl.store(job + JOB.STATE, 1)
         tl.store(job + JOB.STATUS, status.to(tl.int64))
-        tl.store(job + JOB.REQUEST, at)
-        tl.store(job + JOB.REPLY, reply + SLOT.FIRST + slot.to(tl.int64) * REPLY_STRIDE)
-        tl.store(job + JOB.SEQUENCE, sequence)
         tl.store(job + JOB.MARK, mark)
         tl.store(job + JOB.ATTEMPT, attempt)
         tl.store(job + JOB.ROWS, rows.to(tl.int64))
         tl.store(job + JOB.PAIRS, claimed.to(tl.int64))
         tl.store(job + JOB.LAYER, layer)
         tl.store(job + JOB.CHECKSUM, word_of(words, lane, HEAD.CHECKSUM))
-        tl.store(job + JOB.CLIENT, sender)
-        tl.store(job + JOB.PICKED_NS, picked)

@@ -20,11 +20,11 @@ import triton
 import triton.language as tl
 
 from experts.gpu.layout import row_warps
-from experts.gpu.pack import store_seal, write_header
+from experts.gpu.pack import write_header
 from experts.gpu.tables import ServerTables
 from experts.gpu.tiles import programs
 from experts.gpu.words import COUNT, HOST, JOB, SERVER, SLOT, STATUS, WIRE
-from p2p.device import clock_ns, folded, is_last, lease_clock_ns, load_once, row_stamp, store_release
+from p2p.device import clock_ns, folded, is_last, lease_clock_ns, load_once, put, row_stamp, ship, signal
 
 PROGRAMS = 4  # of each processor, so that loads of one are under way while another waits
 
@@ -85,11 +85,9 @@ def answer_request(
         tl.load(job + JOB.CHECKSUM), tl.load(job + JOB.LAYER), rows, tl.load(job + JOB.PAIRS),
         status << 16 | WIRE.ANSWERS, service_ns, HIDDEN, MODEL_HASH,
     )  # fmt: skip
-    # One thread signals for what all threads stored.
-    tl.debug_barrier()
     if lease_ns > lease_clock_ns(THREADS):
-        # Signal last: the client may read the reply as soon as it changes.
-        store_release(at.to(tl.pointer_type(tl.int64)), sequence)
+        # Last: the client may read the reply as soon as it changes.
+        signal(at, sequence, at != 0)
         tl.store(tl.load(job + JOB.MARK).to(tl.pointer_type(tl.int64)), sequence)
 
 
@@ -135,10 +133,10 @@ def reply_kernel(
         words = words.to(tl.uint32, bitcast=True)
         if status_of(job) == STATUS.OK:
             at = tl.load(job + JOB.REPLY) + SLOT.LIST + place.to(tl.int64) * ANSWER_STRIDE
-            to = tl.multiple_of(at.to(tl.pointer_type(tl.uint32)), 64)
-            tl.store(to + index, words, mask=index < answer_words)
+            put(at, index, words, index < answer_words)
             stamp = row_stamp(tl.load(job + JOB.SEQUENCE), tl.load(job + JOB.CLIENT), place)
-            store_seal(at + ANSWER_SEAL, tl.sum(folded(words, index, place), axis=0) + stamp)
+            put(at, ANSWER_SEAL // 8, tl.sum(folded(words, index, place), axis=0) + stamp)
+            ship(at, at != 0, ANSWER_SEAL + 8)
         if is_last(job + JOB.ANSWERED, tl.load(job + JOB.PAIRS)):
             answer_request(job, control, K, HIDDEN, MODEL_HASH, ANSWER_STRIDE, THREADS)
     if program < CLIENTS:

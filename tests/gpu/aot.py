@@ -30,6 +30,7 @@ class Built:
         registers: Of each thread.
         spills: Local-memory stores and loads in the machine code.
         shared_bytes: Of each thread block.
+        ttgir: Operations with the threads that hold their elements.
         ptx: The compiler's assembly.
         sass: The machine code, disassembled.
     """
@@ -37,6 +38,7 @@ class Built:
     registers: int
     spills: int
     shared_bytes: int
+    ttgir: str
     ptx: str
     sass: str
 
@@ -56,6 +58,7 @@ def compile_kernel(
     num_stages: int = 3,
     multiples: Collection[str] = (),
     fp_fusion: bool = False,
+    nvshmem: Path | None = None,
 ) -> Built:
     """Compile `module`.`kernel` for sm_90.
 
@@ -63,12 +66,14 @@ def compile_kernel(
         signature: Type of each argument that is no constexpr: "*bf16", "*fp8e4nv", "*i64", "i32", "fp32", ...
         constexprs: Value of each that is.
         multiples: Integers that are multiples of 16, as a launch would find them; pointers always are.
+        nvshmem: Its library of device functions, where puts go by them.
 
     Raises:
         RuntimeError: the compiler refused it; the text is the compiler's.
     """
     order = {"module": module, "kernel": kernel, "signature": dict(signature), "constexprs": dict(constexprs)}
     order |= {"num_warps": num_warps, "num_stages": num_stages, "fp_fusion": fp_fusion}
+    order["nvshmem"] = nvshmem and str(nvshmem)
     pointers = [name for name, kind in signature.items() if kind.startswith("*")]
     order["aligned"] = [*pointers, *multiples]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -92,6 +97,12 @@ def _build(order: Mapping[str, Any]) -> Built:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    from p2p import device
+
+    libraries = {}
+    if order["nvshmem"]:
+        device.TRANSPORT = triton.language.constexpr("nvshmem")
+        libraries["nvshmem"] = order["nvshmem"]
     kernel = getattr(importlib.import_module(order["module"]), order["kernel"])
     signature = dict(order["signature"]) | dict.fromkeys(order["constexprs"], "constexpr")
     # In the order of the kernel's own arguments.
@@ -107,13 +118,14 @@ def _build(order: Mapping[str, Any]) -> Built:
     built = triton.compile(
         source,
         target=GPUTarget("cuda", TARGET, 32),
-        options=options | {"enable_fp_fusion": order["fp_fusion"]},
+        options=options | {"enable_fp_fusion": order["fp_fusion"], "extern_libs": libraries},
     )
     sass, registers = _disassemble(built.asm["cubin"])
     return Built(
         registers=registers,
         spills=len(re.findall(r"\b(?:LDL|STL)\b", sass)),
         shared_bytes=int(built.metadata.shared),
+        ttgir=built.asm["ttgir"],
         ptx=built.asm["ptx"],
         sass=sass,
     )

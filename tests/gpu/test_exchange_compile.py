@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import re
+from pathlib import Path
 
 import pytest
 
@@ -58,7 +59,7 @@ KERNELS = {
     ),
     "gather": (
         {
-            "control": WORDS, "jobs": WORDS, "origin": "*i32", "n_pairs": "*i32", "rows": "*u8", "scales": "*fp32",
+            "control": WORDS, "jobs": WORDS, "origin": "*i32", "n_pairs": "*i32", "rows": "*i32", "scales": "*fp32",
         },
         GATHER_WARPS,
         64,
@@ -75,8 +76,8 @@ OWN = {
     "SLOTS_WIDE": 2, "ROW_TILE": power_of_two(SHAPE.row_words), "ANSWER_TILE": power_of_two(SHAPE.answer_words),
     "LAYOUT": LAYOUT,
 }  # fmt: skip
-ACQUIRE = re.compile(r"(ld|atom)\.global\.sys\.acquire|ld\.acquire\.sys|atom\.acquire\.sys")
-RELEASE = re.compile(r"(st|atom|red)\.global\.sys\.release|(st|atom|red)\.release\.sys")
+ACQUIRE = re.compile(r"@p ld\.acquire\.sys\.global\.b64")
+RELEASE = re.compile(r"@p st\.release\.sys\.global\.b64")
 
 
 def test_what_waits_leaves_its_processor_to_the_others() -> None:
@@ -92,13 +93,15 @@ def test_what_waits_leaves_its_processor_to_the_others() -> None:
 
 
 @functools.cache
-def built(name: str) -> Built:
-    """The kernel, compiled once."""
+def built(name: str, nvshmem: Path | None = None) -> Built:
+    """The kernel, compiled once; where puts go by NVSHMEM, with its library of device functions."""
     signature, warps, _ = KERNELS[name]
     names = importlib.import_module(f"experts.gpu.{name}").__dict__[f"{name}_kernel"].arg_names
     own = OWN | {"THREADS": 32 * warps}
     constants = constants_of(names, SHAPE) | {key: own[key] for key in names if key in own}
-    return compile_kernel(f"experts.gpu.{name}", f"{name}_kernel", signature, constants, num_warps=warps)
+    return compile_kernel(
+        f"experts.gpu.{name}", f"{name}_kernel", signature, constants, num_warps=warps, nvshmem=nvshmem
+    )
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -123,6 +126,21 @@ def test_signals_compile_to_a_release_of_the_whole_system_behind_a_barrier(name:
         assert before[1] and "st.global" not in before[2], (
             f"{name}: stores between its barrier and its signal"
         )
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_no_atomic_has_the_scope_of_the_system_and_each_word_is_one_threads(name: str) -> None:
+    """Peers on PCIe know no atomics; and a word that several threads loaded could be several values."""
+    kernel = built(name)
+    assert not re.search(r"(atom|red)\S*\.sys", kernel.ptx), f"{name} has an atomic of the whole system"
+    layouts = dict(re.findall(r"^(#\w+) = (#ttg\.blocked<.*>)$", kernel.ttgir, re.MULTILINE))
+    lines = [line for line in kernel.ttgir.splitlines() if "inline_asm" in line and "setp" in line]
+    words = [re.findall(r"tensor<(\d+)x\w+, (#\w+)>", line)[-1] for line in lines]
+    assert len(words) == len(re.findall(r"@p (?:ld|st)\.\w+\.sys", kernel.ptx)), f"{name}: {words}"
+    for lanes, layout in words:
+        threads = r"sizePerThread = \[1\], threadsPerWarp = \[32\], warpsPerCTA = \[(\d+)\], order = \[0\]"
+        warps = re.search(threads, layouts[layout])
+        assert warps and int(lanes) >= 32 * int(warps[1]), f"{name}: {lanes} words, {layouts[layout]}"
 
 
 @pytest.mark.parametrize("name", ["wait_replies", "poll"])

@@ -162,15 +162,16 @@ def after_answers(count: int, number: int) -> Callable[[], None]:
     """Trouble: the process signals itself between a reply's answers, when `count` of all so far were sealed."""
 
     def change() -> None:
-        store, sealed = replying.store_seal, [0]
+        put, sealed = replying.put, [0]
 
-        def stored(at: object, seal: object) -> None:
-            store(at, seal)
-            sealed[0] += 1
-            if sealed[0] == count:
+        def stored(at: object, index: object, *rest: object) -> None:
+            put(at, index, *rest)
+            # An answer's words have an index each, its seal one number.
+            sealed[0] += not hasattr(index, "handle")
+            if sealed[0] == count and not hasattr(index, "handle"):
                 os.kill(os.getpid(), number)
 
-        replying.store_seal = stored  # type: ignore[assignment]
+        replying.put = stored  # type: ignore[assignment]
 
     return change
 
