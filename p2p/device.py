@@ -33,7 +33,7 @@ differ by their keys, so that the seals of several rows may be checked as one su
 In the interpreter there is neither a clock nor a nap: the clock of waits is a counter in memory that each look moves on
 by TICK_NS, that of leases is the host's, and a pause sleeps for NAP_S so that another process gets the processor.
 """
-# pyright: reportRedeclaration=false
+# pyright: reportRedeclaration=false, reportOptionalMemberAccess=false, reportAssignmentType=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 It shows that a linked module is loaded, registered and runs; what crosses between two GPUs takes two PEs.
 """
+# pyright: reportCallIssue=false
 
 from __future__ import annotations
 

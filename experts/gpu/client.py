@@ -159,7 +159,9 @@ class GpuClient:
             # The last step has ended, so that its copy has, too.
             self._step[0] += 1
             self._step[1] = int(deadline_s * self._clock * 1e9)
-            self.tables.control[ClientWord.STEP : ClientWord.BUDGET_NS + 1].copy_(self._step, non_blocking=True)
+            self.tables.control[ClientWord.STEP : ClientWord.BUDGET_NS + 1].copy_(
+                self._step, non_blocking=True
+            )
 
     def enqueue(
         self,

@@ -235,8 +235,8 @@ class Clocked:
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Clocked]]:
     """Makes worlds whose clock the kernels and the host read."""
 
-    def made(seed: int, **how: int) -> Clocked:
-        world = Clocked(seed, **how)
+    def made(seed: int, servers: int = 2) -> Clocked:
+        world = Clocked(seed, servers)
         for module in (waiting, dispatching):
             monkeypatch.setattr(module, "clock_ns", world.clock)
         monkeypatch.setattr(waiting, "pause_ns", world.pause)
