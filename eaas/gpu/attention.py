@@ -33,7 +33,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eaas.gpu.norm_rope import ShapeInvalid, check, inlined, product, to_bf16
+from eaas.gpu.norm_rope import ShapeInvalid, check
+from experts.gpu.tiles import add_product, inlined, programs, to_bfloat16
 from p2p.device import INTERPRET
 
 QUERIES = 64  # query vectors of a program: the smallest M of a warp group's matrix instruction
@@ -121,14 +122,8 @@ def plan_work(positions: np.ndarray, seqs: np.ndarray, group: int, partials: int
 
 
 def attention_reference(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    positions: Tensor,
-    seqs: Tensor,
-    tables: Tensor,
-    window: int,
-) -> Tensor:
+    queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, seqs: Tensor, tables: Tensor, window: int,
+) -> Tensor:  # fmt: skip
     """What `attention` writes, by its definition, in double; arguments as there."""
     rows, q_heads, dim = queries.shape
     _, kv_heads, block_tokens, _ = keys.shape
@@ -165,32 +160,18 @@ class Sums:
     def make(cls, q_heads: int, head_dim: int, device: torch.device | str, partials: int = PARTIALS) -> Sums:
         """Room for `partials` splits on a device."""
         device = torch.device(device)
-        programs = 4
-        if device.type == "cuda":
-            programs = torch.cuda.get_device_properties(device).multi_processor_count * PROGRAMS_PER_SM
         return cls(
             values=torch.empty(partials, q_heads, head_dim, dtype=torch.float32, device=device),
             scales=torch.empty(partials, q_heads, 2, dtype=torch.float32, device=device),
-            programs=programs,
+            programs=programs(device, PROGRAMS_PER_SM),
         )
 
 
 def attention(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    positions: Tensor,
-    seqs: Tensor,
-    tables: Tensor,
-    items: Tensor,
-    n_items: Tensor,
-    merges: Tensor,
-    n_merges: Tensor,
-    sums: Sums,
-    out: Tensor,
-    *,
+    queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, seqs: Tensor, tables: Tensor,
+    items: Tensor, n_items: Tensor, merges: Tensor, n_merges: Tensor, sums: Sums, out: Tensor, *,
     window: int = 0,
-) -> None:
+) -> None:  # fmt: skip
     """Attend: `out` of every row that an item names.
 
     Args:
@@ -314,7 +295,7 @@ def attention_kernel(
                 there = known[:, None] & inside[None, :]
                 k = tl.load(keys + cell, mask=there, other=0.0)
                 v = tl.load(values + cell, mask=there, other=0.0)
-                scores = product(q, tl.trans(k), None, INTERPRET)
+                scores = add_product(q, tl.trans(k), tl.zeros([M, TILE], tl.float32), INTERPRET)
                 seen = (here[None, :] <= last[:, None]) & (here[None, :] > last[:, None] - reach)
                 scores = tl.where(seen, scores * scale, float("-inf"))
                 raised = tl.maximum(part_maximum, tl.max(scores, 1))
@@ -324,14 +305,14 @@ def attention_kernel(
                 factor = tl.exp2(part_maximum - safe)
                 part_weight = part_weight * factor + tl.sum(weights, 1)
                 part = part * factor[:, None]
-                rounded = to_bf16(weights, INTERPRET)
-                part = product(rounded, v, part, INTERPRET)
+                rounded = to_bfloat16(weights, INTERPRET)
+                part = add_product(rounded, v, part, INTERPRET)
                 part_maximum = raised
             total, weight, maximum = join(total, weight, maximum, part, part_weight, part_maximum)
         if partial < 0:
             # A vector that is nobody's has no weight; it is not written.
             weight = tl.where(mine, weight, 1.0)
-            tl.store(out + at, to_bf16(total / weight[:, None], INTERPRET), mask=written)
+            tl.store(out + at, to_bfloat16(total / weight[:, None], INTERPRET), mask=written)
         else:
             to = partial.to(tl.int64) * (KV_HEADS * GROUP) + head
             tl.store(sums + to[:, None] * DIM + column[None, :], total, mask=written)
@@ -367,4 +348,4 @@ def merge_kernel(
             total, weight, maximum = join(total, weight, maximum, more, more_weight, more_maximum)
         at = (row * (KV_HEADS * GROUP) + head)[:, None] * DIM + column[None, :]
         weight = tl.where(mine, weight, 1.0)
-        tl.store(out + at, to_bf16(total / weight[:, None], INTERPRET), mask=inside)
+        tl.store(out + at, to_bfloat16(total / weight[:, None], INTERPRET), mask=inside)

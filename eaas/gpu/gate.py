@@ -23,8 +23,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eaas.gpu.norm_rope import ShapeInvalid, check, product
+from eaas.gpu.norm_rope import ShapeInvalid, check
 from eaas.model.spec import MoeSpec, Score
+from experts.gpu.tiles import add_product
 from p2p.device import INTERPRET
 
 PART_COLUMNS = 512
@@ -42,16 +43,9 @@ def parts_of(hidden: int) -> int:
 
 
 def gate(
-    norm: Tensor,
-    low: Tensor,
-    weight: Tensor,
-    correction: Tensor | None,
-    moe: MoeSpec,
-    parts: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    n_rows: Tensor,
-) -> None:
+    norm: Tensor, low: Tensor, weight: Tensor, correction: Tensor | None, moe: MoeSpec, parts: Tensor,
+    ids: Tensor, weights: Tensor, n_rows: Tensor,
+) -> None:  # fmt: skip
     """Choose the experts of the first n_rows rows.
 
     Args:
@@ -127,8 +121,8 @@ def score_kernel(
             )
             high = tl.load(norm + of_row, mask=there, other=0.0)
             rest = tl.load(low + of_row, mask=there, other=0.0)
-            total = product(w, tl.trans(high), total, INTERPRET)
-            total = product(w, tl.trans(rest), total, INTERPRET)
+            total = add_product(w, tl.trans(high), total, INTERPRET)
+            total = add_product(w, tl.trans(rest), total, INTERPRET)
         # [parts, rows, experts]: the choice reads a row's experts side by side.
         at = (tl.program_id(1) * rows + row).to(tl.int64)[None, :] * experts + expert[:, None]
         tl.store(parts + at, total, mask=(expert < experts)[:, None] & (row < count)[None, :])

@@ -21,20 +21,13 @@ about what a launch costs.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from experts.gpu.tiles import inlined, to_bfloat16
 from p2p.device import INTERPRET
-
-
-def inlined(function: Any) -> Any:
-    """A function that kernels call: compiled into them. To the interpreter it is plain Python, a hundred times as fast
-    there as a kernel's call of a kernel."""
-    return function if INTERPRET else triton.jit(function)
 
 
 class ShapeInvalid(ValueError):
@@ -104,21 +97,11 @@ def embed(table: Tensor, tokens: Tensor, x: Tensor, n_rows: Tensor) -> None:
 
 
 def add_norm(
-    x: Tensor,
-    weight: Tensor,
-    n_rows: Tensor,
-    eps: float,
-    *,
-    out: Tensor,
-    addend: Tensor | None = None,
-    bias: Tensor | None = None,
-    shared: Tensor | None = None,
-    scale: Tensor | None = None,
-    low: Tensor | None = None,
-    share_weight: Tensor | None = None,
-    share: Tensor | None = None,
+    x: Tensor, weight: Tensor, n_rows: Tensor, eps: float, *, out: Tensor, addend: Tensor | None = None,
+    bias: Tensor | None = None, shared: Tensor | None = None, scale: Tensor | None = None,
+    low: Tensor | None = None, share_weight: Tensor | None = None, share: Tensor | None = None,
     pick: Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Add to the residual stream what the last part of a layer computed, and norm it for the next.
 
     Args:
@@ -185,22 +168,10 @@ def swiglu(gate_up: Tensor, out: Tensor, n_rows: Tensor) -> None:
 
 
 def place(
-    qkv: Tensor,
-    bias: Tensor | None,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    cosines: Tensor,
-    sines: Tensor,
-    positions: Tensor,
-    seqs: Tensor,
-    tables: Tensor,
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    n_rows: Tensor,
-    eps: float,
-    clip: float,
-) -> None:
+    qkv: Tensor, bias: Tensor | None, q_norm: Tensor | None, k_norm: Tensor | None, cosines: Tensor,
+    sines: Tensor, positions: Tensor, seqs: Tensor, tables: Tensor, queries: Tensor, keys: Tensor,
+    values: Tensor, n_rows: Tensor, eps: float, clip: float,
+) -> None:  # fmt: skip
     """Finish queries, keys and values of the first n_rows rows; keys and values go into the cache.
 
     Args:
@@ -258,27 +229,6 @@ def _warps(block: int) -> int:
 # ---- kernels
 
 
-@inlined
-def to_bf16(x, INTERPRET: tl.constexpr):
-    """float32 to bfloat16, ties to even; the interpreter's own cast cuts off."""
-    if INTERPRET:
-        bits = x.to(tl.uint32, bitcast=True)
-        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        rounded = tl.where(x == x, rounded, 0x7FC0)
-        return rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    return x.to(tl.bfloat16)
-
-
-@inlined
-def product(a, b, total, INTERPRET: tl.constexpr):
-    """a @ b of bfloat16 in float32, added to `total` unless that is None."""
-    if INTERPRET:
-        # Its own product multiplies bit patterns of bfloat16, and adds in an order that depends on a row's place.
-        found = tl.sum(a.to(tl.float32)[:, :, None] * b.to(tl.float32)[None, :, :], 1)
-        return found if total is None else total + found
-    return tl.dot(a, b, total)
-
-
 @triton.jit(do_not_specialize_on_alignment=["tokens"])
 def embed_kernel(table, tokens, x, n_rows, hidden, BLOCK: tl.constexpr):
     """A program copies one row."""
@@ -320,11 +270,11 @@ def add_norm_kernel(
             tl.store(x + source * hidden + column, value, mask=inside)
         mean = tl.sum(value * value, 0) / hidden
         normed = value * (1.0 / tl.sqrt_rn(mean + eps)) * tl.load(weight + column, mask=inside, other=0.0)
-        rounded = to_bf16(normed, INTERPRET)
+        rounded = to_bfloat16(normed, INTERPRET)
         tl.store(out + row * hidden + column, rounded, mask=inside)
         if low is not None:
             rest = normed - rounded.to(tl.float32)
-            tl.store(low + row * hidden + column, to_bf16(rest, INTERPRET), mask=inside)
+            tl.store(low + row * hidden + column, to_bfloat16(rest, INTERPRET), mask=inside)
         if share is not None:
             dot = tl.sum(normed * tl.load(share_weight + column, mask=inside, other=0.0), 0)
             tl.store(share + row, 1.0 / (1.0 + tl.exp(-dot)))
@@ -340,7 +290,7 @@ def swiglu_kernel(gate_up, out, n_rows, inner, BLOCK: tl.constexpr, INTERPRET: t
         gate = tl.load(gate_up + row * 2 * inner + column, mask=inside, other=0.0)
         up = tl.load(gate_up + row * 2 * inner + inner + column, mask=inside, other=0.0)
         act = gate / (1.0 + tl.exp(-gate)) * up
-        tl.store(out + row * inner + column, to_bf16(act, INTERPRET), mask=inside)
+        tl.store(out + row * inner + column, to_bfloat16(act, INTERPRET), mask=inside)
 
 
 @inlined
@@ -427,8 +377,8 @@ def place_kernel(
         number = tl.arange(0, GROUP_PAD)[:, None]
         inside = (number < GROUP) & (half < DIM // 2)
         to = queries + row * q_columns + (kv_head * GROUP + number) * DIM + half
-        tl.store(to, to_bf16(low, INTERPRET), mask=inside)
-        tl.store(to + DIM // 2, to_bf16(high, INTERPRET), mask=inside)
+        tl.store(to, to_bfloat16(low, INTERPRET), mask=inside)
+        tl.store(to + DIM // 2, to_bfloat16(high, INTERPRET), mask=inside)
 
         table = tables + tl.load(seqs + row).to(tl.int64) * table_blocks
         block = tl.load(table + position // BLOCK_TOKENS).to(tl.int64)
@@ -438,11 +388,11 @@ def place_kernel(
             k, k_bias, k_norm, k_inverse, kv_head, cosine, sine, eps, clip,
             DIM, NORM, CLIP, True, 1, 1, HALF_PAD,
         )  # fmt: skip
-        tl.store(keys + to, to_bf16(low, INTERPRET), mask=half < DIM // 2)
-        tl.store(keys + to + DIM // 2, to_bf16(high, INTERPRET), mask=half < DIM // 2)
+        tl.store(keys + to, to_bfloat16(low, INTERPRET), mask=half < DIM // 2)
+        tl.store(keys + to + DIM // 2, to_bfloat16(high, INTERPRET), mask=half < DIM // 2)
         low, high = _finish(
             v, v_bias, k_norm, k_inverse, kv_head, cosine, sine, eps, clip,
             DIM, 0, CLIP, False, 1, 1, HALF_PAD,
         )  # fmt: skip
-        tl.store(values + to, to_bf16(low, INTERPRET), mask=half < DIM // 2)
-        tl.store(values + to + DIM // 2, to_bf16(high, INTERPRET), mask=half < DIM // 2)
+        tl.store(values + to, to_bfloat16(low, INTERPRET), mask=half < DIM // 2)
+        tl.store(values + to + DIM // 2, to_bfloat16(high, INTERPRET), mask=half < DIM // 2)

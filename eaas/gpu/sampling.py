@@ -29,7 +29,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eaas.gpu.norm_rope import check, inlined
+from eaas.gpu.norm_rope import check
+from experts.gpu.tiles import inlined
 
 CHOICE_WORDS = 12
 OK, NOT_FINITE = 0, -1

@@ -35,14 +35,9 @@ def combine_reference(answers: torch.Tensor, weights: torch.Tensor) -> torch.Ten
 
 
 def combine(
-    tables: ClientTables,
-    layer: int,
-    rows: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    n_rows: torch.Tensor,
-    out: torch.Tensor,
-) -> None:
+    tables: ClientTables, layer: int, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor,
+    n_rows: torch.Tensor, out: torch.Tensor,
+) -> None:  # fmt: skip
     """Add up the answers to what `dispatch` sent with the same rows, ids and count.
 
     Args:

@@ -58,12 +58,8 @@ def dispatch_reference(
 
 
 def dispatch(
-    tables: ClientTables,
-    layer: int,
-    rows: torch.Tensor,
-    ids: torch.Tensor,
-    n_rows: torch.Tensor,
-) -> None:
+    tables: ClientTables, layer: int, rows: torch.Tensor, ids: torch.Tensor, n_rows: torch.Tensor,
+) -> None:  # fmt: skip
     """Send a call's tokens.
 
     Args:

@@ -98,15 +98,10 @@ def ffn_fp8_reference(
 
 
 def grouped_ffn(
-    rows: torch.Tensor,
-    row_of: torch.Tensor,
-    groups: Groups,
-    weights: ExpertWeights | Fp8ExpertWeights,
-    act: torch.Tensor,
-    out: torch.Tensor,
-    scales: torch.Tensor | None = None,
+    rows: torch.Tensor, row_of: torch.Tensor, groups: Groups, weights: ExpertWeights | Fp8ExpertWeights,
+    act: torch.Tensor, out: torch.Tensor, scales: torch.Tensor | None = None,
     act_scales: torch.Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Run every grouped pair through its expert. Captured in a graph, it follows what the device then finds.
 
     Args:
@@ -144,14 +139,9 @@ def grouped_ffn(
 
 
 def gate_up(
-    rows: torch.Tensor,
-    row_of: torch.Tensor,
-    groups: Groups,
-    weights: ExpertWeights | Fp8ExpertWeights,
-    act: torch.Tensor,
-    scales: torch.Tensor | None = None,
-    act_scales: torch.Tensor | None = None,
-) -> None:
+    rows: torch.Tensor, row_of: torch.Tensor, groups: Groups, weights: ExpertWeights | Fp8ExpertWeights,
+    act: torch.Tensor, scales: torch.Tensor | None = None, act_scales: torch.Tensor | None = None,
+) -> None:  # fmt: skip
     """The first half of `grouped_ffn`, which checks what it is given: act, in the order of the groups."""
     matrix_scales = weights.gate_up_scales if isinstance(weights, Fp8ExpertWeights) else None
     _launch(
@@ -161,12 +151,9 @@ def gate_up(
 
 
 def down(
-    groups: Groups,
-    weights: ExpertWeights | Fp8ExpertWeights,
-    act: torch.Tensor,
-    out: torch.Tensor,
+    groups: Groups, weights: ExpertWeights | Fp8ExpertWeights, act: torch.Tensor, out: torch.Tensor,
     act_scales: torch.Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """The second half of `grouped_ffn`, which checks what it is given: act to the pairs' rows."""
     matrix_scales = weights.down_scales if isinstance(weights, Fp8ExpertWeights) else None
     _launch(

@@ -14,9 +14,13 @@ the tile of weights or count of warps enters into the order in which one output'
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
+
+from p2p.device import INTERPRET
 
 BLOCK = 64
 K_TILE = 64
@@ -65,6 +69,12 @@ def programs(device: torch.device, per_processor: int) -> int:
     if device.type != "cuda":
         return 3  # The interpreter runs one after another; more than one, so that strides are exercised
     return torch.cuda.get_device_properties(device).multi_processor_count * per_processor
+
+
+def inlined(function: Any) -> Any:
+    """A function that kernels call: compiled into them. To the interpreter it is plain Python, a hundred times as fast
+    there as a kernel's call of a kernel."""
+    return function if INTERPRET else triton.jit(function)
 
 
 @triton.jit
@@ -152,7 +162,7 @@ def store_products(out, row_at, feature, live, value, N: tl.constexpr, INTERPRET
     tl.store(out + row_at[None, :] + feature[:, None], value, mask=live[None, :] & (feature < N)[:, None])
 
 
-@triton.jit
+@inlined
 def add_product(w, x, acc, INTERPRET: tl.constexpr):
     """acc + w @ x: w [FEATURES, K_TILE] of weights, x [K_TILE, TOKENS], acc float32 [FEATURES, TOKENS]."""
     if INTERPRET:
@@ -161,7 +171,7 @@ def add_product(w, x, acc, INTERPRET: tl.constexpr):
     return tl.dot(w, x, acc)
 
 
-@triton.jit
+@inlined
 def to_bfloat16(value, INTERPRET: tl.constexpr):
     """float32 rounded to nearest, ties to even."""
     if INTERPRET:  # which would cut off

@@ -35,19 +35,7 @@ import triton.language as tl
 from experts.gpu.pack import header_fold, header_words
 from experts.gpu.redispatch import find_answers, send_again
 from experts.gpu.tables import ClientTables
-from experts.gpu.words import (  # fmt: skip
-    ASKED,
-    CLIENT,
-    HEAD,
-    PATIENCE,
-    PEER,
-    REPORT,
-    SEEN,
-    SLOT,
-    STATUS,
-    VERDICT,
-    WIRE,
-)
+from experts.gpu.words import ASKED, CLIENT, HEAD, PATIENCE, PEER, REPORT, SEEN, SLOT, STATUS, VERDICT, WIRE
 from p2p.device import clock_ns, load_acquire, load_once, mix, pause_ns
 
 _FIRST_PAUSE_NS = tl.constexpr(32)
@@ -73,12 +61,8 @@ def wait_replies_reference(asked: Sequence[Sequence[int]], sound: set[tuple[int,
 
 
 def wait_replies(
-    tables: ClientTables,
-    layer: int,
-    rows: torch.Tensor,
-    ids: torch.Tensor,
-    n_rows: torch.Tensor,
-) -> None:
+    tables: ClientTables, layer: int, rows: torch.Tensor, ids: torch.Tensor, n_rows: torch.Tensor,
+) -> None:  # fmt: skip
     """Wait for the replies to what `dispatch` sent with the same arguments."""
     wait_kernel[(1,)](
         tables.control, tables.asked, tables.limits, **tables.constants(wait_kernel.arg_names), num_warps=1,
