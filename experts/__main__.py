@@ -282,9 +282,11 @@ def serve(options: ExpertOptions, ending: Ending) -> None:
             if server.broken:
                 ending.fail(server.broken)
                 continue
-            # Half a lease: native code stops by itself when this process slept, whoever wakes first.
+            # Half a lease: native code stops by itself when this process slept, whoever wakes first. From before the
+            # look: between the two it may sleep as well.
+            end_ns = _lease_end_ns(identity.lease_s / 2)
             if router.lease_held():
-                server.set_lease(_lease_end_ns(identity.lease_s / 2))
+                server.set_lease(end_ns)
             server.reap()
         healthy.enter_graceful_shutdown()
         if heartbeat.stands_s:

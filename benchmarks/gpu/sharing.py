@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -50,13 +49,13 @@ def watch(
 ) -> None:
     """Run the client's process, hand on what it reports, and say how it ended."""
     process = subprocess.Popen(
-        [sys.executable, "-m", program], env=os.environ | environment, stdout=subprocess.PIPE, text=True,
-        start_new_session=True,
+        [sys.executable, "-m", program], env=os.environ | environment, stdout=subprocess.PIPE, text=True
     )  # fmt: skip
     try:
         text, _ = process.communicate(timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        # Its servers end with their standard input.
+        process.kill()
         text, _ = process.communicate()
     results = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
     for result in results:
@@ -85,7 +84,8 @@ def main() -> None:
     from p2p.cuda_driver import CudaDriver
 
     shape, device = TWO, Device(CudaDriver.load(), 0)
-    client = GpuClient(shape, servers=2, replicas=2, incarnation=CLIENT, device="cuda", patience_s=4.0)
+    client = GpuClient(shape, servers=2, replicas=2, incarnation=CLIENT, device="cuda")
+    client.tables.limits.fill_(int(4e9))  # nothing is late before
     call = Call(shape, 32)
     wanted = local_result(shape, random_experts(shape, TWO_INTERMEDIATE, 3), call, 0)
     children = []

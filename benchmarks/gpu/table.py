@@ -96,7 +96,6 @@ RULES: Final = (
     Rule(
         section="exchange",
         what="bits of a call as of local experts",
-        each=("rows_back",),
         wanted="equal",
         found="{holds}",
     ),

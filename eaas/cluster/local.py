@@ -45,6 +45,7 @@ logger = logging.getLogger(__name__)
 RESTART_FIRST_S, RESTART_MOST_S, RESTART_FORGIVEN_S = 0.1, 5.0, 30.0
 # A router that answers no probe for so long is ended and started again; the token path does not miss it.
 PROBE_S, HUNG_S = 1.0, 5.0
+START_S, COMPILED_S = 120.0, 900.0
 # A member that is stopped ends within a second if it is well, as all roles promise; one that is frozen never does.
 STOP_MOMENT_S = 1.5
 
@@ -101,8 +102,9 @@ class LocalCluster:
     def __exit__(self, *exception: object) -> None:
         self.stop()
 
-    def start(self, timeout_s: float = 120.0) -> None:
-        """Start every part and return when the endpoint can answer."""
+    def start(self, timeout_s: float | None = None) -> None:
+        """Start every part and return when the endpoint can answer; by default within START_S, COMPILED_S on GPUs."""
+        timeout_s = timeout_s or (COMPILED_S if self.config.gpus else START_S)
         try:
             if self.config.endpoint:
                 self._listen()
@@ -428,7 +430,13 @@ class LocalCluster:
                 child.replaced = True
                 self._later(STOP_MOMENT_S, lambda: self._kill(child))
             return
-        used = {it.slot for it in self._children.values() if it.pool == command.pool and not it.replaced}
+        view = self._router.view if self._router is not None else None
+        drained = (
+            {it.pid for it in view.members if it.state == "draining" and it.host == host_id()} if view else ()
+        )
+        mine = [it for it in self._children.values() if it.pool == command.pool]
+        # Nor does one that is drained keep its slot: beyond the slots of its pool lie other processes' devices.
+        used = {it.slot for it in mine if not it.replaced and it.pid not in drained}
         slot = next(number for number in range(len(used) + 1) if number not in used)
         self._spawn(command.pool, slot, port=0)
 

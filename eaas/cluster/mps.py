@@ -71,12 +71,14 @@ def _start(folder: Path, gpus: Sequence[DeviceFacts]) -> Mapping[str, str]:
     return environment
 
 
-def quit_mps(state_dir: Path) -> None:
-    """End the daemon that a cluster started, if it did; its clients have ended."""
+def quit_mps(state_dir: Path) -> bool:
+    """End the daemon that a cluster started, if it did; its clients have ended. Whether none is left."""
     if not (folder := state_dir / _FOLDER).is_dir():
-        return
-    told = {"env": os.environ | {PIPES: str(folder)}, "input": b"quit\n", "timeout": _ANSWER_S}
+        return True
+    told = {"env": os.environ | {PIPES: str(folder)}, "input": b"quit -t 5\n", "timeout": _ANSWER_S}
     try:
         subprocess.run([CONTROL], capture_output=True, check=True, **told)
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning("mps_not_ended folder=%s reason=%s", folder, error)
+        return False
+    return True

@@ -222,8 +222,9 @@ class StateDir:
     def close(self) -> None:
         """Remove the folder and give up its lock. Idempotent."""
         if self._lock >= 0:
-            quit_mps(self.path)
-            shutil.rmtree(self.path, ignore_errors=True)
+            # Of a daemon that runs on, its folder is the only handle: whoever sweeps next tries again.
+            if quit_mps(self.path):
+                shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
             self._lock = -1
 
@@ -236,8 +237,8 @@ def _sweep(root: Path) -> None:
             # It is in use, or somebody else's.
             continue
         # One whose launcher was killed still runs.
-        quit_mps(folder)
-        shutil.rmtree(folder, ignore_errors=True)
+        if quit_mps(folder):
+            shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
 
 

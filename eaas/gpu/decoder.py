@@ -369,11 +369,11 @@ class GpuDecoder:
         with self._streams.main():
             # Whatever compiles or loads on its first launch must do so outside of a capture.
             self._inputs.clear()
-            # Of the capture too: what other threads wrote about servers meanwhile would become part of the graph.
+            self._launch(size)
+            self._streams.wait()
+            # A step, for what other threads write about servers meanwhile would become part of the graph.
             self._experts.begin(WARM_UP_S)
             try:
-                self._launch(size)
-                self._streams.wait()
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, stream=self._streams.stream, capture_error_mode="thread_local"):
                     self._launch(size)

@@ -1,8 +1,8 @@
 """The attention worker's end: expert calls that kernels make, so that a step with its calls is one captured graph.
 
 A call is four launches: `dispatch`, two of `wait_replies` (which also redispatches), `combine`. None of their arguments
-changes when servers come, go or fail: that is written into tables. All calls of one client are launched on its stream;
-two micro-batches in flight take two clients, each with windows of its own.
+changes when servers come, go or fail: that is written into tables. All calls of one client run one after another, those
+of two micro-batches too: its windows are in one call's use.
 
 Servers and routes change from any thread. What changes waits until no step is under way, and is then written in the
 order of the steps: the routes of one step are those of one epoch. The thread of the steps calls `begin`, launches

@@ -301,9 +301,11 @@ class GpuServer:
                 )
             # One that reads otherwise than it was written is nobody's any more.
             slot = self._free.pop()
-        weights.load(slot, *matrices)  # type: ignore[arg-type]
-        for name, found, wanted in zip(("gate", "up", "down"), weights.unload(slot), matrices, strict=True):
-            if not all(map(np.array_equal, _parts(found), _parts(wanted))):
+        self._write(lambda: weights.load(slot, *matrices))  # type: ignore[arg-type]
+        with torch.cuda.stream(self._writes):
+            read = [_parts(matrix) for matrix in weights.unload(slot)]
+        for name, found, wanted in zip(("gate", "up", "down"), read, matrices, strict=True):
+            if not all(map(np.array_equal, found, _parts(wanted))):
                 raise WeightsBroken(
                     f"{name} of expert {expert} of layer {layer} reads otherwise than it was written to "
                     f"{self.tables.device}. See to its memory."
@@ -410,15 +412,16 @@ class GpuServer:
         with torch.cuda.stream(self._stream):
             # Code is loaded now: later that might wait for a device that is never idle.
             self.enqueue_pass()
-            if self._weights is not None:
-                # What `set_expert` runs; the slot holds afterwards what it held.
-                self._weights.load(0, *self._weights.unload(0))  # type: ignore[arg-type]
         torch.cuda.synchronize(self.tables.device)
         graph = torch.cuda.CUDAGraph()
         # Other threads may use the device meanwhile; this one does nothing that a graph cannot hold.
         with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
             for _ in range(passes):
                 self.enqueue_pass()
+        if self._weights is not None:
+            # What `set_expert` runs, and the memory that it takes: freeing any might wait for a device that is never
+            # idle. The slot holds afterwards what it held.
+            self._write(lambda: self._weights.load(0, *self._weights.unload(0)))  # type: ignore[arg-type,union-attr]
         self._graph, self._graph_passes = graph, passes
 
     def serve(self) -> None:

@@ -87,7 +87,7 @@ def test_it_is_started_once_reaches_those_that_compute_and_is_ended(
     with pytest.raises(StartFailed, match="router could not be started: not in this test"):
         cluster.start()
     # The start has failed: whatever was begun has an end.
-    assert host.told() == [f"-d {folder} {GPU_A},{GPU_B}", f"quit {folder}"]
+    assert host.told() == [f"-d {folder} {GPU_A},{GPU_B}", f"quit -t 5 {folder}"]
     assert not cluster.state_dir.exists()
     for pool in ("expert", "attention"):
         with pytest.raises(StartFailed):
@@ -107,7 +107,7 @@ def test_what_a_killed_launcher_left_is_ended_by_the_next(host: Host) -> None:
     os.close(left._state._lock)
     left._state._lock = -1
     StateDir(host.state).close()
-    assert host.told()[-1] == f"quit {left.state_dir / 'mps'}"
+    assert host.told()[-1] == f"quit -t 5 {left.state_dir / 'mps'}"
     left.stop()
 
 
@@ -201,5 +201,12 @@ def test_a_successor_gets_the_device_of_the_one_that_was_told_to_stop(host: Host
     cluster._obey(local.StopProcess(host="h", name="expert/1", pid=1))
     cluster._obey(local.StartProcess(host="h", pool="expert"))
     assert begun == [0]
+    # One that is drained leaves later: its successor is on the device that it leaves, and not on another process's.
+    leaving = SimpleNamespace(pid=2, host=local.host_id(), state="draining")
+    cluster._router = SimpleNamespace(view=SimpleNamespace(members=[leaving]))
+    cluster._children[1].replaced = False
+    cluster._obey(local.StartProcess(host="h", pool="expert"))
+    assert begun == [0, 1]
+    cluster._router = None
     cluster._children.clear()
     cluster.stop()
