@@ -29,7 +29,7 @@ from experts.backend import LinkRefused, ServerLink, ServerState, ServerStats
 from experts.gpu.combine import combine
 from experts.gpu.dispatch import dispatch
 from experts.gpu.layout import ClientWord, ExchangeShape, Mark, ReportWord, SeenWord, Verdict
-from experts.gpu.patience import Patience
+from experts.gpu.patience import Patience, run_s
 from experts.gpu.tables import ClientTables, fill, host_words
 from experts.gpu.wait_replies import take_back, wait_replies
 from experts.gpu.words import CLIENT
@@ -105,7 +105,7 @@ class GpuClient:
         replicas: int,
         incarnation: int,
         device: torch.device | str,
-        rounds: int = 4,
+        rounds: int = 8,
         clock: float = 1.0,
     ) -> None:
         self.shape, self.device, self._clock = shape, torch.device(device), clock
@@ -123,7 +123,7 @@ class GpuClient:
         self.adopted_epoch = 0
         self._written: list[Link | None] = [None] * servers
         self._routes = torch.full((shape.layers, shape.experts, replicas), -1, dtype=torch.int32)
-        self._step = host_words(2, self.device)  # its number and its budget
+        self._step = host_words(3, self.device)  # its number, its budget, and that of one run
         # Guards all below, and is held while a step is under way only for moments.
         self._lock = threading.Lock()
         self._in_step = False
@@ -159,9 +159,8 @@ class GpuClient:
             # The last step has ended, so that its copy has, too.
             self._step[0] += 1
             self._step[1] = int(deadline_s * self._clock * 1e9)
-            self.tables.control[ClientWord.STEP : ClientWord.BUDGET_NS + 1].copy_(
-                self._step, non_blocking=True
-            )
+            self._step[2] = int(run_s(deadline_s) * self._clock * 1e9)
+            self.tables.control[ClientWord.STEP : ClientWord.RUN_NS + 1].copy_(self._step, non_blocking=True)
 
     def enqueue(
         self,

@@ -29,7 +29,7 @@ from experts.gpu.pack import (
     write_header,
 )
 from experts.gpu.tables import ClientTables
-from experts.gpu.words import ASKED, CLIENT, PATIENCE, PEER, SLOT, VERDICT, WIRE
+from experts.gpu.words import ASKED, CLIENT, PEER, SLOT, VERDICT, WIRE
 from p2p.device import clock_ns, is_last, signal
 
 
@@ -212,15 +212,16 @@ def dispatch_kernel(
         deadline = tl.where(
             fresh, now + tl.load(control + CLIENT.BUDGET_NS), tl.load(control + CLIENT.DEADLINE_NS)
         )
-        # All threads have read both before one writes them.
+        end = tl.where(fresh, now + tl.load(control + CLIENT.RUN_NS), tl.load(control + CLIENT.END_NS))
+        # Of a step that waits no longer nobody is asked anything: he would compute for nothing.
+        pairs = tl.where(there & (now < end), pairs, 0)
+        # All threads have read them before one writes them.
         tl.debug_barrier()
         tl.store(control + CLIENT.DEADLINE_NS, deadline)
-        tl.store(
-            control + CLIENT.END_NS, now + tl.load(control + CLIENT.BUDGET_NS) // PATIENCE.RUNS, mask=fresh
-        )
+        tl.store(control + CLIENT.END_NS, end)
         tl.store(control + CLIENT.STEP_SEEN, step)
         send_headers(
-            peers, copy, control, asked, sequence, slot_at, slot, tl.where(there, pairs, 0), fold, layer, count, 0,
+            peers, copy, control, asked, sequence, slot_at, slot, pairs, fold, layer, count, 0,
             now, deadline,
             SERVERS, WIDTH, K, HIDDEN, MODEL_HASH, ROWS_OUT, ROWS_OFFSET, ROW_STRIDE, REPLY_STRIDE,
         )  # fmt: skip

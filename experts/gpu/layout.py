@@ -68,8 +68,9 @@ class ClientWord(IntEnum):
 
     COPY = 0  # which copy of peers and routes is in use
     STEP = 1  # number of the step that was begun last
-    BUDGET_NS = 2  # of that step; written with its number, by one copy
-    STEP_SEEN = 3  # number of the step that has a deadline
+    BUDGET_NS = 2  # of that step
+    RUN_NS = 3  # of it, for one run; all three are written by one copy
+    STEP_SEEN = 10  # number of the step that has a deadline
     DEADLINE_NS = 4  # by the device's clock
     END_NS = 5  # when the step waits no longer, so that there is time to run it again
     CLOCK = 6  # the interpreter's

@@ -3,7 +3,8 @@
 Policy, for a request of `size`, the power of two of the pairs that its client then has in flight at that server:
 
 - q99: 99 of 100 recent replies of that server and size came within this time. A size that was never seen is reckoned
-  from the nearest: of a larger one as it is, of a smaller one as many times longer as that is smaller. It counts up to
+  from the nearest: of a larger one as it is, of a smaller one as many times longer as that is smaller, and no more is
+  waited for it than for one of whom nothing is known. It counts up to
   LONG_TIMES that of the best server: who freezes often earns no patience by it.
 - Hedge after 2 * q99, at least HEDGE_FLOOR_NS: the pairs go to another replica as well, and the first sound reply
   counts. Credit pays for it, so that such pairs are at most 5% of all: a call earns HEDGE_EARNED for each of its pairs
@@ -11,8 +12,8 @@ Policy, for a request of `size`, the power of two of the pairs that its client t
 - Suspect after 4 * q99, at least SUSPECT_FLOOR_NS: the pairs go to another replica at no cost, and the server is asked
   only for want of another, until its late reply is seen.
 - While a server has not answered yet, both come after UNKNOWN_NS. Neither comes after more than a quarter of the time
-  that the step still waits for anybody: one of RUNS parts of its deadline. The others are for other runs of it, by the
-  routes that were made meanwhile, which a step under way cannot see.
+  that the step still waits for anybody: one of RUNS parts of its deadline, at least LEAST_RUN_S as far as that goes.
+  The others are for other runs of it, by the routes that were made meanwhile, which a step under way cannot see.
 
 What waits at the server ahead of a request is not asked for: it is in the times. A reply says how long its own pass
 took, but not how long that before it did, and whoever is late says nothing.
@@ -32,10 +33,15 @@ SUSPECT_FLOOR_NS = 50_000_000
 UNKNOWN_NS = 250_000_000
 LONG_TIMES = 4
 HEDGE_EARNED, HEDGE_COST, HEDGE_CALLS = 50, 1000, 8
-RUNS = 8
+RUNS, LEAST_RUN_S = 8, 2.0
 _FADE = 256  # replies of a size: then what came before counts half
 _WELL_KNOWN = 32  # replies of a size, to be measured by
 EDGES_NS = (np.arange(STEPS) % 4 + 5) << (np.arange(STEPS) // 4 + 12)  # where each step ends
+
+
+def run_s(deadline_s: float) -> float:
+    """How long one run of a step waits for anybody."""
+    return max(deadline_s / RUNS, min(deadline_s, LEAST_RUN_S))
 
 
 class Patience:
@@ -60,7 +66,9 @@ class Patience:
         q99 = self._q99_ns()
         known = (q99 > 0)[:, :, None]
         floors = np.array([HEDGE_FLOOR_NS, SUSPECT_FLOOR_NS])
-        return np.where(known, np.maximum(q99[:, :, None] * np.array([2, 4]), floors), UNKNOWN_NS)
+        limits = np.where(known, np.maximum(q99[:, :, None] * np.array([2, 4]), floors), UNKNOWN_NS)
+        seen = self._counts.any(axis=2)[:, :, None]
+        return np.where(seen, limits, np.minimum(limits, UNKNOWN_NS))
 
     def _q99_ns(self) -> NDArray[np.int64]:
         """int64 [servers, SIZES]; 0: nothing is known of that server."""

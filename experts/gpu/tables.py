@@ -112,6 +112,7 @@ class ClientTables:
         self._copy = 0
         self.set_control(ClientWord.INCARNATION, signed(incarnation))
         self.set_control(ClientWord.BUDGET_NS, NO_BUDGET_NS)
+        self.set_control(ClientWord.RUN_NS, NO_BUDGET_NS)
         self.set_control(ClientWord.DEADLINE_NS, NO_BUDGET_NS)
         self.set_control(ClientWord.END_NS, NO_BUDGET_NS)
         _made(self.device)

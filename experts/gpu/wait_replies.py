@@ -5,11 +5,11 @@ no longer. As `experts.gpu.patience` has it: past its first limit a server is la
 are sent to another replica as well (`redispatch`), in another slot; past its second it is suspect, and they are sent
 at no cost. A reply's headers are copied, and the copy judged: magic, versions, incarnations, sequence, attempt,
 lengths, the request's own checksum, layer, counts, status, and the frame's checksum over it all. What is not sound
-makes its server suspect; it, and what is refused, is sent again at once. At most ROUNDS times in a call is anything
-sent again. Whichever sound reply comes first counts, a late one among them. A slot that still owes its reply when the
-waiting is over is put aside until that was seen: by the next call, or by the host where the reply was not sound. How
-long each reply took is counted, up to its server's second limit: one freeze does not excuse the next. Answers are not
-looked at here: each has a seal of its own, checked by whoever adds it up.
+makes its server suspect; it, and what is refused, is sent again as soon as all have come or one is late. At most ROUNDS
+times in a call is anything sent again. Whichever sound reply comes first counts, a late one among them. A slot that
+still owes its reply when the waiting is over is put aside until that was seen: by the next call, or by the host where
+the reply was not sound. How long each reply took is counted, up to its server's second limit: one freeze does not
+excuse the next. Answers are not looked at here: each has a seal of its own, checked by whoever adds it up.
 
 Cost: two launches; when all have answered, one look at the signals, one at the headers, about 5 us on an H200.
 
@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 
 from experts.gpu.pack import header_fold, header_words
-from experts.gpu.redispatch import find_answers, send_again
+from experts.gpu.redispatch import find_answers, send_again, unanswered
 from experts.gpu.tables import ClientTables
 from experts.gpu.words import ASKED, CLIENT, HEAD, PATIENCE, PEER, REPORT, SEEN, SLOT, STATUS, VERDICT, WIRE
 from p2p.device import clock_ns, load_acquire, load_once, mix, pause_ns
@@ -111,29 +111,14 @@ def due_ns(limits, control, server, there, pairs, sent_ns):
 
 
 @triton.jit
-def awaited(wanted, waiting, sound, given):
-    """Of which servers a reply is wanted that may yet come, or make it superfluous: bool [WIDTH].
-
-    Args:
-        wanted: Bits [WIDTH]. 1: pairs were asked of it last; 2: these alone were another's.
-        waiting, sound: Whether its reply is out, and is there: bool.
-        given: Whether its pairs were asked of others since: bool.
-    """
-    # Once all that were late have answered after all, nobody is asked in their place.
-    rest = tl.max((given & (sound == 0)).to(tl.int32), axis=0)
-    hope = tl.max((given & waiting).to(tl.int32), axis=0)
-    spare = wanted == 3
-    return (wanted > 0) & (sound == 0) & (waiting | (spare & (hope > 0))) & ((spare & (rest == 0)) == 0)
-
-
-@triton.jit
-def await_signals(row, wanted, waiting, sound, given, until_ns, eager, control, THREADS: tl.constexpr):
-    """Wait until no reply is awaited, or one is and its time is over; those that came: bool [WIDTH].
+def await_signals(row, wanted, waiting, until_ns, control, EACH: tl.constexpr, THREADS: tl.constexpr):
+    """Wait until no reply is wanted, or one is and its time is over; those that came: bool [WIDTH].
 
     Args:
         row: Where in `asked` each server's latest request is noted.
+        wanted, waiting: Whose reply some pair needs, and whose is out: bool [WIDTH].
         until_ns: By server, the device's clock at which the waiting ends for all.
-        eager: Not 0: it ends with the first that comes.
+        EACH: It ends with the first that comes.
     """
     number = tl.load(row + ASKED.SEQUENCE, mask=waiting, other=0)
     reply_at = tl.load(row + ASKED.REPLY, mask=waiting, other=0)
@@ -143,7 +128,7 @@ def await_signals(row, wanted, waiting, sound, given, until_ns, eager, control, 
     until_ns = tl.minimum(until_ns, tl.load(control + CLIENT.END_NS))
     out = waiting
     pause = tl.full((), _FIRST_PAUSE_NS, tl.int32)
-    going = tl.max(awaited(wanted, out, sound, given).to(tl.int32), axis=0)
+    going = tl.max((out & wanted).to(tl.int32), axis=0)
     while going > 0:
         seen = load_acquire(reply_at.to(tl.pointer_type(tl.int64)), out)
         came = out & has_come(seen, number)
@@ -151,9 +136,8 @@ def await_signals(row, wanted, waiting, sound, given, until_ns, eager, control, 
         if tl.max(came.to(tl.int32), axis=0) > 0:
             tl.store(row + ASKED.TOOK_NS, now - sent_ns, mask=came & fresh)
             out = out & (came == 0)
-            left = awaited(wanted, out, sound | (waiting & (out == 0)), given)
-            going = tl.where(eager > 0, 0, tl.max(left.to(tl.int32), axis=0))
-        going = tl.where(tl.max((out & (now >= until_ns)).to(tl.int32), axis=0) > 0, 0, going)
+            going = 0 if EACH else tl.max((out & wanted).to(tl.int32), axis=0)
+        going = tl.where(tl.max((out & wanted & (now >= until_ns)).to(tl.int32), axis=0) > 0, 0, going)
         if going > 0:
             pause_ns(pause)
             pause = tl.minimum(pause * 2, _LAST_PAUSE_NS)
@@ -253,12 +237,16 @@ def wait_kernel(control, asked, limits, SERVERS: tl.constexpr, WIDTH: tl.constex
     pairs = tl.load(row + ASKED.PAIRS, mask=there, other=0)
     sent_ns = tl.load(row + ASKED.SENT_NS, mask=there, other=0)
     late_ns, suspect_ns = due_ns(limits, control, server, there, pairs, sent_ns)
-    paid = pairs * PATIENCE.COST <= tl.load(control + CLIENT.CREDIT)
+    paid = pairs * PATIENCE.COST <= earned(control, tl.sum(tl.where(asks, pairs, 0), axis=0))
     until_ns = tl.where(paid, late_ns, suspect_ns)
-    none = server < 0
-    await_signals(
-        row, asks.to(tl.int32), asks, none, none, until_ns, tl.zeros((), tl.int32), control, _ONE_WARP
-    )
+    await_signals(row, asks, asks, until_ns, control, False, _ONE_WARP)
+
+
+@triton.jit
+def earned(control, sent):
+    """The credit of a client whose call sends that many pairs, int64."""
+    credit = tl.load(control + CLIENT.CREDIT)
+    return credit + tl.where(credit < PATIENCE.MOST * sent, PATIENCE.EARNED * sent, 0)
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -285,20 +273,20 @@ def wait_replies_kernel(
     asked_in = tl.zeros([WIDTH], tl.int32)
     row = asked + server * ASKED.WORDS
     waiting = tl.load(row + ASKED.VERDICT, mask=there, other=VERDICT.NONE) == VERDICT.WAITING
-    wanted = waiting.to(tl.int32)
-    sound = bit == 0
+    wanted = waiting
     state = tl.zeros([WIDTH], tl.int32)
     in_vain = bit == 0
-    given = bit == 0
     barred = tl.zeros([WIDTH], tl.int32)
     slot = tl.load(row + ASKED.SLOT, mask=there, other=0).to(tl.int32)
     used = tl.where(waiting, 1 << tl.maximum(slot, 0), 0)
-    sent = tl.sum(tl.where(waiting, tl.load(row + ASKED.PAIRS, mask=there, other=0), 0), axis=0)
-    credit = tl.load(control + CLIENT.CREDIT)
-    credit += tl.where(credit < PATIENCE.MOST * sent, PATIENCE.EARNED * sent, 0)
+    credit = earned(
+        control, tl.sum(tl.where(waiting, tl.load(row + ASKED.PAIRS, mask=there, other=0), 0), axis=0)
+    )
     retired = tl.zeros((), tl.int64)
     attempt = tl.zeros((), tl.int32)
-    eager = tl.zeros((), tl.int32)
+    # Pairs of which a server failed or is late, and that nobody could take so far; and that somebody will who owes.
+    kept = tl.zeros((), tl.int32)
+    hope = tl.zeros((), tl.int32)
     going = tl.max(waiting.to(tl.int32), axis=0)
     while going > 0:
         row = asked + (asked_in * SERVERS + server) * ASKED.WORDS
@@ -309,7 +297,11 @@ def wait_replies_kernel(
         late_ns, suspect_ns = due_ns(limits, control, server, there, pairs, sent_ns)
         paid = (state == _IN_TIME) & (pairs * PATIENCE.COST <= tl.where(attempt < ROUNDS, credit, -1))
         until_ns = tl.where(state == _SUSPECT, end_ns, tl.where(paid & (in_vain == 0), late_ns, suspect_ns))
-        came = await_signals(row, wanted, waiting, sound, given, until_ns, eager, control, WAIT_THREADS)
+        if hope > 0:
+            # Nobody who is asked can tell when a slot is free again.
+            pause_ns(tl.full((), _LAST_PAUSE_NS, tl.int32))
+            until_ns = bit * 0
+        came = await_signals(row, wanted, waiting, until_ns, control, True, WAIT_THREADS)
         verdict, service = judge_replies(
             tl.load(row + ASKED.REPLY, mask=there, other=0), came, number,
             tl.load(row + ASKED.INCARNATION, mask=there, other=0), tl.load(row + ASKED.CHECKSUM, mask=there, other=0),
@@ -317,7 +309,6 @@ def wait_replies_kernel(
             WIDTH, K, HIDDEN, MODEL_HASH, ANSWER_STRIDE,
         )  # fmt: skip
         waiting = waiting & (came == 0)
-        sound = sound | (came & (verdict == VERDICT.ARRIVED))
         failed = came & (verdict > VERDICT.ARRIVED)
         took_ns = tl.minimum(tl.load(row + ASKED.TOOK_NS, mask=there, other=0), suspect_ns - sent_ns)
         note_times(took, server, pairs, took_ns, came & (failed == 0))
@@ -329,51 +320,56 @@ def wait_replies_kernel(
         tl.store(owed + server * SLOTS + slot, -number, mask=corrupt)
         known = tl.load(flags, mask=failed, other=0)
         tl.store(flags, known | (bit * 0 + 1 << verdict), mask=failed)
+        some = tl.max(came.to(tl.int32), axis=0)
+        tl.store(row + ASKED.VERDICT, verdict.to(tl.int64), mask=came)
+        if (some > 0) & (attempt > 0):
+            # What all threads noted is read by all below.
+            tl.debug_barrier()
+            wanted = unanswered(place, before, asked, count, attempt, SERVERS, K, CAPACITY, WIDTH, WIDE)
         now = clock_ns(control + CLIENT.CLOCK, WAIT_THREADS)
         silent = waiting & (state != _SUSPECT) & (now >= suspect_ns)
-        hedged = (wanted > 0) & waiting & paid & (now >= late_ns) & (silent == 0)
+        hedged = wanted & waiting & paid & (now >= late_ns) & (silent == 0)
         cost = tl.where(hedged, pairs * PATIENCE.COST, 0)
         hedged = hedged & (tl.cumsum(cost, axis=0) <= credit)
         state = tl.where(silent, _SUSPECT, state)
-        moves = (wanted > 0) & (failed | silent | hedged)
-        tl.store(
-            row + ASKED.VERDICT, tl.where(came, verdict, VERDICT.MISSING).to(tl.int64), mask=came | moves
-        )
-        some = tl.max(moves.to(tl.int32), axis=0) | (eager & tl.max(came.to(tl.int32), axis=0))
-        barred |= (failed | silent | hedged).to(tl.int32)
-        if (some > 0) & (attempt < ROUNDS):
+        moves = failed | (wanted & (silent | hedged))
+        tl.store(row + ASKED.VERDICT, bit * 0 + VERDICT.MISSING, mask=moves & waiting)
+        barred |= failed.to(tl.int32)
+        # Whoever answers has a slot for what was kept.
+        some = tl.max(moves.to(tl.int32), axis=0) | tl.where(kept > 0, some, 0) | hope
+        if (some > 0) & (attempt < ROUNDS) & (now < end_ns):
             # What all threads noted is read by all below.
             tl.debug_barrier()
-            counted, kept, moved = send_again(
+            take_back(peers, suspect, owed, copy, SERVERS, SLOTS, REPLY_STRIDE, WIDTH, False)
+            tl.debug_barrier()
+            counted, moved, kept, hope = send_again(
                 rows, ids, peers, routes, suspect, owed, sequence, control, place, before, asked, layer, count,
-                copy, attempt + 1, now, barred | waiting.to(tl.int32), used,
+                copy, attempt + 1, now, barred, waiting, used,
                 LAYERS, EXPERTS, REPLICAS, SERVERS, HIDDEN, K, CAPACITY, SLOTS, ROWS_OUT, MODEL_HASH, ROW_SEAL,
                 ROW_STRIDE, ROWS_OFFSET, REQUEST_STRIDE, REPLY_STRIDE, WIDTH, WIDE, TILE,
             )  # fmt: skip
             sent = tl.sum(counted, axis=0)
-            eager = tl.max(kept, axis=0) > 0
-            eager = eager.to(tl.int32)
             if sent > 0:
                 tl.store(told + REPORT.REDISPATCHED, tl.load(told + REPORT.REDISPATCHED) + sent)
                 attempt += 1
-                credit -= tl.sum(tl.where(hedged, pairs * PATIENCE.COST, 0), axis=0)
-                state = tl.where(hedged, _HEDGED, state)
+                credit -= tl.sum(tl.where(hedged, moved, 0), axis=0) * PATIENCE.COST
                 asks = counted > 0
+                state = tl.where(asks, _IN_TIME, tl.where(hedged, _HEDGED, state))
                 asked_in = tl.where(asks, attempt, asked_in)
                 again = asked + (attempt * SERVERS + server) * ASKED.WORDS
                 slot = tl.load(again + ASKED.SLOT, mask=asks, other=0).to(tl.int32)
                 used |= tl.where(asks, 1 << tl.maximum(slot, 0), 0)
-                given = given | (moved > 0)
                 waiting = waiting | asks
-                sound = sound & (asks == 0)
-                wanted = tl.where(asks, 3, tl.where((moved > 0) & (kept == 0), 0, wanted))
-                in_vain = bit == 0
-            else:
-                # Once somebody has answered all that was asked of him, there may be one to send to.
-                in_vain = in_vain | (waiting & paid & (now >= late_ns))
-                barred = tl.where(hedged, 0, barred)
-                tl.store(row + ASKED.VERDICT, bit * 0 + VERDICT.WAITING, mask=hedged)
-        going = tl.max(awaited(wanted, waiting, sound, given).to(tl.int32), axis=0)
+                wanted = wanted | asks
+            # Nobody has room for these pairs before somebody answers.
+            in_vain = waiting & paid & (now >= late_ns) & (moved == 0)
+            hedged = hedged & in_vain
+            state = tl.where(hedged, _IN_TIME, state)
+            again = asked + (asked_in * SERVERS + server) * ASKED.WORDS
+            tl.store(again + ASKED.VERDICT, bit * 0 + VERDICT.WAITING, mask=hedged)
+            tl.debug_barrier()
+        hope = tl.where(attempt < ROUNDS, hope, 0)
+        going = tl.max((wanted & waiting).to(tl.int32), axis=0) | hope
         going = tl.where(now < end_ns, going, 0)
     tl.store(control + CLIENT.CREDIT, credit)
     row = asked + (asked_in * SERVERS + server) * ASKED.WORDS
@@ -383,10 +379,10 @@ def wait_replies_kernel(
     tl.store(owed + server * SLOTS + slot, tl.load(row + ASKED.SEQUENCE, mask=there, other=0), mask=waiting)
     pairs = tl.load(row + ASKED.PAIRS, mask=there, other=0)
     sent_ns = tl.load(row + ASKED.SENT_NS, mask=there, other=0)
-    _, suspect_ns = due_ns(limits, control, server, there, pairs, sent_ns)
-    # It takes at least as long.
+    # It takes at least as long, where that says anything.
     now = clock_ns(control + CLIENT.CLOCK, WAIT_THREADS)
-    note_times(took, server, pairs, tl.minimum(now, suspect_ns) - sent_ns, waiting)
+    late_ns, suspect_ns = due_ns(limits, control, server, there, pairs, sent_ns)
+    note_times(took, server, pairs, tl.minimum(now, suspect_ns) - sent_ns, waiting & (now >= late_ns))
     lost = waiting & (state == _SUSPECT)
     tl.store(suspect + server, bit * 0 + 1, mask=lost)
     known = tl.load(flags, mask=lost, other=0)
@@ -396,5 +392,5 @@ def wait_replies_kernel(
     # What all threads noted is read by all below.
     tl.debug_barrier()
     if attempt > 0:
-        find_answers(place, before, asked, count, SERVERS, ROUNDS, K, CAPACITY, WIDE)
+        find_answers(place, before, asked, count, attempt, SERVERS, K, CAPACITY, WIDE)
     take_back(peers, suspect, owed, copy, SERVERS, SLOTS, REPLY_STRIDE, WIDTH, False)

@@ -61,7 +61,6 @@ PATIENCE = _constants(
         "EARNED": patience.HEDGE_EARNED,
         "COST": patience.HEDGE_COST,
         "MOST": patience.HEDGE_CALLS * patience.HEDGE_COST,
-        "RUNS": patience.RUNS,
     },
 )
 WIRE = _constants(

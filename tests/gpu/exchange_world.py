@@ -10,7 +10,6 @@ from experts.gpu.client import GpuClient, Link
 from experts.gpu.combine import combine, combine_reference
 from experts.gpu.dispatch import dispatch
 from experts.gpu.layout import ClientWord, ExchangeShape, RowsOut
-from experts.gpu.patience import RUNS
 from experts.gpu.server import Batch, GpuServer
 from experts.gpu.wait_replies import wait_replies
 from p2p.device import INTERPRET
@@ -230,7 +229,7 @@ class World:
 def give_patience(client: GpuClient, patience_s: float, wait_s: float | None = None) -> None:
     """Let a client suspect servers after `patience_s`, and wait `wait_s` for whom it has no other."""
     client.tables.limits.fill_(int(patience_s * 1e9))
-    client.tables.set_control(ClientWord.BUDGET_NS, int((wait_s or 8 * patience_s) * RUNS * 1e9))
+    client.tables.set_control(ClientWord.RUN_NS, int((wait_s or 8 * patience_s) * 1e9))
     client.tables.set_control(ClientWord.STEP, 1)
 
 

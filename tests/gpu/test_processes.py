@@ -23,7 +23,6 @@ import torch
 from experts.gpu import reply as replying
 from experts.gpu.client import GpuClient, Link, StepReport
 from experts.gpu.layout import ExchangeShape, Verdict
-from experts.gpu.patience import RUNS
 from experts.gpu.server import Batch, GpuServer
 from tests.gpu.device import DEVICE, fresh_seed, same_bits
 from tests.gpu.exchange_world import CLIENT, SERVER, Call, give_patience, shape_of, slot_of, toy_experts
@@ -258,7 +257,7 @@ def test_calls_over_two_servers_have_the_bits_of_local_ones() -> None:
 def test_a_server_killed_in_mid_call_changes_no_bit(trouble: Callable[[], None]) -> None:
     seed = fresh_seed()
     with after_a_call(seed, trouble, None) as world:
-        world.client.begin(4 * RUNS * HASTY_S)
+        world.client.begin(4 * HASTY_S)
         world.call(seed + 1)
         report = world.client.report()
         assert report.redispatched == 6 and report.verdicts == {0: {Verdict.MISSING}}, (
