@@ -91,18 +91,10 @@ class GpuDecoder:
     """A model's attention side on one GPU, with a paged key-value cache. One thread at a time."""
 
     def __init__(
-        self,
-        spec: ModelSpec,
-        weights: Mapping[str, np.ndarray] | DeviceWeights,
-        experts: DeviceExperts,
-        kv_blocks: int,
-        *,
-        block_tokens: int = BLOCK_TOKENS,
-        max_rows: int = 512,
-        dtype: Dtype | None = None,
-        device: torch.device | str = "cuda",
-        double_batching: bool = False,
-    ) -> None:
+        self, spec: ModelSpec, weights: Mapping[str, np.ndarray] | DeviceWeights, experts: DeviceExperts,
+        kv_blocks: int, *, block_tokens: int = BLOCK_TOKENS, max_rows: int = 512, dtype: Dtype | None = None,
+        device: torch.device | str = "cuda", double_batching: bool = False,
+    ) -> None:  # fmt: skip
         """Upload the weights and take all memory that steps need.
 
         Args:

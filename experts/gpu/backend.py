@@ -150,15 +150,9 @@ class GpuBackend:
         """Nothing to write: kernels take a window's layout from what was agreed."""
 
     def client(
-        self,
-        wire: WireShape,
-        *,
-        incarnation: int,
-        lanes: int,
-        bell_page: int,
-        max_tokens: int,
+        self, wire: WireShape, *, incarnation: int, lanes: int, bell_page: int, max_tokens: int,
         patience_s: float,
-    ) -> GpuClient:
+    ) -> GpuClient:  # fmt: skip
         """Its calls wait until their deadline; those of more rows than `window` allowed are refused.
 
         Raises:
@@ -219,12 +213,9 @@ def _weights_of(dtype: Dtype) -> type[ExpertWeights | Fp8ExpertWeights]:
 
 
 def compute_rows(
-    x: torch.Tensor,
-    gate: Matrix | Quantized,
-    up: Matrix | Quantized,
-    down: Matrix | Quantized,
+    x: torch.Tensor, gate: Matrix | Quantized, up: Matrix | Quantized, down: Matrix | Quantized,
     device: torch.device,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Rows of one expert through the kernels of a server: x bf16 [rows, hidden] to float32 [rows, hidden]."""
     rows, hidden = x.shape
     kept = isinstance(gate, Quantized)

@@ -98,25 +98,13 @@ class GpuClient:
     handle = 0
 
     def __init__(
-        self,
-        shape: ExchangeShape,
-        *,
-        servers: int,
-        replicas: int,
-        incarnation: int,
-        device: torch.device | str,
-        rounds: int = 8,
-        clock: float = 1.0,
-    ) -> None:
+        self, shape: ExchangeShape, *, servers: int, replicas: int, incarnation: int,
+        device: torch.device | str, rounds: int = 8, clock: float = 1.0,
+    ) -> None:  # fmt: skip
         self.shape, self.device, self._clock = shape, torch.device(device), clock
         self.tables = ClientTables(
-            shape,
-            servers=servers,
-            replicas=replicas,
-            rounds=rounds,
-            incarnation=incarnation,
-            device=device,
-        )
+            shape, servers=servers, replicas=replicas, rounds=rounds, incarnation=incarnation, device=device,
+        )  # fmt: skip
         self._patience = Patience(servers)
         # Where steps are launched: what is written into tables keeps their order.
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
@@ -163,14 +151,9 @@ class GpuClient:
             self.tables.control[ClientWord.STEP : ClientWord.RUN_NS + 1].copy_(self._step, non_blocking=True)
 
     def enqueue(
-        self,
-        layer: int,
-        rows: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        n_rows: torch.Tensor,
+        self, layer: int, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, n_rows: torch.Tensor,
         out: torch.Tensor,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Launch one expert call; may be captured.
 
         Args:

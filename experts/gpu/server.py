@@ -116,16 +116,10 @@ class GpuServer:
     """
 
     def __init__(
-        self,
-        shape: ExchangeShape,
-        *,
-        clients: int,
-        compute: Compute,
-        incarnation: int,
-        device: torch.device | str,
-        idle_s: float = IDLE_S,
+        self, shape: ExchangeShape, *, clients: int, compute: Compute, incarnation: int,
+        device: torch.device | str, idle_s: float = IDLE_S,
         weights: ExpertWeights | Fp8ExpertWeights | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if not 0 < idle_s <= IDLE_S:
             raise ValueError(
                 f"idle_s is {idle_s}; above 0 and at most {IDLE_S}: a stop must not wait for passes."
@@ -283,12 +277,9 @@ class GpuServer:
         if weights is None or not (0 <= layer < shape.layers and 0 <= expert < shape.experts):
             raise ValueError(f"expert {expert} of layer {layer} is outside {shape}, or has no slot.")
         packed = PackedExpert(
-            dtype=weights.dtype,
-            hidden=weights.hidden,
-            intermediate=weights.intermediate,
-            gate_up=gate_up,
+            dtype=weights.dtype, hidden=weights.hidden, intermediate=weights.intermediate, gate_up=gate_up,
             down=down,
-        )
+        )  # fmt: skip
         matrices = unpack_expert(packed)
         with self._lock:
             if (layer, expert) in self._slot_of:

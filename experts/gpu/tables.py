@@ -69,15 +69,9 @@ class ClientTables:
     """
 
     def __init__(
-        self,
-        shape: ExchangeShape,
-        *,
-        servers: int,
-        replicas: int,
-        rounds: int,
-        incarnation: int,
+        self, shape: ExchangeShape, *, servers: int, replicas: int, rounds: int, incarnation: int,
         device: torch.device | str,
-    ) -> None:
+    ) -> None:  # fmt: skip
         limits = (("servers", servers, 1, 64), ("replicas", replicas, 1, 8), ("rounds", rounds, 0, 8))
         for name, found, least, most in limits:
             if not least <= found <= most:

@@ -27,14 +27,9 @@ def as_tensor(matrix: Matrix) -> torch.Tensor:
 
 
 def check_expert(
-    slot: int,
-    slots: int,
-    hidden: int,
-    intermediate: int,
-    gate: Matrix | Quantized,
-    up: Matrix | Quantized,
+    slot: int, slots: int, hidden: int, intermediate: int, gate: Matrix | Quantized, up: Matrix | Quantized,
     down: Matrix | Quantized,
-) -> None:
+) -> None:  # fmt: skip
     """Whether an expert fits its slot.
 
     Raises:

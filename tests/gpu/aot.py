@@ -120,7 +120,7 @@ def _build(order: Mapping[str, Any]) -> Built:
         target=GPUTarget("cuda", TARGET, 32),
         options=options | {"enable_fp_fusion": order["fp_fusion"], "extern_libs": libraries},
     )
-    sass, registers = _disassemble(built.asm["cubin"])
+    sass, registers = disassemble(built.asm["cubin"])
     return Built(
         registers=registers,
         spills=len(re.findall(r"\b(?:LDL|STL)\b", sass)),
@@ -131,7 +131,7 @@ def _build(order: Mapping[str, Any]) -> Built:
     )
 
 
-def _disassemble(cubin: bytes) -> tuple[str, int]:
+def disassemble(cubin: bytes) -> tuple[str, int]:
     import triton
 
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"

@@ -17,7 +17,7 @@ from experts.gpu.client import Link
 from experts.gpu.combine import combine
 from experts.gpu.dispatch import dispatch, dispatch_reference
 from experts.gpu.gather import gather
-from experts.gpu.layout import LISTED, CountWord, HostWord, RowsOut, SeenWord, ServerWord, Verdict
+from experts.gpu.layout import LISTED, ClientWord, CountWord, HostWord, RowsOut, SeenWord, ServerWord, Verdict
 from experts.gpu.poll import poll, poll_reference
 from experts.gpu.reply import reply, reply_reference
 from experts.gpu.server import Batch, GpuServer, lease_on_device
@@ -347,6 +347,7 @@ def test_a_silent_server_is_suspect_its_slot_is_put_aside_and_a_late_reply_is_ne
     assert world.client.retired() == {0: 1}
     # It wakes, and answers into a slot that nobody looks at; the next call goes by the other slot.
     again = Call.random(world.shape, seed + 1)
+    tables.set_control(ClientWord.STEP, 2)
     dispatch(tables, 0, again.rows, again.ids, again.n_rows)
     for _ in range(2):
         for end in world.ends:
@@ -363,16 +364,21 @@ def test_a_silent_server_is_suspect_its_slot_is_put_aside_and_a_late_reply_is_ne
 def test_a_slot_that_owes_a_reply_stays_aside_until_new_windows_come() -> None:
     world = World(servers=1, replicas=1, rounds=0)
     call = Call.random(world.shape, fresh_seed())
-    for _ in range(2):
-        dispatch(world.client.tables, 0, call.rows, call.ids, call.n_rows)
-        wait_replies(world.client.tables, 0, call.rows, call.ids, call.n_rows)
-    assert world.client.retired() == {0: 2}
+    for step in (1, 2):
+        # A step that has waited to its end asks nobody any more.
+        world.client.tables.set_control(ClientWord.STEP, step)
+        for _ in range(2):
+            dispatch(world.client.tables, 0, call.rows, call.ids, call.n_rows)
+            wait_replies(world.client.tables, 0, call.rows, call.ids, call.n_rows)
+        assert world.client.retired() == {0: step}
     world.client.reclaim()
     assert world.client.retired() == {0: 2}
     world.client.report()
+    world.client.tables.set_control(ClientWord.STEP, 3)
     world.call(call)
     assert world.client.report().lost == (0, 1, 2), "a server without a free slot was asked"
     renew(world)
+    world.client.tables.set_control(ClientWord.STEP, 4)
     world.call(call)
     assert same_bits(call.out[:3], call.expected(world.shape)) and world.client.report().usable
 
