@@ -67,7 +67,7 @@ class Patience:
         known = (q99 > 0)[:, :, None]
         floors = np.array([HEDGE_FLOOR_NS, SUSPECT_FLOOR_NS])
         limits = np.where(known, np.maximum(q99[:, :, None] * np.array([2, 4]), floors), UNKNOWN_NS)
-        seen = self._counts.any(axis=2)[:, :, None]
+        seen = (self._counts.sum(axis=2) > 0)[:, :, None]
         return np.where(seen, limits, np.minimum(limits, UNKNOWN_NS))
 
     def _q99_ns(self) -> NDArray[np.int64]:

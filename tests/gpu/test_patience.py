@@ -357,3 +357,76 @@ def test_who_is_alone_is_waited_for_until_a_run_is_over(make: Callable[..., Cloc
         for number in range(1, 3):
             world.call(number)
     assert world.longest_ns < (1 + LEAP) * 1e9 * patience.run_s(DEADLINE_S), f"seed {world.seed}"
+
+
+def spoiled(end: Server, after: Callable[[], None] = lambda: None) -> None:
+    """From now on this server's replies are not what their checksum says."""
+    whole = end.answer
+
+    def answer(slot: int) -> None:
+        whole(slot)
+        end.answers[SHAPE.reply_window.slot_offset(slot) + 72] ^= 1
+        after()
+
+    end.answer = answer  # type: ignore[method-assign]
+
+
+def called(world: Clocked, routes: list[list[int]], ids: list[list[int]]) -> StepReport:
+    """One call of these experts by these routes; its bits, where it has all of them."""
+    width = max(map(len, routes))
+    table = torch.tensor([row + [-1] * (world.servers - width) + [-1] * (width - len(row)) for row in routes])
+    world.client.write_tables(table.to(torch.int32).expand(SHAPE.layers, -1, -1).contiguous())
+    call = Call.random(SHAPE, world.seed, tokens=len(ids), live=len(ids))
+    call.ids[:] = torch.tensor(ids, dtype=torch.int32)
+    world.began_ns = world.now_ns
+    world.client.begin(DEADLINE_S)
+    world.client.enqueue(*call.arguments())
+    report = world.client.end()
+    assert report.usable, f"seed {world.seed}: {report}"
+    assert same_bits(call.out, call.expected(SHAPE)), f"seed {world.seed}"
+    return report
+
+
+def test_who_was_only_late_is_asked_again_once_he_has_answered(make: Callable[..., Clocked]) -> None:
+    """One server's answers are spoiled; each of its rows has one other, all of whom are late with rows of their own."""
+    world = make(fresh_seed(), servers=4)
+    world.remember(30)
+    world.credit(8000 * SHAPE.top_k)
+    for place in (1, 2, 3):
+        world.slow(place, pass_ns=2_000_000 * place)
+    spoiled(world.ends[0])
+    report = called(world, [[0, 1], [0, 2], [0, 3], [1], [2], [3]], [[0, 3], [1, 4], [2, 5]])
+    assert report.redispatched == 3, f"seed {world.seed}: {report}"
+
+
+def test_a_slot_that_was_owed_is_used_in_the_call_that_waits(make: Callable[..., Clocked]) -> None:
+    """Both slots of the only other server owe replies; they come while the call waits for a server that fails it."""
+    world = make(fresh_seed())
+    world.remember(30)
+    world.credit(0)
+    world.client.tables.owed[1] = torch.tensor([1, 2])
+    world.client.tables.sequence[1] = 2
+    other = world.ends[1]
+
+    def pay() -> None:
+        for slot in (0, 1):
+            at = SHAPE.reply_window.slot_offset(slot)
+            other.answers[at : at + 8] = np.frombuffer(struct.pack("<Q", slot + 1), np.uint8)
+            other.done[slot] = slot + 1
+
+    spoiled(world.ends[0], pay)
+    report = called(world, [[0, 1]] * SHAPE.experts, [[0, 1]])
+    assert report.redispatched == 2, f"seed {world.seed}: {report}"
+
+
+def test_a_step_that_has_waited_to_its_end_asks_nobody(make: Callable[..., Clocked]) -> None:
+    world = make(fresh_seed(), servers=1)
+    world.remember(30)
+    world.ends[0].killed = "idle"
+    world.client.begin(DEADLINE_S)
+    world.began_ns = world.now_ns
+    for layer in (0, 1):
+        call = Call.random(SHAPE, world.seed, layer=layer, tokens=1, live=1)
+        world.client.enqueue(*call.arguments())
+    world.client.end()
+    assert list(world.client.retired().values()) == [1], f"seed {world.seed}: {world.client.retired()}"

@@ -76,7 +76,7 @@ def test_a_call_over_a_network_that_reorders_and_delays_gives_the_bits_of_a_loca
 def word_of(row, sequence):
     """A row's words, u32 of the shape [rows, WORDS]."""
     number = row[:, None] * _WORDS + tl.arange(0, _WORDS)[None, :]
-    return mix((number + sequence * 0x100000000).to(tl.uint64)).to(tl.uint32)
+    return mix((number + sequence.to(tl.int64) * 0x100000000).to(tl.uint64)).to(tl.uint32)
 
 
 @triton.jit
