@@ -51,10 +51,10 @@ class Overdrawn(NamedTuple):
 
 
 class Account:
-    """The budgets of one name."""
+    """The budgets of one name, and its weight beside others."""
 
     def __init__(self, name: str) -> None:
-        self.name = name
+        self.name, self.weight = name, 1
         self.requests: Budget | None = None
         self.tokens: Budget | None = None
 

@@ -12,7 +12,7 @@ from dataclasses import InitVar, dataclass, field
 from typing import Protocol, TypeVar
 
 from eaas.gateway.text import Choice, Generation
-from eaas.worker.protocol import SamplingParams, ToWorker
+from eaas.worker.protocol import SamplingParams, Share, ToWorker
 
 # Four blocks of 16: what is shared of less saves less than a decoding step costs.
 PREFIX_TOKENS = 64
@@ -107,6 +107,7 @@ class Sequence:
     params: SamplingParams
     choice: Choice
     generation: Generation
+    share: Share = field(default_factory=Share)
     open_end: bool = False
     log: TokenLog = field(init=False)
     prefix: int | None = field(init=False)

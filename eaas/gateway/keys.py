@@ -1,10 +1,11 @@
 """API keys: a file of hashes with their budgets, read again when it changes.
 
     {"keys": [{"name": "alice", "sha256": "<64 hexadecimal digits>", "requests_per_minute": 60,
-               "tokens_per_minute": 100000, "expires": "2027-01-01T00:00:00Z", "operator": false}]}
+               "tokens_per_minute": 100000, "weight": 1,
+               "expires": "2027-01-01T00:00:00Z", "operator": false}]}
 
 Only "name" and "sha256" are needed. Two entries may have one name: an old key and its successor, which then share that
-name's budgets; each name's budgets are those of its last entry.
+name's budgets and share; each name's budgets and weight are those of its last entry.
 
 SHA-256 without salt is enough, and a slow hash would be a mistake. A key holds 256 random bits, so no guess is better
 than another, no two users chose the same, and there is no table to look it up in. What slow hashes buy for passwords is
@@ -26,6 +27,8 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
+
+from eaas.worker.protocol import MAX_WEIGHT
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +57,7 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
         name: Whose it is; what the log and the metrics may say.
         sha256: Of the key, in hexadecimal digits.
         requests_per_minute, tokens_per_minute: Budgets of its name; None: no bound.
+        weight: Of its name: where keys together want more than there is, each has its weight's part.
         expires: From when on it is refused; None: never.
         operator: Whether it may look at the cluster and everybody's load too.
     """
@@ -62,6 +66,7 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     sha256: _Digest
     requests_per_minute: _PerMinute | None = None
     tokens_per_minute: _PerMinute | None = None
+    weight: Annotated[int, msgspec.Meta(ge=1, le=MAX_WEIGHT)] = 1
     expires: _Expires | None = None
     operator: bool = False
 

@@ -425,6 +425,7 @@ class WorkerPool:
             prompt=token_log.prompt,
             output=token_log.output,
             params=sequence.params,
+            share=sequence.share,
             traceparent=sequence.traceparent,
         )
         try:

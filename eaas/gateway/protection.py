@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import binascii
 import logging
+import re
 import ssl
 import time
 from collections.abc import Callable, Sequence
@@ -20,9 +21,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from eaas.gateway.budgets import Account, Overdrawn
 from eaas.gateway.config import GatewayOptions
-from eaas.gateway.errors import ApiError, ErrorReply
+from eaas.gateway.errors import ApiError, ErrorReply, invalid
 from eaas.gateway.keys import FileStamp, KeyRing
 from eaas.gateway.messages import body_for
+from eaas.worker.protocol import MAX_TENANT, Share
 
 log = logging.getLogger(__name__)
 
@@ -37,12 +39,34 @@ OPERATOR_PATHS = frozenset(
     )
 )  # fmt: skip
 
+TENANT_HEADER = b"x-eaas-tenant"
 _ACCOUNT = "eaas.account"
+_TENANT = re.compile(rb"[A-Za-z0-9._@-]{0,%d}" % MAX_TENANT)
 
 
 def account_of(scope: Scope) -> Account | None:
     """On whose account a request goes; None where this gateway asks for no key."""
     return scope.get(_ACCOUNT)
+
+
+def share_of(scope: Scope) -> Share:
+    """Whose request it is: its key's, or, where this gateway asks for no key, whoever it names itself in
+    ``x-eaas-tenant``.
+
+    Raises:
+        ApiError: 400, the name is too long, or no name.
+    """
+    account = account_of(scope)
+    if account is not None:
+        return Share(tenant=account.name, weight=account.weight)
+    given = next((value for name, value in scope["headers"] if name == TENANT_HEADER), b"")
+    if not _TENANT.fullmatch(given):
+        raise invalid(
+            f"The header {TENANT_HEADER.decode()} is no tenant's name: at most {MAX_TENANT} letters, digits and "
+            "any of ._@- are needed.",
+            code="invalid_tenant",
+        )
+    return Share(tenant=given.decode())
 
 
 def reserve_tokens(account: Account | None, tokens: int) -> None:
@@ -83,6 +107,7 @@ class Authentication:
         self._accounts = {name: self._accounts.get(name) or Account(name) for name in by_name}
         for name, key in by_name.items():
             self._accounts[name].set(key.requests_per_minute, key.tokens_per_minute, now_s)
+            self._accounts[name].weight = key.weight
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or (scope["path"] in self._open and scope["method"] in ("GET", "HEAD")):

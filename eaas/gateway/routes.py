@@ -20,6 +20,7 @@ from eaas.gateway.logprobs import MOST_SCORES
 from eaas.gateway.messages import CountTokensRequest, MessagesFormat, MessagesRequest
 from eaas.gateway.openai_format import ChatFormat, CompletionFormat
 from eaas.gateway.output_reader import Reading
+from eaas.gateway.protection import share_of
 from eaas.gateway.responses import ResponsesFormat, ResponsesRequest
 from eaas.gateway.sampling import sampling_params, settle_logprobs, token_limit
 from eaas.gateway.schema import BatchChatRequest, ChatRequest, CompletionRequest, StreamOptions
@@ -29,7 +30,7 @@ from eaas.gateway.text import MOST_ROUTED_TOKENS, Echo
 from eaas.gateway.tokens import TokensFormat, TokensRequest, as_completion
 from eaas.gateway.tool_calls import ToolUse, after_thoughts, call_grammar, tool_use
 from eaas.worker.grammar import Grammar, GrammarInvalid, check_schemas
-from eaas.worker.protocol import SamplingParams
+from eaas.worker.protocol import SamplingParams, Share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +60,7 @@ async def generate(gateway: Gateway, request: Request, shape: type[BaseModel], p
     Raises:
         ApiError: the request was refused, or failed before anything was sent.
     """
+    share = share_of(request.scope)
     gateway.admit()
     exchange: Exchange | None = None
     response: Response | None = None
@@ -71,7 +73,7 @@ async def generate(gateway: Gateway, request: Request, shape: type[BaseModel], p
     try:
         prepared = await prepare(gateway, await gateway.parse(request, shape))
         bad_tokens = await gateway.model.bad_tokens(prepared.wanted.bad_words or ())
-        work = _work(gateway, prepared, bad_tokens)
+        work = _work(gateway, prepared, bad_tokens, share)
         gateway.refuse_if_paused()
         gateway.admit_tokens(work)
         stall_s = gateway.config.stall_s
@@ -86,7 +88,9 @@ async def generate(gateway: Gateway, request: Request, shape: type[BaseModel], p
             exchange.close()
 
 
-def _work(gateway: Gateway, prepared: Prepared, bad_tokens: tuple[tuple[int, ...], ...]) -> Work:
+def _work(
+    gateway: Gateway, prepared: Prepared, bad_tokens: tuple[tuple[int, ...], ...], share: Share
+) -> Work:
     wanted, prompts, config = prepared.wanted, prepared.prompts, gateway.config
     settle_logprobs(wanted, vocab=gateway.model.vocab, most=config.max_logprobs)
     context = _context(gateway)
@@ -114,6 +118,7 @@ def _work(gateway: Gateway, prepared: Prepared, bad_tokens: tuple[tuple[int, ...
         shown_tokens=prepared.shown_tokens,
         tokens_by_id=config.return_tokens_as_token_ids if by_id is None else by_id,
         echoes=_echoes(gateway.model, wanted, prompts),
+        share=share,
     )
 
 

@@ -31,7 +31,7 @@ from eaas.gateway.schema import ChatRequest, CompletionRequest
 from eaas.gateway.served_model import ServedModel
 from eaas.gateway.stops import StopAutomaton, StopMatcher
 from eaas.gateway.text import Choice, Echo, Generation, NoText, RoutedExpertsLog
-from eaas.worker.protocol import SamplingParams
+from eaas.worker.protocol import SamplingParams, Share
 
 # Of an answer's tokens, so many at most are taken from its key's budget before it begins; the rest when it has ended.
 _RESERVED_OUTPUT = 256
@@ -50,6 +50,7 @@ class Work:
         usage_stats: Every chunk of the stream has the usage of its choice so far.
         shown_tokens: Special tokens that the format reads in the text.
         tokens_by_id: Log-probabilities name tokens by their ids.
+        share: Whose it is, and whether it is in the background.
         echoes: What is shown of each prompt before its choices' first tokens; None: nothing.
     """
 
@@ -63,6 +64,7 @@ class Work:
     shown_tokens: frozenset[int]
     tokens_by_id: bool
     echoes: Sequence[Echo] | None
+    share: Share
 
     def cost(self, most_output: int) -> int:
         """Tokens to be computed for it, of which at most so many are reckoned for the output of each choice."""
@@ -146,6 +148,7 @@ class Exchange:
             params=params,
             choice=choice,
             generation=self.generation,
+            share=work.share,
             open_end=wanted.token_limit is None and wanted.default_limit is None,
         )
 

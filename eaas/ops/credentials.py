@@ -16,6 +16,7 @@ import typer
 
 from eaas.gateway.keys import MOST_KEYS, Key, KeysInvalid, digest_of, editing, new_key, read_keys
 from eaas.ops.terminal import console, failing_on, table
+from eaas.worker.protocol import MAX_WEIGHT
 from router.access import CA, CERT, KEY, ROLES, role_uri, server_name
 
 CA_FOLDER = "ca"
@@ -204,6 +205,12 @@ def new(
     name: Annotated[str, typer.Argument(help="Whose key it is; logs and metrics show this name.")],
     rpm: Annotated[int | None, typer.Option(min=1, help="Requests a minute; default: no bound.")] = None,
     tpm: Annotated[int | None, typer.Option(min=1, help="Tokens a minute, of prompts and answers.")] = None,
+    weight: Annotated[
+        int,
+        typer.Option(
+            min=1, max=MAX_WEIGHT, help="Part that its name has where keys want more than there is."
+        ),
+    ] = 1,
     days: Annotated[float | None, typer.Option(min=0, help="Until it expires; default: never.")] = None,
     operator: Annotated[
         bool,
@@ -212,8 +219,8 @@ def new(
 ) -> None:
     """Make a key and print it, this once: only its hash is kept.
 
-    A second key under the same name is its successor: give it out, then revoke the first. Budgets go by name, and are
-    those of the newest key.
+    A second key under the same name is its successor: give it out, then revoke the first. Budgets and weights go by
+    name, and are those of the newest key.
 
     `eaas status`, `top`, `scale`, `roll` and Prometheus need a key made with --operator; programs that ask for tokens
     do not.
@@ -231,6 +238,7 @@ def new(
                 "sha256": digest_of(key),
                 "requests_per_minute": rpm,
                 "tokens_per_minute": tpm,
+                "weight": weight,
                 "expires": expires,
                 "operator": operator,
             },
@@ -256,12 +264,13 @@ def list_keys(file: _File) -> None:
             "ask, operate" if key.operator else "ask",
             str(key.requests_per_minute or "no bound"),
             str(key.tokens_per_minute or "no bound"),
-            (key.expires.isoformat(timespec="minutes") if key.expires else "never")
+            str(key.weight),
+            (f"{key.expires.astimezone(datetime.UTC):%Y-%m-%d %H:%M}" if key.expires else "never")
             + (" (expired)" if key.expired(now_s) else ""),
         )
         for key in keys
     ]
-    console.print(table(("name", "hash", "may", "requests/min", "tokens/min", "expires"), rows))
+    console.print(table(("name", "hash", "may", "req/min", "tokens/min", "weight", "expires, UTC"), rows))
 
 
 @keys_app.command("revoke")

@@ -219,6 +219,7 @@ class Engine:
             prompt=np.array(message.prompt, dtype=np.int32),
             output=list(message.output),
             params=message.params,
+            share=message.share,
             eos=self.config.eos_ids,
             submitted_s=self._clock() if came_s is None else came_s,
         )

@@ -25,6 +25,10 @@ MAX_BAD = 1024
 MOST_BIAS = 100.0
 LENGTH_BYTES = 4
 
+# Of a tenant's name, and the weights that a tenant or a pool may have.
+MAX_TENANT = 64
+MAX_WEIGHT = 1000
+
 RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
@@ -105,6 +109,15 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tr
         return self.routed_from >= 0
 
 
+class Share(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
+    """On whose behalf tokens are computed, which says when and never which: of tenants that want more than there is,
+    each has its `weight`'s part. What is in `background` yields to what is not."""
+
+    tenant: Annotated[str, msgspec.Meta(max_length=MAX_TENANT)] = ""
+    weight: Annotated[int, msgspec.Meta(ge=1, le=MAX_WEIGHT)] = 1
+    background: bool = False
+
+
 class Submit(msgspec.Struct, kw_only=True, frozen=True, tag="submit", omit_defaults=True):
     """Generate for one choice. `output` holds the tokens already emitted by an earlier attempt: they become
     part of the context, count towards max_tokens, and the next token's index is len(output). `traceparent`: the W3C
@@ -115,6 +128,7 @@ class Submit(msgspec.Struct, kw_only=True, frozen=True, tag="submit", omit_defau
     prompt: list[TokenId]
     output: list[TokenId] = []
     params: SamplingParams
+    share: Share = Share()
     traceparent: Annotated[str, msgspec.Meta(max_length=55)] = ""
 
 

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from eaas.worker.protocol import Failed, SamplingParams
+from eaas.worker.protocol import Failed, SamplingParams, Share
 
 TokenArray = npt.NDArray[np.int32]
 
@@ -68,6 +68,7 @@ class Request:
     prompt: TokenArray
     output: list[int]
     params: SamplingParams
+    share: Share = field(default_factory=Share)
     eos: InitVar[frozenset[int]] = frozenset()
     submitted_s: float = 0.0
     moved_s: float = field(init=False)
