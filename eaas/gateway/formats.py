@@ -6,8 +6,6 @@ fixed for its choice.
 
 from __future__ import annotations
 
-import secrets
-import string
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,11 +14,11 @@ from typing import Any, ClassVar, NamedTuple
 import msgspec
 
 from eaas.gateway.errors import ErrorReply
+from eaas.gateway.identity import Identity
 from eaas.gateway.logprobs import TokenLogprobs, logprob_entry
-from eaas.gateway.output_reader import OutputReader, Part, Reading
+from eaas.gateway.output_reader import CallBegun, OutputReader, Part, Reading
 
 DONE = b"data: [DONE]\n\n"
-_LETTERS = string.ascii_letters + string.digits
 
 _encode = msgspec.json.encode
 
@@ -102,13 +100,13 @@ class ResponseHead:
     """What all events of a response share.
 
     Attributes:
-        created: Unix time in seconds.
+        identity: What is random about it follows from this.
         fingerprint: OpenAI's system_fingerprint: the model's weights and the numerics class.
         dropped: Terms of lost experts are missing, as the client allowed.
     """
 
     id: str
-    created: int
+    identity: Identity
     model: str
     fingerprint: str | None
     dropped: bool = False
@@ -123,7 +121,7 @@ class ResponseHead:
         return {
             "id": self.id,
             "object": kind,
-            "created": self.created,
+            "created": self.identity.created,
             "model": self.model,
             "system_fingerprint": self.fingerprint,
             **self.marks,
@@ -140,10 +138,10 @@ def named_event(name: str, fields: Mapping[str, Any]) -> bytes:
     return b"event: " + name.encode() + b"\ndata: " + _encode({"type": name, **fields}) + b"\n\n"
 
 
-def call_id(reading: Reading) -> str:
-    """A new id for a call, of a form that the family's chat templates accept."""
+def call_id(reading: Reading, head: ResponseHead, call: CallBegun, choice: int = 0) -> str:
+    """The id of a call: the model's own, or one of a form that the family's chat templates accept."""
     letters = reading.calls.id_letters if reading.calls is not None else 0
-    return "".join(secrets.choice(_LETTERS) for _ in range(letters)) or f"call_{secrets.token_hex(12)}"
+    return call.id or head.identity.call_id(choice, call.number, letters)
 
 
 class Format(ABC):
@@ -190,7 +188,7 @@ class TranscriptFormat(Format):
         self.items: list[dict[str, Any]] = []  # the open one last
         self.open = ""  # type of the open item
         self.pieces: list[str] = []  # of the open item's text or arguments
-        self.head = ResponseHead(id="", created=0, model="", fingerprint=None)
+        self.head = ResponseHead(id="", identity=Identity(drawn="", created=0), model="", fingerprint=None)
         self.reader = None if reading is None else OutputReader(reading)
         self._reading = reading or Reading()
         self._begun = False
@@ -224,9 +222,9 @@ class TranscriptFormat(Format):
         """Whether it is white space between items, which begins none of this type."""
         return self.reader is not None and self.open != kind and not text.strip()
 
-    def call_id(self) -> str:
-        """A new id for a call."""
-        return call_id(self._reading)
+    def call_id(self, call: CallBegun) -> str:
+        """The id of a call."""
+        return call_id(self._reading, self.head, call)
 
 
 class ChunkFormat(Format):
@@ -251,7 +249,7 @@ class ChunkFormat(Format):
 
     def events(self, head: ResponseHead, choices: int, usage: StreamUsage) -> ChunkFormat:
         """The event templates of a stream of so many choices."""
-        self._usage = usage
+        self._usage, self.head = usage, head
         self.opening = b"data: " + _encode(self.chunk_fields(head))[:-1] + b',"choices":['
         self._token_end = b"}]" + (self.no_usage if usage.last else b"") + b"}\n\n"
         self._plain_end = self.after + b',"logprobs":null,"finish_reason":null' + self._token_end

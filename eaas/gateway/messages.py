@@ -287,7 +287,7 @@ class MessagesFormat(TranscriptFormat):
 
     def _part(self, part: Part) -> bytes:
         if isinstance(part, CallBegun):
-            call = {"id": part.id or self.call_id(), "name": part.name, "input": {}}
+            call = {"id": self.call_id(part), "name": part.name, "input": {}}
             return self._begin({"type": "tool_use", **call})
         if isinstance(part, Thought):
             begins = {"type": "thinking", "thinking": "", "signature": ""}

@@ -33,7 +33,7 @@ class ChatFormat(ChunkFormat):
         return _encode(
             {
                 **head.fields("chat.completion"),
-                "choices": [self._choice(choice) for choice in choices],
+                "choices": [self._choice(head, choice) for choice in choices],
                 "usage": usage.as_dict(),
                 "prompt_logprobs": choices[0].prompt_logprobs,
                 "prompt_token_ids": None,
@@ -41,7 +41,7 @@ class ChatFormat(ChunkFormat):
             }
         )
 
-    def _choice(self, choice: FinishedChoice) -> dict[str, Any]:
+    def _choice(self, head: ResponseHead, choice: FinishedChoice) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
         reason = choice.finish_reason
         if self._reading is not None:
@@ -50,7 +50,7 @@ class ChatFormat(ChunkFormat):
             if thoughts:
                 message |= {"reasoning_content": thoughts, "reasoning": thoughts}
             if calls:
-                message["tool_calls"] = [_call(self._reading, *call) for call in calls]
+                message["tool_calls"] = [_call(self._reading, head, choice.index, *call) for call in calls]
                 reason = "tool_calls" if reason == "stop" else reason
         return {
             "index": choice.index,
@@ -87,35 +87,37 @@ class ChatFormat(ChunkFormat):
         parts = reader.push(delta.text)
         if parts == [delta.text] and ending is None:
             return ChunkFormat.event(self, delta)
-        said = [self._said(part, reading) for part in parts]
+        said = [self._said(index, part, reading) for part in parts]
         for one in said or ([b""] if logprobs or tokens else []):
             events += start + one + b"}" + self.rest(index, self.logprobs(logprobs), tokens)
             # Log-probabilities and ids are shown once, whatever became of the text.
             logprobs = tokens = None
         if ending is not None:
             for part in reader.flush(cut=ending.reason == "length"):
-                events += start + self._said(part, reading) + b"}" + self.rest(index)
+                events += start + self._said(index, part, reading) + b"}" + self.rest(index)
             if reader.calls and ending.reason == "stop":
                 ending = ending._replace(reason="tool_calls")
             events += start + b"}" + self.rest(index, ending=ending)
         return events
 
-    def _said(self, part: Part, reading: Reading) -> bytes:
+    def _said(self, choice: int, part: Part, reading: Reading) -> bytes:
         """What a chunk's "delta" says of words, of thoughts, of a call that begins, or of more of its arguments."""
         if isinstance(part, str):
             return b'"content":' + _encode(part)
         if isinstance(part, Thought):
             return _encode({"reasoning_content": part.text, "reasoning": part.text})[1:-1]
         if isinstance(part, CallBegun):
-            call = {"index": part.number, **_call(reading, part, "")}
+            call = {"index": part.number, **_call(reading, self.head, choice, part, "")}
         else:
             call = {"index": part.number, "function": {"arguments": part.text}}
         return b'"tool_calls":' + _encode([call])
 
 
-def _call(reading: Reading, begun: CallBegun, arguments: str) -> dict[str, Any]:
+def _call(
+    reading: Reading, head: ResponseHead, choice: int, begun: CallBegun, arguments: str
+) -> dict[str, Any]:
     function = {"name": begun.name, "arguments": arguments}
-    return {"id": begun.id or call_id(reading), "type": "function", "function": function}
+    return {"id": call_id(reading, head, begun, choice), "type": "function", "function": function}
 
 
 def _routed_experts(choice: FinishedChoice) -> dict[str, str]:

@@ -1,5 +1,5 @@
 """POST /v1/responses: the request body, the chat request that it comes down to, the response object and the published
-events of its stream, in order. Pure, but for the ids of items.
+events of its stream, in order. Pure.
 
 Nothing is stored: what refers to a stored response, conversation, prompt or file is refused, and ``store`` is taken and
 answered with false, as OpenAI does for organizations that keep nothing.
@@ -7,7 +7,6 @@ answered with false, as OpenAI does for organizations that keep nothing.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -296,7 +295,7 @@ class ResponsesFormat(TranscriptFormat):
             **self._said,
             "id": self.head.id,
             "object": "response",
-            "created_at": self.head.created,
+            "created_at": self.head.identity.created,
             "status": self._status,
             "model": self.head.model,
             "system_fingerprint": self.head.fingerprint,
@@ -344,7 +343,7 @@ class ResponsesFormat(TranscriptFormat):
             begun = b"" if self.open == "reasoning" else self._begin("rs", item)
             return begun + self._delta(part.text)
         if isinstance(part, CallBegun):
-            call = {"call_id": part.id or self.call_id(), "name": part.name, "arguments": ""}
+            call = {"call_id": self.call_id(part), "name": part.name, "arguments": ""}
             return self._begin("fc", {"type": "function_call", "status": "in_progress", **call})
         return self._delta(part.text)
 
@@ -358,7 +357,7 @@ class ResponsesFormat(TranscriptFormat):
 
     def _begin(self, prefix: str, item: dict[str, Any]) -> bytes:
         events = self._close("completed") if self.open else b""
-        item = {"id": f"{prefix}_{secrets.token_hex(16)}", **item}
+        item = {"id": self.head.identity.item_id(prefix, len(self.items)), **item}
         self.items.append(item)
         self.open = item["type"]
         place = {"output_index": len(self.items) - 1}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +18,7 @@ from eaas.gateway.config import GatewayConfig
 from eaas.gateway.errors import ApiError, ErrorReply, invalid, wrong_field
 from eaas.gateway.formats import Format
 from eaas.gateway.gateway import Gateway
+from eaas.gateway.identity import Identity
 from eaas.gateway.logprobs import MOST_SCORES
 from eaas.gateway.messages import CountTokensRequest, MessagesFormat, MessagesRequest
 from eaas.gateway.openai_format import ChatFormat, CompletionFormat
@@ -77,7 +80,8 @@ async def generate(gateway: Gateway, request: Request, shape: type[BaseModel], p
         gateway.refuse_if_paused()
         gateway.admit_tokens(work)
         stall_s = gateway.config.stall_s
-        exchange = Exchange(work, gateway.model, gateway.pool, stall_s=stall_s, on_close=on_close)
+        identity = Identity(drawn=uuid.uuid4().hex, created=int(time.time()))
+        exchange = Exchange(work, gateway.model, gateway.pool, identity, stall_s=stall_s, on_close=on_close)
         gateway.exchanges[exchange.own_id] = exchange
         response = await exchange.answer(request)
         return response

@@ -7,7 +7,6 @@ that clients know how to retry; a failure after that is an error event, and the 
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -24,6 +23,7 @@ from eaas.gateway.errors import ApiError, ErrorReply
 from eaas.gateway.failover import Sequence as PoolSequence
 from eaas.gateway.formats import Format, ResponseHead, StreamUsage, Usage
 from eaas.gateway.guard import CLIENT_GONE, CLIENT_STALLED, Connection
+from eaas.gateway.identity import Identity
 from eaas.gateway.logprobs import PromptScores, TokensById
 from eaas.gateway.pool import WorkerPool
 from eaas.gateway.protection import account_of, reserve_tokens
@@ -82,6 +82,7 @@ class Exchange:
         work: Work,
         model: ServedModel,
         pool: WorkerPool,
+        identity: Identity,
         *,
         stall_s: float,
         on_close: Callable[[], None],
@@ -90,11 +91,10 @@ class Exchange:
         self.metrics = pool.metrics
         self._stall_s, self._on_close = stall_s, on_close
         self._loop = asyncio.get_running_loop()
-        self._created = int(time.time())
-        drawn, wanted = uuid.uuid4().hex, work.wanted
-        # Two clients may choose the same name: within this process requests go by the drawn one.
-        self.own_id = work.format.prefix + drawn
-        self.id = work.format.prefix + (wanted.request_id or drawn)
+        wanted, self.identity = work.wanted, identity
+        # Two clients may choose the same name, and one response be made twice: within this process each has its own.
+        self.own_id = work.format.prefix + uuid.uuid4().hex
+        self.id = work.format.prefix + (wanted.request_id or identity.drawn)
         self.request_id = wanted.request_id
         self._changed = asyncio.Event()
         self._listener: asyncio.Task[None] | None = None
@@ -106,8 +106,9 @@ class Exchange:
         self.prompt_tokens = sum(len(prompt) for prompt in work.prompts)
         automaton = StopAutomaton(wanted.stop) if wanted.stop else None
         self._sequences: list[PoolSequence] = []
-        for prompt, limit, echo in zip(work.prompts, work.limits, work.echoes or repeat(None), strict=False):
-            seed = secrets.randbits(63) if wanted.seed is None else work.params.seed
+        echoes = work.echoes or repeat(None)
+        for number, (prompt, limit, echo) in enumerate(zip(work.prompts, work.limits, echoes, strict=False)):
+            seed = identity.seed(number) if wanted.seed is None else work.params.seed
             for draw in range(wanted.choices):
                 params = msgspec.structs.replace(work.params, seed=seed, choice=draw, max_tokens=limit)
                 self._sequences.append(self._sequence(len(self._sequences), prompt, params, echo, automaton))
@@ -197,7 +198,7 @@ class Exchange:
         generation = self.generation
         return ResponseHead(
             id=self.id,
-            created=self._created,
+            identity=self.identity,
             model=self._model.name,
             fingerprint=self._model.system_fingerprint(generation.numerics_classes, generation.dropped),
             dropped=generation.dropped,

@@ -103,7 +103,7 @@ class TokensFormat(ChunkFormat):
         return _encode(
             {
                 **self.chunk_fields(head),
-                "created": head.created,
+                "created": head.identity.created,
                 "model": head.model,
                 "system_fingerprint": head.fingerprint,
                 "choices": [

@@ -19,6 +19,7 @@ import httpx
 import pytest
 
 from eaas.gateway.formats import ResponseHead, StreamUsage
+from eaas.gateway.identity import Identity
 from eaas.gateway.openai_format import ChatFormat, CompletionFormat
 from eaas.gateway.output_reader import Reading
 from eaas.gateway.output_styles import HERMES
@@ -124,7 +125,7 @@ def test_a_reader_that_stays_slow_is_ended_and_counted(url: str, worker: FakeWor
 
 def test_what_a_slow_reader_holds_is_bounded() -> None:
     calls: list[str] = []
-    head = ResponseHead(id="x", created=1, model="m", fingerprint="f")
+    head = ResponseHead(id="x", identity=Identity(drawn="", created=1), model="m", fingerprint="f")
     generation = Generation(
         lambda: None, lambda: CompletionFormat().events(head, 1, StreamUsage()), lambda: calls.append("full")
     )
@@ -144,7 +145,7 @@ def test_what_a_slow_reader_holds_is_bounded() -> None:
 def test_text_that_is_held_back_wakes_nobody() -> None:
     """A reader of tool calls keeps text back until it is certain: no response need look at that."""
     woken: list[bool] = []
-    head = ResponseHead(id="x", created=1, model="m", fingerprint="f")
+    head = ResponseHead(id="x", identity=Identity(drawn="", created=1), model="m", fingerprint="f")
     shape = ChatFormat(Reading(calls=HERMES))
     generation = Generation(lambda: woken.append(True), lambda: shape.events(head, 1, StreamUsage()))
     choice = Choice(
