@@ -93,7 +93,7 @@ class Exchange:
         self._loop = asyncio.get_running_loop()
         wanted, self.identity = work.wanted, identity
         # Two clients may choose the same name, and one response be made twice: within this process each has its own.
-        self.own_id = work.format.prefix + uuid.uuid4().hex
+        self.own_id = f"{work.format.prefix}{identity.drawn}-{uuid.uuid4().hex[:8]}"
         self.id = work.format.prefix + (wanted.request_id or identity.drawn)
         self.request_id = wanted.request_id
         self._changed = asyncio.Event()

@@ -217,7 +217,7 @@ def test_one_in_progress_is_cancelled_and_keeps_what_it_has(
                 waits = thread.submit(client.responses.create, model="tiny", input="hi")
                 eventually(lambda: len(worker.submits) > before, "a request")
                 eventually(lambda: any(job.index > 3 for job in worker.jobs.values()), "some tokens")
-                cancelled = client.responses.cancel(worker.submits[-1].id.rpartition("-")[0])
+                cancelled = client.responses.cancel(worker.submits[-1].id.partition("-")[0])
                 original = waits.result()
     finally:
         worker.step_s = 0.001
