@@ -168,8 +168,14 @@ def is_quantized(name: str) -> bool:
     return name.endswith(ends)
 
 
-def quantize_model(folder: Path, out: Path, plain: Path, method: str) -> Mapping[str, torch.Tensor]:
-    """Write `folder` quantized to `out`, and what that stands for in float32 to `plain`; the latter's tensors."""
+def quantize_model(
+    folder: Path, out: Path, plain: Path, method: str, chosen: Callable[[str], bool] = is_quantized
+) -> Mapping[str, torch.Tensor]:
+    """Write `folder` quantized to `out`, and what that stands for in float32 to `plain`; the latter's tensors.
+
+    Args:
+        chosen: Says of a tensor's name whether it is quantized. MXFP4 has its own answer: the experts.
+    """
     for target in (out, plain):
         shutil.copytree(folder, target, ignore=shutil.ignore_patterns("*.safetensors*"))
     config = json.loads((folder / "config.json").read_text())
@@ -177,7 +183,7 @@ def quantize_model(folder: Path, out: Path, plain: Path, method: str) -> Mapping
     wanted: Tensors = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         fused = name.endswith(("experts.gate_up_proj", "experts.down_proj"))
-        if not (fused if method == "mxfp4" else is_quantized(name)):
+        if not (fused if method == "mxfp4" else chosen(name)):
             stored[name], wanted[name] = tensor, tensor.float()
             continue
         fields, parts, wanted[name] = mxfp4(tensor) if method == "mxfp4" else quantized(tensor, method)

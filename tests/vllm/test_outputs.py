@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.experts.quantizing import quantize_model
+from tests.experts.quantizing import is_quantized, quantize_model
 from tests.vllm.servers import FAMILIES, VOCAB, generate, pool_of, write
 
 pytestmark = [pytest.mark.alone, pytest.mark.full(seconds=70), pytest.mark.timeout(900)]
@@ -73,12 +73,13 @@ def test_a_quantized_checkpoint_is_as_near_to_the_weights_it_stands_for_as_those
     newest: str, tmp_path: Path
 ) -> None:
     seed = time.time_ns() % 2**31
-    source = write("Qwen3Moe", tmp_path / "source", torch.bfloat16, seed, intermediate_size=128)
+    source = write("Qwen3Moe", tmp_path / "source", torch.bfloat16, seed, mlp_only_layers=[])
     folder, plain = tmp_path / "quantized", tmp_path / "plain"
-    quantize_model(source, folder, plain, "w4a16")
+    # vLLM has 4-bit products for its own layers on some CPUs only: the experts alone are quantized.
+    quantize_model(source, folder, plain, "w4a16", lambda name: ".experts." in name and is_quantized(name))
     config = json.loads((folder / "config.json").read_text())
     # As published checkpoints say it; the library that quantized this one knows of no gates.
-    config["quantization_config"]["ignore"] += ["re:.*gate$"]
+    config["quantization_config"]["ignore"] += ["re:.*gate$", "re:.*self_attn.*"]
     (folder / "config.json").write_text(json.dumps(config))
     asked = prompts(seed, 200)
     exact = generate(newest, plain, asked, 1, plugins="").logits
