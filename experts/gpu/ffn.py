@@ -257,27 +257,30 @@ def _item(
         else:
             store_products(out, pair * N, f * FEATURES + feature, live, first_acc, N, INTERPRET)
     elif PAIR:
-        _store_act(first_acc, second_acc, out, out_scales, place, f, live, N, FEATURES, TOKENS, INTERPRET)
+        _store_act(first_acc, second_acc, out, out_scales, start, f, live, N, FEATURES, TOKENS, INTERPRET)
     else:
         halves = tl.reshape(first_acc, [2, FEATURES // 2, TOKENS])
         gate, up = tl.split(tl.permute(halves, (1, 2, 0)))
-        _store_act(gate, up, out, out_scales, place, f, live, N, FEATURES // 2, TOKENS, INTERPRET)
+        _store_act(gate, up, out, out_scales, start, f, live, N, FEATURES // 2, TOKENS, INTERPRET)
 
 
 @triton.jit
 def _store_act(
-    gate, up, out, out_scales, place, f, live,
+    gate, up, out, out_scales, start, f, live,
     N: tl.constexpr, HEIGHT: tl.constexpr, TOKENS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     feature = f * HEIGHT + tl.arange(0, HEIGHT)
+    token = tl.arange(0, TOKENS)
+    # The pairs of a group stand together: 32 bits say where in their rows, and leave registers to the sums.
+    out += start.to(tl.int64) * N
     value = gate / (1.0 + tl.exp(-gate)) * up
     if out_scales is None:
-        store_products(out, place * N, feature, live, value, N, INTERPRET)
+        store_products(out, token * N, feature, live, value, N, INTERPRET)
     else:
         largest = tl.maximum(tl.max(tl.abs(value), axis=0), _LEAST)
         value *= tl.div_rn(tl.full([TOKENS], _LARGEST, tl.float32), largest)[None, :]
-        tl.store(out + (place * N)[None, :] + feature[:, None], to_e4m3(value, INTERPRET), mask=live[None, :])
-        tl.store(out_scales + place * (N // HEIGHT) + f, largest * _ONE_PART, mask=live)
+        tl.store(out + (token * N)[None, :] + feature[:, None], to_e4m3(value, INTERPRET), mask=live[None, :])
+        tl.store(out_scales + (start + token).to(tl.int64) * (N // HEIGHT) + f, largest * _ONE_PART, mask=live)
 
 
 @triton.jit
