@@ -236,18 +236,20 @@ class Engine:
 
     def cancel(self, id: str, owner: int = 0) -> bool:
         """Forget a request and free its blocks at once; False if there is none of that name."""
-        return self.compiling.cancel(owner, id) or self.scheduler.cancel(owner, id)
+        waits = self.compiling.get(owner, id)
+        if waits is None:
+            return self.scheduler.cancel(owner, id)
+        self.compiling.cancel(owner, id)
+        self.scheduler.on_end(waits)
+        return True
+
+    def rename(self, request: Request, owner: int, id: str, attempt: int) -> bool:
+        """Have a live request go by another name; False where its grammar is being compiled."""
+        return self.scheduler.rename(request, owner, id, attempt)
 
     def forget_blocks(self) -> None:
         """Let no later request reuse what was computed until now."""
         self.scheduler.forget_blocks()
-
-    def cancel_owner(self, owner: int) -> int:
-        """Forget every request of an owner; returns how many there were."""
-        ids = [request.id for request in self.live() if request.owner == owner]
-        for id in ids:
-            self.cancel(id, owner)
-        return len(ids)
 
     def step(self) -> Outcome | None:
         """Compute one step; None when there is nothing to do.
@@ -276,6 +278,7 @@ class Engine:
                 self.scheduler.add(request)
             except Refused as reason:
                 refused.append((request.owner, reason.reply(request)))
+                self.scheduler.on_end(request)
         return refused
 
     def _step(self) -> Outcome | None:
@@ -363,6 +366,10 @@ class Engine:
             else:
                 top = samples.top(row, wanted)
                 made = Token(request.id, request.attempt, number, token, finish, samples.logprobs[row], top)
+                if request.told is not None:
+                    request.told.append(made)
+                    if len(request.told) > request.told_most:
+                        request.told = None
             tokens = by_owner.get(request.owner)
             if tokens is None:
                 by_owner[request.owner] = [made]

@@ -20,6 +20,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from eaas.worker.engine import Engine
 from eaas.worker.protocol import (
     Cancel,
@@ -33,6 +35,7 @@ from eaas.worker.protocol import (
     for_worker,
 )
 from eaas.worker.request import Request
+from eaas.worker.runs import NOBODY, Runs
 from eaas.worker.tls_listener import SecureConnection, TlsListener
 from p2p import faults
 
@@ -176,7 +179,8 @@ class Worker:
         clock: The engine's.
         """
         self._engine = engine
-        engine.on_begun = self._tell_begun
+        self._runs = Runs(engine)
+        engine.on_begun, engine.scheduler.on_end = self._tell_begun, self._runs.ended
         self._hello = hello
         self._listener = listener
         self._between_steps = between_steps
@@ -237,6 +241,7 @@ class Worker:
                 if self._spans is not None:
                     self._spans.between()
                 self._tell_load()
+                self._runs.expire(self._clock())
                 self._between_steps()
             self._dismiss(self._stopping)
         finally:
@@ -268,25 +273,31 @@ class Worker:
         self._step_began_s = None
         if outcome is None:
             return
+        self._runs.spread(outcome)
         faults.point("step-before-tokens")
         for owner, prompts in outcome.prompts.items():
-            self._links[owner].send(Step(tokens=[], prompts=prompts))
+            self._send(owner, Step(tokens=[], prompts=prompts))
         for owner, tokens in outcome.tokens.items():
             dropped, routed = outcome.dropped.get(owner, []), outcome.routed.get(owner, [])
-            self._links[owner].send(Step(tokens=tokens, dropped=dropped, routed=routed))
+            self._send(owner, Step(tokens=tokens, dropped=dropped, routed=routed))
         faults.point("step-after-tokens")
         for owner, failures in outcome.failed.items():
             for failed in failures:
-                self._links[owner].send(failed)
+                self._send(owner, failed)
         for link in list(self._links.values()):
             if link.lost:
                 self._drop(link)
+
+    def _send(self, owner: int, message: ToGateway) -> None:
+        if owner != NOBODY:
+            self._links[owner].send(message)
 
     def _tell_begun(self, requests: Sequence[Request]) -> None:
         """Say which requests are computed from now on, so that no other is suspected should this process die of one."""
         begun: dict[int, list[tuple[str, int]]] = {}
         for request in requests:
-            begun.setdefault(request.owner, []).append((request.id, request.attempt))
+            for owner, id, attempt in self._runs.listeners(request):
+                begun.setdefault(owner, []).append((id, attempt))
         for owner, marks in begun.items():
             self._links[owner].send(Step(tokens=[], begun=marks))
 
@@ -297,7 +308,9 @@ class Worker:
             return
         if self._may_answer():
             self._told_s, self._told_idle = now_s, idle
-            load = self._engine.worker_load()
+            runs = self._runs
+            told = {"joined": runs.joined, "kept": runs.kept, "told": runs.told}
+            load = msgspec.structs.replace(self._engine.worker_load(), **told)
             for link in self._links.values():
                 link.send(Step(tokens=[], load=load))
 
@@ -368,39 +381,42 @@ class Worker:
             return
         for message in messages:
             if isinstance(message, Submit):
-                refusal = self._send_on(message) or self._engine.submit(message, link.owner, came_s)
-                if refusal is not None:
-                    link.send(refusal)
-                elif self._spans is not None:
+                reply = self._send_on(message, link) or self._runs.submit(
+                    message, link.owner, self._clock(), came_s
+                )
+                if reply is not None:
+                    link.send(reply)
+                if self._spans is not None and not isinstance(reply, Failed):
                     self._spans.submitted(message, link.owner)
             elif isinstance(message, Cancel):
-                self._engine.cancel(message.id, link.owner)
+                self._runs.cancel(message.id, link.owner)
             else:
                 self._engine.forget_blocks()
         if any(isinstance(message, Cancel) for message in messages):
             # With nothing left to do it would be silent, and a gateway that thought it frozen would never know better.
             link.send(Step(tokens=[]))
 
-    def _send_on(self, message: Submit) -> Failed | None:
+    def _send_on(self, message: Submit, link: GatewayLink) -> Failed | None:
         """The refusal of a request that is better off elsewhere."""
-        reason = self._elsewhere()
-        return (
-            Failed.of(message, "class_lost", f"{self._hello.name}: {reason}.", retryable=True)
-            if reason
-            else None
-        )
+        reason, code = self._elsewhere(), "class_lost"
+        if not reason and message.key and len(link.unread) > UNREAD_LIMIT_BYTES // 2:
+            # What is known of its run already would lie here too.
+            reason, code = f"{len(link.unread)} bytes lie unread for this gateway", "overloaded"
+        return Failed.of(message, code, f"{self._hello.name}: {reason}.", retryable=True) if reason else None
 
     def _drop(self, link: GatewayLink) -> None:
-        cancelled = self._engine.cancel_owner(link.owner)
+        cancelled = self._runs.leave(link.owner, self._clock())
         log.info("gateway_gone owner=%d cancelled=%d reason=%s", link.owner, cancelled, link.lost)
         link.close(link.lost)
         del self._links[link.owner]
 
     def _dismiss(self, reason: str) -> None:
+        message = f"{self._hello.name} stops: {reason}."
         for request in self._engine.live():
+            for listener in self._runs.listeners(request):
+                failed = Failed.of(listener, "shutting_down", message, retryable=True)
+                self._links[listener.owner].send(failed)
             self._engine.cancel(request.id, request.owner)
-            message = f"{self._hello.name} stops: {reason}."
-            self._links[request.owner].send(Failed.of(request, "shutting_down", message, retryable=True))
         end_s = time.monotonic() + FLUSH_S
         for link in self._links.values():
             while link.unread and not link.lost and time.monotonic() < end_s:

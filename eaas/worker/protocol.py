@@ -15,7 +15,7 @@ import msgspec
 from eaas.worker.grammar import Grammar
 
 # Of these messages; a worker of another is not used.
-PROTOCOL = 8
+PROTOCOL = 9
 MAX_BODY_BYTES = 64 << 20
 # Of a step's 256 rows and 512 tokens of prompts, some 14 bytes each, 44 MB: they fit in one body. Gateways allow fewer.
 MAX_TOP_LOGPROBS = 4096
@@ -29,6 +29,7 @@ LENGTH_BYTES = 4
 MAX_TENANT = 64
 MAX_WEIGHT = 1000
 
+RunKey = Annotated[str, msgspec.Meta(max_length=128)]
 RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
@@ -121,7 +122,8 @@ class Share(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
 class Submit(msgspec.Struct, kw_only=True, frozen=True, tag="submit", omit_defaults=True):
     """Generate for one choice. `output` holds the tokens already emitted by an earlier attempt: they become
     part of the context, count towards max_tokens, and the next token's index is len(output). `traceparent`: the W3C
-    header of the gateway's span, where the request is traced."""
+    header of the gateway's span, where the request is traced. `key`: whoever else asks for the same under it has the
+    tokens of one run, whose computing outlives the connection that it was asked for over; "": none may."""
 
     id: RequestId
     attempt: Count
@@ -130,6 +132,7 @@ class Submit(msgspec.Struct, kw_only=True, frozen=True, tag="submit", omit_defau
     params: SamplingParams
     share: Share = Share()
     traceparent: Annotated[str, msgspec.Meta(max_length=55)] = ""
+    key: RunKey = ""
 
 
 class Cancel(msgspec.Struct, kw_only=True, frozen=True, tag="cancel"):
@@ -201,7 +204,8 @@ class RoutedExperts(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class WorkerLoad(msgspec.Struct, kw_only=True, frozen=True, gc=False, omit_defaults=True):
     """How busy a worker is, with all gateways: requests in steps and in the queue, and the share of KV blocks held.
 
-    Counted since it began: `preemptions`, and tokens of prompts `looked_up` in the KV cache and `reused` from there.
+    Counted since it began: `preemptions`, and tokens of prompts `looked_up` in the KV cache and `reused` from there;
+    submits that were answered by a run in progress (`joined`) or that had ended (`kept`), and tokens `told` so.
     """
 
     running: int = 0
@@ -210,6 +214,9 @@ class WorkerLoad(msgspec.Struct, kw_only=True, frozen=True, gc=False, omit_defau
     preemptions: int = 0
     looked_up: int = 0
     reused: int = 0
+    joined: int = 0
+    kept: int = 0
+    told: int = 0
 
 
 class Step(msgspec.Struct, kw_only=True, frozen=True, tag="step", gc=False, omit_defaults=True):

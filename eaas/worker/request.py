@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from eaas.worker.protocol import Failed, SamplingParams, Share
+from eaas.worker.protocol import Failed, Finish, SamplingParams, Share, Token
 
 TokenArray = npt.NDArray[np.int32]
 
@@ -60,6 +60,9 @@ class Request:
         prompt_scored: Tokens of the prompt whose log-probabilities were told, the first included; all where none are
             wanted.
         routed: Tokens whose experts were told, or need not be.
+        key: That of its run; "": none.
+        told, told_most: Its last tokens with their log-probabilities, and how many are kept; None: none are.
+        finish: Why it ended, where its last token ended it.
     """
 
     owner: int
@@ -85,6 +88,10 @@ class Request:
     constraint: Follower | None = None
     prompt_scored: int = field(init=False)
     routed: int = field(init=False)
+    key: str = ""
+    told: list[Token] | None = None
+    told_most: int = 0
+    finish: Finish = ""
 
     def __post_init__(self, eos: frozenset[int]) -> None:
         params = self.params

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -138,6 +138,8 @@ class Scheduler:
         slots = config.slots
         table_blocks = min(-(-config.max_model_len // pool.block_tokens), pool.blocks)
         self._root = root_digest(config.fingerprint, pool.block_tokens)
+        # Told of each request that was added and has ended.
+        self.on_end: Callable[[Request], None] = lambda _: None
         self._live: dict[tuple[int, str], Request] = {}
         self._waiting: deque[Request] = deque()
         self._prefilling: list[Request] = []
@@ -241,6 +243,15 @@ class Scheduler:
         self._end(request)
         return True
 
+    def rename(self, request: Request, owner: int, id: str, attempt: int) -> bool:
+        """Have a live request go by another name, which no other has; False if it is not here."""
+        if self._live.get((request.owner, request.id)) is not request:
+            return False
+        del self._live[request.owner, request.id]
+        request.owner, request.id, request.attempt = owner, id, attempt
+        self._live[owner, id] = request
+        return True
+
     # -- the step --------------------------------------------------------------------------------------------
 
     def plan(self) -> StepPlan | None:
@@ -313,6 +324,7 @@ class Scheduler:
             emitted.append(self._emit(request, token))
         for made in emitted:
             if made.finish:
+                made.request.finish = made.finish
                 self._end(made.request)
         return emitted
 
@@ -550,6 +562,7 @@ class Scheduler:
         else:
             self._waiting.remove(request)
         del self._live[request.owner, request.id]
+        self.on_end(request)
 
 
 def _turn(request: Request) -> tuple[int, int]:

@@ -390,3 +390,43 @@ def test_an_idle_worker_sleeps(world: World) -> None:
     passes = world.passes
     time.sleep(0.2)
     assert world.passes - passes <= 2
+
+
+def test_a_run_outlives_its_gateway_and_goes_on_for_the_next(world: World) -> None:
+    world.slow_down()
+    params = SamplingParams(max_tokens=60, temperature=0.0)
+    lost, other = Gateway(world.address), Gateway(world.address)
+    lost.send(Submit(id="a", attempt=1, prompt=[1, 2], params=params, key="k"))
+    while not (isinstance(message := lost.next(), Step) and message.tokens):
+        continue
+    lost.connection.close()
+    world.until(lambda: len(world.worker._links) == 1, "it is still connected")
+    other.send(Submit(id="b", attempt=1, prompt=[1, 2], params=params, key="k"))
+    assert other.collect("b") == {"b": expected_output([1, 2], 60)}
+    assert world.engine.computed == 2 + 59, "something was computed twice"
+    world.until(lambda: world.engine.load()["kv_use"] == 0.0, "blocks are still held")
+    other.submit("c", [3])
+    other.collect("c")
+    told = [(load.joined, load.kept) for load in other.loads]
+    assert told[-1] == (1, 0), told
+
+
+def test_a_worker_that_stops_tells_every_listener_of_a_run(world: World) -> None:
+    world.slow_down()
+    params = SamplingParams(max_tokens=150, temperature=0.0)
+    gateways = [Gateway(world.address), Gateway(world.address)]
+    for gateway in gateways:
+        gateway.send(Submit(id="a", attempt=1, prompt=[1, 2], params=params, key="k"))
+        while not (isinstance(message := gateway.next(), Step) and message.tokens):
+            continue
+    lost = Gateway(world.address)
+    lost.send(Submit(id="a", attempt=1, prompt=[3], params=params, key="alone"))
+    while not (isinstance(message := lost.next(), Step) and message.tokens):
+        continue
+    lost.connection.close()
+    world.until(lambda: len(world.worker._links) == 2, "it is still connected")
+    world.worker.stop("an order")
+    for gateway in gateways:
+        while not isinstance(message := gateway.next(), Failed):
+            continue
+        assert (message.id, message.code) == ("a", "shutting_down")

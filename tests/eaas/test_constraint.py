@@ -35,6 +35,7 @@ from eaas.worker.grammar import (
 )
 from eaas.worker.protocol import Failed, PromptLogprobs, SamplingParams, Submit, Token
 from eaas.worker.request import Request
+from eaas.worker.runs import Runs
 from eaas.worker.scheduler import SchedulerConfig
 from tests.eaas.fake_decoder import BLOCK_TOKENS, FakeDecoder
 
@@ -302,7 +303,7 @@ def test_a_cancelled_request_never_runs_however_its_grammar_comes_out(grammars: 
     world = World(grammars)
     world.submit("a", grammar=of_schema(SCHEMA))
     world.submit("b", grammar=Grammar("regex", "("))
-    assert world.engine.cancel("a") and world.engine.cancel_owner(0) == 1
+    assert world.engine.cancel("a") and Runs(world.engine).leave(0, 0.0) == 1
     world.run()
     assert not world.failed and not world.tokens["a"] and not world.engine.compiling
 

@@ -13,6 +13,7 @@ from eaas.worker.decoder import ExpertsLost
 from eaas.worker.engine import Engine, EngineConfig
 from eaas.worker.protocol import Failed, SamplingParams, Submit, Token
 from eaas.worker.request import Request
+from eaas.worker.runs import Runs
 from eaas.worker.scheduler import StepPlan
 from tests.eaas.fake_decoder import BLOCK_TOKENS, VOCAB, FakeDecoder, Watched, expected_output
 
@@ -280,7 +281,7 @@ def test_an_owner_that_goes_takes_only_its_own_requests() -> None:
             assert world.engine.submit(message, owner) is None
             world.tokens[id] = []
     world.step()
-    assert world.engine.cancel_owner(7) == 2
+    assert Runs(world.engine).leave(7, 0.0) == 2
     world.run()
     assert {id: len(tokens) for id, tokens in world.tokens.items()} == {"a": 3, "b": 3}
 

@@ -1,0 +1,326 @@
+"""Runs: what is computed under a key, for all who ask for it, and the tokens of those that have ended. Pure.
+
+A gateway that goes on with a stream of another, which was lost, asks for the same under the same key. It is told the
+tokens that are there, at once, and then each new one: nothing is computed twice. A run that nobody listens to, since
+its gateway was lost, goes on for a while; what it said is kept for longer.
+
+The engine knows a run by the name that one of its listeners gave it, so that most tokens cost nothing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import msgspec
+import numpy as np
+
+from eaas.worker.protocol import Failed, Step, Submit, Token
+from eaas.worker.request import Request
+
+# A client that was cut off asks another gateway within a second or two; one whose gateway is started anew, in ten.
+GRACE_S, GRACE_TOKENS = 10.0, 1024
+KEPT_S = 60.0
+# Some 200 bytes and 36 for each token: what a hundred streams of a thousand tokens say is 4 MB.
+KEPT_RUNS, KEPT_BYTES = 4096, 64 << 20
+# Pairs of a token and its log-probability, of one run and of all, some 110 bytes each. Of a run that has more none are
+# kept, and who needs them has it computed again.
+RUN_PAIRS, ALL_PAIRS = 1 << 14, 1 << 19
+MOST_LISTENERS = 16
+NOBODY = 0  # no connection has this number
+
+
+class Listener(NamedTuple):
+    """Who is told of a run: a connection, and what it calls the run."""
+
+    owner: int
+    id: str
+    attempt: int
+
+
+class Made(Protocol):
+    """What a step made, by owner: `eaas.worker.engine.Outcome`."""
+
+    @property
+    def tokens(self) -> dict[int, list[Token]]: ...
+
+    @property
+    def failed(self) -> dict[int, list[Failed]]: ...
+
+
+class Computes(Protocol):
+    """What runs are computed by: `eaas.worker.engine.Engine`."""
+
+    def submit(self, message: Submit, owner: int, came_s: float | None) -> Failed | None: ...
+
+    def cancel(self, id: str, owner: int) -> bool: ...
+
+    def find(self, owner: int, id: str) -> Request | None: ...
+
+    def live(self) -> list[Request]: ...
+
+    def rename(self, request: Request, owner: int, id: str, attempt: int) -> bool: ...
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Run:
+    """One run, in progress or ended.
+
+    Attributes:
+        request: Named as its first listener calls it.
+        others: The other listeners.
+        since_s: Of one in progress, since when nobody listens; of one that ended, when.
+        since: Tokens that it had then.
+        pairs: What was set aside of ALL_PAIRS.
+    """
+
+    request: Request
+    others: list[Listener] = field(default_factory=list[Listener])
+    since_s: float = 0.0
+    since: int = 0
+    pairs: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Of one that ended, about."""
+        return 200 + 4 * len(self.request.prompt) + 36 * len(self.request.output)
+
+
+class Runs:
+    """All runs of one worker. Belongs to the thread of its engine, which must tell `ended` of each request's end.
+
+    Attributes:
+        joined, kept: Submits that were answered from a run in progress, and from one that had ended.
+        told: Tokens that these were told and nothing was computed for.
+    """
+
+    def __init__(self, engine: Computes) -> None:
+        self.joined = self.kept = self.told = 0
+        self._engine = engine
+        self._now_s = 0.0
+        self._live: dict[str, Run] = {}
+        self._alone: dict[str, Run] = {}
+        self._ended: dict[str, Run] = {}  # the first to end first
+        self._ended_bytes = self._pairs = 0
+        # Runs with other listeners, by the names that the engine knows them by, and by those of the others.
+        self._shared: dict[tuple[int, str], Run] = {}
+        self._others: dict[tuple[int, str], Run] = {}
+
+    def submit(self, message: Submit, owner: int, now_s: float, came_s: float) -> Failed | Step | None:
+        """Compute what is asked for, or have a run tell it that is there already. Args: came_s: as for the engine.
+
+        Returns:
+            The refusal; or what is known already, to be sent before anything that later steps make.
+        """
+        self._now_s = now_s
+        if self._attempt(owner, message.id) < message.attempt:
+            self.cancel(message.id, owner)
+        run = self._live.get(message.key) or self._ended.get(message.key)
+        if run is None or not message.key or not _answers(run.request, message):
+            return self._begin(message, owner, came_s)
+        request, start = run.request, len(message.output)
+        if message.key in self._live:
+            if not self._join(run, Listener(owner, message.id, message.attempt)):
+                return self._begin(message, owner, came_s)
+            self.joined += 1
+        else:
+            if not request.finish:
+                whole = msgspec.structs.replace(message, output=list(request.output))
+                refusal = self._begin(whole, owner, came_s, run)
+                if refusal is not None:
+                    return refusal
+            self.kept += 1
+        self.told += len(request.output) - start
+        begun = [(message.id, message.attempt)] if request.slot >= 0 else []
+        return Step(tokens=list(_tokens(request, message)), begun=begun)
+
+    def cancel(self, id: str, owner: int) -> bool:
+        """Have a listener hear nothing more; the last one's word ends its run. False: there is none of that name."""
+        run = self._others.pop((owner, id), None)
+        if run is not None:
+            run.others = [other for other in run.others if (other.owner, other.id) != (owner, id)]
+            if not run.others:
+                del self._shared[run.request.owner, run.request.id]
+            return True
+        run = self._shared.get((owner, id))
+        if run is None:
+            return self._engine.cancel(id, owner)
+        self._hand_on(run)
+        return True
+
+    def leave(self, owner: int, now_s: float) -> int:
+        """A connection was lost: its runs go on for the others, or for who may ask for them within GRACE_S.
+
+        Returns:
+            How many requests ended.
+        """
+        self._now_s = now_s
+        for _, id in [name for name in self._others if name[0] == owner]:
+            self.cancel(id, owner)
+        ended = 0
+        for request in [request for request in self._engine.live() if request.owner == owner]:
+            run = self._run_of(request)
+            if run is not None and run.others:
+                self._hand_on(run)
+            elif run is not None and self._engine.rename(request, NOBODY, request.key, 0):
+                run.since_s, run.since = now_s, len(request.output)
+                self._alone[request.key] = run
+            else:
+                ended += self._engine.cancel(request.id, owner)
+        return ended
+
+    def expire(self, now_s: float) -> None:
+        """End what nobody has asked for in time, and forget what was kept long enough."""
+        self._now_s = now_s
+        for key, run in list(self._alone.items()):
+            if now_s - run.since_s >= GRACE_S or len(run.request.output) - run.since >= GRACE_TOKENS:
+                self._engine.cancel(key, NOBODY)
+        for run in list(self._ended.values()):
+            if now_s - run.since_s < KEPT_S:
+                break
+            self._forget(run)
+
+    def ended(self, request: Request) -> None:
+        """A request has ended, for whatever reason: keep what was said of it, within bounds."""
+        run = self._run_of(request)
+        if run is None:
+            return
+        del self._live[request.key]
+        self._alone.pop(request.key, None)
+        if request.dropped or not request.output:
+            self._pairs -= run.pairs
+            return
+        request.context, request.digests, request.constraint = request.prompt, [], None
+        run.since_s = self._now_s
+        older = self._ended.get(request.key)
+        if older is not None:
+            self._forget(older)
+        self._ended[request.key] = run
+        self._ended_bytes += run.nbytes
+        while len(self._ended) > KEPT_RUNS or self._ended_bytes > KEPT_BYTES:
+            self._forget(next(iter(self._ended.values())))
+
+    def spread(self, made: Made) -> None:
+        """Have the other listeners told too what a step made."""
+        if not self._shared:
+            return
+        for owner in {owner for owner, _ in self._shared}:
+            for token in list(made.tokens.get(owner, ())):
+                run = self._shared.get((owner, token.id))
+                for other in run.others if run is not None else ():
+                    made.tokens.setdefault(other.owner, []).append(
+                        Token(
+                            other.id,
+                            other.attempt,
+                            token.index,
+                            token.token,
+                            token.finish,
+                            token.logprob,
+                            token.top,
+                        )
+                    )
+            for failed in list(made.failed.get(owner, ())):
+                run = self._shared.get((owner, failed.id))
+                for other in run.others if run is not None else ():
+                    told = msgspec.structs.replace(failed, id=other.id, attempt=other.attempt)
+                    made.failed.setdefault(other.owner, []).append(told)
+        for name, run in list(self._shared.items()):
+            if self._run_of(run.request) is not run:
+                del self._shared[name]
+                for other in run.others:
+                    del self._others[other.owner, other.id]
+
+    def listeners(self, request: Request) -> list[Listener]:
+        """All who are told of a request."""
+        run = self._shared.get((request.owner, request.id))
+        named = Listener(request.owner, request.id, request.attempt)
+        return [one for one in (named, *(run.others if run else ())) if one.owner != NOBODY]
+
+    # -- inside ----------------------------------------------------------------------------------------------
+
+    def _run_of(self, request: Request) -> Run | None:
+        run = self._live.get(request.key) if request.key else None
+        return run if run is not None and run.request is request else None
+
+    def _attempt(self, owner: int, id: str) -> int:
+        other = self._others.get((owner, id))
+        if other is not None:
+            return next(one.attempt for one in other.others if (one.owner, one.id) == (owner, id))
+        request = self._engine.find(owner, id)
+        # One of the same attempt is refused by the engine.
+        return 1 << 31 if request is None else request.attempt
+
+    def _begin(self, message: Submit, owner: int, came_s: float, before: Run | None = None) -> Failed | None:
+        """Args: before: what was said of the run so far, where that is known."""
+        refusal = self._engine.submit(message, owner, came_s)
+        request = self._engine.find(owner, message.id)
+        if refusal is not None or request is None or not _is_kept(message) or message.key in self._live:
+            return refusal
+        request.key = message.key
+        run = self._live[request.key] = Run(request=request)
+        wanted = request.params.logprobs
+        pairs = min(RUN_PAIRS, (wanted + 1) * request.params.max_tokens)
+        if before is not None:
+            self._forget(before)
+        if wanted >= 0 and self._pairs + pairs <= ALL_PAIRS:
+            run.pairs = pairs
+            self._pairs += pairs
+            request.told = [] if before is None else before.request.told
+            request.told_most = RUN_PAIRS // (wanted + 1)
+        return None
+
+    def _join(self, run: Run, listener: Listener) -> bool:
+        request = run.request
+        if self._alone.pop(request.key, None) is not None:
+            return self._engine.rename(request, *listener)
+        if len(run.others) >= MOST_LISTENERS or self._engine.find(request.owner, request.id) is not request:
+            return False
+        run.others.append(listener)
+        self._others[listener.owner, listener.id] = self._shared[request.owner, request.id] = run
+        return True
+
+    def _hand_on(self, run: Run) -> None:
+        """Have a run go by the name of another listener."""
+        request = run.request
+        heir = run.others.pop(0)
+        del self._others[heir.owner, heir.id], self._shared[request.owner, request.id]
+        self._engine.rename(request, *heir)
+        if run.others:
+            self._shared[heir.owner, heir.id] = run
+
+    def _forget(self, run: Run) -> None:
+        del self._ended[run.request.key]
+        self._ended_bytes -= run.nbytes
+        self._pairs -= run.pairs
+
+
+def _is_kept(message: Submit) -> bool:
+    """Whether the tokens of a request are all that there is to tell of it, and the same whenever it is computed."""
+    params = message.params
+    return bool(message.key) and not (
+        params.prompt_logprobs >= 0 or params.wants_routing or params.drop_lost_experts
+    )
+
+
+def _answers(request: Request, message: Submit) -> bool:
+    """Whether a run's tokens are those that are asked for, and all that is asked of them is known."""
+    known = len(request.output) - len(request.told) if request.told is not None else 1 << 31
+    return (
+        request.params == message.params
+        and request.output[: len(message.output)] == message.output
+        and (request.params.logprobs < 0 or known <= len(message.output))
+        and np.array_equal(request.prompt, np.array(message.prompt, np.int32))
+    )
+
+
+def _tokens(request: Request, message: Submit) -> Iterator[Token]:
+    """Those that a listener lacks."""
+    output, told = request.output, request.told or []
+    for index in range(len(message.output), len(output)):
+        finish = request.finish if index == len(output) - 1 else ""
+        if request.params.logprobs < 0:
+            yield Token(message.id, message.attempt, index, output[index], finish)
+        else:
+            one = told[index - len(output)]
+            yield Token(message.id, message.attempt, index, one.token, finish, one.logprob, one.top)
