@@ -280,9 +280,8 @@ def _store_act(
         largest = tl.maximum(tl.max(tl.abs(value), axis=0), _LEAST)
         value *= tl.div_rn(tl.full([TOKENS], _LARGEST, tl.float32), largest)[None, :]
         tl.store(out + (token * N)[None, :] + feature[:, None], to_e4m3(value, INTERPRET), mask=live[None, :])
-        tl.store(
-            out_scales + (start + token).to(tl.int64) * (N // HEIGHT) + f, largest * _ONE_PART, mask=live
-        )
+        out_scales += (start + token).to(tl.int64) * (N // HEIGHT) + f
+        tl.store(out_scales, largest * _ONE_PART, mask=live)
 
 
 @triton.jit
