@@ -64,6 +64,13 @@ class ClusterConfig(
     expert_lanes: int = option(
         0, "Cores of each expert server; 0 deals them out among the servers.", metavar="CORES", least=0
     )
+    gateways: int = option(
+        1,
+        "Gateways, which share the endpoint's port: while one is replaced or frozen the others answer. Each takes the "
+        "memory of one, and limits and figures are each one's own.",
+        least=1,
+        most=16,
+    )
     routers: int = option(1, "Routers; one leads, the others take over. Needs --etcd.")
     api_key: tuple[str, ...] = option(
         (),

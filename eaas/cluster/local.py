@@ -2,8 +2,10 @@
 
 The supervisor decides nothing about the pools: the router says what to start and stop, and learns from the
 supervisor, through pidfds, at once when a process has ended. Only the two parts that the router cannot replace,
-itself and the gateway, are restarted here, on the addresses they had. A gateway that drains gets its successor first:
-both listen on the supervisor's socket.
+itself and the gateways, are restarted here, on the addresses they had. A gateway that drains gets its successor first.
+
+All gateways listen on the supervisor's one socket. Each connection waits in its one queue until whichever gateway is
+awake takes it: of one that is frozen or dead none is lost, as in a queue of its own (SO_REUSEPORT) it would be.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 from eaas.cluster.config import KEYS_FILE, ClusterConfig, LaunchContext, child_options
 from eaas.cluster.mps import ready_gpus
@@ -46,12 +49,14 @@ RESTART_FIRST_S, RESTART_MOST_S, RESTART_FORGIVEN_S = 0.1, 5.0, 30.0
 # A router that answers no probe for so long is ended and started again; the token path does not miss it.
 PROBE_S, HUNG_S = 1.0, 5.0
 START_S, COMPILED_S = 120.0, 900.0
+# A gateway that is no member any more joins again within a second, if it is awake, and the same for a busy host.
+SILENT_GATEWAY_S = 2.0
 # A member that is stopped ends within a second if it is well, as all roles promise; one that is frozen never does.
 STOP_MOMENT_S = 1.5
 
 
 class LocalCluster:
-    """Router, expert servers, attention workers and gateway of one model; use as a context manager.
+    """Router, expert servers, attention workers and gateways of one model; use as a context manager.
 
     Raises (from `start`):
         StartFailed: a part did not become ready, with its name and the reason.
@@ -85,8 +90,10 @@ class LocalCluster:
         self._gateway_address = ""
         self._listener: socket.socket | None = None
         self._router: RouterClient | None = None
-        # By pool: how often in a row, and when last.
-        self._restarts: dict[str, tuple[int, float]] = {}
+        # By pool and slot: how often in a row, and when last.
+        self._restarts: dict[tuple[str, int], tuple[int, float]] = {}
+        # Gateways of this host among the members, with their states, by pid.
+        self._gateways: dict[int, str] = {}
         self._supervisor = threading.Thread(target=self._supervise, name="supervisor", daemon=True)
         self._launch_thread = threading.Thread(target=self._follow_launches, name="launches", daemon=True)
         self._exits: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
@@ -159,7 +166,7 @@ class LocalCluster:
 
     def _end_children(self) -> None:
         children = list(self._children.values())
-        # The gateway goes first so that no request meets a half-stopped cluster; the router last.
+        # Gateways go first so that no request meets a half-stopped cluster; the router last.
         for pool in ("gateway", "attention", "expert", "router"):
             for child in children:
                 if child.pool == pool:
@@ -174,7 +181,7 @@ class LocalCluster:
 
     @property
     def url(self) -> str:
-        """Base URL of the gateway, such as http://127.0.0.1:8000."""
+        """Base URL of the gateways, such as http://127.0.0.1:8000."""
         return f"{'https' if self.config.tls_cert else 'http'}://{self._gateway_address}"
 
     @property
@@ -194,8 +201,8 @@ class LocalCluster:
     def _listen(self) -> None:
         """Take the endpoint's port, before anything starts: a large model takes minutes.
 
-        The socket stays here and goes to one gateway after the other, so that clients who come while one is replaced,
-        or started again, wait a moment and are refused by nobody.
+        The socket stays here and goes to every gateway, so that clients who come while the only one is replaced, or
+        started again, wait a moment and are refused by nobody.
         """
         protected = {"tls": self.config.tls_cert is not None, "keys": self.config.asks_for_keys}
         self._listener = listen(self.config.host, self.config.port, **protected)
@@ -270,7 +277,7 @@ class LocalCluster:
                 arguments=self._arguments(pool, slot, port),
                 log=log,
                 environment=self._environment if pool in ("expert", "attention") else {},
-                pass_fds=[self._listener.fileno()] if pool == "gateway" and self._listener else (),
+                pass_fds=[self._listener.fileno()] if pool == GATEWAY and self._listener else (),
             )
         except OSError as error:
             # The router counts on what it ordered; no process has the pid 0, so this reports a start that failed.
@@ -312,24 +319,40 @@ class LocalCluster:
         if self._router is not None or len(self._router_addresses) < self.config.routers:
             return
         self._router = RouterClient(self.router_address, self._credentials)
-        self._router.start(on_view=self._look_for_drains)
+        self._router.start(on_view=lambda view: self._order(lambda: self._look_at_gateways(view)))
         self._launch_thread.start()
         self._exit_thread.start()
         self._probe_thread.start()
-        if self.config.endpoint:
-            self._spawn("gateway", 0, port=0)
+        for slot in range(self.config.gateways if self.config.endpoint else 0):
+            self._spawn(GATEWAY, slot, port=0)
 
-    def _look_for_drains(self, view: View) -> None:
-        pids = [member.pid for member in view.pool(GATEWAY) if member.state == DRAINING]
-        if pids:
-            self._order(lambda: self._until_started(GATEWAY, lambda: self._succeed(pids)))
+    def _look_at_gateways(self, view: View) -> None:
+        """See which gateways drain, and which have been silent for so long that they are no members any more."""
+        self._gateways = {it.pid: it.state for it in view.pool(GATEWAY) if it.host == host_id()}
+        for child in [child for child in self._children.values() if child.pool == GATEWAY]:
+            if (state := self._gateways.get(child.pid)) is not None:
+                child.joined = True
+            elif child.joined:
+                self._later(SILENT_GATEWAY_S, partial(self._end_silent, child))
+            if state == DRAINING and not child.replaced:
+                start = partial(self._succeed, child)
+                self._later(0.0, partial(self._until_started, child, start))
 
-    def _succeed(self, pids: list[int]) -> None:
-        """Start the successor of each gateway that drains; it goes when it sees the new one among the members."""
-        for child in [self._children[pid] for pid in pids if pid in self._children]:
-            if not child.replaced:
-                self._spawn(child.pool, child.slot, port=0)
-                child.replaced = True
+    def _succeed(self, child: Child) -> None:
+        """Start the successor of a gateway that drains; it goes when it sees the new one among the members."""
+        if not child.replaced:
+            self._spawn(child.pool, child.slot, port=0)
+            child.replaced = True
+
+    def _end_silent(self, child: Child) -> None:
+        """End a gateway that is still no member, if another serves: its clients resume their streams there.
+
+        The only one holds streams that nobody else can go on with at once: it joins again when it wakes.
+        """
+        others = [pid for pid, state in self._gateways.items() if pid != child.pid and state != DRAINING]
+        if child.pid not in self._gateways and others and self._children.get(child.pid) is child:
+            self._on_event(f"{child.name} is silent, and ended: another serves")
+            child.send(signal.SIGKILL)
 
     def _ended(self, child: Child) -> None:
         descriptor = child.ready_fd
@@ -347,7 +370,7 @@ class LocalCluster:
             raise StartFailed(
                 f"{child.pool} ended ({_words(status)}) before it was ready. Its last words:\n{child.tail()}"
             )
-        if child.pool in ("router", "gateway") and not child.replaced:
+        if child.pool in ("router", GATEWAY) and not child.replaced:
             self._restart(child, status)
 
     def _restart(self, child: Child, status: int) -> None:
@@ -355,22 +378,25 @@ class LocalCluster:
         address = self._router_addresses[slot] if pool == "router" else self._gateway_address
         port = int(address.rpartition(":")[2])
         # One that was told to end did not fail.
-        delay_s = self._backoff_s(pool) if status else 0.0
-        self._later(delay_s, lambda: self._until_started(pool, lambda: self._spawn(pool, slot, port=port)))
+        delay_s = self._backoff_s(child) if status else 0.0
+        self._later(delay_s, lambda: self._until_started(child, lambda: self._spawn(pool, slot, port=port)))
 
-    def _until_started(self, pool: str, start: Callable[[], None]) -> None:
-        """Start what no order of the router's asks for again; if there is no process to be had, again and again."""
+    def _until_started(self, child: Child, start: Callable[[], None]) -> None:
+        """Start what no order of the router's asks for again; if there is no process to be had, again and again.
+
+        Args: child: In whose place.
+        """
         try:
             start()
         except StartFailed:
-            self._later(self._backoff_s(pool), lambda: self._until_started(pool, start))
+            self._later(self._backoff_s(child), lambda: self._until_started(child, start))
             raise
 
-    def _backoff_s(self, pool: str) -> float:
-        now_s = time.monotonic()
-        count, last_s = self._restarts.get(pool, (0, now_s))
+    def _backoff_s(self, child: Child) -> float:
+        place, now_s = (child.pool, child.slot), time.monotonic()
+        count, last_s = self._restarts.get(place, (0, now_s))
         count = 1 if now_s - last_s > RESTART_FORGIVEN_S else count + 1
-        self._restarts[pool] = count, now_s
+        self._restarts[place] = count, now_s
         return min(RESTART_FIRST_S * 2.0 ** min(count - 1, 30), RESTART_MOST_S)
 
     def _later(self, delay_s: float, act: Callable[[], None]) -> None:
@@ -388,7 +414,7 @@ class LocalCluster:
         config = self.config
         wanted = {
             "router": config.routers,
-            "gateway": config.endpoint,
+            "gateway": config.gateways if config.endpoint else 0,
             "expert": config.experts,
             "attention": config.attention,
         }
@@ -422,8 +448,7 @@ class LocalCluster:
     def _obey(self, command: StartProcess | StopProcess) -> None:
         if isinstance(command, StopProcess):
             child = self._children.get(command.pid)
-            # A gateway that was silent still holds its clients' streams: it joins again when it wakes.
-            if child is not None and child.pool != "gateway":
+            if child is not None and child.pool != GATEWAY:
                 # One that was drained is well and ends in order. One that was fenced may be frozen.
                 child.send(signal.SIGTERM)
                 # Its slot, and so its device, is its successor's, which may be started before it has ended.

@@ -48,6 +48,7 @@ class Child:
     process: subprocess.Popen[bytes]
     ready: dict[str, object] | None = None
     replaced: bool = False  # its successor has been started
+    joined: bool = False  # of a gateway: it has been seen among the members
     pending: bytearray = field(default_factory=bytearray)
 
     @classmethod

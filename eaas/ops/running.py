@@ -184,6 +184,8 @@ class Roll:
         )
 
     def _gateway(self, member: Member) -> None:
+        serving = len(_serving(self._view(), GATEWAY))
+
         def gone(view: View) -> bool:
             left = [m for m in view.pool(GATEWAY) if (m.host, m.pid) == (member.host, member.pid)]
             for one in left:
@@ -193,7 +195,7 @@ class Roll:
             return not left
 
         self._wait(f"{member.name} still answers what it has begun", gone)
-        self._wait("no gateway serves", lambda view: bool(_serving(view, GATEWAY)))
+        self._wait("its successor does not serve", lambda view: len(_serving(view, GATEWAY)) >= serving)
 
     def _router(self) -> None:
         # The leader last: else each that goes may be the one that has just taken over.

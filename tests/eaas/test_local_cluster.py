@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,6 +53,12 @@ def test_a_worker_that_has_joined_and_is_not_ready_yet_is_not_counted_twice_when
         watcher.close()
 
 
+def gateways(*members: tuple[int, str]) -> Any:
+    """A View of gateways of this host, each a pid and a state."""
+    here = [SimpleNamespace(pid=pid, state=state, host=host_id()) for pid, state in members]
+    return SimpleNamespace(pool=lambda _: here)
+
+
 @pytest.mark.parametrize("which", ["a router that ended", "a gateway that ended", "a gateway that drains"])
 def test_what_cannot_be_started_at_once_is_started_when_it_can_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str
@@ -74,15 +80,15 @@ def test_what_cannot_be_started_at_once_is_started_when_it_can_be(
     cluster._gateway_address, cluster._router_addresses[0] = "127.0.0.1:1", "127.0.0.1:2"
     cluster._ready.set()
     pool = which.split()[1]
-    child = SimpleNamespace(pool=pool, slot=0, pid=1, replaced=False)
+    child = SimpleNamespace(pool=pool, slot=0, pid=1, replaced=False, joined=True)
     cluster._children[1] = child
     try:
         if which.endswith("ended"):
             cluster._restart(child, -9)
         else:
-            view = SimpleNamespace(pool=lambda _: [SimpleNamespace(pid=1, state="draining")])
-            cluster._look_for_drains(view)
-            cluster._carry_out(cluster._orders.get())
+            cluster._look_at_gateways(gateways((1, "draining")))
+            for act in cluster._take_due():
+                cluster._carry_out(act)
             assert not child.replaced, "nothing has come in its place"
 
         def again() -> bool:
@@ -98,6 +104,65 @@ def test_what_cannot_be_started_at_once_is_started_when_it_can_be(
     finally:
         cluster._children.clear()
         cluster.stop()
+
+
+@pytest.fixture
+def two_gateways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A cluster with the gateways 1 and 2, both members, whose supervisor's acts are carried out by `see`."""
+    monkeypatch.setattr(local, "SILENT_GATEWAY_S", 0.0)
+    cluster: Any = LocalCluster(
+        ClusterConfig(model=tmp_path, served_model_name="m", gateways=2), on_event=print
+    )
+
+    def see(*members: tuple[int, str]) -> set[int]:
+        cluster._look_at_gateways(gateways(*members))
+        for act in cluster._take_due():
+            cluster._carry_out(act)
+        return {pid for pid in (1, 2) if cluster._children[pid].sent}
+
+    for pid in (1, 2):
+        child = SimpleNamespace(pool="gateway", name=f"gateway/{pid}", slot=pid - 1, pid=pid, sent=[])
+        child.send, child.replaced, child.joined = child.sent.append, False, False
+        cluster._children[pid] = child
+    yield SimpleNamespace(see=see, children=cluster._children, cluster=cluster)
+    cluster._children.clear()
+    cluster.stop()
+
+
+def test_a_gateway_that_stays_silent_is_ended_once_another_serves(two_gateways: Any) -> None:
+    see, children = two_gateways.see, two_gateways.children
+    assert not see((1, "serving")), "the second has only not joined yet"
+    assert not see((1, "serving"), (2, "serving"))
+    assert not see((2, "draining")), "the other goes"
+    assert not see(), "the last are silent: they hold streams that nobody else can go on with"
+    assert not see((1, "serving"), (2, "serving")), "both are back"
+    assert see((2, "serving")) == {1}
+    assert children[1].sent == [signal.SIGKILL]
+
+
+def test_a_gateway_that_was_silent_for_a_moment_is_let_be(two_gateways: Any) -> None:
+    cluster = two_gateways.cluster
+    two_gateways.see((1, "serving"), (2, "serving"))
+    cluster._look_at_gateways(gateways((2, "serving")))
+    due = cluster._take_due()
+    assert not two_gateways.see((1, "serving"), (2, "serving")), "it has joined again"
+    for act in due:
+        cluster._carry_out(act)
+    assert not two_gateways.children[1].sent
+
+
+def test_a_gateway_waits_longer_only_for_its_own_failures(two_gateways: Any) -> None:
+    cluster, (one, two) = two_gateways.cluster, two_gateways.children.values()
+    assert [cluster._backoff_s(one) for _ in range(3)] == [0.1, 0.2, 0.4]
+    assert cluster._backoff_s(two) == 0.1
+
+
+def test_a_cluster_is_ready_when_all_its_gateways_are(two_gateways: Any) -> None:
+    cluster, (one, two) = two_gateways.cluster, two_gateways.children.values()
+    one.ready, two.ready = {}, None
+    assert "1 x gateway" in cluster._missing()
+    two.ready = {}
+    assert "gateway" not in cluster._missing()
 
 
 def test_a_members_load_is_told_in_words() -> None:
