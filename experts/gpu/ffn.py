@@ -250,12 +250,10 @@ def _item(
         scales, row * (K // K_TILE), live, 0, k_tiles, K, K_TILE, PAIR, FEATURES, TOKENS, SHARED, INTERPRET,
     )  # fmt: skip
     if not GATED:
+        to = (f * 2 if PAIR else f) * FEATURES + feature
+        store_products(out, pair * N, to, live, first_acc, N, INTERPRET)
         if PAIR:
-            to = f * 2 * FEATURES + feature
-            store_products(out, pair * N, to, live, first_acc, N, INTERPRET)
             store_products(out, pair * N, to + FEATURES, live, second_acc, N, INTERPRET)
-        else:
-            store_products(out, pair * N, f * FEATURES + feature, live, first_acc, N, INTERPRET)
     elif PAIR:
         _store_act(first_acc, second_acc, out, out_scales, start, f, live, N, FEATURES, TOKENS, INTERPRET)
     else:
