@@ -171,9 +171,10 @@ def delete(key: str, *, prefix: bool = False) -> Operation:
     return {"request_delete_range": _span(key, prefix)}
 
 
-def get(key: str, *, prefix: bool = False) -> Operation:
-    """Operation: read a key, or all that begin with it."""
-    return {"request_range": _span(key, prefix)}
+def get(key: str, *, prefix: bool = False, end: str = "") -> Operation:
+    """Operation: read a key; all that begin with it; or those from it on and before `end`."""
+    span = {"key": _coded(key), "range_end": _coded(end)} if end else _span(key, prefix)
+    return {"request_range": span}
 
 
 def created(key: str, revision: str) -> Operation:

@@ -1,0 +1,316 @@
+"""Responses that are kept, by id: a few keys for each, in a file of SQLite or in etcd.
+
+`job/ID` is what was asked, which never changes; `state/ID` a JobState, changed by compare-and-set; `result/ID` what
+came of it. `open/MS/ID` is an index of what has not ended, in order of arrival, and `ended/MS/ID` of the rest, by the
+time at which it is forgotten: of each its bytes and its owner. `owner/TOKEN` is the end of an owner's lease. Times are
+Unix times in ms, 16 hexadecimal digits. Every commit is durable before its call returns.
+
+All calls block, and raise ApiError: 503 where they were not carried out, or nobody said that they were.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import sqlite3
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from eaas.gateway.errors import ApiError, full, invalid, unavailable
+from router.access import is_loopback
+from router.etcd import Etcd, EtcdInvalid, EtcdUnavailable, Operation, delete, get, modified, pairs, put
+
+log = logging.getLogger(__name__)
+
+_ETCD = "etcd://"
+TOO_LARGE = "too_large_to_keep"
+_BUSY_S = 5.0
+# Owners that went are forgotten so long after their leases.
+_GONE_MS = 60_000
+OPEN = frozenset({"queued", "in_progress"})
+
+_encode = msgspec.json.encode
+
+
+class JobsInvalid(ValueError):
+    """The store cannot be opened; the message says which and why."""
+
+
+class JobState(msgspec.Struct, frozen=True, kw_only=True):
+    """What changes of a record.
+
+    Attributes:
+        status: As OpenAI's responses have it; OPEN ones have not ended.
+        at_ms: When it came; once it has ended, when it is forgotten.
+        owner: The gateway process that computes it; empty: none yet.
+        numerics_class: In which it was begun; empty: it was not.
+        losses: Owners whose leases ended before it did.
+        bytes: Of job and result.
+        version: What the store compares; of no meaning but to be the same.
+    """
+
+    status: str
+    at_ms: int
+    owner: str = ""
+    numerics_class: str = ""
+    losses: int = 0
+    bytes: int = 0
+    version: int = 0
+
+
+class Stored(NamedTuple):
+    """A record. result: empty until it has ended."""
+
+    job: bytes
+    state: JobState
+    result: bytes
+
+
+class Base(Protocol):
+    """Values by key."""
+
+    most_bytes: int  # of a value
+
+    def read(self, *keys: str) -> dict[str, tuple[bytes, int]]:
+        """Value and version of those keys that are there."""
+        ...
+
+    def span(self, first: str, end: str) -> dict[str, bytes]:
+        """What is at keys from `first` on and before `end`, in their order."""
+        ...
+
+    def commit(self, versions: Mapping[str, int], writes: Mapping[str, bytes | None]) -> int:
+        """Write all (None: delete) if those keys have these versions, 0 where there is none; the new version of what
+        was written, or 0: nothing was."""
+        ...
+
+    def close(self) -> None:
+        """Let go of it."""
+        ...
+
+
+class JobStore:
+    """Records on a Base."""
+
+    def __init__(self, base: Base, most: int, most_bytes: int) -> None:
+        """Args: most, most_bytes: records and bytes of them that are kept. Gateways that add one at the same time may
+        each find room for it."""
+        self._base, self._most, self._most_bytes = base, most, most_bytes
+        self.close = base.close
+
+    def put(self, id: str, job: bytes, state: JobState, result: bytes = b"") -> JobState | None:
+        """Keep a new record; None: there is one of that id. Raises ApiError: 429, no more is kept; 400, it is too large
+        for the store."""
+        kept = [self._base.span(f"{index}/", f"{index}0") for index in ("open", "ended")]
+        count, kept_bytes = sum(map(len, kept)), sum(int(v.split()[0]) for one in kept for v in one.values())
+        if count >= self._most:
+            raise _full(f"{count} responses are kept, the most that this server keeps (--jobs-most)")
+        more = len(job) + len(result)
+        if count and kept_bytes + more > self._most_bytes:
+            most = f"at most {self._most_bytes} (--jobs-bytes)"
+            raise _full(f"{kept_bytes} bytes of responses are kept, and {more} more would be over {most}")
+        state = msgspec.structs.replace(state, bytes=more)
+        return self._write(id, {f"job/{id}": 0}, state, {f"job/{id}": job, f"result/{id}": result or None})
+
+    def get(self, id: str) -> Stored | None:
+        """The record; None: there is none."""
+        keys = [f"{kind}/{id}" for kind in ("job", "state", "result")]
+        job, state, result = map(self._base.read(*keys).get, keys)
+        return (
+            None
+            if job is None or state is None
+            else Stored(job[0], _state(*state), result[0] if result else b"")
+        )
+
+    def states(self, *ids: str) -> dict[str, JobState]:
+        """The states of those that are there."""
+        return {key[6:]: _state(*one) for key, one in self._base.read(*(f"state/{id}" for id in ids)).items()}
+
+    def update(self, id: str, before: JobState, after: JobState, result: bytes = b"") -> JobState | None:
+        """Put another state in the place of `before`, with the result if it has one; None: somebody else has. Raises
+        ApiError: 400, the result is too large for the store."""
+        after = msgspec.structs.replace(after, bytes=before.bytes + len(result))
+        writes: dict[str, bytes | None] = {_index(id, before): None}
+        if result:
+            writes[f"result/{id}"] = result
+        return self._write(id, {f"state/{id}": before.version}, after, writes)
+
+    def delete(self, id: str) -> bool:
+        """Forget a record; whether there was one."""
+        while (state := self.states(id).get(id)) is not None:
+            keys = (f"job/{id}", f"state/{id}", f"result/{id}", _index(id, state))
+            if self._base.commit({f"state/{id}": state.version}, dict.fromkeys(keys)):
+                return True
+        return False
+
+    def renew(self, owner: str, until_ms: int) -> None:
+        """Have an owner's lease end then."""
+        self._base.commit({}, {f"owner/{owner}": b"%d" % until_ms})
+
+    def unowned(self, now_ms: int) -> list[str]:
+        """Ids of those that have not ended and are nobody's, or whose owner's lease has ended, the oldest first."""
+        owners = {key[6:]: int(until) for key, until in self._base.span("owner/", "owner0").items()}
+        for owner in [owner for owner, until_ms in owners.items() if until_ms + _GONE_MS < now_ms]:
+            self._base.commit({}, {f"owner/{owner}": None})
+        live = {owner for owner, until_ms in owners.items() if until_ms >= now_ms}
+        found = self._base.span("open/", "open0").items()
+        return [key[22:] for key, value in found if value.decode().partition(" ")[2] not in live]
+
+    def forgotten(self, now_ms: int) -> list[str]:
+        """Ids of those that have been kept for long enough."""
+        return [key[23:] for key in self._base.span("ended/", f"ended/{now_ms:016x}")]
+
+    def _write(
+        self, id: str, versions: dict[str, int], state: JobState, writes: dict[str, bytes | None]
+    ) -> JobState | None:
+        for value in writes.values():
+            if value is not None and len(value) > self._base.most_bytes:
+                most = self._base.most_bytes
+                found = f"{len(value)} bytes found; what keeps responses here takes {most} at once"
+                raise invalid(f"It cannot be kept: {found}. Make it shorter.", code=TOO_LARGE)
+        writes |= {f"state/{id}": _encode(state), _index(id, state): f"{state.bytes} {state.owner}".encode()}
+        version = self._base.commit(versions, writes)
+        return msgspec.structs.replace(state, version=version) if version else None
+
+
+def _full(found: str) -> ApiError:
+    return full(f"{found}. Delete some, or try again later.", code="responses_full")
+
+
+def _unusable(where: object, error: Exception) -> ApiError:
+    log.error("jobs_unusable where=%s reason=%r", where, error)
+    return unavailable("What keeps responses cannot be used just now. Try again.", code="jobs_unusable")
+
+
+def _index(id: str, state: JobState) -> str:
+    return f"{'open' if state.status in OPEN else 'ended'}/{state.at_ms:016x}/{id}"
+
+
+def _state(text: bytes, version: int) -> JobState:
+    try:
+        return msgspec.structs.replace(msgspec.json.decode(text, type=JobState), version=version)
+    except msgspec.DecodeError as error:
+        raise _unusable("state", error) from None
+
+
+class SqliteBase:
+    """A Base in a file of SQLite, which all gateways of a host may share. Not for two threads at a time."""
+
+    most_bytes = 64 << 20
+
+    def __init__(self, path: str) -> None:
+        """Open or create it. Raises JobsInvalid."""
+        self._path = Path(path)
+        try:
+            self._open()
+        except sqlite3.Error as error:
+            raise JobsInvalid(
+                f"--jobs {path} cannot be opened: {error}. See that its folder exists, may be written and has room."
+            ) from error
+
+    def _open(self) -> None:
+        self._base = sqlite3.connect(
+            self._path, isolation_level=None, timeout=_BUSY_S, check_same_thread=False
+        )
+        self._base.execute("PRAGMA journal_mode=WAL")
+        self._base.execute("PRAGMA synchronous=FULL")
+        table = "kept (key TEXT PRIMARY KEY, version INTEGER NOT NULL, value BLOB NOT NULL)"
+        self._base.execute(f"CREATE TABLE IF NOT EXISTS {table}")
+
+    def read(self, *keys: str) -> dict[str, tuple[bytes, int]]:
+        asked = f"SELECT key, value, version FROM kept WHERE key IN ({','.join('?' * len(keys))})"
+        return {key: (value, version) for key, value, version in self._rows(asked, *keys)}
+
+    def span(self, first: str, end: str) -> dict[str, bytes]:
+        asked = "SELECT key, value FROM kept WHERE key >= ? AND key < ? ORDER BY key"
+        return {row[0]: row[1] for row in self._rows(asked, first, end)}
+
+    def commit(self, versions: Mapping[str, int], writes: Mapping[str, bytes | None]) -> int:
+        version = 1 + secrets.randbits(62)
+        try:
+            if not self._path.exists():
+                # Somebody removed it: what is written to what is open nobody would ever find.
+                self._base.close()
+                self._open()
+            self._base.execute("BEGIN IMMEDIATE")
+            found = self.read(*versions)
+            if any(found.get(key, (b"", 0))[1] != wanted for key, wanted in versions.items()):
+                version = 0
+            for key, value in writes.items() if version else ():
+                if value is None:
+                    self._base.execute("DELETE FROM kept WHERE key = ?", (key,))
+                else:
+                    self._base.execute("INSERT OR REPLACE INTO kept VALUES (?, ?, ?)", (key, version, value))
+            self._base.execute("COMMIT")
+        except sqlite3.Error as error:
+            if self._base.in_transaction:
+                self._base.execute("ROLLBACK")
+            raise _unusable(self._path, error) from error
+        return version
+
+    def close(self) -> None:
+        self._base.close()
+
+    def _rows(self, asked: str, *values: str) -> list[tuple[str, bytes, int]]:
+        try:
+            return self._base.execute(asked, values).fetchall()
+        except sqlite3.Error as error:
+            raise _unusable(self._path, error) from error
+
+
+class EtcdBase:
+    """A Base in etcd, which gateways of several hosts share: keys under /PREFIX/."""
+
+    # etcd takes requests of 1.5 MiB, keys and all.
+    most_bytes = 1_400_000
+
+    def __init__(self, where: str) -> None:
+        """Nothing is sent yet. Args: where: etcd://HOST:PORT[,...]/PREFIX. Raises JobsInvalid."""
+        hosts, _, prefix = where.removeprefix(_ETCD).partition("/")
+        names = hosts.split(",")
+        local = all(is_loopback(name.rpartition(":")[0].strip("[]")) for name in names)
+        try:
+            self._etcd = Etcd(
+                ",".join(f"http{'' if local else 's'}://{name}" for name in names), timeout_s=5.0
+            )
+        except EtcdInvalid as error:
+            raise JobsInvalid(f"--jobs {where}: {error}") from None
+        self._root = f"/{prefix.strip('/') or 'eaas-jobs'}/"
+
+    def read(self, *keys: str) -> dict[str, tuple[bytes, int]]:
+        found = self._run([], [get(self._root + key) for key in keys])[1]
+        return {key: (value.encode(), version) for key, (value, version) in found.items()}
+
+    def span(self, first: str, end: str) -> dict[str, bytes]:
+        found = self._run([], [get(self._root + first, end=self._root + end)])[1]
+        return {key: value.encode() for key, (value, _) in found.items()}
+
+    def commit(self, versions: Mapping[str, int], writes: Mapping[str, bytes | None]) -> int:
+        compare = [modified(self._root + key, str(version)) for key, version in versions.items()]
+        acts = {self._root + key: value for key, value in writes.items()}
+        return self._run(compare, [delete(k) if v is None else put(k, v.decode()) for k, v in acts.items()])[
+            0
+        ]
+
+    def close(self) -> None:
+        """Nothing is kept open."""
+
+    def _run(self, compare: list[Operation], acts: list[Operation]) -> tuple[int, dict[str, tuple[str, int]]]:
+        """The revision of a transaction, 0 if it was refused, and what it read."""
+        try:
+            done, answers = self._etcd.txn(compare, acts)
+            read = {key: one for answer in answers for key, one in pairs(answer).items()}
+            found = {
+                k.removeprefix(self._root): (v["value"], int(v["mod_revision"])) for k, v in read.items()
+            }
+            return int(answers[0]["header"]["revision"]) if done else 0, found
+        except (EtcdUnavailable, ValueError, KeyError, IndexError) as error:
+            raise _unusable(self._etcd.urls, error) from error
+
+
+def open_jobs(where: str, most: int, most_bytes: int) -> JobStore:
+    """The store at a path, or at etcd://HOST:PORT[,...]/PREFIX. Raises JobsInvalid: it cannot be opened."""
+    return JobStore(EtcdBase(where) if where.startswith(_ETCD) else SqliteBase(where), most, most_bytes)
