@@ -20,6 +20,8 @@ from router.pools import autoscale_bounds
 
 # Of the cluster's folder: keys that its command line gave by themselves.
 KEYS_FILE = "keys.json"
+# Where responses are kept that outlive their connection, but not the cluster.
+JOBS_FILE = "responses.sqlite"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +210,8 @@ def child_options(
     if pool == "attention":
         return derived(config, WorkerOptions, device=device, **member)
     keys = config.keys_file or (context.state_dir / KEYS_FILE if config.asks_for_keys else None)
-    return derived(config, GatewayOptions, listen_fd=context.listen_fd, keys_file=keys, **member)
+    jobs = config.jobs or str(context.state_dir / JOBS_FILE)
+    return derived(config, GatewayOptions, listen_fd=context.listen_fd, keys_file=keys, jobs=jobs, **member)
 
 
 def _admin_port(config: ClusterConfig, context: LaunchContext, slot: int) -> int | None:

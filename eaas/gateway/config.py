@@ -45,6 +45,13 @@ class EndpointOptions(RequestOptions, TracingOptions):
         "Pages of these origins may ask from a browser, such as https://chat.example; * for any; default: none.",
         metavar="ORIGIN,...",
     )
+    jobs: str = option(
+        "",
+        "Where responses are kept that are asked for in the background, or to be stored: a file, for gateways of one "
+        "host, or etcd://HOST:PORT[,...]/PREFIX (TLS beyond loopback). `eaas serve` keeps them in its own folder, "
+        "which ends with it; without it no response is kept.",
+        metavar="FILE|URL",
+    )
     trust_request_chat_template: bool = option(
         False, "Requests may bring a chat template of their own, which runs in the sandbox of the model's."
     )
@@ -91,6 +98,15 @@ class GatewayConfig(EndpointOptions, ChildOptions):
     max_body_bytes: int = option(4 << 20, "Largest request body.", above=0)
     # Some 10 KB each while idle, 30 KB with TLS.
     max_connections: int = option(4096, "Connections of clients; one more is closed at once.", above=0)
+    jobs_most: int = option(
+        4096, "Responses that are kept; one more is refused with 429, unless it need not be.", above=0
+    )
+    jobs_bytes: int = option(1 << 30, "Bytes of responses that are kept; more are refused so too.", above=0)
+    jobs_kept_s: float = option(86400.0, "How long a response is kept when it has ended.", above=0)
+    # Each holds up to 8 MiB of events.
+    jobs_running: int = option(
+        16, "Background responses that one gateway computes at a time.", above=0, most=64
+    )
     stall_s: float = option(60.0, "End a stream whose client reads nothing for so long.", above=0)
     drain_s: float = option(
         600.0,

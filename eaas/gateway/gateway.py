@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any, Protocol, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -61,6 +61,7 @@ class Gateway:
         self._loop: asyncio.AbstractEventLoop | None = None
         self.views = views
         self.dashboard = Dashboard(self, views.snapshot)
+        self.beside = [self.dashboard.running]  # what runs for as long as the gateway serves
         self._pool: WorkerPool | None = None
         self.started_s = time.monotonic()
 
@@ -103,7 +104,9 @@ class Gateway:
         # It may wait a moment for the router.
         await asyncio.to_thread(self.views.start, on_view, pool.load)
         try:
-            async with self.dashboard.running():
+            async with AsyncExitStack() as running:
+                for one in self.beside:
+                    await running.enter_async_context(one())
                 yield
         finally:
             pool.close()

@@ -49,6 +49,12 @@ def account_of(scope: Scope) -> Account | None:
     return scope.get(_ACCOUNT)
 
 
+def key_name_of(scope: Scope) -> str:
+    """Whose key a request brought; empty where this gateway asks for none."""
+    account = account_of(scope)
+    return "" if account is None else account.name
+
+
 def share_of(scope: Scope) -> Share:
     """Whose request it is: its key's, or, where this gateway asks for no key, whoever it names itself in
     ``x-eaas-tenant``.

@@ -1,8 +1,7 @@
 """POST /v1/responses: the request body, the chat request that it comes down to, the response object and the published
 events of its stream, in order. Pure.
 
-Nothing is stored: what refers to a stored response, conversation, prompt or file is refused, and ``store`` is taken and
-answered with false, as OpenAI does for organizations that keep nothing.
+What refers to a conversation, prompt or file is refused: none of these are kept.
 """
 
 from __future__ import annotations
@@ -15,7 +14,16 @@ from pydantic import Field, field_validator
 
 from eaas.gateway.constraints import LogprobCount, Strict
 from eaas.gateway.errors import OVERLOADED, ErrorReply, checked, wrong_field
-from eaas.gateway.formats import Delta, Ending, TranscriptFormat, Usage, error_event, named_event
+from eaas.gateway.formats import (
+    Delta,
+    Ending,
+    ResponseHead,
+    TranscriptFormat,
+    Usage,
+    error_event,
+    named_event,
+)
+from eaas.gateway.identity import Identity
 from eaas.gateway.logprobs import logprob_entry
 from eaas.gateway.output_reader import CallBegun, Part, Reading, Thought
 from eaas.gateway.schema import MAX_MESSAGES, MAX_TOOLS, ChatRequest, Function, more_fields, only
@@ -56,10 +64,7 @@ class FunctionTool(Function):
 
 
 _NOT_STORED = only(
-    because="this server stores no responses, conversations or prompts; send the whole input with each request"
-)
-_FOREGROUND = only(
-    False, because="this server stores no responses to be fetched later; leave it out, or use 'stream'"
+    because="this server keeps no conversations or prompts; send the whole input, or a 'previous_response_id'"
 )
 _WHOLE = only("disabled", because="this server drops nothing from an input that is too long; use 'disabled'")
 _AS_IN_A_CHAT = (
@@ -95,10 +100,10 @@ class ResponsesRequest(Strict):
     store: bool | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
-    previous_response_id: Annotated[str | None, _NOT_STORED] = None
+    previous_response_id: str | None = None
     conversation: Annotated[Any, _NOT_STORED] = None
     prompt: Annotated[Any, _NOT_STORED] = None
-    background: Annotated[bool | None, _FOREGROUND] = None
+    background: bool | None = None
     truncation: Annotated[Literal["auto", "disabled"] | None, _WHOLE] = None
 
     @field_validator("include", mode="after")
@@ -241,18 +246,41 @@ def _response_format(text: Text | None) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": {k: v for k, v in schema.items() if v is not None}}
 
 
+_ITEM_IDS = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+
+
+def input_items(given: ResponsesRequest, identity: Identity) -> list[dict[str, Any]]:
+    """The input as the items in which it is kept and listed, each of which has an id. They mean the same."""
+    asked = [{"role": "user", "content": given.input}] if isinstance(given.input, str) else given.input
+    items: list[dict[str, Any]] = []
+    for number, item in enumerate(asked):
+        kind = item.get("type", "message")
+        # Those of the output have the numbers from 0 on.
+        own = {
+            "id": identity.item_id(_ITEM_IDS.get(str(kind), "item"), -1 - number),
+            "type": kind,
+            "status": "completed",
+        }
+        items.append({**own, **item})
+        if kind == "message" and isinstance(text := item.get("content"), str):
+            said = item.get("role") == "assistant"
+            part = {"type": "output_text", "annotations": []} if said else {"type": "input_text"}
+            items[-1]["content"] = [{**part, "text": text}]
+    return items
+
+
 def repeated(given: ResponsesRequest, wanted: ResponsesChat) -> dict[str, Any]:
     """What a response repeats of its request, with OpenAI's defaults."""
     text = given.text.model_dump(by_alias=True, exclude_none=True) if given.text else {}
     return {
-        "background": False,
+        "background": bool(given.background),
         "instructions": given.instructions,
         "max_output_tokens": given.max_output_tokens,
         "metadata": given.metadata or {},
         "parallel_tool_calls": wanted.parallel_tool_calls is not False,
-        "previous_response_id": None,
+        "previous_response_id": given.previous_response_id,
         "reasoning": {"effort": wanted.reasoning_effort, "summary": None},
-        "store": False,
+        "store": bool(given.store or given.background),
         "temperature": 1.0 if wanted.temperature is None else wanted.temperature,
         "text": {"format": {"type": "text"}, **text},
         "tool_choice": given.tool_choice or "auto",
@@ -282,7 +310,8 @@ class ResponsesFormat(TranscriptFormat):
         """Args: said: what the response repeats of its request."""
         super().__init__(reading)
         self._said = said
-        self._sequence = 0
+        # Who asked in the background was told of what is queued before.
+        self._sequence = 2 if said.get("background") else 0
         self._logprobs: list[dict[str, Any]] = []  # of the open item's text
         self._status = "in_progress"
         self._end = "completed"
@@ -306,8 +335,18 @@ class ResponsesFormat(TranscriptFormat):
             "usage": None if usage is None else _usage(usage),
         }
 
+    def queued(self, head: ResponseHead) -> dict[str, Any]:
+        """The response object before anything is computed."""
+        self.head, self._status = head, "queued"
+        return self.whole()
+
+    def not_kept(self) -> None:
+        """From now on the response says that it is not kept."""
+        self._said = {**self._said, "store": False}
+
     def first(self, index: int) -> bytes:
-        created = self._event("response.created", {"response": self.whole()})
+        known = bool(self._sequence)
+        created = b"" if known else self._event("response.created", {"response": self.whole()})
         return created + self._event("response.in_progress", {"response": self.whole()})
 
     def event(self, delta: Delta) -> bytes:

@@ -15,15 +15,16 @@ from starlette.responses import JSONResponse
 
 from eaas.gateway import messages, responses
 from eaas.gateway.config import GatewayConfig
-from eaas.gateway.errors import ApiError, ErrorReply, invalid, wrong_field
+from eaas.gateway.errors import invalid, wrong_field
 from eaas.gateway.formats import Format
 from eaas.gateway.gateway import Gateway
 from eaas.gateway.identity import Identity
+from eaas.gateway.jobs import Jobs
 from eaas.gateway.logprobs import MOST_SCORES
 from eaas.gateway.messages import CountTokensRequest, MessagesFormat, MessagesRequest
 from eaas.gateway.openai_format import ChatFormat, CompletionFormat
 from eaas.gateway.output_reader import Reading
-from eaas.gateway.protection import share_of
+from eaas.gateway.protection import key_name_of, share_of
 from eaas.gateway.responses import ResponsesFormat, ResponsesRequest
 from eaas.gateway.sampling import sampling_params, settle_logprobs, token_limit
 from eaas.gateway.schema import BatchChatRequest, ChatRequest, CompletionRequest, StreamOptions
@@ -57,7 +58,9 @@ Prepare = Callable[[Gateway, Any], Awaitable[Prepared]]
 Route = Callable[[Request], Awaitable[Response]]
 
 
-async def generate(gateway: Gateway, request: Request, shape: type[BaseModel], prepare: Prepare) -> Response:
+async def generate(
+    gateway: Gateway, request: Request, shape: type[BaseModel], prepare: Prepare, kept: Jobs
+) -> Response:
     """Admit a request, read it as of this shape, submit it, and answer.
 
     Raises:
@@ -74,15 +77,21 @@ async def generate(gateway: Gateway, request: Request, shape: type[BaseModel], p
             gateway.exchanges.pop(exchange.own_id, None)
 
     try:
-        prepared = await prepare(gateway, await gateway.parse(request, shape))
-        bad_tokens = await gateway.model.bad_tokens(prepared.wanted.bad_words or ())
-        work = _work(gateway, prepared, bad_tokens, share)
+        asked = await gateway.parse(request, shape)
+        identity = Identity(drawn=uuid.uuid4().hex, created=int(time.time()))
+        if isinstance(asked, ResponsesRequest):
+            await kept.prepare(request, asked, identity)
+        work = await work_of(gateway, prepare, asked, share)
+        if isinstance(asked, ResponsesRequest) and asked.background:
+            response = await kept.create(request, asked, identity, work)
+            return response
         gateway.refuse_if_paused()
         gateway.admit_tokens(work)
         stall_s = gateway.config.stall_s
-        identity = Identity(drawn=uuid.uuid4().hex, created=int(time.time()))
         exchange = Exchange(work, gateway.model, gateway.pool, identity, stall_s=stall_s, on_close=on_close)
         gateway.exchanges[exchange.own_id] = exchange
+        if isinstance(asked, ResponsesRequest) and asked.store:
+            exchange.keep = kept.keeper(request, asked, exchange)
         response = await exchange.answer(request)
         return response
     finally:
@@ -92,9 +101,10 @@ async def generate(gateway: Gateway, request: Request, shape: type[BaseModel], p
             exchange.close()
 
 
-def _work(
-    gateway: Gateway, prepared: Prepared, bad_tokens: tuple[tuple[int, ...], ...], share: Share
-) -> Work:
+async def work_of(gateway: Gateway, prepare: Prepare, asked: Any, share: Share) -> Work:
+    """What a request comes down to. Raises ApiError: it cannot be served as it stands."""
+    prepared = await prepare(gateway, asked)
+    bad_tokens = await gateway.model.bad_tokens(prepared.wanted.bad_words or ())
     wanted, prompts, config = prepared.wanted, prepared.prompts, gateway.config
     settle_logprobs(wanted, vocab=gateway.model.vocab, most=config.max_logprobs)
     context = _context(gateway)
@@ -356,10 +366,12 @@ def add_json_route(app: FastAPI, path: str, route: Route, shape: type[BaseModel]
 
 def add_routes(app: FastAPI, gateway: Gateway) -> None:
     """Serve them under ``app``, and what goes with them."""
+    kept = Jobs(gateway, lambda asked, share: work_of(gateway, create_response, asked, share))
+    gateway.beside.append(kept.running)
 
     def route_of(counted_as: str, shape: type[BaseModel], prepare: Prepare) -> Route:
         async def route(request: Request) -> Response:
-            return await gateway.counted(counted_as, generate(gateway, request, shape, prepare))
+            return await gateway.counted(counted_as, generate(gateway, request, shape, prepare, kept))
 
         route.__doc__ = prepare.__doc__
         return route
@@ -386,28 +398,20 @@ def add_routes(app: FastAPI, gateway: Gateway) -> None:
             prompt = await _encode(gateway, wanted, _tools_of(wanted), must_fit=False)
         return JSONResponse({"input_tokens": len(prompt)})
 
-    async def cancel(response_id: str) -> Response:
+    async def cancel(response_id: str, request: Request) -> Response:
         """POST /v1/responses/{response_id}/cancel: the response ends with what it has said so far."""
-        running = gateway.exchanges.values()
-        mine = response_id.startswith(ResponsesFormat.prefix)
-        exchange = next((exchange for exchange in running if mine and exchange.id == response_id), None)
+        running, key_name = gateway.exchanges.values(), key_name_of(request.scope)
+        mine = (one for one in running if one.id == response_id and one.key_name == key_name)
+        exchange = next(mine, None) if response_id.startswith(ResponsesFormat.prefix) else None
         if exchange is None:
-            return await stored(response_id)
+            return await kept.cancel(response_id, request)
         exchange.cancel()
         return Response(exchange.body(), media_type="application/json")
-
-    async def stored(response_id: str) -> Response:
-        """GET and DELETE /v1/responses/{response_id}, and its input items: there is none."""
-        message = (
-            f"No response '{response_id[:128]}' is in progress here, and none is stored: what was said is in the "
-            "answer to the request that asked for it."
-        )
-        reply = ErrorReply(status=404, message=message, param="response_id", code="response_not_found")
-        raise ApiError(reply)
 
     app.add_api_route("/invocations", invoke, methods=["POST"], response_model=None)
     add_json_route(app, f"{messages.PATH}/count_tokens", count_tokens, CountTokensRequest, "count_tokens")
     one = "/v1/responses/{response_id}"
     app.add_api_route(f"{one}/cancel", cancel, methods=["POST"], response_model=None)
-    app.add_api_route(one, stored, methods=["GET", "DELETE"], response_model=None)
-    app.add_api_route(f"{one}/input_items", stored, methods=["GET"], response_model=None)
+    app.add_api_route(one, kept.get, methods=["GET"], response_model=None)
+    app.add_api_route(one, kept.delete, methods=["DELETE"], response_model=None)
+    app.add_api_route(f"{one}/input_items", kept.list_input, methods=["GET"], response_model=None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 
@@ -26,7 +26,8 @@ from eaas.gateway.guard import CLIENT_GONE, CLIENT_STALLED, Connection
 from eaas.gateway.identity import Identity
 from eaas.gateway.logprobs import PromptScores, TokensById
 from eaas.gateway.pool import WorkerPool
-from eaas.gateway.protection import account_of, reserve_tokens
+from eaas.gateway.protection import account_of, key_name_of, reserve_tokens
+from eaas.gateway.responses import ResponsesFormat
 from eaas.gateway.schema import ChatRequest, CompletionRequest
 from eaas.gateway.served_model import ServedModel
 from eaas.gateway.stops import StopAutomaton, StopMatcher
@@ -96,6 +97,10 @@ class Exchange:
         self.own_id = f"{work.format.prefix}{identity.drawn}-{uuid.uuid4().hex[:8]}"
         self.id = work.format.prefix + (wanted.request_id or identity.drawn)
         self.request_id = wanted.request_id
+        self.key_name = ""  # whose API key asked; empty: none was needed
+        self.keep: Callable[[], Awaitable[None]] = (
+            _keep_nothing  # awaited when the response has ended well, before that is said
+        )
         self._changed = asyncio.Event()
         self._listener: asyncio.Task[None] | None = None
         self._closed = False
@@ -159,11 +164,10 @@ class Exchange:
         Raises:
             ApiError: the request failed before anything was sent, or its key's budget is spent.
         """
+        self.key_name = key_name_of(request.scope)
         self._reserve(account_of(request.scope))
         self._listener = self._loop.create_task(self._listen(request))
-        self.metrics.prompt_tokens += self.prompt_tokens
-        for sequence in self._sequences:
-            self._pool.submit(sequence)
+        self.begin()
         generation = self.generation
         while not generation.ready:
             await self.wait()
@@ -174,7 +178,19 @@ class Exchange:
             headers[_DROPPED_HEADER] = "true"
         if self._work.wanted.stream:
             return EventStream(self, headers, self._stall_s)
+        await self.keep()
         return Response(self.body(), media_type="application/json", headers=headers)
+
+    def not_kept(self) -> None:
+        """Have the response say that it is not kept, though its client asked for that."""
+        if isinstance(self._work.format, ResponsesFormat):
+            self._work.format.not_kept()
+
+    def begin(self) -> None:
+        """Submit the choices."""
+        self.metrics.prompt_tokens += self.prompt_tokens
+        for sequence in self._sequences:
+            self._pool.submit(sequence)
 
     def body(self) -> bytes:
         """The whole response, once the generation has ended without error."""
@@ -273,6 +289,10 @@ class Exchange:
             self.generation.fail(CLIENT_GONE)
 
 
+async def _keep_nothing() -> None:
+    """What most responses need."""
+
+
 class EventStream(Response):
     """Server-sent events of one exchange, each sent as soon as the client's connection takes it.
 
@@ -334,6 +354,8 @@ class EventStream(Response):
             if error is CLIENT_GONE:
                 return error
             if ended:
+                if error is None:
+                    await exchange.keep()
                 body += exchange.last_events(error)
             async with asyncio.timeout(self._stall_s):
                 if body or ended:

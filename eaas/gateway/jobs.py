@@ -1,0 +1,628 @@
+"""Responses that outlive their connections: computed in the background, kept, streamed again, cancelled, forgotten.
+
+Every gateway looks once a second for jobs that are nobody's, or whose owner's lease has ended, and makes them its own
+by compare-and-set; so the end of a job counts once too. A job holds its identity, so that whoever computes it makes the
+same bytes, events included: who was told of some of them is told the rest of the same by any gateway.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import re
+import time
+import uuid
+import zlib
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Message, Receive, Scope, Send
+
+from eaas.gateway.budgets import Account
+from eaas.gateway.errors import ApiError, ErrorReply, checked, internal, invalid, wrong_field
+from eaas.gateway.formats import ResponseHead, error_event, named_event
+from eaas.gateway.gateway import Gateway
+from eaas.gateway.guard import Connection
+from eaas.gateway.identity import Identity
+from eaas.gateway.job_store import OPEN, TOO_LARGE, JobState, JobStore, Stored, open_jobs
+from eaas.gateway.protection import account_of, key_name_of, reserve_tokens, share_of
+from eaas.gateway.responses import ResponsesFormat, ResponsesRequest, as_chat, input_items, repeated
+from eaas.gateway.stream import Exchange, Work
+from eaas.worker.protocol import Share
+
+log = logging.getLogger(__name__)
+
+_LOOK_S = 1.0
+# By the clocks of all hosts; renewed at every look.
+_LEASE_MS = 6_000
+# A job whose owners all ended before it may be what ends them.
+_MOST_LOSSES = 20
+# Between attempts that failed for want of workers or experts.
+_AGAIN_S, _AGAIN_MOST_S = 0.5, 15.0
+# Of one job, some 30,000 tokens; a longer one is computed and kept, and cannot be streamed.
+_EVENTS_BYTES = 8 << 20
+_ID = re.compile(re.escape(ResponsesFormat.prefix) + "[!-~]{1,128}")
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_encode, _decode = msgspec.json.encode, msgspec.json.decode
+_with = msgspec.structs.replace
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """What was asked.
+
+    Attributes:
+        key_name: Whose API key asked; empty: none was needed.
+        request: Fields of the ResponsesRequest; its input is items, those of earlier responses before its own.
+        queued: The response object before anything is computed.
+        background: It was asked for in the background; else it was kept when it had ended.
+    """
+
+    key_name: str
+    share: Share
+    identity: Identity
+    request: dict[str, Any]
+    queued: dict[str, Any]
+    background: bool
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of it: the response object, and all events, compressed; empty: they are not kept."""
+
+    response: msgspec.Raw
+    events: bytes = b""
+
+
+class _Last(msgspec.Struct):
+    response: msgspec.Raw
+
+
+class _Lost(Exception):
+    """A job is another's now, or has ended."""
+
+
+class Run:
+    """A job that is computed here: by its owner, or once more for those who listen here.
+
+    Attributes:
+        state: As its owner, this process, stored it last; None: it is not the owner.
+        events: So far, one for each sequence number.
+        dropped: They were too many, and are not kept.
+        last: Those that end them and hold the whole response, which are shown once it is stored.
+        over: No more come: the rest, if there is one, is in the store.
+        exchange: While one computes.
+        account: On which so many tokens are reserved.
+    """
+
+    def __init__(self, id: str, job: Job) -> None:
+        self.id, self.job, self.events = id, job, _opening(job)
+        self.state: JobState | None = None
+        self.dropped = self.over = False
+        self.last = b""
+        self.exchange: Exchange | None = None
+        self.account: tuple[Account, int] | None = None
+        self.task: asyncio.Task[None] | None = None
+        self.listeners = 0
+        self.changed = asyncio.Event()
+        self._bytes = 0
+
+    def stop(self) -> None:
+        """End it: who listens finds the rest in the store. Idempotent."""
+        self.over = True
+        self.changed.set()
+        if self.task is not None and self.task is not asyncio.current_task():
+            self.task.cancel()
+
+    async def compute(self, exchange: Exchange, begun: Callable[[str], Awaitable[None]]) -> ErrorReply | None:
+        """Have the exchange computed and its events put behind those that there are: those of a computation that was
+        given up are there already, and the same. Returns why it failed.
+
+        Args:
+            begun: Awaited with the numerics class before anybody sees an event of it.
+        """
+        generation, number = exchange.generation, len(_opening(self.job))
+
+        def write(chunk: bytes) -> None:
+            nonlocal number
+            for event in _split(chunk):
+                if number >= len(self.events) and not self.dropped:
+                    self.events.append(event)
+                    self._bytes += len(event)
+                    self.dropped = self._bytes > _EVENTS_BYTES
+                number += 1
+            self.changed.set()
+
+        exchange.begin()
+        while not generation.ready:
+            await exchange.wait()
+        if generation.numerics_classes:
+            await begun(generation.numerics_classes[0])
+        write(generation.take())
+        generation.write = write
+        if generation.full:
+            generation.full = False
+            exchange.resume()
+        while not generation.ended:
+            await exchange.wait()
+        write(generation.take())
+        if generation.error is None or not _again(generation.error):
+            self.last = exchange.last_events(generation.error)
+        return generation.error
+
+
+class Jobs:
+    """The responses that one gateway keeps and computes. Everything runs on the event loop, but the store."""
+
+    def __init__(
+        self, gateway: Gateway, work_of: Callable[[ResponsesRequest, Share], Awaitable[Work]]
+    ) -> None:
+        """Args: work_of: prepares a request. Raises JobsInvalid."""
+        config = self._config = gateway.config
+        self._gateway, self._work_of = gateway, work_of
+        self._store = open_jobs(config.jobs, config.jobs_most, config.jobs_bytes) if config.jobs else None
+        self._thread = ThreadPoolExecutor(1, "jobs")
+        self._owner = uuid.uuid4().hex
+        self._runs: dict[str, Run] = {}
+        self._wake = asyncio.Event()
+        told = "Background responses that are computed here.", lambda: len(self._owned())
+        gateway.metrics.gauges["eaas_jobs_running"] = told
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Compute jobs until the end; those that have not ended then are left to others."""
+        keeper = asyncio.create_task(self._keep())
+        try:
+            yield
+        finally:
+            keeper.cancel()
+            runs = list(self._runs.values())
+            for run in runs:
+                run.stop()
+            await asyncio.gather(keeper, *(run.task for run in runs if run.task), return_exceptions=True)
+            self._thread.shutdown()
+            if self._store is not None:
+                self._store.close()
+
+    async def _ask(self, act: Callable[Concatenate[JobStore, P], R], *asked: P.args, **named: P.kwargs) -> R:
+        if self._store is None:
+            raise invalid("This server keeps no responses; start it with --jobs.", code="nothing_is_kept")
+        call = functools.partial(act, self._store, *asked, **named)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+
+    # -- computing
+
+    async def _keep(self) -> None:
+        while self._store is not None:
+            try:
+                await self._look()
+            except ApiError as error:
+                log.warning("jobs_not_looked_at reason=%s", error)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), _LOOK_S)
+            self._wake.clear()
+
+    async def _look(self) -> None:
+        """Renew the lease, let go of what is another's or has ended, take what is nobody's, forget what is old."""
+        now_ms, runs = _now_ms(), list(self._runs.values())
+        ids = await self._ask(JobStore.unowned, now_ms)
+        if self._owned() or (ids and self._has_room()):
+            await self._ask(JobStore.renew, self._owner, now_ms + _LEASE_MS)
+        states = await self._ask(JobStore.states, *(run.id for run in runs))
+        for run in runs:
+            state, ends = states.get(run.id), run.state is not None and run.last
+            mine = run.state is None or (state is not None and state.owner == self._owner)
+            if not ends and (state is None or state.status not in OPEN or not mine):
+                self._drop(run)
+        for id in ids:
+            found = await self._ask(JobStore.get, id) if self._has_room() else None
+            if found is not None:
+                await self._claim(id, found)
+        for id in await self._ask(JobStore.forgotten, now_ms):
+            await self._ask(JobStore.delete, id)
+
+    def _owned(self) -> list[Run]:
+        return [run for run in self._runs.values() if run.state is not None]
+
+    def _has_room(self) -> bool:
+        gateway, config = self._gateway, self._config
+        if gateway.draining or gateway.paused or gateway.pool.unready_reason():
+            return False
+        # Who waits for an answer comes first.
+        busy = gateway.pool.owed_tokens > config.max_owed_tokens // 2
+        return not busy and len(self._owned()) < config.jobs_running
+
+    async def _claim(self, id: str, found: Stored) -> None:
+        state = found.state
+        mine = _with(state, owner=self._owner, losses=state.losses + bool(state.owner))
+        claimed = await self._ask(JobStore.update, id, state, mine)
+        if claimed is not None:
+            if state.owner:
+                log.warning("job_taken_over id=%s losses=%d", id, claimed.losses)
+            # It may be computed here already, for somebody who listens.
+            run = self._runs.get(id) or self._start(id, _decode(found.job, type=Job))
+            run.state = claimed
+
+    def _start(self, id: str, job: Job) -> Run:
+        run = self._runs[id] = Run(id, job)
+        run.task = asyncio.create_task(self._run(run))
+        return run
+
+    def _drop(self, run: Run) -> None:
+        if self._runs.get(run.id) is run:
+            del self._runs[run.id]
+        run.stop()
+
+    async def _run(self, run: Run) -> None:
+        pause_s = _AGAIN_S
+        try:
+            while (error := await self._attempt(run)) is not None and _again(error):
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _AGAIN_MOST_S)
+            while run.state is None:
+                # Its owner stores that it has ended; where that is lost before, this process may become the owner.
+                self._wake.set()
+                await asyncio.sleep(_LOOK_S / 5)
+            await self._finish(run)
+        except _Lost:
+            log.info("job_lost id=%s", run.id)
+        finally:
+            self._drop(run)
+            if run.state is not None and run.state.status in OPEN:
+                with contextlib.suppress(ApiError):
+                    await self._ask(JobStore.update, run.id, run.state, _with(run.state, owner=""))
+
+    async def _attempt(self, run: Run) -> ErrorReply | None:
+        """Compute it once; `run.last` is set unless it is to be tried again. Raises _Lost."""
+        gateway, job = self._gateway, run.job
+
+        async def begun(numerics_class: str) -> None:
+            known = run.state
+            if known is not None and (known.status, known.numerics_class) != ("in_progress", numerics_class):
+                after = _with(known, status="in_progress", numerics_class=numerics_class)
+                run.state = await self._ask(JobStore.update, run.id, known, after)
+                if run.state is None:
+                    raise _Lost
+
+        def on_close() -> None:
+            if run.exchange is not None:
+                gateway.exchanges.pop(run.exchange.own_id, None)
+
+        try:
+            if run.state is not None and run.state.losses > _MOST_LOSSES:
+                message = f"{run.state.losses} gateways ended while they computed it; it is given up."
+                raise internal(message, code="attempts_exhausted")
+            work = await self._work_of(checked(ResponsesRequest, job.request), job.share)
+            stall_s = self._config.stall_s
+            run.exchange = exchange = Exchange(
+                work, gateway.model, gateway.pool, job.identity, stall_s=stall_s, on_close=on_close
+            )
+            if run.state is not None:
+                gateway.exchanges[exchange.own_id] = exchange
+            try:
+                return await run.compute(exchange, begun)
+            finally:
+                exchange.close()
+                run.exchange = None
+        except ApiError as error:
+            reply = error.reply
+        except Exception as error:
+            if isinstance(error, _Lost):
+                raise
+            log.exception("job_failed id=%s", run.id)
+            reply = internal("The server failed to compute it; its log says why.").reply
+        run.last = b"" if _again(reply) else _ended(job, "failed", reply)
+        return reply
+
+    async def _finish(self, run: Run) -> None:
+        """Keep what came of it, and only then show its end."""
+        events = b"".join([*run.events, run.last])
+        packed = b"" if run.dropped else await asyncio.to_thread(zlib.compress, events)
+        result = Result(response=_response_of(run.last), events=packed)
+        while run.state is not None and run.state.status in OPEN:
+            after = self._after(run.state, result.response)
+            try:
+                run.state = await self._ask(JobStore.update, run.id, run.state, after, _encode(result))
+            except ApiError as error:
+                if error.reply.code != TOO_LARGE:
+                    await asyncio.sleep(_LOOK_S)
+                elif result.events:
+                    result = Result(response=result.response)
+                else:
+                    run.last = _ended(run.job, "failed", error.reply)
+                    result = Result(response=_response_of(run.last))
+        if run.state is None:
+            raise _Lost
+        run.events += [run.last]
+        if run.account is not None:
+            account, reserved = run.account
+            usage = _decode(result.response)["usage"] or {"total_tokens": 0}
+            account.settle(reserved, usage["total_tokens"], time.monotonic())
+
+    def _after(self, state: JobState, response: msgspec.Raw | bytes) -> JobState:
+        """The state of one that has ended so."""
+        forgotten_ms = _now_ms() + int(self._config.jobs_kept_s * 1000)
+        return _with(state, status=_decode(response)["status"], owner="", at_ms=forgotten_ms)
+
+    # -- what clients ask
+
+    async def prepare(self, request: Request, given: ResponsesRequest, identity: Identity) -> None:
+        """Put what an earlier response had before a request's input, in the form in which it is kept.
+
+        Raises:
+            ApiError: nothing is kept here; there is no such response, or it has not ended.
+        """
+        if self._store is None:
+            if given.background or given.previous_response_id is not None:
+                field = "background" if given.background else "previous_response_id"
+                raise wrong_field(field, "this server keeps no responses; it was started without --jobs")
+            given.store = False
+        if given.background and given.store is False:
+            raise wrong_field("store", "what is asked for with 'background' is kept; leave it out")
+        if given.previous_response_id is not None:
+            id = given.previous_response_id
+            job, found = await self._found(id, request, "previous_response_id")
+            if found.state.status in OPEN:
+                message = f"is '{id}', which is {found.state.status}; wait for its end"
+                raise wrong_field("previous_response_id", message)
+            output = _decode(_result(found).response)["output"]
+            given.input = [*job.request["input"], *output, *input_items(given, identity)]
+        elif given.background or given.store:
+            given.input = list(input_items(given, identity))
+
+    async def create(
+        self, request: Request, given: ResponsesRequest, identity: Identity, work: Work
+    ) -> Response:
+        """Keep a request that is to be computed in the background, and answer before it is.
+
+        Raises:
+            ApiError: it cannot be kept, its key's budget is spent, or there is one of its id.
+        """
+        job, account = self._job(request, given, identity), account_of(request.scope)
+        id, reserved, mine = job.queued["id"], work.cost(self._config.batch_tokens), self._has_room()
+        reserve_tokens(account, reserved)
+        state = None
+        try:
+            if mine:
+                await self._ask(JobStore.renew, self._owner, _now_ms() + _LEASE_MS)
+            new = JobState(status="queued", at_ms=_now_ms(), owner=self._owner if mine else "")
+            state = await self._ask(JobStore.put, id, _encode(job), new)
+            if state is None:
+                raise wrong_field("request_id", f"there is a response '{id}' already")
+        finally:
+            if state is None and account is not None:
+                account.settle(reserved, 0, time.monotonic())
+        if mine:
+            run = self._start(id, job)
+            run.state, run.account = state, None if account is None else (account, reserved)
+        return self._stream(id, job, 0) if work.wanted.stream else JSONResponse(job.queued)
+
+    def keeper(
+        self, request: Request, given: ResponsesRequest, exchange: Exchange
+    ) -> Callable[[], Awaitable[None]]:
+        """Keeps a response that was computed in the foreground; where that fails, the response says so itself."""
+        job = self._job(request, given, exchange.identity)
+
+        async def keep() -> None:
+            body, kept = exchange.body(), None
+            state = self._after(JobState(status="", at_ms=0), body)
+            result = _encode(Result(response=msgspec.Raw(body)))
+            try:
+                kept = await self._ask(JobStore.put, exchange.id, _encode(job), state, result)
+            except ApiError as error:
+                log.warning("response_not_kept id=%s reason=%s", exchange.id, error)
+            if kept is None:
+                exchange.not_kept()
+
+        return keep
+
+    async def get(self, response_id: str, request: Request) -> Response:
+        """GET /v1/responses/{response_id}: how it stands; with `stream` its events after `starting_after`."""
+        job, found = await self._found(response_id, request)
+        asked = request.query_params
+        if asked.get("stream") != "true":
+            return _answer(job, found)
+        if not job.background:
+            raise wrong_field("stream", "only what was asked for with 'background' can be streamed again")
+        after = asked.get("starting_after", "-1")
+        if not re.fullmatch(r"-1|[0-9]{1,9}", after):
+            raise wrong_field("starting_after", "the sequence number of an event is needed")
+        return self._stream(response_id, job, int(after) + 1)
+
+    async def cancel(self, response_id: str, request: Request) -> Response:
+        """POST /v1/responses/{response_id}/cancel: it ends, with what it has said where it is computed here; one that
+        has ended is answered as it is."""
+        job, found = await self._found(response_id, request)
+        while found.state.status in OPEN:
+            run = self._runs.get(response_id)
+            if run is not None and run.state is not None and run.exchange is not None:
+                run.exchange.cancel()
+                while not run.over:
+                    run.changed.clear()
+                    await run.changed.wait()
+            else:
+                last = _ended(job, "cancelled")
+                events = zlib.compress(b"".join([*_opening(job), last]))
+                result = Result(response=_response_of(last), events=events)
+                after = self._after(found.state, result.response)
+                await self._ask(JobStore.update, response_id, found.state, after, _encode(result))
+                self._wake.set()
+            job, found = await self._found(response_id, request)
+        return _answer(job, found)
+
+    async def delete(self, response_id: str, request: Request) -> Response:
+        """DELETE /v1/responses/{response_id}: forget it; one that has not ended is computed no more."""
+        await self._found(response_id, request)
+        await self._ask(JobStore.delete, response_id)
+        self._wake.set()
+        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+
+    async def list_input(self, response_id: str, request: Request) -> Response:
+        """GET /v1/responses/{response_id}/input_items: all that the model was given, in pages."""
+        job, _ = await self._found(response_id, request)
+        asked, items = request.query_params, list(job.request["input"])
+        limit, order, after = asked.get("limit", "20"), asked.get("order", "desc"), asked.get("after")
+        if not re.fullmatch(r"[1-9][0-9]?|100", limit):
+            raise wrong_field("limit", "1 to 100 is needed")
+        if order not in ("asc", "desc"):
+            raise wrong_field("order", "'asc' or 'desc' is needed")
+        items = items if order == "asc" else items[::-1]
+        ids = [item["id"] for item in items]
+        if after is not None and after not in ids:
+            raise wrong_field("after", "there is no item of that id")
+        rest = items if after is None else items[ids.index(after) + 1 :]
+        page = rest[: int(limit)]
+        ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {}
+        return JSONResponse({"object": "list", "data": page, **ends, "has_more": len(page) < len(rest)})
+
+    async def _found(self, id: str, request: Request, param: str = "response_id") -> tuple[Job, Stored]:
+        known = self._store is not None and _ID.fullmatch(id)
+        found = await self._ask(JobStore.get, id) if known else None
+        job = None if found is None else _decode(found.job, type=Job)
+        # That there is another's is nobody's business.
+        if found is None or job is None or job.key_name != key_name_of(request.scope):
+            message = f"No response '{id[:128]}' is in progress here, and none is stored."
+            reply = ErrorReply(status=404, message=message, param=param, code="response_not_found")
+            raise ApiError(reply)
+        return job, found
+
+    def _job(self, request: Request, given: ResponsesRequest, identity: Identity) -> Job:
+        wanted = as_chat(given)
+        id = ResponsesFormat.prefix + (wanted.request_id or identity.drawn)
+        head = ResponseHead(id=id, identity=identity, model=self._gateway.model.name, fingerprint=None)
+        return Job(
+            key_name=key_name_of(request.scope),
+            share=_with(share_of(request.scope), background=True),
+            identity=identity,
+            # Events are made of it, whoever listens.
+            request=given.model_dump(exclude_unset=True, by_alias=True) | {"stream": True},
+            queued=ResponsesFormat(None, repeated(given, wanted)).queued(head),
+            background=bool(given.background),
+        )
+
+    # -- streams
+
+    def _stream(self, id: str, job: Job, number: int) -> Response:
+        return JobStream(self._events(id, job, number), self._config.stall_s)
+
+    async def _events(self, id: str, job: Job, number: int) -> AsyncGenerator[bytes]:
+        """The events of a job from that number on, wherever it is computed."""
+        while True:
+            found = None if id in self._runs else await self._ask(JobStore.get, id)
+            run = self._runs.get(id)
+            if run is None and found is not None and found.state.status == "in_progress":
+                run = self._start(id, job)
+            if run is not None:
+                run.listeners += 1
+                try:
+                    while number < len(run.events) or not (run.over or run.dropped):
+                        events, number = run.events[number:], max(number, len(run.events))
+                        if events:
+                            yield b"".join(events)
+                        else:
+                            run.changed.clear()
+                            await run.changed.wait()
+                finally:
+                    run.listeners -= 1
+                    if not run.listeners and run.state is None:
+                        self._drop(run)
+            elif found is not None and found.state.status in OPEN:
+                opening = _opening(job)[number:]
+                number += len(opening)
+                yield b"".join(opening)
+                await asyncio.sleep(_LOOK_S / 5)
+            elif found is not None and (packed := _result(found).events):
+                events = _split(zlib.decompress(packed))
+                # What another gateway cancelled has fewer than were shown here.
+                yield b"".join(events[number:] if number <= len(events) else events[-1:])
+                return
+            else:
+                yield _NO_EVENTS
+                return
+            if run is not None and run.dropped:
+                yield _NO_EVENTS
+                return
+
+
+class JobStream(StreamingResponse):
+    """Events of a job; a client that reads nothing for ``stall_s`` is ended."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes], stall_s: float) -> None:
+        super().__init__(events, headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        self._events, self._stall_s = events, stall_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI: send the stream to its end."""
+
+        async def send_in_time(message: Message) -> None:
+            async with asyncio.timeout(self._stall_s):
+                await send(message)
+
+        try:
+            await super().__call__(scope, receive, send_in_time)
+        except TimeoutError:
+            if (connection := Connection.of(scope)) is not None:
+                connection.cut()
+        finally:
+            await self._events.aclose()
+
+
+def _answer(job: Job, found: Stored) -> Response:
+    status = found.state.status
+    if status in OPEN:
+        return JSONResponse({**job.queued, "status": status})
+    return Response(bytes(_result(found).response), media_type="application/json")
+
+
+def _result(found: Stored) -> Result:
+    return _decode(found.result, type=Result)
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000
+
+
+def _again(error: ErrorReply) -> bool:
+    """Whether the same may go well later."""
+    return error.status in (429, 503)
+
+
+def _split(events: bytes) -> list[bytes]:
+    return [event + b"\n\n" for event in events.split(b"\n\n")[:-1]]
+
+
+def _opening(job: Job) -> list[bytes]:
+    """The events before anything is computed."""
+    names = enumerate(("response.created", "response.queued"))
+    return [named_event(name, {"response": job.queued, "sequence_number": n}) for n, name in names]
+
+
+def _ended(job: Job, status: str, error: ErrorReply | None = None) -> bytes:
+    """The events that end a job of which nothing was computed."""
+    shown = None if error is None else {"code": "server_error", "message": error.message}
+    fields = {"response": {**job.queued, "status": status, "error": shown}, "sequence_number": 2}
+    if error is None:
+        return named_event("response.incomplete", fields)
+    return named_event("response.failed", fields) + error_event(error.body())
+
+
+def _response_of(events: bytes) -> msgspec.Raw:
+    """The response object in the first of these."""
+    return _decode(events.partition(b"data: ")[2].partition(b"\n\n")[0], type=_Last).response
+
+
+_NO_EVENTS = error_event(
+    ErrorReply(
+        status=409,
+        message=f"The events are not kept: they are over {_EVENTS_BYTES} bytes, or the response was deleted.",
+        code="events_not_kept",
+    ).body()
+)

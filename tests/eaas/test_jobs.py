@@ -1,0 +1,483 @@
+"""Responses in the background as the real `openai` client has them: polled, streamed, resumed, cancelled, deleted."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sqlite3
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai.types.responses import Response
+
+from eaas.worker.protocol import Failed, Submit
+from tests.eaas.gateway_world import FakeWorker, GatewayProcess, World, eventually, gateway_url
+
+ENDED = ("completed", "failed", "cancelled", "incomplete")
+TOOL = {
+    "type": "function", "name": "look", "description": "Look.",
+    "parameters": {"type": "object", "properties": {"at": {"type": "string"}}},
+}  # fmt: skip
+CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "é"}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def worker(world: World) -> FakeWorker:
+    worker = world.worker()
+    world.router.show(worker)
+    return worker
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("jobs") / "jobs.sqlite"
+
+
+@pytest.fixture(scope="module")
+def url(world: World, worker: FakeWorker, jobs: Path) -> Iterator[str]:
+    with gateway_url(world, "--jobs", str(jobs)) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def other_url(world: World, worker: FakeWorker, jobs: Path) -> Iterator[str]:
+    with gateway_url(world, "--jobs", str(jobs)) as url:
+        yield url
+
+
+def client_of(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> openai.OpenAI:
+    return client_of(url)
+
+
+@pytest.fixture(scope="module")
+def other(other_url: str) -> openai.OpenAI:
+    return client_of(other_url)
+
+
+@pytest.fixture
+def says(worker: FakeWorker) -> Iterator[Any]:
+    """Have the worker say a text and end, whatever it is asked."""
+    yield lambda text: worker.script.append(text)
+    worker.script.clear()
+    worker.step_s = 0.001
+
+
+def polled(client: openai.OpenAI, response: Response) -> Response:
+    """The response when it has ended."""
+    end_s = time.monotonic() + 60
+    while response.status not in ENDED:
+        assert time.monotonic() < end_s, response
+        time.sleep(0.02)
+        response = client.responses.retrieve(response.id)
+    return response
+
+
+def ask(client: openai.OpenAI, **more: Any) -> Response:
+    return client.responses.create(**{"model": "tiny", "input": "hi", "background": True, **more})
+
+
+def failed(submit: Submit, **why: Any) -> Failed:
+    return Failed(id=submit.id, attempt=submit.attempt, **why)
+
+
+def raw(url: str, id: str, after: int = -1) -> list[bytes]:
+    """The events of a response as they are on the wire."""
+    asked = {"stream": "true", "starting_after": str(after)} if after >= 0 else {"stream": "true"}
+    reply = httpx.get(f"{url}/v1/responses/{id}", params=asked, timeout=60)
+    assert reply.status_code == 200, reply.text
+    return [event + b"\n\n" for event in reply.content.split(b"\n\n")[:-1]]
+
+
+def sequence_of(event: bytes) -> int:
+    return json.loads(event.partition(b"data: ")[2])["sequence_number"]
+
+
+def test_what_is_asked_in_the_background_is_queued_and_then_there(client: openai.OpenAI, says: Any) -> None:
+    says("done")
+    first = ask(client, instructions="be", metadata={"a": "b"})
+    assert (first.status, first.output, first.background) == ("queued", [], True)
+    assert first.model_dump()["store"] is True
+    last = polled(client, first)
+    assert (last.status, last.output_text, last.id) == ("completed", "done", first.id)
+    assert (last.created_at, last.metadata, last.instructions) == (first.created_at, {"a": "b"}, "be")
+    assert last.usage is not None and last.usage.output_tokens == 5
+    assert client.responses.retrieve(first.id) == last
+
+
+def test_an_async_client_polls_and_streams_as_well(url: str, says: Any) -> None:
+    async def run() -> None:
+        says("done")
+        client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        response = await client.responses.create(model="tiny", input="hi", background=True)
+        while response.status in ("queued", "in_progress"):
+            await asyncio.sleep(0.02)
+            response = await client.responses.retrieve(response.id)
+        assert response.output_text == "done"
+        stream = await client.responses.retrieve(response.id, stream=True, starting_after=4)
+        events = [event async for event in stream]
+        assert [event.sequence_number for event in events] == list(range(5, 5 + len(events)))
+        assert events[-1].type == "response.completed" and events[-1].response == response
+
+    asyncio.run(run())
+
+
+def test_a_stream_in_the_background_begins_before_anything_is_computed(
+    client: openai.OpenAI, worker: FakeWorker, says: Any
+) -> None:
+    says("a é")
+    worker.frozen = True
+    stream = iter(ask(client, stream=True))  # type: ignore[call-overload]
+    events = [next(stream), next(stream)]
+    assert [event.response.status for event in events] == ["queued", "queued"]
+    worker.frozen = False
+    events += list(stream)
+    assert [event.type for event in events] == [
+        "response.created", "response.queued", "response.in_progress", "response.output_item.added",
+        "response.content_part.added", *["response.output_text.delta"] * 3, "response.output_text.done",
+        "response.content_part.done", "response.output_item.done", "response.completed",
+    ]  # fmt: skip
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert events[-1].response == client.responses.retrieve(events[0].response.id)
+
+
+@pytest.mark.parametrize("kind", ["plain", "call", "logprobs", "sampled"])
+def test_a_stream_is_the_same_from_every_event_on_at_every_gateway(
+    client: openai.OpenAI, url: str, other_url: str, says: Any, kind: str
+) -> None:
+    says(f"Well. {CALL}" if kind == "call" else "a é, said at some length")
+    more: dict[str, Any] = {
+        "call": {"tools": [TOOL]},
+        "logprobs": {"include": ["message.output_text.logprobs"], "top_logprobs": 2},
+        "sampled": {"temperature": 1.0},
+    }.get(kind, {})
+    stream = ask(client, stream=True, **more)
+    id = next(iter(stream)).response.id  # type: ignore[call-overload]
+    whole = raw(url, id)
+    assert [sequence_of(event) for event in whole] == list(range(len(whole)))
+    for after in range(len(whole)):
+        assert raw(other_url, id, after) == whole[after + 1 :], f"after {after}"
+    assert raw(url, id, len(whole) + 5) == whole[-1:]
+
+
+def test_a_job_that_runs_elsewhere_is_streamed_live_and_the_same(
+    client: openai.OpenAI, url: str, other_url: str, worker: FakeWorker, says: Any
+) -> None:
+    says("some words, one byte after the other, for a while")
+    worker.step_s = 0.02
+    job = ask(client)
+    eventually(lambda: client.responses.retrieve(job.id).status == "in_progress", "a beginning")
+    params = {"stream": "true", "starting_after": "5"}
+    with httpx.stream("GET", f"{other_url}/v1/responses/{job.id}", params=params, timeout=60) as reply:
+        pieces = reply.iter_bytes()
+        first = next(pieces)
+        assert client.responses.retrieve(job.id).status == "in_progress", "its first event came after its end"
+        rest = first + b"".join(pieces)
+    assert rest == b"".join(raw(url, job.id)[6:])
+
+
+def test_who_listens_from_the_middle_gets_each_event_once_while_it_is_computed(
+    url: str, client: openai.OpenAI, worker: FakeWorker, says: Any
+) -> None:
+    says("0123456789" * 5)
+    worker.step_s = 0.01
+    job = ask(client)
+    heard = [raw(url, job.id, after) for after in (0, 1, 7, 20)]
+    whole = raw(url, job.id)
+    assert [events[0] for events in heard] == [whole[after + 1] for after in (0, 1, 7, 20)]
+    assert all(events == whole[-len(events) :] for events in heard)
+
+
+def test_a_job_is_cancelled_with_what_it_has_said_and_twice_is_once(
+    client: openai.OpenAI, worker: FakeWorker
+) -> None:
+    worker.step_s = 0.01
+    try:
+        stream = iter(ask(client, stream=True))  # type: ignore[call-overload]
+        id = next(stream).response.id
+        eventually(lambda: client.responses.retrieve(id).status == "in_progress", "a beginning")
+        cancelled = client.responses.cancel(id)
+        last = list(stream)[-1]
+    finally:
+        worker.step_s = 0.001
+    assert cancelled.status == "cancelled" and "<user>hi".startswith(cancelled.output_text[:8])
+    assert last.type == "response.incomplete" and last.response == cancelled
+    assert client.responses.cancel(id) == cancelled == client.responses.retrieve(id)
+    eventually(lambda: not worker.jobs, "nothing to be computed")
+
+
+def test_a_job_that_runs_elsewhere_is_cancelled_by_any_gateway(
+    client: openai.OpenAI, other: openai.OpenAI, url: str, worker: FakeWorker
+) -> None:
+    worker.step_s = 0.01
+    try:
+        job = ask(client)
+        eventually(lambda: client.responses.retrieve(job.id).status == "in_progress", "a beginning")
+        assert other.responses.cancel(job.id).status == "cancelled"
+        eventually(lambda: not worker.jobs, "nothing to be computed")
+    finally:
+        worker.step_s = 0.001
+    assert client.responses.retrieve(job.id).status == "cancelled"
+    assert json.loads(raw(url, job.id)[-1].partition(b"data: ")[2])["response"]["status"] == "cancelled"
+
+
+def test_what_was_deleted_is_gone_and_computed_no_more(client: openai.OpenAI, worker: FakeWorker) -> None:
+    worker.step_s = 0.01
+    try:
+        job = ask(client)
+        eventually(lambda: worker.jobs, "a beginning")
+        client.responses.delete(job.id)
+        eventually(lambda: not worker.jobs, "nothing to be computed")
+    finally:
+        worker.step_s = 0.001
+    for act in (client.responses.retrieve, client.responses.cancel, client.responses.delete):
+        with pytest.raises(openai.NotFoundError):
+            act(job.id)
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_conversation_goes_on_from_a_response_that_was_kept(
+    client: openai.OpenAI, worker: FakeWorker, says: Any, background: bool
+) -> None:
+    says("blue")
+    asked: dict[str, Any] = {"background": True} if background else {"store": True}
+    first = client.responses.create(model="tiny", input="which?", instructions="be", **asked)
+    first = polled(client, first)
+    assert (first.status, first.model_dump()["store"]) == ("completed", True)
+    says("sky")
+    second = client.responses.create(
+        model="tiny", input="what is?", previous_response_id=first.id, store=True
+    )
+    assert bytes(worker.submits[-1].prompt).decode() == "<user>which?<assistant>blue<user>what is?<assistant>"
+    assert second.previous_response_id == first.id
+    third = polled(
+        client, ask(client, input=[{"role": "user", "content": "so?"}], previous_response_id=second.id)
+    )
+    assert bytes(worker.submits[-1].prompt).decode() == (
+        "<user>which?<assistant>blue<user>what is?<assistant>sky<user>so?<assistant>"
+    )
+    items = list(client.responses.input_items.list(third.id, order="asc", limit=2))
+    assert [item.content[0].text for item in items] == ["which?", "blue", "what is?", "sky", "so?"]  # type: ignore[union-attr]
+    assert [item.role for item in items] == ["user", "assistant"] * 2 + ["user"]  # type: ignore[union-attr]
+    assert len({item.id for item in items}) == 5
+    assert [item.id for item in client.responses.input_items.list(third.id)] == [i.id for i in items][::-1]
+
+
+def test_a_streamed_response_is_stored_before_its_end_is_said(client: openai.OpenAI, says: Any) -> None:
+    says("kept")
+    for event in client.responses.create(model="tiny", input="hi", stream=True, store=True):
+        if event.type == "response.completed":
+            assert client.responses.retrieve(event.response.id) == event.response
+            break
+    else:
+        pytest.fail("no end")
+
+
+def test_calls_and_their_outputs_are_gone_on_with(
+    client: openai.OpenAI, worker: FakeWorker, says: Any
+) -> None:
+    says(CALL)
+    first = polled(client, ask(client, tools=[TOOL]))
+    call = first.output[0]
+    assert call.type == "function_call"
+    says("ok")
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "a wall"}
+    polled(client, ask(client, tools=[TOOL], input=[output], previous_response_id=first.id))
+    assert bytes(worker.submits[-1].prompt).decode() == (
+        f"(tools look)<user>hi<assistant>[look é {call.call_id}]<tool>a wall<assistant>"
+    )
+
+
+def test_what_fails_by_the_request_is_refused_at_once(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="maximum context length"):
+        ask(client, max_output_tokens=10**6)
+    with pytest.raises(openai.BadRequestError, match="what is asked for with 'background' is kept"):
+        ask(client, store=False)
+    with pytest.raises(openai.NotFoundError, match="No response 'resp_none'") as found:
+        ask(client, previous_response_id="resp_none")
+    assert found.value.param == "previous_response_id"
+
+
+def test_of_what_has_not_ended_nothing_can_be_gone_on_with(client: openai.OpenAI, worker: FakeWorker) -> None:
+    worker.frozen = True
+    try:
+        job = ask(client)
+        with pytest.raises(openai.BadRequestError, match=f"'{job.id}', which is queued; wait for its end"):
+            ask(client, previous_response_id=job.id)
+    finally:
+        worker.frozen = False
+    client.responses.delete(job.id)
+
+
+def test_a_name_that_a_client_gave_is_taken_once(client: openai.OpenAI, says: Any) -> None:
+    says("once")
+    job = ask(client, extra_body={"request_id": "mine-1"})
+    assert job.id == "resp_mine-1"
+    with pytest.raises(openai.BadRequestError, match="there is a response 'resp_mine-1' already"):
+        ask(client, extra_body={"request_id": "mine-1"})
+    assert polled(client, job).output_text == "once"
+
+
+def test_a_fault_that_may_pass_is_waited_for_and_another_is_the_failure(
+    client: openai.OpenAI, worker: FakeWorker, says: Any
+) -> None:
+    says("in the end")
+    told: list[int] = []
+
+    def refuse(submit: Any) -> Failed | None:
+        told.append(1)
+        if len(told) > 2:
+            return None
+        return failed(submit, code="expert_lost", message="no replica", retryable=True)
+
+    worker.refuse = refuse
+    try:
+        assert polled(client, ask(client)).output_text == "in the end"
+        assert len(told) == 3
+        worker.refuse = lambda submit: failed(submit, code="broken", message="logits", retryable=False)
+        last = polled(client, ask(client))
+    finally:
+        worker.refuse = lambda _: None
+    assert last.status == "failed" and last.error is not None and last.error.message == "logits"
+    seen: list[Any] = []
+    with pytest.raises(openai.APIError, match="logits"):
+        seen.extend(client.responses.retrieve(last.id, stream=True))
+    assert [event.type for event in seen] == ["response.created", "response.queued", "response.failed"]
+
+
+def test_without_a_store_background_is_refused_and_nothing_kept(
+    world: World, worker: FakeWorker, says: Any
+) -> None:
+    says("x")
+    with gateway_url(world) as url:
+        client = client_of(url)
+        with pytest.raises(openai.BadRequestError, match="'background': this server keeps no responses"):
+            ask(client)
+        reply = client.responses.create(model="tiny", input="hi", store=True)
+        assert reply.model_dump()["store"] is False
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(reply.id)
+
+
+def test_jobs_of_a_gateway_that_was_killed_go_on_at_another_and_end_as_they_would_have(
+    world: World, worker: FakeWorker, other: openai.OpenAI, other_url: str, jobs: Path, says: Any
+) -> None:
+    says("some words, one byte after the other, for a while")
+    worker.step_s = 0.02
+    gateway = GatewayProcess(world, "--jobs", str(jobs))
+    client = client_of(gateway.url)
+    stream = iter(ask(client, stream=True, temperature=1.0))  # type: ignore[call-overload]
+    id = next(stream).response.id
+    while next(stream).sequence_number < 12:
+        pass
+    gateway.process.kill()
+    gateway.process.wait()
+    # It is heard at once elsewhere, before that gateway owns it.
+    rest = raw(other_url, id, 12)
+    worker.step_s = 0.001
+    assert rest == raw(other_url, id)[13:]
+    last = other.responses.retrieve(id)
+    assert (last.status, last.output_text) == ("completed", worker.script[-1])
+
+
+def test_a_gateway_that_is_told_to_end_leaves_its_jobs_to_others(
+    world: World, worker: FakeWorker, other: openai.OpenAI, jobs: Path, says: Any
+) -> None:
+    says("some words")
+    worker.frozen = True
+    gateway = GatewayProcess(world, "--jobs", str(jobs))
+    job = ask(client_of(gateway.url))
+    eventually(lambda: worker.jobs, "a beginning")
+    status, log = gateway.stop()
+    worker.frozen = False
+    assert status == 0 and "Traceback" not in log, log
+    assert polled(other, job).output_text == "some words"
+
+
+def test_of_another_key_s_responses_nothing_is_told(
+    world: World, worker: FakeWorker, tmp_path: Path, says: Any
+) -> None:
+    from eaas.gateway.keys import digest_of, keys_of, write_keys
+
+    says("secret")
+    write_keys(tmp_path / "keys.json", keys_of([digest_of(key) for key in ("eaas-a", "eaas-b")]))
+    with gateway_url(
+        world, "--jobs", str(tmp_path / "jobs"), "--keys-file", str(tmp_path / "keys.json")
+    ) as url:
+        a, b = (
+            openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) for key in ("eaas-a", "eaas-b")
+        )
+        for more in ({}, {"background": None, "store": True}):
+            job = polled(a, ask(a, **more))
+            assert job.output_text == "secret"
+            for act in (
+                b.responses.retrieve,
+                b.responses.cancel,
+                b.responses.delete,
+                b.responses.input_items.list,
+            ):
+                with pytest.raises(openai.NotFoundError):
+                    act(job.id)
+            with pytest.raises(openai.NotFoundError):
+                ask(b, previous_response_id=job.id)
+        worker.frozen = True
+        job = ask(a)
+        with pytest.raises(openai.NotFoundError):
+            b.responses.cancel(job.id)
+        worker.frozen = False
+        assert polled(a, job).status == "completed"
+
+
+def test_no_more_is_kept_than_may_be_and_not_for_longer(
+    world: World, worker: FakeWorker, tmp_path: Path, says: Any
+) -> None:
+    says("x")
+    options = ("--jobs", str(tmp_path / "jobs"), "--jobs-most", "1", "--jobs-kept-s", "2")
+    with gateway_url(world, *options) as url:
+        client = client_of(url)
+        job = ask(client)
+        with pytest.raises(openai.RateLimitError, match="1 responses are kept, the most"):
+            ask(client)
+        reply = client.responses.create(model="tiny", input="hi", store=True)
+        assert (reply.output_text, reply.model_dump()["store"]) == ("x", False)
+        assert polled(client, job).status == "completed"
+
+        def forgotten() -> bool:
+            return httpx.get(f"{url}/v1/responses/{job.id}").status_code == 404
+
+        eventually(forgotten, "its end")
+        assert polled(client, ask(client)).status == "completed"
+
+
+@pytest.mark.full(seconds=10)
+def test_while_the_store_is_away_nothing_is_lost_and_nothing_promised(
+    world: World, worker: FakeWorker, tmp_path: Path, says: Any
+) -> None:
+    says("some words, one byte after the other")
+    worker.step_s = 0.02
+    path = tmp_path / "jobs"
+    with gateway_url(world, "--jobs", str(path)) as url:
+        client = client_of(url)
+        job = ask(client)
+        eventually(lambda: client.responses.retrieve(job.id).status == "in_progress", "a beginning")
+        with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as base:
+            base.execute("BEGIN IMMEDIATE")
+            with pytest.raises(
+                openai.InternalServerError, match="What keeps responses cannot be used just now"
+            ):
+                ask(client)
+            reply = client.responses.create(model="tiny", input="hi", store=True)
+            assert (reply.output_text, reply.model_dump()["store"]) == (worker.script[-1], False)
+            assert client.responses.retrieve(job.id).status == "in_progress"
+            base.execute("ROLLBACK")
+        assert polled(client, job).output_text == worker.script[-1]
