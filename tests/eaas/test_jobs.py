@@ -87,6 +87,10 @@ def ask(client: openai.OpenAI, **more: Any) -> Response:
     return client.responses.create(**{"model": "tiny", "input": "hi", "background": True, **more})
 
 
+def streamed(client: openai.OpenAI, **more: Any) -> Iterator[Any]:
+    return iter(client.responses.create(model="tiny", input="hi", background=True, stream=True, **more))
+
+
 def failed(submit: Submit, **why: Any) -> Failed:
     return Failed(id=submit.id, attempt=submit.attempt, **why)
 
@@ -137,7 +141,7 @@ def test_a_stream_in_the_background_begins_before_anything_is_computed(
 ) -> None:
     says("a é")
     worker.frozen = True
-    stream = iter(ask(client, stream=True))  # type: ignore[call-overload]
+    stream = streamed(client)
     events = [next(stream), next(stream)]
     assert [event.response.status for event in events] == ["queued", "queued"]
     worker.frozen = False
@@ -161,8 +165,7 @@ def test_a_stream_is_the_same_from_every_event_on_at_every_gateway(
         "logprobs": {"include": ["message.output_text.logprobs"], "top_logprobs": 2},
         "sampled": {"temperature": 1.0},
     }.get(kind, {})
-    stream = ask(client, stream=True, **more)
-    id = next(iter(stream)).response.id  # type: ignore[call-overload]
+    id = next(streamed(client, **more)).response.id
     whole = raw(url, id)
     assert [sequence_of(event) for event in whole] == list(range(len(whole)))
     for after in range(len(whole)):
@@ -203,7 +206,7 @@ def test_a_job_is_cancelled_with_what_it_has_said_and_twice_is_once(
 ) -> None:
     worker.step_s = 0.01
     try:
-        stream = iter(ask(client, stream=True))  # type: ignore[call-overload]
+        stream = streamed(client)
         id = next(stream).response.id
         eventually(lambda: client.responses.retrieve(id).status == "in_progress", "a beginning")
         cancelled = client.responses.cancel(id)
@@ -275,6 +278,7 @@ def test_a_conversation_goes_on_from_a_response_that_was_kept(
 
 def test_a_streamed_response_is_stored_before_its_end_is_said(client: openai.OpenAI, says: Any) -> None:
     says("kept")
+    event: Any
     for event in client.responses.create(model="tiny", input="hi", stream=True, store=True):
         if event.type == "response.completed":
             assert client.responses.retrieve(event.response.id) == event.response
@@ -376,7 +380,7 @@ def test_jobs_of_a_gateway_that_was_killed_go_on_at_another_and_end_as_they_woul
     worker.step_s = 0.02
     gateway = GatewayProcess(world, "--jobs", str(jobs))
     client = client_of(gateway.url)
-    stream = iter(ask(client, stream=True, temperature=1.0))  # type: ignore[call-overload]
+    stream = streamed(client, temperature=1.0)
     id = next(stream).response.id
     while next(stream).sequence_number < 12:
         pass

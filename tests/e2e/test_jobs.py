@@ -1,0 +1,178 @@
+"""Background responses survive the end of any process, and of all at once: each ends once, as it would have."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai.types.responses import Response
+
+from eaas.cluster.config import ClusterConfig
+from eaas.cluster.local import LocalCluster
+from eaas.cluster.status import GatewayUnreachable, fetch_status
+from tests.e2e.test_command_line import descendants, served
+
+JOBS, TOKENS = 12, 96
+ENDED = ("completed", "incomplete", "failed", "cancelled")
+
+
+def asked(number: int) -> dict[str, Any]:
+    """A request: greedy, or sampled by a seed of its own."""
+    sampled = {"temperature": 1.0, "extra_body": {"seed": number, "ignore_eos": True}}
+    greedy = {"temperature": 0.0, "extra_body": {"ignore_eos": True}}
+    tokens = TOKENS // 2 + number * TOKENS // JOBS
+    more = sampled if number % 2 else greedy
+    return {"model": "tiny", "input": f"job {number} asks", "max_output_tokens": tokens, **more}
+
+
+def client_of(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=20)
+
+
+def again(act: Callable[[], Any], until_s: float) -> Any:
+    """What an act says once somebody answers: a connection that ends, and a 503, are tried again."""
+    while True:
+        try:
+            return act()
+        except (openai.APIConnectionError, openai.InternalServerError, httpx.TransportError) as error:
+            assert time.monotonic() < until_s, repr(error)
+            time.sleep(0.1)
+
+
+def ended(url: str, ids: list[str], limit_s: float = 150) -> list[Response]:
+    client, until_s = client_of(url), time.monotonic() + limit_s
+    found: list[Response] = []
+    for id in ids:
+        while (response := again(lambda id=id: client.responses.retrieve(id), until_s)).status not in ENDED:
+            assert time.monotonic() < until_s, f"{len(found)} of {len(ids)} ended: {response}"
+            time.sleep(0.1)
+        found.append(response)
+    return found
+
+
+class Listener(threading.Thread):
+    """Hears all events of one response, wherever it must ask for the rest."""
+
+    def __init__(self, url: str, id: str, until_s: float) -> None:
+        super().__init__(daemon=True)
+        self.url, self.id, self.until_s = url, id, until_s
+        self.events: list[bytes] = []
+        self.cuts = 0
+
+    def run(self) -> None:
+        while time.monotonic() < self.until_s and not (
+            self.events and b'"response.incomplete"' in self.events[-1]
+        ):
+            after = {"starting_after": str(len(self.events) - 1)} if self.events else {}
+            pending = b""
+            try:
+                params = {"stream": "true", **after}
+                with httpx.stream(
+                    "GET", f"{self.url}/v1/responses/{self.id}", params=params, timeout=20
+                ) as reply:
+                    for chunk in reply.iter_bytes() if reply.status_code == 200 else ():
+                        *whole, pending = (pending + chunk).split(b"\n\n")
+                        self.events += [event + b"\n\n" for event in whole]
+            except httpx.TransportError:
+                self.cuts += 1
+            time.sleep(0.05)
+
+
+def results_of(path: Path) -> dict[str, tuple[int, bytes]]:
+    """What is stored as the result of each, with the version under which it was written."""
+    with contextlib.closing(sqlite3.connect(path)) as base:
+        rows = base.execute("SELECT key, version, value FROM kept WHERE key LIKE 'result/%'").fetchall()
+    return {key: (version, value) for key, version, value in rows}
+
+
+@pytest.fixture(scope="module")
+def struck(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalCluster, Path]]:
+    path = tmp_path_factory.mktemp("jobs") / "responses.sqlite"
+    config = ClusterConfig(
+        model=tiny, served_model_name="tiny", experts=4, replicas=2, attention=2, gateways=2, port=0,
+        cores=(0, 1), jobs=str(path),
+    )  # fmt: skip
+    with LocalCluster(config) as running:
+        yield running, path
+
+
+def check(calm: list[str], found: list[Response], what: str) -> None:
+    assert [one.status for one in found] == ["incomplete"] * len(found), what
+    assert [one.output_text for one in found] == calm, what
+
+
+def test_jobs_whose_gateways_workers_and_servers_are_killed_end_once_as_they_would_have(
+    struck: tuple[LocalCluster, Path],
+) -> None:
+    cluster, path = struck
+    seed = time.time_ns()
+    rng = random.Random(seed)
+    client, until_s = client_of(cluster.url), time.monotonic() + 180
+    calm = [client.responses.create(**asked(number)).output_text for number in range(JOBS)]
+    sent = [
+        again(lambda n=n: client.responses.create(**asked(n), background=True), until_s) for n in range(JOBS)
+    ]
+    listeners = [Listener(cluster.url, one.id, until_s) for one in sent[:4]]
+    for listener in listeners:
+        listener.start()
+    killed = []
+    for _ in range(8):
+        time.sleep(rng.uniform(0.05, 0.8))
+        pools = ("gateway/", "attention/", "expert/")
+        name, pid = rng.choice([one for one in sorted(cluster.pids().items()) if one[0].startswith(pools)])
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+            killed.append(name)
+    what = f"seed {seed}, killed {killed}"
+    check(calm, ended(cluster.url, [one.id for one in sent]), what)
+    results = results_of(path)
+    for listener in listeners:
+        listener.join(60)
+        with httpx.Client(timeout=20) as plain:
+            whole = again(
+                lambda id=listener.id: (
+                    plain.get(f"{cluster.url}/v1/responses/{id}", params={"stream": "true"}).content
+                ),
+                until_s,
+            )
+        assert b"".join(listener.events) == whole, f"{what}: {listener.cuts} cuts"
+    # Whoever was late with the same job changed nothing.
+    time.sleep(8)
+    assert results_of(path) == results, what
+
+
+@pytest.mark.full(seconds=60)
+def test_jobs_outlive_all_processes_of_their_cluster_killed_at_once(tiny: Path, tmp_path: Path) -> None:
+    seed = time.time_ns()
+    rng = random.Random(seed)
+    options = (str(tiny), "--experts", "2", "--jobs", str(tmp_path / "responses.sqlite"))
+    with served(*options) as (process, url):
+        client = client_of(url)
+        calm = [client.responses.create(**asked(number)).output_text for number in range(JOBS)]
+        ids = [client.responses.create(**asked(number), background=True).id for number in range(JOBS)]
+        heard = Listener(url, ids[-1], time.monotonic() + rng.uniform(0.0, 1.5))
+        heard.run()
+        family = [process.pid, *descendants(process.pid)]
+        rng.shuffle(family)
+        for pid in family:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+    with pytest.raises(GatewayUnreachable):
+        fetch_status(url)
+    with served(*options) as (_, url):
+        check(calm, ended(url, ids), f"seed {seed}")
+        whole = httpx.get(f"{url}/v1/responses/{ids[-1]}", params={"stream": "true"}).content
+        assert whole.startswith(b"".join(heard.events)), f"seed {seed}: what was heard before is another's"
+        assert heard.events
