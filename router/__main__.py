@@ -60,7 +60,7 @@ async def serve(
     stop: asyncio.Event,
     ready: Callable[[str, str], None],
 ) -> None:
-    """Serve until `stop` is set.
+    """Serve until `stop` is set, or this router is retired.
 
     Args:
         election: None where there is only one router.
@@ -74,7 +74,8 @@ async def serve(
         JournalUnusable: the journal cannot be read or written.
     """
     credentials = child.credentials(options, ROUTER)
-    service = RouterService(config, store, election=election, allow_chaos=options.allow_chaos)
+    name = f"router/{options.number}"
+    service = RouterService(config, store, election=election, allow_chaos=options.allow_chaos, name=name)
     server = grpc.aio.server(
         interceptors=(Guard(service, needs_roles=credentials is not None),),
         options=(
@@ -117,7 +118,7 @@ async def serve(
         lambda: service.turns, bound_s=_HUNG_S if election is None else _LONGEST_S, longest_s=_LONGEST_S
     )
     heartbeat.start()
-    working = {asyncio.create_task(service.run()), asyncio.create_task(stop.wait())}
+    working = {asyncio.create_task(each) for each in (service.run(), stop.wait(), service.retired.wait())}
     if election is not None:
         working.add(asyncio.create_task(service.follow(election, address)))
     try:
@@ -126,7 +127,7 @@ async def serve(
         ready(address, listener.address if listener is not None else "")
         done, _ = await asyncio.wait(working, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
-            # Only the wait for `stop` ends by itself: this raises what ended another.
+            # Only the waits for an end end by themselves: this raises what ended another.
             task.result()
     finally:
         heartbeat.close()

@@ -128,6 +128,7 @@ CALLERS: dict[str, frozenset[str]] = {
     "/router.v1.Router/ReportExit": frozenset({LAUNCHER}),
     "/router.v1.Router/Launches": frozenset({LAUNCHER}),
     "/router.v1.Router/Scale": _OPERATOR,
+    "/router.v1.Router/Retire": _MEMBERS - {CLIENT} | {OPERATOR},
     "/router.v1.Router/Status": _MEMBERS | {LAUNCHER, OPERATOR},
     "/router.v1.Router/Inject": _OPERATOR,
     "/router.v1.Router/Clear": _OPERATOR,
@@ -153,6 +154,7 @@ _SPEAKS_FOR = {
     "/router.v1.Router/Watch": "name",
     "/router.v1.Router/Loaded": "name",
     "/router.v1.Router/Leave": "name",
+    "/router.v1.Router/Retire": "name",
     "/router.v1.Router/Suspect": "by",
     "/experts.v1.Experts/Attach": "name",
 }

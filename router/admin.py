@@ -4,6 +4,9 @@
     GET  /admin/pools/{pool}/scale  {"pool", "wanted", "live", "starting", "draining", "least", "most", "held_up",
                                      "is_scaling"}
     PUT  /admin/pools/{pool}/scale  {"wanted": 6, "drain_s": 30} -> the same, once it is durable
+    POST /admin/members/{name}/retire {"operation": "ID"} -> {"name", "operation", "state", "safe_to_terminate",
+                                     "asked_unix_s", "waits_for", "only_here", "running"}, once it is durable
+    GET  /admin/members/{name}/retire  how far that has come, the same
     GET  /admin/experts             {"rows": [[...]]}, sent to each expert since the router began, by layer
     GET  /admin/faults              {"faults": [as below], "members": [{"name", "pool", "state"}]}
     POST /admin/faults              {"names": ["expert/3"], "fault": {...}} -> {"fault": {...}, "names", "remaining_s"}
@@ -34,6 +37,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
 import uvicorn
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -48,6 +52,7 @@ from router.journal import JournalUnusable
 from router.metrics import CONTENT_TYPE, RouterMetrics
 from router.pools import pool_size
 from router.records import view_of
+from router.retiring import OPERATION, is_operation, retirement
 from router.service import CallRefused, CannotListen, RouterService
 from router.state import LAUNCHED_POOLS, Config
 from router.tls import Credentials, peer_role
@@ -169,7 +174,11 @@ class AdminApp:
             return await self._faults(request, found[1] or "")
         if found := re.fullmatch("/admin/pools/([^/]*)/scale", path):
             return await self._scale(request, found[1])
-        known = ", ".join([*pages, "/admin/pools/{pool}/scale", "/admin/faults"])
+        if found := re.fullmatch("/admin/members/(.+)/retire", path):
+            return await self._retire(request, found[1])
+        known = ", ".join(
+            [*pages, "/admin/pools/{pool}/scale", "/admin/members/{name}/retire", "/admin/faults"]
+        )
         raise _Refused(404, f"path {path}", f"{known} or /healthz", "ask for one of these")
 
     def _pool(self, name: str) -> dict[str, Any]:
@@ -190,6 +199,21 @@ class AdminApp:
                 do = "PUT a size within the bounds"
                 raise _Refused(409, f"wanted {wanted}", f"{least} to {most}", do, str(refused)) from None
         return JSONResponse(self._pool(pool))
+
+    async def _retire(self, request: Request, name: str) -> Response:
+        _check_method(request.method, "GET", "HEAD", "POST")
+        if request.method == "POST":
+            operation = _read_operation(await _read_body(request))
+            try:
+                return JSONResponse(asdict(self._router.retire(name, operation)))
+            except CallRefused as refused:
+                status = 404 if refused.code is grpc.StatusCode.NOT_FOUND else 409
+                needed, do = "a member that this operation may retire", "GET this path"
+                raise _Refused(status, f"{name}, operation {operation}", needed, do, str(refused)) from None
+        found = retirement(self._router.state, name)
+        if found is None:
+            raise _Refused(404, f"{name}, which nobody retires,", "one that is retired", "POST here to begin")
+        return JSONResponse(asdict(found))
 
     def _rows(self) -> list[list[int]]:
         model, rows = self._router.state.model, self._router.counts.rows
@@ -287,6 +311,14 @@ def _read_scale(body: bytes) -> tuple[int, float]:
         needed = f"seconds, over 0 and at most {LONGEST_DRAIN_S:g}"
         raise _Refused(400, f"drain_s {drain_s!r}"[:100], needed, do)
     return wanted, float(drain_s)
+
+
+def _read_operation(body: bytes) -> str:
+    said = _json_of(body)
+    if not isinstance(said, dict) or said.keys() != {"operation"} or not is_operation(said["operation"]):
+        found, needed = f"body {body[:64].decode('utf-8', 'replace')!r}", f'{{"operation": {OPERATION}}}'
+        raise _Refused(400, found, needed, "send such a body")
+    return said["operation"]
 
 
 def _read_fault(body: bytes) -> tuple[list[str], dict[str, Any]]:

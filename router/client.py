@@ -28,8 +28,8 @@ from router.connection import (
     RETRY_MOST_S,
     Connection,
     JoinRefused,
+    OrderRefused,
     RouterUnavailable,
-    ScaleRefused,
 )
 from router.events import Exited, Join, Left, StartProcess, StopProcess, Suspected, Totals
 from router.faults import Fault, FaultRefused, FaultTaker, Injection
@@ -38,9 +38,9 @@ from router.host import boot_s, host_id, name_thread, process_id
 from router.messages import from_message, launch_of, status_of, to_message
 from router.proto import router_pb2 as pb
 from router.tls import Credentials
-from router.view import EXPERT, STANDS, Identity, Member, PoolSize, Status, View
+from router.view import EXPERT, STANDS, Identity, PoolSize, Retirement, Status, View
 
-__all__ = ["FaultRefused", "JoinRefused", "RouterClient", "RouterUnavailable", "ScaleRefused"]
+__all__ = ["FaultRefused", "JoinRefused", "OrderRefused", "RouterClient", "RouterUnavailable"]
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +54,7 @@ _REFUSALS = (
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
     grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.NOT_FOUND,
 )
 
 
@@ -277,14 +278,28 @@ class RouterClient:
             drain_s: Longest drain of a member that is no longer needed; None: the router's default.
 
         Raises:
-            ScaleRefused: no such pool, out of its bounds, or not for this process's role; the message says which.
+            OrderRefused: no such pool, out of its bounds, or not for this process's role; the message says which.
             RouterUnavailable: no router answered in time, or it cannot write its journal.
         """
         if wanted < 0:
-            raise ScaleRefused(f"{wanted} members of pool {pool!r} asked for; give at least 0")
+            raise OrderRefused(f"{wanted} members of pool {pool!r} asked for; give at least 0")
         request = pb.ScaleRequest(pool=pool, wanted=wanted, drain_s=drain_s or 0.0)
-        reply = self._connection.call(self._stub.Scale, request, timeout_s, ScaleRefused, _REFUSALS)
+        reply = self._connection.call(self._stub.Scale, request, timeout_s, OrderRefused, _REFUSALS)
         return from_message(PoolSize, reply.pool)
+
+    def retire(self, name: str, operation: str = "", timeout_s: float = 5.0) -> Retirement:
+        """Have a member go once others do all of its work; asked again: how far that has come.
+
+        Args:
+            operation: An id of the caller's choice; empty: the one under which it goes already, or a new one.
+
+        Raises:
+            OrderRefused: no such member, another operation, or not for this process's role; the message says which.
+            RouterUnavailable: no router answered in time, or it cannot write its journal.
+        """
+        request = pb.RetireRequest(name=name, operation=operation)
+        reply = self._connection.call(self._stub.Retire, request, timeout_s, OrderRefused, _REFUSALS)
+        return from_message(Retirement, reply)
 
     def inject(self, names: Sequence[str], fault: Fault, timeout_s: float = 5.0) -> str:
         """Have members do a fault to themselves: each that is named is told, or none. Returns the fault's id.
@@ -314,11 +329,6 @@ class RouterClient:
         by = self._identity.name if self._identity else ""
         suspected = Suspected(by=by, name=name, incarnation=incarnation, reason=reason)
         self._connection.call(self._stub.Suspect, to_message(suspected), timeout_s)
-
-    def replace(self, member: Member, timeout_s: float = 1.0) -> None:
-        """Have another process take a member's place, and then have that member drain. Raises RouterUnavailable."""
-        going = Left(name=member.name, incarnation=member.incarnation, drain=True, replace=True)
-        self._connection.call(self._stub.Leave, to_message(going), timeout_s)
 
     def leave(self, drain: bool = False, timeout_s: float = 1.0) -> None:
         """Stop being a member: at once, or (drain) once its work is done elsewhere, which ends in `on_drained`.

@@ -98,8 +98,8 @@ class JoinRefused(Exception):
     """The router will not have this member: another model, shape or format of numbers."""
 
 
-class ScaleRefused(Exception):
-    """The router will not have that size."""
+class OrderRefused(Exception):
+    """The router will not have that size, or not retire that member."""
 
 
 class Connection:

@@ -7,7 +7,7 @@ and processes ordered when a pool is too small (router.lifecycle).
 
 from __future__ import annotations
 
-from router import lifecycle, moves
+from router import lifecycle, moves, retiring
 from router.balance import rebalance
 from router.events import (
     LONGEST_DRAIN_S,
@@ -24,6 +24,7 @@ from router.events import (
     Publish,
     Refused,
     Renewed,
+    Retire,
     Routed,
     Scale,
     Scaled,
@@ -104,7 +105,7 @@ def _apply(config: Config, state: State, event: Event, commands: list[Command]) 
             return replace(state, ticked_s=state.now_s)
         case Tick():
             state = judge_corruption(config, judge_silence(config, state, commands), commands)
-            state = lifecycle.shrink_pools(state)
+            state = lifecycle.shrink_pools(retiring.begin(state))
             state = moves.take_back_late_copies(config, lifecycle.end_overdue(config, state, commands))
             return rebalance(config, autoscale(config, state, commands))
         case Started():
@@ -119,6 +120,8 @@ def _apply(config: Config, state: State, event: Event, commands: list[Command]) 
             return _count(config, state, event)
         case Scale():
             return _scale(config, state, event, commands)
+        case Retire():
+            return retiring.retire(state, event, commands)
         case Suspected():
             return record_suspicion(config, state, event)
         case Left():
@@ -219,6 +222,7 @@ def _join(config: Config, state: State, event: Join, commands: list[Command]) ->
         ordered=lifecycle.expects_start(state, event.host, event.pool),
         zone=event.zone,
     )
+    record = replace(record, **retiring.before(state, event))
     # It has seen no View yet, so it cannot use routes older than the present epoch.
     liveness = Liveness(renewed_s=state.now_s, acked=state.epoch, told=True)
     state = replace(
@@ -407,9 +411,6 @@ def _size_refusal(config: Config, event: Scale) -> str:
 
 
 def _leave(config: Config, state: State, event: Left, commands: list[Command]) -> State:
-    record = state.members[event.name]
-    if event.drain and event.replace and record.pool in LAUNCHED_POOLS:
-        return with_record(state, replace(record, leaving=True))
     if event.drain:
         return lifecycle.begin_drain(state, event.name)
     return fence(config, state, event.name, "left", commands, ended=True)

@@ -126,15 +126,11 @@ class Suspected:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Left:
-    """A member goes: at once, or (drain) once its experts are served elsewhere.
-
-    replace: it drains when another has come in its place.
-    """
+    """A member goes: at once, or (drain) once its experts are served elsewhere."""
 
     name: str
     incarnation: int
     drain: bool
-    replace: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,6 +149,19 @@ class Scale:
     pool: str
     wanted: int
     drain_s: float = DRAIN_S
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Retire:
+    """A named member must go once others do all of its work.
+
+    operation: an id that whoever asks chose. unix_s: now, for people. router_pid: where the name is the router's own.
+    """
+
+    name: str
+    operation: str
+    unix_s: float = 0.0
+    router_pid: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,6 +193,7 @@ Event = (
     | Left
     | Exited
     | Scale
+    | Retire
     | LauncherAttached
     | LauncherDetached
 )
@@ -209,7 +219,7 @@ class Joined:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refused:
-    """Answer to Join or Scale: what was found, what is needed, what to do."""
+    """Answer to Join, Scale or Retire: what was found, what is needed, what to do."""
 
     message: str
 
@@ -225,7 +235,7 @@ class Scaled:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnknownMember:
-    """Answer to an event of a member that is none: it is fenced, or never was."""
+    """Answer to an event of a member that is none: it is fenced, or never was. incarnation: 0 where none was said."""
 
     name: str
     incarnation: int

@@ -34,7 +34,7 @@ from router.events import (
     StopProcess,
     Tick,
 )
-from router.records import doubts_itself, fence, is_last_replica, pool, replace, with_liveness, with_record
+from router.records import doubts_itself, fence, is_needed, pool, replace, with_liveness, with_record
 from router.state import (
     LAUNCHED_POOLS,
     MOST_MEMBERS,
@@ -193,13 +193,13 @@ def order_starts(config: Config, state: State, commands: list[Command]) -> State
 
 
 def count_live(config: Config, state: State, name: str) -> int:
-    """Members of a pool that count: those which drain or are to be replaced do not, nor those which look dead or stand
+    """Members of a pool that count: those which drain or are retired do not, nor those which look dead or stand
     still."""
     dead = state.silent if state.silent and not doubts_itself(config, state) else frozenset[str]()
     dead |= state.standing
     count = 0
     for record in state.members.values():
-        if record.pool == name and not (record.draining or record.leaving) and record.name not in dead:
+        if record.pool == name and not (record.draining or record.operation) and record.name not in dead:
             count += 1
     return count
 
@@ -305,19 +305,16 @@ def take_back_drains(config: Config, state: State) -> State:
 
 
 def shrink_pools(state: State) -> State:
-    """Drain one member of a pool that has more than it should; one at a time, at rest. First those to be replaced.
+    """Drain one member of a pool that has more than it should; one at a time, at rest, after those that are retired.
 
-    A member that nobody ordered is its operator's, and stays unless it is to be replaced.
+    A member that nobody ordered is its operator's, and stays.
     """
     for name in LAUNCHED_POOLS:
         members = pool(state, name)
         if len(members) <= state.wanted[name] or held_up(state, name):
             continue
-        leaving = next((record for record in members if record.leaving), None)
         ordered = [record for record in members if record.ordered]
-        if leaving is not None:
-            state = begin_drain(state, leaving.name)
-        elif ordered:
+        if ordered:
             zones = Counter(record.zone for record in members)
             classes = Counter(record.numerics_class for record in members)
             # The last of a class goes last, for its requests would have to leave the class. Of equals the last: what
@@ -339,7 +336,7 @@ def held_up(state: State, name: str) -> str:
             return f"{record.name} drains"
         if not record.ready:
             return f"{record.name} does not serve yet"
-        if record.name in state.suspects:
+        if record.name in state.suspects and not record.operation:
             corrupt = record.name in state.corrupt_since
             return f"{record.name} is suspect" + (": it is said to give corrupt replies" if corrupt else "")
     return ""
@@ -376,7 +373,7 @@ def end_overdue(config: Config, state: State, commands: list[Command]) -> State:
             state = with_liveness(
                 state, record.name, replace(state.liveness[record.name], drain_until_s=until_s)
             )
-        if state.now_s >= until_s and not is_last_replica(state, record.name):
+        if state.now_s >= until_s and not is_needed(state, record):
             state = end_member(config, state, record.name, OVERDUE, commands)
     return state
 

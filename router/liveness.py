@@ -39,7 +39,7 @@ import struct
 from router import lifecycle
 from router.events import Command, Renewed, StopProcess, Suspected
 from router.lifecycle import note_failed_start
-from router.records import doubts_itself, fence, is_last_replica, pool, replace, with_liveness
+from router.records import doubts_itself, fence, is_last_replica, is_last_worker, pool, replace, with_liveness
 from router.state import LAUNCHED_POOLS, Config, MemberRecord, SilenceHistogram, State
 from router.view import ASKING_POOLS, ATTENTION, CORRUPTS, EXPERT, GATEWAY, HEARS, REACHES, STANDS, can_talk
 
@@ -83,15 +83,6 @@ def _end(config: Config, state: State, name: str, reason: str, commands: list[Co
     if record.host in state.launchers and record.pool in LAUNCHED_POOLS:
         commands.append(StopProcess(host=record.host, name=name, pid=record.pid))
     return state if record.ready else note_failed_start(config, state, record.pool)
-
-
-def is_last_worker(state: State, name: str) -> bool:
-    """True if it is an attention worker that serves, and no other that does is heard of and at work."""
-    if not state.members[name].ready or state.members[name].pool != ATTENTION:
-        return False
-    lost = state.silent | state.standing
-    others = (record for record in pool(state, ATTENTION) if record.name != name)
-    return not any(record.ready and not record.draining and record.name not in lost for record in others)
 
 
 def _is_heard(config: Config, state: State, name: str) -> bool:

@@ -18,7 +18,7 @@ from google.protobuf.message import Message
 from router import bitmap, events
 from router.faults import Fault, FaultsTaken, Injection
 from router.proto import router_pb2 as pb
-from router.view import GoneMember, Identity, Member, PoolSize, Status, View
+from router.view import GoneMember, Identity, Member, PoolSize, Retirement, Status, View
 
 SERVICE = "router.v1.Router"
 # The name under which health says only whether a router leads. Clients choose among several routers by it: one
@@ -44,6 +44,7 @@ _MESSAGES: Final[Mapping[type, type[Message]]] = {
     events.Left: pb.LeaveRequest,
     Member: pb.Member,
     PoolSize: pb.Pool,
+    Retirement: pb.Retirement,
     Status: pb.StatusReply,
     events.Suspected: pb.SuspectRequest,
     events.Totals: pb.Totals,

@@ -10,6 +10,7 @@ from router.events import Command, Fenced
 from router.state import Config, FencedClient, Liveness, MemberRecord, State
 from router.view import (
     ASKING_POOLS,
+    ATTENTION,
     DRAINING,
     EXPERT,
     JOINING,
@@ -64,7 +65,13 @@ def fence(
     record, liveness = state.members[name], state.liveness[name]
     commands.append(Fenced(name=name, incarnation=record.incarnation, reason=reason))
     gone = GoneMember(
-        name=name, incarnation=record.incarnation, host=record.host, pid=record.pid, reason=reason
+        name=name,
+        incarnation=record.incarnation,
+        host=record.host,
+        pid=record.pid,
+        reason=reason,
+        operation=record.operation,
+        asked_unix_s=record.asked_unix_s,
     )
     until_s = liveness.renewed_s + config.lease_s
     fenced_clients = state.fenced_clients
@@ -74,7 +81,7 @@ def fence(
             FencedClient(host=record.host, pid=record.pid, acked=liveness.acked, until_s=until_s),
         )
     return replace(
-        state,
+        with_gone(state, gone),
         members=_without(state.members, name),
         liveness=_without(state.liveness, name),
         batches=_without(state.batches, name),
@@ -82,9 +89,16 @@ def fence(
         suspects=state.suspects - {name},
         silent=state.silent - {name},
         standing=state.standing - {name},
-        gone=(*state.gone, gone)[-_REMEMBERED:],
         fenced_clients=fenced_clients,
     )
+
+
+def with_gone(state: State, gone: GoneMember) -> State:
+    """The state that remembers one more who went. Whoever asks how a retirement ended may ask long after: many programs
+    that come and go crowd out none."""
+    former, latest = state.gone[: 1 - _REMEMBERED], state.gone[1 - _REMEMBERED :]
+    retired = tuple(one for one in former if one.operation)[-_REMEMBERED:]
+    return replace(state, gone=(*retired, *latest, gone))
 
 
 def _without(known: Mapping[str, _Value], name: str) -> Mapping[str, _Value]:
@@ -174,6 +188,21 @@ def peers(state: State, record: MemberRecord) -> list[MemberRecord]:
     lost = state.silent | state.standing
     staying = [r for r in kin if not r.draining and r.name not in lost]
     return kin if staying else others
+
+
+def is_last_worker(state: State, name: str) -> bool:
+    """True if it is an attention worker that serves, and no other that does is heard of and at work."""
+    if not state.members[name].ready or state.members[name].pool != ATTENTION:
+        return False
+    lost = state.silent | state.standing
+    others = (record for record in pool(state, ATTENTION) if record.name != name)
+    return not any(record.ready and not record.draining and record.name not in lost for record in others)
+
+
+def is_needed(state: State, record: MemberRecord) -> bool:
+    """True if a member that goes must not yet: its experts, or the streams of one that is retired, have no other."""
+    streams = record.operation and state.wanted[ATTENTION] and is_last_worker(state, record.name)
+    return bool(streams) or is_last_replica(state, record.name)
 
 
 def is_last_replica(state: State, name: str) -> bool:

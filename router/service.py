@@ -7,6 +7,8 @@ import inspect
 import logging
 import os
 import secrets
+import time
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, NoReturn, TypeVar
@@ -42,9 +44,10 @@ from router.pools import Counts, pool_size
 from router.proto import router_pb2 as pb
 from router.proto import router_pb2_grpc as rpc
 from router.records import view_of
+from router.retiring import retirement, retirements
 from router.state import LAUNCHED_POOLS, Config, State
 from router.tls import guarded, why_not
-from router.view import NO_ROWS, Identity, PoolSize, Status
+from router.view import NO_ROWS, Identity, PoolSize, Retirement, Status
 
 log = logging.getLogger(__name__)
 
@@ -199,11 +202,14 @@ class RouterService(rpc.RouterServicer):
         clock: Callable[[], float] = boot_s,
         election: Election | None = None,
         allow_chaos: bool = False,
+        name: str = "router/0",
     ) -> None:
         """Must be made on the event loop that will serve; does nothing before `lead`.
 
-        Args: election: None where there is only one router. allow_chaos: faults may be injected.
+        Args: election: None where there is only one router. allow_chaos: faults may be injected. name: of this router.
         """
+        self.name = name
+        self.retired = asyncio.Event()  # this router must end
         self.health = HealthServicer()
         self._config = config
         self.counts = Counts()
@@ -444,6 +450,36 @@ class RouterService(rpc.RouterServicer):
             raise CallRefused(grpc.StatusCode.INVALID_ARGUMENT, refused.message)
         return pool_size(self._config, self._state, event.pool)
 
+    async def Retire(self, request: pb.RetireRequest, context: Context) -> pb.Retirement:
+        del context
+        return to_message(self.retire(request.name, request.operation))
+
+    def retire(self, name: str, operation: str) -> Retirement:
+        """Have a member, or this router, go; returns how far that has come.
+
+        Args:
+            operation: Empty: the one under which it goes already, or a new one.
+
+        Raises:
+            CallRefused: no such member, or another operation.
+            JournalUnusable: then nothing has happened.
+        """
+        own, gone = os.getpid() if name == self.name else 0, self._state.gone
+        known = None if own else retirement(self._state, name)
+        operation = operation or (known.operation if known else str(uuid.uuid4()))
+        event = events.Retire(name=name, operation=operation, unix_s=time.time(), router_pid=own)
+        commands = self.apply(event)
+        if own and self._state.gone is not gone:
+            log.info("retired name=%s operation=%s", name, operation)
+            self.retired.set()
+        if refused := _first(events.Refused, commands):
+            raise CallRefused(grpc.StatusCode.FAILED_PRECONDITION, refused.message)
+        found = retirement(self._state, name)
+        if found is None or _first(events.UnknownMember, commands):
+            do = f"{name} is neither a member nor the router that decides, {self.name}. `eaas status` lists them"
+            raise CallRefused(grpc.StatusCode.NOT_FOUND, do)
+        return found
+
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusReply:
         del context
         status = Status(
@@ -454,6 +490,7 @@ class RouterService(rpc.RouterServicer):
             pid=os.getpid(),
             leader=self._election.leader if self._election else "",
             rows=self.counts.rows if request.rows else NO_ROWS,
+            retirements=retirements(self._state),
         )
         return to_message(status)
 

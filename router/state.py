@@ -164,7 +164,8 @@ class MemberRecord:
     every attention member has acked that epoch. dropped_epoch: when target last lost something.
     ready: has served (expert), acked (attention) or joined (gateway). ordered: its process was ordered by a router
         of this journal. draining_epoch: the first whose View shows it draining. surplus: it drains because its pool was
-        too large. leaving: it drains once another has come in its place. zone: what fails together.
+        too large. operation: the id under which it is retired, since asked_unix_s; else empty. zone: what fails
+        together.
     """
 
     name: str
@@ -187,7 +188,8 @@ class MemberRecord:
     draining: bool = False
     draining_epoch: int = 0
     surplus: bool = False
-    leaving: bool = False
+    operation: str = ""
+    asked_unix_s: float = 0.0
     ordered: bool = False
     zone: str = ""
 

@@ -146,13 +146,34 @@ class PoolSize:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GoneMember:
-    """A member that went, and why. host: only the router itself knows it."""
+    """A member that went, and why. host, and the operation that retired it: only the router itself knows them."""
 
     name: str
     incarnation: int
     host: str = ""
     pid: int
     reason: str
+    operation: str = ""
+    asked_unix_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Retirement:
+    """How far a member that was told to go has come.
+
+    state: "waiting" for another to take its place, "draining", or "gone". safe_to_terminate: nobody needs its process
+        any more. waits_for: in words. only_here: (layer, expert) pairs that nobody else serves. running: requests that
+        it last said it has, waiting ones too.
+    """
+
+    name: str
+    operation: str
+    state: str
+    safe_to_terminate: bool
+    asked_unix_s: float
+    waits_for: str = ""
+    only_here: int = 0
+    running: int = 0
 
 
 NO_ROWS: NDArray[np.uint64] = np.zeros(0, np.uint64)
@@ -164,7 +185,7 @@ class Status:
 
     problem: empty when it is healthy. gone: the latest, oldest first. pid: the router's own process. leader: address of
         the one that leads; empty if there is only one. rows: [layers * experts] sent to each expert since this router
-        began; empty where that was not asked for, or nothing is known.
+        began; empty where that was not asked for, or nothing is known. retirements: that have not ended.
     """
 
     view: View
@@ -174,6 +195,7 @@ class Status:
     pid: int
     leader: str
     rows: NDArray[np.uint64] = field(compare=False)
+    retirements: tuple[Retirement, ...] = ()
 
 
 _FORMATS = frozenset({"f32", "bf16", "int8", "fp8", "mxfp4", "int4", "int4g32"})

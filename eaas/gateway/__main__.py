@@ -35,7 +35,7 @@ from router.client import JoinRefused, RouterClient, RouterUnavailable
 from router.connection import pid_at
 from router.faults import FaultTaker
 from router.heartbeat import ending
-from router.host import process_id
+from router.host import host_id, process_id
 from router.tls import Credentials
 from router.view import DRAINING, GATEWAY, View
 
@@ -67,12 +67,13 @@ class RouterViews:
         on_drain: Callable[[], None] = lambda: None,
         faults: FaultTaker | None = None,
         credentials: Credentials | None = None,
+        stands_alone: bool = False,
     ) -> None:
-        """Args: on_drain: called once, on another thread, when the router wants this gateway replaced and another
-        listens at the same address. faults: what this process may be told to do to itself. credentials: of this
-        process; None: no TLS towards the router.
+        """Args: on_drain: called once, on another thread, when the router wants this gateway to go and another listens
+        at the same address; at any, if it stands alone: nobody takes over its socket. faults: what this process may be
+        told to do to itself. credentials: of this process; None: no TLS towards the router.
         """
-        self._on_drain = on_drain
+        self._on_drain, self._stands_alone = on_drain, stands_alone
         self._ordered = self._drains = False
         self.address = address
         self._own_address = own_address
@@ -114,7 +115,9 @@ class RouterViews:
         here = [
             member
             for member in view.pool(GATEWAY)
-            if member.address == self._own_address and member.state != DRAINING and member.pid != process_id()
+            if (member.address == self._own_address or self._stands_alone)
+            and member.state != DRAINING
+            and (member.host, member.pid) != (host_id(), process_id())
         ]
         if self._ordered and here and not self._drains:
             self._drains = True
@@ -137,7 +140,7 @@ class RouterViews:
         """Change a pool's wanted size. Blocks shortly.
 
         Raises:
-            ScaleRefused: it is out of bounds, or this process's certificate may not.
+            OrderRefused: it is out of bounds, or this process's certificate may not.
             RouterUnavailable: no router answered.
         """
         self._client.scale(pool, wanted, drain_s)
@@ -166,6 +169,7 @@ class RouterViews:
             routers=routers,
             pools=status.pools,
             gone=status.gone,
+            retirements=status.retirements,
             problem=status.problem,
             rows=status.rows if len(status.rows) else None,
         )
@@ -303,6 +307,7 @@ def _serve(options: GatewayOptions, listener: socket.socket, guards: Protection)
         on_drain=lambda: gateway.call(server.drain),
         faults=SelfInflicted() if options.allow_chaos else None,
         credentials=child.credentials(options, GATEWAY),
+        stands_alone=options.listen_fd < 0,
     )
     gateway = Gateway(config=options, model=model, views=views, version=version(), address=address)
     app: ASGIApp = guards.around(create_app(gateway, prefix), gateway.metrics.count_refused)

@@ -27,7 +27,7 @@ from eaas.gateway.errors import ApiError, ErrorReply, invalid, unavailable, unkn
 from eaas.gateway.gateway import Gateway
 from eaas.gateway.messages import body_for
 from eaas.gateway.status import cluster_status
-from router.client import RouterUnavailable, ScaleRefused
+from router.client import OrderRefused, RouterUnavailable
 
 log = logging.getLogger(__name__)
 
@@ -164,7 +164,11 @@ class OperatingRoutes:
         }
         return JSONResponse(
             cluster_status(
-                model=gateway.model.name, view=known.view or pool.view, gateway=own, routers=known.routers
+                model=gateway.model.name,
+                view=known.view or pool.view,
+                gateway=own,
+                routers=known.routers,
+                retirements=known.retirements,
             )
         )
 
@@ -233,7 +237,7 @@ class OperatingRoutes:
             await asyncio.to_thread(
                 self._gateway.views.scale, wanted.pool, wanted.new_data_parallel_size, wanted.drain_timeout
             )
-        except ScaleRefused as error:
+        except OrderRefused as error:
             raise invalid(str(error), param="new_data_parallel_size") from None
         except RouterUnavailable as error:
             raise unavailable(f"{error} Scale with: eaas scale.", code="router_unavailable") from None

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from router import bitmap
-from router.view import EXPERT, Member, View
+from router.view import EXPERT, Member, Retirement, View
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,12 @@ def _member(member: Member) -> dict[str, Any]:
 
 
 def cluster_status(
-    *, model: str, view: View | None, gateway: Mapping[str, Any], routers: Sequence[RouterStatus]
+    *,
+    model: str,
+    view: View | None,
+    gateway: Mapping[str, Any],
+    routers: Sequence[RouterStatus],
+    retirements: Sequence[Retirement] = (),
 ) -> dict[str, Any]:
     """The whole answer.
 
@@ -62,6 +67,7 @@ def cluster_status(
         view: Newest View, or None before the first.
         gateway: The gateway's own figures; with "name", "pid" and "address".
         routers: The one that leads first.
+        retirements: Of members that are told to go and have not gone.
     """
     own = {"incarnation": None, "experts": None, "load": {}}
     members: list[dict[str, Any]] = [
@@ -87,4 +93,5 @@ def cluster_status(
         "replicas_min": replicas_min(view) if view is not None else 0,
         "gateway": dict(gateway),
         "members": members,
+        "retirements": [asdict(each) for each in retirements],
     }

@@ -22,7 +22,7 @@ import eaas.beside  # noqa: F401
 from eaas.ops.chaos.cli import chaos_app
 from eaas.ops.credentials import certs, keys_app
 from eaas.ops.load.cli import load
-from eaas.ops.running import roll, scale, status, top
+from eaas.ops.running import retire, roll, scale, status, top
 from eaas.ops.terminal import Json, console, failing_on
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
-for verb in (status, scale, roll, top, load, certs):
+for verb in (status, scale, retire, roll, top, load, certs):
     app.command()(verb)
 app.add_typer(chaos_app, name="chaos")
 app.add_typer(keys_app, name="keys")

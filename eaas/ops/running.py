@@ -5,6 +5,7 @@ What they need of gRPC and of other libraries they import when they run, so that
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -22,10 +23,12 @@ from eaas.cluster.status import GatewayUnreachable, RouterUnknown, fetch_status,
 from eaas.gateway.status import replicas_min
 from eaas.ops.terminal import DEFAULT_URL, Url, console, fail, failing_on, table
 from router.access import OPERATOR
-from router.view import ATTENTION, DRAINING, EXPERT, GATEWAY, SERVING, Member, PoolSize, View
+from router.host import host_id
+from router.view import ATTENTION, EXPERT, GATEWAY, SERVING, Member, PoolSize, View
 
 if TYPE_CHECKING:
     from router.client import RouterClient
+    from router.view import Retirement
 
 # What `eaas roll` replaces, in this order.
 ROLLED = ("router", EXPERT, ATTENTION, GATEWAY)
@@ -54,6 +57,8 @@ def status(
         print(json.dumps(state))
     else:
         console.print(status_table(state))
+        if state["retirements"]:
+            console.print(retirements_table(state["retirements"]))
 
 
 def scale(
@@ -93,6 +98,45 @@ def scale(
         raise fail(
             f"pool {pool} has {state.live} of {state.wanted} processes after {wait_s:g} s; it goes on changing"
         )
+
+
+def retire(
+    name: Annotated[str, typer.Argument(help="Member, such as expert/3 or router/0; with --here its pool.")],
+    operation: Annotated[
+        str,
+        typer.Option(
+            help="Id: asked again under it nothing more happens. Default: as it goes already, or new."
+        ),
+    ] = "",
+    wait: Annotated[bool, typer.Option("--wait", help="Return when its process may be ended.")] = False,
+    longest_s: Annotated[float, typer.Option(min=0, help="With --wait: exit 1 if not within this.")] = 300.0,
+    here: Annotated[
+        bool, typer.Option("--here", help="The one in this container, whose own --tls-dir it is.")
+    ] = False,
+    router: _Router = "",
+    tls_dir: _TlsDir = None,
+    url: Url = DEFAULT_URL,
+) -> None:
+    """Have one process go by name once others serve its experts and streams; another takes its place.
+
+    Examples:
+
+      eaas retire expert/3 --wait
+
+      eaas retire attention --here --wait --router eaas-router:7000 --tls-dir /tls
+    """
+    with _client_of_router(router, tls_dir, url, role=name if here else "") as client:
+        if here:
+            found = [m.name for m in client.status().view.pool(name) if m.host == host_id()]
+            if len(found) != 1:
+                raise fail(
+                    f"{len(found)} members of pool {name!r} run here, one needed; give the name of one."
+                )
+            name = found[0]
+        known = until_safe(client, name, operation, longest_s * wait)
+    console.print(retirements_table([dataclasses.asdict(known)]))
+    if wait and not known.safe_to_terminate:
+        raise fail(f"{name} is not safe to terminate after {longest_s:g} s: it waits for {known.waits_for}.")
 
 
 def roll(
@@ -164,38 +208,23 @@ class Roll:
                 continue
             for member in self._view().pool(pool):
                 began_s = time.monotonic()
-                if pool == GATEWAY:
-                    self._gateway(member)
-                else:
-                    self._member(member)
+                self._member(member)
                 self._show(f"{member.name} replaced in {time.monotonic() - began_s:.1f} s")
 
     def _member(self, member: Member) -> None:
-        wanted = self._client.status().pools[member.pool].wanted
-        self._client.scale(member.pool, wanted, self._drain_s)
-        self._client.replace(member)
-        self._wait(
-            f"{member.name} has not drained, or its pool is not whole",
-            lambda view: (
-                view.member(member.name) is None
-                and len(_serving(view, member.pool)) >= wanted
-                and _whole(view)
-            ),
-        )
+        wanted = len(_serving(self._view(), member.pool))
+        if member.pool != GATEWAY:
+            wanted = self._client.status().pools[member.pool].wanted
+            self._client.scale(member.pool, wanted, self._drain_s)
+        known = until_safe(self._client, member.name, "", self._wait_s)
+        if not known.safe_to_terminate:
+            raise self._late(f"{member.name} waits for {known.waits_for}")
 
-    def _gateway(self, member: Member) -> None:
-        serving = len(_serving(self._view(), GATEWAY))
+        def is_whole() -> bool:
+            view = self._client.status(timeout_s=1.0).view
+            return len(_serving(view, member.pool)) >= wanted and _whole(view)
 
-        def gone(view: View) -> bool:
-            left = [m for m in view.pool(GATEWAY) if (m.host, m.pid) == (member.host, member.pid)]
-            for one in left:
-                # Silent for longer than its lease it joins again, under another name.
-                if one.state != DRAINING:
-                    self._client.replace(one)
-            return not left
-
-        self._wait(f"{member.name} still answers what it has begun", gone)
-        self._wait("its successor does not serve", lambda view: len(_serving(view, GATEWAY)) >= serving)
+        self._wait_for(f"pool {member.pool} is not whole", is_whole)
 
     def _router(self) -> None:
         # The leader last: else each that goes may be the one that has just taken over.
@@ -220,9 +249,6 @@ class Roll:
     def _view(self) -> View:
         return self._client.status().view
 
-    def _wait(self, else_: str, reached: Callable[[View], bool]) -> None:
-        self._wait_for(else_, lambda: reached(self._client.status(timeout_s=1.0).view))
-
     def _wait_for(self, else_: str, reached: Callable[[], bool]) -> None:
         from router.client import RouterUnavailable
 
@@ -233,10 +259,13 @@ class Roll:
                 if reached():
                     return
             if time.monotonic() >= until_s:
-                raise RollFailed(
-                    f"After {self._wait_s:g} s {else_}. See `eaas status` and `eaas scale`, then roll the rest again."
-                )
+                raise self._late(else_)
             time.sleep(_ROLL_LOOK_S)
+
+    def _late(self, what: str) -> RollFailed:
+        return RollFailed(
+            f"After {self._wait_s:g} s {what}. See `eaas status` and `eaas scale`, then roll the rest again."
+        )
 
 
 def _serving(view: View, pool: str) -> list[Member]:
@@ -265,14 +294,19 @@ def _terminate(pid: int, name: str) -> None:
 
 
 @contextmanager
-def _client_of_router(address: str, tls_dir: Path | None, url: str) -> Iterator[RouterClient]:
-    """The router's client for a verb, which ends with status 1 where the router does not do as it asks."""
+def _client_of_router(address: str, tls_dir: Path | None, url: str, role: str = "") -> Iterator[RouterClient]:
+    """The router's client for a verb, which ends with status 1 where the router does not do as it asks.
+
+    Args:
+        role: Whose certificate is in `tls_dir` itself; empty: an operator's is in its folder there.
+    """
     # gRPC takes a quarter of a second to import, and `eaas status` needs none of it.
-    from router.client import RouterClient, RouterUnavailable, ScaleRefused
+    from router.client import OrderRefused, RouterClient, RouterUnavailable
     from router.tls import Credentials, CredentialsInvalid
 
-    with failing_on(CredentialsInvalid, GatewayUnreachable, RouterUnknown, RouterUnavailable, ScaleRefused):
-        proof = Credentials(tls_dir / OPERATOR, OPERATOR) if tls_dir is not None else None
+    with failing_on(CredentialsInvalid, GatewayUnreachable, RouterUnknown, RouterUnavailable, OrderRefused):
+        folder = tls_dir and (tls_dir if role else tls_dir / OPERATOR)
+        proof = Credentials(folder, role or OPERATOR) if folder is not None else None
         with closing(RouterClient(address or router_address(url), proof)) as client:
             yield client
 
@@ -346,6 +380,34 @@ def status_table(state: Mapping[str, Any]) -> Table:
         for member in members
     ]
     return table(("member", "state", "pid", "experts", "load"), rows, title=headline(state))
+
+
+def retirements_table(retirements: Sequence[Mapping[str, Any]]) -> Table:
+    """One line for each member that is retired: since when, what is left, and under which operation."""
+    head = ("retired", "state", "since", "waits for", "experts only here", "requests", "operation")
+    rows = [
+        (
+            *(each["name"], "safe to terminate" if each["safe_to_terminate"] else each["state"]),
+            time.strftime("%F %T", time.localtime(each["asked_unix_s"])),
+            *map(str, (each["waits_for"], each["only_here"], each["running"], each["operation"])),
+        )
+        for each in retirements
+    ]
+    return table(head, rows)
+
+
+def until_safe(client: RouterClient, name: str, operation: str, wait_s: float) -> Retirement:
+    """Have a member go; how far it has come when its process may be ended, or after `wait_s`. Raises as the client."""
+    from router.client import RouterUnavailable
+
+    until_s = time.monotonic() + wait_s
+    known = client.retire(name, operation)
+    while not known.safe_to_terminate and time.monotonic() < until_s:
+        time.sleep(_LOOK_S)
+        # It may just be starting again.
+        with suppress(RouterUnavailable):
+            known = client.retire(name, known.operation, timeout_s=1.0)
+    return known
 
 
 def wait_for_size(client: RouterClient, pool: str, wait_s: float) -> PoolSize:

@@ -264,16 +264,14 @@ class SuspectReply(_message.Message):
     def __init__(self) -> None: ...
 
 class LeaveRequest(_message.Message):
-    __slots__ = ("name", "incarnation", "drain", "replace")
+    __slots__ = ("name", "incarnation", "drain")
     NAME_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
-    REPLACE_FIELD_NUMBER: _ClassVar[int]
     name: str
     incarnation: int
     drain: bool
-    replace: bool
-    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., drain: _Optional[bool] = ..., replace: _Optional[bool] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., drain: _Optional[bool] = ...) -> None: ...
 
 class LeaveReply(_message.Message):
     __slots__ = ()
@@ -333,7 +331,7 @@ class StatusRequest(_message.Message):
     def __init__(self, rows: _Optional[bool] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("view", "pools", "problem", "gone", "pid", "leader", "rows")
+    __slots__ = ("view", "pools", "problem", "gone", "pid", "leader", "rows", "retirements")
     class PoolsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -348,6 +346,7 @@ class StatusReply(_message.Message):
     PID_FIELD_NUMBER: _ClassVar[int]
     LEADER_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
+    RETIREMENTS_FIELD_NUMBER: _ClassVar[int]
     view: View
     pools: _containers.MessageMap[str, Pool]
     problem: str
@@ -355,7 +354,36 @@ class StatusReply(_message.Message):
     pid: int
     leader: str
     rows: bytes
-    def __init__(self, view: _Optional[_Union[View, _Mapping]] = ..., pools: _Optional[_Mapping[str, Pool]] = ..., problem: _Optional[str] = ..., gone: _Optional[_Iterable[_Union[Gone, _Mapping]]] = ..., pid: _Optional[int] = ..., leader: _Optional[str] = ..., rows: _Optional[bytes] = ...) -> None: ...
+    retirements: _containers.RepeatedCompositeFieldContainer[Retirement]
+    def __init__(self, view: _Optional[_Union[View, _Mapping]] = ..., pools: _Optional[_Mapping[str, Pool]] = ..., problem: _Optional[str] = ..., gone: _Optional[_Iterable[_Union[Gone, _Mapping]]] = ..., pid: _Optional[int] = ..., leader: _Optional[str] = ..., rows: _Optional[bytes] = ..., retirements: _Optional[_Iterable[_Union[Retirement, _Mapping]]] = ...) -> None: ...
+
+class RetireRequest(_message.Message):
+    __slots__ = ("name", "operation")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    OPERATION_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    operation: str
+    def __init__(self, name: _Optional[str] = ..., operation: _Optional[str] = ...) -> None: ...
+
+class Retirement(_message.Message):
+    __slots__ = ("name", "operation", "state", "safe_to_terminate", "asked_unix_s", "waits_for", "only_here", "running")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    OPERATION_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    SAFE_TO_TERMINATE_FIELD_NUMBER: _ClassVar[int]
+    ASKED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FOR_FIELD_NUMBER: _ClassVar[int]
+    ONLY_HERE_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    operation: str
+    state: str
+    safe_to_terminate: bool
+    asked_unix_s: float
+    waits_for: str
+    only_here: int
+    running: int
+    def __init__(self, name: _Optional[str] = ..., operation: _Optional[str] = ..., state: _Optional[str] = ..., safe_to_terminate: _Optional[bool] = ..., asked_unix_s: _Optional[float] = ..., waits_for: _Optional[str] = ..., only_here: _Optional[int] = ..., running: _Optional[int] = ...) -> None: ...
 
 class Gone(_message.Message):
     __slots__ = ("name", "incarnation", "pid", "reason")

@@ -82,6 +82,11 @@ class RouterStub:
                 request_serializer=router_dot_proto_dot_router__pb2.ScaleRequest.SerializeToString,
                 response_deserializer=router_dot_proto_dot_router__pb2.ScaleReply.FromString,
                 _registered_method=True)
+        self.Retire = channel.unary_unary(
+                '/router.v1.Router/Retire',
+                request_serializer=router_dot_proto_dot_router__pb2.RetireRequest.SerializeToString,
+                response_deserializer=router_dot_proto_dot_router__pb2.Retirement.FromString,
+                _registered_method=True)
         self.Status = channel.unary_unary(
                 '/router.v1.Router/Status',
                 request_serializer=router_dot_proto_dot_router__pb2.StatusRequest.SerializeToString,
@@ -173,6 +178,14 @@ class RouterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Retire(self, request, context):
+        """Have a named member go once others do all of its work; asked again under the same operation: how far that has come.
+        NOT_FOUND: no such member. FAILED_PRECONDITION: another operation retires it, or that one another member.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Status(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -249,6 +262,11 @@ def add_RouterServicer_to_server(servicer, server):
                     servicer.Scale,
                     request_deserializer=router_dot_proto_dot_router__pb2.ScaleRequest.FromString,
                     response_serializer=router_dot_proto_dot_router__pb2.ScaleReply.SerializeToString,
+            ),
+            'Retire': grpc.unary_unary_rpc_method_handler(
+                    servicer.Retire,
+                    request_deserializer=router_dot_proto_dot_router__pb2.RetireRequest.FromString,
+                    response_serializer=router_dot_proto_dot_router__pb2.Retirement.SerializeToString,
             ),
             'Status': grpc.unary_unary_rpc_method_handler(
                     servicer.Status,
@@ -517,6 +535,33 @@ class Router:
             '/router.v1.Router/Scale',
             router_dot_proto_dot_router__pb2.ScaleRequest.SerializeToString,
             router_dot_proto_dot_router__pb2.ScaleReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Retire(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/router.v1.Router/Retire',
+            router_dot_proto_dot_router__pb2.RetireRequest.SerializeToString,
+            router_dot_proto_dot_router__pb2.Retirement.FromString,
             options,
             channel_credentials,
             insecure,

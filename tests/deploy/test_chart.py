@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
 
+from eaas.ops.cli import app
 from eaas.settings import ROLES, chart_schema
 from router.keda import trigger_of
 from router.options import Options, read
@@ -169,6 +171,22 @@ def test_expert_servers_start_side_by_side_and_nodes_are_drained_one_server_at_a
         if one["kind"] == "PodDisruptionBudget"
     }
     assert budgets == {"expert": 1, "attention": 1, "gateway": 1}
+
+
+@needs_helm
+def test_a_pod_that_is_to_end_is_retired_first_with_a_command_that_the_product_reads() -> None:
+    verb = typer.main.get_command(app).commands["retire"]  # type: ignore[attr-defined]
+    for role, kind in (("expert", "StatefulSet"), ("attention", "Deployment")):
+        (manifest,) = (
+            m for m in rendered("cpu") if m["kind"] == kind and m["metadata"]["name"].endswith(f"-{role}")
+        )
+        pod = manifest["spec"]["template"]["spec"]
+        command = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+        assert command[:2] == ["eaas", "retire"]
+        read = verb.make_context("retire", command[2:]).params
+        assert (read["name"], read["here"], read["wait"]) == (role, True, True)
+        assert str(read["tls_dir"]) == "/tls" and read["router"].endswith(":7000")
+        assert pod["terminationGracePeriodSeconds"] > read["longest_s"] > 0, "killed while it is retired"
 
 
 @needs_helm

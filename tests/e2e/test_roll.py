@@ -41,8 +41,8 @@ def rolled(tiny: Path, events: list[str]) -> Iterator[LocalCluster]:
 class Load:
     """Clients that ask one after the other, on new connections and on one that is kept."""
 
-    def __init__(self, url: str) -> None:
-        self._url = url
+    def __init__(self, url: str, prompts: list[str], tokens: int) -> None:
+        self._url, self._prompts, self._tokens = url, prompts, tokens
         self._begun, self._ended = threading.Event(), threading.Event()
         self.texts: list[list[list[str]]] = []
         self.errors: list[object] = []
@@ -54,7 +54,7 @@ class Load:
 
     def _stream(self) -> None:
         while not self._ended.is_set():
-            seen = stream_all(self._url, "tiny", PROMPTS, TOKENS)
+            seen = stream_all(self._url, "tiny", self._prompts, self._tokens)
             self.errors += [one.error for one in seen if one.error]
             self.texts.append([one.texts for one in seen])
 
@@ -92,7 +92,7 @@ def test_a_pool_is_rolled_under_load_and_nothing_changes(
     client = RouterClient(rolled.router_address)
     lines: list[str] = []
     try:
-        with Load(rolled.url) as load:
+        with Load(rolled.url, PROMPTS, TOKENS) as load:
             Roll(rolled.url, client, wait_s=90, drain_s=10, show=lines.append).roll([pool])
     finally:
         client.close()

@@ -270,7 +270,7 @@ def test_a_client_that_is_no_member_any_more_becomes_a_new_one(mixtral: tuple[Pa
         # One of a test before may have left without a word.
         wait_for("no client but this one, serving", lambda: [m.state for m in clients()] == ["serving"])
         (member,) = clients()
-        router.replace(member)
+        router.retire(member.name, "test")
         wait_for("the client is no member", lambda: member.name not in [m.name for m in clients()])
         wait_for("it joins anew", lambda: generated(model, prompt(6)) == calm and bool(clients()))
         assert clients()[0].name != member.name

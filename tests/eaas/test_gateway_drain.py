@@ -15,8 +15,8 @@ import pytest
 
 from eaas.gateway.__main__ import RouterViews
 from eaas.ops.running import Roll
-from router.host import process_id
-from router.view import Identity, Member, View
+from router.host import host_id, process_id
+from router.view import Identity, Member, Retirement, View
 from tests.eaas.gateway_world import FakeWorker, GatewayProcess, World, eventually
 
 LINGER_S = 2.0
@@ -152,7 +152,7 @@ def test_a_gateway_that_was_fenced_after_its_order_to_drain_drains_as_the_member
         members = tuple(
             Member(
                 name=name.replace("_", "/"), pool="gateway", state=state, incarnation=1, address="127.0.0.1:8000",
-                pid=process_id() if name != "gateway_3" else 1, host="h",
+                pid=process_id(), host=host_id() if name != "gateway_3" else "another",
             )
             for name, state in states.items()
         )  # fmt: skip
@@ -173,28 +173,31 @@ def test_a_gateway_that_was_fenced_after_its_order_to_drain_drains_as_the_member
         views.close()
 
 
-def test_a_roll_waits_for_the_process_of_a_gateway_and_repeats_the_order_if_it_joined_again() -> None:
-    def view(*states: tuple[str, int, str]) -> View:
+def test_a_roll_waits_until_the_router_says_that_a_gateway_may_end_under_whatever_name_it_has_then() -> None:
+    def view(*names: str) -> View:
         members = tuple(
-            Member(name=name, pool="gateway", state=state, incarnation=1, address="a", pid=pid, host="h")
-            for name, pid, state in states
+            Member(name=name, pool="gateway", state="serving", incarnation=1, address="a", pid=7, host="h")
+            for name in names
         )
         return View(term=1, epoch=1, replicas_wanted=1, layers=1, experts=1, members=members)
 
-    seen = [
-        view(("gateway/1", 7, "serving")),
-        view(("gateway/1", 7, "serving")),
-        view(("gateway/1", 7, "draining"), ("gateway/2", 8, "serving")),
-        view(("gateway/2", 8, "serving"), ("gateway/3", 7, "serving")),
-        view(("gateway/2", 8, "serving"), ("gateway/3", 7, "draining")),
-        view(("gateway/2", 8, "serving")),
-    ]
-    ordered: list[str] = []
+    def said(name: str, safe: bool) -> Retirement:
+        state = "gone" if safe else "draining"
+        return Retirement(name=name, operation="a", state=state, safe_to_terminate=safe, asked_unix_s=1.0)
+
+    # Silent for longer than its lease, it joins again under another name.
+    answers = [said("gateway/1", False), said("gateway/3", False), said("gateway/1", True)]
+    asked: list[tuple[str, str]] = []
+
+    def retire(name: str, operation: str, **_: float) -> Retirement:
+        asked.append((name, operation))
+        return answers.pop(0)
+
     client = SimpleNamespace(
-        status=lambda **_: SimpleNamespace(view=seen.pop(0) if len(seen) > 1 else seen[0]),
-        replace=lambda member: ordered.append(member.name),
+        status=lambda **_: SimpleNamespace(view=view("gateway/2") if not answers else view("gateway/1")),
+        retire=retire,
     )
     lines: list[str] = []
     Roll("", client, wait_s=9, drain_s=9, show=lines.append).roll(["gateway"])  # type: ignore[arg-type]
-    assert ordered == ["gateway/1", "gateway/3"]
-    assert len(seen) == 1 and len(lines) == 1
+    assert asked == [("gateway/1", ""), ("gateway/1", "a"), ("gateway/1", "a")]
+    assert not answers and len(lines) == 1

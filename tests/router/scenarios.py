@@ -14,6 +14,7 @@ from router.events import (
     Left,
     Refused,
     Renewed,
+    Retire,
     Scale,
     Started,
     StartProcess,
@@ -26,6 +27,7 @@ from tests.router.copy_stories import COPY_STORIES
 from tests.router.corruption_stories import CORRUPTION_STORIES
 from tests.router.hang_stories import HANG_STORIES
 from tests.router.load_stories import LOAD_STORIES
+from tests.router.retire_stories import RETIRE_STORIES
 from tests.router.term_stories import TERM_STORIES
 from tests.router.told import Step, Told, cluster, lively, rest
 
@@ -172,8 +174,7 @@ def nobody_else_drains_before_one_has_gone(step: Step) -> None:
     rest(told)
     told.give(Scale(pool="expert", wanted=2))
     told.give(Tick(), after_s=0.1)
-    first = told.state.members["expert/1"]
-    told.give(Left(name=first.name, incarnation=first.incarnation, drain=True, replace=True))
+    told.give(Retire(name="expert/1", operation="a"))
     for _ in range(5):
         for name in told.state.members:
             told.renew(name)
@@ -516,5 +517,6 @@ STORIES = (
     *CORRUPTION_STORIES,
     *CLIENT_STORIES,
     *HANG_STORIES,
+    *RETIRE_STORIES,
     *TERM_STORIES,
 )

@@ -562,4 +562,91 @@ MUTANTS = {
         ":",
         "what was one server's fault costs two at once",
     ),
+    "retires the last replica at once": Mutant(
+        "core",
+        "            state = lifecycle.shrink_pools(retiring.begin(state))\n",
+        "            for name in [r.name for r in state.members.values() if r.operation]:\n"
+        "                state = lifecycle.end_member(config, state, name, 'drained', commands)\n"
+        "            state = lifecycle.shrink_pools(state)\n",
+        "what it serves is served by nobody",
+    ),
+    "retires before another has come": Mutant(
+        "retiring",
+        'return "a process that takes its place" if state.launchers else ""',
+        'return ""',
+        "the pool is short of one while its successor starts",
+    ),
+    "never retires": Mutant(
+        "retiring",
+        "            state = begin_drain(state, record.name)\n",
+        "            pass\n",
+        "an operator waits without end",
+    ),
+    "orders none in place of the retired": Mutant(
+        "lifecycle",
+        "not (record.draining or record.operation)",
+        "not record.draining",
+        "nobody comes whom it waits for",
+    ),
+    "forgets at a new term who is retired": Mutant(
+        "lifecycle",
+        "        term=state.term + 1,\n",
+        "        term=state.term + 1,\n"
+        "        members={n: replace(r, operation='') for n, r in state.members.items()},\n",
+        "an operator waits without end",
+    ),
+    "forgets who went because it was retired": Mutant(
+        "records",
+        "        operation=record.operation,\n",
+        "",
+        "an operator hears that there was no such operation",
+    ),
+    "forgets who was retired when many come and go": Mutant(
+        "records",
+        "for one in former if one.operation)",
+        "for one in former if not one)",
+        "an operator hears that there was no such operation",
+    ),
+    "lets a second operation retire a member": Mutant(
+        "retiring",
+        "    elif record.operation:\n",
+        "    elif not record:\n",
+        "whoever follows the first follows nothing",
+    ),
+    "retires two by one operation": Mutant(
+        "retiring",
+        "    elif named:\n",
+        "    elif not event:\n",
+        "whoever follows it follows one of them",
+    ),
+    "drains the last worker that is retired": Mutant(
+        "retiring",
+        "if state.wanted[ATTENTION] and is_last_worker(",
+        "if not state and is_last_worker(",
+        "streams have nowhere to go",
+    ),
+    "ends the last worker that is retired": Mutant(
+        "records",
+        "streams = record.operation and",
+        "streams = not record and",
+        "streams have nowhere to go",
+    ),
+    "has a gateway that was retired serve on when it joins anew": Mutant(
+        "retiring",
+        'return {"draining": True, "operation"',
+        'return {"operation"',
+        "new streams begin on what is to end",
+    ),
+    "forgets that a gateway which joins anew was retired": Mutant(
+        "core",
+        "    record = replace(record, **retiring.before(state, event))\n",
+        "",
+        "it is said to be safe to end while it has streams",
+    ),
+    "retires a router again": Mutant(
+        "retiring",
+        "    elif event.name in named:\n        pass\n",
+        "",
+        "its successor ends as often as somebody asks",
+    ),
 }

@@ -28,7 +28,18 @@ from eaas.gateway.dashboard.board import (
 )
 from eaas.gateway.status import RouterStatus, copies, everything
 from router import bitmap
-from router.view import ATTENTION, DRAINING, EXPERT, SERVING, SUSPECT, GoneMember, Member, PoolSize, View
+from router.view import (
+    ATTENTION,
+    DRAINING,
+    EXPERT,
+    SERVING,
+    SUSPECT,
+    GoneMember,
+    Member,
+    PoolSize,
+    Retirement,
+    View,
+)
 
 MOST_HAPPENINGS = 200
 # A lost server keeps its column, and a change its mark, for as long as an operator needs to see it.
@@ -46,9 +57,9 @@ _READY = frozenset({SERVING, SUSPECT, DRAINING})
 class ClusterSnapshot:
     """The cluster at one moment: the newest View known, and what only a router that answers tells.
 
-    heard: a router answered just now. routers: the one that leads first. gone: the latest, oldest first. problem: why
-    the router cannot decide; empty when it can. rows: [layers * experts] sent to each expert since the router began;
-    None where that is not known.
+    heard: a router answered just now. routers: the one that leads first. gone: the latest, oldest first. retirements:
+    that have not ended. problem: why the router cannot decide; empty when it can. rows: [layers * experts] sent to each
+    expert since the router began; None where that is not known.
     """
 
     view: View | None
@@ -56,6 +67,7 @@ class ClusterSnapshot:
     routers: tuple[RouterStatus, ...] = ()
     pools: Mapping[str, PoolSize] = field(default_factory=dict[str, PoolSize])
     gone: tuple[GoneMember, ...] = ()
+    retirements: tuple[Retirement, ...] = ()
     problem: str = ""
     rows: NDArray[np.uint64] | None = field(default=None, compare=False)
 

@@ -9,6 +9,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from eaas.gateway.failover import TokenLog
+from router.events import Left
 from router.view import ATTENTION, GATEWAY
 from tests.sim.cluster.members import Process
 from tests.sim.cluster.network import LOST
@@ -56,6 +57,7 @@ class Gateway(Process):
         self.waiting: dict[int, Request] = {}
         self.links: dict[int, Connection] = {}
         self._connecting: set[int] = set()
+        self.drains = False  # once told to, under whatever name
         world.at(world.now_s + _SWEEP_S, self._sweep, None)
 
     def measure(self) -> dict[str, float]:
@@ -77,6 +79,8 @@ class Gateway(Process):
     # Workers.
 
     def see(self, shown: Shown) -> None:
+        own = shown.rows.get(self.name)
+        self.drains = self.drains or (own is not None and own.phase == "draining")
         present = {row.incarnation: row for row in shown.pool(ATTENTION) if row.phase != "warming"}
         for incarnation in [i for i in self.links if i not in present]:
             self._drop(incarnation)
@@ -238,6 +242,10 @@ class Gateway(Process):
                 self._reconnect(incarnation)
         if self.waiting:
             self._place_waiting()
+        if self.drains and not self.requests and self.name:
+            self.tell(Left(name=self.name, incarnation=self.incarnation, drain=False))
+            self.end(True)
+            return
         world.at(world.now_s + _SWEEP_S, self._sweep, None)
 
 
@@ -257,7 +265,7 @@ class Clients:
 
     def _ask(self, _: Any) -> None:
         world, dice = self.world, self.dice
-        gateways = [p for p in world.processes.values() if p.pool == GATEWAY]
+        gateways = [p for p in world.processes.values() if isinstance(p, Gateway) and not p.drains]
         if not gateways:
             gateways = [world.spawn(GATEWAY, "host-a")]
         if len(world.ledger.open) < _OPEN_PER_WORKER * max(1, world.judge.wanted[ATTENTION]):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from random import Random
 from typing import TYPE_CHECKING
 
-from router.events import Acked, Left, Loaded, Renewed, Scale, Suspected
+from router.events import Acked, Left, Loaded, Renewed, Retire, Scale, Suspected
 from router.view import ATTENTION, EXPERT, GATEWAY
 from tests.sim.cluster.members import ExpertServer, Process
 from tests.sim.cluster.network import ROUTER
@@ -326,9 +326,24 @@ def _drain(s: Schedule, dice: Random) -> str:
     p = s.some(dice, dice.choice((EXPERT, EXPERT, ATTENTION)))
     if p is None:
         return ""
-    replace = dice.choice((False, True))
-    left = Left(name=p.name, incarnation=p.incarnation, drain=True, replace=replace)
+    left = Left(name=p.name, incarnation=p.incarnation, drain=True)
     s.world.router.take(Packet(left, ROUTER))
+    return p.name
+
+
+def _retire(s: Schedule, dice: Random) -> str:
+    """An operator retires a member by name, asks again as he hears nothing, or another one who does not know of him."""
+    p = s.some(dice, dice.choice((EXPERT, EXPERT, EXPERT, ATTENTION, ATTENTION, GATEWAY)))
+    if p is None:
+        return ""
+    router, world = s.world.router, s.world
+    asked = Retire(name=p.name, operation=f"of {p.name}", unix_s=world.now_s)
+    router.take(Packet(asked, ROUTER))
+    if dice.random() < 0.5:
+        world.at(world.now_s + 8.0 * dice.random(), router.take, Packet(asked, ROUTER))
+    if dice.random() < 0.2:
+        another = Retire(name=p.name, operation=f"another of {p.name}", unix_s=world.now_s)
+        world.at(world.now_s + 2.0 * dice.random(), router.take, Packet(another, ROUTER))
     return p.name
 
 
@@ -452,7 +467,8 @@ FAULTS: dict[str, tuple[Callable[[Schedule, Random], str], float]] = {
     "slow server": (_slow_server, 1.5),
     "corrupt": (_corrupt, 1.0),
     "spike": (_spike, 1.0),
-    "drain": (_drain, 2.0),
+    "drain": (_drain, 1.0),
+    "retire": (_retire, 2.0),
     "leave": (_leave, 1.0),
     "surplus": (_surplus, 0.7),
     "scale": (_scale, 2.0),

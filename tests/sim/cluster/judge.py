@@ -17,6 +17,7 @@ from router.events import (
     Publish,
     Refused,
     Renewed,
+    Retire,
     Routed,
     Scale,
     Scaled,
@@ -27,8 +28,10 @@ from router.events import (
     Tick,
     UnknownMember,
 )
+from router.retiring import retirement
 from router.state import LAUNCHED_POOLS, State
 from router.view import ATTENTION, EXPERT, GATEWAY
+from tests.sim.cluster.clients import Gateway
 from tests.sim.cluster.hearing import Hearing, Known
 from tests.sim.cluster.members import ExpertServer, Process
 from tests.sim.cluster.moves import Moves
@@ -63,6 +66,7 @@ class Judge:
         self.incarnations: set[int] = set()
         self.wanted = {pool: world.config.wanted(pool) for pool in LAUNCHED_POOLS}
         self.everyone: dict[int, Known] = {}
+        self.retired: dict[str, Known] = {}  # whom each operation retires, as its operator was answered
         self.waits = False  # this term has published nothing yet
         self.shown: Shown | None = None
         self.epoch = 0
@@ -97,6 +101,8 @@ class Judge:
         self.names = {known.name for known in present.values()}
         self.wanted = {pool: state.wanted.get(pool, self.config.wanted(pool)) for pool in LAUNCHED_POOLS}
         self.epoch, self.shown = state.epoch, None
+        known = {one.operation for one in (*state.members.values(), *state.gone)}
+        self.retired = {operation: one for operation, one in self.retired.items() if operation in known}
 
     def _begun(self, state: State) -> None:
         """A term with members publishes once it has heard them, or a lease has passed."""
@@ -119,6 +125,8 @@ class Judge:
             self._exited(event)
         elif type(event) is Started:
             self._begun(router.state)
+        elif type(event) is Retire:
+            self._retired(event)
 
     def after(self, before: State, event: Event, commands: list[Command]) -> None:
         """The core saw an event and ordered something."""
@@ -146,6 +154,8 @@ class Judge:
                 self._joined(event, command)
             elif kind is UnknownMember:
                 self._stranger(before, event)
+            elif kind is Refused and isinstance(event, Retire):
+                self._unchanged(before, event)
             elif kind is Scaled:
                 self._scaled(event, command)
             elif kind is Refused and isinstance(event, Scale):
@@ -174,6 +184,32 @@ class Judge:
             self._exited(event)
         elif type(event) is Acked and event.epoch > before.epoch:
             self._unchanged(before, event)
+        elif type(event) is Retire and not any(type(c) in (Refused, UnknownMember) for c in commands):
+            self._retired(event)
+
+    def _retired(self, event: Retire) -> None:
+        """An operator was told that a member goes under his operation."""
+        known = self.retired.get(event.operation)
+        if known is None:
+            known = next(known for known in self.present.values() if known.name == event.name)
+            others = [operation for operation, other in self.retired.items() if other is known]
+            if others:
+                self.broken("one operation retires a member", f"{event} beside {others}")
+            self.retired[event.operation] = known
+        elif known.name != event.name:
+            self.broken("an operation retires one member", f"{event}, not {known.name}")
+
+    def _retirements_last(self, state: State) -> None:
+        """No retirement is forgotten, and nobody is said to be safe to end who is a member, or holds streams."""
+        for operation, known in self.retired.items():
+            found, name = retirement(state, known.name), known.name
+            if found is None or found.operation != operation:
+                self.broken("no retirement is forgotten", f"{operation} of {name}: {found}")
+            process = known.process
+            if not found.safe_to_terminate or process is None or not process.living:
+                continue
+            if process.incarnation in self.present or (isinstance(process, Gateway) and process.requests):
+                self.broken("who is safe to end does nothing any more", f"{name}, now {process.name}")
 
     def _scaled(self, event: Event, command: Scaled) -> None:
         """A pool has another wanted size: somebody asked, or its load did, within its bounds and its rate."""
@@ -199,6 +235,9 @@ class Judge:
             self.present[event.incarnation].waits_since_s = self.hearing.now_s
         elif type(event) is Left and event.drain and event.incarnation in self.present:
             self.present[event.incarnation].asked_to_drain = True
+        elif type(event) is Retire:
+            for known in self.present.values():
+                known.asked_to_drain = known.asked_to_drain or known.name == event.name
 
     def _joined(self, event: Event, command: Joined) -> None:
         if command.name in self.names or command.incarnation in self.incarnations:
@@ -210,7 +249,10 @@ class Judge:
         self.present[command.incarnation] = self.everyone[command.incarnation] = known
 
     def _stranger(self, before: State, event: Event) -> None:
-        if event.incarnation in self.present and self.present[event.incarnation].name == event.name:
+        if isinstance(event, Retire):
+            if any(known.name == event.name for known in self.present.values()):
+                self.broken("members are no strangers", f"{event}")
+        elif event.incarnation in self.present and self.present[event.incarnation].name == event.name:
             self.broken("members are no strangers", f"{event}")
         self._unchanged(before, event)
 
@@ -430,6 +472,7 @@ class Judge:
         members = {record.incarnation for record in state.members.values()}
         if members != set(self.present):
             self.broken("members are those that joined", f"{members ^ set(self.present)}")
+        self._retirements_last(state)
         if state.wanted and dict(state.wanted) != self.wanted:
             self.broken("wanted sizes last", f"{dict(state.wanted)} for {self.wanted}")
         for row in shown.experts:
@@ -487,8 +530,8 @@ class Judge:
         for row in shown.rows.values():
             if row.phase != "serving":
                 return f"{row.name} is {row.phase}"
-            if router.state.members[row.name].leaving:
-                return f"{row.name} is to be replaced"
+            if router.state.members[row.name].operation:
+                return f"{row.name} is retired and has not gone"
             if row.pool == EXPERT and row.target != row.serving:
                 return f"{row.name} serves {row.serving:x} of {row.target:x}"
         for row in shown.rows.values():

@@ -95,6 +95,23 @@ resources: {{ toYaml (index $.Values $role).resources | nindent 2 }}
 {{- end }}
 {{- end }}
 
+{{/* Before a member ends, others do all of its work. Call with (list $ "role"). */}}
+{{- define "eaas.retire" -}}
+{{- $ := index . 0 }}{{ $role := index . 1 -}}
+lifecycle:
+  preStop:
+    exec:
+      command:
+        - eaas
+        - retire
+        - {{ $role }}
+        - --here
+        - --wait
+        - --longest-s={{ (index $.Values $role).drainSeconds }}
+        - --router={{ include "eaas.router" $ }}
+        - --tls-dir=/tls
+{{- end }}
+
 {{/* Arguments of every member. Call with (list $ "role"). */}}
 {{- define "eaas.member" -}}
 {{- $ := index . 0 }}{{ $role := index . 1 }}{{ $values := index $.Values $role -}}

@@ -1,0 +1,151 @@
+"""How one named member goes because somebody wants it to: to take its machine away, or to start it anew. Pure.
+
+Its pool's wanted size stays. Where a launcher is attached it is ordered another process, and the named member drains
+once that serves; to have it go without, make the pool smaller by one. Where nobody starts processes it drains at once.
+In both cases an expert server holds what only it serves until others do, and the last attention worker waits for
+another, however long that takes. A gateway drains by itself, once another listens in its place; a client at once, and
+then joins anew. The router has nothing
+that must be had elsewhere first: its journal is on the disk, or in etcd, where another leads next.
+
+Whoever asks gives the operation an id. The member's record holds it, and so does what is remembered of who has gone: no
+restart forgets it, and asking again changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from router import bitmap
+from router.events import Command, Join, Refused, Retire, UnknownMember
+from router.lifecycle import SALT_MASK, begin_drain, held_up
+from router.records import is_last_worker, peers, pool, replace, with_gone, with_record
+from router.state import COUNT_BITS, LAUNCHED_POOLS, MemberRecord, State
+from router.view import ATTENTION, DRAINING, EXPERT, GATEWAY, GoneMember, Retirement
+
+OPERATION = "an id of 1 to 128 printable characters"
+# Whatever else is said of a gateway that has gone, it may have streams still.
+_ENDED = ("left", "its process ended")
+_OTHER_WORKER = "another attention worker that serves"
+
+
+def is_operation(said: object) -> bool:
+    """Whether it may be the id of an operation."""
+    return isinstance(said, str) and 0 < len(said) <= 128 and said.isprintable()
+
+
+def retire(state: State, event: Retire, commands: list[Command]) -> State:
+    """Have a member go. Idempotent by operation."""
+    record = state.members.get(event.name)
+    named = [one.name for one in _known(state) if one.operation == event.operation]
+    if not is_operation(event.operation):
+        commands.append(Refused(message=f"operation {event.operation[:64]!r} found, {OPERATION} needed"))
+    elif event.name in named:
+        pass
+    elif named:
+        refusal = f"operation {event.operation} retires {named[0]}; give {event.name} one of its own"
+        commands.append(Refused(message=refusal))
+    elif event.router_pid:
+        return _end_router(state, event)
+    elif record is None:
+        commands.append(UnknownMember(name=event.name, incarnation=0))
+    elif record.operation:
+        refusal = f"operation {record.operation} retires {event.name} already; follow that one"
+        commands.append(Refused(message=refusal))
+    else:
+        state = state if record.pool in LAUNCHED_POOLS else begin_drain(state, event.name)
+        retired = {"operation": event.operation, "asked_unix_s": event.unix_s, "surplus": False}
+        return with_record(state, replace(state.members[event.name], **retired))
+    return state
+
+
+def _end_router(state: State, event: Retire) -> State:
+    joined = state.joined + 1
+    gone = GoneMember(
+        name=event.name,
+        incarnation=(state.salt & SALT_MASK) << COUNT_BITS | joined,
+        pid=event.router_pid,
+        reason="retired",
+        operation=event.operation,
+        asked_unix_s=event.unix_s,
+    )
+    return replace(with_gone(state, gone), joined=joined)
+
+
+def before(state: State, event: Join) -> dict[str, object]:
+    """Of the record of a gateway that joins: what it was before, if it was being retired, fell silent for a lease, and
+    still has the streams of its clients."""
+    known = (gone for gone in reversed(state.gone) if (gone.host, gone.pid) == (event.host, event.pid))
+    gone = next(known, None)
+    if event.pool != GATEWAY or gone is None or not gone.operation or gone.reason in _ENDED:
+        return {}
+    return {"draining": True, "operation": gone.operation, "asked_unix_s": gone.asked_unix_s}
+
+
+def begin(state: State) -> State:
+    """Let those drain whom nothing keeps any more."""
+    for record in state.members.values():
+        if record.operation and not record.draining and not _awaited(state, record):
+            state = begin_drain(state, record.name)
+    return state
+
+
+def _awaited(state: State, record: MemberRecord) -> str:
+    """What a member that is retired waits for before it drains, in words."""
+    if state.wanted[ATTENTION] and is_last_worker(state, record.name):
+        return _OTHER_WORKER
+    if len(pool(state, record.pool)) > state.wanted[record.pool]:
+        return held_up(state, record.pool)
+    return "a process that takes its place" if state.launchers else ""
+
+
+def _drains(state: State, record: MemberRecord, only_here: int) -> str:
+    """What a member that drains waits for, in words."""
+    if record.pool == EXPERT:
+        return "verified copies of its experts elsewhere" if only_here else "the last calls of its clients"
+    if record.pool == GATEWAY and all(other.draining for other in pool(state, GATEWAY)):
+        return "another gateway that serves"
+    return _OTHER_WORKER if is_last_worker(state, record.name) else "the end of what runs on it"
+
+
+def _known(state: State) -> Iterator[MemberRecord | GoneMember]:
+    """Members, then those who went, the latest first."""
+    yield from state.members.values()
+    yield from reversed(state.gone)
+
+
+def retirement(state: State, name: str) -> Retirement | None:
+    """How far the retirement of a member has come, under whatever name it is there now; None: nobody retires it."""
+    operation = next((one.operation for one in _known(state) if one.operation and one.name == name), None)
+    found = next((one for one in _known(state) if one.operation == operation), None)
+    if found is None or isinstance(found, MemberRecord):
+        return _going(state, found) if found else None
+    lost = found.name.startswith(GATEWAY) and found.reason not in _ENDED
+    return Retirement(
+        name=name,
+        operation=found.operation,
+        state="gone",
+        safe_to_terminate=not lost,
+        asked_unix_s=found.asked_unix_s,
+        waits_for=f"word of its process, which was {found.reason}" if lost else "",
+    )
+
+
+def retirements(state: State) -> tuple[Retirement, ...]:
+    """Those that have not ended."""
+    return tuple(_going(state, record) for record in state.members.values() if record.operation)
+
+
+def _going(state: State, record: MemberRecord) -> Retirement:
+    elsewhere = bitmap.union(other.serving for other in peers(state, record))
+    only_here = (record.serving & ~elsewhere).bit_count()
+    load = state.liveness[record.name].load
+    return Retirement(
+        name=record.name,
+        operation=record.operation,
+        state=DRAINING if record.draining else "waiting",
+        safe_to_terminate=False,
+        asked_unix_s=record.asked_unix_s,
+        waits_for=_drains(state, record, only_here) if record.draining else _awaited(state, record),
+        only_here=only_here,
+        running=int(load.get("running", 0) + load.get("waiting", 0)),
+    )
