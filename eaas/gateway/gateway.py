@@ -62,6 +62,7 @@ class Gateway:
         self.views = views
         self.dashboard = Dashboard(self, views.snapshot)
         self.beside = [self.dashboard.running]  # what runs for as long as the gateway serves
+        self.on_stop = [self.dashboard.close]  # ends streams of theirs
         self._pool: WorkerPool | None = None
         self.started_s = time.monotonic()
 
@@ -119,7 +120,8 @@ class Gateway:
 
     def stop(self) -> None:
         """Fail what is in progress with a retryable error, so that every response ends now."""
-        self.dashboard.close()
+        for end in self.on_stop:
+            end()
         if self._pool is not None:
             self._pool.close()
 

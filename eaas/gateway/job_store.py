@@ -26,6 +26,8 @@ from router.etcd import Etcd, EtcdInvalid, EtcdUnavailable, Operation, delete, g
 log = logging.getLogger(__name__)
 
 _ETCD = "etcd://"
+# What is kept in another form has another number, and is not seen.
+_TABLE = "kept_1"
 TOO_LARGE = "too_large_to_keep"
 _BUSY_S = 5.0
 # Owners that went are forgotten so long after their leases.
@@ -206,26 +208,28 @@ class SqliteBase:
         self._path = Path(path)
         try:
             self._open()
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OSError) as error:
             raise JobsInvalid(
                 f"--jobs {path} cannot be opened: {error}. See that its folder exists, may be written and has room."
             ) from error
 
     def _open(self) -> None:
+        # Nobody else need read what was asked and said.
+        self._path.touch(mode=0o600)
         self._base = sqlite3.connect(
             self._path, isolation_level=None, timeout=_BUSY_S, check_same_thread=False
         )
         self._base.execute("PRAGMA journal_mode=WAL")
         self._base.execute("PRAGMA synchronous=FULL")
-        table = "kept (key TEXT PRIMARY KEY, version INTEGER NOT NULL, value BLOB NOT NULL)"
+        table = f"{_TABLE} (key TEXT PRIMARY KEY, version INTEGER NOT NULL, value BLOB NOT NULL)"
         self._base.execute(f"CREATE TABLE IF NOT EXISTS {table}")
 
     def read(self, *keys: str) -> dict[str, tuple[bytes, int]]:
-        asked = f"SELECT key, value, version FROM kept WHERE key IN ({','.join('?' * len(keys))})"
+        asked = f"SELECT key, value, version FROM {_TABLE} WHERE key IN ({','.join('?' * len(keys))})"
         return {key: (value, version) for key, value, version in self._rows(asked, *keys)}
 
     def span(self, first: str, end: str) -> dict[str, bytes]:
-        asked = "SELECT key, value FROM kept WHERE key >= ? AND key < ? ORDER BY key"
+        asked = f"SELECT key, value FROM {_TABLE} WHERE key >= ? AND key < ? ORDER BY key"
         return {row[0]: row[1] for row in self._rows(asked, first, end)}
 
     def commit(self, versions: Mapping[str, int], writes: Mapping[str, bytes | None]) -> int:
@@ -236,16 +240,16 @@ class SqliteBase:
                 self._base.close()
                 self._open()
             self._base.execute("BEGIN IMMEDIATE")
-            found = self.read(*versions)
-            if any(found.get(key, (b"", 0))[1] != wanted for key, wanted in versions.items()):
-                version = 0
+            for key, wanted in versions.items():
+                asked = f"SELECT version FROM {_TABLE} WHERE key = ?"
+                found = self._base.execute(asked, (key,)).fetchone() or (0,)
+                version *= found[0] == wanted
             for key, value in writes.items() if version else ():
-                if value is None:
-                    self._base.execute("DELETE FROM kept WHERE key = ?", (key,))
-                else:
-                    self._base.execute("INSERT OR REPLACE INTO kept VALUES (?, ?, ?)", (key, version, value))
+                self._base.execute(f"DELETE FROM {_TABLE} WHERE key = ?", (key,))
+                if value is not None:
+                    self._base.execute(f"INSERT INTO {_TABLE} VALUES (?, ?, ?)", (key, version, value))
             self._base.execute("COMMIT")
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OSError) as error:
             if self._base.in_transaction:
                 self._base.execute("ROLLBACK")
             raise _unusable(self._path, error) from error
@@ -278,7 +282,7 @@ class EtcdBase:
             )
         except EtcdInvalid as error:
             raise JobsInvalid(f"--jobs {where}: {error}") from None
-        self._root = f"/{prefix.strip('/') or 'eaas-jobs'}/"
+        self._root = f"/{prefix.strip('/') or 'eaas'}/{_TABLE}/"
 
     def read(self, *keys: str) -> dict[str, tuple[bytes, int]]:
         found = self._run([], [get(self._root + key) for key in keys])[1]

@@ -60,7 +60,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         key_name: Whose API key asked; empty: none was needed.
-        request: Fields of the ResponsesRequest; its input is items, those of earlier responses before its own.
+        request: The ResponsesRequest, read only when needed; its input is items, those of earlier responses first.
         queued: The response object before anything is computed.
         background: It was asked for in the background; else it was kept when it had ended.
     """
@@ -68,9 +68,14 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     key_name: str
     share: Share
     identity: Identity
-    request: dict[str, Any]
+    request: msgspec.Raw
     queued: dict[str, Any]
     background: bool
+
+    @property
+    def input(self) -> list[dict[str, Any]]:
+        """The items of the input."""
+        return _decode(self.request)["input"]
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
@@ -171,6 +176,9 @@ class Jobs:
         self._owner = uuid.uuid4().hex
         self._runs: dict[str, Run] = {}
         self._wake = asyncio.Event()
+        self._ends = False
+        gateway.beside.append(self.running)
+        gateway.on_stop.append(self.end_streams)
         told = "Background responses that are computed here.", lambda: len(self._owned())
         gateway.metrics.gauges["eaas_jobs_running"] = told
 
@@ -190,6 +198,12 @@ class Jobs:
             if self._store is not None:
                 self._store.close()
 
+    def end_streams(self) -> None:
+        """Let nobody listen here any more; they go on at another gateway."""
+        self._ends = True
+        for run in self._runs.values():
+            run.changed.set()
+
     async def _ask(self, act: Callable[Concatenate[JobStore, P], R], *asked: P.args, **named: P.kwargs) -> R:
         if self._store is None:
             raise invalid("This server keeps no responses; start it with --jobs.", code="nothing_is_kept")
@@ -204,6 +218,9 @@ class Jobs:
                 await self._look()
             except ApiError as error:
                 log.warning("jobs_not_looked_at reason=%s", error)
+            except Exception:
+                # Whatever it was, the lease must be renewed.
+                log.exception("jobs_not_looked_at")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), _LOOK_S)
             self._wake.clear()
@@ -211,8 +228,10 @@ class Jobs:
     async def _look(self) -> None:
         """Renew the lease, let go of what is another's or has ended, take what is nobody's, forget what is old."""
         now_ms, runs = _now_ms(), list(self._runs.values())
-        ids = await self._ask(JobStore.unowned, now_ms)
-        if self._owned() or (ids and self._has_room()):
+        if self._owned():
+            await self._ask(JobStore.renew, self._owner, now_ms + _LEASE_MS)
+        ids = await self._ask(JobStore.unowned, now_ms) if self._has_room() else []
+        if ids and not self._owned():
             await self._ask(JobStore.renew, self._owner, now_ms + _LEASE_MS)
         states = await self._ask(JobStore.states, *(run.id for run in runs))
         for run in runs:
@@ -239,14 +258,14 @@ class Jobs:
         return not busy and len(self._owned()) < config.jobs_running
 
     async def _claim(self, id: str, found: Stored) -> None:
-        state = found.state
+        state, job = found.state, _decode(found.job, type=Job)
         mine = _with(state, owner=self._owner, losses=state.losses + bool(state.owner))
         claimed = await self._ask(JobStore.update, id, state, mine)
         if claimed is not None:
             if state.owner:
                 log.warning("job_taken_over id=%s losses=%d", id, claimed.losses)
             # It may be computed here already, for somebody who listens.
-            run = self._runs.get(id) or self._start(id, _decode(found.job, type=Job))
+            run = self._runs.get(id) or self._start(id, job)
             run.state = claimed
 
     def _start(self, id: str, job: Job) -> Run:
@@ -298,7 +317,7 @@ class Jobs:
             if run.state is not None and run.state.losses > _MOST_LOSSES:
                 message = f"{run.state.losses} gateways ended while they computed it; it is given up."
                 raise internal(message, code="attempts_exhausted")
-            work = await self._work_of(checked(ResponsesRequest, job.request), job.share)
+            work = await self._work_of(checked(ResponsesRequest, bytes(job.request)), job.share)
             stall_s = self._config.stall_s
             run.exchange = exchange = Exchange(
                 work, gateway.model, gateway.pool, job.identity, stall_s=stall_s, on_close=on_close
@@ -372,7 +391,7 @@ class Jobs:
                 message = f"is '{id}', which is {found.state.status}; wait for its end"
                 raise wrong_field("previous_response_id", message)
             output = _decode(_result(found).response)["output"]
-            given.input = [*job.request["input"], *output, *input_items(given, identity)]
+            given.input = [*job.input, *output, *input_items(given, identity)]
         elif given.background or given.store:
             given.input = list(input_items(given, identity))
 
@@ -466,7 +485,7 @@ class Jobs:
     async def list_input(self, response_id: str, request: Request) -> Response:
         """GET /v1/responses/{response_id}/input_items: all that the model was given, in pages."""
         job, _ = await self._found(response_id, request)
-        asked, items = request.query_params, list(job.request["input"])
+        asked, items = request.query_params, job.input
         limit, order, after = asked.get("limit", "20"), asked.get("order", "desc"), asked.get("after")
         if not re.fullmatch(r"[1-9][0-9]?|100", limit):
             raise wrong_field("limit", "1 to 100 is needed")
@@ -501,7 +520,9 @@ class Jobs:
             share=_with(share_of(request.scope), background=True),
             identity=identity,
             # Events are made of it, whoever listens.
-            request=given.model_dump(exclude_unset=True, by_alias=True) | {"stream": True},
+            request=msgspec.Raw(
+                _encode(given.model_dump(exclude_unset=True, by_alias=True) | {"stream": True})
+            ),
             queued=ResponsesFormat(None, repeated(given, wanted)).queued(head),
             background=bool(given.background),
         )
@@ -513,7 +534,7 @@ class Jobs:
 
     async def _events(self, id: str, job: Job, number: int) -> AsyncGenerator[bytes]:
         """The events of a job from that number on, wherever it is computed."""
-        while True:
+        while not self._ends:
             found = None if id in self._runs else await self._ask(JobStore.get, id)
             run = self._runs.get(id)
             if run is None and found is not None and found.state.status == "in_progress":
@@ -521,7 +542,7 @@ class Jobs:
             if run is not None:
                 run.listeners += 1
                 try:
-                    while number < len(run.events) or not (run.over or run.dropped):
+                    while number < len(run.events) or not (run.over or run.dropped or self._ends):
                         events, number = run.events[number:], max(number, len(run.events))
                         if events:
                             yield b"".join(events)

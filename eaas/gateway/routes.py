@@ -367,7 +367,6 @@ def add_json_route(app: FastAPI, path: str, route: Route, shape: type[BaseModel]
 def add_routes(app: FastAPI, gateway: Gateway) -> None:
     """Serve them under ``app``, and what goes with them."""
     kept = Jobs(gateway, lambda asked, share: work_of(gateway, create_response, asked, share))
-    gateway.beside.append(kept.running)
 
     def route_of(counted_as: str, shape: type[BaseModel], prepare: Prepare) -> Route:
         async def route(request: Request) -> Response:
@@ -401,7 +400,7 @@ def add_routes(app: FastAPI, gateway: Gateway) -> None:
     async def cancel(response_id: str, request: Request) -> Response:
         """POST /v1/responses/{response_id}/cancel: the response ends with what it has said so far."""
         running, key_name = gateway.exchanges.values(), key_name_of(request.scope)
-        mine = (one for one in running if one.id == response_id and one.key_name == key_name)
+        mine = (x for x in running if x.id == response_id and x.key_name == key_name and not x.in_background)
         exchange = next(mine, None) if response_id.startswith(ResponsesFormat.prefix) else None
         if exchange is None:
             return await kept.cancel(response_id, request)

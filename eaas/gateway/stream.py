@@ -97,6 +97,7 @@ class Exchange:
         self.own_id = f"{work.format.prefix}{identity.drawn}-{uuid.uuid4().hex[:8]}"
         self.id = work.format.prefix + (wanted.request_id or identity.drawn)
         self.request_id = wanted.request_id
+        self.in_background = work.share.background
         self.key_name = ""  # whose API key asked; empty: none was needed
         self.keep: Callable[[], Awaitable[None]] = (
             _keep_nothing  # awaited when the response has ended well, before that is said

@@ -160,10 +160,15 @@ def test_a_file_that_somebody_removed_is_made_anew(where: str, store: JobStore) 
     other.close()
 
 
+def test_nobody_else_may_read_what_was_asked_and_said(tmp_path: Path) -> None:
+    store = open_jobs(str(tmp_path / "jobs"), 1, 1)
+    assert store.put("a", b"secret", queued()) is not None
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
+    store.close()
+
+
 def test_a_store_that_cannot_be_used_says_why(tmp_path: Path) -> None:
-    with pytest.raises(
-        JobsInvalid, match=r"cannot be opened: unable to open database file\. See that its folder"
-    ):
+    with pytest.raises(JobsInvalid, match=r"cannot be opened: .*\. See that its folder"):
         open_jobs(str(tmp_path / "none" / "jobs.sqlite"), 1, 1)
     (tmp_path / "text").write_text("no database, and longer than the header of one would be" * 20)
     with pytest.raises(JobsInvalid, match="file is not a database"):

@@ -400,7 +400,8 @@ def test_a_gateway_that_is_told_to_end_leaves_its_jobs_to_others(
     says("some words")
     worker.frozen = True
     gateway = GatewayProcess(world, "--jobs", str(jobs))
-    job = ask(client_of(gateway.url))
+    stream = streamed(client_of(gateway.url))
+    job = next(stream).response
     eventually(lambda: worker.jobs, "a beginning")
     status, log = gateway.stop()
     worker.frozen = False
