@@ -181,7 +181,7 @@ def admin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Admin]:
             "GET",
             "/",
             404,
-            "/metrics, /admin/pools, /admin/experts, /admin/pools/{pool}/scale, /admin/faults or /healthz needed",
+            "/admin/pools/{pool}/scale, /admin/members/{name}/retire, /admin/faults or /healthz needed",
         ),
         ("GET", "/admin/pools/experts/scale", 404, "pool 'experts' found, one of expert, attention needed"),
         ("GET", "/admin/pools/gateway/scale", 404, "pool 'gateway' found"),
@@ -194,6 +194,71 @@ def test_what_is_not_there_is_said(admin: Admin, method: str, path: str, status:
     found, said = admin.ask(method, path)
     assert found == status
     assert message in said["error"]["message"]
+
+
+def test_a_member_is_retired_by_name_and_asked_again_nothing_more_happens(
+    started: Callable[..., RouterProcess], port: int
+) -> None:
+    router = started("--admin-port", str(port), "--experts", "2", "--replicas", "2", "--lease-s", "1")
+    admin, servers = Admin(port), [Server(router, loads=False) for _ in range(2)]
+    name = servers[0].name
+    path = f"/admin/members/{name}/retire"
+    status, said = admin.ask("GET", path)
+    assert status == 404 and f"{name}, which nobody retires" in said["error"]["message"]
+    for body in (
+        {},
+        {"operation": ""},
+        {"operation": "x" * 129},
+        {"operation": 7},
+        {"operation": "a", "more": 1},
+        [],
+    ):
+        status, said = admin.ask("POST", path, body, JSON)
+        assert status == 400 and "an id of 1 to 128 printable characters" in said["error"]["message"], body
+    began_s = time.time()
+    status, first = admin.ask("POST", path, {"operation": "a"}, JSON)
+    assert (status, first["name"], first["operation"]) == (200, name, "a"), first
+    assert not first["safe_to_terminate"] and abs(first["asked_unix_s"] - began_s) < 60
+    assert admin.ask("POST", path, {"operation": "a"}, JSON)[1]["asked_unix_s"] == first["asked_unix_s"]
+    status, said = admin.ask("POST", path, {"operation": "b"}, JSON)
+    assert status == 409 and f"operation a retires {name} already" in said["error"]["message"]
+    other = f"/admin/members/{servers[1].name}/retire"
+    status, said = admin.ask("POST", other, {"operation": "a"}, JSON)
+    assert (
+        status == 409
+        and f"operation a retires {name}; give {servers[1].name} one of its own" in said["error"]["message"]
+    )
+    status, said = admin.ask("POST", "/admin/members/expert/9/retire", {"operation": "c"}, JSON)
+    assert status == 404 and "expert/9 is neither a member nor the router" in said["error"]["message"]
+    assert admin.ask("PUT", path, {"operation": "a"}, JSON)[0] == 405
+    # Nobody starts another, so it goes as soon as the other holds all.
+    for server in servers:
+        server.loads = True
+        server.see(server.views[-1])
+    until(lambda: admin.ask("GET", path)[1]["safe_to_terminate"])
+    assert router.stop(signal.SIGKILL) < 0
+    router.start()
+    assert admin.ask("GET", path)[1]["state"] == "gone", "forgotten by a restart"
+    assert admin.ask("POST", path, {"operation": "a"}, JSON)[1]["safe_to_terminate"]
+    assert admin.ask("POST", path, {"operation": "b"}, JSON)[0] == 404
+
+
+def test_a_router_that_is_retired_ends_in_order_and_its_successor_is_not_meant(
+    started: Callable[..., RouterProcess], port: int
+) -> None:
+    router = started("--admin-port", str(port))
+    admin, path = Admin(port), "/admin/members/router/0/retire"
+    status, said = admin.ask("POST", "/admin/members/router/1/retire", {"operation": "a"}, JSON)
+    assert status == 404 and "nor the router that decides, router/0" in said["error"]["message"]
+    status, said = admin.ask("POST", path, {"operation": "a"}, JSON)
+    assert (status, said["state"], said["safe_to_terminate"]) == (200, "gone", True)
+    assert router.process is not None and router.process.wait(timeout=10) == 0
+    router.start()
+    assert admin.ask("POST", path, {"operation": "a"}, JSON)[1]["safe_to_terminate"]
+    time.sleep(0.5)
+    assert router.process.poll() is None, "one operation ended two routers"
+    assert admin.ask("POST", path, {"operation": "b"}, JSON)[0] == 200
+    assert router.process.wait(timeout=10) == 0
 
 
 def test_a_page_in_a_browser_can_neither_read_nor_change_anything(admin: Admin) -> None:
@@ -237,11 +302,18 @@ def test_a_key_is_asked_of_everyone_but_a_health_probe(
     key.write_text("0123456789abcdef0123456789abcdef\n")
     router = started("--admin-port", str(port), "--admin-key-file", str(key))
     for wrong in ("", "0123456789abcdef0123456789abcdee", "x"):
-        for path in ("/metrics", "/admin/pools", "/admin/pools/expert/scale"):
+        for path in (
+            "/metrics",
+            "/admin/pools",
+            "/admin/pools/expert/scale",
+            "/admin/members/router/0/retire",
+        ):
             status, said = Admin(port, wrong).ask("GET", path)
             assert status == 401
             assert said["error"]["do"] == "send the header Authorization: Bearer KEY"
         assert Admin(port, wrong).put("expert", {"wanted": 2})[0] == 401
+        retire = Admin(port, wrong).ask("POST", "/admin/members/router/0/retire", {"operation": "a"}, JSON)
+        assert retire[0] == 401
     assert Admin(port).ask("GET", "/healthz")[0] == 200
     assert Admin(port, key.read_text().strip()).put("expert", {"wanted": 2})[0] == 200
     assert router.stop() == 0
