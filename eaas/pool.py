@@ -32,6 +32,7 @@ from eaas.placement import Placement, StartFailed
 from experts import native
 from experts.backend import ExpertsLost, HostArrays
 from experts.client import ExpertClient
+from experts.config import MOST_WEIGHT
 from experts.links import AttachFailed, config_of
 from experts.model import ConfigInvalid, Dtype, ExpertShape
 from p2p.endpoint import P2PError
@@ -109,6 +110,7 @@ def connect(
     start_s: float = START_S,
     calls: int = 1,
     threads: Threads | None = None,
+    weight: int = 1,
 ) -> Pool:
     """Join an expert pool, and wait until every expert can be reached.
 
@@ -123,6 +125,7 @@ def connect(
         start_s: Longest wait for the pool to be there and whole.
         calls: Most calls at the same time; each has a membership of its own.
         threads: Of the caller's, which make its calls; None: the one that calls.
+        weight: Of its rows, 1 to 1,000, where those who share expert servers want more than these can compute.
 
     Raises:
         ConnectFailed: no such pool, it serves another model, or the certificate cannot be used.
@@ -140,6 +143,7 @@ def connect(
             start_s=start_s,
             calls=calls,
             threads=threads,
+            weight=weight,
         )
     except (ConfigInvalid, CredentialsInvalid, GatewayUnreachable, RouterUnavailable, RouterUnknown) as error:
         raise ConnectFailed(str(error)) from error
@@ -157,6 +161,7 @@ class Pool:
         transport: How rows travel.
         credentials: What this process proves itself with; None: nothing.
         threads: That make calls.
+        weight: Of its rows beside those of others.
         fingerprint: Of the checkpoint that it serves; a pool that serves another is not joined again.
     """
 
@@ -174,13 +179,16 @@ class Pool:
         start_s: float,
         calls: int,
         threads: Threads | None,
+        weight: int,
     ) -> None:
         """As `connect`. Raises ConnectFailed."""
-        if calls < 1:
-            raise ValueError(f"calls is {calls}; 1 or more are needed.")
+        if calls < 1 or not 1 <= weight <= MOST_WEIGHT:
+            raise ValueError(
+                f"calls is {calls} and weight {weight}; 1 or more, and 1 to {MOST_WEIGHT}, are needed."
+            )
         self.shape, self.deadline_s = shape, deadline_s
         self.router, self.transport, self.credentials = router, transport, credentials
-        self.threads = threads or Threads()
+        self.threads, self.weight = threads or Threads(), weight
         self.fingerprint, self._pid = fingerprint, os.getpid()
         self._calling: set[int] = set()
         self._freed, self._closed = threading.Condition(), False
@@ -422,6 +430,7 @@ class _Session:
             max_tokens=MOST_ROWS,
             deadline_s=pool.deadline_s,
             credentials=pool.credentials,
+            weight=pool.weight,
         )
         closing.callback(self.client.close)
         pool.threads.make_calls_of(self.client)

@@ -64,6 +64,7 @@ class ClientLink:
     client_incarnation: int
     client_lanes: int = 1
     bell_lanes: int = 1  # of that page: all of the client's, or fewer; a lane that has none rings the last
+    weight: int = 1  # of its rows where more wait than a batch holds; only CPUs heed it
     slots: int
     slot_bytes: int
 

@@ -69,6 +69,7 @@ class ExpertClient:
         backend: Backend | None = None,
         credentials: Credentials | None = None,
         patience_s: float = 0.0,
+        weight: int = 1,
     ) -> None:
         """
         Args:
@@ -83,6 +84,7 @@ class ExpertClient:
             credentials: Of this process; None: no TLS.
             patience_s: How long a call waits for experts that no live server has, where that is shorter than its
                 deadline: for callers whose calls carry rows of many. 0: until its deadline. CPUs only.
+            weight: Of this client's rows, 1 to 1,000, where clients want more than a server can compute. CPUs only.
 
         Raises:
             ValueError: a size is out of range, or one token does not fit in a slot.
@@ -117,6 +119,7 @@ class ExpertClient:
                 lanes=len(self._cores),
                 slots=self._layout.slots,
                 slot_bytes=self._layout.payload_bytes,
+                weight=weight,
             ),
         )
         self._reaper = LinkReaper(endpoint)

@@ -11,6 +11,8 @@ from router.options import Options, option
 AUTO, CHECKPOINT, PEERS = "auto", "checkpoint", "peers"
 # Slots in a client's row of a server's window.
 MOST_SLOTS = 16
+# Of a client beside others.
+MOST_WEIGHT = 1000
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experts.backend import Backend, ClientLink, LinkRefused, ServerCounters
-from experts.config import MOST_SLOTS
+from experts.config import MOST_SLOTS, MOST_WEIGHT
 from experts.cpu import CpuBackend
 from experts.links import CONNECT_BACK_S, LinkReaper
 from experts.model import Dtype, ExpertShape
@@ -237,6 +237,7 @@ class ExpertServer:
             bell_lanes=request.lanes if self._endpoint.shares_doorbells else 1,
             slots=layout.slots,
             slot_bytes=layout.payload_bytes,
+            weight=request.weight or 1,
         )
         self._drop(request.name)
         faults.link(peer.address, request.name)
@@ -290,6 +291,12 @@ class ExpertServer:
                 grpc.StatusCode.INVALID_ARGUMENT,
                 f"{request.name} asks for {request.slots} slots of {request.slot_bytes} bytes;"
                 f" at most {slots} of {slot_bytes} are given.",
+            )
+
+        if request.weight > MOST_WEIGHT:
+            raise Refused(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"{request.name} asks for weight {request.weight}; 1 to {MOST_WEIGHT} are given.",
             )
 
     def reap(self) -> None:

@@ -280,6 +280,7 @@ def prepare(options: WorkerOptions, ending: Ending, closing: contextlib.ExitStac
         credentials=credentials,
         # A step that waits for lost experts holds up every other request.
         patience_s=options.deadline_s * LEAST_WAIT,
+        weight=options.pool_weight,
     )
     closing.callback(client.close)
     placement = Placement(router, client, kernels, obsolete_s=options.deadline_s, on_obsolete=ending.drained)
@@ -316,6 +317,7 @@ def prepare(options: WorkerOptions, ending: Ending, closing: contextlib.ExitStac
             max_model_len=max_model_len,
             step_tokens=options.step_tokens,
             max_running=options.max_running,
+            background_rows=options.background_rows,
             fingerprint=f"{checkpoint.fingerprint}:{kernels}",
             kv_blocks=kv_blocks,
             block_tokens=BLOCK_TOKENS,

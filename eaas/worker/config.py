@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from eaas.tracing import TracingOptions
-from experts.config import ComputingOptions, MemberOptions
+from experts.config import MOST_WEIGHT, ComputingOptions, MemberOptions
 from router.options import Options, option
 
 # Tokens of one block of the KV cache.
@@ -42,6 +42,21 @@ class EngineOptions(Options):
     kv_tokens: int = option(65536, "Tokens of KV cache of each attention worker.", least=BLOCK_TOKENS)
     step_tokens: int = option(512, "Most rows computed in one step.", metavar="ROWS", least=1)
     max_running: int = option(256, "Most requests that run at once.", least=1)
+    # A step of a few rows more is hardly longer, and it is what a request waits for.
+    background_rows: int = option(
+        16,
+        "Most rows of a step, and most requests that run, in the background while others come.",
+        metavar="ROWS",
+        least=1,
+    )
+    pool_weight: int = option(
+        1,
+        "Part that rows of these attention workers have at CPU expert servers which others want more of than they can "
+        "compute: other pools, or programs.",
+        metavar="WEIGHT",
+        least=1,
+        most=MOST_WEIGHT,
+    )
     prefix_reuse: bool = option(True, "Compute a common beginning of prompts once.")
     overlap: bool = option(
         False,

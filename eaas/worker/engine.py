@@ -21,6 +21,7 @@ from eaas.worker.protocol import Failed, PromptLogprobs, RoutedExperts, Submit, 
 from eaas.worker.request import Refused, Request
 from eaas.worker.sample import DeviceSamples, Refusal, Samples, SlotSampler
 from eaas.worker.scheduler import Scheduler, SchedulerConfig, StepPlan
+from eaas.worker.shares import RECKONED_TOKENS
 from experts.routes import DROPPED
 
 log = logging.getLogger(__name__)
@@ -33,8 +34,6 @@ LEAST_WAIT = 1 / 20
 # Who queues may need no lost expert, and is asked to wait beyond the deadline while that can be found out: for so many
 # steps, one after another, of which none could be computed.
 QUEUE_STEPS = 5
-# Output tokens reckoned for a request that waits, at most: limits are mostly far above what is generated.
-RECKONED_TOKENS = 256
 # How long a step waits for masks that are not ready: less than computing their rows again costs. Where all its rows
 # wait, nobody else is held up, and the longest is what one mask may take.
 MASK_GRACE_S = 0.001

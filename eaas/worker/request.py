@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import InitVar, dataclass, field
 from typing import Protocol
 
@@ -38,6 +39,31 @@ class Follower(Protocol):
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
+class Flow:
+    """What one tenant wants in one class (eaas.worker.shares).
+
+    Attributes:
+        background: It yields to those that are not.
+        token: What a token weighs in `tag`: 1 over the weight.
+        tag: Tokens that were computed for it while others wanted some, over its weight.
+        ahead: The tag as it will be when those of its requests that run have ended, as far as can be reckoned.
+        live: Its requests that have not ended, of which `waiting` hold no blocks, the next to be admitted first.
+    """
+
+    background: bool
+    weight: int = 1
+    token: float = 1.0
+    tag: float = 0.0
+    ahead: float = 0.0
+    live: int = 0
+    waiting: deque[Request] = field(default_factory=lambda: deque[Request]())
+
+    def turn(self) -> tuple[bool, float]:
+        """Sorts flows: the next first."""
+        return self.background, self.tag
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
 class Request:
     """A request from its admission to its end.
 
@@ -48,6 +74,7 @@ class Request:
         stops: Tokens that end it.
         submitted_s: When it was submitted, by the engine's clock.
         moved_s: When a step last computed rows of it while experts were lost; before one has, when it was submitted.
+        flow: Of its tenant and class, once it is queued.
         order: Arrival number; the youngest has the highest.
         slot: Its row in the scheduler's tables while it runs, else -1.
         context: int32; what must be computed before the next token can be chosen: prompt and output as they
@@ -76,6 +103,7 @@ class Request:
     submitted_s: float = 0.0
     moved_s: float = field(init=False)
     stops: frozenset[int] = field(init=False)
+    flow: Flow = field(init=False)
     order: int = -1
     slot: int = -1
     context: TokenArray = field(init=False)

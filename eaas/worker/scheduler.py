@@ -6,6 +6,14 @@ arrival, as long as their blocks can be had. When blocks run out, the youngest r
 gives up its own and waits again: what it has emitted stays; prompt and output are computed again later, with
 the same bits.
 
+Where several tenants want more than there is, each has its weight's part of the tokens (eaas.worker.shares): the one
+that is owed most is admitted first, has the step's budget first, and is preempted last. Within a tenant it is as above.
+
+Requests in the background have what those that are not leave them. While such come, at most `background_rows` of them
+run, and have as many rows in a step, so that it stays short; and one that is waited for takes their slots and blocks.
+Where that leaves them no row at all, the first of them takes its turn among the others once BACKGROUND_PART times as
+many tokens as it needs have been computed without it.
+
 A row costs no Python object: the state that rows need lies in arrays indexed by slot, and a plan of requests
 that generate is two gathers.
 """
@@ -13,7 +21,6 @@ that generate is two gathers.
 from __future__ import annotations
 
 from bisect import insort
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -22,7 +29,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eaas.worker.blocks import BlockPool, next_digest, root_digest
-from eaas.worker.request import Refused, Request, TokenArray
+from eaas.worker.request import Flow, Refused, Request, TokenArray
+from eaas.worker.shares import Flows, has_room, reckoned_tokens
+
+BACKGROUND_PART = 20
+# So many steps without a request that is not in the background, and those that are have the steps for themselves.
+QUIET_STEPS = 1000
 
 
 class Chunk(NamedTuple):
@@ -101,6 +113,7 @@ class SchedulerConfig:
         step_tokens: Most rows in one step.
         max_running: Most requests with blocks; `step_tokens` caps it, so that each has a row in every step.
         max_waiting: Requests in the queue; one more is refused as overloaded.
+        background_rows: Most rows of a step for requests in the background while others come.
         prompt_logprobs_rows: Prompt tokens whose log-probabilities one step computes, about: each is a row of logits.
         fingerprint: Names the model's weights and dtype; blocks are only shared under the same one.
 
@@ -112,11 +125,13 @@ class SchedulerConfig:
     step_tokens: int = 512
     max_running: int = 256
     max_waiting: int = 4096
+    background_rows: int = 16
     fingerprint: str = ""
     prompt_logprobs_rows: int = 512
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "step_tokens", "max_running", "max_waiting", "prompt_logprobs_rows"):
+        limits = "max_model_len", "step_tokens", "max_running", "max_waiting", "prompt_logprobs_rows"
+        for name in (*limits, "background_rows"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1.")
 
@@ -141,13 +156,17 @@ class Scheduler:
         # Told of each request that was added and has ended.
         self.on_end: Callable[[Request], None] = lambda _: None
         self._live: dict[tuple[int, str], Request] = {}
-        self._waiting: deque[Request] = deque()
+        self._flows = Flows()
+        # Live requests in the background; how many may run, and have rows; tokens computed since one had a row.
+        self._background, self._background_most, self._without = 0, 0, 0
+        self._quiet = QUIET_STEPS
         self._prefilling: list[Request] = []
         self._decoding: list[Request] = []
         self._parked: list[Request] = []
         # Those that were taken into the steps again last, by their order; whether others come in beside the parked.
         self._retried: set[int] = set()
         self._open = True
+        self._begun: list[Request] = []
         self._arrivals = 0
         self._free_slots = list(range(slots - 1, -1, -1))
         self._tables: TokenArray = np.zeros((slots, table_blocks), dtype=np.int32)
@@ -175,7 +194,7 @@ class Scheduler:
     @property
     def waiting(self) -> int:
         """Requests that hold none yet, or none any more."""
-        return len(self._waiting)
+        return len(self._live) - self.running
 
     def live(self) -> Iterable[Request]:
         """Every request that has not ended."""
@@ -183,7 +202,7 @@ class Scheduler:
 
     def queue(self) -> list[Request]:
         """Requests that hold no blocks, the next to be admitted first. Any thread."""
-        return list(self._waiting)
+        return [request for flow in self._flows.waiting() for request in list(flow.waiting)]
 
     def prefills(self) -> list[Request]:
         """Requests whose prompts are being computed. Any thread."""
@@ -223,16 +242,19 @@ class Scheduler:
                 f"{self._blocks_for(request.final_length - 1)} KV blocks; this worker has {pool.blocks} "
                 f"({pool.blocks * pool.block_tokens} tokens). Ask for fewer tokens or raise --kv-tokens.",
             )
-        if len(self._waiting) >= config.max_waiting:
+        flow = self._flows.of(request.share, background=request.share.background)
+        weights = self._flows.weights(flow)
+        if not has_room(len(flow.waiting), flow.weight, self.waiting, weights, config.max_waiting):
             raise Refused(
                 "overloaded",
-                f"{len(self._waiting)} requests wait here, which is the limit; try again later.",
+                f"{self.waiting} requests wait here, which is the limit; try again later.",
                 retryable=True,
             )
         self._arrivals += 1
         request.order = self._arrivals
         self._live[request.owner, request.id] = request
-        insort(self._waiting, request, key=_turn)
+        self._background += flow.background
+        self._queue(request, flow)
 
     def cancel(self, owner: int, id: str) -> bool:
         """Forget a request and free its blocks; False if there is none of that name."""
@@ -257,13 +279,15 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """The next step, or None when there is nothing to compute."""
         self._between_steps()
+        if self._background:
+            self._bound_background()
         self._grow()
+        budget = self.config.step_tokens - len(self._decoding)
+        self._begun = []
+        chunks = self._chunks(budget) if budget > 0 else []
         slots = self._decode_slots
         if slots is None:
             slots = self._decode_slots = np.array([r.slot for r in self._decoding], dtype=np.int32)
-        running = len(self._prefilling)
-        budget = self.config.step_tokens - len(slots)
-        chunks = self._chunks(budget) if budget > 0 else []
         if not chunks:
             if not len(slots):
                 return None
@@ -278,7 +302,7 @@ class Scheduler:
                 drop=self._droppable(slots),
                 routed=self._routed > 0,
             )
-        return self._mixed(slots, chunks, self._prefilling[running:])
+        return self._mixed(slots, chunks, self._begun)
 
     def complete(self, tokens: Sequence[int]) -> list[Emitted]:
         """Take the tokens chosen from the plan's logits, in their order; returns what is to be emitted, as many.
@@ -290,6 +314,8 @@ class Scheduler:
             raise RuntimeError("complete was called without a plan; call plan first.")
         decoding, slots, chunks = self._in_flight
         self._in_flight = None
+        if self._flows.contested:
+            self._count(decoding, chunks)
         emitted: list[Emitted] = []
         block_tokens = self.pool.block_tokens
         if decoding:
@@ -361,24 +387,77 @@ class Scheduler:
         self._decode_slots = None
 
     def preempt_youngest(self) -> Request | None:
-        """Make the running request whose turn came last give up its blocks and wait again: the youngest of the last
-        priority; in the queue it is before those whose turns are later."""
+        """Make the running request whose turn came last give up its blocks and wait again: one in the background, else
+        of the tenant that has had most, and there the youngest of the last priority; in the queue it is before those
+        whose turns are later."""
         self._between_steps()
-        running = [*self._prefilling, *self._decoding, *self._parked]
+        return self._preempt_last(self._running())
+
+    def _preempt_last(self, running: list[Request]) -> Request | None:
         if not running:
             return None
-        youngest = max(running, key=_turn)
-        self._stop_running(youngest)
-        youngest.preemptions += 1
+        last = max(running, key=_standing)
+        self._stop_running(last)
+        last.preemptions += 1
         self.preemptions += 1
-        insort(self._waiting, youngest, key=_turn)
-        return youngest
+        self._queue(last, last.flow, came=0)
+        return last
 
     # -- inside ----------------------------------------------------------------------------------------------
 
     def _between_steps(self) -> None:
         if self._in_flight is not None:
             raise RuntimeError("A step is running; complete or abandon it first.")
+
+    def _running(self) -> list[Request]:
+        return [*self._prefilling, *self._decoding, *self._parked]
+
+    def _running_background(self) -> list[Request]:
+        return [r for r in self._running() if r.flow.background] if self._background else []
+
+    def _queue(self, request: Request, flow: Flow, came: int = 1) -> None:
+        request.flow = flow
+        flow.live += came
+        insort(flow.waiting, request, key=_turn)
+
+    def _count(self, decoding: list[Request], chunks: list[Chunk]) -> None:
+        """Note whose rows were computed."""
+        for request in decoding:
+            flow = request.flow
+            flow.tag += flow.token
+        for request, start, stop in chunks:
+            flow = request.flow
+            flow.tag += flow.token * (stop - start)
+        if self._background:
+            rows = len(decoding) + sum(chunk.rows for chunk in chunks)
+            had = any(r.flow.background for r in decoding) or any(c.request.flow.background for c in chunks)
+            self._without = 0 if had else self._without + rows
+
+    def _bound_background(self) -> None:
+        """Before a step: how many requests in the background may run, and whether one need not yield any longer."""
+        self._quiet = self._quiet + 1 if len(self._live) == self._background else 0
+        quiet = self._quiet >= QUIET_STEPS
+        self._background_most = self.config.step_tokens if quiet else self.config.background_rows
+        running = self._running_background()
+        for _ in range(len(running) - self._background_most):
+            self._preempt_last([request for request in running if request.slot >= 0])
+        queued = (request for flow in self._flows.waiting() if flow.background for request in flow.waiting)
+        first = next(iter(r for r in self._prefilling if r.flow.background), None) or next(queued, None)
+        if first is not None and self._without >= BACKGROUND_PART * reckoned_tokens(first):
+            self._promote(first)
+
+    def _promote(self, request: Request) -> None:
+        """Let one that was in the background take its turn among the others of its tenant."""
+        self._without = 0
+        before, flow = request.flow, self._flows.of(request.share, background=False)
+        self._background -= 1
+        before.live -= 1
+        if request.slot < 0:
+            before.waiting.remove(request)
+            self._queue(request, flow)
+        else:
+            request.flow = flow
+            flow.live += 1
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.pool.block_tokens)
@@ -397,8 +476,15 @@ class Scheduler:
 
     def _chunks(self, budget: int) -> list[Chunk]:
         chunks: list[Chunk] = []
-        scored = self.config.prompt_logprobs_rows
-        for request in self._prefilling_then_admitted():
+        scored, background = self.config.prompt_logprobs_rows, self._background_most
+        if self._background:
+            background -= sum(request.flow.background for request in self._decoding)
+        for request in self._in_turn():
+            if request.flow.background:
+                # They come last, and no more of them run than may have rows.
+                budget = min(budget, background)
+                if budget <= 0:
+                    break
             start, most = request.computed, budget
             if request.prompt_scored < len(request.prompt):
                 # At least one, so that it goes on whoever came before it.
@@ -409,16 +495,52 @@ class Scheduler:
                 break
         return chunks
 
-    def _prefilling_then_admitted(self) -> Iterator[Request]:
-        """Those whose prompts are being computed, then those that wait, as each is asked for: who is admitted."""
-        yield from list(self._prefilling)
-        while not (self._parked and not self._open) and self._waiting and self._free_slots:
-            if not self._admit(self._waiting[0]):
-                return
-            yield self._waiting.popleft()
+    def _in_turn(self) -> Iterator[Request]:
+        """Those whose prompts are being computed, then those that wait, as each is asked for: who is admitted. Those in
+        the background come after all others."""
+        flows = self._flows
+        if flows.contested:
+            self._prefilling.sort(key=_flow_turn)
+            if self.waiting and (self._free_slots or self._background):
+                flows.reckon(self._running())
+                self._begin_between()
+        for background in (False, True) if self._background else (False,):
+            yield from [request for request in self._prefilling if request.flow.background == background]
+            while (flow := self._next(background=background)) is not None:
+                if not self._take(flow):
+                    return
+                yield self._begun[-1]
+
+    def _next(self, *, background: bool) -> Flow | None:
+        """The flow whose first request may be admitted now."""
+        if self._parked and not self._open:
+            return None
+        if background and len(self._running_background()) >= self._background_most:
+            return None
+        return self._flows.next(background=background)
+
+    def _begin_between(self) -> None:
+        """Admit the next request of a tenant that has none among the prompts, if it is owed more than those that have:
+        else it would wait for the end of prompts, however long they are."""
+        flow = self._next(background=False) if self._prefilling else None
+        if flow is not None and flow.turn() < self._prefilling[0].flow.turn() and self._take(flow):
+            self._prefilling.sort(key=_flow_turn)
+
+    def _take(self, flow: Flow) -> bool:
+        """Admit a flow's first request, at the cost of those in the background if it is not."""
+        request = flow.waiting[0]
+        while not self._admit(request):
+            if flow.background or self._preempt_last(self._running_background()) is None:
+                return False
+        flow.waiting.popleft()
+        flow.ahead += reckoned_tokens(request) * flow.token
+        self._begun.append(request)
+        return True
 
     def _admit(self, request: Request) -> bool:
         pool = self.pool
+        if not self._free_slots:
+            return False
         context = request.tokens(0, request.length)
         # The last token is always computed, since its logits choose the next one.
         # So is every token of a prompt whose log-probabilities are told.
@@ -426,7 +548,9 @@ class Scheduler:
         full = (len(context) - 1) // pool.block_tokens if shares else 0
         self._extend_digests(request, context, full)
         # One spare block for each running request: else the newcomer would soon be preempted for one of them.
-        got = pool.acquire(request.digests[:full], self._blocks_for(len(context)), spare=self.running)
+        # Those in the background will rather be preempted themselves.
+        spare = self.running if request.flow.background else self.running - len(self._running_background())
+        got = pool.acquire(request.digests[:full], self._blocks_for(len(context)), spare=spare)
         if got is None:
             return False
         request.slot = self._free_slots.pop()
@@ -560,10 +684,20 @@ class Scheduler:
         if request.slot >= 0:
             self._stop_running(request)
         else:
-            self._waiting.remove(request)
+            request.flow.waiting.remove(request)
+        request.flow.live -= 1
+        self._background -= request.flow.background
         del self._live[request.owner, request.id]
         self.on_end(request)
 
 
 def _turn(request: Request) -> tuple[int, int]:
     return request.params.priority, request.order
+
+
+def _flow_turn(request: Request) -> tuple[bool, float]:
+    return request.flow.turn()
+
+
+def _standing(request: Request) -> tuple[bool, float, int, int]:
+    return *request.flow.turn(), *_turn(request)

@@ -22,13 +22,22 @@ namespace experts {
 
 constexpr uint32_t SERVER_MAX_SLOTS = 16;
 constexpr uint32_t BATCH_JOBS = 16;
+constexpr uint64_t PAIR_COST = 1 << 16;
 constexpr uint32_t BATCH_PAIRS = 512;  // so that a prefill delays decoding by little
 
 struct Client {
     bool attached = false;
     ClientLink link{};
+    uint64_t served = 0;  // pairs taken, each of PAIR_COST over the client's weight: who has had least comes first
     uint64_t done[SERVER_MAX_SLOTS] = {};      // last sequence answered in each slot
     uint64_t rejected[SERVER_MAX_SLOTS] = {};  // a signal whose frame did not validate, answered once
+};
+
+// A request that waits.
+struct Waiting {
+    uint32_t client, slot;
+    uint64_t sequence;
+    bool again;  // its client had one in this batch already
 };
 
 struct Expert {
@@ -89,6 +98,7 @@ struct ExpertServer {
     std::atomic<bool> any_doubtful{false};
 
     uint32_t next_client = 0;
+    uint64_t served = 0;  // of the client that had the last request, before it
     experts::Job jobs[experts::BATCH_JOBS];
     uint32_t job_count = 0;
     std::vector<experts::Item> items;
@@ -119,8 +129,7 @@ uint64_t monotonic_ns() { return clock_ns(CLOCK_MONOTONIC); }
 uint32_t tiles(uint32_t rows, uint32_t tile) { return (rows + tile - 1) / tile; }
 
 // Looks for the client's oldest request that was not answered yet.
-bool take_request(ExpertServer* server, uint32_t index, uint64_t now_ns) {
-    Client& client = server->clients[index];
+bool find_request(const Client& client, Waiting& found) {
     if (p2p_fault_cut(client.link.tx)) return false;
     uint32_t oldest = client.link.slots;
     uint64_t sequence = 0;
@@ -134,7 +143,14 @@ bool take_request(ExpertServer* server, uint32_t index, uint64_t now_ns) {
             sequence = seen;
         }
     }
-    if (oldest == client.link.slots) return false;
+    found.slot = oldest, found.sequence = sequence;
+    return oldest < client.link.slots;
+}
+
+void take_request(ExpertServer* server, const Waiting& waiting, uint64_t now_ns) {
+    const uint32_t index = waiting.client, oldest = waiting.slot;
+    const uint64_t sequence = waiting.sequence;
+    Client& client = server->clients[index];
     Job& job = server->jobs[server->job_count];
     uint8_t* payload = job.payload.need(client.link.slot_bytes);
     P2pHeader frame;
@@ -156,7 +172,6 @@ bool take_request(ExpertServer* server, uint32_t index, uint64_t now_ns) {
     // A frame that cannot be read has no trusted sequence: only that very signal is put aside.
     (opened ? client.done : client.rejected)[oldest] = sequence;
     server->job_count++;
-    return true;
 }
 
 void add_items(ExpertServer* server, uint32_t job_index) {
@@ -289,22 +304,38 @@ bool collect(ExpertServer* server, uint64_t now_ns) {
     server->job_count = 0;
     server->items.clear();
     server->groups.clear();
-    uint32_t pairs = 0, served = 0;
-    uint32_t start = server->next_client;
-    // One request of each client in turn; a second round only where a single client is busy, so that no
-    // client's chunks delay another's by more than one.
-    for (uint32_t round = 0; round < SERVER_MAX_SLOTS; round++) {
-        uint32_t before = server->job_count;
-        for (uint32_t i = 0; i < EXPERT_SERVER_MAX_CLIENTS; i++) {
-            if (server->job_count == BATCH_JOBS || pairs >= BATCH_PAIRS) break;
-            uint32_t index = (start + i) % EXPERT_SERVER_MAX_CLIENTS;
-            if (!server->clients[index].attached || !take_request(server, index, now_ns)) continue;
-            Job& job = server->jobs[server->job_count - 1];
-            pairs += job.header.pairs;
-            if (round == 0) served++;
-            server->next_client = (index + 1) % EXPERT_SERVER_MAX_CLIENTS;
-        }
-        if (server->job_count == before || served != 1) break;
+    Waiting waiting[EXPERT_SERVER_MAX_CLIENTS];
+    uint32_t count = 0, pairs = 0;
+    for (uint32_t i = 0; i < EXPERT_SERVER_MAX_CLIENTS; i++) {
+        uint32_t index = (server->next_client + i) % EXPERT_SERVER_MAX_CLIENTS;
+        Client& client = server->clients[index];
+        if (!client.attached || !find_request(client, waiting[count])) continue;
+        waiting[count].client = index, waiting[count++].again = false;
+        // What it left to others before is not made up for.
+        client.served = std::max(client.served, server->served);
+    }
+    // One request of each client, who had least for its weight first; then more of those that have had less than the
+    // one that has had most, which weigh more. So no client's chunks delay another's by more than its part; one alone
+    // fills the batch.
+    const bool alone = count == 1;
+    uint32_t unserved = count;
+    uint64_t most = 0;
+    auto had_less = [&](const Waiting& a, const Waiting& b) {
+        return server->clients[a.client].served < server->clients[b.client].served;
+    };
+    while (count && server->job_count < BATCH_JOBS && pairs < BATCH_PAIRS) {
+        Waiting* next = std::min_element(waiting, waiting + count, had_less);
+        Client& client = server->clients[next->client];
+        if (!alone && !unserved && client.served >= most) break;
+        take_request(server, *next, now_ns);
+        const uint32_t taken = server->jobs[server->job_count - 1].header.pairs;
+        pairs += taken;
+        server->served = client.served;
+        client.served += std::max(taken, 1u) * PAIR_COST / client.link.weight;
+        if (!next->again) unserved--, most = std::max(most, client.served);
+        next->again = true;
+        server->next_client = (next->client + 1) % EXPERT_SERVER_MAX_CLIENTS;
+        if (!find_request(client, *next)) std::copy(next + 1, waiting + count--, next);
     }
     if (server->job_count == 0) return false;
     for (uint32_t i = 0; i < server->job_count; i++)
@@ -527,6 +558,7 @@ P2P_API int32_t expert_server_add_client(ExpertServer* server, const ClientLink*
     if (!link->rx || !link->tx || !link->slots || link->slots > SERVER_MAX_SLOTS || !link->client_lanes ||
         link->client_lanes > P2P_BELL_LANES || !link->bell_lanes ||
         link->bell_lanes > link->client_lanes || link->slot_bytes < sizeof(WireHeader) ||
+        !link->weight || link->weight > EXPERT_SERVER_MAX_WEIGHT ||
         link->slot_bytes > server->max_slot_bytes)
         return EXPERT_SERVER_E_ARGUMENT;
     uint64_t window = p2p_window_bytes(link->slots, link->slot_bytes);

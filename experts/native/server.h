@@ -17,6 +17,7 @@ enum {
     EXPERT_SERVER_E_MEMORY = -4,
 };
 constexpr uint32_t EXPERT_SERVER_MAX_CLIENTS = 64;
+constexpr uint32_t EXPERT_SERVER_MAX_WEIGHT = 1000;
 
 struct ExpertForm;  // kernels.h
 struct ExpertServer;
@@ -29,7 +30,7 @@ struct ClientLink {
     uint64_t tx_bytes;
     void* bell_page;
     uint64_t client_incarnation;
-    uint32_t client_lanes, bell_lanes, slots;
+    uint32_t client_lanes, bell_lanes, slots, weight;
     uint64_t slot_bytes;
 };
 struct ServerCounters {

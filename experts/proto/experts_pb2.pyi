@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class AttachRequest(_message.Message):
-    __slots__ = ("name", "incarnation", "server_incarnation", "model_hash", "layers", "experts", "hidden", "top_k", "dtype", "reply_descriptor", "lanes", "slots", "slot_bytes", "wire_version")
+    __slots__ = ("name", "incarnation", "server_incarnation", "model_hash", "layers", "experts", "hidden", "top_k", "dtype", "reply_descriptor", "lanes", "slots", "slot_bytes", "wire_version", "weight")
     NAME_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     SERVER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -22,6 +22,7 @@ class AttachRequest(_message.Message):
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
     WIRE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
     name: str
     incarnation: int
     server_incarnation: int
@@ -36,7 +37,8 @@ class AttachRequest(_message.Message):
     slots: int
     slot_bytes: int
     wire_version: int
-    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., server_incarnation: _Optional[int] = ..., model_hash: _Optional[str] = ..., layers: _Optional[int] = ..., experts: _Optional[int] = ..., hidden: _Optional[int] = ..., top_k: _Optional[int] = ..., dtype: _Optional[int] = ..., reply_descriptor: _Optional[bytes] = ..., lanes: _Optional[int] = ..., slots: _Optional[int] = ..., slot_bytes: _Optional[int] = ..., wire_version: _Optional[int] = ...) -> None: ...
+    weight: int
+    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., server_incarnation: _Optional[int] = ..., model_hash: _Optional[str] = ..., layers: _Optional[int] = ..., experts: _Optional[int] = ..., hidden: _Optional[int] = ..., top_k: _Optional[int] = ..., dtype: _Optional[int] = ..., reply_descriptor: _Optional[bytes] = ..., lanes: _Optional[int] = ..., slots: _Optional[int] = ..., slot_bytes: _Optional[int] = ..., wire_version: _Optional[int] = ..., weight: _Optional[int] = ...) -> None: ...
 
 class AttachReply(_message.Message):
     __slots__ = ("request_descriptor", "server_incarnation", "cores", "rings_lanes", "wire_version")

@@ -98,7 +98,7 @@ class World:
         assert problems(self.pool, [r.blocks for r in live]) == []
         for request in live:
             assert len(request.blocks) * BLOCK_TOKENS >= request.computed
-        waiting = [(r.params.priority, r.order) for r in self.scheduler._waiting]
+        waiting = [(r.params.priority, r.order) for r in self.scheduler.queue()]
         assert waiting == sorted(waiting), "the queue is out of order"
 
 

@@ -256,7 +256,7 @@ class World:
         self.servers[server].held.discard((layer, expert))
         self.library.expert_server_clear_expert(self.servers[server].handle, layer, expert)
 
-    def add_client(self, max_tokens: int = 64, lanes: int = 1) -> int:
+    def add_client(self, max_tokens: int = 64, lanes: int = 1, weight: int = 1) -> int:
         """A client attached to every server; its number."""
         s = self.shape
         number = len(self.clients)
@@ -275,11 +275,17 @@ class World:
         assert client
         self.clients.append(client)
         for server in range(len(self.servers)):
-            self.attach(number, server, lane=server % lanes)
+            self.attach(number, server, lane=server % lanes, weight=weight)
         return number
 
     def attach(
-        self, client: int, server: int, lane: int = 0, page: int | None = None, bell_lanes: int = 8
+        self,
+        client: int,
+        server: int,
+        lane: int = 0,
+        page: int | None = None,
+        bell_lanes: int = 8,
+        weight: int = 1,
     ) -> None:
         """Exchange windows."""
         them = self.servers[server]
@@ -296,6 +302,7 @@ class World:
             client_incarnation=incarnation,
             client_lanes=8,
             bell_lanes=bell_lanes,
+            weight=weight,
             slots=self.slots,
             slot_bytes=self.slot_bytes,
         )

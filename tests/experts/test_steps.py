@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import time
 
 import numpy as np
 import pytest
@@ -539,4 +540,62 @@ def test_a_reply_with_any_byte_flipped_is_never_used(where: int) -> None:
         assert call.run() == OK, f"byte {where}"
         assert call.exact(), f"byte {where}"
     assert world.stats(client, 0).held_slots == 0
+    world.close()
+
+
+@pytest.mark.parametrize("weights", [(1, 3), (1, 1), (1000, 250)])
+def test_clients_that_want_more_than_a_batch_holds_have_rows_by_their_weights(
+    weights: tuple[int, int],
+) -> None:
+    """And bits as alone."""
+    seed = time.time_ns()
+    rng = np.random.default_rng(seed)
+    shape = shape_of(hidden=32, intermediate=8, experts=4, top_k=2)
+    world = World(shape=shape, dtype=Dtype.FLOAT32, servers=1, seed=seed, slots=8, slot_bytes=1 << 13)
+    spread(world, 1)
+    clients = [world.add_client(max_tokens=4000, weight=weight) for weight in weights]
+    for client in clients:
+        world.publish(client, 1)
+    # Each has far more to ask than is computed here, and fills its slots before each batch.
+    calls = [Call(world, client, rng, 4000, 0, deadline_ns=10**15) for client in clients]
+    asked = [[0, 0]]
+    while max(asked[-1]) < 7000:
+        for call in calls * 8:
+            assert call.step() == PENDING
+        world.step_servers()
+        world.now_ns += 1000
+        asked.append([world.stats(client, 0).pairs for client in clients])
+    # Once its slots are full, a client asks for as much as it is given.
+    had = [last - first for first, last in zip(asked[2], asked[-1], strict=True)]
+    assert had[1] / had[0] == pytest.approx(weights[1] / weights[0], rel=0.05), f"{had}, seed {seed}"
+    for call in calls:
+        while call.step() == PENDING:
+            world.step_servers()
+    assert [call.status for call in calls] == [OK, OK] and all(call.exact() for call in calls), f"seed {seed}"
+    world.close()
+
+
+def test_what_a_client_did_not_ask_for_is_not_made_up_for() -> None:
+    """Who comes back after a while has its part from then on; and who is alone is not held back by its weight."""
+    rng = np.random.default_rng(0)
+    shape = shape_of(hidden=32, intermediate=8, experts=4, top_k=2)
+    world = World(shape=shape, dtype=Dtype.FLOAT32, servers=1, seed=0, slots=8, slot_bytes=1 << 14)
+    spread(world, 1)
+    light, heavy = world.add_client(max_tokens=400), world.add_client(max_tokens=400, weight=1000)
+    for client in (light, heavy):
+        world.publish(client, 1)
+    batches = 0
+    for _ in range(20):
+        alone = Call(world, light, rng, 400, 0)
+        while alone.step() == PENDING:
+            batches += world.step_servers() > 0
+    assert batches < 20 * 5, "800 pairs are two batches"
+    late, first = Call(world, light, rng, 400, 0), Call(world, heavy, rng, 400, 0)
+    for call in (late, first):
+        call.step()
+    world.step_servers()
+    for call in (late, first):
+        call.step()
+    had = [world.stats(client, 0).pairs for client in (light, heavy)]
+    assert 0 < had[0] - 20 * 800 <= had[1], had
     world.close()

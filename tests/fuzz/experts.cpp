@@ -107,7 +107,7 @@ void fuzz::server(Choices& choices) {
         clients[i] = std::make_unique<Attached>(CLIENT + i);
         Attached& client = *clients[i];
         ClientLink link{client.request.memory.get(), client.request.bytes, client.reply.memory.get(),
-                        client.reply.bytes, page.get(), CLIENT + i, 1, 1, SLOTS, SLOT_BYTES};
+                        client.reply.bytes, page.get(), CLIENT + i, 1, 1, SLOTS, 1, SLOT_BYTES};
         client.index = expert_server_add_client(server, &link);
         require(client.index >= 0, "a client attaches");
     };

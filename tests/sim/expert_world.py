@@ -442,6 +442,7 @@ class World:
             client_incarnation=client.endpoint.incarnation,
             client_lanes=LANES,
             bell_lanes=LANES,
+            weight=1,
             slots=LAYOUT.slots,
             slot_bytes=LAYOUT.payload_bytes,
         )
