@@ -24,6 +24,7 @@ from eaas.gateway.config import GatewayOptions
 from eaas.gateway.dashboard.history import ClusterSnapshot
 from eaas.gateway.gateway import Gateway
 from eaas.gateway.guard import Connection, RequestIds
+from eaas.gateway.keys import read_secret
 from eaas.gateway.listening import ListenFailed, address_of, check_exposure, listen
 from eaas.gateway.protection import Protection
 from eaas.gateway.served_model import ModelUnusable, load_model
@@ -309,7 +310,14 @@ def _serve(options: GatewayOptions, listener: socket.socket, guards: Protection)
         credentials=child.credentials(options, GATEWAY),
         stands_alone=options.listen_fd < 0,
     )
-    gateway = Gateway(config=options, model=model, views=views, version=version(), address=address)
+    gateway = Gateway(
+        config=options,
+        model=model,
+        views=views,
+        version=version(),
+        address=address,
+        resume_key=read_secret(options.resume_key_file) if options.resume_key_file else b"",
+    )
     app: ASGIApp = guards.around(create_app(gateway, prefix), gateway.metrics.count_refused)
     # Outside of the keys, which go by paths.
     app = RequestIds(app, prefix, lambda: gateway.draining, logs_requests=options.log_requests)

@@ -66,6 +66,11 @@ class EndpointOptions(RequestOptions, TracingOptions):
         "Likeliest tokens that a request may ask for beside each token; -1: as many as workers tell, 4,096.",
         least=-1,
     )
+    event_ids: bool = option(
+        True,
+        "Events of streams have ids, by which a client goes on with one that was cut: send the request again with the "
+        "header Last-Event-ID. Off for clients that take every line for data, such as `vllm bench serve`.",
+    )
     trace_share: float = option(
         1.0, "Share of requests that are traced, where the client does not say.", least=0, most=1
     )
@@ -159,6 +164,12 @@ class GatewayOptions(GatewayConfig, JoinOptions):
 
     model: Path = option(help="Checkpoint folder: tokenizer and configuration.", metavar="DIR")
     listen_fd: int = option(-1, "Listening socket from the launcher, instead of --host and --port.")
+    resume_key_file: Path | None = option(
+        None,
+        "Secret of at least 32 bytes that all gateways of a cluster share: each goes on with streams of the others. "
+        "Without one each goes on with its own alone. Read at the start.",
+        metavar="FILE",
+    )
     drain_on_term: bool = option(
         False,
         "At SIGTERM go on with the streams that there are, as after a replacement; a second one ends them. For "

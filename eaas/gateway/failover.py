@@ -100,6 +100,11 @@ class Sequence:
         refused_by: Workers that could not take it, by incarnation.
         refused_since_s: Since when every worker was full; 0: not since the last token.
         traceparent: Of the request's span, where it is traced.
+        key: Under which workers know its run; "": nobody goes on with it.
+        incarnation: Of the last worker that it was sent to; 0: to none.
+        seen: Tokens that its client had over another connection; it never leaves its numerics class then. None: it is
+            the first.
+        hint: The last bits of the incarnation of the worker that computed these.
     """
 
     id: str
@@ -124,6 +129,10 @@ class Sequence:
     first_s: float = 0.0
     last_s: float = 0.0
     traceparent: str = ""
+    key: str = ""
+    incarnation: int = 0
+    seen: int | None = None
+    hint: int = 0
 
     def __post_init__(self, prompt: list[int]) -> None:
         self.log = TokenLog(prompt)

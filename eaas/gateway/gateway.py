@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
@@ -47,12 +48,22 @@ class Gateway:
     """Everything that the routes share, for the life of the process."""
 
     def __init__(
-        self, *, config: GatewayConfig, model: ServedModel, views: ViewSource, version: str, address: str
+        self,
+        *,
+        config: GatewayConfig,
+        model: ServedModel,
+        views: ViewSource,
+        version: str,
+        address: str,
+        resume_key: bytes = b"",
     ) -> None:
+        """Args: resume_key: what the gateways of a cluster seal their event ids with; empty: one is drawn, and nobody
+        else goes on with a stream of this gateway."""
         self.config = config
         self.model = model
         self.version = version
         self.address = address
+        self.resume_key = resume_key or secrets.token_bytes(32)
         self.metrics = GatewayMetrics(model.name, config.ttft_target_s, config.tpot_target_s)
         self.running = 0
         self.draining = False

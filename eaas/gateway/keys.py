@@ -124,6 +124,27 @@ def _without_values(error: Exception) -> str:
     return text if "contains unknown field" not in text else "it contains an unknown field"
 
 
+def read_secret(path: Path) -> bytes:
+    """What a file's bytes come down to, for sealing with.
+
+    Raises:
+        KeysInvalid: it cannot be read, others may read it, or it is too short to be a secret.
+    """
+    try:
+        with path.open("rb") as file:
+            mode, content = os.fstat(file.fileno()).st_mode, file.read(_LARGEST_FILE)
+    except OSError as error:
+        raise KeysInvalid(f"--resume-key-file {path} cannot be read: {error.strerror}") from error
+    if mode & 0o007:
+        raise KeysInvalid(f"--resume-key-file {path} may be read by everybody; chmod 600 it, or make another")
+    if len(content) < _KEY_BYTES:
+        raise KeysInvalid(
+            f"--resume-key-file {path} has {len(content)} bytes; at least {_KEY_BYTES} random ones are needed: "
+            f"head -c {_KEY_BYTES} /dev/urandom > {path}"
+        )
+    return hashlib.sha256(content).digest()
+
+
 def write_keys(path: Path, keys: Sequence[Key]) -> None:
     """Replace the file at once, for its owner's eyes only. Raises OSError."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")

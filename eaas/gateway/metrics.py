@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
+from operator import attrgetter
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -86,10 +87,11 @@ class Ledger:
     Attributes:
         preemptions: Requests put back for want of KV blocks.
         looked_up, reused: Tokens of prompts looked for in the KV cache, and found.
+        joined, kept, told: Choices answered by runs in progress and by ended ones, and tokens told so.
     """
 
     def __init__(self) -> None:
-        self.preemptions = self.looked_up = self.reused = 0
+        self.preemptions = self.looked_up = self.reused = self.joined = self.kept = self.told = 0
         self._last: dict[int, WorkerLoad] = {}
 
     def heard(self, incarnation: int, load: WorkerLoad | None) -> None:
@@ -98,9 +100,9 @@ class Ledger:
             return
         last = self._last.pop(incarnation, _NOTHING)
         self._last[incarnation] = load
-        self.preemptions += max(0, load.preemptions - last.preemptions)
-        self.looked_up += max(0, load.looked_up - last.looked_up)
-        self.reused += max(0, load.reused - last.reused)
+        for name in ("preemptions", "looked_up", "reused", "joined", "kept", "told"):
+            risen = max(0, getattr(load, name) - getattr(last, name))
+            setattr(self, name, getattr(self, name) + risen)
         if len(self._last) > _REMEMBERED:
             del self._last[next(iter(self._last))]
 
@@ -118,7 +120,9 @@ class GatewayMetrics:
         self.finished: Counter[str] = Counter()  # choices that ended: stop, length, abort or error
         # What these count: see _COUNTERS.
         self.prompt_tokens = self.output_tokens = self.stale_tokens = self.class_crossings = self.dropped = 0
-        self.disconnects = self.silences = self.pauses = self.slow_readers = self.ended = self.good = 0
+        self.resumes = self.disconnects = self.silences = self.pauses = self.slow_readers = self.ended = (
+            self.good
+        ) = 0
         self.ttft = Histogram(TTFT_BOUNDS_S)
         self.itl = Histogram(ITL_BOUNDS_S)
         self.tpot = Histogram(ITL_BOUNDS_S)
@@ -195,7 +199,7 @@ class GatewayMetrics:
         ):  # fmt: skip
             yield _family(CounterMetricFamily, f"eaas_{name}", text, labels, counts)
         for name, text, attribute in _COUNTERS:
-            yield CounterMetricFamily(f"eaas_{name}", text, value=getattr(self, attribute))
+            yield CounterMetricFamily(f"eaas_{name}", text, value=attrgetter(attribute)(self))
         for name, (text, read) in self.gauges.items():
             yield GaugeMetricFamily(name, text, value=read())
         for name, text, histogram in (
@@ -252,6 +256,14 @@ _COUNTERS = (
     ("stale_tokens", "Tokens refused: an old attempt, or not the next index.", "stale_tokens"),
     ("class_crossings", "Choices that went on in another numerics class.", "class_crossings"),
     ("dropped_experts", "Requests answered without some lost experts, as they allowed.", "dropped"),
+    ("resumes", "Streams that a client went on with after a cut.", "resumes"),
+    (
+        "runs_joined",
+        "Choices told by runs in progress, which had begun for another connection.",
+        "ledger.joined",
+    ),
+    ("runs_kept", "Choices that went on where a run had ended.", "ledger.kept"),
+    ("resumed_tokens", "Tokens told so that nothing was computed for.", "ledger.told"),
     ("disconnects", "Requests whose client went away.", "disconnects"),
     ("silences", "Workers found silent with work.", "silences"),
     ("pauses", "Streams paused until their client had read what it had.", "pauses"),

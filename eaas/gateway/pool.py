@@ -28,6 +28,7 @@ from eaas.gateway.errors import (
     invalid,
     unavailable,
 )
+from eaas.gateway.event_ids import HINTS, not_resumable
 from eaas.gateway.failover import Sequence, Trial
 from eaas.gateway.link import WorkerLink, Workers
 from eaas.gateway.metrics import GatewayMetrics
@@ -302,14 +303,17 @@ class WorkerPool:
                     sequence.refused_by.add(link.incarnation)
                     self._move(sequence, "token_gap")
                 continue
-            if len(token_log.output) == 1:
-                sequence.first_s = now_s
-                metrics.ttft.observe(now_s - sequence.started_s)
-                metrics.recent_ttft.add(now_s, now_s - sequence.started_s)
-            else:
+            number = len(token_log.output)
+            if number > (sequence.seen or 1):
                 observe_itl(now_s - sequence.last_s)
+                metrics.output_tokens += 1
+            else:
+                sequence.first_s = now_s
+                if not sequence.seen:
+                    metrics.ttft.observe(now_s - sequence.started_s)
+                    metrics.recent_ttft.add(now_s, now_s - sequence.started_s)
+                    metrics.output_tokens += 1
             sequence.last_s = now_s
-            metrics.output_tokens += 1
             if sequence.prefill:
                 # The first token of an attempt says that the prompt has been computed.
                 paid, sequence.prefill, sequence.refused_since_s = sequence.prefill, 0, 0.0
@@ -381,7 +385,17 @@ class WorkerPool:
         links = [x for x in self._workers.candidates() if x.incarnation not in sequence.refused_by]
         wanted = sequence.numerics_class
         same_class = [link for link in links if link.numerics_class == wanted]
-        return self._trial.worker(same_class or (links if cross or not sequence.log.output else []), sequence)
+        if sequence.seen is not None:
+            cross = False
+            if sequence.log.attempt == 1 and sequence.link is None:
+                # Whoever computed it goes on with it, or knows what was said, though it may drain.
+                for link in self.links():
+                    hinted = link.incarnation % HINTS == sequence.hint and link.numerics_class == wanted
+                    if hinted and not link.silence.alarmed:
+                        return link
+        elif not sequence.log.output:
+            cross = True
+        return self._trial.worker(same_class or (links if cross else []), sequence)
 
     def _place(self, sequence: Sequence) -> None:
         link = self._choose(sequence)
@@ -406,7 +420,7 @@ class WorkerPool:
         if before not in (None, link.numerics_class) and token_log.output:
             self.metrics.class_crossings += 1
             log.warning("class_crossed id=%s from=%s to=%s", sequence.id, before, link.numerics_class)
-        sequence.link = link
+        sequence.link, sequence.incarnation = link, link.incarnation
         sequence.begun = False
         if sequence.open_end and link.hello and not token_log.output:
             room = max(1, link.hello.max_model_len - len(token_log.prompt))
@@ -427,6 +441,7 @@ class WorkerPool:
             params=sequence.params,
             share=sequence.share,
             traceparent=sequence.traceparent,
+            key=sequence.key,
         )
         try:
             link.send(submit)
@@ -550,6 +565,11 @@ class WorkerPool:
                 sequence.waiting_since_s = now_s
         overdue = [s for s in self._waiting.values() if now_s - s.waiting_since_s >= self._config.deadline_s]
         for sequence in overdue:
+            if sequence.seen is not None and self._workers.candidates():
+                served, wanted = ", ".join(self.numerics_classes), sequence.numerics_class
+                gone = f"It is of numerics class {wanted}, which no attention worker serves any more; now: {served}."
+                self._fail(sequence, not_resumable(gone))
+                continue
             reason = self.unready_reason() or "those that serve could not take it just then"
             waited = f"No attention worker took the request within {self._config.deadline_s:g} s: {reason}."
             self._fail(sequence, unavailable(waited))

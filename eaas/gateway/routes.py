@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse
 from eaas.gateway import messages, responses
 from eaas.gateway.config import GatewayConfig
 from eaas.gateway.errors import invalid, wrong_field
+from eaas.gateway.event_ids import Seal, Seen
 from eaas.gateway.formats import Format
 from eaas.gateway.gateway import Gateway
 from eaas.gateway.identity import Identity
@@ -77,8 +78,11 @@ async def generate(
             gateway.exchanges.pop(exchange.own_id, None)
 
     try:
+        seal = await _seal(gateway, request)
         asked = await gateway.parse(request, shape)
-        identity = Identity(drawn=uuid.uuid4().hex, created=int(time.time()))
+        seen = _seen(gateway, request, asked, seal)
+        drawn = Identity(drawn=uuid.uuid4().hex, created=int(time.time()))
+        identity = drawn if seen is None else seen.identity
         if isinstance(asked, ResponsesRequest):
             await kept.prepare(request, asked, identity)
         work = await work_of(gateway, prepare, asked, share)
@@ -88,17 +92,45 @@ async def generate(
         gateway.refuse_if_paused()
         gateway.admit_tokens(work)
         stall_s = gateway.config.stall_s
-        exchange = Exchange(work, gateway.model, gateway.pool, identity, stall_s=stall_s, on_close=on_close)
+        running = () if seen is None else gateway.exchanges.values()
+        before = [one for one in running if one.identity == identity and one.seal == seal]
+        exchange = Exchange(
+            work,
+            gateway.model,
+            gateway.pool,
+            identity,
+            stall_s=stall_s,
+            on_close=on_close,
+            seal=seal if work.wanted.stream and gateway.config.event_ids else None,
+            seen=seen,
+        )
         gateway.exchanges[exchange.own_id] = exchange
         if isinstance(asked, ResponsesRequest) and asked.store:
             exchange.keep = kept.keeper(request, asked, exchange)
-        response = await exchange.answer(request)
+        response = await exchange.answer(request, before)
         return response
     finally:
         if exchange is None:
             gateway.release()
         elif not isinstance(response, EventStream):
             exchange.close()
+
+
+async def _seal(gateway: Gateway, request: Request) -> Seal:
+    """What makes ids of this request's events those of no other."""
+    name, path = key_name_of(request.scope), request.url.path
+    return Seal.of(gateway.resume_key, name, path, await gateway.body_of(request))
+
+
+def _seen(gateway: Gateway, request: Request, asked: BaseModel, seal: Seal) -> Seen | None:
+    """What the client has seen of a stream that it goes on with; None: it begins one."""
+    id = request.headers.get("last-event-id")
+    if id is None:
+        return None
+    if not getattr(asked, "stream", None) or not gateway.config.event_ids:
+        found = "This request asks for no stream" if gateway.config.event_ids else "Events here have no ids"
+        raise invalid(f"{found}: send it without the header Last-Event-ID.", param="last-event-id")
+    return seal.read(id)
 
 
 async def work_of(gateway: Gateway, prepare: Prepare, asked: Any, share: Share) -> Work:

@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from eaas.gateway.budgets import Account
 from eaas.gateway.errors import ApiError, ErrorReply
+from eaas.gateway.event_ids import HINTS, EventIds, Mark, Seal, Seen
 from eaas.gateway.failover import Sequence as PoolSequence
 from eaas.gateway.formats import Format, ResponseHead, StreamUsage, Usage
 from eaas.gateway.guard import CLIENT_GONE, CLIENT_STALLED, Connection
@@ -87,7 +88,12 @@ class Exchange:
         *,
         stall_s: float,
         on_close: Callable[[], None],
+        seal: Seal | None = None,
+        seen: Seen | None = None,
     ) -> None:
+        """Args: seal: of the request, where its stream may be gone on with; None: it may not, and its events have no
+        ids. seen: what the client has seen of it before."""
+        self.seal, self._seen = seal, seen
         self._work, self._model, self._pool = work, model, pool
         self.metrics = pool.metrics
         self._stall_s, self._on_close = stall_s, on_close
@@ -109,6 +115,9 @@ class Exchange:
         self._reserved = 0
         on_change, streamed = self._changed.set, bool(wanted.stream)
         self.generation = Generation(on_change, self._events if streamed else None, self._pause)
+        if seal is not None and streamed:
+            position = None if seen is None else seen.position
+            self.generation.ids = EventIds(self.generation.choices, position)
         self.prompt_tokens = sum(len(prompt) for prompt in work.prompts)
         automaton = StopAutomaton(wanted.stop) if wanted.stop else None
         self._sequences: list[PoolSequence] = []
@@ -157,10 +166,15 @@ class Exchange:
             generation=self.generation,
             share=work.share,
             open_end=wanted.token_limit is None and wanted.default_limit is None,
+            key="" if self.seal is None else self.seal.run_key(self.identity, index),
+            **({} if self._seen is None else self._seen.of_choice(index)),
         )
 
-    async def answer(self, request: Request) -> Response:
+    async def answer(self, request: Request, before: Sequence[Exchange] = ()) -> Response:
         """Submit the choices and wait for what the response begins with.
+
+        Args:
+            before: Those of the same response whose client goes on with this one.
 
         Raises:
             ApiError: the request failed before anything was sent, or its key's budget is spent.
@@ -169,6 +183,9 @@ class Exchange:
         self._reserve(account_of(request.scope))
         self._listener = self._loop.create_task(self._listen(request))
         self.begin()
+        for one in before:
+            # Not before this one is told by the same runs.
+            one.leave()
         generation = self.generation
         while not generation.ready:
             await self.wait()
@@ -189,7 +206,10 @@ class Exchange:
 
     def begin(self) -> None:
         """Submit the choices."""
-        self.metrics.prompt_tokens += self.prompt_tokens
+        if self._seen is None:
+            self.metrics.prompt_tokens += self.prompt_tokens
+        else:
+            self.metrics.resumes += 1
         for sequence in self._sequences:
             self._pool.submit(sequence)
 
@@ -222,14 +242,20 @@ class Exchange:
         )
 
     def _events(self) -> Format:
-        work = self._work
+        work, ids = self._work, self.generation.ids
+        if ids is not None and self.seal is not None:
+            known, hints = self.generation, [sequence.incarnation % HINTS for sequence in self._sequences]
+            drawn, created = self.identity.drawn, self.identity.created
+            ids.prefix = self.seal.prefix(
+                Mark(drawn, created, known.numerics_classes, known.dropped, tuple(hints))
+            )
         now = self._usage_of if work.usage_stats else None
         usage = StreamUsage(last=work.include_usage, now=now)
         return work.format.events(self._head(), len(self._sequences), usage)
 
     def _usage_of(self, index: int) -> Usage:
         prompt = self._work.prompts[index // self._work.wanted.choices]
-        return Usage(prompt=len(prompt), completion=self.generation.choices[index].tokens)
+        return Usage(prompt=len(prompt), completion=self.generation.choices[index].said)
 
     def _usage(self) -> Usage:
         return Usage(prompt=self.prompt_tokens, completion=self.generation.completion_tokens)
@@ -237,7 +263,11 @@ class Exchange:
     def last_events(self, error: ErrorReply | None) -> bytes:
         """What ends a stream, which failed or did not."""
         events = self._events()
-        return events.end(self._usage()) if error is None else events.failure(error)
+        if error is not None:
+            # Without an id, so that the last one is that of an event that can be gone on behind.
+            return events.failure(error)
+        ids, end = self.generation.ids, events.end(self._usage())
+        return end if ids is None else ids.end(end)
 
     def cancel(self) -> None:
         """End a request here and now, on somebody's word; its response ends with what there is."""
@@ -245,6 +275,11 @@ class Exchange:
         for sequence in self._pool.cancel(self._sequences):
             if not ended:
                 sequence.choice.end("abort")
+
+    def leave(self) -> None:
+        """End it: its client has gone."""
+        self._pool.cancel(self._sequences)
+        self.generation.fail(CLIENT_GONE)
 
     def close(self) -> None:
         """Cancel what still runs and let the next request in. Idempotent."""
@@ -273,6 +308,8 @@ class Exchange:
     def _used(self) -> int:
         """Tokens on its key's account: none where it failed by our fault before there were any."""
         error, made = self.generation.error, self.generation.completion_tokens
+        if self._seen is not None:
+            made = max(0, made - sum(self._seen.position.counts))
         return 0 if error is not None and error.status >= 500 and not made else self.prompt_tokens + made
 
     async def _listen(self, request: Request) -> None:
@@ -286,8 +323,7 @@ class Exchange:
             connection = Connection.of(request.scope)
             if connection is not None and connection.timed_out:
                 self.metrics.slow_readers += 1
-            self._pool.cancel(self._sequences)
-            self.generation.fail(CLIENT_GONE)
+            self.leave()
 
 
 async def _keep_nothing() -> None:

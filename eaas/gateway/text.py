@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from eaas.gateway.errors import ErrorReply
+from eaas.gateway.event_ids import EventIds, not_resumable
 from eaas.gateway.formats import Delta, Ending, FinishedChoice, Format
 from eaas.gateway.logprobs import PromptScores, TokenLogprobs, TokenNames, token_logprobs
 from eaas.gateway.stops import StopMatcher
@@ -65,6 +66,7 @@ class Generation:
         pieces: What became visible, where it is not streamed.
         chunks: Events of a stream that the response has yet to take.
         full: HELD_BYTES of them lay there, and ``on_full`` was called; whoever has taken them sets it back.
+        ids: Gives the events of a stream their ids; None: they have none.
         write: Takes each new event at once, past ``chunks``; None while the response is at work itself.
     """
 
@@ -77,7 +79,6 @@ class Generation:
         """Args: make_events: event templates of a stream under the present numerics classes; None: there is none."""
         self.choices: list[Choice] = []
         self.open_choices = 0
-        self.completion_tokens = 0  # every accepted token counts, shown or not
         self.pieces: list[Delta] = []
         self.error: ErrorReply | None = None
         self.numerics_classes: tuple[str, ...] = ()
@@ -88,8 +89,14 @@ class Generation:
         self._opened = False
         self._held_bytes = 0
         self.full = False
+        self.ids: EventIds | None = None
         self.chunks: list[bytes] = []
         self.write: Callable[[bytes], None] | None = None
+
+    @property
+    def completion_tokens(self) -> int:
+        """Every accepted token counts, shown or not."""
+        return sum(choice.said for choice in self.choices)
 
     @property
     def ended(self) -> bool:
@@ -111,6 +118,8 @@ class Generation:
         """Note that from here on terms of lost experts are missing; later events say so."""
         self.dropped = True
         self._events = None
+        if self.ids is not None and self.ids.seen is not None:
+            self.fail(not_resumable("It was computed with all experts, of which some are lost now.").reply)
 
     def show(self, piece: Delta) -> None:
         """Take what became visible of a choice; in a stream write its event, if that can be done at once."""
@@ -126,6 +135,8 @@ class Generation:
             event = events.event(piece)
         else:
             event = b"" if piece.ending is None else events.event(Delta(piece.index, "", ending=piece.ending))
+        if self.ids is not None and event:
+            event = self.ids.of(piece.index, event)
         if self.write is not None and self.open_choices and event:
             self.write(event)
         elif event or piece.ending is not None or self.chunks:
@@ -140,7 +151,8 @@ class Generation:
         events = self._events = make_events()
         if not self._opened:
             self._opened = True
-            self.chunks.extend(events.first(index) for index in range(len(self.choices)))
+            first = b"".join(events.first(index) for index in range(len(self.choices)))
+            self.chunks.append(first if self.ids is None else self.ids.first(first))
         return events
 
     def take(self) -> bytes:
@@ -177,7 +189,7 @@ class Choice:
         routing: Takes the experts of its tokens, where they are wanted.
         counted: Each event says what it has used so far.
         stops: The client's stop tokens.
-        tokens: How many it has, where more than plain text is wanted.
+        tokens: How many it has.
         stop_reason: The stop string or the client's stop token that ended it.
     """
 
@@ -203,6 +215,7 @@ class Choice:
     # Log-probabilities of tokens not yet visible, each with the offset of its first character.
     _waiting: list[tuple[int, TokenLogprobs]] = field(init=False, default_factory=list)
     _ids: list[int] = field(init=False, default_factory=list)  # of tokens not yet handed on
+    _unsaid: int = field(init=False, default=0)  # tokens that are not the client's
 
     def __post_init__(self) -> None:
         self._silent = isinstance(self.detokenizer, NoText)
@@ -222,7 +235,7 @@ class Choice:
             True when a stop string ended the choice: the worker does not know of it yet.
         """
         generation = self.generation
-        generation.completion_tokens += 1
+        self.tokens += 1
         if self._plain and not finish:
             # Most tokens: they cost as little as can be.
             text = self.detokenizer.push(token)
@@ -233,7 +246,6 @@ class Choice:
             return False
         if self.echo is not None and self._show_echo(self.echo):
             return True
-        self.tokens += 1
         if self.wants_tokens:
             self._ids.append(token)
         stops = finish == "stop"
@@ -260,6 +272,11 @@ class Choice:
             self._show(text, None, everything=self._silent)
         return False
 
+    @property
+    def said(self) -> int:
+        """How many of its tokens are the client's."""
+        return self.tokens - self._unsaid
+
     def finished(self, pieces: Sequence[Delta]) -> FinishedChoice:
         """The whole choice. Args: pieces: all that became visible of it."""
         return FinishedChoice(
@@ -279,7 +296,7 @@ class Choice:
         logprobs = None if self.scores is None else self.scores.named()
         self._read = self._shown = len(echo.text)
         # The token that made the worker speak is not the client's.
-        self.generation.completion_tokens -= echo.alone
+        self._unsaid = int(echo.alone)
         ending = Ending("length") if echo.alone else None
         tokens = [] if self.wants_tokens else None
         self.generation.show(Delta(self.index, echo.text, logprobs, 0, tokens, ending))

@@ -162,7 +162,7 @@ def ask(
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=LIMIT_S, verify=False) as reply:
         answer.status, answer.retry_after = reply.status_code, reply.headers.get("retry-after")
         for line in reply.iter_lines():
-            text = line.removeprefix("data: ")
+            text = line.partition("data: ")[2]
             if text == "[DONE]":
                 answer.is_done = True
             elif text:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -195,6 +196,7 @@ class FakeWorker:
     cancels: list[str] = field(default_factory=list)
     refuse: Callable[[Submit], Failed | None] = lambda _: None
     script: list[str] = field(default_factory=list)  # the last of them is said instead of the prompt
+    draws: bool = False  # what is sampled follows from the seed
     jobs: dict[str, Job] = field(default_factory=dict)
     writers: set[asyncio.StreamWriter] = field(default_factory=set)
     sent: int = 0
@@ -267,7 +269,8 @@ class FakeWorker:
         by_writer: dict[asyncio.StreamWriter, list[Token]] = {}
         dropped: dict[asyncio.StreamWriter, list[tuple[str, int]]] = {}
         for id, job in list(self.jobs.items()):
-            token = make_token(job.submit, job.index, self.script[-1] if self.script else None)
+            script = self.script[-1] if self.script else None
+            token = make_token(job.submit, job.index, script, draws=self.draws)
             if job.submit.params.drop_lost_experts and job.index >= self.drops_at:
                 dropped.setdefault(job.writer, []).append((id, job.submit.attempt))
             job.index += 1
@@ -304,10 +307,14 @@ class FakeWorker:
             writer.transport.abort()
 
 
-def make_token(submit: Submit, index: int, script: str | None = None) -> Token:
+def make_token(submit: Submit, index: int, script: str | None = None, *, draws: bool = False) -> Token:
     said = submit.prompt if script is None else [*script.encode(), EOS]
     token = said[index % len(said)]
     params = submit.params
+    if draws and script is None and params.temperature > 0:
+        token = b"abcdefghijklmnop \xc3\xa9"[
+            zlib.crc32(f"{params.seed} {params.choice} {index}".encode()) % 19
+        ]
     finish = "length" if index + 1 == params.max_tokens else ""
     if (
         token == EOS and not params.ignore_eos and index >= params.min_tokens

@@ -52,7 +52,7 @@ def events(url: str, path: str, body: dict[str, Any]) -> list[Any]:
     assert reply.headers["content-type"].startswith("text/event-stream")
     lines = reply.text.split("\n\n")
     assert lines.pop() == ""
-    data = [line.removeprefix("data: ") for line in lines]
+    data = [line.partition("data: ")[2] for line in lines]
     return [line if line == "[DONE]" else json.loads(line) for line in data]
 
 

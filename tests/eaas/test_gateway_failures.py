@@ -52,7 +52,7 @@ def stream(url: str, tokens: int, prompt: str = PROMPT) -> Iterator[str]:
     with httpx.stream("POST", f"{url}{PLAIN}", json=body, timeout=20) as reply:
         assert reply.status_code == 200, reply.read()
         for line in reply.iter_lines():
-            data = line.removeprefix("data: ")
+            data = line.partition("data: ")[2]
             if data == "[DONE]":
                 return
             if data:
@@ -317,7 +317,7 @@ def test_another_numerics_class_is_a_last_resort_and_is_told(
     prints: list[str] = []
     with httpx.stream("POST", f"{url}{PLAIN}", json=body) as reply:
         for line in reply.iter_lines():
-            data = line.removeprefix("data: ")
+            data = line.partition("data: ")[2]
             if data and data != "[DONE]":
                 prints.append(json.loads(data)["system_fingerprint"])
                 if len(prints) == 10:
@@ -360,7 +360,7 @@ def test_a_choice_whose_class_lost_experts_goes_on_where_another_class_has_them(
         prints: list[str] = []
         with httpx.stream("POST", f"{url}{PLAIN}", json=body) as reply:
             for line in reply.iter_lines():
-                data = line.removeprefix("data: ")
+                data = line.partition("data: ")[2]
                 if not data or data == "[DONE]":
                     continue
                 prints.append(json.loads(data)["system_fingerprint"])

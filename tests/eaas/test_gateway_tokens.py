@@ -34,7 +34,7 @@ def ask(url: str, sampling: dict[str, Any], **more: Any) -> httpx.Response:
 
 
 def chunks(reply: httpx.Response) -> list[dict[str, Any]]:
-    lines = [line for line in reply.text.splitlines() if line]
+    lines = [line for line in reply.text.splitlines() if line and not line.startswith("id: ")]
     assert lines[-1] == "data: [DONE]", reply.text
     return [json.loads(line[6:]) for line in lines[:-1]]
 

@@ -53,7 +53,7 @@ def stream(url: str, on_token=lambda answer, count: None) -> Answer:  # type: ig
         assert reply.status_code == 200, reply.read()
         answer.numerics_class = reply.headers["x-eaas-numerics-class"]
         for line in reply.iter_lines():
-            data = line.removeprefix("data: ")
+            data = line.partition("data: ")[2]
             if not data or data == "[DONE]":
                 continue
             event = json.loads(data)
