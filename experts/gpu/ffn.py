@@ -257,8 +257,7 @@ def _item(
     elif PAIR:
         _store_act(first_acc, second_acc, out, out_scales, start, f, live, N, FEATURES, TOKENS, INTERPRET)
     else:
-        halves = tl.reshape(first_acc, [2, FEATURES // 2, TOKENS])
-        gate, up = tl.split(tl.permute(halves, (1, 2, 0)))
+        gate, up = tl.split(tl.permute(tl.reshape(first_acc, [2, FEATURES // 2, TOKENS]), (1, 2, 0)))
         _store_act(gate, up, out, out_scales, start, f, live, N, FEATURES // 2, TOKENS, INTERPRET)
 
 
