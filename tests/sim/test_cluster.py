@@ -20,7 +20,7 @@ from tests.sim.cluster.shrink import shrink
 from tests.sim.core_mutants import MUTANTS
 
 ROOT = Path(__file__).resolve().parents[2]
-EVENTS = 1200
+EVENTS = 2000
 # Runs of 5,000 events that broke a promise once. They show that what was mended stays so, and nothing more.
 FAILED = (
     7700359, 7700385, 7700577, 7700703, 7700709, 31000659, 31000927, 31001095, 31001505, 31002179, 31002478, 31002503,

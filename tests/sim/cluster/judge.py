@@ -191,7 +191,9 @@ class Judge:
         """An operator was told that a member goes under his operation."""
         known = self.retired.get(event.operation)
         if known is None:
-            known = next(known for known in self.present.values() if known.name == event.name)
+            known = next((known for known in self.present.values() if known.name == event.name), None)
+            if known is None:
+                return  # A journal that was put back still knows it; the world does not.
             others = [operation for operation, other in self.retired.items() if other is known]
             if others:
                 self.broken("one operation retires a member", f"{event} beside {others}")
