@@ -27,7 +27,7 @@ def reckoned_tokens(request: Request) -> int:
     """Tokens to be computed for a request from here on: what is left of its prompt, and as many of output as it has
     made already, but at least RECKONED_TOKENS, and at most what it may make."""
     made = len(request.output)
-    prefill = len(request.context) - request.computed if request.slot >= 0 else request.length
+    prefill = max(0, len(request.context) - request.computed) if request.slot >= 0 else request.length
     return prefill + min(request.params.max_tokens - made, max(RECKONED_TOKENS, made))
 
 
