@@ -25,6 +25,9 @@ _SEAL_BYTES = 16
 # An attention worker is named by its incarnation's last bits: a hint that may be wrong, of a few bytes for each choice.
 HINTS = 1 << 16
 _LONGEST_PART = 1 << 13
+# Ends of the ids of most events, made once: 60 bytes each.
+_PLACED = 1 << 12
+_PLACES = tuple(b"%d.0.0\n" % tokens for tokens in range(_PLACED))
 
 _encode = msgspec.msgpack.encode
 
@@ -141,17 +144,32 @@ class EventIds:
     """Gives the events of one stream their ids, and leaves out those that were seen.
 
     Attributes:
-        prefix: What ids begin with; of ``Seal.prefix``.
         seen: What is left out; None once nothing is.
     """
 
     def __init__(self, choices: Sequence[Counted], seen: Position | None) -> None:
         """Args: choices: all that there will be, once the first event is there."""
-        self.prefix, self.seen = b"", seen
-        self._choices = choices
+        self._choices, self.seen = choices, seen
+        self.prefix = b""
         self._last: int = -1
         self._tokens: int = 0
         self._ordinal: int = 0
+
+    @property
+    def prefix(self) -> bytes:
+        """What ids begin with; of ``Seal.prefix``."""
+        return self._prefix
+
+    @prefix.setter
+    def prefix(self, prefix: bytes) -> None:
+        self._prefix, self._start, self._alone = prefix, b"id: " + prefix, len(self._choices) == 1
+
+    @property
+    def behind(self) -> bool:
+        """Whether some choice has fewer tokens than were seen of it."""
+        return self.seen is not None and any(
+            choice.tokens < count for choice, count in zip(self._choices, self.seen.counts, strict=True)
+        )
 
     def first(self, events: bytes) -> bytes:
         """The events before every token."""
@@ -166,10 +184,11 @@ class EventIds:
         tokens = self._choices[choice].tokens
         if tokens != self._tokens or choice != self._last:
             self._last, self._tokens, self._ordinal = choice, tokens, 0
-        if self.seen is None and len(self._choices) == 1 and events.find(b"\n\n") == len(events) - 2:
-            # Most tokens: they cost as little as can be.
-            self._ordinal += 1
-            return b"id: %b%d.0.%d\n%b" % (self.prefix, tokens, self._ordinal - 1, events)
+            if self.seen is None and self._alone and events.find(b"\n") == len(events) - 2:
+                # Most tokens make one event of one line: they cost as little as can be.
+                self._ordinal = 1
+                place = _PLACES[tokens] if tokens < _PLACED else b"%d.0.0\n" % tokens
+                return self._start + place + events
         return self._each(choice, tokens, events)
 
     def _each(self, last: int, tokens: int, events: bytes) -> bytes:

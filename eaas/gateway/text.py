@@ -118,7 +118,7 @@ class Generation:
         """Note that from here on terms of lost experts are missing; later events say so."""
         self.dropped = True
         self._events = None
-        if self.ids is not None and self.ids.seen is not None:
+        if self.ids is not None and self.ids.behind:
             self.fail(not_resumable("It was computed with all experts, of which some are lost now.").reply)
 
     def show(self, piece: Delta) -> None:
@@ -152,7 +152,9 @@ class Generation:
         if not self._opened:
             self._opened = True
             first = b"".join(events.first(index) for index in range(len(self.choices)))
-            self.chunks.append(first if self.ids is None else self.ids.first(first))
+            first = first if self.ids is None else self.ids.first(first)
+            # What was seen begins no response: it may yet be refused with a status.
+            self.chunks += [first] if first else []
         return events
 
     def take(self) -> bytes:

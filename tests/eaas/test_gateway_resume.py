@@ -220,8 +220,9 @@ def test_a_key_that_is_none_is_refused_at_the_start(world: World, tmp_path: Path
             path.chmod(mode)
         else:
             path.unlink()
-        status, log = GatewayProcess(world, "--resume-key-file", str(path)).stop()
-        assert status != 0 and says in log, log
+        gateway = GatewayProcess(world, "--resume-key-file", str(path))
+        _, log = gateway.process.communicate(timeout=20)
+        assert gateway.process.returncode == 1 and says in log.decode(), log
 
 
 def test_a_stream_goes_on_in_its_numerics_class_or_not_at_all(
