@@ -22,6 +22,8 @@ from router.pools import autoscale_bounds
 KEYS_FILE = "keys.json"
 # Where responses are kept that outlive their connection, but not the cluster.
 JOBS_FILE = "responses.sqlite"
+# And what its gateways seal the ids of events with, so that each goes on with streams of the others.
+RESUME_KEY_FILE = "resume.key"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,9 +211,13 @@ def child_options(
         return derived(config, ExpertOptions, device=device, cores=tuple(cores), **member)
     if pool == "attention":
         return derived(config, WorkerOptions, device=device, **member)
-    keys = config.keys_file or (context.state_dir / KEYS_FILE if config.asks_for_keys else None)
-    jobs = config.jobs or str(context.state_dir / JOBS_FILE)
-    return derived(config, GatewayOptions, listen_fd=context.listen_fd, keys_file=keys, jobs=jobs, **member)
+    made: dict[str, Any] = {
+        "listen_fd": context.listen_fd,
+        "keys_file": config.keys_file or (context.state_dir / KEYS_FILE if config.asks_for_keys else None),
+        "jobs": config.jobs or str(context.state_dir / JOBS_FILE),
+        "resume_key_file": context.state_dir / RESUME_KEY_FILE,
+    }
+    return derived(config, GatewayOptions, **made, **member)
 
 
 def _admin_port(config: ClusterConfig, context: LaunchContext, slot: int) -> int | None:

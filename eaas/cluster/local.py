@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import secrets
 import selectors
 import signal
 import socket
@@ -22,9 +23,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
-from eaas.cluster.config import KEYS_FILE, ClusterConfig, LaunchContext, child_options
+from eaas.cluster.config import KEYS_FILE, RESUME_KEY_FILE, ClusterConfig, LaunchContext, child_options
 from eaas.cluster.mps import ready_gpus
-from eaas.cluster.process import Child, StartFailed, StateDir
+from eaas.cluster.process import Child, StartFailed, StateDir, keep_secret
 from eaas.gateway.keys import digest_of, keys_of, write_keys
 from eaas.gateway.listening import ListenFailed, address_of, listen
 from eaas.settings import ROLES
@@ -94,6 +95,7 @@ class LocalCluster:
         self._restarts: dict[tuple[str, int], tuple[int, float]] = {}
         # Gateways of this host among the members, with their states, by pid.
         self._gateways: dict[int, str] = {}
+        self._resume_key = secrets.token_bytes(32)
         self._supervisor = threading.Thread(target=self._supervise, name="supervisor", daemon=True)
         self._launch_thread = threading.Thread(target=self._follow_launches, name="launches", daemon=True)
         self._exits: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
@@ -270,6 +272,8 @@ class LocalCluster:
                 write_keys(
                     self.state_dir / KEYS_FILE, keys_of([digest_of(key) for key in self.config.api_key])
                 )
+            if pool == GATEWAY:
+                keep_secret(self.state_dir / RESUME_KEY_FILE, self._resume_key)
             child = Child.start(
                 pool=pool,
                 slot=slot,

@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from eaas.cluster.mps import quit_mps
@@ -228,6 +229,13 @@ class StateDir:
                 shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
             self._lock = -1
+
+
+def keep_secret(path: Path, secret: bytes) -> None:
+    """Write a file for its owner's eyes alone, where there is none. Raises OSError."""
+    if not path.exists():
+        with open(path, "wb", opener=partial(os.open, mode=0o600)) as file:
+            file.write(secret)
 
 
 def _sweep(root: Path) -> None:
