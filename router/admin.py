@@ -176,9 +176,8 @@ class AdminApp:
             return await self._scale(request, found[1])
         if found := re.fullmatch("/admin/members/(.+)/retire", path):
             return await self._retire(request, found[1])
-        known = ", ".join(
-            [*pages, "/admin/pools/{pool}/scale", "/admin/members/{name}/retire", "/admin/faults"]
-        )
+        named = ("/admin/pools/{pool}/scale", "/admin/members/{name}/retire", "/admin/faults")
+        known = ", ".join((*pages, *named))
         raise _Refused(404, f"path {path}", f"{known} or /healthz", "ask for one of these")
 
     def _pool(self, name: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ restart forgets it, and asking again changes nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from router import bitmap
 from router.events import Command, Join, Refused, Retire, UnknownMember
@@ -25,7 +26,6 @@ from router.view import ATTENTION, DRAINING, EXPERT, GATEWAY, GoneMember, Retire
 OPERATION = "an id of 1 to 128 printable characters"
 # Whatever else is said of a gateway that has gone, it may have streams still.
 _ENDED = ("left", "its process ended")
-_OTHER_WORKER = "another attention worker that serves"
 
 
 def is_operation(said: object) -> bool:
@@ -60,13 +60,10 @@ def retire(state: State, event: Retire, commands: list[Command]) -> State:
 
 def _end_router(state: State, event: Retire) -> State:
     joined = state.joined + 1
+    incarnation = (state.salt & SALT_MASK) << COUNT_BITS | joined
+    asked: dict[str, Any] = {"operation": event.operation, "asked_unix_s": event.unix_s}
     gone = GoneMember(
-        name=event.name,
-        incarnation=(state.salt & SALT_MASK) << COUNT_BITS | joined,
-        pid=event.router_pid,
-        reason="retired",
-        operation=event.operation,
-        asked_unix_s=event.unix_s,
+        name=event.name, incarnation=incarnation, pid=event.router_pid, reason="retired", **asked
     )
     return replace(with_gone(state, gone), joined=joined)
 
@@ -74,8 +71,8 @@ def _end_router(state: State, event: Retire) -> State:
 def before(state: State, event: Join) -> dict[str, object]:
     """Of the record of a gateway that joins: what it was before, if it was being retired, fell silent for a lease, and
     still has the streams of its clients."""
-    known = (gone for gone in reversed(state.gone) if (gone.host, gone.pid) == (event.host, event.pid))
-    gone = next(known, None)
+    former = (gone for gone in reversed(state.gone) if (gone.host, gone.pid) == (event.host, event.pid))
+    gone = next(former, None)
     if event.pool != GATEWAY or gone is None or not gone.operation or gone.reason in _ENDED:
         return {}
     return {"draining": True, "operation": gone.operation, "asked_unix_s": gone.asked_unix_s}
@@ -90,21 +87,18 @@ def begin(state: State) -> State:
 
 
 def _awaited(state: State, record: MemberRecord) -> str:
-    """What a member that is retired waits for before it drains, in words."""
+    """What a member that is retired waits for, in words; empty: nothing keeps it from draining."""
+    if record.draining and record.pool == EXPERT:
+        return "verified copies of its experts elsewhere, and the last calls"
+    if record.draining and record.pool == GATEWAY and all(other.draining for other in pool(state, GATEWAY)):
+        return "another gateway that serves"
     if state.wanted[ATTENTION] and is_last_worker(state, record.name):
-        return _OTHER_WORKER
+        return "another attention worker that serves"
+    if record.draining:
+        return "the end of what runs on it"
     if len(pool(state, record.pool)) > state.wanted[record.pool]:
         return held_up(state, record.pool)
     return "a process that takes its place" if state.launchers else ""
-
-
-def _drains(state: State, record: MemberRecord, only_here: int) -> str:
-    """What a member that drains waits for, in words."""
-    if record.pool == EXPERT:
-        return "verified copies of its experts elsewhere" if only_here else "the last calls of its clients"
-    if record.pool == GATEWAY and all(other.draining for other in pool(state, GATEWAY)):
-        return "another gateway that serves"
-    return _OTHER_WORKER if is_last_worker(state, record.name) else "the end of what runs on it"
 
 
 def _known(state: State) -> Iterator[MemberRecord | GoneMember]:
@@ -116,36 +110,26 @@ def _known(state: State) -> Iterator[MemberRecord | GoneMember]:
 def retirement(state: State, name: str) -> Retirement | None:
     """How far the retirement of a member has come, under whatever name it is there now; None: nobody retires it."""
     operation = next((one.operation for one in _known(state) if one.operation and one.name == name), None)
-    found = next((one for one in _known(state) if one.operation == operation), None)
-    if found is None or isinstance(found, MemberRecord):
-        return _going(state, found) if found else None
-    lost = found.name.startswith(GATEWAY) and found.reason not in _ENDED
-    return Retirement(
-        name=name,
-        operation=found.operation,
-        state="gone",
-        safe_to_terminate=not lost,
-        asked_unix_s=found.asked_unix_s,
-        waits_for=f"word of its process, which was {found.reason}" if lost else "",
-    )
+    return next((_told(state, one) for one in _known(state) if one.operation == operation), None)
 
 
 def retirements(state: State) -> tuple[Retirement, ...]:
     """Those that have not ended."""
-    return tuple(_going(state, record) for record in state.members.values() if record.operation)
+    return tuple(_told(state, record) for record in state.members.values() if record.operation)
 
 
-def _going(state: State, record: MemberRecord) -> Retirement:
-    elsewhere = bitmap.union(other.serving for other in peers(state, record))
-    only_here = (record.serving & ~elsewhere).bit_count()
-    load = state.liveness[record.name].load
+def _told(state: State, one: MemberRecord | GoneMember) -> Retirement:
+    about: dict[str, Any] = {name: getattr(one, name) for name in ("name", "operation", "asked_unix_s")}
+    if isinstance(one, GoneMember):
+        if one.name.startswith(GATEWAY) and one.reason not in _ENDED:
+            return Retirement(**about, state="gone", waits_for=f"word of its process, which was {one.reason}")
+        return Retirement(**about, state="gone", safe_to_terminate=True)
+    elsewhere = bitmap.union(other.serving for other in peers(state, one))
+    load = state.liveness[one.name].load
     return Retirement(
-        name=record.name,
-        operation=record.operation,
-        state=DRAINING if record.draining else "waiting",
-        safe_to_terminate=False,
-        asked_unix_s=record.asked_unix_s,
-        waits_for=_drains(state, record, only_here) if record.draining else _awaited(state, record),
-        only_here=only_here,
+        **about,
+        state=DRAINING if one.draining else "waiting",
+        waits_for=_awaited(state, one),
+        only_here=(one.serving & ~elsewhere).bit_count(),
         running=int(load.get("running", 0) + load.get("waiting", 0)),
     )

@@ -169,8 +169,8 @@ class Retirement:
     name: str
     operation: str
     state: str
-    safe_to_terminate: bool
     asked_unix_s: float
+    safe_to_terminate: bool = False
     waits_for: str = ""
     only_here: int = 0
     running: int = 0

@@ -102,16 +102,11 @@ def scale(
 
 def retire(
     name: Annotated[str, typer.Argument(help="Member, such as expert/3 or router/0; with --here its pool.")],
-    operation: Annotated[
-        str,
-        typer.Option(
-            help="Id: asked again under it nothing more happens. Default: as it goes already, or new."
-        ),
-    ] = "",
+    operation: Annotated[str, typer.Option(help="Id; asked again under it nothing more happens.")] = "",
     wait: Annotated[bool, typer.Option("--wait", help="Return when its process may be ended.")] = False,
     longest_s: Annotated[float, typer.Option(min=0, help="With --wait: exit 1 if not within this.")] = 300.0,
     here: Annotated[
-        bool, typer.Option("--here", help="The one in this container, whose own --tls-dir it is.")
+        bool, typer.Option("--here", help="That of this container, by its own --tls-dir.")
     ] = False,
     router: _Router = "",
     tls_dir: _TlsDir = None,
@@ -129,9 +124,7 @@ def retire(
         if here:
             found = [m.name for m in client.status().view.pool(name) if m.host == host_id()]
             if len(found) != 1:
-                raise fail(
-                    f"{len(found)} members of pool {name!r} run here, one needed; give the name of one."
-                )
+                raise fail(f"{len(found)} members of pool {name!r} are here, one needed; name one.")
             name = found[0]
         known = until_safe(client, name, operation, longest_s * wait)
     console.print(retirements_table([dataclasses.asdict(known)]))
@@ -221,7 +214,7 @@ class Roll:
             raise self._late(f"{member.name} waits for {known.waits_for}")
 
         def is_whole() -> bool:
-            view = self._client.status(timeout_s=1.0).view
+            view = self._view(timeout_s=1.0)
             return len(_serving(view, member.pool)) >= wanted and _whole(view)
 
         self._wait_for(f"pool {member.pool} is not whole", is_whole)
@@ -246,8 +239,8 @@ class Roll:
         members = fetch_status(self._url)["members"]
         return {member["name"]: member for member in members if member["pool"] == "router"}
 
-    def _view(self) -> View:
-        return self._client.status().view
+    def _view(self, timeout_s: float = 5.0) -> View:
+        return self._client.status(timeout_s=timeout_s).view
 
     def _wait_for(self, else_: str, reached: Callable[[], bool]) -> None:
         from router.client import RouterUnavailable
@@ -295,11 +288,8 @@ def _terminate(pid: int, name: str) -> None:
 
 @contextmanager
 def _client_of_router(address: str, tls_dir: Path | None, url: str, role: str = "") -> Iterator[RouterClient]:
-    """The router's client for a verb, which ends with status 1 where the router does not do as it asks.
-
-    Args:
-        role: Whose certificate is in `tls_dir` itself; empty: an operator's is in its folder there.
-    """
+    """The router's client for a verb, which ends with status 1 where the router does not do as it asks. role: whose
+    certificate is in `tls_dir` itself; empty: an operator's is in its folder there."""
     # gRPC takes a quarter of a second to import, and `eaas status` needs none of it.
     from router.client import OrderRefused, RouterClient, RouterUnavailable
     from router.tls import Credentials, CredentialsInvalid

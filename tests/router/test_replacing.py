@@ -45,7 +45,7 @@ def test_the_last_of_what_it_serves_and_of_its_streams_is_counted() -> None:
     rest(told, rounds=3, load={"running": 2.0, "waiting": 1.0}, but="expert/2")
     expert, worker = retirements(told.state)
     assert (expert.state, expert.only_here) == ("draining", 1)
-    assert expert.waits_for == "verified copies of its experts elsewhere"
+    assert expert.waits_for == "verified copies of its experts elsewhere, and the last calls"
     assert (worker.state, worker.running) == ("waiting", 3)
     assert worker.waits_for == "another attention worker that serves"
 
