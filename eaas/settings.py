@@ -66,6 +66,7 @@ _CHART = {
     "attention": {"dtype", "device", "transport"},
     "gateway": {
         *("tls_cert", "tls_key", "keys_file", "drain_s", "drain_on_term", "served_model_name", "listen_fd"),
+        "resume_key_file",
     },
 }
 # `helm --set` makes text of 12.5.

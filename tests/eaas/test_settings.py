@@ -36,7 +36,7 @@ def test_a_process_is_started_with_what_differs_from_its_defaults_or_was_asked_f
     assert launched(pool="router") == ["--experts=2", "--journal=/s/cluster-1/router.sqlite", "--replicas=2"]
     assert launched("--deadline-s", "30", pool="gateway") == [
         "--deadline-s=30.0", "--jobs=/s/cluster-1/responses.sqlite", "--listen-fd=5",
-        "--model=/m", "--router=127.0.0.1:7",
+        "--model=/m", "--resume-key-file=/s/cluster-1/resume.key", "--router=127.0.0.1:7",
     ]  # fmt: skip
     assert "--jobs=etcd://e:1/x" in launched("--jobs", "etcd://e:1/x", pool="gateway")
     assert launched("--kv-tokens", "64", "--device", "cuda:0,cuda:1", pool="attention", slot=1) == [
