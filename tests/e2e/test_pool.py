@@ -259,7 +259,7 @@ def test_threads_share_the_memberships_and_each_has_its_own_rows(cluster: LocalC
         wanted[0].apply()
     wait_for("both have left", lambda: len(router.status().view.pool("client")) <= before)
     router.close()
-    with pytest.raises(ValueError, match="calls is 0; 1 or more"):
+    with pytest.raises(ValueError, match="calls is 0 and weight 1; 1 or more"):
         connect(cluster.router_address, calls=0)
 
 
