@@ -24,6 +24,7 @@ from eaas.gateway.identity import Identity
 _SEAL_BYTES = 16
 # An attention worker is named by its incarnation's last bits: a hint that may be wrong, of a few bytes for each choice.
 HINTS = 1 << 16
+NOT_RESUMABLE = "not_resumable"
 _LONGEST_PART = 1 << 13
 # Ends of the ids of most events, made once: 60 bytes each.
 _PLACED = 1 << 12
@@ -125,7 +126,7 @@ class Seal:
 def not_resumable(why: str) -> ApiError:
     """A 409: the stream ends where it was cut."""
     message = f"This stream cannot go on. {why} Send the request without Last-Event-ID to begin a new one."
-    return ApiError(ErrorReply(status=409, message=message, param="last-event-id", code="not_resumable"))
+    return ApiError(ErrorReply(status=409, message=message, param="last-event-id", code=NOT_RESUMABLE))
 
 
 def _whole(digits: str) -> int:

@@ -49,6 +49,7 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
         at_ms: When it came; once it has ended, when it is forgotten.
         owner: The gateway process that computes it; empty: none yet.
         numerics_class: In which it was begun; empty: it was not.
+        hint: Which attention worker began it; see eaas.gateway.event_ids.
         losses: Owners whose leases ended before it did.
         bytes: Of job and result.
         version: What the store compares; of no meaning but to be the same.
@@ -58,6 +59,7 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
     at_ms: int
     owner: str = ""
     numerics_class: str = ""
+    hint: int = 0
     losses: int = 0
     bytes: int = 0
     version: int = 0

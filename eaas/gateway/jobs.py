@@ -26,6 +26,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from eaas.gateway.budgets import Account
 from eaas.gateway.errors import ApiError, ErrorReply, checked, internal, invalid, wrong_field
+from eaas.gateway.event_ids import NOT_RESUMABLE
 from eaas.gateway.formats import ResponseHead, error_event, named_event
 from eaas.gateway.gateway import Gateway
 from eaas.gateway.guard import Connection
@@ -62,6 +63,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         key_name: Whose API key asked; empty: none was needed.
         request: The ResponsesRequest, read only when needed; its input is items, those of earlier responses first.
         queued: The response object before anything is computed.
+        run_key: Under which attention workers know its run; nobody is told of it.
         background: It was asked for in the background; else it was kept when it had ended.
     """
 
@@ -70,6 +72,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     identity: Identity
     request: msgspec.Raw
     queued: dict[str, Any]
+    run_key: str
     background: bool
 
     @property
@@ -98,6 +101,8 @@ class Run:
 
     Attributes:
         state: As its owner, this process, stored it last; None: it is not the owner.
+        begun: Has the numerics class that it stays in, and the hint whom to ask; no class: it may begin in any.
+        turn: Counts how often it was begun anew in another class: what was shown before is of another response.
         events: So far, one for each sequence number.
         dropped: They were too many, and are not kept.
         last: Those that end them and hold the whole response, which are shown once it is stored.
@@ -106,9 +111,12 @@ class Run:
         account: On which so many tokens are reserved.
     """
 
-    def __init__(self, id: str, job: Job) -> None:
+    def __init__(self, id: str, job: Job, known: JobState) -> None:
+        """Args: known: of it, by the store."""
         self.id, self.job, self.events = id, job, _opening(job)
         self.state: JobState | None = None
+        self.begun = known
+        self.turn = 0
         self.dropped = self.over = False
         self.last = b""
         self.exchange: Exchange | None = None
@@ -124,6 +132,20 @@ class Run:
         self.changed.set()
         if self.task is not None and self.task is not asyncio.current_task():
             self.task.cancel()
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """What the Sequence of its choice is told."""
+        begun = self.begun
+        pinned = {"seen": 0, "numerics_class": begun.numerics_class, "hint": begun.hint}
+        return {"key": self.job.run_key, **(pinned if begun.numerics_class else {})}
+
+    def begin_anew(self) -> None:
+        """Nobody serves its numerics class any more: it is begun in another."""
+        self.begun = _with(self.begun, numerics_class="")
+        self.events, self._bytes, self.dropped = _opening(self.job), 0, False
+        self.turn += 1
+        self.changed.set()
 
     async def compute(self, exchange: Exchange, begun: Callable[[str], Awaitable[None]]) -> ErrorReply | None:
         """Have the exchange computed and its events put behind those that there are: those of a computation that was
@@ -265,11 +287,11 @@ class Jobs:
             if state.owner:
                 log.warning("job_taken_over id=%s losses=%d", id, claimed.losses)
             # It may be computed here already, for somebody who listens.
-            run = self._runs.get(id) or self._start(id, job)
+            run = self._runs.get(id) or self._start(id, job, claimed)
             run.state = claimed
 
-    def _start(self, id: str, job: Job) -> Run:
-        run = self._runs[id] = Run(id, job)
+    def _start(self, id: str, job: Job, known: JobState) -> Run:
+        run = self._runs[id] = Run(id, job, known)
         run.task = asyncio.create_task(self._run(run))
         return run
 
@@ -282,6 +304,10 @@ class Jobs:
         pause_s = _AGAIN_S
         try:
             while (error := await self._attempt(run)) is not None and _again(error):
+                if error.code == NOT_RESUMABLE:
+                    log.warning("job_begun_anew id=%s class=%s", run.id, run.begun.numerics_class)
+                    run.begin_anew()
+                    continue
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _AGAIN_MOST_S)
             while run.state is None:
@@ -302,12 +328,13 @@ class Jobs:
         gateway, job = self._gateway, run.job
 
         async def begun(numerics_class: str) -> None:
-            known = run.state
-            if known is not None and (known.status, known.numerics_class) != ("in_progress", numerics_class):
-                after = _with(known, status="in_progress", numerics_class=numerics_class)
-                run.state = await self._ask(JobStore.update, run.id, known, after)
+            known = run.state or run.begun
+            after = _with(known, status="in_progress", numerics_class=numerics_class, hint=exchange.stay())
+            if run.state is not None and after != known:
+                run.state = await self._ask(JobStore.update, run.id, run.state, after)
                 if run.state is None:
                     raise _Lost
+            run.begun = after
 
         def on_close() -> None:
             if run.exchange is not None:
@@ -320,7 +347,13 @@ class Jobs:
             work = await self._work_of(checked(ResponsesRequest, bytes(job.request)), job.share)
             stall_s = self._config.stall_s
             run.exchange = exchange = Exchange(
-                work, gateway.model, gateway.pool, job.identity, stall_s=stall_s, on_close=on_close
+                work,
+                gateway.model,
+                gateway.pool,
+                job.identity,
+                stall_s=stall_s,
+                on_close=on_close,
+                told=run.told,
             )
             if run.state is not None:
                 gateway.exchanges[exchange.own_id] = exchange
@@ -418,7 +451,7 @@ class Jobs:
             if state is None and account is not None:
                 account.settle(reserved, 0, time.monotonic())
         if mine:
-            run = self._start(id, job)
+            run = self._start(id, job, new)
             run.state, run.account = state, None if account is None else (account, reserved)
         return self._stream(id, job, 0) if work.wanted.stream else JSONResponse(job.queued)
 
@@ -524,6 +557,7 @@ class Jobs:
                 _encode(given.model_dump(exclude_unset=True, by_alias=True) | {"stream": True})
             ),
             queued=ResponsesFormat(None, repeated(given, wanted)).queued(head),
+            run_key=uuid.uuid4().hex,
             background=bool(given.background),
         )
 
@@ -538,11 +572,15 @@ class Jobs:
             found = None if id in self._runs else await self._ask(JobStore.get, id)
             run = self._runs.get(id)
             if run is None and found is not None and found.state.status == "in_progress":
-                run = self._start(id, job)
+                run = self._start(id, job, found.state)
             if run is not None:
                 run.listeners += 1
+                turn = run.turn
                 try:
                     while number < len(run.events) or not (run.over or run.dropped or self._ends):
+                        if run.turn != turn:
+                            yield _BEGUN_ANEW
+                            return
                         events, number = run.events[number:], max(number, len(run.events))
                         if events:
                             yield b"".join(events)
@@ -613,7 +651,7 @@ def _now_ms() -> int:
 
 def _again(error: ErrorReply) -> bool:
     """Whether the same may go well later."""
-    return error.status in (429, 503)
+    return error.status in (429, 503) or error.code == NOT_RESUMABLE
 
 
 def _split(events: bytes) -> list[bytes]:
@@ -640,10 +678,15 @@ def _response_of(events: bytes) -> msgspec.Raw:
     return _decode(events.partition(b"data: ")[2].partition(b"\n\n")[0], type=_Last).response
 
 
-_NO_EVENTS = error_event(
-    ErrorReply(
-        status=409,
-        message=f"The events are not kept: they are over {_EVENTS_BYTES} bytes, or the response was deleted.",
-        code="events_not_kept",
-    ).body()
+def _no_more(message: str, code: str) -> bytes:
+    return error_event(ErrorReply(status=409, message=message, code=code).body())
+
+
+_NO_EVENTS = _no_more(
+    f"The events are not kept: they are over {_EVENTS_BYTES} bytes, or the response was deleted.",
+    "events_not_kept",
+)
+_BEGUN_ANEW = _no_more(
+    "No server of its numerics class is left; it is computed anew in another. Ask for all of its events.",
+    "begun_anew",
 )

@@ -565,8 +565,9 @@ class WorkerPool:
                 sequence.waiting_since_s = now_s
         overdue = [s for s in self._waiting.values() if now_s - s.waiting_since_s >= self._config.deadline_s]
         for sequence in overdue:
-            if sequence.seen is not None and self._workers.candidates():
-                served, wanted = ", ".join(self.numerics_classes), sequence.numerics_class
+            classes, wanted = self.numerics_classes, sequence.numerics_class
+            if sequence.seen is not None and self._workers.candidates() and wanted not in classes:
+                served = ", ".join(classes)
                 gone = f"It is of numerics class {wanted}, which no attention worker serves any more; now: {served}."
                 self._fail(sequence, not_resumable(gone))
                 continue

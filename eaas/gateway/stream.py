@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -90,10 +91,11 @@ class Exchange:
         on_close: Callable[[], None],
         seal: Seal | None = None,
         seen: Seen | None = None,
+        told: Mapping[str, Any] | None = None,
     ) -> None:
         """Args: seal: of the request, where its stream may be gone on with; None: it may not, and its events have no
-        ids. seen: what the client has seen of it before."""
-        self.seal, self._seen = seal, seen
+        ids. seen: what the client has seen of it before. told: more that each choice's Sequence is told."""
+        self.seal, self._seen, self._told = seal, seen, told or {}
         self._work, self._model, self._pool = work, model, pool
         self.metrics = pool.metrics
         self._stall_s, self._on_close = stall_s, on_close
@@ -166,8 +168,9 @@ class Exchange:
             generation=self.generation,
             share=work.share,
             open_end=wanted.token_limit is None and wanted.default_limit is None,
-            key="" if self.seal is None else self.seal.run_key(self.identity, index),
+            **({} if self.seal is None else {"key": self.seal.run_key(self.identity, index)}),
             **({} if self._seen is None else self._seen.of_choice(index)),
+            **self._told,
         )
 
     async def answer(self, request: Request, before: Sequence[Exchange] = ()) -> Response:
@@ -212,6 +215,12 @@ class Exchange:
             self.metrics.resumes += 1
         for sequence in self._sequences:
             self._pool.submit(sequence)
+
+    def stay(self) -> int:
+        """Let no choice leave the numerics class in which it has begun. Returns the hint whom to ask for the first."""
+        for sequence in self._sequences:
+            sequence.seen = sequence.seen or 0
+        return self._sequences[0].incarnation % HINTS
 
     def body(self) -> bytes:
         """The whole response, once the generation has ended without error."""

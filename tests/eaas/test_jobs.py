@@ -8,6 +8,7 @@ import json
 import sqlite3
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import openai
 import pytest
 from openai.types.responses import Response
 
+from eaas.gateway.job_store import open_jobs
 from eaas.worker.protocol import Failed, Submit
 from tests.eaas.gateway_world import FakeWorker, GatewayProcess, World, eventually, gateway_url
 
@@ -359,6 +361,47 @@ def test_a_fault_that_may_pass_is_waited_for_and_another_is_the_failure(
     assert [event.type for event in seen] == ["response.created", "response.queued", "response.failed"]
 
 
+def test_events_that_were_shown_before_a_fault_are_shown_once(
+    url: str, client: openai.OpenAI, worker: FakeWorker, says: Any
+) -> None:
+    says("some words, one byte after the other")
+    worker.step_s = 0.02
+    job = ask(client)
+    eventually(lambda: any(one.index > 8 for one in worker.jobs.values()), "some tokens")
+    lost = next(iter(worker.jobs.values())).submit
+    worker.jobs.clear()
+    worker.send(failed(lost, code="expert_lost", message="no replica", retryable=True))
+    events = raw(url, job.id)
+    assert worker.submits[-1] is not lost, "nothing went wrong"
+    assert [sequence_of(event) for event in events] == list(range(len(events)))
+    deltas = [event for event in events if b"output_text.delta" in event]
+    assert len(deltas) == len(worker.script[-1])
+
+
+def test_who_waits_for_an_answer_comes_before_jobs(
+    world: World, worker: FakeWorker, tmp_path: Path, says: Any
+) -> None:
+    says("x")
+    with gateway_url(world, "--jobs", str(tmp_path / "jobs"), "--max-owed-tokens", "100") as url:
+        client = client_of(url)
+        worker.frozen = True
+        try:
+            with ThreadPoolExecutor(1) as thread:
+                waits = thread.submit(
+                    client.responses.create, model="tiny", input="i" * 80, max_output_tokens=9
+                )
+                eventually(lambda: worker.jobs, "a request")
+                job = ask(client)
+                # Two looks for jobs that are nobody's.
+                time.sleep(2.5)
+                assert len(worker.jobs) == 1, "it was begun while much was owed"
+                worker.frozen = False
+                assert waits.result().output_text == "x"
+        finally:
+            worker.frozen = False
+        assert polled(client, job).output_text == "x"
+
+
 def test_without_a_store_background_is_refused_and_nothing_kept(
     world: World, worker: FakeWorker, says: Any
 ) -> None:
@@ -379,17 +422,20 @@ def test_jobs_of_a_gateway_that_was_killed_go_on_at_another_and_end_as_they_woul
     says("some words, one byte after the other, for a while")
     worker.step_s = 0.02
     gateway = GatewayProcess(world, "--jobs", str(jobs))
-    client = client_of(gateway.url)
-    stream = streamed(client, temperature=1.0)
-    id = next(stream).response.id
-    while next(stream).sequence_number < 12:
-        pass
+    id, heard = ask(client_of(gateway.url), temperature=1.0).id, b""
+    with httpx.stream("GET", f"{gateway.url}/v1/responses/{id}", params={"stream": "true"}) as reply:
+        for chunk in reply.iter_bytes():
+            heard += chunk
+            if heard.count(b"\n\n") > 12:
+                break
     gateway.process.kill()
     gateway.process.wait()
     # It is heard at once elsewhere, before that gateway owns it.
     rest = raw(other_url, id, 12)
     worker.step_s = 0.001
-    assert rest == raw(other_url, id)[13:]
+    whole = raw(other_url, id)
+    assert rest == whole[13:]
+    assert b"".join(whole).startswith(heard), "another run made other events than were heard of the first"
     last = other.responses.retrieve(id)
     assert (last.status, last.output_text) == ("completed", worker.script[-1])
 
@@ -407,6 +453,9 @@ def test_a_gateway_that_is_told_to_end_leaves_its_jobs_to_others(
     worker.frozen = False
     assert status == 0 and "Traceback" not in log, log
     assert polled(other, job).output_text == "some words"
+    store = open_jobs(str(jobs), 1, 1)
+    assert store.states(job.id)[job.id].losses == 0, "it was not given up, but taken over"
+    store.close()
 
 
 def test_of_another_key_s_responses_nothing_is_told(
@@ -486,3 +535,45 @@ def test_while_the_store_is_away_nothing_is_lost_and_nothing_promised(
             assert client.responses.retrieve(job.id).status == "in_progress"
             base.execute("ROLLBACK")
         assert polled(client, job).output_text == worker.script[-1]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_job_stays_in_the_class_in_which_it_began_at_whichever_gateway(
+    world: World, worker: FakeWorker, tmp_path: Path, says: Any, first: bool
+) -> None:
+    says("some words, one byte after the other")
+    worker.step_s = 0.05
+    path = str(tmp_path / "jobs")
+    gateway = GatewayProcess(world, "--jobs", path)
+    job = ask(client_of(gateway.url))
+    eventually(lambda: any(one.index > 2 for one in worker.jobs.values()), "some tokens")
+    key = worker.submits[-1].key
+    stranger = world.worker(numerics_class="another", script=["other words"])
+    try:
+        world.router.show(*((stranger, worker) if first else (worker, stranger)))
+        gateway.process.kill()
+        gateway.process.wait()
+        with gateway_url(world, "--jobs", path, "--deadline-s", "2") as url:
+            client = client_of(url)
+            assert polled(client, job).output_text == worker.script[-1]
+            assert worker.submits[-1].key == key != "", (
+                "nobody else computes it, and it joins what is computed"
+            )
+            job = ask(client, extra_body={"request_id": "second"})
+            begun, other = (worker, stranger) if worker.jobs else (stranger, worker)
+            eventually(lambda: worker.jobs or stranger.jobs, "a beginning")
+            begun, other = (worker, stranger) if worker.jobs else (stranger, worker)
+            begun.frozen = True
+            stream = iter(client.responses.retrieve(job.id, stream=True))
+            fingerprint = next(stream).response.model_dump()["system_fingerprint"]
+            assert fingerprint is None
+            # Its class goes for good: it is computed anew, and nothing of two texts is put together.
+            world.router.show(other)
+            assert polled(client, job).output_text == other.script[-1]
+            whole = raw(url, job.id)
+            assert [sequence_of(event) for event in whole] == list(range(len(whole)))
+            deltas = [json.loads(e.partition(b"data: ")[2])["delta"] for e in whole if b"text.delta" in e]
+            assert "".join(deltas) == other.script[-1]
+    finally:
+        worker.frozen = False
+        world.router.show(worker)
