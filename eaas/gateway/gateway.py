@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any, Protocol, TypeVar
@@ -22,6 +23,8 @@ from eaas.gateway.metrics import GatewayMetrics
 from eaas.gateway.pool import WorkerPool
 from eaas.gateway.served_model import ServedModel
 from eaas.gateway.stream import EventStream, Exchange, Work
+from eaas.worker.protocol import Share
+from eaas.worker.shares import has_room
 from router.view import View
 
 R = TypeVar("R", bound=BaseModel)
@@ -66,6 +69,7 @@ class Gateway:
         self.resume_key = resume_key or secrets.token_bytes(32)
         self.metrics = GatewayMetrics(model.name, config.ttft_target_s, config.tpot_target_s)
         self.running = 0
+        self._in_progress: Counter[Share] = Counter()  # of these, whose they are
         self.draining = False
         self.paused = False  # new requests are refused
         self.exchanges: dict[str, Exchange] = {}  # those in progress
@@ -184,15 +188,14 @@ class Gateway:
             count(response.status_code)
         return response
 
-    def admit(self) -> None:
-        """Let one request in; ``release`` must follow.
+    def admit(self, share: Share) -> None:
+        """Let one request of a tenant in; ``release`` must follow.
 
         Raises:
             ApiError: 429, as many are in progress as may be; 503, an operator has paused this gateway.
         """
         self.refuse_if_paused()
-        self._refuse_if_full()
-        self.running += 1
+        self._let_in(share)
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -201,19 +204,22 @@ class Gateway:
         Raises:
             ApiError: 429, as many are in progress as may be.
         """
-        self._refuse_if_full()
-        self.running += 1
+        nobody = Share()
+        self._let_in(nobody)
         try:
             yield
         finally:
-            self.release()
+            self.release(nobody)
 
-    def _refuse_if_full(self) -> None:
-        if self.running >= self.config.max_requests:
+    def _let_in(self, share: Share) -> None:
+        most = self.config.max_requests
+        if self.running >= most and not _has_room(self._in_progress, share, 1, most):
             self.metrics.count_refused("requests")
             raise errors.full(
                 f"{self.running} requests are in progress, the most that this server takes. Try again shortly."
             )
+        self.running += 1
+        self._in_progress[share] += 1
 
     def refuse_if_paused(self) -> None:
         """Let no request begin while an operator wants none.
@@ -231,14 +237,27 @@ class Gateway:
         Raises:
             ApiError: 429.
         """
-        owed, most = self.pool.owed_tokens, self.config.max_owed_tokens
-        if owed and owed + work.cost(self.config.batch_tokens) > most:
+        cost, most = work.cost(self.config.batch_tokens), self.config.max_owed_tokens
+        if self.pool.owed_tokens + cost <= most:
+            return
+        by_share = self.pool.owed_by_share()
+        owed = by_share.total()
+        if owed and not _has_room(by_share, work.share, cost, most):
             self.metrics.count_refused("tokens")
             raise errors.full(
                 f"{owed} tokens are still to be computed here, and this request would make them more than {most}. "
                 "Try again shortly."
             )
 
-    def release(self) -> None:
-        """One request has ended."""
+    def release(self, share: Share) -> None:
+        """One request of a tenant has ended."""
         self.running -= 1
+        self._in_progress[share] -= 1
+        if not self._in_progress[share]:
+            del self._in_progress[share]
+
+
+def _has_room(by_share: Counter[Share], share: Share, more: int, most: int) -> bool:
+    """Whether a tenant may have so many more. Args: by_share: what each has now."""
+    weights = sum(other.weight for other in {*by_share, share})
+    return has_room(by_share[share] + more - 1, share.weight, by_share.total() + more - 1, weights, most)

@@ -12,6 +12,7 @@ import asyncio
 import itertools
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 import msgspec
@@ -33,7 +34,7 @@ from eaas.gateway.failover import Sequence, Trial
 from eaas.gateway.link import WorkerLink, Workers
 from eaas.gateway.metrics import GatewayMetrics
 from eaas.traceparent import TRACEPARENT
-from eaas.worker.protocol import Cancel, Failed, ForgetBlocks, ProtocolError, Step, Submit, Token
+from eaas.worker.protocol import Cancel, Failed, ForgetBlocks, ProtocolError, Share, Step, Submit, Token
 from router.access import GATEWAY
 from router.tls import Credentials
 from router.view import HEARS, View
@@ -135,6 +136,14 @@ class WorkerPool:
         """Tokens still to be computed for all choices, as far as can be reckoned."""
         waiting = sum(map(self.cost_of, self._waiting.values()))
         return waiting + sum(link.outstanding for link in self.links())
+
+    def owed_by_share(self) -> Counter[Share]:
+        """The same by whose they are, without those in the background, which yield."""
+        owed: Counter[Share] = Counter()
+        for sequence in self._sequences.values():
+            if not sequence.share.background and sequence.id not in self._paused:
+                owed[sequence.share] += sequence.debt if sequence.link is not None else self.cost_of(sequence)
+        return owed
 
     @property
     def paused(self) -> int:
@@ -456,7 +465,7 @@ class WorkerPool:
 
     def _place_waiting(self) -> None:
         self._placing = False
-        for sequence in sorted(self._waiting.values(), key=lambda sequence: sequence.params.priority):
+        for sequence in sorted(self._waiting.values(), key=_standing):
             self._place(sequence)
 
     def _next_trial(self, sequence: Sequence) -> None:
@@ -605,6 +614,10 @@ class WorkerPool:
                     link.send(Cancel(id=sequence.id))
                     waited = f"{link.name} has been silent for {silence_s:.1f} s, and no other serves."
                     self._fail(sequence, unavailable(waited))
+
+
+def _standing(sequence: Sequence) -> tuple[bool, int]:
+    return sequence.share.background, sequence.params.priority
 
 
 def _shutting_down() -> ApiError:

@@ -68,12 +68,12 @@ async def generate(
         ApiError: the request was refused, or failed before anything was sent.
     """
     share = share_of(request.scope)
-    gateway.admit()
+    gateway.admit(share)
     exchange: Exchange | None = None
     response: Response | None = None
 
     def on_close() -> None:
-        gateway.release()
+        gateway.release(share)
         if exchange is not None:
             gateway.exchanges.pop(exchange.own_id, None)
 
@@ -111,7 +111,7 @@ async def generate(
         return response
     finally:
         if exchange is None:
-            gateway.release()
+            gateway.release(share)
         elif not isinstance(response, EventStream):
             exchange.close()
 
