@@ -44,7 +44,7 @@ class EngineOptions(Options):
     max_running: int = option(256, "Most requests that run at once.", least=1)
     # A step of a few rows more is hardly longer, and it is what a request waits for.
     background_rows: int = option(
-        16,
+        4,
         "Most rows of a step, and most requests that run, in the background while others come.",
         metavar="ROWS",
         least=1,

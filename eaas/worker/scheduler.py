@@ -10,9 +10,9 @@ Where several tenants want more than there is, each has its weight's part of the
 that is owed most is admitted first, has the step's budget first, and is preempted last. Within a tenant it is as above.
 
 Requests in the background have what those that are not leave them. While such come, at most `background_rows` of them
-run, and have as many rows in a step, so that it stays short; and one that is waited for takes their slots and blocks.
-Where that leaves them no row at all, the first of them takes its turn among the others once BACKGROUND_PART times as
-many tokens as it needs have been computed without it.
+run, and have as many rows in a step, so that it stays short, and none in one with prompts of others; and one of these
+takes their slots and blocks. Where that leaves them no row at all, the first of them takes its turn among the others
+once BACKGROUND_PART times as many tokens as it needs have been computed without it.
 
 A row costs no Python object: the state that rows need lies in arrays indexed by slot, and a plan of requests
 that generate is two gathers.
@@ -125,7 +125,7 @@ class SchedulerConfig:
     step_tokens: int = 512
     max_running: int = 256
     max_waiting: int = 4096
-    background_rows: int = 16
+    background_rows: int = 4
     fingerprint: str = ""
     prompt_logprobs_rows: int = 512
 
@@ -285,6 +285,11 @@ class Scheduler:
         budget = self.config.step_tokens - len(self._decoding)
         self._begun = []
         chunks = self._chunks(budget) if budget > 0 else []
+        if self._background and chunks and not chunks[0].request.flow.background:
+            # Somebody waits for a first token: this step is no longer than it need be.
+            ahead = [request for request in self._decoding if not request.flow.background]
+            slots = np.array([request.slot for request in ahead], dtype=np.int32)
+            return self._mixed(ahead, slots, chunks, self._begun)
         slots = self._decode_slots
         if slots is None:
             slots = self._decode_slots = np.array([r.slot for r in self._decoding], dtype=np.int32)
@@ -302,7 +307,7 @@ class Scheduler:
                 drop=self._droppable(slots),
                 routed=self._routed > 0,
             )
-        return self._mixed(slots, chunks, self._begun)
+        return self._mixed(self._decoding, slots, chunks, self._begun)
 
     def complete(self, tokens: Sequence[int]) -> list[Emitted]:
         """Take the tokens chosen from the plan's logits, in their order; returns what is to be emitted, as many.
@@ -442,7 +447,7 @@ class Scheduler:
         for _ in range(len(running) - self._background_most):
             self._preempt_last([request for request in running if request.slot >= 0])
         queued = (request for flow in self._flows.waiting() if flow.background for request in flow.waiting)
-        first = next(iter(r for r in self._prefilling if r.flow.background), None) or next(queued, None)
+        first = min(running, key=_turn, default=None) or next(queued, None)
         if first is not None and self._without >= BACKGROUND_PART * reckoned_tokens(first):
             self._promote(first)
 
@@ -497,18 +502,24 @@ class Scheduler:
 
     def _in_turn(self) -> Iterator[Request]:
         """Those whose prompts are being computed, then those that wait, as each is asked for: who is admitted. Those in
-        the background come after all others."""
+        the background where there are no others."""
         flows = self._flows
         if flows.contested:
             self._prefilling.sort(key=_flow_turn)
             if self.waiting and (self._free_slots or self._background):
                 flows.reckon(self._running())
                 self._begin_between()
+        came = False
         for background in (False, True) if self._background else (False,):
-            yield from [request for request in self._prefilling if request.flow.background == background]
+            if came:
+                return
+            for request in [r for r in self._prefilling if r.flow.background == background]:
+                came = True
+                yield request
             while (flow := self._next(background=background)) is not None:
                 if not self._take(flow):
                     return
+                came = True
                 yield self._begun[-1]
 
     def _next(self, *, background: bool) -> Flow | None:
@@ -568,7 +579,9 @@ class Scheduler:
         self._prefilling.append(request)
         return True
 
-    def _mixed(self, slots: TokenArray, chunks: list[Chunk], begun: list[Request]) -> StepPlan:
+    def _mixed(
+        self, decoding: list[Request], slots: TokenArray, chunks: list[Chunk], begun: list[Request]
+    ) -> StepPlan:
         count = len(slots)
         rows = count + sum(chunk.rows for chunk in chunks)
         token_ids = np.empty(rows, dtype=np.int32)
@@ -578,7 +591,7 @@ class Scheduler:
         positions[:count] = self._computed[slots]
         seqs[:count] = slots
         logits_rows = list(range(count))
-        requests = list(self._decoding)
+        requests = list(decoding)
         scored: list[Chunk] = []
         scored_rows: list[int] = []
         row = count
@@ -598,7 +611,7 @@ class Scheduler:
                 logits_rows.append(end - 1)
                 requests.append(request)
         # A request that ends its prompt in this step joins self._decoding while `complete` walks the plan.
-        self._in_flight = list(self._decoding), slots, chunks
+        self._in_flight = list(decoding), slots, chunks
         return StepPlan(
             token_ids=token_ids,
             positions=positions,
