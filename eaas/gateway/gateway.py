@@ -213,7 +213,7 @@ class Gateway:
 
     def _let_in(self, share: Share) -> None:
         most = self.config.max_requests
-        if self.running >= most and not _has_room(self._in_progress, share, 1, most):
+        if self.running >= most and not has_room(self._in_progress, share, most):
             self.metrics.count_refused("requests")
             raise errors.full(
                 f"{self.running} requests are in progress, the most that this server takes. Try again shortly."
@@ -242,7 +242,7 @@ class Gateway:
             return
         by_share = self.pool.owed_by_share()
         owed = by_share.total()
-        if owed and not _has_room(by_share, work.share, cost, most):
+        if owed and not has_room(by_share, work.share, most, cost):
             self.metrics.count_refused("tokens")
             raise errors.full(
                 f"{owed} tokens are still to be computed here, and this request would make them more than {most}. "
@@ -255,9 +255,3 @@ class Gateway:
         self._in_progress[share] -= 1
         if not self._in_progress[share]:
             del self._in_progress[share]
-
-
-def _has_room(by_share: Counter[Share], share: Share, more: int, most: int) -> bool:
-    """Whether a tenant may have so many more. Args: by_share: what each has now."""
-    weights = sum(other.weight for other in {*by_share, share})
-    return has_room(by_share[share] + more - 1, share.weight, by_share.total() + more - 1, weights, most)

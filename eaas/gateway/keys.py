@@ -28,7 +28,7 @@ from typing import Annotated
 
 import msgspec
 
-from eaas.worker.protocol import MAX_WEIGHT
+from experts.config import MOST_WEIGHT
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     sha256: _Digest
     requests_per_minute: _PerMinute | None = None
     tokens_per_minute: _PerMinute | None = None
-    weight: Annotated[int, msgspec.Meta(ge=1, le=MAX_WEIGHT)] = 1
+    weight: Annotated[int, msgspec.Meta(ge=1, le=MOST_WEIGHT)] = 1
     expires: _Expires | None = None
     operator: bool = False
 

@@ -465,7 +465,7 @@ class WorkerPool:
 
     def _place_waiting(self) -> None:
         self._placing = False
-        for sequence in sorted(self._waiting.values(), key=_standing):
+        for sequence in sorted(self._waiting.values(), key=lambda s: (s.share.background, s.params.priority)):
             self._place(sequence)
 
     def _next_trial(self, sequence: Sequence) -> None:
@@ -614,10 +614,6 @@ class WorkerPool:
                     link.send(Cancel(id=sequence.id))
                     waited = f"{link.name} has been silent for {silence_s:.1f} s, and no other serves."
                     self._fail(sequence, unavailable(waited))
-
-
-def _standing(sequence: Sequence) -> tuple[bool, int]:
-    return sequence.share.background, sequence.params.priority
 
 
 def _shutting_down() -> ApiError:

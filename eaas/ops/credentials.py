@@ -16,7 +16,7 @@ import typer
 
 from eaas.gateway.keys import MOST_KEYS, Key, KeysInvalid, digest_of, editing, new_key, read_keys
 from eaas.ops.terminal import console, failing_on, table
-from eaas.worker.protocol import MAX_WEIGHT
+from experts.config import MOST_WEIGHT
 from router.access import CA, CERT, KEY, ROLES, role_uri, server_name
 
 CA_FOLDER = "ca"
@@ -208,7 +208,7 @@ def new(
     weight: Annotated[
         int,
         typer.Option(
-            min=1, max=MAX_WEIGHT, help="Part that its name has where keys want more than there is."
+            min=1, max=MOST_WEIGHT, help="Part that its name has where keys want more than there is."
         ),
     ] = 1,
     days: Annotated[float | None, typer.Option(min=0, help="Until it expires; default: never.")] = None,

@@ -21,7 +21,7 @@ from eaas.worker.protocol import Failed, PromptLogprobs, RoutedExperts, Submit, 
 from eaas.worker.request import Refused, Request
 from eaas.worker.sample import DeviceSamples, Refusal, Samples, SlotSampler
 from eaas.worker.scheduler import Scheduler, SchedulerConfig, StepPlan
-from eaas.worker.shares import RECKONED_TOKENS
+from eaas.worker.shares import reckoned_tokens
 from experts.routes import DROPPED
 
 log = logging.getLogger(__name__)
@@ -164,11 +164,8 @@ class Engine:
         queue_s: age of the oldest request that has never run; one that was preempted shows in kv_use.
         """
         running, queue, prefills = self.scheduler.running, self.scheduler.queue(), self.scheduler.prefills()
-        left = running - len(prefills)
+        left = running - len(prefills) + sum(map(reckoned_tokens, queue))
         left += sum(len(request.context) - request.computed for request in prefills)
-        for request in queue:
-            left += request.length
-            left += min(RECKONED_TOKENS, request.params.max_tokens - len(request.output))
         oldest_s = min((r.submitted_s for r in queue if not r.preemptions), default=None)
         return {
             "running": float(running),

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 import msgspec
 
 from eaas.worker.grammar import Grammar
+from experts.config import MOST_WEIGHT
 
 # Of these messages; a worker of another is not used.
 PROTOCOL = 9
@@ -25,9 +26,8 @@ MAX_BAD = 1024
 MOST_BIAS = 100.0
 LENGTH_BYTES = 4
 
-# Of a tenant's name, and the weights that a tenant or a pool may have.
+# Characters of a tenant's name.
 MAX_TENANT = 64
-MAX_WEIGHT = 1000
 
 RunKey = Annotated[str, msgspec.Meta(max_length=128)]
 RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
@@ -115,7 +115,7 @@ class Share(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     each has its `weight`'s part. What is in `background` yields to what is not."""
 
     tenant: Annotated[str, msgspec.Meta(max_length=MAX_TENANT)] = ""
-    weight: Annotated[int, msgspec.Meta(ge=1, le=MAX_WEIGHT)] = 1
+    weight: Annotated[int, msgspec.Meta(ge=1, le=MOST_WEIGHT)] = 1
     background: bool = False
 
 

@@ -43,15 +43,14 @@ class Flow:
     """What one tenant wants in one class (eaas.worker.shares).
 
     Attributes:
-        background: It yields to those that are not.
+        share: Whose it is, as its last request had it.
         token: What a token weighs in `tag`: 1 over the weight.
         tag: Tokens that were computed for it while others wanted some, over its weight.
         ahead: The tag as it will be when those of its requests that run have ended, as far as can be reckoned.
         live: Its requests that have not ended, of which `waiting` hold no blocks, the next to be admitted first.
     """
 
-    background: bool
-    weight: int = 1
+    share: Share
     token: float = 1.0
     tag: float = 0.0
     ahead: float = 0.0
@@ -60,7 +59,7 @@ class Flow:
 
     def turn(self) -> tuple[bool, float]:
         """Sorts flows: the next first."""
-        return self.background, self.tag
+        return self.share.background, self.tag
 
 
 @dataclass(kw_only=True, slots=True, eq=False)

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from eaas.worker.blocks import BlockPool, next_digest, root_digest
@@ -242,9 +243,11 @@ class Scheduler:
                 f"{self._blocks_for(request.final_length - 1)} KV blocks; this worker has {pool.blocks} "
                 f"({pool.blocks * pool.block_tokens} tokens). Ask for fewer tokens or raise --kv-tokens.",
             )
-        flow = self._flows.of(request.share, background=request.share.background)
-        weights = self._flows.weights(flow)
-        if not has_room(len(flow.waiting), flow.weight, self.waiting, weights, config.max_waiting):
+        if self.waiting >= config.max_waiting and not has_room(
+            {flow.share: len(flow.waiting) for flow in self._flows.waiting()},
+            request.share,
+            config.max_waiting,
+        ):
             raise Refused(
                 "overloaded",
                 f"{self.waiting} requests wait here, which is the limit; try again later.",
@@ -253,8 +256,10 @@ class Scheduler:
         self._arrivals += 1
         request.order = self._arrivals
         self._live[request.owner, request.id] = request
-        self._background += flow.background
-        self._queue(request, flow)
+        self._background += request.share.background
+        flow = request.flow = self._flows.of(request.share)
+        flow.live += 1
+        insort(flow.waiting, request, key=_turn)
 
     def cancel(self, owner: int, id: str) -> bool:
         """Forget a request and free its blocks; False if there is none of that name."""
@@ -285,14 +290,14 @@ class Scheduler:
         budget = self.config.step_tokens - len(self._decoding)
         self._begun = []
         chunks = self._chunks(budget) if budget > 0 else []
-        if self._background and chunks and not chunks[0].request.flow.background:
+        decoding, slots = self._decoding, self._decode_slots
+        if self._background and chunks and not chunks[0].request.share.background:
             # Somebody waits for a first token: this step is no longer than it need be.
-            ahead = [request for request in self._decoding if not request.flow.background]
-            slots = np.array([request.slot for request in ahead], dtype=np.int32)
-            return self._mixed(ahead, slots, chunks, self._begun)
-        slots = self._decode_slots
+            decoding, slots = [r for r in decoding if not r.share.background], None
         if slots is None:
-            slots = self._decode_slots = np.array([r.slot for r in self._decoding], dtype=np.int32)
+            slots = np.array([request.slot for request in decoding], dtype=np.int32)
+            if decoding is self._decoding:
+                self._decode_slots = slots
         if not chunks:
             if not len(slots):
                 return None
@@ -307,7 +312,7 @@ class Scheduler:
                 drop=self._droppable(slots),
                 routed=self._routed > 0,
             )
-        return self._mixed(self._decoding, slots, chunks, self._begun)
+        return self._mixed(decoding, slots, chunks)
 
     def complete(self, tokens: Sequence[int]) -> list[Emitted]:
         """Take the tokens chosen from the plan's logits, in their order; returns what is to be emitted, as many.
@@ -405,7 +410,7 @@ class Scheduler:
         self._stop_running(last)
         last.preemptions += 1
         self.preemptions += 1
-        self._queue(last, last.flow, came=0)
+        insort(last.flow.waiting, last, key=_turn)
         return last
 
     # -- inside ----------------------------------------------------------------------------------------------
@@ -418,12 +423,7 @@ class Scheduler:
         return [*self._prefilling, *self._decoding, *self._parked]
 
     def _running_background(self) -> list[Request]:
-        return [r for r in self._running() if r.flow.background] if self._background else []
-
-    def _queue(self, request: Request, flow: Flow, came: int = 1) -> None:
-        request.flow = flow
-        flow.live += came
-        insort(flow.waiting, request, key=_turn)
+        return [r for r in self._running() if r.share.background] if self._background else []
 
     def _count(self, decoding: list[Request], chunks: list[Chunk]) -> None:
         """Note whose rows were computed."""
@@ -435,7 +435,7 @@ class Scheduler:
             flow.tag += flow.token * (stop - start)
         if self._background:
             rows = len(decoding) + sum(chunk.rows for chunk in chunks)
-            had = any(r.flow.background for r in decoding) or any(c.request.flow.background for c in chunks)
+            had = any(r.share.background for r in decoding) or any(c.request.share.background for c in chunks)
             self._without = 0 if had else self._without + rows
 
     def _bound_background(self) -> None:
@@ -446,23 +446,22 @@ class Scheduler:
         running = self._running_background()
         for _ in range(len(running) - self._background_most):
             self._preempt_last([request for request in running if request.slot >= 0])
-        queued = (request for flow in self._flows.waiting() if flow.background for request in flow.waiting)
-        first = min(running, key=_turn, default=None) or next(queued, None)
+        waiting = [flow.waiting[0] for flow in self._flows.waiting() if flow.share.background]
+        first = min(running or waiting, key=_turn, default=None)
         if first is not None and self._without >= BACKGROUND_PART * reckoned_tokens(first):
             self._promote(first)
 
     def _promote(self, request: Request) -> None:
         """Let one that was in the background take its turn among the others of its tenant."""
         self._without = 0
-        before, flow = request.flow, self._flows.of(request.share, background=False)
+        before, request.share = request.flow, replace(request.share, background=False)
         self._background -= 1
         before.live -= 1
+        flow = request.flow = self._flows.of(request.share)
+        flow.live += 1
         if request.slot < 0:
             before.waiting.remove(request)
-            self._queue(request, flow)
-        else:
-            request.flow = flow
-            flow.live += 1
+            insort(flow.waiting, request, key=_turn)
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.pool.block_tokens)
@@ -483,9 +482,9 @@ class Scheduler:
         chunks: list[Chunk] = []
         scored, background = self.config.prompt_logprobs_rows, self._background_most
         if self._background:
-            background -= sum(request.flow.background for request in self._decoding)
-        for request in self._in_turn():
-            if request.flow.background:
+            background -= sum(request.share.background for request in self._decoding)
+        for request in self._in_turn(chunks):
+            if request.share.background:
                 # They come last, and no more of them run than may have rows.
                 budget = min(budget, background)
                 if budget <= 0:
@@ -500,26 +499,22 @@ class Scheduler:
                 break
         return chunks
 
-    def _in_turn(self) -> Iterator[Request]:
+    def _in_turn(self, chunks: list[Chunk]) -> Iterator[Request]:
         """Those whose prompts are being computed, then those that wait, as each is asked for: who is admitted. Those in
-        the background where there are no others."""
+        the background where there are no `chunks` of others."""
         flows = self._flows
         if flows.contested:
-            self._prefilling.sort(key=_flow_turn)
+            self._prefilling.sort(key=lambda request: request.flow.turn())
             if self.waiting and (self._free_slots or self._background):
                 flows.reckon(self._running())
                 self._begin_between()
-        came = False
         for background in (False, True) if self._background else (False,):
-            if came:
+            if chunks:
                 return
-            for request in [r for r in self._prefilling if r.flow.background == background]:
-                came = True
-                yield request
+            yield from [request for request in self._prefilling if request.share.background == background]
             while (flow := self._next(background=background)) is not None:
                 if not self._take(flow):
                     return
-                came = True
                 yield self._begun[-1]
 
     def _next(self, *, background: bool) -> Flow | None:
@@ -535,13 +530,13 @@ class Scheduler:
         else it would wait for the end of prompts, however long they are."""
         flow = self._next(background=False) if self._prefilling else None
         if flow is not None and flow.turn() < self._prefilling[0].flow.turn() and self._take(flow):
-            self._prefilling.sort(key=_flow_turn)
+            self._prefilling.sort(key=lambda request: request.flow.turn())
 
     def _take(self, flow: Flow) -> bool:
         """Admit a flow's first request, at the cost of those in the background if it is not."""
         request = flow.waiting[0]
         while not self._admit(request):
-            if flow.background or self._preempt_last(self._running_background()) is None:
+            if flow.share.background or self._preempt_last(self._running_background()) is None:
                 return False
         flow.waiting.popleft()
         flow.ahead += reckoned_tokens(request) * flow.token
@@ -560,7 +555,7 @@ class Scheduler:
         self._extend_digests(request, context, full)
         # One spare block for each running request: else the newcomer would soon be preempted for one of them.
         # Those in the background will rather be preempted themselves.
-        spare = self.running if request.flow.background else self.running - len(self._running_background())
+        spare = self.running if request.share.background else self.running - len(self._running_background())
         got = pool.acquire(request.digests[:full], self._blocks_for(len(context)), spare=spare)
         if got is None:
             return False
@@ -579,9 +574,7 @@ class Scheduler:
         self._prefilling.append(request)
         return True
 
-    def _mixed(
-        self, decoding: list[Request], slots: TokenArray, chunks: list[Chunk], begun: list[Request]
-    ) -> StepPlan:
+    def _mixed(self, decoding: list[Request], slots: TokenArray, chunks: list[Chunk]) -> StepPlan:
         count = len(slots)
         rows = count + sum(chunk.rows for chunk in chunks)
         token_ids = np.empty(rows, dtype=np.int32)
@@ -621,7 +614,7 @@ class Scheduler:
             requests=requests,
             drop=self._droppable(seqs),
             prompt_logprobs=scored,
-            begun=begun,
+            begun=self._begun,
             routed=self._routed > 0,
         )
 
@@ -699,17 +692,13 @@ class Scheduler:
         else:
             request.flow.waiting.remove(request)
         request.flow.live -= 1
-        self._background -= request.flow.background
+        self._background -= request.share.background
         del self._live[request.owner, request.id]
         self.on_end(request)
 
 
 def _turn(request: Request) -> tuple[int, int]:
     return request.params.priority, request.order
-
-
-def _flow_turn(request: Request) -> tuple[bool, float]:
-    return request.flow.turn()
 
 
 def _standing(request: Request) -> tuple[bool, float, int, int]:

@@ -11,7 +11,7 @@ can be reckoned: a flow whose many requests have just begun is not taken for one
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from eaas.worker.protocol import Share
 from eaas.worker.request import Flow, Request
@@ -31,17 +31,19 @@ def reckoned_tokens(request: Request) -> int:
     return prefill + min(request.params.max_tokens - made, max(RECKONED_TOKENS, made))
 
 
-def has_room(used: int, weight: int, total: int, weights: int, most: int) -> bool:
-    """Whether one more of a tenant is let in where at most `most` are.
+def has_room(had: Mapping[Share, int], share: Share, most: int, more: int = 1) -> bool:
+    """Whether a tenant is let in with so many `more` where at most `most` are to be.
 
-    A tenant that has less than its part is let in beyond that, up to an eighth more: who came first and took it all
-    keeps nobody out.
+    One that has less than its weight's part is let in beyond that, up to an eighth more: who came first and took it
+    all keeps nobody out.
 
     Args:
-        used: The tenant's own, of the `total` that are there.
-        weight: The tenant's, of `weights`, the sum of all that have some there, its own included.
+        had: How many each tenant has, of those that have some.
     """
-    return total < most or (used * weights < most * weight and total < most + max(1, most // 8))
+    total = sum(had.values()) + more
+    weights = sum(other.weight for other in {*had, share})
+    has_less = (had.get(share, 0) + more - 1) * weights < most * share.weight
+    return total <= most or (has_less and total <= most + max(1, most // 8))
 
 
 class Flows:
@@ -55,15 +57,15 @@ class Flows:
         """Whether there is more than one: while there is not, nobody's tokens need counting."""
         return len(self._flows) > 1
 
-    def of(self, share: Share, *, background: bool) -> Flow:
+    def of(self, share: Share) -> Flow:
         """A tenant's flow, which is about to want one more."""
-        key = background, share.tenant
+        key = share.background, share.tenant
         flow = self._flows.get(key)
         if flow is None:
             if len(self._flows) >= MOST_IDLE:
                 self._flows = {key: flow for key, flow in self._flows.items() if flow.live}
-            flow = self._flows[key] = Flow(background=background)
-        flow.weight, flow.token = share.weight, 1 / share.weight
+            flow = self._flows[key] = Flow(share=share)
+        flow.share, flow.token = share, 1 / share.weight
         if self.contested and not flow.waiting:
             self._begin(flow)
         return flow
@@ -71,11 +73,11 @@ class Flows:
     def _begin(self, flow: Flow) -> None:
         """A flow wants more than it has: nothing that it left to others before is made up for."""
         waiting = [other for other in self._flows.values() if other.waiting]
-        rivals = [other.tag for other in waiting if other.background == flow.background]
-        flow.tag = max(flow.tag, min(rivals)) if rivals else 0.0
-        classes = {other.background for other in waiting}
+        classes = {other.share.background for other in waiting}
+        rivals = [other.tag for other in waiting if other.share.background == flow.share.background]
+        flow.tag = max(flow.tag, min(rivals, default=0.0))
         for key, other in list(self._flows.items()):
-            if other.background not in classes:
+            if other.share.background not in classes:
                 other.tag = 0.0
                 if not other.live and other is not flow:
                     del self._flows[key]
@@ -83,8 +85,7 @@ class Flows:
     def waiting(self) -> list[Flow]:
         """Those with requests that wait, those in the background last, and of each class the lowest tag first. Any
         thread."""
-        waiting = [flow for flow in list(self._flows.values()) if flow.waiting]
-        return sorted(waiting, key=Flow.turn) if len(waiting) > 1 else waiting
+        return sorted((flow for flow in list(self._flows.values()) if flow.waiting), key=Flow.turn)
 
     def reckon(self, running: Iterable[Request]) -> None:
         """Note what each flow's running requests will take."""
@@ -95,11 +96,7 @@ class Flows:
 
     def next(self, *, background: bool) -> Flow | None:
         """The flow of a class whose request is to be admitted next; None: none waits."""
-        waiting = [flow for flow in self._flows.values() if flow.waiting and flow.background == background]
-        if len(waiting) < 2:
-            return waiting[0] if waiting else None
-        return min(waiting, key=lambda flow: (flow.ahead, flow.waiting[0].order))
-
-    def weights(self, flow: Flow) -> int:
-        """Of all that have requests, and this one."""
-        return sum(other.weight for other in self._flows.values() if other.live or other is flow)
+        waiting = [
+            flow for flow in self._flows.values() if flow.waiting and flow.share.background == background
+        ]
+        return min(waiting, key=lambda flow: (flow.ahead, flow.waiting[0].order), default=None)
