@@ -286,17 +286,12 @@ class ExpertServer:
                 f"{request.name} asks for {', '.join(wrong)}. Serve one model, from one release.",
             )
         slots, slot_bytes = self._most_slots, self._backend.most_slot_bytes
-        if not 1 <= request.slots <= slots or not 1 <= request.slot_bytes <= slot_bytes:
+        fits = 1 <= request.slots <= slots and 1 <= request.slot_bytes <= slot_bytes
+        if not fits or request.weight > MOST_WEIGHT:
             raise Refused(
                 grpc.StatusCode.INVALID_ARGUMENT,
-                f"{request.name} asks for {request.slots} slots of {request.slot_bytes} bytes;"
-                f" at most {slots} of {slot_bytes} are given.",
-            )
-
-        if request.weight > MOST_WEIGHT:
-            raise Refused(
-                grpc.StatusCode.INVALID_ARGUMENT,
-                f"{request.name} asks for weight {request.weight}; 1 to {MOST_WEIGHT} are given.",
+                f"{request.name} asks for {request.slots} slots of {request.slot_bytes} bytes and weight "
+                f"{request.weight}; at most {slots} of {slot_bytes}, and weight {MOST_WEIGHT}, are given.",
             )
 
     def reap(self) -> None:

@@ -45,7 +45,7 @@ class EngineOptions(Options):
     # A step of a few rows more is hardly longer, and it is what a request waits for.
     background_rows: int = option(
         4,
-        "Most rows of a step, and most requests that run, in the background while others come.",
+        "Most rows of a step for background requests while others come.",
         metavar="ROWS",
         least=1,
     )

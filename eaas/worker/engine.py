@@ -243,10 +243,6 @@ class Engine:
         """Have a live request go by another name; False where its grammar is being compiled."""
         return self.scheduler.rename(request, owner, id, attempt)
 
-    def forget_blocks(self) -> None:
-        """Let no later request reuse what was computed until now."""
-        self.scheduler.forget_blocks()
-
     def step(self) -> Outcome | None:
         """Compute one step; None when there is nothing to do.
 

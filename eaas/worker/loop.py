@@ -391,7 +391,7 @@ class Worker:
             elif isinstance(message, Cancel):
                 self._runs.cancel(message.id, link.owner)
             else:
-                self._engine.forget_blocks()
+                self._engine.scheduler.forget_blocks()
         if any(isinstance(message, Cancel) for message in messages):
             # With nothing left to do it would be silent, and a gateway that thought it frozen would never know better.
             link.send(Step(tokens=[]))

@@ -10,9 +10,9 @@ Where several tenants want more than there is, each has its weight's part of the
 that is owed most is admitted first, has the step's budget first, and is preempted last. Within a tenant it is as above.
 
 Requests in the background have what those that are not leave them. While such come, at most `background_rows` of them
-run, and have as many rows in a step, so that it stays short, and none in one with prompts of others; and one of these
-takes their slots and blocks. Where that leaves them no row at all, the first of them takes its turn among the others
-once BACKGROUND_PART times as many tokens as it needs have been computed without it.
+have rows in a step, so that it stays short: one beside each BACKGROUND_BESIDE of others that generate, none beside
+prompts of others; and one of these takes their slots and blocks. Where that leaves them no row at all, the first takes
+its turn among the others once BACKGROUND_PART times as many tokens as it needs have been computed without it.
 
 A row costs no Python object: the state that rows need lies in arrays indexed by slot, and a plan of requests
 that generate is two gathers.
@@ -34,6 +34,8 @@ from eaas.worker.request import Flow, Refused, Request, TokenArray
 from eaas.worker.shares import Flows, has_room, reckoned_tokens
 
 BACKGROUND_PART = 20
+# Rows of others for each in the background in the same step, which it makes longer.
+BACKGROUND_BESIDE = 4
 # So many steps without a request that is not in the background, and those that are have the steps for themselves.
 QUIET_STEPS = 1000
 
@@ -158,7 +160,7 @@ class Scheduler:
         self.on_end: Callable[[Request], None] = lambda _: None
         self._live: dict[tuple[int, str], Request] = {}
         self._flows = Flows()
-        # Live requests in the background; how many may run, and have rows; tokens computed since one had a row.
+        # Live requests in the background; most rows that they have in this step; tokens computed since one had a row.
         self._background, self._background_most, self._without = 0, 0, 0
         self._quiet = QUIET_STEPS
         self._prefilling: list[Request] = []
@@ -284,16 +286,18 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """The next step, or None when there is nothing to compute."""
         self._between_steps()
-        if self._background:
-            self._bound_background()
         self._grow()
-        budget = self.config.step_tokens - len(self._decoding)
+        ahead = self._ahead() if self._background else self._decoding
+        budget = self.config.step_tokens - len(ahead)
         self._begun = []
         chunks = self._chunks(budget) if budget > 0 else []
         decoding, slots = self._decoding, self._decode_slots
-        if self._background and chunks and not chunks[0].request.share.background:
-            # Somebody waits for a first token: this step is no longer than it need be.
-            decoding, slots = [r for r in decoding if not r.share.background], None
+        if self._background:
+            # Where somebody waits for a first token, the step is no longer than it need be.
+            most = 0 if chunks and not chunks[0].request.share.background else self._background_most
+            behind = [request for request in decoding if request.share.background]
+            if len(behind) > most:
+                decoding, slots = [*ahead, *behind[:most]], None
         if slots is None:
             slots = np.array([request.slot for request in decoding], dtype=np.int32)
             if decoding is self._decoding:
@@ -301,14 +305,14 @@ class Scheduler:
         if not chunks:
             if not len(slots):
                 return None
-            self._in_flight = self._decoding, slots, chunks
+            self._in_flight = decoding, slots, chunks
             return StepPlan(
                 token_ids=self._last[slots],
                 positions=self._computed[slots],
                 seqs=slots,
                 block_tables=self._tables,
                 logits_rows=self._ranks[: len(slots)],
-                requests=self._decoding,
+                requests=decoding,
                 drop=self._droppable(slots),
                 routed=self._routed > 0,
             )
@@ -438,18 +442,19 @@ class Scheduler:
             had = any(r.share.background for r in decoding) or any(c.request.share.background for c in chunks)
             self._without = 0 if had else self._without + rows
 
-    def _bound_background(self) -> None:
-        """Before a step: how many requests in the background may run, and whether one need not yield any longer."""
-        self._quiet = self._quiet + 1 if len(self._live) == self._background else 0
-        quiet = self._quiet >= QUIET_STEPS
-        self._background_most = self.config.step_tokens if quiet else self.config.background_rows
-        running = self._running_background()
-        for _ in range(len(running) - self._background_most):
-            self._preempt_last([request for request in running if request.slot >= 0])
+    def _ahead(self) -> list[Request]:
+        """Before a step: those that generate and are not in the background, any longer; and how many rows others have
+        beside theirs."""
         waiting = [flow.waiting[0] for flow in self._flows.waiting() if flow.share.background]
-        first = min(running or waiting, key=_turn, default=None)
+        first = min(self._running_background() or waiting, key=_turn, default=None)
         if first is not None and self._without >= BACKGROUND_PART * reckoned_tokens(first):
             self._promote(first)
+        ahead = [request for request in self._decoding if not request.share.background]
+        self._quiet = self._quiet + 1 if len(self._live) == self._background else 0
+        most = self.config.step_tokens if self._quiet >= QUIET_STEPS else self.config.background_rows
+        beside = min(1 + len(ahead) // BACKGROUND_BESIDE, self.config.step_tokens - len(ahead))
+        self._background_most = min(most, beside) if ahead else most
+        return ahead
 
     def _promote(self, request: Request) -> None:
         """Let one that was in the background take its turn among the others of its tenant."""

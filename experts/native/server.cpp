@@ -31,13 +31,9 @@ struct Client {
     uint64_t served = 0;  // pairs taken, each of PAIR_COST over the client's weight: who has had least comes first
     uint64_t done[SERVER_MAX_SLOTS] = {};      // last sequence answered in each slot
     uint64_t rejected[SERVER_MAX_SLOTS] = {};  // a signal whose frame did not validate, answered once
-};
-
-// A request that waits.
-struct Waiting {
-    uint32_t client, slot;
-    uint64_t sequence;
-    bool again;  // its client had one in this batch already
+    uint32_t slot = 0;  // of its oldest request that was not answered yet, and that one's sequence
+    uint64_t sequence = 0;
+    bool again = false;  // it has one in this batch already
 };
 
 struct Expert {
@@ -46,7 +42,7 @@ struct Expert {
 };
 
 struct Job {
-    uint32_t client;
+    const Client* client;
     uint32_t slot;
     uint64_t sequence;
     uint32_t attempt;
@@ -129,48 +125,40 @@ uint64_t monotonic_ns() { return clock_ns(CLOCK_MONOTONIC); }
 uint32_t tiles(uint32_t rows, uint32_t tile) { return (rows + tile - 1) / tile; }
 
 // Looks for the client's oldest request that was not answered yet.
-bool find_request(const Client& client, Waiting& found) {
+bool find_request(Client& client) {
     if (p2p_fault_cut(client.link.tx)) return false;
-    uint32_t oldest = client.link.slots;
-    uint64_t sequence = 0;
+    client.slot = client.link.slots;
     for (uint32_t i = 0; i < client.link.slots; i++) {
         uint64_t seen = p2p_signal_load(p2p_slot(client.link.rx, i, client.link.slot_bytes));
         // A signal from before the last answer came late or twice: nobody waits for another, which would only
         // overwrite the last.
         if (seen <= client.done[i] || seen == client.rejected[i]) continue;
-        if (oldest == client.link.slots || seen < sequence) {
-            oldest = i;
-            sequence = seen;
-        }
+        if (client.slot == client.link.slots || seen < client.sequence) client.slot = i, client.sequence = seen;
     }
-    found.slot = oldest, found.sequence = sequence;
-    return oldest < client.link.slots;
+    return client.slot < client.link.slots;
 }
 
-void take_request(ExpertServer* server, const Waiting& waiting, uint64_t now_ns) {
-    const uint32_t index = waiting.client, oldest = waiting.slot;
-    const uint64_t sequence = waiting.sequence;
-    Client& client = server->clients[index];
+void take_request(ExpertServer* server, Client& client, uint64_t now_ns) {
     Job& job = server->jobs[server->job_count];
     uint8_t* payload = job.payload.need(client.link.slot_bytes);
     P2pHeader frame;
     int length =
-        p2p_frame_open(p2p_slot(client.link.rx, oldest, client.link.slot_bytes), client.link.slot_bytes,
-                       server->incarnation, client.link.client_incarnation, sequence, &frame, payload);
+        p2p_frame_open(p2p_slot(client.link.rx, client.slot, client.link.slot_bytes), client.link.slot_bytes,
+                       server->incarnation, client.link.client_incarnation, client.sequence, &frame, payload);
     p2p_fault_point(P2P_POINT_REQUEST_TAKEN);
     bool opened = length >= 0;
     bool valid = opened && request_valid(server->shape, payload, uint64_t(length), client.link.slot_bytes);
     if (valid) std::memcpy(&job.header, payload, sizeof job.header);
     valid = valid && job.header.reply_lane < client.link.client_lanes;
     if (!valid) job.header = WireHeader{};
-    job.client = index;
-    job.slot = oldest;
-    job.sequence = sequence;
+    job.client = &client;
+    job.slot = client.slot;
+    job.sequence = client.sequence;
     job.attempt = opened ? frame.attempt : 0;
     job.picked_ns = now_ns;
     job.status = valid ? STATUS_OK : STATUS_INVALID;
     // A frame that cannot be read has no trusted sequence: only that very signal is put aside.
-    (opened ? client.done : client.rejected)[oldest] = sequence;
+    (opened ? client.done : client.rejected)[client.slot] = client.sequence;
     server->job_count++;
 }
 
@@ -188,8 +176,8 @@ void add_items(ExpertServer* server, uint32_t job_index) {
             {uint64_t(job.header.layer) << 32 | uint64_t(pairs[i].expert) << 16 | job_index, i});
 }
 
-float* reply_rows(ExpertServer* server, const Job& job) {
-    const ClientLink& link = server->clients[job.client].link;
+float* reply_rows(const Job& job) {
+    const ClientLink& link = job.client->link;
     uint8_t* payload = static_cast<uint8_t*>(p2p_payload(p2p_slot(link.tx, job.slot, link.slot_bytes)));
     return reinterpret_cast<float*>(payload + sizeof(WireHeader));
 }
@@ -225,7 +213,7 @@ void group(ExpertServer* server) {
         }
         const Job& job = server->jobs[items[first].key & 0xFFFF];
         uint64_t place = uint64_t(job.header.layer) * shape.experts + (items[first].key >> 16 & 0xFFFF);
-        float* rows = direct ? reply_rows(server, job) + uint64_t(items[first].pair) * shape.hidden
+        float* rows = direct ? reply_rows(job) + uint64_t(items[first].pair) * shape.hidden
                              : out + first * shape.hidden;
         server->groups.push_back(
             {&server->experts[place], uint32_t(first), uint32_t(end - first), rows, direct});
@@ -236,11 +224,11 @@ void group(ExpertServer* server) {
 void answer(ExpertServer* server, uint32_t job_index) {
     Job& job = server->jobs[job_index];
     const WireShape& shape = server->shape;
-    const ClientLink& link = server->clients[job.client].link;
+    const ClientLink& link = job.client->link;
     void* memory = p2p_slot(link.tx, job.slot, link.slot_bytes);
     bool ok = job.status == STATUS_OK;
     if (ok) {
-        float* rows = reply_rows(server, job);
+        float* rows = reply_rows(job);
         for (const Group& from : server->groups) {
             if (from.direct) continue;
             for (uint32_t i = 0; i < from.count; i++) {
@@ -304,13 +292,13 @@ bool collect(ExpertServer* server, uint64_t now_ns) {
     server->job_count = 0;
     server->items.clear();
     server->groups.clear();
-    Waiting waiting[EXPERT_SERVER_MAX_CLIENTS];
+    Client* waiting[EXPERT_SERVER_MAX_CLIENTS];
     uint32_t count = 0, pairs = 0;
     for (uint32_t i = 0; i < EXPERT_SERVER_MAX_CLIENTS; i++) {
-        uint32_t index = (server->next_client + i) % EXPERT_SERVER_MAX_CLIENTS;
-        Client& client = server->clients[index];
-        if (!client.attached || !find_request(client, waiting[count])) continue;
-        waiting[count].client = index, waiting[count++].again = false;
+        Client& client = server->clients[(server->next_client + i) % EXPERT_SERVER_MAX_CLIENTS];
+        if (!client.attached || !find_request(client)) continue;
+        waiting[count++] = &client;
+        client.again = false;
         // What it left to others before is not made up for.
         client.served = std::max(client.served, server->served);
     }
@@ -320,22 +308,20 @@ bool collect(ExpertServer* server, uint64_t now_ns) {
     const bool alone = count == 1;
     uint32_t unserved = count;
     uint64_t most = 0;
-    auto had_less = [&](const Waiting& a, const Waiting& b) {
-        return server->clients[a.client].served < server->clients[b.client].served;
-    };
+    auto had_less = [](const Client* a, const Client* b) { return a->served < b->served; };
     while (count && server->job_count < BATCH_JOBS && pairs < BATCH_PAIRS) {
-        Waiting* next = std::min_element(waiting, waiting + count, had_less);
-        Client& client = server->clients[next->client];
+        Client** next = std::min_element(waiting, waiting + count, had_less);
+        Client& client = **next;
         if (!alone && !unserved && client.served >= most) break;
-        take_request(server, *next, now_ns);
+        take_request(server, client, now_ns);
         const uint32_t taken = server->jobs[server->job_count - 1].header.pairs;
         pairs += taken;
         server->served = client.served;
         client.served += std::max(taken, 1u) * PAIR_COST / client.link.weight;
-        if (!next->again) unserved--, most = std::max(most, client.served);
-        next->again = true;
-        server->next_client = (next->client + 1) % EXPERT_SERVER_MAX_CLIENTS;
-        if (!find_request(client, *next)) std::copy(next + 1, waiting + count--, next);
+        if (!client.again) unserved--, most = std::max(most, client.served);
+        client.again = true;
+        server->next_client = uint32_t(&client - server->clients) + 1;
+        if (!find_request(client)) std::copy(next + 1, waiting + count--, next);
     }
     if (server->job_count == 0) return false;
     for (uint32_t i = 0; i < server->job_count; i++)
@@ -447,7 +433,7 @@ void serve_batch(ExpertServer* server, uint32_t lane) {
     }
     // A client's lane on this core is best woken from here, before this lane parks.
     for (uint32_t i = 0; i < server->job_count; i++) {
-        const ClientLink& link = server->clients[server->jobs[i].client].link;
+        const ClientLink& link = server->jobs[i].client->link;
         if (lane < link.bell_lanes) p2p_bell_ring(link.bell_page, lane);
     }
     if (server->left.fetch_sub(1, std::memory_order_release) == 1) p2p_bell_ring(server->page, 0);

@@ -83,6 +83,7 @@ class Machine:
         if plan is None:
             return None
         self.steps += 1
+        assert len(plan.seqs) <= self.step_tokens, f"seed {self.seed}"
         by_slot = {request.slot: request for request in self.scheduler.live() if request.slot >= 0}
         for slot in plan.seqs.tolist():
             self.rows[by_slot[slot].share.tenant] += 1
