@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -17,7 +18,6 @@ from typing import Any
 
 from benchmarks.readme import KILL, newest
 from benchmarks.report import RESULTS, record
-from eaas.ops.load.show import nice_ticks
 
 PICTURE = RESULTS.parent.parent / "docs" / "kill.svg"
 SEEN = ("lost", "repeated", "changed")
@@ -58,6 +58,14 @@ def result_of(report: Mapping[str, Any], experts: int) -> dict[str, Any]:
         **{name: report["verdict"][name] for name in SEEN},
         "longest_stall_ms": None if stalls is None else round(1e3 * stalls["most"], 1),
     }
+
+
+def nice_ticks(high: float, count: int = 5) -> list[float]:
+    """Round numbers that cover [0, high)."""
+    raw = max(high, 1e-12) / count
+    size = 10.0 ** math.floor(math.log10(raw))
+    step = next(size * factor for factor in (1, 2, 5, 10) if size * factor >= raw * 0.999)
+    return [n * step for n in range(math.floor(high / step + 1e-9) + 1)]
 
 
 def _means(rates: Sequence[float], points: int) -> list[float]:

@@ -42,3 +42,11 @@ def test_the_picture_is_sound_and_shows_both_runs_and_the_fault() -> None:
 def test_a_report_without_a_fault_or_a_reference_is_refused(lacking: str) -> None:
     with pytest.raises(ValueError, match="--chaos and --reference"):
         kill.result_of({name: part for name, part in REPORT.items() if name != lacking}, 4)
+
+
+@pytest.mark.parametrize("high", [1, 0.003, 97, 123456])
+def test_ticks_are_few_and_round(high: float) -> None:
+    ticks = kill.nice_ticks(high)
+    assert 3 <= len(ticks) <= 7
+    assert ticks[0] == 0 and ticks[-1] <= high
+    assert all(float(f"{tick:.1e}") == pytest.approx(tick) for tick in ticks)

@@ -75,18 +75,11 @@ class Options:
     ] = False
     warmup: Annotated[str, typer.Option(help="Left out of the throughput before the first fault.")] = "2s"
     timeout: Annotated[str, typer.Option(help="Longest wait for a request to end.")] = "10m"
-    admin: Annotated[
-        str, typer.Option(help="HOST:PORT of the router's admin listener: adds the rows of each expert.")
-    ] = ""
-    admin_key_file: Annotated[Path | None, typer.Option(help="File with the key that --admin wants.")] = None
     api_key_env: Annotated[str, typer.Option(help="Environment variable with the endpoint's key.")] = (
         "OPENAI_API_KEY"
     )
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the report as JSON; - prints it.")
-    ] = None
-    html_file: Annotated[
-        Path | None, typer.Option("--html", help="Write the report as one page with plots.")
     ] = None
     records_file: Annotated[
         Path | None, typer.Option("--records", help="Write every request's record, one line of JSON each.")
@@ -109,11 +102,11 @@ def load(**given: Any) -> None:
 
       eaas load http://127.0.0.1:8000 --arrivals closed:16 --requests 500 --slo-ttft 500ms --slo-tpot 50ms
 
-      eaas load --arrivals trace:AzureLLMInferenceTrace_conv.csv --rate 4 --for 5m --html report.html
+      eaas load --arrivals trace:AzureLLMInferenceTrace_conv.csv --rate 4 --for 5m --json report.json
 
       eaas load --sweep --for 20s --slo-ttft 300ms
 
-      eaas load --rate 4 --for 60s --ignore-eos --chaos kill-one.toml --reference --html report.html
+      eaas load --rate 4 --for 60s --ignore-eos --chaos kill-one.toml --reference
 
     Exit codes: 0 every request succeeded (and with --reference gave the reference's text, with --chaos every fault was
     injected); 1 not so, or the endpoint can't be reached, or an option makes no sense (the reason is printed); 2 the
@@ -124,13 +117,13 @@ def load(**given: Any) -> None:
 
     from eaas.ops.load.client import EndpointUnreachable
     from eaas.ops.load.report import is_clean
-    from eaas.ops.load.session import AdminUnreachable, Session
-    from eaas.ops.load.show import page, progress, tables
+    from eaas.ops.load.session import Session
+    from eaas.ops.load.show import progress, tables
 
     options = Options(**given)
     # Tables go where a pipe does not expect them when the report itself is printed.
     console = Console(stderr=str(options.json_file) == "-")
-    with failing_on(AdminUnreachable, EndpointUnreachable, ValueError, OSError):
+    with failing_on(EndpointUnreachable, ValueError, OSError):
         with progress(console) as show:
             report, records = uvloop.run(Session(options, show).run())
         console.print(tables(report))
@@ -140,9 +133,6 @@ def load(**given: Any) -> None:
                 print(text)
             else:
                 options.json_file.write_text(text)
-        if options.html_file is not None:
-            options.html_file.write_text(page(report))
-            console.print(f"report: {options.html_file}", highlight=False)
         if options.records_file is not None:
             options.records_file.write_bytes(msgspec.json.Encoder().encode_lines(records))
     raise typer.Exit(0 if is_clean(report) else 1)

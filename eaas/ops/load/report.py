@@ -3,7 +3,7 @@ fault did. Pure.
 
 Every latency is given twice: from sending, and from when the arrival process wanted the request sent. The two part
 where the client was late, which a server under load can hide otherwise (coordinated omission). A report is plain data:
-what --json writes, and all that the HTML page and the terminal's tables are made of.
+what --json writes, and all that the terminal's tables are made of.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from statistics import median
 from typing import Any, TypedDict
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from eaas.ops.chaos.plan import FaultEvent
 from eaas.ops.load.record import StreamRecord, compare
 
-VERSION = 1
+VERSION = 2
 # Throughput is back when a window reaches this share of what it was before the fault.
 RECOVERED = 0.95
 # A fall of throughput or a silence within this after a fault is its effect.
@@ -288,16 +288,6 @@ def throughput(records: Sequence[StreamRecord], most_points: int = 240) -> tuple
     return step_s, line.rates(step_s, math.ceil(line.last_s / step_s) if line.last_s else 0)
 
 
-def histogram(values: Sequence[float], bins: int = 40) -> list[tuple[float, float, int]]:
-    """(from, to, count) of logarithmic bins that hold all positive values; what is not positive is in the first."""
-    positive = [value for value in values if value > 0]
-    if not positive:
-        return []
-    edges = np.geomspace(min(positive), max(*positive, min(positive) * 1.01), bins + 1)
-    counts, _ = np.histogram(np.clip(values, edges[0], edges[-1]), edges)
-    return list(zip(edges[:-1].tolist(), edges[1:].tolist(), counts.tolist(), strict=True))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """What was seen in one run.
@@ -306,7 +296,6 @@ class Run:
         end_s: When the last request was to be sent; throughput is steady until then.
         warmup_s: Left out of the throughput before the first fault.
         events: Of the chaos plan, on the run's clock. problem: why the plan broke off; empty: it did not.
-        servers: Series of each expert server. expert_rows: by layer and expert. expert_rows_note: what they lack.
         cpu_s: CPU time that the client itself took.
     """
 
@@ -315,9 +304,6 @@ class Run:
     warmup_s: float = 0.0
     events: Sequence[FaultEvent] = ()
     problem: str = ""
-    servers: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    expert_rows: Sequence[Sequence[int]] = ()
-    expert_rows_note: str = ""
     cpu_s: float = 0.0
 
 
@@ -344,13 +330,8 @@ def as_report(
         "slo": asdict(slo),
         "summary": summary,
         "throughput": {"step_s": step_s, "tokens_per_s": rates},
-        "ttft_histogram": histogram([r.ttft_s for r in run.records if r.ttft_s is not None]),
-        "itl_histogram": histogram([gap for record in run.records for gap in record.gaps_s]),
         "client_cpu_us_per_token": run.cpu_s / tokens * 1e6 if tokens else None,
         "sweep": list(sweep),
-        "servers": dict(run.servers),
-        "expert_rows": [list(layer) for layer in run.expert_rows],
-        "expert_rows_note": run.expert_rows_note,
     }
     if run.events or run.problem:
         report["chaos"] = _chaos(run, reference)

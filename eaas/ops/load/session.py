@@ -1,26 +1,22 @@
 """One whole load test: learn the endpoint, drive it, inject faults if asked to, and report.
 
-Where a cluster of EaaS is behind the endpoint, its faults by plan, the reports of its expert servers and the rows of
-each expert are on the load's clock too.
+Where a cluster of EaaS is behind the endpoint, its faults by plan are on the load's clock too.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eaas.cluster.status import GatewayUnreachable, fetch_status
 from eaas.ops.chaos.plan import FaultEvent, seconds
 from eaas.ops.load.client import Client, Endpoint, EndpointUnreachable
 from eaas.ops.load.driver import Driver, learn_cost, learn_models
@@ -47,20 +43,13 @@ if TYPE_CHECKING:
     from eaas.ops.load.cli import Options
 
 _SHOWN_EVERY_S = 0.25
-_MEMBERS_EVERY_S = 1.0
 # Of the requests of a rate, so many must keep the promise.
 KEPT_SHARE = 0.95
 _MOST_LINES = 1_000_000
 _ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-# One expert server's reports: "at_s" since the load's start, "rows_per_s", and "busy", 0 to 1 of its lanes.
-Series = dict[str, list[float]]
 # The report, and the records that it was made of.
 Outcome = tuple[dict[str, Any], Sequence[StreamRecord]]
-
-
-class AdminUnreachable(RuntimeError):
-    """The router's admin listener did not answer; the text says what to check."""
 
 
 def duration_s(text: str) -> float:
@@ -100,7 +89,6 @@ class Session:
         self._timeout_s, self._warmup_s = duration_s(options.timeout), duration_s(options.warmup)
         key = os.environ.get(options.api_key_env, "")
         self._endpoint = Endpoint.of_url(options.url, chat=options.chat or None, key=key)
-        self._admin_key = options.admin_key_file.read_text().strip() if options.admin_key_file else ""
         self._driver: Driver | None = None
         self._stopped = False
         self._trace: list[TraceRequest] = []
@@ -112,7 +100,7 @@ class Session:
             self._driver.stop()
 
     async def run(self) -> Outcome:
-        """Raises EndpointUnreachable, AdminUnreachable, WorkloadInvalid, OSError."""
+        """Raises EndpointUnreachable, WorkloadInvalid, OSError."""
         with _endings_call(self.stop):
             workload = await self._workload()
             client = Client(self._endpoint, self._timeout_s)
@@ -140,11 +128,8 @@ class Session:
         return as_report(self._settings(workload), run, self._slo, reference), run.records
 
     async def _with_faults(self, client: Client, workload: Workload) -> Run:
-        """The run itself: with its faults, and with the cluster watched where there is one."""
+        """The run itself, with its faults."""
         options, origin = self._options, self._endpoint.origin
-        before = expert_rows(options.admin, self._admin_key) if options.admin else []
-        servers: dict[str, Series] = {}
-        watch = asyncio.create_task(watch_members(origin, lambda: client.now_s, servers))
         plan = PlanRun(options.chaos, origin, lambda: client.now_s) if options.chaos else None
         runs: list[asyncio.Task[None]] = []
         try:
@@ -155,23 +140,13 @@ class Session:
         finally:
             if plan is not None:
                 plan.stop()
-            watch.cancel()
-            await asyncio.gather(watch, *runs, return_exceptions=True)
-        try:
-            after = expert_rows(options.admin, self._admin_key) if options.admin else []
-            rows, rows_note = rows_between(before, after)
-        except AdminUnreachable as error:
-            # The plan may have injected just that; what else was seen is worth its report.
-            rows, rows_note = [], str(error)
+            await asyncio.gather(*runs, return_exceptions=True)
         return Run(
             records=driver.records,
             end_s=end_s,
             warmup_s=self._warmup_s,
             events=plan.events if plan is not None else (),
             problem=plan.problem if plan is not None else "",
-            servers=servers,
-            expert_rows=rows,
-            expert_rows_note=rows_note,
             cpu_s=cpu_s,
         )
 
@@ -346,61 +321,3 @@ class PlanRun:
         except Exception as error:
             # The load goes on; whoever reads the report is told that the faults did not.
             self.problem = f"{type(error).__name__}: {error}"
-
-
-async def watch_members(url: str, clock: Callable[[], float], servers: dict[str, Series]) -> None:
-    """Add what each expert server reports every second, until cancelled; of an endpoint that is no EaaS nothing."""
-    try:
-        (await asyncio.to_thread(fetch_status, url))["members"]
-    except (GatewayUnreachable, KeyError, TypeError):
-        return
-    while True:
-        await asyncio.sleep(_MEMBERS_EVERY_S)
-        try:
-            members = (await asyncio.to_thread(fetch_status, url, _MEMBERS_EVERY_S))["members"]
-        except GatewayUnreachable:
-            continue  # The plan may have injected just that; the gap in the samples shows it.
-        now_s = clock()
-        for member in members:
-            load = member["load"]
-            if member["pool"] == "expert" and load:
-                series = servers.setdefault(member["name"], {"at_s": [], "rows_per_s": [], "busy": []})
-                series["at_s"].append(now_s)
-                for name in ("rows_per_s", "busy"):
-                    series[name].append(load.get(name, 0.0))
-
-
-def expert_rows(admin: str, key: str = "") -> list[list[int]]:
-    """Rows sent to each expert since the router began, by layer, from its admin listener.
-
-    Raises:
-        AdminUnreachable: nothing answers there, or it refuses.
-    """
-    base = admin if "://" in admin else f"http://{admin}"
-    headers = {"authorization": f"Bearer {key}"} if key else {}
-    try:
-        request = urllib.request.Request(f"{base.rstrip('/')}/admin/experts", headers=headers)
-        with urllib.request.urlopen(request, timeout=5.0) as response:
-            return json.load(response)["rows"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise AdminUnreachable(
-            f"No router answers at {admin}/admin/experts ({error}). Start the cluster with --admin-port and give the "
-            f"address that it prints."
-        ) from None
-
-
-def rows_between(
-    before: Sequence[Sequence[int]], after: Sequence[Sequence[int]]
-) -> tuple[list[list[int]], str]:
-    """Rows of each expert between two tables of `expert_rows`, and what they lack, in words; empty: nothing.
-
-    A count that went down, or a table that is gone, tells of a router that began anew.
-    """
-    # Nothing was said before: nothing had been sent.
-    base = before or [[0] * len(layer) for layer in after]
-    if [len(layer) for layer in base] == [len(layer) for layer in after]:
-        pairs = zip(after, base, strict=True)
-        between = [[late - early for late, early in zip(*pair, strict=True)] for pair in pairs]
-        if all(rows >= 0 for layer in between for rows in layer):
-            return between, ""
-    return [list(layer) for layer in after], "The router began anew meanwhile: rows since then only."

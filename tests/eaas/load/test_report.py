@@ -1,13 +1,13 @@
-"""Every figure of a report is the one that follows from the records; the page shows it and needs nothing else."""
+"""Every figure of a report is the one that follows from the records; the tables show it."""
 
 from __future__ import annotations
 
+import io
 import json
-import re
-from html.parser import HTMLParser
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from eaas.ops.chaos.plan import FaultEvent
 from eaas.ops.load.record import StreamRecord
@@ -15,14 +15,12 @@ from eaas.ops.load.report import (
     Run,
     Slo,
     as_report,
-    histogram,
     is_clean,
     spans_of,
     summarize,
     throughput,
 )
-from eaas.ops.load.session import rows_between
-from eaas.ops.load.show import less, nice_ticks, page
+from eaas.ops.load.show import less, tables
 
 
 def record(
@@ -47,6 +45,13 @@ def record(
     return StreamRecord(
         planned_s=planned_s, sent_s=sent_s, token_s=times, pieces=["x"] * n, prompt_tokens=3, **said
     )
+
+
+def shown(report: dict[str, Any]) -> str:
+    """The report as a wide terminal shows it."""
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(tables(report))
+    return console.export_text()
 
 
 def test_latencies_count_from_sending_and_from_the_planned_time() -> None:
@@ -90,23 +95,13 @@ def test_a_failed_request_makes_no_latency_look_better() -> None:
 def test_nothing_at_all_is_a_report_too() -> None:
     report = as_report({}, Run(records=[], end_s=0.0), Slo())
     assert not is_clean(report)
-    assert "<h1>" in page(report)
+    assert "0 output tokens" in shown(report)
 
 
 def test_throughput_over_time_holds_every_token() -> None:
     records = [record(0.3 * n, n=20, gap_s=0.03, tokens=40) for n in range(30)]
     step_s, rates = throughput(records)
     assert sum(rates) * step_s == pytest.approx(30 * 40, rel=0.01)
-
-
-def test_a_histogram_holds_every_value_once() -> None:
-    values = [0.0, 0.001, 0.0011, 0.5, 0.5, 3.0]
-    bins = histogram(values)
-    assert sum(count for _, _, count in bins) == len(values)
-    assert bins[0][0] == pytest.approx(0.001) and bins[-1][1] == pytest.approx(3.0)
-    for low, high, count in bins[1:-1]:
-        assert count == sum(low <= value < high for value in values)
-    assert histogram([]) == [] == histogram([0.0])
 
 
 def event(at_s: float, phase: str, id: str, kind: str, text: str = "") -> FaultEvent:
@@ -132,8 +127,7 @@ def whole_report() -> dict[str, Any]:
     killed = event(4.15, "began", "1", "kill", "kill expert/<1>")
     run = Run(
         records=faulty, end_s=10.0, events=[killed],
-        servers={"expert/1": {"at_s": [1.0, 2.0], "rows_per_s": [5.0, 7.0], "busy": [0.1, 0.2]}},
-        expert_rows=[[5, 10], [0, 3]], cpu_s=0.01,
+        cpu_s=0.01,
     )  # fmt: skip
     sweep = [{"rate": 1.0, "goodput": 1.0, "kept": True}, {"rate": 2.0, "goodput": 0.3, "kept": False}]
     return as_report(
@@ -154,6 +148,12 @@ def test_a_report_tells_what_a_fault_did() -> None:
     assert report["client_cpu_us_per_token"] == pytest.approx(0.01 / 1000 * 1e6)
 
 
+def test_the_tables_show_the_faults_the_sweep_and_the_first_differences() -> None:
+    text = shown(whole_report())
+    for needle in ("kill expert/<1>", "knee: ", "First differences", "y<script>", "TTFT <= 500 ms"):
+        assert needle in text, f"{needle} is missing in\n{text}"
+
+
 def test_a_plan_that_could_not_be_carried_out_is_not_clean() -> None:
     good = [record(0.1 * n, prompt=n) for n in range(50)]
     refused = event(1.0, "refused", "", "kill", "kill: no member")
@@ -169,61 +169,6 @@ def test_a_run_of_which_something_was_not_compared_is_not_clean() -> None:
     assert is_clean(as_report({}, run, Slo(), reference=good))
     assert not is_clean(as_report({}, run, Slo(), reference=bad)), "no reference was whole"
     assert not is_clean(as_report({}, run, Slo(), reference=good[:2])), "one text has no reference"
-
-
-def test_rows_of_experts_count_from_the_start_or_from_a_routers_new_beginning() -> None:
-    assert rows_between([], [[5, 0], [1, 4]]) == ([[5, 0], [1, 4]], "")
-    assert rows_between([[5, 7], [3, 9]], [[8, 7], [4, 9]]) == ([[3, 0], [1, 0]], "")
-    for after in ([], [[1, 2], [0, 1]], [[6, 7], [0, 9]]):
-        rows, note = rows_between([[5, 7], [3, 9]], after)
-        assert rows == after and "began anew" in note
-    run = Run(records=[record(0.0)], end_s=1.0, expert_rows_note="The router & its rows")
-    assert "The router &amp; its rows" in page(as_report({}, run, Slo()))
-
-
-class _Page(HTMLParser):
-    """What a browser would load, and whether tags are balanced."""
-
-    VOID = ("meta", "path", "rect", "circle", "br")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.loaded: list[str] = []
-        self.seen: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.seen.append(tag)
-        self.loaded += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href")]
-        if tag != "meta":
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.seen.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
-def test_the_page_is_whole_loads_nothing_and_runs_nothing() -> None:
-    text = page(whole_report())
-    parsed = _Page()
-    parsed.feed(text)
-    assert parsed.open == []
-    assert parsed.loaded == [] and "url(" not in text and "@import" not in text
-    assert "script" not in parsed.seen, "not even from a server's text"
-    assert parsed.seen.count("svg") == 6
-    assert "kill expert/&lt;1&gt;" in text
-    numbers = re.findall(r'(?:x|y|width|height|cx|cy)="(-?[\d.]+|nan|inf)"', text)
-    assert numbers and all(-10 <= float(one) <= 900 for one in numbers), "everything is inside its chart"
-
-
-@pytest.mark.parametrize("high", [1, 0.003, 97, 123456])
-def test_ticks_are_few_and_round(high: float) -> None:
-    ticks = nice_ticks(high)
-    assert 3 <= len(ticks) <= 7
-    assert ticks[0] == 0 and ticks[-1] <= high
-    assert all(float(f"{tick:.1e}") == pytest.approx(tick) for tick in ticks)
 
 
 @pytest.mark.parametrize(
