@@ -2,8 +2,8 @@
 
 `job/ID` is what was asked, which never changes; `state/ID` a JobState, changed by compare-and-set; `result/ID` what
 came of it. `open/MS/ID` is an index of what has not ended, in order of arrival, and `ended/MS/ID` of the rest, by the
-time at which it is forgotten: of each its bytes and its owner. `owner/TOKEN` is the end of an owner's lease. Times are
-Unix times in ms, 16 hexadecimal digits. Every commit is durable before its call returns.
+time at which it is forgotten: of each its bytes and its owner. Times are Unix times in ms, 16 hexadecimal digits.
+`owner/TOKEN` is written anew by each owner while it lives: see Leases. Every commit is durable before its call returns.
 
 All calls block, and raise ApiError: 503 where they were not carried out, or nobody said that they were.
 """
@@ -15,7 +15,7 @@ import secrets
 import sqlite3
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
@@ -27,14 +27,14 @@ log = logging.getLogger(__name__)
 
 _ETCD = "etcd://"
 # What is kept in another form has another number, and is not seen.
-_TABLE = "kept_1"
+_TABLE = "kept_2"
 TOO_LARGE = "too_large_to_keep"
 _BUSY_S = 5.0
-# Owners that went are forgotten so long after their leases.
-_GONE_MS = 60_000
 OPEN = frozenset({"queued", "in_progress"})
 
 _encode = msgspec.json.encode
+Found = dict[str, tuple[bytes, int]]
+"""Value and version by key, in the order of the keys."""
 
 
 class JobsInvalid(ValueError):
@@ -73,33 +73,33 @@ class Stored(NamedTuple):
     result: bytes
 
 
-class Base(Protocol):
-    """Values by key."""
+class Leases:
+    """Which owners have not renewed for `lease_s` while this observer looked. Pure.
 
-    most_bytes: int  # of a value
+    Hosts share no clock: an owner's lease is the time in which its version stays the same, by the observer's own clock.
+    Time in which it did not look, since it stood still or the store was away, counts against nobody.
+    """
 
-    def read(self, *keys: str) -> dict[str, tuple[bytes, int]]:
-        """Value and version of those keys that are there."""
-        ...
+    def __init__(self, lease_s: float, look_s: float) -> None:
+        """Args: look_s: more than that is no time between two looks."""
+        self._lease_s, self._look_s = lease_s, look_s
+        self._seen: dict[str, tuple[int, float]] = {}
+        self._last_s = 0.0
 
-    def span(self, first: str, end: str) -> dict[str, bytes]:
-        """What is at keys from `first` on and before `end`, in their order."""
-        ...
-
-    def commit(self, versions: Mapping[str, int], writes: Mapping[str, bytes | None]) -> int:
-        """Write all (None: delete) if those keys have these versions, 0 where there is none; the new version of what
-        was written, or 0: nothing was."""
-        ...
-
-    def close(self) -> None:
-        """Let go of it."""
-        ...
+    def lapsed(self, versions: Mapping[str, int], now_s: float) -> list[str]:
+        """Those of these owners whose leases have ended. Args: now_s: of any clock that does not leap."""
+        passed_s = min(now_s - self._last_s, self._look_s)
+        before, self._seen, self._last_s = self._seen, {}, now_s
+        for owner, version in versions.items():
+            known, same_s = before.get(owner, (0, 0.0))
+            self._seen[owner] = version, same_s + passed_s if version == known else 0.0
+        return [owner for owner, (_, same_s) in self._seen.items() if same_s >= self._lease_s]
 
 
 class JobStore:
-    """Records on a Base."""
+    """Records by id."""
 
-    def __init__(self, base: Base, most: int, most_bytes: int) -> None:
+    def __init__(self, base: SqliteBase | EtcdBase, most: int, most_bytes: int) -> None:
         """Args: most, most_bytes: records and bytes of them that are kept. Gateways that add one at the same time may
         each find room for it."""
         self._base, self._most, self._most_bytes = base, most, most_bytes
@@ -108,12 +108,11 @@ class JobStore:
     def put(self, id: str, job: bytes, state: JobState, result: bytes = b"") -> JobState | None:
         """Keep a new record; None: there is one of that id. Raises ApiError: 429, no more is kept; 400, it is too large
         for the store."""
-        kept = [self._base.span(f"{index}/", f"{index}0") for index in ("open", "ended")]
-        count, kept_bytes = sum(map(len, kept)), sum(int(v.split()[0]) for one in kept for v in one.values())
-        if count >= self._most:
-            raise _full(f"{count} responses are kept, the most that this server keeps (--jobs-most)")
-        more = len(job) + len(result)
-        if count and kept_bytes + more > self._most_bytes:
+        kept = [*self._span("open").values(), *self._span("ended").values()]
+        kept_bytes, more = sum(int(value.split()[0]) for value, _ in kept), len(job) + len(result)
+        if len(kept) >= self._most:
+            raise _full(f"{len(kept)} responses are kept, the most that this server keeps (--jobs-most)")
+        if kept and kept_bytes + more > self._most_bytes:
             most = f"at most {self._most_bytes} (--jobs-bytes)"
             raise _full(f"{kept_bytes} bytes of responses are kept, and {more} more would be over {most}")
         state = msgspec.structs.replace(state, bytes=more)
@@ -123,15 +122,9 @@ class JobStore:
         """The record; None: there is none."""
         keys = [f"{kind}/{id}" for kind in ("job", "state", "result")]
         job, state, result = map(self._base.read(*keys).get, keys)
-        return (
-            None
-            if job is None or state is None
-            else Stored(job[0], _state(*state), result[0] if result else b"")
-        )
-
-    def states(self, *ids: str) -> dict[str, JobState]:
-        """The states of those that are there."""
-        return {key[6:]: _state(*one) for key, one in self._base.read(*(f"state/{id}" for id in ids)).items()}
+        if job is None or state is None:
+            return None
+        return Stored(job[0], _state(*state), result[0] if result else b"")
 
     def update(self, id: str, before: JobState, after: JobState, result: bytes = b"") -> JobState | None:
         """Put another state in the place of `before`, with the result if it has one; None: somebody else has. Raises
@@ -144,38 +137,46 @@ class JobStore:
 
     def delete(self, id: str) -> bool:
         """Forget a record; whether there was one."""
-        while (state := self.states(id).get(id)) is not None:
-            keys = (f"job/{id}", f"state/{id}", f"result/{id}", _index(id, state))
-            if self._base.commit({f"state/{id}": state.version}, dict.fromkeys(keys)):
+        while (found := self.get(id)) is not None:
+            keys = (f"job/{id}", f"state/{id}", f"result/{id}", _index(id, found.state))
+            if self._base.commit({f"state/{id}": found.state.version}, dict.fromkeys(keys)):
                 return True
         return False
 
-    def renew(self, owner: str, until_ms: int) -> None:
-        """Have an owner's lease end then."""
-        self._base.commit({}, {f"owner/{owner}": b"%d" % until_ms})
-
-    def unowned(self, now_ms: int) -> list[str]:
-        """Ids of those that have not ended and are nobody's, or whose owner's lease has ended, the oldest first."""
-        owners = {key[6:]: int(until) for key, until in self._base.span("owner/", "owner0").items()}
-        for owner in [owner for owner, until_ms in owners.items() if until_ms + _GONE_MS < now_ms]:
-            self._base.commit({}, {f"owner/{owner}": None})
-        live = {owner for owner, until_ms in owners.items() if until_ms >= now_ms}
-        found = self._base.span("open/", "open0").items()
-        return [key[22:] for key, value in found if value.decode().partition(" ")[2] not in live]
+    def open(self) -> dict[str, str]:
+        """The owners of those that have not ended, by id, the oldest first."""
+        found = self._span("open").items()
+        return {key.split("/", 2)[2]: value.decode().partition(" ")[2] for key, (value, _) in found}
 
     def forgotten(self, now_ms: int) -> list[str]:
         """Ids of those that have been kept for long enough."""
-        return [key[23:] for key in self._base.span("ended/", f"ended/{now_ms:016x}")]
+        return [key.split("/", 2)[2] for key in self._base.span("ended/", f"ended/{now_ms:016x}")]
+
+    def renew(self, owner: str) -> None:
+        """Have it seen that an owner lives; whatever it writes of its own records says so too."""
+        self._base.commit({}, {f"owner/{owner}": b"1"})
+
+    def owners(self) -> dict[str, int]:
+        """All owners, and the versions of their renewals."""
+        return {key.partition("/")[2]: version for key, (_, version) in self._span("owner").items()}
+
+    def forget_owner(self, owner: str, version: int) -> bool:
+        """Take an owner for gone; False: it has renewed since that version."""
+        return bool(self._base.commit({f"owner/{owner}": version}, {f"owner/{owner}": None}))
+
+    def _span(self, kind: str) -> Found:
+        return self._base.span(f"{kind}/", f"{kind}0")
 
     def _write(
         self, id: str, versions: dict[str, int], state: JobState, writes: dict[str, bytes | None]
     ) -> JobState | None:
-        for value in writes.values():
-            if value is not None and len(value) > self._base.most_bytes:
-                most = self._base.most_bytes
-                found = f"{len(value)} bytes found; what keeps responses here takes {most} at once"
-                raise invalid(f"It cannot be kept: {found}. Make it shorter.", code=TOO_LARGE)
+        found, most = sum(len(value) for value in writes.values() if value), self._base.most_bytes
+        if found > most:
+            taken = f"{found} bytes found; what keeps responses here takes {most} at once"
+            raise invalid(f"It cannot be kept: {taken}. Make it shorter.", code=TOO_LARGE)
         writes |= {f"state/{id}": _encode(state), _index(id, state): f"{state.bytes} {state.owner}".encode()}
+        if state.owner:
+            writes[f"owner/{state.owner}"] = b"1"
         version = self._base.commit(versions, writes)
         return msgspec.structs.replace(state, version=version) if version else None
 
@@ -201,9 +202,9 @@ def _state(text: bytes, version: int) -> JobState:
 
 
 class SqliteBase:
-    """A Base in a file of SQLite, which all gateways of a host may share. Not for two threads at a time."""
+    """Values by key in a file of SQLite, which all gateways of a host may share. Not for two threads at a time."""
 
-    most_bytes = 64 << 20
+    most_bytes = 64 << 20  # of one commit
 
     def __init__(self, path: str) -> None:
         """Open or create it. Raises JobsInvalid."""
@@ -226,49 +227,49 @@ class SqliteBase:
         table = f"{_TABLE} (key TEXT PRIMARY KEY, version INTEGER NOT NULL, value BLOB NOT NULL)"
         self._base.execute(f"CREATE TABLE IF NOT EXISTS {table}")
 
-    def read(self, *keys: str) -> dict[str, tuple[bytes, int]]:
-        asked = f"SELECT key, value, version FROM {_TABLE} WHERE key IN ({','.join('?' * len(keys))})"
-        return {key: (value, version) for key, value, version in self._rows(asked, *keys)}
+    def read(self, *keys: str) -> Found:
+        """What is at those of the keys that are there."""
+        return self._found(f"key IN ({','.join('?' * len(keys))})", *keys)
 
-    def span(self, first: str, end: str) -> dict[str, bytes]:
-        asked = f"SELECT key, value FROM {_TABLE} WHERE key >= ? AND key < ? ORDER BY key"
-        return {row[0]: row[1] for row in self._rows(asked, first, end)}
+    def span(self, first: str, end: str) -> Found:
+        """What is at keys from `first` on and before `end`."""
+        return self._found("key >= ? AND key < ? ORDER BY key", first, end)
 
     def commit(self, versions: Mapping[str, int], writes: Mapping[str, bytes | None]) -> int:
+        """Write all (None: delete) if those keys have these versions, 0 where there is none; the new version of what
+        was written, or 0: nothing was."""
         version = 1 + secrets.randbits(62)
         try:
             if not self._path.exists():
                 # Somebody removed it: what is written to what is open nobody would ever find.
                 self._base.close()
                 self._open()
-            self._base.execute("BEGIN IMMEDIATE")
-            for key, wanted in versions.items():
-                asked = f"SELECT version FROM {_TABLE} WHERE key = ?"
-                found = self._base.execute(asked, (key,)).fetchone() or (0,)
-                version *= found[0] == wanted
-            for key, value in writes.items() if version else ():
-                self._base.execute(f"DELETE FROM {_TABLE} WHERE key = ?", (key,))
-                if value is not None:
-                    self._base.execute(f"INSERT INTO {_TABLE} VALUES (?, ?, ?)", (key, version, value))
-            self._base.execute("COMMIT")
+            with self._base:
+                self._base.execute("BEGIN IMMEDIATE")
+                found = self.read(*versions)
+                if any(found.get(key, (b"", 0))[1] != wanted for key, wanted in versions.items()):
+                    return 0
+                self._base.executemany(f"DELETE FROM {_TABLE} WHERE key = ?", [(key,) for key in writes])
+                rows = [(key, version, value) for key, value in writes.items() if value is not None]
+                self._base.executemany(f"INSERT INTO {_TABLE} VALUES (?, ?, ?)", rows)
         except (sqlite3.Error, OSError) as error:
-            if self._base.in_transaction:
-                self._base.execute("ROLLBACK")
             raise _unusable(self._path, error) from error
         return version
 
     def close(self) -> None:
+        """Let go of it."""
         self._base.close()
 
-    def _rows(self, asked: str, *values: str) -> list[tuple[str, bytes, int]]:
+    def _found(self, which: str, *values: str) -> Found:
         try:
-            return self._base.execute(asked, values).fetchall()
+            rows = self._base.execute(f"SELECT key, value, version FROM {_TABLE} WHERE {which}", values)
+            return {key: (value, version) for key, value, version in rows}
         except sqlite3.Error as error:
             raise _unusable(self._path, error) from error
 
 
 class EtcdBase:
-    """A Base in etcd, which gateways of several hosts share: keys under /PREFIX/."""
+    """The same in etcd, which gateways of several hosts share: keys under /PREFIX/."""
 
     # etcd takes requests of 1.5 MiB, keys and all.
     most_bytes = 1_400_000
@@ -278,39 +279,38 @@ class EtcdBase:
         hosts, _, prefix = where.removeprefix(_ETCD).partition("/")
         names = hosts.split(",")
         local = all(is_loopback(name.rpartition(":")[0].strip("[]")) for name in names)
+        urls = ",".join(f"http{'' if local else 's'}://{name}" for name in names)
         try:
-            self._etcd = Etcd(
-                ",".join(f"http{'' if local else 's'}://{name}" for name in names), timeout_s=5.0
-            )
+            self._etcd = Etcd(urls, timeout_s=5.0)
         except EtcdInvalid as error:
             raise JobsInvalid(f"--jobs {where}: {error}") from None
         self._root = f"/{prefix.strip('/') or 'eaas'}/{_TABLE}/"
 
-    def read(self, *keys: str) -> dict[str, tuple[bytes, int]]:
-        found = self._run([], [get(self._root + key) for key in keys])[1]
-        return {key: (value.encode(), version) for key, (value, version) in found.items()}
+    def read(self, *keys: str) -> Found:
+        """As SqliteBase."""
+        return self._run([], [get(self._root + key) for key in keys])[1]
 
-    def span(self, first: str, end: str) -> dict[str, bytes]:
-        found = self._run([], [get(self._root + first, end=self._root + end)])[1]
-        return {key: value.encode() for key, (value, _) in found.items()}
+    def span(self, first: str, end: str) -> Found:
+        """As SqliteBase."""
+        return self._run([], [get(self._root + first, end=self._root + end)])[1]
 
     def commit(self, versions: Mapping[str, int], writes: Mapping[str, bytes | None]) -> int:
+        """As SqliteBase."""
         compare = [modified(self._root + key, str(version)) for key, version in versions.items()]
-        acts = {self._root + key: value for key, value in writes.items()}
-        return self._run(compare, [delete(k) if v is None else put(k, v.decode()) for k, v in acts.items()])[
-            0
-        ]
+        acts = [(self._root + key, value) for key, value in writes.items()]
+        return self._run(compare, [delete(k) if v is None else put(k, v.decode()) for k, v in acts])[0]
 
     def close(self) -> None:
         """Nothing is kept open."""
 
-    def _run(self, compare: list[Operation], acts: list[Operation]) -> tuple[int, dict[str, tuple[str, int]]]:
+    def _run(self, compare: list[Operation], acts: list[Operation]) -> tuple[int, Found]:
         """The revision of a transaction, 0 if it was refused, and what it read."""
         try:
             done, answers = self._etcd.txn(compare, acts)
             read = {key: one for answer in answers for key, one in pairs(answer).items()}
             found = {
-                k.removeprefix(self._root): (v["value"], int(v["mod_revision"])) for k, v in read.items()
+                key.removeprefix(self._root): (one["value"].encode(), int(one["mod_revision"]))
+                for key, one in read.items()
             }
             return int(answers[0]["header"]["revision"]) if done else 0, found
         except (EtcdUnavailable, ValueError, KeyError, IndexError) as error:

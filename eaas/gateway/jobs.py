@@ -31,7 +31,7 @@ from eaas.gateway.formats import ResponseHead, error_event, named_event
 from eaas.gateway.gateway import Gateway
 from eaas.gateway.guard import Connection
 from eaas.gateway.identity import Identity
-from eaas.gateway.job_store import OPEN, TOO_LARGE, JobState, JobStore, Stored, open_jobs
+from eaas.gateway.job_store import OPEN, TOO_LARGE, JobState, JobStore, Leases, Stored, open_jobs
 from eaas.gateway.protection import account_of, key_name_of, reserve_tokens, share_of
 from eaas.gateway.responses import ResponsesFormat, ResponsesRequest, as_chat, input_items, repeated
 from eaas.gateway.stream import Exchange, Work
@@ -40,14 +40,18 @@ from eaas.worker.protocol import Share
 log = logging.getLogger(__name__)
 
 _LOOK_S = 1.0
-# By the clocks of all hosts; renewed at every look.
-_LEASE_MS = 6_000
+# Renewed at every look.
+_LEASE_S = 5.0
+# Between looks for news of a job that is computed elsewhere.
+_POLL_S = 0.2
 # A job whose owners all ended before it may be what ends them.
 _MOST_LOSSES = 20
 # Between attempts that failed for want of workers or experts.
 _AGAIN_S, _AGAIN_MOST_S = 0.5, 15.0
 # Of one job, some 30,000 tokens; a longer one is computed and kept, and cannot be streamed.
 _EVENTS_BYTES = 8 << 20
+_OPENING_NAMES = ("response.created", "response.queued")
+_OPENING = len(_OPENING_NAMES)
 _ID = re.compile(re.escape(ResponsesFormat.prefix) + "[!-~]{1,128}")
 
 P = ParamSpec("P")
@@ -100,31 +104,28 @@ class Run:
     """A job that is computed here: by its owner, or once more for those who listen here.
 
     Attributes:
-        state: As its owner, this process, stored it last; None: it is not the owner.
-        begun: Has the numerics class that it stays in, and the hint whom to ask; no class: it may begin in any.
-        turn: Counts how often it was begun anew in another class: what was shown before is of another response.
+        state: As the store had it last. Its numerics class, where there is one, and the hint whom to ask it keeps.
+        owned: This process is the owner.
         events: So far, one for each sequence number.
         dropped: They were too many, and are not kept.
         last: Those that end them and hold the whole response, which are shown once it is stored.
         over: No more come: the rest, if there is one, is in the store.
         exchange: While one computes.
         account: On which so many tokens are reserved.
+        used: Of them.
     """
 
-    def __init__(self, id: str, job: Job, known: JobState) -> None:
-        """Args: known: of it, by the store."""
-        self.id, self.job, self.events = id, job, _opening(job)
-        self.state: JobState | None = None
-        self.begun = known
-        self.turn = 0
+    def __init__(self, id: str, job: Job, state: JobState, *, owned: bool) -> None:
+        self.id, self.job, self.state, self.owned = id, job, state, owned
+        self.events, self._bytes = _opening(job), 0
         self.dropped = self.over = False
         self.last = b""
         self.exchange: Exchange | None = None
         self.account: tuple[Account, int] | None = None
+        self.used = 0
         self.task: asyncio.Task[None] | None = None
         self.listeners = 0
         self.changed = asyncio.Event()
-        self._bytes = 0
 
     def stop(self) -> None:
         """End it: who listens finds the rest in the store. Idempotent."""
@@ -133,28 +134,17 @@ class Run:
         if self.task is not None and self.task is not asyncio.current_task():
             self.task.cancel()
 
-    @property
-    def told(self) -> dict[str, Any]:
-        """What the Sequence of its choice is told."""
-        begun = self.begun
-        pinned = {"seen": 0, "numerics_class": begun.numerics_class, "hint": begun.hint}
-        return {"key": self.job.run_key, **(pinned if begun.numerics_class else {})}
-
     def begin_anew(self) -> None:
-        """Nobody serves its numerics class any more: it is begun in another."""
-        self.begun = _with(self.begun, numerics_class="")
+        """Nobody serves its numerics class any more: it is begun in another, and is another response."""
+        log.warning("job_begun_anew id=%s class=%s", self.id, self.state.numerics_class)
+        self.state = _with(self.state, numerics_class="")
         self.events, self._bytes, self.dropped = _opening(self.job), 0, False
-        self.turn += 1
         self.changed.set()
 
-    async def compute(self, exchange: Exchange, begun: Callable[[str], Awaitable[None]]) -> ErrorReply | None:
-        """Have the exchange computed and its events put behind those that there are: those of a computation that was
-        given up are there already, and the same. Returns why it failed.
-
-        Args:
-            begun: Awaited with the numerics class before anybody sees an event of it.
-        """
-        generation, number = exchange.generation, len(_opening(self.job))
+    def writer(self) -> Callable[[bytes], None]:
+        """Puts events behind those that there are: those of a computation that was given up are there already, and the
+        same."""
+        number = _OPENING
 
         def write(chunk: bytes) -> None:
             nonlocal number
@@ -166,22 +156,7 @@ class Run:
                 number += 1
             self.changed.set()
 
-        exchange.begin()
-        while not generation.ready:
-            await exchange.wait()
-        if generation.numerics_classes:
-            await begun(generation.numerics_classes[0])
-        write(generation.take())
-        generation.write = write
-        if generation.full:
-            generation.full = False
-            exchange.resume()
-        while not generation.ended:
-            await exchange.wait()
-        write(generation.take())
-        if generation.error is None or not _again(generation.error):
-            self.last = exchange.last_events(generation.error)
-        return generation.error
+        return write
 
 
 class Jobs:
@@ -196,8 +171,8 @@ class Jobs:
         self._store = open_jobs(config.jobs, config.jobs_most, config.jobs_bytes) if config.jobs else None
         self._thread = ThreadPoolExecutor(1, "jobs")
         self._owner = uuid.uuid4().hex
+        self._leases = Leases(_LEASE_S, 2 * _LOOK_S)
         self._runs: dict[str, Run] = {}
-        self._wake = asyncio.Event()
         self._ends = False
         gateway.beside.append(self.running)
         gateway.on_stop.append(self.end_streams)
@@ -243,33 +218,35 @@ class Jobs:
             except Exception:
                 # Whatever it was, the lease must be renewed.
                 log.exception("jobs_not_looked_at")
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), _LOOK_S)
-            self._wake.clear()
+            await asyncio.sleep(_LOOK_S)
 
     async def _look(self) -> None:
         """Renew the lease, let go of what is another's or has ended, take what is nobody's, forget what is old."""
-        now_ms, runs = _now_ms(), list(self._runs.values())
-        if self._owned():
-            await self._ask(JobStore.renew, self._owner, now_ms + _LEASE_MS)
-        ids = await self._ask(JobStore.unowned, now_ms) if self._has_room() else []
-        if ids and not self._owned():
-            await self._ask(JobStore.renew, self._owner, now_ms + _LEASE_MS)
-        states = await self._ask(JobStore.states, *(run.id for run in runs))
+        runs = list(self._runs.values())
+        # Before the leases: who has written that a job is his has renewed before.
+        open = await self._ask(JobStore.open)
+        if open:
+            # By all: who cannot write judges nobody.
+            await self._ask(JobStore.renew, self._owner)
+        owners = await self._ask(JobStore.owners)
+        for owner in self._leases.lapsed(owners, time.monotonic()):
+            if await self._ask(JobStore.forget_owner, owner, owners[owner]):
+                del owners[owner]
         for run in runs:
-            state, ends = states.get(run.id), run.state is not None and run.last
-            mine = run.state is None or (state is not None and state.owner == self._owner)
-            if not ends and (state is None or state.status not in OPEN or not mine):
+            theirs = open.get(run.id) != self._owner if run.owned else run.id not in open
+            # One that ends stores that itself.
+            if theirs and not (run.owned and run.last):
                 self._drop(run)
-        for id in ids:
-            found = await self._ask(JobStore.get, id) if self._has_room() else None
-            if found is not None:
-                await self._claim(id, found)
-        for id in await self._ask(JobStore.forgotten, now_ms):
+        for id, owner in open.items():
+            # This process owns what it does not know of where it was not told that the store did as it was asked.
+            unknown = owner == self._owner and id not in self._runs
+            if (owner not in owners or unknown) and self._has_room():
+                await self._claim(id)
+        for id in await self._ask(JobStore.forgotten, _now_ms()):
             await self._ask(JobStore.delete, id)
 
     def _owned(self) -> list[Run]:
-        return [run for run in self._runs.values() if run.state is not None]
+        return [run for run in self._runs.values() if run.owned]
 
     def _has_room(self) -> bool:
         gateway, config = self._gateway, self._config
@@ -279,19 +256,29 @@ class Jobs:
         busy = gateway.pool.owed_tokens > config.max_owed_tokens // 2
         return not busy and len(self._owned()) < config.jobs_running
 
-    async def _claim(self, id: str, found: Stored) -> None:
-        state, job = found.state, _decode(found.job, type=Job)
-        mine = _with(state, owner=self._owner, losses=state.losses + bool(state.owner))
-        claimed = await self._ask(JobStore.update, id, state, mine)
-        if claimed is not None:
-            if state.owner:
-                log.warning("job_taken_over id=%s losses=%d", id, claimed.losses)
-            # It may be computed here already, for somebody who listens.
-            run = self._runs.get(id) or self._start(id, job, claimed)
-            run.state = claimed
+    async def _claim(self, id: str) -> None:
+        found = await self._ask(JobStore.get, id)
+        if found is None or found.state.status not in OPEN:
+            return
+        before = found.state
+        lost = before.owner not in ("", self._owner)
+        mine = _with(before, owner=self._owner, losses=before.losses + lost)
+        claimed = await self._ask(JobStore.update, id, before, mine)
+        if claimed is None:
+            return
+        if lost:
+            log.warning("job_taken_over id=%s losses=%d", id, claimed.losses)
+        # It may be computed here already, for somebody who listens.
+        run = self._runs.get(id)
+        if run is not None and run.state.numerics_class == claimed.numerics_class:
+            run.state, run.owned = claimed, True
+        else:
+            self._start(id, _decode(found.job, type=Job), claimed, owned=True)
 
-    def _start(self, id: str, job: Job, known: JobState) -> Run:
-        run = self._runs[id] = Run(id, job, known)
+    def _start(self, id: str, job: Job, state: JobState, *, owned: bool) -> Run:
+        if id in self._runs:
+            self._drop(self._runs[id])
+        run = self._runs[id] = Run(id, job, state, owned=owned)
         run.task = asyncio.create_task(self._run(run))
         return run
 
@@ -305,82 +292,114 @@ class Jobs:
         try:
             while (error := await self._attempt(run)) is not None and _again(error):
                 if error.code == NOT_RESUMABLE:
-                    log.warning("job_begun_anew id=%s class=%s", run.id, run.begun.numerics_class)
+                    if not run.owned:
+                        # Its owner decides what becomes of it.
+                        raise _Lost
                     run.begin_anew()
-                    continue
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _AGAIN_MOST_S)
-            while run.state is None:
+            while not run.owned:
                 # Its owner stores that it has ended; where that is lost before, this process may become the owner.
-                self._wake.set()
-                await asyncio.sleep(_LOOK_S / 5)
+                await asyncio.sleep(_POLL_S)
+                found = await self._ask(JobStore.get, run.id)
+                if found is None or found.state.status not in OPEN:
+                    raise _Lost
             await self._finish(run)
         except _Lost:
             log.info("job_lost id=%s", run.id)
         finally:
             self._drop(run)
-            if run.state is not None and run.state.status in OPEN:
+            if run.account is not None:
+                account, reserved = run.account
+                account.settle(reserved, run.used, time.monotonic())
+            if run.owned and run.state.status in OPEN:
                 with contextlib.suppress(ApiError):
                     await self._ask(JobStore.update, run.id, run.state, _with(run.state, owner=""))
 
-    async def _attempt(self, run: Run) -> ErrorReply | None:
-        """Compute it once; `run.last` is set unless it is to be tried again. Raises _Lost."""
-        gateway, job = self._gateway, run.job
+    async def _store_state(self, run: Run, after: JobState, result: bytes = b"") -> None:
+        """Raises: _Lost; ApiError, as JobStore.update."""
+        stored = await self._ask(JobStore.update, run.id, run.state, after, result)
+        if stored is None:
+            raise _Lost
+        run.state = stored
 
-        async def begun(numerics_class: str) -> None:
-            known = run.state or run.begun
-            after = _with(known, status="in_progress", numerics_class=numerics_class, hint=exchange.stay())
-            if run.state is not None and after != known:
-                run.state = await self._ask(JobStore.update, run.id, run.state, after)
-                if run.state is None:
-                    raise _Lost
-            run.begun = after
+    async def _attempt(self, run: Run) -> ErrorReply | None:
+        """Compute it once, and say why that failed; `run.last` is set unless it is to be tried again. Raises _Lost."""
+        gateway, job = self._gateway, run.job
 
         def on_close() -> None:
             if run.exchange is not None:
                 gateway.exchanges.pop(run.exchange.own_id, None)
 
         try:
-            if run.state is not None and run.state.losses > _MOST_LOSSES:
+            if run.owned and run.state.losses > _MOST_LOSSES:
                 message = f"{run.state.losses} gateways ended while they computed it; it is given up."
                 raise internal(message, code="attempts_exhausted")
             work = await self._work_of(checked(ResponsesRequest, bytes(job.request)), job.share)
-            stall_s = self._config.stall_s
+            told: dict[str, Any] = {"key": job.run_key}
+            if run.state.numerics_class:
+                told |= {"seen": 0, "numerics_class": run.state.numerics_class, "hint": run.state.hint}
             run.exchange = exchange = Exchange(
                 work,
                 gateway.model,
                 gateway.pool,
                 job.identity,
-                stall_s=stall_s,
+                stall_s=self._config.stall_s,
                 on_close=on_close,
-                told=run.told,
+                told=told,
             )
-            if run.state is not None:
+            if run.owned:
                 gateway.exchanges[exchange.own_id] = exchange
             try:
-                return await run.compute(exchange, begun)
+                return await self._compute(run, exchange)
             finally:
+                run.used = exchange.used()
                 exchange.close()
                 run.exchange = None
         except ApiError as error:
             reply = error.reply
-        except Exception as error:
-            if isinstance(error, _Lost):
-                raise
+        except _Lost:
+            raise
+        except Exception:
             log.exception("job_failed id=%s", run.id)
             reply = internal("The server failed to compute it; its log says why.").reply
         run.last = b"" if _again(reply) else _ended(job, "failed", reply)
         return reply
 
+    async def _compute(self, run: Run, exchange: Exchange) -> ErrorReply | None:
+        generation, write = exchange.generation, run.writer()
+        exchange.begin()
+        while not generation.ready:
+            await exchange.wait()
+        if generation.numerics_classes:
+            numerics_class, hint = generation.numerics_classes[0], exchange.stay()
+            after = _with(run.state, status="in_progress", numerics_class=numerics_class, hint=hint)
+            if not run.owned:
+                run.state = after
+            elif after != run.state:
+                # Before anybody sees an event of it.
+                await self._store_state(run, after)
+        write(generation.take())
+        generation.write = write
+        if generation.full:
+            generation.full = False
+            exchange.resume()
+        while not generation.ended:
+            await exchange.wait()
+        write(generation.take())
+        if generation.error is None or not _again(generation.error):
+            run.last = exchange.last_events(generation.error)
+        return generation.error
+
     async def _finish(self, run: Run) -> None:
-        """Keep what came of it, and only then show its end."""
-        events = b"".join([*run.events, run.last])
-        packed = b"" if run.dropped else await asyncio.to_thread(zlib.compress, events)
+        """Keep what came of it, and only then show its end. Raises _Lost."""
+        packed = b""
+        if not run.dropped:
+            packed = await asyncio.to_thread(zlib.compress, b"".join([*run.events, run.last]))
         result = Result(response=_response_of(run.last), events=packed)
-        while run.state is not None and run.state.status in OPEN:
-            after = self._after(run.state, result.response)
+        while run.state.status in OPEN:
             try:
-                run.state = await self._ask(JobStore.update, run.id, run.state, after, _encode(result))
+                await self._store_state(run, self._after(run.state, result.response), _encode(result))
             except ApiError as error:
                 if error.reply.code != TOO_LARGE:
                     await asyncio.sleep(_LOOK_S)
@@ -389,13 +408,7 @@ class Jobs:
                 else:
                     run.last = _ended(run.job, "failed", error.reply)
                     result = Result(response=_response_of(run.last))
-        if run.state is None:
-            raise _Lost
         run.events += [run.last]
-        if run.account is not None:
-            account, reserved = run.account
-            usage = _decode(result.response)["usage"] or {"total_tokens": 0}
-            account.settle(reserved, usage["total_tokens"], time.monotonic())
 
     def _after(self, state: JobState, response: msgspec.Raw | bytes) -> JobState:
         """The state of one that has ended so."""
@@ -439,20 +452,18 @@ class Jobs:
         job, account = self._job(request, given, identity), account_of(request.scope)
         id, reserved, mine = job.queued["id"], work.cost(self._config.batch_tokens), self._has_room()
         reserve_tokens(account, reserved)
-        state = None
+        new = JobState(status="queued", at_ms=_now_ms(), owner=self._owner if mine else "")
         try:
-            if mine:
-                await self._ask(JobStore.renew, self._owner, _now_ms() + _LEASE_MS)
-            new = JobState(status="queued", at_ms=_now_ms(), owner=self._owner if mine else "")
             state = await self._ask(JobStore.put, id, _encode(job), new)
             if state is None:
                 raise wrong_field("request_id", f"there is a response '{id}' already")
-        finally:
-            if state is None and account is not None:
+        except BaseException:
+            if account is not None:
                 account.settle(reserved, 0, time.monotonic())
+            raise
         if mine:
-            run = self._start(id, job, new)
-            run.state, run.account = state, None if account is None else (account, reserved)
+            run = self._start(id, job, state, owned=True)
+            run.account = None if account is None else (account, reserved)
         return self._stream(id, job, 0) if work.wanted.stream else JSONResponse(job.queued)
 
     def keeper(
@@ -493,7 +504,7 @@ class Jobs:
         job, found = await self._found(response_id, request)
         while found.state.status in OPEN:
             run = self._runs.get(response_id)
-            if run is not None and run.state is not None and run.exchange is not None:
+            if run is not None and run.owned and run.exchange is not None:
                 run.exchange.cancel()
                 while not run.over:
                     run.changed.clear()
@@ -503,8 +514,9 @@ class Jobs:
                 events = zlib.compress(b"".join([*_opening(job), last]))
                 result = Result(response=_response_of(last), events=events)
                 after = self._after(found.state, result.response)
-                await self._ask(JobStore.update, response_id, found.state, after, _encode(result))
-                self._wake.set()
+                ended = await self._ask(JobStore.update, response_id, found.state, after, _encode(result))
+                if ended is not None and run is not None:
+                    self._drop(run)
             job, found = await self._found(response_id, request)
         return _answer(job, found)
 
@@ -512,7 +524,8 @@ class Jobs:
         """DELETE /v1/responses/{response_id}: forget it; one that has not ended is computed no more."""
         await self._found(response_id, request)
         await self._ask(JobStore.delete, response_id)
-        self._wake.set()
+        if response_id in self._runs:
+            self._drop(self._runs[response_id])
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
     async def list_input(self, response_id: str, request: Request) -> Response:
@@ -568,44 +581,52 @@ class Jobs:
 
     async def _events(self, id: str, job: Job, number: int) -> AsyncGenerator[bytes]:
         """The events of a job from that number on, wherever it is computed."""
+        shown = ""  # the numerics class of what was shown
         while not self._ends:
             found = None if id in self._runs else await self._ask(JobStore.get, id)
             run = self._runs.get(id)
             if run is None and found is not None and found.state.status == "in_progress":
-                run = self._start(id, job, found.state)
+                run = self._start(id, job, found.state, owned=False)
             if run is not None:
                 run.listeners += 1
-                turn = run.turn
                 try:
-                    while number < len(run.events) or not (run.over or run.dropped or self._ends):
-                        if run.turn != turn:
-                            yield _BEGUN_ANEW
-                            return
-                        events, number = run.events[number:], max(number, len(run.events))
-                        if events:
+                    while not (run.over or self._ends) or number < len(run.events):
+                        if number > _OPENING:
+                            shown = shown or run.state.numerics_class
+                            if shown != run.state.numerics_class:
+                                yield _BEGUN_ANEW
+                                return
+                        if events := run.events[number:]:
+                            number += len(events)
                             yield b"".join(events)
+                        elif run.dropped:
+                            yield _NO_EVENTS
+                            return
                         else:
                             run.changed.clear()
                             await run.changed.wait()
                 finally:
                     run.listeners -= 1
-                    if not run.listeners and run.state is None:
+                    if not run.listeners and not run.owned:
                         self._drop(run)
-            elif found is not None and found.state.status in OPEN:
+            elif found is None:
+                yield _NO_EVENTS
+                return
+            elif found.state.status in OPEN:
                 opening = _opening(job)[number:]
                 number += len(opening)
                 yield b"".join(opening)
-                await asyncio.sleep(_LOOK_S / 5)
-            elif found is not None and (packed := _result(found).events):
-                events = _split(zlib.decompress(packed))
-                # What another gateway cancelled has fewer than were shown here.
-                yield b"".join(events[number:] if number <= len(events) else events[-1:])
-                return
+                await asyncio.sleep(_POLL_S)
             else:
-                yield _NO_EVENTS
-                return
-            if run is not None and run.dropped:
-                yield _NO_EVENTS
+                packed = _result(found).events
+                if shown and shown != found.state.numerics_class:
+                    yield _BEGUN_ANEW
+                elif not packed:
+                    yield _NO_EVENTS
+                else:
+                    events = _split(zlib.decompress(packed))
+                    # What another gateway cancelled has fewer than were shown here.
+                    yield b"".join(events[number:] if number <= len(events) else events[-1:])
                 return
 
 
@@ -660,7 +681,7 @@ def _split(events: bytes) -> list[bytes]:
 
 def _opening(job: Job) -> list[bytes]:
     """The events before anything is computed."""
-    names = enumerate(("response.created", "response.queued"))
+    names = enumerate(_OPENING_NAMES)
     return [named_event(name, {"response": job.queued, "sequence_number": n}) for n, name in names]
 
 

@@ -299,7 +299,7 @@ class Exchange:
         if self._listener is not None:
             self._listener.cancel()
         if self._account is not None:
-            self._account.settle(self._reserved, self._used(), time.monotonic())
+            self._account.settle(self._reserved, self.used(), time.monotonic())
         self._on_close()
 
     def _reserve(self, account: Account | None) -> None:
@@ -314,7 +314,7 @@ class Exchange:
             raise
         self._account, self._reserved = account, reserved
 
-    def _used(self) -> int:
+    def used(self) -> int:
         """Tokens on its key's account: none where it failed by our fault before there were any."""
         error, made = self.generation.error, self.generation.completion_tokens
         if self._seen is not None:

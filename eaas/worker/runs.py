@@ -4,20 +4,26 @@ A gateway that goes on with a stream of another, which was lost, asks for the sa
 tokens that are there, at once, and then each new one: nothing is computed twice. A run that nobody listens to, since
 its gateway was lost, goes on for a while; what it said is kept for longer.
 
-The engine knows a run by the name that one of its listeners gave it, so that most tokens cost nothing here.
+The engine knows a run by the name that its first listener gave it, so that most tokens cost nothing here; once that one
+has gone, by its key.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 
 from eaas.worker.protocol import Failed, Step, Submit, Token
 from eaas.worker.request import Request
+
+if TYPE_CHECKING:
+    from eaas.worker.engine import Engine, Outcome
+
+T = TypeVar("T", Token, Failed)
 
 # A client that was cut off asks another gateway within a second or two; one whose gateway is started anew, in ten.
 GRACE_S, GRACE_TOKENS = 10.0, 1024
@@ -39,36 +45,12 @@ class Listener(NamedTuple):
     attempt: int
 
 
-class Made(Protocol):
-    """What a step made, by owner: `eaas.worker.engine.Outcome`."""
-
-    @property
-    def tokens(self) -> dict[int, list[Token]]: ...
-
-    @property
-    def failed(self) -> dict[int, list[Failed]]: ...
-
-
-class Computes(Protocol):
-    """What runs are computed by: `eaas.worker.engine.Engine`."""
-
-    def submit(self, message: Submit, owner: int, came_s: float | None) -> Failed | None: ...
-
-    def cancel(self, id: str, owner: int) -> bool: ...
-
-    def find(self, owner: int, id: str) -> Request | None: ...
-
-    def live(self) -> list[Request]: ...
-
-    def rename(self, request: Request, owner: int, id: str, attempt: int) -> bool: ...
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class Run:
     """One run, in progress or ended.
 
     Attributes:
-        request: Named as its first listener calls it.
+        request: Named as its first listener calls it; NOBODY's once that one has gone.
         others: The other listeners.
         since_s: Of one in progress, since when nobody listens; of one that ended, when.
         since: Tokens that it had then.
@@ -86,6 +68,11 @@ class Run:
         """Of one that ended, about."""
         return 200 + 4 * len(self.request.prompt) + 36 * len(self.request.output)
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether nobody listens."""
+        return self.request.owner == NOBODY and not self.others
+
 
 class Runs:
     """All runs of one worker. Belongs to the thread of its engine, which must tell `ended` of each request's end.
@@ -95,7 +82,7 @@ class Runs:
         told: Tokens that these were told and nothing was computed for.
     """
 
-    def __init__(self, engine: Computes) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.joined = self.kept = self.told = 0
         self._engine = engine
         self._now_s = 0.0
@@ -137,17 +124,10 @@ class Runs:
 
     def cancel(self, id: str, owner: int) -> bool:
         """Have a listener hear nothing more; the last one's word ends its run. False: there is none of that name."""
-        run = self._others.pop((owner, id), None)
-        if run is not None:
-            run.others = [other for other in run.others if (other.owner, other.id) != (owner, id)]
-            if not run.others:
-                del self._shared[run.request.owner, run.request.id]
-            return True
-        run = self._shared.get((owner, id))
+        run = self._part(id, owner)
         if run is None:
             return self._engine.cancel(id, owner)
-        self._hand_on(run)
-        return True
+        return not run.is_alone or self._engine.cancel(run.request.id, NOBODY)
 
     def leave(self, owner: int, now_s: float) -> int:
         """A connection was lost: its runs go on for the others, or for who may ask for them within GRACE_S.
@@ -156,18 +136,14 @@ class Runs:
             How many requests ended.
         """
         self._now_s = now_s
-        for _, id in [name for name in self._others if name[0] == owner]:
-            self.cancel(id, owner)
-        ended = 0
-        for request in [request for request in self._engine.live() if request.owner == owner]:
-            run = self._run_of(request)
-            if run is not None and run.others:
-                self._hand_on(run)
-            elif run is not None and self._engine.rename(request, NOBODY, request.key, 0):
-                run.since_s, run.since = now_s, len(request.output)
-                self._alone[request.key] = run
-            else:
-                ended += self._engine.cancel(request.id, owner)
+        ended, named = 0, [request.id for request in self._engine.live() if request.owner == owner]
+        for id in [*named, *(id for other, id in self._others if other == owner)]:
+            run = self._part(id, owner)
+            if run is None:
+                ended += self._engine.cancel(id, owner)
+            elif run.is_alone:
+                run.since_s, run.since = now_s, len(run.request.output)
+                self._alone[run.request.key] = run
         return ended
 
     def expire(self, now_s: float) -> None:
@@ -201,30 +177,12 @@ class Runs:
         while len(self._ended) > KEPT_RUNS or self._ended_bytes > KEPT_BYTES:
             self._forget(next(iter(self._ended.values())))
 
-    def spread(self, made: Made) -> None:
+    def spread(self, made: Outcome) -> None:
         """Have the other listeners told too what a step made."""
         if not self._shared:
             return
-        for owner in {owner for owner, _ in self._shared}:
-            for token in list(made.tokens.get(owner, ())):
-                run = self._shared.get((owner, token.id))
-                for other in run.others if run is not None else ():
-                    made.tokens.setdefault(other.owner, []).append(
-                        Token(
-                            other.id,
-                            other.attempt,
-                            token.index,
-                            token.token,
-                            token.finish,
-                            token.logprob,
-                            token.top,
-                        )
-                    )
-            for failed in list(made.failed.get(owner, ())):
-                run = self._shared.get((owner, failed.id))
-                for other in run.others if run is not None else ():
-                    told = msgspec.structs.replace(failed, id=other.id, attempt=other.attempt)
-                    made.failed.setdefault(other.owner, []).append(told)
+        self._spread(made.tokens)
+        self._spread(made.failed)
         for name, run in list(self._shared.items()):
             if self._run_of(run.request) is not run:
                 del self._shared[name]
@@ -238,6 +196,30 @@ class Runs:
         return [one for one in (named, *(run.others if run else ())) if one.owner != NOBODY]
 
     # -- inside ----------------------------------------------------------------------------------------------
+
+    def _spread(self, told: dict[int, list[T]]) -> None:
+        for owner in {owner for owner, _ in self._shared}:
+            for one in list(told.get(owner, ())):
+                run = self._shared.get((owner, one.id))
+                for other in run.others if run is not None else ():
+                    copy = msgspec.structs.replace(one, id=other.id, attempt=other.attempt)
+                    told.setdefault(other.owner, []).append(copy)
+
+    def _part(self, id: str, owner: int) -> Run | None:
+        """Have a listener hear nothing more. Returns its run; None: there is none that anybody else may ask for."""
+        run = self._others.pop((owner, id), None)
+        if run is None:
+            request = self._engine.find(owner, id)
+            run = None if request is None else self._run_of(request)
+            if run is None or not self._engine.rename(run.request, NOBODY, run.request.key, 0):
+                return None
+            if self._shared.pop((owner, id), None) is not None:
+                self._shared[NOBODY, run.request.key] = run
+            return run
+        run.others = [other for other in run.others if (other.owner, other.id) != (owner, id)]
+        if not run.others:
+            del self._shared[run.request.owner, run.request.id]
+        return run
 
     def _run_of(self, request: Request) -> Run | None:
         run = self._live.get(request.key) if request.key else None
@@ -272,22 +254,14 @@ class Runs:
 
     def _join(self, run: Run, listener: Listener) -> bool:
         request = run.request
-        if self._alone.pop(request.key, None) is not None:
-            return self._engine.rename(request, *listener)
-        if len(run.others) >= MOST_LISTENERS or self._engine.find(request.owner, request.id) is not request:
+        # While its grammar is compiled it cannot go by another name, should its first listener leave.
+        compiling = self._engine.compiling.get(request.owner, request.id) is request
+        if len(run.others) >= MOST_LISTENERS or compiling:
             return False
+        self._alone.pop(request.key, None)
         run.others.append(listener)
         self._others[listener.owner, listener.id] = self._shared[request.owner, request.id] = run
         return True
-
-    def _hand_on(self, run: Run) -> None:
-        """Have a run go by the name of another listener."""
-        request = run.request
-        heir = run.others.pop(0)
-        del self._others[heir.owner, heir.id], self._shared[request.owner, request.id]
-        self._engine.rename(request, *heir)
-        if run.others:
-            self._shared[heir.owner, heir.id] = run
 
     def _forget(self, run: Run) -> None:
         del self._ended[run.request.key]

@@ -25,8 +25,7 @@ SHOWN = {
     ("router/injection.py", "time.time"),
     ("router/service.py", "time.time"),
 }
-# Leases and ages of stored responses, which outlive every process and its clocks: after a step one may be computed by
-# two gateways, to the same bytes, of which the first end counts, or be forgotten at another time.
+# Ages of stored responses, which outlive every process and its clocks: after a step one is forgotten at another time.
 STORED = {("eaas/gateway/jobs.py", "time.time_ns")}
 # Dates that people set: until when a key or a certificate is good.
 SET = {

@@ -92,7 +92,7 @@ class Listener(threading.Thread):
 def results_of(path: Path) -> dict[str, tuple[int, bytes]]:
     """What is stored as the result of each, with the version under which it was written."""
     with contextlib.closing(sqlite3.connect(path)) as base:
-        rows = base.execute("SELECT key, version, value FROM kept_1 WHERE key LIKE 'result/%'").fetchall()
+        rows = base.execute("SELECT key, version, value FROM kept_2 WHERE key LIKE 'result/%'").fetchall()
     return {key: (version, value) for key, version, value in rows}
 
 

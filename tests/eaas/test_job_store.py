@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from eaas.gateway.errors import ApiError
-from eaas.gateway.job_store import JobsInvalid, JobState, JobStore, open_jobs
+from eaas.gateway.job_store import JobsInvalid, JobState, JobStore, Leases, open_jobs
 from tests.etcd import EtcdProcess, etcd_process
 
 Open = Callable[..., JobStore]
@@ -82,32 +82,56 @@ def test_what_was_deleted_is_gone_and_changes_no_more(store: JobStore) -> None:
     before = store.put("a", b"1", queued())
     assert before is not None
     assert store.delete("a") and not store.delete("a")
-    assert store.get("a") is None and store.states("a") == {} and store.unowned(1 << 50) == []
+    assert store.get("a") is None and store.open() == {}
     assert store.update("a", before, before) is None
     assert store.put("a", b"2", queued()) is not None
     assert store.update("a", before, before) is None, "a version of another life of the same id"
 
 
-def test_who_has_no_owner_or_one_whose_lease_ended_is_listed_in_order_of_arrival(store: JobStore) -> None:
-    for id, at_ms, owner in (("c", 3, ""), ("a", 1, "dead"), ("b", 2, "alive"), ("d/e", 4, "unknown")):
+def test_what_has_not_ended_is_listed_with_its_owner_in_order_of_arrival(store: JobStore) -> None:
+    for id, at_ms, owner in (("c", 3, ""), ("a", 1, "x"), ("b", 2, "y"), ("d/e", 4, "y")):
         assert store.put(id, b"1", JobState(status="queued", at_ms=at_ms, owner=owner)) is not None
-    store.renew("dead", 99)
-    store.renew("alive", 100)
-    assert store.unowned(100) == ["a", "c", "d/e"]
-    store.renew("dead", 200)
-    assert store.unowned(100) == ["c", "d/e"]
-    assert store.unowned(101) == ["b", "c", "d/e"]
-    ended = store.states("c")["c"]
-    assert store.update("c", ended, msgspec.structs.replace(ended, status="completed", at_ms=50)) is not None
-    assert store.unowned(100) == ["d/e"]
+    assert list(store.open().items()) == [("a", "x"), ("b", "y"), ("c", ""), ("d/e", "y")]
+    found = store.get("c")
+    assert found is not None
+    assert store.update("c", found.state, msgspec.structs.replace(found.state, status="completed", at_ms=50))
+    assert list(store.open()) == ["a", "b", "d/e"]
     assert store.forgotten(50) == [] and store.forgotten(51) == ["c"]
 
 
-def test_leases_of_owners_that_went_are_forgotten_and_their_jobs_are_not(store: JobStore) -> None:
-    assert store.put("a", b"1", JobState(status="queued", at_ms=1, owner="gone")) is not None
-    store.renew("gone", 1)
-    assert store.unowned(10**9) == ["a"]
-    assert store.unowned(1) == ["a"], "its lease is there still"
+def test_an_owner_renews_by_all_that_it_writes_and_is_forgotten_unless_it_has_renewed(
+    store: JobStore,
+) -> None:
+    state = store.put("a", b"1", JobState(status="queued", at_ms=1, owner="x"))
+    assert state is not None
+    first = store.owners()["x"]
+    assert store.update("a", state, msgspec.structs.replace(state, status="in_progress")) is not None
+    second = store.owners()["x"]
+    store.renew("x")
+    third = store.owners()["x"]
+    assert len({first, second, third}) == 3
+    assert not store.forget_owner("x", second) and store.owners() == {"x": third}
+    assert store.forget_owner("x", third) and store.owners() == {}
+    assert store.open() == {"a": "x"}
+
+
+def test_a_lease_ends_by_its_observer_s_clock_alone_and_while_it_looks() -> None:
+    leases, now_s, version = Leases(5.0, 2.0), 1024.0, 1
+    assert leases.lapsed({"dead": 1, "alive": 1}, now_s) == [], "whoever is seen first has a whole lease"
+    for second in range(1, 5):
+        assert leases.lapsed({"dead": 1, "alive": 1 + second}, now_s + second) == [], second
+    assert leases.lapsed({"dead": 1, "alive": 6}, now_s + 5) == ["dead"]
+    assert leases.lapsed({"dead": 2, "alive": 6}, now_s + 6) == [], "it lives after all"
+    # The store was away for a minute, and nobody could renew.
+    assert leases.lapsed({"dead": 2, "alive": 6}, now_s + 66) == []
+    seed = time.time_ns()
+    rng = random.Random(seed)
+    leases, since_s = Leases(5.0, 2.0), 0.0
+    for number in range(2000):
+        gap_s, renewed = rng.choice([0.0, 0.125, 1.0, 1.5, 60.0]), rng.random() < 0.2
+        now_s, version = now_s + gap_s, version + renewed
+        since_s = 0.0 if renewed or not number else since_s + min(gap_s, 2.0)
+        assert bool(leases.lapsed({"x": version}, now_s)) == (since_s >= 5.0), f"seed {seed}: {since_s}"
 
 
 def test_no_more_is_kept_than_may_be(where: str) -> None:
@@ -181,13 +205,12 @@ def test_a_store_that_cannot_be_used_says_why(tmp_path: Path) -> None:
 
 def _claim_all(where: str, owner: str, found: multiprocessing.SimpleQueue[tuple[str, str]]) -> None:
     store = open_jobs(where, 1000, 1 << 20)
-    while ids := store.unowned(0):
+    while ids := [id for id, owned in store.open().items() if not owned]:
         for id in ids:
-            state = store.states(id).get(id)
-            if state is not None and not state.owner:
-                mine = msgspec.structs.replace(state, owner=owner)
-                store.renew(owner, 1 << 50)
-                if store.update(id, state, mine) is not None:
+            stored = store.get(id)
+            if stored is not None and not stored.state.owner:
+                mine = msgspec.structs.replace(stored.state, owner=owner)
+                if store.update(id, stored.state, mine) is not None:
                     found.put((id, owner))
 
 
@@ -207,7 +230,7 @@ def test_of_many_processes_that_claim_at_the_same_time_each_job_is_one_s(where: 
     while not found.empty():
         claimed.append(found.get())
     assert sorted(id for id, _ in claimed) == sorted(ids)
-    assert {id: state.owner for id, state in store.states(*ids).items()} == dict(claimed)
+    assert store.open() == dict(claimed)
 
 
 def _put_until_killed(where: str, said: str) -> None:

@@ -17,7 +17,7 @@ import openai
 import pytest
 from openai.types.responses import Response
 
-from eaas.gateway.job_store import open_jobs
+from eaas.gateway.job_store import JobStore, open_jobs
 from eaas.worker.protocol import Failed, Submit
 from tests.eaas.gateway_world import FakeWorker, GatewayProcess, World, eventually, gateway_url
 
@@ -73,6 +73,14 @@ def says(worker: FakeWorker) -> Iterator[Any]:
     yield lambda text: worker.script.append(text)
     worker.script.clear()
     worker.step_s = 0.001
+
+
+@contextlib.contextmanager
+def open_store(path: Path) -> Iterator[JobStore]:
+    """What keeps responses, as one more gateway has it."""
+    store = open_jobs(str(path), 100, 1 << 20)
+    yield store
+    store.close()
 
 
 def polled(client: openai.OpenAI, response: Response) -> Response:
@@ -453,9 +461,9 @@ def test_a_gateway_that_is_told_to_end_leaves_its_jobs_to_others(
     worker.frozen = False
     assert status == 0 and "Traceback" not in log, log
     assert polled(other, job).output_text == "some words"
-    store = open_jobs(str(jobs), 1, 1)
-    assert store.states(job.id)[job.id].losses == 0, "it was not given up, but taken over"
-    store.close()
+    with open_store(jobs) as store:
+        found = store.get(job.id)
+    assert found is not None and found.state.losses == 0, "it was not given up, but taken over"
 
 
 def test_of_another_key_s_responses_nothing_is_told(
@@ -513,28 +521,58 @@ def test_no_more_is_kept_than_may_be_and_not_for_longer(
         assert polled(client, ask(client)).status == "completed"
 
 
-@pytest.mark.full(seconds=10)
-def test_while_the_store_is_away_nothing_is_lost_and_nothing_promised(
+@pytest.mark.full(seconds=20)
+def test_while_the_store_is_away_nothing_is_lost_taken_or_promised(
     world: World, worker: FakeWorker, tmp_path: Path, says: Any
 ) -> None:
-    says("some words, one byte after the other")
-    worker.step_s = 0.02
+    says("some words, one byte after the other, for longer than a lease and the store's absence" * 3)
+    worker.step_s = 0.2
     path = tmp_path / "jobs"
-    with gateway_url(world, "--jobs", str(path)) as url:
+    options = ("--jobs", str(path))
+    with gateway_url(world, *options) as url, gateway_url(world, *options), open_store(path) as store:
         client = client_of(url)
         job = ask(client)
         eventually(lambda: client.responses.retrieve(job.id).status == "in_progress", "a beginning")
+        owner = store.open()[job.id]
         with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as base:
             base.execute("BEGIN IMMEDIATE")
             with pytest.raises(
                 openai.InternalServerError, match="What keeps responses cannot be used just now"
             ):
                 ask(client)
-            reply = client.responses.create(model="tiny", input="hi", store=True)
-            assert (reply.output_text, reply.model_dump()["store"]) == (worker.script[-1], False)
+            reply = client.responses.create(model="tiny", input="hi", store=True, max_output_tokens=1)
+            assert reply.model_dump()["store"] is False
             assert client.responses.retrieve(job.id).status == "in_progress"
             base.execute("ROLLBACK")
+        # Longer than a lease: of two gateways that look, the other takes nothing from one that lives.
+        time.sleep(3)
+        assert store.open() == {job.id: owner}
+        worker.step_s = 0.001
         assert polled(client, job).output_text == worker.script[-1]
+        found = store.get(job.id)
+        assert found is not None and found.state.losses == 0
+
+
+def test_a_job_that_its_gateway_was_not_told_it_owns_is_computed(
+    world: World, worker: FakeWorker, tmp_path: Path, says: Any
+) -> None:
+    says("x")
+    path = tmp_path / "jobs"
+    with gateway_url(world, "--jobs", str(path)) as url, open_store(path) as store:
+        client = client_of(url)
+        worker.frozen = True
+        try:
+            job = ask(client)
+            found = store.get(job.id)
+            assert found is not None and found.state.owner
+            # As where the store's answer to `put` was lost.
+            assert store.put("resp_lost", found.job, found.state) is not None
+        finally:
+            worker.frozen = False
+        assert polled(client, client.responses.retrieve("resp_lost")).output_text == "x"
+        assert polled(client, job).output_text == "x"
+        last = store.get("resp_lost")
+        assert last is not None and last.state.losses == 0
 
 
 @pytest.mark.parametrize("first", [True, False])

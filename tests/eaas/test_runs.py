@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 import time
+from concurrent.futures import Future
 from typing import Any
 
 from eaas.worker import runs as module
+from eaas.worker.constraint import Compiling
 from eaas.worker.engine import Engine, EngineConfig
-from eaas.worker.protocol import Failed, SamplingParams, Step, Submit, Token
+from eaas.worker.protocol import Failed, Grammar, SamplingParams, Step, Submit, Token
 from eaas.worker.runs import GRACE_S, GRACE_TOKENS, KEPT_S, MOST_LISTENERS, Runs
 from tests.eaas.fake_decoder import BLOCK_TOKENS, VOCAB, FakeDecoder, expected_output
 
@@ -151,6 +153,31 @@ def test_the_last_listener_ends_a_run_by_its_word_and_none_before() -> None:
     assert world.heard(1) == WHOLE[:10], "what was said is known still"
     world.step(40)
     assert world.heard(1) == WHOLE and world.rows <= ALONE + BLOCK_TOKENS
+
+
+def test_who_asks_while_a_grammar_is_compiled_hears_all_though_the_first_leaves() -> None:
+    class Slow:
+        def __init__(self) -> None:
+            self.made: list[Future[Any]] = []
+
+        def begin(self, *_: Any) -> Future[Any]:
+            self.made.append(Future())
+            return self.made[-1]
+
+    for leaves in (True, False):
+        world, slow = World(), Slow()
+        world.engine.compiling = Compiling(slow, lambda: None, lambda: 0.0)  # type: ignore[arg-type]
+        for owner in (1, 2):
+            world.submit(owner, grammar=Grammar("regex", ".*"))
+        if leaves:
+            world.runs.leave(1, world.now_s)
+        else:
+            world.runs.cancel("a", 1)
+        for future in slow.made:
+            if not future.cancelled():
+                future.set_result(None)
+        world.step(40)
+        assert world.heard(2) == WHOLE and world.heard(1) == [], "who left was told more"
 
 
 def test_a_newer_attempt_of_a_listener_takes_the_place_of_its_older() -> None:
