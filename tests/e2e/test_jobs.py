@@ -6,7 +6,6 @@ import contextlib
 import os
 import random
 import signal
-import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +20,9 @@ from openai.types.responses import Response
 from eaas.cluster.config import ClusterConfig
 from eaas.cluster.local import LocalCluster
 from eaas.cluster.status import GatewayUnreachable, fetch_status
+from eaas.gateway.job_store import OPEN, JobState, open_jobs
 from tests.e2e.test_command_line import descendants, served
+from tests.etcd import etcd_process
 
 JOBS, TOKENS = 12, 96
 ENDED = ("completed", "incomplete", "failed", "cancelled")
@@ -89,11 +90,11 @@ class Listener(threading.Thread):
             time.sleep(0.05)
 
 
-def results_of(path: Path) -> dict[str, tuple[int, bytes]]:
-    """What is stored as the result of each, with the version under which it was written."""
-    with contextlib.closing(sqlite3.connect(path)) as base:
-        rows = base.execute("SELECT key, version, value FROM kept_2 WHERE key LIKE 'result/%'").fetchall()
-    return {key: (version, value) for key, version, value in rows}
+def ends_of(where: str, ids: list[str]) -> dict[str, JobState]:
+    """How each is stored, with the version under which that was written."""
+    with contextlib.closing(open_jobs(where, 1, 1)) as store:
+        found = {id: store.get(id) for id in ids}
+    return {id: stored.state for id, stored in found.items() if stored is not None}
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +137,7 @@ def test_jobs_whose_gateways_workers_and_servers_are_killed_end_once_as_they_wou
             killed.append(name)
     what = f"seed {seed}, killed {killed}"
     check(calm, ended(cluster.url, [one.id for one in sent]), what)
-    results = results_of(path)
+    ends = ends_of(str(path), [one.id for one in sent])
     for listener in listeners:
         listener.join(60)
         with httpx.Client(timeout=20) as plain:
@@ -149,30 +150,60 @@ def test_jobs_whose_gateways_workers_and_servers_are_killed_end_once_as_they_wou
         assert b"".join(listener.events) == whole, f"{what}: {listener.cuts} cuts"
     # Whoever was late with the same job changed nothing.
     time.sleep(8)
-    assert results_of(path) == results, what
+    assert ends_of(str(path), [one.id for one in sent]) == ends, what
+
+
+@contextlib.contextmanager
+def kept_at(store: str, folder: Path) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Where responses are kept, and what kills that and starts it again: nothing does where it is a file."""
+    if store == "sqlite":
+        yield str(folder / "responses.sqlite"), lambda: None
+        return
+    with etcd_process() as etcd:
+
+        def strike() -> None:
+            etcd.kill()
+            etcd.start()
+
+        yield f"etcd://{etcd.url.removeprefix('http://')}/jobs", strike
 
 
 @pytest.mark.full(seconds=60)
-def test_jobs_outlive_all_processes_of_their_cluster_killed_at_once(tiny: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("store", ["sqlite", "etcd"])
+def test_jobs_outlive_all_processes_of_their_cluster_killed_at_once(
+    tiny: Path, tmp_path: Path, store: str
+) -> None:
     seed = time.time_ns()
     rng = random.Random(seed)
-    options = (str(tiny), "--experts", "2", "--jobs", str(tmp_path / "responses.sqlite"))
-    with served(*options) as (process, url):
-        client = client_of(url)
-        calm = [client.responses.create(**asked(number)).output_text for number in range(JOBS)]
-        ids = [client.responses.create(**asked(number), background=True).id for number in range(JOBS)]
-        heard = Listener(url, ids[-1], time.monotonic() + rng.uniform(0.0, 1.5))
-        heard.run()
-        family = [process.pid, *descendants(process.pid)]
-        rng.shuffle(family)
-        for pid in family:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        process.wait()
-    with pytest.raises(GatewayUnreachable):
-        fetch_status(url)
-    with served(*options) as (_, url):
-        check(calm, ended(url, ids), f"seed {seed}")
-        whole = httpx.get(f"{url}/v1/responses/{ids[-1]}", params={"stream": "true"}).content
-        assert whole.startswith(b"".join(heard.events)), f"seed {seed}: what was heard before is another's"
-        assert heard.events
+    with kept_at(store, tmp_path) as (where, strike):
+        options = (str(tiny), "--experts", "2", "--jobs", where)
+        with served(*options) as (process, url):
+            client = client_of(url)
+            calm = [client.responses.create(**asked(number)).output_text for number in range(JOBS)]
+            ids = [client.responses.create(**asked(number), background=True).id for number in range(JOBS)]
+            heard = Listener(url, ids[-1], time.monotonic() + rng.uniform(0.0, 1.5))
+            heard.run()
+            family = [process.pid, *descendants(process.pid)]
+            rng.shuffle(family)
+            for pid in family:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            strike()
+            process.wait()
+        with pytest.raises(GatewayUnreachable):
+            fetch_status(url)
+        before = ends_of(where, ids)
+        left = sum(state.status in OPEN for state in before.values())
+        with served(*options) as (_, url):
+            check(calm, ended(url, ids), f"seed {seed}, {left} had not ended")
+            ends = ends_of(where, ids)
+            whole = httpx.get(f"{url}/v1/responses/{ids[-1]}", params={"stream": "true"}).content
+            assert whole.startswith(b"".join(heard.events)), (
+                f"seed {seed}: what was heard before is another's"
+            )
+            assert heard.events and left
+            # Whoever was late with the same job changed nothing.
+            time.sleep(2)
+            assert ends_of(where, ids) == ends, f"seed {seed}"
+        assert all(ends[id] == state for id, state in before.items() if state.status not in OPEN), seed
+        assert all(state.losses <= 1 for state in ends.values()), f"seed {seed}: {ends}"
