@@ -305,8 +305,8 @@ class Jobs:
                 if found is None or found.state.status not in OPEN:
                     raise _Lost
             await self._finish(run)
-        except _Lost:
-            log.info("job_lost id=%s", run.id)
+        except (_Lost, ApiError) as error:
+            log.info("job_left id=%s reason=%r", run.id, error)
         finally:
             self._drop(run)
             if run.account is not None:
@@ -325,12 +325,7 @@ class Jobs:
 
     async def _attempt(self, run: Run) -> ErrorReply | None:
         """Compute it once, and say why that failed; `run.last` is set unless it is to be tried again. Raises _Lost."""
-        gateway, job = self._gateway, run.job
-
-        def on_close() -> None:
-            if run.exchange is not None:
-                gateway.exchanges.pop(run.exchange.own_id, None)
-
+        gateway, job, stall_s = self._gateway, run.job, self._config.stall_s
         try:
             if run.owned and run.state.losses > _MOST_LOSSES:
                 message = f"{run.state.losses} gateways ended while they computed it; it is given up."
@@ -339,23 +334,19 @@ class Jobs:
             told: dict[str, Any] = {"key": job.run_key}
             if run.state.numerics_class:
                 told |= {"seen": 0, "numerics_class": run.state.numerics_class, "hint": run.state.hint}
-            run.exchange = exchange = Exchange(
-                work,
-                gateway.model,
-                gateway.pool,
-                job.identity,
-                stall_s=self._config.stall_s,
-                on_close=on_close,
-                told=told,
+            model, pool, identity = gateway.model, gateway.pool, job.identity
+            exchange = Exchange(
+                work, model, pool, identity, stall_s=stall_s, on_close=lambda: None, told=told
             )
+            run.exchange = exchange
             if run.owned:
                 gateway.exchanges[exchange.own_id] = exchange
             try:
                 return await self._compute(run, exchange)
             finally:
-                run.used = exchange.used()
+                run.exchange, run.used = None, exchange.used()
+                gateway.exchanges.pop(exchange.own_id, None)
                 exchange.close()
-                run.exchange = None
         except ApiError as error:
             reply = error.reply
         except _Lost:
@@ -363,7 +354,7 @@ class Jobs:
         except Exception:
             log.exception("job_failed id=%s", run.id)
             reply = internal("The server failed to compute it; its log says why.").reply
-        run.last = b"" if _again(reply) else _ended(job, "failed", reply)
+        run.last = b"" if _again(reply) else _ended(job, "failed", len(run.events), reply)
         return reply
 
     async def _compute(self, run: Run, exchange: Exchange) -> ErrorReply | None:
@@ -406,9 +397,9 @@ class Jobs:
                 elif result.events:
                     result = Result(response=result.response)
                 else:
-                    run.last = _ended(run.job, "failed", error.reply)
+                    run.last = _ended(run.job, "failed", len(run.events), error.reply)
                     result = Result(response=_response_of(run.last))
-        run.events += [run.last]
+        run.events += _split(run.last)
 
     def _after(self, state: JobState, response: msgspec.Raw | bytes) -> JobState:
         """The state of one that has ended so."""
@@ -510,7 +501,7 @@ class Jobs:
                     run.changed.clear()
                     await run.changed.wait()
             else:
-                last = _ended(job, "cancelled")
+                last = _ended(job, "cancelled", _OPENING)
                 events = zlib.compress(b"".join([*_opening(job), last]))
                 result = Result(response=_response_of(last), events=events)
                 after = self._after(found.state, result.response)
@@ -582,8 +573,17 @@ class Jobs:
     async def _events(self, id: str, job: Job, number: int) -> AsyncGenerator[bytes]:
         """The events of a job from that number on, wherever it is computed."""
         shown = ""  # the numerics class of what was shown
+        until_s = time.monotonic() + self._config.deadline_s
         while not self._ends:
-            found = None if id in self._runs else await self._ask(JobStore.get, id)
+            try:
+                found = None if id in self._runs else await self._ask(JobStore.get, id)
+            except ApiError as error:
+                if time.monotonic() > until_s:
+                    yield error_event(error.reply.body())
+                    return
+                await asyncio.sleep(_POLL_S)
+                continue
+            until_s = time.monotonic() + self._config.deadline_s
             run = self._runs.get(id)
             if run is None and found is not None and found.state.status == "in_progress":
                 run = self._start(id, job, found.state, owned=False)
@@ -685,10 +685,10 @@ def _opening(job: Job) -> list[bytes]:
     return [named_event(name, {"response": job.queued, "sequence_number": n}) for n, name in names]
 
 
-def _ended(job: Job, status: str, error: ErrorReply | None = None) -> bytes:
-    """The events that end a job of which nothing was computed."""
+def _ended(job: Job, status: str, number: int, error: ErrorReply | None = None) -> bytes:
+    """The events from that number on that end a job of which nothing is kept that was computed."""
     shown = None if error is None else {"code": "server_error", "message": error.message}
-    fields = {"response": {**job.queued, "status": status, "error": shown}, "sequence_number": 2}
+    fields = {"response": {**job.queued, "status": status, "error": shown}, "sequence_number": number}
     if error is None:
         return named_event("response.incomplete", fields)
     return named_event("response.failed", fields) + error_event(error.body())

@@ -343,7 +343,7 @@ def test_a_name_that_a_client_gave_is_taken_once(client: openai.OpenAI, says: An
 
 
 def test_a_fault_that_may_pass_is_waited_for_and_another_is_the_failure(
-    client: openai.OpenAI, worker: FakeWorker, says: Any
+    client: openai.OpenAI, url: str, worker: FakeWorker, says: Any
 ) -> None:
     says("in the end")
     told: list[int] = []
@@ -360,6 +360,9 @@ def test_a_fault_that_may_pass_is_waited_for_and_another_is_the_failure(
         assert len(told) == 3
         worker.refuse = lambda submit: failed(submit, code="broken", message="logits", retryable=False)
         last = polled(client, ask(client))
+        asked = {"model": "tiny", "input": "hi", "background": True, "stream": True}
+        live = httpx.post(f"{url}/v1/responses", json={**asked, "request_id": "fails"}, timeout=20).content
+        assert live == b"".join(raw(url, "resp_fails")), "its end was shown twice"
     finally:
         worker.refuse = lambda _: None
     assert last.status == "failed" and last.error is not None and last.error.message == "logits"
