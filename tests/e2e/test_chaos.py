@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -19,7 +17,6 @@ from typing import Any
 
 import pytest
 
-from eaas.ops.chaos import probes
 from tests.e2e.test_command_line import EAAS, run, served, serving
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -353,25 +350,3 @@ def test_a_remote_cluster_is_reached_through_its_admin_listener(tiny: Path, tmp_
             (keyed.chaos("slow", keyed.some_expert(), "--times", "2", "--for", "500ms"), "admin listener"),
         ):
             assert refused.returncode == 1 and message in refused.stderr, refused.stderr
-
-
-@pytest.mark.full(seconds=20)
-def test_the_chaostoolkit_experiment_holds(open_cluster: Cluster, tmp_path: Path) -> None:
-    chaos = Path(sys.executable).with_name("chaos")
-    if not chaos.exists() and shutil.which("chaos") is None:
-        pytest.skip("needs chaostoolkit (pip install -e '.[dev]'), found no `chaos` beside this Python")
-    open_cluster.whole()
-    expected = probes.completion(open_cluster.url, "a b c")
-    environment = {
-        **ENVIRONMENT,
-        "EAAS_URL": open_cluster.url,
-        "EAAS_PROMPT": "a b c",
-        "EAAS_EXPECTED": expected,
-        "PYTHONPATH": str(ROOT),
-    }
-    command = [str(chaos), "--no-version-check", "run", str(ROOT / "deploy" / "chaos-experiment.json")]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    journal = json.loads((tmp_path / "journal.json").read_text())
-    assert (journal["status"], journal["deviated"]) == ("completed", False), journal["run"]
-    assert [step["status"] for step in journal["run"]] == ["succeeded"] * 5, journal["run"]
