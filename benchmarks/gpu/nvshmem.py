@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from benchmarks.gpu.nvshmem_host import DEVICE_LIBRARIES, Group, library, unique_id
 from p2p import device
-from p2p.nvshmem import DEVICE_LIBRARIES, Group, library, unique_id
 
 ROWS, WORDS = 128, 1024  # u32 words of a row
 _ROW_BYTES = tl.constexpr(WORDS * 4)

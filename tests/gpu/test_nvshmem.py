@@ -9,7 +9,7 @@ import re
 
 import pytest
 
-from p2p import nvshmem
+from benchmarks.gpu import nvshmem_host as nvshmem
 from tests.gpu.device import gpus
 from tests.gpu.test_exchange_compile import built
 
