@@ -24,6 +24,7 @@ import numpy as np
 
 from benchmarks.engines.process import EngineProcess
 from benchmarks.engines.run import Speed, prompts_for
+from benchmarks.make_model import SHAPES
 from benchmarks.neighbour import busy_core
 from benchmarks.report import record, spread
 from benchmarks.setting import (
@@ -37,7 +38,6 @@ from benchmarks.setting import (
     parser,
     start_peers,
 )
-from eaas.model.make_model import SHAPES
 
 PEERS = ("inproc", "transformers", "llamacpp")
 # Engines divided by engines.

@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
-from eaas.model.make_model import SPECIAL_TOKENS
+from benchmarks.make_model import SPECIAL_TOKENS
 
 END_OF_TEXT, TURN_START, TURN_END = SPECIAL_TOKENS
 

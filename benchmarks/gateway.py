@@ -15,6 +15,7 @@ from typing import Any
 
 from benchmarks.engines.process import cpu_s
 from benchmarks.engines.run import Speed, prompts_for
+from benchmarks.make_model import SHAPES
 from benchmarks.report import record, spread
 from benchmarks.setting import (
     HttpEndpoint,
@@ -26,7 +27,6 @@ from benchmarks.setting import (
     parser,
     start_peers,
 )
-from eaas.model.make_model import SHAPES
 
 KV_TOKENS = 16384
 

@@ -20,9 +20,9 @@ import numpy as np
 
 from benchmarks.engines.process import EngineProcess
 from benchmarks.engines.run import Run, prompts_for
+from benchmarks.make_model import SHAPES
 from benchmarks.report import record
 from benchmarks.setting import checkpoint, cluster, cores_of, interleave, numbers, parser, start_peers
-from eaas.model.make_model import SHAPES
 
 KV_TOKENS = 16384
 VOCAB = 512

@@ -21,10 +21,10 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from benchmarks.make_model import SHAPES, Shape
 from benchmarks.probe import BEYOND_CACHE, Lanes, huge, library, part, pointer
 from benchmarks.report import record, spread
 from eaas import native
-from eaas.model.make_model import SHAPES, Shape
 from experts import native as experts_native
 from experts.kernels import TILE_ROWS, isa_name, pack_expert, pack_matrix, to_dtype
 from experts.model import Dtype

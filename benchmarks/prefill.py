@@ -24,12 +24,12 @@ import numpy as np
 import torch
 
 from benchmarks.kernels import measure, product_case
+from benchmarks.make_model import SHAPES, Shape, make_model
 from benchmarks.probe import Lanes
 from benchmarks.report import record, spread
 from eaas.cluster.config import ClusterConfig
 from eaas.cluster.local import LocalCluster
 from eaas.model.loader import load_spec, load_weights
-from eaas.model.make_model import SHAPES, Shape, make_model
 from eaas.placement import Placement
 from eaas.worker.decoder import Decoder, ExpertBackend, client_backend
 from eaas.worker.engine import Engine, EngineConfig

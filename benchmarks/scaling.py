@@ -23,10 +23,10 @@ from typing import Any
 from benchmarks import floor
 from benchmarks.engines.process import EngineProcess
 from benchmarks.engines.run import prompts_for
+from benchmarks.make_model import SHAPES
 from benchmarks.report import record, spread
 from benchmarks.scaling_report import plot, table
 from benchmarks.setting import checkpoint, cluster, cores_of, interleave, numbers, parser, start_peers
-from eaas.model.make_model import SHAPES
 
 KV_SLACK = 1024
 

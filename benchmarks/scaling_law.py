@@ -28,6 +28,7 @@ import numpy as np
 from benchmarks.engines.process import EngineProcess, cpu_s
 from benchmarks.engines.run import prompts_for
 from benchmarks.fleet import Costs, Shape, simulate
+from benchmarks.make_model import SHAPES
 from benchmarks.report import record, spread
 from benchmarks.setting import (
     HttpEndpoint,
@@ -39,7 +40,6 @@ from benchmarks.setting import (
     parser,
     start_peers,
 )
-from eaas.model.make_model import SHAPES
 
 KV_TOKENS = 16384
 SIMULATED = (1, 2, 4, 8, 16, 32, 64)

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 from benchmarks.engines.process import EngineProcess, available_cores, missing, settle
 from benchmarks.engines.run import Speed
 from benchmarks.http_client import speed_of, stream_batch
+from benchmarks.make_model import SHAPES, make_model
 from benchmarks.report import RESULTS
 from eaas.cluster.config import ClusterConfig
 from eaas.cluster.local import LocalCluster
-from eaas.model.make_model import SHAPES, make_model
 
 T = TypeVar("T")
 NAME = "bench"

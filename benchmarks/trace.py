@@ -17,10 +17,10 @@ from pathlib import Path
 
 from benchmarks.engines.driven import Driven, inproc, ours
 from benchmarks.engines.run import prompts_for
+from benchmarks.make_model import SHAPES
 from benchmarks.report import record, spread
 from benchmarks.setting import checkpoint, cluster, cores_of, numbers, parser
 from benchmarks.step_trace import StepTrace
-from eaas.model.make_model import SHAPES
 
 TOKENS = 33
 KV_TOKENS = 16384

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from benchmarks.demo_model_data import Segmenter, as_chat, batches, train_tokenizer
 from benchmarks.demo_model_net import MAX_MODEL_LEN, Model, Shape, hf_config, hf_tensors
-from eaas.model.make_model import TensorOut, tokenizer_config, write_json, write_safetensors
+from benchmarks.make_model import TensorOut, tokenizer_config, write_json, write_safetensors
 
 HELD_OUT = 0.1  # of the text, at its end
 

@@ -26,9 +26,9 @@ from typing import Any
 from benchmarks.engines.process import ROOT
 from benchmarks.engines.run import Speed, prompts_for
 from benchmarks.http_client import speed_of, stream_batch
+from benchmarks.make_model import SHAPES
 from benchmarks.report import record, spread
 from benchmarks.setting import NAME, checkpoint, cores_of, interleave, numbers, parser
-from eaas.model.make_model import SHAPES
 
 ENVIRONMENTS = Path(os.environ.get("EAAS_VLLM", ROOT / ".vllm"))
 SETTINGS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}

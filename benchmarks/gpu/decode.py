@@ -23,11 +23,11 @@ from torch import Tensor
 
 from benchmarks.gpu.local_experts import LocalExperts
 from benchmarks.gpu.timing import copy_rate
+from benchmarks.make_model import make_model
 from eaas.gpu.decoder import GpuDecoder
 from eaas.gpu.weights import DeviceWeights, source_of
 from eaas.model.families import spec_of, tensors_of
 from eaas.model.loader import load_spec, load_weights
-from eaas.model.make_model import make_model
 from eaas.model.spec import ModelSpec
 from eaas.native import SAMPLE_ROW
 from eaas.worker.scheduler import StepPlan

@@ -22,10 +22,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.make_model import make_model
 from eaas.cluster.config import ClusterConfig
 from eaas.cluster.local import LocalCluster
 from eaas.cluster.process import StartFailed
-from eaas.model.make_model import make_model
 
 Report = Callable[[Mapping[str, Any]], None]
 

@@ -253,31 +253,6 @@ def _read_hardware(name: str) -> Hardware:
         raise ValueError(f"{path}: {error}") from error
 
 
-@app.command("make-model")
-def make_model_command(
-    out: Annotated[Path, typer.Option(help="Folder to write.")],
-    shape: Annotated[str, typer.Option(help="tiny, S (188 M parameters) or L (1.52 B).")] = "tiny",
-    arch: Annotated[
-        str,
-        typer.Option(
-            help="qwen3_moe, mixtral, qwen2_moe, olmoe, glm4_moe, dots1, minimax_m2, gpt_oss, deepseek_v2 or "
-            "deepseek_v3."
-        ),
-    ] = "qwen3_moe",
-    seed: Annotated[int, typer.Option(help="The same seed gives the same file everywhere.")] = 0,
-    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
-) -> None:
-    """Write a checkpoint with random weights, tokenizer included, which transformers loads too.
-
-    Example: eaas make-model --shape S --arch qwen3_moe --out ./S --seed 1
-    """
-    from eaas.model.make_model import make_model
-
-    with failing_on(ValueError, OSError):
-        make_model(shape, arch, out, seed, dtype)
-    console.print(f"wrote {out}")
-
-
 @app.command()
 def demo(
     model: Annotated[str, typer.Argument(help="Checkpoint folder, hub id, or `demo`.")] = "demo",

@@ -11,7 +11,7 @@ import pytest
 from benchmarks import decode, gateway, handover, recovery, scaling, trace, weights
 from benchmarks.engines.process import missing
 from benchmarks.hang import NotPermitted
-from eaas.model.make_model import make_model
+from benchmarks.make_model import make_model
 
 PEERS = [name for name in decode.PEERS if missing(name) is None]
 

@@ -15,9 +15,9 @@ from benchmarks.engines.process import EngineFailed, EngineProcess, settle
 from benchmarks.engines.run import Run, Speed
 from benchmarks.gguf_checkpoint import write_gguf
 from benchmarks.http_client import StreamRecord, speed_of
+from benchmarks.make_model import make_model
 from benchmarks.neighbour import busy_core
 from benchmarks.setting import interleave
-from eaas.model.make_model import make_model
 from experts.checkpoint import Checkpoint
 
 pytestmark = pytest.mark.alone

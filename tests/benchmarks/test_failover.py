@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import failover, fault_points, readme, soak
 from benchmarks.lane_share import VERSION_1, LaneShareUnavailable
-from eaas.model.make_model import make_model
+from benchmarks.make_model import make_model
 from eaas.ops.load.record import StreamRecord
 from router.faults import POINTS, Fault
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.make_model import make_model
 from eaas.cluster.config import ClusterConfig
 from eaas.cluster.local import LocalCluster
 from eaas.cluster.status import fetch_status
-from eaas.model.make_model import make_model
 from router.client import RouterClient
 from tests.e2e.waiting import wait_for
 

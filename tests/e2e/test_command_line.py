@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
-import numpy as np
 import openai
 import pytest
 
@@ -350,24 +349,11 @@ def test_doctor_finds_this_machine_fit() -> None:
 
 
 @pytest.mark.full(seconds=1)
-@pytest.mark.parametrize(
-    "verb", ["serve", "router", "expert", "attention", "gateway", "status", "make-model", "demo"]
-)
+@pytest.mark.parametrize("verb", ["serve", "router", "expert", "attention", "gateway", "status", "demo"])
 def test_every_verb_explains_itself(verb: str) -> None:
     done = run(verb, "--help")
     assert done.returncode == 0
     assert "--" in done.stdout
-
-
-def test_make_model_writes_what_serve_takes(tmp_path: Path) -> None:
-    done = run(
-        "make-model", "--shape", "tiny", "--arch", "mixtral", "--out", str(tmp_path / "m"), "--seed", "3"
-    )
-    assert done.returncode == 0, done.stderr
-    config = json.loads((tmp_path / "m" / "config.json").read_text())
-    assert config["architectures"] == ["MixtralForCausalLM"]
-    assert np.fromfile(tmp_path / "m" / "model.safetensors", "u1", 8).view("<u8")[0] > 0
-    assert run("make-model", "--shape", "huge", "--out", str(tmp_path / "x")).returncode == 1
 
 
 def test_the_version_and_the_help_are_told() -> None:

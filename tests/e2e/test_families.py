@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from eaas.model.make_model import make_model
+from benchmarks.make_model import make_model
 from tests.e2e.pool import Driver, Logits, Pool, local_experts, pool_of
 from tests.e2e.test_exactness import NEW_TOKENS, different, prompts
 from tests.experts.quantizing import quantize_model

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.make_model import make_model
 from eaas.model.families import tensors_of
 from eaas.model.loader import load_spec, load_weights
-from eaas.model.make_model import make_model
 from experts.checkpoint import Checkpoint
 from experts.formats import stored_as
 from experts.kernels import from_dtype

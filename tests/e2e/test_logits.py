@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.engines.gate_tap import EXPERT_CALL
+from benchmarks.make_model import make_model
 from eaas.model.loader import load_spec, load_weights, resolve_model
-from eaas.model.make_model import make_model
 from eaas.worker.decoder import Decoder, ExpertBackend
 from eaas.worker.scheduler import StepPlan
 from experts.checkpoint import Checkpoint

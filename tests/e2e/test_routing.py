@@ -17,9 +17,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from benchmarks.make_model import make_model
 from eaas.cluster.config import ClusterConfig
 from eaas.cluster.local import LocalCluster
-from eaas.model.make_model import make_model
 from tests.e2e.test_logits import watch_gates
 
 pytestmark = pytest.mark.full(seconds=10)

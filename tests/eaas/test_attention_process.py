@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.make_model import make_model
 from eaas.cluster.process import Child
-from eaas.model.make_model import make_model
 from eaas.placement import StartFailed
 from eaas.worker.__main__ import listen
 from eaas.worker.protocol import (

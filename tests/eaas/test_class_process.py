@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.make_model import make_model
 from eaas.cluster.process import Child
-from eaas.model.make_model import make_model
 from eaas.worker.protocol import Failed, Hello, Step
 from router.client import RouterClient
 from tests.eaas.test_attention_process import Gateway, cluster, exit_code

@@ -15,8 +15,8 @@ from safetensors.torch import load_file as load_torch
 from safetensors.torch import save_file as save_torch
 from typer.testing import CliRunner
 
+from benchmarks.make_model import make_model
 from eaas.model.loader import load_spec, load_weights
-from eaas.model.make_model import make_model
 from eaas.ops import doctor_model
 from eaas.ops.cli import app
 from eaas.ops.doctor import Finding

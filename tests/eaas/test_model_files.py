@@ -11,8 +11,16 @@ import numpy as np
 import pytest
 
 from benchmarks.bits_per_byte import end_of, measure
+from benchmarks.make_model import (
+    ARCHITECTURES,
+    SHAPES,
+    TensorOut,
+    main,
+    make_config,
+    make_model,
+    write_safetensors,
+)
 from eaas.model.loader import ModelNotFound, load_spec, resolve_model
-from eaas.model.make_model import ARCHITECTURES, SHAPES, TensorOut, make_config, make_model, write_safetensors
 from experts.checkpoint import Checkpoint
 from experts.model import ExpertShape
 
@@ -166,3 +174,12 @@ def test_made_models_load_in_transformers_with_tokenizer(tmp_path: Path) -> None
         assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), arch
         assert len(tokenizer) == model.config.vocab_size == 512, arch
         assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_the_command_writes_a_model_and_says_why_it_does_not(tmp_path: Path) -> None:
+    words = ["--shape", "tiny", "--arch", "mixtral", "--seed", "3"]
+    main([*words, "--out", str(tmp_path / "m")])
+    assert json.loads((tmp_path / "m" / "config.json").read_text())["architectures"] == ["MixtralForCausalLM"]
+    assert Checkpoint.open(tmp_path / "m")
+    with pytest.raises(SystemExit, match="shape 'huge'"):
+        main(["--shape", "huge", "--out", str(tmp_path / "x")])

@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.bits_per_byte import open_reference
+from benchmarks.make_model import make_model
 from eaas.model.loader import resolve_model
-from eaas.model.make_model import make_model
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.make_model import ARCHITECTURES, SHAPES, make_config, make_model
 from eaas.model.families import spec_of, tensors_of, unknown_fields
 from eaas.model.loader import load_spec, load_weights
-from eaas.model.make_model import ARCHITECTURES, SHAPES, make_config, make_model
 from eaas.model.spec import Latent, QkNorm, rope_of
 from experts.checkpoint import Checkpoint, CheckpointInvalid
 from experts.model import ConfigInvalid, Dtype, UnknownArchitecture

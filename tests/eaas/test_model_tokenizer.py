@@ -11,9 +11,9 @@ import pytest
 from tokenizers import AddedToken, decoders, models, normalizers, trainers
 from tokenizers import Tokenizer as RustTokenizer
 
+from benchmarks.make_model import byte_tokenizer, make_model
 from eaas.model.chat import ChatTemplate, TemplateRefused
 from eaas.model.loader import resolve_model
-from eaas.model.make_model import byte_tokenizer, make_model
 from eaas.model.tokenizer import Tokenizer, TokenizerInvalid
 
 TEXTS = [

@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.fleet import Costs, Shape, simulate
+from benchmarks.make_model import SHAPES, make_config
 from eaas.model.families import spec_of
-from eaas.model.make_model import SHAPES, make_config
 from eaas.ops.cli import app
 from eaas.ops.planner import KNOWN, Hardware, PlanInfeasible, Task, Work, disaggregated, monolithic, plan
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from benchmarks.make_model import make_model
 from eaas.cluster.config import ClusterConfig
-from eaas.model.make_model import make_model
 from eaas.ops import starting, terminal
 from experts import pack
 from experts.model import ConfigInvalid

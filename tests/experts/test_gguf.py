@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
 
+from benchmarks.make_model import make_model
 from eaas.model.loader import load_spec, load_weights
-from eaas.model.make_model import make_model
 from experts.checkpoint import Checkpoint, CheckpointInvalid, read_config
 from experts.formats import experts_dtype
 from experts.kernels import pack_expert

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import experts.__main__ as process
-from eaas.model.make_model import make_model
+from benchmarks.make_model import make_model
 from experts.__main__ import Load
 from experts.backend import ServerCounters
 from experts.config import CHECKPOINT, ExpertOptions

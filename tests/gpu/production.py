@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.decode import QWEN3_30B_A3B, greedily, plan_of
+from benchmarks.make_model import SHAPES
 from eaas.gpu.decoder import GpuDecoder
 from eaas.gpu.weights import DeviceWeights
 from eaas.model.families import spec_of, tensors_of
-from eaas.model.make_model import SHAPES
 from eaas.model.spec import ModelSpec
 from experts.gpu.backend import GpuBackend
 from experts.gpu.client import GpuClient, Link

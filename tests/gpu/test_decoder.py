@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from benchmarks.gpu.local_experts import LocalExperts
+from benchmarks.make_model import make_model
 from eaas.gpu import decoder as module
 from eaas.gpu.decoder import GpuDecoder
 from eaas.model.loader import load_spec, load_weights
-from eaas.model.make_model import make_model
 from eaas.model.spec import ModelSpec, MoeSpec, QkNorm, Rope, Score
 from eaas.native import SAMPLE_ROW
 from eaas.worker.decoder import DecoderError, ExpertsLost, PlanInvalid, WeightsInvalid

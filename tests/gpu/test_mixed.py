@@ -17,10 +17,10 @@ pytest.importorskip(
 )
 import httpx
 
+from benchmarks.make_model import make_model
 from eaas.cluster.config import ClusterConfig
 from eaas.cluster.local import LocalCluster
 from eaas.cluster.status import fetch_status
-from eaas.model.make_model import make_model
 from tests.gpu.device import DEVICE
 
 pytestmark = [pytest.mark.alone, pytest.mark.full(seconds=20)]

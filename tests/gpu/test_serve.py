@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 pytest.importorskip("fastapi", reason="needs fastapi, for the gateway; make setup installs it")
 pytest.importorskip("openai", reason="needs openai, a real client; make test installs it")
 
+from benchmarks.make_model import make_model
 from eaas.cluster.config import ClusterConfig
 from eaas.cluster.local import LocalCluster
 from eaas.cluster.process import StartFailed
 from eaas.cluster.status import fetch_status
-from eaas.model.make_model import make_model
 from tests.e2e.clients import Seen, stream_all
 from tests.gpu.device import DEVICE
 

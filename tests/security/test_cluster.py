@@ -17,10 +17,10 @@ import numpy as np
 import openai
 import pytest
 
+from benchmarks.make_model import make_model
 from eaas.cluster.config import ClusterConfig
 from eaas.cluster.local import LocalCluster
 from eaas.gateway.keys import Key, digest_of, new_key, write_keys
-from eaas.model.make_model import make_model
 from eaas.ops.credentials import make_certs
 from eaas.pool import ConnectFailed, connect
 from experts.model import ExpertShape

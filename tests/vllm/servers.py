@@ -23,9 +23,9 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+from benchmarks.make_model import byte_tokenizer, tokenizer_config
 from eaas.cluster.config import ClusterConfig
 from eaas.cluster.local import LocalCluster
-from eaas.model.make_model import byte_tokenizer, tokenizer_config
 from router.client import RouterClient
 
 ROOT = Path(__file__).parents[2]

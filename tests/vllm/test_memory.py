@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from eaas.model.make_model import make_model
+from benchmarks.make_model import make_model
 from tests.experts.checkpoint_files import resident
 from tests.vllm.servers import Server, pool_of, serving, stream
 

@@ -1,13 +1,17 @@
 """Writes checkpoint folders: safetensors as a stream, each file whole or absent; and models of random weights.
 
-The same shape and seed give the same files everywhere.
+The same shape and seed give the same files everywhere, and transformers loads them too.
+
+python -m benchmarks.make_model --shape S --arch qwen3_moe --out ./S --seed 1
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -449,3 +453,25 @@ def _replace(path: Path, chunks: Iterable[bytes]) -> None:
         for chunk in chunks:
             file.write(chunk)
     partial.replace(path)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write a checkpoint; exits with the reason where the words make no sense."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument("--shape", default="tiny", help="tiny, S (188 M parameters) or L (1.52 B)")
+    parser.add_argument("--arch", default="qwen3_moe", help=", ".join(ARCHITECTURES))
+    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same file everywhere")
+    parser.add_argument("--dtype", default="bfloat16", help="bfloat16 or float32")
+    options = parser.parse_args(argv)
+    try:
+        make_model(options.shape, options.arch, options.out, options.seed, options.dtype)
+    except (ValueError, OSError) as error:
+        sys.exit(str(error))
+    print(f"wrote {options.out}")
+
+
+if __name__ == "__main__":
+    main()
