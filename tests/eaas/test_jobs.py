@@ -569,12 +569,14 @@ def test_a_job_that_its_gateway_was_not_told_it_owns_is_computed(
             found = store.get(job.id)
             assert found is not None and found.state.owner
             # As where the store's answer to `put` was lost.
-            assert store.put("resp_lost", found.job, found.state) is not None
+            lost = f"resp_{0:032}"
+            copy = found.job.replace(job.id[5:].encode(), lost[5:].encode())
+            assert store.put(lost, copy, found.state) is not None
         finally:
             worker.frozen = False
-        assert polled(client, client.responses.retrieve("resp_lost")).output_text == "x"
+        assert polled(client, client.responses.retrieve(lost)).output_text == "x"
         assert polled(client, job).output_text == "x"
-        last = store.get("resp_lost")
+        last = store.get(lost)
         assert last is not None and last.state.losses == 0
 
 
