@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from eaas.gateway.job_store import OPEN, JobState, open_jobs
 from tests.e2e.test_command_line import descendants, served
 from tests.etcd import etcd_process
 
-JOBS, TOKENS = 12, 96
+# Some seconds of work for the cluster, so that it is killed in the middle.
+JOBS, TOKENS = 12, 600
 ENDED = ("completed", "incomplete", "failed", "cancelled")
 
 
@@ -63,7 +65,7 @@ def ended(url: str, ids: list[str], limit_s: float = 150) -> list[Response]:
 
 
 class Listener(threading.Thread):
-    """Hears all events of one response, wherever it must ask for the rest."""
+    """Hears all events of one response, wherever it must ask for the rest, which it does until that time."""
 
     def __init__(self, url: str, id: str, until_s: float) -> None:
         super().__init__(daemon=True)
@@ -72,9 +74,7 @@ class Listener(threading.Thread):
         self.cuts = 0
 
     def run(self) -> None:
-        while time.monotonic() < self.until_s and not (
-            self.events and b'"response.incomplete"' in self.events[-1]
-        ):
+        while not (self.events and b'"response.incomplete"' in self.events[-1]):
             after = {"starting_after": str(len(self.events) - 1)} if self.events else {}
             pending = b""
             try:
@@ -87,7 +87,15 @@ class Listener(threading.Thread):
                         self.events += [event + b"\n\n" for event in whole]
             except httpx.TransportError:
                 self.cuts += 1
+            if time.monotonic() >= self.until_s:
+                break
             time.sleep(0.05)
+
+
+def calm_texts(client: openai.OpenAI) -> list[str]:
+    """What all jobs say when nothing fails."""
+    with ThreadPoolExecutor(JOBS) as pool:
+        return list(pool.map(lambda n: client.responses.create(**asked(n)).output_text, range(JOBS)))
 
 
 def ends_of(where: str, ids: list[str]) -> dict[str, JobState]:
@@ -120,7 +128,7 @@ def test_jobs_whose_gateways_workers_and_servers_are_killed_end_once_as_they_wou
     seed = time.time_ns()
     rng = random.Random(seed)
     client, until_s = client_of(cluster.url), time.monotonic() + 180
-    calm = [client.responses.create(**asked(number)).output_text for number in range(JOBS)]
+    calm = calm_texts(client)
     sent = [
         again(lambda n=n: client.responses.create(**asked(n), background=True), until_s) for n in range(JOBS)
     ]
@@ -179,10 +187,13 @@ def test_jobs_outlive_all_processes_of_their_cluster_killed_at_once(
         options = (str(tiny), "--experts", "2", "--jobs", where)
         with served(*options) as (process, url):
             client = client_of(url)
-            calm = [client.responses.create(**asked(number)).output_text for number in range(JOBS)]
+            calm = calm_texts(client)
             ids = [client.responses.create(**asked(number), background=True).id for number in range(JOBS)]
-            heard = Listener(url, ids[-1], time.monotonic() + rng.uniform(0.0, 1.5))
-            heard.run()
+            heard = Listener(url, ids[-1], 0.0)
+            heard.start()
+            while not heard.events:
+                time.sleep(0.01)
+            time.sleep(rng.uniform(0.0, 1.5))
             family = [process.pid, *descendants(process.pid)]
             rng.shuffle(family)
             for pid in family:
@@ -190,6 +201,7 @@ def test_jobs_outlive_all_processes_of_their_cluster_killed_at_once(
                     os.kill(pid, signal.SIGKILL)
             strike()
             process.wait()
+            heard.join(30)
         with pytest.raises(GatewayUnreachable):
             fetch_status(url)
         before = ends_of(where, ids)
