@@ -7,8 +7,9 @@ import contextlib
 import json
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from openai.types.responses import Response
 from eaas.gateway.job_store import JobStore, open_jobs
 from eaas.worker.protocol import Failed, Submit
 from tests.eaas.gateway_world import FakeWorker, GatewayProcess, World, eventually, gateway_url
+from tests.etcd import EtcdProcess, etcd_process
 
 ENDED = ("completed", "failed", "cancelled", "incomplete")
 TOOL = {
@@ -76,9 +78,9 @@ def says(worker: FakeWorker) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def open_store(path: Path) -> Iterator[JobStore]:
+def open_store(where: str | Path) -> Iterator[JobStore]:
     """What keeps responses, as one more gateway has it."""
-    store = open_jobs(str(path), 100, 1 << 20)
+    store = open_jobs(str(where), 100, 1 << 20)
     yield store
     store.close()
 
@@ -129,7 +131,9 @@ def test_what_is_asked_in_the_background_is_queued_and_then_there(client: openai
     assert client.responses.retrieve(first.id) == last
 
 
-def test_an_async_client_polls_and_streams_as_well(url: str, says: Any) -> None:
+def test_an_async_client_polls_streams_cancels_and_deletes_as_well(
+    url: str, worker: FakeWorker, says: Any
+) -> None:
     async def run() -> None:
         says("done")
         client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
@@ -142,6 +146,14 @@ def test_an_async_client_polls_and_streams_as_well(url: str, says: Any) -> None:
         events = [event async for event in stream]
         assert [event.sequence_number for event in events] == list(range(5, 5 + len(events)))
         assert events[-1].type == "response.completed" and events[-1].response == response
+        says("words that are cut off")
+        worker.step_s = 0.05
+        stream = await client.responses.create(model="tiny", input="hi", background=True, stream=True)
+        event = await anext(aiter(stream))
+        assert (await client.responses.cancel(event.response.id)).status == "cancelled"
+        await client.responses.delete(event.response.id)
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(event.response.id)
 
     asyncio.run(run())
 
@@ -524,29 +536,49 @@ def test_no_more_is_kept_than_may_be_and_not_for_longer(
         assert polled(client, ask(client)).status == "completed"
 
 
-@pytest.mark.full(seconds=20)
+@contextlib.contextmanager
+def locked(path: str) -> Iterator[None]:
+    """Nobody can write to the file."""
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as base:
+        base.execute("BEGIN IMMEDIATE")
+        yield
+        base.execute("ROLLBACK")
+
+
+@contextlib.contextmanager
+def frozen(etcd: EtcdProcess) -> Iterator[None]:
+    """It takes connections and answers nothing."""
+    etcd.freeze()
+    yield
+    etcd.thaw()
+
+
+@pytest.mark.full(seconds=30)
+@pytest.mark.parametrize("kind", ["sqlite", "etcd"])
 def test_while_the_store_is_away_nothing_is_lost_taken_or_promised(
-    world: World, worker: FakeWorker, tmp_path: Path, says: Any
+    world: World, worker: FakeWorker, tmp_path: Path, says: Any, kind: str
 ) -> None:
     says("some words, one byte after the other, for longer than a lease and the store's absence" * 3)
     worker.step_s = 0.2
-    path = tmp_path / "jobs"
-    options = ("--jobs", str(path))
-    with gateway_url(world, *options) as url, gateway_url(world, *options), open_store(path) as store:
+    with contextlib.ExitStack() as stack:
+        where = str(tmp_path / "jobs")
+        away: Callable[[], contextlib.AbstractContextManager[None]] = partial(locked, where)
+        if kind == "etcd":
+            etcd = stack.enter_context(etcd_process())
+            where, away = f"etcd://{etcd.url.removeprefix('http://')}/away", partial(frozen, etcd)
+        url, _ = (stack.enter_context(gateway_url(world, "--jobs", where)) for _ in range(2))
+        store = stack.enter_context(open_store(where))
         client = client_of(url)
         job = ask(client)
         eventually(lambda: client.responses.retrieve(job.id).status == "in_progress", "a beginning")
         owner = store.open()[job.id]
-        with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as base:
-            base.execute("BEGIN IMMEDIATE")
+        with away():
             with pytest.raises(
                 openai.InternalServerError, match="What keeps responses cannot be used just now"
             ):
                 ask(client)
             reply = client.responses.create(model="tiny", input="hi", store=True, max_output_tokens=1)
             assert reply.model_dump()["store"] is False
-            assert client.responses.retrieve(job.id).status == "in_progress"
-            base.execute("ROLLBACK")
         # Longer than a lease: of two gateways that look, the other takes nothing from one that lives.
         time.sleep(3)
         assert store.open() == {job.id: owner}
