@@ -20,26 +20,18 @@ class Options:
     url: Annotated[str, typer.Argument(help="Of any OpenAI-compatible endpoint, with or without /v1.")] = (
         DEFAULT_URL
     )
-    rate: Annotated[
-        float | None, typer.Option(help="Requests per second, in the mean; default 1. A sweep begins there.")
-    ] = None
+    rate: Annotated[float | None, typer.Option(help="Requests per second, in the mean; default 1.")] = None
     arrivals: Annotated[
         str,
         typer.Option(
             help="constant, poisson, gamma:SHAPE (below 1 is burstier), closed:STREAMS (each waits for its "
-            "answer), or trace:FILE (Azure's CSV, Mooncake's JSON lines)."
+            "answer)."
         ),
     ] = "poisson"
-    sweep: Annotated[
-        bool, typer.Option("--sweep", help="Raise the rate until the SLO breaks; find the knee.")
-    ] = False
     for_: Annotated[
         str | None, typer.Option("--for", help="Send for so long: 60s (the default), 500ms, 5m.")
     ] = None
     requests: Annotated[int | None, typer.Option(min=1, help="Send no more than so many.")] = None
-    speed: Annotated[float, typer.Option(help="Replay a trace so many times faster; or give its --rate.")] = (
-        1.0
-    )
     model: Annotated[str, typer.Option(help="Default: the first that the endpoint lists.")] = ""
     chat: Annotated[bool, typer.Option("--chat", help="Use /v1/chat/completions.")] = False
     prompts: Annotated[
@@ -51,9 +43,7 @@ class Options:
     prompt_tokens: Annotated[
         int | None, typer.Option(min=1, help="Length of made-up prompts; default 32. Random words by seed.")
     ] = None
-    max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Of each answer; default 64, or what the trace says.")
-    ] = None
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Of each answer; default 64.")] = None
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Answers of full length, where the endpoint knows that word.")
     ] = False
@@ -61,9 +51,6 @@ class Options:
         0.0
     )
     seed: Annotated[int, typer.Option(min=0, help="Of arrivals, prompts and sampling.")] = 0
-    context: Annotated[
-        int | None, typer.Option(min=2, help="Clip a trace to it; default: what the endpoint says.")
-    ] = None
     slo_ttft: Annotated[str | None, typer.Option(help="Goodput counts requests up to this: 500ms.")] = None
     slo_tpot: Annotated[str | None, typer.Option(help="The same for the time of each output token.")] = None
     slo_e2e: Annotated[str | None, typer.Option(help="The same for the whole request.")] = None
@@ -101,10 +88,6 @@ def load(**given: Any) -> None:
       eaas load --rate 5 --for 30s
 
       eaas load http://127.0.0.1:8000 --arrivals closed:16 --requests 500 --slo-ttft 500ms --slo-tpot 50ms
-
-      eaas load --arrivals trace:AzureLLMInferenceTrace_conv.csv --rate 4 --for 5m --json report.json
-
-      eaas load --sweep --for 20s --slo-ttft 300ms
 
       eaas load --rate 4 --for 60s --ignore-eos --chaos kill-one.toml --reference
 

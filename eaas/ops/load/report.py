@@ -312,14 +312,12 @@ def as_report(
     run: Run,
     slo: Slo,
     reference: Sequence[StreamRecord] | None = None,
-    sweep: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """The whole report: JSON types only, seconds and tokens; what was not measured is absent.
 
     Args:
         settings: How the load was made.
         reference: Records of the same requests without faults.
-        sweep: Points of the search for the knee.
     """
     summary = summarize(run.records, slo)
     step_s, rates = throughput(run.records)
@@ -331,7 +329,6 @@ def as_report(
         "summary": summary,
         "throughput": {"step_s": step_s, "tokens_per_s": rates},
         "client_cpu_us_per_token": run.cpu_s / tokens * 1e6 if tokens else None,
-        "sweep": list(sweep),
     }
     if run.events or run.problem:
         report["chaos"] = _chaos(run, reference)

@@ -21,21 +21,15 @@ from eaas.ops.chaos.plan import FaultEvent, seconds
 from eaas.ops.load.client import Client, Endpoint, EndpointUnreachable
 from eaas.ops.load.driver import Driver, learn_cost, learn_models
 from eaas.ops.load.record import StreamRecord
-from eaas.ops.load.report import Run, Slo, as_report, summarize
+from eaas.ops.load.report import Run, Slo, as_report
 from eaas.ops.load.workload import (
     DEFAULT_TOKENS,
     TokenCost,
-    TraceRequest,
     Workload,
     WorkloadInvalid,
-    fit,
-    knee,
-    next_rate,
     read_arrivals,
     read_prompts,
-    read_trace,
     schedule,
-    trace_prompts,
     word_prompts,
 )
 
@@ -43,8 +37,6 @@ if TYPE_CHECKING:
     from eaas.ops.load.cli import Options
 
 _SHOWN_EVERY_S = 0.25
-# Of the requests of a rate, so many must keep the promise.
-KEPT_SHARE = 0.95
 _MOST_LINES = 1_000_000
 _ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -73,17 +65,7 @@ class Session:
             for text in (options.slo_ttft, options.slo_tpot, options.slo_e2e, options.for_)
         )
         self._slo = Slo(ttft_s=ttft_s, tpot_s=tpot_s, e2e_s=e2e_s)
-        if options.sweep and (
-            self._arrivals.kind in ("closed", "trace") or options.chaos or options.reference
-        ):
-            raise WorkloadInvalid(
-                "--sweep needs constant, poisson or gamma arrivals, and neither faults nor a reference."
-            )
-        if options.sweep and self._slo == Slo():
-            raise WorkloadInvalid(
-                "--sweep looks for the rate that breaks an SLO, and none was given; add one, such as --slo-ttft 500ms."
-            )
-        if for_s is None and options.requests is None and self._arrivals.kind != "trace":
+        if for_s is None and options.requests is None:
             for_s = 60.0
         self._for_s = for_s
         self._timeout_s, self._warmup_s = duration_s(options.timeout), duration_s(options.warmup)
@@ -91,7 +73,6 @@ class Session:
         self._endpoint = Endpoint.of_url(options.url, chat=options.chat or None, key=key)
         self._driver: Driver | None = None
         self._stopped = False
-        self._trace: list[TraceRequest] = []
 
     def stop(self) -> None:
         """Send nothing more, revert faults, report."""
@@ -105,7 +86,7 @@ class Session:
             workload = await self._workload()
             client = Client(self._endpoint, self._timeout_s)
             try:
-                return await (self._sweep if self._options.sweep else self._measure)(client, workload)
+                return await self._measure(client, workload)
             finally:
                 client.close()
 
@@ -167,7 +148,7 @@ class Session:
             client.start()
             work = driver.closed_loop(self._arrivals.streams, for_s=for_s or float("inf"), requests=requests)
         else:
-            times = [request.at_s for request in self._trace] or schedule(
+            times = schedule(
                 self._arrivals,
                 1.0 if rate is None else rate,
                 self._options.seed,
@@ -191,30 +172,6 @@ class Session:
             self._progress(title, driver, client)
         await task
 
-    async def _sweep(self, client: Client, workload: Workload) -> Outcome:
-        """Find the highest rate at which KEPT_SHARE of the requests keep the SLO; the report is of that rate's run."""
-        start = 1.0 if self._options.rate is None else self._options.rate
-        kept: dict[float, bool] = {}
-        shown: list[dict[str, Any]] = []
-        best: Run | None = None
-        while not self._stopped and (rate := next_rate(kept, start)) is not None:
-            cpu_s = time.process_time()
-            driver, end_s = await self._drive(f"rate {rate:.3g}", client, workload, rate)
-            if self._stopped and kept:
-                break
-            found = summarize(driver.records, self._slo)
-            requests, good = found["requests"], found["good"]
-            kept[rate] = requests > 0 and good >= KEPT_SHARE * requests
-            # Of the time in which requests were sent: the wait for the last answers is no load.
-            goodput = good / end_s if end_s else 0.0
-            shown.append({"rate": rate, "kept": kept[rate], "goodput": goodput, "requests": requests})
-            if best is None or rate == knee(kept):
-                best = Run(records=driver.records, end_s=end_s, cpu_s=time.process_time() - cpu_s)
-        if best is None:
-            raise EndpointUnreachable("the sweep was ended before its first rate.")
-        settings = self._settings(workload) | {"rate": knee(kept) or "below every rate tried"}
-        return as_report(settings, best, self._slo, sweep=shown), best.records
-
     async def _workload(self) -> Workload:
         options, endpoint = self._options, self._endpoint
         named = {str(model.get("id")): model for model in await learn_models(endpoint)}
@@ -224,7 +181,6 @@ class Session:
                 f"{endpoint.origin} serves {', '.join(named) or 'no model'}; {model or 'none'} was asked for. "
                 f"Name one with --model."
             )
-        context = options.context or named[model].get("max_model_len")
         workload = Workload(
             model=model,
             chat=endpoint.chat,
@@ -241,23 +197,15 @@ class Session:
                 raise WorkloadInvalid(f"{options.prompts} holds chat messages; add --chat.")
             return replace(workload, prompts=lambda index: prompts[index], distinct=len(prompts))
         cost = await learn_cost(endpoint, workload, self._timeout_s)
-        if self._arrivals.kind != "trace":
-            tokens = options.prompt_tokens or DEFAULT_TOKENS
-            return replace(workload, prompts=word_prompts(options.seed, tokens, cost))
-        with Path(self._arrivals.path).open(encoding="utf-8") as file:
-            recorded = read_trace(islice(file, _MOST_LINES))
-        self._trace = fit(
-            recorded, speed=options.speed, rate=options.rate, for_s=self._for_s, limit=options.requests,
-            context=int(context) if context else None, most_output=options.max_tokens,
-        )  # fmt: skip
-        return replace(workload, prompts=trace_prompts(self._trace, options.seed, cost))
+        tokens = options.prompt_tokens or DEFAULT_TOKENS
+        return replace(workload, prompts=word_prompts(options.seed, tokens, cost))
 
     def _settings(self, workload: Workload) -> dict[str, Any]:
         options, arrivals = self._options, self._arrivals
         said: dict[str, Any] = {
             "endpoint": f"{self._endpoint.origin}{self._endpoint.path}",
             "model": workload.model,
-            "arrivals": f"trace {Path(arrivals.path).name}" if arrivals.path else options.arrivals,
+            "arrivals": options.arrivals,
             "rate": "" if arrivals.kind == "closed" else options.rate or "",
             "seconds": self._for_s or "",
             "most tokens": workload.max_tokens,

@@ -126,7 +126,7 @@ def _figures(report: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
 
 
 def _parts(report: Mapping[str, Any]) -> list[_Part]:
-    summary, sweep = report["summary"], report["sweep"]
+    summary = report["summary"]
     parts = [_faults(report["chaos"])] if "chaos" in report else []
     latencies = [
         [name, *(seconds(summary[key][word]) for word in ("mean", "p50", "p95", "p99", "most"))]
@@ -134,11 +134,6 @@ def _parts(report: Mapping[str, Any]) -> list[_Part]:
         if summary[key]
     ]
     parts.append(_Part(title="Latency", head=("", "mean", "p50", "p95", "p99", "longest"), rows=latencies))
-    if sweep:
-        points = sorted(sweep, key=lambda point: point["rate"])
-        tried = [[f"{p['rate']:.3g}", f"{p['goodput']:.3g}", "yes" if p["kept"] else "no"] for p in points]
-        title = f"Goodput by rate; knee: {report['settings'].get('rate', '?')} requests/s"
-        parts.append(_Part(title=title, head=("requests/s", "goodput", "kept"), rows=tried))
     if differences := report.get("verdict", {}).get("differences", ()):
         words = ("prompt", "kind", "at", "tokens", "text")
         parts.append(

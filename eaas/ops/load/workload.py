@@ -1,12 +1,7 @@
-"""What a load sends, and when: arrival processes by seed, recorded traces, prompts, and the search for the highest rate
-that still keeps its promise. Pure.
+"""What a load sends, and when: arrival processes by seed, and prompts. Pure.
 
 An open loop sends on time whatever the server does, as users do; a closed loop waits for an answer first, so that a
 slow server gets less load and looks better than it is.
-
-Traces: Azure's CSV (TIMESTAMP,ContextTokens,GeneratedTokens) and Mooncake's JSON lines (timestamp in ms, input_length,
-output_length, and hash_ids, one for each 512 tokens of the prompt: equal ids at the head of two prompts are a shared
-prefix).
 
 A length in tokens needs the endpoint's tokenizer, which a client does not have: two probes say how many tokens a word
 costs there (`TokenCost`), and prompts are made of words accordingly.
@@ -15,14 +10,13 @@ costs there (`TokenCost`), and prompts are made of words accordingly.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import numpy as np
 
-BLOCK_TOKENS = 512
 _WORDS = (
     "the of and to in is you that it he was for on are as with his they at be this have from or one had by word but "
     "not what all were we when your can said there use an each which she do how their if will up other about out many "
@@ -34,13 +28,13 @@ _WORDS = (
 WORDS = _WORDS.split(" ")
 DEFAULT_TOKENS = 32
 OPEN = ("constant", "poisson", "gamma")
-FORMS = "constant, poisson, gamma:SHAPE (below 1 is burstier than Poisson), closed:STREAMS or trace:FILE"
+FORMS = "constant, poisson, gamma:SHAPE (below 1 is burstier than Poisson) or closed:STREAMS"
 # No schedule is longer: a rate mistyped by a thousand must not fill the memory.
 MOST_REQUESTS = 2_000_000
 
 
 class WorkloadInvalid(ValueError):
-    """No such arrival process, trace or prompts; the text says what was found and what is needed."""
+    """No such arrival process or prompts; the text says what was found and what is needed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,16 +42,14 @@ class Arrivals:
     """An arrival process.
 
     Attributes:
-        kind: One of OPEN, "closed" or "trace".
+        kind: One of OPEN, or "closed".
         shape: Of the gamma distribution of gaps; their coefficient of variation is shape ** -0.5.
         streams: Requests in flight in a closed loop.
-        path: Of a trace.
     """
 
     kind: str
     shape: float = 1.0
     streams: int = 0
-    path: str = ""
 
 
 def read_arrivals(text: str) -> Arrivals:
@@ -69,8 +61,6 @@ def read_arrivals(text: str) -> Arrivals:
     kind, _, option = text.partition(":")
     if kind in ("constant", "poisson") and not option:
         return Arrivals(kind=kind)
-    if kind == "trace" and option:
-        return Arrivals(kind=kind, path=option)
     if kind == "closed" and option.isdecimal() and 1 <= int(option) <= 10_000:
         return Arrivals(kind=kind, streams=int(option))
     if kind == "gamma":
@@ -124,149 +114,6 @@ def schedule(
     return times[:requests]
 
 
-def next_rate(kept: Mapping[float, bool], start: float, closeness: float = 1.1) -> float | None:
-    """The next rate to try in the search for the knee: doubled until the promise breaks, then bisected.
-
-    Args:
-        kept: The rates that were tried, and whether the endpoint kept its promise at each. start: The first rate.
-        closeness: The search is over when the least rate that broke it is at most so many times the knee.
-
-    Returns:
-        Requests per second; None when the knee is known, or further from the start than a thousand times.
-    """
-    if not kept:
-        return start
-    best, broke = knee(kept), min((rate for rate, good in kept.items() if not good), default=None)
-    if broke is None:
-        return best * 2 if best is not None and best < start * 1000 else None
-    if best is None:
-        return broke / 2 if broke > start / 1000 else None
-    # The middle of the ratio: a rate is known to so many per cent.
-    return (best * broke) ** 0.5 if broke / best > closeness else None
-
-
-def knee(kept: Mapping[float, bool]) -> float | None:
-    """The highest rate kept below every rate that broke the promise; None: none was kept."""
-    broke = min((rate for rate, good in kept.items() if not good), default=float("inf"))
-    return max((rate for rate, good in kept.items() if good and rate < broke), default=None)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TraceRequest:
-    """One recorded request.
-
-    Attributes:
-        at_s: Since the first one.
-        prompt_tokens, output_tokens: Its lengths.
-        blocks: Names of the blocks of BLOCK_TOKENS that its prompt begins with; empty: it shares nothing.
-    """
-
-    at_s: float
-    prompt_tokens: int
-    output_tokens: int
-    blocks: tuple[int, ...] = ()
-
-
-def read_trace(lines: Iterable[str]) -> list[TraceRequest]:
-    """The requests of a trace in order of time, the first at 0.
-
-    Raises:
-        WorkloadInvalid: neither format, or a line that breaks it.
-    """
-    found: list[TraceRequest] = []
-    columns: list[str] = []
-    for number, line in enumerate(lines, 1):
-        text = line.strip()
-        if not text:
-            continue
-        try:
-            if text.startswith("{"):
-                found.append(_mooncake(json.loads(text)))
-            elif not columns:
-                columns = [name.strip() for name in text.split(",")]
-                if not {"TIMESTAMP", "ContextTokens", "GeneratedTokens"} <= set(columns):
-                    raise ValueError(
-                        "neither a JSON object nor a header with TIMESTAMP, ContextTokens, GeneratedTokens"
-                    )
-            else:
-                found.append(_azure(dict(zip(columns, text.split(","), strict=True))))
-        except (ValueError, KeyError, TypeError) as error:
-            reason = f"no {error}" if isinstance(error, KeyError) else str(error)
-            raise WorkloadInvalid(f"line {number} of the trace, {text[:60]!r}: {reason}.") from None
-    if not found:
-        raise WorkloadInvalid(
-            "the trace holds no request; a CSV of Azure or JSON lines of Mooncake are needed."
-        )
-    found.sort(key=lambda request: request.at_s)
-    first_s = found[0].at_s
-    return [replace(request, at_s=request.at_s - first_s) for request in found]
-
-
-def _azure(row: dict[str, str]) -> TraceRequest:
-    # Seven digits of a second: numpy reads them, and knows the days between.
-    at = np.datetime64(row["TIMESTAMP"].strip().removesuffix("Z").partition("+")[0].replace(" ", "T"), "ns")
-    at_s = float((at - np.datetime64("2020-01-01", "ns")) / np.timedelta64(1, "s"))
-    return _checked(at_s, row["ContextTokens"], row["GeneratedTokens"])
-
-
-def _mooncake(row: dict[str, Any]) -> TraceRequest:
-    at_s = float(row["timestamp"]) / 1e3
-    return _checked(at_s, row["input_length"], row["output_length"], row.get("hash_ids", ()))
-
-
-def _checked(at_s: float, prompt: str | int, output: str | int, blocks: Iterable[int] = ()) -> TraceRequest:
-    lengths = int(prompt), int(output)
-    if min(lengths) < 0 or not np.isfinite(at_s):
-        raise ValueError(f"time {at_s} s, {prompt} and {output} tokens; none may be negative or endless")
-    prompt_tokens, output_tokens = (max(1, length) for length in lengths)
-    return TraceRequest(
-        at_s=at_s, prompt_tokens=prompt_tokens, output_tokens=output_tokens, blocks=tuple(map(int, blocks))
-    )
-
-
-def fit(
-    requests: Sequence[TraceRequest],
-    *,
-    speed: float = 1.0,
-    rate: float | None = None,
-    for_s: float | None = None,
-    limit: int | None = None,
-    context: int | None = None,
-    most_output: int | None = None,
-) -> list[TraceRequest]:
-    """A trace made to fit.
-
-    Args:
-        speed: How many times faster than recorded. rate: instead of it, the mean requests per second wanted.
-        for_s: Requests planned at or after this are left out. limit: so are those beyond so many.
-        context: Tokens of the model's context: an output is clipped to half of it, then a prompt to what is left.
-        most_output: Outputs are clipped to so many tokens.
-
-    Raises:
-        WorkloadInvalid: a speed that is none.
-    """
-    if rate is not None:
-        span_s = requests[-1].at_s
-        speed = rate * span_s / (len(requests) - 1) if span_s > 0 else 1.0
-    if not 0 < speed < float("inf"):
-        raise WorkloadInvalid(
-            f"a trace cannot be replayed {speed:g} times faster; give a speed or a rate over 0."
-        )
-    fitted: list[TraceRequest] = []
-    for request in requests[:limit]:
-        at_s = request.at_s / speed
-        if for_s is not None and at_s >= for_s:
-            break
-        prompt, output = request.prompt_tokens, request.output_tokens
-        if most_output is not None:
-            output = min(output, most_output)
-        if context is not None:
-            output = max(1, min(output, context // 2))
-            prompt = max(1, min(prompt, context - output))
-        fitted.append(replace(request, at_s=at_s, prompt_tokens=prompt, output_tokens=output))
-    return fitted
-
-
 @dataclass(frozen=True, kw_only=True)
 class TokenCost:
     """What a prompt of words costs at an endpoint, in tokens: `fixed` (template, first word) and for each word."""
@@ -307,28 +154,6 @@ def word_prompts(seed: int, tokens: int, cost: TokenCost) -> Prompts:
     """Prompts of about so many tokens, each of other words."""
     count = cost.words(tokens)
     return lambda index: Prompt(text=words(seed, index, count))
-
-
-def trace_prompts(requests: Sequence[TraceRequest], seed: int, cost: TokenCost) -> Prompts:
-    """Prompts of a trace's lengths; those whose blocks begin alike begin with the same words."""
-    per_block = max(1, round(BLOCK_TOKENS / cost.per_word))
-
-    def prompt(index: int) -> Prompt:
-        request = requests[index % len(requests)]
-        left = cost.words(request.prompt_tokens)
-        parts: list[str] = []
-        for block in request.blocks:
-            if left <= 0:
-                break
-            # A block is made whole and then cut: a shorter prompt still begins as a longer one does.
-            parts.append(" ".join(words(seed, block, per_block).split(" ")[:left]))
-            left -= per_block
-        if left > 0:
-            # Beyond all block names, which count from 0.
-            parts.append(words(seed, (1 << 40) + index, left))
-        return Prompt(text=" ".join(parts), max_tokens=request.output_tokens)
-
-    return prompt
 
 
 def read_prompts(lines: Iterable[str]) -> list[Prompt]:

@@ -129,10 +129,7 @@ def whole_report() -> dict[str, Any]:
         records=faulty, end_s=10.0, events=[killed],
         cpu_s=0.01,
     )  # fmt: skip
-    sweep = [{"rate": 1.0, "goodput": 1.0, "kept": True}, {"rate": 2.0, "goodput": 0.3, "kept": False}]
-    return as_report(
-        {"endpoint": "http://h", "model": "m"}, run, Slo(ttft_s=0.5), reference=records, sweep=sweep
-    )
+    return as_report({"endpoint": "http://h", "model": "m"}, run, Slo(ttft_s=0.5), reference=records)
 
 
 def test_a_report_tells_what_a_fault_did() -> None:
@@ -148,9 +145,9 @@ def test_a_report_tells_what_a_fault_did() -> None:
     assert report["client_cpu_us_per_token"] == pytest.approx(0.01 / 1000 * 1e6)
 
 
-def test_the_tables_show_the_faults_the_sweep_and_the_first_differences() -> None:
+def test_the_tables_show_the_faults_and_the_first_differences() -> None:
     text = shown(whole_report())
-    for needle in ("kill expert/<1>", "knee: ", "First differences", "y<script>", "TTFT <= 500 ms"):
+    for needle in ("kill expert/<1>", "First differences", "y<script>", "TTFT <= 500 ms"):
         assert needle in text, f"{needle} is missing in\n{text}"
 
 

@@ -84,19 +84,6 @@ def test_an_open_loop_sends_what_was_planned_and_succeeds(server: FakeServer, tm
     assert {served.path for served in loaded} == {"/v1/chat/completions"}
 
 
-def test_a_trace_is_replayed_with_its_lengths(server: FakeServer, tmp_path: Path) -> None:
-    trace = tmp_path / "trace.csv"
-    rows = [f"2023-11-16 18:00:0{n}.0000000,{100 + n},{7 + n}" for n in range(5)]
-    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "\n".join(rows))
-    server.script = "say:3"
-    report, code = report_of(server, tmp_path, "--arrivals", f"trace:{trace}", "--speed", "50")
-    assert code == 0
-    assert report["summary"]["requests"] == 5
-    asked = [(s.body["max_tokens"], len(s.body["prompt"].split())) for s in server.served[2:]]
-    # 3 tokens and 2 for each word, as the server counts.
-    assert asked == [(7 + n, (100 + n - 3) // 2) for n in range(5)]
-
-
 @pytest.mark.parametrize(
     ("second", "found"),
     [
@@ -235,32 +222,6 @@ def test_a_freeze_ends_with_the_load_however_that_ends(
             member.kill()
 
 
-def test_a_sweep_ends_at_the_rate_where_the_promise_breaks(server: FakeServer, tmp_path: Path) -> None:
-    """The server has enough after two probes and two rates of three requests."""
-
-    class Scripts(str):
-        def split(self, *_: object) -> list[str]:  # type: ignore[override]
-            return ["say:2"] if len(server.served) <= 8 else ["status:503"]
-
-    server.script = Scripts("x")
-    report, _ = report_of(
-        server,
-        tmp_path,
-        "--sweep",
-        "--rate",
-        "200",
-        "--requests",
-        "3",
-        "--arrivals",
-        "constant",
-        "--slo-e2e",
-        "1m",
-    )
-    assert [(p["rate"], p["kept"]) for p in report["sweep"][:3]] == [(200, True), (400, True), (800, False)]
-    assert report["settings"]["rate"] == 400
-    assert report["summary"]["failed"] == 0, "the report is of the knee's run"
-
-
 def test_nobody_there_ends_with_1_and_says_what_to_do() -> None:
     with fake_server() as gone:
         pass
@@ -288,10 +249,8 @@ def test_an_endpoint_that_asks_for_a_key_is_told_from_none(
         (["--arrivals", "often"], "closed:STREAMS"),
         (["--for", "5 bananas"], "no duration"),
         (["--model", "other"], "--model"),
-        (["--sweep", "--arrivals", "closed:4"], "--sweep needs"),
-        (["--sweep"], "--slo-ttft"),
         (["--rate", "0"], "rate over 0"),
-        (["--arrivals", "trace:/no/such"], "/no/such"),
+        (["--prompts", "/no/such"], "/no/such"),
         (["--slo-ttft", "-1s"], "no duration"),
     ],
 )

@@ -1,9 +1,8 @@
-"""Arrivals have the statistics that their name promises, traces are replayed as recorded, and the knee is found."""
+"""Arrivals have the statistics that their name promises, and prompts the length that was asked for."""
 
 from __future__ import annotations
 
 import json
-import math
 from itertools import pairwise
 from statistics import fmean, pstdev
 
@@ -12,27 +11,13 @@ import pytest
 from eaas.ops.load.workload import (
     Arrivals,
     TokenCost,
-    TraceRequest,
     Workload,
     WorkloadInvalid,
-    fit,
-    knee,
-    next_rate,
     read_arrivals,
     read_prompts,
-    read_trace,
     schedule,
-    trace_prompts,
     word_prompts,
 )
-
-AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
-2023-11-16 23:59:59.5000000,374,44
-2023-11-17 00:00:01.0000000,396,109
-"""
-MOONCAKE = """{"timestamp": 4000, "input_length": 1100, "output_length": 5, "hash_ids": [0, 1, 9]}
-{"timestamp": 1000, "input_length": 1024, "output_length": 500, "hash_ids": [0, 1]}
-"""
 
 
 @pytest.mark.parametrize(
@@ -69,7 +54,7 @@ def test_whichever_end_comes_first_ends_the_schedule() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["uniform", "gamma", "gamma:0", "gamma:nan", "closed", "closed:0", "trace:", "poisson:3"]
+    "text", ["uniform", "gamma", "gamma:0", "gamma:nan", "closed", "closed:0", "poisson:3"]
 )
 def test_what_is_no_arrival_process_is_refused(text: str) -> None:
     with pytest.raises(WorkloadInvalid, match=r"closed:STREAMS"):
@@ -84,81 +69,6 @@ def test_a_schedule_without_end_or_rate_is_refused() -> None:
         schedule(poisson, 0.0, 0, for_s=1.0, requests=None)
     with pytest.raises(WorkloadInvalid, match="Lower the rate"):
         schedule(poisson, 1e5, 0, for_s=1e5, requests=None)
-
-
-@pytest.mark.parametrize("limit", [0.02, 0.7, 1.0, 13.0, 900.0])
-def test_the_sweep_finds_the_knee_to_a_tenth(limit: float) -> None:
-    kept: dict[float, bool] = {}
-    while (rate := next_rate(kept, 1.0)) is not None:
-        kept[rate] = rate <= limit
-        assert len(kept) < 30
-    found = knee(kept)
-    assert found is not None and limit / 1.1 <= found <= limit
-
-
-def test_a_sweep_that_nothing_ends_or_nothing_passes_ends_by_itself() -> None:
-    for good in (True, False):
-        kept: dict[float, bool] = {}
-        while (rate := next_rate(kept, 1.0)) is not None:
-            kept[rate] = good
-            assert len(kept) < 30
-        assert (knee(kept) is not None) == good
-
-
-def test_traces_are_read_with_their_times_from_the_first_request() -> None:
-    assert read_trace(AZURE.splitlines()) == [
-        TraceRequest(at_s=0.0, prompt_tokens=374, output_tokens=44),
-        TraceRequest(at_s=1.5, prompt_tokens=396, output_tokens=109),
-    ]
-    assert read_trace(MOONCAKE.splitlines()) == [
-        TraceRequest(at_s=0.0, prompt_tokens=1024, output_tokens=500, blocks=(0, 1)),
-        TraceRequest(at_s=3.0, prompt_tokens=1100, output_tokens=5, blocks=(0, 1, 9)),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("", "no request"),
-        ("a,b\n1,2", "line 1"),
-        (AZURE + "2023-11-17,x,3", "line 4"),
-        (AZURE + "2023-11-17,3", "line 4"),
-        ('{"timestamp": 1}', "input_length"),
-        ('{"timestamp": 1, "input_length": -1, "output_length": 2}', "negative"),
-    ],
-)
-def test_a_broken_trace_is_refused_by_its_line(text: str, said: str) -> None:
-    with pytest.raises(WorkloadInvalid, match=said):
-        read_trace(text.splitlines())
-
-
-def test_a_trace_is_scaled_in_time_and_clipped_to_the_context() -> None:
-    requests = read_trace(MOONCAKE.splitlines())
-    fitted = fit(requests, speed=2.0, context=600)
-    assert [(r.at_s, r.prompt_tokens, r.output_tokens) for r in fitted] == [(0.0, 300, 300), (1.5, 595, 5)]
-    many = [TraceRequest(at_s=n**1.5, prompt_tokens=1, output_tokens=1) for n in range(101)]
-    paced = fit(many, rate=4.0)
-    assert paced[-1].at_s == pytest.approx(100 / 4.0)
-    assert len(fit(many, rate=4.0, for_s=10.0)) == sum(r.at_s < 10.0 for r in paced)
-    assert len(fit(many, limit=7)) == 7
-    assert {r.output_tokens for r in fit(requests, most_output=3)} == {3}
-    with pytest.raises(WorkloadInvalid):
-        fit(requests, speed=math.inf)
-
-
-def test_prompts_share_exactly_the_prefix_that_their_blocks_share() -> None:
-    cost = TokenCost(fixed=2.0, per_word=2.0)
-    requests = read_trace(MOONCAKE.splitlines())
-    prompts = trace_prompts(requests, 0, cost)
-    short, long = (prompts(index).text.split() for index in (0, 1))
-    assert long[: len(short)] == short, "the same two blocks"
-    assert (len(short), len(long)) == ((1024 - 2) // 2, (1100 - 2) // 2)
-    assert prompts(0).max_tokens == 500
-    other = trace_prompts([TraceRequest(at_s=0, prompt_tokens=1024, output_tokens=1, blocks=(0, 2))], 0, cost)
-    text = other(0).text.split()
-    assert text[:256] == short[:256] and text[256:300] != short[256:300], (
-        "one block of 512 tokens is 256 words"
-    )
 
 
 def test_made_up_prompts_differ_and_repeat_by_seed() -> None:
