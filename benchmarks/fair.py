@@ -3,10 +3,13 @@
 A local cluster of the small model, with keys of weights 1 and 3. First both ask for far more than there is: counted are
 the tokens, of prompts and answers, of what ended within a window. Then one asks now and then, alone and beside a
 flood of background responses, in turn: measured is the time to its first token. The token ids of every answer are
-compared with those to the same prompt on the idle cluster. Ends with exit code 1 where an answer differs or fails.
+compared with those to the same prompt on the idle cluster. And two programs of weights 1 and 3 have rows computed by
+one expert server, whose bits are compared with those of a call alone. Ends with exit code 1 where anything differs or
+fails.
 
     python -m benchmarks.fair shares --window-s 60
-    python -m benchmarks.fair waits --window-s 40 --rounds 3 --rate 4
+    python -m benchmarks.fair waits --window-s 10 --rounds 3 --rate 4
+    python -m benchmarks.fair pools --window-s 30
 """
 
 from __future__ import annotations
@@ -18,8 +21,10 @@ import random
 import re
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,12 +37,15 @@ from eaas.cluster.config import ClusterConfig
 from eaas.cluster.local import LocalCluster
 from eaas.gateway.keys import Key, digest_of, new_key, write_keys
 from eaas.model.loader import resolve_model
+from eaas.pool import Pool, connect
 
 NAME = "fair"
 WEIGHTS = {"one": 1, "three": 3}
 PROMPTS = 64
 CLIENTS = 24
 MAX_RUNNING = 8
+CALLS, ROWS = 4, 512
+TURNS = 4
 LIMIT_S = 120.0
 
 
@@ -127,9 +135,11 @@ async def overload(world: World, client: httpx.AsyncClient, window_s: float) -> 
     return dict(had)
 
 
-async def now_and_then(world: World, client: httpx.AsyncClient, rate: float, for_s: float) -> list[float]:
+async def now_and_then(
+    world: World, client: httpx.AsyncClient, seed: int, rate: float, for_s: float
+) -> list[float]:
     """One tenant's times to the first token, at so many requests a second."""
-    draw, asked = random.Random(0), list[asyncio.Task[float]]()
+    draw, asked = random.Random(seed), list[asyncio.Task[float]]()
     end_s = time.monotonic() + for_s
     async with asyncio.TaskGroup() as tasks:
         while time.monotonic() < end_s:
@@ -152,7 +162,7 @@ async def flood(world: World, client: httpx.AsyncClient, jobs: int) -> list[str]
         reply = await client.post(f"{world.url}/v1/responses", json=body, headers=world.headers("one"))
         reply.raise_for_status()
         ids.append(reply.json()["id"])
-    await asyncio.sleep(2.0)
+    await asyncio.sleep(1.0)
     return ids
 
 
@@ -178,44 +188,80 @@ async def shares(world: World, window_s: float) -> dict[str, Any]:
 
 
 async def waits(world: World, window_s: float, rounds: int, rate: float, jobs: int) -> dict[str, Any]:
-    """What background work costs one that asks now and then."""
+    """What background work costs one that asks now and then. A round is TURNS windows alone and as many beside it."""
     async with httpx.AsyncClient(timeout=LIMIT_S, limits=httpx.Limits(max_connections=None)) as client:
         await answer_all(world, client)
-        times: tuple[list[list[float]], ...] = [], []
+        times = [[list[float]() for _ in range(rounds)] for _ in range(2)]
         tokens, ended = [0.0, 0.0], 0
-        for number in range(rounds):
-            # Which is first changes from round to round: a machine's speed may drift.
-            for beside in (False, True) if number % 2 == 0 else (True, False):
+        for turn in range(rounds * TURNS):
+            # Which is first changes from turn to turn: a machine's speed may drift.
+            for beside in (0, 1) if turn % 2 == 0 else (1, 0):
                 ids = await flood(world, client, jobs) if beside else []
                 before = await made(world, client)
-                times[beside].append(await now_and_then(world, client, rate, window_s))
+                times[beside][turn // TURNS] += await now_and_then(world, client, turn, rate, window_s)
                 tokens[beside] += await made(world, client) - before
                 for id in ids:
                     url = f"{world.url}/v1/responses/{id}/cancel"
                     reply = await client.post(url, headers=world.headers("one"))
                     ended += reply.json().get("status") == "completed"
-                await asyncio.sleep(2.0)
-    p99 = [[float(np.percentile(waited, 99)) for waited in rounds_of] for rounds_of in times]
+                await asyncio.sleep(1.0)
+    alone, beside = ([float(np.percentile(waited, 99)) for waited in rounds_of] for rounds_of in times)
     return {
         "requests": [sum(map(len, rounds_of)) for rounds_of in times],
         "ttft_p50_s": [round(float(np.median(np.concatenate(rounds_of))), 5) for rounds_of in times],
-        "ttft_p99_s": [spread(found) for found in p99],
-        "ttft_p99_beside_over_alone": spread([b / a for a, b in zip(*p99, strict=True)]),
-        "output_tokens_per_s": [round(count / window_s / rounds, 1) for count in tokens],
+        "ttft_p99_s": [spread(alone), spread(beside)],
+        "ttft_p99_beside_over_alone": spread([b / a for a, b in zip(alone, beside, strict=True)]),
+        "output_tokens_per_s": [round(count / window_s / rounds / TURNS, 1) for count in tokens],
         "jobs_ended": ended,
     }
+
+
+def pools(router: str, window_s: float, wrong: list[str]) -> dict[str, Any]:
+    """What programs of two weights have of one expert server, each with calls in flight all the time."""
+    rows, ended = Counter[str](), threading.Event()
+
+    def call_on(name: str, pool: Pool, seed: int) -> None:
+        draw, shape = np.random.default_rng(seed), pool.shape
+        x = draw.standard_normal((ROWS, shape.hidden), np.float32)
+        ids = draw.permuted(np.tile(np.arange(shape.experts), (ROWS, 1)), axis=1)[:, : shape.top_k].copy()
+        weights = draw.random((ROWS, shape.top_k), np.float32)
+        alone = first.apply(0, x, ids, weights)
+        ready.wait()
+        while not ended.is_set():
+            if not np.array_equal(pool.apply(0, x, ids, weights), alone):
+                wrong.append(f"rows of {name}, seed {seed}")
+            rows[name] += ROWS
+
+    with ExitStack() as closing:
+        first = closing.enter_context(connect(router))
+        ready = threading.Barrier(CALLS * len(WEIGHTS) + 1)
+        threads: list[threading.Thread] = []
+        for name, weight in WEIGHTS.items():
+            pool = closing.enter_context(connect(router, weight=weight, calls=CALLS))
+            threads += [threading.Thread(target=call_on, args=(name, pool, seed)) for seed in range(CALLS)]
+        for thread in threads:
+            thread.start()
+        ready.wait()
+        time.sleep(window_s / 4)
+        before = rows.copy()
+        time.sleep(window_s)
+        had = rows - before
+        ended.set()
+        for thread in threads:
+            thread.join()
+    return {"weights": WEIGHTS, "rows": dict(had), "ratio": round(had["three"] / had["one"], 3)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("part", choices=("shares", "waits"))
+    parser.add_argument("part", choices=("shares", "waits", "pools"))
     parser.add_argument("--model", type=Path, default=Path("demo"))
     parser.add_argument("--window-s", type=float, default=40.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rate", type=float, default=4.0, help="Requests a second of the one now and then.")
-    parser.add_argument("--jobs", type=int, default=64, help="Background responses put in at once.")
+    parser.add_argument("--jobs", type=int, default=32, help="Background responses put in at once.")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         keys = {name: new_key() for name in WEIGHTS}
@@ -234,7 +280,9 @@ def main() -> None:
         running = MAX_RUNNING if few else config.max_running
         with LocalCluster(replace(config, state_dir=Path(folder) / "state", max_running=running)) as cluster:
             world = World(url=cluster.url, keys=keys, bodies=bodies(0))
-            if few:
+            if given.part == "pools":
+                found = pools(cluster.router_address, given.window_s, world.wrong)
+            elif few:
                 found = asyncio.run(shares(world, given.window_s))
             else:
                 found = asyncio.run(waits(world, given.window_s, given.rounds, given.rate, given.jobs))
