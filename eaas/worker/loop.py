@@ -52,6 +52,8 @@ BEAT_S = 0.05
 # A step ends by its deadline; one that has gone on for so much longer never ends.
 STUCK_MARGIN_S = 5.0
 LEASE_POLL_S = 0.02
+# After a step for the background alone others may have the cores for as long as it took, but no longer.
+MOST_REST_S = 0.05
 # A grammar that was compiled wakes the loop; one that takes too long is noticed so soon.
 COMPILE_POLL_S = 0.1
 # Nothing to do: who watches the loop sees it go round all the same.
@@ -196,6 +198,7 @@ class Worker:
         self._stopping = ""
         self._running, self._turns = False, 0
         self._step_began_s: float | None = None
+        self._took_s = 0.0
         self._told_s, self._told_idle = 0.0, False
         self._busy, self._ended = threading.Event(), threading.Event()
         for waker in (self._wake_read, self._wake_write, listener):
@@ -262,12 +265,15 @@ class Worker:
     def _sleep_s(self) -> float:
         if not self._engine.has_work:
             return COMPILE_POLL_S if self._engine.compiling else IDLE_TURN_S
-        return 0.0 if self._may_answer() else LEASE_POLL_S
+        if not self._may_answer():
+            return LEASE_POLL_S
+        return min(self._took_s, MOST_REST_S) if self._engine.scheduler.rests else 0.0
 
     def _step(self) -> None:
         self._step_began_s = self._clock()
         began_ns, computed = self._spans.begin_step() if self._spans else 0, self._engine.computed
         outcome = self._engine.step()
+        self._took_s = self._clock() - self._step_began_s
         if self._spans is not None:
             self._spans.end_step(began_ns, outcome, self._engine.computed - computed)
         self._step_began_s = None

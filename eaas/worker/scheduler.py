@@ -11,8 +11,9 @@ that is owed most is admitted first, has the step's budget first, and is preempt
 
 Requests in the background have what those that are not leave them. While such come, at most `background_rows` of them
 have rows in a step, so that it stays short: one beside each BACKGROUND_BESIDE of others that generate, none beside
-prompts of others; and one of these takes their slots and blocks. Where that leaves them no row at all, the first takes
-its turn among the others once BACKGROUND_PART times as many tokens as it needs have been computed without it.
+prompts of others. After a step of theirs alone the cores rest; others take their slots and blocks. Where that leaves
+them no row at all, the first takes its turn among the others once BACKGROUND_PART times as many tokens as it needs have
+been computed without it.
 
 A row costs no Python object: the state that rows need lies in arrays indexed by slot, and a plan of requests
 that generate is two gathers.
@@ -163,6 +164,8 @@ class Scheduler:
         # Live requests in the background; most rows that they have in this step; tokens computed since one had a row.
         self._background, self._background_most, self._without = 0, 0, 0
         self._quiet = QUIET_STEPS
+        # The step is for the background alone though others come: who serves them may have the cores after it.
+        self.rests = False
         self._prefilling: list[Request] = []
         self._decoding: list[Request] = []
         self._parked: list[Request] = []
@@ -259,6 +262,7 @@ class Scheduler:
         request.order = self._arrivals
         self._live[request.owner, request.id] = request
         self._background += request.share.background
+        self._quiet *= request.share.background
         flow = request.flow = self._flows.of(request.share)
         flow.live += 1
         insort(flow.waiting, request, key=_turn)
@@ -289,13 +293,14 @@ class Scheduler:
         self._grow()
         ahead = self._ahead() if self._background else self._decoding
         budget = self.config.step_tokens - len(ahead)
-        self._begun = []
+        self._begun, self.rests = [], False
         chunks = self._chunks(budget) if budget > 0 else []
         decoding, slots = self._decoding, self._decode_slots
         if self._background:
             # Where somebody waits for a first token, the step is no longer than it need be.
             most = 0 if chunks and not chunks[0].request.share.background else self._background_most
             behind = [request for request in decoding if request.share.background]
+            self.rests = most > 0 and not ahead and self._quiet < QUIET_STEPS
             if len(behind) > most:
                 decoding, slots = [*ahead, *behind[:most]], None
         if slots is None:

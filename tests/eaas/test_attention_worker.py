@@ -19,6 +19,7 @@ from eaas.worker.protocol import (
     ForgetBlocks,
     Hello,
     SamplingParams,
+    Share,
     Step,
     Submit,
     ToGateway,
@@ -430,3 +431,17 @@ def test_a_worker_that_stops_tells_every_listener_of_a_run(world: World) -> None
         while not isinstance(message := gateway.next(), Failed):
             continue
         assert (message.id, message.code) == ("a", "shutting_down")
+
+
+def test_background_steps_leave_the_cores_to_others_half_of_the_time(world: World) -> None:
+    world.slow_down()
+    gateway = Gateway(world.address)
+    params = SamplingParams(max_tokens=200, temperature=0.0)
+    gateway.submit("now", [1], 1)
+    gateway.send(Submit(id="later", attempt=1, prompt=[1], params=params, share=Share(background=True)))
+    began_s = time.monotonic()
+    world.until(lambda: len(world.decoder.rows_per_step) > 40, "the job is computed")
+    steps, took_s = len(world.decoder.rows_per_step), time.monotonic() - began_s
+    # Each takes 5 ms at least, and rests as long. The first two are not for the background alone.
+    assert (steps - 3) * 0.010 <= took_s, f"{steps} steps in {took_s:.3f} s"
+    gateway.send(Cancel(id="later"))

@@ -14,7 +14,7 @@ import pytest
 from eaas.worker.blocks import BlockPool
 from eaas.worker.protocol import SamplingParams, Share
 from eaas.worker.request import Refused, Request
-from eaas.worker.scheduler import Scheduler, SchedulerConfig, StepPlan
+from eaas.worker.scheduler import QUIET_STEPS, Scheduler, SchedulerConfig, StepPlan
 from tests.eaas.fake_decoder import BLOCK_TOKENS, FakeDecoder, expected_output
 
 
@@ -55,6 +55,7 @@ class Machine:
         self.loads: dict[str, Load] = {}
         self.steps = self.asked = 0
         self.first_step: dict[str, int] = {}
+        self.yielding: list[bool] = []  # of the last step's requests that generate, which are in the background
 
     def ask(self, load: Load, prompt: int = 0, output: int = 0) -> Request:
         if not prompt:
@@ -84,6 +85,7 @@ class Machine:
             return None
         self.steps += 1
         assert len(plan.seqs) <= self.step_tokens, f"seed {self.seed}"
+        self.yielding = [request.share.background for request in plan.requests]
         by_slot = {request.slot: request for request in self.scheduler.live() if request.slot >= 0}
         for slot in plan.seqs.tolist():
             self.rows[by_slot[slot].share.tenant] += 1
@@ -214,6 +216,42 @@ def test_beside_background_work_a_request_waits_as_if_alone() -> None:
 
     alone, beside = np.array(waits()), np.array(waits(BACKGROUND))
     assert (beside <= alone + 1).all() and (beside > alone).mean() < 0.3, f"{beside - alone}, seed {seed}"
+
+
+def test_a_step_with_rows_of_others_has_few_in_the_background_and_none_beside_their_prompts() -> None:
+    machine = Machine(time.time_ns(), slots=32, step_tokens=64, background_rows=4)
+    machine.start(BACKGROUND, Load("me", 1, 12, between((1, 100), (1, 60))))
+    for _ in range(2000):
+        prompts = [request for request in machine.scheduler.prefills() if not request.share.background]
+        assert machine.step() is not None
+        jobs = sum(machine.yielding)
+        others = len(machine.yielding) - jobs
+        assert jobs <= min(4, 1 + others // 4), f"{jobs} beside {others}, seed {machine.seed}"
+        assert not jobs or not prompts, f"seed {machine.seed}"
+    assert machine.rows["jobs"], f"seed {machine.seed}"
+
+
+def test_the_cores_rest_after_steps_for_the_background_alone_while_others_come() -> None:
+    machine = Machine(0, background_rows=4)
+    assert not machine.scheduler.rests
+    machine.start(Load("jobs", 1, 8, fixed(10, 8000), background=True))
+    machine.window(10)
+    assert not machine.scheduler.rests, "nobody else has come for long"
+    machine.ask(Load("me", 1, 0, fixed(1, 1)), 5, 3)
+    rested = []
+    for _ in range(QUIET_STEPS + 3):
+        machine.step()
+        rested.append(machine.scheduler.rests)
+    assert rested == [False] * 3 + [True] * (QUIET_STEPS - 1) + [False]
+
+
+def test_nobody_in_the_background_is_preempted_while_there_is_room() -> None:
+    machine = Machine(0, slots=16)
+    jobs = [machine.ask(BACKGROUND, 10, 100) for _ in range(8)]
+    machine.window(10)
+    machine.start(Load("me", 1, 4, between((1, 40), (1, 40))))
+    machine.window(500)
+    assert not any(job.preemptions for job in jobs)
 
 
 def test_background_work_goes_on_when_others_take_everything() -> None:
