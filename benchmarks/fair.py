@@ -206,11 +206,13 @@ async def waits(world: World, window_s: float, rounds: int, rate: float, jobs: i
                     ended += reply.json().get("status") == "completed"
                 await asyncio.sleep(1.0)
     alone, beside = ([float(np.percentile(waited, 99)) for waited in rounds_of] for rounds_of in times)
+    whole = [float(np.percentile(np.concatenate(rounds_of), 99)) for rounds_of in times]
     return {
         "requests": [sum(map(len, rounds_of)) for rounds_of in times],
         "ttft_p50_s": [round(float(np.median(np.concatenate(rounds_of))), 5) for rounds_of in times],
         "ttft_p99_s": [spread(alone), spread(beside)],
         "ttft_p99_beside_over_alone": spread([b / a for a, b in zip(alone, beside, strict=True)]),
+        "ttft_p99_beside_over_alone_of_all": round(whole[1] / whole[0], 3),
         "output_tokens_per_s": [round(count / window_s / rounds / TURNS, 1) for count in tokens],
         "jobs_ended": ended,
     }

@@ -252,6 +252,4 @@ class Gateway:
     def release(self, share: Share) -> None:
         """One request of a tenant has ended."""
         self.running -= 1
-        self._in_progress[share] -= 1
-        if not self._in_progress[share]:
-            del self._in_progress[share]
+        self._in_progress -= Counter((share,))  # which keeps those alone that have some

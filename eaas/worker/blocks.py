@@ -43,17 +43,6 @@ def next_digest(previous: bytes, tokens: bytes) -> bytes:
 class BlockPool:
     """Hands out blocks 0 to `blocks` - 1, counts references, and remembers the content of full blocks."""
 
-    __slots__ = (
-        "_blank",
-        "_by_digest",
-        "_cached",
-        "_digests",
-        "_references",
-        "block_tokens",
-        "blocks",
-        "reuse",
-    )
-
     def __init__(self, *, blocks: int, block_tokens: int = 16, reuse: bool = True) -> None:
         if blocks < 1 or block_tokens < 1:
             raise ValueError(

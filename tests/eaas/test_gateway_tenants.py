@@ -73,20 +73,23 @@ def test_a_key_says_whose_a_request_is_and_what_it_weighs_and_the_header_does_no
 
 
 def test_who_has_every_place_keeps_nobody_out(gateway: GatewayProcess, worker: FakeWorker) -> None:
-    worker.frozen = True
-    with ThreadPoolExecutor(MOST + 2) as threads:
+    for _ in range(2):
+        worker.frozen = True
+        with ThreadPoolExecutor(MOST + 2) as threads:
 
-        def running(count: int) -> None:
-            line = f"eaas_running {count}"
-            eventually(lambda: line in httpx.get(gateway.url + "/metrics").text, line)
+            def running(count: int) -> None:
+                line = f"eaas_running {count}"
+                eventually(lambda: line in httpx.get(gateway.url + "/metrics").text, line)
 
-        replies = [threads.submit(ask, gateway.url, "flood") for _ in range(MOST)]
-        running(MOST)
-        assert ask(gateway.url, "flood").status_code == 429, "it has all there is"
-        replies.append(threads.submit(ask, gateway.url, "other"))
-        running(MOST + 1)
-        refused = ask(gateway.url, "third")
-        assert refused.status_code == 429 and "retry-after" in refused.headers, "an eighth above is the most"
-        worker.frozen = False
-        assert [reply.result().status_code for reply in replies] == [200] * (MOST + 1)
-    assert ask(gateway.url, "third").status_code == 200
+            replies = [threads.submit(ask, gateway.url, "flood") for _ in range(MOST)]
+            running(MOST)
+            assert ask(gateway.url, "flood").status_code == 429, "it has all there is"
+            replies.append(threads.submit(ask, gateway.url, "other"))
+            running(MOST + 1)
+            refused = ask(gateway.url, "third")
+            assert refused.status_code == 429 and "retry-after" in refused.headers, (
+                "an eighth above is the most"
+            )
+            worker.frozen = False
+            assert [reply.result().status_code for reply in replies] == [200] * (MOST + 1)
+        assert ask(gateway.url, "third").status_code == 200

@@ -55,7 +55,9 @@ class Machine:
         self.loads: dict[str, Load] = {}
         self.steps = self.asked = 0
         self.first_step: dict[str, int] = {}
-        self.yielding: list[bool] = []  # of the last step's requests that generate, which are in the background
+        self.yielding: list[
+            bool
+        ] = []  # of the last step's requests that generate, which are in the background
 
     def ask(self, load: Load, prompt: int = 0, output: int = 0) -> Request:
         if not prompt:
@@ -220,7 +222,8 @@ def test_beside_background_work_a_request_waits_as_if_alone() -> None:
 
 def test_a_step_with_rows_of_others_has_few_in_the_background_and_none_beside_their_prompts() -> None:
     machine = Machine(time.time_ns(), slots=32, step_tokens=64, background_rows=4)
-    machine.start(BACKGROUND, Load("me", 1, 12, between((1, 100), (1, 60))))
+    machine.start(Load("jobs", 1, 8, fixed(1, 500), background=True))
+    machine.start(Load("me", 1, 7, between((1, 100), (30, 60))))
     for _ in range(2000):
         prompts = [request for request in machine.scheduler.prefills() if not request.share.background]
         assert machine.step() is not None
@@ -229,6 +232,16 @@ def test_a_step_with_rows_of_others_has_few_in_the_background_and_none_beside_th
         assert jobs <= min(4, 1 + others // 4), f"{jobs} beside {others}, seed {machine.seed}"
         assert not jobs or not prompts, f"seed {machine.seed}"
     assert machine.rows["jobs"], f"seed {machine.seed}"
+
+
+def test_a_step_has_no_more_rows_than_it_may_with_prompts_in_the_background_too() -> None:
+    machine = Machine(0, slots=16, step_tokens=16, background_rows=4)
+    machine.ask(BACKGROUND, 1, 100)
+    machine.window(3)
+    machine.start(Load("me", 1, 13, fixed(1, 200)))
+    machine.window(5)
+    machine.ask(BACKGROUND, 1000, 1)
+    machine.window(100)
 
 
 def test_the_cores_rest_after_steps_for_the_background_alone_while_others_come() -> None:

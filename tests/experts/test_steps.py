@@ -543,17 +543,22 @@ def test_a_reply_with_any_byte_flipped_is_never_used(where: int) -> None:
     world.close()
 
 
-@pytest.mark.parametrize("weights", [(1, 3), (1, 1), (1000, 250)])
+@pytest.mark.parametrize(
+    ("weights", "slot_bytes"),
+    [((1, 3), 1 << 13), ((1, 1), 1 << 13), ((1000, 250), 1 << 13), ((1, 1), 1 << 12)],
+)
 def test_clients_that_want_more_than_a_batch_holds_have_rows_by_their_weights(
-    weights: tuple[int, int],
+    weights: tuple[int, int], slot_bytes: int
 ) -> None:
-    """And bits as alone."""
+    """However large the requests of each, of which the last may have smaller slots. And bits as alone."""
     seed = time.time_ns()
     rng = np.random.default_rng(seed)
     shape = shape_of(hidden=32, intermediate=8, experts=4, top_k=2)
     world = World(shape=shape, dtype=Dtype.FLOAT32, servers=1, seed=seed, slots=8, slot_bytes=1 << 13)
     spread(world, 1)
-    clients = [world.add_client(max_tokens=4000, weight=weight) for weight in weights]
+    clients = [world.add_client(max_tokens=4000, weight=weights[0])]
+    world.slot_bytes = slot_bytes
+    clients.append(world.add_client(max_tokens=4000, weight=weights[1]))
     for client in clients:
         world.publish(client, 1)
     # Each has far more to ask than is computed here, and fills its slots before each batch.
@@ -572,6 +577,46 @@ def test_clients_that_want_more_than_a_batch_holds_have_rows_by_their_weights(
         while call.step() == PENDING:
             world.step_servers()
     assert [call.status for call in calls] == [OK, OK] and all(call.exact() for call in calls), f"seed {seed}"
+    world.close()
+
+
+@pytest.mark.parametrize(("weights", "requests"), [((1, 1), 2), ((1, 4), 5), ((2, 1), 3)])
+def test_a_batch_has_a_request_of_each_client_and_more_of_those_that_weigh_more(
+    weights: tuple[int, int], requests: int
+) -> None:
+    """However many wait and fit, so that none delays another by more than its part."""
+    rng = np.random.default_rng(0)
+    shape = shape_of(hidden=32, intermediate=8, experts=4, top_k=2)
+    world = World(shape=shape, dtype=Dtype.FLOAT32, servers=1, seed=0, slots=8, slot_bytes=1 << 13)
+    spread(world, 1)
+    clients = [world.add_client(max_tokens=4000, weight=weight) for weight in weights]
+    for client in clients:
+        world.publish(client, 1)
+    calls = [Call(world, client, rng, 4000, 0) for client in clients]
+    for _ in range(5):
+        for call in calls * 8:
+            call.step()
+        assert world.step_servers() == requests
+    world.close()
+
+
+def test_who_was_alone_before_and_who_comes_have_their_parts_at_once() -> None:
+    rng = np.random.default_rng(0)
+    shape = shape_of(hidden=32, intermediate=8, experts=4, top_k=2)
+    world = World(shape=shape, dtype=Dtype.FLOAT32, servers=1, seed=0, slots=8, slot_bytes=1 << 13)
+    spread(world, 1)
+    first, second = world.add_client(max_tokens=4000), world.add_client(max_tokens=4000)
+    for client in (first, second):
+        world.publish(client, 1)
+    assert Call(world, first, rng, 4000, 0).run() == OK
+    before = world.stats(first, 0).pairs
+    calls = [Call(world, client, rng, 4000, 0) for client in (first, second)]
+    for _ in range(40):
+        for call in calls * 8:
+            assert call.step() == PENDING
+        world.step_servers()
+    had = world.stats(first, 0).pairs - before, world.stats(second, 0).pairs
+    assert had[0] == pytest.approx(had[1], rel=0.1) and had[0], had
     world.close()
 
 
