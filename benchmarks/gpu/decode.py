@@ -43,8 +43,10 @@ NEW_TOKENS = 24
 SEQUENCES = 16
 CONTEXT = 1024
 STEPS = 20
+# A row of which two experts are nearly tied may take the other one, and be off by 0.2: the median is judged.
+OFF = 0.1
 PREFILL_ROWS = 2048
-BATCHES = (1, 32, 256)
+BATCHES = (1, 32, 128, 256)  # the last where the card has room for its cache
 QWEN3_30B_A3B = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "dtype": "bfloat16", "vocab_size": 151_936,
     "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
@@ -106,11 +108,21 @@ def greedy(report: Say, shape: str) -> None:
                 spec,
                 arrays,
                 lambda layer, expert: tuple(checkpoint.tensor(n) for n in experts.names(layer, expert)),  # type: ignore[return-value]
+                rounded=True,
             )
-            wanted = reference.logits(prompts[0])[-1]
-            found = np.frombuffer(first[1][0], np.float32)
-            off = float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
-            report({"what": "logits against the definition", "shape": shape, "off": off, "holds": off < 0.1})
+            offs = []
+            for prompt, found in zip(prompts, first[1], strict=True):
+                wanted = reference.logits(prompt)[-1]
+                offs.append(
+                    float(np.linalg.norm(np.frombuffer(found, np.float32) - wanted) / np.linalg.norm(wanted))
+                )
+            off = statistics.median(offs)
+            report(
+                {
+                    "what": "logits against the definition", "shape": shape, "seed": seed, "off": round(off, 4),
+                    "most": round(max(offs), 4), "holds": off < OFF,
+                }
+            )  # fmt: skip
         decoder.close()
 
 
@@ -131,7 +143,10 @@ def experts_of(checkpoint: Checkpoint, shape: ExpertShape, max_rows: int) -> Loc
 def local_of(weights: ExpertWeights, layers: int, experts: int, top_k: int, max_rows: int) -> LocalExperts:
     """Experts in slots in order of layer and number."""
     table = torch.arange(layers * experts, dtype=torch.int32, device=DEVICE).view(layers, experts)
-    return LocalExperts(weights=weights, table=table, top_k=top_k, max_rows=max_rows)
+    # An expert's row goes to combine as servers send it: the bits are to be theirs.
+    return LocalExperts(
+        weights=weights, table=table, top_k=top_k, max_rows=max_rows, row_dtype=torch.bfloat16
+    )
 
 
 def generate(
@@ -213,13 +228,17 @@ def speed(report: Say) -> None:
     for slot in range(slots):
         experts.gate_up[slot].normal_(0, spec.hidden**-0.5)
         experts.down[slot].normal_(0, moe.expert_intermediate**-0.5)
-    most, size = max(BATCHES), -(-spec.max_model_len // BLOCK_TOKENS)
+    size = -(-spec.max_model_len // BLOCK_TOKENS)
+    cache = size * BLOCK_TOKENS * spec.layers * 2 * spec.kv_size * 2
+    room = int(0.85 * torch.cuda.mem_get_info()[0])
+    batches = [batch for batch in BATCHES if batch * cache <= room]
+    most = max(batches)
     local = local_of(experts, len(spec.moe_layers), moe.experts, moe.top_k, PREFILL_ROWS)
     decoder = GpuDecoder(spec, weights, local, kv_blocks=most * size, max_rows=PREFILL_ROWS, device=DEVICE)
     tables = np.random.default_rng(1).permutation(most * size).astype(np.int32).reshape(most, size)
     prefill(report, decoder, tables)
     for decoder.double_batching in (False, True):
-        for batch in BATCHES:
+        for batch in batches:
             if decoder.double_batching and batch == 1:
                 continue
             began_s = time.perf_counter()

@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu.ffn import random_fp8_experts
 from benchmarks.gpu.local_experts import LocalExperts
 from benchmarks.gpu.timing import seconds
 from experts.gpu.client import GpuClient, Link
 from experts.gpu.layout import ExchangeShape, RowsOut
 from experts.gpu.server import PASSES, Batch, Compute, GpuServer, GroupedExperts
-from experts.gpu.weights import ExpertWeights
+from experts.gpu.weights import ExpertWeights, Fp8ExpertWeights
 
 CLIENT, SERVER = 0xC11E47, 0x5E47E2
 TOKENS, HIDDEN, TOP_K = 128, 7168, 8
@@ -150,14 +151,23 @@ def compile_all() -> None:
 
 def compile_plan(plan: Plan) -> None:
     """Launch every kernel of a plan once, so that whoever comes after finds it compiled."""
-    weights = random_experts(plan.shape, plan.intermediate, 0)
+    weights = experts_for(plan)
     experts = GroupedExperts(weights, plan.shape.pairs, torch.device("cuda"))
     world = Loopback(plan.shape, [experts] * plan.servers)
     steps = Steps(world, [Call(plan.shape, tokens) for tokens in sorted(set(plan.tokens))])
-    local_result(plan.shape, weights, steps.calls[-1], 0)
+    if isinstance(weights, ExpertWeights):
+        local_result(plan.shape, weights, steps.calls[-1], 0)
     for server in world.servers:
         server.capture(1)
     torch.cuda.synchronize()
+
+
+def experts_for(plan: Plan) -> ExpertWeights | Fp8ExpertWeights:
+    """What a plan's servers compute with: float8 experts where rows travel so."""
+    if plan.shape.rows_out is RowsOut.E4M3:
+        slots = plan.shape.layers * plan.shape.experts
+        return random_fp8_experts(slots, plan.shape.hidden, plan.intermediate)
+    return random_experts(plan.shape, plan.intermediate, 0)
 
 
 def random_experts(shape: ExchangeShape, intermediate: int, seed: int, device: str = "cuda") -> ExpertWeights:
@@ -273,8 +283,7 @@ def stop(world: Loopback) -> None:
 def overhead(report: Report, plan: Plan) -> None:
     """What 128 tokens' exchange takes: with experts that do nothing, and beyond those that compute."""
     shape = plan.shape
-    weights = random_experts(shape, plan.intermediate, 1)
-    experts = GroupedExperts(weights, shape.pairs, torch.device("cuda"))
+    experts = GroupedExperts(experts_for(plan), shape.pairs, torch.device("cuda"))
     calls = [Call(shape, tokens) for tokens in plan.tokens]
     rows_out = shape.rows_out.name
     results: dict[str, Any] = {"what": "dispatch + combine", "tokens": TOKENS, "rows_out": rows_out}
@@ -300,6 +309,7 @@ def overhead(report: Report, plan: Plan) -> None:
         }
         stop(world)
     alone, beside = results["alone"], results["with experts"]
+    results["alone_us"] = alone["us"]
     results["us_beyond_experts"] = round(beside["us"] - results["experts_us"], 1)
     results["wanted_us"] = WANTED_US
     results["holds"] = alone["usable"] and beside["usable"]

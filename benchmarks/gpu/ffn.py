@@ -125,7 +125,9 @@ def run(report: Report) -> None:
         combined(report, shape, weights)
         del weights
         torch.cuda.empty_cache()
-    narrow = random_fp8_weights(SHAPES[0])
+    narrow = random_fp8_experts(
+        SHAPES[0].layers * SHAPES[0].experts, SHAPES[0].hidden, SHAPES[0].intermediate
+    )
     for tokens in (1, 16, 128):
         decode(report, SHAPES[0], narrow, tokens, copied)
     prefill(report, SHAPES[0], narrow, multiplied)
@@ -159,15 +161,10 @@ def random_weights(shape: Shape) -> ExpertWeights:
     return weights
 
 
-def random_fp8_weights(shape: Shape) -> Fp8ExpertWeights:
-    """The same in float8: one random expert in all slots, which costs a timing nothing."""
-    weights = Fp8ExpertWeights.allocate(
-        slots=shape.layers * shape.experts,
-        hidden=shape.hidden,
-        intermediate=shape.intermediate,
-        device=DEVICE,
-    )
-    wide, high = (shape.intermediate, shape.hidden), (shape.hidden, shape.intermediate)
+def random_fp8_experts(slots: int, hidden: int, intermediate: int) -> Fp8ExpertWeights:
+    """Loaded slots in float8: one random expert in all of them, which costs a timing nothing."""
+    weights = Fp8ExpertWeights.allocate(slots=slots, hidden=hidden, intermediate=intermediate, device=DEVICE)
+    wide, high = (intermediate, hidden), (hidden, intermediate)
     weights.load(0, *(random_fp8(*size) for size in (wide, wide, high)))
     for tensor in (weights.gate_up.view(torch.uint8), weights.down.view(torch.uint8)):
         tensor[1:] = tensor[:1]

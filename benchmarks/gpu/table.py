@@ -104,7 +104,7 @@ RULES: Final = (
         what="dispatch + combine",
         each=("rows_out",),
         wanted="at most {wanted_us} us beyond the FFN",
-        found="{us_beyond_experts} us",
+        found="{us_beyond_experts} us, {alone_us} us with experts that do nothing",
         good=lambda record: record["holds"] and record["us_beyond_experts"] <= record["wanted_us"],
     ),
     Rule(
@@ -159,7 +159,7 @@ RULES: Final = (
         what="logits against the definition",
         each=("shape",),
         wanted="off below 0.1",
-        found="{off:.2g}",
+        found="median {off:.2g}, most {most:.2g}",
     ),
     Rule(
         section="decode",

@@ -42,11 +42,15 @@ class ModelMath:
         spec: The model.
         weights: By role, as for `eaas.worker.decoder.Decoder`.
         dtype: float32, or float64 to judge others by.
+        rounded: What dense products and attention take is rounded to bfloat16, as GPUs take it.
     """
 
-    def __init__(self, spec: ModelSpec, weights: Mapping[str, np.ndarray], dtype: torch.dtype) -> None:
+    def __init__(
+        self, spec: ModelSpec, weights: Mapping[str, np.ndarray], dtype: torch.dtype, rounded: bool = False
+    ) -> None:
         self.spec = spec
         self.dtype = dtype
+        self._taken = (lambda x: x.bfloat16().to(dtype)) if rounded else (lambda x: x)
         self._weights = {role: to_tensor(array, dtype) for role, array in weights.items()}
 
     def run(self, blocks: Sequence[Sequence[int]], attend: Attend, route: Route) -> list[Tensor]:
@@ -79,7 +83,7 @@ class ModelMath:
 
     def product(self, x: Tensor, role: str) -> Tensor:
         """Rows times the transpose of one of the dense layers' matrices."""
-        return x @ self._weights[role].T
+        return self._taken(x) @ self._weights[role].T
 
     def qkv(self, layer: int, h: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [q_heads, n, dim], keys [heads, n, dim] and values [heads, n, value dim] of normed rows.
@@ -124,6 +128,7 @@ class ModelMath:
         Args:
             seen: [n, m]: which query sees which key; all see all where None.
         """
+        q, k, v = (self._taken(part) for part in (q, k, v))
         queries = len(q) // len(k)
         scores = q @ k.repeat_interleave(queries, 0).transpose(1, 2) * self.spec.query_scale
         if seen is not None:
@@ -170,6 +175,7 @@ class ReferenceDecoder:
             a bias of each.
         dtype: float32, or float64 to judge others by.
         activation: Of its experts.
+        rounded: As for `ModelMath`; experts are left as they are.
     """
 
     def __init__(
@@ -179,10 +185,11 @@ class ReferenceDecoder:
         expert: Callable[[int, int], tuple[Weights, ...]],
         dtype: torch.dtype = torch.float32,
         activation: Activation = SWIGLU,
+        rounded: bool = False,
     ) -> None:
         self.spec = spec
         self._activation = activation
-        self._math = ModelMath(spec, weights, dtype)
+        self._math = ModelMath(spec, weights, dtype, rounded)
         self._expert_arrays = expert
         self._experts: dict[tuple[int, int], Expert] = {}
 

@@ -192,9 +192,15 @@ class World:
         self.client.write_tables(self.routes())
         give_patience(self.client, self.patience_s)
 
-    def call(self, call: Call) -> None:
-        """Run a call with its servers in turn."""
+    def begin(self) -> None:
+        """A step comes. On a GPU compiling what a call launches may outlast the one before."""
         tables = self.client.tables
+        tables.set_control(ClientWord.STEP, int(tables.control[ClientWord.STEP]) + 1)
+
+    def call(self, call: Call) -> None:
+        """Run a step of one call with its servers in turn."""
+        tables = self.client.tables
+        self.begin()
         dispatch(tables, call.layer, call.rows, call.ids, call.n_rows)
         for end in self.ends:
             end.enqueue_pass()

@@ -281,6 +281,7 @@ def test_an_earlier_reply_is_not_taken_for_one_that_never_came() -> None:
     world = World(servers=1, replicas=1, rounds=0)
     world.call(Call.random(world.shape, fresh_seed()))
     call = Call.random(world.shape, fresh_seed())
+    world.begin()
     dispatching.dispatch(world.client.tables, 0, call.rows, call.ids, call.n_rows)
     waiting.wait_replies(world.client.tables, 0, call.rows, call.ids, call.n_rows)
     assert world.client.report().verdicts == {0: {Verdict.MISSING}}

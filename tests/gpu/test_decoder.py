@@ -417,10 +417,12 @@ def test_a_step_with_a_damaged_answer_runs_again_and_one_that_lost_experts_names
     far = FarExperts(experts_of(world, 512))
     runner = runner_of(world, experts=far)
     whole = runner.prefill([1, 2])
+    # On a GPU a capture was among the runs before.
+    far.budgets.clear()
     far.reports = [StepReport(corrupt=(1,)), StepReport(corrupt=(0, 1))]
     same_bits(runner.prefill([1, 2]), whole, "run again", seed)
-    assert len(far.budgets) == 4
-    assert 0 < far.budgets[3] <= far.budgets[2] <= far.budgets[1] <= 10
+    assert len(far.budgets) == 3
+    assert 0 < far.budgets[2] <= far.budgets[1] <= far.budgets[0] <= 10
     for reports, rows, message in (
         (
             [StepReport(corrupt=(0,)), StepReport(lost=(1,), corrupt=(0,))],

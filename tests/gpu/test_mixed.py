@@ -134,6 +134,10 @@ def test_requests_keep_their_class_while_its_server_is_replaced_and_others_go_on
             assert answer == calm[answer.numerics_class]
         assert {answer.numerics_class for answer in storm} == {kernels, plain}
         assert crossings(url) == 0
+        end_s = time.monotonic() + 60
+        while kernels not in experts(url):
+            assert time.monotonic() < end_s, "nobody came in its place"
+            time.sleep(0.05)
         assert held[kernels]["pid"] != experts(url)[kernels]["pid"]
     finally:
         cluster.stop()

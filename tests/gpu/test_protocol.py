@@ -17,7 +17,7 @@ from experts.gpu.client import Link
 from experts.gpu.combine import combine
 from experts.gpu.dispatch import dispatch, dispatch_reference
 from experts.gpu.gather import gather
-from experts.gpu.layout import LISTED, ClientWord, CountWord, HostWord, RowsOut, SeenWord, ServerWord, Verdict
+from experts.gpu.layout import LISTED, CountWord, HostWord, RowsOut, SeenWord, ServerWord, Verdict
 from experts.gpu.poll import poll, poll_reference
 from experts.gpu.reply import reply, reply_reference
 from experts.gpu.server import Batch, GpuServer, lease_on_device
@@ -272,6 +272,8 @@ def test_the_stop_word_ends_a_pass_at_once() -> None:
 def test_who_watches_sees_passes_go_on_idle_and_without_a_lease() -> None:
     world = World(servers=1, replicas=1)  # whose windows the passes look into
     end = world.ends[0]
+    # Toy experts ask the device how many pairs there are, which a captured pass cannot.
+    end._compute = lambda batch: None
     assert end.turns() is None, "none has ended yet"
     seen = 0
     try:
@@ -347,7 +349,7 @@ def test_a_silent_server_is_suspect_its_slot_is_put_aside_and_a_late_reply_is_ne
     assert world.client.retired() == {0: 1}
     # It wakes, and answers into a slot that nobody looks at; the next call goes by the other slot.
     again = Call.random(world.shape, seed + 1)
-    tables.set_control(ClientWord.STEP, 2)
+    world.begin()
     dispatch(tables, 0, again.rows, again.ids, again.n_rows)
     for _ in range(2):
         for end in world.ends:
@@ -366,7 +368,7 @@ def test_a_slot_that_owes_a_reply_stays_aside_until_new_windows_come() -> None:
     call = Call.random(world.shape, fresh_seed())
     for step in (1, 2):
         # A step that has waited to its end asks nobody any more.
-        world.client.tables.set_control(ClientWord.STEP, step)
+        world.begin()
         for _ in range(2):
             dispatch(world.client.tables, 0, call.rows, call.ids, call.n_rows)
             wait_replies(world.client.tables, 0, call.rows, call.ids, call.n_rows)
@@ -374,11 +376,9 @@ def test_a_slot_that_owes_a_reply_stays_aside_until_new_windows_come() -> None:
     world.client.reclaim()
     assert world.client.retired() == {0: 2}
     world.client.report()
-    world.client.tables.set_control(ClientWord.STEP, 3)
     world.call(call)
     assert world.client.report().lost == (0, 1, 2), "a server without a free slot was asked"
     renew(world)
-    world.client.tables.set_control(ClientWord.STEP, 4)
     world.call(call)
     assert same_bits(call.out[:3], call.expected(world.shape)) and world.client.report().usable
 
@@ -517,6 +517,7 @@ def test_wrong_arguments_are_refused_in_words() -> None:
 
 def dispatch_one(world: World) -> Call:
     call = Call.random(world.shape, fresh_seed())
+    world.begin()
     dispatching.dispatch(world.client.tables, 0, call.rows, call.ids, call.n_rows)
     return call
 
@@ -572,6 +573,7 @@ def test_a_pass_that_outlasts_the_lease_releases_no_signal_and_a_later_one_answe
     world.call(Call.random(world.shape, seed))
     before = signals_of(world)
     call, tables = Call.random(world.shape, seed + 1), world.client.tables
+    world.begin()
     dispatching.dispatch(tables, 0, call.rows, call.ids, call.n_rows)
     poll(end.tables, 20_000)
     gather(end.tables, end.batch.rows, end.batch.scales)
