@@ -114,7 +114,7 @@ $(VLLM_ENV)/.complete: $(VLLM_ENV)/.installed pyproject.toml
 	@$(VLLM_ENV)/bin/python -m pip install --quiet -c $(VLLM_ENV)/constraints.txt -e .
 	@touch $@
 
-gpu: ## Check and time the GPU data path on this machine's GPU, in under 10 minutes; installs nothing. One part: make gpu ARGS=ffn
+gpu: ## Check and time the GPU data path on this machine's GPU, in about 15 minutes; installs nothing. One part: make gpu ARGS=ffn
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu $(ARGS)
 
 screenshots: setup $(VENV)/.complete-dev ## Pictures of eaas top and of the dashboard page while a server is killed, in screenshots/; needs Debian's chromium

@@ -74,6 +74,9 @@ class GpuBackend:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        if device.type == "cuda":
+            # Before there is a lease to renew: the driver's context takes seconds in which nothing else runs.
+            torch.empty(1, pin_memory=True).to(device)
         self._reserved: ExpertWeights | Fp8ExpertWeights | None = None
 
     def numerics_class(self, dtype: Dtype) -> str:

@@ -267,9 +267,9 @@ def _modes(note: Any) -> tuple[Any, Any]:
             targets.append(target)
             try:
                 result = func(*args, **kwargs)
-                if func == torch.Tensor.data_ptr and result < 1 << 31:
-                    # No GPU's memory, nor what is pinned for one, lies so low; triton would take it for an i32.
-                    result += 1 << 40
+                if func == torch.Tensor.data_ptr:
+                    # No GPU's memory, nor what is pinned for one, lies below 2^31: triton would take it for an i32.
+                    result += 1 << 46
                 if target in ("cuda", "cpu") and isinstance(result, torch.Tensor):
                     copies = func in (torch.Tensor.to, torch.Tensor.cpu, torch.tensor, torch.as_tensor)
                     if copies and there(result) == (target == "cpu"):

@@ -274,6 +274,7 @@ def test_a_client_refuses_old_torn_and_exchanged_answers_and_says_whose() -> Non
     world.client.report()
     put(one, old[one])
     combine(world, call)
+    settle()
     assert world.client.report().verdicts == {0: {Verdict.CORRUPT}}
 
 
@@ -284,6 +285,7 @@ def test_an_earlier_reply_is_not_taken_for_one_that_never_came() -> None:
     world.begin()
     dispatching.dispatch(world.client.tables, 0, call.rows, call.ids, call.n_rows)
     waiting.wait_replies(world.client.tables, 0, call.rows, call.ids, call.n_rows)
+    settle()
     assert world.client.report().verdicts == {0: {Verdict.MISSING}}
 
 

@@ -444,6 +444,7 @@ def test_a_steps_time_ends_its_waits() -> None:
     settle()
     dispatch(world.client.tables, 0, call.rows, call.ids, call.n_rows)
     wait_replies(world.client.tables, 0, call.rows, call.ids, call.n_rows)
+    settle()
     assert world.client.report().verdicts == {0: {Verdict.MISSING}}
     if DEVICE == "cpu":
         assert int(world.client.tables.control[6]) < 20 * 20_000, "the wait went past the step's deadline"
