@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 _ETCD = "etcd://"
 # What is kept in another form has another number, and is not seen.
-_TABLE = "kept_2"
+_TABLE = "kept_3"
 TOO_LARGE = "too_large_to_keep"
 _BUSY_S = 5.0
 OPEN = frozenset({"queued", "in_progress"})
@@ -50,6 +50,7 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
         owner: The gateway process that computes it; empty: none yet.
         numerics_class: In which it was begun; empty: it was not.
         hint: Which attention worker began it; see eaas.gateway.event_ids.
+        turn: How often it was begun anew, in another class: each time it is another response.
         losses: Owners whose leases ended before it did.
         bytes: Of job and result.
         version: What the store compares; of no meaning but to be the same.
@@ -60,6 +61,7 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
     owner: str = ""
     numerics_class: str = ""
     hint: int = 0
+    turn: int = 0
     losses: int = 0
     bytes: int = 0
     version: int = 0

@@ -52,6 +52,8 @@ _AGAIN_S, _AGAIN_MOST_S = 0.5, 15.0
 _EVENTS_BYTES = 8 << 20
 _OPENING_NAMES = ("response.created", "response.queued")
 _OPENING = len(_OPENING_NAMES)
+# So far apart are the numbers of a job's events from those before it was begun anew; more than can be kept of one turn.
+_TURN = 1_000_000
 _ID = re.compile(re.escape(ResponsesFormat.prefix) + "[!-~]{1,128}")
 
 P = ParamSpec("P")
@@ -106,7 +108,7 @@ class Run:
     Attributes:
         state: As the store had it last. Its numerics class, where there is one, and the hint whom to ask it keeps.
         owned: This process is the owner.
-        events: So far, one for each sequence number.
+        events: So far, one for each sequence number of this turn.
         dropped: They were too many, and are not kept.
         last: Those that end them and hold the whole response, which are shown once it is stored.
         over: No more come: the rest, if there is one, is in the store.
@@ -137,7 +139,7 @@ class Run:
     def begin_anew(self) -> None:
         """Nobody serves its numerics class any more: it is begun in another, and is another response."""
         log.warning("job_begun_anew id=%s class=%s", self.id, self.state.numerics_class)
-        self.state = _with(self.state, numerics_class="")
+        self.state = _with(self.state, numerics_class="", turn=self.state.turn + 1)
         self.events, self._bytes, self.dropped = _opening(self.job), 0, False
         self.changed.set()
 
@@ -270,7 +272,7 @@ class Jobs:
             log.warning("job_taken_over id=%s losses=%d", id, claimed.losses)
         # It may be computed here already, for somebody who listens.
         run = self._runs.get(id)
-        if run is not None and run.state.numerics_class == claimed.numerics_class:
+        if run is not None and run.state.turn == claimed.turn:
             run.state, run.owned = claimed, True
         else:
             self._start(id, _decode(found.job, type=Job), claimed, owned=True)
@@ -331,6 +333,8 @@ class Jobs:
                 message = f"{run.state.losses} gateways ended while they computed it; it is given up."
                 raise internal(message, code="attempts_exhausted")
             work = await self._work_of(checked(ResponsesRequest, bytes(job.request)), job.share)
+            if isinstance(work.format, ResponsesFormat):
+                work.format.number_from(_number(_OPENING, run.state))
             told: dict[str, Any] = {"key": job.run_key}
             if run.state.numerics_class:
                 told |= {"seen": 0, "numerics_class": run.state.numerics_class, "hint": run.state.hint}
@@ -354,7 +358,7 @@ class Jobs:
         except Exception:
             log.exception("job_failed id=%s", run.id)
             reply = internal("The server failed to compute it; its log says why.").reply
-        run.last = b"" if _again(reply) else _ended(job, "failed", len(run.events), reply)
+        run.last = b"" if _again(reply) else _ended(job, "failed", _number(len(run.events), run.state), reply)
         return reply
 
     async def _compute(self, run: Run, exchange: Exchange) -> ErrorReply | None:
@@ -397,7 +401,7 @@ class Jobs:
                 elif result.events:
                     result = Result(response=result.response)
                 else:
-                    run.last = _ended(run.job, "failed", len(run.events), error.reply)
+                    run.last = _ended(run.job, "failed", _number(len(run.events), run.state), error.reply)
                     result = Result(response=_response_of(run.last))
         run.events += _split(run.last)
 
@@ -455,7 +459,7 @@ class Jobs:
         if mine:
             run = self._start(id, job, state, owned=True)
             run.account = None if account is None else (account, reserved)
-        return self._stream(id, job, 0) if work.wanted.stream else JSONResponse(job.queued)
+        return self._stream(id, job, -1) if work.wanted.stream else JSONResponse(job.queued)
 
     def keeper(
         self, request: Request, given: ResponsesRequest, exchange: Exchange
@@ -487,7 +491,7 @@ class Jobs:
         after = asked.get("starting_after", "-1")
         if not re.fullmatch(r"-1|[0-9]{1,9}", after):
             raise wrong_field("starting_after", "the sequence number of an event is needed")
-        return self._stream(response_id, job, int(after) + 1)
+        return self._stream(response_id, job, int(after))
 
     async def cancel(self, response_id: str, request: Request) -> Response:
         """POST /v1/responses/{response_id}/cancel: it ends, with what it has said where it is computed here; one that
@@ -501,7 +505,7 @@ class Jobs:
                     run.changed.clear()
                     await run.changed.wait()
             else:
-                last = _ended(job, "cancelled", _OPENING)
+                last = _ended(job, "cancelled", _number(_OPENING, found.state))
                 events = zlib.compress(b"".join([*_opening(job), last]))
                 result = Result(response=_response_of(last), events=events)
                 after = self._after(found.state, result.response)
@@ -567,12 +571,11 @@ class Jobs:
 
     # -- streams
 
-    def _stream(self, id: str, job: Job, number: int) -> Response:
-        return JobStream(self._events(id, job, number), self._config.stall_s)
+    def _stream(self, id: str, job: Job, after: int) -> Response:
+        return JobStream(self._events(id, job, after), self._config.stall_s)
 
-    async def _events(self, id: str, job: Job, number: int) -> AsyncGenerator[bytes]:
-        """The events of a job from that number on, wherever it is computed."""
-        shown = ""  # the numerics class of what was shown
+    async def _events(self, id: str, job: Job, after: int) -> AsyncGenerator[bytes]:
+        """The events of a job after that sequence number, wherever it is computed."""
         until_s = time.monotonic() + self._config.deadline_s
         while not self._ends:
             try:
@@ -590,18 +593,19 @@ class Jobs:
             if run is not None:
                 run.listeners += 1
                 try:
-                    while not (run.over or self._ends) or number < len(run.events):
-                        if number > _OPENING:
-                            shown = shown or run.state.numerics_class
-                            if shown != run.state.numerics_class:
-                                yield _BEGUN_ANEW
-                                return
-                        if events := run.events[number:]:
-                            number += len(events)
+                    while not self._ends:
+                        place = _place_behind(after, run.state)
+                        if place is None:
+                            yield _BEGUN_ANEW
+                            return
+                        if events := run.events[place:]:
+                            after = _number(place + len(events) - 1, run.state)
                             yield b"".join(events)
                         elif run.dropped:
                             yield _NO_EVENTS
                             return
+                        elif run.over:
+                            break
                         else:
                             run.changed.clear()
                             await run.changed.wait()
@@ -612,21 +616,21 @@ class Jobs:
             elif found is None:
                 yield _NO_EVENTS
                 return
+            elif (place := _place_behind(after, found.state)) is None:
+                yield _BEGUN_ANEW
+                return
             elif found.state.status in OPEN:
-                opening = _opening(job)[number:]
-                number += len(opening)
+                opening = _opening(job)[place:]
+                after += len(opening)
                 yield b"".join(opening)
                 await asyncio.sleep(_POLL_S)
+            elif packed := _result(found).events:
+                events = _split(zlib.decompress(packed))
+                # What another gateway cancelled has fewer than were shown here.
+                yield b"".join(events[place:] if place <= len(events) else events[-1:])
+                return
             else:
-                packed = _result(found).events
-                if shown and shown != found.state.numerics_class:
-                    yield _BEGUN_ANEW
-                elif not packed:
-                    yield _NO_EVENTS
-                else:
-                    events = _split(zlib.decompress(packed))
-                    # What another gateway cancelled has fewer than were shown here.
-                    yield b"".join(events[number:] if number <= len(events) else events[-1:])
+                yield _NO_EVENTS
                 return
 
 
@@ -677,6 +681,17 @@ def _again(error: ErrorReply) -> bool:
 
 def _split(events: bytes) -> list[bytes]:
     return [event + b"\n\n" for event in events.split(b"\n\n")[:-1]]
+
+
+def _number(place: int, state: JobState) -> int:
+    """The sequence number of the event at that place of all of its turn."""
+    return place if place < _OPENING else place + state.turn * _TURN
+
+
+def _place_behind(after: int, state: JobState) -> int | None:
+    """The place of the event behind that sequence number; None: that is of an earlier turn."""
+    place = after + 1 if after < _OPENING else after + 1 - state.turn * _TURN
+    return place if place > _OPENING or after < _OPENING else None
 
 
 def _opening(job: Job) -> list[bytes]:

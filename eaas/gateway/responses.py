@@ -310,8 +310,7 @@ class ResponsesFormat(TranscriptFormat):
         """Args: said: what the response repeats of its request."""
         super().__init__(reading)
         self._said = said
-        # Who asked in the background was told of what is queued before.
-        self._sequence = 2 if said.get("background") else 0
+        self._sequence = 0
         self._logprobs: list[dict[str, Any]] = []  # of the open item's text
         self._status = "in_progress"
         self._end = "completed"
@@ -339,6 +338,10 @@ class ResponsesFormat(TranscriptFormat):
         """The response object before anything is computed."""
         self.head, self._status = head, "queued"
         return self.whole()
+
+    def number_from(self, number: int) -> None:
+        """Its events have numbers from this one on: others were told before."""
+        self._sequence = number
 
     def not_kept(self) -> None:
         """From now on the response says that it is not kept."""

@@ -640,13 +640,21 @@ def test_a_job_stays_in_the_class_in_which_it_began_at_whichever_gateway(
             begun, other = (worker, stranger) if worker.jobs else (stranger, worker)
             begun.frozen = True
             stream = iter(client.responses.retrieve(job.id, stream=True))
-            fingerprint = next(stream).response.model_dump()["system_fingerprint"]
-            assert fingerprint is None
+            shown = [next(stream).sequence_number for _ in range(4)]
+            assert shown == [0, 1, 2, 3]
             # Its class goes for good: it is computed anew, and nothing of two texts is put together.
             world.router.show(other)
             assert polled(client, job).output_text == other.script[-1]
+            with pytest.raises(openai.APIError, match="computed anew"):
+                list(stream)
             whole = raw(url, job.id)
-            assert [sequence_of(event) for event in whole] == list(range(len(whole)))
+            numbers = [sequence_of(event) for event in whole]
+            assert numbers == [0, 1, *range(10**6 + 2, 10**6 + len(whole))]
+            for after in (0, 1, *numbers[2:]):
+                assert raw(url, job.id, after) == whole[numbers.index(after) + 1 :]
+            for after in (2, 3, 9):
+                (told,) = raw(url, job.id, after)
+                assert b"begun_anew" in told, "the rest of another text"
             deltas = [json.loads(e.partition(b"data: ")[2])["delta"] for e in whole if b"text.delta" in e]
             assert "".join(deltas) == other.script[-1]
     finally:
