@@ -1,4 +1,4 @@
-"""Ids of a stream's events, and going on behind one of them. Pure.
+"""What is random about a response, ids of its stream's events, and going on behind one of them. Pure.
 
 An id says all that a gateway needs to make the same stream again: its Identity, the numerics class that computes it,
 how many tokens of each choice had come, and which of the events that the last of them made it names. The fixed part is
@@ -12,6 +12,7 @@ import base64
 import binascii
 import hashlib
 import hmac
+import string
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple, Protocol
@@ -19,7 +20,6 @@ from typing import Annotated, Any, NamedTuple, Protocol
 import msgspec
 
 from eaas.gateway.errors import ApiError, ErrorReply
-from eaas.gateway.identity import Identity
 
 _SEAL_BYTES = 16
 # An attention worker is named by its incarnation's last bits: a hint that may be wrong, of a few bytes for each choice.
@@ -30,7 +30,42 @@ _LONGEST_PART = 1 << 13
 _PLACED = 1 << 12
 _PLACES = tuple(b"%d.0.0\n" % tokens for tokens in range(_PLACED))
 
+_LETTERS = string.ascii_letters + string.digits
 _encode = msgspec.msgpack.encode
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """One response's: whatever in it is chosen by chance follows from this, so that every gateway that is given the
+    same request under the same identity makes the same bytes.
+
+    Attributes:
+        drawn: 32 hexadecimal digits.
+        created: Unix time in seconds.
+    """
+
+    drawn: str
+    created: int
+
+    def digest(self, label: str) -> bytes:
+        """32 bytes for one purpose, which no other label tells anything of."""
+        return hashlib.sha256(f"{self.drawn} {label}".encode()).digest()
+
+    def seed(self, prompt: int) -> int:
+        """The seed of a prompt's choices, by its number, where the client gave none; below 2**63."""
+        return int.from_bytes(self.digest(f"seed {prompt}")[:8], "big") >> 1
+
+    def item_id(self, prefix: str, number: int) -> str:
+        """The id of an item of the output."""
+        return f"{prefix}_{self.digest(f'item {number}').hex()[:32]}"
+
+    def call_id(self, choice: int, number: int, letters: int = 0) -> str:
+        """The id of a call, by its number in its choice: of so many letters; 0: of OpenAI's form."""
+        digest = self.digest(f"call {choice} {number}")
+        return (
+            "".join(_LETTERS[byte % len(_LETTERS)] for byte in digest[:letters])
+            or f"call_{digest.hex()[:24]}"
+        )
 
 
 class Mark(msgspec.Struct, frozen=True, array_like=True):

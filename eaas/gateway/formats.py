@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import msgspec
 
 from eaas.gateway.errors import ErrorReply
-from eaas.gateway.identity import Identity
+from eaas.gateway.event_ids import Identity
 from eaas.gateway.logprobs import TokenLogprobs, logprob_entry
 from eaas.gateway.output_reader import CallBegun, OutputReader, Part, Reading
 

@@ -110,7 +110,7 @@ class JobStore:
     def put(self, id: str, job: bytes, state: JobState, result: bytes = b"") -> JobState | None:
         """Keep a new record; None: there is one of that id. Raises ApiError: 429, no more is kept; 400, it is too large
         for the store."""
-        kept = [*self._span("open").values(), *self._span("ended").values()]
+        kept = [*self._base.span("open/", "open0").values(), *self._base.span("ended/", "ended0").values()]
         kept_bytes, more = sum(int(value.split()[0]) for value, _ in kept), len(job) + len(result)
         if len(kept) >= self._most:
             raise _full(f"{len(kept)} responses are kept, the most that this server keeps (--jobs-most)")
@@ -147,7 +147,7 @@ class JobStore:
 
     def open(self) -> dict[str, str]:
         """The owners of those that have not ended, by id, the oldest first."""
-        found = self._span("open").items()
+        found = self._base.span("open/", "open0").items()
         return {key.split("/", 2)[2]: value.decode().partition(" ")[2] for key, (value, _) in found}
 
     def forgotten(self, now_ms: int) -> list[str]:
@@ -160,14 +160,14 @@ class JobStore:
 
     def owners(self) -> dict[str, int]:
         """All owners, and the versions of their renewals."""
-        return {key.partition("/")[2]: version for key, (_, version) in self._span("owner").items()}
+        return {
+            key.partition("/")[2]: version
+            for key, (_, version) in self._base.span("owner/", "owner0").items()
+        }
 
     def forget_owner(self, owner: str, version: int) -> bool:
         """Take an owner for gone; False: it has renewed since that version."""
         return bool(self._base.commit({f"owner/{owner}": version}, {f"owner/{owner}": None}))
-
-    def _span(self, kind: str) -> Found:
-        return self._base.span(f"{kind}/", f"{kind}0")
 
     def _write(
         self, id: str, versions: dict[str, int], state: JobState, writes: dict[str, bytes | None]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import re
 import time
@@ -17,7 +16,7 @@ import uuid
 import zlib
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 import msgspec
 from starlette.requests import Request
@@ -26,11 +25,10 @@ from starlette.types import Message, Receive, Scope, Send
 
 from eaas.gateway.budgets import Account
 from eaas.gateway.errors import ApiError, ErrorReply, checked, internal, invalid, wrong_field
-from eaas.gateway.event_ids import NOT_RESUMABLE
+from eaas.gateway.event_ids import NOT_RESUMABLE, Identity
 from eaas.gateway.formats import ResponseHead, error_event, named_event
 from eaas.gateway.gateway import Gateway
 from eaas.gateway.guard import Connection
-from eaas.gateway.identity import Identity
 from eaas.gateway.job_store import OPEN, TOO_LARGE, JobState, JobStore, Leases, Stored, open_jobs
 from eaas.gateway.protection import account_of, key_name_of, reserve_tokens, share_of
 from eaas.gateway.responses import ResponsesFormat, ResponsesRequest, as_chat, input_items, repeated
@@ -56,7 +54,7 @@ _OPENING = len(_OPENING_NAMES)
 _TURN = 1_000_000
 _ID = re.compile(re.escape(ResponsesFormat.prefix) + "[!-~]{1,128}")
 
-P = ParamSpec("P")
+Ts = TypeVarTuple("Ts")
 R = TypeVar("R")
 _encode, _decode = msgspec.json.encode, msgspec.json.decode
 _with = msgspec.structs.replace
@@ -81,21 +79,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     run_key: str
     background: bool
 
-    @property
-    def input(self) -> list[dict[str, Any]]:
-        """The items of the input."""
-        return _decode(self.request)["input"]
-
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
     """What came of it: the response object, and all events, compressed; empty: they are not kept."""
 
     response: msgspec.Raw
     events: bytes = b""
-
-
-class _Last(msgspec.Struct):
-    response: msgspec.Raw
 
 
 class _Lost(Exception):
@@ -109,6 +98,7 @@ class Run:
         state: As the store had it last. Its numerics class, where there is one, and the hint whom to ask it keeps.
         owned: This process is the owner.
         events: So far, one for each sequence number of this turn.
+        nbytes: Of these.
         dropped: They were too many, and are not kept.
         last: Those that end them and hold the whole response, which are shown once it is stored.
         over: No more come: the rest, if there is one, is in the store.
@@ -119,7 +109,7 @@ class Run:
 
     def __init__(self, id: str, job: Job, state: JobState, *, owned: bool) -> None:
         self.id, self.job, self.state, self.owned = id, job, state, owned
-        self.events, self._bytes = _opening(job), 0
+        self.events, self.nbytes = _opening(job), 0
         self.dropped = self.over = False
         self.last = b""
         self.exchange: Exchange | None = None
@@ -129,36 +119,12 @@ class Run:
         self.listeners = 0
         self.changed = asyncio.Event()
 
-    def stop(self) -> None:
-        """End it: who listens finds the rest in the store. Idempotent."""
-        self.over = True
-        self.changed.set()
-        if self.task is not None and self.task is not asyncio.current_task():
-            self.task.cancel()
-
     def begin_anew(self) -> None:
         """Nobody serves its numerics class any more: it is begun in another, and is another response."""
         log.warning("job_begun_anew id=%s class=%s", self.id, self.state.numerics_class)
         self.state = _with(self.state, numerics_class="", turn=self.state.turn + 1)
-        self.events, self._bytes, self.dropped = _opening(self.job), 0, False
+        self.events, self.nbytes, self.dropped = _opening(self.job), 0, False
         self.changed.set()
-
-    def writer(self) -> Callable[[bytes], None]:
-        """Puts events behind those that there are: those of a computation that was given up are there already, and the
-        same."""
-        number = _OPENING
-
-        def write(chunk: bytes) -> None:
-            nonlocal number
-            for event in _split(chunk):
-                if number >= len(self.events) and not self.dropped:
-                    self.events.append(event)
-                    self._bytes += len(event)
-                    self.dropped = self._bytes > _EVENTS_BYTES
-                number += 1
-            self.changed.set()
-
-        return write
 
 
 class Jobs:
@@ -191,7 +157,7 @@ class Jobs:
             keeper.cancel()
             runs = list(self._runs.values())
             for run in runs:
-                run.stop()
+                self._drop(run)
             await asyncio.gather(keeper, *(run.task for run in runs if run.task), return_exceptions=True)
             self._thread.shutdown()
             if self._store is not None:
@@ -203,11 +169,10 @@ class Jobs:
         for run in self._runs.values():
             run.changed.set()
 
-    async def _ask(self, act: Callable[Concatenate[JobStore, P], R], *asked: P.args, **named: P.kwargs) -> R:
+    async def _ask(self, act: Callable[[JobStore, *Ts], R], *asked: *Ts) -> R:
         if self._store is None:
             raise invalid("This server keeps no responses; start it with --jobs.", code="nothing_is_kept")
-        call = functools.partial(act, self._store, *asked, **named)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, act, self._store, *asked)
 
     # -- computing
 
@@ -285,9 +250,13 @@ class Jobs:
         return run
 
     def _drop(self, run: Run) -> None:
+        """Let go of it: who listens finds the rest in the store. Idempotent."""
         if self._runs.get(run.id) is run:
             del self._runs[run.id]
-        run.stop()
+        run.over = True
+        run.changed.set()
+        if run.task is not None and run.task is not asyncio.current_task():
+            run.task.cancel()
 
     async def _run(self, run: Run) -> None:
         pause_s = _AGAIN_S
@@ -362,7 +331,19 @@ class Jobs:
         return reply
 
     async def _compute(self, run: Run, exchange: Exchange) -> ErrorReply | None:
-        generation, write = exchange.generation, run.writer()
+        generation, place = exchange.generation, _OPENING
+
+        def write(chunk: bytes) -> None:
+            nonlocal place
+            for event in _split(chunk):
+                # Those of a computation that was given up are there already, and the same.
+                if place >= len(run.events) and not run.dropped:
+                    run.events.append(event)
+                    run.nbytes += len(event)
+                    run.dropped = run.nbytes > _EVENTS_BYTES
+                place += 1
+            run.changed.set()
+
         exchange.begin()
         while not generation.ready:
             await exchange.wait()
@@ -432,7 +413,7 @@ class Jobs:
                 message = f"is '{id}', which is {found.state.status}; wait for its end"
                 raise wrong_field("previous_response_id", message)
             output = _decode(_result(found).response)["output"]
-            given.input = [*job.input, *output, *input_items(given, identity)]
+            given.input = [*_decode(job.request)["input"], *output, *input_items(given, identity)]
         elif given.background or given.store:
             given.input = list(input_items(given, identity))
 
@@ -526,7 +507,7 @@ class Jobs:
     async def list_input(self, response_id: str, request: Request) -> Response:
         """GET /v1/responses/{response_id}/input_items: all that the model was given, in pages."""
         job, _ = await self._found(response_id, request)
-        asked, items = request.query_params, job.input
+        asked, items = request.query_params, _decode(job.request)["input"]
         limit, order, after = asked.get("limit", "20"), asked.get("order", "desc"), asked.get("after")
         if not re.fullmatch(r"[1-9][0-9]?|100", limit):
             raise wrong_field("limit", "1 to 100 is needed")
@@ -711,7 +692,8 @@ def _ended(job: Job, status: str, number: int, error: ErrorReply | None = None) 
 
 def _response_of(events: bytes) -> msgspec.Raw:
     """The response object in the first of these."""
-    return _decode(events.partition(b"data: ")[2].partition(b"\n\n")[0], type=_Last).response
+    data = events.partition(b"data: ")[2].partition(b"\n\n")[0]
+    return _decode(data, type=dict[str, msgspec.Raw])["response"]
 
 
 def _no_more(message: str, code: str) -> bytes:

@@ -14,6 +14,7 @@ from pydantic import Field, field_validator
 
 from eaas.gateway.constraints import LogprobCount, Strict
 from eaas.gateway.errors import OVERLOADED, ErrorReply, checked, wrong_field
+from eaas.gateway.event_ids import Identity
 from eaas.gateway.formats import (
     Delta,
     Ending,
@@ -23,7 +24,6 @@ from eaas.gateway.formats import (
     error_event,
     named_event,
 )
-from eaas.gateway.identity import Identity
 from eaas.gateway.logprobs import logprob_entry
 from eaas.gateway.output_reader import CallBegun, Part, Reading, Thought
 from eaas.gateway.schema import MAX_MESSAGES, MAX_TOOLS, ChatRequest, Function, more_fields, only

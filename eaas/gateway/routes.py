@@ -16,10 +16,9 @@ from starlette.responses import JSONResponse
 from eaas.gateway import messages, responses
 from eaas.gateway.config import GatewayConfig
 from eaas.gateway.errors import invalid, wrong_field
-from eaas.gateway.event_ids import Seal, Seen
+from eaas.gateway.event_ids import Identity, Seal, Seen
 from eaas.gateway.formats import Format
 from eaas.gateway.gateway import Gateway
-from eaas.gateway.identity import Identity
 from eaas.gateway.jobs import Jobs
 from eaas.gateway.logprobs import MOST_SCORES
 from eaas.gateway.messages import CountTokensRequest, MessagesFormat, MessagesRequest

@@ -21,11 +21,10 @@ from starlette.types import Receive, Scope, Send
 
 from eaas.gateway.budgets import Account
 from eaas.gateway.errors import ApiError, ErrorReply
-from eaas.gateway.event_ids import HINTS, EventIds, Mark, Seal, Seen
+from eaas.gateway.event_ids import HINTS, EventIds, Identity, Mark, Seal, Seen
 from eaas.gateway.failover import Sequence as PoolSequence
 from eaas.gateway.formats import Format, ResponseHead, StreamUsage, Usage
 from eaas.gateway.guard import CLIENT_GONE, CLIENT_STALLED, Connection
-from eaas.gateway.identity import Identity
 from eaas.gateway.logprobs import PromptScores, TokensById
 from eaas.gateway.pool import WorkerPool
 from eaas.gateway.protection import account_of, key_name_of, reserve_tokens

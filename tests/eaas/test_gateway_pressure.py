@@ -18,8 +18,8 @@ from typing import Any
 import httpx
 import pytest
 
+from eaas.gateway.event_ids import Identity
 from eaas.gateway.formats import ResponseHead, StreamUsage
-from eaas.gateway.identity import Identity
 from eaas.gateway.openai_format import ChatFormat, CompletionFormat
 from eaas.gateway.output_reader import Reading
 from eaas.gateway.output_styles import HERMES

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 import uuid
 
+from eaas.gateway.event_ids import Identity
 from eaas.gateway.formats import Delta, Ending, FinishedChoice, ResponseHead, StreamUsage, Usage
-from eaas.gateway.identity import Identity
 from eaas.gateway.openai_format import ChatFormat
 from eaas.gateway.output_reader import Reading
 from eaas.gateway.output_styles import HERMES
