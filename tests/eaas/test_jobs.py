@@ -588,6 +588,27 @@ def test_while_the_store_is_away_nothing_is_lost_taken_or_promised(
         assert found is not None and found.state.losses == 0
 
 
+@pytest.mark.full(seconds=8)
+def test_who_listens_hears_all_though_the_store_was_away(world: World, worker: FakeWorker, says: Any) -> None:
+    says("x")
+    with contextlib.ExitStack() as stack:
+        etcd = stack.enter_context(etcd_process())
+        options = ("--jobs", f"etcd://{etcd.url.removeprefix('http://')}/away", "--deadline-s", "20")
+        url, other_url = (stack.enter_context(gateway_url(world, *options)) for _ in range(2))
+        worker.frozen = True
+        try:
+            job = ask(client_of(url))
+            pool = stack.enter_context(ThreadPoolExecutor(1))
+            heard = pool.submit(raw, other_url, job.id)
+            time.sleep(0.5)
+            etcd.kill()
+            time.sleep(1)
+            etcd.start()
+        finally:
+            worker.frozen = False
+        assert heard.result() == raw(url, job.id)
+
+
 def test_a_job_that_its_gateway_was_not_told_it_owns_is_computed(
     world: World, worker: FakeWorker, tmp_path: Path, says: Any
 ) -> None:
