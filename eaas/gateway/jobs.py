@@ -641,9 +641,8 @@ class JobStream(StreamingResponse):
 
 
 def _answer(job: Job, found: Stored) -> Response:
-    status = found.state.status
-    if status in OPEN:
-        return JSONResponse({**job.queued, "status": status})
+    if found.state.status in OPEN:
+        return JSONResponse({**job.queued, "status": found.state.status})
     return Response(bytes(_result(found).response), media_type="application/json")
 
 

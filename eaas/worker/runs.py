@@ -4,8 +4,8 @@ A gateway that goes on with a stream of another, which was lost, asks for the sa
 tokens that are there, at once, and then each new one: nothing is computed twice. A run that nobody listens to, since
 its gateway was lost, goes on for a while; what it said is kept for longer.
 
-The engine knows a run by the name that its first listener gave it, so that most tokens cost nothing here; once that one
-has gone, by its key.
+The engine knows a run by the name that one listener gave it, so that most tokens cost nothing here; by its key once
+that one has gone, until somebody listens alone.
 """
 
 from __future__ import annotations
@@ -258,7 +258,8 @@ class Runs:
         compiling = self._engine.compiling.get(request.owner, request.id) is request
         if len(run.others) >= MOST_LISTENERS or compiling:
             return False
-        self._alone.pop(request.key, None)
+        if self._alone.pop(request.key, None) is not None:
+            return self._engine.rename(request, *listener)
         run.others.append(listener)
         self._others[listener.owner, listener.id] = self._shared[request.owner, request.id] = run
         return True
