@@ -1,0 +1,140 @@
+"""Streams over two gateways outlive either of them: killed or frozen, no client sees anything but a pause."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+import pytest
+
+from eaas.cluster.config import ClusterConfig
+from eaas.cluster.local import LocalCluster
+from tests.e2e.resume_trial import Asked, Seen, counters, gateways, judged, run, stream, table
+from tests.e2e.waiting import wait_for
+
+STREAMS = 8
+
+
+@pytest.fixture(scope="module")
+def two(tiny: Path) -> Iterator[LocalCluster]:
+    config = ClusterConfig(model=tiny, served_model_name="tiny", experts=2, port=0, gateways=2, cores=(0, 1))
+    with LocalCluster(config) as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    ("streams", "kills"), [(12, 3), pytest.param(40, 8, marks=pytest.mark.full(seconds=60))]
+)
+def test_gateways_are_killed_under_streams_of_every_kind_and_no_client_is_told(
+    two: LocalCluster, streams: int, kills: int
+) -> None:
+    seed = time.time_ns()
+    trial = run(two, seed, streams=streams, kills=kills, most_s=0.5)
+    assert not trial.wrong, f"seed {seed}\n{table(trial)}\n" + "\n".join(trial.wrong)
+    assert trial.kills == kills and len(trial.streams) >= streams
+    assert trial.cut, f"seed {seed}: no stream was cut\n{table(trial)}"
+
+
+class Streams:
+    """Long streams, whose clients read slowly until `go`. seen: once they have ended."""
+
+    def __init__(self, cluster: LocalCluster) -> None:
+        self._cluster, self._pool, self._go = cluster, ThreadPoolExecutor(STREAMS), threading.Event()
+        self._begun: list[int] = [0] * STREAMS
+        self._reading = [self._pool.submit(self._read, number) for number in range(STREAMS)]
+        wait_for("all streams have begun", lambda: min(self._begun) > 1, cluster)
+
+    def _read(self, number: int) -> Seen:
+        def tell() -> None:
+            self._begun[number] += 1
+            self._go.wait(0.05)
+
+        asked: Asked = (
+            "/v1/completions",
+            {
+                "model": "tiny",
+                "prompt": f"{number} goes on",
+                "max_tokens": 250,
+                "stream": True,
+                "ignore_eos": True,
+            },
+        )
+        return stream(self._cluster.url, "httpx", asked, tell)
+
+    def go(self) -> list[Seen]:
+        """What their clients saw, once all have ended."""
+        self._go.set()
+        seen = [reading.result() for reading in self._reading]
+        self._pool.shutdown()
+        return seen
+
+
+def at_each(cluster: LocalCluster, kept: ExitStack) -> dict[int, httpx.Client]:
+    """A connection to each gateway, by its pid: whichever takes one keeps it."""
+    found: dict[int, httpx.Client] = {}
+
+    def all_met() -> bool:
+        client = kept.enter_context(httpx.Client(base_url=cluster.url, timeout=30))
+        found.setdefault(client.get("/status").json()["gateway"]["pid"], client)
+        return len(found) == cluster.config.gateways
+
+    wait_for("a connection to each gateway", all_met, cluster)
+    return found
+
+
+def test_a_stream_whose_gateway_is_killed_costs_no_token_and_no_prompt_again(two: LocalCluster) -> None:
+    wait_for("both gateways", lambda: len(gateways(two)) == 2, two)
+    with ExitStack() as kept:
+        at = at_each(two, kept)
+        streams = Streams(two)
+        running = {pid: client.get("/status").json()["gateway"]["running"] for pid, client in at.items()}
+        victim = max(running, key=lambda pid: running[pid])
+        (other,) = at.keys() - {victim}
+        before = counters(at[other])
+        os.kill(victim, signal.SIGKILL)
+        seen = streams.go()
+        wrong = [word for word in (one.error for one in seen) if word]
+        assert not wrong, wrong
+        assert sum(one.tries > 1 for one in seen) == running[victim]
+
+        def grew() -> dict[str, int]:
+            return dict(counters(at[other]) - before)
+
+        def heard() -> bool:
+            # A worker says so with its load, once it is idle too.
+            return (
+                grew().get("eaas_runs_joined_total", 0) + grew().get("eaas_runs_kept_total", 0)
+                >= running[victim]
+            )
+
+        wait_for("the worker's word", heard, two)
+        assert grew()["eaas_resumed_tokens_total"] > 0
+        assert "vllm:prefix_cache_queries_total" not in grew(), f"prompts were computed again: {grew()}"
+    wrong = [word for word in (judged(two.url, one) for one in seen) if word]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_frozen_gateway_of_two_is_replaced_and_its_streams_go_on_at_the_other(two: LocalCluster) -> None:
+    wait_for("both gateways", lambda: len(gateways(two)) == 2, two)
+    with ExitStack() as kept:
+        at = at_each(two, kept)
+        streams = Streams(two)
+        running = {pid: client.get("/status").json()["gateway"]["running"] for pid, client in at.items()}
+    frozen = max(running, key=lambda pid: running[pid])
+    os.kill(frozen, signal.SIGSTOP)
+    for _ in range(20):
+        # New connections: each is answered by the one that is awake.
+        assert httpx.get(f"{two.url}/v1/models", timeout=30).status_code == 200
+    assert frozen in gateways(two), "it was ended too early to show anything"
+    seen = streams.go()
+    wait_for("its successor", lambda: frozen not in gateways(two) and len(gateways(two)) == 2, two)
+    assert sum(one.tries > 1 for one in seen) == running[frozen]
+    wrong = [word for word in (judged(two.url, one) for one in seen) if word]
+    assert not wrong, "\n".join(wrong)
