@@ -39,10 +39,10 @@ import httpx2
 import openai
 
 from benchmarks.features import SCHEMA, TOOL, Asked, drawn, plain, told
+from benchmarks.make_model import make_model
 from eaas.client import resuming
 from eaas.cluster.config import ClusterConfig
 from eaas.cluster.local import LocalCluster
-from eaas.model.make_model import make_model
 
 AT_ONCE, LIMIT_S = 16, 120.0
 # Between two events of each stream while there is somebody to kill, so that streams last.
