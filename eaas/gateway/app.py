@@ -99,7 +99,8 @@ class OperatingRoutes:
         drains = "it drains, another gateway has taken its place" if gateway.draining else ""
         reason = drains or gateway.pool.unready_reason()
         if reason:
-            raise unavailable(f"Not ready: {reason}.", code="not_ready")
+            after_s = gateway.pool.eta.back_s("workers", 0.0)
+            raise unavailable(f"Not ready: {reason}.", code="not_ready", after_s=after_s)
         return JSONResponse({"status": "ok"})
 
     async def load(self) -> Response:
@@ -240,7 +241,8 @@ class OperatingRoutes:
         except OrderRefused as error:
             raise invalid(str(error), param="new_data_parallel_size") from None
         except RouterUnavailable as error:
-            raise unavailable(f"{error} Scale with: eaas scale.", code="router_unavailable") from None
+            message = f"{error} Scale with: eaas scale."
+            raise unavailable(message, code="router_unavailable", after_s=0.0) from None
         members = f"{wanted.new_data_parallel_size} members of the {wanted.pool} pool"
         return JSONResponse({"message": f"Scaling to {members}."})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,6 +16,8 @@ from eaas.worker.protocol import Failed
 INVALID_REQUEST = "invalid_request_error"
 OVERLOADED = "overloaded_error"
 SERVER_ERROR = "server_error"
+# However long it may take: a client looks again after that.
+_MOST_AFTER_S = 600.0
 
 R = TypeVar("R", bound=BaseModel)
 
@@ -89,16 +92,22 @@ def unknown_model(name: str, served: str) -> ApiError:
     return ApiError(ErrorReply(status=404, message=message, param="model", code="model_not_found"))
 
 
-def unavailable(message: str, *, code: str = "service_unavailable", retry_after_s: int = 1) -> ApiError:
-    """A 503 that the client may send again."""
+def unavailable(message: str, *, after_s: float, code: str = "service_unavailable") -> ApiError:
+    """A 503 that the client may send again. Args: after_s: when what is missing is expected back."""
+    return _later(503, message, code, after_s)
+
+
+def full(message: str, *, after_s: float, code: str = "too_many_requests") -> ApiError:
+    """A 429: what waits is bounded, and the bound is reached. Args: after_s: when a place is expected to be free."""
+    return _later(429, message, code, after_s)
+
+
+def _later(status: int, message: str, code: str, after_s: float) -> ApiError:
+    # The header is of whole seconds.
+    after = math.ceil(min(max(after_s, 1.0), _MOST_AFTER_S))
     return ApiError(
-        ErrorReply(status=503, message=message, kind=OVERLOADED, code=code, retry_after_s=retry_after_s)
+        ErrorReply(status=status, message=message, kind=OVERLOADED, code=code, retry_after_s=after)
     )
-
-
-def full(message: str, *, code: str = "too_many_requests") -> ApiError:
-    """A 429: what waits is bounded, and the bound is reached."""
-    return ApiError(ErrorReply(status=429, message=message, kind=OVERLOADED, code=code, retry_after_s=1))
 
 
 def internal(message: str, *, code: str = "internal_error") -> ApiError:
@@ -163,12 +172,17 @@ _CLIENT_FAULTS = {
 }
 
 
-def error_of(message: Failed, *, begun: bool) -> ApiError:
-    """What a client is told of a choice that no worker will go on with. Args: begun: it has tokens already."""
+def error_of(message: Failed, *, begun: bool, after_s: float) -> ApiError:
+    """What a client is told of a choice that no worker will go on with.
+
+    Args:
+        begun: It has tokens already.
+        after_s: When what it lacked is expected back.
+    """
     if message.code == "no_token":
         return invalid(message.message)
     if message.code in _CLIENT_FAULTS and not begun:
         return invalid(message.message, code=_CLIENT_FAULTS[message.code])
     if message.retryable:
-        return unavailable(message.message, code=message.code)
+        return unavailable(message.message, code=message.code, after_s=after_s)
     return internal(message.message, code=message.code)

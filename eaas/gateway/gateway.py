@@ -71,7 +71,7 @@ class Gateway:
         self.running = 0
         self._in_progress: Counter[Share] = Counter()  # of these, whose they are
         self.draining = False
-        self.paused = False  # new requests are refused
+        self._paused_s: float | None = None  # since when new requests are refused
         self.exchanges: dict[str, Exchange] = {}  # those in progress
         self._loop: asyncio.AbstractEventLoop | None = None
         self.views = views
@@ -93,6 +93,18 @@ class Gateway:
             raise RuntimeError("the gateway has not started: run it under an ASGI server with lifespan on")
         return self._pool
 
+    @property
+    def paused(self) -> bool:
+        """Whether new requests are refused, as an operator wants."""
+        return self._paused_s is not None
+
+    @paused.setter
+    def paused(self, paused: bool) -> None:
+        now_s = time.monotonic()
+        if self._paused_s is not None and not paused:
+            self.pool.eta.lasted("pause", now_s - self._paused_s)
+        self._paused_s = (now_s if self._paused_s is None else self._paused_s) if paused else None
+
     @asynccontextmanager
     async def lifespan(self, _: FastAPI) -> AsyncIterator[None]:
         """Start the pool and follow the router until shutdown."""
@@ -105,6 +117,11 @@ class Gateway:
             "eaas_waiting": ("Choices that wait for an attention worker.", lambda: pool.waiting),
             "eaas_paused": ("Choices that wait for their client to read.", lambda: pool.paused),
             "eaas_owed_tokens": ("Tokens still to be computed, as reckoned.", lambda: pool.owed_tokens),
+            "eaas_eta_p50_seconds": (
+                "Median of what a request sent now is predicted to take.",
+                lambda: pool.eta.sent_now().p50_s,
+            ),
+            "eaas_eta_p90_seconds": ("Its 90th percentile.", lambda: pool.eta.sent_now().p90_s),
             "eaas_attention_workers": ("Attention workers connected.", lambda: len(pool.links())),
         }
 
@@ -216,7 +233,8 @@ class Gateway:
         if self.running >= most and not has_room(self._in_progress, share, most):
             self.metrics.count_refused("requests")
             raise errors.full(
-                f"{self.running} requests are in progress, the most that this server takes. Try again shortly."
+                f"{self.running} requests are in progress, the most that this server takes. Try again shortly.",
+                after_s=self.pool.eta.freed_s(time.monotonic()),
             )
         self.running += 1
         self._in_progress[share] += 1
@@ -227,9 +245,11 @@ class Gateway:
         Raises:
             ApiError: 503.
         """
-        if self.paused:
+        if self._paused_s is not None:
             self.metrics.count_refused("paused")
-            raise errors.unavailable("An operator has paused this server. Try again later.", code="paused")
+            age_s = time.monotonic() - self._paused_s
+            message = "An operator has paused this server. Try again later."
+            raise errors.unavailable(message, code="paused", after_s=self.pool.eta.back_s("pause", age_s))
 
     def admit_tokens(self, work: Work) -> None:
         """Refuse a request that would make what is owed too much.
@@ -244,9 +264,11 @@ class Gateway:
         owed = by_share.total()
         if owed and not has_room(by_share, work.share, most, cost):
             self.metrics.count_refused("tokens")
+            too_many = (owed + cost - most) * self.pool.running / owed
             raise errors.full(
                 f"{owed} tokens are still to be computed here, and this request would make them more than {most}. "
-                "Try again shortly."
+                "Try again shortly.",
+                after_s=self.pool.eta.freed_s(time.monotonic(), max(1.0, too_many)),
             )
 
     def release(self, share: Share) -> None:

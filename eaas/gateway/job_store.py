@@ -11,9 +11,11 @@ All calls block, and raise ApiError: 503 where they were not carried out, or nob
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import sqlite3
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,7 +30,7 @@ log = logging.getLogger(__name__)
 _ETCD = "etcd://"
 # What is kept in another form has another number, and is not seen.
 _TABLE = "kept_3"
-TOO_LARGE = "too_large_to_keep"
+TOO_LARGE, UNUSABLE = "too_large_to_keep", "jobs_unusable"
 _BUSY_S = 5.0
 OPEN = frozenset({"queued", "in_progress"})
 
@@ -110,13 +112,18 @@ class JobStore:
     def put(self, id: str, job: bytes, state: JobState, result: bytes = b"") -> JobState | None:
         """Keep a new record; None: there is one of that id. Raises ApiError: 429, no more is kept; 400, it is too large
         for the store."""
-        kept = [*self._base.span("open/", "open0").values(), *self._base.span("ended/", "ended0").values()]
+        ended = self._base.span("ended/", "ended0")
+        kept = [*self._base.span("open/", "open0").values(), *ended.values()]
         kept_bytes, more = sum(int(value.split()[0]) for value, _ in kept), len(job) + len(result)
         if len(kept) >= self._most:
-            raise _full(f"{len(kept)} responses are kept, the most that this server keeps (--jobs-most)")
+            raise _full(
+                f"{len(kept)} responses are kept, the most that this server keeps (--jobs-most)", ended
+            )
         if kept and kept_bytes + more > self._most_bytes:
             most = f"at most {self._most_bytes} (--jobs-bytes)"
-            raise _full(f"{kept_bytes} bytes of responses are kept, and {more} more would be over {most}")
+            raise _full(
+                f"{kept_bytes} bytes of responses are kept, and {more} more would be over {most}", ended
+            )
         state = msgspec.structs.replace(state, bytes=more)
         return self._write(id, {f"job/{id}": 0}, state, {f"job/{id}": job, f"result/{id}": result or None})
 
@@ -183,13 +190,16 @@ class JobStore:
         return msgspec.structs.replace(state, version=version) if version else None
 
 
-def _full(found: str) -> ApiError:
-    return full(f"{found}. Delete some, or try again later.", code="responses_full")
+def _full(found: str, ended: Iterable[str]) -> ApiError:
+    """Args: ended: keys of those that have ended; before one is forgotten, nobody knows when there is room."""
+    first_ms = min((int(key.split("/")[1], 16) for key in ended), default=math.inf)
+    message = f"{found}. Delete some, or try again later."
+    return full(message, code="responses_full", after_s=first_ms / 1000 - time.time())
 
 
 def _unusable(where: object, error: Exception) -> ApiError:
     log.error("jobs_unusable where=%s reason=%r", where, error)
-    return unavailable("What keeps responses cannot be used just now. Try again.", code="jobs_unusable")
+    return unavailable("What keeps responses cannot be used just now. Try again.", code=UNUSABLE, after_s=0.0)
 
 
 def _index(id: str, state: JobState) -> str:

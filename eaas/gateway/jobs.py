@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import re
 import time
 import uuid
@@ -24,12 +25,13 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from eaas.gateway.budgets import Account
-from eaas.gateway.errors import ApiError, ErrorReply, checked, internal, invalid, wrong_field
+from eaas.gateway.errors import ApiError, ErrorReply, checked, internal, invalid, unavailable, wrong_field
+from eaas.gateway.eta import Estimate
 from eaas.gateway.event_ids import NOT_RESUMABLE, Identity
 from eaas.gateway.formats import ResponseHead, error_event, named_event
 from eaas.gateway.gateway import Gateway
 from eaas.gateway.guard import Connection
-from eaas.gateway.job_store import OPEN, TOO_LARGE, JobState, JobStore, Leases, Stored, open_jobs
+from eaas.gateway.job_store import OPEN, TOO_LARGE, UNUSABLE, JobState, JobStore, Leases, Stored, open_jobs
 from eaas.gateway.protection import account_of, key_name_of, reserve_tokens, share_of
 from eaas.gateway.responses import ResponsesFormat, ResponsesRequest, as_chat, input_items, repeated
 from eaas.gateway.stream import Exchange, Work
@@ -42,6 +44,8 @@ _LOOK_S = 1.0
 _LEASE_S = 5.0
 # Between looks for news of a job that is computed elsewhere.
 _POLL_S = 0.2
+# When one ends that has all its tokens, and is being stored.
+_SOON = Estimate(0.0, _POLL_S, _POLL_S)
 # A job whose owners all ended before it may be what ends them.
 _MOST_LOSSES = 20
 # Between attempts that failed for want of workers or experts.
@@ -142,6 +146,7 @@ class Jobs:
         self._leases = Leases(_LEASE_S, 2 * _LOOK_S)
         self._runs: dict[str, Run] = {}
         self._ends = False
+        self._away_s = 0.0  # since when the store cannot be used
         gateway.beside.append(self.running)
         gateway.on_stop.append(self.end_streams)
         told = "Background responses that are computed here.", lambda: len(self._owned())
@@ -172,7 +177,19 @@ class Jobs:
     async def _ask(self, act: Callable[[JobStore, *Ts], R], *asked: *Ts) -> R:
         if self._store is None:
             raise invalid("This server keeps no responses; start it with --jobs.", code="nothing_is_kept")
-        return await asyncio.get_running_loop().run_in_executor(self._thread, act, self._store, *asked)
+        loop, eta = asyncio.get_running_loop(), self._gateway.pool.eta
+        try:
+            found = await loop.run_in_executor(self._thread, act, self._store, *asked)
+        except ApiError as error:
+            if error.reply.code != UNUSABLE:
+                raise
+            self._away_s = self._away_s or time.monotonic()
+            after_s = eta.back_s("store", time.monotonic() - self._away_s)
+            raise unavailable(str(error), code=UNUSABLE, after_s=after_s) from error
+        if self._away_s:
+            eta.lasted("store", time.monotonic() - self._away_s)
+        self._away_s = 0.0
+        return found
 
     # -- computing
 
@@ -312,6 +329,7 @@ class Jobs:
                 work, model, pool, identity, stall_s=stall_s, on_close=lambda: None, told=told
             )
             run.exchange = exchange
+            run.changed.set()
             if run.owned:
                 gateway.exchanges[exchange.own_id] = exchange
             try:
@@ -440,7 +458,11 @@ class Jobs:
         if mine:
             run = self._start(id, job, state, owned=True)
             run.account = None if account is None else (account, reserved)
-        return self._stream(id, job, -1) if work.wanted.stream else JSONResponse(job.queued)
+            if not work.wanted.stream:
+                with contextlib.suppress(TimeoutError):
+                    # Until it has begun, little is known of when it will end.
+                    await asyncio.wait_for(run.changed.wait(), _POLL_S)
+        return self._stream(id, job, -1) if work.wanted.stream else self._unfinished(job, "queued")
 
     def keeper(
         self, request: Request, given: ResponsesRequest, exchange: Exchange
@@ -466,7 +488,7 @@ class Jobs:
         job, found = await self._found(response_id, request)
         asked = request.query_params
         if asked.get("stream") != "true":
-            return _answer(job, found)
+            return self._answer(job, found)
         if not job.background:
             raise wrong_field("stream", "only what was asked for with 'background' can be streamed again")
         after = asked.get("starting_after", "-1")
@@ -494,7 +516,7 @@ class Jobs:
                 if ended is not None and run is not None:
                     self._drop(run)
             job, found = await self._found(response_id, request)
-        return _answer(job, found)
+        return self._answer(job, found)
 
     async def delete(self, response_id: str, request: Request) -> Response:
         """DELETE /v1/responses/{response_id}: forget it; one that has not ended is computed no more."""
@@ -521,6 +543,22 @@ class Jobs:
         page = rest[: int(limit)]
         ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {}
         return JSONResponse({"object": "list", "data": page, **ends, "has_more": len(page) < len(rest)})
+
+    def _answer(self, job: Job, found: Stored) -> Response:
+        if found.state.status in OPEN:
+            return self._unfinished(job, found.state.status)
+        return Response(bytes(_result(found).response), media_type="application/json")
+
+    def _unfinished(self, job: Job, status: str) -> Response:
+        """The response object so far, when it is expected to end, and when to ask again."""
+        run, estimate = self._runs.get(job.queued["id"]), None
+        if run is None or not run.last:
+            exchange = None if run is None else run.exchange
+            estimate = exchange.estimate() if exchange is not None else self._gateway.pool.eta.sent_now()
+        p50_s, p90_s, after_s = estimate or _SOON
+        eta = {"p50_s": round(p50_s, 3), "p90_s": round(p90_s, 3)}
+        headers = {"openai-poll-after-ms": str(math.ceil(after_s * 1000))}
+        return JSONResponse({**job.queued, "status": status, "eaas_eta": eta}, headers=headers)
 
     async def _found(self, id: str, request: Request, param: str = "response_id") -> tuple[Job, Stored]:
         known = self._store is not None and _ID.fullmatch(id)
@@ -638,12 +676,6 @@ class JobStream(StreamingResponse):
                 connection.cut()
         finally:
             await self._events.aclose()
-
-
-def _answer(job: Job, found: Stored) -> Response:
-    if found.state.status in OPEN:
-        return JSONResponse({**job.queued, "status": found.state.status})
-    return Response(bytes(_result(found).response), media_type="application/json")
 
 
 def _result(found: Stored) -> Result:

@@ -29,6 +29,7 @@ from eaas.gateway.errors import (
     invalid,
     unavailable,
 )
+from eaas.gateway.eta import Estimate, Eta
 from eaas.gateway.event_ids import HINTS, not_resumable
 from eaas.gateway.failover import Sequence, Trial
 from eaas.gateway.link import WorkerLink, Workers
@@ -67,6 +68,7 @@ class WorkerPool:
         # An operator has everybody wait.
         self.held = False
         self._trial = Trial()
+        self.eta = Eta()
         self._placing = False
         self._ids = itertools.count(1)
         self._sweeper: asyncio.TimerHandle | None = None
@@ -166,6 +168,12 @@ class WorkerPool:
         sequence.started_s = sequence.last_s = now_s
         sequence.traceparent = TRACEPARENT.get()
         self._sequences[sequence.id] = sequence
+        alike = sequence.share.tenant, sequence.prefix, sequence.params.ignore_eos
+        self.eta.workers = max(1, len(self._workers.candidates()))
+        self.eta.submitted(
+            sequence.id, now_s, prompt=len(sequence.log.prompt), limit=sequence.params.max_tokens, alike=alike,
+            background=sequence.share.background,
+        )  # fmt: skip
         if self._closed:
             self._fail(sequence, _shutting_down())
         else:
@@ -186,6 +194,13 @@ class WorkerPool:
             if link is not None:
                 link.send(Cancel(id=sequence.id))
         return in_progress
+
+    def estimate(self, sequences: Iterable[Sequence]) -> Estimate | None:
+        """When the last of these choices is expected to end; None where none is in progress."""
+        now_s = time.monotonic()
+        found = [self.eta.estimate(s.id, now_s, made=len(s.log.output)) for s in sequences]
+        longest = [max(each) for each in zip(*filter(None, found), strict=True)]
+        return Estimate(*longest) if longest else None
 
     def pause(self, sequences: Iterable[Sequence]) -> None:
         """Take choices from their workers until `resume`: their client has too much to read already. Idempotent."""
@@ -318,6 +333,7 @@ class WorkerPool:
                 metrics.output_tokens += 1
             else:
                 sequence.first_s = now_s
+                self.eta.began(sequence.id, now_s)
                 if not sequence.seen:
                     metrics.ttft.observe(now_s - sequence.started_s)
                     metrics.recent_ttft.add(now_s, now_s - sequence.started_s)
@@ -325,6 +341,8 @@ class WorkerPool:
             sequence.last_s = now_s
             if sequence.prefill:
                 # The first token of an attempt says that the prompt has been computed.
+                if sequence.refused_since_s:
+                    self.eta.lasted("experts", now_s - sequence.refused_since_s)
                 paid, sequence.prefill, sequence.refused_since_s = sequence.prefill, 0, 0.0
                 self._next_trial(sequence)
                 sequence.generation.computed_by(sequence.numerics_class or "")
@@ -341,8 +359,9 @@ class WorkerPool:
                 link.send(Cancel(id=sequence.id))
                 continue
             if token.finish or stopped:
-                self._forget(sequence)
-                metrics.count_whole("length" if token.finish == "length" else "stop", now_s, sequence)
+                finish = "length" if token.finish == "length" else "stop"
+                self._forget(sequence, finish)
+                metrics.count_whole(finish, now_s, sequence)
                 if not token.finish:
                     link.send(Cancel(id=sequence.id))
 
@@ -367,16 +386,18 @@ class WorkerPool:
         if message.code in ("overloaded", "class_lost"):
             self._refused(sequence, message)
         else:
-            self._fail(sequence, error_of(message, begun=bool(sequence.log.output)))
+            after_s = self.eta.back_s("experts", time.monotonic() - sequence.last_s)
+            self._fail(sequence, error_of(message, begun=bool(sequence.log.output), after_s=after_s))
 
     def _refused(self, sequence: Sequence, message: Failed) -> None:
         """Every worker is full or lacks experts: a choice waits, up to the deadline; no new one where full."""
         now_s = time.monotonic()
         sequence.refused_since_s = sequence.refused_since_s or now_s
         if message.code == "overloaded" and not sequence.log.output:
-            self._fail(sequence, full(message.message, code=message.code))
+            self._fail(sequence, full(message.message, code=message.code, after_s=self.eta.freed_s(now_s)))
         elif now_s - sequence.refused_since_s >= self._config.deadline_s:
-            self._fail(sequence, unavailable(message.message, code=message.code))
+            after_s = self.eta.back_s("experts", now_s - sequence.refused_since_s)
+            self._fail(sequence, unavailable(message.message, code=message.code, after_s=after_s))
         else:
             self._replay(sequence, message.code)
 
@@ -423,7 +444,8 @@ class WorkerPool:
                     # What a worker could not take then it may take now, and it may be the only one.
                     self._loop.call_later(_AGAIN_S, self._ask_again, sequence)
             return
-        self._waiting.pop(sequence.id, None)
+        if self._waiting.pop(sequence.id, None) is not None:
+            self.eta.lasted("workers", time.monotonic() - sequence.waiting_since_s)
         token_log = sequence.log
         before, sequence.numerics_class = sequence.numerics_class, link.numerics_class
         if before not in (None, link.numerics_class) and token_log.output:
@@ -537,7 +559,8 @@ class WorkerPool:
         sequence.debt = 0
         self._next_trial(sequence)
 
-    def _forget(self, sequence: Sequence) -> None:
+    def _forget(self, sequence: Sequence, finish: str = "abort") -> None:
+        self.eta.ended(sequence.id, time.monotonic(), made=len(sequence.log.output), finish=finish)
         self._unlink(sequence)
         self._sequences.pop(sequence.id, None)
         self._waiting.pop(sequence.id, None)
@@ -582,7 +605,8 @@ class WorkerPool:
                 continue
             reason = self.unready_reason() or "those that serve could not take it just then"
             waited = f"No attention worker took the request within {self._config.deadline_s:g} s: {reason}."
-            self._fail(sequence, unavailable(waited))
+            after_s = self.eta.back_s("workers", now_s - sequence.waiting_since_s)
+            self._fail(sequence, unavailable(waited, after_s=after_s))
         for link in self._workers.drained_for(self._config.drain_move_s, now_s):
             self._move_from(link, begun=True)
         for link in self.links():
@@ -613,8 +637,10 @@ class WorkerPool:
                 elif silence_s >= self._config.deadline_s:
                     link.send(Cancel(id=sequence.id))
                     waited = f"{link.name} has been silent for {silence_s:.1f} s, and no other serves."
-                    self._fail(sequence, unavailable(waited))
+                    after_s = self.eta.back_s("workers", silence_s)
+                    self._fail(sequence, unavailable(waited, after_s=after_s))
 
 
 def _shutting_down() -> ApiError:
-    return unavailable("The gateway is shutting down.", code="shutting_down")
+    # Another gateway, or this one started again, may answer at once.
+    return unavailable("The gateway is shutting down.", code="shutting_down", after_s=0.0)

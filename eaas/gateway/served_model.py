@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -61,6 +62,9 @@ class ServedModel:
     _long_taken: asyncio.Semaphore = field(
         default_factory=lambda: asyncio.Semaphore(_MOST_LONG), init=False, repr=False, compare=False
     )
+
+    # How long the last one took.
+    _long_s: list[float] = field(default_factory=lambda: [1.0], init=False, repr=False, compare=False)
 
     @cached_property
     def call_style(self) -> CallStyle:
@@ -272,10 +276,15 @@ class ServedModel:
             return await asyncio.to_thread(work)
         if self._long_taken.locked():
             raise full(
-                f"{_MOST_LONG} long texts are being cut into tokens, the most at once. Try again shortly."
+                f"{_MOST_LONG} long texts are being cut into tokens, the most at once. Try again shortly.",
+                after_s=self._long_s[0],
             )
         async with self._long_taken, self._long:
-            return await asyncio.to_thread(work)
+            began_s = time.monotonic()
+            try:
+                return await asyncio.to_thread(work)
+            finally:
+                self._long_s[0] = time.monotonic() - began_s
 
 
 class ModelUnusable(ValueError):

@@ -248,7 +248,8 @@ def test_without_replacement_requests_end_cleanly_at_the_deadline_and_nothing_st
                 f"{one}; killed {killed_s}"
             )
         for one in late:
-            assert (one.status, one.error, one.retry_after) == (503, "expert_lost", "1"), one
+            assert (one.status, one.error) == (503, "expert_lost"), one
+            assert one.retry_after is not None and int(one.retry_after) >= 1, one
             assert not one.tokens and not one.is_done, one
             assert DEADLINE_S - NEARLY_S <= one.ended_s - one.sent_s < DEADLINE_S + REST_S, one
         after = reading(cluster)

@@ -306,7 +306,10 @@ def test_what_a_worker_refuses_has_its_status(
 
 def test_bounds_that_leave_no_token_are_the_clients_fault_however_late_that_shows() -> None:
     failed = Failed(id="a", attempt=1, code="no_token", message="nothing is left", retryable=False)
-    assert [errors.error_of(failed, begun=begun).reply.status for begun in (False, True)] == [400, 400]
+    assert [errors.error_of(failed, begun=begun, after_s=0.0).reply.status for begun in (False, True)] == [
+        400,
+        400,
+    ]
 
 
 def test_a_fault_in_mid_stream_is_an_error_event_and_no_done(url: str, worker: FakeWorker) -> None:
@@ -401,7 +404,8 @@ def test_without_a_worker_health_says_why_and_requests_end_at_the_deadline(
             reply = httpx.post(f"{url}{PLAIN}", json={"model": "tiny", "prompt": "a"})
         assert time.monotonic() - began_s > 0.9
         assert "within 1 s" in error_of(reply, 503)["message"]
-        assert reply.headers["retry-after"] == "1"
+        # What has been away for a second, and never was before, is taken to be away as long again.
+        assert 1 <= int(reply.headers["retry-after"]) <= 2
     finally:
         world.router.show(worker)
         eventually(lambda: httpx.get(f"{url}/health").status_code == 200, "a ready gateway")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import random
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
@@ -129,6 +130,34 @@ def test_what_is_asked_in_the_background_is_queued_and_then_there(client: openai
     assert (last.created_at, last.metadata, last.instructions) == (first.created_at, {"a": "b"}, "be")
     assert last.usage is not None and last.usage.output_tokens == 5
     assert client.responses.retrieve(first.id) == last
+
+
+def test_who_polls_when_told_to_needs_few_polls_and_is_told_about_when_it_ends(
+    client: openai.OpenAI, worker: FakeWorker, says: Any
+) -> None:
+    seed = time.time_ns() % 2**32
+    drawing, polls, early, late = random.Random(seed), 0, 0, 0
+    worker.step_s = 0.004
+    for number in range(60):
+        says("x" * min(120, 4 + int(drawing.expovariate(1 / 25))))
+        reply = client.responses.with_raw_response.create(model="tiny", input="hi", background=True)
+        began_s, found = time.monotonic(), reply.parse()
+        eta = found.model_dump()["eaas_eta"]
+        assert 0.0 <= eta["p50_s"] <= eta["p90_s"], eta
+        while found.status not in ENDED:
+            assert 0 < int(reply.headers["openai-poll-after-ms"]) < 60_000, (seed, reply.headers)
+            time.sleep(int(reply.headers["openai-poll-after-ms"]) / 1000)
+            reply = client.responses.with_raw_response.retrieve(found.id)
+            found = reply.parse()
+            polls += number >= 20
+        took_s = time.monotonic() - began_s
+        assert "eaas_eta" not in found.model_dump() and "openai-poll-after-ms" not in reply.headers
+        if number >= 20:
+            # Found by polling: the end itself was before.
+            early, late = early + (took_s < eta["p50_s"] / 4), late + (took_s > 20 * eta["p90_s"])
+    # Meant are 1.8. The others would be off by far: a poll that is told to come at once comes 30 times for each.
+    assert polls / 40 <= 2.5, (seed, polls)
+    assert early <= 20 and late <= 10, (seed, early, late)
 
 
 def test_an_async_client_polls_streams_cancels_and_deletes_as_well(
@@ -525,6 +554,11 @@ def test_no_more_is_kept_than_may_be_and_not_for_longer(
         job = ask(client)
         with pytest.raises(openai.RateLimitError, match="1 responses are kept, the most"):
             ask(client)
+        eventually(lambda: client.responses.retrieve(job.id).status == "completed", "its end")
+        with pytest.raises(openai.RateLimitError) as refused:
+            ask(client)
+        # It is forgotten 2 s after its end, and then there is room.
+        assert refused.value.response.headers["retry-after"] in ("1", "2")
         reply = client.responses.create(model="tiny", input="hi", store=True)
         assert (reply.output_text, reply.model_dump()["store"]) == ("x", False)
         assert polled(client, job).status == "completed"

@@ -28,6 +28,8 @@ OWN = GatewayFacts(
     went_on=0,
     ttft_target_s=1.0,
     tpot_target_s=0.1,
+    eta_p50_s=1.25,
+    eta_p90_s=8.0,
 )
 
 

@@ -109,7 +109,7 @@ class Dashboard:
             raise errors.unavailable(
                 f"{self._listeners} views of this gateway are open, the most that it feeds. Close one, or try again.",
                 code="too_many_listeners",
-                retry_after_s=5,
+                after_s=5.0,
             )
         self._listeners += 1
         self._wanted.set()
@@ -196,6 +196,7 @@ class Dashboard:
 
     def _facts(self) -> GatewayFacts:
         gateway = self._gateway
+        eta = gateway.pool.eta.sent_now()
         return GatewayFacts(
             name=gateway.name,
             model=gateway.model.name,
@@ -206,6 +207,8 @@ class Dashboard:
             went_on=self._went_on,
             ttft_target_s=gateway.config.ttft_target_s,
             tpot_target_s=gateway.config.tpot_target_s,
+            eta_p50_s=eta.p50_s,
+            eta_p90_s=eta.p90_s,
         )
 
     def _reading(self) -> Reading:

@@ -46,7 +46,7 @@ class GatewayFacts:
     """What a gateway knows of itself.
 
     unready: why it can serve no request now; empty when it can. went_on: choices that went on at another attention
-    worker, ever.
+    worker, ever. eta_p50_s, eta_p90_s: what a request sent now is predicted to take.
     """
 
     name: str
@@ -58,6 +58,8 @@ class GatewayFacts:
     went_on: int
     ttft_target_s: float
     tpot_target_s: float
+    eta_p50_s: float
+    eta_p90_s: float
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -283,6 +283,7 @@ def figures_of(own: GatewayFacts, rates: Rates) -> tuple[Figure, ...]:
         Figure("ITL", seconds(rates.itl_p50_s), more=f"p99 {seconds(rates.itl_p99_s)}"),
         Figure("running", str(own.running), more=f"{own.went_on} went on" if own.went_on else ""),
         Figure("waiting", str(own.waiting), mood=WARN if own.waiting else INFO),
+        Figure("sent now", seconds(own.eta_p50_s), more=f"p90 {seconds(own.eta_p90_s)}"),
     )
 
 
