@@ -21,9 +21,9 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.make_model import make_model
-from benchmarks.plan import Work
 from benchmarks.report import record, spread
 from eaas.model.loader import load_spec, load_weights
+from eaas.ops.planner import Work
 from eaas.worker.decoder import Decoder
 from eaas.worker.scheduler import StepPlan
 from experts import native

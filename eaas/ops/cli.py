@@ -11,6 +11,7 @@ import json
 import os
 import shlex
 import sys
+import tomllib
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -25,6 +26,7 @@ from eaas.ops.running import retire, roll, scale, status, top
 from eaas.ops.terminal import Json, console, failing_on
 
 if TYPE_CHECKING:
+    from eaas.ops.planner import Hardware, Work
     from router.options import Options
 
 app = typer.Typer(
@@ -60,6 +62,7 @@ def every_verb(
     """
 
 
+_CONFIG_LIMIT_BYTES = 16 << 20
 T = TypeVar("T", bound="Options")
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
@@ -148,6 +151,106 @@ _role("expert", "Run one expert server and join it to a router")
 _role("attention", "Run one attention worker and join it to a router")
 _role("gateway", "Run the HTTP gateway and join it to a router")
 _role("launcher", "Carry out the router's orders for processes with a command or a webhook")
+
+
+@app.command("plan")
+def plan_command(
+    model: Annotated[str, typer.Argument(help="Folder with config.json, that file, or `demo`.")],
+    hardware: Annotated[
+        str, typer.Option(help="a100, h100, h200, h20, or a TOML file with the numbers of one.")
+    ],
+    expert_hardware: Annotated[str, typer.Option(help="Of expert servers; default: the same.")] = "",
+    tpot_ms: Annotated[float, typer.Option(help="Longest time for an output token.")] = 50.0,
+    context: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens before an output token, mean; default: 2048, or as many as fit."),
+    ] = None,
+    devices: Annotated[int, typer.Option(min=1, max=512, help="Most devices in all.")] = 64,
+    replicas: Annotated[int, typer.Option(min=1, help="Servers that hold each expert.")] = 2,
+    overlap: Annotated[
+        bool, typer.Option(help="Two half batches under way: one computes while one waits.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Say how many expert servers each attention worker needs, and whether two kinds of process pay at all.
+
+    A prediction from bytes, operations and links for decoding, from the model's config.json alone. What a failure
+    costs is not in it: that is the other reason for two kinds of process.
+
+    Examples:
+
+      eaas plan demo --hardware h100
+
+      eaas plan ./Qwen3-30B-A3B --hardware h200 --tpot-ms 30 --context 4096
+    """
+    from eaas.model.loader import ModelNotFound
+    from eaas.ops.planner import Task, as_dict, plan, plan_table, verdict
+
+    with failing_on(ModelNotFound, ValueError):
+        attention = _read_hardware(hardware)
+        expert = _read_hardware(expert_hardware) if expert_hardware else attention
+        work = _read_work(model)
+        before = min(2048, work.max_context - 1) if context is None else context
+        task = Task(tpot_s=tpot_ms / 1e3, context=before, devices=devices, replicas=replicas, overlap=overlap)
+        found = plan(work, attention, expert, task)
+    if as_json:
+        print(json.dumps(as_dict(found)))
+    else:
+        console.print(plan_table(found))
+        console.print(verdict(found), highlight=False)
+
+
+def _read_work(model: str) -> Work:
+    """The work of a model, from its config.json alone: no weights are needed.
+
+    Args:
+        model: A folder with config.json, that file itself, or "demo".
+
+    Raises:
+        ValueError: not JSON. ModelNotFound: no such model. ConfigInvalid: it cannot be served.
+    """
+    from eaas.model.families import spec_of
+    from eaas.model.loader import resolve_model
+    from eaas.ops.planner import Work
+
+    path = Path(model).expanduser()
+    if not path.is_file():
+        path = resolve_model(model) / "config.json"
+    try:
+        with path.open("rb") as file:
+            config = json.loads(file.read(_CONFIG_LIMIT_BYTES))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path}: an object is needed, found {type(config).__name__}")
+    return Work.of(spec_of(config))
+
+
+def _read_hardware(name: str) -> Hardware:
+    """A known device by its name, or one described by a TOML file with Hardware's fields.
+
+    Raises:
+        ValueError: neither; or a field is missing, unknown or no number.
+    """
+    from eaas.ops.planner import KNOWN, Hardware
+
+    if name in KNOWN:
+        return KNOWN[name]
+    path = Path(name).expanduser()
+    if not path.is_file():
+        raise ValueError(
+            f"hardware {name!r} is neither known ({', '.join(KNOWN)}) nor a TOML file. A file has the lines "
+            + ", ".join(f"{field.name} = ..." for field in dataclasses.fields(Hardware))
+        )
+    try:
+        found = tomllib.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as TOML: {error}") from error
+    found.setdefault("name", path.stem)
+    try:
+        return Hardware(**found)
+    except TypeError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 @app.command()

@@ -1,10 +1,4 @@
-"""How many expert servers for each attention worker, and whether two kinds of process pay at all.
-
-python -m benchmarks.plan demo --hardware h100 --context 1024
-python -m benchmarks.plan ./Qwen3-30B-A3B --hardware h200 --tpot-ms 30 --context 4096
-
-A prediction from bytes, operations and links for decoding, from the model's config.json alone. What a failure costs is
-not in it: that is the other reason for two kinds of process.
+"""How many expert servers for each attention worker, and whether two kinds of process pay at all. Pure.
 
 A decode step costs an attention worker its weights and keys and values, and each expert server the weights of the
 experts that some row chose, or their arithmetic where that is longer; between them travel rows, and every layer pays
@@ -23,30 +17,22 @@ The best of each, within the time allowed for a token, is compared by tokens per
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
-import json
 import math
-import sys
-import tomllib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from eaas.model.families import spec_of, tensors_of
-from eaas.model.loader import ModelNotFound, resolve_model
+from eaas.model.families import tensors_of
 from eaas.model.spec import ModelSpec
-from eaas.ops.terminal import console, table
+from eaas.ops.terminal import table
 
 # A prediction within this share of the other says nothing: that is how far the parts of the model are trusted.
 MARGIN = 0.03
 # How much longer a cycle of workers that fell into step by themselves lasts than one in lockstep: 1.3 to 1.5 in
 # benchmarks/fleet.py's simulations, whatever the sizes.
 IN_STEP = 1.4
-_CONFIG_LIMIT_BYTES = 16 << 20
 _HIDDEN = "part of it hidden by overlap"
 _OPEN = "none of it hidden: there is no overlap"
 
@@ -455,96 +441,3 @@ def plan_table(plan: Plan) -> Table:
         ("", "disaggregated", "monolithic"),
         ([title, *("cannot" if fleet is None else show(fleet) for fleet in fleets)] for title, show in rows),
     )
-
-
-def _read_work(model: str) -> Work:
-    """The work of a model, from its config.json alone: no weights are needed.
-
-    Args:
-        model: A folder with config.json, that file itself, or "demo".
-
-    Raises:
-        ValueError: not JSON. ModelNotFound: no such model. ConfigInvalid: it cannot be served.
-    """
-    path = Path(model).expanduser()
-    if not path.is_file():
-        path = resolve_model(model) / "config.json"
-    try:
-        with path.open("rb") as file:
-            config = json.loads(file.read(_CONFIG_LIMIT_BYTES))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{path}: an object is needed, found {type(config).__name__}")
-    return Work.of(spec_of(config))
-
-
-def _read_hardware(name: str) -> Hardware:
-    """A known device by its name, or one described by a TOML file with Hardware's fields.
-
-    Raises:
-        ValueError: neither; or a field is missing, unknown or no number.
-    """
-    if name in KNOWN:
-        return KNOWN[name]
-    path = Path(name).expanduser()
-    if not path.is_file():
-        raise ValueError(
-            f"hardware {name!r} is neither known ({', '.join(KNOWN)}) nor a TOML file. A file has the lines "
-            + ", ".join(f"{field.name} = ..." for field in dataclasses.fields(Hardware))
-        )
-    try:
-        found = tomllib.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read as TOML: {error}") from error
-    found.setdefault("name", path.stem)
-    try:
-        return Hardware(**found)
-    except TypeError as error:
-        raise ValueError(f"{path}: {error}") from error
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Print both fleets and what to run; exits with the reason where there is no plan."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model", help="folder with config.json, that file, or demo")
-    parser.add_argument(
-        "--hardware", required=True, help=f"{', '.join(KNOWN)}, or a TOML file with the numbers of one"
-    )
-    parser.add_argument("--expert-hardware", default="", help="of expert servers; default: the same")
-    parser.add_argument("--tpot-ms", type=float, default=50.0, help="longest time for an output token")
-    parser.add_argument(
-        "--context", type=int, help="tokens before an output token, mean; default: 2048, or as many as fit"
-    )
-    parser.add_argument("--devices", type=int, default=64, help="most devices in all")
-    parser.add_argument("--replicas", type=int, default=2, help="servers that hold each expert")
-    parser.add_argument(
-        "--overlap", action="store_true", help="two half batches under way: one computes while one waits"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    options = parser.parse_args(argv)
-    try:
-        attention = _read_hardware(options.hardware)
-        expert = _read_hardware(options.expert_hardware) if options.expert_hardware else attention
-        work = _read_work(options.model)
-        task = Task(
-            tpot_s=options.tpot_ms / 1e3,
-            context=min(2048, work.max_context - 1) if options.context is None else options.context,
-            devices=options.devices,
-            replicas=options.replicas,
-            overlap=options.overlap,
-        )
-        found = plan(work, attention, expert, task)
-    except (ModelNotFound, ValueError) as error:
-        sys.exit(str(error))
-    if options.json:
-        print(json.dumps(as_dict(found)))
-    else:
-        console.print(plan_table(found))
-        console.print(verdict(found), highlight=False)
-
-
-if __name__ == "__main__":
-    main()

@@ -8,11 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from benchmarks.fleet import Costs, Shape, simulate
 from benchmarks.make_model import SHAPES, make_config
-from benchmarks.plan import KNOWN, Hardware, PlanInfeasible, Task, Work, disaggregated, main, monolithic, plan
 from eaas.model.families import spec_of
+from eaas.ops.cli import app
+from eaas.ops.planner import KNOWN, Hardware, PlanInfeasible, Task, Work, disaggregated, monolithic, plan
 
 DEMO = Path(__file__).parents[2] / "eaas" / "demo_model"
 WORK = Work(
@@ -161,22 +163,19 @@ def test_what_cannot_be_served_says_what_stands_in_the_way() -> None:
     plan(WORK, device, device, Task(tpot_s=0.05, context=8191))
 
 
-def test_the_command_plans_from_a_configuration_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_plans_from_a_configuration_alone(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((DEMO / "config.json").read_text())
     (tmp_path / "laptop.toml").write_text(
         "bytes_per_s = 33e9\nflops_per_s = 196e9\nmemory_bytes = 24e9\nlink_bytes_per_s = 10e9\nhandover_s = 30e-6\n"
     )
-    options = [str(tmp_path), "--hardware", str(tmp_path / "laptop.toml"), "--devices", "8"]
-    main([*options, "--json"])
-    found = json.loads(capsys.readouterr().out)
+    options = ["plan", str(tmp_path), "--hardware", str(tmp_path / "laptop.toml"), "--devices", "8"]
+    ran = CliRunner().invoke(app, [*options, "--json"])
+    assert ran.exit_code == 0, ran.output
+    found = json.loads(ran.output)
     assert found["monolithic"]["workers"] >= 1 and found["pays"] in (True, False)
-    main(options)
-    assert capsys.readouterr().out.count("tokens/s") >= 2
+    assert CliRunner().invoke(app, options).output.count("tokens/s") >= 2
     # The demonstration model has 2,048 positions: the default leaves room for the token, and so must a number given.
-    main([*options, "--context", "2047"])
-    with pytest.raises(SystemExit, match="at most 2,047"):
-        main([*options, "--context", "2048"])
-    with pytest.raises(SystemExit, match="hardware 'abacus' is neither known"):
-        main([str(tmp_path), "--hardware", "abacus"])
+    assert CliRunner().invoke(app, [*options, "--context", "2047"]).exit_code == 0
+    assert CliRunner().invoke(app, [*options, "--context", "2048"]).exit_code == 1
+    wrong = CliRunner().invoke(app, ["plan", str(tmp_path), "--hardware", "abacus"])
+    assert wrong.exit_code == 1
