@@ -334,7 +334,7 @@ def held_up(state: State, name: str) -> str:
     for record in pool(state, name):
         if record.draining:
             return f"{record.name} drains"
-        if not record.ready:
+        if not record.ready and not record.operation:
             return f"{record.name} does not serve yet"
         if record.name in state.suspects and not record.operation:
             corrupt = record.name in state.corrupt_since

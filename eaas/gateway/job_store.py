@@ -125,7 +125,11 @@ class JobStore:
                 f"{kept_bytes} bytes of responses are kept, and {more} more would be over {most}", ended
             )
         state = msgspec.structs.replace(state, bytes=more)
-        return self._write(id, {f"job/{id}": 0}, state, {f"job/{id}": job, f"result/{id}": result or None})
+        written = self._write(id, {f"job/{id}": 0}, state, {f"job/{id}": job, f"result/{id}": result or None})
+        if written is None and (found := self.get(id)) is not None and found.job == job:
+            # The first endpoint of etcd that was asked did it and did not say so. No two jobs are the same.
+            return found.state
+        return written
 
     def get(self, id: str) -> Stored | None:
         """The record; None: there is none."""
@@ -231,6 +235,7 @@ class SqliteBase:
     def _open(self) -> None:
         # Nobody else need read what was asked and said.
         self._path.touch(mode=0o600)
+        self._file = self._path.stat().st_ino
         self._base = sqlite3.connect(
             self._path, isolation_level=None, timeout=_BUSY_S, check_same_thread=False
         )
@@ -252,8 +257,9 @@ class SqliteBase:
         was written, or 0: nothing was."""
         version = 1 + secrets.randbits(62)
         try:
-            if not self._path.exists():
-                # Somebody removed it: what is written to what is open nobody would ever find.
+            if not self._path.exists() or self._path.stat().st_ino != self._file:
+                # Somebody removed it, and another gateway may have made it anew: what is written to what is open nobody
+                # would ever find.
                 self._base.close()
                 self._open()
             with self._base:

@@ -42,6 +42,8 @@ log = logging.getLogger(__name__)
 _LOOK_S = 1.0
 # Renewed at every look.
 _LEASE_S = 5.0
+# Longest for one answer of the store, its queue included; etcd has five seconds for one call.
+_STORE_S = 10.0
 # Between looks for news of a job that is computed elsewhere.
 _POLL_S = 0.2
 # When one ends that has all its tokens, and is being stored.
@@ -179,13 +181,16 @@ class Jobs:
             raise invalid("This server keeps no responses; start it with --jobs.", code="nothing_is_kept")
         loop, eta = asyncio.get_running_loop(), self._gateway.pool.eta
         try:
-            found = await loop.run_in_executor(self._thread, act, self._store, *asked)
-        except ApiError as error:
-            if error.reply.code != UNUSABLE:
+            # However many ask before it of a store that is away: who has not had a turn by then asks no more.
+            async with asyncio.timeout(_STORE_S):
+                found = await loop.run_in_executor(self._thread, act, self._store, *asked)
+        except (ApiError, TimeoutError) as error:
+            if isinstance(error, ApiError) and error.reply.code != UNUSABLE:
                 raise
             self._away_s = self._away_s or time.monotonic()
             after_s = eta.back_s("store", time.monotonic() - self._away_s)
-            raise unavailable(str(error), code=UNUSABLE, after_s=after_s) from error
+            message = str(error) or "What keeps responses has not answered in time. Try again."
+            raise unavailable(message, code=UNUSABLE, after_s=after_s) from error
         if self._away_s:
             eta.lasted("store", time.monotonic() - self._away_s)
         self._away_s = 0.0
@@ -424,6 +429,11 @@ class Jobs:
             given.store = False
         if given.background and given.store is False:
             raise wrong_field("store", "what is asked for with 'background' is kept; leave it out")
+        if given.background and given.eaas_drop_lost_experts:
+            # Whoever goes on with it, or listens, computes all of it again, and must make the same.
+            raise wrong_field(
+                "eaas_drop_lost_experts", "what is computed in the background lacks none; leave it out"
+            )
         if given.previous_response_id is not None:
             id = given.previous_response_id
             job, found = await self._found(id, request, "previous_response_id")

@@ -65,8 +65,9 @@ class Run:
 
     @property
     def nbytes(self) -> int:
-        """Of one that ended, about."""
-        return 200 + 4 * len(self.request.prompt) + 36 * len(self.request.output)
+        """Of one that ended, about. What was asked of it may hold a grammar, or a list of tokens."""
+        asked = 8 * len(msgspec.msgpack.encode(self.request.params))
+        return 200 + asked + 4 * len(self.request.prompt) + 36 * len(self.request.output)
 
     @property
     def is_alone(self) -> bool:

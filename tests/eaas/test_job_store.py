@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -182,6 +183,34 @@ def test_a_file_that_somebody_removed_is_made_anew(where: str, store: JobStore) 
     other = open_jobs(where, 100, 1 << 20)
     assert other.get("b") is not None and other.get("a") is None
     other.close()
+
+
+@pytest.mark.parametrize("where", [pytest.param("sqlite", marks=())], indirect=True)
+def test_a_file_that_another_made_anew_is_the_one_that_is_written(where: str, store: JobStore) -> None:
+    other = open_jobs(where, 100, 1 << 20)
+    for path in Path(where).parent.glob("jobs.sqlite*"):
+        path.unlink()
+    assert other.put("a", b"1", queued()) is not None
+    assert store.put("b", b"1", queued()) is not None
+    assert other.get("b") is not None and store.get("a") is not None
+    other.close()
+
+
+def test_a_record_whose_writing_is_told_only_to_who_did_not_ask_is_no_other_s(
+    store: JobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = store._base.commit
+
+    def twice(*asked: Any) -> int:
+        """As where the first endpoint of etcd is too slow to say that it did it."""
+        commit(*asked)
+        return commit(*asked)
+
+    monkeypatch.setattr(store._base, "commit", twice)
+    put = store.put("a", b"1", queued())
+    found = store.get("a")
+    assert put is not None and found is not None and found.state == put
+    assert store.put("a", b"2", queued()) is None
 
 
 def test_nobody_else_may_read_what_was_asked_and_said(tmp_path: Path) -> None:

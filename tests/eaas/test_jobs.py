@@ -12,14 +12,19 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import openai
 import pytest
 from openai.types.responses import Response
 
+from eaas.gateway.errors import ApiError
+from eaas.gateway.eta import Eta
+from eaas.gateway.gateway import Gateway
 from eaas.gateway.job_store import JobStore, open_jobs
+from eaas.gateway.jobs import Jobs
 from eaas.worker.protocol import Failed, Submit
 from tests.eaas.gateway_world import FakeWorker, GatewayProcess, World, eventually, gateway_url
 from tests.etcd import EtcdProcess, etcd_process
@@ -353,11 +358,29 @@ def test_calls_and_their_outputs_are_gone_on_with(
     )
 
 
+def test_nobody_waits_for_all_who_ask_before_of_a_store_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eaas.gateway.jobs._STORE_S", 0.2)
+    jobs = object.__new__(Jobs)
+    jobs._store, jobs._thread, jobs._away_s = cast(JobStore, object()), ThreadPoolExecutor(1), 0.0
+    jobs._gateway = cast(Gateway, SimpleNamespace(pool=SimpleNamespace(eta=Eta())))
+
+    async def ask_all() -> list[BaseException | None]:
+        asks = (jobs._ask(lambda _: time.sleep(0.15)) for _ in range(20))
+        return await asyncio.gather(*asks, return_exceptions=True)
+
+    began_s = time.monotonic()
+    first, *others = asyncio.run(ask_all())
+    assert first is None and time.monotonic() - began_s < 1.5
+    assert "has not answered in time" in str(others[-1]) and isinstance(others[-1], ApiError)
+
+
 def test_what_fails_by_the_request_is_refused_at_once(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="maximum context length"):
         ask(client, max_output_tokens=10**6)
     with pytest.raises(openai.BadRequestError, match="what is asked for with 'background' is kept"):
         ask(client, store=False)
+    with pytest.raises(openai.BadRequestError, match="what is computed in the background lacks none"):
+        ask(client, extra_body={"eaas_drop_lost_experts": True})
     with pytest.raises(openai.NotFoundError, match="No response 'resp_none'") as found:
         ask(client, previous_response_id="resp_none")
     assert found.value.param == "previous_response_id"

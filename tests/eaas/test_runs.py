@@ -261,10 +261,13 @@ def test_what_is_kept_is_bounded_in_number_bytes_and_pairs(monkeypatch: Any) -> 
         world.submit(1, f"r{number}", key=f"k{number}", max_tokens=3)
     world.step(20)
     assert len(world.runs._ended) == 5
-    monkeypatch.setattr(module, "KEPT_BYTES", 800)
+    monkeypatch.setattr(module, "KEPT_BYTES", 1300)
     world.submit(1, "more", key="more", max_tokens=3)
     world.step(5)
-    assert len(world.runs._ended) == 2 and world.runs._ended_bytes <= 800
+    assert len(world.runs._ended) == 2 and world.runs._ended_bytes <= 1300
+    world.submit(1, "long", key="long", max_tokens=3, stop_token_ids=tuple(range(90, 110)))
+    world.step(5)
+    assert len(world.runs._ended) == 1, "what was asked counts too"
     monkeypatch.setattr(module, "ALL_PAIRS", 100)
     monkeypatch.setattr(module, "RUN_PAIRS", 60)
     for number in range(3):

@@ -79,6 +79,20 @@ def a_retired_member_that_dies_is_replaced_once(step: Step) -> None:
     assert len([r for r in told.state.members.values() if r.pool == "expert"]) == 2
 
 
+def a_server_that_never_comes_to_serve_can_be_retired(step: Step) -> None:
+    told = cluster(step)
+    told.give(Scale(pool="expert", wanted=3))
+    stuck = told.join()
+    rest(told, but=stuck)
+    assert not told.state.members[stuck].ready
+    retire(told, stuck)
+    rest(told, rounds=2, but=stuck)
+    assert stuck in told.state.members, "its successor has not come"
+    told.join()
+    rest(told, rounds=400, but=stuck)
+    assert stuck not in told.state.members
+
+
 def a_retirement_outlives_the_router(step: Step) -> None:
     told = cluster(step)
     retire(told, "expert/1")
@@ -227,6 +241,7 @@ RETIRE_STORIES = (
     a_retired_worker_serves_until_its_successor_does,
     of_a_pool_that_is_too_large_the_retired_goes_first,
     a_retired_member_that_dies_is_replaced_once,
+    a_server_that_never_comes_to_serve_can_be_retired,
     a_retirement_outlives_the_router,
     a_retired_gateway_drains_at_once_and_is_never_ended,
     a_retired_gateway_that_joins_anew_still_drains,
