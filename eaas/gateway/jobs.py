@@ -429,7 +429,7 @@ class Jobs:
             given.store = False
         if given.background and given.store is False:
             raise wrong_field("store", "what is asked for with 'background' is kept; leave it out")
-        if given.background and given.eaas_drop_lost_experts:
+        if given.background and getattr(given, "eaas_drop_lost_experts", None):
             # Whoever goes on with it, or listens, computes all of it again, and must make the same.
             raise wrong_field(
                 "eaas_drop_lost_experts", "what is computed in the background lacks none; leave it out"
