@@ -26,7 +26,7 @@ from eaas.worker.config import BLOCK_TOKENS, NO_OVERLAP, WorkerOptions
 from eaas.worker.constraint import Grammars
 from eaas.worker.decoder import Decoder, DecoderError
 from eaas.worker.engine import LEAST_WAIT, Engine, EngineConfig
-from eaas.worker.loop import STUCK_MARGIN_S, Worker
+from eaas.worker.loop import MOST_REST_S, STUCK_MARGIN_S, Worker
 from eaas.worker.protocol import Hello
 from eaas.worker.tls_listener import TlsListener
 from experts.backend import Backend, DeviceUnavailable
@@ -357,6 +357,7 @@ def prepare(options: WorkerOptions, ending: Ending, closing: contextlib.ExitStac
         elsewhere=lambda: placement.elsewhere,
         stands=lambda: heartbeat.stands_s > 0,
         clock=own_time,
+        rest_s=MOST_REST_S if isinstance(decoder, Decoder) else 0.0,
     )
     load_report.worker = worker
     ending.attach(worker.stop, lambda: leave(router))

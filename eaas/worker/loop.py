@@ -170,6 +170,7 @@ class Worker:
         elsewhere: Callable[[], str] = lambda: "",
         stands: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
+        rest_s: float = MOST_REST_S,
     ) -> None:
         """Args:
         listener: Bound and listening; the worker closes it.
@@ -179,8 +180,9 @@ class Worker:
         elsewhere: Why new requests should go to other workers; "" while they should not.
         stands: Whether this loop is known to stand still: then nobody is told that this process lives.
         clock: The engine's.
+        rest_s: Longest rest after a step for the background alone; 0 where steps take no core from who serves others.
         """
-        self._engine = engine
+        self._engine, self._rest_s = engine, rest_s
         self._runs = Runs(engine)
         engine.on_begun, engine.scheduler.on_end = self._tell_begun, self._runs.ended
         self._hello = hello
@@ -267,7 +269,7 @@ class Worker:
             return COMPILE_POLL_S if self._engine.compiling else IDLE_TURN_S
         if not self._may_answer():
             return LEASE_POLL_S
-        return min(self._took_s, MOST_REST_S) if self._engine.scheduler.rests else 0.0
+        return min(self._took_s, self._rest_s) if self._engine.scheduler.rests else 0.0
 
     def _step(self) -> None:
         self._step_began_s = self._clock()
