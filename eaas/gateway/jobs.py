@@ -137,7 +137,7 @@ class Jobs:
     """The responses that one gateway keeps and computes. Everything runs on the event loop, but the store."""
 
     def __init__(
-        self, gateway: Gateway, work_of: Callable[[ResponsesRequest, Share], Awaitable[Work]]
+        self, gateway: Gateway, work_of: Callable[[ResponsesRequest, Share, int], Awaitable[Work]]
     ) -> None:
         """Args: work_of: prepares a request. Raises JobsInvalid."""
         config = self._config = gateway.config
@@ -323,7 +323,8 @@ class Jobs:
             if run.owned and run.state.losses > _MOST_LOSSES:
                 message = f"{run.state.losses} gateways ended while they computed it; it is given up."
                 raise internal(message, code="attempts_exhausted")
-            work = await self._work_of(checked(ResponsesRequest, bytes(job.request)), job.share)
+            given = checked(ResponsesRequest, bytes(job.request))
+            work = await self._work_of(given, job.share, job.identity.created)
             if isinstance(work.format, ResponsesFormat):
                 work.format.number_from(_number(_OPENING, run.state))
             told: dict[str, Any] = {"key": job.run_key}
@@ -514,9 +515,12 @@ class Jobs:
             run = self._runs.get(response_id)
             if run is not None and run.owned and run.exchange is not None:
                 run.exchange.cancel()
-                while not run.over:
-                    run.changed.clear()
-                    await run.changed.wait()
+                # One that was about to be tried again is tried, and must be told again.
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_LOOK_S):
+                        while not run.over:
+                            run.changed.clear()
+                            await run.changed.wait()
             else:
                 last = _ended(job, "cancelled", _number(_OPENING, found.state))
                 events = zlib.compress(b"".join([*_opening(job), last]))

@@ -33,6 +33,7 @@ from eaas.gateway.stream import EventStream, Exchange, Work
 from eaas.gateway.text import MOST_ROUTED_TOKENS, Echo
 from eaas.gateway.tokens import TokensFormat, TokensRequest, as_completion
 from eaas.gateway.tool_calls import ToolUse, after_thoughts, call_grammar, tool_use
+from eaas.model.chat import ASKED_AT
 from eaas.worker.grammar import Grammar, GrammarInvalid, check_schemas
 from eaas.worker.protocol import SamplingParams, Share
 
@@ -84,7 +85,7 @@ async def generate(
         identity = drawn if seen is None else seen.identity
         if isinstance(asked, ResponsesRequest):
             await kept.prepare(request, asked, identity)
-        work = await work_of(gateway, prepare, asked, share)
+        work = await work_of(gateway, prepare, asked, share, identity.created)
         if isinstance(asked, ResponsesRequest) and asked.background:
             response = await kept.create(request, asked, identity, work)
             return response
@@ -132,8 +133,9 @@ def _seen(gateway: Gateway, request: Request, asked: BaseModel, seal: Seal) -> S
     return seal.read(id)
 
 
-async def work_of(gateway: Gateway, prepare: Prepare, asked: Any, share: Share) -> Work:
-    """What a request comes down to. Raises ApiError: it cannot be served as it stands."""
+async def work_of(gateway: Gateway, prepare: Prepare, asked: Any, share: Share, created: int) -> Work:
+    """What a request of that Unix time comes down to. Raises ApiError: it cannot be served as it stands."""
+    ASKED_AT.set(created)
     prepared = await prepare(gateway, asked)
     bad_tokens = await gateway.model.bad_tokens(prepared.wanted.bad_words or ())
     wanted, prompts, config = prepared.wanted, prepared.prompts, gateway.config
@@ -397,7 +399,7 @@ def add_json_route(app: FastAPI, path: str, route: Route, shape: type[BaseModel]
 
 def add_routes(app: FastAPI, gateway: Gateway) -> None:
     """Serve them under ``app``, and what goes with them."""
-    kept = Jobs(gateway, lambda asked, share: work_of(gateway, create_response, asked, share))
+    kept = Jobs(gateway, lambda asked, *of: work_of(gateway, create_response, asked, *of))
 
     def route_of(counted_as: str, shape: type[BaseModel], prepare: Prepare) -> Route:
         async def route(request: Request) -> Response:

@@ -52,6 +52,11 @@ class _GenerationTag(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+# Unix time in seconds that a template takes for the present: a request's own, so that who goes on with it another day
+# or in another time zone makes the same prompt. 0: of no request.
+ASKED_AT: ContextVar[int] = ContextVar("asked_at", default=0)
+
+
 class ChatTemplate:
     """One compiled chat template.
 
@@ -147,7 +152,7 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _strftime_now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)
+    return datetime.datetime.fromtimestamp(ASKED_AT.get() or time.time(), datetime.UTC).strftime(form)
 
 
 def _to_json(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, trainers
 from tokenizers import Tokenizer as RustTokenizer
 
 from benchmarks.make_model import byte_tokenizer, make_model
-from eaas.model.chat import ChatTemplate, TemplateRefused
+from eaas.model.chat import ASKED_AT, ChatTemplate, TemplateRefused
 from eaas.model.loader import resolve_model
 from eaas.model.tokenizer import Tokenizer, TokenizerInvalid
 
@@ -157,6 +158,22 @@ def test_templates_have_the_names_that_models_expect() -> None:
     text = template.render(messages, tools=[{}], options={"mood": "!"})
     assert text == '<s>{"role": "user", "content": "<é>"}4>1!'
     assert template.render([], add_generation_prompt=False) == "<s>40"
+
+
+def test_a_template_takes_the_time_of_its_request_for_the_present_in_every_time_zone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    template = ChatTemplate("{{ strftime_now('%d %b %Y %H') }}", {})
+    asked = ASKED_AT.set(1_700_000_000)
+    try:
+        for zone in ("Pacific/Kiritimati", "Pacific/Pago_Pago"):
+            monkeypatch.setenv("TZ", zone)
+            time.tzset()
+            assert template.render([]) == "14 Nov 2023 22"
+    finally:
+        ASKED_AT.reset(asked)
+        monkeypatch.undo()
+        time.tzset()
 
 
 @pytest.mark.parametrize(
