@@ -257,13 +257,15 @@ async def live(url: str, requests: int, seed: int, vocab: int) -> list[Outcome]:
     async def one(client: httpx.AsyncClient, number: int) -> None:
         kind, made = drawing.randrange(3), 0
         mean = drawing.choice((20, 60, 160))
-        stops = drawing.sample(range(vocab), max(1, vocab // mean)) if kind else []
+        # One of so many tokens is the last, and the model is random.
+        allowed = drawing.sample(range(vocab), mean)
         # Heavy tails: half of the limits that cut are below 32, one in a hundred over 600.
         limit = 768 if kind else min(768, int(16 * drawing.paretovariate(1.0)))
         prompt = [drawing.randrange(vocab) for _ in range(drawing.choice((16, 64, 256)))]
         body = {"model": NAME, "prompt": prompt, "max_tokens": limit, "stream": True, "ignore_eos": not kind}
         # One token an event: every token is shown by its id.
-        body |= {"stop_token_ids": stops, "temperature": 1.0, "return_token_ids": True}
+        body |= {"temperature": 1.0, "return_token_ids": True}
+        body |= {"stop_token_ids": allowed[:1], "allowed_token_ids": allowed} if kind else {}
         id, outcome = str(number), Outcome(time.monotonic())
         outcomes.append(outcome)
         # Who is alike is known by a name, such as that of a key; not which limits will hold.

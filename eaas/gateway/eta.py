@@ -201,7 +201,7 @@ class Eta:
             calibration.learn(raw_s, now_s - at_s)
         if request.told:
             more = min(len(request.told), _MOST_POLLS) - _MEAN_POLLS
-            self._price_s = min(1e4, max(1e-4, self._price_s * math.exp(0.05 * more)))
+            self._price_s = min(1e4, max(1e-4, self._price_s * math.exp(0.02 * more)))
 
     def estimate(self, id: str, now_s: float, *, made: int) -> Estimate | None:
         """Of a request in progress that has so many tokens; None: it is not. Who asks is told when to ask again."""
