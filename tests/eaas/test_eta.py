@@ -89,6 +89,19 @@ def test_outputs_that_were_cut_say_only_that_they_would_have_been_longer() -> No
     assert max(lengths_of([lengths], 0, 50)) == 50
 
 
+def test_who_may_say_more_than_those_that_were_cut_is_expected_to() -> None:
+    eta = Eta()
+    for number in range(200):
+        eta.submitted("a", number, prompt=10, limit=64, alike=None)
+        eta.began("a", number)
+        eta.ended("a", number + 0.63, made=64, finish="length")
+    eta.submitted("b", 300.0, prompt=10, limit=4096, alike=None)
+    eta.began("b", 300.0)
+    estimate = eta.estimate("b", 300.6, made=60)
+    # At 10 ms a token; had the others ended of themselves, it would be 40 ms.
+    assert estimate is not None and estimate.p50_s > 0.3, estimate
+
+
 def test_requests_alike_are_told_from_others() -> None:
     eta = Eta()
     for number in range(400):
