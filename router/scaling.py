@@ -9,17 +9,26 @@ A server ordered now serves `start_s` later, so the load to provide for is a for
 over `trend_s`, carried `start_s` further along its slope) and of most of the last burst (a mean over `burst_s`), times
 the headroom for what no forecast sees. Up at once; down when the largest need of the last `hold_s` allows it. A profile
 of the day was tried and left out: it saved less than 0.1% on the week of benchmarks.elasticity.
+
+That does not suit all loads: of bursts shorter than a start no mean tells. What was asked does not depend on how many
+served, so each sample tells how the forecast times every factor, and every fleet that stays as it is, would have fared.
+Where the headroom was late too often, or a fleet that stays was cheaper, the cheapest that was in time is followed.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from router.view import ATTENTION, EXPERT, GATEWAY
 
-HOUR_S = 3600.0
+HOUR_S: Final = 3600.0
 # A lower load than this, in servers, is no work: lease keeping and health checks.
 IDLE_LOAD = 0.005
 # Forgetting of the measured speed of a server; it changes with the mix of requests, not with the load.
@@ -32,12 +41,28 @@ BURST_SHARE = 0.92
 BAND = 0.06
 # Shrinking may use four fifths of the changes, so that growing always finds some left: 36 of 45.
 SHRINK_SHARE = 0.8
+# Servers are fully busy from here on. What they lack is not seen where no queue is: it is taken for a quarter.
+FULL, LACK = 0.95, 1.25
 # At 85% of the KV cache preemption is near.
 KV_MOST = 0.85
 # p99 over the SLO for one window of 60 s and one start: a quarter more headroom, forgotten within hours, 2 at most.
 STRAIN_STEP, STRAIN_S, STRAIN_MOST = 1.25, 90.0, 2.0
 # With least = 0: without any work for this long, nothing is kept.
 IDLE_S = 300.0
+
+Floats = NDArray[np.float64]
+# Rows of what would have been: fleets that stay as they are; the forecast times each of FACTORS.
+STEADY, FORECAST = 0, 1
+# Steps of 2.5%, up to 100: bursts of tens of seconds are 30 times the mean.
+FACTORS: Final[Floats] = 0.9 * np.power(1.025, np.arange(192), dtype=np.float64)
+# Of all tokens, so many may wait for more than LATE_S.
+LATE_SHARE, LATE_S = 0.001, 1.0
+# A week counts, so that each of its days does; the first three hours are too little to judge by.
+KEPT_S, LEARN_S = 7 * 24 * HOUR_S, 3 * HOUR_S
+# 1.75 x the mean just keeps 99.9% of a week of real chat tokens in time; on some days three times as many are late.
+USUAL, SCATTER = 1.75, 3.0
+_USUAL_AT: Final = int(np.searchsorted(FACTORS, USUAL))
+_zeros = partial(np.zeros, (2, len(FACTORS)))
 
 
 class PolicyInvalid(ValueError):
@@ -56,7 +81,8 @@ class Policy:
     most: int = 64
     unit: int = 1
     # 1.75 x the mean just keeps 99.9% of an hour of real chat tokens in time, in steps of 10 s (benchmarks.elasticity).
-    headroom: float = 1.75
+    # What history asks for instead is changed in proportion: with 3.5, twice as much.
+    headroom: float = USUAL
     start_s: float = 30.0
     # Loads are means over this long. Ticks are 0.1 s, far less than any server takes to start.
     sample_s: float = 10.0
@@ -83,10 +109,11 @@ class Policy:
                 raise PolicyInvalid(f"{name} is {getattr(self, name)}; give {least} to {most}")
         if not self.burst_s < self.trend_s < math.inf:
             raise PolicyInvalid(f"trend_s is {self.trend_s}; give more than burst_s, which is {self.burst_s}")
-        if self.hold_s > 200 * self.sample_s:
-            raise PolicyInvalid(
-                f"hold_s is {self.hold_s}; give at most 200 times sample_s, {200 * self.sample_s}: every sample is kept"
-            )
+        for name in ("hold_s", "start_s"):
+            if getattr(self, name) > (longest := 200 * self.sample_s):
+                raise PolicyInvalid(
+                    f"{name} is {getattr(self, name)}; give at most 200 times sample_s, {longest}"
+                )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,12 +138,30 @@ class Signals:
     lateness: float | None = None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Hindsight:
+    """Sums and queues of all fleets, [2, factors]: STEADY and FORECAST. No array is written to once it is here.
+
+    tokens, late, paid: server-seconds, forgotten over KEPT_S as kept_s is. queue: server-seconds. wants, held: sizes of
+    the last samples, and the most of a hold; newest last.
+    """
+
+    kept_s: float = 0.0
+    tokens: float = 0.0
+    late: Floats = field(default_factory=_zeros)
+    paid: Floats = field(default_factory=_zeros)
+    queue: Floats = field(default_factory=_zeros)
+    wants: tuple[Floats, ...] = ()
+    held: tuple[Floats, ...] = ()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Past:
     """What samples have shown of the load, in servers.
 
     age_s: how much was seen. trend, base, burst: means over trend_s, 4 trend_s and burst_s. needs: (time, servers) of
-    the last hold_s, each larger than all later ones. strain: factor on the headroom, last raised at strained_s.
+    the last hold_s, each larger than all later ones. strain: factor on the headroom, last raised at strained_s. seen:
+    what other fleets would have cost. chosen: whether a fleet that stays is followed, or the forecast.
     """
 
     age_s: float = 0.0
@@ -126,6 +171,8 @@ class Past:
     needs: tuple[tuple[float, float], ...] = ()
     strain: float = 1.0
     strained_s: float = -math.inf
+    seen: Hindsight = field(default_factory=Hindsight)
+    chosen: int = FORECAST
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,8 +180,8 @@ class Memory:
     """What the policy remembers of one pool. A new one is always safe: nothing is given up until a trend was seen.
 
     at_s: last call. known_s, work: seconds of known load in the open sample, and server-seconds done in them. backlog:
-    server-seconds that waited when it began. speed: tokens per second of a busy server; 0: unknown. worked_s: when
-    there was work. changes: times of the last hour's. why: the last decision in words.
+    server-seconds that waited when it began. speed: tokens per second of a busy server; 0: unknown. live: at
+    the last call. worked_s: when there was work. changes: times of the last hour's. why: the last decision in words.
     """
 
     at_s: float | None = None
@@ -142,8 +189,9 @@ class Memory:
     work: float = 0.0
     backlog: float | None = None
     speed: float = 0.0
+    live: int | None = None
     worked_s: float = -math.inf
-    past: Past = Past()
+    past: Past = field(default_factory=Past)
     changes: tuple[float, ...] = ()
     why: str = "nothing seen yet"
 
@@ -176,22 +224,15 @@ def decide(policy: Policy, signals: Signals, memory: Memory, now_s: float) -> tu
         changes = tuple(at_s for at_s in changes if at_s > now_s - HOUR_S)
     if wanted and not policy.least and min(now_s - seen.worked_s, past.age_s) >= IDLE_S:
         # What was before a pause says nothing of what comes after it.
-        size, past, why = 0, Past(), f"no work for {IDLE_S:.0f} s"
+        size, past, why = 0, Past(seen=past.seen, chosen=past.chosen), f"no work for {IDLE_S:.0f} s"
     else:
         size, why = _resize(policy, signals, past, changes, need, now_s)
     if size != wanted:
         changes, why = _with(policy, changes, now_s), f"{wanted} -> {size}: {why}"
     else:
         why = f"{wanted}: {why}"
-    return size, Memory(
-        at_s=seen.at_s,
-        backlog=backlog,
-        speed=seen.speed,
-        worked_s=seen.worked_s,
-        past=past,
-        changes=changes,
-        why=f"{why}; {reason}",
-    )
+    why = f"{why}; {reason}"
+    return size, replace(seen, known_s=0.0, work=0.0, backlog=backlog, past=past, changes=changes, why=why)
 
 
 def _observe(policy: Policy, signals: Signals, memory: Memory, now_s: float) -> Memory:
@@ -199,7 +240,9 @@ def _observe(policy: Policy, signals: Signals, memory: Memory, now_s: float) -> 
     # After a longer gap (the router stalled) what is seen now says nothing about most of it.
     elapsed_s = 0.0 if memory.at_s is None else min(max(now_s - memory.at_s, 0.0), policy.sample_s)
     speed, rate, waiting = memory.speed, signals.tokens_per_s, _waiting(signals)
-    working = None if signals.busy is None else min(signals.busy, 1.0) * signals.live
+    # Who joined since the last call did nothing before it.
+    served = signals.live if memory.live is None else min(signals.live, memory.live)
+    working = None if signals.busy is None else min(signals.busy, 1.0) * served
     if working is None and rate is not None and speed:
         working = min(rate / speed, signals.live)
     elif working is not None and rate and working > 0.2:
@@ -208,15 +251,15 @@ def _observe(policy: Policy, signals: Signals, memory: Memory, now_s: float) -> 
         # Whoever lets requests wait has no time left.
         working = float(signals.live)
     known = working is not None
-    return Memory(
+    return replace(
+        memory,
         at_s=now_s if memory.at_s is None else max(now_s, memory.at_s),
         known_s=memory.known_s + elapsed_s if known else memory.known_s,
         work=memory.work + elapsed_s * working if known else memory.work,
         backlog=_backlog(signals, speed) if memory.backlog is None else memory.backlog,
         speed=speed,
+        live=signals.live,
         worked_s=now_s if not known or working > IDLE_LOAD or waiting else memory.worked_s,
-        past=memory.past,
-        changes=memory.changes,
         why=memory.why if known else f"{signals.wanted}: no load is reported",
     )
 
@@ -245,7 +288,13 @@ def _forecast(
     burst = past.burst + (load - past.burst) * _gain(span_s, policy.burst_s, age_s)
     # The two means lag by their lengths, so their difference over 3 trend_s is the slope.
     rise = max(0.0, trend - base) / (3 * policy.trend_s) * (policy.start_s + policy.sample_s)
-    ahead = max(trend + rise, BURST_SHARE * burst)
+    ahead = swift = max(trend + rise, BURST_SHARE * burst)
+    # Fully busy servers tell that more is asked, not how much.
+    full = backlog is None and seen.work > FULL * span_s * signals.live
+    hindsight = _learn(policy, past.seen, LACK * load if full else load, span_s, ahead)
+    chosen, factor = _best(policy, hindsight)
+    if chosen == STEADY:
+        ahead = 1.0
 
     strain, strained_s = 1 + (past.strain - 1) * math.exp(-span_s / HOUR_S), past.strained_s
     # Late with idle servers is not for want of servers.
@@ -255,11 +304,13 @@ def _forecast(
     if late and now_s - strained_s >= STRAIN_S:
         strain, strained_s = min(strain * STRAIN_STEP, STRAIN_MOST), now_s
 
-    headroom = policy.headroom * strain
+    headroom = factor * (policy.headroom / USUAL * strain)
     need = headroom * ahead + (backlog or 0.0) / policy.clear_s
     reason = f"load {load:.1f}, trend {trend:.1f}, burst {burst:.1f}: {ahead:.1f} x {headroom:.2f}"
     if backlog:
         reason += f" + {backlog / policy.clear_s:.1f} for the queue"
+    if full and (least := max(LACK * load, policy.headroom * strain * swift)) > need:
+        need, reason = least, f"load {load:.1f}, fully busy"
     if signals.kv_use is not None and signals.kv_use * signals.live > need * KV_MOST:
         need = signals.kv_use * signals.live / KV_MOST
         reason = f"KV cache {signals.kv_use:.0%} full, {KV_MOST:.0%} allowed"
@@ -267,6 +318,7 @@ def _forecast(
     new = Past(
         age_s=age_s, trend=trend, base=base, burst=burst, needs=held, strain=strain, strained_s=strained_s
     )
+    new = replace(new, seen=hindsight, chosen=chosen)
     return need, new, reason
 
 
@@ -285,7 +337,8 @@ def _resize(
             return wanted, f"needs {size}, {len(changes)} changes this hour"
         return size, "at once"
     size = min(max(_units(policy, past.needs[0][1]), floor), policy.most)
-    if size >= wanted or size > wanted * (1 - BAND):
+    # A steady need has no scatter to be kept out.
+    if size >= wanted or (past.chosen != STEADY and size > wanted * (1 - BAND)):
         return wanted, "enough"
     if past.age_s < policy.trend_s / 4:
         return wanted, f"{size} would do, {past.age_s:.0f} s seen of {policy.trend_s / 4:.0f}"
@@ -312,6 +365,51 @@ def _gain(span_s: float, length_s: float, age_s: float) -> float:
     return max(1 - math.exp(-span_s / length_s), span_s / age_s if age_s > span_s else 1.0)
 
 
+def _learn(policy: Policy, seen: Hindsight, load: float, span_s: float, ahead: float) -> Hindsight:
+    """What is known once all fleets have served the sample that ends now, of this load; ahead: the forecast."""
+    keep = math.exp(-span_s / KEPT_S)
+    late, paid, queue = seen.late * keep, seen.paid * keep, seen.queue
+    if seen.held:
+        # Ordered `start` samples ago it serves now; given back it is gone at once.
+        served = np.minimum.reduce(seen.held)
+        grown = queue + (load - served) * span_s
+        before, after = queue - served * LATE_S, grown - served * LATE_S
+        # The queue grows evenly within a sample: the part of it that lies above the limit.
+        over = np.maximum(before, 0) + np.maximum(after, 0)
+        late += load * span_s * over / (np.abs(before) + np.abs(after) + 1e-12)
+        paid += seen.held[-1] * span_s
+        queue = np.maximum(grown, 0)
+    # A fleet that never changes does not do so for a queue either.
+    asked = np.stack((_sizes(policy), FACTORS * ahead + queue[FORECAST] / policy.clear_s))
+    want = np.clip(np.ceil(asked / policy.unit - 1e-9) * policy.unit, policy.least, policy.most)
+    hold, start = (math.ceil(length_s / policy.sample_s) for length_s in (policy.hold_s, policy.start_s))
+    wants = (*seen.wants, want)[-hold:]
+    held = (*seen.held, np.maximum.reduce(wants))[-start - 1 :]
+    kept_s, tokens = seen.kept_s * keep + span_s, seen.tokens * keep + load * span_s
+    return Hindsight(kept_s=kept_s, tokens=tokens, late=late, paid=paid, queue=queue, wants=wants, held=held)
+
+
+def _best(policy: Policy, seen: Hindsight) -> tuple[int, float]:
+    """Whom to follow, STEADY or FORECAST, and the servers or the factor: the usual one unless it did worse."""
+    if seen.kept_s < 0.99 * LEARN_S or not seen.tokens:
+        return FORECAST, USUAL
+    share = seen.late / (LATE_SHARE * seen.tokens)
+    costs = np.where(share <= 1, seen.paid, np.inf)
+    if share[FORECAST, _USUAL_AT] <= SCATTER:
+        costs[FORECAST] = np.inf
+        costs[FORECAST, _USUAL_AT] = seen.paid[FORECAST, _USUAL_AT]
+    row, at = divmod(int(np.argmin(costs)), len(FACTORS))
+    if costs[row, at] == np.inf or (row == FORECAST and at == _USUAL_AT):
+        return FORECAST, USUAL
+    return row, float(FACTORS[at]) if row == FORECAST else float(min(_sizes(policy)[at], policy.most))
+
+
+def _sizes(policy: Policy) -> Floats:
+    """Of the fleets that never change, [factors]: each unit, or as many as there is room for."""
+    step = policy.unit * math.ceil(policy.most / policy.unit / len(FACTORS))
+    return step * np.arange(1.0, len(FACTORS) + 1)
+
+
 def signals_of(
     pool: str,
     loads: Mapping[str, Sequence[Mapping[str, float]]],
@@ -330,7 +428,8 @@ def signals_of(
         ttft_slo_s, tpot_slo_s: What p99 of TTFT and TPOT may be.
     """
     own, gates = loads.get(pool, ()), loads.get(GATEWAY, ())
-    late = [*(_over(gates, "ttft_p99_s", ttft_slo_s)), *(_over(gates, "tpot_p99_s", tpot_slo_s))]
+    slos = (("ttft_p99_s", ttft_slo_s), ("tpot_p99_s", tpot_slo_s))
+    late = [p99_s / slo_s for word, slo_s in slos for p99_s in _words(gates, word)]
     # Streams wait at gateways and in attention workers. Their tokens are no measure for expert servers, which show
     # what they lack by being busy; but any wait must wake an empty pool.
     queues = [*loads.get(ATTENTION, ()), *gates]
@@ -357,7 +456,3 @@ def _words(loads: Sequence[Mapping[str, float]], word: str) -> list[float]:
 
 def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
-
-
-def _over(loads: Sequence[Mapping[str, float]], word: str, slo: float) -> list[float]:
-    return [value / slo for value in _words(loads, word)]
