@@ -203,14 +203,16 @@ _REFUSED = (KeysInvalid, OSError, msgspec.ValidationError)
 def new(
     file: _File,
     name: Annotated[str, typer.Argument(help="Whose key it is; logs and metrics show this name.")],
-    rpm: Annotated[int | None, typer.Option(min=1, help="Requests a minute; default: no bound.")] = None,
-    tpm: Annotated[int | None, typer.Option(min=1, help="Tokens a minute, of prompts and answers.")] = None,
+    rpm: Annotated[int | None, typer.Option(min=0, help="Requests a minute; 0: no bound.")] = None,
+    tpm: Annotated[
+        int | None, typer.Option(min=0, help="Tokens a minute, of prompts and answers; 0: no bound.")
+    ] = None,
     weight: Annotated[
-        int,
+        int | None,
         typer.Option(
             min=1, max=MOST_WEIGHT, help="Part that its name has where keys want more than there is."
         ),
-    ] = 1,
+    ] = None,
     days: Annotated[float | None, typer.Option(min=0, help="Until it expires; default: never.")] = None,
     operator: Annotated[
         bool,
@@ -220,10 +222,11 @@ def new(
     """Make a key and print it, this once: only its hash is kept.
 
     A second key under the same name is its successor: give it out, then revoke the first. Budgets and weights go by
-    name, and are those of the newest key.
+    name, and are those of the newest key, which has its predecessor's where none are given; of a new name they are no
+    bounds and weight 1.
 
-    `eaas status`, `top`, `scale`, `roll` and Prometheus need a key made with --operator; programs that ask for tokens
-    do not.
+    `eaas status`, `top`, `scale`, `retire`, `roll` and Prometheus need a key made with --operator; programs that ask
+    for tokens do not.
 
     Example: eaas keys new ./keys.json alice --rpm 60 --tpm 100000 --days 90
     """
@@ -231,23 +234,15 @@ def new(
     expires = (
         datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days) if days is not None else None
     )
-    with failing_on(*_REFUSED):
-        entry = msgspec.convert(
-            {
-                "name": name,
-                "sha256": digest_of(key),
-                "requests_per_minute": rpm,
-                "tokens_per_minute": tpm,
-                "weight": weight,
-                "expires": expires,
-                "operator": operator,
-            },
-            Key,
-        )
-        with editing(file) as keys:
-            if len(keys) >= MOST_KEYS:
-                raise KeysInvalid(f"{file} has {len(keys)} keys, the most it may have: revoke some")
-            keys.append(entry)
+    given = {"requests_per_minute": rpm, "tokens_per_minute": tpm, "weight": weight}
+    with failing_on(*_REFUSED), editing(file) as keys:
+        if len(keys) >= MOST_KEYS:
+            raise KeysInvalid(f"{file} has {len(keys)} keys, the most it may have: revoke some")
+        before = next((key for key in reversed(keys) if key.name == name), None)
+        held = {} if before is None else {word: getattr(before, word) for word in given}
+        held |= {word: value or None for word, value in given.items() if value is not None}
+        entry = {"name": name, "sha256": digest_of(key), "expires": expires, "operator": operator, **held}
+        keys.append(msgspec.convert(entry, Key))
     print(key)
 
 

@@ -105,6 +105,24 @@ def test_a_key_is_printed_once_and_only_its_hash_is_kept(tmp_path: Path) -> None
     assert "alice" in listed and key not in listed and entry.sha256[:12] in listed
 
 
+def test_a_successor_has_the_budgets_and_the_weight_of_the_key_before_unless_told_otherwise(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "keys.json"
+
+    def newest(*given: str) -> tuple[int | None, int | None, int]:
+        made = eaas("keys", "new", str(path), "alice", *given)
+        assert made.returncode == 0, made.stderr
+        key = read_keys(path)[-1]
+        return key.requests_per_minute, key.tokens_per_minute, key.weight
+
+    assert newest() == (None, None, 1)
+    assert newest("--rpm", "60", "--weight", "3") == (60, None, 3)
+    assert newest("--tpm", "1000") == (60, 1000, 3)
+    assert newest("--rpm", "0", "--weight", "2") == (None, 1000, 2)
+    assert newest() == (None, 1000, 2)
+
+
 def test_keys_are_revoked_by_name_or_by_hash(tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
     keys = [eaas("keys", "new", str(path), name).stdout.strip() for name in ("a", "b", "b", "c")]
