@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
@@ -15,7 +16,8 @@ from rich.table import Table
 DEFAULT_URL = "http://127.0.0.1:8000"
 Url = Annotated[str, typer.Option(help="Address of the gateway, as `eaas serve` prints it.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-console = Console()
+# Into a pipe or a file whole: what is cut off to fit 80 columns cannot be copied.
+console = Console(width=None if sys.stdout.isatty() else 240)
 errors = Console(stderr=True)
 
 
