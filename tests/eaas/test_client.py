@@ -344,10 +344,10 @@ def test_patience_ends_and_begins_anew_with_each_event(server: CuttingServer, ho
     server.acts[:] = [*slow, Act(after=size, how=how), *slow, Act(after=size, how=how), *slow, Act()]
     assert client.post(server.url, json=STREAMED).content == b"".join(server.events), "no pause over 0.5 s"
     server.acts[:] = [Act(after=size, how=how), *[Act(after=0, how=how)] * 10_000]
-    began_s = time.monotonic()
+    before = len(server.asked)
     with pytest.raises(httpx.RemoteProtocolError):
         client.post(server.url, json=STREAMED)
-    assert 0.3 < time.monotonic() - began_s < 20
+    assert 2 < len(server.asked) - before < 100
     server.close()
     with pytest.raises(httpx.TransportError):
         client.post(server.url, json=STREAMED)
