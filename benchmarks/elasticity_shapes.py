@@ -143,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.add_argument("--results", type=Path, default=RESULTS, help="folder that gets the JSON line")
     chosen = options.parse_args(argv)
     shapes = compare_shapes(range(chosen.seeds))
-    record("elasticity", {"measure": "shapes", "seeds": chosen.seeds, "shapes": shapes}, (), chosen.results)
+    record("elasticity_shapes", {"seeds": chosen.seeds, "shapes": shapes}, (), chosen.results)
 
 
 if __name__ == "__main__":

@@ -61,6 +61,7 @@ def latest(folder: Path = RESULTS) -> str:
     parts += [handover_table(handover)] if handover else []
     parts += [gateway_table(gateway)] if gateway else []
     parts += balance_table(newest("balance", BALANCE, folder))
+    parts += shapes_table(newest("elasticity_shapes", (), folder))
     parts += elasticity_table(newest("elasticity", ("measure", "trace", "burstiness"), folder))
     parts += recovery_table(newest("recovery", RECOVERY, folder))
     parts += failover_table(newest("failover", FAILOVER, folder))
@@ -246,26 +247,32 @@ def balance_table(rows: Sequence[Row]) -> list[str]:
     return ["\n".join(lines), "[Plot](../benchmarks/results/balance.svg)."]
 
 
-def elasticity_table(rows: Sequence[Row]) -> list[str]:
-    """Servers paid over a week, by policy and by the unit in which a fleet changes; and on loads made to defeat it."""
+def shapes_table(rows: Sequence[Row]) -> list[str]:
+    """Servers paid on loads made to defeat scaling."""
     parts = []
     for row in rows:
-        if row["measure"] == "shapes":
-            lines = [
-                "Mean servers paid on loads made to defeat scaling, six hours after six to learn from, at the shipped "
-                f"headroom; means of {row['seeds']} seeds. Static: the smallest fleet with 0.1% late over all twelve "
-                "hours, and the smallest that is no later than ours over the six.",
-                "",
-                "| load | ours | late | static | static, as late | knows the next 40 s | over static | at most |",
-                "|---" * 8 + "|",
-            ]
-            lines += [
-                f"| {name} | {found['ours']:.1f} | {found['late']:.2%} | {found['static']:.1f} | "
-                f"{found['static_as_late']:.1f} | {found['knows']:.1f} | {found['over_static']:+.1%} | "
-                f"{found['over_static_most']:+.1%} |"
-                for name, found in row["shapes"].items()
-            ]
-            parts.append("\n".join(lines))
+        lines = [
+            "Mean servers paid on loads made to defeat scaling, six hours after six to learn from, at the shipped "
+            f"headroom; means of {row['seeds']} seeds. Static: the smallest fleet with 0.1% late over all twelve "
+            "hours, and the smallest that is no later than ours over the six.",
+            "",
+            "| load | ours | late | static | static, as late | knows the next 40 s | over static | at most |",
+            "|---" * 8 + "|",
+        ]
+        lines += [
+            f"| {name} | {found['ours']:.1f} | {found['late']:.2%} | {found['static']:.1f} | "
+            f"{found['static_as_late']:.1f} | {found['knows']:.1f} | {found['over_static']:+.1%} | "
+            f"{found['over_static_most']:+.1%} |"
+            for name, found in row["shapes"].items()
+        ]
+        parts.append("\n".join(lines))
+    return parts
+
+
+def elasticity_table(rows: Sequence[Row]) -> list[str]:
+    """Servers paid over a week, by policy and by the unit in which a fleet changes."""
+    parts = []
+    for row in rows:
         if row["measure"] != "week":
             continue
         lines = [

@@ -142,12 +142,15 @@ class Signals:
 class Hindsight:
     """Sums and queues of all fleets, [2, factors]: STEADY and FORECAST. No array is written to once it is here.
 
-    tokens, late, paid: server-seconds, forgotten over KEPT_S as kept_s is. queue: server-seconds. wants, held: sizes of
-    the last samples, and the most of a hold; newest last.
+    tokens, late, paid: server-seconds, forgotten over KEPT_S as kept_s is; reckoned, had: those paid of what was
+    followed while it was a forecast, and what the pool had meanwhile. queue: server-seconds. wants, held: sizes of the
+    last samples, and the most of a hold; newest last.
     """
 
     kept_s: float = 0.0
     tokens: float = 0.0
+    reckoned: float = 0.0
+    had: float = 0.0
     late: Floats = field(default_factory=_zeros)
     paid: Floats = field(default_factory=_zeros)
     queue: Floats = field(default_factory=_zeros)
@@ -161,7 +164,8 @@ class Past:
 
     age_s: how much was seen. trend, base, burst: means over trend_s, 4 trend_s and burst_s. needs: (time, servers) of
     the last hold_s, each larger than all later ones. strain: factor on the headroom, last raised at strained_s. seen:
-    what other fleets would have cost. chosen: whether a fleet that stays is followed, or the forecast.
+    what other fleets would have cost. chosen: whether a fleet that stays is followed, or the forecast; at: which of
+    them; chosen_s: since when.
     """
 
     age_s: float = 0.0
@@ -173,6 +177,8 @@ class Past:
     strained_s: float = -math.inf
     seen: Hindsight = field(default_factory=Hindsight)
     chosen: int = FORECAST
+    at: int = _USUAL_AT
+    chosen_s: float = -math.inf
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -224,7 +230,11 @@ def decide(policy: Policy, signals: Signals, memory: Memory, now_s: float) -> tu
         changes = tuple(at_s for at_s in changes if at_s > now_s - HOUR_S)
     if wanted and not policy.least and min(now_s - seen.worked_s, past.age_s) >= IDLE_S:
         # What was before a pause says nothing of what comes after it.
-        size, past, why = 0, Past(seen=past.seen, chosen=past.chosen), f"no work for {IDLE_S:.0f} s"
+        size, past, why = (
+            0,
+            replace(Past(), seen=past.seen, chosen=past.chosen, at=past.at, chosen_s=past.chosen_s),
+            f"no work for {IDLE_S:.0f} s",
+        )
     else:
         size, why = _resize(policy, signals, past, changes, need, now_s)
     if size != wanted:
@@ -291,10 +301,17 @@ def _forecast(
     ahead = swift = max(trend + rise, BURST_SHARE * burst)
     # Fully busy servers tell that more is asked, not how much.
     full = backlog is None and seen.work > FULL * span_s * signals.live
-    hindsight = _learn(policy, past.seen, LACK * load if full else load, span_s, ahead)
-    chosen, factor = _best(policy, hindsight)
+    # Until a hold is over the pool has what was followed before.
+    settled = past.chosen == FORECAST and now_s - past.chosen_s > policy.hold_s
+    followed = past.at if settled else None
+    asked = LACK * load if full else load
+    hindsight = _learn(policy, past.seen, asked, span_s, ahead, signals.wanted, followed)
+    chosen, at = _best(policy, hindsight)
+    factor, waiting = USUAL if at == _USUAL_AT else float(FACTORS[at]), backlog or 0.0
     if chosen == STEADY:
-        ahead = 1.0
+        ahead, factor = 1.0, float(min(_sizes(policy)[at], policy.most))
+        # A queue that is not late yet it works off, as it did.
+        waiting = max(0.0, waiting - LATE_S * factor)
 
     strain, strained_s = 1 + (past.strain - 1) * math.exp(-span_s / HOUR_S), past.strained_s
     # Late with idle servers is not for want of servers.
@@ -305,10 +322,10 @@ def _forecast(
         strain, strained_s = min(strain * STRAIN_STEP, STRAIN_MOST), now_s
 
     headroom = factor * (policy.headroom / USUAL * strain)
-    need = headroom * ahead + (backlog or 0.0) / policy.clear_s
+    need = headroom * ahead + waiting / policy.clear_s
     reason = f"load {load:.1f}, trend {trend:.1f}, burst {burst:.1f}: {ahead:.1f} x {headroom:.2f}"
-    if backlog:
-        reason += f" + {backlog / policy.clear_s:.1f} for the queue"
+    if waiting:
+        reason += f" + {waiting / policy.clear_s:.1f} for the queue"
     if full and (least := max(LACK * load, policy.headroom * strain * swift)) > need:
         need, reason = least, f"load {load:.1f}, fully busy"
     if signals.kv_use is not None and signals.kv_use * signals.live > need * KV_MOST:
@@ -318,7 +335,8 @@ def _forecast(
     new = Past(
         age_s=age_s, trend=trend, base=base, burst=burst, needs=held, strain=strain, strained_s=strained_s
     )
-    new = replace(new, seen=hindsight, chosen=chosen)
+    chosen_s = past.chosen_s if chosen == past.chosen else now_s
+    new = replace(new, seen=hindsight, chosen=chosen, at=at, chosen_s=chosen_s)
     return need, new, reason
 
 
@@ -365,10 +383,25 @@ def _gain(span_s: float, length_s: float, age_s: float) -> float:
     return max(1 - math.exp(-span_s / length_s), span_s / age_s if age_s > span_s else 1.0)
 
 
-def _learn(policy: Policy, seen: Hindsight, load: float, span_s: float, ahead: float) -> Hindsight:
-    """What is known once all fleets have served the sample that ends now, of this load; ahead: the forecast."""
+def _learn(
+    policy: Policy,
+    seen: Hindsight,
+    load: float,
+    span_s: float,
+    ahead: float,
+    wanted: int,
+    followed: int | None,
+) -> Hindsight:
+    """What is known once all fleets have served the sample that ends now, of this load.
+
+    Args:
+        ahead: The forecast.
+        wanted: The pool's size.
+        followed: The factor by which it has followed the forecast; None: it has not.
+    """
     keep = math.exp(-span_s / KEPT_S)
     late, paid, queue = seen.late * keep, seen.paid * keep, seen.queue
+    reckoned, had = seen.reckoned * keep, seen.had * keep
     if seen.held:
         # Ordered `start` samples ago it serves now; given back it is gone at once.
         served = np.minimum.reduce(seen.held)
@@ -378,6 +411,9 @@ def _learn(policy: Policy, seen: Hindsight, load: float, span_s: float, ahead: f
         over = np.maximum(before, 0) + np.maximum(after, 0)
         late += load * span_s * over / (np.abs(before) + np.abs(after) + 1e-12)
         paid += seen.held[-1] * span_s
+        if followed is not None:
+            reckoned += float(seen.held[-1][FORECAST, followed]) * span_s
+            had += wanted * span_s
         queue = np.maximum(grown, 0)
     # A fleet that never changes does not do so for a queue either.
     asked = np.stack((_sizes(policy), FACTORS * ahead + queue[FORECAST] / policy.clear_s))
@@ -386,22 +422,27 @@ def _learn(policy: Policy, seen: Hindsight, load: float, span_s: float, ahead: f
     wants = (*seen.wants, want)[-hold:]
     held = (*seen.held, np.maximum.reduce(wants))[-start - 1 :]
     kept_s, tokens = seen.kept_s * keep + span_s, seen.tokens * keep + load * span_s
-    return Hindsight(kept_s=kept_s, tokens=tokens, late=late, paid=paid, queue=queue, wants=wants, held=held)
+    return Hindsight(
+        kept_s=kept_s, tokens=tokens, reckoned=reckoned, had=had, late=late, paid=paid, queue=queue,
+        wants=wants, held=held,
+    )  # fmt: skip
 
 
-def _best(policy: Policy, seen: Hindsight) -> tuple[int, float]:
-    """Whom to follow, STEADY or FORECAST, and the servers or the factor: the usual one unless it did worse."""
+def _best(policy: Policy, seen: Hindsight) -> tuple[int, int]:
+    """Whom to follow, STEADY or FORECAST, and which of the row: the usual factor unless it did worse."""
     if seen.kept_s < 0.99 * LEARN_S or not seen.tokens:
-        return FORECAST, USUAL
+        return FORECAST, _USUAL_AT
     share = seen.late / (LATE_SHARE * seen.tokens)
     costs = np.where(share <= 1, seen.paid, np.inf)
+    # A fleet that follows a forecast is dearer than reckoned: it may change so often only.
+    drag = max(1.0, seen.had / seen.reckoned) if seen.reckoned else 1.0
+    costs[FORECAST] *= drag
+    usual = drag * seen.paid[FORECAST, _USUAL_AT]
     if share[FORECAST, _USUAL_AT] <= SCATTER:
         costs[FORECAST] = np.inf
-        costs[FORECAST, _USUAL_AT] = seen.paid[FORECAST, _USUAL_AT]
+        costs[FORECAST, _USUAL_AT] = usual
     row, at = divmod(int(np.argmin(costs)), len(FACTORS))
-    if costs[row, at] == np.inf or (row == FORECAST and at == _USUAL_AT):
-        return FORECAST, USUAL
-    return row, float(FACTORS[at]) if row == FORECAST else float(min(_sizes(policy)[at], policy.most))
+    return (FORECAST, _USUAL_AT) if costs[row, at] == np.inf else (row, at)
 
 
 def _sizes(policy: Policy) -> Floats:

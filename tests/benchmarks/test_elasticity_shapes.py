@@ -12,7 +12,7 @@ import pytest
 from benchmarks import elasticity_shapes
 from benchmarks.elasticity import burstier
 from benchmarks.elasticity_shapes import SHAPES, demand_of, smallest
-from benchmarks.readme import elasticity_table
+from benchmarks.readme import shapes_table
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -45,9 +45,9 @@ def test_the_table_is_recorded_and_shown(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(elasticity_shapes, "LEARNED", 120)
     monkeypatch.setattr(elasticity_shapes, "SHAPES", {"ramps": elasticity_shapes.ramps})
     elasticity_shapes.main(["--seeds", "2", "--results", str(tmp_path)])
-    row = json.loads((tmp_path / "elasticity.jsonl").read_text())
+    row = json.loads((tmp_path / "elasticity_shapes.jsonl").read_text())
     found = row["shapes"]["ramps"]
     assert found["over_static"] == pytest.approx(found["ours"] / found["static"] - 1, abs=1e-3)
     assert 0 <= found["late"] <= 1 and found["over_static_most"] >= found["over_static"] - 1e-3
-    (table,) = elasticity_table([row])
+    (table,) = shapes_table([row])
     assert f"| ramps | {found['ours']:.1f} |" in table and "2 seeds" in table
