@@ -149,9 +149,10 @@ class Seal:
                 "Its Last-Event-ID is of no stream that this request began: the body must be the same, byte for byte, "
                 "and so must path and API key; and the gateways must share one --resume-key-file."
             ) from None
-        if mark.dropped or len(mark.classes) != 1:
-            why = "lacked lost experts" if mark.dropped else f"crossed from {' to '.join(mark.classes)}"
-            raise not_resumable(f"It {why}, so that no server computes the same again.")
+        if mark.dropped:
+            raise not_resumable("It lacked lost experts, so that no server computes the same again.")
+        if len(mark.classes) != 1:
+            raise crossed(mark.classes)
         return Seen(mark=mark, position=position)
 
     def _code(self, purpose: bytes, said: bytes) -> bytes:
@@ -162,6 +163,13 @@ def not_resumable(why: str) -> ApiError:
     """A 409: the stream ends where it was cut."""
     message = f"This stream cannot go on. {why} Send the request without Last-Event-ID to begin a new one."
     return ApiError(ErrorReply(status=409, message=message, param="last-event-id", code=NOT_RESUMABLE))
+
+
+def crossed(classes: Sequence[str]) -> ApiError:
+    """A 409 for what several numerics classes have computed."""
+    return not_resumable(
+        f"It crossed from {' to '.join(classes)}, so that no server computes the same again."
+    )
 
 
 def _whole(digits: str) -> int:

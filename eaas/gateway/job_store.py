@@ -17,11 +17,11 @@ import sqlite3
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from eaas.gateway.errors import ApiError, full, invalid, unavailable
+from eaas.gateway.errors import ApiError, full, internal, invalid, unavailable
 from router.access import is_loopback
 from router.etcd import Etcd, EtcdInvalid, EtcdUnavailable, Operation, delete, get, modified, pairs, put
 
@@ -35,6 +35,7 @@ _BUSY_S = 5.0
 OPEN = frozenset({"queued", "in_progress"})
 
 _encode = msgspec.json.encode
+T = TypeVar("T")
 Found = dict[str, tuple[bytes, int]]
 """Value and version by key, in the order of the keys."""
 
@@ -75,6 +76,10 @@ class Stored(NamedTuple):
     job: bytes
     state: JobState
     result: bytes
+
+    def job_as(self, shape: type[T]) -> T:
+        """What was asked. Raises ApiError: 500, it cannot be read."""
+        return _decoded(self.job, shape)
 
 
 class Leases:
@@ -137,7 +142,8 @@ class JobStore:
         job, state, result = map(self._base.read(*keys).get, keys)
         if job is None or state is None:
             return None
-        return Stored(job[0], _state(*state), result[0] if result else b"")
+        found = msgspec.structs.replace(_decoded(state[0], JobState), version=state[1])
+        return Stored(job[0], found, result[0] if result else b"")
 
     def update(self, id: str, before: JobState, after: JobState, result: bytes = b"") -> JobState | None:
         """Put another state in the place of `before`, with the result if it has one; None: somebody else has. Raises
@@ -210,11 +216,13 @@ def _index(id: str, state: JobState) -> str:
     return f"{'open' if state.status in OPEN else 'ended'}/{state.at_ms:016x}/{id}"
 
 
-def _state(text: bytes, version: int) -> JobState:
+def _decoded(text: bytes, shape: type[T]) -> T:
     try:
-        return msgspec.structs.replace(msgspec.json.decode(text, type=JobState), version=version)
+        return msgspec.json.decode(text, type=shape)
     except msgspec.DecodeError as error:
-        raise _unusable("state", error) from None
+        raise internal(
+            f"What is kept of this response cannot be read: {error}.", code="unreadable"
+        ) from error
 
 
 class SqliteBase:
@@ -224,25 +232,36 @@ class SqliteBase:
 
     def __init__(self, path: str) -> None:
         """Open or create it. Raises JobsInvalid."""
-        self._path = Path(path)
+        self._path, self._file = Path(path), 0
+        self._base: sqlite3.Connection | None = None
         try:
-            self._open()
+            self._connection()
         except (sqlite3.Error, OSError) as error:
             raise JobsInvalid(
                 f"--jobs {path} cannot be opened: {error}. See that its folder exists, may be written and has room."
             ) from error
 
-    def _open(self) -> None:
+    def _connection(self) -> sqlite3.Connection:
+        """To the file at the path. It is opened anew where somebody removed it, since another gateway may have made it
+        anew, and where that failed before. Raises sqlite3.Error, OSError."""
+        if self._base is not None and self._path.exists() and self._path.stat().st_ino == self._file:
+            return self._base
+        self.close()
         # Nobody else need read what was asked and said.
         self._path.touch(mode=0o600)
         self._file = self._path.stat().st_ino
-        self._base = sqlite3.connect(
-            self._path, isolation_level=None, timeout=_BUSY_S, check_same_thread=False
-        )
-        self._base.execute("PRAGMA journal_mode=WAL")
-        self._base.execute("PRAGMA synchronous=FULL")
-        table = f"{_TABLE} (key TEXT PRIMARY KEY, version INTEGER NOT NULL, value BLOB NOT NULL)"
-        self._base.execute(f"CREATE TABLE IF NOT EXISTS {table}")
+        base = sqlite3.connect(self._path, isolation_level=None, timeout=_BUSY_S, check_same_thread=False)
+        try:
+            base.execute("PRAGMA journal_mode=WAL")
+            base.execute("PRAGMA synchronous=FULL")
+            table = f"{_TABLE} (key TEXT PRIMARY KEY, version INTEGER NOT NULL, value BLOB NOT NULL)"
+            base.execute(f"CREATE TABLE IF NOT EXISTS {table}")
+        except sqlite3.Error:
+            # As where the disk is full: whoever asks next tries again.
+            base.close()
+            raise
+        self._base = base
+        return base
 
     def read(self, *keys: str) -> Found:
         """What is at those of the keys that are there."""
@@ -257,32 +276,31 @@ class SqliteBase:
         was written, or 0: nothing was."""
         version = 1 + secrets.randbits(62)
         try:
-            if not self._path.exists() or self._path.stat().st_ino != self._file:
-                # Somebody removed it, and another gateway may have made it anew: what is written to what is open nobody
-                # would ever find.
-                self._base.close()
-                self._open()
-            with self._base:
-                self._base.execute("BEGIN IMMEDIATE")
+            with self._connection() as base:
+                base.execute("BEGIN IMMEDIATE")
                 found = self.read(*versions)
                 if any(found.get(key, (b"", 0))[1] != wanted for key, wanted in versions.items()):
                     return 0
-                self._base.executemany(f"DELETE FROM {_TABLE} WHERE key = ?", [(key,) for key in writes])
+                base.executemany(f"DELETE FROM {_TABLE} WHERE key = ?", [(key,) for key in writes])
                 rows = [(key, version, value) for key, value in writes.items() if value is not None]
-                self._base.executemany(f"INSERT INTO {_TABLE} VALUES (?, ?, ?)", rows)
+                base.executemany(f"INSERT INTO {_TABLE} VALUES (?, ?, ?)", rows)
         except (sqlite3.Error, OSError) as error:
             raise _unusable(self._path, error) from error
         return version
 
     def close(self) -> None:
-        """Let go of it."""
-        self._base.close()
+        """Let go of it. Idempotent."""
+        if self._base is not None:
+            self._base.close()
+        self._base = None
 
     def _found(self, which: str, *values: str) -> Found:
         try:
-            rows = self._base.execute(f"SELECT key, value, version FROM {_TABLE} WHERE {which}", values)
+            rows = self._connection().execute(
+                f"SELECT key, value, version FROM {_TABLE} WHERE {which}", values
+            )
             return {key: (value, version) for key, value, version in rows}
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OSError) as error:
             raise _unusable(self._path, error) from error
 
 

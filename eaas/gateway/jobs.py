@@ -22,7 +22,6 @@ from typing import Any, TypeVar, TypeVarTuple
 import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.types import Message, Receive, Scope, Send
 
 from eaas.gateway.budgets import Account
 from eaas.gateway.errors import ApiError, ErrorReply, checked, internal, invalid, unavailable, wrong_field
@@ -30,7 +29,6 @@ from eaas.gateway.eta import Estimate
 from eaas.gateway.event_ids import NOT_RESUMABLE, Identity
 from eaas.gateway.formats import ResponseHead, error_event, named_event
 from eaas.gateway.gateway import Gateway
-from eaas.gateway.guard import Connection
 from eaas.gateway.job_store import OPEN, TOO_LARGE, UNUSABLE, JobState, JobStore, Leases, Stored, open_jobs
 from eaas.gateway.protection import account_of, key_name_of, reserve_tokens, share_of
 from eaas.gateway.responses import ResponsesFormat, ResponsesRequest, as_chat, input_items, repeated
@@ -109,8 +107,7 @@ class Run:
         last: Those that end them and hold the whole response, which are shown once it is stored.
         over: No more come: the rest, if there is one, is in the store.
         exchange: While one computes.
-        account: On which so many tokens are reserved.
-        used: Of them.
+        used: Tokens on its key's account.
     """
 
     def __init__(self, id: str, job: Job, state: JobState, *, owned: bool) -> None:
@@ -119,7 +116,6 @@ class Run:
         self.dropped = self.over = False
         self.last = b""
         self.exchange: Exchange | None = None
-        self.account: tuple[Account, int] | None = None
         self.used = 0
         self.task: asyncio.Task[None] | None = None
         self.listeners = 0
@@ -147,6 +143,9 @@ class Jobs:
         self._owner = uuid.uuid4().hex
         self._leases = Leases(_LEASE_S, 2 * _LOOK_S)
         self._runs: dict[str, Run] = {}
+        self._reserved: dict[
+            str, tuple[Account, int]
+        ] = {}  # on whose account so many tokens are, of which job
         self._ends = False
         self._away_s = 0.0  # since when the store cannot be used
         gateway.beside.append(self.running)
@@ -230,7 +229,16 @@ class Jobs:
             # This process owns what it does not know of where it was not told that the store did as it was asked.
             unknown = owner == self._owner and id not in self._runs
             if (owner not in owners or unknown) and self._has_room():
-                await self._claim(id)
+                try:
+                    await self._claim(id)
+                except ApiError as error:
+                    if self._away_s:
+                        raise
+                    # Those behind it are to be computed all the same.
+                    log.error("job_unreadable id=%s reason=%s", id, error)
+        for id in self._reserved.keys() - open.keys() - self._runs.keys():
+            # It was computed elsewhere, where nobody asks what it took: what was reckoned stands.
+            del self._reserved[id]
         for id in await self._ask(JobStore.forgotten, _now_ms()):
             await self._ask(JobStore.delete, id)
 
@@ -250,6 +258,11 @@ class Jobs:
         if found is None or found.state.status not in OPEN:
             return
         before = found.state
+        try:
+            job = found.job_as(Job)
+        except ApiError:
+            await self._ask(JobStore.update, id, before, self._after(before, b'{"status":"failed"}'))
+            raise
         lost = before.owner not in ("", self._owner)
         mine = _with(before, owner=self._owner, losses=before.losses + lost)
         claimed = await self._ask(JobStore.update, id, before, mine)
@@ -262,7 +275,7 @@ class Jobs:
         if run is not None and run.state.turn == claimed.turn:
             run.state, run.owned = claimed, True
         else:
-            self._start(id, _decode(found.job, type=Job), claimed, owned=True)
+            self._start(id, job, claimed, owned=True)
 
     def _start(self, id: str, job: Job, state: JobState, *, owned: bool) -> Run:
         if id in self._runs:
@@ -281,7 +294,8 @@ class Jobs:
             run.task.cancel()
 
     async def _run(self, run: Run) -> None:
-        pause_s = _AGAIN_S
+        """Compute it until it has ended; however this ends, the job has ended or is somebody's again."""
+        pause_s, broken = _AGAIN_S, False
         try:
             while (error := await self._attempt(run)) is not None and _again(error):
                 if error.code == NOT_RESUMABLE:
@@ -300,14 +314,27 @@ class Jobs:
             await self._finish(run)
         except (_Lost, ApiError) as error:
             log.info("job_left id=%s reason=%r", run.id, error)
+        except Exception:
+            # Counted, so that it is given up in the end, in words.
+            log.exception("job_broken id=%s", run.id)
+            broken = True
         finally:
             self._drop(run)
-            if run.account is not None:
-                account, reserved = run.account
-                account.settle(reserved, run.used, time.monotonic())
+            if run.owned:
+                self._settle(run.id, run.used)
             if run.owned and run.state.status in OPEN:
-                with contextlib.suppress(ApiError):
-                    await self._ask(JobStore.update, run.id, run.state, _with(run.state, owner=""))
+                after = _with(run.state, owner="", losses=run.state.losses + broken)
+                try:
+                    await self._ask(JobStore.update, run.id, run.state, after)
+                except ApiError as error:
+                    # This process claims it again then.
+                    log.warning("job_not_handed_on id=%s reason=%s", run.id, error)
+
+    def _settle(self, id: str, used: int) -> None:
+        """Have a key pay what its job took, instead of what was reckoned. Idempotent."""
+        account, reserved = self._reserved.pop(id, (None, 0))
+        if account is not None:
+            account.settle(reserved, used, time.monotonic())
 
     async def _store_state(self, run: Run, after: JobState, result: bytes = b"") -> None:
         """Raises: _Lost; ApiError, as JobStore.update."""
@@ -318,22 +345,19 @@ class Jobs:
 
     async def _attempt(self, run: Run) -> ErrorReply | None:
         """Compute it once, and say why that failed; `run.last` is set unless it is to be tried again. Raises _Lost."""
-        gateway, job, stall_s = self._gateway, run.job, self._config.stall_s
+        gateway, job, identity = self._gateway, run.job, run.job.identity
         try:
             if run.owned and run.state.losses > _MOST_LOSSES:
                 message = f"{run.state.losses} gateways ended while they computed it; it is given up."
                 raise internal(message, code="attempts_exhausted")
             given = checked(ResponsesRequest, bytes(job.request))
-            work = await self._work_of(given, job.share, job.identity.created)
+            work = await self._work_of(given, job.share, identity.created)
             if isinstance(work.format, ResponsesFormat):
                 work.format.number_from(_number(_OPENING, run.state))
             told: dict[str, Any] = {"key": job.run_key}
             if run.state.numerics_class:
                 told |= {"seen": 0, "numerics_class": run.state.numerics_class, "hint": run.state.hint}
-            model, pool, identity = gateway.model, gateway.pool, job.identity
-            exchange = Exchange(
-                work, model, pool, identity, stall_s=stall_s, on_close=lambda: None, told=told
-            )
+            exchange = Exchange(work, gateway.model, gateway.pool, identity, told=told)
             run.exchange = exchange
             run.changed.set()
             if run.owned:
@@ -372,7 +396,7 @@ class Jobs:
         while not generation.ready:
             await exchange.wait()
         if generation.numerics_classes:
-            numerics_class, hint = generation.numerics_classes[0], exchange.stay()
+            numerics_class, hint = exchange.stay()
             after = _with(run.state, status="in_progress", numerics_class=numerics_class, hint=hint)
             if not run.owned:
                 run.state = after
@@ -456,19 +480,20 @@ class Jobs:
         """
         job, account = self._job(request, given, identity), account_of(request.scope)
         id, reserved, mine = job.queued["id"], work.cost(self._config.batch_tokens), self._has_room()
-        reserve_tokens(account, reserved)
+        reserve_tokens(account, reserved, self._gateway.metrics.count_refused)
         new = JobState(status="queued", at_ms=_now_ms(), owner=self._owner if mine else "")
+        state = None
         try:
             state = await self._ask(JobStore.put, id, _encode(job), new)
-            if state is None:
-                raise wrong_field("request_id", f"there is a response '{id}' already")
-        except BaseException:
-            if account is not None:
+        finally:
+            if account is not None and state is None:
                 account.settle(reserved, 0, time.monotonic())
-            raise
+        if state is None:
+            raise wrong_field("request_id", f"there is a response '{id}' already")
+        if account is not None:
+            self._reserved[id] = account, reserved
         if mine:
             run = self._start(id, job, state, owned=True)
-            run.account = None if account is None else (account, reserved)
             if not work.wanted.stream:
                 with contextlib.suppress(TimeoutError):
                     # Until it has begun, little is known of when it will end.
@@ -527,8 +552,8 @@ class Jobs:
                 result = Result(response=_response_of(last), events=events)
                 after = self._after(found.state, result.response)
                 ended = await self._ask(JobStore.update, response_id, found.state, after, _encode(result))
-                if ended is not None and run is not None:
-                    self._drop(run)
+                if ended is not None:
+                    self._forget(response_id)
             job, found = await self._found(response_id, request)
         return self._answer(job, found)
 
@@ -536,9 +561,15 @@ class Jobs:
         """DELETE /v1/responses/{response_id}: forget it; one that has not ended is computed no more."""
         await self._found(response_id, request)
         await self._ask(JobStore.delete, response_id)
-        if response_id in self._runs:
-            self._drop(self._runs[response_id])
+        self._forget(response_id)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+
+    def _forget(self, id: str) -> None:
+        """Compute one no more that somebody has ended."""
+        if id in self._runs:
+            self._drop(self._runs[id])
+        else:
+            self._settle(id, 0)
 
     async def list_input(self, response_id: str, request: Request) -> Response:
         """GET /v1/responses/{response_id}/input_items: all that the model was given, in pages."""
@@ -577,7 +608,7 @@ class Jobs:
     async def _found(self, id: str, request: Request, param: str = "response_id") -> tuple[Job, Stored]:
         known = self._store is not None and _ID.fullmatch(id)
         found = await self._ask(JobStore.get, id) if known else None
-        job = None if found is None else _decode(found.job, type=Job)
+        job = None if found is None else found.job_as(Job)
         # That there is another's is nobody's business.
         if found is None or job is None or job.key_name != key_name_of(request.scope):
             message = f"No response '{id[:128]}' is in progress here, and none is stored."
@@ -605,7 +636,11 @@ class Jobs:
     # -- streams
 
     def _stream(self, id: str, job: Job, after: int) -> Response:
-        return JobStream(self._events(id, job, after), self._config.stall_s)
+        # Of a client that reads nothing the kernel ends the connection: see eaas.gateway.listening.
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        return StreamingResponse(
+            self._events(id, job, after), headers=headers, media_type="text/event-stream"
+        )
 
     async def _events(self, id: str, job: Job, after: int) -> AsyncGenerator[bytes]:
         """The events of a job after that sequence number, wherever it is computed."""
@@ -628,15 +663,12 @@ class Jobs:
                 try:
                     while not self._ends:
                         place = _place_behind(after, run.state)
-                        if place is None:
-                            yield _BEGUN_ANEW
+                        if place is None or (run.dropped and place >= len(run.events)):
+                            yield _BEGUN_ANEW if place is None else _NO_EVENTS
                             return
                         if events := run.events[place:]:
                             after = _number(place + len(events) - 1, run.state)
                             yield b"".join(events)
-                        elif run.dropped:
-                            yield _NO_EVENTS
-                            return
                         elif run.over:
                             break
                         else:
@@ -646,50 +678,21 @@ class Jobs:
                     run.listeners -= 1
                     if not run.listeners and not run.owned:
                         self._drop(run)
-            elif found is None:
-                yield _NO_EVENTS
-                return
-            elif (place := _place_behind(after, found.state)) is None:
-                yield _BEGUN_ANEW
+            elif found is None or (place := _place_behind(after, found.state)) is None:
+                yield _NO_EVENTS if found is None else _BEGUN_ANEW
                 return
             elif found.state.status in OPEN:
                 opening = _opening(job)[place:]
                 after += len(opening)
                 yield b"".join(opening)
                 await asyncio.sleep(_POLL_S)
-            elif packed := _result(found).events:
-                events = _split(zlib.decompress(packed))
-                # What another gateway cancelled has fewer than were shown here.
-                yield b"".join(events[place:] if place <= len(events) else events[-1:])
-                return
             else:
-                yield _NO_EVENTS
+                packed = _result(found).events
+                events = _split(zlib.decompress(packed)) if packed else []
+                # What another gateway cancelled has fewer than were shown here.
+                rest = events[place:] if place <= len(events) else events[-1:]
+                yield b"".join(rest) if events else _NO_EVENTS
                 return
-
-
-class JobStream(StreamingResponse):
-    """Events of a job; a client that reads nothing for ``stall_s`` is ended."""
-
-    media_type = "text/event-stream"
-
-    def __init__(self, events: AsyncGenerator[bytes], stall_s: float) -> None:
-        super().__init__(events, headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
-        self._events, self._stall_s = events, stall_s
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI: send the stream to its end."""
-
-        async def send_in_time(message: Message) -> None:
-            async with asyncio.timeout(self._stall_s):
-                await send(message)
-
-        try:
-            await super().__call__(scope, receive, send_in_time)
-        except TimeoutError:
-            if (connection := Connection.of(scope)) is not None:
-                connection.cut()
-        finally:
-            await self._events.aclose()
 
 
 def _result(found: Stored) -> Result:

@@ -75,14 +75,15 @@ def share_of(scope: Scope) -> Share:
     return Share(tenant=given.decode())
 
 
-def reserve_tokens(account: Account | None, tokens: int) -> None:
-    """Spend what a request is reckoned to take.
+def reserve_tokens(account: Account | None, tokens: int, on_refused: Callable[[str], None]) -> None:
+    """Spend what a request is reckoned to take. Args: on_refused: told "key_tokens" where it is more than there is.
 
     Raises:
         ApiError: 429, with the time after which there is enough.
     """
     overdrawn = account.reserve(tokens, time.monotonic()) if account is not None else None
     if overdrawn is not None:
+        on_refused("key_tokens")
         raise ApiError(_overdrawn_reply(overdrawn))
 
 

@@ -91,7 +91,6 @@ async def generate(
             return response
         gateway.refuse_if_paused()
         gateway.admit_tokens(work)
-        stall_s = gateway.config.stall_s
         running = () if seen is None else gateway.exchanges.values()
         before = [one for one in running if one.identity == identity and one.seal == seal]
         exchange = Exchange(
@@ -99,7 +98,6 @@ async def generate(
             gateway.model,
             gateway.pool,
             identity,
-            stall_s=stall_s,
             on_close=on_close,
             seal=seal if work.wanted.stream and gateway.config.event_ids else None,
             seen=seen,
@@ -107,7 +105,7 @@ async def generate(
         gateway.exchanges[exchange.own_id] = exchange
         if isinstance(asked, ResponsesRequest) and asked.store:
             exchange.keep = kept.keeper(request, asked, exchange)
-        response = await exchange.answer(request, before)
+        response = await exchange.answer(request, gateway.config.stall_s, before)
         return response
     finally:
         if exchange is None:

@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 from eaas.gateway.budgets import Account
 from eaas.gateway.errors import ApiError, ErrorReply
 from eaas.gateway.eta import Estimate
-from eaas.gateway.event_ids import HINTS, EventIds, Identity, Mark, Seal, Seen
+from eaas.gateway.event_ids import HINTS, EventIds, Identity, Mark, Seal, Seen, crossed
 from eaas.gateway.failover import Sequence as PoolSequence
 from eaas.gateway.formats import Format, ResponseHead, StreamUsage, Usage
 from eaas.gateway.guard import CLIENT_GONE, CLIENT_STALLED, Connection
@@ -87,8 +87,7 @@ class Exchange:
         pool: WorkerPool,
         identity: Identity,
         *,
-        stall_s: float,
-        on_close: Callable[[], None],
+        on_close: Callable[[], None] = lambda: None,
         seal: Seal | None = None,
         seen: Seen | None = None,
         told: Mapping[str, Any] | None = None,
@@ -98,7 +97,7 @@ class Exchange:
         self.seal, self._seen, self._told = seal, seen, told or {}
         self._work, self._model, self._pool = work, model, pool
         self.metrics = pool.metrics
-        self._stall_s, self._on_close = stall_s, on_close
+        self._on_close = on_close
         self._loop = asyncio.get_running_loop()
         wanted, self.identity = work.wanted, identity
         # Two clients may choose the same name, and one response be made twice: within this process each has its own.
@@ -173,10 +172,11 @@ class Exchange:
             **self._told,
         )
 
-    async def answer(self, request: Request, before: Sequence[Exchange] = ()) -> Response:
+    async def answer(self, request: Request, stall_s: float, before: Sequence[Exchange] = ()) -> Response:
         """Submit the choices and wait for what the response begins with.
 
         Args:
+            stall_s: How long a client may read nothing of a stream.
             before: Those of the same response whose client goes on with this one.
 
         Raises:
@@ -198,7 +198,7 @@ class Exchange:
         if generation.dropped:
             headers[_DROPPED_HEADER] = "true"
         if self._work.wanted.stream:
-            return EventStream(self, headers, self._stall_s)
+            return EventStream(self, headers, stall_s)
         await self.keep()
         return Response(self.body(), media_type="application/json", headers=headers)
 
@@ -216,11 +216,20 @@ class Exchange:
         for sequence in self._sequences:
             self._pool.submit(sequence)
 
-    def stay(self) -> int:
-        """Let no choice leave the numerics class in which it has begun. Returns the hint whom to ask for the first."""
+    def stay(self) -> tuple[str, int]:
+        """Let no choice leave the numerics class in which all have begun. Returns that and the hint whom to ask for the
+        first choice.
+
+        Raises:
+            ApiError: 409, it has crossed from one to another already.
+        """
+        known = self.generation.numerics_classes
+        classes = {*known, *(sequence.numerics_class or known[0] for sequence in self._sequences)}
+        if len(classes) > 1:
+            raise crossed(sorted(classes))
         for sequence in self._sequences:
             sequence.seen = sequence.seen or 0
-        return self._sequences[0].incarnation % HINTS
+        return known[0], self._sequences[0].incarnation % HINTS
 
     def body(self) -> bytes:
         """The whole response, once the generation has ended without error."""
@@ -311,11 +320,7 @@ class Exchange:
             return
         outputs = (min(limit, _RESERVED_OUTPUT) for limit in self._work.limits)
         reserved = self.prompt_tokens + self._work.wanted.choices * sum(outputs)
-        try:
-            reserve_tokens(account, reserved)
-        except ApiError:
-            self.metrics.count_refused("key_tokens")
-            raise
+        reserve_tokens(account, reserved, self.metrics.count_refused)
         self._account, self._reserved = account, reserved
 
     def used(self) -> int:

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import json
 import random
+import re
+import resource
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
@@ -16,15 +18,20 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import httpx
+import msgspec
 import openai
 import pytest
 from openai.types.responses import Response
+from starlette.requests import Request
 
 from eaas.gateway.errors import ApiError
 from eaas.gateway.eta import Eta
+from eaas.gateway.event_ids import Identity
 from eaas.gateway.gateway import Gateway
-from eaas.gateway.job_store import JobStore, open_jobs
+from eaas.gateway.job_store import JobState, JobStore, open_jobs
 from eaas.gateway.jobs import Jobs
+from eaas.gateway.keys import Key, digest_of, keys_of, write_keys
+from eaas.gateway.responses import ResponsesRequest
 from eaas.worker.protocol import Failed, Submit
 from tests.eaas.gateway_world import FakeWorker, GatewayProcess, World, eventually, gateway_url
 from tests.etcd import EtcdProcess, etcd_process
@@ -536,8 +543,6 @@ def test_a_gateway_that_is_told_to_end_leaves_its_jobs_to_others(
 def test_of_another_key_s_responses_nothing_is_told(
     world: World, worker: FakeWorker, tmp_path: Path, says: Any
 ) -> None:
-    from eaas.gateway.keys import digest_of, keys_of, write_keys
-
     says("secret")
     write_keys(tmp_path / "keys.json", keys_of([digest_of(key) for key in ("eaas-a", "eaas-b")]))
     with gateway_url(
@@ -701,7 +706,7 @@ def test_a_job_stays_in_the_class_in_which_it_began_at_whichever_gateway(
     job = ask(client_of(gateway.url))
     eventually(lambda: any(one.index > 2 for one in worker.jobs.values()), "some tokens")
     key = worker.submits[-1].key
-    stranger = world.worker(numerics_class="another", script=["other words"])
+    stranger = world.worker(numerics_class="another", script=["other words"], step_s=0.05)
     try:
         world.router.show(*((stranger, worker) if first else (worker, stranger)))
         gateway.process.kill()
@@ -713,8 +718,10 @@ def test_a_job_stays_in_the_class_in_which_it_began_at_whichever_gateway(
                 "nobody else computes it, and it joins what is computed"
             )
             job = ask(client, extra_body={"request_id": "second"})
-            begun, other = (worker, stranger) if worker.jobs else (stranger, worker)
-            eventually(lambda: worker.jobs or stranger.jobs, "a beginning")
+            eventually(
+                lambda: any(one.index > 2 for at in (worker, stranger) for one in at.jobs.values()),
+                "some tokens",
+            )
             begun, other = (worker, stranger) if worker.jobs else (stranger, worker)
             begun.frozen = True
             stream = iter(client.responses.retrieve(job.id, stream=True))
@@ -737,4 +744,195 @@ def test_a_job_stays_in_the_class_in_which_it_began_at_whichever_gateway(
             assert "".join(deltas) == other.script[-1]
     finally:
         worker.frozen = False
+        world.router.show(worker)
+
+
+def room_for_keys(path: Path, **budgets: int) -> openai.OpenAI:
+    """Writes a file of one key with such budgets."""
+    write_keys(path, [Key(name="one", sha256=digest_of("eaas-one"), operator=True, **budgets)])
+    return openai.OpenAI(base_url="http://unset", api_key="eaas-one", max_retries=0, timeout=20)
+
+
+def test_what_was_refused_or_ended_before_it_began_takes_no_place_and_no_tokens(
+    world: World, worker: FakeWorker, tmp_path: Path, says: Any
+) -> None:
+    says("x")
+    keyed = room_for_keys(tmp_path / "keys", tokens_per_minute=900)
+    options = ("--jobs", str(tmp_path / "jobs"), "--jobs-most", "3", "--max-requests", "2")
+    options = (*options, "--keys-file", str(tmp_path / "keys"), "--max-owed-tokens", "400")
+    with gateway_url(world, *options) as url:
+        client = keyed.with_options(base_url=f"{url}/v1")
+        # Each is reckoned at some 100 tokens: were those of the refused kept, the ninth would be told so.
+        reckoned: dict[str, Any] = {"input": "hello " * 10, "max_output_tokens": 30}
+        held = [ask(client, **reckoned, extra_body={"request_id": f"held-{n}"}) for n in range(2)]
+        for _ in range(20):
+            with pytest.raises(openai.BadRequestError, match="there is a response 'resp_held-1' already"):
+                ask(client, **reckoned, extra_body={"request_id": "held-1"})
+        held.append(ask(client, **reckoned))
+        for _ in range(20):
+            with pytest.raises(openai.RateLimitError, match="3 responses are kept, the most"):
+                ask(client, **reckoned)
+        held = [polled(client, job) for job in held]
+        for job in held:
+            client.responses.delete(job.id)
+        worker.frozen = True
+        try:
+            with ThreadPoolExecutor(1) as thread:
+                busy = {"model": "tiny", "input": "i" * 180, "max_output_tokens": 60}
+                waits = thread.submit(client.responses.create, **busy)
+                eventually(lambda: worker.jobs, "a request")
+                for number in range(20):
+                    # None begins while so much is owed.
+                    job = ask(client, **reckoned)
+                    if number % 2:
+                        assert client.responses.cancel(job.id).status == "cancelled"
+                    client.responses.delete(job.id)
+                worker.frozen = False
+                assert waits.result().output_text == "x"
+        finally:
+            worker.frozen = False
+        for job in [ask(client, **reckoned) for _ in range(3)]:
+            assert polled(client, job).output_text == "x"
+        told = httpx.get(f"{url}/metrics", headers={"authorization": "Bearer eaas-one"}).text
+        assert re.search(r"^eaas_running(\{.*\})? 0(\.0)?$", told, re.M), told
+        assert re.search(r"^eaas_jobs_running(\{.*\})? 0(\.0)?$", told, re.M), told
+
+
+def test_a_disk_that_is_full_is_told_and_what_keeps_responses_serves_again_with_room(
+    world: World, worker: FakeWorker, tmp_path: Path, says: Any
+) -> None:
+    says("x")
+    path = tmp_path / "jobs"
+    gateway = GatewayProcess(world, "--jobs", str(path))
+    client = client_of(gateway.url)
+    kept = polled(client, ask(client))
+    limit = resource.prlimit(gateway.process.pid, resource.RLIMIT_FSIZE)
+    for removed in (False, True):
+        # No file of the gateway may grow: what a full disk does.
+        resource.prlimit(gateway.process.pid, resource.RLIMIT_FSIZE, (1, limit[1]))
+        if removed:
+            for file in tmp_path.glob("jobs*"):
+                file.unlink()
+        for _ in range(3):
+            with pytest.raises(
+                openai.InternalServerError, match="What keeps responses cannot be used"
+            ) as told:
+                ask(client)
+            assert told.value.status_code == 503 and told.value.response.headers["retry-after"]
+        reply = client.responses.create(model="tiny", input="hi", store=True)
+        assert reply.model_dump()["store"] is False
+        resource.prlimit(gateway.process.pid, resource.RLIMIT_FSIZE, limit)
+        job = ask(client)
+        with open_store(path) as store:
+            assert store.get(job.id) is not None, "it was said to be kept"
+            assert (store.get(kept.id) is None) == removed
+        assert polled(client, job).output_text == "x"
+    status, log = gateway.stop()
+    assert status == 0 and "Traceback" not in log, log
+
+
+def test_a_record_that_cannot_be_read_ends_and_holds_up_no_other(
+    world: World, worker: FakeWorker, tmp_path: Path, says: Any
+) -> None:
+    says("x")
+    path, new = tmp_path / "jobs", JobState(status="queued", at_ms=1)
+    ids = [f"resp_{number:032}" for number in range(3)]
+    with open_store(path) as store, gateway_url(world, "--jobs", str(path)) as url:
+        client = client_of(url)
+        first = ask(client)
+        assert polled(client, first).output_text == "x"
+        job = store.get(first.id)
+        assert job is not None
+        with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as base:
+            base.execute("BEGIN IMMEDIATE")
+            for id in ids:
+                value = job.job.replace(first.id[5:].encode(), id[5:].encode())
+                # The first has no state, the second no job that anybody knows the form of.
+                rows = ("job", value), ("state", msgspec.json.encode(new)), ("open", b"9 ")
+                for kind, value in rows:
+                    bad = (kind, id) in (("state", ids[0]), ("job", ids[1]))
+                    key = f"open/{1:016x}/{id}" if kind == "open" else f"{kind}/{id}"
+                    found = b'{"of": "another form"}' if bad else value
+                    base.execute("INSERT INTO kept_3 VALUES (?, 1, ?)", (key, found))
+            base.execute("COMMIT")
+        assert polled(client, client.responses.retrieve(ids[2])).output_text == "x"
+        for id in ids[:2]:
+            with pytest.raises(openai.InternalServerError, match="cannot be read") as told:
+                client.responses.retrieve(id)
+            assert told.value.status_code == 500
+        found = store.get(ids[1])
+        assert found is not None and found.state.status == "failed"
+
+
+def test_a_job_in_which_a_gateway_breaks_is_another_s_and_is_given_up_in_words_in_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken(Exception):
+        """Nobody expects it."""
+
+    finish, tries = Jobs._finish, 0
+
+    async def breaks(jobs: Jobs, run: Any) -> None:
+        nonlocal tries
+        tries += 1
+        if run.state.losses <= 20:
+            raise Broken
+        await finish(jobs, run)
+
+    async def work_of(*_: Any) -> Any:
+        raise Broken
+
+    monkeypatch.setattr(Jobs, "_finish", breaks)
+    config = SimpleNamespace(
+        jobs=str(tmp_path / "jobs"), jobs_most=9, jobs_bytes=1 << 20, jobs_kept_s=60.0, jobs_running=9,
+        max_owed_tokens=100, stall_s=1.0,
+    )  # fmt: skip
+    pool = SimpleNamespace(owed_tokens=0, unready_reason=lambda: "", eta=Eta())
+    gateway = SimpleNamespace(
+        config=config, pool=pool, beside=[], on_stop=[], metrics=SimpleNamespace(gauges={}), draining=False,
+        paused=False, model=SimpleNamespace(name="tiny"), exchanges={},
+    )  # fmt: skip
+
+    async def run() -> None:
+        jobs = Jobs(cast(Gateway, gateway), work_of)
+        given = ResponsesRequest(model="tiny", input="hi", background=True)
+        request = Request({"type": "http", "headers": []})
+        job = jobs._job(request, given, Identity(drawn="0" * 32, created=1))
+        id = job.queued["id"]
+        store = jobs._store
+        assert store is not None
+        assert store.put(id, msgspec.json.encode(job), JobState(status="queued", at_ms=1)) is not None
+        for _ in range(40):
+            await jobs._look()
+            await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}))
+            found = store.get(id)
+            assert found is not None and not jobs._runs
+            if not store.open():
+                break
+            assert found.state.owner == "" and found.state.losses == tries
+        assert found.state.status == "failed" and tries == 22
+        assert "gateways ended while they computed it; it is given up" in found.result.decode()
+
+    asyncio.run(run())
+
+
+def test_a_job_that_left_its_class_before_it_said_anything_is_of_one_class(
+    world: World, worker: FakeWorker, url: str, client: openai.OpenAI, jobs: Path, says: Any
+) -> None:
+    # Of its first character one byte of two is there when its class goes: nothing can be shown of it.
+    says("éa word or two")
+    worker.step_s = 0.3
+    stranger = world.worker(numerics_class="another", script=["Éno word at all"])
+    try:
+        job = ask(client)
+        eventually(lambda: any(one.index for one in worker.jobs.values()), "a token")
+        time.sleep(0.1)
+        world.router.show(stranger)
+        ended = polled(client, job)
+        assert ended.output_text == stranger.script[-1], "two texts were put together"
+        with open_store(jobs) as store:
+            found = store.get(job.id)
+        assert found is not None and found.state.numerics_class == "another"
+        assert sequence_of(raw(url, job.id)[2]) == found.state.turn * 10**6 + 2
+    finally:
         world.router.show(worker)
