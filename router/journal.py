@@ -15,7 +15,7 @@ import sqlite3
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from router.state import COUNT_BITS, MemberRecord, Model, State
 from router.view import GoneMember
@@ -62,11 +62,8 @@ class Store(Protocol):
 
 def is_same(before: State, after: State) -> bool:
     """True if nothing durable differs between a state and the next."""
-    return (
-        before.members is after.members
-        and (before.wanted is after.wanted)
-        and _counters(before) == _counters(after)
-    )
+    # Asked at each renewal: no text is made for it.
+    return before.members is after.members and _counted(before) == _counted(after)
 
 
 def changes(before: State, after: State) -> dict[str, str | None]:
@@ -109,19 +106,22 @@ def state_of(found: Mapping[str, str]) -> State:
         raise JournalUnusable(f"{key} cannot be read: {error!r}") from error
 
 
+def _counted(state: State) -> dict[str, Any]:
+    return {
+        "layout": _LAYOUT,
+        "salt": state.salt,
+        "term": state.term,
+        "epoch": state.epoch,
+        "joined": state.joined,
+        "named": state.named,
+        "wanted": state.wanted,
+        "model": state.model,
+    }
+
+
 def _counters(state: State) -> str:
-    return json.dumps(
-        {
-            "layout": _LAYOUT,
-            "salt": state.salt,
-            "term": state.term,
-            "epoch": state.epoch,
-            "joined": state.joined,
-            "named": dict(state.named),
-            "wanted": dict(state.wanted),
-            "model": asdict(state.model),
-        }
-    )
+    copied = {"named": dict(state.named), "wanted": dict(state.wanted), "model": asdict(state.model)}
+    return json.dumps(_counted(state) | copied)
 
 
 def _in_order(known: Iterable[_Known]) -> list[_Known]:

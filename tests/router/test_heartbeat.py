@@ -9,12 +9,13 @@ from functools import partial
 
 import pytest
 
-from router.heartbeat import SAMPLE_S, Heartbeat, OwnTime, Standing
+from router.heartbeat import Heartbeat, OwnTime, Standing
 
 pytestmark = pytest.mark.alone
 
 
-def _stood(standing: Standing, samples: int, idle: bool, elapsed_s: float = SAMPLE_S) -> float:
+def _stood(standing: Standing, samples: int, idle: bool, elapsed_s: float = 0.0) -> float:
+    elapsed_s = elapsed_s or standing.sample_s
     return [standing.sample(7, elapsed_s, lambda: idle) for _ in range(samples)][-1]
 
 
@@ -22,17 +23,17 @@ def test_a_loop_stands_when_its_process_does_nothing_for_the_bound_and_whatever_
     None
 ):
     standing = Standing(bound_s=0.5, longest_s=30.0)
-    assert _stood(standing, 11, idle=True) == 0.0
+    assert _stood(standing, 6, idle=True) == 0.0
     assert _stood(standing, 1, idle=True) > 0.5
-    assert standing.sample(8, SAMPLE_S, lambda: True) == 0.0, "it goes on"
-    assert _stood(standing, 590, idle=False) == 0.0, "a long step"
-    assert _stood(standing, 20, idle=False) > 30.0
-    assert standing.sample(None, SAMPLE_S, lambda: True) == 0.0, "there is no loop any more"
+    assert standing.sample(8, standing.sample_s, lambda: True) == 0.0, "it goes on"
+    assert _stood(standing, 295, idle=False) == 0.0, "a long step"
+    assert _stood(standing, 10, idle=False) > 30.0
+    assert standing.sample(None, standing.sample_s, lambda: True) == 0.0, "there is no loop any more"
 
 
 def test_time_in_which_the_process_itself_stood_still_is_not_the_loops() -> None:
     standing = Standing(bound_s=0.5, longest_s=30.0)
-    assert _stood(standing, 4, idle=True, elapsed_s=60.0) == 0.0
+    assert _stood(standing, 3, idle=True, elapsed_s=60.0) == 0.0
 
 
 def _watched(work: Callable[[threading.Event, list[int]], None], wanted: bool, for_s: float) -> bool:
