@@ -204,6 +204,16 @@ EAAS_INLINE f32x16 operator-(f32x16 x) { return by_part(EAAS_PART(int, part p) {
 EAAS_INLINE f32x16 fma(f32x16 x, f32x16 y, f32x16 z) {
     return by_part(EAAS_PART(int, part p, part q, part r) { return part_fma(p, q, r); }, x, y, z);
 }
+// z = x * y + z, rounded once. Left to choose which operand the sum takes the place of, g++ moves accumulators about,
+// and spills them where all registers are taken.
+EAAS_INLINE void fma_into(f32x16& z, f32x16 x, f32x16 y) {
+#if defined(EAAS_ISA_AVX2)
+    asm("vfmadd231ps %1, %2, %0" : "+x"(z.a) : "x"(x.a), "x"(y.a));
+    asm("vfmadd231ps %1, %2, %0" : "+x"(z.b) : "x"(x.b), "x"(y.b));
+#else
+    z = fma(x, y, z);
+#endif
+}
 // x > y ? x : y, lane by lane: where either is NaN, the second.
 EAAS_INLINE f32x16 max(f32x16 x, f32x16 y) {
     return by_part(EAAS_PART(int, part p, part q) { return part_max(p, q); }, x, y);
