@@ -196,16 +196,28 @@ struct F32 {
     EAAS_INLINE f32x16 read(const element* from) { return load(from); }
 };
 
-// Scores of 16 keys for N queries.
-template <class T, int N>
-EAAS_INLINE void score(const eaas::Attend& group, const typename T::element* keys, float* scores) {
-    f32x16 total[N];
-    for (int i = 0; i < N; ++i) total[i] = zero();
-    for (uint32_t d = 0; d < group.head_dim; ++d) {
-        const f32x16 key = T::read(keys + d * kSubtile);
-        for (int i = 0; i < N; ++i) total[i] = fma(splat(group.query[i][d]), key, total[i]);
+// Vectors that N queries take at once, each a sum: enough of them to hide the latency of the fma.
+template <int N>
+constexpr uint32_t kAtOnce = N <= 3 ? 2 : 1;
+
+// Scores of S times 16 keys for N queries, from the subtiles at `keys`. Every read fetches its like of `next`.
+template <class T, int N, uint32_t S>
+EAAS_INLINE void score(const eaas::Attend& group, const typename T::element* const* keys,
+                       const typename T::element* const* next, float* scores) {
+    const float* query[N];
+    f32x16 total[N][S];
+    for (int i = 0; i < N; ++i) {
+        query[i] = group.query[i];
+        for (uint32_t s = 0; s < S; ++s) total[i][s] = zero();
     }
-    for (int i = 0; i < N; ++i) store(scores + i * kKeyTile, total[i]);
+    for (uint32_t d = 0; d < group.head_dim; ++d)
+        for (uint32_t s = 0; s < S; ++s) {
+            __builtin_prefetch(next[s] + d * kSubtile);
+            const f32x16 key = T::read(keys[s] + d * kSubtile);
+            for (int i = 0; i < N; ++i) fma_into(total[i][s], key, splat(query[i][d]));
+        }
+    for (int i = 0; i < N; ++i)
+        for (uint32_t s = 0; s < S; ++s) store(scores + i * kKeyTile + s * 16, total[i][s]);
 }
 
 // Scores of one query in one tile to weights; returns the factor of what was summed before.
@@ -221,8 +233,9 @@ EAAS_INLINE float weigh(float* scores, uint32_t from, uint32_t to, uint32_t low,
     f32x16 best = splat(*maximum);
     for (uint32_t t = from; t < to; t += 16) best = max(best, load(scores + t));
     const float raised = max_of(best);
-    float factor[16];
-    store(factor, exp(splat(*maximum - raised)));
+    float factor[16] = {1.0f};
+    // Not a test for equality, which two infinities would pass.
+    if (raised - *maximum != 0.0f) store(factor, exp(splat(*maximum - raised)));
     *maximum = raised;
     *total = *total * splat(factor[0]);
     for (uint32_t t = from; t < to; t += 16) {
@@ -231,6 +244,29 @@ EAAS_INLINE float weigh(float* scores, uint32_t from, uint32_t to, uint32_t low,
         *total = *total + weight;
     }
     return factor[0];
+}
+
+// Adds the weighted values of keys [from, to) of one tile to D times 16 columns of sums, [N][kMaxHeadDim]; `values` and
+// `next` point to those columns.
+template <class T, int N, uint32_t D>
+EAAS_INLINE void add_values(const float (*weights)[kKeyTile], const float* factor, uint32_t from, uint32_t to,
+                            const typename T::element* const* values, const typename T::element* const* next,
+                            uint32_t column, uint32_t padded, float (*sums)[eaas::kMaxHeadDim]) {
+    f32x16 sum[N][D];
+    for (int i = 0; i < N; ++i)
+        for (uint32_t e = 0; e < D; ++e) sum[i][e] = load(&sums[i][column + e * 16]) * splat(factor[i]);
+    for (uint32_t s = from / 16; s * 16 < to; ++s) {
+        const typename T::element *value = values[s] + column, *later = next[s] + column;
+        const uint32_t past = to - s * 16 < 16 ? to : s * 16 + 16;
+        for (uint32_t t = s * 16; t < past; ++t, value += padded, later += padded)
+            for (uint32_t e = 0; e < D; ++e) {
+                __builtin_prefetch(later + e * 16);
+                const f32x16 read = T::read(value + e * 16);
+                for (int i = 0; i < N; ++i) fma_into(sum[i][e], read, splat(weights[i][t]));
+            }
+    }
+    for (int i = 0; i < N; ++i)
+        for (uint32_t e = 0; e < D; ++e) store(&sums[i][column + e * 16], sum[i][e]);
 }
 
 template <class T, int N>
@@ -251,41 +287,42 @@ void attend_group(const eaas::Attend& group) {
         first = group.first[i] < first ? group.first[i] : first;
         last = group.last[i] > last ? group.last[i] : last;
     }
-    for (uint32_t base = first / kKeyTile * kKeyTile; base <= last; base += kKeyTile) {
-        const uint32_t from = first > base ? (first - base) / 16 * 16 : 0;
+    const auto find = [&](uint32_t position) {
+        const uint8_t* block = group.cache + group.head_bytes +
+                               static_cast<uint64_t>(group.table[position / group.block_tokens]) * group.block_bytes;
+        return reinterpret_cast<const element*>(block + position % group.block_tokens / kSubtile * subtile_bytes);
+    };
+    // Keys of the tile at `base`, and of the one after it; the values are behind them.
+    const element *keys[kSubtiles] = {}, *next[kSubtiles] = {}, *values[kSubtiles], *later[kSubtiles];
+    const uint32_t start = first / kKeyTile * kKeyTile;
+    for (uint32_t t = (first - start) & ~15u; t < kKeyTile && start + t <= last; t += 16) next[t / 16] = find(start + t);
+    for (uint32_t base = start; base <= last; base += kKeyTile) {
+        const uint32_t from = first > base ? (first - base) & ~15u : 0;
         const uint32_t seen = last - base + 1 < kKeyTile ? last - base + 1 : kKeyTile;
         const uint32_t to = (seen + 15) / 16 * 16;
-        const element* subtile[kSubtiles] = {};
-        float scores[N][kKeyTile], factor[N];
-        for (uint32_t t = from; t < to; t += 16) {
-            const uint32_t position = base + t;
-            const uint8_t* block =
-                group.cache + group.head_bytes +
-                static_cast<uint64_t>(group.table[position / group.block_tokens]) * group.block_bytes;
-            block += position % group.block_tokens / kSubtile * subtile_bytes;
-            subtile[t / 16] = reinterpret_cast<const element*>(block);
-            score<T, N>(group, subtile[t / 16], &scores[0][t]);
+        // Each subtile of a sequence lies elsewhere, so that the hardware does not see what comes next.
+        for (uint32_t s = 0; s < kSubtiles; ++s) {
+            keys[s] = next[s];
+            if (base + kKeyTile + s * 16 <= last) next[s] = find(base + kKeyTile + s * 16);
+            values[s] = keys[s] + static_cast<uint64_t>(kSubtile) * dim;
+            later[s] = next[s] + static_cast<uint64_t>(kSubtile) * dim;
         }
+        float scores[N][kKeyTile], factor[N];
+        constexpr uint32_t kMost = kAtOnce<N>;
+        uint32_t t = from;
+        for (; t + kMost * 16 <= to; t += kMost * 16) score<T, N, kMost>(group, keys + t / 16, next + t / 16, &scores[0][t]);
+        if (t < to) score<T, N, 1>(group, keys + t / 16, next + t / 16, &scores[0][t]);
         for (int i = 0; i < N; ++i) {
             const uint32_t low = group.first[i] > base ? group.first[i] - base : 0;
             const uint32_t past = group.last[i] + 1 > base ? group.last[i] + 1 - base : 0;
             factor[i] =
                 weigh(scores[i], from, to, low, past < kKeyTile ? past : kKeyTile, &maximum[i], &total[i]);
         }
-        for (uint32_t d = 0; d < padded; d += 16) {
-            f32x16 sum[N];
-            for (int i = 0; i < N; ++i) sum[i] = load(&sums[i][d]) * splat(factor[i]);
-            for (uint32_t s = from / 16; s < to / 16; ++s) {
-                const element* values = subtile[s] + static_cast<uint64_t>(kSubtile) * dim + d;
-                // Not past `seen`: those slots may hold another request's values.
-                const uint32_t count = seen - s * 16 < 16 ? seen - s * 16 : 16;
-                for (uint32_t t = 0; t < count; ++t) {
-                    const f32x16 value = T::read(values + t * padded);
-                    for (int i = 0; i < N; ++i) sum[i] = fma(splat(scores[i][s * 16 + t]), value, sum[i]);
-                }
-            }
-            for (int i = 0; i < N; ++i) store(&sums[i][d], sum[i]);
-        }
+        // Not past `seen`: those slots may hold another request's values.
+        uint32_t d = 0;
+        for (; d + kMost * 16 <= padded; d += kMost * 16)
+            add_values<T, N, kMost>(scores, factor, from, seen, values, later, d, padded, sums);
+        if (d < padded) add_values<T, N, 1>(scores, factor, from, seen, values, later, d, padded, sums);
     }
     for (int i = 0; i < N; ++i) {
         const float divisor = sum(total[i]);

@@ -151,7 +151,15 @@ EAAS_INLINE hpart part_to_bf16(part x) {
     return __builtin_convertvector(chosen >> 16, hpart);
 }
 
-EAAS_INLINE part part_from_bf16(hpart x) { return (part)(__builtin_convertvector(x, upart) << 16); }
+// By name where there is an instruction: g++ 12 converts the halves of a vector apart.
+#if defined(EAAS_ISA_AVX512)
+EAAS_INLINE upart part_wide(hpart x) { return (upart)_mm512_maskz_cvtepu16_epi32(0xffff, (__m256i)x); }
+#elif defined(EAAS_ISA_AVX2)
+EAAS_INLINE upart part_wide(hpart x) { return (upart)_mm256_cvtepu16_epi32((__m128i)x); }
+#else
+EAAS_INLINE upart part_wide(hpart x) { return __builtin_convertvector(x, upart); }
+#endif
+EAAS_INLINE part part_from_bf16(hpart x) { return (part)(part_wide(x) << 16); }
 
 // x * 2**n, where `shifted` is 12582912.0f + n; by two factors, so that subnormal results round once.
 EAAS_INLINE part part_scale(part x, part shifted) {
@@ -256,11 +264,19 @@ EAAS_INLINE float sum(f32x16 x) {
     return lanes[0];
 }
 EAAS_INLINE float max_of(f32x16 x) {
+#if defined(EAAS_ISA_AVX2)
+    // In registers: attention waits for it once for every query and tile of keys.
+    const __m256 eight = part_max(x.a, x.b);
+    const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps(two, two, 1)));
+#else
     float lanes[16];
     store(lanes, x);
     for (int width = 8; width; width >>= 1)
         for (int i = 0; i < width; ++i) lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
     return lanes[0];
+#endif
 }
 
 // ---- bf16: the upper half of a float
