@@ -62,18 +62,23 @@ class Driver:
     async def each(self, indexes: Iterable[int], streams: int, *, for_s: float = math.inf) -> None:
         """Send these bodies, so many at a time, none after `for_s`; returns when all have ended.
 
-        After a failure a stream waits as long as the server asks it to, at least for a moment.
+        After a failure a stream waits as long as the server asks it to, at least for a moment, unless all are sent.
         """
-        left = iter(indexes)
+        left, all_sent = iter(indexes), asyncio.Event()
+        upcoming = next(left, None)
 
         async def one_after_another() -> None:
-            for index in left:
-                if self._stopping.is_set() or self._client.now_s >= for_s:
-                    return
+            nonlocal upcoming
+            while upcoming is not None and self._client.now_s < for_s:
+                index, upcoming = upcoming, next(left, None)
+                if upcoming is None:
+                    all_sent.set()
                 record = await self._send(index, self._client.now_s, self._workload.body(index))
                 if record.failed:
                     pause_s = max(_PAUSE_S, record.retry_after_s or 0.0)
-                    await self._stopped_within(min(for_s - self._client.now_s, pause_s))
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(max(0.0, min(for_s - self._client.now_s, pause_s))):
+                            await all_sent.wait()
 
         for _ in range(streams):
             self._launch(one_after_another())

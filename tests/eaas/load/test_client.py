@@ -183,6 +183,21 @@ def test_a_closed_loop_that_is_refused_waits_as_it_is_told(
     assert len(asyncio.run(run(for_s=0.5))) <= 5, "the end of the run is not waited past"
 
 
+def test_a_closed_loop_that_has_sent_all_waits_for_nothing(server: FakeServer) -> None:
+    async def run() -> list[StreamRecord]:
+        client = Client(Endpoint.of_url(server.url), 20.0)
+        client.start()
+        driver = Driver(client, workload("status:429 after:600"))
+        # Refused for ten minutes: the last as it is sent, the others while they wait.
+        await asyncio.wait_for(driver.closed_loop(1, requests=1), 60)
+        slow = Driver(client, workload("status:429 after:600", "say:1 pause:300"))
+        await asyncio.wait_for(slow.each([0, 1, 1], 2), 60)
+        client.close()
+        return [*driver.records, *slow.records]
+
+    assert [record.failed for record in asyncio.run(run())] == [True, True, False, False]
+
+
 def test_what_is_abandoned_leaves_no_record(server: FakeServer) -> None:
     async def run() -> Driver:
         client = Client(Endpoint.of_url(server.url), 20.0)
