@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -16,6 +18,7 @@ import pytest
 
 from eaas.cluster.config import ClusterConfig
 from eaas.cluster.local import LocalCluster
+from eaas.worker.runs import GRACE_S
 from tests.e2e.resume_trial import Asked, Seen, counters, gateways, judged, run, stream, table
 from tests.e2e.waiting import wait_for
 
@@ -138,3 +141,55 @@ def test_a_frozen_gateway_of_two_is_replaced_and_its_streams_go_on_at_the_other(
     assert sum(one.tries > 1 for one in seen) == running[frozen]
     wrong = [word for word in (judged(two.url, one) for one in seen) if word]
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.full(seconds=30)
+@pytest.mark.parametrize("gone", ["nobody asked for it in time", "its worker was killed too"])
+def test_a_stream_whose_run_is_gone_costs_one_prefill_of_what_was_said(two: LocalCluster, gone: str) -> None:
+    wait_for("both gateways", lambda: len(gateways(two)) == 2, two)
+    prompt = f"at {time.time_ns()} it was said at some length, {gone}, that"
+    asked = {"model": "tiny", "prompt": prompt, "max_tokens": 1500, "temperature": 0, "ignore_eos": True}
+    body, kind = json.dumps({**asked, "stream": True}).encode(), {"content-type": "application/json"}
+    with ExitStack() as kept:
+        at = at_each(two, kept)
+        victim, other = at
+        prompt_tokens = at[other].post("/tokenize", json={"model": "tiny", "prompt": prompt}).json()["count"]
+        before, events = counters(at[other]), []
+        with at[victim].stream("POST", "/v1/completions", content=body, headers=kind) as reply:
+            assert reply.status_code == 200, reply.read()
+            rest = b""
+            for chunk in reply.iter_bytes():
+                *whole, rest = (rest + chunk).split(b"\n\n")
+                events += whole
+                if len(events) >= 40:
+                    break
+            for name, pid in two.pids().items():
+                if pid == victim or (name.startswith("attention/") and "worker" in gone):
+                    os.kill(pid, signal.SIGKILL)
+        if "worker" not in gone:
+            time.sleep(GRACE_S + 1)
+        last_id = events[-1].partition(b"\n")[0].removeprefix(b"id: ").decode()
+        again = at[other].post(
+            "/v1/completions", content=body, headers={**kind, "last-event-id": last_id}, timeout=60
+        )
+        assert again.status_code == 200, again.text
+        events += again.content.split(b"\n\n")[:-1]
+
+        def grew() -> Counter[str]:
+            return counters(at[other]) - before
+
+        def heard() -> bool:
+            # A worker says so with its load, once it is idle too.
+            return grew()["vllm:prefix_cache_queries_total"] >= prompt_tokens
+
+        wait_for("the worker's word", heard, two)
+        time.sleep(1)
+        # The prompt for each attempt, and what a run had said that is kept. What the KV cache has costs nothing.
+        found = grew()
+        told = found["eaas_resumed_tokens_total"]
+        computed = found["vllm:prefix_cache_queries_total"] - found["vllm:prefix_cache_hits_total"]
+        assert prompt_tokens <= computed <= 2 * prompt_tokens + told, found
+        assert (told > 0) == ("worker" not in gone), found
+        calm = at[other].post("/v1/completions", json=asked, timeout=60).json()["choices"][0]["text"]
+    said = [json.loads(event.partition(b"data: ")[2]) for event in events if b"data: {" in event]
+    assert "".join(one["choices"][0]["text"] for one in said if one["choices"]) == calm
