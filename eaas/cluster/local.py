@@ -45,8 +45,9 @@ from router.view import DRAINING, GATEWAY, View
 
 logger = logging.getLogger(__name__)
 
-# A part that keeps dying is restarted ever more slowly: 0.1, 0.2, 0.4 ... 5 s; one that lived so long begins anew.
-RESTART_FIRST_S, RESTART_MOST_S, RESTART_FORGIVEN_S = 0.1, 5.0, 30.0
+# A part that ends is started again at once; one that keeps dying ever more slowly, after 0.1, 0.3, 0.7 ... 5 s, until
+# its ends lie that far apart.
+RESTART_FIRST_S, RESTART_MOST_S = 0.1, 5.0
 # A router that answers no probe for so long is ended and started again; the token path does not miss it.
 PROBE_S, HUNG_S = 1.0, 5.0
 START_S, COMPILED_S = 120.0, 900.0
@@ -398,10 +399,10 @@ class LocalCluster:
 
     def _backoff_s(self, child: Child) -> float:
         place, now_s = (child.pool, child.slot), time.monotonic()
-        count, last_s = self._restarts.get(place, (0, now_s))
-        count = 1 if now_s - last_s > RESTART_FORGIVEN_S else count + 1
+        count, last_s = self._restarts.get(place, (0, -RESTART_MOST_S))
+        count = 0 if now_s - last_s >= RESTART_MOST_S else count + 1
         self._restarts[place] = count, now_s
-        return min(RESTART_FIRST_S * 2.0 ** min(count - 1, 30), RESTART_MOST_S)
+        return min(RESTART_FIRST_S * (2.0 ** min(count, 30) - 1.0), RESTART_MOST_S)
 
     def _later(self, delay_s: float, act: Callable[[], None]) -> None:
         """Carry out an act after a while; for the supervisor's thread."""

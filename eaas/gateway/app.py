@@ -12,6 +12,7 @@ import html
 import logging
 import os
 import time
+from functools import partial
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -300,6 +301,7 @@ def create_app(gateway: Gateway, root_path: str = "") -> FastAPI:
     app.add_exception_handler(Exception, _on_fault)
     for surface in (routes, tokenizing, dashboard):
         surface.add_routes(app, gateway)
+    app.openapi = partial(routes.describe, app)
     operating = OperatingRoutes(gateway)
     for path, route in (
         ("/", operating.front),

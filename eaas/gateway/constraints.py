@@ -30,7 +30,8 @@ Bias = Annotated[float, Field(ge=-MOST_BIAS, le=MOST_BIAS)]
 class Strict(BaseModel):
     """A part of a request: "5" is no integer, null means "not given", fields that nobody knows are ignored."""
 
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+    # Built when the first of them comes: a process that starts is waited for.
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, defer_build=True)
 
 
 class JsonSchemaFormat(Strict):

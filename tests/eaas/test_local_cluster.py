@@ -106,6 +106,27 @@ def test_what_cannot_be_started_at_once_is_started_when_it_can_be(
         cluster.stop()
 
 
+def test_what_ended_is_started_again_at_once_and_ever_more_slowly_only_while_it_keeps_dying(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster: Any = LocalCluster(ClusterConfig(model=tmp_path, served_model_name="m"))
+    now = SimpleNamespace(s=1.0)
+    child, other = (SimpleNamespace(pool="gateway", slot=slot) for slot in (0, 1))
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(local, "time", SimpleNamespace(monotonic=lambda: now.s))
+            pauses = []
+            for _ in range(9):
+                pauses.append(cluster._backoff_s(child))
+                now.s += 0.5
+            assert pauses == pytest.approx([0.0, 0.1, 0.3, 0.7, 1.5, 3.1, 5.0, 5.0, 5.0])
+            assert cluster._backoff_s(other) == 0.0
+            now.s += 5.0
+            assert cluster._backoff_s(child) == 0.0
+    finally:
+        cluster.stop()
+
+
 @pytest.fixture
 def two_gateways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A cluster with the gateways 1 and 2, both members, whose supervisor's acts are carried out by `see`."""
