@@ -60,6 +60,7 @@ def latest(folder: Path = RESULTS) -> str:
     handover, gateway = newest("handover", HANDOVER, folder), newest("gateway", GATEWAY, folder)
     parts += [handover_table(handover)] if handover else []
     parts += [gateway_table(gateway)] if gateway else []
+    parts += idle_table(newest("idle", ("experts",), folder))
     parts += balance_table(newest("balance", BALANCE, folder))
     parts += shapes_table(newest("elasticity_shapes", (), folder))
     parts += elasticity_table(newest("elasticity", ("measure", "trace", "burstiness"), folder))
@@ -223,6 +224,20 @@ def gateway_table(rows: Sequence[Row]) -> str:
         cpu, ratio = cell(row["gateway_cpu_us_per_token"], 1), cell(row["ratio"]["http/ours"], 2)
         lines.append(f"| {row['shape']} | {row['streams']} | {cpu} | {ratio} |")
     return "\n".join(lines)
+
+
+def idle_table(rows: Sequence[Row]) -> list[str]:
+    """What a cluster costs that nobody asks anything."""
+    parts: list[str] = []
+    for row in rows:
+        found = row["cpu_ms_per_s"]
+        names = sorted(found, key=lambda name: (name == "all", name))
+        heads, cells = " | ".join(names), " | ".join(cell(found[name], 1) for name in names)
+        about = (
+            f"CPU time of an idle cluster of {row['experts']} expert servers, ms a second, {machine(row)}."
+        )
+        parts.append(f"{about}\n\n| {heads} |\n{'|---' * len(names)}|\n| {cells} |")
+    return parts
 
 
 def balance_table(rows: Sequence[Row]) -> list[str]:
