@@ -172,12 +172,6 @@ def test_a_gateway_that_was_silent_for_a_moment_is_let_be(two_gateways: Any) -> 
     assert not two_gateways.children[1].sent
 
 
-def test_a_gateway_waits_longer_only_for_its_own_failures(two_gateways: Any) -> None:
-    cluster, (one, two) = two_gateways.cluster, two_gateways.children.values()
-    assert [cluster._backoff_s(one) for _ in range(3)] == [0.1, 0.2, 0.4]
-    assert cluster._backoff_s(two) == 0.1
-
-
 def test_a_cluster_is_ready_when_all_its_gateways_are(two_gateways: Any) -> None:
     cluster, (one, two) = two_gateways.cluster, two_gateways.children.values()
     one.ready, two.ready = {}, None
