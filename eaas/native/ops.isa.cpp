@@ -287,15 +287,17 @@ void attend_group(const eaas::Attend& group) {
         first = group.first[i] < first ? group.first[i] : first;
         last = group.last[i] > last ? group.last[i] : last;
     }
+    // Where the subtile of a position is, or of the nearest one that a query sees.
     const auto find = [&](uint32_t position) {
+        position = position < first ? first : position > last ? last : position;
         const uint8_t* block = group.cache + group.head_bytes +
                                static_cast<uint64_t>(group.table[position / group.block_tokens]) * group.block_bytes;
         return reinterpret_cast<const element*>(block + position % group.block_tokens / kSubtile * subtile_bytes);
     };
     // Keys of the tile at `base`, and of the one after it; the values are behind them.
-    const element *keys[kSubtiles] = {}, *next[kSubtiles] = {}, *values[kSubtiles], *later[kSubtiles];
+    const element *keys[kSubtiles], *next[kSubtiles], *values[kSubtiles], *later[kSubtiles];
     const uint32_t start = first / kKeyTile * kKeyTile;
-    for (uint32_t t = (first - start) & ~15u; t < kKeyTile && start + t <= last; t += 16) next[t / 16] = find(start + t);
+    for (uint32_t s = 0; s < kSubtiles; ++s) next[s] = find(start + s * kSubtile);
     for (uint32_t base = start; base <= last; base += kKeyTile) {
         const uint32_t from = first > base ? (first - base) & ~15u : 0;
         const uint32_t seen = last - base + 1 < kKeyTile ? last - base + 1 : kKeyTile;
@@ -303,7 +305,7 @@ void attend_group(const eaas::Attend& group) {
         // Each subtile of a sequence lies elsewhere, so that the hardware does not see what comes next.
         for (uint32_t s = 0; s < kSubtiles; ++s) {
             keys[s] = next[s];
-            if (base + kKeyTile + s * 16 <= last) next[s] = find(base + kKeyTile + s * 16);
+            next[s] = find(base + kKeyTile + s * kSubtile);
             values[s] = keys[s] + static_cast<uint64_t>(kSubtile) * dim;
             later[s] = next[s] + static_cast<uint64_t>(kSubtile) * dim;
         }
