@@ -46,7 +46,7 @@ from router.view import DRAINING, GATEWAY, View
 logger = logging.getLogger(__name__)
 
 # A part that ends is started again at once; one that keeps dying ever more slowly, after 0.1, 0.3, 0.7 ... 5 s, until
-# its ends lie that far apart.
+# it has lived for that long.
 RESTART_FIRST_S, RESTART_MOST_S = 0.1, 5.0
 # A router that answers no probe for so long is ended and started again; the token path does not miss it.
 PROBE_S, HUNG_S = 1.0, 5.0
@@ -399,10 +399,12 @@ class LocalCluster:
 
     def _backoff_s(self, child: Child) -> float:
         place, now_s = (child.pool, child.slot), time.monotonic()
-        count, last_s = self._restarts.get(place, (0, -RESTART_MOST_S))
-        count = 0 if now_s - last_s >= RESTART_MOST_S else count + 1
-        self._restarts[place] = count, now_s
-        return min(RESTART_FIRST_S * (2.0 ** min(count, 30) - 1.0), RESTART_MOST_S)
+        count, began_s = self._restarts.get(place, (0, -RESTART_MOST_S))
+        count = 0 if now_s - began_s >= RESTART_MOST_S else count + 1
+        pause_s = min(RESTART_FIRST_S * (2.0 ** min(count, 30) - 1.0), RESTART_MOST_S)
+        # It lives from its start on: the pause before that is no sign of health.
+        self._restarts[place] = count, now_s + pause_s
+        return pause_s
 
     def _later(self, delay_s: float, act: Callable[[], None]) -> None:
         """Carry out an act after a while; for the supervisor's thread."""

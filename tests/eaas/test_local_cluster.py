@@ -118,10 +118,12 @@ def test_what_ended_is_started_again_at_once_and_ever_more_slowly_only_while_it_
             pauses = []
             for _ in range(9):
                 pauses.append(cluster._backoff_s(child))
-                now.s += 0.5
+                now.s += pauses[-1] + 1.8
             assert pauses == pytest.approx([0.0, 0.1, 0.3, 0.7, 1.5, 3.1, 5.0, 5.0, 5.0])
             assert cluster._backoff_s(other) == 0.0
-            now.s += 5.0
+            now.s += 3.1
+            assert cluster._backoff_s(child) == 5.0
+            now.s += 5.0 + 5.1
             assert cluster._backoff_s(child) == 0.0
     finally:
         cluster.stop()
