@@ -91,8 +91,8 @@ class Totals:
     batches), received_bytes, sent_bytes (of rows, without headers), busy_s, not_held, invalid. Of an attention worker,
     with each server that it asks (peer), and of all that it ever asked (no peer): calls, rows, pairs, replies,
     latency_s and service_s (sums over replies), hedges, failovers, lost, corrupt, received_bytes, sent_bytes. Of
-    itself: computed_tokens, reused_tokens, preemptions, busy_s. With a rail named: sent_bytes that it carried to the
-    peer, and live, 1 or 0.
+    itself: computed_tokens, reused_tokens, drafted_tokens, accepted_tokens, preemptions, busy_s. With a rail named:
+    sent_bytes that it carried to the peer, and live, 1 or 0.
     """
 
     peer: str = ""

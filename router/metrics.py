@@ -182,6 +182,8 @@ _SERVER = (
 _WORKER = (
     _Word("worker_tokens", "Tokens computed, those of prompts too.", "computed_tokens"),
     _Word("worker_reused_tokens", "Tokens of prompts found in the KV cache.", "reused_tokens"),
+    _Word("worker_drafted_tokens", "Tokens guessed ahead and computed.", "drafted_tokens"),
+    _Word("worker_accepted_tokens", "Of these, tokens that were right.", "accepted_tokens"),
     _Word("worker_preemptions", "Requests put back for want of KV blocks.", "preemptions"),
     _Word("worker_busy_seconds", "Time in steps.", "busy_s"),
     _Word("failovers", "(token, expert) pairs asked of another server: theirs was gone.", "failovers"),

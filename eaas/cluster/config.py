@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from eaas.gateway.config import EndpointOptions, GatewayOptions
-from eaas.worker.config import NO_OVERLAP, EngineOptions, WorkerOptions
+from eaas.worker.config import NO_DRAFTS, NO_OVERLAP, EngineOptions, WorkerOptions, drafts_of
 from experts.config import ComputingOptions, ExpertOptions
 from experts.devices import CPU, CUDA, Device
 from p2p.transport import TransportChoice
@@ -118,6 +118,8 @@ class ClusterConfig(
             )
         if self.overlap and CPU in ask:
             raise OptionsInvalid(NO_OVERLAP)
+        if drafts_of(self.speculate) and ask - {CPU}:
+            raise OptionsInvalid(NO_DRAFTS)
         if self.cores and self.expert_lanes > len(self.cores):
             raise OptionsInvalid(
                 f"{self.expert_lanes} lanes for each expert server; 0 (deal out the cores) to {len(self.cores)}, one "

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from eaas.model.loader import load_spec, load_weights
 from eaas.placement import Placement, StartFailed, Stopped
 from eaas.tracing import open_tracing, version
-from eaas.worker.config import BLOCK_TOKENS, NO_OVERLAP, WorkerOptions
+from eaas.worker.config import BLOCK_TOKENS, NO_DRAFTS, NO_OVERLAP, WorkerOptions, drafts_of
 from eaas.worker.constraint import Grammars
 from eaas.worker.decoder import Decoder, DecoderError
 from eaas.worker.engine import LEAST_WAIT, Engine, EngineConfig
@@ -169,14 +169,16 @@ class Load:
 
 
 def decoding(
-    device: Device, backend: Backend, overlap: bool
+    device: Device, backend: Backend, overlap: bool, drafts: int
 ) -> tuple[Callable[[Dtype], str], Callable[..., Decoder | GpuDecoder]]:
     """Who computes: the name of its arithmetic, and what makes a decoder of (spec, weights, client, cores, ...).
 
     Raises:
-        ValueError: a CPU is to overlap two halves of a step.
+        ValueError: a CPU is to overlap two halves of a step, or a GPU to compute drafts.
     """
     if device.runs_kernels:
+        if drafts:
+            raise ValueError(NO_DRAFTS)
         from eaas.gpu.decoder import GpuDecoder
 
         return backend.numerics_class, lambda spec, weights, client, cores, **sizes: GpuDecoder(
@@ -229,10 +231,11 @@ def prepare(options: WorkerOptions, ending: Ending, closing: contextlib.ExitStac
     dtype = experts_dtype(options.dtype, checkpoint.config, device.keeps)
     weights = load_weights(checkpoint, spec)
     # Before there is a lease to renew: a large vocabulary takes seconds in which nothing else runs.
-    grammars = Grammars.open(options.model, spec.vocab, spec.eos_ids)
+    drafts = drafts_of(options.speculate)
+    grammars = Grammars.open(options.model, spec.vocab, spec.eos_ids, drafts)
     if grammars is not None:
         closing.callback(grammars.close)
-    class_of, new_decoder = decoding(device, backend, options.overlap)
+    class_of, new_decoder = decoding(device, backend, options.overlap, drafts)
     # The one name says both: how experts are computed, and the rest in the type of their rows.
     kernels = shape.numerics_class(class_of(dtype))
     credentials = child.credentials(options, ATTENTION)
@@ -318,6 +321,7 @@ def prepare(options: WorkerOptions, ending: Ending, closing: contextlib.ExitStac
             step_tokens=options.step_tokens,
             max_running=options.max_running,
             background_rows=options.background_rows,
+            drafts=drafts,
             fingerprint=f"{checkpoint.fingerprint}:{kernels}",
             kv_blocks=kv_blocks,
             block_tokens=BLOCK_TOKENS,

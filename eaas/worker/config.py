@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from eaas.tracing import TracingOptions
 from experts.config import MOST_WEIGHT, ComputingOptions, MemberOptions
-from router.options import Options, option
+from router.options import Options, OptionsInvalid, option
 
 # Tokens of one block of the KV cache.
 BLOCK_TOKENS = 16
@@ -14,6 +14,25 @@ NO_OVERLAP = (
     "--overlap is for attention workers on GPUs: a CPU computes a step as a whole. Leave it out, or serve with "
     "--device cuda."
 )
+
+NO_DRAFTS = (
+    "--speculate is for attention workers on CPUs: a GPU samples where it computes, one token of each request a step. "
+    "Leave it out, or serve with --device cpu."
+)
+# More rows of one request than any is sure of.
+MOST_DRAFTS = 16
+
+
+def drafts_of(speculate: str) -> int:
+    """Most tokens guessed ahead of a request, as the option says it. Raises OptionsInvalid."""
+    kind, _, count = speculate.partition(":")
+    if speculate == "off":
+        return 0
+    if kind != "ngram" or not count.isdecimal() or not 1 <= int(count) <= MOST_DRAFTS:
+        raise OptionsInvalid(
+            f"--speculate {speculate}: off, or ngram:N with 1 to {MOST_DRAFTS} tokens guessed ahead, is needed."
+        )
+    return int(count)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +77,21 @@ class EngineOptions(Options):
         most=MOST_WEIGHT,
     )
     prefix_reuse: bool = option(True, "Compute a common beginning of prompts once.")
+    speculate: str = option(
+        "off",
+        "On CPUs: guess up to N tokens ahead of each request, from what it has said or was told and from its grammar, "
+        "where that makes tokens come faster. Whatever is guessed, the tokens are the same.",
+        metavar="ngram:N",
+    )
     overlap: bool = option(
         False,
         "On GPUs: compute a step in two halves, one at the experts while the other attends. It pays where attention "
         "and transfer take longer than reading the experts' weights again, as each half asks nearly all of them.",
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        drafts_of(self.speculate)
 
 
 @dataclass(frozen=True, kw_only=True)

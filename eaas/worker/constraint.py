@@ -72,11 +72,24 @@ class Constraint:
     """How far one request's output has come in its grammar. The engine's thread calls everything but `compute`.
 
     Attributes:
-        mask: uint32 [words]: bit i % 32 of word i / 32 says whether token i may be next; valid once `ready`.
+        mask: uint32 [words]: bit i % 32 of word i / 32 says whether token i may be next; valid once `ready`. Behind it
+            in memory lie those of what may follow each draft.
+        made: How many of all these there are.
         fault: Why it can go no further; empty while all is well.
     """
 
-    __slots__ = ("_address", "_busy", "_early", "_ends", "_matcher", "_queue", "fault", "mask")
+    __slots__ = (
+        "_busy",
+        "_drafts",
+        "_early",
+        "_ends",
+        "_masks",
+        "_matcher",
+        "_queue",
+        "fault",
+        "made",
+        "mask",
+    )
 
     def __init__(
         self,
@@ -86,6 +99,7 @@ class Constraint:
         *,
         ends: np.ndarray,
         early: int,
+        drafts: int = 0,
     ) -> None:
         """Args:
         matcher: After the tokens so far.
@@ -93,10 +107,13 @@ class Constraint:
         work: Where masks to be made are put; the caller makes the first.
         ends: uint32 [words]: tokens that end the request.
         early: How many tokens are to come before these are let through; where nothing else is possible, they are.
+        drafts: Most tokens looked at ahead.
         """
-        self.mask = np.zeros(words, dtype=np.uint32)
+        self._masks = np.zeros((1 + drafts, words), dtype=np.uint32)
+        self.mask = self._masks[0]
         self.fault = ""
-        self._address = self.mask.ctypes.data
+        self.made = 0
+        self._drafts: list[int] = []
         self._matcher = matcher
         self._queue = work
         self._ends = ends
@@ -113,7 +130,7 @@ class Constraint:
         return True
 
     def advance(self, token: int) -> bool:
-        """Take the token that was chosen by the mask, and have the next mask made.
+        """Take the token that was chosen by the mask. Unless another was chosen with it, `look` comes next.
 
         Returns:
             True when the grammar lets nothing follow it.
@@ -124,38 +141,71 @@ class Constraint:
             if not matcher.consume_token(token):
                 self.fault = _message(matcher)
                 return False
-            if matcher.is_stopped():
-                return True
+            return matcher.is_stopped()
         except BaseException as error:  # as in `compute`
             self.fault = f"{_BROKEN}: {_short(str(error))}"
             return False
+
+    def forced(self) -> list[int]:
+        """The tokens that come next where the grammar lets one text alone follow: as a tokenizer would cut it."""
+        return [] if self.fault else self._matcher.deep_copy().compute_ff_tokens()
+
+    def look(self, drafts: Sequence[int]) -> list[int]:
+        """Have the next mask made, and after it those behind each of the drafts that may come.
+
+        Returns:
+            These drafts.
+        """
+        if self.fault:
+            return []
+        # What is only guessed must neither change the matcher nor break it.
+        self._drafts = list(
+            drafts[: self._matcher.deep_copy().validate_tokens(list(drafts))] if drafts else ()
+        )
         self._busy.acquire()
         self._queue.put(self)
-        return False
+        return self._drafts
 
     def compute(self) -> None:
-        """Make the mask that is wanted; on whichever thread does such things."""
+        """Make the masks that are wanted; on whichever thread does such things."""
+        self.made = 0
         try:
-            matcher = self._matcher
-            matcher.unsafe_compute_mask_ptr(self._address, self.mask.nbytes)
-            if matcher.is_error():
-                self.fault = _message(matcher)
-            elif self._early > 0:
-                others = self.mask & ~self._ends
-                if others.any():
-                    self.mask[:] = others
+            if self._make(self._matcher) and self._drafts:
+                ahead = self._matcher.deep_copy()
+                for token in self._drafts:
+                    if not ahead.consume_token(token) or ahead.is_stopped() or not self._make(ahead):
+                        break
+            elif not self.made:
+                self.fault = _message(self._matcher)
         except BaseException as error:  # a panic of the library is no Exception, and ends this request alone
-            self.fault = f"{_BROKEN}: {_short(str(error))}"
+            if not self.made:
+                self.fault = f"{_BROKEN}: {_short(str(error))}"
         finally:
             self._busy.release()
+
+    def _make(self, matcher: LLMatcher) -> bool:
+        mask = self._masks[self.made]
+        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if matcher.is_error():
+            return False
+        if self._early > self.made:
+            others = mask & ~self._ends
+            if others.any():
+                mask[:] = others
+        self.made += 1
+        return True
 
 
 class Grammars:
     """The grammars of one worker: compiles them for its tokenizer, and makes masks, on threads of its own."""
 
-    def __init__(self, tokenizer: LLTokenizer, *, mask_threads: int = 2) -> None:
-        """Args: tokenizer: with the model's end tokens. mask_threads: two, so that one slow mask holds up few."""
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: LLTokenizer, *, mask_threads: int = 2, drafts: int = 0) -> None:
+        """Args:
+        tokenizer: With the model's end tokens.
+        mask_threads: Two, so that one slow mask holds up few.
+        drafts: Most tokens guessed ahead of a request.
+        """
+        self._tokenizer, self._most_drafts = tokenizer, drafts
         self._words = -(-tokenizer.vocab_size // 32)
         self._kept: OrderedDict[Grammar, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
@@ -167,7 +217,7 @@ class Grammars:
         ]
 
     @classmethod
-    def open(cls, folder: Path, vocab: int, eos_ids: Sequence[int]) -> Grammars | None:
+    def open(cls, folder: Path, vocab: int, eos_ids: Sequence[int], drafts: int = 0) -> Grammars | None:
         """For the tokenizer of a checkpoint folder; None, with a warning, where it has none that llguidance knows.
 
         Reading a vocabulary of 150,000 takes two seconds in which no other Python runs: not for a worker that serves.
@@ -175,6 +225,7 @@ class Grammars:
         Args:
             vocab: Logits of a row.
             eos_ids: Tokens that end an output.
+            drafts: Most tokens guessed ahead of a request.
         """
         path = folder / "tokenizer.json"
         try:
@@ -185,7 +236,7 @@ class Grammars:
         except (OSError, ValueError) as error:
             log.warning("grammars_unavailable reason=%s", error)
             return None
-        return cls(tokenizer)
+        return cls(tokenizer, drafts=drafts)
 
     def begin(
         self, grammar: Grammar, output: Sequence[int], ends: Sequence[int], min_tokens: int
@@ -232,6 +283,7 @@ class Grammars:
             self._work,
             ends=bits_of([token for token in ends if token < vocab], vocab),
             early=min_tokens - len(output),
+            drafts=self._most_drafts,
         )
         constraint.compute()
         return constraint

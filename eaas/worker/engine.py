@@ -189,11 +189,14 @@ class Engine:
 
     def totals(self) -> dict[str, float]:
         """What was done since the start: tokens computed and found again, preemptions, seconds in steps. Any thread."""
+        speculation = self.scheduler.speculation
         return {
             "computed_tokens": float(self.computed),
             "reused_tokens": float(self.scheduler.reused_tokens),
             "preemptions": float(self.scheduler.preemptions),
             "busy_s": self.busy_s,
+            "drafted_tokens": float(speculation.drafted),
+            "accepted_tokens": float(speculation.accepted),
         }
 
     def submit(self, message: Submit, owner: int = 0, came_s: float | None = None) -> Failed | None:
@@ -298,10 +301,15 @@ class Engine:
                     request.moved_s = self._clock()
         if plan.drop is not None:
             self._note_dropped(plan.seqs[plan.drop == DROPPED])
+        speculation = self.scheduler.speculation
+        wrong = speculation.wrong
         outcome = self._hand_out(plan, samples)
         # A step that ended for want of experts is not counted: it waited.
-        self.busy_s += self._clock() - began_s
-        self.computed += len(plan.token_ids)
+        took_s = self._clock() - began_s
+        self.busy_s += took_s
+        self.computed += len(plan.token_ids) - (speculation.wrong - wrong)
+        if speculation.most and len(plan.requests) == len(plan.token_ids):
+            speculation.took(len(plan.token_ids), took_s)
         return outcome
 
     def _note_dropped(self, slots: np.ndarray) -> None:
@@ -322,10 +330,11 @@ class Engine:
             logits = device.logits
         else:
             logits = self._decoder.step(plan, budget_s)
-        return self._sampler.sample(plan, rows, logits, self._barred(plan.requests), device)
+        return self._sampler.sample(plan, rows, logits, self._barred(plan), device)
 
-    def _barred(self, requests: Sequence[Request]) -> dict[int, str]:
+    def _barred(self, plan: StepPlan) -> dict[int, str]:
         """Rows whose grammars say nothing yet, and "", or nothing any more, and why."""
+        requests, ahead = plan.requests, plan.ahead
         bound = [(row, r.constraint) for row, r in enumerate(requests) if r.constraint is not None]
         if not bound:
             return {}
@@ -336,6 +345,8 @@ class Engine:
                 barred[row] = ""
             elif constraint.fault:
                 barred[row] = constraint.fault
+            elif ahead is not None and ahead[row] >= constraint.made:
+                barred[row] = ""
         return barred
 
     def _hand_out(self, plan: StepPlan, samples: Samples | None) -> Outcome:
@@ -344,13 +355,18 @@ class Engine:
         if samples is None:
             self.scheduler.complete([])
             return outcome
-        refused = {requests[row]: reason for row, reason in samples.refused.items() if row < len(requests)}
+        refused: dict[Request, Refusal] = {}
         self._tell_prompts(plan, samples, outcome, refused)
+        for row in samples.refused:
+            if row < len(requests):
+                samples.tokens[row] = -1
         by_owner = outcome.tokens
         # Those of a request that ends are free by then, and as they were until the next step.
         blocks = {request: request.blocks for request in requests if request.params.wants_routing}
-        for row, (request, number, token, finish) in enumerate(self.scheduler.complete(samples.tokens)):
-            if token < 0 or row in samples.refused:
+        for request, number, token, finish, row in self.scheduler.complete(samples.tokens):
+            if row in samples.refused:
+                refused[request] = samples.refused[row]
+            if token < 0:
                 continue
             wanted = request.params.logprobs
             if samples.logprobs is None or wanted < 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import Protocol
 
@@ -32,10 +33,15 @@ class Follower(Protocol):
 
     fault: str
     mask: npt.NDArray[np.uint32]
+    made: int
 
     def ready(self, timeout_s: float) -> bool: ...
 
     def advance(self, token: int) -> bool: ...
+
+    def forced(self) -> list[int]: ...
+
+    def look(self, drafts: Sequence[int]) -> list[int]: ...
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -89,6 +95,7 @@ class Request:
         key: That of its run; "": none.
         told, told_most: Its last tokens with their log-probabilities, and how many are kept; None: none are.
         finish: Why it ended, where its last token ended it.
+        drafts: Tokens that are guessed to come next; whatever they are, what is chosen is the same.
     """
 
     owner: int
@@ -119,6 +126,7 @@ class Request:
     told: list[Token] | None = None
     told_most: int = 0
     finish: Finish = ""
+    drafts: list[int] = field(default_factory=list[int])
 
     def __post_init__(self, eos: frozenset[int]) -> None:
         params = self.params

@@ -110,7 +110,7 @@ class _Slot:
     biases: np.ndarray
     penalised: bool
     copied: int = field(default=0)
-    forbidden: np.ndarray = field(default_factory=lambda: _NOTHING)
+    forbidden: list[np.ndarray] = field(default_factory=list[np.ndarray])
 
     @property
     def special(self) -> bool:
@@ -150,6 +150,8 @@ class SlotSampler:
             indexes.append(len(request.output))
         words = self._words.take(slots, axis=0)
         words[:, _INDEX_WORD] = indexes
+        if plan.ahead is not None:
+            self._look_ahead(plan, plan.ahead, words)
         if plan.prompt_logprobs:
             words = np.concatenate([words, *(_prompt_words(chunk) for chunk in plan.prompt_logprobs)])
             wanted = (chunk.request.params.prompt_logprobs for chunk in plan.prompt_logprobs)
@@ -207,6 +209,19 @@ class SlotSampler:
             top_logprobs=top_logprobs,
             refused=refused,
         )
+
+    def _look_ahead(self, plan: StepPlan, ahead: np.ndarray, words: np.ndarray) -> None:
+        """Have the rows of drafts sampled as those of tokens that come after them."""
+        for row in np.flatnonzero(ahead).tolist():
+            request, number = plan.requests[row], int(ahead[row])
+            held = self._slots[request.slot]
+            if held is not None and held.special:
+                self._update(request.slot, held, request.drafts[:number])
+                words[row] = self._words[request.slot]
+            words[row, _INDEX_WORD] = len(request.output) + number
+            if request.constraint is not None:
+                # The masks lie one behind the other.
+                words[row, _ALLOWED_WORD] += np.uint64(number * request.constraint.mask.nbytes)
 
     def _make_room(self, rows: int) -> None:
         """Results of so many rows, each with as many of the likeliest tokens as any request has asked for."""
@@ -285,19 +300,24 @@ class SlotSampler:
         self._most_top = max(self._most_top, params.logprobs)
         return held
 
-    def _update(self, slot: int, held: _Slot) -> None:
+    def _update(self, slot: int, held: _Slot, drafts: Sequence[int] = ()) -> None:
+        """Args: drafts: which the row comes after."""
         output = held.request.output
+        count = len(output) + len(drafts)
         row = self._rows[slot]
         if held.penalised:
             held.output[held.copied : len(output)] = output[held.copied :]
             held.copied = len(output)
-            row["output_count"] = held.copied
-        if len(output) >= held.request.params.min_tokens:
-            held.ends = _NOTHING
-        held.forbidden = held.ends
+            held.output[len(output) : count] = drafts
+            row["output_count"] = count
+        forbidden = held.ends if count < held.request.params.min_tokens else _NOTHING
+        if not drafts:
+            held.ends, held.forbidden = forbidden, []
         if held.bad is not None:
-            held.forbidden = np.array([*held.ends, *held.bad.forbidden(output)], dtype=np.int32)
-        row["forbidden"], row["forbidden_count"] = held.forbidden.ctypes.data, len(held.forbidden)
+            said = [*output, *drafts] if drafts else output
+            forbidden = np.array([*forbidden, *held.bad.forbidden(said)], dtype=np.int32)
+        held.forbidden.append(forbidden)
+        row["forbidden"], row["forbidden_count"] = forbidden.ctypes.data, len(forbidden)
 
 
 def bits_of(tokens: Sequence[int] | np.ndarray, vocab: int) -> np.ndarray:
@@ -326,7 +346,7 @@ def _any_token() -> np.ndarray:
 
 
 _ANY_TOKEN = _any_token()
-_INDEX_WORD = (SAMPLE_ROW.fields or {})["index"][1] // 8
+_INDEX_WORD, _ALLOWED_WORD = ((SAMPLE_ROW.fields or {})[name][1] // 8 for name in ("index", "allowed"))
 _NOTHING = np.empty(0, dtype=np.int32)
 # What gateways allow by default; for more, the results are made wider.
 _USUAL_TOP = 20

@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 from eaas.worker.blocks import BlockPool, next_digest, root_digest
 from eaas.worker.request import Flow, Refused, Request, TokenArray
 from eaas.worker.shares import Flows, has_room, reckoned_tokens
+from eaas.worker.speculate import Speculation
 
 BACKGROUND_PART = 20
 # Rows of others for each in the background in the same step, which it makes longer.
@@ -79,6 +80,8 @@ class StepPlan:
         requests: The m requests, in the order of `logits_rows`; valid for this step.
         prompt_logprobs: Tokens of prompts that the k rows are for, in their order.
         begun: Requests none of whose rows were computed since they came, or were preempted, until this step.
+        ahead: int64 [m]: how many drafts of its request each of the m rows comes after; one that has drafts is in
+            `requests` once more for each. None: no row does.
     """
 
     token_ids: TokenArray
@@ -91,6 +94,7 @@ class StepPlan:
     requests: Sequence[Request] = ()
     prompt_logprobs: Sequence[Chunk] = ()
     begun: Sequence[Request] = ()
+    ahead: NDArray[np.int64] | None = None
 
     @property
     def slots(self) -> TokenArray:
@@ -99,13 +103,14 @@ class StepPlan:
 
 
 class Emitted(NamedTuple):
-    """A token that a step made: number `number` of the request's output; the last says how it finished. Below 0: none
-    was chosen yet."""
+    """A token that a step made of logits `row`: number `number` of the request's output; the last says how it finished.
+    Below 0: none was chosen yet."""
 
     request: Request
     number: int
     token: int
     finish: Literal["", "stop", "length", "complete"]
+    row: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +124,7 @@ class SchedulerConfig:
         max_waiting: Requests in the queue; one more is refused as overloaded.
         background_rows: Most rows of a step for requests in the background while others come.
         prompt_logprobs_rows: Prompt tokens whose log-probabilities one step computes, about: each is a row of logits.
+        drafts: Most tokens that are guessed ahead of a request (eaas.worker.speculate); 0: none ever.
         fingerprint: Names the model's weights and dtype; blocks are only shared under the same one.
 
     Raises:
@@ -132,6 +138,7 @@ class SchedulerConfig:
     background_rows: int = 4
     fingerprint: str = ""
     prompt_logprobs_rows: int = 512
+    drafts: int = 0
 
     def __post_init__(self) -> None:
         limits = "max_model_len", "step_tokens", "max_running", "max_waiting", "prompt_logprobs_rows"
@@ -182,6 +189,9 @@ class Scheduler:
         self._may_drop = np.zeros(slots, np.uint8)
         self._droppers = self._routed = 0
         self._decode_slots: TokenArray | None = None
+        self.speculation = Speculation(config.drafts)
+        # Whether the step has rows for drafts.
+        self._drafted = False
         # Of the step between `plan` and `complete`: requests that generate, their slots, and chunks of prompts.
         self._in_flight: tuple[list[Request], TokenArray, list[Chunk]] | None = None
 
@@ -293,7 +303,7 @@ class Scheduler:
         self._grow()
         ahead = self._ahead() if self._background else self._decoding
         budget = self.config.step_tokens - len(ahead)
-        self._begun, self.rests = [], False
+        self._begun, self.rests, self._drafted = [], False, False
         chunks = self._chunks(budget) if budget > 0 else []
         decoding, slots = self._decoding, self._decode_slots
         if self._background:
@@ -311,6 +321,9 @@ class Scheduler:
             if not len(slots):
                 return None
             self._in_flight = decoding, slots, chunks
+            self._drafted = self.speculation.most > 0 and any(request.drafts for request in decoding)
+            if self._drafted:
+                return self._with_drafts(decoding, slots)
             return StepPlan(
                 token_ids=self._last[slots],
                 positions=self._computed[slots],
@@ -324,7 +337,8 @@ class Scheduler:
         return self._mixed(decoding, slots, chunks)
 
     def complete(self, tokens: Sequence[int]) -> list[Emitted]:
-        """Take the tokens chosen from the plan's logits, in their order; returns what is to be emitted, as many.
+        """Take the tokens chosen from the plan's logits, in their order; returns what is to be emitted: of each request
+        one, and as many more as drafts of it were right.
 
         A token below 0 says that none could be chosen yet: the next step computes that row again. Requests that end
         free their blocks before this returns.
@@ -337,17 +351,20 @@ class Scheduler:
             self._count(decoding, chunks)
         emitted: list[Emitted] = []
         block_tokens = self.pool.block_tokens
-        if decoding:
+        if self._drafted:
+            emitted = self._judge(decoding, tokens)
+        elif decoding:
             chosen = np.array(tokens[: len(decoding)], dtype=np.int32)
             known = chosen >= 0
             self._computed[slots] += known
             self._last[slots] = np.where(known, chosen, self._last[slots])
-            for request, token in zip(decoding, tokens, strict=False):
+            for number, request in enumerate(decoding):
+                token = tokens[number]
                 if token >= 0:
                     request.computed = computed = request.computed + 1
                     if computed % block_tokens == 0:
                         self._publish(request)
-                emitted.append(self._emit(request, token))
+                emitted.append(self._emit(request, token, number))
         row = len(decoding)
         for chunk in chunks:
             request, _, stop = chunk
@@ -360,17 +377,23 @@ class Scheduler:
             if not ends:
                 continue
             token = tokens[row]
-            row += 1
             if not again:
                 self._prefilling.remove(request)
                 self._decoding.append(request)
                 self._decode_slots = None
                 self._last[request.slot] = token
-            emitted.append(self._emit(request, token))
+            emitted.append(self._emit(request, token, row))
+            row += 1
+        going: dict[Request, None] = {}
+        drafts = self.speculation.most > 0
         for made in emitted:
             if made.finish:
                 made.request.finish = made.finish
                 self._end(made.request)
+            elif (drafts or made.request.constraint is not None) and made.token >= 0:
+                going[made.request] = None
+        if going:
+            self._look_ahead([request for request in going if request.slot >= 0])
         return emitted
 
     def abandon(self) -> None:
@@ -438,7 +461,7 @@ class Scheduler:
         """Note whose rows were computed."""
         for request in decoding:
             flow = request.flow
-            flow.tag += flow.token
+            flow.tag += flow.token * (1 + len(request.drafts) * self._drafted)
         for request, start, stop in chunks:
             flow = request.flow
             flow.tag += flow.token * (stop - start)
@@ -481,8 +504,16 @@ class Scheduler:
         block_tokens = self.pool.block_tokens
         for request in list(self._decoding):
             # A request preempted in this loop has no slot.
-            while request.slot >= 0 and request.computed == len(request.blocks) * block_tokens:
-                if self.pool.free:
+            while (
+                request.slot >= 0
+                and request.computed + len(request.drafts) >= len(request.blocks) * block_tokens
+            ):
+                if request.computed < len(request.blocks) * block_tokens and not self.pool.free:
+                    # Nobody is preempted for a guess.
+                    request.drafts = request.drafts[
+                        : len(request.blocks) * block_tokens - request.computed - 1
+                    ]
+                elif self.pool.free:
                     self._tables[request.slot, len(request.blocks)] = block = self.pool.take()
                     request.blocks.append(block)
                 else:
@@ -628,21 +659,80 @@ class Scheduler:
             routed=self._routed > 0,
         )
 
+    def _with_drafts(self, decoding: list[Request], slots: TokenArray) -> StepPlan:
+        """A step of those that generate, each row followed by those of its drafts."""
+        room = self.config.step_tokens - len(decoding)
+        for request in decoding:
+            del request.drafts[max(0, room) :]
+            room -= len(request.drafts)
+        counts: NDArray[np.int64] = np.array([1 + len(request.drafts) for request in decoding])
+        firsts = np.cumsum(counts) - counts
+        ahead: NDArray[np.int64] = np.arange(counts.sum(), dtype=np.int64) - np.repeat(firsts, counts)
+        seqs = np.repeat(slots, counts)
+        token_ids = self._last[seqs]
+        token_ids[ahead > 0] = [token for request in decoding for token in request.drafts]
+        return StepPlan(
+            token_ids=token_ids,
+            positions=(self._computed[seqs] + ahead).astype(np.int32),
+            seqs=seqs,
+            block_tables=self._tables,
+            logits_rows=np.arange(len(seqs), dtype=np.int32),
+            requests=[request for request in decoding for _ in range(1 + len(request.drafts))],
+            drop=self._droppable(seqs),
+            routed=self._routed > 0,
+            ahead=ahead,
+        )
+
+    def _judge(self, decoding: list[Request], tokens: Sequence[int]) -> list[Emitted]:
+        """Take of each request the tokens chosen after drafts that were right, and the first that was chosen otherwise.
+
+        What the rows of wrong drafts have written lies beyond `computed`, in blocks of the request's own, and is
+        written again before it is read.
+        """
+        emitted: list[Emitted] = []
+        row = 0
+        for request in decoding:
+            drafts, right, first = request.drafts, 0, row
+            made = self._emit(request, tokens[row], row)
+            emitted.append(made)
+            while right < len(drafts) and made.token == drafts[right] and not made.finish:
+                right += 1
+                made = self._emit(request, tokens[first + right], first + right)
+                emitted.append(made)
+            row = first + 1 + len(drafts)
+            taken = right + (made.token >= 0)
+            if taken:
+                request.computed += taken
+                self._computed[request.slot] = request.computed
+                self._last[request.slot] = request.output[-1]
+                self._publish(request)
+                if drafts:
+                    self.speculation.judged(request, right)
+        return emitted
+
+    def _look_ahead(self, going: Sequence[Request]) -> None:
+        """Choose the drafts of requests for which tokens were chosen, and have the masks of their grammars made."""
+        if self.speculation.most:
+            self.speculation.draft(going)
+        for request in going:
+            if request.constraint is not None:
+                request.drafts = request.constraint.look(request.drafts)
+
     def _droppable(self, seqs: TokenArray) -> NDArray[np.uint8] | None:
         return self._may_drop[seqs] if self._droppers else None
 
-    def _emit(self, request: Request, token: int) -> Emitted:
+    def _emit(self, request: Request, token: int, row: int) -> Emitted:
         output = request.output
         index = len(output)
         if token < 0:
-            return Emitted(request, index, -1, "")
+            return Emitted(request, index, -1, "", row)
         output.append(token)
         params = request.params
         if token in request.stops and index >= params.min_tokens:
-            return Emitted(request, index, token, "stop")
+            return Emitted(request, index, token, "stop", row)
         if request.constraint is not None and request.constraint.advance(token):
-            return Emitted(request, index, token, "complete")
-        return Emitted(request, index, token, "length" if index + 1 >= params.max_tokens else "")
+            return Emitted(request, index, token, "complete", row)
+        return Emitted(request, index, token, "length" if index + 1 >= params.max_tokens else "", row)
 
     def _publish(self, request: Request) -> None:
         """Name the blocks that the last step filled, so that others can share them."""
@@ -692,7 +782,7 @@ class Scheduler:
         self._droppers -= request.params.drop_lost_experts
         self._routed -= request.params.wants_routing
         self._free_slots.append(request.slot)
-        request.blocks = []
+        request.blocks, request.drafts = [], []
         request.slot = -1
         request.computed = 0
 
@@ -703,6 +793,7 @@ class Scheduler:
             request.flow.waiting.remove(request)
         request.flow.live -= 1
         self._background -= request.share.background
+        self.speculation.forget(request)
         del self._live[request.owner, request.id]
         self.on_end(request)
 

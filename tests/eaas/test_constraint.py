@@ -236,6 +236,7 @@ class Slow:
 
     def __init__(self) -> None:
         self.mask, self.fault, self.asked = np.full(VOCAB // 32, 0xFFFFFFFF, np.uint32), "", 0
+        self.made = 1
 
     def ready(self, timeout_s: float) -> bool:
         self.asked += 1
@@ -243,6 +244,12 @@ class Slow:
 
     def advance(self, token: int) -> bool:
         return False
+
+    def forced(self) -> list[int]:
+        return []
+
+    def look(self, drafts: Sequence[int]) -> list[int]:
+        return list(drafts)
 
 
 def test_a_late_mask_holds_up_its_own_request_and_changes_no_token(grammars: Grammars) -> None:
@@ -529,6 +536,7 @@ def test_masks_are_made_while_the_engine_does_something_else(grammars: Grammars)
     assert constraint.ready(0)
     first = int(np.flatnonzero(np.unpackbits(constraint.mask.view(np.uint8), bitorder="little"))[0])
     assert not constraint.advance(first)
+    constraint.look([])
     end_s = time.monotonic() + 10
     while not constraint.ready(0):
         assert time.monotonic() < end_s, "no thread made the mask"

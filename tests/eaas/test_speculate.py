@@ -1,0 +1,280 @@
+"""Tokens guessed ahead: whatever is guessed, what comes out is what comes out without."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from eaas.cluster.config import ClusterConfig
+from eaas.worker.config import WorkerOptions, drafts_of
+from eaas.worker.constraint import Grammars
+from eaas.worker.decoder import ExpertsLost
+from eaas.worker.engine import Engine, EngineConfig
+from eaas.worker.grammar import of_choices, of_schema
+from eaas.worker.protocol import SamplingParams, Submit, Token
+from eaas.worker.request import Request
+from eaas.worker.speculate import ALIKE, COPIED, GRAM, LONG, Lookup, Speculation, StepTime
+from router.options import OptionsInvalid
+from tests.eaas import decoder_world
+from tests.eaas.decoder_world import VARIANTS
+from tests.eaas.fake_decoder import BLOCK_TOKENS, FakeDecoder, problems
+from tests.eaas.test_constraint import EOS, MODEL, SCHEMA, VOCAB, logits_of
+
+DRAFTS = 4
+Told = tuple[int, int, str, float | None, tuple[tuple[int, float], ...]]
+
+# How requests may be bound; each is asked for with several seeds.
+BOUND: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0, "ignore_eos": True},
+    "sampled": {"temperature": 1.0, "top_p": 0.9, "ignore_eos": True},
+    "stops": {"stop_token_ids": list(range(20, 60)), "min_tokens": 9},
+    "log-probabilities": {"logprobs": 3, "ignore_eos": True},
+    "penalties": {"repetition_penalty": 1.4, "presence_penalty": 0.7, "frequency_penalty": 0.9, "top_k": 9},
+    "bad words": {"allowed_token_ids": list(range(3, 9)), "bad_tokens": [(4, 5), (6,), (3, 3, 3)]},
+    "schema": {"grammar": of_schema(SCHEMA)},
+    "late end": {"grammar": of_choices(["a", "aa", "aaaaaaaa", "aaaaaaaaaaaaaaab"]), "min_tokens": 6},
+}
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Iterator[Grammars]:
+    found = Grammars.open(MODEL, VOCAB, sorted(EOS), DRAFTS)
+    assert found is not None
+    yield found
+    found.close()
+
+
+class Oracle:
+    """Guesses what is said without drafts, but for a token that is wrong now and then."""
+
+    def __init__(self, wanted: dict[str, list[Told]], seed: int) -> None:
+        self._wanted, self._draw = wanted, random.Random(seed)
+
+    def guess(self, speculation: Speculation, request: Request, guessed: Any) -> tuple[list[int], float]:
+        guessed(speculation, request)  # It keeps what it knows of the request.
+        room = min(speculation.most, request.params.max_tokens - len(request.output) - 1)
+        said = [told[1] for told in self._wanted[request.id][len(request.output) :][: max(0, room)]]
+        for number in range(len(said)):
+            if self._draw.random() < 0.3:
+                said[number] = self._draw.randrange(100)
+        return said, 1.0
+
+
+class World:
+    """An engine, and all that was told of each request."""
+
+    def __init__(self, decoder: Any, grammars: Grammars | None, drafts: int, **limits: Any) -> None:
+        config = EngineConfig(
+            **{"max_model_len": 256, "block_tokens": BLOCK_TOKENS, "kv_blocks": 512, "step_tokens": 64,
+               "vocab": VOCAB, "eos_ids": EOS, "drafts": drafts, **limits}
+        )  # fmt: skip
+        self.engine = Engine(decoder, config, grammars=grammars)
+        self.told: dict[str, list[Told]] = {}
+
+    def submit(self, id: str, prompt: Sequence[int], output: Sequence[Told] = (), **params: Any) -> None:
+        given = SamplingParams(**{"max_tokens": 40, "temperature": 1.0, **params})
+        said = [told[1] for told in output]
+        assert (
+            self.engine.submit(Submit(id=id, attempt=1, prompt=list(prompt), output=said, params=given))
+            is None
+        )
+        self.told[id] = list(output)
+
+    def step(self) -> None:
+        while self.engine.compiling and not self.engine.has_work:
+            time.sleep(0.001)
+        outcome = self.engine.step()
+        if outcome is None:
+            return
+        assert not outcome.failed, outcome.failed
+        for token in outcome.tokens.get(0, []):
+            assert token.index == len(self.told[token.id]), token
+            self.told[token.id].append(_told(token))
+
+    def run(self) -> dict[str, list[Told]]:
+        while self.engine.has_work or self.engine.compiling:
+            self.step()
+        return self.told
+
+
+def _told(token: Token) -> Told:
+    top = tuple((one, round(score, 6)) for one, score in token.top or ())
+    return token.index, token.token, token.finish, token.logprob, top
+
+
+def fake() -> FakeDecoder:
+    decoder = FakeDecoder(512)
+    decoder.vocab, decoder.logits = VOCAB, logits_of
+    return decoder
+
+
+def asked(seed: int) -> dict[str, tuple[list[int], dict[str, Any]]]:
+    draw, common = random.Random(seed), list(range(100, 117))
+    return {
+        f"{kind} {number}": (
+            common[: draw.randrange(18)] + [draw.randrange(3, VOCAB) for _ in range(draw.randint(1, 30))],
+            {"seed": draw.randrange(1 << 30), **params},
+        )
+        for kind, params in BOUND.items()
+        for number in range(3)
+    }
+
+
+def right_or_wrong(monkeypatch: pytest.MonkeyPatch, wanted: dict[str, list[Told]], seed: int) -> None:
+    """Have drafts be made whatever they cost, and be what an oracle says."""
+    oracle, guessed = Oracle(wanted, seed), Speculation._guess
+    monkeypatch.setattr(Speculation, "_guess", lambda self, request: oracle.guess(self, request, guessed))
+    monkeypatch.setattr(StepTime, "a_row_s", 0.0)
+
+
+@pytest.mark.parametrize("blocks", [512, 40])
+def test_what_is_told_is_the_same_with_drafts_right_and_wrong(
+    blocks: int, grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seed = time.time_ns()
+    wanted: dict[str, list[Told]] = {}
+    for id, (prompt, params) in asked(seed).items():
+        alone = World(fake(), grammars, 0)
+        alone.submit(id, prompt, **params)
+        wanted |= alone.run()
+    right_or_wrong(monkeypatch, wanted, seed)
+    draw, decoder = random.Random(seed), fake()
+    world = World(decoder, grammars, DRAFTS, kv_blocks=blocks)
+    speculation, lost = world.engine.scheduler.speculation, [0]
+
+    def lose(_: float) -> None:
+        if draw.random() < 0.1:
+            lost[0] += 1
+            raise ExpertsLost("for a moment")
+
+    decoder.before_step = lose
+    for turn in range(2):
+        for id, (prompt, params) in asked(seed).items():
+            # The second time each goes on where another worker has left it.
+            world.submit(id, prompt, wanted[id][: turn * draw.randrange(len(wanted[id]))], **params)
+        assert world.run() == wanted, f"seed {seed}, turn {turn}"
+        pool = world.engine.scheduler.pool
+        assert not problems(pool, []), f"seed {seed}"
+    assert speculation.accepted > 300 and speculation.wrong > 100 and lost[0] > 3, f"seed {seed}"
+    assert blocks == 512 or world.engine.scheduler.preemptions > 0
+
+
+@cache
+def native_model() -> decoder_world.World:
+    return decoder_world.World.make(VARIANTS["bias, shared expert with gate"], 23)
+
+
+def test_the_native_decoder_chooses_the_same_tokens_and_log_probabilities(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seed = time.time_ns()
+    draw, vocab = random.Random(seed), decoder_world.VOCAB
+    prompts = {f"{n}": [draw.randrange(vocab) for _ in range(draw.randint(1, 60))] for n in range(12)}
+
+    def run(drafts: int) -> World:
+        runner = native_model().decoder(lanes=1, kv_blocks=128, max_rows=64)
+        world = World(
+            runner.decoder, None, drafts, kv_blocks=128, block_tokens=16, vocab=vocab, eos_ids=frozenset()
+        )
+        for id, prompt in prompts.items():
+            world.submit(id, prompt, seed=int(id), logprobs=2, temperature=0.8, max_tokens=24)
+        world.run()
+        return world
+
+    wanted = run(0).told
+    right_or_wrong(monkeypatch, wanted, seed)
+    found = run(DRAFTS)
+    assert found.told == wanted, f"seed {seed}"
+    assert found.engine.scheduler.speculation.accepted > 50
+
+
+def request_of(prompt: Sequence[int], output: Sequence[int] = (), max_tokens: int = 1 << 20) -> Request:
+    params = SamplingParams(max_tokens=max_tokens)
+    return Request(
+        owner=0, id="r", attempt=1, prompt=np.array(prompt, np.int32), output=list(output), params=params
+    )
+
+
+def test_a_guess_is_what_followed_the_last_time() -> None:
+    seed = time.time_ns()
+    draw = random.Random(seed)
+    for _ in range(200):
+        tokens = [draw.randrange(3) for _ in range(draw.randint(1, 80))]
+        cut = draw.randrange(len(tokens) + 1)
+        request = request_of(tokens[:cut][:1] or [0])
+        request.output = tokens[: draw.randrange(len(tokens))]
+        lookup = Lookup(request, (0.0, 0.0, 0.0))
+        request.output = list(tokens)
+        lookup.follow(request.output)
+        known = [*request.prompt.tolist(), *tokens]
+        places = [at for at in range(GRAM, len(known)) if known[at - GRAM : at] == known[-GRAM:]]
+        wanted = known[places[-1] :][:DRAFTS] if places else []
+        assert lookup.guess(DRAFTS) == wanted, f"seed {seed}: {known}"
+        if places:
+            long = places[-1] >= LONG and known[places[-1] - LONG : places[-1]] == known[-LONG:]
+            assert lookup.kind == (COPIED if long else ALIKE), f"seed {seed}: {known}"
+
+
+class Life:
+    """One request whose guesses are right as often as `right` says, in steps of 1 + rows / 4."""
+
+    def __init__(self, right: float, requests: int = 1) -> None:
+        self.speculation = Speculation(DRAFTS)
+        self.requests = [request_of([1, 2, 3] * 3) for _ in range(requests)]
+        self.draw = random.Random(time.time_ns())
+        self.right, self.tokens, self.seconds = right, 0, 0.0
+
+    def step(self) -> None:
+        self.speculation.draft(self.requests)
+        rows = sum(1 + len(request.drafts) for request in self.requests)
+        for request in self.requests:
+            kept = 0
+            while kept < len(request.drafts) and self.draw.random() < self.right:
+                kept += 1
+            if request.drafts:
+                self.speculation.judged(request, kept)
+            # It looks the same for ever.
+            request.output += ([2, 3, 1] if request.output[-1:] == [1] else [1, 2, 3, 1])[: kept + 1]
+            self.tokens += kept + 1
+        self.seconds += 1 + rows / 4
+        self.speculation.took(rows, 1 + rows / 4)
+
+
+@pytest.mark.parametrize("requests", [1, 8, 32])
+def test_drafts_that_are_wrong_cost_little_and_those_that_are_right_are_made(requests: int) -> None:
+    plain_s = 1 + requests / 4
+    for right in (0.0, 0.1, 0.9, 1.0):
+        life = Life(right, requests)
+        for _ in range(2000):
+            life.step()
+        faster = life.tokens / life.seconds * plain_s / requests
+        assert faster > 0.98, f"{right} of drafts were right: {faster}"
+        if requests == 1 and right >= 0.9:
+            assert faster > 1.5, f"{right} of drafts were right: {faster}"
+
+
+def test_a_step_that_waited_says_little_of_what_rows_cost() -> None:
+    steps, draw = StepTime(), random.Random(time.time_ns())
+    for number in range(3000):
+        rows = draw.choice((1, 1, 1, 2, 5))
+        steps.took(rows, (4 + rows) * draw.uniform(0.9, 1.1) * (300 if number % 500 == 7 else 1))
+    assert 4.4 < steps.of(1) < 5.8 and 0.5 < steps.a_row_s < 1.5, (steps.of(1), steps.a_row_s)
+
+
+@pytest.mark.parametrize("text", ["", "on", "ngram", "ngram:0", "ngram:17", "ngram:-1", "suffix:4"])
+def test_what_is_no_way_to_guess_is_refused(text: str) -> None:
+    with pytest.raises(OptionsInvalid, match="off, or ngram:N with 1 to 16"):
+        drafts_of(text)
+
+
+def test_a_gpu_refuses_to_guess() -> None:
+    assert WorkerOptions(router="127.0.0.1:1", model=MODEL).speculate == "off"
+    with pytest.raises(OptionsInvalid, match="--speculate is for attention workers on CPUs"):
+        ClusterConfig(model=MODEL, device=("cuda:0",), speculate="ngram:4")
+    assert drafts_of(ClusterConfig(model=MODEL, speculate="ngram:4").speculate) == DRAFTS
