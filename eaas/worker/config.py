@@ -19,7 +19,6 @@ NO_DRAFTS = (
     "--speculate is for attention workers on CPUs: a GPU samples where it computes, one token of each request a step. "
     "Leave it out, or serve with --device cpu."
 )
-# More rows of one request than any is sure of.
 MOST_DRAFTS = 16
 
 

@@ -200,11 +200,8 @@ class Grammars:
     """The grammars of one worker: compiles them for its tokenizer, and makes masks, on threads of its own."""
 
     def __init__(self, tokenizer: LLTokenizer, *, mask_threads: int = 2, drafts: int = 0) -> None:
-        """Args:
-        tokenizer: With the model's end tokens.
-        mask_threads: Two, so that one slow mask holds up few.
-        drafts: Most tokens guessed ahead of a request.
-        """
+        """Args: tokenizer: with the model's end tokens. mask_threads: two, so that one slow mask holds up few.
+        drafts: most tokens guessed ahead of a request."""
         self._tokenizer, self._most_drafts = tokenizer, drafts
         self._words = -(-tokenizer.vocab_size // 32)
         self._kept: OrderedDict[Grammar, LLMatcher] = OrderedDict()

@@ -321,7 +321,8 @@ class Scheduler:
             if not len(slots):
                 return None
             self._in_flight = decoding, slots, chunks
-            self._drafted = self.speculation.most > 0 and any(request.drafts for request in decoding)
+            rows = sum(1 + len(request.drafts) for request in decoding) if self.speculation.most else 0
+            self._drafted = len(decoding) < rows <= self.config.step_tokens
             if self._drafted:
                 return self._with_drafts(decoding, slots)
             return StepPlan(
@@ -661,10 +662,6 @@ class Scheduler:
 
     def _with_drafts(self, decoding: list[Request], slots: TokenArray) -> StepPlan:
         """A step of those that generate, each row followed by those of its drafts."""
-        room = self.config.step_tokens - len(decoding)
-        for request in decoding:
-            del request.drafts[max(0, room) :]
-            room -= len(request.drafts)
         counts: NDArray[np.int64] = np.array([1 + len(request.drafts) for request in decoding])
         firsts = np.cumsum(counts) - counts
         ahead: NDArray[np.int64] = np.arange(counts.sum(), dtype=np.int64) - np.repeat(firsts, counts)
@@ -692,16 +689,13 @@ class Scheduler:
         emitted: list[Emitted] = []
         row = 0
         for request in decoding:
-            drafts, right, first = request.drafts, 0, row
-            made = self._emit(request, tokens[row], row)
-            emitted.append(made)
+            drafts, right = request.drafts, 0
+            emitted.append(made := self._emit(request, tokens[row], row))
             while right < len(drafts) and made.token == drafts[right] and not made.finish:
                 right += 1
-                made = self._emit(request, tokens[first + right], first + right)
-                emitted.append(made)
-            row = first + 1 + len(drafts)
-            taken = right + (made.token >= 0)
-            if taken:
+                emitted.append(made := self._emit(request, tokens[row + right], row + right))
+            row += 1 + len(drafts)
+            if taken := right + (made.token >= 0):
                 request.computed += taken
                 self._computed[request.slot] = request.computed
                 self._last[request.slot] = request.output[-1]
@@ -782,7 +776,7 @@ class Scheduler:
         self._droppers -= request.params.drop_lost_experts
         self._routed -= request.params.wants_routing
         self._free_slots.append(request.slot)
-        request.blocks, request.drafts = [], []
+        request.blocks = []
         request.slot = -1
         request.computed = 0
 

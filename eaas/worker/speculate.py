@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from eaas.worker.request import Request
+from eaas.worker.request import Request, TokenArray
 
 # Tokens that must be the same before a place where the output may go on as it did there. Where LONG are, it mostly
 # does.
@@ -43,14 +43,13 @@ class Lookup:
 
     __slots__ = ("_at", "_gram", "_places", "_tokens", "chances", "kind", "said")
 
-    def __init__(self, request: Request, chances: Sequence[float]) -> None:
+    def __init__(self, prompt: TokenArray, chances: Sequence[float]) -> None:
         """Args: chances: of each kind, as long as nothing is known of this request."""
         self.chances, self.kind = list(chances), FORCED
         self._tokens: list[int] = []
         self._places: dict[int, int] = {}
         self._gram = self._at = self.said = 0
-        self._take(request.prompt[-MOST_TOLD:].tolist())
-        self.follow(request.output)
+        self._take(prompt[-MOST_TOLD:].tolist())
 
     def follow(self, output: Sequence[int]) -> None:
         """Take what was added to the output since the last time."""
@@ -127,7 +126,6 @@ class Speculation:
     """
 
     def __init__(self, most: int) -> None:
-        """Args: most: as the attribute."""
         self.drafted = self.accepted = 0
         self.most = most
         self._lookups: dict[Request, Lookup] = {}
@@ -156,10 +154,9 @@ class Speculation:
             for ahead in range(len(guess)):
                 offers.append((chance, -ahead, number))
                 chance *= rate
-        time_, rows = self._time, len(requests)
+        time_, rows, taken = self._time, len(requests), 0
         made, cost_s = float(rows), MARGIN * time_.a_row_s
         offers.sort(reverse=True)
-        taken = 0
         while taken < len(offers) and offers[taken][0] * time_.of(rows) > cost_s * made:
             made += offers[taken][0]
             rows += 1
@@ -201,11 +198,9 @@ class Speculation:
             return [], 0.0
         lookup = self._lookups.get(request)
         if lookup is None:
-            lookup = self._lookups[request] = Lookup(request, self._chances)
-        else:
-            lookup.follow(request.output)
-        guess = [] if request.constraint is None else request.constraint.forced()[:room]
+            lookup = self._lookups[request] = Lookup(request.prompt, self._chances)
+        lookup.follow(request.output)
         lookup.kind = FORCED
-        if not guess:
-            guess = lookup.guess(room)
+        forced = [] if request.constraint is None else request.constraint.forced()[:room]
+        guess = forced or lookup.guess(room)
         return guess, lookup.chances[lookup.kind]
