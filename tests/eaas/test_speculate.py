@@ -75,7 +75,7 @@ class World:
 
     def __init__(self, decoder: Any, grammars: Grammars | None, drafts: int, **limits: Any) -> None:
         config = EngineConfig(
-            **{"max_model_len": 256, "block_tokens": BLOCK_TOKENS, "kv_blocks": 512, "step_tokens": 64,
+            **{"max_model_len": 256, "block_tokens": BLOCK_TOKENS, "kv_blocks": 512, "step_tokens": 128,
                "vocab": VOCAB, "eos_ids": EOS, "drafts": drafts, **limits}
         )  # fmt: skip
         self.engine = Engine(decoder, config, grammars=grammars)
