@@ -189,7 +189,14 @@ def test_the_native_decoder_chooses_the_same_tokens_and_log_probabilities(
     def run(drafts: int) -> World:
         runner = native_model().decoder(lanes=1, kv_blocks=128, max_rows=64)
         world = World(
-            runner.decoder, None, drafts, kv_blocks=128, block_tokens=16, vocab=vocab, eos_ids=frozenset()
+            runner.decoder,
+            None,
+            drafts,
+            kv_blocks=128,
+            step_tokens=64,
+            block_tokens=16,
+            vocab=vocab,
+            eos_ids=frozenset(),
         )
         for id, prompt in prompts.items():
             world.submit(id, prompt, seed=int(id), logprobs=2, temperature=0.8, max_tokens=24)
