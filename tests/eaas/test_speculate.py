@@ -170,7 +170,7 @@ def test_what_is_told_is_the_same_with_drafts_right_and_wrong(
         assert world.run() == wanted, f"seed {seed}, turn {turn}"
         pool = world.engine.scheduler.pool
         assert not problems(pool, []), f"seed {seed}"
-    assert speculation.accepted > 300 and speculation.wrong > 100 and lost[0] > 3, f"seed {seed}"
+    assert speculation.accepted > 300 and speculation.wrong > 100 and lost[0] > 0, f"seed {seed}"
     assert blocks == 512 or world.engine.scheduler.preemptions > 0
 
 
