@@ -4,9 +4,9 @@
     python -m benchmarks.eta --loads none --live 300                      # a cluster of small processes here
 
 Simulated workers decode their rows together, each step as long as they are many, one prompt by chunks beside them; what
-finds no slot waits in order. Live, the predictor stands beside the client, is told what the gateway's is told (sent,
-first token, end), and never sees where an answer will stop: a third of the requests end at their limit, the others at
-stop tokens that are drawn by a random model sooner or later, long before the limit they name.
+finds no slot waits in order. Live, a client asks by HTTP for responses in the background, of a fresh cluster for each
+load, and polls when `openai-poll-after-ms` says; the judge is the client's clock. Patterns that nobody but the sampler
+reads make outputs as long as those of the trace.
 
 Every request is polled when the predictor says. Coverage is of what was told when it was submitted, and at polls. Time
 lost is from its end to the poll that finds it; beside it that of the best fixed interval, and of the best exponential
@@ -32,7 +32,6 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from benchmarks.make_model import SHAPES
 from benchmarks.report import record
 from benchmarks.setting import NAME, checkpoint, cluster, cores_of, parser
 from eaas.gateway.eta import Estimate, Eta
@@ -248,55 +247,63 @@ def judge(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 # -- live
 
 
-async def live(url: str, requests: int, seed: int, vocab: int) -> list[Outcome]:
-    """Send requests at random times in two levels of load, and poll a predictor that is told of them."""
-    drawing, eta = random.Random(seed), Eta()
-    eta.workers = 1
-    outcomes: list[Outcome] = []
+async def live(url: str, load: Sequence[Asked]) -> list[Outcome]:
+    """Ask for each in the background, and poll when told to; a stream of its last event alone says when it ended."""
+    outcomes = [Outcome(0.0) for _ in load]
 
-    async def one(client: httpx.AsyncClient, number: int) -> None:
-        kind, made = drawing.randrange(3), 0
-        mean = drawing.choice((20, 60, 160))
-        # One of so many tokens is the last, and the model is random.
-        allowed = drawing.sample(range(vocab), mean)
-        # Heavy tails: half of the limits that cut are below 32, one in a hundred over 600.
-        limit = 768 if kind else min(768, int(16 * drawing.paretovariate(1.0)))
-        prompt = [drawing.randrange(vocab) for _ in range(drawing.choice((16, 64, 256)))]
-        body = {"model": NAME, "prompt": prompt, "max_tokens": limit, "stream": True, "ignore_eos": not kind}
-        # One token an event: every token is shown by its id.
-        body |= {"temperature": 1.0, "return_token_ids": True}
-        body |= {"stop_token_ids": allowed[:1], "allowed_token_ids": allowed} if kind else {}
-        id, outcome = str(number), Outcome(time.monotonic())
-        outcomes.append(outcome)
-        # Who is alike is known by a name, such as that of a key; not which limits will hold.
-        alike = "limits" if not kind else f"stops {mean}"
-        eta.submitted(id, outcome.submitted_s, prompt=len(prompt), limit=limit, alike=alike)
+    async def one(client: httpx.AsyncClient, number: int, asked: Asked) -> None:
+        outcome, letters = outcomes[number], f"{number:04}" * (1 + asked.prompt // 4)
+        # The pattern alone says how long it becomes, and nobody but the sampler reads that.
+        pattern = {"regex": f"[ab]{{{max(1, asked.output - 1)}}}"}
+        body = {"model": NAME, "input": letters[: asked.prompt], "max_output_tokens": asked.limit}
+        body |= {"background": True, "structured_outputs": pattern}
+        reply = await client.post(f"{url}/v1/responses", json=body)
+        reply.raise_for_status()
+        outcome.submitted_s = now_s = time.monotonic()
+        at = f"{url}/v1/responses/{reply.json()['id']}"
 
-        async def polls() -> None:
-            while (estimate := eta.estimate(id, time.monotonic(), made=made)) is not None:
-                outcome.told.append((time.monotonic(), estimate))
-                await asyncio.sleep(estimate.poll_after_s)
-            outcome.last_poll_s = time.monotonic()
+        async def ends() -> None:
+            last = await client.get(at, params={"stream": "true", "starting_after": "999999999"})
+            outcome.ended_s = time.monotonic()
+            if b"response.completed" not in last.content:
+                raise RuntimeError(f"a response ended otherwise than whole: {last.text}")
 
-        polling, finish = asyncio.create_task(polls()), ""
-        async with client.stream("POST", f"{url}/v1/completions", json=body) as reply:
+        ending = asyncio.create_task(ends())
+        while "eaas_eta" in (found := reply.json()):
+            after_s = int(reply.headers["openai-poll-after-ms"]) / 1000
+            eta = found["eaas_eta"]
+            outcome.told.append((now_s, Estimate(eta["p50_s"], eta["p90_s"], after_s)))
+            await asyncio.sleep(now_s + after_s - time.monotonic())
+            reply = await client.get(at)
             reply.raise_for_status()
-            async for line in reply.aiter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                for choice in json.loads(line[6:])["choices"]:
-                    made += len(choice.get("token_ids") or ())
-                    finish = choice["finish_reason"] or finish
-                    eta.began(id, time.monotonic())
-        outcome.ended_s = time.monotonic()
-        eta.ended(id, outcome.ended_s, made=made, finish=finish)
-        await polling
+            now_s = time.monotonic()
+        outcome.last_poll_s = now_s
+        await ending
 
-    async with httpx.AsyncClient(timeout=600.0) as client, asyncio.TaskGroup() as group:
-        for number in range(requests):
-            group.create_task(one(client, number))
-            await asyncio.sleep(drawing.expovariate(6.0 if number % 60 < 30 else 1.5))
+    limits = httpx.Limits(max_connections=None)
+    async with (
+        httpx.AsyncClient(timeout=600.0, limits=limits) as client,
+        asyncio.TaskGroup() as group,
+    ):
+        began_s = time.monotonic()
+        for number, asked in enumerate(load):
+            await asyncio.sleep(began_s + asked.at_s - time.monotonic())
+            group.create_task(one(client, number, asked))
     return outcomes
+
+
+def scaled(
+    seed: int, requests: int, per_s: Callable[[float], float], lengths: Sequence[Asked], by: float
+) -> list[Asked]:
+    """Requests at random times, as long as those that come one after another somewhere in a trace, times `by`, and as
+    fit into half of a context of 2,048 tokens."""
+    drawing, at_s, load = random.Random(seed), 0.0, list[Asked]()
+    first = drawing.randrange(max(1, len(lengths) - requests))
+    for one in lengths[first : first + requests]:
+        at_s += drawing.expovariate(per_s(at_s))
+        output, limit = max(2, int(one.output * by)), min(1000, int(one.limit * by))
+        load.append(Asked(at_s, max(1, min(1000, int(one.prompt * by))), min(output, limit), limit))
+    return load
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -310,15 +317,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.add_argument(
         "--loads", choices=("all", "none"), default="all", help="simulated loads, or none of them"
     )
-    options.add_argument("--live", type=int, default=0, help="requests to a cluster here; 0: no cluster")
+    options.add_argument("--live", type=int, default=0, help="requests to clusters here; 0: no cluster")
+    options.add_argument("--rate", type=float, default=3.0, help="of these, a second")
+    options.add_argument(
+        "--scale", type=float, default=1.0, help="their lengths, of those that they are drawn as"
+    )
     chosen = options.parse_args(argv)
     seed = time.time_ns() % 2**32 if chosen.seed is None else chosen.seed
     loads: dict[str, tuple[list[Asked], int]] = {}
+    n = chosen.requests
+    drawn = draw(seed, n, lambda _: 5.0, lambda _: 150.0)
     if chosen.loads == "all":
-        n = chosen.requests
         if chosen.trace is not None:
             loads["conversation trace"] = trace(chosen.trace), 3
-        loads["steady"] = draw(seed, n, lambda _: 5.0, lambda _: 150.0), 2
+        loads["steady"] = drawn, 2
         loads["bursts"] = draw(seed, n, lambda at_s: 14.0 if at_s % 120 < 30 else 1.5, lambda _: 150.0), 2
         loads["drift"] = draw(seed, n, lambda _: 3.0, lambda at_s: 180.0 - 120.0 * math.cos(at_s / 63.7)), 2
     for name, (load, workers) in loads.items():
@@ -330,18 +342,29 @@ def main(argv: Sequence[str] | None = None) -> None:
         settled = judge(outcomes[500:]) if len(outcomes) > 1000 else None
         record("eta", {**found, "after_500": settled, "us_an_estimate": round(spent_us)}, (), chosen.results)
     if chosen.live:
-        run_live(chosen, seed)
+        run_live(chosen, seed, trace(chosen.trace) if chosen.trace else drawn)
 
 
-def run_live(chosen: argparse.Namespace, seed: int) -> None:
-    """The same against a cluster on this machine."""
-    with (
-        checkpoint(chosen.shape, chosen.checkpoints) as model,
-        cluster(model, cores_of(chosen), servers=2, endpoint=True) as running,
-    ):
-        outcomes = asyncio.run(live(running.url, chosen.live, seed, SHAPES[chosen.shape].vocab))
-    found = {"load": "live", "shape": chosen.shape, "seed": seed, "workers": 1, **judge(outcomes)}
-    record("eta", {**found, "after_100": judge(outcomes[100:])}, (), chosen.results)
+def run_live(chosen: argparse.Namespace, seed: int, lengths: Sequence[Asked]) -> None:
+    """The same by HTTP, at a cluster on this machine that is fresh for each load."""
+    rate = chosen.rate
+    arrivals = {"Poisson": lambda _: rate, "bursts": lambda at_s: 3.0 * rate if at_s % 40 < 10 else rate / 3}
+    for name, per_s in arrivals.items():
+        load = scaled(seed, chosen.live, per_s, lengths, chosen.scale)
+        with (
+            checkpoint(chosen.shape, chosen.checkpoints) as model,
+            cluster(model, cores_of(chosen), servers=2, endpoint=True) as running,
+        ):
+            outcomes = asyncio.run(live(running.url, load))
+        setup = {
+            "load": f"live, {name}",
+            "shape": chosen.shape,
+            "seed": seed,
+            "rate": rate,
+            "scale": chosen.scale,
+        }
+        settled = judge(outcomes[chosen.live // 3 :])
+        record("eta", {**setup, **judge(outcomes), "settled": settled}, (), chosen.results)
 
 
 if __name__ == "__main__":

@@ -64,6 +64,7 @@ def latest(folder: Path = RESULTS) -> str:
     parts += balance_table(newest("balance", BALANCE, folder))
     parts += shapes_table(newest("elasticity_shapes", (), folder))
     parts += elasticity_table(newest("elasticity", ("measure", "trace", "burstiness"), folder))
+    parts += eta_table(newest("eta", ("load",), folder))
     parts += recovery_table(newest("recovery", RECOVERY, folder))
     parts += failover_table(newest("failover", FAILOVER, folder))
     parts += fault_points_table(newest("fault_points", FAULT_POINTS, folder))
@@ -305,6 +306,35 @@ def elasticity_table(rows: Sequence[Row]) -> list[str]:
         ]
         parts += ["\n".join(lines), "[One day of it](../benchmarks/results/elasticity.svg)."]
     return parts
+
+
+def eta_table(rows: Sequence[Row]) -> list[str]:
+    """How often predictions of when requests end held, and what polling by their word costs."""
+    if not rows:
+        return []
+    lines = [
+        "When requests end: shares that ended by the median and by the 90th percentile that were told when they were "
+        "submitted, and at polls; polls of each, that which finds its end included; seconds from the end until that, "
+        "polled when told, at the best fixed interval and at the best exponential backoff that take as many polls. "
+        "Live ones are background responses by HTTP at a fresh cluster, judged by the client's clock from the first "
+        "one on; the others are simulated.",
+        "",
+        "| load | requests | mean, s | p50, p90 at submission | at polls | polls | lost, s | fixed | exponential |",
+        "|---" * 9 + "|",
+    ]
+    for row in rows:
+        held = [f"{row[at]['p50']:.1%}, {row[at]['p90']:.1%}" for at in ("at_submission", "at_polls")]
+        lost = [f"{row[name]:.2f}" for name in ("lost_s", "lost_fixed_s", "lost_exponential_s")]
+        cells = [
+            row["load"],
+            f"{row['requests']:,}",
+            f"{row['mean_s']:.2f}",
+            *held,
+            f"{row['polls']:.2f}",
+            *lost,
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return ["\n".join(lines)]
 
 
 def recovery_table(rows: Sequence[Row]) -> list[str]:

@@ -9,17 +9,22 @@ level in the long run whatever the load does (Gibbs and Candes 2021).
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise, product
-from typing import Any, NamedTuple
+from itertools import count, pairwise, product
+from typing import NamedTuple
 
 LEVELS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
 P50, P90 = LEVELS.index(0.5), LEVELS.index(0.9)
 _HAZARDS = tuple(-math.log1p(-level) for level in LEVELS)
-# Lengths go by sixths of an octave, up to 2^20 tokens; where nothing is known a third of each octave ends in it.
-_PER_OCTAVE, _MOST_PLACES, _ENDS = 6, 120, 0.065
+# Lengths go by sixths of an octave, up to 2^20 tokens. Where nothing is known: of those that come to each, so many end
+# there. Half end by 128 tokens, and nine of ten by 700.
+_PER_OCTAVE, _MOST_PLACES = 6, 120
+_ENDS = [min(0.5, 0.066 * ((place + 0.5) / 42) ** 3) for place in range(_MOST_PLACES)]
+# Of what nobody has judged yet, the 90th percentile is said to be e^(0.4 * 3) times as long: a speed is not known.
+_DOUBT = 3.0
 # What a group must have seen of a length to count as much as the next wider one; groups of requests alike.
 _FEW, _MOST_GROUPS = 8.0, 1024
 # Of each request, the one at its end included, a little under two; the least time between two of them, by its age.
@@ -58,7 +63,8 @@ def lengths_of(groups: Sequence[Lengths], made: int, limit: int) -> list[float]:
     at, passed, found = max(0.0, _PER_OCTAVE * math.log2(made + 0.5)), 0.0, list[float]()
     reached = [sum(group.ended[int(at) :]) for group in groups]
     while len(found) < len(LEVELS) and at < _MOST_PLACES and 2.0 ** (at / _PER_OCTAVE) < limit:
-        place, ends = int(at), _ENDS
+        place = int(at)
+        ends = _ENDS[place]
         for number, group in enumerate(groups):
             ended, whole, few = group.ended[place], group.whole[place], _FEW * group.one
             # Those that were cut there were there for half of it.
@@ -88,26 +94,31 @@ class _Paces:
         near = min(self._seen_s, key=lambda seen: abs(seen - busy), default=busy)
         return self._seen_s.get(near, unknown_s)
 
+    def knows(self, busy: int) -> bool:
+        return max(self._seen_s, default=-1) >= busy
+
 
 class _Calibration:
     """What to add to the logarithms of times so that each keeps its level."""
 
     def __init__(self) -> None:
-        self._offsets, self._seen = [0.0] * len(LEVELS), 0
+        self._offsets, self._seen = [0.0] * len(LEVELS), 0.0
+
+    def offset(self, number: int) -> float:
+        """Of that level, as it is now; the fewer have been judged, the farther apart they are."""
+        return self._offsets[number] + _DOUBT * (LEVELS[number] - 0.5) / (1.0 + self._seen / _FEW)
 
     def estimate(self, raw_s: Sequence[float], price_s: float) -> Estimate:
         # Offsets learn apart, and may cross.
-        times_s = sorted(raw * math.exp(offset) for raw, offset in zip(raw_s, self._offsets, strict=True))
+        times_s = sorted(raw * math.exp(self.offset(number)) for number, raw in enumerate(raw_s))
         return Estimate(times_s[P50], times_s[P90], next_poll_s(times_s, price_s))
 
-    def learn(self, raw_s: Sequence[float], took_s: float) -> None:
-        self._seen += 1
+    def learn(self, number: int, *, held: bool) -> None:
+        """Args: held: a request ended by what was told of it at that level."""
+        self._seen += 1.0 / len(LEVELS)
         # Fast at first, and never so slow that it would not follow a load.
-        step = max(0.05, 0.4 / math.sqrt(self._seen))
-        for number, level in enumerate(LEVELS):
-            # By the present offset: by the one of then, a whole burst would be corrected for the same error.
-            held = took_s <= raw_s[number] * math.exp(self._offsets[number])
-            self._offsets[number] += step * (level - held)
+        step = max(0.05, 0.4 / math.sqrt(max(1.0, self._seen)))
+        self._offsets[number] += step * (LEVELS[number] - held)
 
 
 def next_poll_s(times_s: Sequence[float], price_s: float) -> float:
@@ -131,6 +142,20 @@ def next_poll_s(times_s: Sequence[float], price_s: float) -> float:
 
 
 @dataclass(slots=True)
+class _Told:
+    """What was told of a request, and the levels of which it is not known yet whether they held."""
+
+    at_s: float
+    raw_s: list[float]
+    calibration: _Calibration
+    unknown: set[int] = field(default_factory=lambda: set(range(len(LEVELS))))
+
+    def due_s(self, number: int) -> float:
+        # By the present offset: by the one of then, a whole burst would be corrected for the same error.
+        return self.at_s + self.raw_s[number] * math.exp(self.calibration.offset(number))
+
+
+@dataclass(slots=True)
 class _Request:
     limit: int
     background: bool
@@ -141,7 +166,7 @@ class _Request:
     first_s: float | None = None
     busy: int = 0
     poll_at_s: float = 0.0
-    told: list[tuple[float, list[float], _Calibration]] = field(default_factory=list[Any])
+    told: list[_Told] = field(default_factory=list[_Told])
 
 
 class Eta:
@@ -153,7 +178,9 @@ class Eta:
         self._all, self._groups = Lengths(400.0), dict[int, Lengths]()
         self._tokens, self._waits = _Paces(), (_Paces(), _Paces())
         self._calibrations = {key: _Calibration() for key in product((False, True), repeat=3)}
-        self._submitted, self._started, self._price_s = 0, 0, 1.0
+        self._submitted, self._started, self._price_s, self._polled = 0, 0, 1.0, 0
+        # By when each level of what was told holds or is late; turns tell those of one moment apart.
+        self._due, self._turns = list[tuple[float, int, int, _Told]](), count()
         # Between two ends while there is work, since the last one, and places promised to who was refused.
         self._gap_s, self._end_s, self._promised = 0.0, 0.0, 0.0
         self._lasted_s: dict[str, float] = {}
@@ -162,7 +189,9 @@ class Eta:
         self, id: str, now_s: float, *, prompt: int, limit: int, alike: Hashable, background: bool = False
     ) -> None:
         """A request begins to wait, for a worker or at one. Args: prompt, limit: tokens of it, and at most of its
-        output. alike: equal where lengths may be. background: others may go before it."""
+        output. alike: equal where lengths may be. background: others may go before it. Idempotent."""
+        if id in self._requests:
+            return
         if not self._requests:
             self._end_s = now_s
         self._submitted += 1
@@ -195,13 +224,16 @@ class Eta:
         if request.first_s is not None:
             busy = (request.busy + self._busy()) // 2
             self._tokens.learn(busy, (now_s - request.first_s) / max(1, made - 1))
-        if finish not in ("stop", "length"):
-            return
-        for at_s, raw_s, calibration in request.told:
-            calibration.learn(raw_s, now_s - at_s)
-        if request.told:
+        known = finish in ("stop", "length")
+        for told in request.told:
+            for number in told.unknown if known else ():
+                told.calibration.learn(number, held=now_s <= told.due_s(number))
+            told.unknown.clear()
+        if request.told and known:
+            self._polled += 1
             more = min(len(request.told), _MOST_POLLS) - _MEAN_POLLS
-            self._price_s = min(1e4, max(1e-4, self._price_s * math.exp(0.02 * more)))
+            step = max(0.02, 0.4 / math.sqrt(self._polled))
+            self._price_s = min(1e4, max(1e-4, self._price_s * math.exp(step * more)))
 
     def estimate(self, id: str, now_s: float, *, made: int) -> Estimate | None:
         """Of a request in progress that has so many tokens; None: it is not. Who asks is told when to ask again."""
@@ -211,12 +243,15 @@ class Eta:
         ahead = 0 if request.first_s is not None else max(1, request.turn - self._started)
         left = [length - made for length in lengths_of(request.groups, made, request.limit)]
         raw_s, calibration = self._raw_s(left, ahead, request.background)
+        self._learn(now_s)
         p50_s, p90_s, after_s = calibration.estimate(raw_s, self._price_s)
         # However wrong all that is: one that stands still is asked for ever more seldom.
         after_s = max(after_s, _LEAST_AFTER * (now_s - request.since_s))
         if now_s >= request.poll_at_s:
             request.poll_at_s = now_s + after_s
-            request.told.append((now_s, raw_s, calibration))
+            request.told.append(told := _Told(now_s, raw_s, calibration))
+            for number in range(len(LEVELS)):
+                heapq.heappush(self._due, (told.due_s(number), next(self._turns), number, told))
         return Estimate(p50_s, p90_s, after_s)
 
     def sent_now(self) -> Estimate:
@@ -226,7 +261,9 @@ class Eta:
         return calibration.estimate(raw_s, self._price_s)
 
     def _raw_s(self, left: Sequence[float], ahead: int, background: bool) -> tuple[list[float], _Calibration]:
-        wait_s = ahead * self._waits[background].at(ahead.bit_length(), 0.0)
+        waits, many = self._waits[background], ahead.bit_length()
+        # Behind more than ever were before it at least one must end for each, at the pace at which they do.
+        wait_s = ahead * max(waits.at(many, 0.0), 0.0 if waits.knows(many) else self._gap_s)
         token_s = self._tokens.at(self._busy(), 0.02)
         calibration = self._calibrations[background, ahead > 0, wait_s > token_s * left[P50]]
         return [max(1e-6, wait_s + token_s * more) for more in left], calibration
@@ -244,6 +281,19 @@ class Eta:
         """Until that is back which has been away for so long: what is left of the usual; beyond it, as long again."""
         left_s = self._lasted_s.get(cause, 0.0) - age_s
         return left_s if left_s > 0.0 else age_s
+
+    def _learn(self, now_s: float) -> None:
+        """What is late is known to be before it ends; were it not learned then, those that are short would be judged
+        first, and others be told of times as short."""
+        while self._due and self._due[0][0] <= now_s:
+            _, turn, number, told = heapq.heappop(self._due)
+            if number not in told.unknown:
+                continue
+            if (due_s := told.due_s(number)) > now_s:
+                heapq.heappush(self._due, (due_s, turn, number, told))
+            else:
+                told.unknown.discard(number)
+                told.calibration.learn(number, held=False)
 
     def _busy(self) -> int:
         return int(4 * math.log2(1.0 + len(self._requests) / self.workers))

@@ -138,6 +138,11 @@ class Sequence:
         self.log = TokenLog(prompt)
         self.prefix = prefix_hash(prompt)
 
+    @property
+    def eta_id(self) -> str:
+        """What its end is predicted under: in the background, from before there was a choice."""
+        return self.key if self.share.background and self.key else self.id
+
     def cost(self, most_output: int) -> int:
         """Tokens to be computed from here on: prefill, and at most so many reckoned for the output."""
         log = self.log

@@ -45,7 +45,7 @@ _STORE_S = 10.0
 # Between looks for news of a job that is computed elsewhere.
 _POLL_S = 0.2
 # When one ends that has all its tokens, and is being stored.
-_SOON = Estimate(0.0, _POLL_S, _POLL_S)
+_SOON = Estimate(_POLL_S / 8, _POLL_S, _POLL_S / 4)
 # A job whose owners all ended before it may be what ends them.
 _MOST_LOSSES = 20
 # Between attempts that failed for want of workers or experts.
@@ -143,9 +143,9 @@ class Jobs:
         self._owner = uuid.uuid4().hex
         self._leases = Leases(_LEASE_S, 2 * _LOOK_S)
         self._runs: dict[str, Run] = {}
-        self._reserved: dict[
-            str, tuple[Account, int]
-        ] = {}  # on whose account so many tokens are, of which job
+        # Of those asked for here, by id: the key of its run, and on whose account so many tokens are reserved.
+        self._asked: dict[str, tuple[str, Account | None, int]] = {}
+        self._room = asyncio.Event()
         self._ends = False
         self._away_s = 0.0  # since when the store cannot be used
         gateway.beside.append(self.running)
@@ -206,11 +206,13 @@ class Jobs:
             except Exception:
                 # Whatever it was, the lease must be renewed.
                 log.exception("jobs_not_looked_at")
-            await asyncio.sleep(_LOOK_S)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._room.wait(), _LOOK_S)
+            self._room.clear()
 
     async def _look(self) -> None:
         """Renew the lease, let go of what is another's or has ended, take what is nobody's, forget what is old."""
-        runs = list(self._runs.values())
+        runs, asked = list(self._runs.values()), dict(self._asked)
         # Before the leases: who has written that a job is his has renewed before.
         open = await self._ask(JobStore.open)
         if open:
@@ -236,9 +238,9 @@ class Jobs:
                         raise
                     # Those behind it are to be computed all the same.
                     log.error("job_unreadable id=%s reason=%s", id, error)
-        for id in self._reserved.keys() - open.keys() - self._runs.keys():
+        for id in asked.keys() - open.keys() - self._runs.keys():
             # It was computed elsewhere, where nobody asks what it took: what was reckoned stands.
-            del self._reserved[id]
+            self._settle(id, asked[id][2])
         for id in await self._ask(JobStore.forgotten, _now_ms()):
             await self._ask(JobStore.delete, id)
 
@@ -288,6 +290,8 @@ class Jobs:
         """Let go of it: who listens finds the rest in the store. Idempotent."""
         if self._runs.get(run.id) is run:
             del self._runs[run.id]
+            if len(self._asked) > len(self._runs):
+                self._room.set()
         run.over = True
         run.changed.set()
         if run.task is not None and run.task is not asyncio.current_task():
@@ -331,8 +335,9 @@ class Jobs:
                     log.warning("job_not_handed_on id=%s reason=%s", run.id, error)
 
     def _settle(self, id: str, used: int) -> None:
-        """Have a key pay what its job took, instead of what was reckoned. Idempotent."""
-        account, reserved = self._reserved.pop(id, (None, 0))
+        """Have a key pay what its job took, instead of what was reckoned; its end is predicted no more. Idempotent."""
+        key, account, reserved = self._asked.pop(id, ("", None, 0))
+        self._gateway.pool.eta.ended(key, time.monotonic(), made=0, finish="")
         if account is not None:
             account.settle(reserved, used, time.monotonic())
 
@@ -490,8 +495,9 @@ class Jobs:
                 account.settle(reserved, 0, time.monotonic())
         if state is None:
             raise wrong_field("request_id", f"there is a response '{id}' already")
-        if account is not None:
-            self._reserved[id] = account, reserved
+        self._asked[id] = job.run_key, account, reserved
+        limit, ignores = work.limits[0], work.params.ignore_eos
+        self._gateway.pool.expect(job.run_key, job.share, work.prompts[0], limit, ignore_eos=ignores)
         if mine:
             run = self._start(id, job, state, owned=True)
             if not work.wanted.stream:
@@ -596,14 +602,16 @@ class Jobs:
 
     def _unfinished(self, job: Job, status: str) -> Response:
         """The response object so far, when it is expected to end, and when to ask again."""
-        run, estimate = self._runs.get(job.queued["id"]), None
-        if run is None or not run.last:
-            exchange = None if run is None else run.exchange
-            estimate = exchange.estimate() if exchange is not None else self._gateway.pool.eta.sent_now()
-        p50_s, p90_s, after_s = estimate or _SOON
-        eta = {"p50_s": round(p50_s, 3), "p90_s": round(p90_s, 3)}
+        run, eta = self._runs.get(job.queued["id"]), self._gateway.pool.eta
+        exchange = None if run is None else run.exchange
+        made = 0 if exchange is None else exchange.generation.completion_tokens
+        estimate = eta.estimate(job.run_key, time.monotonic(), made=made)
+        if estimate is None:
+            estimate = eta.sent_now() if run is None or not (run.last or exchange) else _SOON
+        p50_s, p90_s, after_s = estimate
+        shown = {"p50_s": round(p50_s, 3), "p90_s": round(p90_s, 3)}
         headers = {"openai-poll-after-ms": str(math.ceil(after_s * 1000))}
-        return JSONResponse({**job.queued, "status": status, "eaas_eta": eta}, headers=headers)
+        return JSONResponse({**job.queued, "status": status, "eaas_eta": shown}, headers=headers)
 
     async def _found(self, id: str, request: Request, param: str = "response_id") -> tuple[Job, Stored]:
         known = self._store is not None and _ID.fullmatch(id)

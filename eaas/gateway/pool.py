@@ -29,9 +29,9 @@ from eaas.gateway.errors import (
     invalid,
     unavailable,
 )
-from eaas.gateway.eta import Estimate, Eta
+from eaas.gateway.eta import Eta
 from eaas.gateway.event_ids import HINTS, not_resumable
-from eaas.gateway.failover import Sequence, Trial
+from eaas.gateway.failover import Sequence, Trial, prefix_hash
 from eaas.gateway.link import WorkerLink, Workers
 from eaas.gateway.metrics import GatewayMetrics
 from eaas.traceparent import TRACEPARENT
@@ -168,17 +168,27 @@ class WorkerPool:
         sequence.started_s = sequence.last_s = now_s
         sequence.traceparent = TRACEPARENT.get()
         self._sequences[sequence.id] = sequence
-        alike = sequence.share.tenant, sequence.prefix, sequence.params.ignore_eos
-        self.eta.workers = max(1, len(self._workers.candidates()))
-        self.eta.submitted(
-            sequence.id, now_s, prompt=len(sequence.log.prompt), limit=sequence.params.max_tokens, alike=alike,
-            background=sequence.share.background,
-        )  # fmt: skip
+        params = sequence.params
+        self.expect(
+            sequence.eta_id,
+            sequence.share,
+            sequence.log.prompt,
+            params.max_tokens,
+            ignore_eos=params.ignore_eos,
+        )
         if self._closed:
             self._fail(sequence, _shutting_down())
         else:
             self._place(sequence)
             self._watch_time()
+
+    def expect(self, id: str, share: Share, prompt: list[int], limit: int, *, ignore_eos: bool) -> None:
+        """Predict from now on when a choice ends, though it may be submitted later. Idempotent."""
+        alike = share.tenant, prefix_hash(prompt), ignore_eos
+        self.eta.workers = max(1, len(self._workers.candidates()))
+        self.eta.submitted(
+            id, time.monotonic(), prompt=len(prompt), limit=limit, alike=alike, background=share.background
+        )
 
     def cancel(self, sequences: Iterable[Sequence]) -> list[Sequence]:
         """Forget choices and tell their workers, which free what they hold within one step. Idempotent.
@@ -194,13 +204,6 @@ class WorkerPool:
             if link is not None:
                 link.send(Cancel(id=sequence.id))
         return in_progress
-
-    def estimate(self, sequences: Iterable[Sequence]) -> Estimate | None:
-        """When the last of these choices is expected to end; None where none is in progress."""
-        now_s = time.monotonic()
-        found = [self.eta.estimate(s.id, now_s, made=len(s.log.output)) for s in sequences]
-        longest = [max(each) for each in zip(*filter(None, found), strict=True)]
-        return Estimate(*longest) if longest else None
 
     def pause(self, sequences: Iterable[Sequence]) -> None:
         """Take choices from their workers until `resume`: their client has too much to read already. Idempotent."""
@@ -333,7 +336,7 @@ class WorkerPool:
                 metrics.output_tokens += 1
             else:
                 sequence.first_s = now_s
-                self.eta.began(sequence.id, now_s)
+                self.eta.began(sequence.eta_id, now_s)
                 if not sequence.seen:
                     metrics.ttft.observe(now_s - sequence.started_s)
                     metrics.recent_ttft.add(now_s, now_s - sequence.started_s)
@@ -560,7 +563,7 @@ class WorkerPool:
         self._next_trial(sequence)
 
     def _forget(self, sequence: Sequence, finish: str = "abort") -> None:
-        self.eta.ended(sequence.id, time.monotonic(), made=len(sequence.log.output), finish=finish)
+        self.eta.ended(sequence.eta_id, time.monotonic(), made=len(sequence.log.output), finish=finish)
         self._unlink(sequence)
         self._sequences.pop(sequence.id, None)
         self._waiting.pop(sequence.id, None)

@@ -21,7 +21,6 @@ from starlette.types import Receive, Scope, Send
 
 from eaas.gateway.budgets import Account
 from eaas.gateway.errors import ApiError, ErrorReply
-from eaas.gateway.eta import Estimate
 from eaas.gateway.event_ids import HINTS, EventIds, Identity, Mark, Seal, Seen, crossed
 from eaas.gateway.failover import Sequence as PoolSequence
 from eaas.gateway.formats import Format, ResponseHead, StreamUsage, Usage
@@ -286,10 +285,6 @@ class Exchange:
             return events.failure(error)
         ids, end = self.generation.ids, events.end(self._usage())
         return end if ids is None else ids.end(end)
-
-    def estimate(self) -> Estimate | None:
-        """When it is expected to end; None where it has."""
-        return self._pool.estimate(self._sequences)
 
     def cancel(self) -> None:
         """End a request here and now, on somebody's word; its response ends with what there is."""

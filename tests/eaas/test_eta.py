@@ -67,6 +67,33 @@ def test_before_anything_has_ended_estimates_are_finite_and_in_order() -> None:
     assert math.isfinite(eta.freed_s(5.0)) and eta.back_s("workers", 0.0) == 0.0
 
 
+def test_the_first_of_a_fresh_gateway_are_told_of_wide_times_rather_than_of_wrong_ones() -> None:
+    seed = time.time_ns() % 2**32
+    outcomes: list[Outcome] = []
+    for number in range(25):
+        outcomes += simulate(drawn(seed + number, 8, *LOADS["bursty"]), workers=1, eta=Eta())
+    p50, p90 = coverage(outcomes, at_submission=True)
+    # Of eight at one worker each; whose lengths and speed nobody has seen.
+    assert p90 >= 0.9 and p50 <= 0.75, (seed, p50, p90)
+
+
+def test_what_is_late_is_learned_before_it_ends() -> None:
+    def told(eta: Eta, id: str, now_s: float) -> float:
+        eta.submitted(id, now_s, prompt=10, limit=4096, alike=None)
+        estimate = eta.estimate(id, now_s, made=0)
+        assert estimate is not None
+        return estimate.p50_s
+
+    eta = Eta()
+    firsts = [told(eta, f"first {number}", 0.0) for number in range(40)]
+    # Some were short and have ended, as in any burst; most have not, long after they were to.
+    for number in range(5):
+        eta.began(f"first {number}", 0.001)
+        eta.ended(f"first {number}", 0.2, made=5, finish="stop")
+    early, late = told(eta, "early", 0.3), told(eta, "late", 20 * firsts[-1])
+    assert late > 1.5 * early, (firsts[-1], early, late)
+
+
 def test_the_median_is_never_over_the_90th_percentile() -> None:
     seed = time.time_ns() % 2**32
     for outcome in simulate(drawn(seed, 400, *LOADS["bursty"]), workers=1, eta=Eta()):

@@ -172,6 +172,22 @@ def test_who_polls_when_told_to_needs_few_polls_and_is_told_about_when_it_ends(
     assert early <= 20 and late <= 10, (seed, early, late)
 
 
+def test_who_waits_for_a_place_to_be_computed_in_is_told_of_those_before(
+    world: World, worker: FakeWorker, says: Any, tmp_path: Path
+) -> None:
+    worker.step_s = 0.05
+    with gateway_url(world, "--jobs", str(tmp_path / "jobs.sqlite"), "--jobs-running", "1") as url:
+        client = client_of(url)
+        for _ in range(2):
+            for _ in range(5):
+                says("done")
+            asked = [ask(client) for _ in range(5)]
+            told = [response.model_dump()["eaas_eta"]["p50_s"] for response in asked]
+            assert all(polled(client, response).status == "completed" for response in asked)
+    # One after another, each of a quarter of a second, as the first five have shown.
+    assert told[4] > told[2] > told[0] and told[4] > 2 * told[0], told
+
+
 def test_an_async_client_polls_streams_cancels_and_deletes_as_well(
     url: str, worker: FakeWorker, says: Any
 ) -> None:
