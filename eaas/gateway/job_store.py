@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 _ETCD = "etcd://"
 # What is kept in another form has another number, and is not seen.
 _TABLE = "kept_3"
-TOO_LARGE, UNUSABLE = "too_large_to_keep", "jobs_unusable"
+TOO_LARGE, UNREADABLE, UNUSABLE = "too_large_to_keep", "unreadable", "jobs_unusable"
 _BUSY_S = 5.0
 OPEN = frozenset({"queued", "in_progress"})
 
@@ -155,10 +155,16 @@ class JobStore:
         return self._write(id, {f"state/{id}": before.version}, after, writes)
 
     def delete(self, id: str) -> bool:
-        """Forget a record; whether there was one."""
-        while (found := self.get(id)) is not None:
-            keys = (f"job/{id}", f"state/{id}", f"result/{id}", _index(id, found.state))
-            if self._base.commit({f"state/{id}": found.state.version}, dict.fromkeys(keys)):
+        """Forget a record, which need not be readable; whether there was one."""
+        spans = ("open/", "open0"), ("ended/", "ended0")
+        while found := self._base.read(f"state/{id}"):
+            [(text, version)] = found.values()
+            try:
+                index = [_index(id, _decoded(text, JobState))]
+            except ApiError:
+                index = [key for span in spans for key in self._base.span(*span) if key.endswith(f"/{id}")]
+            keys = (f"job/{id}", f"state/{id}", f"result/{id}", *index)
+            if self._base.commit({f"state/{id}": version}, dict.fromkeys(keys)):
                 return True
         return False
 
@@ -220,9 +226,7 @@ def _decoded(text: bytes, shape: type[T]) -> T:
     try:
         return msgspec.json.decode(text, type=shape)
     except msgspec.DecodeError as error:
-        raise internal(
-            f"What is kept of this response cannot be read: {error}.", code="unreadable"
-        ) from error
+        raise internal(f"What is kept of this response cannot be read: {error}.", code=UNREADABLE) from error
 
 
 class SqliteBase:

@@ -29,7 +29,17 @@ from eaas.gateway.eta import Estimate
 from eaas.gateway.event_ids import NOT_RESUMABLE, Identity
 from eaas.gateway.formats import ResponseHead, error_event, named_event
 from eaas.gateway.gateway import Gateway
-from eaas.gateway.job_store import OPEN, TOO_LARGE, UNUSABLE, JobState, JobStore, Leases, Stored, open_jobs
+from eaas.gateway.job_store import (
+    OPEN,
+    TOO_LARGE,
+    UNREADABLE,
+    UNUSABLE,
+    JobState,
+    JobStore,
+    Leases,
+    Stored,
+    open_jobs,
+)
 from eaas.gateway.protection import account_of, key_name_of, reserve_tokens, share_of
 from eaas.gateway.responses import ResponsesFormat, ResponsesRequest, as_chat, input_items, repeated
 from eaas.gateway.stream import Exchange, Work
@@ -256,7 +266,13 @@ class Jobs:
         return not busy and len(self._owned()) < config.jobs_running
 
     async def _claim(self, id: str) -> None:
-        found = await self._ask(JobStore.get, id)
+        try:
+            found = await self._ask(JobStore.get, id)
+        except ApiError as error:
+            if error.reply.code == UNREADABLE:
+                # Nobody can tell what came of it, nor put an end to it in its own form.
+                await self._ask(JobStore.delete, id)
+            raise
         if found is None or found.state.status not in OPEN:
             return
         before = found.state

@@ -454,6 +454,8 @@ class WorkerPool:
         if before not in (None, link.numerics_class) and token_log.output:
             self.metrics.class_crossings += 1
             log.warning("class_crossed id=%s from=%s to=%s", sequence.id, before, link.numerics_class)
+            # Its text is of two classes: whoever asks anew for one of a single class must not join it.
+            sequence.key = ""
         sequence.link, sequence.incarnation = link, link.incarnation
         sequence.begun = False
         if sequence.open_end and link.hello and not token_log.output:

@@ -124,6 +124,7 @@ def test_nothing_that_has_begun_leaves_its_class_because_its_worker_is_silent() 
 def test_past_the_deadline_a_silent_worker_is_left_for_another_class() -> None:
     async def scenario(pool: WorkerPool, workers: list[FakeWorker]) -> None:
         generation, sequence = sequence_of(TEXT, 60)
+        sequence.key = "known"
         pool.submit(sequence)
         await until(lambda: len(sequence.log.output) > 5, "tokens")
         other = await worker_of(9)
@@ -134,6 +135,9 @@ def test_past_the_deadline_a_silent_worker_is_left_for_another_class() -> None:
         await until(lambda: generation.ended, "the end")
         assert generation.finished_choices()[0].text == TEXT * 10
         assert pool.metrics.class_crossings == 1
+        assert workers[0].submits[0].key == "known" and not other.submits[-1].key, (
+            "nobody joins what is of two classes"
+        )
 
     in_a_pool(scenario, 1, deadline_s=1.0)
 

@@ -852,7 +852,7 @@ def test_a_record_that_cannot_be_read_ends_and_holds_up_no_other(
 ) -> None:
     says("x")
     path, new = tmp_path / "jobs", JobState(status="queued", at_ms=1)
-    ids = [f"resp_{number:032}" for number in range(3)]
+    ids = [f"resp_{number:032}" for number in range(4)]
     with open_store(path) as store, gateway_url(world, "--jobs", str(path)) as url:
         client = client_of(url)
         first = ask(client)
@@ -863,19 +863,21 @@ def test_a_record_that_cannot_be_read_ends_and_holds_up_no_other(
             base.execute("BEGIN IMMEDIATE")
             for id in ids:
                 value = job.job.replace(first.id[5:].encode(), id[5:].encode())
-                # The first has no state, the second no job that anybody knows the form of.
-                rows = ("job", value), ("state", msgspec.json.encode(new)), ("open", b"9 ")
+                # The first and the last, which had ended, have no state, the second no job in a known form.
+                index = "ended" if id == ids[3] else "open"
+                rows = ("job", value), ("state", msgspec.json.encode(new)), (index, b"9 ")
                 for kind, value in rows:
-                    bad = (kind, id) in (("state", ids[0]), ("job", ids[1]))
-                    key = f"open/{1:016x}/{id}" if kind == "open" else f"{kind}/{id}"
+                    bad = (kind, id) in (("state", ids[0]), ("job", ids[1]), ("state", ids[3]))
+                    key = f"{kind}/{1:016x}/{id}" if kind == index else f"{kind}/{id}"
                     found = b'{"of": "another form"}' if bad else value
                     base.execute("INSERT INTO kept_3 VALUES (?, 1, ?)", (key, found))
             base.execute("COMMIT")
         assert polled(client, client.responses.retrieve(ids[2])).output_text == "x"
-        for id in ids[:2]:
-            with pytest.raises(openai.InternalServerError, match="cannot be read") as told:
-                client.responses.retrieve(id)
-            assert told.value.status_code == 500
+        with pytest.raises(openai.InternalServerError, match="cannot be read") as told:
+            client.responses.retrieve(ids[1])
+        assert told.value.status_code == 500
+        for id in (ids[0], ids[3]):
+            eventually(lambda id=id: store._base.read(f"job/{id}") == {}, f"{id} is forgotten")
         found = store.get(ids[1])
         assert found is not None and found.state.status == "failed"
 
