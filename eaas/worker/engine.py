@@ -289,7 +289,7 @@ class Engine:
             self.on_begun(plan.begun)
         began_s = self._clock()
         try:
-            samples = self._compute(plan, self._budget_s(began_s))
+            samples = self._compute(plan, self._budget_s(began_s, guessing=plan.ahead is not None))
         except ExpertsLost as lost:
             return self._after_loss(lost, began_s, plan)
         self._computed_s = self._clock()
@@ -431,8 +431,11 @@ class Engine:
         since_s = now_s if self._lost_since_s is None else self._lost_since_s
         return now_s - max(since_s, request.moved_s)
 
-    def _budget_s(self, now_s: float) -> float:
-        """How long the next step may wait: until the first request that waits has waited for the deadline."""
+    def _budget_s(self, now_s: float, *, guessing: bool = False) -> float:
+        """How long the next step may wait: until the first request that waits has waited for the deadline. Of what is
+        only guessed nobody can tell whether it is worth waiting for."""
+        if guessing:
+            return self.config.deadline_s * LEAST_WAIT
         if self._lost_since_s is None:
             return self.config.deadline_s
         longest_s = max(self._waited_s(request, now_s) for request in self.scheduler.live())
@@ -442,8 +445,15 @@ class Engine:
         # A request whose rows all came is not to blame for the step, and goes on; who queues has its turn after those
         # that are. With no row to blame, all wait: else nobody would ever have waited for too long.
         rows = lost.rows
-        waiting = set(plan.seqs[rows].tolist()) if rows is not None and len(rows) else None
         self.scheduler.abandon()
+        if plan.ahead is not None:
+            self.scheduler.speculation.lost(plan.requests)
+            if rows is not None and len(rows):
+                rows = rows[plan.ahead[rows] == 0]
+                if not len(rows):
+                    # Nobody waits for the experts of a guess: the step is taken again without.
+                    return Outcome()
+        waiting = set(plan.seqs[rows].tolist()) if rows is not None and len(rows) else None
         if self._lost_since_s is None:
             self._lost_since_s = began_s
         latest_s = self._clock() + NEARLY_S

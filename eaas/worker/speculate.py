@@ -29,6 +29,8 @@ OWN, ALL = 1 / 8, 1 / 64
 # A draft must raise the tokens a second by so much of its own cost: rows also cost time between steps.
 MARGIN = 1.1
 PROBING = 0.005
+# Steps without drafts after one with them ended for want of experts.
+STILL_STEPS = 256
 _SHIFT = 20  # bits of a token; beyond, two sequences may look alike, which costs a wrong guess
 
 
@@ -133,6 +135,7 @@ class Speculation:
         self._chances = list(CHANCES)
         # Seconds that may be lost on drafts that are likely wrong.
         self._spare_s = 0.0
+        self._still = 0
 
     @property
     def wrong(self) -> int:
@@ -146,8 +149,12 @@ class Speculation:
         """
         offers: list[tuple[float, int, int]] = []
         guesses: list[list[int]] = []
-        for number, request in enumerate(requests):
+        for request in requests:
             request.drafts = []
+        if self._still:
+            self._still -= 1
+            return
+        for number, request in enumerate(requests):
             guess, rate = self._guess(request)
             guesses.append(guess)
             chance = rate
@@ -182,6 +189,12 @@ class Speculation:
         """A step of so many rows, each of which gave logits, took so long."""
         self._time.took(rows, seconds)
         self._spare_s = min(self._spare_s + PROBING * seconds, 2 * self._time.a_row_s)
+
+    def lost(self, requests: Sequence[Request]) -> None:
+        """A step of these ended for want of experts, which may be wanted by drafts alone: make none for a while."""
+        self._still = STILL_STEPS
+        for request in requests:
+            request.drafts = []
 
     def forget(self, request: Request) -> None:
         """A request has ended."""

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from eaas.cluster.config import ClusterConfig
+from eaas.worker import speculate
 from eaas.worker.config import WorkerOptions, drafts_of
 from eaas.worker.constraint import Constraint, Grammars
 from eaas.worker.decoder import ExpertsLost
@@ -19,11 +20,12 @@ from eaas.worker.engine import Engine, EngineConfig
 from eaas.worker.grammar import Grammar, of_schema
 from eaas.worker.protocol import SamplingParams, Submit, Token
 from eaas.worker.request import Request
+from eaas.worker.scheduler import StepPlan
 from eaas.worker.speculate import ALIKE, COPIED, GRAM, LONG, Lookup, Speculation, StepTime
 from router.options import OptionsInvalid
 from tests.eaas import decoder_world
 from tests.eaas.decoder_world import VARIANTS
-from tests.eaas.fake_decoder import BLOCK_TOKENS, FakeDecoder, problems
+from tests.eaas.fake_decoder import BLOCK_TOKENS, FakeDecoder, expected_output, problems
 from tests.eaas.test_constraint import EOS, MODEL, SCHEMA, VOCAB, logits_of
 
 DRAFTS = 4
@@ -135,6 +137,7 @@ def right_or_wrong(monkeypatch: pytest.MonkeyPatch, wanted: dict[str, list[Told]
     oracle, guessed = Oracle(wanted, seed), Speculation._guess
     monkeypatch.setattr(Speculation, "_guess", lambda self, request: oracle.guess(self, request, guessed))
     monkeypatch.setattr(StepTime, "a_row_s", 0.0)
+    monkeypatch.setattr(speculate, "STILL_STEPS", 0)
     draw, make = random.Random(seed), Constraint._make
     # What comes after a draft may be too much for the grammar's library.
     monkeypatch.setattr(
@@ -172,6 +175,42 @@ def test_what_is_told_is_the_same_with_drafts_right_and_wrong(
         assert not problems(pool, []), f"seed {seed}"
     assert speculation.accepted > 300 and speculation.wrong > 100 and lost[0] > 0, f"seed {seed}"
     assert blocks == 512 or world.engine.scheduler.preemptions > 0
+
+
+def test_what_is_guessed_neither_fails_a_request_nor_keeps_it_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The guess is of a token whose experts nobody has, and which never comes."""
+    prompt, made, now, decoder = [1, 2, 3, 4], 30, [0.0], FakeDecoder(64)
+    wanted = expected_output(prompt, made)
+    never = next(token for token in range(decoder.vocab) if token not in [*prompt, *wanted])
+    compute, lost = decoder.step, [0]
+
+    def step(plan: StepPlan, deadline_s: float) -> np.ndarray:
+        now[0] += 0.01
+        rows = np.flatnonzero(plan.token_ids == never)
+        if not len(rows):
+            return compute(plan, deadline_s)
+        now[0] += deadline_s
+        lost[0] += 1
+        raise ExpertsLost("nobody has them", rows)
+
+    monkeypatch.setattr(decoder, "step", step)
+    monkeypatch.setattr(Speculation, "_guess", lambda self, request: ([never], 1.0))
+    monkeypatch.setattr(StepTime, "a_row_s", 0.0)
+    config = EngineConfig(
+        max_model_len=128, block_tokens=BLOCK_TOKENS, kv_blocks=64, step_tokens=16, vocab=decoder.vocab,
+        drafts=DRAFTS, deadline_s=30.0,
+    )  # fmt: skip
+    engine = Engine(decoder, config, clock=lambda: now[0])
+    params = SamplingParams(max_tokens=made, temperature=0.0, ignore_eos=True)
+    engine.submit(Submit(id="a", attempt=1, prompt=prompt, output=[], params=params))
+    told: list[int] = []
+    while (outcome := engine.step()) is not None:
+        assert not outcome.failed
+        told += [token.token for token in outcome.tokens.get(0, [])]
+    assert told == wanted
+    assert lost[0] == 1 and now[0] < 2.0, now
 
 
 @cache
