@@ -6,9 +6,9 @@ Two measurements on the demonstration model:
                (benchmarks.features), the second while expert servers and attention workers are killed by turns; every
                answer must be that of the first, to the last field.
     speed      the engine in this process, every expert too, with drafts and without by turns: answers under a JSON
-               schema, copies of what the prompt holds, and verse, sampled and greedy. Outputs that fall into a cycle,
-               which would be guessed with no merit, are left out and counted. Before it, what a step of more rows
-               costs, which bounds all of it.
+               schema, a choice of passages of the prompt, and verse, sampled and greedy. Outputs that fall into a
+               cycle, which would be guessed with no merit, are left out and counted. Before it, what a step of more
+               rows costs, which bounds all of it.
 
     python -m benchmarks.speculate --requests 1000 --batch 1,8
 
@@ -164,14 +164,14 @@ class Task:
             self.params |= {"temperature": 0.7, "grammar": PEOPLE, "ignore_eos": False}
         elif kind == "verse":
             self.params["temperature"] = 1.0
-        elif kind == "copy":
+        elif kind == "choice":
             self.params["ignore_eos"] = False
 
     def asked(self) -> tuple[list[int], dict[str, Any]]:
         """Another prompt each time, and what binds its answer."""
         at = self._draw.randrange(len(self._verse) - 4000)
         text = self._verse[at : at + 4000]
-        if self._kind == "copy":
+        if self._kind == "choice":
             # The model is too small to copy by itself: its answer is to be one of the passages before it.
             passages = [text[start : start + 400].strip() for start in range(0, 1600, 400)]
             return self._tokenizer.encode("\n".join(passages)), {
@@ -291,7 +291,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
             record(NAME, {"what": "rows", "model": "demo", "step_us": steps}, ("llguidance",), chosen.results)
             for batch in numbers(chosen.batch):
-                for kind in ("json", "copy", "verse", "greedy verse"):
+                for kind in ("json", "choice", "verse", "greedy verse"):
                     task = Task(kind, tokenizer, verse, chosen.seed + batch)
                     found = measure(bench, kind, task, batch, chosen.rounds)
                     record(NAME, {**found, "seed": chosen.seed}, ("llguidance",), chosen.results)

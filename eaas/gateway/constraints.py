@@ -30,8 +30,7 @@ Bias = Annotated[float, Field(ge=-MOST_BIAS, le=MOST_BIAS)]
 class Strict(BaseModel):
     """A part of a request: "5" is no integer, null means "not given", fields that nobody knows are ignored."""
 
-    # Built when the first of them comes: a process that starts is waited for.
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, defer_build=True)
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
 
 class JsonSchemaFormat(Strict):

@@ -105,6 +105,7 @@ class Sequence:
         seen: Tokens that its client had over another connection; it never leaves its numerics class then. None: it is
             the first.
         hint: The last bits of the incarnation of the worker that computed these.
+        eta_id: What its end is predicted under: in the background, from before there was a choice.
     """
 
     id: str
@@ -133,15 +134,12 @@ class Sequence:
     incarnation: int = 0
     seen: int | None = None
     hint: int = 0
+    eta_id: str = field(init=False)
 
     def __post_init__(self, prompt: list[int]) -> None:
         self.log = TokenLog(prompt)
         self.prefix = prefix_hash(prompt)
-
-    @property
-    def eta_id(self) -> str:
-        """What its end is predicted under: in the background, from before there was a choice."""
-        return self.key if self.share.background and self.key else self.id
+        self.eta_id = self.key if self.share.background and self.key else self.id
 
     def cost(self, most_output: int) -> int:
         """Tokens to be computed from here on: prefill, and at most so many reckoned for the output."""

@@ -148,7 +148,11 @@ class Constraint:
 
     def forced(self) -> list[int]:
         """The tokens that come next where the grammar lets one text alone follow: as a tokenizer would cut it."""
-        return [] if self.fault else self._matcher.deep_copy().compute_ff_tokens()
+        try:
+            return [] if self.fault else self._matcher.deep_copy().compute_ff_tokens()
+        except BaseException as error:  # as in `compute`
+            self.fault = f"{_BROKEN}: {_short(str(error))}"
+            return []
 
     def look(self, drafts: Sequence[int]) -> list[int]:
         """Have the next mask made, and after it those behind each of the drafts that may come.
@@ -159,9 +163,12 @@ class Constraint:
         if self.fault:
             return []
         # What is only guessed must neither change the matcher nor break it.
-        self._drafts = list(
-            drafts[: self._matcher.deep_copy().validate_tokens(list(drafts))] if drafts else ()
-        )
+        try:
+            valid = self._matcher.deep_copy().validate_tokens(list(drafts)) if drafts else 0
+        except BaseException:  # as in `compute`; of the matcher itself its next mask will tell
+            log.exception("drafts_not_judged")
+            valid = 0
+        self._drafts = list(drafts[:valid])
         self._busy.acquire()
         self._queue.put(self)
         return self._drafts

@@ -190,8 +190,7 @@ class Scheduler:
         self._droppers = self._routed = 0
         self._decode_slots: TokenArray | None = None
         self.speculation = Speculation(config.drafts)
-        # Whether the step has rows for drafts.
-        self._drafted = False
+        self._drafted = False  # whether the step has rows for drafts
         # Of the step between `plan` and `complete`: requests that generate, their slots, and chunks of prompts.
         self._in_flight: tuple[list[Request], TokenArray, list[Chunk]] | None = None
 
@@ -386,12 +385,11 @@ class Scheduler:
             emitted.append(self._emit(request, token, row))
             row += 1
         going: dict[Request, None] = {}
-        drafts = self.speculation.most > 0
         for made in emitted:
             if made.finish:
                 made.request.finish = made.finish
                 self._end(made.request)
-            elif (drafts or made.request.constraint is not None) and made.token >= 0:
+            elif (self.speculation.most or made.request.constraint is not None) and made.token >= 0:
                 going[made.request] = None
         if going:
             self._look_ahead([request for request in going if request.slot >= 0])
@@ -501,24 +499,26 @@ class Scheduler:
         return -(-tokens // self.pool.block_tokens)
 
     def _grow(self) -> None:
-        """Give every generating request the block that its next row is written to."""
+        """Give every generating request the block that its next row is written to, and those of its drafts if they are
+        free: nobody is preempted for a guess, now or at the next step."""
         block_tokens = self.pool.block_tokens
         for request in list(self._decoding):
             # A request preempted in this loop has no slot.
-            while (
-                request.slot >= 0
-                and request.computed + len(request.drafts) >= len(request.blocks) * block_tokens
-            ):
-                if request.computed < len(request.blocks) * block_tokens and not self.pool.free:
-                    # Nobody is preempted for a guess.
-                    request.drafts = request.drafts[
-                        : len(request.blocks) * block_tokens - request.computed - 1
-                    ]
-                elif self.pool.free:
-                    self._tables[request.slot, len(request.blocks)] = block = self.pool.take()
-                    request.blocks.append(block)
+            while request.slot >= 0 and request.computed == len(request.blocks) * block_tokens:
+                if self.pool.free:
+                    self._take_block(request)
                 else:
                     self.preempt_youngest()
+        for request in self._decoding if self.speculation.most else ():
+            room = len(request.blocks) * block_tokens - request.computed - 1
+            while room < len(request.drafts) and self.pool.free > len(self._decoding):
+                self._take_block(request)
+                room += block_tokens
+            request.drafts = request.drafts[:room]
+
+    def _take_block(self, request: Request) -> None:
+        self._tables[request.slot, len(request.blocks)] = block = self.pool.take()
+        request.blocks.append(block)
 
     def _chunks(self, budget: int) -> list[Chunk]:
         chunks: list[Chunk] = []

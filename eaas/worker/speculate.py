@@ -30,7 +30,7 @@ OWN, ALL = 1 / 8, 1 / 64
 MARGIN = 1.1
 PROBING = 0.005
 # Steps without drafts after one with them ended for want of experts.
-STILL_STEPS = 256
+STILL_STEPS = 4096
 _SHIFT = 20  # bits of a token; beyond, two sequences may look alike, which costs a wrong guess
 
 
@@ -206,8 +206,9 @@ class Speculation:
         """Tokens that may come next, and the chance of each if those before it were right."""
         params = request.params
         room = min(self.most, params.max_tokens - len(request.output) - 1)
-        # What was noted, or left out, for a row that is then not kept would be told of the request.
-        if room <= 0 or params.drop_lost_experts or params.wants_routing:
+        # What was noted, or left out, for a row that is then not kept would be told of the request. Those in the
+        # background may have few rows.
+        if room <= 0 or params.drop_lost_experts or params.wants_routing or request.share.background:
             return [], 0.0
         lookup = self._lookups.get(request)
         if lookup is None:

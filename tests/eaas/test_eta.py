@@ -80,6 +80,7 @@ def test_the_first_of_a_fresh_gateway_are_told_of_wide_times_rather_than_of_wron
 def test_what_is_late_is_learned_before_it_ends() -> None:
     def told(eta: Eta, id: str, now_s: float) -> float:
         eta.submitted(id, now_s, prompt=10, limit=4096, alike=None)
+        eta.began(id, now_s)
         estimate = eta.estimate(id, now_s, made=0)
         assert estimate is not None
         return estimate.p50_s
@@ -88,7 +89,6 @@ def test_what_is_late_is_learned_before_it_ends() -> None:
     firsts = [told(eta, f"first {number}", 0.0) for number in range(40)]
     # Some were short and have ended, as in any burst; most have not, long after they were to.
     for number in range(5):
-        eta.began(f"first {number}", 0.001)
         eta.ended(f"first {number}", 0.2, made=5, finish="stop")
     early, late = told(eta, "early", 0.3), told(eta, "late", 20 * firsts[-1])
     assert late > 1.5 * early, (firsts[-1], early, late)
