@@ -164,6 +164,7 @@ class _Request:
     turn: int
     ahead: int
     first_s: float | None = None
+    at_once: int = 1
     busy: int = 0
     poll_at_s: float = 0.0
     told: list[_Told] = field(default_factory=list[_Told])
@@ -201,13 +202,13 @@ class Eta:
         ahead = self._submitted - self._started
         self._requests[id] = _Request(limit, background, groups, now_s, self._submitted, ahead)
 
-    def began(self, id: str, now_s: float) -> None:
-        """Its first token is there."""
+    def began(self, id: str, now_s: float, *, told: int = 1) -> None:
+        """Its first token is there. Args: told: tokens that came at once, which a worker may have had long before."""
         request = self._requests.get(id)
         if request is None or request.first_s is not None:
             return
         self._started += 1
-        request.first_s, request.busy = now_s, self._busy()
+        request.first_s, request.at_once, request.busy = now_s, told, self._busy()
         each_s = (now_s - request.since_s) / request.ahead
         self._waits[request.background].learn(request.ahead.bit_length(), each_s)
 
@@ -221,9 +222,9 @@ class Eta:
         for group in request.groups if made else ():
             group.add(made, whole=finish == "stop")
         self._started += request.first_s is None
-        if request.first_s is not None:
+        if request.first_s is not None and made > request.at_once:
             busy = (request.busy + self._busy()) // 2
-            self._tokens.learn(busy, (now_s - request.first_s) / max(1, made - 1))
+            self._tokens.learn(busy, (now_s - request.first_s) / (made - request.at_once))
         known = finish in ("stop", "length")
         for told in request.told:
             for number in told.unknown if known else ():

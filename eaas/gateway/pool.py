@@ -336,7 +336,9 @@ class WorkerPool:
                 metrics.output_tokens += 1
             else:
                 sequence.first_s = now_s
-                self.eta.began(sequence.eta_id, now_s)
+                if number == 1:
+                    told = sum(other.id == token.id for other in tokens)
+                    self.eta.began(sequence.eta_id, now_s, told=told)
                 if not sequence.seen:
                     metrics.ttft.observe(now_s - sequence.started_s)
                     metrics.recent_ttft.add(now_s, now_s - sequence.started_s)

@@ -94,6 +94,21 @@ def test_what_is_late_is_learned_before_it_ends() -> None:
     assert late > 1.5 * early, (firsts[-1], early, late)
 
 
+def test_tokens_that_a_worker_had_already_say_nothing_of_its_pace() -> None:
+    eta, estimates = Eta(), list[float]()
+    for number, told in enumerate((1, 300, 301)):
+        eta.submitted(f"{number}", 0.0, prompt=10, limit=4096, alike=None)
+        eta.began(f"{number}", 1.0, told=told)
+        # At 20 ms each, but for those that were there.
+        eta.ended(f"{number}", 1.0 + 0.02 * (301 - told), made=301, finish="stop")
+        eta.submitted("next", 9.0, prompt=10, limit=4096, alike=None)
+        estimate = eta.estimate("next", 9.0, made=0)
+        assert estimate is not None
+        eta.ended("next", 9.0, made=0, finish="abort")
+        estimates.append(estimate.p50_s)
+    assert min(estimates) > 0.8 * estimates[0], estimates
+
+
 def test_the_median_is_never_over_the_90th_percentile() -> None:
     seed = time.time_ns() % 2**32
     for outcome in simulate(drawn(seed, 400, *LOADS["bursty"]), workers=1, eta=Eta()):

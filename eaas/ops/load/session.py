@@ -252,7 +252,7 @@ class PlanRun:
         from eaas.ops.chaos.runner import run_plan
 
         plan, stop = read_plan(path), threading.Event()
-        self._clock, self.stop = clock, stop.set
+        self._plan, self._clock, self.stop = plan, clock, stop.set
         self._carry_out = lambda: run_plan(plan, url, on_event=self._on_event, stop=stop)
         self.events: list[FaultEvent] = []
         self.problem = ""
@@ -269,3 +269,10 @@ class PlanRun:
         except Exception as error:
             # The load goes on; whoever reads the report is told that the faults did not.
             self.problem = f"{type(error).__name__}: {error}"
+            return
+        done, wanted = sum(event.phase != "ended" for event in self.events), len(self._plan.steps)
+        if done < wanted:
+            self.problem = (
+                f"The load ended before {wanted - done} of {wanted} faults; the plan takes {self._plan.end_s:g} s. "
+                "Give a longer --for."
+            )

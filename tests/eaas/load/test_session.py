@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -144,13 +145,14 @@ def test_a_plan_runs_beside_the_load_and_its_faults_are_on_the_time_line(
         injected["stopped"] = stop.wait(20)
         return []
 
-    monkeypatch.setattr("eaas.ops.chaos.plan.read_plan", lambda path: f"plan of {path}")
+    plan = SimpleNamespace(steps=(1, 2), end_s=20.0)
+    monkeypatch.setattr("eaas.ops.chaos.plan.read_plan", lambda path: {"kill.toml": plan}[str(path)])
     monkeypatch.setattr("eaas.ops.chaos.runner.run_plan", run_plan)
     server.script = "say:20"
     report, code = report_of(
         server, tmp_path, "--rate", "100", "--requests", "80", "--chaos", "kill.toml", "--warmup", "10ms"
     )
-    assert injected["plan"] == "plan of kill.toml" and injected["url"] == server.url
+    assert injected["plan"] is plan and injected["url"] == server.url
     assert injected["stopped"], "the load's end ends the plan"
     assert code == 1, "a fault was refused"
     chaos = report["chaos"]
@@ -161,6 +163,21 @@ def test_a_plan_runs_beside_the_load_and_its_faults_are_on_the_time_line(
     before = sum(served.written_s[0] < injected["at_s"] for served in server.served)
     assert 28 <= before <= 80
     assert chaos["windows"]["before"] > 0
+
+
+def test_a_load_that_ends_before_its_faults_says_so_and_ends_with_1(
+    server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_plan(plan: object, url: str, *, stop: threading.Event, **rest: object) -> None:
+        stop.wait(20)
+
+    monkeypatch.setattr("eaas.ops.chaos.runner.run_plan", run_plan)
+    plan = tmp_path / "late.toml"
+    plan.write_text('[[fault]]\nat = "30s"\nkind = "kill"\npool = "expert"\n')
+    server.script = "say:2"
+    report, code = report_of(server, tmp_path, "--rate", "100", "--requests", "5", "--chaos", str(plan))
+    assert report["chaos"]["problem"].startswith("The load ended before 1 of 1 faults; the plan takes 30 s.")
+    assert code == 1
 
 
 def test_a_plan_that_breaks_off_is_told_and_ends_with_1(
