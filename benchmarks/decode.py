@@ -1,13 +1,13 @@
 """Decoding speed of EaaS beside other engines, in one run.
 
 Measured: "http", EaaS through its endpoint; "ours", its engine driven directly over the same expert servers;
-"inproc", the same engine with every expert in its own process; and the peers transformers and llama.cpp. The same
-weights, the same prompts, greedy; rounds interleaved so that the machine's moods hit every engine alike: only the
-ratios of paired rounds count, never absolute figures. Each engine is a process that sleeps while another is
-measured, and every round waits until it does.
+"inproc", the same engine with every expert in its own process; and the peers transformers, llama.cpp and vLLM, which
+is asked through its endpoint. The same weights, the same prompts, greedy; rounds interleaved so that the machine's
+moods hit every engine alike: only the ratios of paired rounds count, never absolute figures. Each engine is a process
+that sleeps while another is measured, and every round waits until it does; vLLM's are stopped.
 
 Correctness first: before any timing, "ours" must give the bits of "inproc", "http" the tokens of "ours", and each
-peer's logits and greedy tokens must be those of the same model.
+peer's logits and greedy tokens must be those of the same model; of vLLM the first tokens.
 
     python -m benchmarks.decode --shape S --batch 1,8,32 --peers inproc,transformers,llamacpp --experts 2
     python -m benchmarks.decode --shape S --batch 1,8 --peers llamacpp --busy-core
@@ -16,6 +16,8 @@ peer's logits and greedy tokens must be those of the same model.
 from __future__ import annotations
 
 import contextlib
+import signal
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ from benchmarks.report import record, spread
 from benchmarks.setting import (
     DISTRIBUTIONS,
     HttpEndpoint,
+    NotTheSameModel,
     checkpoint,
     cluster,
     cores_of,
@@ -38,12 +41,16 @@ from benchmarks.setting import (
     parser,
     start_peers,
 )
+from benchmarks.vllm import VERSION, Side, agreement, missing_vllm, stock
 
 PEERS = ("inproc", "transformers", "llamacpp")
+# A server with processes of its own.
+VLLM = "vllm"
 # Engines divided by engines.
 RATIOS = (
     ("http", "llamacpp"),
     ("http", "transformers"),
+    ("http", VLLM),
     ("http", "ours"),
     ("ours", "inproc"),
     ("inproc", "llamacpp"),
@@ -52,10 +59,6 @@ KV_TOKENS = 16384
 CHECKED_PROMPTS, CHECKED_TOKENS = 16, 8
 # Rounding alone leaves both far above this; other weights, or a wrong position, far below.
 LEAST_CORRELATION, LEAST_AGREEMENT = 0.99, 0.5
-
-
-class NotTheSameModel(RuntimeError):
-    """An engine computes something else, so its speed means nothing."""
 
 
 def check(engines: Mapping[str, EngineProcess], endpoint: HttpEndpoint, model: Path, vocab: int) -> Any:
@@ -120,6 +123,7 @@ def closeness(
 def measure(
     engines: Mapping[str, EngineProcess],
     endpoint: HttpEndpoint,
+    peer: Side | None,
     pids: Mapping[str, int],
     batch: int,
     options: Any,
@@ -134,6 +138,9 @@ def measure(
     measures |= {
         name: lambda number, engine=engine: direct(engine, number) for name, engine in engines.items()
     }
+    if peer is not None:
+        measures[VLLM] = lambda number: peer.speed_awake(prompts_for(batch, vocab, number), options.tokens)
+        peer.signal(signal.SIGSTOP)
     speeds = interleave(measures, options.rounds, pids)
     result: dict[str, Any] = {}
     for field, suffix in (("decode", ""), ("whole", "_with_prefill")):
@@ -153,8 +160,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     command.add_argument("--batch", default="1,8", help="batch sizes, comma-separated")
     command.add_argument("--tokens", type=int, default=64, help="new tokens of each prompt")
     command.add_argument(
-        "--peers", default="transformers", help=f"of {','.join(PEERS)}, comma-separated; or nothing"
+        "--peers", default="transformers", help=f"of {','.join((*PEERS, VLLM))}, comma-separated; or nothing"
     )
+    command.add_argument("--vllm", default=VERSION, help="version of the peer vllm")
     command.add_argument("--experts", type=int, default=2, help="expert servers")
     command.add_argument("--lanes-per-server", type=int, default=0, help="0: the cores are dealt out")
     command.add_argument("--replicas", type=int, default=0, help="of each expert; 0: two, where it can be")
@@ -167,10 +175,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     options = command.parse_args(argv)
     peers = [name for name in options.peers.split(",") if name]
-    unknown = sorted(set(peers) - set(PEERS))
+    unknown = sorted(set(peers) - {*PEERS, VLLM})
     if unknown:
-        command.error(f"--peers {','.join(unknown)}: known are {', '.join(PEERS)}")
+        command.error(f"--peers {','.join(unknown)}: known are {', '.join((*PEERS, VLLM))}")
     cores = cores_of(options)
+    lacking = missing_vllm(options.vllm) if VLLM in peers else None
+    if lacking:
+        print(f"vllm: skipped, {lacking}", file=sys.stderr)
     busy = cores[-1] if options.busy_core == -1 else options.busy_core
     with checkpoint(options.shape, options.checkpoints) as model, contextlib.ExitStack() as closing:
         running = closing.enter_context(
@@ -184,15 +195,20 @@ def main(argv: Sequence[str] | None = None) -> None:
                 kv_tokens=KV_TOKENS,
             )
         )
-        endpoint = HttpEndpoint(running)
+        endpoint = HttpEndpoint.of(running)
         room = {"kv_tokens": KV_TOKENS}
         own = {"ours": room | {"router": running.router_address}, "inproc": room}
-        engines = start_peers(["ours", *peers], model, cores, closing, own)
+        engines = start_peers(["ours", *(name for name in peers if name != VLLM)], model, cores, closing, own)
         pids = running.pids() | {name: engine.pid for name, engine in engines.items()}
         checked = check(engines, endpoint, model, SHAPES[options.shape].vocab)
+        facts, peer = {name: engine.facts for name, engine in engines.items()}, None
+        if VLLM in peers and not lacking:
+            peer, facts[VLLM] = closing.enter_context(stock(options.vllm, model, cores))
+            found = agreement(endpoint, peer, SHAPES[options.shape].vocab)
+            checked[VLLM] = {"first_token_agreement": found}
         for batch in numbers(options.batch):
             with busy_core(busy):
-                measured = measure(engines, endpoint, pids, batch, options)
+                measured = measure(engines, endpoint, peer, pids, batch, options)
             result = {
                 "shape": options.shape,
                 "batch": batch,
@@ -204,7 +220,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 "tokens": options.tokens,
                 **measured,
                 "checked": checked,
-                "engines": {name: engine.facts for name, engine in engines.items()},
+                "engines": facts,
             }
             packages = [DISTRIBUTIONS[name] for name in engines if name in DISTRIBUTIONS]
             record("decode", result, packages, options.results)

@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         running = closing.enter_context(
             cluster(model, cores, servers=options.experts, endpoint=True, kv_tokens=KV_TOKENS)
         )
-        endpoint = HttpEndpoint(running)
+        endpoint = HttpEndpoint.of(running)
         own = {"ours": {"kv_tokens": KV_TOKENS, "router": running.router_address}}
         direct = start_peers(["ours"], model, cores, closing, own)["ours"]
         pids = running.pids() | {"ours": direct.pid}

@@ -21,7 +21,7 @@ import numpy as np
 from benchmarks.engines.process import EngineProcess
 from benchmarks.engines.run import Run, prompts_for
 from benchmarks.make_model import SHAPES
-from benchmarks.report import record
+from benchmarks.report import percentiles, record
 from benchmarks.setting import checkpoint, cluster, cores_of, interleave, numbers, parser, start_peers
 
 KV_TOKENS = 16384
@@ -104,11 +104,6 @@ def over_inproc_us(ours: Sequence[Run], inproc: Sequence[Run], layers: int) -> n
             for mine, other in zip(ours, inproc, strict=True)
         ]
     )
-
-
-def percentiles(values: np.ndarray) -> dict[str, float]:
-    """p50 and p99."""
-    return {f"p{percent}": float(f"{np.percentile(values, percent):.4g}") for percent in (50, 99)}
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from benchmarks.engines.run import Speed
@@ -35,6 +36,22 @@ class StreamRecord:
     def last_s(self) -> float:
         """When the last piece came."""
         return self.arrivals[-1][0]
+
+    @property
+    def ttft_s(self) -> float:
+        """From when it was sent until the first event."""
+        return self.first_s - self.sent_s
+
+    @property
+    def itl_s(self) -> list[float]:
+        """Waits between the pieces that brought tokens; several tokens that came in one piece were one wait."""
+        left = sum(bool(event["choices"]) for event in self.events())
+        came = []
+        for at_s, events in self.arrivals:
+            if events and left > 0:
+                came.append(at_s)
+            left -= events
+        return [later - earlier for earlier, later in pairwise(came)]
 
     def events_until(self, at_s: float) -> int:
         """Events that had come at that time."""

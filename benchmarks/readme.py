@@ -17,11 +17,12 @@ ROOT = RESULTS.parent.parent
 README, FIGURES = ROOT / "README.md", ROOT / "docs" / "figures.md"
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 Row = dict[str, Any]
-PEERS = ("transformers", "llamacpp")
-TITLES = {"transformers": "transformers", "llamacpp": "llama.cpp"}
+PEERS = ("transformers", "llamacpp", "vllm")
+TITLES = {"transformers": "transformers", "llamacpp": "llama.cpp", "vllm": "vLLM"}
 # What tells two measurements of one benchmark apart; of those that agree in it the newest counts.
 DECODE = ("shape", "experts", "lanes_per_server", "busy_core", "peers", "batch")
 VLLM = ("shape", "vllm", "experts", "bind", "batch")
+HTTP_PAIR = ("isa", "shape", "version", "vllm_dtype", "prompt", "streams")
 HANDOVER = ("shape", "batch", "servers", "lanes_per_server")
 GATEWAY = ("shape", "experts", "streams")
 BALANCE = ("setting",)
@@ -42,6 +43,7 @@ def newest(benchmark: str, fields: Sequence[str], folder: Path = RESULTS) -> lis
         # By engine where several were measured; some benchmarks have one, and its figure alone.
         speeds = row.get("tokens_per_s")
         row["peers"] = ",".join(peer for peer in PEERS if isinstance(speeds, dict) and peer in speeds)
+        row["isa"] = ", ".join(row["hardware"]["isa"])
         found[key(row, fields)] = row
     return [found[name] for name in sorted(found)]
 
@@ -56,6 +58,8 @@ def latest(folder: Path = RESULTS) -> str:
     """Every figure there is, as Markdown: what docs/figures.md has between its marks."""
     decode = newest("decode", DECODE, folder)
     parts = [decode_table(list(rows)) for _, rows in groupby(decode, lambda row: key(row, DECODE[:-1]))]
+    pair = newest("http_pair", HTTP_PAIR, folder)
+    parts += [http_pair_table(list(rows)) for _, rows in groupby(pair, lambda row: key(row, HTTP_PAIR[:4]))]
     parts += vllm_table(newest("vllm", VLLM, folder))
     handover, gateway = newest("handover", HANDOVER, folder), newest("gateway", GATEWAY, folder)
     parts += [handover_table(handover)] if handover else []
@@ -139,7 +143,12 @@ def decode_table(rows: Sequence[Row]) -> str:
     first = rows[0]
     peers = [peer for peer in PEERS if any(peer in row["tokens_per_s"] for row in rows)]
     versions = {"transformers": "transformers", "llamacpp": "llama-cpp-python"}
-    beside = " and ".join(f"{versions[peer]} {first['versions'].get(versions[peer], '')}" for peer in peers)
+    beside = " and ".join(
+        vllm_words(first["engines"][peer])
+        if peer == "vllm"
+        else f"{versions[peer]} {first['versions'].get(versions[peer], '')}"
+        for peer in peers
+    )
     busy = first.get("busy_core")
     lines = [
         f"Shape {first['shape']}, bf16, decoding through the HTTP endpoint, {first['experts']} expert "
@@ -164,6 +173,40 @@ def decode_table(rows: Sequence[Row]) -> str:
         cells += [cell(row["ratio"].get("ours/inproc"), 2)] if inproc else []
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def http_pair_table(rows: Sequence[Row]) -> str:
+    """EaaS and stock vLLM through their endpoints, by prompts and streams."""
+    first = rows[0]
+    rounds = sorted({row["rounds"] for row in rows})
+    lines = [
+        f"EaaS, bf16, beside stock {vllm_words(first['vllm'])}, both through their OpenAI endpoints, shape "
+        f"{first['shape']}, {first['experts']} expert servers, {machine(first)}; {first['tokens']} new tokens; "
+        f"{' to '.join(map(str, rounds))} interleaved rounds in which the other one's processes stand still. Tokens/s "
+        "of all streams, prompts included, medians (least to greatest), and the ratio of decoding alone; time to the "
+        "first token and between tokens, p50 and p99 of all streams of all rounds.",
+        "",
+        "| prompt, streams | EaaS, tokens/s | vLLM, tokens/s | EaaS / vLLM | decoding alone | TTFT, ms: EaaS | vLLM | "
+        "ITL, ms: EaaS | vLLM |",
+        "|---" * 9 + "|",
+    ]
+    for row in rows:
+        speed = row["tokens_per_s"]
+        waits = [
+            f"{row[what][name]['p50']:.0f}, {row[what][name]['p99']:.0f}"
+            for what in ("ttft_ms", "itl_ms")
+            for name in ("eaas", "vllm")
+        ]
+        cells = [f"{row['prompt']}, {row['streams']}", cell(speed["eaas"], 0), cell(speed["vllm"], 0)]
+        cells += [cell(row["ratio"], 2), cell(row["ratio_decoding"], 2), *waits]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def vllm_words(found: Row) -> str:
+    """A vLLM and the settings that it was given."""
+    preload = f", {found['preload']} preloaded" if found["preload"] else ""
+    return f"vLLM {found['version']} ({found['dtype']}, threads on cores {found['bind']}{preload})"
 
 
 def vllm_table(rows: Sequence[Row]) -> list[str]:

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
@@ -20,6 +22,11 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     """Median, least and greatest of the rounds, to five digits."""
     found = {"median": statistics.median(values), "min": min(values), "max": max(values)}
     return {name: float(f"{value:.5g}") for name, value in found.items()}
+
+
+def percentiles(values: np.ndarray) -> dict[str, float]:
+    """p50 and p99, to four digits."""
+    return {f"p{percent}": float(f"{np.percentile(values, percent):.4g}") for percent in (50, 99)}
 
 
 def hardware() -> dict[str, Any]:

@@ -135,7 +135,7 @@ def measured_fleet(
                 model, cores, servers=servers, workers=workers, endpoint=True, kv_tokens=KV_TOKENS // workers
             )
         )
-        endpoint = HttpEndpoint(running)
+        endpoint = HttpEndpoint.of(running)
         engines = [
             closing.enter_context(EngineProcess("inproc", model, cores, kv_tokens=KV_TOKENS // workers))
             for _ in range(workers)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from benchmarks.engines.process import EngineProcess, available_cores, missing, settle
 from benchmarks.engines.run import Speed
-from benchmarks.http_client import speed_of, stream_batch
+from benchmarks.http_client import StreamRecord, speed_of, stream_batch
 from benchmarks.make_model import SHAPES, make_model
 from benchmarks.report import RESULTS
 from eaas.cluster.config import ClusterConfig
@@ -23,6 +23,10 @@ T = TypeVar("T")
 NAME = "bench"
 # Distribution of each engine's package, for the record of versions.
 DISTRIBUTIONS = {"transformers": "transformers", "llamacpp": "llama-cpp-python"}
+
+
+class NotTheSameModel(RuntimeError):
+    """An engine computes something else, so its speed means nothing."""
 
 
 def parser(about: str | None) -> argparse.ArgumentParser:
@@ -96,19 +100,32 @@ def cluster(
 
 
 class HttpEndpoint:
-    """Our engine as clients meet it: streamed completions over raw sockets."""
+    """An engine as clients meet it: streamed completions over raw sockets, one for each prompt, all at once."""
 
-    def __init__(self, running: LocalCluster) -> None:
+    def __init__(self, address: tuple[str, int]) -> None:
+        self.address = address
+
+    @classmethod
+    def of(cls, running: LocalCluster) -> HttpEndpoint:
+        """Our own, of a cluster that runs."""
         host, _, port = running.url.removeprefix("http://").rpartition(":")
-        self.address = (host, int(port))
+        return cls((host, int(port)))
+
+    def streams(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[StreamRecord]:
+        """What came of each, and when."""
+        return stream_batch(self.address, NAME, prompts, tokens)
 
     def speed(self, prompts: Sequence[Sequence[int]], tokens: int) -> Speed:
-        """Of one stream for each prompt, all at once."""
-        return speed_of(stream_batch(self.address, NAME, prompts, tokens), tokens)
+        """Of all together."""
+        return speed_of(self.streams(prompts, tokens), tokens)
 
     def texts(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[str]:
         """What each stream said."""
-        return ["".join(stream.texts()) for stream in stream_batch(self.address, NAME, prompts, tokens)]
+        return ["".join(stream.texts()) for stream in self.streams(prompts, tokens)]
+
+    def first_texts(self, prompts: Sequence[Sequence[int]]) -> list[str]:
+        """The first token of each answer."""
+        return [stream.texts()[0] for stream in self.streams(prompts, 2)]
 
 
 def start_peers(

@@ -20,22 +20,63 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.engines.process import ROOT
-from benchmarks.engines.run import Speed, prompts_for
-from benchmarks.http_client import speed_of, stream_batch
+from benchmarks.engines.run import PROMPT_TOKENS, Speed, prompts_for
+from benchmarks.http_client import StreamRecord, speed_of
 from benchmarks.make_model import SHAPES
 from benchmarks.report import record, spread
-from benchmarks.setting import NAME, checkpoint, cores_of, interleave, numbers, parser
+from benchmarks.setting import (
+    NAME,
+    HttpEndpoint,
+    NotTheSameModel,
+    checkpoint,
+    cores_of,
+    interleave,
+    numbers,
+    parser,
+)
 
 ENVIRONMENTS = Path(os.environ.get("EAAS_VLLM", ROOT / ".vllm"))
+VERSION, DTYPE = "0.32.0", "bfloat16"
+# 1 GiB of keys and values: 131,072 tokens of shape S, more than any batch here asks for.
 SETTINGS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 START_S, END_S = 300.0, 30.0
 CHECKED_PROMPTS, LEAST_AGREEMENT = 16, 0.5
 # A pool that stood still has lost its leases: the first answer waits until it is whole again.
 WARM_TOKENS = 8
+
+
+def missing_vllm(version: str) -> str | None:
+    """Why that version cannot be measured here and what to do about it; None where it can."""
+    folder = ENVIRONMENTS / version
+    if (folder / "bin" / "vllm").exists():
+        return None
+    return f"needs vLLM in {folder}, found none: make vllm VLLM={version}"
+
+
+def openmp_of(environment: Path) -> str:
+    """The LD_PRELOAD with which stock vLLM was fastest: Intel's OpenMP, where its environment has it."""
+    library = environment / "lib" / "libiomp5.so"
+    return str(library) if library.exists() else ""
+
+
+def free_address() -> tuple[str, int]:
+    """A port of this host that nobody listens on now."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()
+
+
+def healthy(address: tuple[str, int]) -> bool:
+    """Whether the server there says so."""
+    try:
+        with urllib.request.urlopen(f"http://{address[0]}:{address[1]}/health", timeout=5) as answer:
+            return answer.status == 200
+    except (OSError, urllib.error.URLError):
+        return False
 
 
 class ServerFailed(RuntimeError):
@@ -97,11 +138,11 @@ class Server:
                 os.kill(pid, number)
 
 
-class Side:
-    """One vLLM server, and the pool behind it where there is one."""
+class Side(HttpEndpoint):
+    """An endpoint that can be made to stand still: its server, and the pool behind that where there is one."""
 
     def __init__(self, address: tuple[str, int], servers: Sequence[Server]) -> None:
-        self._address = address
+        super().__init__(address)
         self.servers = list(servers)
 
     def signal(self, number: signal.Signals) -> None:
@@ -109,27 +150,45 @@ class Side:
         for server in self.servers:
             server.signal(number)
 
-    def speed(self, prompts: Sequence[Sequence[int]], tokens: int) -> Speed:
-        """Of one stream for each prompt, all at once, after a warm-up of as many."""
-        stream_batch(self._address, NAME, [row[::-1] for row in prompts], WARM_TOKENS)
-        return speed_of(stream_batch(self._address, NAME, prompts, tokens), tokens)
+    def streams_awake(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[StreamRecord]:
+        """As `streams`, its processes running for that time alone; as many short ones wake them up first."""
+        self.signal(signal.SIGCONT)
+        self.streams([row[: -PROMPT_TOKENS - 1 : -1] for row in prompts], WARM_TOKENS)
+        came = self.streams(prompts, tokens)
+        self.signal(signal.SIGSTOP)
+        return came
 
-    def first_texts(self, prompts: Sequence[Sequence[int]]) -> list[str]:
-        """The first token of each answer."""
-        return [stream.texts()[0] for stream in stream_batch(self._address, NAME, prompts, 2)]
+    def speed_awake(self, prompts: Sequence[Sequence[int]], tokens: int) -> Speed:
+        """Of all together, measured so."""
+        return speed_of(self.streams_awake(prompts, tokens), tokens)
+
+
+def agreement(ours: HttpEndpoint, theirs: HttpEndpoint, vocab: int) -> float:
+    """Share of prompts to which both answer the same first token.
+
+    Raises:
+        NotTheSameModel: they are fewer than rounding to bfloat16 explains; other weights leave none.
+    """
+    prompts = prompts_for(CHECKED_PROMPTS, vocab, seed=99)
+    pairs = zip(ours.first_texts(prompts), theirs.first_texts(prompts), strict=True)
+    found = sum(a == b for a, b in pairs) / CHECKED_PROMPTS
+    if found < LEAST_AGREEMENT:
+        raise NotTheSameModel(f"The two servers agree on {found:.0%} of first tokens, so neither is timed.")
+    return found
 
 
 @contextlib.contextmanager
-def vllm(environment: Path, model: Path, bind: str, preload: str, router: str | None) -> Iterator[Side]:
+def vllm(
+    environment: Path, model: Path, bind: str, preload: str, router: str | None = None, dtype: str = DTYPE
+) -> Iterator[Side]:
     """A vLLM server that is ready; with a router's address, its experts are that pool's.
 
     Raises:
         ServerFailed: it did not get ready.
     """
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = listener.getsockname()
+    address = free_address()
     command = [environment / "bin" / "vllm", "serve", model, "--host", address[0], "--port", str(address[1])]
-    command += ["--dtype", "bfloat16", "--max-model-len", "1024", "--served-model-name", NAME]
+    command += ["--dtype", dtype, "--max-model-len", "1024", "--served-model-name", NAME]
     if router:
         command += ["--additional-config", f'{{"eaas": {{"router": "{router}"}}}}']
     variables = {
@@ -137,17 +196,32 @@ def vllm(environment: Path, model: Path, bind: str, preload: str, router: str | 
         "VLLM_CPU_OMP_THREADS_BIND": bind,
         **({"LD_PRELOAD": preload} if preload else {}),
     }
-
-    def healthy() -> bool:
-        try:
-            with urllib.request.urlopen(f"http://{address[0]}:{address[1]}/health", timeout=5) as answer:
-                return answer.status == 200
-        except (OSError, urllib.error.URLError):
-            return False
-
     with Server([str(part) for part in command], variables) as server:
-        server.wait(healthy)
+        server.wait(lambda: healthy(address))
         yield Side(address, [server])
+
+
+@contextlib.contextmanager
+def stock(
+    version: str, model: Path, cores: Sequence[int], dtype: str = DTYPE
+) -> Iterator[tuple[Side, dict[str, str]]]:
+    """Stock vLLM as a peer, ready, at its best: a thread for each core, Intel's OpenMP where there is one.
+
+    Returns:
+        Its side, and what a record says of it.
+
+    Raises:
+        ServerFailed: it did not get ready.
+    """
+    bind, preload = f"{cores[0]}-{cores[-1]}", openmp_of(ENVIRONMENTS / version)
+    with vllm(ENVIRONMENTS / version, model, bind, preload, dtype=dtype) as side:
+        yield side, {"version": version, "dtype": dtype, "bind": bind, "preload": Path(preload).name}
+
+
+def eaas(verb: str, model: Path, cores: Sequence[int], experts: int, *words: str) -> Server:
+    """`eaas VERB`, started."""
+    command = [sys.executable, "-m", "eaas.ops.cli", verb, str(model), "--experts", str(experts), *words]
+    return Server([*command, "--cores", ",".join(map(str, cores))])
 
 
 @contextlib.contextmanager
@@ -157,19 +231,7 @@ def pool(model: Path, cores: Sequence[int], experts: int) -> Iterator[tuple[Serv
     Raises:
         ServerFailed: it did not get ready.
     """
-    command = [
-        sys.executable,
-        "-m",
-        "eaas.ops.cli",
-        "pool",
-        str(model),
-        "--port",
-        "0",
-        "--experts",
-        str(experts),
-    ]
-    command += ["--cores", ",".join(map(str, cores))]
-    with Server(command) as server:
+    with eaas("pool", model, cores, experts, "--port", "0") as server:
         server.wait(lambda: "router at " in server.said())
         yield server, server.said().partition("router at ")[2].partition(",")[0]
 
@@ -178,16 +240,13 @@ def measure(sides: Mapping[str, Side], batch: int, options: Any) -> dict[str, An
     """Interleaved rounds at one batch size: tokens/s of both and the ratios of pairs, decoding and whole."""
     vocab = SHAPES[options.shape].vocab
 
-    def alone(name: str, number: int) -> Speed:
-        for other, side in sides.items():
-            if other != name:
-                side.signal(signal.SIGSTOP)
-        sides[name].signal(signal.SIGCONT)
-        return sides[name].speed(prompts_for(batch, vocab, number), options.tokens)
+    def alone(side: Side, number: int) -> Speed:
+        return side.speed_awake(prompts_for(batch, vocab, number), options.tokens)
 
-    measures = {name: lambda number, name=name: alone(name, number) for name in sides}
+    for side in sides.values():
+        side.signal(signal.SIGSTOP)
     # Nothing to settle: what is not measured is stopped.
-    speeds = interleave(measures, options.rounds, {})
+    speeds = interleave({name: partial(alone, side) for name, side in sides.items()}, options.rounds, {})
     for side in sides.values():
         side.signal(signal.SIGCONT)
     result: dict[str, Any] = {}
@@ -205,30 +264,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     command.add_argument("--batch", default="1,8,32", help="batch sizes, comma-separated")
     command.add_argument("--tokens", type=int, default=64, help="new tokens of each prompt")
     command.add_argument(
-        "--vllm", default="0.32.0", help="version; .vllm, or EAAS_VLLM, has a folder of that name"
+        "--vllm", default=VERSION, help="version; .vllm, or EAAS_VLLM, has a folder of that name"
     )
     command.add_argument("--experts", type=int, default=2, help="expert servers")
     command.add_argument("--bind", help="both servers' VLLM_CPU_OMP_THREADS_BIND; without it, all cores")
     command.add_argument("--preload", default="", help="both servers' LD_PRELOAD")
     options = command.parse_args(argv)
+    if reason := missing_vllm(options.vllm):
+        command.error(reason)
     environment = ENVIRONMENTS / options.vllm
-    if not (environment / "bin" / "vllm").exists():
-        command.error(f"needs vLLM in {environment}, found none: make vllm VLLM={options.vllm}")
     cores = cores_of(options)
     bind = options.bind or f"{cores[0]}-{cores[-1]}"
     with checkpoint(options.shape, options.checkpoints) as model, contextlib.ExitStack() as closing:
         experts, router = closing.enter_context(pool(model, cores, options.experts))
         sides = {
             "pool": closing.enter_context(vllm(environment, model, bind, options.preload, router)),
-            "stock": closing.enter_context(vllm(environment, model, bind, options.preload, None)),
+            "stock": closing.enter_context(vllm(environment, model, bind, options.preload)),
         }
         sides["pool"].servers.append(experts)
-        prompts = prompts_for(CHECKED_PROMPTS, SHAPES[options.shape].vocab, seed=99)
-        ours, theirs = (side.first_texts(prompts) for side in sides.values())
-        agreement = sum(a == b for a, b in zip(ours, theirs, strict=True)) / CHECKED_PROMPTS
-        # Rounding to bfloat16 leaves most first tokens equal, other weights none.
-        if agreement < LEAST_AGREEMENT:
-            raise SystemExit(f"The two servers agree on {agreement:.0%} of first tokens: not the same model.")
+        agreed = agreement(sides["pool"], sides["stock"], SHAPES[options.shape].vocab)
         for batch in numbers(options.batch):
             result = {
                 "shape": options.shape,
@@ -241,7 +295,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 "rounds": options.rounds,
                 "tokens": options.tokens,
                 **measure(sides, batch, options),
-                "first_token_agreement": agreement,
+                "first_token_agreement": agreed,
             }
             record("vllm", result, (), options.results)
 

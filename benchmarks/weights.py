@@ -160,7 +160,7 @@ def measure(
     world: World, running: LocalCluster, sources: Sequence[str], rounds: int, tokens: int
 ) -> dict[str, dict[str, dict[str, float]]]:
     """Bytes and tokens per second by source; "none" is decoding undisturbed."""
-    http = setting.HttpEndpoint(running)
+    http = setting.HttpEndpoint.of(running)
     prompts = [[(37 * row + 11 * at) % 500 + 3 for at in range(PROMPT_TOKENS)] for row in range(PROMPTS)]
     decode = lambda: http.speed(prompts, tokens).decode  # noqa: E731
     figures: dict[str, dict[str, list[float]]] = {}
