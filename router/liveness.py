@@ -2,8 +2,8 @@
 
 Silences are judged at ticks; between them nobody falls silent. A member that renews and says that its work loop stands
 still is as good as dead, on its own word: no doubt holds that up. The last of a pool is not fenced for either while it
-may be of use: a server with last replicas never; an attention worker that stands still when another serves in its
-place, and one that is silent while a gateway hears it, likewise.
+may be of use: a server with last replicas never; an attention worker when another serves in its place, or when none
+does although a start has had its time, unless a gateway still hears one that is silent.
 
 Suspicion says how surprising a silence is: -log10 of the chance that a member which lives is silent for so long, so 4
 is one in ten thousand and 8 one in a hundred million. The chance comes from the member's own past silences, from one
@@ -59,9 +59,10 @@ def judge_silence(config: Config, state: State, commands: list[Command]) -> Stat
     for name in list(state.members):
         if name not in state.silent or is_last_replica(state, name):
             continue
-        if is_last_worker(state, name) and _is_heard(config, state, name):
-            continue
         silence_s = state.now_s - state.liveness[name].renewed_s
+        may_serve = silence_s < config.start_s or _is_heard(config, state, name)
+        if is_last_worker(state, name) and may_serve:
+            continue
         state = _end(config, state, name, f"silent for {silence_s:.2f} s", commands)
     return state
 
@@ -87,9 +88,8 @@ def _end(config: Config, state: State, name: str, reason: str, commands: list[Co
 
 def _is_heard(config: Config, state: State, name: str) -> bool:
     """Whether a gateway that has just renewed says that it hears an attention worker."""
-    word = HEARS + name
     return any(
-        word in state.liveness[gateway.name].load
+        HEARS + name in state.liveness[gateway.name].load
         and state.now_s - state.liveness[gateway.name].renewed_s < config.lease_s
         for gateway in pool(state, GATEWAY)
     )

@@ -168,9 +168,21 @@ MUTANTS = {
     ),
     "fences the last worker that is heard": Mutant(
         "liveness",
-        "        if is_last_worker(state, name) and _is_heard(config, state, name):\n            continue\n",
+        " or _is_heard(config, state, name)",
         "",
         "a busy host loses the worker whose tokens flow",
+    ),
+    "fences the last worker that is silent": Mutant(
+        "liveness",
+        "may_serve = silence_s < config.start_s or ",
+        "may_serve = ",
+        "nobody is in the View while its replacement starts",
+    ),
+    "keeps a last worker that is silent for ever": Mutant(
+        "liveness",
+        "may_serve = silence_s < config.start_s or ",
+        "may_serve = True or ",
+        "who waits for the word of a worker that is gone waits without end",
     ),
     "never doubts itself": Mutant(
         "liveness",
