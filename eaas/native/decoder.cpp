@@ -129,6 +129,8 @@ void lay_out_scratch(Decoder& d, Arena& arena) {
         lane.row = arena.take<float>(s.hidden);
         lane.normed = arena.take(static_cast<uint64_t>(kFewRows) * s.hidden * element);
         lane.heads = arena.take<float>(static_cast<uint64_t>(kQueries) * s.head_dim);
+        lane.logits = arena.take<float>(rows * kHeadTiles * EXPERTS_TILE_ROWS);
+        lane.best = arena.take<Best>(rows);
         if (!s.kv_rank) continue;
         const uint32_t query = s.nope_dim + 2 * s.rope_pairs;
         lane.head = arena.take<float>(rows * (query > s.value_dim ? query : s.value_dim));
@@ -327,8 +329,16 @@ int32_t decoder_step(Decoder* decoder, const DecoderPlan* plan, uint32_t* where)
     if (!decoder->embed) return DECODER_E_WEIGHT;
     if (const int32_t status = eaas::check_plan(*decoder, *plan, where)) return status;
     eaas::group_rows(*decoder, *plan);
-    eaas::Step step{*decoder, *plan, DECODER_OK, {}};
+    eaas::Step step{*decoder, *plan, DECODER_OK, false, {}};
+    bool chooses = false;
+    for (uint32_t i = 0; plan->samples && i < plan->logits_count; ++i) {
+        const bool chosen = eaas::wants_highest_only(plan->samples[i]);
+        plan->chosen[i] = chosen ? 0 : DECODER_LEFT;
+        chooses |= chosen;
+    }
+    step.chooses = chooses;
     p2p_lanes_run(decoder->pool, eaas::run_lane, &step);
+    if (step.chooses && step.status == DECODER_OK) eaas::settle_choices(step);
     return step.status;
 }
 

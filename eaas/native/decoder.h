@@ -7,6 +7,7 @@
 #pragma once
 #include <cstdint>
 
+#include "eaas/native/sampler.h"
 #include "experts/native/kernels.h"
 #include "p2p/native/api.h"
 #include "p2p/native/lanes.h"
@@ -80,13 +81,20 @@ P2P_API void decoder_free(Decoder* decoder);
 P2P_API int32_t decoder_set(Decoder* decoder, uint32_t layer, int32_t role, const void* data,
                             const void* second, int32_t dtype, uint64_t elements);
 
+// In place of a token.
+enum { DECODER_NOT_FINITE = -1, DECODER_LEFT = -2 };  // some logit is not finite; the logits are left to the caller
+
 struct DecoderPlan {
     const int32_t* tokens;       // [rows]
     const int32_t* positions;    // [rows]
     const int32_t* sequences;    // [rows], row of `tables`
     const int32_t* tables;       // [tables_rows][table_blocks] block numbers
     const int32_t* logits_rows;  // [logits_count]
-    float* logits;               // [logits_count][vocab]
+    float* logits;               // [logits_count][vocab], but without the rows for which a token is chosen
+    // How each logits row is sampled, and what is chosen, [logits_count]: the token of the highest logit, the lowest id
+    // on a tie, for rows that want nothing else; or a DECODER_* of below. Null: all logits are wanted.
+    const SampleRow* samples;
+    int32_t* chosen;
     uint8_t* drop;               // [rows], as expert_call's; or null: nothing may be left out
     // The experts that the gate chose for each cached position, [kv_blocks][block_tokens][MoE layers][top_k]: the step
     // writes its rows' there, beside their keys and values. Null: nowhere.

@@ -113,10 +113,20 @@ struct RowGroup {
     uint32_t row, rows, to;
 };
 
+// The highest of the logits that a lane has computed of a row, and where.
+struct Best {
+    float logit;
+    int32_t token;
+    bool finite;  // all of them
+};
+constexpr uint32_t kHeadTiles = 4;  // of a row's logits that are in memory at a time, unless the caller wants them
+
 struct LaneScratch {
     float* row;       // hidden floats
     uint8_t* normed;  // kFewRows x hidden of dtype
     float* heads;     // kQueries x head_dim
+    float* logits;    // max_rows x kHeadTiles tiles
+    Best* best;       // max_rows
     // Of latent attention: one head of all rows, max_rows each.
     float* head;   // its whole query, or its output
     uint8_t* low;  // nope_dim of dtype: what of its query is not rotated
@@ -180,7 +190,10 @@ struct Step {
     Decoder& decoder;
     const DecoderPlan& plan;
     int32_t status;                  // of the expert calls; every lane sees the same, lane 0 writes it
+    bool chooses;                    // some tokens
     const Layer* layers[kMaxLanes];  // where each lane is
 };
 void run_lane(void* step, uint32_t lane);
+// Once all lanes have run: the tokens chosen.
+void settle_choices(const Step& step);
 }  // namespace eaas

@@ -2,7 +2,9 @@
 //
 // Lanes split matrix products by tiles of output columns and everything else by rows or heads; each element
 // is computed by one lane in one order, so the number of lanes changes no bit.
+#include <algorithm>
 #include <cstring>
+#include <limits>
 
 #include "eaas/native/decoder_state.h"
 #include "experts/native/client.h"
@@ -467,6 +469,37 @@ int32_t experts(const Lane& lane, const Layer& layer) {
     return DECODER_OK;
 }
 
+// The head's product a few tiles at a time, which stay in the nearest cache: a row of which only the highest logit
+// matters is not written to memory.
+void choose(const Lane& lane, const uint8_t* x, const Span& tiles) {
+    const Decoder& d = lane.d;
+    const DecoderPlan& plan = lane.plan;
+    constexpr uint32_t kWidth = kHeadTiles * EXPERTS_TILE_ROWS;
+    const uint64_t tile_bytes = experts_pack_bytes(lane.s.dtype, EXPERTS_TILE_ROWS, d.head.k);
+    std::fill_n(lane.scratch.best, plan.logits_count, Best{-std::numeric_limits<float>::infinity(), 0, true});
+    for (uint32_t tile = tiles.begin; tile < tiles.end; tile += kHeadTiles) {
+        const uint32_t first = tile * EXPERTS_TILE_ROWS, end = tiles.end * EXPERTS_TILE_ROWS;
+        const uint32_t count = std::min({kWidth, end - first, lane.s.vocab - first});
+        const Packed part{d.head.data + tile * tile_bytes, count, d.head.k};
+        product(lane, part, x, plan.logits_count, lane.scratch.logits, kWidth, 0, part.tiles());
+        uint64_t left = 0;
+        for (uint32_t row = 0; row < plan.logits_count; ++row) {
+            const float* logits = lane.scratch.logits + static_cast<uint64_t>(row) * kWidth;
+            if (plan.chosen[row] == DECODER_LEFT) {
+                std::memcpy(plan.logits + left++ * lane.s.vocab + first, logits, count * sizeof(float));
+                continue;
+            }
+            Best& best = lane.scratch.best[row];
+            int finite = 0;
+            const float top = d.ops->highest(logits, count, &finite);
+            best.finite &= finite != 0;
+            if (!(top > best.logit)) continue;
+            best.logit = top;
+            best.token = static_cast<int32_t>(first + (std::find(logits, logits + count, top) - logits));
+        }
+    }
+}
+
 void head(const Lane& lane) {
     const Decoder& d = lane.d;
     const DecoderPlan& plan = lane.plan;
@@ -474,11 +507,30 @@ void head(const Lane& lane) {
     const bool kept = lane.narrows(d.layers.back());
     const uint8_t* x = normed(lane, d.final_norm, plan.logits_count, kept ? nullptr : plan.logits_rows);
     const Span tiles = lane.share(d.head.tiles());
-    product(lane, d.head, x, plan.logits_count, plan.logits, lane.s.vocab, tiles.begin, tiles.end);
+    if (lane.step.chooses)
+        choose(lane, x, tiles);
+    else
+        product(lane, d.head, x, plan.logits_count, plan.logits, lane.s.vocab, tiles.begin, tiles.end);
     lane.ended(PHASE_HEAD);
 }
 
 }  // namespace
+
+void settle_choices(const Step& step) {
+    const Decoder& d = step.decoder;
+    for (uint32_t row = 0; row < step.plan.logits_count; ++row) {
+        if (step.plan.chosen[row] == DECODER_LEFT) continue;
+        Best best = d.lane_scratch[0].best[row];
+        for (uint32_t lane = 1; lane < d.lanes; ++lane) {
+            // Ids rise with the lanes.
+            const Best& other = d.lane_scratch[lane].best[row];
+            const bool finite = best.finite && other.finite;
+            if (other.logit > best.logit) best = other;
+            best.finite = finite;
+        }
+        step.plan.chosen[row] = best.finite ? best.token : DECODER_NOT_FINITE;
+    }
+}
 
 void run_lane(void* arg, uint32_t index) {
     Step& step = *static_cast<Step*>(arg);

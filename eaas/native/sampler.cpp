@@ -13,7 +13,6 @@
 namespace {
 
 constexpr float kNone = -std::numeric_limits<float>::infinity();
-constexpr float kGreedyBelow = 1e-5f;
 
 struct Scratch {
     std::vector<float> logits, weights;
@@ -215,8 +214,7 @@ int32_t sample_row(const float* logits, uint32_t vocab, const SampleRow& row, Sc
         return SAMPLER_E_TOKEN;
     const float* x = logits;
     float top = raw_top;
-    if (row.prompt_count || row.output_count || row.forbidden_count || row.allowed || row.allowed_too ||
-        row.biased_count) {
+    if (!eaas::takes_logits_as_they_are(row)) {
         scratch.logits.assign(logits, logits + vocab);
         scratch.counts.resize(vocab);
         penalise(row, vocab, scratch.counts, scratch.logits.data());
@@ -228,7 +226,7 @@ int32_t sample_row(const float* logits, uint32_t vocab, const SampleRow& row, Sc
     uint32_t chosen = 0;
     if (row.given) {
         chosen = row.given - 1;
-    } else if (row.temperature < kGreedyBelow) {
+    } else if (row.temperature < eaas::kGreedyBelow) {
         chosen = lowest_at(x, vocab, top);
     } else {
         eaas::current_ops()->weights(x, top, 1.0f / row.temperature, vocab, scratch.weights.data());

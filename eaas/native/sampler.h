@@ -38,6 +38,19 @@ struct SampleRow {
     int32_t top_count;  // likeliest tokens to report beside the chosen one; -1: no log-probability at all
 };
 
+namespace eaas {
+constexpr float kGreedyBelow = 1e-5f;
+// Whether a row's logits are looked at as they are.
+inline bool takes_logits_as_they_are(const SampleRow& row) {
+    return !row.prompt_count && !row.output_count && !row.forbidden_count && !row.biased_count && !row.allowed &&
+           !row.allowed_too;
+}
+// Whether of all its logits only the highest one's token matters.
+inline bool wants_highest_only(const SampleRow& row) {
+    return takes_logits_as_they_are(row) && !row.given && row.temperature < kGreedyBelow && row.top_count < 0;
+}
+}  // namespace eaas
+
 // logits [rows][vocab]. tokens [rows]; logprobs [rows] and ranks [rows] (1: the likeliest), written where
 // top_count >= 0; top_ids and top_logprobs [rows][top_stride], the first top_count of a row written. statuses [rows]:
 // why nothing could be chosen for a row, whose token is 0 then; the others are chosen all the same. Returns SAMPLER_OK

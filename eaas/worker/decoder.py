@@ -18,6 +18,7 @@ import numpy as np
 from eaas import native
 from eaas.model.families import tensors_of
 from eaas.model.spec import Latent, ModelSpec, Score
+from eaas.worker.sample import DeviceSamples
 from eaas.worker.scheduler import StepPlan
 from experts import native as experts_native
 from experts.model import Dtype
@@ -243,6 +244,34 @@ class Decoder:
             ExpertsLost: an expert had no live replica until the deadline.
             PlanInvalid: the plan is outside the limits; nothing was run.
         """
+        return self._run(plan, deadline_s)[: len(plan.logits_rows)]
+
+    def step_tokens(self, plan: StepPlan, rows: np.ndarray, deadline_s: float) -> DeviceSamples:
+        """As `step`, but choose the tokens of rows that want the highest logit and nothing else: their logits are not
+        written to memory, which costs a pass over them.
+
+        Args:
+            plan: What to run.
+            rows: How to choose, an array of `eaas.native.SAMPLE_ROW`, one for each of plan.logits_rows.
+
+        Raises:
+            DecoderError: there are more or fewer rows than logits.
+            ExpertsLost, PlanInvalid: as `step`.
+        """
+        if len(rows) != len(plan.logits_rows):
+            raise DecoderError(
+                f"{len(rows)} ways to sample for {len(plan.logits_rows)} logits rows; one each is needed."
+            )
+        chosen = np.empty(len(rows), dtype=np.int32)
+        logits = self._run(plan, deadline_s, samples=rows.ctypes.data, chosen=chosen.ctypes.data)
+        sampled = chosen != native.DECODER_LEFT
+        left = len(rows) - int(sampled.sum())
+        return DeviceSamples(
+            sampled=sampled, tokens=chosen, sound=chosen != native.DECODER_NOT_FINITE, logits=logits[:left]
+        )
+
+    def _run(self, plan: StepPlan, deadline_s: float, **choices: int) -> np.ndarray:
+        """Run a step. Its logits are the first rows of what is returned."""
         if not self._handle:
             raise DecoderError("The decoder is closed; make another one.")
         arrays = plan_arrays(plan)
@@ -263,12 +292,13 @@ class Decoder:
             tables_rows=tables.shape[0],
             table_blocks=tables.shape[1],
             logits_count=len(wanted),
+            **choices,
         )
         where = ctypes.c_uint32()
         status = self._library.decoder_step(self._handle, native_plan, ctypes.byref(where))
         if status:
             self._fail(status, where.value, arrays)
-        return self._logits[: len(wanted)]
+        return self._logits
 
     @property
     def routing_shape(self) -> tuple[int, int, int]:

@@ -3,7 +3,8 @@
 A request's SamplingParams are written into its slot's row (`eaas.native.SAMPLE_ROW`) once; a step gathers the rows of
 its slots and calls the native sampler, so that a row costs no object. Only requests with penalties or bad words, or
 still short of min_tokens, cost Python in every step; the mask of a grammar lies where its row points. Where the decoder
-samples by itself, on a GPU, only the rows that it leaves are sampled here: among them those with forbidden tokens.
+samples by itself, only the rows that it leaves are sampled here: those with forbidden tokens on a GPU, on a CPU those
+that want more than the highest logit.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -19,11 +20,14 @@ from eaas.worker.decoder import (
     PlanInvalid,
     WeightsInvalid,
 )
+from eaas.worker.protocol import SamplingParams
+from eaas.worker.sample import SlotSampler
 from eaas.worker.scheduler import StepPlan
 from experts import native as experts_native
 from experts.model import Dtype
 from tests.eaas.decoder_world import VARIANTS, World, spec_of, tokens_of
 from tests.eaas.reference import choose_experts
+from tests.eaas.test_sample import params_of, request_of
 
 SEED = 20261121
 BF16 = spec_of(
@@ -172,6 +176,59 @@ def test_only_the_logits_asked_for_are_returned_in_their_order() -> None:
     some = runner.run([(tokens, 0, range(2))], wanted=[29, 3, 3, 7, 0, 11])
     same_bits(some, whole[[29, 3, 3, 7, 0, 11]], "picked rows")
     assert runner.run([(tokens, 0, range(2))], wanted=[]).shape == (0, world.spec.vocab)
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+@pytest.mark.parametrize(("vocab", "broken"), [(131, None), (1000, None), (1000, "row"), (1000, "logit")])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_tokens_chosen_in_the_head_are_those_of_its_logits(
+    name: str, vocab: int, broken: str | None, lanes: int
+) -> None:
+    seed = time.time_ns()
+    source = np.random.default_rng(seed)
+    world = World.make(replace(VARIANTS[name], vocab=vocab, tie_embeddings=False, dtype=Dtype.BFLOAT16), SEED)
+    # The same logits again and again, in other tiles and lanes.
+    period = int(source.integers(20, vocab))
+    world.weights["head"] = world.weights["head"][np.arange(vocab) % period]
+    count = int(source.integers(1, 25))
+    if broken == "row":
+        world.weights["embed"][0] = 0x7FC0
+    elif broken == "logit":
+        world.weights["head"][int(source.integers(vocab))] = 0x7F80
+    requests = [
+        request_of(
+            params_of(source) if source.random() < 0.4 else SamplingParams(max_tokens=8, temperature=0.0),
+            [5, 6],
+            [7],
+        )
+        for _ in range(count)
+    ]
+    plan = StepPlan(
+        token_ids=source.integers(0, 12, count).astype(np.int32),
+        positions=np.zeros(count, dtype=np.int32),
+        seqs=np.arange(count, dtype=np.int32),
+        block_tables=source.permutation(32)[:count, None].astype(np.int32),
+        logits_rows=source.permutation(count).astype(np.int32),
+        requests=requests,
+    )
+    runner = world.decoder(lanes=lanes)
+    sampler, other = (SlotSampler(vocab=vocab, slots=count) for _ in range(2))
+    rows = sampler.rows(plan)
+    logits = runner.decoder.step(plan, 10.0).copy()
+    wanted = other.sample(plan, other.rows(plan), logits)
+    device = runner.decoder.step_tokens(plan, rows, 10.0)
+    found = sampler.sample(plan, rows, device.logits, device=device)
+    plain = [request.params == SamplingParams(max_tokens=8, temperature=0.0) for request in requests]
+    assert device.sampled[plain].all(), f"seed {seed}"
+    same_bits(device.logits, logits[~device.sampled], f"logits left, seed {seed}")
+    assert found.refused == wanted.refused, f"seed {seed}"
+    sound = [row for row in range(count) if row not in wanted.refused]
+    for row in sound:
+        assert found.tokens[row] == wanted.tokens[row], f"seed {seed}, row {row}"
+        asked = requests[row].params.logprobs
+        if asked >= 0:
+            assert found.top(row, asked) == wanted.top(row, asked), f"seed {seed}"
+    assert broken != "logit" or not sound, f"seed {seed}"
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
